@@ -20,7 +20,7 @@ import json
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from benchmarks.checkpoint import FRAMES_PER_SECOND, PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, dummy_model
 from benchmarks.common import Bench, GpuUse, Row, ThreadUse, memory, parser, serves
-from benchmarks.floors import device_named, floor_ms, mean_context
+from benchmarks.shapes import PUBLISHED, Device, device_named, frame_floor
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import EngineOptions, Finish
@@ -56,6 +56,8 @@ TOKENS_PER_SECOND = 3.3
 MAX_TOKENS, MAX_CONTEXT, PAGE_SIZE = 2048, 4096, 64
 #: Positions that long prompts have more: a mean context of 300.
 MORE_TEXT = 192
+#: Multiply-adds of the published codec decoder for one frame.
+CODEC_MACS = 2.48e9
 #: Seconds at most until a loop has settled, compilation of kernels included.
 SETTLE_SECONDS = 60.0
 
@@ -437,6 +439,24 @@ def codec_alone(
         "wrong_lengths": tally.wrong,
         "thread_cpu_share": {name: share for name, share in shares.items() if share >= 0.01},
     }
+
+
+def mean_context(lengths: Iterable[tuple[int, int]]) -> float:
+    """The context that a slot has on average over time, for utterances of (prompt positions, frames)."""
+    each = list(lengths)
+    return sum(made * (prompt + made / 2) for prompt, made in each) / sum(made for _, made in each)
+
+
+def floor_ms(part: str, size: str, rows: int, context: float, device: Device | None) -> float | None:
+    """The least milliseconds of a frame of the whole batch: "lm", "all" (language model, then codec) or "codec" (of one
+    row); None if unknown."""
+    if device is None or size == "tiny":
+        return None
+    codec = 1000 * 2 * CODEC_MACS / device.flops
+    if part == "codec":
+        return codec
+    lm = 1000 * frame_floor(PUBLISHED[size], rows, context, device)
+    return lm + (0.0 if part == "lm" else rows * codec)
 
 
 class Throughput:

@@ -43,8 +43,7 @@ from typing import Any
 from benchmarks import voices
 from benchmarks.common import Bench, Row, parser
 from benchmarks.engine import FRAMES_PER_SECOND, Load
-from benchmarks.process_use import ProcessUse
-from benchmarks.report import ROOT
+from benchmarks.report import ROOT, ProcessUse
 from benchmarks.stream_clients import words_of
 from jobs.settings import S3Settings
 from jobs.store import open_store

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import Bench, event_us, graph_us, numbers, parser, words
-from benchmarks.floors import device_named, floor_of, qwen3_frame
-from benchmarks.shapes import FISH, LARGE, SMALL, SPARK, Maker, Shape
+from benchmarks.shapes import FISH, LARGE, SMALL, SPARK, Maker, Shape, device_named, frame_floor
 from kernels import codec_cuda, codec_launch, codec_ops, lm_cuda, lm_products
 from kernels.attention import PackedPrompts
 from kernels.frame import FrameTensors, StateTensors
@@ -38,8 +37,6 @@ from kernels.prefill import prefill_packed
 
 LAYERS, EPS, PAGE = 28, 1e-6, 64
 SIZES = {"0.6B": SMALL, "1.7B": LARGE, "spark": SPARK, "fish": FISH}
-#: Sizes by the names that floors have for them.
-FLOORS = {"0.6B": "0b6", "1.7B": "1b7"}
 #: Rows of a part, and seconds after which it is given up: a kernel that does not end takes the process along.
 ROWS, SECONDS = (1, 8, 32, 64, 128, 256, 512, 1024), 90
 #: Up to so many rows a product has kernels of its own.
@@ -217,8 +214,8 @@ def frame_part(bench: Bench, name: str, shape: Shape, rows: int, context: int) -
         del runner
     device, best = device_named(bench.found["device"]), min(us.values())
     row = {"part": "frame", "sizes": name, "rows": rows, "context": context, "us": us, "best_ms": best / 1000}
-    if device is not None and name in FLOORS:
-        row["floor_ms"] = 1000 * floor_of(qwen3_frame(FLOORS[name]), rows, context, device).seconds
+    if device is not None:
+        row["floor_ms"] = 1000 * frame_floor(shape, rows, context, device)
     bench.add(row | {"frames_s": rows / best * 1e6})
 
 

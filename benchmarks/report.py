@@ -1,4 +1,5 @@
-"""What every benchmark writes: a result, row by row, and tables of it; and the options that all have. Imports no torch."""
+"""What every benchmark writes: a result, row by row, and tables of it; the options that all have; and what processes use:
+cores and memory from /proc, and how busy and full the GPUs are by the driver's own count. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ import os
 import platform
 import shutil
 import subprocess
+import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
+_TICKS, _PAGE, _GIB = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE"), 2.0**30
 
 
 def commit() -> str:
@@ -154,3 +158,155 @@ def report(title: str, name: str, figures: Sequence[Figure]) -> None:
     facts = {"commit": commit(), "date": datetime.now(UTC).strftime("%Y-%m-%d"), "device": device}
     rows = [asdict(figure) | {"share": figure.share} for figure in figures]
     (RESULTS / f"{name}.json").write_text(json.dumps({**facts, "figures": rows}, indent=1) + "\n")
+
+
+def device_name() -> str:
+    """The name of the first GPU; the processor's where there is none."""
+    program = shutil.which("nvidia-smi")
+    words = [program or "", "--query-gpu=name", "--format=csv,noheader"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False) if program else None
+    if done is None or done.returncode or not done.stdout:
+        return platform.processor() or platform.machine()
+    return done.stdout.splitlines()[0].strip()
+
+
+class ProcessUse:
+    """Reads some processes and all their descendants every `seconds` until `stop`."""
+
+    def __init__(self, roots: Sequence[int], seconds: float = 0.5) -> None:
+        self._roots, self._seconds = tuple(roots), seconds
+        #: Unix time, and of each process its name, its processor seconds and its private bytes in memory.
+        self._readings: list[tuple[float, dict[int, tuple[str, float, int]]]] = []
+        #: Unix time, and of each GPU the share of the time in which a kernel ran, and the bytes in use.
+        self._gpus: list[tuple[float, list[tuple[float, int]]]] = []
+        self._nvml, self._done = _open_nvml(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="process-use", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def between(self, since: float, until: float) -> dict[str, Any]:
+        """What was in use in a span: cores of all processes and by name, memory at its end, and GPUs."""
+        (began, first), (ended, last) = (
+            min(self._readings, key=lambda one: abs(one[0] - when)) for when in (since, until)
+        )
+        span, cores = max(ended - began, 1e-9), dict[str, float]()
+        for pid, (name, seconds, _) in last.items():
+            before = first[pid][1] if pid in first else 0.0
+            cores[name] = cores.get(name, 0.0) + (seconds - before) / span
+        use = [read for at, read in self._gpus if read and since <= at <= until]
+        gpus = list(zip(*use, strict=True))
+        largest = sorted(cores.items(), key=lambda one: -one[1])
+        return {
+            "cpu_cores": sum(cores.values()),
+            "cores_of": {name: used for name, used in largest if used >= 0.005},
+            "memory_gib": sum(own for _, _, own in last.values()) / _GIB,
+            "gpu_busy_nvml": [sum(busy for busy, _ in reads) / len(use) for reads in gpus],
+            "gpu_gib": [max(taken for _, taken in reads) / _GIB for reads in gpus],
+        }
+
+    def _watch(self) -> None:
+        while True:
+            now, found = time.time(), dict[int, tuple[str, float, int]]()
+            for pid in _family(self._roots):
+                stat, pages = _stat(f"/proc/{pid}/stat"), _read(f"/proc/{pid}/statm").split()
+                if stat and pages:
+                    found[pid] = _name(pid), used_seconds(stat), (int(pages[1]) - int(pages[2])) * _PAGE
+            self._readings.append((now, found))
+            self._gpus.append((now, self._nvml()))
+            if self._done.wait(self._seconds):
+                return
+
+
+def _read(path: str) -> str:
+    """A file of /proc; empty where its process or thread is gone."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _stat(path: str) -> list[str]:
+    """State, parent and so on of a process or thread; empty where it is gone."""
+    return _read(path).rpartition(")")[2].split()
+
+
+def used_seconds(stat: Sequence[str]) -> float:
+    """Processor seconds of a process or thread."""
+    return (int(stat[11]) + int(stat[12])) / _TICKS
+
+
+def _family(roots: Sequence[int]) -> list[int]:
+    """The processes and all their descendants."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        if stat := _stat(f"{entry}/stat"):
+            children.setdefault(int(stat[1]), []).append(int(entry.name))
+    found, left = list[int](), list(roots)
+    while left:
+        found.append(left.pop())
+        left += children.get(found[-1], [])
+    return found
+
+
+def _name(pid: int) -> str:
+    """The module of a Python process, such as `pipelines.engine_process`; else its program."""
+    words = [word for word in _read(f"/proc/{pid}/cmdline").split("\0") if word]
+    if not words or words[0].startswith("["):  # a title, such as Celery's
+        return ""
+    program = Path(words[0].partition(":")[0]).name
+    if program.startswith("python") and "-m" in words:
+        at = words.index("-m") + 1
+        return " ".join(words[at : at + (2 if words[at] in ("jobs", "worker") else 1)])
+    if program.startswith("python") and "-c" in words:
+        return words[words.index("-c") + 1].partition("(")[0][:60]
+    return program
+
+
+def thread_seconds(roots: Sequence[int]) -> dict[str, float]:
+    """Processor seconds of the threads of processes and their descendants by `process: thread`; threads of one name
+    add up."""
+    found: dict[str, float] = {}
+    for pid in _family(roots):
+        process = _name(pid)
+        for task in Path(f"/proc/{pid}/task").glob("*"):
+            if stat := _stat(f"{task}/stat"):
+                name = f"{process}: {_read(f'{task}/comm').strip()}"
+                found[name] = found.get(name, 0.0) + used_seconds(stat)
+    return found
+
+
+def listener_pid(port: int) -> int | None:
+    """The process of this host that listens at a TCP port; None where it is elsewhere or another user's."""
+    rows = [line.split() for name in ("tcp", "tcp6") for line in _read(f"/proc/net/{name}").splitlines()[1:]]
+    sockets = {
+        f"socket:[{row[9]}]" for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port
+    }
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if any(os.readlink(file) in sockets for file in (entry / "fd").iterdir()):
+                return int(entry.name)
+        except OSError:
+            continue
+    return None
+
+
+def _open_nvml() -> Callable[[], list[tuple[float, int]]]:
+    """A function that gives the use of each GPU, 0 to 1, and its bytes in use; of none where the driver's library is
+    missing."""
+    try:
+        import pynvml  # pyright: ignore[reportMissingImports]
+
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except Exception:  # noqa: BLE001 - the library's own errors need the library
+        return list
+
+    def read() -> list[tuple[float, int]]:
+        busy = (pynvml.nvmlDeviceGetUtilizationRates(one).gpu / 100 for one in handles)
+        taken = (int(pynvml.nvmlDeviceGetMemoryInfo(one).used) for one in handles)
+        return list(zip(busy, taken, strict=True))
+
+    return read

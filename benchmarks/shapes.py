@@ -1,5 +1,5 @@
-"""Dummy weights and slot states of any size, made on the device, for tests and timings of the frame's
-kernels."""
+"""The sizes of the models' frames in one table: dummy weights and slot states of any size for tests and timings of the
+frame's kernels, and the least time that a frame can take on a device."""
 
 from __future__ import annotations
 
@@ -65,6 +65,8 @@ FISH = Shape(
     hidden=2560, inter=9728, layers=36, heads=32, vocab=4160, width=2560, width_inter=9728, predictor_layers=4, codes=4096, codebooks=10,
     control=64, depth_head_norms=False, wide_rope=True, one_head=True, nucleus_first=True, window=10, text="code", scale=11**-0.5,
 )  # fmt: skip
+#: The published sizes by the name of their checkpoint.
+PUBLISHED = {"0b6": SMALL, "1b7": LARGE, "spark": SPARK, "fish": FISH}
 TINY = Shape(
     hidden=48, inter=80, layers=2, heads=4, kv_heads=2, head_dim=32, vocab=80, width=64, width_inter=96, predictor_layers=2, codes=48,
     codebooks=5, control=32,
@@ -74,6 +76,52 @@ TINY_FISH = replace(
     FISH, hidden=48, inter=80, layers=2, heads=8, kv_heads=2, head_dim=16, vocab=80, width=48, width_inter=64, predictor_layers=2, codes=24,
     codebooks=3, control=16, window=5,
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Measured limits: bytes a second of streaming reads, floating-point operations a second of large bfloat16
+    products."""
+
+    name: str
+    bandwidth: float
+    flops: float
+
+
+DEVICES = (Device("H200", 4.3e12, 790e12), Device("H100", 3.0e12, 790e12))
+_BYTES = 2  # of a bfloat16 value
+
+
+def device_named(name: str) -> Device | None:
+    """The known device whose name is part of this one; None for others, which have no floor."""
+    return next((device for device in DEVICES if device.name in name), None)
+
+
+def frame_floor(shape: Shape, rows: int, context: float, device: Device) -> float:
+    """Seconds of one frame of `rows` rows at this mean context, without prefill and codec: of backbone and depth each
+    the longer one of the time to read every weight and key once, and the time of all products at the matrix units'
+    speed."""
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+
+    def weights(hidden: int, inter: int, layers: int) -> int:
+        return layers * (2 * hidden * (q + kv) + 3 * hidden * inter)
+
+    def seconds(values: float, flops: float) -> float:
+        return max(_BYTES * values / device.bandwidth, flops / device.flops)
+
+    backbone = weights(shape.hidden, shape.inter, shape.layers) + shape.vocab * shape.hidden
+    kept, attention = 2 * kv * shape.layers, 4 * q * shape.layers
+    found = seconds(backbone + rows * context * kept, rows * (2 * backbone + attention * context))
+    if (steps := shape.codebooks - 1) == 0:
+        return found
+    depth = weights(shape.width, shape.width_inter, shape.predictor_layers)
+    heads = steps * shape.codes * shape.width
+    heads += shape.hidden * shape.width if shape.hidden != shape.width else 0
+    kept, attention = 2 * kv * shape.predictor_layers, 4 * q * shape.predictor_layers
+    # Positions that the depth's queries see: 1 and 2 in its first step, then one more each.
+    seen = sum(range(1, steps + 2))
+    flops = rows * (2 * ((steps + 1) * depth + heads) + attention * seen)
+    return found + seconds(steps * depth + heads + rows * (seen - 1) * kept, flops)
 
 
 class Maker:

@@ -1,28 +1,32 @@
-"""One process of clients of `benchmarks.stream`.
+"""One process of clients of `benchmarks.stream`, on bare sockets: HTTP/1.1 and Cartesia's WebSocket.
 
-It reads its plan as a line of JSON, connects, and says `ready`; then it reads when to start, and writes what it heard as
-JSON. Only the standard library is imported, so that it starts in a tenth of a second. Times are those of
+It reads its plan as a line of JSON, connects, and prints `ready`; then it reads when to start, and prints what it
+received as JSON. Only the standard library is imported, so that it starts in a tenth of a second. Times are those of
 `time.monotonic`, which all processes of a host share.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import gc
 import json
+import os
 import random
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from typing import Any
-
-from benchmarks.stream_sockets import CHAT, CONNECTIONS, SPEECH, Address, Connection
+from urllib.parse import urlsplit
 
 BYTES_PER_SAMPLE, CHARACTERS_PER_SECOND = 2, 15.0
-#: A client that was refused waits so long before it asks again.
+#: The load continues after the span that counts, so that its last streams begin under load too; what is left later is
+#: broken off.
+AFTER_SECONDS, DRAIN_SECONDS = 1.0, 5.0
+#: A client that was refused waits this long before it asks again.
 _REFUSED_SECONDS = 0.1
-#: Share of the cancelled streams that end before their first audio, within so many seconds.
+#: Share of the cancelled streams that end before their first audio, and within how many seconds.
 _BEFORE_AUDIO, _BEFORE_AUDIO_SECONDS = 0.3, 0.1
 #: Harvard sentences, lists 1 and 2.
 SENTENCES = (
@@ -47,12 +51,14 @@ SENTENCES = (
     "The salt breeze came across from the sea.",
     "The girl at the booth sold fifty bonds.",
 )
+SPEECH, CHAT = "/v1/audio/speech", "/v1/chat/completions"
+_CARTESIA_VERSION = "2025-04-16"
+_TEXT, _CLOSE, _PING, _PONG = 1, 8, 9, 10
 _TEXT_DRAW = {"temperature": 0.6, "top_k": 20}
 _AUDIO_DRAW = {
     "mode": "text_audio", "phase": "text", "text_temperature": 0.6, "audio_temperature": 0.8, "audio_topk": 20
 }  # fmt: skip
-#: What whole answers are asked for: the route, and what the request says. Those of a route of chats are asked of a
-#: model that writes.
+#: Kinds of whole answers: the route, and what the request says. A route of chats needs a model that writes.
 WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
     "pcm": (SPEECH, {"response_format": "pcm", "stream": False}),
     "wav": (SPEECH, {"response_format": "wav"}),
@@ -62,12 +68,47 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
     "audio": (CHAT, {"temperature": 0.8, "top_k": 20, "vllm_xargs": _AUDIO_DRAW}),
     "guided": (CHAT, {"temperature": 0.8, "top_k": 20, "vllm_xargs": {**_AUDIO_DRAW, "cfg": 3.0}}),
 }
+#: Takes the time and the number of bytes of audio that came.
+OnBytes = Callable[[float, int], None]
+
+
+@dataclass(slots=True)
+class Plan:
+    """A server, and what the clients of one process ask of it. Times in seconds."""
+
+    url: str
+    model: str
+    key: str = ""
+    voice: str | None = None
+    sample_rate: int = 24_000
+    #: Whether the server is ours, which takes the seed of a speech, and whether requests say its length in seconds
+    #: too.
+    own: bool = True
+    sized: bool = True
+    #: Further fields of every request.
+    fields: dict[str, Any] = field(default_factory=dict[str, Any])
+    protocol: str = "http"
+    #: Requests a second (open loop), or clients back to back.
+    rate: float = 0.0
+    clients: int = 0
+    #: Clients that ask for whole answers, back to back, and the kinds of these, in turn.
+    batch_clients: int = 0
+    whole: list[str] = field(default_factory=lambda: ["pcm"])
+    #: Clients play what they received before they ask again.
+    listen: bool = False
+    #: Seconds of the shortest and of the longest speech.
+    seconds: tuple[float, float] = (2.0, 8.0)
+    #: Share of the streams that are cancelled at a random point.
+    cancel: float = 0.0
+    #: Seconds before the span that counts, and its length: audio that comes in it and requests that are sent in it.
+    warm_up: float = 0.0
+    duration: float = 0.0
+    seed: int = 0
 
 
 @dataclass(slots=True)
 class Player:
-    """A listener's loudspeaker: it starts with the first audio and waits whenever there is none, as long as it
-    must."""
+    """A listener's loudspeaker: it starts with the first audio and waits whenever there is none."""
 
     began: float | None = None
     audio_seconds: float = 0.0
@@ -75,7 +116,7 @@ class Player:
     underruns: list[float] = field(default_factory=list[float])
     _waited: float = 0.0
 
-    def heard(self, at: float, seconds: float) -> None:
+    def receive(self, at: float, seconds: float) -> None:
         """Takes audio that came at a time."""
         if self.began is None:
             self.began = at
@@ -92,56 +133,13 @@ class Player:
 
 
 @dataclass(slots=True)
-class Plan:
-    """What the clients of one process do."""
-
-    url: str
-    model: str
-    #: From when on, until when requests are sent, and when what is left is broken off. This and the span are after 0
-    #: until `starting`.
-    start: float = 0.0
-    stop: float = 0.0
-    end: float = 0.0
-    #: The span that counts: audio that came in it, and requests that were sent in it.
-    count_from: float = 0.0
-    count_until: float = 0.0
-    protocol: str = "http"
-    key: str = ""
-    voice: str | None = None
-    #: Requests a second (open loop), or clients back to back.
-    rate: float = 0.0
-    clients: int = 0
-    #: Clients that ask for whole answers, back to back, and of which kinds, in turn.
-    batch_clients: int = 0
-    whole: list[str] = field(default_factory=lambda: ["pcm"])
-    listen: bool = False
-    shortest_s: float = 2.0
-    longest_s: float = 8.0
-    #: Share of the streams that are cancelled at a random point.
-    cancel: float = 0.0
-    sample_rate: int = 24_000
-    seed: int = 0
-    #: Whether the server is ours, which takes the seed of a speech, and whether requests say its length in seconds
-    #: too.
-    own: bool = True
-    sized: bool = True
-    #: Further fields of every request.
-    fields: dict[str, Any] = field(default_factory=dict[str, Any])
-
-    def starting(self, at: float) -> Plan:
-        """The plan with its times after `at`."""
-        names = ("start", "stop", "end", "count_from", "count_until")
-        return replace(self, **{name: getattr(self, name) + at for name in names})
-
-
-@dataclass(slots=True)
-class Heard:
+class Answer:
     """What came of one request. Times in seconds."""
 
     sent: float
     #: How much later than planned the request was written.
     late: float
-    #: What was asked for whole; "" for a stream.
+    #: The kind of a whole answer; "" for a stream.
     kind: str
     asked_audio: float
     first: float | None = None
@@ -151,6 +149,157 @@ class Heard:
     #: "" for a whole answer, "cancelled", "cut off" at the end of the plan ("no audio in time" before any), or the
     #: code of a failure.
     failure: str = "cut off"
+
+
+class HttpConnection:
+    """A connection that is kept and has one request at a time."""
+
+    def __init__(self, url: str, key: str = "") -> None:
+        parts = urlsplit(url)
+        self.host, self.port, self.key = parts.hostname or "127.0.0.1", parts.port or 80, key
+        self._hung_up = self._last = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no further request."""
+        return self._hung_up or self._last or self._reader.at_eof()
+
+    async def open(self) -> None:
+        """Raises `OSError` where the server does not listen."""
+        self._reader, self._writer = await asyncio.open_connection(self.host, self.port)
+
+    def hang_up(self) -> None:
+        """Closes the connection in the middle of an answer, which then has the failure "cancelled"."""
+        self._hung_up = True
+        self._writer.transport.abort()
+
+    async def ask(self, body: dict[str, Any], on_bytes: OnBytes, route: str = SPEECH) -> str:
+        """Sends a request and reads its answer: "" after a whole one, else the code or the name of what went wrong."""
+
+        def on_piece(count: int) -> None:
+            if self._hung_up:
+                raise EOFError
+            on_bytes(time.monotonic(), count)
+
+        try:
+            failure = await self._ask(body, on_piece, route)
+        except (OSError, EOFError):
+            failure, self._last = "connection lost", True
+        except (ValueError, IndexError, asyncio.LimitOverrunError):
+            failure, self._last = "no answer of this protocol", True
+        return "cancelled" if self._hung_up else failure
+
+    async def _ask(self, body: dict[str, Any], on_piece: Callable[[int], None], route: str) -> str:
+        content, error = json.dumps(body).encode(), b""
+        lines = "Content-Type: application/json", f"Content-Length: {len(content)}"
+        self._writer.write(self._head(f"POST {route} HTTP/1.1", *lines) + content)
+        status, headers = await self._read_head()
+        async for piece in self._body(headers):
+            if status == 200:
+                on_piece(len(piece))
+            else:
+                error += piece
+        self._last |= headers.get("connection", "").lower() == "close"
+        return "" if status == 200 else f"{status} {_code_of(error)}".strip()
+
+    def _head(self, first: str, *lines: str) -> bytes:
+        allowed = [f"Authorization: Bearer {self.key}"] if self.key else []
+        return "\r\n".join([first, f"Host: {self.host}:{self.port}", *lines, *allowed, "", ""]).encode()
+
+    async def _read_head(self) -> tuple[int, dict[str, str]]:
+        """Status and headers of an answer."""
+        first, *lines = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        pairs = (line.partition(":") for line in lines)
+        return int(first.split()[1]), {name.strip().lower(): value.strip() for name, _, value in pairs}
+
+    async def _body(self, headers: dict[str, str]) -> AsyncIterator[bytes]:
+        """The pieces of a body as they come: of chunks, of a known length, or up to the connection's end."""
+        if "chunked" not in headers.get("transfer-encoding", ""):
+            known = "content-length" in headers
+            async for piece in self._pieces(int(headers["content-length"]) if known else sys.maxsize, known):
+                yield piece
+            self._last |= not known
+            return
+        while size := int((await self._reader.readuntil(b"\r\n")).partition(b";")[0], 16):
+            async for piece in self._pieces(size, True):
+                yield piece
+            await self._reader.readexactly(2)
+        while await self._reader.readuntil(b"\r\n") != b"\r\n":  # trailers
+            pass
+
+    async def _pieces(self, left: int, whole: bool) -> AsyncIterator[bytes]:
+        while left and (piece := await self._reader.read(min(left, 1 << 16))):
+            left -= len(piece)
+            yield piece
+        if left and whole:
+            raise EOFError
+
+
+def _code_of(error: bytes) -> str:
+    """Such as `queue_full`; "" of an error of another form."""
+    try:
+        return str(json.loads(error)["error"]["code"] or "")
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+class CartesiaConnection(HttpConnection):
+    """Cartesia's `/tts/websocket`: one context at a time. `body` is what the message says beside its context."""
+
+    _contexts = 0
+
+    async def open(self) -> None:
+        """Connects and shakes hands. Raises `OSError` where there is no such route."""
+        await super().open()
+        query = f"cartesia_version={_CARTESIA_VERSION}" + (f"&api_key={self.key}" if self.key else "")
+        key = base64.b64encode(os.urandom(16)).decode()
+        upgrade = "Upgrade: websocket", "Connection: Upgrade", f"Sec-WebSocket-Key: {key}"
+        first = f"GET /tts/websocket?{query} HTTP/1.1"
+        self._writer.write(self._head(first, *upgrade, "Sec-WebSocket-Version: 13"))
+        status, _ = await self._read_head()
+        if status != 101:
+            raise ConnectionError(f"the WebSocket was answered with {status}")
+
+    async def _ask(self, body: dict[str, Any], on_piece: Callable[[int], None], route: str) -> str:
+        self._contexts += 1
+        context = f"c{self._contexts}"
+        self._send(json.dumps({**body, "context_id": context}).encode())
+        while True:
+            opcode, payload = await self._message()
+            if opcode == _PING:
+                self._send(payload, _PONG)
+            elif opcode == _CLOSE:
+                raise EOFError
+            if opcode != _TEXT or (message := json.loads(payload)).get("context_id") != context:
+                continue
+            if message.get("type") == "chunk" and (data := message.get("data")):
+                on_piece(len(data) * 3 // 4 - data[-2:].count("="))
+            elif message.get("type") == "error":
+                return f"error {message.get('error_code') or message.get('title') or ''}".strip()
+            if message.get("done"):
+                return ""
+
+    def _send(self, payload: bytes, opcode: int = _TEXT) -> None:
+        """Writes a message, masked as the protocol asks of a client; a mask of zeros is one."""
+        count = len(payload)
+        size = bytes([128 | count]) if count < 126 else bytes([254]) + count.to_bytes(2, "big")
+        if count >= 1 << 16:
+            size = bytes([255]) + count.to_bytes(8, "big")
+        self._writer.write(bytes([128 | opcode]) + size + bytes(4) + payload)
+
+    async def _message(self) -> tuple[int, bytes]:
+        """Opcode and payload of the next message, its fragments joined."""
+        opcode, payload, final = 0, b"", False
+        while not final:
+            first, size = await self._reader.readexactly(2)
+            if size >= 126:  # servers do not mask
+                size = int.from_bytes(await self._reader.readexactly(2 if size == 126 else 8), "big")
+            payload += await self._reader.readexactly(size)
+            opcode, final = first & 15 or opcode, bool(first & 128)
+        return opcode, payload
+
+
+CONNECTIONS: dict[str, type[HttpConnection]] = {"http": HttpConnection, "websocket": CartesiaConnection}
 
 
 def arrivals(rate: float, chance: random.Random, start: float, stop: float) -> Iterator[float]:
@@ -201,48 +350,50 @@ class Clients:
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.chance = plan, random.Random(plan.seed + 1)
-        self.heard: list[Heard] = []
+        self.answers: list[Answer] = []
         #: Seconds of audio in the span, of streams and of whole answers.
         self.audio_in_span = {False: 0.0, True: 0.0}
-        self._address = Address(plan.url, plan.key)
         #: Open connections without a request, of streams and of whole answers.
-        self._idle: dict[bool, list[Connection]] = {False: [], True: []}
-        self._open: set[Connection] = set()
+        self._idle: dict[bool, list[HttpConnection]] = {False: [], True: []}
+        self._busy: set[HttpConnection] = set()
         self._number = plan.seed % 10_000 * 100_000
 
     async def connect(self) -> None:
         """Opens the connections that the first streams need."""
         streams = self.plan.clients or max(round(self.plan.rate * 0.5), 1)
-        tried = (self._connect() for _ in range(min(streams, 256)))
+        tried = (self._connect(False) for _ in range(min(streams, 256)))
         found = await asyncio.gather(*tried, return_exceptions=True)
-        self._idle[False] += [one for one in found if isinstance(one, Connection)]
+        self._idle[False] += [one for one in found if isinstance(one, HttpConnection)]
 
     async def run(self, start: float) -> dict[str, Any]:
-        """From a time until the plan's end; everything that was heard."""
-        plan = self.plan = self.plan.starting(start)
+        """From a time until the plan's end; everything that was received."""
+        plan, self._start = self.plan, start
+        self._from = start + plan.warm_up
+        self._until = self._from + plan.duration
+        self._stop = self._until + AFTER_SECONDS
         tasks = [asyncio.create_task(self._client(index)) for index in range(plan.clients)]
         kinds = (plan.whole[index % len(plan.whole)] for index in range(plan.batch_clients))
         tasks += [asyncio.create_task(self._batch_client(kind)) for kind in kinds]
         if plan.rate:
             tasks.append(asyncio.create_task(self._arrivals()))
         if tasks:
-            await asyncio.wait(tasks, timeout=plan.end - time.monotonic())
-        for connection in list(self._open):
+            await asyncio.wait(tasks, timeout=self._until + DRAIN_SECONDS - time.monotonic())
+        for connection in list(self._busy):
             connection.hang_up()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for one in self.heard:
+        for one in self.answers:
             if one.failure == "cut off" and one.first is None and not one.kind:
                 one.failure = "no audio in time"
-        streams, whole = self.audio_in_span[False], self.audio_in_span[True]
-        heard = [asdict(one) for one in self.heard]
-        return {"heard": heard, "stream_audio_s": streams, "batch_audio_s": whole}
+        audio = self.audio_in_span
+        heard = [asdict(one) for one in self.answers]
+        return {"heard": heard, "stream_audio_s": audio[False], "batch_audio_s": audio[True]}
 
     async def _arrivals(self) -> None:
         """The open loop: a request at each arrival, however many are under way."""
         under_way: set[asyncio.Task[Any]] = set()
-        for at in arrivals(self.plan.rate, random.Random(self.plan.seed), self.plan.start, self.plan.stop):
+        for at in arrivals(self.plan.rate, random.Random(self.plan.seed), self._start, self._stop):
             await asyncio.sleep(at - time.monotonic())
             task = asyncio.create_task(self._one(at))
             under_way.add(task)
@@ -254,89 +405,80 @@ class Clients:
         """The closed loop of one client; a listener waits until it has played what it got."""
         plan = self.plan
         # Listeners do not all begin at once: their beginnings are spread over the mean length of a speech.
-        spread = (plan.shortest_s + plan.longest_s) / 2 if plan.listen else 0.0
-        await asyncio.sleep(plan.start + spread * index / max(plan.clients, 1) - time.monotonic())
-        while time.monotonic() < plan.stop:
-            heard, player = await self._one(time.monotonic())
-            if heard.failure not in ("", "cancelled"):
+        spread = sum(plan.seconds) / 2 if plan.listen else 0.0
+        await asyncio.sleep(self._start + spread * index / max(plan.clients, 1) - time.monotonic())
+        while time.monotonic() < self._stop:
+            answer, player = await self._one(time.monotonic())
+            if answer.failure not in ("", "cancelled"):
                 await asyncio.sleep(_REFUSED_SECONDS)
             elif plan.listen:
                 await asyncio.sleep(player.silent_at - time.monotonic())
 
     async def _batch_client(self, kind: str) -> None:
-        await asyncio.sleep(self.plan.start - time.monotonic())
-        while time.monotonic() < self.plan.stop:
-            heard, _ = await self._one(time.monotonic(), kind)
-            if heard.failure:
+        await asyncio.sleep(self._start - time.monotonic())
+        while time.monotonic() < self._stop:
+            answer, _ = await self._one(time.monotonic(), kind)
+            if answer.failure:
                 await asyncio.sleep(_REFUSED_SECONDS)
 
-    async def _one(self, planned: float, kind: str = "") -> tuple[Heard, Player]:
+    async def _one(self, planned: float, kind: str = "") -> tuple[Answer, Player]:
         """One request from its first byte to its end."""
         plan, player = self.plan, Player()
-        seconds = self.chance.uniform(plan.shortest_s, plan.longest_s)
+        seconds = self.chance.uniform(*plan.seconds)
         cancelled = not kind and self.chance.random() < plan.cancel
-        heard = Heard(time.monotonic(), 0.0, kind, seconds, underruns=player.underruns)
-        self.heard.append(heard)
+        answer = Answer(time.monotonic(), 0.0, kind, seconds, underruns=player.underruns)
+        self.answers.append(answer)
         try:
             connection = await self._free_connection(bool(kind))
         except OSError as error:
-            heard.failure = f"cannot connect ({type(error).__name__})"
-            return heard, player
+            answer.failure = f"cannot connect ({type(error).__name__})"
+            return answer, player
         self._number += 1
         body, stop_at = request_body(plan, seconds, self._number, kind), self.chance.random() * seconds
 
         def on_bytes(at: float, count: int) -> None:
-            if heard.first is None:
-                heard.first = at - heard.sent
+            if answer.first is None:
+                answer.first = at - answer.sent
             if kind not in ("", "pcm"):
                 return
             piece = count / BYTES_PER_SAMPLE / plan.sample_rate
-            player.heard(at, piece)
-            heard.audio += piece
-            if plan.count_from <= at < plan.count_until:
+            player.receive(at, piece)
+            answer.audio += piece
+            if self._from <= at < self._until:
                 self.audio_in_span[bool(kind)] += piece
             if cancelled and player.audio_seconds >= stop_at:
-                self._cancel(connection)
+                connection.hang_up()
 
-        self._open.add(connection)
-        heard.sent = time.monotonic()
-        heard.late = heard.sent - planned
-        answer = connection.start(body, on_bytes, WHOLE[kind][0] if kind else SPEECH)
         timer = None
         if cancelled and self.chance.random() < _BEFORE_AUDIO:
             later = self.chance.random() * _BEFORE_AUDIO_SECONDS
-            timer = asyncio.get_running_loop().call_later(later, self._cancel, connection)
-        heard.failure = await answer
+            timer = asyncio.get_running_loop().call_later(later, connection.hang_up)
+        self._busy.add(connection)
+        answer.sent = time.monotonic()
+        answer.late = answer.sent - planned
+        failure = await connection.ask(body, on_bytes, WHOLE[kind][0] if kind else SPEECH)
+        answer.took = time.monotonic() - answer.sent
         if timer is not None:
             timer.cancel()
-        self._open.discard(connection)
-        if heard.failure == "cancelled" and not cancelled:
-            heard.failure = "cut off"
-        heard.took = time.monotonic() - heard.sent
-        if heard.failure == "" and heard.first is None:
-            heard.failure = "no audio"
+        self._busy.discard(connection)
+        answer.failure = "cut off" if failure == "cancelled" and not cancelled else failure
+        if failure == "" and answer.first is None:
+            answer.failure = "no audio"
         if connection.closed:
             connection.hang_up()
         else:
             self._idle[bool(kind)].append(connection)
-        return heard, player
+        return answer, player
 
-    def _cancel(self, connection: Connection) -> None:
-        """Hangs up; of two WebSocket clients one says so instead and keeps its connection."""
-        if self.chance.random() < 0.5:
-            connection.cancel()
-        else:
-            connection.hang_up()
-
-    async def _free_connection(self, whole: bool) -> Connection:
+    async def _free_connection(self, whole: bool) -> HttpConnection:
         idle = self._idle[whole]
         while idle:
             if not (connection := idle.pop()).closed:
                 return connection
         return await self._connect(whole)
 
-    async def _connect(self, whole: bool = False) -> Connection:
-        connection = CONNECTIONS["http" if whole else self.plan.protocol](self._address)
+    async def _connect(self, whole: bool) -> HttpConnection:
+        connection = CONNECTIONS["http" if whole else self.plan.protocol](self.plan.url, self.plan.key)
         await connection.open()
         return connection
 

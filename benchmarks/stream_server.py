@@ -1,20 +1,16 @@
-"""Servers to measure streams of: `python -m benchmarks.stream_server FOLDER` has a checkpoint of random weights, which end
-when they like: what did not end counts as done. Without a folder one answers every speech with silence at once, to
+"""Servers to measure streams of: `python -m benchmarks.stream_server FOLDER` serves a checkpoint of random weights, whose
+speech counts as done where it did not end. Without a folder a server answers every speech with silence at once, to
 measure the clients' own delay.
-
-That one knows what `benchmarks.stream` asks for over HTTP: `POST /v1/audio/speech`, `/v1/models`, `/health`, `/metrics`.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import gc
 import json
 from asyncio import StreamReader, StreamWriter
 from pathlib import Path
-from typing import Any
-
-import click
 
 RATE = 24_000
 _FRAME_SECONDS = 0.08
@@ -52,82 +48,58 @@ def chunks_of(seconds: float) -> list[bytes]:
     return found
 
 
-class Silence:
-    """Answers on one event loop."""
+_CARD = {"id": "local", "owned_by": "nightjar", "sample_rate": RATE, "capabilities": {"voices": ["calm"]}}
+_PAGES = {
+    "/v1/models": json.dumps({"data": [_CARD]}).encode(),
+    "/metrics": b"speech_server_running 0\nspeech_engine_batch_size 0\n",
+}
 
-    def __init__(self) -> None:
-        self.running = 0
 
-    async def client(self, reader: StreamReader, writer: StreamWriter) -> None:
-        try:
-            while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-                method, path = head.split(maxsplit=2)[:2]
-                pairs = (line.partition(":") for line in head.split("\r\n")[1:])
-                headers = {name.lower(): value.strip() for name, _, value in pairs}
-                body = await reader.readexactly(int(headers.get("content-length", 0)))
-                if method == "POST":
-                    await self._speech(json.loads(body), writer)
-                else:
-                    self._whole(writer, self._page(path).encode())
-                await writer.drain()
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.close()
-
-    def _page(self, path: str) -> str:
-        card = {
-            "id": "local",
-            "owned_by": "nightjar",
-            "sample_rate": RATE,
-            "capabilities": {"voices": ["calm"]},
-        }
-        gauges = "".join(
-            f"{name} {self.running}\n" for name in ("speech_server_running", "speech_engine_batch_size")
-        )
-        pages = {"/v1/models": json.dumps({"data": [card]}), "/metrics": gauges}
-        return pages.get(path, '{"status": "ready"}')
-
-    def _whole(self, writer: StreamWriter, content: bytes) -> None:
-        writer.write(f"HTTP/1.1 200 -\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
-
-    async def _speech(self, body: dict[str, Any], writer: StreamWriter) -> None:
-        self.running += 1
-        try:
-            pieces = chunks_of(body["max_seconds"])
-            if not body.get("stream"):
-                self._whole(writer, b"".join(pieces))
-                return
+async def answer_silence(reader: StreamReader, writer: StreamWriter) -> None:
+    """Answers what `benchmarks.stream` asks for over HTTP, on one connection."""
+    try:
+        while True:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+            method, path = head.split(maxsplit=2)[:2]
+            pairs = (line.partition(":") for line in head.split("\r\n")[1:])
+            headers = {name.lower(): value.strip() for name, _, value in pairs}
+            body = await reader.readexactly(int(headers.get("content-length", 0)))
+            if method != "POST":
+                content = _PAGES.get(path, b'{"status": "ready"}')
+                writer.write(b"HTTP/1.1 200 -\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content))
+                continue
             writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: audio/pcm\r\n\r\n")
-            for piece in pieces:
+            for piece in chunks_of(json.loads(body)["max_seconds"]):
                 writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
                 await writer.drain()
             writer.write(b"0\r\n\r\n")
-        finally:
-            self.running -= 1
+    except (asyncio.IncompleteReadError, ConnectionError):
+        pass
+    finally:
+        writer.close()
 
 
 async def serve_silence(port: int) -> None:
-    server = await asyncio.start_server(Silence().client, "127.0.0.1", port, backlog=2048)
+    server = await asyncio.start_server(answer_silence, "127.0.0.1", port, backlog=2048)
     print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     gc.disable()
     await server.serve_forever()
 
 
-@click.command()
-@click.argument("model", default="")
-@click.option("--port", default=0, help="0 takes a free one.")
-@click.option("--slots", default=256, show_default=True, help="Requests in the engine at once.")
-@click.option("--waiting-room", default=256, show_default=True, help="Requests behind them.")
-@click.option("--option", "given", multiple=True, metavar="NAME=NUMBER", help="Option of the pipeline.")
-def main(model: str, port: int, slots: int, waiting_room: int, given: tuple[str, ...]) -> None:
+def main() -> None:
     """Prints its address, and serves until SIGTERM."""
-    if not model:
-        asyncio.run(serve_silence(port))
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("model", nargs="?")
+    made.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    made.add_argument("--slots", type=int, default=256, help="requests in the engine at once")
+    made.add_argument("--waiting-room", type=int, default=256, help="requests that may wait for a slot")
+    made.add_argument("--option", action="append", default=[], metavar="NAME=NUMBER", help="of the pipeline")
+    options = made.parse_args()
+    if options.model is None:
+        asyncio.run(serve_silence(options.port))
         return
-    options = {name: int(value) for name, _, value in (one.partition("=") for one in given)}
-    serve_random(model, port, slots, waiting_room, options)
+    given = {name: int(value) for name, _, value in (one.partition("=") for one in options.option)}
+    serve_random(options.model, options.port, options.slots, options.waiting_room, given)
 
 
 if __name__ == "__main__":

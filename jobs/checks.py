@@ -203,7 +203,7 @@ def missing_libraries(meter: str) -> tuple[str, ...]:
     return () if card is None else tuple([name for name in card.libraries if find_spec(name) is None])
 
 
-def lacking(meters: Iterable[str]) -> ModelError | None:
+def missing_libraries_error(meters: Iterable[str]) -> ModelError | None:
     """The error that names each of these meters that cannot be opened here (`config.missing_library`), or
     None."""
     missing = {
@@ -220,7 +220,7 @@ def lacking(meters: Iterable[str]) -> ModelError | None:
     )
 
 
-def lacking_weights(meters: Mapping[str, Mapping[str, Option]], *, fetch: bool) -> ModelError | None:
+def missing_weights(meters: Mapping[str, Mapping[str, Option]], *, fetch: bool) -> ModelError | None:
     """The error of a meter whose weights are not on this machine (`model.unreachable`,
     `model.bad_checkpoint`), or None.
 
@@ -248,7 +248,7 @@ def lacking_weights(meters: Mapping[str, Mapping[str, Option]], *, fetch: bool) 
     return None
 
 
-def lacking_meters(quality: Quality | None, say: Callable[[str], None] | None = None) -> NightjarError | None:
+def missing_meters(quality: Quality | None, say: Callable[[str], None] | None = None) -> NightjarError | None:
     """What this machine lacks for the checks of a job: a meter's libraries (`config.missing_library`) or
     weights (`model.unreachable`).
 
@@ -256,11 +256,11 @@ def lacking_meters(quality: Quality | None, say: Callable[[str], None] | None = 
     """
     if quality is None:
         return None
-    lack = lacking(quality.meters) or lacking_weights(quality.meters, fetch=False)
+    lack = missing_libraries_error(quality.meters) or missing_weights(quality.meters, fetch=False)
     if lack is None or lack.code is not ErrorCode.MODEL_UNREACHABLE or say is None:
         return lack
     say("Downloading the weights of the quality checks.")
-    return lacking_weights(quality.meters, fetch=True)
+    return missing_weights(quality.meters, fetch=True)
 
 
 MAX_DRAWS = 20

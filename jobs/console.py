@@ -81,7 +81,7 @@ class NamedPath(click.Path):
         return super().convert(value, param, ctx)
 
 
-class ReaderLeft(BaseException):
+class OutputClosed(BaseException):
     """Nobody reads stdout any more, which ends a command as SIGPIPE would."""
 
     exit_code = 128 + signal.SIGPIPE
@@ -117,7 +117,7 @@ class Stop:
 _interrupts: list[int] = []
 
 
-def note_interrupts() -> None:
+def record_interrupts() -> None:
     """From here on Ctrl-C is remembered as well as raised: what is raised in Python code that C code
     calls, as in many imports, is lost."""
     _interrupts.clear()
@@ -125,7 +125,7 @@ def note_interrupts() -> None:
         threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     ):
-        signal.signal(signal.SIGINT, _noted)
+        signal.signal(signal.SIGINT, _record_interrupt)
         others = sys.unraisablehook
 
         def said(lost: sys.UnraisableHookArgs) -> None:
@@ -136,7 +136,7 @@ def note_interrupts() -> None:
         sys.unraisablehook = said
 
 
-def _noted(number: int, frame: FrameType | None) -> None:
+def _record_interrupt(number: int, frame: FrameType | None) -> None:
     _interrupts.append(number)
     signal.default_int_handler(number, frame)
 
@@ -148,7 +148,7 @@ def check_interrupts() -> None:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def defer_sigint() -> Iterator[None]:
     """Ctrl-C waits until the end of this: Python code that C code calls, as in the import of a model of
     pydantic, would swallow it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -47,7 +47,7 @@ class Finding:
 Verdict = tuple[str, str]
 
 
-def examine(home: str | None = None) -> Iterator[Finding]:
+def run_checks(home: str | None = None) -> Iterator[Finding]:
     """Every finding in turn. Nothing is changed, but for a probe object in a store that is there."""
     try:
         settings = load_settings(home=home)
@@ -155,7 +155,7 @@ def _models(_: Settings) -> Verdict:
 
 
 def _meters(_: Settings) -> Verdict:
-    from jobs.checks import PRESETS, added_meters, known_meters, lacking, missing_libraries
+    from jobs.checks import PRESETS, added_meters, known_meters, missing_libraries, missing_libraries_error
 
     strict, others = PRESETS["strict"], sorted(added_meters())
     seen = [
@@ -163,7 +163,7 @@ def _meters(_: Settings) -> Verdict:
         for name in known_meters()
     ]
     message = "; ".join(seen) + (f" (of other packages: {', '.join(others)})" if others else "")
-    lack = None if strict is None else lacking(strict.meters)
+    lack = None if strict is None else missing_libraries_error(strict.meters)
     return message, "" if lack is None else f"Only `--qa strict` needs them all. {lack.advice}"
 
 
@@ -192,7 +192,7 @@ class Machine:
 
 
 @cache
-def look() -> Machine:
+def inspect_machine() -> Machine:
     """This machine. torch is asked in a process of its own, and only where there is a GPU."""
     devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
     if not devices:
@@ -212,7 +212,7 @@ def _installed(package: str) -> str | None:
         return version(package)
 
 
-def judge_gpu(machine: Machine) -> Verdict:
+def check_gpu(machine: Machine) -> Verdict:
     """Whether torch can use the GPUs."""
     if not machine.devices:
         return "none; models for the CPU run", ""
@@ -228,7 +228,7 @@ def judge_gpu(machine: Machine) -> Verdict:
     return f"{', '.join(machine.names)}; {driver}", ""
 
 
-def judge_compilers(machine: Machine) -> Verdict:
+def check_compilers(machine: Machine) -> Verdict:
     """Whether the kernels can be made."""
     if not machine.devices:
         return "not needed without a GPU", ""
@@ -242,7 +242,7 @@ def judge_compilers(machine: Machine) -> Verdict:
     return f"triton {machine.triton}, {machine.c_compiler}, CUDA kernels: {machine.cuda_kernels}", ""
 
 
-def judge_kernels() -> Verdict:
+def check_kernels() -> Verdict:
     """Whether the package `kernels` is ours alone: Hugging Face has one of the same name, and both write
     into one folder."""
     theirs = _installed("kernels")
@@ -264,7 +264,7 @@ _CHECKS: dict[str, Callable[[Settings], Verdict]] = {
     "disk": _disk,
     "models": _models,
     "meters": _meters,
-    "gpu": lambda _: judge_gpu(look()),
-    "compilers": lambda _: judge_compilers(look()),
-    "kernels": lambda _: judge_kernels(),
+    "gpu": lambda _: check_gpu(inspect_machine()),
+    "compilers": lambda _: check_compilers(inspect_machine()),
+    "kernels": lambda _: check_kernels(),
 }

@@ -181,7 +181,7 @@ class EmbeddedHome:
         a person should know of them. Raises as `prepare`."""
         self._ledger, self._say = ledger, say
         # The home's lock is ours: the workers of a run that was killed are dead.
-        ledger.lose_workers()
+        ledger.end_dead_workers()
         self._requeue()
         if job is not None:
             ledger.wake(job.id)
@@ -214,7 +214,7 @@ class EmbeddedHome:
         for member, pid in workers.tend():
             # The worker is dead: its shards need not wait for the end of its leases.
             assert self._ledger is not None
-            self._ledger.lose_workers(socket.gethostname(), pid)
+            self._ledger.end_dead_workers(socket.gethostname(), pid)
             self._requeue()
             if member.quarantined and len(self.plans) > 1:
                 self._say(member.reason)

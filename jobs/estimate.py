@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from jobs.input_format import AskedFormat, InputFormat
 from jobs.ledger.records import JobSpec, RejectedLine
-from jobs.line_check import GoodLine, aborted_by, repeated_lines
+from jobs.line_check import GoodLine, aborted_by, duplicate_lines
 from jobs.references import ReferenceReader
 from jobs.source import open_source
 from jobs.spec import ResolvedSpec, resolve
@@ -126,4 +126,4 @@ def _new_ids(
     for line in good:
         added = seen.execute("INSERT OR IGNORE INTO seen VALUES (?)", (line.example_id,)).rowcount
         (new if added else repeated).append(line)
-    return new, repeated_lines(repeated, key)
+    return new, duplicate_lines(repeated, key)

@@ -20,11 +20,11 @@ from jobs.layout import input_key, job_prefix, put_numbered
 from jobs.ledger import Ledger
 from jobs.ledger.ingest import DuplicateExamples
 from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState, NewJob, NewShard, RejectedLine
-from jobs.line_check import GoodLine, LineChecker, ReferenceKey, aborted_by, repeated_lines
+from jobs.line_check import GoodLine, LineChecker, ReferenceKey, aborted_by, duplicate_lines
 from jobs.packs import ahead
 from jobs.references import ReferenceReader, put_reference
 from jobs.shard_file import CONTENT_TYPE, ShardSize, compress, cut, encode_lines
-from jobs.source import no_records, open_source
+from jobs.source import empty_input, open_source
 from jobs.spec import ResolvedSpec, resolve, spec_sha
 from jobs.store.base import ObjectStore
 from jobs.voices import voice_folder
@@ -127,7 +127,7 @@ def submit(
     )
 
 
-def check_wanted(job: Job) -> None:
+def check_has_work(job: Job) -> None:
     """Raises for the job of a submit that makes nothing: `input.no_items` where no line became an item,
     `ledger.cancelled`."""
     if job.state is JobState.CANCELLED:
@@ -142,7 +142,7 @@ def check_wanted(job: Job) -> None:
             ErrorCode.INPUT_NO_ITEMS, f"Job {job.id} has no items.", f"See why with: nightjar errors {job.id}"
         )
     if job.state is JobState.FAILED:
-        raise no_records()
+        raise empty_input()
 
 
 @dataclass
@@ -208,7 +208,7 @@ class _Ingest:
                 if not repeated:
                     raise RuntimeError("The ledger reports duplicates that are not in the batch.") from error
                 good = [line for line in good if line.example_id not in there]
-                rejected = repeated_lines(repeated, self.checker.id_key) + rejected
+                rejected = duplicate_lines(repeated, self.checker.id_key) + rejected
                 rejected.sort(key=lambda line: line.line)
         self.rejected += len(rejected)
         if not staged:

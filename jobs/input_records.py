@@ -20,7 +20,15 @@ import msgspec
 from jobs.dialogue import batch_dialogue, chat_dialogue, clean, custom_id, row_dialogue
 from jobs.input_format import CONVERT_RETURNS, InputFormat, wrong_format
 from jobs.ledger.records import JobSpec, Reading
-from jobs.source import MAX_LINE_BYTES, Record, Source, open_source, overlong, reading, refused
+from jobs.source import (
+    MAX_LINE_BYTES,
+    Record,
+    Source,
+    input_errors,
+    line_too_long,
+    open_source,
+    rejected_line,
+)
 from pipelines.errors import ConfigError, ErrorCode, InputError, bad_line, invalid
 from pipelines.registry import ModelCard
 
@@ -104,7 +112,7 @@ def _of_lines(
         try:
             yield dialogue(line, number)
         except InputError as error:
-            yield refused(number, error, id_of(line))
+            yield rejected_line(number, error, id_of(line))
 
 
 def _batch(records: Records) -> Iterator[Record]:
@@ -197,7 +205,7 @@ class Columns:
         try:
             return self.dialogue(cell, number)
         except InputError as error:
-            return refused(number, error)
+            return rejected_line(number, error)
 
     def dialogue(self, cell: Callable[[str], Any], number: int) -> bytes:
         """The dialogue of a row, whose cells are read by their columns' names: a bad value is this row's
@@ -227,7 +235,7 @@ def _table(rows: Iterator[_Row], records: Records) -> Iterator[Record]:
         if isinstance(fields, InputError):
             if columns is None:
                 raise wrong_format(records.source.uri, "has no header that can be read", str(fields))
-            yield refused(number, fields)
+            yield rejected_line(number, fields)
         elif not fields:
             yield b""
         elif columns is None:
@@ -239,7 +247,7 @@ def _table(rows: Iterator[_Row], records: Records) -> Iterator[Record]:
         else:
             message = f"The line has {len(fields)} fields, and the header {len(names)}."
             advice = "Write as many, and put a text with the separator in quotes."
-            yield refused(number, bad_line(message, advice))
+            yield rejected_line(number, bad_line(message, advice))
         for _ in range(more):
             yield b""
 
@@ -291,7 +299,7 @@ def _parquet(records: Records) -> Iterator[Record]:
         for number, row in enumerate(rows, 1):
             yield columns.record(lambda name, row=row: row.column(name)[0].as_py(), number)
     except (pyarrow.ArrowException, OSError) as error:
-        with reading(uri):
+        with input_errors(uri):
             raise ValueError(clean(str(error), 200)) from error
 
 
@@ -361,7 +369,7 @@ def _taken(
 def decoded(line: bytes | None) -> str:
     """The text of a line. Raises `InputError` for one that is too long, is not UTF-8, or holds a NUL."""
     if line is None:
-        raise overlong()
+        raise line_too_long()
     if b"\0" in line:
         raise bad_line("The line holds a NUL byte; the file may be binary or UTF-16.", "Write it as UTF-8.")
     try:

@@ -46,7 +46,7 @@ def engines_of(job: Job, made_with: Iterable[Provenance]) -> list[str]:
     return sorted({record.model.engine for record in made_with} & choice)
 
 
-def unsaid(job: Job, home: str | None, engines: Sequence[str] = ()) -> list[str]:
+def omitted_options(job: Job, home: str | None, engines: Sequence[str] = ()) -> list[str]:
     """What the command of `job_command` cannot say, in sentences."""
     notes: list[str] = []
     if len(engines) > 1:

@@ -11,8 +11,8 @@ import msgspec
 from jobs.dialogue import Dialogue, clean, parse_line
 from jobs.input_records import Records
 from jobs.ledger.records import RejectedLine
-from jobs.source import BATCH_BYTES, BATCH_LINES, LineBatch, batches_of, overlong, refused
-from jobs.turns import Speak, spoken_and_heard, turn_messages
+from jobs.source import BATCH_BYTES, BATCH_LINES, LineBatch, batches_of, line_too_long, rejected_line
+from jobs.turns import Speak, turn_messages, turns_and_recordings
 from jobs.voices import JobVoices, in_stored_voice
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import ModelCard
@@ -132,7 +132,7 @@ class LineChecker:
             example_id, references = None, _NO_REFERENCES
             try:
                 if line is None:
-                    raise overlong()
+                    raise line_too_long()
                 dialogue, line = parse_line(line)
                 example_id = dialogue.example_id
                 if example_id in seen:
@@ -142,7 +142,7 @@ class LineChecker:
                 else:
                     characters, references, turns = self._accept(dialogue, reference_key)
             except InputError as error:
-                rejected.append(refused(line_no, error, example_id))
+                rejected.append(rejected_line(line_no, error, example_id))
                 continue
             seen.add(example_id)
             estimated_ms, items = int(characters * ms_per_character), 1 if turns is None else len(turns)
@@ -154,7 +154,7 @@ class LineChecker:
     ) -> tuple[int, Mapping[int, str], tuple[int, ...] | None]:
         """Characters to speak, keys of the references, and the turns. Raises `InputError`."""
         messages, generation = dialogue.messages, dialogue.generation or _NO_GENERATION
-        turns, heard = spoken_and_heard(messages, self._speak)
+        turns, heard = turns_and_recordings(messages, self._speak)
         if turns is None:
             whole = generation.over(self._defaults)
             characters = self._spoken(speech_task(dialogue.typed_messages(), whole, self._capabilities))
@@ -242,9 +242,9 @@ def duplicate(example_id: str, key: str) -> InputError:
     return InputError(ErrorCode.INPUT_DUPLICATE_ID, message, "Give every line its own.")
 
 
-def repeated_lines(lines: Sequence[GoodLine], key: str) -> list[RejectedLine]:
+def duplicate_lines(lines: Sequence[GoodLine], key: str) -> list[RejectedLine]:
     """Lines whose ids earlier lines have, as `duplicate`."""
-    return [refused(line.line, duplicate(line.example_id, key), line.example_id) for line in lines]
+    return [rejected_line(line.line, duplicate(line.example_id, key), line.example_id) for line in lines]
 
 
 def aborted_by(line: RejectedLine, outcome: str) -> InputError:

@@ -14,7 +14,7 @@ from jobs.embedded import DRAIN_SECONDS, EmbeddedHome
 from jobs.export.manifest import put_manifest
 from jobs.formatting import counted, redact
 from jobs.gpus import Device
-from jobs.ingest import IngestProgress, SubmitOptions, check_wanted, submit
+from jobs.ingest import IngestProgress, SubmitOptions, check_has_work, submit
 from jobs.input_format import WORDS
 from jobs.layout import job_prefix
 from jobs.ledger import Ledger
@@ -137,7 +137,7 @@ def _say_settings(settings: Settings, store: ObjectStore, progress: Progress) ->
 def _explain(ledger: Ledger, job: Job, progress: Progress, *, created: bool) -> None:
     """Says which job it is, and of a new one whether another of the same input and options, with another
     store, has not ended: it may be what was to go on."""
-    check_wanted(job)
+    check_has_work(job)
     if job.state is JobState.PAUSED:
         raise _paused(job)
     before = "" if created else ", done before" if job.state.final else ", begun before"
@@ -245,7 +245,7 @@ def _restore(
 def _mend(ledger: Ledger, store: ObjectStore, job_id: str, progress: Progress) -> None:
     """Looks whether what earlier runs made is there, and makes again what is not. Raises `store.missing`
     for what cannot be."""
-    from jobs.provenance import opened_again
+    from jobs.provenance import reopened_model
     from jobs.repair import mend
     from jobs.verify import expected_objects, listed_faults
 
@@ -254,7 +254,7 @@ def _mend(ledger: Ledger, store: ObjectStore, job_id: str, progress: Progress) -
         return
     progress.say(f"Missing or damaged: {counted(len(lost), 'file')} of this job. They are made again.")
     job = ledger.job(job_id)
-    with opened_again(store, job, progress.say) as pipeline:
+    with reopened_model(store, job, progress.say) as pipeline:
         counts = mend(ledger, store, job, pipeline, lost)
     progress.say(f"Made again: {counts['same']} with the same bytes, {counts['other']} with other bytes.")
     if counts["failed"]:
@@ -267,11 +267,11 @@ def _report(
 ) -> str | None:
     """Writes the report; where it is, or None for a page that could not be written: the job has ended all
     the same."""
-    from jobs.report import ReportOptions, default_place, write_report
+    from jobs.report import default_place, write_report
 
-    options, job_id = ReportOptions(price_per_gpu_hour=settings.price_per_gpu_hour), status.job.id
+    price, place = settings.price_per_gpu_hour, default_place(settings, status.job.id)
     try:
-        return write_report(ledger, store, job_id, default_place(settings, job_id), options).path
+        return write_report(ledger, store, status.job.id, place, price_per_gpu_hour=price).path
     except NightjarError as error:
         progress.say(f"The report was not written: {error}")
         return None

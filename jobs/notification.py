@@ -85,7 +85,7 @@ def _report(ledger: Ledger, settings: Settings, end: JobEnd, again_seconds: floa
         if attempt < MAX_ATTEMPTS:
             if again_seconds is None:
                 again_seconds = backoff_seconds(attempt - 1, random.random(), FIRST_PAUSE_SECONDS)
-            ledger.put_off(end, again_seconds)
+            ledger.postpone_report(end, again_seconds)
             return Reported(end.job_id, attempt, reason, again_seconds)
     ledger.note_reported(end)
     return Reported(end.job_id, attempt, reason)

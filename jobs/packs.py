@@ -25,10 +25,10 @@ from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, StoreError
 
 if TYPE_CHECKING:
-    from jobs.ledger.records import Artifact, ArtifactFacts
+    from jobs.ledger.records import Artifact
     from jobs.verify import Expected
 
-    StoredArtifact = Artifact | ArtifactFacts | Expected
+    StoredArtifact = Artifact | Expected
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

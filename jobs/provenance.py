@@ -173,7 +173,7 @@ def put_provenance(store: ObjectStore, job: Job, info: EngineInfo) -> ObjectInfo
 _decode = msgspec.json.Decoder(Provenance).decode
 
 
-class ProvenanceBook:
+class ProvenanceWriter:
     """Writes a worker's record of each job it takes part in, once for each kind of engine. May be called
     from any thread."""
 
@@ -190,7 +190,7 @@ class ProvenanceBook:
                 self._written.add(key)
 
 
-def records(store: ObjectStore, job: Job) -> list[Provenance]:
+def read_records(store: ObjectStore, job: Job) -> list[Provenance]:
     """The records that workers left, in order. Raises `StoreError`, `store.conflict` for an object that is
     no record."""
     found: list[Provenance] = []
@@ -206,7 +206,7 @@ def records(store: ObjectStore, job: Job) -> list[Provenance]:
     return found
 
 
-def exporters_record(job: Job) -> Provenance:
+def exporter_record(job: Job) -> Provenance:
     """The record of a process that exports a job of which no worker left one; its model need not be here."""
     try:
         model = model_provenance(job.spec.model)
@@ -257,12 +257,12 @@ def _accelerator(info: EngineInfo) -> str:
 
 
 @contextmanager
-def opened_again(store: ObjectStore, job: Job, say: Callable[[str], None]) -> Iterator[Pipeline]:
+def reopened_model(store: ObjectStore, job: Job, say: Callable[[str], None]) -> Iterator[Pipeline]:
     """The model of a job, on the engine that its records name where the model has a choice. `say` gets a
     sentence where it, or what encodes its audio, is another version by now, and where the records name more
     than one engine: none says which one made what."""
     card = describe(job.spec.model)
-    made_by = [record for record in records(store, job) if record.recorded_by == "worker"]
+    made_by = [record for record in read_records(store, job) if record.recorded_by == "worker"]
     encoders = {record.encoder for record in made_by if record.encoder is not msgspec.UNSET}
     for what, then, here in (
         ("revision of the model", {job.spec.model_revision}, card.revision),

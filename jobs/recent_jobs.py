@@ -57,7 +57,7 @@ def remember_if_embedded(job_id: str, settings: Settings) -> None:
 
 
 @contextmanager
-def noted_dev(home: Path) -> Iterator[None]:
+def registered_dev(home: Path) -> Iterator[None]:
     """Notes that a `nightjar dev` works in `home`, where jobs of any folder are submitted to."""
     name = hashlib.sha256(str(home.absolute()).encode()).hexdigest()[:16]
     with suppress(*_AWAY):
@@ -99,7 +99,7 @@ def forget(job_id: str) -> None:
             (_folder("jobs") / job_id).unlink(missing_ok=True)
 
 
-def keep_remembered(job_id: str, settings: Settings) -> None:
+def remember_moved(job_id: str, settings: Settings) -> None:
     """Notes where a job was found whose home was moved since it was remembered. A copy does not take the
     place of the original."""
     if settings.database_url is None and _JOB_ID.fullmatch(job_id) and not homes_of(job_id):
@@ -120,7 +120,7 @@ def homes_of(prefix: str) -> set[Path]:
     return {home for home in homes if (home / STATE_FOLDER / "ledger.sqlite").is_file()}
 
 
-def places_of(prefix: str, home: str | None) -> list[Settings]:
+def settings_of_places(prefix: str, home: str | None) -> list[Settings]:
     """The settings under which jobs whose id starts with `prefix` are to be found: those given, or else
     those of every home that is remembered for one, and of the default home where it may have another."""
     settings = load_settings(home=home)
@@ -133,11 +133,11 @@ def places_of(prefix: str, home: str | None) -> list[Settings]:
 
 
 def settings_for_job(prefix: str, home: str | None) -> Settings:
-    """The settings of the place of a job: the one that is remembered for it, else the first of `places_of`.
+    """The settings of the place of a job: the one that is remembered for it, else the first of `settings_of_places`.
 
     Raises `ledger.not_found` where several are.
     """
-    places = places_of(prefix, home)
+    places = settings_of_places(prefix, home)
     remembered = [settings for settings in places if settings.origin("home") != "default"]
     if len(remembered) > 1:
         message = f"Jobs of several folders begin with {prefix[:64]!r}."
@@ -167,7 +167,7 @@ def reading_ledger(settings: Settings) -> Iterator[Ledger]:
         yield ledger
 
 
-def out_words(job_id: str, ledger: Path | None) -> str:
+def out_option(job_id: str, ledger: Path | None) -> str:
     """` --out HOME` for advice about a job of this SQLite ledger, or nothing where the job's id alone
     leads there from any folder."""
     home = home_of(ledger)

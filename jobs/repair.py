@@ -36,7 +36,7 @@ from jobs.references import ReferenceReader, load_reference, put_reference
 from jobs.shard_file import CONTENT_TYPE, ShardLine, ShardLines, compress, encode_lines, read_shard
 from jobs.source import open_source
 from jobs.store.base import ObjectStore
-from jobs.turns import spoken_and_heard
+from jobs.turns import turns_and_recordings
 from jobs.verify import Expected
 from jobs.voices import item_request
 from pipelines.audio import decode, trim_silence
@@ -343,7 +343,7 @@ def restore_inputs(
             except InputError:
                 continue
             if (row := wanted.pop(dialogue.example_id, None)) is not None:
-                turns, heard = spoken_and_heard(dialogue.messages, job.spec.speak)
+                turns, heard = turns_and_recordings(dialogue.messages, job.spec.speak)
                 references = {place: key_of(dialogue.messages[place][2]) for place in heard}
                 lines[row.shard_no] += encode_lines(row.index, number, raw, references, turns)
     for no, (key, sha256) in inputs.items():

@@ -69,7 +69,7 @@ class Source:
         self.uri = uri
         #: Relative paths in its lines start here.
         self.folder = folder
-        with reading(uri):
+        with input_errors(uri):
             self.bytes = os.fstat(file.fileno()).st_size
             file.seek(0)
             #: Hex SHA-256 of the bytes as they are stored, compressed or not.
@@ -86,7 +86,7 @@ class Source:
 
     def _pieces(self) -> Iterator[list[bytes | None]]:
         blank_left = MAX_BLANK_LINES
-        with reading(self.uri):
+        with input_errors(self.uri):
             self.file.seek(0)
             for lines in split_lines(decompressed(self.file)):
                 blank = len([line for line in lines if line is not None and (not line or line.isspace())])
@@ -98,7 +98,7 @@ class Source:
 
     def head(self, size: int = 1 << 16) -> bytes:
         """The first bytes, decompressed. Raises `input.unreadable`."""
-        with reading(self.uri):
+        with input_errors(self.uri):
             self.file.seek(0)
             return decompressed(self.file).read(size).removeprefix(_BOM)[:size]
 
@@ -209,17 +209,17 @@ def open_source(address: str, s3: S3Settings | None = None) -> Generator[Source,
     with ExitStack() as opened:
         if is_remote(address) or address == "-":
             uri, folder = address, Path.cwd()
-            with reading(address):
+            with input_errors(address):
                 stream = (
                     sys.stdin.buffer if address == "-" else opened.enter_context(open_s3_object(address, s3))
                 )
         else:
-            with reading(address):
+            with input_errors(address):
                 stream = opened.enter_context(path.open("rb"))
             is_file = stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
         if not is_file:
             copy = opened.enter_context(tempfile.TemporaryFile(prefix="nightjar-input-"))
-            with reading(address):
+            with input_errors(address):
                 shutil.copyfileobj(stream, copy, _CHUNK_BYTES)
                 copy.flush()
             stream = cast(BinaryIO, copy)
@@ -237,7 +237,7 @@ def check_source(source: str) -> str:
         ) from None
     if source == "-" or is_remote(source):
         return source
-    with reading(source):
+    with input_errors(source):
         mode = os.stat(source).st_mode
         if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
             open(source, "rb").close()
@@ -247,12 +247,12 @@ def check_source(source: str) -> str:
     return source
 
 
-def refused(line: int, error: InputError, example_id: str | None = None) -> RejectedLine:
+def rejected_line(line: int, error: InputError, example_id: str | None = None) -> RejectedLine:
     """A line that becomes no item, with its example_id if it has a good one."""
     return RejectedLine(line, error.code, clean(str(error)), example_id)
 
 
-def overlong() -> InputError:
+def line_too_long() -> InputError:
     """The error of a line of more than `MAX_LINE_BYTES`."""
     return InputError(
         ErrorCode.INPUT_TOO_LONG,
@@ -261,7 +261,7 @@ def overlong() -> InputError:
     )
 
 
-def no_records() -> InputError:
+def empty_input() -> InputError:
     """The error of an input without any record."""
     return InputError(
         ErrorCode.INPUT_NO_ITEMS,
@@ -271,7 +271,7 @@ def no_records() -> InputError:
 
 
 @contextmanager
-def reading(uri: str) -> Generator[None, None, None]:
+def input_errors(uri: str) -> Generator[None, None, None]:
     """Turns what opening and reading an input can raise into `input.unreadable`."""
     try:
         yield

@@ -58,7 +58,7 @@ def items_per_second(status: JobStatus) -> float:
     return (status.items.done + status.items.failed) / seconds if seconds > 0 else 0.0
 
 
-def lacks_workers(status: JobStatus) -> bool:
+def waits_for_workers(status: JobStatus) -> bool:
     """Whether the job waits for nothing but a worker: none lives that would take its shards."""
     return status.workers == 0 and status.job.state in _MOVING and status.items.pending > 0
 
@@ -140,7 +140,7 @@ def status_lines(
         )
     if state.outage is not None:
         lines.append(f"waits   {state.outage.code.value}: {printable(state.outage.message)}")
-    if lacks_workers(state):
+    if waits_for_workers(state):
         lines.append(f"waits   {waits}")
     if job.rejected_lines:
         lines.append(f"input   {counted(job.rejected_lines, 'line')} refused")

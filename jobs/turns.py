@@ -31,7 +31,9 @@ def spoken_turns(messages: Sequence[Triple], speak: Speak) -> tuple[int, ...]:
     return tuple(sorted(([] if speak == "assistant" else user) + ([] if speak == "user" else assistant)))
 
 
-def spoken_and_heard(messages: Sequence[Triple], speak: Speak) -> tuple[tuple[int, ...] | None, list[int]]:
+def turns_and_recordings(
+    messages: Sequence[Triple], speak: Speak
+) -> tuple[tuple[int, ...] | None, list[int]]:
     """Places of the messages that are spoken, None for the whole dialogue, and of the audio that they
     need."""
     if speak == "answer":
@@ -52,7 +54,7 @@ def reference_places(messages: Sequence[Triple], turn: int) -> tuple[int, ...]:
     if not _places(messages, "user", "audio"):
         return ()
     for place in reversed(_places(messages[: turn + 1], "user")):
-        first, end = _side_by_side(messages, place)
+        first, end = _run_of_role(messages, place)
         if beside := [number for number in range(first, end) if messages[number][1] == "audio"]:
             return tuple(beside)
     return ()
@@ -72,7 +74,7 @@ def turn_messages(
     view += [Message("user", "audio", keys.get(place, messages[place][2])) for place in heard]
     if role == "user":
         # What no model speaks is refused with the turn that it stands in.
-        first, end = _side_by_side(messages, turn)
+        first, end = _run_of_role(messages, turn)
         view += [Message(*message) for message in messages[first:end] if message[1] not in ("text", "audio")]
     return (*view, Message("user", "text", text))
 
@@ -91,7 +93,7 @@ def with_audio(messages: Sequence[Sequence[str]], audio: Mapping[int, str]) -> I
     behind: dict[int, tuple[Role, str]] = {}
     for turn, where in audio.items():
         if _is_the_only_text(triples, turn):
-            behind[_side_by_side(triples, turn)[1] - 1] = ("assistant", where)
+            behind[_run_of_role(triples, turn)[1] - 1] = ("assistant", where)
         else:
             behind[turn] = (triples[turn][0], where)
     for place, message in enumerate(messages):
@@ -128,7 +130,7 @@ def _is_the_only_text(messages: Sequence[Triple], turn: int) -> bool:
     return _places(messages, "user") == [turn] and not _places(messages, "assistant")
 
 
-def _side_by_side(messages: Sequence[Triple], place: int) -> tuple[int, int]:
+def _run_of_role(messages: Sequence[Triple], place: int) -> tuple[int, int]:
     """First and end of the messages of one role that follow one another around a place."""
     role = messages[place][0]
     first = end = place
@@ -143,7 +145,7 @@ def _recordings(messages: Sequence[Triple], turn: int) -> list[int]:
     """The assistant's audio that says the text at a place."""
     if messages[turn][0] != "assistant":
         return _places(messages, "assistant", "audio") if _is_the_only_text(messages, turn) else []
-    first, end = _side_by_side(messages, turn)
+    first, end = _run_of_role(messages, turn)
     texts = [place for place in range(first, end) if messages[place][1] == "text"]
     # Audio follows its text; what stands before the first text is that text's.
     after = first if turn == texts[0] else turn

@@ -14,7 +14,7 @@ from jobs.layout import (
     PACK_SHA_CHARACTERS,
     sha256_of_pack,
 )
-from jobs.ledger.records import QUARANTINE, Artifact, ArtifactFacts, ItemState, Job
+from jobs.ledger.records import QUARANTINE, Artifact, ItemState, Job
 from jobs.packs import ArtifactReader, ahead
 from jobs.store.base import ObjectStore, sha256_of
 from jobs.where import Where
@@ -89,16 +89,15 @@ def expected_objects(
     if "audio" in kinds:
         for row in ledger.items(job_id, state=ItemState.DONE, where=where, dialogues=dialogues):
             if row.artifact is not None:
-                yield _expected(row.artifact, "audio", row.example_id)
+                yield _expected(row.artifact, row.example_id)
     for kind in ("text", QUARANTINE):
         if kind in kinds:
-            for found in ledger.artifact_facts(job_id, kind):
-                yield _expected(found, kind)
+            yield from map(_expected, ledger.artifacts(job_id, kind))
 
 
-def _expected(found: Artifact | ArtifactFacts, kind: str, example_id: str | None = None) -> Expected:
+def _expected(found: Artifact, example_id: str | None = None) -> Expected:
     place = found.pack, found.pack_offset
-    return Expected(found.key, found.sha256, kind, found.index, example_id, found.bytes, *place)
+    return Expected(found.key, found.sha256, found.kind, found.index, example_id, found.bytes, *place)
 
 
 def listed_faults(store: ObjectStore, objects: Iterable[Expected]) -> Iterator[tuple[Expected, Fault]]:

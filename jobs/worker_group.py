@@ -388,12 +388,12 @@ class QuarantineReports:
         self._settings = settings
         self._threads = DaemonThreads(1, "quarantines")
         self._reporting: Future[None] | None = None
-        self._reported: list[tuple[str, str]] = []
+        self._reported: dict[str, str] = {}
         self._due_at = float("inf")
 
     def tend(self, quarantined: Sequence[Member]) -> None:
         """Notes who is quarantined now; to be called often."""
-        found = [(member.plan.gpu or "", member.reason) for member in quarantined]
+        found = {member.plan.gpu or "": member.reason for member in quarantined}
         under_way = self._reporting is not None and not self._reporting.done()
         if under_way or (found == self._reported and time.monotonic() < self._due_at):
             return
@@ -406,22 +406,18 @@ class QuarantineReports:
         if self._reporting is None:
             return
         if over:
-            self._report([])
+            self._report({})
         wait([self._reporting], _CLOSE_SECONDS)
 
-    def _report(self, found: list[tuple[str, str]]) -> None:
+    def _report(self, found: dict[str, str]) -> None:
         self._reported = found
         self._reporting = self._threads.submit(_report, self._settings, found)
 
 
-def _report(settings: Settings, found: Sequence[tuple[str, str]]) -> None:
+def _report(settings: Settings, found: dict[str, str]) -> None:
     # Only a process that has somebody to report pays for the ledger.
     from jobs.ledger import Ledger
-    from jobs.ledger.workers import Quarantine
 
-    version = installed_version()
     # The log says the same, and the next report has all that this one has.
     with suppress(NightjarError), closing(Ledger.of(settings)) as ledger:
-        ledger.report_quarantines(
-            socket.gethostname(), os.getpid(), [Quarantine(gpu, version, reason) for gpu, reason in found]
-        )
+        ledger.report_quarantines(socket.gethostname(), os.getpid(), installed_version(), found)

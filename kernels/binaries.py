@@ -25,19 +25,21 @@ SOURCES = Path(__file__).parent / "cuda"
 #: What a wheel brings: machine code for Hopper, which is measured, and PTX, from which the driver of a newer
 #: GPU makes its own.
 HOPPER, NEWER = "sm_90a", "compute_90"
-#: The files of `kernels/cuda` that a wheel brings, and their targets. No other GPU runs those with Hopper's
-#: own products.
-SHIPPED = {
-    **dict.fromkeys(
-        ("skinny", "predictor_attention", "sampler", "persistent", "persistent_talker"), (HOPPER, NEWER)
-    ),
-    **dict.fromkeys(
-        ("codec_unit", "codec_unit_wide", "products", "residual_products", "wide_products"), (HOPPER,)
-    ),
-}
-#: All code that a wheel brings, by source and target.
-SHIPPED_CODE = [(name, target) for name, targets in SHIPPED.items() for target in targets]
+_WHEEL = "// wheel: "
 _INCLUDED = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
+
+
+def targets_of(name: str) -> list[str]:
+    """The targets that a wheel brings code of a source for, from the source's first line; none where it
+    names none."""
+    first, _, _ = _text(name).partition("\n")
+    return first.removeprefix(_WHEEL).split() if first.startswith(_WHEEL) else []
+
+
+def shipped_code() -> list[tuple[str, str]]:
+    """Source and target of all code that a wheel brings."""
+    names = sorted(path.stem for path in SOURCES.glob("*.cu"))
+    return [(name, target) for name in names for target in targets_of(name)]
 
 
 def target_for(capability: tuple[int, int]) -> str:
@@ -48,11 +50,7 @@ def target_for(capability: tuple[int, int]) -> str:
 def file_name(name: str, target: str) -> str:
     """The name of one source's code for one target. It changes with the source and its headers, so no
     other code is taken for it."""
-    parts = [
-        (SOURCES / f"{name}.cu").read_text(),
-        *(text for _, text in sorted(_headers(name).items())),
-        target,
-    ]
+    parts = [_text(name), *(text for _, text in sorted(_headers(name).items())), target]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     return f"{name}-{target}-{digest}.{'ptx' if target.startswith('compute_') else 'cubin'}"
 
@@ -64,7 +62,7 @@ def cache_folder() -> Path:
 
 def shipped() -> bool:
     """Whether this installation brings code of every source."""
-    return all((SOURCES / file_name(name, target)).exists() for name, target in SHIPPED_CODE)
+    return all((SOURCES / file_name(name, target)).exists() for name, target in shipped_code())
 
 
 def candidates(name: str, capability: tuple[int, int]) -> Iterator[bytes]:
@@ -110,10 +108,14 @@ def compiled(name: str, target: str) -> bytes:
     return toolchain.compile_cuda(SOURCES / f"{name}.cu", _headers(name), target)
 
 
+def _text(name: str) -> str:
+    return (SOURCES / f"{name}.cu").read_text()
+
+
 def _headers(name: str) -> dict[str, str]:
     """Texts of the headers that a source includes, itself or by another header, by name."""
     found: dict[str, str] = {}
-    waiting = _INCLUDED.findall((SOURCES / f"{name}.cu").read_text())
+    waiting = _INCLUDED.findall(_text(name))
     while waiting:
         header = waiting.pop()
         if header not in found:
@@ -148,13 +150,15 @@ def _alone(lock: Path) -> Iterator[None]:
 
 def write_shipped(folder: Path) -> list[Path]:
     """Compiles what a wheel brings into `folder`. Raises RuntimeError with the compilers' words."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        codes = list(pool.map(lambda one: compiled(*one), SHIPPED_CODE))
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / file_name(name, target) for name, target in SHIPPED_CODE]
-    for path, code in zip(paths, codes):
-        path.write_bytes(code)
-    return paths
+
+    def write(code: tuple[str, str]) -> Path:
+        path = folder / file_name(*code)
+        path.write_bytes(compiled(*code))
+        return path
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(write, shipped_code()))
 
 
 if __name__ == "__main__":

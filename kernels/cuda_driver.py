@@ -26,7 +26,6 @@ _CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 _COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 _CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-_MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 
 
 class _Attribute(ctypes.Structure):
@@ -160,16 +159,12 @@ class Kernel:
 
     def resident_blocks(self, threads: int) -> int:
         """Blocks of so many threads that its device holds at once while nothing else runs there."""
-        each, processors = ctypes.c_int(), ctypes.c_int()
+        each = ctypes.c_int()
         with _on(self._device):
             asked = (self._function, threads, ctypes.c_size_t(self._shared_bytes))
             code = _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(each), *asked)
             _check(code, f"The occupancy of {self._name}")
-            _check(
-                _driver().cuDeviceGetAttribute(ctypes.byref(processors), _MULTIPROCESSORS, self._device),
-                "The size of the device",
-            )
-        return each.value * processors.value
+        return each.value * processors(self._device)
 
     def resident_clusters(self, threads: int, blocks: int) -> int:
         """Clusters of so many blocks, of so many threads each, that its device holds at once while nothing
@@ -268,16 +263,14 @@ class Source:
 
 @cache
 def available(device: int, *sources: Source) -> bool:
-    """Whether a device has all kernels of these sources: a Hopper, or a newer one where they have code for
-    it. They load side by side.
+    """Whether a device has all kernels of these sources, which load side by side.
 
-    Where a device could run them and their code is missing, one warning says so.
+    False where a wheel brings no code of a source for it. Where it brings some and none can be loaded, one
+    warning reports it.
     """
-    capability, newer = (
-        torch.cuda.get_device_capability(device),
-        all(binaries.NEWER in binaries.SHIPPED[one.name] for one in sources),
-    )
-    if capability < (9, 0) or (capability > (9, 0) and not newer):
+    capability = torch.cuda.get_device_capability(device)
+    target = binaries.HOPPER if capability == (9, 0) else binaries.NEWER
+    if capability < (9, 0) or not all(target in binaries.targets_of(one.name) for one in sources):
         return False
     try:
         with ThreadPoolExecutor(len(sources)) as pool:

@@ -6,10 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.registry import op
 
-
-@op("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension in the order of the reference: float32, back to the input's type,
     then the weight.
@@ -21,7 +18,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * wide.to(x.dtype)
 
 
-@op("swiglu(Tensor gate_up) -> Tensor")
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of a packed product; gate_up: [..., 2 * width] -> [..., width]."""
     gate, up = gate_up.chunk(2, dim=-1)
@@ -51,10 +47,6 @@ def rope(x: Tensor, table: Tensor, wide: bool = False) -> Tensor:
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(kind)
 
 
-@op(
-    "qk_norm_rope_append(Tensor qkv, Tensor? q_weight, Tensor? k_weight, float eps, Tensor rope_table, Tensor positions, "
-    "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor pages, Tensor offsets, bool wide_rope=False) -> Tensor"
-)
 def qk_norm_rope_append(
     qkv: Tensor,
     q_weight: Tensor | None,
@@ -89,7 +81,6 @@ def head_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return x if weight is None else rms_norm(x, weight, eps)
 
 
-@op("codec_embedding_sum(Tensor codes, Tensor table, Tensor starts) -> Tensor")
 def codec_embedding_sum(codes: Tensor, table: Tensor, starts: Tensor) -> Tensor:
     """Sum of the embeddings of all codebooks of a frame.
 

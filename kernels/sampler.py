@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.registry import op
-
 #: The settings of a second draw, where code 0 was drawn a moment ago (`kernels.frame.DrawRules.window`).
 RETRY_TEMPERATURE, RETRY_TOP_P = 1.0, 0.9
 _ROUNDS = 10
@@ -49,7 +47,6 @@ def philox(
     return c0, c1, c2, c3
 
 
-@op("frame_noise(Tensor seeds, Tensor frames, int codebooks) -> Tensor")
 def frame_noise(seeds: Tensor, frames: Tensor, codebooks: int) -> Tensor:
     """The random word of every codebook of one frame a row: word 0 of Philox at counter (frame, codebook,
     0, 0), key = seed.
@@ -87,9 +84,6 @@ WEIGHT_BITS = 30
 _NEVER = float("-inf")
 
 
-@op(
-    "process_first(Tensor logits, Tensor seen, Tensor penalty, Tensor ban_end, int[] ends, int suppress_from) -> Tensor"
-)
 def process_first(
     logits: Tensor, seen: Tensor, penalty: Tensor, ban_end: Tensor, ends: Sequence[int], suppress_from: int
 ) -> Tensor:
@@ -180,10 +174,6 @@ def draw(weights: Tensor, random: Tensor) -> Tensor:
     return token.clamp(max=weights.shape[1] - 1)
 
 
-@op(
-    "sample(Tensor logits, Tensor random, Tensor temperature, Tensor top_k, Tensor top_p, Tensor greedy, int max_top_k, "
-    "bool any_top_p, bool all_greedy, bool nucleus_first=False) -> Tensor"
-)
 def sample(
     logits: Tensor,
     random: Tensor,

@@ -11,10 +11,10 @@ from typing import Any, Unpack
 
 import msgspec
 
-from jobs.checks import lacking_meters
+from jobs.checks import missing_meters
 from jobs.embedded import embedded_settings
 from jobs.gpus import VISIBLE, choose_gpus
-from jobs.ingest import check_wanted, submit_for_workers
+from jobs.ingest import check_has_work, submit_for_workers
 from jobs.job_options import JobOptions, SubmitOptions, checked_options, job_of, user_name
 from jobs.ledger.records import Reading
 from jobs.local_run import LocalRun
@@ -54,7 +54,7 @@ def run(
     settings = embedded_settings(chosen)
     path, resolved, submitted, settings = _read(source, options, settings)
     say = (lambda text: None) if quiet else (lambda text: print(text, file=sys.stderr))
-    if (lack := lacking_meters(resolved.spec.quality, say)) is not None:
+    if (lack := missing_meters(resolved.spec.quality, say)) is not None:
         raise lack
     devices = None if gpu is None else choose_gpus(str(gpu), os.environ.get(VISIBLE))
     thread = LocalThread(LocalRun(chosen, settings, path, resolved, submitted, devices), quiet=quiet)
@@ -77,7 +77,7 @@ def submit(
     settings = settings_for_new_job(None if out is None else _home(out))
     path, resolved, submitted, settings = _read(source, options, settings)
     job = submit_for_workers(settings, path, resolved, submitted).job
-    check_wanted(job)
+    check_has_work(job)
     return Job(job.id, job.store_url, settings, quiet=quiet)
 
 

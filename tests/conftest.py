@@ -21,6 +21,7 @@ from tests.support import interrupts, skips
 from tests.support.services import S3, MotoS3, Postgres, SeaweedFS, Valkey, running_postgres
 
 if TYPE_CHECKING:
+    from tests.support.fake_gpus import FakeGpus
     from tests.support.worker_rig import Rig
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -67,7 +68,7 @@ LONGEST = (
     "services/worker/test_qwen3_job.py",
     "parity/test_qwen3_golden.py",
     "parity/test_fish_golden.py",
-    "services/test_wheel.py",
+    "services/test_wheel_kernels.py",
     "services/worker/test_worker_process.py",
     "parity/test_spark_golden.py",
     "vllm/test_spark.py",
@@ -162,6 +163,14 @@ def logging_of_its_own() -> Iterator[None]:
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> FakeGpus:
+    """A machine that says it has a GPU."""
+    from tests.support.fake_gpus import FakeGpus
+
+    return FakeGpus().install(monkeypatch)
 
 
 @pytest.fixture

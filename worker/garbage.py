@@ -12,7 +12,7 @@ import structlog
 
 from jobs.delete import delete_objects, objects_of
 from jobs.layout import index_of, job_prefix, packs_prefix
-from jobs.ledger.records import QUARANTINE, ArtifactFacts, Job, JobState
+from jobs.ledger.records import QUARANTINE, Artifact, Job, JobState
 from jobs.shard_file import read_references
 from jobs.store.base import ObjectInfo, ObjectStore
 from jobs.voices import recording_keys
@@ -144,7 +144,7 @@ def _unnamed(ledger: Ledger, store: ObjectStore, job: Job) -> Iterator[Orphan]:
 
     prefix, nothing = job_prefix(job.id), frozenset[tuple[str, str]]()
     for kind in ("audio", "text", QUARANTINE):
-        for info in _without(listed(f"{prefix}{kind}/"), ledger.artifact_facts(job.id, kind)):
+        for info in _without(listed(f"{prefix}{kind}/"), ledger.artifacts(job.id, kind)):
             yield info, nothing
     packs = ledger.packs(job.id)
     inputs = frozenset(ledger.shard_inputs(job.id).values())
@@ -173,7 +173,7 @@ def _in_order(objects: Iterable[ObjectInfo], store: ObjectStore) -> Iterator[Obj
         yield info
 
 
-def _without(objects: Iterable[ObjectInfo], artifacts: Iterable[ArtifactFacts]) -> Iterator[ObjectInfo]:
+def _without(objects: Iterable[ObjectInfo], artifacts: Iterable[Artifact]) -> Iterator[ObjectInfo]:
     """Objects whose key is no artifact's; keys and artifacts both come in the order of the
     index."""
     rows = iter(artifacts)

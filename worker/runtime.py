@@ -20,8 +20,8 @@ from structlog.contextvars import bound_contextvars
 from jobs import installed_version
 from jobs.dispatch import Publisher
 from jobs.ledger import Ledger
-from jobs.ledger.records import OF_A_HOME, Ticket, WorkerInfo
-from jobs.provenance import ProvenanceBook
+from jobs.ledger.records import HOME_WORKER_PREFIX, Ticket, WorkerInfo
+from jobs.provenance import ProvenanceWriter
 from jobs.worker_group import WorkerReport, is_watched, say, say_refused, wait_for_parent
 from pipelines.errors import (
     ConfigError,
@@ -107,7 +107,7 @@ class Runtime:
         self.metrics = Metrics()
         self.leases = LeaseBook(settings.times.lease_seconds, self._clock, self.metrics.waited_for)
         self.pipelines = PipelineCache(self._open)
-        place = OF_A_HOME if settings.effective_broker_url.startswith("redis+socket:") else ""
+        place = HOME_WORKER_PREFIX if settings.effective_broker_url.startswith("redis+socket:") else ""
         self.worker = WorkerInfo(
             id=f"{place}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}",
             host=socket.gethostname(),
@@ -142,7 +142,7 @@ class Runtime:
             leases=self.leases,
             metrics=self.metrics,
             clock=self._clock,
-            provenance=ProvenanceBook(),
+            provenance=ProvenanceWriter(),
             demand=self.demand,
             alone=self.options.private,
             on_claimed=lambda: self.maintenance.claimed(),

@@ -26,7 +26,7 @@ from jobs.ledger.records import (
     Lease,
     Outcome,
 )
-from jobs.provenance import ProvenanceBook
+from jobs.provenance import ProvenanceWriter
 from jobs.shard_file import ShardLine, read_shard
 from jobs.store.base import ObjectStore
 from jobs.worker_group import WorkerReport, say
@@ -87,7 +87,7 @@ class ShardRunner:
     leases: LeaseBook
     metrics: Metrics
     clock: Clock = field(default_factory=SystemClock)
-    provenance: ProvenanceBook | None = None
+    provenance: ProvenanceWriter | None = None
     demand: Demand = field(default_factory=Demand)
     #: No worker but this one runs its jobs, so what it cannot run it does not give back.
     alone: bool = False

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from jobs import DISTRIBUTION
-from jobs.console import Interrupted, ReaderLeft, exit_code, fail, note_interrupts, undisturbed
+from jobs.console import Interrupted, OutputClosed, defer_sigint, exit_code, fail, record_interrupts
 from pipelines.errors import NightjarError
 
 #: Heading: {command: (module under jobs.cli, one line of help)}, in the order of `nightjar --help`. A module
@@ -71,7 +71,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        with undisturbed():
+        with defer_sigint():
             return getattr(importlib.import_module(f"jobs.cli.{COMMANDS[cmd_name][0]}"), cmd_name)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -79,7 +79,7 @@ class LazyGroup(click.Group):
             return super().invoke(ctx)
         except BrokenPipeError as error:
             # click would end with 1, which here means that items failed.
-            raise ReaderLeft from error
+            raise OutputClosed from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for heading, group in GROUPS.items():
@@ -105,7 +105,7 @@ def cli() -> None:
     """
 
 
-def _mend_streams() -> None:
+def _repair_stdio() -> None:
     """A stream that was closed swallows what it gets; one that cannot show a character shows its escape."""
     for name in ("stdout", "stderr"):
         stream: object = getattr(sys, name)
@@ -115,7 +115,7 @@ def _mend_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _forget_output() -> None:
+def _discard_output() -> None:
     """What could not be written is not tried again, also not at the interpreter's end, which would then
     set the exit code."""
     for stream in (sys.stdout, sys.stderr):
@@ -128,12 +128,12 @@ def _forget_output() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; its exit code. 0 ok, 1 failed items or a failure, 2 usage, 3 not found, 4 invalid
     input, 5 unreachable."""
-    note_interrupts()
+    record_interrupts()
     # Start-up makes many objects that stay; collecting among them is half a command's time.
     gc.set_threshold(50_000, 20, 100)
     words = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in words
-    _mend_streams()
+    _repair_stdio()
     try:
         result = cli.main(
             words,
@@ -142,9 +142,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             color=False if os.environ.get("NO_COLOR") else None,
         )
         sys.stdout.flush()
-    except (BrokenPipeError, ReaderLeft):
-        _forget_output()
-        return ReaderLeft.exit_code
+    except (BrokenPipeError, OutputClosed):
+        _discard_output()
+        return OutputClosed.exit_code
     except click.ClickException as error:
         error.show()
         return error.exit_code
@@ -156,6 +156,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("SPEECH_DEBUG") and not isinstance(error, NightjarError):
             raise
         fail(error, as_json=as_json)
-        _forget_output()
+        _discard_output()
         return exit_code(error)
     return result if isinstance(result, int) else 0

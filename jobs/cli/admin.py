@@ -12,7 +12,7 @@ from click.shell_completion import get_completion_class
 
 from jobs.cli.options import common_options, output_options
 from jobs.console import FAILED, Output
-from jobs.doctor import Health, examine
+from jobs.doctor import Health, run_checks
 from jobs.formatting import field_docs, printable, redact
 from jobs.job_options import hints
 from jobs.settings import load_settings, setting_fields, variable_of
@@ -158,7 +158,7 @@ def doctor(home: str | None, output: Output) -> int:
       nightjar doctor
     """
     failed = False
-    for finding in examine(home):
+    for finding in run_checks(home):
         failed |= finding.health is Health.FAIL
         if output.as_json:
             output.data({"schema": "nightjar.finding/1", **asdict(finding)})

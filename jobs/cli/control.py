@@ -65,7 +65,7 @@ def pause(_: Settings, ledger: Ledger, job: Job, output: Output) -> None:
       nightjar pause JOB
     """
     ledger.pause(job.id)
-    _say_state(output, ledger, job)
+    _print_state(output, ledger, job)
 
 
 @click.command()
@@ -78,10 +78,10 @@ def resume(_: Settings, ledger: Ledger, job: Job, output: Output) -> None:
       nightjar resume JOB
     """
     ledger.resume(job.id)
-    _say_state(output, ledger, job)
+    _print_state(output, ledger, job)
 
 
-def _say_state(output: Output, ledger: Ledger, job: Job) -> Job:
+def _print_state(output: Output, ledger: Ledger, job: Job) -> Job:
     """Says what the job is by now, and gives it."""
     now = ledger.job(job.id)
     view = {"schema": "nightjar.job_state/1", "job": now.id, "state": now.state.value}
@@ -101,7 +101,7 @@ def cancel(settings: Settings, ledger: Ledger, job: Job, output: Output) -> None
     ledger.cancel(job.id)
     if ledger.job(job.id).state is JobState.CANCELLING:
         ledger.reconcile()
-    ended = _say_state(output, ledger, job)
+    ended = _print_state(output, ledger, job)
     if ended.state.final:
         _put_manifest(settings, ledger, ended, output)
         _report_end(settings, ledger, output)

@@ -14,7 +14,7 @@ from jobs.cli.options import LateHelp, of_job, parsed_by, price_option, where_op
 from jobs.console import FAILED, NamedPath, Output
 from jobs.formatting import bytes_text, counted, printable
 from jobs.ledger.records import Job
-from jobs.recent_jobs import out_words
+from jobs.recent_jobs import out_option
 from jobs.settings import Settings
 from pipelines.audio_format import AUDIO_FORMATS
 
@@ -192,13 +192,13 @@ def report(
       nightjar report JOB
       nightjar report JOB --to night.html --price 2.80
     """
-    from jobs.report import ReportOptions, default_place, write_report
+    from jobs.report import default_place, write_report
     from jobs.store import store_of
 
-    options = ReportOptions(items, embed, settings.price_per_gpu_hour if price is None else price)
+    price = settings.price_per_gpu_hour if price is None else price
     # Absolute, so that no name means standard output.
-    place = to.absolute() if to else default_place(settings, job.id)
-    written = write_report(ledger, store_of(job, settings.s3), job.id, place, options)
+    place, store = to.absolute() if to else default_place(settings, job.id), store_of(job, settings.s3)
+    written = write_report(ledger, store, job.id, place, items=items, embed=embed, price_per_gpu_hour=price)
     view = {"schema": "nightjar.report/1", "job": job.id, "to": written.path, "bytes": written.bytes}
     output.say({**view, "items": written.shown, "measured": written.measured}, written.path)
     output.note(
@@ -234,7 +234,7 @@ def verify(
       nightjar verify JOB
       nightjar verify JOB --repair
     """
-    from jobs.provenance import opened_again
+    from jobs.provenance import reopened_model
     from jobs.repair import mend, reproduce
     from jobs.store import store_of
     from jobs.verify import ObjectCheck
@@ -251,7 +251,7 @@ def verify(
         )
     mended, matches = Counter[str](), Counter[str]()
     if sample or (repair and lost):
-        with opened_again(store, job, output.note) as pipeline:
+        with reopened_model(store, job, output.note) as pipeline:
             if repair:
                 mended = mend(ledger, store, job, pipeline, lost, lambda one: _say_repaired(output, job, one))
             for item in reproduce(ledger, store, job, pipeline, sample):
@@ -270,7 +270,7 @@ def verify(
                 f"Made again: {mended['same']} with the same bytes, {mended['other']} with other bytes. Not made again: {mended['failed']}."
             )
         elif lost:
-            where = out_words(job.id, ledger.database.path)
+            where = out_option(job.id, ledger.database.path)
             output.note(f"To make them again: nightjar verify {job.id} --repair{where}")
         if matches:
             compared = ", ".join(f"{count} {name}" for name, count in matches.items())

@@ -17,7 +17,7 @@ from jobs.console import FiniteRange, NamedPath, Output
 from jobs.formatting import printable
 from jobs.ledger.status import newest_jobs
 from jobs.ledger.transaction import Transaction, read_with_driver
-from jobs.recent_jobs import keep_remembered, places_of, reading_ledger, settings_for_job
+from jobs.recent_jobs import reading_ledger, remember_moved, settings_for_job, settings_of_places
 from jobs.settings import Settings
 from pipelines.errors import ErrorCode, NightjarError, nearest
 
@@ -220,21 +220,21 @@ def _newest(ctx: click.Context, _param: click.Parameter, incomplete: str) -> lis
     """Ids of the newest jobs; none where there is no ledger, since a shell has no place for an error."""
     found: dict[str, str] = {}
     with suppress(NightjarError):
-        for settings in places_of("", ctx.params.get("home")):
+        for settings in settings_of_places("", ctx.params.get("home")):
             with suppress(NightjarError):
                 for job in read_ledger(settings, lambda reader: newest_jobs(reader, 200)):
                     found[job.id] = f"{job.state.value} {printable(job.name)}"
     return [CompletionItem(job, help=text) for job, text in found.items() if job.startswith(incomplete)]
 
 
-def _some_id(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
+def _job_id(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
     if not text.strip():
         raise click.BadParameter("the job id is empty")
     return text.strip()
 
 
 #: A job's id, or a prefix that no other job has.
-job_argument = click.argument("job", metavar="JOB", callback=_some_id, shell_complete=_newest)
+job_argument = click.argument("job", metavar="JOB", callback=_job_id, shell_complete=_newest)
 
 
 def read_ledger(settings: Settings, work: Callable[[Transaction], T]) -> T:
@@ -255,7 +255,7 @@ def of_job(function: F) -> F:
         settings = settings_for_job(job, home)
         with reading_ledger(settings) as ledger:
             found = ledger.find_job(job)
-            keep_remembered(found.id, settings)
+            remember_moved(found.id, settings)
             return function(settings, ledger, found, **given)
 
     return job_argument(common_options(call))  # pyright: ignore[reportReturnType]

@@ -17,8 +17,8 @@ import click
 import msgspec
 
 from jobs.cli.options import JobCommand, common_options, files, job_options, models
-from jobs.cli.status import exit_code_of, say_status
-from jobs.console import FAILED, Interrupted, Output, Stop, check_interrupts, undisturbed
+from jobs.cli.status import exit_code_of, print_status
+from jobs.console import FAILED, Interrupted, Output, Stop, check_interrupts, defer_sigint
 from jobs.embedded import EmbeddedHome, embedded_settings
 from jobs.formatting import counted
 from jobs.gpus import VISIBLE, choose_gpus, count_gpus
@@ -26,9 +26,9 @@ from jobs.job_options import SubmitOptions
 from jobs.ledger.records import JobSpec
 from jobs.ledger.status import JobStatus
 from jobs.progress import Progress
-from jobs.recent_jobs import noted_dev, settings_for_new_job
+from jobs.recent_jobs import registered_dev, settings_for_new_job
 from jobs.settings import Settings, load_settings
-from jobs.source import no_records
+from jobs.source import empty_input
 from jobs.status import status_view
 from pipelines.errors import ConfigError, ErrorCode, InputError
 
@@ -104,8 +104,8 @@ def run(
     chosen = load_settings(home=home)
     settings = embedded_settings(chosen)
     devices = None if gpus is None else choose_gpus(gpus, os.environ.get(VISIBLE))
-    with undisturbed():
-        from jobs.checks import lacking_meters
+    with defer_sigint():
+        from jobs.checks import missing_meters
         from jobs.local_run import LocalRun, run_locally
         from jobs.source import check_source
         from jobs.spec import resolve
@@ -116,7 +116,7 @@ def run(
     alone = gpus is None and engine != "cpu" and not (engine == "vllm" and settings.vllm.tensor_parallel > 1)
     if alone and (count := count_gpus(os.environ.get(VISIBLE))) > 1:
         output.note(f"This run uses one of {count} GPUs. Give --gpu all to use all of them.")
-    if (lack := lacking_meters(spec.quality, output.note)) is not None:
+    if (lack := missing_meters(spec.quality, output.note)) is not None:
         raise lack
     check_source(source)
     if dry_run:
@@ -138,7 +138,7 @@ def _summarize(status: JobStatus, settings: Settings, made: Mapping[str, str | N
     if output.quiet:
         output.line(job.id)
         return
-    say_status(output, status, settings.price_per_gpu_hour)
+    print_status(output, status, settings.price_per_gpu_hour)
     for word, kind in (("files", "audio"), ("texts", "text"), ("list", "manifest"), ("report", "report")):
         if (place := made[kind]) is not None:
             output.line(f"{word:<8}{_near(place)}")
@@ -173,13 +173,13 @@ def submit(
       nightjar submit s3://bucket/dialogues.jsonl.zst --voice heart --label corpus=evening
     """
     settings = settings_for_new_job(home)
-    from jobs.checks import lacking_meters
+    from jobs.checks import missing_meters
     from jobs.source import check_source
     from jobs.spec import resolve
     from jobs.voices import voice_folder
 
     resolved = resolve(spec, options.input_format, voice_folder(settings))
-    if (lack := lacking_meters(spec.quality)) is not None:
+    if (lack := missing_meters(spec.quality)) is not None:
         # The worker may be another machine.
         outcome = (
             "A worker that cannot download them waits"
@@ -199,7 +199,7 @@ def submit(
 
 
 def _report(result: Any, output: Output) -> int:
-    from jobs.ingest import check_wanted
+    from jobs.ingest import check_has_work
 
     job = result.job
     view = {"schema": "nightjar.submit/1", "job": job.id, "state": job.state.value, "created": result.created}
@@ -207,7 +207,7 @@ def _report(result: Any, output: Output) -> int:
     output.say(view, job.id)
     if not result.created and not result.resumed:
         output.note(f"This file was submitted before with the same spec; its job is {job.state.value}.")
-    check_wanted(job)
+    check_has_work(job)
     step = "Look at it with: nightjar status" if job.state.final else "Follow it with: nightjar watch"
     refused = f"{counted(job.rejected_lines, 'line')} refused"
     output.note(f"{counted(job.total_items, 'item')}, {refused}. {step} {job.id}")
@@ -230,7 +230,7 @@ def dry_run_of(settings: Settings, source: str, spec: Any, output: Output, *, ab
     output.record(view)
     if not estimate.items:
         if not refused:
-            raise no_records()
+            raise empty_input()
         message = f"No line of the input can become an item: {counted(refused, 'line')} refused."
         raise InputError(ErrorCode.INPUT_NO_ITEMS, message, "Correct the input and try again.")
     return FAILED if estimate.rejected else 0
@@ -265,7 +265,7 @@ def dev(serves: bool, model: str, home: str | None, output: Output) -> int:
     if settings.broker_url is not None:
         message = f"broker_url ({settings.origin('broker_url')}) names another broker, and `nightjar submit` would use that one."
         raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Unset SPEECH_BROKER_URL for both.")
-    with undisturbed():
+    with defer_sigint():
         from jobs.cli.serve import check_extra
         from jobs.ledger import Ledger
         from jobs.local_run import POLL_SECONDS
@@ -286,7 +286,7 @@ def dev(serves: bool, model: str, home: str | None, output: Output) -> int:
             url = f"http://{settings.serve.address}:{settings.serve.port}" if serves else None
             if serves:
                 embedded.serve(model)
-            with noted_dev(settings.home):
+            with registered_dev(settings.home):
                 _say(output, embedded, url)
                 while True:
                     signals.check()

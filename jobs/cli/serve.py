@@ -222,7 +222,7 @@ def workers(everyone: bool, home: str | None, output: Output) -> None:
     """
     settings = settings_for_new_job(home)
     try:
-        found = read_ledger(settings, partial(worker_statuses, everyone=everyone))
+        found = read_ledger(settings, partial(worker_statuses, include_ended=everyone))
     except NotFoundError as error:
         output.note(f"No workers: {error}")
         return

@@ -19,9 +19,9 @@ from jobs.ledger.records import Job, JobState
 from jobs.ledger.status import JobStatus, find_job, newest_jobs, status_and_errors, statuses_of
 from jobs.own_files import embedded_broker_url
 from jobs.progress import Progress
-from jobs.recent_jobs import homes_of, keep_remembered, out_words, places_of, settings_for_job
+from jobs.recent_jobs import homes_of, out_option, remember_moved, settings_for_job, settings_of_places
 from jobs.settings import Settings, sqlite_path
-from jobs.status import NO_WORKER, job_view, labels_text, lacks_workers, status_lines, status_view, utc
+from jobs.status import NO_WORKER, job_view, labels_text, status_lines, status_view, utc, waits_for_workers
 from pipelines.errors import NightjarError, NotFoundError
 
 if TYPE_CHECKING:
@@ -45,20 +45,20 @@ def status(job: str, price: float | None, home: str | None, output: Output) -> N
     settings = settings_for_job(job, home)
     price = settings.price_per_gpu_hour if price is None else price
     state, errors = read_ledger(settings, lambda reader: status_and_errors(reader, job))
-    keep_remembered(state.job.id, settings)
+    remember_moved(state.job.id, settings)
     if output.as_json:
         output.data(status_view(state, price, errors))
         return
-    say_status(output, state, price, no_worker(settings))
+    print_status(output, state, price, no_worker(settings))
     for code, count in errors.items():
         output.line(f"  {count} x {code.value}")
     if errors:
         output.note(
-            f"See them with: nightjar errors {state.job.id}{out_words(state.job.id, sqlite_path(settings.ledger_url))}"
+            f"See them with: nightjar errors {state.job.id}{out_option(state.job.id, sqlite_path(settings.ledger_url))}"
         )
 
 
-def say_status(output: Output, status: JobStatus, price: float | None, waits: str = NO_WORKER) -> None:
+def print_status(output: Output, status: JobStatus, price: float | None, waits: str = NO_WORKER) -> None:
     """A job's status for a person; `waits`: what is said where no worker lives."""
     for line in status_lines(status, price, waits, lambda text: click.style(text, bold=True)):
         output.line(line)
@@ -107,7 +107,7 @@ def list(  # noqa: A001 - the name of the command
       nightjar list --label corpus=evening --json
       nightjar list --out out
     """
-    places, wanted = places_of("", home), pairs(labels, "KEY=VALUE")
+    places, wanted = settings_of_places("", home), pairs(labels, "KEY=VALUE")
     in_states = [JobState(state) for state in states] or None
     found: dict[str, tuple[JobStatus, Settings]] = {}
     for settings in places:
@@ -161,7 +161,7 @@ def until_end(
     while True:
         status = read()
         progress.update(status)
-        waits = no_worker(settings) if lacks_workers(status) else ""
+        waits = no_worker(settings) if waits_for_workers(status) else ""
         if waits and waits != said:
             progress.say(waits[0].upper() + waits[1:] + ".")
         said = waits
@@ -230,7 +230,7 @@ def watch(settings: Settings, ledger: Ledger, job: Job, output: Output) -> int:
     with Progress(quiet=output.quiet or output.as_json) as progress:
         status = until_end(read, progress, settings)
     if not output.as_json:
-        say_status(output, status, settings.price_per_gpu_hour)
+        print_status(output, status, settings.price_per_gpu_hour)
     return exit_code_of(status.job.state)
 
 
@@ -246,21 +246,21 @@ def show(job: str, home: str | None, output: Output) -> None:
       nightjar show JOB
       nightjar show JOB --json
     """
-    from jobs.job_command import engines_of, job_command, unsaid
-    from jobs.provenance import records
+    from jobs.job_command import engines_of, job_command, omitted_options
+    from jobs.provenance import read_records
     from jobs.store import store_of
 
     settings = settings_for_job(job, home)
     found = read_ledger(settings, lambda reader: find_job(reader, job))
-    keep_remembered(found.id, settings)
+    remember_moved(found.id, settings)
     try:
-        made_with = records(store_of(found, settings.s3), found)
+        made_with = read_records(store_of(found, settings.s3), found)
     except NightjarError as error:
         output.note(f"What made the job cannot be read: {printable(str(error))}")
         made_with = None
     home = str(settings.home.absolute()) if settings.database_url is None else None
     engines = engines_of(found, made_with or ())
-    command, notes = job_command(found, home, engines), unsaid(found, home, engines)
+    command, notes = job_command(found, home, engines), omitted_options(found, home, engines)
     view = msgspec.to_builtins(job_view(found, made_with, command, notes))
     if output.as_json:
         output.data(view)

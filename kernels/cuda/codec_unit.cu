@@ -1,3 +1,4 @@
+// wheel: sm_90a
 // The codec's residual unit of 96 channels, 7 taps: dilated convolution, snake, 1x1 convolution, residual, next snake, as
 // `codec_active_unit` of kernels/codec_ops.py. Only for sm_90a. kernels/codec_cuda.py packs the weights and launches it.
 //

@@ -1,3 +1,4 @@
+// wheel: sm_90a
 // The codec's residual unit of 192 channels (`kernels.codec_ops.codec_active_unit`) for sm_90a: a dilated causal convolution of 7 taps,
 // snake, a 1x1 convolution, the residual, and the next unit's snake.
 //

@@ -1,3 +1,4 @@
+// wheel: sm_90a compute_90
 // The kernels of persistent.cuh; kernels/lm_persistent.py says which model takes which, with how many blocks and how much shared memory.
 #include "persistent.cuh"
 

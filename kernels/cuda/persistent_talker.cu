@@ -1,3 +1,4 @@
+// wheel: sm_90a compute_90
 // The kernels of persistent_talker.cuh; kernels/lm_persistent.py says which model takes which.
 #include "persistent_talker.cuh"
 

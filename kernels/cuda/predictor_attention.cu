@@ -1,3 +1,4 @@
+// wheel: sm_90a compute_90
 // Attention of the code predictor for one new position (1..15): q/k norm, rope, append, and the attention over all positions so far.
 //
 // One warp a (row, kv head) with its two query heads. Half-warp h works for query head h where heads differ, and on positions of

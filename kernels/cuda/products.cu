@@ -1,3 +1,4 @@
+// wheel: sm_90a
 // Products of decoding for 17 to 64 rows: y[rows, n] = epilogue(x[rows, inner] @ W[n, inner]^T), only for sm_90a. kernels/lm_products.py says
 // how each is cut, and launches it.
 //

@@ -1,3 +1,4 @@
+// wheel: sm_90a
 // Products of decoding for many rows that are added to what they came from: x[rows, n] += a[rows, inner] @ W[n, inner]^T, only for sm_90a.
 // kernels/lm_products.py says how each is cut, and launches it.
 //

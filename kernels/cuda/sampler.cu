@@ -1,3 +1,4 @@
+// wheel: sm_90a compute_90
 // One draw a row: processors, top-k, top-p, draw, and the gather of what the drawn code feeds. The meaning is kernels/sampler.py's.
 //
 // One block a row, 8 logits a thread. Probabilities are whole multiples of 2^-30, so sums are exact in any order. The top-k

@@ -1,3 +1,4 @@
+// wheel: sm_90a compute_90
 // Skinny GEMM for decoding: y[rows, N] = epilogue(norm(x)[rows, K] @ W[N, K]^T), rows <= 32 a block.
 //
 // One block owns NT groups of 8 weight rows over the whole K; its warps split K. Weights do not depend on earlier kernels, so
@@ -196,8 +197,6 @@ __device__ __forceinline__ void skinny(const Args& p) {
 
 NARROW_AND_WIDE(4, 8, 4, 1, 0)
 NARROW_AND_WIDE(2, 8, 4, 1, 0)
-NARROW_AND_WIDE(4, 16, 2, 0, 0)
-NARROW_AND_WIDE(6, 16, 2, 0, 2)
 NARROW_AND_WIDE(6, 8, 4, 1, 2)
 KERNEL(4, 1, 16, 4, 1, 0)
 KERNEL(4, 1, 16, 4, 1, 2)

@@ -1,3 +1,4 @@
+// wheel: sm_90a
 // SwiGLU for many rows: y[rows, n] = silu(x @ gate^T) * (x @ up^T), only for sm_90a. kernels/lm_products.py says how it is cut, and
 // launches it.
 //

@@ -1,5 +1,4 @@
-"""Which utterances a codec decodes together: batches that cost the least, or that meet one shape whatever
-their company."""
+"""Batches of utterances that a codec decodes together: of the lowest cost, or of fixed shapes."""
 
 from __future__ import annotations
 
@@ -7,26 +6,25 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
-#: Lengths are filled up to a multiple of this, which bounds the number of shapes that kernels and libraries
-#: meet.
+#: Lengths are padded to a multiple of this, which bounds the number of shapes.
 LENGTH_STEP = 8
-#: Frames that a batch costs at least, however small (its launches), and that each batch costs beside its own.
+#: The minimum cost of a batch, and the additional cost of every batch, in frames.
 MIN_FRAMES, BATCH_COST = 600, 100
-#: Of a padded frame, where kernels pass over what lies behind the end of a row: only what stands in front of
-#: the convolutions makes it.
+#: The cost of a padded frame for kernels that skip positions after the end of a row: only the layers before
+#: the convolutions compute it.
 PADDING_COST = 0.1
 #: Rows of every batch in reproducible mode.
 FIXED_ROWS = 8
 
 
 def round_up(frames: int) -> int:
-    """The length that an utterance of so many frames is filled up to."""
+    """The padded length of an utterance."""
     return -(-frames // LENGTH_STEP) * LENGTH_STEP
 
 
 def longest_first(lengths: Sequence[int], max_frames: int) -> list[list[int]]:
-    """Indices of utterances in batches of at most `max_frames` padded frames, the longest first, so that
-    neighbours are alike."""
+    """Indices of utterances in batches of up to `max_frames` padded frames, the longest first, so that the
+    lengths in a batch are similar."""
     found: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         if found and lengths[found[-1][0]] * (len(found[-1]) + 1) <= max_frames:
@@ -39,26 +37,25 @@ def longest_first(lengths: Sequence[int], max_frames: int) -> list[list[int]]:
 def cheapest(
     lengths: Sequence[int], max_frames: int, pass_frames: int, padding_cost: float = 1.0
 ) -> list[list[int]]:
-    """The cut of utterances into batches that costs the least by the figures above; empty ones are left out.
+    """Divides utterances into batches of the lowest cost, the longest first; omits empty ones.
 
-    A batch is as wide as its longest utterance and has at most `max_frames` frames, of which a row counts
-    at most `pass_frames`: longer ones are decoded in passes of that many. The longest utterances come
-    first. `padding_cost`: of a padded frame, in frames of an utterance; 1 in a batch that is decoded in
-    passes.
+    A batch is as wide as its longest utterance and has up to `max_frames` frames; a row counts up to
+    `pass_frames`, since longer ones are decoded in passes of that length. `padding_cost`: the cost of a padded
+    frame in a batch of one pass; it is 1 in batches of several passes.
     """
     order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: -lengths[i])
     widths = [round_up(lengths[i]) for i in order]
     shares = [padding_cost if width <= pass_frames else 1.0 for width in widths]
-    most = [max(max_frames // min(width, pass_frames), 1) for width in widths]
+    limits = [max(max_frames // min(width, pass_frames), 1) for width in widths]
     frames = [0, *accumulate(lengths[i] for i in order)]
-    # Of the first `end` utterances: the least cost, and where their last batch begins. Hundreds of utterances
-    # make this the thread's work of milliseconds, so the loop calls nothing.
+    # For the first `end` utterances: the lowest cost, and where their last batch begins. With hundreds of
+    # utterances this takes milliseconds, so the inner loop calls no functions.
     costs, begins = [0.0], [0]
     for end in range(1, len(order) + 1):
         least, first = math.inf, end - 1
         for begin in range(end - 1, -1, -1):
             rows = end - begin
-            if rows > most[begin]:
+            if rows > limits[begin]:
                 break
             real = frames[end] - frames[begin]
             own = real + shares[begin] * (rows * widths[begin] - real)
@@ -77,8 +74,8 @@ def cheapest(
 
 
 def alike(lengths: Sequence[int]) -> list[list[int]]:
-    """Batches of at most `FIXED_ROWS` utterances of one filled-up length: the shape that an utterance
-    meets depends on its length only."""
+    """Batches of up to `FIXED_ROWS` utterances of one padded length: the shape of an utterance's batch depends
+    on its length only."""
     sizes: dict[int, list[int]] = {}
     for i in sorted((i for i, length in enumerate(lengths) if length), key=lambda i: -lengths[i]):
         sizes.setdefault(round_up(lengths[i]), []).append(i)

@@ -1,5 +1,5 @@
-"""Passes of a codec as CUDA graphs: one launch for many rows, whose states lie in an arena and whose
-samples in pinned memory."""
+"""Passes of a codec as CUDA graphs: one launch for many rows, with states in an arena and samples in pinned
+memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kernels.toolchain import triton_fault
 from pipelines.codec.batches import FIXED_ROWS
 from pipelines.codec.blocks import Past
 from pipelines.codec.states import Arena, CodecShape, CodecState
-from pipelines.codec.transfer import Samples, SamplesOnTheWay, recorded
+from pipelines.codec.transfer import PendingSamples, Samples, recorded
 
 log = logging.getLogger(__name__)
 
@@ -29,30 +29,29 @@ Codes = NDArray[np.integer[Any]]
 #: One pass: codes [B, T, codebooks] -> samples [B, T * samples_per_frame].
 Run = Callable[[Tensor, Past], Tensor]
 
-#: Launches whose samples have a place on the host at once; more get theirs when they are needed.
+#: Number of host buffers allocated in advance, one for each launch; more are allocated when needed.
 _BUFFERS = 4
-#: Bytes of a launch for a sample of one row, and for a value of its state: measured, and counted (before,
-#: after, one layer's part).
+#: Bytes of a launch for a sample of one row (measured), and copies of a row's state (before, after, one
+#: layer's part).
 _SAMPLE_BYTES, _STATE_COPIES = 700, 3
 
-#: Streams and frames that a graph is captured for. Fewer streams are filled up with a row that is nobody's.
+#: Numbers of streams and frames that graphs are captured for. Smaller batches are padded with an unused row.
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 FRAMES = (1, 2, 4, 8, 12)
-#: Frames of all streams of one launch: it bounds how long a first chunk may wait for the device, and the
-#: memory of a launch.
+#: Maximum frames of one launch, all streams together: bounds how long a first chunk waits for the device, and
+#: the memory of a launch.
 GROUP_FRAMES = 512
 
-#: Frames of a step of whole utterances: the last step of one is filled up, and a state is read and written
+#: Frames of a step of whole utterances. An utterance's last step is padded, and its state is read and written
 #: once a step.
 STEP_FRAMES = 16
-#: A step of few utterances has a half, a quarter ... of the rows, so many times halved at most.
+#: How often the number of rows is halved for steps of fewer utterances.
 _HALVINGS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory of the host for one launch, pinned for a CUDA device: what it reads, int64, and its samples,
-    float32."""
+    """Memory for one launch, on the device or pinned on the host: its inputs, int64, and its samples, float32."""
 
     inputs: Tensor
     samples: Tensor
@@ -61,18 +60,17 @@ class Buffer:
 class ChunkGraphs:
     """Decodes the next frames of rows whose states are in its arena. One thread at a time may use it.
 
-    All work is on one CUDA stream, so that what a row held before is read before the next one's values are
-    written. A launch reads one tensor: row numbers, positions (frames decoded before) and codes of its
-    rows.
+    All work is on one CUDA stream, so that a row's old state is read before its next owner's is written. A
+    launch reads one tensor: row numbers, positions (frames decoded before) and codes of its rows.
     """
 
     def __init__(
         self, run: Run, shape: CodecShape, states: int, rows: Mapping[int, Sequence[int]], priority: int = 0
     ) -> None:
-        """`states`: rows of the arena. `priority`: of the CUDA stream.
+        """`states`: number of rows of the arena. `priority`: that of the CUDA stream.
 
-        `rows`: for each number of frames of a launch the numbers of rows that it may have, the smallest
-        first. A launch of fewer rows is filled up with one that is nobody's.
+        `rows`: the numbers of rows that a launch can have, ascending, for each number of frames. Smaller
+        launches are padded with an unused row.
         """
         self._run, self._shape, self._rows = run, shape, rows
         self._on_gpu = shape.device.type == "cuda"
@@ -90,20 +88,19 @@ class ChunkGraphs:
         self._buffers = deque(self._buffer() for _ in range(_BUFFERS))
 
     def on_stream(self) -> Any:
-        """Work in a block `with` this is on the CUDA stream of the graphs."""
+        """A context manager that makes the CUDA stream of the graphs the current one."""
         return torch.cuda.stream(self._stream)
 
     @torch.inference_mode()
     def prepare(self) -> Self:
-        """Compiles what launches need and captures all of them; the largest first, whose memory the others
-        use too."""
+        """Compiles the kernels and captures all graphs, the largest first, whose memory the others reuse."""
         if triton_fault() is None:
             with import_module("kernels.triton_launch").compiled_together(), self.on_stream():
                 for size in self.sizes:
                     self._work(*size)
         for rows, frames in self.sizes:
             with self.on_stream():
-                # What a capture runs is no stream's.
+                # A capture runs on the unused row.
                 inputs = np.zeros(self._inputs_of(rows, frames), np.int64)
                 inputs[:rows] = self.arena.dead
                 self._here.inputs[: len(inputs)].copy_(torch.from_numpy(inputs))
@@ -119,35 +116,28 @@ class ChunkGraphs:
                     frames,
                 )
         if self._stream is not None:
-            # What ran before the captures took memory that nobody needs now.
+            # Frees memory that was only needed before the captures.
             self._stream.synchronize()
             torch.cuda.empty_cache()
         return self
 
-    def take_back(self, buffers: Sequence[Buffer]) -> None:
-        """Takes buffers back whose samples were read, so that other launches write them."""
+    def recycle(self, buffers: Sequence[Buffer]) -> None:
+        """Returns buffers whose samples were read, so that other launches can use them."""
         self._buffers.extend(buffers)
-
-    def graph(self, rows: int, frames: int) -> Callable[[], None]:
-        """What decodes the chunks that were sent, on the current CUDA stream: a graph, or single ops where
-        there is none of this size.
-
-        It reads what was last sent for a launch of this size: of another size the row numbers lie elsewhere.
-        """
-        return self._graphs.get((rows, frames)) or partial(self._work, rows, frames)
 
     def launch(
         self, states: Sequence[CodecState], codes: Sequence[Codes], frames: int
     ) -> tuple[Buffer, list[Samples]]:
-        """One launch for streams whose chunks have at most so many frames: where the samples of each will
-        be, and in which buffer."""
+        """Starts one launch for chunks of up to `frames` frames. Returns its buffer, and the part of it where
+        the samples of each chunk will be."""
         rows = next(rows for rows in self._rows[frames] if rows >= len(states))
         buffer = self._buffers.popleft() if self._buffers else self._buffer()
         used, each = self._inputs_of(rows, frames), self._shape.samples_per_frame
         self._pack(buffer.inputs.numpy()[:used], rows, frames, states, codes)
         self._here.inputs[:used].copy_(buffer.inputs[:used], non_blocking=True)
-        self.graph(rows, frames)()
-        self._fetch(buffer, len(states) * frames * each)
+        (self._graphs.get((rows, frames)) or partial(self._work, rows, frames))()
+        samples = len(states) * frames * each
+        buffer.samples[:samples].copy_(self._here.samples[:samples], non_blocking=True)
         for state, one in zip(states, codes):
             state.frames += len(one)
         heard = buffer.samples.numpy()
@@ -158,8 +148,7 @@ class ChunkGraphs:
     def _pack(
         self, inputs: Codes, rows: int, frames: int, states: Sequence[CodecState], codes: Sequence[Codes]
     ) -> None:
-        """Writes what a launch reads: rows that are nobody's stand at their beginning, so that they read
-        nothing."""
+        """Writes the inputs of a launch; unused rows are at position 0, so that they read no state."""
         inputs[:] = 0
         inputs[:rows] = self.arena.dead
         packed = inputs[2 * rows :].reshape(rows, frames, -1)
@@ -169,26 +158,21 @@ class ChunkGraphs:
             packed[at, : len(one)] = one
 
     def _work(self, rows: int, frames: int) -> None:
-        """What a graph does, all of it on the device."""
+        """The work of a graph, all of it on the device."""
         used = self._inputs_of(rows, frames)
         numbers, positions, codes = self._here.inputs[:used].split([rows, rows, used - 2 * rows])
-        # What a row held before its stream is not read, whatever it is: it is replaced, since nothing times
-        # NaN is NaN.
+        # The state that an earlier owner left in a row is replaced with zeros, since 0 * NaN is NaN.
         before = self.arena.values.index_select(0, numbers).masked_fill_((positions == 0)[:, None], 0)
         past = Past(before, positions)
         waves = self._run(codes.view(rows, frames, -1), past)
         self.arena.values.index_copy_(0, numbers, past.after)
         self._here.samples[: waves.numel()].view_as(waves).copy_(waves)
 
-    def _fetch(self, buffer: Buffer, samples: int) -> None:
-        """Sends so many samples on their way to the host."""
-        buffer.samples[:samples].copy_(self._here.samples[:samples], non_blocking=True)
-
     def _inputs_of(self, rows: int, frames: int) -> int:
         return rows * (2 + frames * self._shape.codes_per_frame)
 
     def _buffer(self, device: torch.device | None = None) -> Buffer:
-        """Room for the largest launch, on the device or the host."""
+        """A buffer for the largest launch, on the device or the host."""
         inputs = max(self._inputs_of(*size) for size in self.sizes)
         samples = max(rows * frames for rows, frames in self.sizes) * self._shape.samples_per_frame
         place: Any = {"device": device, "pin_memory": device is None and self._on_gpu}
@@ -200,10 +184,9 @@ class ChunkGraphs:
 
 @lru_cache(4096)
 def pieces(frames: int, last: bool) -> tuple[tuple[int, int], ...]:
-    """Cuts a chunk into sizes that have a graph: frames of the chunk, and frames of the graph, for each in
-    turn.
+    """Cuts a chunk into sizes that have a graph: (frames of the chunk, frames of the graph) of each piece.
 
-    Only the last chunk of a stream may be filled up: what its state is afterwards matters to nobody.
+    Only the last chunk of a stream may be padded, since its state is not used afterwards.
     """
     found: list[tuple[int, int]] = []
     while frames:
@@ -215,34 +198,34 @@ def pieces(frames: int, last: bool) -> tuple[tuple[int, int], ...]:
 
 
 class StreamGraphs(ChunkGraphs):
-    """Decodes chunks of streams, on a CUDA stream of high priority, in sizes that bound how long a first
-    chunk waits."""
+    """Decodes chunks of streams on a CUDA stream of high priority; the sizes of its launches bound how long a
+    first chunk waits."""
 
     def __init__(
         self, run: Run, shape: CodecShape, streams: int, fixed: bool = False, group_frames: int = GROUP_FRAMES
     ) -> None:
-        """`streams`: rows of the arena. `fixed`: all launches have `FIXED_ROWS` rows."""
-        most = next((rows for rows in ROWS if rows >= streams), ROWS[-1])
-        counts = (FIXED_ROWS,) if fixed else tuple(rows for rows in ROWS if rows <= most)
+        """`streams`: number of rows of the arena. `fixed`: all launches have `FIXED_ROWS` rows."""
+        largest = next((rows for rows in ROWS if rows >= streams), ROWS[-1])
+        counts = (FIXED_ROWS,) if fixed else tuple(rows for rows in ROWS if rows <= largest)
         rows = {
             frames: [rows for rows in counts if rows * frames <= group_frames] or [counts[0]]
             for frames in FRAMES
         }
         super().__init__(run, shape, streams, rows, CHUNK_PRIORITY)
 
-    def company(self, frames: int, last: bool) -> tuple[int, int]:
-        """Frames of the first launch of a chunk, and how many streams can share it."""
+    def batch_key(self, frames: int, last: bool) -> tuple[int, int]:
+        """The number of frames of a chunk's first launch, and how many streams can share it."""
         size = next((size for _, size in pieces(frames, last)), FRAMES[0])
         return size, self._rows[size][-1]
 
     def replay(
         self, states: Sequence[CodecState], codes: Sequence[Tensor], last: Sequence[bool]
     ) -> tuple[list[list[Samples]], list[Buffer]]:
-        """Launches the next frames of streams that have a row, on the current CUDA stream, and moves their
-        states on.
+        """Launches the next frames of streams that have a row, on the current CUDA stream, and advances their
+        states.
 
-        codes: one [n, codebooks] each, on the host. Returns for each stream the parts of its samples, on
-        their way to the host, and the buffers that they lie in, for `take_back` once they were read.
+        codes: one [n, codebooks] each, on the host. Returns the parts of each stream's samples, whose transfer
+        has started, and the buffers that hold them, for `recycle` once they were read.
         """
         parts: list[list[Samples]] = [[] for _ in codes]
         buffers: list[Buffer] = []
@@ -267,12 +250,12 @@ class StreamGraphs(ChunkGraphs):
 
 
 class UtteranceGraphs(ChunkGraphs):
-    """Decodes the next frames of up to `rows` utterances, each in a row of its own from its first frame to
-    its last.
+    """Decodes the next frames of up to `rows` utterances, each in its own row from its first frame to its
+    last.
 
-    The machinery is that of streams, of which this is a second set: a step fills the device for tens of
-    milliseconds, which a chunk of a stream may not wait for, and an arena, its buffers and its graphs
-    belong to one CUDA stream.
+    It is separate from the graphs of streams because a step occupies the device for tens of milliseconds,
+    which a chunk of a stream must not wait for, and an arena, its buffers and its graphs belong to one CUDA
+    stream.
     """
 
     def __init__(
@@ -284,8 +267,8 @@ class UtteranceGraphs(ChunkGraphs):
         fixed: bool = False,
         check: Callable[[Sequence[Tensor]], None] = lambda _: None,
     ) -> None:
-        """`fixed`: every step has all rows, so that an utterance meets the same kernels in any company.
-        `check` raises for wrong codes."""
+        """`fixed`: every step has all rows, so that the kernels do not depend on the other utterances. `check`
+        raises for invalid codes."""
         counts = (
             (rows,) if fixed else tuple(sorted({max(rows >> halved, 1) for halved in range(_HALVINGS + 1)}))
         )
@@ -295,11 +278,10 @@ class UtteranceGraphs(ChunkGraphs):
 
     @torch.inference_mode()
     def enter(self, codes: Tensor, start: CodecState | None) -> CodecState | None:
-        """The state, in a row of its own, of an utterance [frames, codebooks] that follows `start`, which
-        stays as it is.
+        """Gives an utterance [frames, codebooks] a row. Returns its state, a copy of `start`; None if all rows
+        are taken.
 
-        None where all rows are taken. Raises `SynthesisError` (`synth.engine`) for codes of another shape
-        or outside the codebooks.
+        Raises `SynthesisError` (`synth.engine`) for codes of another shape or outside the codebooks.
         """
         self._check([codes])
         state = CodecState() if start is None else start.copy()
@@ -307,22 +289,22 @@ class UtteranceGraphs(ChunkGraphs):
             return state if state.enter(self.arena) else None
 
     def leave(self, state: CodecState) -> None:
-        """Gives the row back. What was started for it before is decoded."""
+        """Releases the row. Frames already started are decoded."""
         state.close()
 
     @torch.inference_mode()
-    def step(self, states: Sequence[CodecState], codes: Sequence[Codes]) -> SamplesOnTheWay:
-        """Starts a step and moves the states on. codes: [n, codebooks] each, n at most `frames`; fewer
-        only at the end of an utterance."""
+    def step(self, states: Sequence[CodecState], codes: Sequence[Codes]) -> PendingSamples:
+        """Starts a step and advances the states. codes: [n, codebooks] each, where n is `frames`, or less at
+        the end of an utterance."""
         with self.on_stream():
             buffer, heard = self.launch(states, codes, self.frames)
             event = recorded() if self._on_gpu else None
-        return SamplesOnTheWay([[samples] for samples in heard], event, lambda: self.take_back([buffer]))
+        return PendingSamples([[samples] for samples in heard], event, lambda: self.recycle([buffer]))
 
 
 def _launch_bytes(shape: CodecShape, states: int, rows: int, frames: int) -> int:
-    """Bytes of device memory of an arena of so many states and graphs of at most so many rows, and frames
-    of all rows together."""
+    """Bytes of device memory of an arena and of graphs; `rows` and `frames` (of all rows together): those of
+    the largest launch."""
     state = shape.state_size * shape.dtype.itemsize
     return (
         (states + 1) * state + frames * shape.samples_per_frame * _SAMPLE_BYTES + rows * _STATE_COPIES * state
@@ -330,11 +312,10 @@ def _launch_bytes(shape: CodecShape, states: int, rows: int, frames: int) -> int
 
 
 def stream_bytes(shape: CodecShape, streams: int) -> int:
-    """Bytes of device memory of the graphs of so many streams: their arena, and what one launch has at
-    once."""
-    return _launch_bytes(shape, streams, min(max(streams, 1), ROWS[-1]), GROUP_FRAMES)
+    """Bytes of device memory of `StreamGraphs`."""
+    return _launch_bytes(shape, streams, min(streams, ROWS[-1]), GROUP_FRAMES)
 
 
 def utterance_bytes(shape: CodecShape, rows: int, frames: int = STEP_FRAMES) -> int:
-    """Bytes of device memory of the graphs of so many rows: their arena, and what one step has at once."""
+    """Bytes of device memory of `UtteranceGraphs`."""
     return _launch_bytes(shape, rows, rows, rows * frames)

@@ -1,9 +1,8 @@
-"""The last stage: codes of finished utterances become audio in groups, those of streams chunk by chunk
-beside them.
+"""The last stage: turns codes into audio, whole utterances in groups and streams chunk by chunk.
 
-All lanes are one loop with two threads: one starts groups on a device, the other sleeps until the samples
-of the first are there and hands them on. A lane says who is in the next group, how long it waits for
-company, and how it is started.
+Every lane is one loop with two threads: one starts groups on a device, the other waits for the samples of
+the oldest group and delivers them. A lane chooses the next group, how long it waits for more codes, and how
+it is started.
 """
 
 from __future__ import annotations
@@ -26,82 +25,83 @@ from kernels.cuda_graphs import CHUNK_PRIORITY, lacks_memory
 from kernels.registry import on_device
 from pipelines.codec.graphs import Codes, UtteranceGraphs
 from pipelines.codec.states import CodecState
-from pipelines.codec.transfer import Samples, SamplesOnTheWay, Sender, sent
+from pipelines.codec.transfer import PendingSamples, Samples, Sender, sent
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 
 log = logging.getLogger(__name__)
 
 S = TypeVar("S")
+T = TypeVar("T")
 Done = Callable[[Samples | NightjarError], None]
 
-#: Groups that a device may have to do at once: one that it decodes, and one that keeps it busy after that.
-#: Beside streams whole utterances have one alone.
+#: Maximum number of groups on a device at once: one that it decodes, and one that keeps it busy after that.
+#: While streams are alive, whole utterances have one.
 _MAX_STARTED = 2
-#: Beside streams: frames of a batch of whole utterances, so that the device is never filled for long.
-_QUANTUM_FRAMES = 4096
-#: Utterances wait for company only where more than this many came within the last second: a few would wait
-#: for nobody.
-FEW_UTTERANCES = 8
-#: Streams count as alive for so long after their last chunk: the next one follows in about the time that the
-#: chunk plays.
+#: Maximum frames of a batch of whole utterances while streams are alive, so that the device is never occupied
+#: for long.
+QUANTUM_FRAMES = 4096
+#: A lane is quiet, and starts groups without waiting for more codes, unless more than this many utterances
+#: arrived within the last second.
+QUIET_ARRIVALS = 8
+#: Streams count as alive for this long after their last chunk: the next one follows in about the time that
+#: the chunk plays.
 _ALIVE_SECONDS = 1.0
 
 
 class Decoder(Generic[S]):
-    """A codec's decoder, which can go on from a state. A family derives from it."""
+    """A codec's decoder, which can continue from a state. Families derive from it."""
 
-    #: What decodes steps of a continuous batch of whole utterances, where it was prepared for one.
+    #: Decodes steps of a continuous batch of whole utterances, if the decoder was prepared for one.
     utterances: UtteranceGraphs | None = None
 
     def new_state(self) -> S:
-        """Where a stream starts that follows nothing."""
+        """The state before the first frame of a stream."""
         raise NotImplementedError
 
     def decode(self, codes: Sequence[Tensor], states: Sequence[S] | None = None) -> list[Tensor]:
-        """Whole utterances [frames, codebooks] -> samples [n] each; `states` are where they start, and are
-        not changed."""
+        """Decodes whole utterances [frames, codebooks] into samples [n] each; `states` are where they start,
+        and are not changed."""
         raise NotImplementedError
 
     def decode_chunk(self, states: Sequence[S], codes: Sequence[Tensor]) -> list[Tensor]:
-        """The next frames of streams; moves their states on."""
+        """Decodes the next frames of streams and advances their states."""
         raise NotImplementedError
 
-    def company(self, frames: int, last: bool) -> tuple[int, int | None]:
-        """What chunks of streams must have in common to be started together, and how many of them may be;
-        None: any number."""
+    def batch_key(self, frames: int, last: bool) -> tuple[int, int | None]:
+        """The key that chunks of streams share if they can be started together, and the maximum number of
+        them; None: any number."""
         return 0, None
 
     def start_chunks(
         self, states: Sequence[S], codes: Sequence[Tensor], last: Sequence[bool]
-    ) -> SamplesOnTheWay:
-        """`decode_chunk` whose samples come later. A `NightjarError` that it raises came before any state
-        was moved on."""
+    ) -> PendingSamples:
+        """Starts `decode_chunk` without waiting for its samples. If it raises a `NightjarError`, no state
+        was advanced."""
         return sent(self.decode_chunk(states, codes))
 
 
 @dataclass(slots=True, eq=False)
 class _Job(Generic[S]):
-    """Codes [frames, codebooks] that somebody wants to hear: a whole utterance, or the next frames of a
-    stream."""
+    """Codes [frames, codebooks] to decode: a whole utterance, or the next frames of a stream."""
 
     codes: Codes
     done: Done
-    #: Where it starts; None: at the codec's own beginning. In a continuous batch that of its row, while it
-    #: has one.
+    #: The state that it starts from; None: the codec's initial state. In a continuous batch the state of its
+    #: row, while it has one.
     state: S | None
     last: bool
     deadline: float
     since: float
-    #: In a continuous batch: all of its samples, from when it gets a row; frames that were started, and
-    #: samples that are there.
+    #: In a continuous batch: the buffer of all its samples once it has a row, the number of frames started,
+    #: and the number of samples received.
     samples: Samples = field(default_factory=lambda: np.zeros(0, np.float32))
     started: int = 0
-    heard: int = 0
-    #: Whether its receiver was told.
+    received: int = 0
+    #: Whether its receiver was notified.
     over: bool = False
 
-    def tell(self, outcome: Samples | NightjarError) -> None:
-        """Tells its receiver once. One that raises must not stop a lane."""
+    def notify(self, outcome: Samples | NightjarError) -> None:
+        """Notifies its receiver once. A receiver that raises must not stop the lane."""
         if self.over:
             return
         self.over = True
@@ -113,49 +113,49 @@ class _Job(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
-    """How long a lane lets codes wait for company: for so many seconds, until there are so many frames
-    together."""
+    """How long codes wait for others to be decoded with: maximum seconds, or until `frames` frames are
+    waiting."""
 
     seconds: float = 0.0
     frames: int = 4096
-    #: Whether streams are alive beside it: then groups are started one by one.
+    #: Whether streams are alive; then groups are started one by one.
     beside_streams: Callable[[], bool] = lambda: False
 
 
-_ALONE = Gathering()
+_NO_GATHERING = Gathering()
 
 
 class Lane(Generic[S]):
-    """The loop of all lanes. `done` is called on its threads."""
+    """The loop of all lanes. Calls `done` on its own threads."""
 
-    #: Of its two threads, and of its CUDA stream.
+    #: Names of its two threads, and the priority of its CUDA stream.
     _names = "codec-stage", "codec-samples"
     _priority = 0
 
-    def __init__(self, device: torch.device | None = None, gathering: Gathering = _ALONE) -> None:
+    def __init__(self, device: torch.device | None = None, gathering: Gathering = _NO_GATHERING) -> None:
         self._device, self._gathering = device, gathering
         on_gpu = device is not None and device.type == "cuda"
         self._stream = torch.cuda.Stream(device, priority=self._priority) if on_gpu else None
         #: In the order of arrival.
         self._waiting: deque[_Job[S]] = deque()
         self._waiting_frames = 0
-        self._arrivals: deque[float] = deque(maxlen=FEW_UTTERANCES + 1)
+        self._arrivals: deque[float] = deque(maxlen=QUIET_ARRIVALS + 1)
         self._started = 0
         self._wake = threading.Condition()
         self._closing = False
-        self._under_way: queue.SimpleQueue[
-            tuple[Sequence[_Job[S]], SamplesOnTheWay | NightjarError] | None
-        ] = queue.SimpleQueue()
+        self._pending: queue.SimpleQueue[tuple[Sequence[_Job[S]], PendingSamples | NightjarError] | None] = (
+            queue.SimpleQueue()
+        )
         self._threads = [
             threading.Thread(target=run, name=name, daemon=True)
-            for run, name in zip((self._start_groups, self._hand_on_groups), self._names)
+            for run, name in zip((self._start_groups, self._deliver_groups), self._names)
         ]
         for thread in self._threads:
             thread.start()
 
     @property
-    def behind(self) -> bool:
-        """Whether a full batch waits to be started, so that more codes would only wait longer."""
+    def is_backlogged(self) -> bool:
+        """Whether a full batch is waiting to be started, so that more codes would only wait longer."""
         return self._waiting_frames >= self._gathering.frames
 
     @property
@@ -164,14 +164,14 @@ class Lane(Generic[S]):
         return threading.current_thread() in self._threads
 
     def alive(self) -> bool:
-        """Whether codes wait, are decoded, or came lately."""
+        """Whether codes are waiting, being decoded, or arrived within the last second."""
         lately = bool(self._arrivals) and time.monotonic() < self._arrivals[-1] + _ALIVE_SECONDS
         return bool(self._waiting or self._started) or lately
 
     def put(
         self, codes: Codes, done: Done, state: S | None = None, last: bool = False, deadline: float = 0.0
     ) -> None:
-        """Has an utterance, or the next frames of a stream, decoded."""
+        """Queues an utterance, or the next frames of a stream."""
         with self._wake:
             if not self._closing:
                 now = time.monotonic()
@@ -183,7 +183,7 @@ class Lane(Generic[S]):
         done(SynthesisError(ErrorCode.SYNTH_ABORTED, "The engine was closed before the audio was decoded."))
 
     def close(self) -> None:
-        """Decodes what is queued, then ends the threads. May be called more than once."""
+        """Decodes all queued codes, then ends the threads. May be called more than once."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -192,23 +192,23 @@ class Lane(Generic[S]):
                 thread.join()
 
     def _unstarted(self) -> Sequence[_Job[S]]:
-        """What is not started, or not to its end."""
+        """Jobs with frames that are not started."""
         return self._waiting
 
-    def _company_seconds(self, now: float) -> float:
-        """How long the next group waits for company yet, where there is a place on the device."""
+    def _gather_seconds(self, now: float) -> float:
+        """How much longer the next group waits for more codes."""
         return 0
 
     def _take(self) -> list[_Job[S]]:
-        """Takes the next group out of what waits."""
+        """Removes the next group from the queue."""
         raise NotImplementedError
 
-    def _decode(self, group: list[_Job[S]]) -> SamplesOnTheWay:
-        """Has the device decode a group."""
+    def _decode(self, group: list[_Job[S]]) -> PendingSamples:
+        """Starts a group on the device."""
         raise NotImplementedError
 
-    def _lost(self, error: Exception) -> bool:
-        """Whether a group that failed with this error cannot be tried again."""
+    def _is_final(self, error: Exception) -> bool:
+        """Whether a group that failed with this error cannot be retried."""
         return False
 
     def _start_groups(self) -> None:
@@ -219,15 +219,15 @@ class Lane(Generic[S]):
         except Exception as error:  # noqa: BLE001 (`failure` logs it)
             with self._wake:
                 self._closing = True
-            self._under_way.put((list(self._unstarted()), failure(error)))
+            self._pending.put((list(self._unstarted()), failure(error)))
         finally:
-            self._under_way.put(None)
+            self._pending.put(None)
 
     def _start_next(self) -> bool:
-        """Starts a group when it is due; a thread that waits keeps nothing of it. False once the lane is
-        closed and nothing is left."""
+        """Starts a group when it is due; keeps no reference to it afterwards. Returns False once the lane is
+        closed and empty."""
         with self._wake:
-            while (seconds := self._patience()) != 0:
+            while (seconds := self._seconds_until_due()) != 0:
                 if self._closing and not self._unstarted():
                     return False
                 self._wake.wait(seconds)
@@ -237,70 +237,70 @@ class Lane(Generic[S]):
         self._start(group)
         return True
 
-    def _patience(self) -> float | None:
-        """Seconds until the next group is due; None: there is nothing to decode, or no place on the
-        device."""
+    def _seconds_until_due(self) -> float | None:
+        """Seconds until the next group is due; None: nothing is waiting, or the device has its maximum of
+        groups."""
         if not self._unstarted() or self._started >= (
             1 if self._gathering.beside_streams() else _MAX_STARTED
         ):
             return None
         now = time.monotonic()
-        few = len(self._arrivals) <= FEW_UTTERANCES or self._arrivals[0] < now - 1
-        return 0 if few or self._closing else max(self._company_seconds(now), 0)
+        is_quiet = len(self._arrivals) <= QUIET_ARRIVALS or self._arrivals[0] < now - 1
+        return 0 if is_quiet or self._closing else max(self._gather_seconds(now), 0)
 
     def _start(self, group: list[_Job[S]]) -> None:
-        """Starts a group, or its halves where it fails: one's fault is not the others'."""
+        """Starts a group, or its halves if that fails: one job's fault must not fail the others."""
         try:
             outcome = self._decode(group)
         except Exception as error:  # noqa: BLE001 (`failure` logs it)
-            if len(group) > 1 and not self._lost(error):
-                self._places(1)
+            if len(group) > 1 and not self._is_final(error):
+                self._count_started(1)
                 self._start(group[: len(group) // 2])
                 self._start(group[len(group) // 2 :])
                 return
             outcome = failure(error)
-        self._under_way.put((group, outcome))
+        self._pending.put((group, outcome))
 
-    def _places(self, taken: int) -> None:
-        """Takes so many places on the device, or gives them back."""
+    def _count_started(self, groups: int) -> None:
+        """Changes the number of groups on the device."""
         with self._wake:
-            self._started += taken
+            self._started += groups
             self._wake.notify()
 
-    def _hand_on_groups(self) -> None:
+    def _deliver_groups(self) -> None:
         with on_device(self._device):
-            while self._hand_on_next():
+            while self._deliver_next():
                 pass
 
-    def _hand_on_next(self) -> bool:
-        """Hands on the group that was started first; a thread that waits keeps nothing of it. False behind
-        the last."""
-        started = self._under_way.get()
+    def _deliver_next(self) -> bool:
+        """Delivers the group that was started first; keeps no reference to it afterwards. Returns False after
+        the last one."""
+        started = self._pending.get()
         if started is not None:
-            self._hand_on(*started)
+            self._deliver(*started)
         return started is not None
 
-    def _hand_on(self, group: Sequence[_Job[S]], outcome: SamplesOnTheWay | NightjarError) -> None:
-        """Waits for a group's samples and gives them to whoever asked for them, or its error."""
-        if isinstance(outcome, SamplesOnTheWay):
-            outcome = _waited(outcome)
-        self._places(-1)
-        if isinstance(outcome, NightjarError):
-            for job in group:
-                job.tell(outcome)
-            return
+    def _deliver(self, group: Sequence[_Job[S]], outcome: PendingSamples | NightjarError) -> None:
+        """Waits for a group's samples and notifies the receivers of them, or of its error."""
+        if isinstance(outcome, PendingSamples):
+            outcome = _attempt(outcome.wait)
+        self._count_started(-1)
         for at, job in enumerate(group):
-            self._hear(job, outcome, at)
-        outcome.release()
+            if isinstance(outcome, NightjarError):
+                job.notify(outcome)
+            else:
+                self._receive(job, outcome, at)
+        if isinstance(outcome, PendingSamples):
+            outcome.release()
 
-    def _hear(self, job: _Job[S], samples: SamplesOnTheWay, at: int) -> None:
-        """Hands on the samples of one of a group."""
-        job.tell(_read(samples, at))
+    def _receive(self, job: _Job[S], samples: PendingSamples, at: int) -> None:
+        """Takes the samples of one job of a group."""
+        job.notify(_attempt(lambda: _finite(samples.of(at))))
 
 
 class StreamLane(Lane[S]):
-    """Decodes chunks of streams: earliest deadline first, many of a size at once, of each stream one after
-    the other."""
+    """Decodes chunks of streams, the earliest deadline first and chunks of one size together; chunks of one
+    stream keep their order."""
 
     _names = "codec-streams", "codec-chunks"
     _priority = CHUNK_PRIORITY
@@ -310,57 +310,57 @@ class StreamLane(Lane[S]):
         super().__init__(device)
 
     def _take(self) -> list[_Job[S]]:
-        """The chunk that is due first, and those of other streams that can share its launch, in the order
-        of their deadlines."""
+        """The chunk with the earliest deadline, and chunks of other streams that can share its launch, in the
+        order of their deadlines."""
         first_chunks: dict[int, _Job[S]] = {}
         for job in self._waiting:
             first_chunks.setdefault(id(job.state), job)
         heads = sorted(first_chunks.values(), key=lambda job: job.deadline)
-        company = [self._decoder.company(len(job.codes), job.last) for job in heads]
-        size, most = company[0]
-        group = [job for job, (its, _) in zip(heads, company) if its == size][
-            : self._max_rows if most is None else most
+        keys = [self._decoder.batch_key(len(job.codes), job.last) for job in heads]
+        first, maximum = keys[0]
+        group = [job for job, (key, _) in zip(heads, keys) if key == first][
+            : self._max_rows if maximum is None else maximum
         ]
         taken = set(group)
         self._waiting = deque(job for job in self._waiting if job not in taken)
         return group
 
     def _start(self, group: list[_Job[S]]) -> None:
-        """Starts the chunks of streams that were not ended meanwhile."""
-        if gone := [job for job in group if getattr(job.state, "closed", False)]:
-            group = [job for job in group if job not in gone]
-            self._places(int(bool(group)))
-            self._under_way.put((gone, SynthesisError(ErrorCode.SYNTH_ABORTED, "The stream was ended.")))
+        """Starts the chunks of streams that have not ended."""
+        if ended := [job for job in group if getattr(job.state, "closed", False)]:
+            group = [job for job in group if job not in ended]
+            self._count_started(int(bool(group)))
+            self._pending.put((ended, SynthesisError(ErrorCode.SYNTH_ABORTED, "The stream was ended.")))
         if group:
             super()._start(group)
 
-    def _decode(self, group: list[_Job[S]]) -> SamplesOnTheWay:
+    def _decode(self, group: list[_Job[S]]) -> PendingSamples:
         states = [job.state for job in group if job.state is not None]
         return self._decoder.start_chunks(
             states, [torch.from_numpy(job.codes) for job in group], [job.last for job in group]
         )
 
-    def _lost(self, error: Exception) -> bool:
-        """States may have been moved on, but for errors of ours."""
+    def _is_final(self, error: Exception) -> bool:
+        """States may have been advanced, except by a `NightjarError`."""
         return not isinstance(error, NightjarError)
 
 
 class UtteranceLane(Lane[S]):
-    """Decodes whole utterances in the order of arrival, many at once."""
+    """Decodes whole utterances in groups, in the order of arrival."""
 
     def __init__(
         self,
         decoder: Decoder[S],
         max_batch: int = 64,
         device: torch.device | None = None,
-        gathering: Gathering = _ALONE,
+        gathering: Gathering = _NO_GATHERING,
     ) -> None:
         self._decoder, self._max_batch = decoder, max_batch
         self._sender = Sender()
         super().__init__(device, gathering)
 
-    def _company_seconds(self, now: float) -> float:
-        full = len(self._waiting) >= self._max_batch or self.behind
+    def _gather_seconds(self, now: float) -> float:
+        full = len(self._waiting) >= self._max_batch or self.is_backlogged
         return 0 if full else self._gathering.seconds - (now - self._waiting[0].since)
 
     def _take(self) -> list[_Job[S]]:
@@ -370,31 +370,31 @@ class UtteranceLane(Lane[S]):
         frames = 0
         while self._waiting and len(batch) < self._max_batch and frames < full:
             count = len(self._waiting[0].codes)
-            if batch and small and frames + count > min(full, _QUANTUM_FRAMES):
+            if batch and small and frames + count > min(full, QUANTUM_FRAMES):
                 break
             batch.append(self._waiting.popleft())
             frames += count
         return batch
 
-    def _decode(self, group: list[_Job[S]]) -> SamplesOnTheWay:
+    def _decode(self, group: list[_Job[S]]) -> PendingSamples:
         fresh = self._decoder.new_state()
         states = [fresh if job.state is None else job.state for job in group]
         return self._sender(self._decoder.decode([torch.from_numpy(job.codes) for job in group], states))
 
 
 class ContinuousLane(Lane[CodecState]):
-    """Decodes whole utterances in the order of arrival, many at once, each step the next frames of all
-    that have a row.
+    """Decodes whole utterances as a continuous batch, in the order of arrival; each step decodes the next
+    frames of every utterance that has a row.
 
-    A step is started when all rows are taken, `Gathering.seconds` after the last one began, or at once
-    where only a few came lately.
+    A step starts when all rows are taken, `Gathering.seconds` after the start of the last one, or at once
+    while the lane is quiet.
     """
 
     def __init__(
-        self, steps: UtteranceGraphs, device: torch.device | None = None, gathering: Gathering = _ALONE
+        self, steps: UtteranceGraphs, device: torch.device | None = None, gathering: Gathering = _NO_GATHERING
     ) -> None:
         self._steps = steps
-        #: Those that have a row; only the thread that starts steps touches them.
+        #: Jobs that have a row; only the thread that starts steps uses them.
         self._inside: list[_Job[CodecState]] = []
         self._last_start = 0.0
         super().__init__(device, gathering)
@@ -402,12 +402,12 @@ class ContinuousLane(Lane[CodecState]):
     def _unstarted(self) -> Sequence[_Job[CodecState]]:
         return [*self._inside, *self._waiting]
 
-    def _company_seconds(self, now: float) -> float:
+    def _gather_seconds(self, now: float) -> float:
         full = len(self._waiting) + len(self._inside) >= self._steps.rows
         return 0 if full else self._gathering.seconds - (now - self._last_start)
 
     def _take(self) -> list[_Job[CodecState]]:
-        """Those that waited longest, as many as there are free rows."""
+        """The jobs that waited longest, one for each free row."""
         self._last_start = time.monotonic()
         self._drop()
         return [
@@ -416,7 +416,7 @@ class ContinuousLane(Lane[CodecState]):
         ]
 
     def _drop(self) -> None:
-        """Takes the rows of those whose receivers were told of a fault meanwhile."""
+        """Frees the rows of jobs that have failed."""
         for job in self._inside:
             if job.over:
                 self._leave(job)
@@ -428,76 +428,66 @@ class ContinuousLane(Lane[CodecState]):
         job.state = None
 
     def _start(self, group: list[_Job[CodecState]]) -> None:
-        """Starts the next frames of all that have a row, with these newcomers. A step that fails loses the
-        states of all of them."""
+        """Gives these jobs rows and starts a step. A step that fails loses the states of all its jobs."""
         for job in group:
             self._join(job)
         inside, frames = self._inside, self._steps.frames
         if not inside:
-            self._places(-1)
+            self._count_started(-1)
             return
         parts = [job.codes[job.started : job.started + frames] for job in inside]
-        try:
-            outcome = self._steps.step([job.state for job in inside if job.state is not None], parts)
-        except Exception as error:  # noqa: BLE001 (`failure` logs it)
-            outcome = failure(error)
+        states = [job.state for job in inside if job.state is not None]
+        outcome = _attempt(lambda: self._steps.step(states, parts))
         for job, part in zip(inside, parts):
             job.started += len(part)
             if job.started == len(job.codes):
                 self._leave(job)
         self._inside = [job for job in inside if job.state is not None]
-        self._under_way.put((inside, outcome))
+        self._pending.put((inside, outcome))
 
     def _join(self, job: _Job[CodecState]) -> None:
-        """Gives a newcomer a row, or tells it why not."""
+        """Gives a job a row, or notifies its receiver of the error."""
         if not len(job.codes):
-            job.tell(job.samples)
+            job.notify(job.samples)
             return
-        try:
+
+        def enter() -> None:
             job.samples = np.empty(len(job.codes) * self._steps.samples_per_frame, np.float32)
             job.state = self._steps.enter(torch.from_numpy(job.codes), job.state)
             assert job.state is not None, "a row is free"
-        except Exception as error:  # noqa: BLE001 (`failure` logs it)
-            job.tell(failure(error))
-        else:
             self._inside.append(job)
 
-    def _hear(self, job: _Job[CodecState], samples: SamplesOnTheWay, at: int) -> None:
-        place = job.samples[job.heard : job.heard + self._steps.frames * self._steps.samples_per_frame]
-        job.heard += len(place)
-        outcome = _read(samples, at, place)
+        if (error := _attempt(enter)) is not None:
+            job.notify(error)
+
+    def _receive(self, job: _Job[CodecState], samples: PendingSamples, at: int) -> None:
+        place = job.samples[job.received : job.received + self._steps.frames * self._steps.samples_per_frame]
+        job.received += len(place)
+        outcome = _attempt(lambda: _finite(samples.of(at, place)))
         if isinstance(outcome, NightjarError):
-            job.tell(outcome)
-        elif job.heard == len(job.samples):
-            job.tell(job.samples)
+            job.notify(outcome)
+        elif job.received == len(job.samples):
+            job.notify(job.samples)
 
 
-def _waited(samples: SamplesOnTheWay) -> SamplesOnTheWay | NightjarError:
-    """The samples once they are there, or the device's fault."""
+def _attempt(call: Callable[[], T]) -> T | NightjarError:
+    """The result of a call, or its `failure`."""
     try:
-        samples.wait()
+        return call()
     except Exception as error:  # noqa: BLE001 (`failure` logs it)
         return failure(error)
+
+
+def _finite(samples: Samples) -> Samples:
+    """The samples. Raises `SynthesisError` (`synth.nan`) unless all of them are finite."""
+    if not np.isfinite(samples).all():
+        raise SynthesisError(ErrorCode.SYNTH_NAN, "The codec made values that are not numbers.")
     return samples
 
 
-def _read(samples: SamplesOnTheWay, at: int, place: Samples | None = None) -> Samples | NightjarError:
-    """The samples of one of a group, written to `place` where there is one; or what its receiver is told
-    instead."""
-    try:
-        found = samples.of(at, place)
-        finite = bool(np.isfinite(found).all())
-    except Exception as error:  # noqa: BLE001 (`failure` logs it)
-        return failure(error)
-    return (
-        found
-        if finite
-        else SynthesisError(ErrorCode.SYNTH_NAN, "The codec made values that are not numbers.")
-    )
-
-
 def failure(error: Exception) -> NightjarError:
-    """What a receiver is told of a fault. Is called where it is caught, and logs what is no error of ours."""
+    """The error that receivers get for an exception; logs it unless it is a `NightjarError`. Must be called
+    where it is caught."""
     if isinstance(error, NightjarError):
         return error
     log.exception("the codec failed")
@@ -509,16 +499,15 @@ def failure(error: Exception) -> NightjarError:
 
 
 class CodecStage(Generic[S]):
-    """Decodes what it is given on threads of its own: a lane of whole utterances, and one of streams that
-    never waits for the other.
+    """Decodes codes on its own threads: one lane for whole utterances, and one for streams that never waits
+    for the other.
 
-    `done` is called on a thread of its lane with float32 samples [n], or with the error of that utterance
-    alone. On a CUDA `device` each lane has a stream, beside the frames; that of streams goes first. Whole
-    utterances wait up to `gather_seconds` for company until they have `gather_frames` frames together,
-    where more than a few came within the last second.
+    Calls `done` on a thread of the lane with float32 samples [n], or with the error of that utterance. On a
+    CUDA `device` each lane has its own CUDA stream; the lane of streams has priority. Whole utterances wait
+    up to `gather_seconds` until `gather_frames` frames are waiting, unless the lane is quiet.
 
-    Where the decoder has steps for whole utterances these are a continuous batch, which waits as long at
-    most from one step to the next until all of its rows are taken.
+    If the decoder has steps for whole utterances, they form a continuous batch, which waits up to
+    `gather_seconds` between steps until all of its rows are taken.
     """
 
     def __init__(
@@ -536,46 +525,44 @@ class CodecStage(Generic[S]):
             self._utterances = ContinuousLane(decoder.utterances, device, gathering)
         else:
             self._utterances = UtteranceLane(decoder, max_batch, device, gathering)
-        #: Where a stream starts that follows nothing.
+        #: Makes the state before the first frame of a stream.
         self.new_state = decoder.new_state
 
     @property
-    def behind(self) -> bool:
-        """Whether a full batch of whole utterances waits to be started, so that more codes would only wait
-        longer."""
-        return self._utterances.behind
+    def is_backlogged(self) -> bool:
+        """Whether a full batch of whole utterances is waiting to be started; see `Lane.is_backlogged`."""
+        return self._utterances.is_backlogged
 
     @property
     def is_current(self) -> bool:
-        """Whether this is a thread of the stage's own, on which `done` is called: were it to wait, the
-        stage would not go on."""
+        """Whether this is one of the stage's own threads, which call `done` and must not block."""
         return self._streams.is_current or self._utterances.is_current
 
     def decode(self, codes: NDArray[np.int64], done: Done, start: S | None = None) -> None:
-        """Decodes a whole utterance [frames, codebooks], from the state `start` on when it follows a
+        """Decodes a whole utterance [frames, codebooks], which continues from `start` when it follows a
         reference."""
         self._utterances.put(codes, done, start)
 
     def decode_chunk(
         self, codes: NDArray[np.int64], done: Done, state: S, last: bool = False, deadline: float = 0.0
     ) -> None:
-        """Decodes the next frames of a stream and moves `state` on; chunks of one stream keep their order.
+        """Decodes the next frames of a stream and advances `state`; chunks of one stream keep their order.
 
-        `last`: no chunk of this stream follows, so `state` need not be right afterwards. `deadline`:
-        earlier ones go first.
+        `last`: no chunk of this stream follows, so `state` may be wrong afterwards. Chunks with an earlier
+        `deadline` are decoded first.
         """
         self._streams.put(codes, done, state, last, deadline)
 
     def end(self, state: S) -> None:
-        """Says that the stream of this state is over: no chunk of it is decoded any more, and what it
-        holds of the device goes back.
+        """Ends the stream of this state: no further chunk of it is decoded, and its device memory is released.
 
-        May be called on any thread and more than once. A state that nobody holds any more needs none of it.
+        May be called on any thread and more than once. It is optional: an unreferenced state releases its
+        memory too.
         """
         if callable(close := getattr(state, "close", None)):
             close()
 
     def close(self) -> None:
-        """Decodes what is queued, then ends the threads. May be called more than once."""
+        """Decodes all queued codes, then ends the threads. May be called more than once."""
         self._streams.close()
         self._utterances.close()

@@ -1,5 +1,5 @@
-"""What a decoder remembers of a stream: in a tensor of its own, or in a row of an arena that all streams
-of a device share."""
+"""The state of a stream in a decoder: in its own tensor, or in a row of an arena that all streams of a device
+share."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 
 
 class Written:
-    """When and on which CUDA stream a tensor was written."""
+    """The CUDA stream that wrote a tensor, and an event after the write."""
 
     def __init__(self, device: torch.device) -> None:
-        """The current CUDA stream of the device, after what it has to do now."""
+        """Records an event on the device's current CUDA stream."""
         self._stream = torch.cuda.current_stream(device)
         self._event = self._stream.record_event()
 
     def reach(self, tensor: Tensor) -> None:
-        """Lets the current CUDA stream read the tensor: not before it is written, and its memory stays as
-        long."""
+        """Makes the current CUDA stream wait for the write, and keeps the tensor's memory until it has read
+        it."""
         current = torch.cuda.current_stream(tensor.device)
         if current != self._stream:
             current.wait_event(self._event)
@@ -28,10 +28,9 @@ class Written:
 
 
 class Row:
-    """A row of an arena. It goes back once: by `release`, or when nobody holds it any more.
+    """A row of an arena. It is returned once: by `release`, or when it is no longer referenced.
 
-    Nothing here takes a lock: the last reference may go in a garbage collection, on a thread that holds
-    any lock.
+    Takes no lock: the last reference may be dropped by a garbage collection, on a thread that holds any lock.
     """
 
     __slots__ = ("_free", "_held", "number")
@@ -42,7 +41,7 @@ class Row:
         self._held = deque((number,))
 
     def release(self) -> None:
-        """Gives the row back. May be called on any thread and more than once."""
+        """Returns the row. May be called on any thread and more than once."""
         try:
             number = self._held.pop()
         except IndexError:
@@ -56,8 +55,8 @@ class Row:
 class Arena:
     """The states of many streams on one device.
 
-    `values`: [rows + 1, size]. Rows start with anything in them: a stream at its beginning reads none of
-    it. The last one is nobody's; it fills up batches.
+    `values`: [rows + 1, size]. Rows are not initialized, since a new stream does not read its row. The last
+    row is unused and pads batches.
     """
 
     def __init__(self, rows: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -67,11 +66,12 @@ class Arena:
 
     @property
     def free(self) -> int:
-        """Rows that no stream has."""
+        """The number of free rows."""
         return len(self._free)
 
     def take(self) -> Row | None:
-        """A row for one stream; None where all are taken. Touches no device; may be called on any thread."""
+        """Takes a row for one stream; None if all are taken. Does not use the device; may be called on any
+        thread."""
         try:
             return Row(self._free.popleft(), self._free)
         except IndexError:
@@ -80,27 +80,24 @@ class Arena:
 
 @dataclass(slots=True, eq=False)
 class CodecState:
-    """What a decoder remembers of one stream.
+    """The state of one stream in a decoder.
 
-    It takes no memory until its first chunk is decoded. After that it has a row of the decoder's arena, or
-    where that has none left `values`: [size] flat histories of all convolutions and the last keys and
-    values of all layers.
+    It takes no memory until its first chunk is decoded. Then it has a row of the decoder's arena, or `values`
+    if no row is free: [size] flat histories of all convolutions and the last keys and values of all layers.
     """
 
     #: Frames decoded so far.
     frames: int = 0
-    #: Never changed in place, so that states may share them; None where there is no past, and for a state in
-    #: an arena.
+    #: Never changed in place, so that states can share it; None for a new state, and for one in an arena.
     values: Tensor | None = None
-    #: On a CUDA device: when `values` were written.
+    #: The write of `values`, on a CUDA device.
     written: Written | None = None
     row: Row | None = None
-    #: Whether the stream is over, so that no chunk of it is decoded any more.
+    #: Whether the stream has ended, so that no further chunk of it is decoded.
     closed: bool = False
 
     def copy(self) -> CodecState:
-        """A state that goes on from here by itself, so that a voice's warm state can start many streams.
-        Touches no device.
+        """An independent copy, so that many streams can start from a voice's state. Does not use the device.
 
         Raises ValueError for a state in an arena, which belongs to one stream.
         """
@@ -109,7 +106,7 @@ class CodecState:
         return CodecState(self.frames, self.values, self.written)
 
     def own_values(self, like: CodecShape) -> Tensor:
-        """[size], to be read on the current CUDA stream. Raises ValueError for a state in an arena."""
+        """[size], readable on the current CUDA stream. Raises ValueError for a state in an arena."""
         if self.row is not None:
             raise ValueError("a state in an arena is read by the arena's graphs only")
         values = self._reached()
@@ -118,8 +115,7 @@ class CodecState:
         )
 
     def enter(self, arena: Arena) -> bool:
-        """Gives a state without one a row, with its values in it, on the current CUDA stream; whether
-        there was one."""
+        """Moves the state into a row of the arena, on the current CUDA stream. Returns False if none is free."""
         if self.row is not None:
             return True
         row = arena.take()
@@ -128,19 +124,18 @@ class CodecState:
         if (values := self._reached()) is not None:
             arena.values[row.number].copy_(values)
         self.row, self.values, self.written = row, None, None
-        if self.closed:  # meanwhile, on another thread, which saw no row
+        if self.closed:  # by another thread, before the row was set
             row.release()
         return True
 
     def _reached(self) -> Tensor | None:
-        """The values, to be read on the current CUDA stream."""
+        """`values`, readable on the current CUDA stream."""
         if self.values is not None and self.written is not None:
             self.written.reach(self.values)
         return self.values
 
     def close(self) -> None:
-        """Says that the stream is over, and gives back what it holds. May be called on any thread and more
-        than once."""
+        """Ends the stream and releases its memory. May be called on any thread and more than once."""
         self.closed = True
         self.values = None
         if self.row is not None:
@@ -149,8 +144,7 @@ class CodecState:
 
 @dataclass(frozen=True, slots=True)
 class CodecShape:
-    """A decoder's sizes: values of a stream's state, codes of a frame, samples of a frame; and where and
-    in which type it computes."""
+    """A decoder's sizes: values of a stream's state, codes and samples of a frame; and its type and device."""
 
     state_size: int
     codes_per_frame: int

@@ -1,8 +1,9 @@
-"""Samples of a batch on their way from a device to the host."""
+"""Transfer of the samples of a batch from a device to the host."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Self
 
 import numpy as np
 import torch
@@ -10,16 +11,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Samples = NDArray[np.float32]
-#: Samples by which a sender's memory on the device grows, since batches differ by an utterance.
+#: A sender's memory on the device grows in steps of this many samples.
 _STAGED_STEP = 1 << 22
 
 
-class SamplesOnTheWay:
-    """The samples of each utterance or chunk of a batch, as parts that follow each other; they are there
-    once `event` is over.
+class PendingSamples:
+    """The samples of each utterance or chunk of a batch, as consecutive parts; they are ready once `event` is
+    complete.
 
-    Parts on a device's way lie in pinned memory, which goes back with `release`; others belong to who asks
-    for them.
+    Parts from a device are in pinned memory, which `release` returns; the caller owns other parts.
     """
 
     def __init__(
@@ -32,39 +32,39 @@ class SamplesOnTheWay:
         self.event = event
         self._release = release
 
-    def wait(self) -> None:
-        """Returns when the samples are there. Raises what the device says of a fault."""
+    def wait(self) -> Self:
+        """Waits until the samples are ready. Raises the device's error."""
         if self.event is not None:
             self.event.synchronize()
+        return self
 
     def of(self, at: int, place: Samples | None = None) -> Samples:
-        """The samples of one of the batch, once they are there, in memory of the caller's own: `place`,
-        where there is one.
+        """Copies the ready samples of one item of the batch to `place`, or to new memory.
 
-        Raises ValueError where that has another length.
+        Raises ValueError if `place` has another length.
         """
         parts = self._parts[at] or [np.zeros(0, np.float32)]
         own = self.event is None and self._release is None
         return parts[0] if own and place is None and len(parts) == 1 else np.concatenate(parts, out=place)
 
     def release(self) -> None:
-        """Gives the pinned memory back, so that it can be written again."""
+        """Returns the pinned memory, so that it can be reused."""
         if self._release is not None:
             self._release()
 
 
-def sent(waves: Sequence[Tensor]) -> SamplesOnTheWay:
-    """Sends samples [n] each to the host, which does not wait for them."""
+def sent(waves: Sequence[Tensor]) -> PendingSamples:
+    """Starts the transfer of samples [n] each to the host."""
     if not any(wave.is_cuda for wave in waves):
-        return SamplesOnTheWay([[wave.float().numpy()] for wave in waves])
-    parts = [[part] for part in pinned(waves)]
-    return SamplesOnTheWay(parts, recorded())
+        return PendingSamples([[wave.float().numpy()] for wave in waves])
+    return PendingSamples([[part] for part in pinned(waves)], recorded())
 
 
 def pinned(waves: Sequence[Tensor]) -> list[Samples]:
-    """Where samples will be on the host; one pinned buffer for all.
+    """Starts the transfer of samples to one pinned buffer; returns each one's part of it.
 
-    The sizes of batches come again, those of utterances hardly, and pinning anew makes the device wait.
+    One buffer for a batch is reused more often than one for each utterance, and pinning new memory makes the
+    device wait.
     """
     lengths = [len(wave) for wave in waves]
     places = torch.empty(sum(lengths), dtype=torch.float32, pin_memory=True).split(lengths)
@@ -74,19 +74,19 @@ def pinned(waves: Sequence[Tensor]) -> list[Samples]:
 
 
 class Sender:
-    """Sends the samples of one batch after the other to the host, on a CUDA stream of its own, so that the
-    next batch need not wait for the copy. One thread at a time may use it, on one stream.
+    """Sends the samples of consecutive batches to the host on its own CUDA stream, so that the next batch does
+    not wait for the copy. One thread at a time may use it, on one stream.
     """
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
-        #: Where samples lie on the device until they are on the host, and when the last ones are.
+        #: Device memory that samples are copied from, and the event of the last copy.
         self._staged = torch.empty(0)
         self._over: torch.cuda.Event | None = None
 
     @torch.inference_mode()
-    def __call__(self, waves: Sequence[Tensor]) -> SamplesOnTheWay:
-        """As `sent`."""
+    def __call__(self, waves: Sequence[Tensor]) -> PendingSamples:
+        """Like `sent`."""
         if not any(wave.is_cuda and len(wave) for wave in waves):
             return sent(waves)
         device, lengths = waves[0].device, [len(wave) for wave in waves]
@@ -105,11 +105,11 @@ class Sender:
             place = torch.empty(total, dtype=torch.float32, pin_memory=True)
             place.copy_(staged, non_blocking=True)
             self._over = recorded()
-        return SamplesOnTheWay([[part.numpy()] for part in place.split(lengths)], self._over)
+        return PendingSamples([[part.numpy()] for part in place.split(lengths)], self._over)
 
 
 def recorded() -> torch.cuda.Event:
-    """The end of what the current CUDA stream has to do now. Who waits for it sleeps meanwhile."""
+    """An event at the end of the current CUDA stream's work. A thread that waits for it sleeps."""
     event = torch.cuda.Event(blocking=True)
     event.record()
     return event

@@ -1,5 +1,4 @@
-"""The engine's thread: a bounded waiting room in front of `EngineCore`; and sequences of tokens on it, codes
-as ids of a model's vocabulary."""
+"""The engine's thread with its bounded waiting room, and a host of token sequences on it."""
 
 from __future__ import annotations
 
@@ -27,19 +26,18 @@ from pipelines.tokens import TokenRequest, Tokens
 
 log = logging.getLogger(__name__)
 
-#: A tenth of what a frame of a large batch takes.
+#: How long the engine's thread waits before it looks again: a tenth of the time of a large batch's frame.
 _REST_SECONDS = 0.001
-#: How long nothing is to do before the executor prepares for later batches: a request waits for one such step
-#: at most.
-_IDLE_SECONDS = 1.0
+#: How long the engine is idle before the executor prepares for later batches. A request waits for one such
+#: step at most.
+IDLE_SECONDS = 1.0
 
 
 class Engine:
-    """Runs requests that come from any thread on one thread of its own.
+    """Runs requests from any thread on its own thread.
 
-    While the codec's stage, its `follower`, is behind, whole utterances rest: a frame of a full batch
-    costs the device no more than one of a batch that empties because its requests are still being followed
-    up, and meanwhile the device decodes alone. Streams go on.
+    While the codec's `stage` is backlogged, whole utterances pause and only streams run: the device decodes
+    without competition, and later frames run in fuller batches, which cost no more.
     """
 
     def __init__(
@@ -47,21 +45,20 @@ class Engine:
         executor: FrameExecutor,
         options: EngineOptions,
         waiting_room: int = 64,
-        follower: CodecStage[Any] | None = None,
+        stage: CodecStage[Any] | None = None,
         codec: str = "",
     ) -> None:
-        """`codec`: what of it is not as by default, for `info`."""
+        """`codec`: how the codec differs from the default, for `info`."""
         self.core = EngineCore(executor, options)
-        #: Requests that came, how many of them are whole utterances, and what is to be done for earlier ones,
-        #: such as text for them, or their end.
+        #: New requests, how many of them are whole utterances, and calls for earlier requests, such as more
+        #: text or a cancellation.
         self._arrived: list[tuple[GenerationRequest, FrameReceiver]] = []
         self._arrived_whole = 0
         self._calls: list[Callable[[], None]] = []
         self._wake = threading.Condition()
         self._room = waiting_room
-        self._follower = follower
+        self._stage = stage
         self._codec = codec
-        self._info: EngineInfo | None = None
         self._waiting = 0
         self._closing = False
         self._preparing = True
@@ -69,10 +66,10 @@ class Engine:
         self._thread.start()
 
     def submit(self, request: GenerationRequest, receiver: FrameReceiver) -> None:
-        """Queues a request; blocks while the waiting room is full (never on the engine's own thread or its
-        follower's, which empty it).
+        """Queues a request; blocks while the waiting room is full, except on the threads of the engine and of
+        its stage, which empty it.
 
-        A stream takes no place there and never blocks: whoever asks for streams bounds them.
+        A stream takes no place in the waiting room and never blocks; callers limit their streams.
 
         Raises `SynthesisError`: `synth.oom` for a request that can never fit, `synth.aborted` once the
         engine is closed.
@@ -80,7 +77,7 @@ class Engine:
         self.core.check(request)
         with self._wake:
             inside = threading.current_thread() is self._thread or (
-                self._follower is not None and self._follower.is_current
+                self._stage is not None and self._stage.is_current
             )
             if not (request.stream or inside):
                 self._wake.wait_for(lambda: self._closing or self._waiting + self._arrived_whole < self._room)
@@ -91,22 +88,20 @@ class Engine:
             self._wake.notify_all()
 
     def append(self, request: GenerationRequest, ids: Sequence[int], final: bool) -> None:
-        """Adds text to a request that was submitted with open text; see `EngineCore.append`. Never waits."""
+        """Adds text to a request with open text; see `EngineCore.append`. Never blocks."""
         self._call(partial(self.core.append, request, ids, final))
 
     def cancel(self, request: object) -> None:
-        """Ends this one request, or the one of this origin; its receiver hears `synth.aborted`. Does
-        nothing when it is over."""
+        """Ends this request, or the one with this origin; it fails with `synth.aborted`. Does nothing after
+        its end."""
         self._call(partial(self.core.abort, request))
 
     @property
     def info(self) -> EngineInfo:
-        """Sizes of the engine and how it runs a frame, which may have changed since it was opened."""
+        """The engine's sizes and executor, which can change while it runs."""
         executor, options = self.core.executor, self.core.options
-        if self._info is not None and self._info.executor == executor.name:
-            return self._info
         packed = ", packed prefill" if executor.packed else ""
-        self._info = EngineInfo(
+        return EngineInfo(
             slots=options.slots,
             waiting_room=self._room,
             device=device_name(executor.kv.k.device),
@@ -119,7 +114,6 @@ class Engine:
             reproducible=executor.reproducible,
             engine="native",
         )
-        return self._info
 
     def stats(self, audio_seconds: float = 0.0) -> EngineStats:
         scheduler, slots = self.core.scheduler, self.core.options.slots
@@ -127,8 +121,8 @@ class Engine:
         with self._wake:
             waiting = self._waiting + len(scheduler.waiting_streams) + len(self._arrived)
         return EngineStats(
-            # Those that start again are under way: they take no place in the waiting room. Those in spare
-            # slots wait for a row.
+            # Preempted requests count as running, since they take no place in the waiting room; requests in
+            # spare slots wait for a row.
             running=min(running, slots) + scheduler.returned,
             waiting=waiting + max(running - slots, 0),
             requests_done=self.core.requests_done,
@@ -158,13 +152,13 @@ class Engine:
         self._stop()
 
     def _one(self) -> bool:
-        """One turn, or one step of preparing for later ones; False where the engine is to end."""
+        """Runs one turn, or prepares for later ones while idle. Returns False when the engine is closing."""
         with self._wake:
             idle = not self._wake.wait_for(
                 lambda: self._arrived or self._calls or self._closing or not self.core.idle,
-                _IDLE_SECONDS if self._preparing else None,
+                IDLE_SECONDS if self._preparing else None,
             )
-            while self._rests:
+            while self._is_paused:
                 self._wake.wait(_REST_SECONDS)
             if self._closing:
                 return False
@@ -183,14 +177,14 @@ class Engine:
         return True
 
     @property
-    def _behind(self) -> bool:
-        return self._follower is not None and self._follower.behind
+    def _is_backlogged(self) -> bool:
+        return self._stage is not None and self._stage.is_backlogged
 
     @property
-    def _rests(self) -> bool:
-        """Whether all that could be done is batch work, and that waits for the follower."""
+    def _is_paused(self) -> bool:
+        """Whether there are only whole utterances, which wait for the stage."""
         streams = self.core.has_streams or len(self._arrived) > self._arrived_whole
-        return not (self._closing or self._calls or streams) and self._behind
+        return not (self._closing or self._calls or streams) and self._is_backlogged
 
     def _prepare(self) -> None:
         try:
@@ -202,7 +196,7 @@ class Engine:
     def _turn(self) -> None:
         worked = True
         try:
-            worked = self.core.step(not self._behind)
+            worked = self.core.step(not self._is_backlogged)
         except Exception as error:
             log.exception("a turn of the engine failed")
             self.core.fail_all(engine_failure(error))
@@ -221,16 +215,16 @@ class Engine:
             receiver.failed(engine_closed())
 
 
-#: Frames to ids, and to the codes of their steps.
+#: Converts frames to ids, and to the codes of their steps.
 TokensOf = Callable[[NDArray[np.int64]], tuple[list[int], NDArray[np.int64] | None]]
 
 
 class NativeHost:
     """A `pipelines.tokens.TokenHost` over `Engine`.
 
-    A code is a row of the model's head, `ids` [codes] the id of each. A sequence is what vLLM makes of the
-    same draws, without the id that ended it. Where a frame has more than one codebook, the codes of a step
-    are its id and then those of all codebooks.
+    A code is a row of the model's head, and `ids` [codes] has the id of each. A sequence has the ids that vLLM
+    returns for the same draws, without the id that ended it. If a frame has several codebooks, the codes of a
+    step are its id, then those of all codebooks.
     """
 
     def __init__(
@@ -241,39 +235,38 @@ class NativeHost:
         prefixes: Callable[[Any], Sequence[PromptPrefix]] = lambda _: (),
         codebooks: int = 1,
     ) -> None:
-        """`prompt`: what the model embeds for a request; `prefixes`: the positions of that which other
-        prompts begin with too; `codebooks`: of a frame."""
+        """`prompt`: makes the model's prompt of a request; `prefixes`: the prefixes that a prompt can share
+        with others; `codebooks`: their number in a frame."""
         self._engine = engine
         self._ids = ids
-        #: The code of each id that is one, for the penalty of what a prompt holds.
+        #: The codes of ids, for the repetition penalty of ids in a prompt.
         self._codes = {int(token): code for code, token in enumerate(ids.tolist())}
         self._prompt = prompt
         self._prefixes = prefixes
         self._codebooks = codebooks
-        #: Ends the engine's thread, or one sequence: those fail with `synth.aborted`.
         self.close, self.cancel, self.stats = engine.close, engine.cancel, engine.stats
 
     @property
     def info(self) -> EngineInfo:
-        """Sizes of the engine and how it runs a frame."""
+        """The engine's sizes and executor."""
         return self._engine.info
 
     def submit(self, request: TokenRequest, receiver: Receiver[Any]) -> None:
-        """Queues a sequence; see `pipelines.tokens.TokenHost`. A receiver may call it, and a stream
-        never waits.
+        """Queues a sequence; see `pipelines.tokens.TokenHost`. A receiver may call it, and a stream never
+        blocks.
 
-        It ends at the model's own ends, whatever the stop ids, and has no shadow. Raises `SynthesisError`
-        as `Engine.submit`.
+        The sequence ends at the model's end codes and ignores stop ids and the shadow. Raises
+        `SynthesisError` like `Engine.submit`.
         """
         sampling = request.sampling
-        # The engine's last draw only tells whether the sequence has ended.
+        # The engine's last draw only decides whether the sequence has ended.
         draws = sampling.max_tokens + 1
         prompt = self._prompt(request)
         counted = set(request.prompt_ids) if sampling.repetition_penalty != 1 else set[int]()
         wanted = GenerationRequest(
             request_id=request.request_id,
             prompt=prompt,
-            # All codebooks are drawn alike.
+            # All codebooks are drawn with the same settings.
             sampling=SamplingParams(
                 sampling.temperature, sampling.top_k, sampling.top_p, sampling.repetition_penalty,
                 sampling.temperature, sampling.top_k, sampling.top_p, min_new_tokens=draws if sampling.ignore_end else 0,
@@ -289,18 +282,17 @@ class NativeHost:
         self._engine.submit(wanted, _Receiver(receiver, self._tokens_of, sampling.max_tokens))
 
     def _tokens_of(self, codes: NDArray[np.int64]) -> tuple[list[int], NDArray[np.int64] | None]:
-        """Ids of frames [frames, codebooks], which may be none, and the codes of their steps."""
+        """The ids of frames [frames, codebooks], and the codes of their steps."""
         frames = codes if len(codes) else codes.reshape(0, self._codebooks)
         ids = self._ids[frames[:, 0]]
         return ids.tolist(), None if self._codebooks == 1 else np.concatenate((ids[:, None], frames), axis=1)
 
 
 class _Receiver:
-    """Tells a receiver of tokens what the engine says of its request, whose sequence has a maximum of so many
-    tokens."""
+    """Converts the frames of a request to tokens for a receiver."""
 
-    def __init__(self, receiver: Receiver[Any], tokens_of: TokensOf, most: int) -> None:
-        self._receiver, self._tokens_of, self._most = receiver, tokens_of, most
+    def __init__(self, receiver: Receiver[Any], tokens_of: TokensOf, max_tokens: int) -> None:
+        self._receiver, self._tokens_of, self._max_tokens = receiver, tokens_of, max_tokens
         self._passed = 0
         self.failed = receiver.failed
 
@@ -312,4 +304,4 @@ class _Receiver:
         if self._receiver.streamed and len(codes) > self._passed:
             self.frames(codes[self._passed :])
         ids, columns = self._tokens_of(codes)
-        self._receiver.finished(Tokens(ids, "length" if len(ids) == self._most else "stop", columns))
+        self._receiver.finished(Tokens(ids, "length" if len(ids) == self._max_tokens else "stop", columns))

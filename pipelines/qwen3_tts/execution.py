@@ -16,6 +16,7 @@ import torch
 from kernels.lm_persistent import PREDICTORS, TALKERS
 from kernels.registry import on_device
 from pipelines.codec.decoder import CodecState
+from pipelines.codec.graphs import stream_bytes, utterance_bytes
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.opening import MemoryNeeds, NativeModelOptions, may_be_persistent
@@ -140,10 +141,10 @@ def codec_needs(config: CodecDecoderConfig, dtype: torch.dtype, streams: bool, r
     """Bytes of a GPU that a codec which is not loaded yet takes beside its weights, for streams and for a
     continuous batch of so many rows of whole utterances: all of its graphs, and the state of one stream."""
     decoder = CodecDecoder(config, Shapes(), "meta", dtype, fused=False)
-    taken = decoder.utterance_bytes(rows)
+    taken = utterance_bytes(decoder.shape, rows) if rows else 0
     if not streams:
         return taken, 0
-    return taken + decoder.stream_bytes(LATE_STATES), decoder.state_size * dtype.itemsize
+    return taken + stream_bytes(decoder.shape, LATE_STATES), decoder.state_size * dtype.itemsize
 
 
 def packed_needs(config: Qwen3TTSConfig, dtype: torch.dtype) -> int:

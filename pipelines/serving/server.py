@@ -128,7 +128,10 @@ def _bound(address: str, port: int) -> socket.socket:
         family, *_, where = socket.getaddrinfo(address, port, flags=socket.AI_PASSIVE)[0]
         # From here on a client that knows the address gets an answer, if a late one.
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-        return socket.create_server(where, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+        listener = socket.create_server(where, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+        # Accepted connections inherit it. asyncio sets it only on sockets that name their protocol.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listener
     except (OSError, UnicodeError) as error:
         reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
         message = f"The server cannot listen at {address} port {port}: {reason}."

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.checkpoint import PUBLISHED_CODEC, dummy_decoder
 from pipelines.codec.decoder import CausalDecoder
-from pipelines.codec.graphs import StreamGraphs
+from pipelines.codec.graphs import StreamGraphs, stream_bytes
 from pipelines.codec.stage import CodecStage
 from pipelines.codec.states import CodecState
 from pipelines.errors import ErrorCode, NightjarError
@@ -111,7 +111,7 @@ def test_every_size_was_captured_and_takes_no_more_than_it_says() -> None:
     another.prepare_streams(8)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() - before - weights <= another.stream_bytes(8) + 2**28
+    assert torch.cuda.memory_reserved() - before - weights <= stream_bytes(another.shape, 8) + 2**28
 
 
 @pytest.mark.parametrize("rows", [1, 4, 32])

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from pipelines.codec.transfer import SamplesOnTheWay, Sender
+from pipelines.codec.transfer import PendingSamples, Sender
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,7 +17,7 @@ pytestmark = [
 
 def test_batches_of_any_size_arrive_whole_though_the_device_writes_their_memory_again() -> None:
     plan, sender, stream = random.Random(0), Sender(), torch.cuda.Stream()
-    under_way: list[tuple[list[torch.Tensor], SamplesOnTheWay]] = []
+    under_way: list[tuple[list[torch.Tensor], PendingSamples]] = []
     with torch.cuda.stream(stream):
         for batch in range(40):
             lengths = [plan.choice((0, 1, 777, 200_000, 900_000)) for _ in range(plan.randint(1, 30))]

@@ -137,7 +137,7 @@ def test_a_supervisor_that_is_killed_leaves_no_process(site: Site) -> None:
     job = site.submit(texts, model=NAME, options=MANY)
     supervisor = site.worker("--supervise", engine={"seconds": 0.1, "slots": 4})
     site.wait_for(lambda: site.status(job).items.done > 5)
-    workers = [row.pid for row in site.ledger.worker_statuses(everyone=True)]
+    workers = [row.pid for row in site.ledger.worker_statuses(include_ended=True)]
     supervisor.kill()
     supervisor.wait()
     site.wait_for(lambda: not engines_of(site) and not any(Path(f"/proc/{pid}").exists() for pid in workers))

@@ -16,7 +16,7 @@ from jobs.cli import cli
 from jobs.cli.options import job_options
 from jobs.cli.run import run
 from jobs.ingest import submit
-from jobs.job_command import job_command, unsaid
+from jobs.job_command import job_command, omitted_options
 from jobs.job_options import SubmitOptions
 from jobs.ledger.records import Job, JobSpec
 from jobs.provenance import put_provenance
@@ -133,8 +133,8 @@ def test_the_command_names_the_engine_where_it_is_a_choice(
 def test_a_submit_leaves_the_engine_to_its_workers(rig: Rig) -> None:
     job = submitted(rig, "--model", "fake")
     assert job_command(job, None, ["vllm"])[:2] == ["nightjar", "submit"]
-    assert [note for note in unsaid(job, None, ["vllm"]) if "SPEECH_ENGINE__KIND=vllm" in note]
-    assert unsaid(job, str(rig.folder), ["vllm"]) == []
+    assert [note for note in omitted_options(job, None, ["vllm"]) if "SPEECH_ENGINE__KIND=vllm" in note]
+    assert omitted_options(job, str(rig.folder), ["vllm"]) == []
 
 
 def test_what_an_engine_does_not_have_is_left_out(rig: Rig) -> None:

@@ -9,13 +9,13 @@ from contextlib import suppress
 import pytest
 
 from jobs.cli.run import Signals
-from jobs.console import Interrupted, note_interrupts
+from jobs.console import Interrupted, record_interrupts
 
 
 def test_a_swallowed_interrupt_ends_the_run_that_follows() -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        note_interrupts()
+        record_interrupts()
         with suppress(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
             raise AssertionError("Ctrl-C is not raised")
@@ -25,12 +25,12 @@ def test_a_swallowed_interrupt_ends_the_run_that_follows() -> None:
         assert caught.value.exit_code == 128 + signal.SIGINT
         assert signal.getsignal(signal.SIGINT) is noted
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        note_interrupts()
+        record_interrupts()
         with Signals().installed():
             pass
     finally:
         signal.signal(signal.SIGINT, before)
-        note_interrupts()
+        record_interrupts()
         signal.signal(signal.SIGINT, before)
 
 

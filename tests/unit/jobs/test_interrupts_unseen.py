@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from jobs.console import Interrupted, check_interrupts, note_interrupts
+from jobs.console import Interrupted, check_interrupts, record_interrupts
 
 
 class Freed:
@@ -25,7 +25,7 @@ def test_it_is_noted_and_not_printed_and_other_errors_are(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "unraisablehook", lambda lost: heard.append(lost.exc_type))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        note_interrupts()
+        record_interrupts()
         Freed(lambda: 1 / 0)
         assert heard == [ZeroDivisionError]
         Freed(lambda: signal.raise_signal(signal.SIGINT))
@@ -34,5 +34,5 @@ def test_it_is_noted_and_not_printed_and_other_errors_are(monkeypatch: pytest.Mo
             check_interrupts()
     finally:
         signal.signal(signal.SIGINT, before)
-        note_interrupts()
+        record_interrupts()
         signal.signal(signal.SIGINT, before)

@@ -21,10 +21,10 @@ from jobs.ledger.transaction import read_with_driver
 from jobs.own_files import located, recorded
 from jobs.recent_jobs import (
     homes_of,
-    keep_remembered,
-    noted_dev,
-    out_words,
+    out_option,
+    registered_dev,
     remember,
+    remember_moved,
     settings_for_job,
     settings_for_new_job,
 )
@@ -107,10 +107,10 @@ def test_a_moved_home_is_remembered_anew_and_a_copy_is_not(
     ledger.close()
     remember(job.id, home)
     shutil.copytree(home, copy)
-    keep_remembered(job.id, Settings(home=copy))
+    remember_moved(job.id, Settings(home=copy))
     assert homes_of(job.id) == {home}
     home.rename(there)
-    keep_remembered(job.id, Settings(home=there))
+    remember_moved(job.id, Settings(home=there))
     assert homes_of(job.id) == {there}
 
 
@@ -123,19 +123,19 @@ def test_advice_names_the_home_where_the_id_alone_leads_elsewhere(
     home.mkdir()
     ledger, job, _ = submitted(home)
     ledger.close()
-    assert out_words(job.id, home / ".nightjar" / "ledger.sqlite") == f" --out {home}"
+    assert out_option(job.id, home / ".nightjar" / "ledger.sqlite") == f" --out {home}"
     remember(job.id, home)
-    assert out_words(job.id, home / ".nightjar" / "ledger.sqlite") == ""
+    assert out_option(job.id, home / ".nightjar" / "ledger.sqlite") == ""
     shutil.copytree(home, copy)
-    assert out_words(job.id, copy / ".nightjar" / "ledger.sqlite") == f" --out '{copy}'"
+    assert out_option(job.id, copy / ".nightjar" / "ledger.sqlite") == f" --out '{copy}'"
     for key in copy.glob("jobs/*/input/*"):
         key.unlink()
     done = CliRunner().invoke(cli, ["verify", job.id, "--sample", "0", "--out", str(copy)])
     assert f"nightjar verify {job.id} --repair --out '{copy}'" in done.stderr
     monkeypatch.setenv("SPEECH_HOME", str(copy))
-    assert out_words(job.id, copy / ".nightjar" / "ledger.sqlite") == ""
-    assert out_words(job.id, home / ".nightjar" / "ledger.sqlite") == f" --out {home}"
-    assert out_words(job.id, None) == out_words(job.id, tmp_path / "ledger.sqlite") == ""
+    assert out_option(job.id, copy / ".nightjar" / "ledger.sqlite") == ""
+    assert out_option(job.id, home / ".nightjar" / "ledger.sqlite") == f" --out {home}"
+    assert out_option(job.id, None) == out_option(job.id, tmp_path / "ledger.sqlite") == ""
 
 
 def test_an_older_ledger_of_a_moved_home_is_named_by_its_path(tmp_path: Path) -> None:
@@ -212,13 +212,13 @@ def test_a_new_job_goes_to_the_dev_that_runs_unless_a_place_is_named(
         assert settings_for_new_job(None).home == Path("out")
         for age, home in enumerate((two, one)):
             running.enter_context(listening_broker(home))
-            running.enter_context(noted_dev(home))
+            running.enter_context(registered_dev(home))
             (note,) = [
                 note for note in (tmp_path / "state/nightjar/dev").iterdir() if note.read_text() == str(home)
             ]
             os.utime(note, (age, age))
         # What is left of one that was killed counts for nothing.
-        running.enter_context(noted_dev(killed))
+        running.enter_context(registered_dev(killed))
         assert settings_for_new_job(None).home == one
         assert settings_for_new_job("two").home == Path("two")
         for name in ("BROKER_URL", "DATABASE_URL", "HOME"):
@@ -226,7 +226,7 @@ def test_a_new_job_goes_to_the_dev_that_runs_unless_a_place_is_named(
                 changed.setenv(f"SPEECH_{name}", {"HOME": "elsewhere"}.get(name, "redis://host/0"))
                 assert settings_for_new_job(None).home == Path({"HOME": "elsewhere"}.get(name, "out"))
         running.enter_context(listening_broker(own))
-        running.enter_context(noted_dev(own))
+        running.enter_context(registered_dev(own))
         assert settings_for_new_job(None).home == Path("out")
     assert list((tmp_path / "state/nightjar/dev").iterdir()) == []
     assert settings_for_new_job(None).home == Path("out")

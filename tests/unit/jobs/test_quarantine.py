@@ -33,7 +33,7 @@ def test_quarantines_are_reported_and_end(tmp_path: Path) -> None:
     reports = QuarantineReports(settings)
 
     def states() -> dict[str, tuple[str, str, int]]:
-        rows = ledger.worker_statuses(everyone=True)
+        rows = ledger.worker_statuses(include_ended=True)
         return {row.gpu: (row.state, row.state_reason, row.pid) for row in rows}
 
     reports.tend([])

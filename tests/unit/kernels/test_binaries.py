@@ -81,7 +81,7 @@ def test_headers_of_other_sources_change_nothing_and_headers_of_headers_do(machi
 
 
 def test_what_the_wheel_brings_comes_first_and_newer_devices_take_its_ptx(machine: Path) -> None:
-    for name, target in binaries.SHIPPED_CODE:
+    for name, target in binaries.shipped_code():
         assert not binaries.shipped()
         (machine / "sources" / binaries.file_name(name, target)).write_text(target)
     assert binaries.shipped()

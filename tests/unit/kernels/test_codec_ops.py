@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv_transpose1d
 
-from kernels.codec_ops import pack_upsample, snake_parameters
-
-ops = torch.ops.nightjar
+from kernels.codec_ops import codec_residual_unit, codec_upsample, pack_upsample, snake_beta, snake_parameters
 
 
 def rand(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -52,14 +50,14 @@ def test_snake_is_the_formula_and_leaves_zero_at_zero() -> None:
     x, alpha, beta = rand(2, 5, 6, scale=3.0), rand(6, seed=1), rand(6, seed=2)
     frequency, gain = snake_parameters(alpha, beta)
     torch.testing.assert_close(
-        ops.snake_beta(x, frequency, gain).double(), snake64(x, alpha, beta), atol=2e-6, rtol=2e-6
+        snake_beta(x, frequency, gain).double(), snake64(x, alpha, beta), atol=2e-6, rtol=2e-6
     )
-    assert not ops.snake_beta(torch.zeros(1, 2, 6), frequency, gain).any()
+    assert not snake_beta(torch.zeros(1, 2, 6), frequency, gain).any()
 
 
 def test_snake_in_bfloat16_rounds_once() -> None:
     x, alpha, beta = rand(2, 50, 6).bfloat16(), rand(6, seed=1), rand(6, seed=2)
-    result = ops.snake_beta(x, *snake_parameters(alpha, beta))
+    result = snake_beta(x, *snake_parameters(alpha, beta))
     assert result.dtype == torch.bfloat16
     exact = snake64(x, alpha, beta)
     assert ((result.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all()
@@ -75,12 +73,10 @@ def test_residual_unit(dilation: int, steps: int) -> None:
     arguments = (*first, w1, b1, *second, w2, b2, dilation)
     exact = residual64(x, history, snakes, [w1, b1, w2, b2], dilation)
     torch.testing.assert_close(
-        ops.codec_residual_unit(x, history, *arguments).double(), exact, atol=5e-6, rtol=1e-5
+        codec_residual_unit(x, history, *arguments).double(), exact, atol=5e-6, rtol=1e-5
     )
     silent = torch.zeros_like(history)
-    assert torch.equal(
-        ops.codec_residual_unit(x, None, *arguments), ops.codec_residual_unit(x, silent, *arguments)
-    )
+    assert torch.equal(codec_residual_unit(x, None, *arguments), codec_residual_unit(x, silent, *arguments))
 
 
 def test_residual_unit_takes_weights_of_any_strides() -> None:
@@ -88,9 +84,9 @@ def test_residual_unit_takes_weights_of_any_strides() -> None:
     first, second = snake_parameters(*snakes[:2]), snake_parameters(*snakes[2:])
     tap_major = w1.permute(2, 1, 0).contiguous().permute(2, 1, 0)
     x = rand(1, 9, 4)
-    plain = ops.codec_residual_unit(x, None, *first, w1, b1, *second, w2, b2, 3)
+    plain = codec_residual_unit(x, None, *first, w1, b1, *second, w2, b2, 3)
     torch.testing.assert_close(
-        ops.codec_residual_unit(x, None, *first, tap_major, b1, *second, w2.T.contiguous().T, b2, 3), plain
+        codec_residual_unit(x, None, *first, tap_major, b1, *second, w2.T.contiguous().T, b2, 3), plain
     )
 
 
@@ -109,9 +105,9 @@ def test_upsample_is_the_trimmed_transposed_convolution(rate: int) -> None:
         return full[:, :, :-rate].transpose(1, 2)
 
     torch.testing.assert_close(
-        ops.codec_upsample(x, None, *arguments).double(), reference(x), atol=2e-5, rtol=1e-5
+        codec_upsample(x, None, *arguments).double(), reference(x), atol=2e-5, rtol=1e-5
     )
-    continued = ops.codec_upsample(x, history, *arguments)
+    continued = codec_upsample(x, history, *arguments)
     torch.testing.assert_close(
         continued.double(), reference(torch.cat((history, x), dim=1))[:, rate:], atol=2e-5, rtol=1e-5
     )

@@ -16,6 +16,7 @@ import torch
 
 from kernels import binaries, cuda_driver, lm_cuda, toolchain
 from kernels.cuda_driver import Source, available
+from tests.support.fake_gpus import FakeGpus
 
 FAKE = Path(__file__).parents[2] / "support/fake_cuda.c"
 
@@ -77,7 +78,10 @@ def test_a_launch_is_what_the_driver_reads(said: Callable[[], list[str]]) -> Non
     ]
 
 
-def test_a_cooperative_launch_says_so_and_its_room_is_known(said: Callable[[], list[str]]) -> None:
+def test_a_cooperative_launch_says_so_and_its_room_is_known(
+    said: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_driver, "processors", lambda _: 131)
     module = cuda_driver.Module(b"code", 1)
     assert module.kernel("name", 200_000).resident_blocks(288) == 131
     kernel = module.kernel("name", 4096)
@@ -128,17 +132,10 @@ def test_a_kernel_runs_on_its_own_device_and_the_thread_stays_on_its(
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]) -> Callable[[], list[str]]:
+def gpu(
+    gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
+) -> Callable[[], list[str]]:
     """Launches from CPU tensors, as if they were on device 0. The stream of device d is 7 + d."""
-
-    class Stream:
-        def __init__(self, device: int) -> None:
-            self.cuda_stream = 7 + device
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(binaries, "candidates", lambda *_: iter([b"bad", b"good"]))
     return said
 
@@ -148,7 +145,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]) -> Calla
     [
         (1, 1024, 4096, True, lm_cuda.PLAIN, "128 1", 256, 128 * 512 + 8 * 16 * 40 * 4 + 512),
         (17, 1024, 2048, True, lm_cuda.PLAIN, "128 1", 256, 64 * 512 + 16 * 16 * 24 * 4 + 1024),
-        (40, 1024, 3072, False, lm_cuda.SWIGLU, "128 2", 512, 192 * 512 + 32 * 16 * 56 * 4 + 2048),
+        (40, 1024, 3072, True, lm_cuda.SWIGLU, "128 2", 256, 192 * 512 + 8 * 32 * 56 * 4 + 1024),
         (8, 3072, 1024, False, lm_cuda.RESIDUAL, "128 1", 384, 96 * 512 + 12 * 16 * 8 * 4 + 768),
         (9, 3072, 1024, False, lm_cuda.RESIDUAL, "128 1", 512, 96 * 512 + 16 * 16 * 8 * 4 + 1024),
         (33, 6144, 2048, False, lm_cuda.RESIDUAL, "256 3", 512, 192 * 512 + 16 * 16 * 8 * 4 + 1024),
@@ -181,8 +178,8 @@ def test_shapes_without_a_kernel_are_refused(gpu: Callable[[], list[str]]) -> No
     x, y = torch.zeros(1, 512, dtype=torch.bfloat16), torch.zeros(1, 20, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match="no skinny product of inner=512"):
         lm_cuda.skinny(x, x, y)
-    with pytest.raises(RuntimeError, match="n=20 is no multiple of 32"):
-        lm_cuda.skinny(torch.zeros(1, 1024, dtype=torch.bfloat16), x, y)
+    with pytest.raises(RuntimeError, match="n=20 is no multiple of 16"):
+        lm_cuda.skinny(torch.zeros(1, 1024, dtype=torch.bfloat16), x, y, norm=x)
     assert gpu() == []
 
 
@@ -201,11 +198,8 @@ def test_attention_and_draws_cover_their_rows(gpu: Callable[[], list[str]]) -> N
         lm_cuda.draw([qkv] * 23, [1, 2, 3, 5, 2050, 0, 16, 1024, 1024, 4, 1], lm_cuda.LAST)
 
 
-def test_each_device_has_kernels_of_its_own(
-    gpu: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    capabilities = {0: (9, 0), 1: (9, 0), 2: (8, 0)}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+def test_each_device_has_kernels_of_its_own(gpu: Callable[[], list[str]], gpus: FakeGpus) -> None:
+    gpus.capabilities = {2: (8, 0)}
     assert [available(device, *lm_cuda.SOURCES) for device in (2, 0, 1)] == [False, True, True]
     asked = len(gpu())
     assert sum(line == "load good" for line in gpu()) == 2 * len(lm_cuda.SOURCES)
@@ -217,13 +211,22 @@ def test_each_device_has_kernels_of_its_own(
 
 
 def test_one_device_whose_driver_takes_no_code_says_nothing_of_the_other(
-    gpu: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    gpu: Callable[[], list[str]],
+    gpus: FakeGpus,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     codes = {(9, 0): b"good", (12, 0): b"bad"}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", {0: (12, 0), 1: (9, 0)}.__getitem__)
+    gpus.capabilities = {0: (12, 0)}
     monkeypatch.setattr(binaries, "candidates", lambda _, capability: iter([codes[capability]]))
     assert [available(device, *lm_cuda.SOURCES) for device in (0, 1, 0, 1)] == [False, True, False, True]
     assert len(caplog.records) == 1
+
+
+def test_a_source_that_no_wheel_brings_is_not_available(gpu: Callable[[], list[str]]) -> None:
+    assert binaries.targets_of("persistent_tested") == []
+    assert not available(0, Source("persistent_tested", {"name": 0}))
+    assert gpu() == []
 
 
 def fields(source: str) -> int:
@@ -255,7 +258,7 @@ def test_arguments_are_as_long_as_the_sources_say(source: str, structure: type[c
 @pytest.mark.parametrize("source", lm_cuda.SOURCES, ids=lambda source: source.name)
 def test_the_sources_compile_to_the_kernels_that_are_launched(source: Source) -> None:
     """On a GPU that no wheel has code for; what a wheel brings is looked at in
-    tests/services/test_wheel.py."""
+    tests/services/test_wheel_kernels.py."""
     if toolchain.cuda_compiler() is None:
         pytest.skip("needs a CUDA compiler")
     code = binaries.compiled(source.name, "sm_120")

@@ -20,7 +20,7 @@ from torch import Tensor
 from pipelines.codec.graphs import STEP_FRAMES, Codes, UtteranceGraphs, utterance_bytes
 from pipelines.codec.stage import CodecStage, ContinuousLane
 from pipelines.codec.states import Arena, CodecState
-from pipelines.codec.transfer import SamplesOnTheWay
+from pipelines.codec.transfer import PendingSamples
 from pipelines.errors import ErrorCode, NightjarError
 from pipelines.qwen3_tts.codec import CodecDecoder, load_codec
 from tests.support.codec_stage_kit import Heard
@@ -46,7 +46,7 @@ class Spoiled(UtteranceGraphs):
         with torch.inference_mode():
             self.arena.values.fill_(math.nan)
 
-    def step(self, states: Sequence[CodecState], codes: Sequence[Codes]) -> SamplesOnTheWay:
+    def step(self, states: Sequence[CodecState], codes: Sequence[Codes]) -> PendingSamples:
         self.steps += 1
         if self.steps == self.broken:
             raise RuntimeError("the device is lost")
@@ -69,6 +69,10 @@ class Continuous(CodecDecoder):
     @property
     def arena(self) -> Arena:
         return self.graphs.arena
+
+
+def graphs(rows: int, frames: int, fixed: bool = False) -> UtteranceGraphs:
+    return UtteranceGraphs(plain()._run, plain().shape, rows, frames, fixed)
 
 
 def codes(frames: int, seed: int) -> Tensor:
@@ -183,7 +187,7 @@ def test_a_stage_that_is_closed_decodes_what_it_has() -> None:
     for name, found in heard.take(12):
         check(found, items[int(name)])
     assert decoder.arena.free == 2
-    assert not stage.behind
+    assert not stage.is_backlogged
 
 
 def test_without_steps_utterances_are_gathered_and_a_cpu_never_has_them() -> None:
@@ -199,21 +203,20 @@ def test_without_steps_utterances_are_gathered_and_a_cpu_never_has_them() -> Non
 
 
 def test_steps_of_fewer_utterances_have_fewer_rows() -> None:
-    assert UtteranceGraphs(plain()._run, plain().shape, 64, 2).sizes == [
+    assert graphs(64, 2).sizes == [
         (64, 2),
         (32, 2),
         (16, 2),
         (8, 2),
         (4, 2),
     ]
-    assert UtteranceGraphs(plain()._run, plain().shape, 3, 2).sizes == [(3, 2), (1, 2)]
-    assert UtteranceGraphs(plain()._run, plain().shape, 64, 2, fixed=True).sizes == [(64, 2)]
+    assert graphs(3, 2).sizes == [(3, 2), (1, 2)]
+    assert graphs(64, 2, fixed=True).sizes == [(64, 2)]
 
 
 def test_the_bytes_of_steps_grow_with_rows_and_frames() -> None:
     shape = plain().shape
     state = shape.state_size * shape.dtype.itemsize
-    assert plain().utterance_bytes(256) == 0
     small, wide, long = (
         utterance_bytes(shape, 64),
         utterance_bytes(shape, 128),
@@ -221,5 +224,5 @@ def test_the_bytes_of_steps_grow_with_rows_and_frames() -> None:
     )
     assert utterance_bytes(shape, 64) > 65 * state + 4 * 64 * STEP_FRAMES * shape.samples_per_frame
     assert wide - small > long - small > 0
-    arena = UtteranceGraphs(plain()._run, shape, 8, 1).arena.values
+    arena = graphs(8, 1).arena.values
     assert arena.numel() * arena.itemsize == 9 * state

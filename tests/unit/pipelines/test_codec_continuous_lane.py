@@ -16,8 +16,8 @@ from torch import Tensor
 
 from pipelines.codec import stage as stage_module
 from pipelines.codec.graphs import Codes
-from pipelines.codec.stage import FEW_UTTERANCES, ContinuousLane, Gathering
-from pipelines.codec.transfer import SamplesOnTheWay
+from pipelines.codec.stage import QUIET_ARRIVALS, ContinuousLane, Gathering
+from pipelines.codec.transfer import PendingSamples
 from pipelines.errors import ErrorCode, NightjarError
 from tests.support.codec_stage_kit import Heard, OnTheWay, lists
 
@@ -50,7 +50,7 @@ class Sums:
     def leave(self, state: Sum) -> None:
         self.inside -= 1
 
-    def step(self, states: Sequence[Sum], codes: Sequence[Codes]) -> SamplesOnTheWay:
+    def step(self, states: Sequence[Sum], codes: Sequence[Codes]) -> PendingSamples:
         self.gate.wait(240)
         self.steps.append([int(one[0, 0]) for one in codes])
         parts = []
@@ -60,7 +60,7 @@ class Sums:
         event = OnTheWay() if self._holds else None
         if event is not None:
             self.events.put(event)
-        return SamplesOnTheWay(parts, event)  # pyright: ignore[reportArgumentType]
+        return PendingSamples(parts, event)  # pyright: ignore[reportArgumentType]
 
 
 def opened(steps: Sums, seconds: float = 0.0, **gathering: Any) -> Any:
@@ -129,9 +129,9 @@ def test_where_many_come_a_step_waits_for_all_rows_or_its_time(monkeypatch: pyte
     steps, heard = Sums(), Heard()
     steps.rows = 4
     lane = opened(steps, 10_000.0)
-    for index in range(FEW_UTTERANCES):
+    for index in range(QUIET_ARRIVALS):
         put(lane, heard, "few", index)
-    heard.take(FEW_UTTERANCES)
+    heard.take(QUIET_ARRIVALS)
     before = len(steps.steps)
     for index in range(3):
         put(lane, heard, "many", index)
@@ -156,10 +156,10 @@ def test_it_is_behind_while_much_waits_for_a_row() -> None:
     for _ in range(4):
         put(lane, heard, "x", 1, 1)
     put(lane, heard, "x", *[1] * 4)
-    assert lane.behind
+    assert lane.is_backlogged
     steps.gate.set()
     heard.take(5)
-    assert not lane.behind
+    assert not lane.is_backlogged
     lane.close()
 
 
@@ -169,7 +169,7 @@ def test_a_fault_that_shows_late_is_told_once_to_all_of_its_step_and_the_lane_go
             raise RuntimeError("the device is lost")
 
     class Late(Sums):
-        def step(self, states: Sequence[Sum], codes: Sequence[Codes]) -> SamplesOnTheWay:
+        def step(self, states: Sequence[Sum], codes: Sequence[Codes]) -> PendingSamples:
             samples = super().step(states, codes)
             if len(self.steps) == 1:
                 samples.event = Broken()  # pyright: ignore[reportAttributeAccessIssue]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import pipelines.codec.decoder as decoder_module
-from kernels.codec_ops import codec_residual_unit, pack_upsample, snake_beta, snake_parameters
+from kernels.codec_ops import codec_residual_unit, codec_upsample, pack_upsample, snake_beta, snake_parameters
 from pipelines.codec.blocks import Past
 from pipelines.codec.fused import FusedStack
 from pipelines.nn.checkpoint import Checkpoint
@@ -219,7 +219,7 @@ def test_active_conv_upsamples() -> None:
         rand(channels_out, seed=2),
         rand(2, 9, channels_in),
     )
-    wanted = ops.codec_upsample(x, None, *first, weight, bias, rate)
+    wanted = codec_upsample(x, None, *first, weight, bias, rate)
     raw, active = torch.empty(2, 36, 3), torch.empty(2, 36, 3)
     repeated = [value.repeat(rate) for value in (bias, *then)]
     ops.codec_active_conv(

@@ -23,7 +23,7 @@ from pipelines.codec.batches import FIXED_ROWS
 from pipelines.codec.graphs import FRAMES, GROUP_FRAMES, ROWS, StreamGraphs, pieces
 from pipelines.codec.stage import CodecStage
 from pipelines.codec.states import Arena, CodecState
-from pipelines.codec.transfer import SamplesOnTheWay
+from pipelines.codec.transfer import PendingSamples
 from pipelines.errors import SynthesisError
 from pipelines.qwen3_tts.codec import CodecDecoder, load_codec
 
@@ -92,13 +92,13 @@ def test_graphs_are_those_of_a_group_and_its_frames() -> None:
     assert {frames for _, frames in decoder.graphs.sizes} == set(FRAMES)
     assert {rows for rows, frames in decoder.graphs.sizes if frames == 1} == set(ROWS)
     assert all(rows * frames <= GROUP_FRAMES for rows, frames in decoder.graphs.sizes)
-    assert decoder.company(1, False) == (1, 128)
-    assert decoder.company(12, False) == (12, 32)
-    assert decoder.company(3, True) == (4, 128)
-    assert decoder.company(3, False) == (2, 128)
+    assert decoder.batch_key(1, False) == (1, 128)
+    assert decoder.batch_key(12, False) == (12, 32)
+    assert decoder.batch_key(3, True) == (4, 128)
+    assert decoder.batch_key(3, False) == (2, 128)
     assert {rows for rows, _ in Prepared(3).graphs.sizes} == {1, 2, 4}
     assert {rows for rows, _ in Prepared(200, fixed=True).graphs.sizes} == {FIXED_ROWS}
-    assert plain().company(12, False) == (0, None)
+    assert plain().batch_key(12, False) == (0, None)
 
 
 @pytest.mark.parametrize("fixed", [False, True])
@@ -152,7 +152,9 @@ def test_what_a_row_held_before_does_not_reach_its_next_stream() -> None:
     three = Prepared(3)
     for wave in three.hear([three.new_state() for _ in range(3)], [stream] * 3):
         close(wave, plain().decode([stream])[0])
-    assert three.graphs.company(4, False)[1] == 4, "three streams share a launch with a row that is nobody's"
+    assert three.graphs.batch_key(4, False)[1] == 4, (
+        "three streams share a launch with a row that is nobody's"
+    )
 
 
 def test_a_row_that_is_nobodys_changes_no_stream() -> None:
@@ -225,7 +227,7 @@ def test_an_empty_last_chunk_gives_the_row_back() -> None:
 
 def test_samples_are_the_receivers_own_and_buffers_are_written_again() -> None:
     decoder, state = Prepared(1), plain().new_state()
-    kept: list[tuple[SamplesOnTheWay, np.ndarray, np.ndarray]] = []
+    kept: list[tuple[PendingSamples, np.ndarray, np.ndarray]] = []
     for step in range(12):
         started = decoder.start_chunks([state], [codes(1, step)], [False])
         samples = started.of(0)

@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from pipelines.codec.stage import Decoder, StreamLane
-from pipelines.codec.transfer import SamplesOnTheWay
+from pipelines.codec.transfer import PendingSamples
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from tests.support.codec_stage_kit import Heard, OnTheWay, lists
 
@@ -32,12 +32,12 @@ class Starter(Decoder[list[int]]):
     def new_state(self) -> list[int]:
         return []
 
-    def company(self, frames: int, last: bool) -> tuple[int, int | None]:
+    def batch_key(self, frames: int, last: bool) -> tuple[int, int | None]:
         return frames, self.most
 
     def start_chunks(
         self, states: Sequence[list[int]], codes: Sequence[Tensor], last: Sequence[bool]
-    ) -> SamplesOnTheWay:
+    ) -> PendingSamples:
         values = [int(one[0, 0]) for one in codes]
         if 13 in values:
             raise SynthesisError(ErrorCode.SYNTH_ENGINE, "unlucky")
@@ -49,7 +49,7 @@ class Starter(Decoder[list[int]]):
         event = OnTheWay()
         self.events.put(event)
         waves = [np.array([np.nan if value == 99 else value], np.float32) for value in values]
-        return SamplesOnTheWay([[wave] for wave in waves], event, self._release)  # pyright: ignore[reportArgumentType]
+        return PendingSamples([[wave] for wave in waves], event, self._release)  # pyright: ignore[reportArgumentType]
 
     def _release(self) -> None:
         self.released += 1

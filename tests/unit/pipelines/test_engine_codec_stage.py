@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from pipelines.codec import stage as stage_module
-from pipelines.codec.stage import FEW_UTTERANCES, CodecStage, Decoder, Done, Gathering, UtteranceLane
-from pipelines.codec.transfer import SamplesOnTheWay
+from pipelines.codec.stage import QUIET_ARRIVALS, CodecStage, Decoder, Done, Gathering, UtteranceLane
+from pipelines.codec.transfer import PendingSamples
 from pipelines.errors import ErrorCode, NightjarError
 from tests.support.codec_stage_kit import Heard, OnTheWay, lists
 
@@ -166,7 +166,7 @@ class Ahead(UtteranceLane[Sum]):
         self.events: queue.SimpleQueue[OnTheWay] = queue.SimpleQueue()
         super().__init__(decoder, max_batch, None, gathering or Gathering())
 
-    def _decode(self, group: list[Any]) -> SamplesOnTheWay:
+    def _decode(self, group: list[Any]) -> PendingSamples:
         samples, event = super()._decode(group), OnTheWay()
         samples.event = event  # pyright: ignore[reportAttributeAccessIssue]
         self.events.put(event)
@@ -184,16 +184,18 @@ def test_a_second_batch_is_started_while_the_device_has_the_first_and_no_third()
         put(lane, heard.at(str(index)), index)
     first, second = lane.events.get(timeout=60), lane.events.get(timeout=60)
     assert decoder.batches == [1, 1]
-    assert not lane.behind
+    assert not lane.is_backlogged
     put(lane, heard.at("3"), 3)
-    assert lane.behind, "two frames wait, which is a full batch, and both places on the device are taken"
+    assert lane.is_backlogged, (
+        "two frames wait, which is a full batch, and both places on the device are taken"
+    )
     second.done.set()
     first.done.set()
     assert lists(heard.take(2)) == [("0", [0]), ("1", [1])]
     for _ in range(2):
         lane.events.get(timeout=60).done.set()
     assert lists(heard.take(2)) == [("2", [2]), ("3", [3])]
-    assert not lane.behind
+    assert not lane.is_backlogged
     lane.close()
 
 
@@ -214,7 +216,7 @@ def test_what_a_device_has_at_the_end_is_handed_on() -> None:
 
 
 def test_beside_streams_small_batches_are_started_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_module, "_QUANTUM_FRAMES", 5)
+    monkeypatch.setattr(stage_module, "QUANTUM_FRAMES", 5)
     decoder, heard = Adder(), Heard()
     alive = threading.Event()
     alive.set()
@@ -243,16 +245,16 @@ def test_a_few_utterances_wait_for_nobody_and_many_do(monkeypatch: pytest.Monkey
     monkeypatch.setattr(stage_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     heard = Heard()
     lane = UtteranceLane(Adder(), gathering=Gathering(10_000))
-    for index in range(FEW_UTTERANCES):
+    for index in range(QUIET_ARRIVALS):
         put(lane, heard.at(str(index)), index)
-    assert len(lists(heard.take(FEW_UTTERANCES))) == FEW_UTTERANCES
+    assert len(lists(heard.take(QUIET_ARRIVALS))) == QUIET_ARRIVALS
     now[0] += 1.5
     put(lane, heard.at("in another second"), 1)
     assert len(lists(heard.take(1))) == 1
-    for index in range(FEW_UTTERANCES):
+    for index in range(QUIET_ARRIVALS):
         put(lane, heard.at("too many"), index)
     with pytest.raises(queue.Empty):
-        for _ in range(FEW_UTTERANCES):
+        for _ in range(QUIET_ARRIVALS):
             heard.items.get(timeout=0.3)
     lane.close()
 
@@ -290,7 +292,7 @@ def test_a_receiver_that_raises_stops_nobody_and_is_on_the_stages_thread() -> No
 
 def test_an_error_that_shows_late_is_told_to_all_of_its_batch() -> None:
     class Late(UtteranceLane[Sum]):
-        def _decode(self, group: list[Any]) -> SamplesOnTheWay:
+        def _decode(self, group: list[Any]) -> PendingSamples:
             samples = super()._decode(group)
             samples.event = Broken()  # pyright: ignore[reportAttributeAccessIssue]
             return samples

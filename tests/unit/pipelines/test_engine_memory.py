@@ -28,7 +28,7 @@ from pipelines.engine.opening import (
 )
 from pipelines.errors import ConfigError, ErrorCode, SynthesisError
 from pipelines.fish_speech import pipeline as fish
-from pipelines.nn.checkpoint import open_device
+from pipelines.nn.checkpoint import Checkpoint, open_device
 from pipelines.qwen3_tts import execution
 from pipelines.qwen3_tts import pipeline as qwen3
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
@@ -41,6 +41,7 @@ from pipelines.qwen3_tts.execution import (
 )
 from pipelines.spark_tts import pipeline as spark
 from tests.support import fish_checkpoint, golden_checkpoint
+from tests.support.fake_gpus import FakeGpus
 from tests.support.qwen3_golden import GOLDEN
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -180,22 +181,13 @@ def test_what_no_utterance_could_ever_need_is_not_taken(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """A machine that says it has two GPUs of 16 GiB; the fractions of memory that its allocator was given."""
-    given: dict[str, float] = {}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (15 << 30, 16 << 30))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(
-        torch.cuda,
-        "set_per_process_memory_fraction",
-        lambda share, device: given.update({str(device): share}),
-    )
-    return given
+def two_gpus(gpus: FakeGpus) -> FakeGpus:
+    """Two GPUs of 16 GiB."""
+    gpus.count, gpus.free_gib, gpus.total_gib = 2, 15, 16
+    return gpus
 
 
-def test_streams_take_slots_and_memory(two_gpus: dict[str, float], tmp_path: Path) -> None:
+def test_streams_take_slots_and_memory(two_gpus: FakeGpus, tmp_path: Path) -> None:
     published_needs(tmp_path, "0b6")
     config, device = Qwen3TTSConfig.from_folder(tmp_path), torch.device("cuda:1")
     weight_bytes = 2 * (MODEL_VALUES["0b6"] + CODEC_VALUES)
@@ -216,12 +208,10 @@ def test_streams_take_slots_and_memory(two_gpus: dict[str, float], tmp_path: Pat
     )
 
 
-def test_a_turn_of_a_wide_engine_prefills_more(
-    two_gpus: dict[str, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_turn_of_a_wide_engine_prefills_more(two_gpus: FakeGpus, tmp_path: Path) -> None:
     """1,024 utterances of 9 s end at 9 a frame: with prompts of 228 positions those of four turns have
     about 8,300."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (140 << 30, 141 << 30))
+    two_gpus.free_gib, two_gpus.total_gib = 140, 141
     needs, device = published_needs(tmp_path, "0b6"), torch.device("cuda:1")
     sizes = [
         NativeModelOptions(slots=slots).plan(needs, device, CONTEXT, CONTEXT).prefill_tokens
@@ -247,10 +237,9 @@ def test_only_jobs_have_more_than_512_slots_by_default_and_spare_ones(
     chosen: dict[str, Any],
     slots: int,
     spare: int,
-    two_gpus: dict[str, float],
-    monkeypatch: pytest.MonkeyPatch,
+    two_gpus: FakeGpus,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (140 << 30, 141 << 30))
+    two_gpus.free_gib, two_gpus.total_gib = 140, 141
     config, options = (
         Qwen3TTSConfig.from_folder(GOLDEN / "checkpoint-base"),
         qwen3.PipelineOptions(executor="graph", **chosen),
@@ -261,15 +250,14 @@ def test_only_jobs_have_more_than_512_slots_by_default_and_spare_ones(
 
 @pytest.mark.parametrize(("share", "slots"), [(None, None), (0.9, None), (None, 64)])
 def test_a_gpu_that_another_program_fills_is_no_wrong_setting(
-    two_gpus: dict[str, float],
-    monkeypatch: pytest.MonkeyPatch,
+    two_gpus: FakeGpus,
     tmp_path: Path,
     share: float | None,
     slots: int | None,
 ) -> None:
     needs, device = published_needs(tmp_path, "0b6"), torch.device("cuda:1")
     NativeModelOptions(memory_share=share, slots=slots).plan(needs, device, CONTEXT, CONTEXT)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (5 << 30, 16 << 30))
+    two_gpus.free_gib = 5
     with pytest.raises(
         SynthesisError, match=r"Another program fills the GPU: 5\.0 GiB of its 16\.0 GiB are free"
     ) as caught:
@@ -301,7 +289,7 @@ def test_what_streams_take_is_known_before_the_codec_is_loaded() -> None:
     assert codec_needs(TINY_CODEC, torch.bfloat16, True, 0)[1] == state // 2
 
 
-def test_a_continuous_batch_of_the_codec_takes_memory(two_gpus: dict[str, float], tmp_path: Path) -> None:
+def test_a_continuous_batch_of_the_codec_takes_memory(two_gpus: FakeGpus, tmp_path: Path) -> None:
     published_needs(tmp_path, "0b6")
     config, device = Qwen3TTSConfig.from_folder(tmp_path), torch.device("cuda:1")
     decoder = dummy_decoder(TINY_CODEC, torch.device("cpu"), torch.float32)
@@ -317,16 +305,16 @@ def test_a_continuous_batch_of_the_codec_takes_memory(two_gpus: dict[str, float]
     assert (batch.slots, batch.pages) < (plain.slots, plain.pages)
 
 
-def test_a_share_bounds_slots_pages_and_the_allocator(two_gpus: dict[str, float], tmp_path: Path) -> None:
+def test_a_share_bounds_slots_pages_and_the_allocator(two_gpus: FakeGpus, tmp_path: Path) -> None:
     published_needs(tmp_path, "0b6")
     config, device = Qwen3TTSConfig.from_folder(tmp_path), torch.device("cuda:1")
     weight_bytes = 2 * (MODEL_VALUES["0b6"] + CODEC_VALUES)
     whole = engine_options(config, device, torch.bfloat16, taken=weight_bytes)
-    assert (whole.slots, two_gpus) == (64, {})
+    assert (whole.slots, two_gpus.shares) == (64, {})
     half = engine_options(config, device, torch.bfloat16, NativeModelOptions(memory_share=0.5), weight_bytes)
     assert half.slots < whole.slots
     assert half.pages < whole.pages
-    assert two_gpus == {"cuda:1": 0.5 - 1 / 16}
+    assert two_gpus.shares == {"cuda:1": 0.5 - 1 / 16}
     # Another program has taken more than the share leaves to others.
     all_of_it, what_is_free = (
         engine_options(config, device, torch.bfloat16, NativeModelOptions(memory_share=share), weight_bytes)
@@ -353,11 +341,10 @@ def test_a_share_bounds_slots_pages_and_the_allocator(two_gpus: dict[str, float]
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_loaded(
-    options: dict[str, object], said: str, two_gpus: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, object], said: str, two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(opening, "triton_fault", lambda: "Triton cannot make kernels here (no gcc).")
-    monkeypatch.setattr(qwen3, "load_codec", lambda *_: pytest.fail("the codec was loaded"))
-    monkeypatch.setattr(qwen3, "_load", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(Checkpoint, "take", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(ConfigError, match=said) as caught:
         qwen3.open_pipeline(GOLDEN / "checkpoint-base", **options)
     assert caught.value.code is ErrorCode.CONFIG_INVALID
@@ -401,13 +388,13 @@ def test_memory_that_others_took_meanwhile_is_an_error_with_advice(
     assert "more words" not in caught.value.message
 
 
-def test_a_device_is_named_or_the_best_there_is(two_gpus: dict[str, float]) -> None:
+def test_a_device_is_named_or_the_best_there_is(two_gpus: FakeGpus) -> None:
     assert open_device("cuda:1") == torch.device("cuda:1")
     assert open_device(None) == torch.device("cuda")
     assert open_device("cpu", threads=1) == torch.device("cpu")
 
 
-def test_a_gpu_where_there_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_a_gpu_where_there_is_none_is_refused(gpus: FakeGpus) -> None:
+    gpus.count = 0
     with pytest.raises(ConfigError, match="There is no GPU 0; this process sees 0"):
         open_device("cuda:0")

@@ -17,7 +17,7 @@ from pipelines.errors import ErrorCode
 from tests.support.listened import ListenedCore
 from tests.support.qwen3_golden import Recorder, golden_model, make_core, random_request, run_alone
 from tests.support.simulated_engine import FRAME_SECONDS, Simulation
-from tests.unit.pipelines.test_engine_thread import SECONDS, Following, Waiter, make_engine
+from tests.unit.pipelines.test_engine_thread import SECONDS, Backlog, Waiter, make_engine
 
 
 def requests(
@@ -51,9 +51,7 @@ def still() -> list[float]:
 
 
 def core_of(heard: Recorder, still: list[float], **options: Any) -> ListenedCore:
-    core = make_core(golden_model("base"), heard, **options)
-    core._clock = lambda: still[0]
-    return core
+    return make_core(golden_model("base"), heard, clock=lambda: still[0], **options)
 
 
 def test_a_stream_is_handed_on_in_whole_chunks_and_its_end_comes_with_all_of_it(still: list[float]) -> None:
@@ -192,7 +190,7 @@ def test_whole_utterances_leave_the_slots_of_streams_free(still: list[float]) ->
 def test_streams_leave_a_part_of_the_slots_to_whole_utterances_that_are_there() -> None:
     simulation = Simulation(slots=32)
     for seed in range(4):
-        simulation._add(900 + seed, 300, stream=False)
+        simulation.add(900 + seed, 300, stream=False)
     simulation.core.step()
     simulation.arrive([0.0] * 60, lambda: 100)
     simulation.run(simulation.device.now + 0.02)
@@ -220,10 +218,10 @@ def test_a_stream_that_is_cancelled_is_gone_at_once(steps: int, still: list[floa
     )
 
 
-def test_streams_go_on_while_the_follower_is_behind_and_whole_utterances_rest() -> None:
-    follower = Following()
-    follower.behind = True
-    engine = make_engine(follower=follower)
+def test_streams_go_on_while_the_stage_is_backlogged_and_whole_utterances_rest() -> None:
+    stage = Backlog()
+    stage.is_backlogged = True
+    engine = make_engine(stage=stage)
     (whole,), (stream, doomed) = requests(1, 4), requests(2, 9, 20, stream=True)
     rests, waits, ends = Waiter(), Waiter(), Waiter()
     engine.submit(whole, rests)
@@ -238,7 +236,7 @@ def test_streams_go_on_while_the_follower_is_behind_and_whole_utterances_rest() 
     error = ends.wait().error
     assert error is not None
     assert error.code is ErrorCode.SYNTH_ABORTED
-    follower.behind = False
+    stage.is_backlogged = False
     np.testing.assert_array_equal(rests.wait().codes, run_alone(golden_model("base"), whole)[0])
     engine.close()
 
@@ -271,7 +269,7 @@ def test_one_frame_a_turn_and_no_lag_while_a_stream_is_alive() -> None:
         frames(slots, count, settings),
     )[1]
     for seed in range(900, 904):
-        simulation._add(seed, 40, stream=False)
+        simulation.add(seed, 40, stream=False)
     simulation.core.step()
     simulation.core.step()
     assert asked == [(4, 2), (4, 2)]

@@ -58,21 +58,21 @@ class Waiter:
             self._done.set()
 
 
-class Following:
-    """Whoever takes the codes further, and is behind as long as it is set; `thread` is its own."""
+class Backlog:
+    """A codec stage that is backlogged while this is set; `thread` is its own."""
 
     def __init__(self) -> None:
-        self._behind, self.asked = threading.Event(), threading.Event()
+        self._full, self.asked = threading.Event(), threading.Event()
         self.thread: threading.Thread | None = None
 
     @property
-    def behind(self) -> bool:
+    def is_backlogged(self) -> bool:
         self.asked.set()
-        return self._behind.is_set()
+        return self._full.is_set()
 
-    @behind.setter
-    def behind(self, value: bool) -> None:
-        (self._behind.set if value else self._behind.clear)()
+    @is_backlogged.setter
+    def is_backlogged(self, value: bool) -> None:
+        (self._full.set if value else self._full.clear)()
 
     @property
     def is_current(self) -> bool:
@@ -80,11 +80,11 @@ class Following:
 
 
 def make_engine(
-    waiting_room: int = 8, model: Any = None, slots: int = 4, follower: Following | None = None
+    waiting_room: int = 8, model: Any = None, slots: int = 4, stage: Backlog | None = None
 ) -> Engine:
     model = model or golden_model("base")
     executor = EagerExecutor(model, replace(OPTIONS, slots=slots))
-    return Engine(executor, OPTIONS, waiting_room, follower)  # type: ignore[arg-type]
+    return Engine(executor, OPTIONS, waiting_room, stage)  # type: ignore[arg-type]
 
 
 def some_requests(count: int) -> list[GenerationRequest]:
@@ -128,25 +128,25 @@ def test_a_receiver_may_submit_although_the_room_is_full() -> None:
     engine.close()
 
 
-def test_an_engine_rests_while_its_follower_is_behind() -> None:
-    follower = Following()
-    follower.behind = True
-    engine = make_engine(follower=follower)
+def test_an_engine_rests_while_its_stage_is_backlogged() -> None:
+    stage = Backlog()
+    stage.is_backlogged = True
+    engine = make_engine(stage=stage)
     first, second, third = some_requests(3)
     waiters = {request: Waiter() for request in (first, second, third)}
     engine.submit(first, waiters[first])
     engine.submit(second, waiters[second])
     for _ in range(20):
-        follower.asked.clear()
-        assert follower.asked.wait(300)
+        stage.asked.clear()
+        assert stage.asked.wait(300)
     assert engine.core.frames_made == 0
     engine.cancel(second)  # an abort is heard meanwhile
     error = waiters[second].wait().error
     assert error is not None
     assert error.code is ErrorCode.SYNTH_ABORTED
-    follower.behind = False
+    stage.is_backlogged = False
     np.testing.assert_array_equal(waiters[first].wait().codes, run_alone(golden_model("base"), first)[0])
-    follower.behind = True
+    stage.is_backlogged = True
     engine.submit(third, waiters[third])
     engine.close()  # so is the end
     error = waiters[third].wait().error
@@ -154,16 +154,16 @@ def test_an_engine_rests_while_its_follower_is_behind() -> None:
     assert error.code is ErrorCode.SYNTH_ABORTED
 
 
-def test_a_follower_may_submit_although_the_room_is_full_and_the_engine_rests() -> None:
-    follower = Following()
-    follower.behind = True
-    engine = make_engine(waiting_room=2, follower=follower)
-    follower.thread = threading.Thread(
+def test_a_stage_may_submit_although_the_room_is_full_and_the_engine_rests() -> None:
+    stage = Backlog()
+    stage.is_backlogged = True
+    engine = make_engine(waiting_room=2, stage=stage)
+    stage.thread = threading.Thread(
         target=lambda: [engine.submit(request, Waiter()) for request in some_requests(6)]
     )
-    follower.thread.start()
-    follower.thread.join(300)
-    assert not follower.thread.is_alive()
+    stage.thread.start()
+    stage.thread.join(300)
+    assert not stage.thread.is_alive()
     assert engine.stats().waiting == 6
     engine.close()
 
@@ -254,7 +254,7 @@ def test_close_fails_what_runs_and_refuses_what_comes() -> None:
 def test_an_idle_engine_prepares_for_later_batches_step_by_step_and_serves_requests_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine, "_IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(engine, "IDLE_SECONDS", 0.01)
     model = golden_model("base")
     rng = random.Random(3)
     steps: list[int] = []
@@ -291,16 +291,16 @@ def test_an_idle_engine_prepares_for_later_batches_step_by_step_and_serves_reque
 
 
 def test_what_arrives_while_an_idle_engine_rests_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(engine, "IDLE_SECONDS", 0.01)
     model = golden_model("base")
-    follower, waiter = Following(), Waiter()
-    follower.behind = True
+    stage, waiter = Backlog(), Waiter()
+    stage.is_backlogged = True
     executor = EagerExecutor(model, OPTIONS)
-    running = Engine(executor, OPTIONS, follower=follower)  # type: ignore[arg-type]
+    running = Engine(executor, OPTIONS, stage=stage)  # type: ignore[arg-type]
     try:
-        assert follower.asked.wait(SECONDS)
+        assert stage.asked.wait(SECONDS)
         running.submit(random_request(random.Random(3), model, "a"), waiter)
-        follower.behind = False
+        stage.is_backlogged = False
         assert waiter.wait().error is None
     finally:
         running.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ from pipelines.options import ENGINE, ModelOptions, TokenModelOptions, read_opti
 from pipelines.qwen3_tts.pipeline import PipelineOptions
 from pipelines.registry import open_pipeline
 from pipelines.speechlm.pipeline import SpeechLmOptions
+from tests.support.fake_gpus import FakeGpus
 
 DOCS = Path(__file__).parents[3] / "docs" / "models.md"
 
@@ -133,14 +134,25 @@ def test_a_cpu_has_the_threads_asked_for_and_else_one() -> None:
     assert torch.get_num_threads() == 1
 
 
+@pytest.fixture
+def cuda_host(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """A host without a GPU: the CUDA that its PyTorch is built for, and whether it has a driver."""
+
+    def install(cuda: str | None, driver: bool) -> None:
+        gpus.count = 0
+        if driver:
+            (tmp_path / "nvidiactl").touch()
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(engine_choice, "DRIVER", tmp_path / "nvidiactl")
+
+    return install
+
+
 @pytest.mark.usefixtures("threads")
 def test_a_process_that_was_given_a_gpu_never_works_on_the_cpu_instead(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    cuda_host: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    (driver := tmp_path / "nvidiactl").touch()
-    monkeypatch.setattr(engine_choice, "DRIVER", driver)
+    cuda_host(cuda="13.0", driver=True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with pytest.raises(
         EngineCrashError, match=r"the GPU that this process was given \(CUDA_VISIBLE_DEVICES=3\)"
@@ -159,20 +171,16 @@ def test_a_process_that_was_given_a_gpu_never_works_on_the_cpu_instead(
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(("cuda", "driver"), [(None, True), ("13.0", False)])
 def test_where_no_gpu_can_be_a_name_of_one_says_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cuda: str | None, driver: bool
+    cuda_host: Callable[..., None], monkeypatch: pytest.MonkeyPatch, cuda: str | None, driver: bool
 ) -> None:
     """A PyTorch for CPUs under Slurm, and a host without a driver."""
-    if driver:
-        (tmp_path / "nvidiactl").touch()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(engine_choice, "DRIVER", tmp_path / "nvidiactl")
+    cuda_host(cuda=cuda, driver=driver)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert open_device(None).type == "cpu"
 
 
-def test_attention_on_a_gpu_does_without_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+@pytest.mark.usefixtures("gpus")
+def test_attention_on_a_gpu_does_without_cudnn() -> None:
     before = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         torch.backends.cuda.enable_cudnn_sdp(True)

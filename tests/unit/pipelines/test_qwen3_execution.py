@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from pipelines.qwen3_tts import execution
 from pipelines.qwen3_tts.config import Qwen3TTSConfig, StackConfig
 from pipelines.qwen3_tts.execution import packed_needs, start_warming
 from pipelines.qwen3_tts.model import Qwen3TTSModel
+from tests.support.fake_gpus import FakeGpus
 from tests.support.qwen3_golden import golden_model
 
 SIZES = EngineOptions(slots=2, pages=8, page_size=8, max_context=64)
@@ -51,13 +53,11 @@ def model() -> Qwen3TTSModel:
 
 
 @pytest.fixture
-def gpu_model(model: Qwen3TTSModel, monkeypatch: pytest.MonkeyPatch) -> Qwen3TTSModel:
+def gpu_model(model: Qwen3TTSModel, gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> Qwen3TTSModel:
     """A model that says it is on a GPU where there is none: whatever tries to make kernels for it fails
     for real."""
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a CUDA device")
+    gpus.capability = (8, 0)
     monkeypatch.setattr(model, "device", torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(opening, "EagerExecutor", lambda *sizes: ("eager", *sizes))
     return model
 
@@ -82,10 +82,20 @@ def test_where_triton_makes_no_kernels_auto_is_eager_with_a_warning(
     assert "apt-get install gcc" in said
 
 
-def test_without_triton_the_warning_names_it(
-    gpu_model: Qwen3TTSModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolchain, "find_spec", lambda _name: None)
+
+
+@pytest.fixture
+def triton_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small kernel that looks for faults ran."""
+    monkeypatch.setattr(opening, "triton_fault", lambda: None)
+
+
+def test_without_triton_the_warning_names_it(
+    gpu_model: Qwen3TTSModel, no_triton: None, caplog: pytest.LogCaptureFixture
+) -> None:
     assert open_executor(gpu_model, SIZES)[0] == "eager"  # type: ignore[index]
     assert caplog.records[0].getMessage().startswith("Triton is not installed.")
 
@@ -102,11 +112,9 @@ def test_what_was_asked_for_is_never_replaced_in_silence(
 
 
 def test_a_kernel_that_does_not_compile_falls_back_too(
-    gpu_model: Qwen3TTSModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    gpu_model: Qwen3TTSModel, triton_works: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(
-        opening, "triton_fault", lambda: None
-    )  # the small kernel ran; the frame's fail, for want of a device
+    """Those of the frame fail, since there is no device."""
     assert open_executor(gpu_model, SIZES)[0] == "eager"  # type: ignore[index]
     setup, said = caplog.records
     assert setup.exc_info
@@ -114,12 +122,11 @@ def test_a_kernel_that_does_not_compile_falls_back_too(
 
 
 def test_a_lack_of_memory_is_not_a_missing_compiler(
-    gpu_model: Qwen3TTSModel, monkeypatch: pytest.MonkeyPatch
+    gpu_model: Qwen3TTSModel, triton_works: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_sizes: object, **_modes: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(opening, "triton_fault", lambda: None)
     monkeypatch.setattr(opening, "graph_executor", full)
     with pytest.raises(torch.OutOfMemoryError):
         open_executor(gpu_model, SIZES)
@@ -135,12 +142,9 @@ def test_codecs_say_once_that_they_run_without_kernels(
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def hopper(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A machine with an sm_90 device, an empty cache, and only the programs that the test puts into the
     folder returned."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     programs = tmp_path / "bin"
@@ -182,15 +186,11 @@ def test_a_c_compiler_is_looked_for_as_triton_does(hopper: Path, monkeypatch: py
     assert toolchain.c_compiler() is None
 
 
-def test_the_codec_of_a_gpu_is_made_ready_beside_the_model(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    decoder, warmed = dummy_decoder(TINY_CODEC, torch.device("cpu"), torch.float32), threading.Event()
-    monkeypatch.setattr(decoder, "warm", warmed.set)
-    start_warming(decoder)()
+def test_the_codec_of_a_gpu_is_made_ready_beside_the_model(caplog: pytest.LogCaptureFixture) -> None:
+    warmed = threading.Event()
+    start_warming(cast("Any", SimpleNamespace(device=torch.device("cpu"), warm=warmed.set)))()
     assert not warmed.is_set(), "on a CPU nothing is made"
-    monkeypatch.setattr(decoder, "device", torch.device("cuda"))
-    start_warming(decoder)()
+    start_warming(cast("Any", SimpleNamespace(device=torch.device("cuda"))))()
     assert "could not be made ready" in caplog.text, "that it cannot decode is no reason not to start"
 
 
@@ -201,15 +201,14 @@ def test_a_warm_decoder_has_decoded() -> None:
     assert torch.equal(decoder.decode([torch.ones(4, 16, dtype=torch.int64)])[0], before)
 
 
-def test_the_megakernel_is_refused_on_a_cpu_and_never_replaced_in_silence(
-    model: Qwen3TTSModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_megakernel_is_refused_on_a_cpu(model: Qwen3TTSModel) -> None:
     with pytest.raises(ConfigError, match="The megakernel executor needs a CUDA device"):
         open_executor(model, SIZES, "megakernel")
-    monkeypatch.setattr(model, "device", torch.device("cuda"))
-    monkeypatch.setattr(opening, "triton_fault", lambda: "Triton is not installed.")
+
+
+def test_the_megakernel_is_never_replaced_in_silence(gpu_model: Qwen3TTSModel, no_triton: None) -> None:
     with pytest.raises(ConfigError, match=r"The graph executor cannot run here\. Triton is not installed"):
-        open_executor(model, SIZES, "megakernel")
+        open_executor(gpu_model, SIZES, "megakernel")
 
 
 def test_the_reproducible_mode_has_no_megakernel() -> None:
@@ -223,25 +222,23 @@ def test_the_reproducible_mode_has_no_megakernel() -> None:
 )
 def test_the_megakernel_by_itself_is_for_the_devices_it_was_measured_on(
     gpu_model: Qwen3TTSModel,
+    gpus: FakeGpus,
+    triton_works: None,
     capability: tuple[int, int],
     blocks: int,
     fits: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    gpus.capability, gpus.processors = capability, blocks
     asked: list[object] = []
 
     def opened(*_sizes: object, persistent: bool, **_modes: object) -> None:
         asked.append(persistent)
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(opening, "triton_fault", lambda: None)
     monkeypatch.setattr(opening, "graph_executor", opened)
     monkeypatch.setattr(
         lm_persistent, "predictor_cut", lambda _: next(iter(lm_persistent.PREDICTORS.values()))
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=blocks)
     )
     for kind, reproducible in (("auto", False), ("auto", True), ("graph", False), ("megakernel", False)):
         with pytest.raises(torch.OutOfMemoryError):
@@ -268,15 +265,11 @@ def test_persistent_kernels_that_nobody_asked_for_take_no_slot_away(
     total_gib: int,
     refused: type[NightjarError] | None,
     model: Qwen3TTSModel,
+    gpus: FakeGpus,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    gpus.free_gib, gpus.total_gib = free_gib, total_gib
     monkeypatch.setattr(execution, "packed_needs", lambda *_: 4 << 30)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(free_gib * 2**30), total_gib << 30))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)
-    )
 
     def sizes(executor: opening.ExecutorKind) -> EngineOptions:
         options = execution.PipelineOptions(executor=executor)

@@ -130,7 +130,7 @@ def test_a_job_that_is_retried_during_the_sweep_keeps_what_it_makes(rig: Rig) ->
 
     assert swept(rig, RetriedMeanwhile()).orphans == 0
     assert rig.status(job).items.done == 6
-    assert set(rig.audio()) == {one.key for one in rig.ledger.artifact_facts(job.id, "audio")}
+    assert set(rig.audio()) == {one.key for one in rig.ledger.artifacts(job.id, "audio")}
 
 
 def test_an_object_committed_between_the_look_and_the_delete_stays(rig: Rig) -> None:

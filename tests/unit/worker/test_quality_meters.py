@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from jobs.checks import ENTRY_POINT_GROUP, METERS, lacking, missing_libraries
+from jobs.checks import ENTRY_POINT_GROUP, METERS, missing_libraries, missing_libraries_error
 from pipelines.audio import encode
 from pipelines.errors import ErrorCode, ModelError, NightjarError
 from pipelines.request import Message, Speech, SynthesisRequest, submit
@@ -62,7 +62,7 @@ class TestMeters:
                 with monkeypatch.context() as patched:
                     patched.setitem(sys.modules, library, None)
                     assert library in missing_libraries(name)
-                    lack = lacking([name])
+                    lack = missing_libraries_error([name])
                 if name == "silero":
                     assert lack is None
                     continue
@@ -70,7 +70,7 @@ class TestMeters:
                 assert lack.code is ErrorCode.CONFIG_MISSING_LIBRARY
                 assert library in lack.message
                 assert card.install in lack.advice
-        assert lacking(["a-meter-of-another-package"]) is None
+        assert missing_libraries_error(["a-meter-of-another-package"]) is None
 
     def test_each_command_of_several_missing_meters_names_what_it_installs(
         self, monkeypatch: pytest.MonkeyPatch
@@ -78,7 +78,7 @@ class TestMeters:
         for card in METERS.values():
             for library in card.libraries:
                 monkeypatch.setitem(sys.modules, library, None)
-        lack = lacking(METERS)
+        lack = missing_libraries_error(METERS)
         assert lack is not None
         assert (
             "Install Nightjar with its extra `qa` (docs/install.md); DistillMOS with: pip install "

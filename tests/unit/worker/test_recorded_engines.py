@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jobs.provenance import opened_again, put_provenance
+from jobs.provenance import put_provenance, reopened_model
 from pipelines import registry
 from pipelines.request import EngineInfo
 from tests.support.fakes import FakePipeline
@@ -40,7 +40,7 @@ def test_what_is_made_again_says_where_nobody_knows_its_engine(
 
     monkeypatch.setattr(registry, "open_pipeline", open_pipeline)
     said: list[str] = []
-    with opened_again(rig.store, job, said.append):
+    with reopened_model(rig.store, job, said.append):
         assert opened == [options]
     about = [text for text in said if "native and vllm" in text]
     assert len(about) == notes

@@ -1,4 +1,4 @@
-"""The registered ops: each is its twin, and its schema tells the truth about what it writes."""
+"""The registered ops: each runs its PyTorch version on a CPU, and its schema names what it writes."""
 
 from __future__ import annotations
 
@@ -7,63 +7,68 @@ import torch
 from torch import Tensor
 
 import kernels.attention
+import kernels.codec_ops
 import kernels.layers
-import kernels.sampler
 from kernels.registry import NAMESPACE, TWINS
 
 torch.manual_seed(0)
 
 
-def qkv_arguments() -> tuple[object, ...]:
-    caches = torch.zeros(2, 4, 2, 8, 16)
-    return (
-        torch.randn(3, (4 + 2 * 2) * 16),
-        torch.randn(16),
-        torch.randn(16),
-        1e-6,
-        kernels.layers.rope_table(32, 16, 1e4, torch.float32, "cpu"),
-        torch.tensor([5, 0, 9]),
-        caches[0].clone(),
-        caches[1].clone(),
-        torch.tensor([1, 2, 3]),
-        torch.tensor([5, 0, 1]),
-    )
+def ones(*shape: int) -> Tensor:
+    return torch.ones(shape)
+
+
+#: An activated input, then the weight, bias and snake of a product with it.
+ACTIVATED, PARAMETERS = torch.randn(2, 9, 4), (ones(6), ones(6))
+#: Arguments of each registered op, with all its optional tensors.
+SAMPLES: dict[str, tuple[object, ...]] = {
+    "codec_active_conv": (
+        ACTIVATED,
+        2,
+        torch.randn(3 * 4, 6),
+        ones(6),
+        3,
+        1,
+        torch.randn(2, 7, 6),
+        torch.zeros(2, 7, 6),
+        torch.zeros(2, 8, 6),
+        6,
+        *PARAMETERS,
+    ),
+    "codec_active_unit": (
+        ACTIVATED,
+        2,
+        torch.randn(2, 7, 4),
+        torch.randn(3 * 4, 4),
+        *(ones(4) for _ in range(3)),
+        torch.randn(4, 4),
+        ones(4),
+        1,
+        torch.zeros(2, 7, 4),
+        torch.zeros(2, 8, 4),
+        4,
+        ones(4),
+        ones(4),
+    ),
+    "codec_head": (ACTIVATED, 2, torch.randn(3, 4), ones(1)),
+    "codec_product": (torch.randn(2, 5, 8), torch.randn(8, 6), ones(6), torch.randn(2, 5, 6), 1e-6, 2),
+    "codec_window_attention": (
+        torch.randn(2, 5, (2 + 2) * 8),
+        torch.randn(2, 3 * 2 * 8),
+        torch.zeros(2, 3 * 2 * 8),
+        torch.tensor([0, 2]),
+        ones(1, 5, 4),
+        ones(1, 5, 4),
+        2,
+        1,
+        4,
+    ),
+    "codec_depthwise_norm": (torch.randn(2, 5, 6), torch.randn(2, 2, 6), torch.randn(3, 6), ones(6), 1e-6),
+}
 
 
 def attention_arguments(*rest: object) -> tuple[object, ...]:
     return torch.randn(5, 4, 16), torch.randn(6, 2, 8, 16), torch.randn(6, 2, 8, 16), *rest
-
-
-SAMPLES: dict[str, tuple[object, ...]] = {
-    "rms_norm": (torch.randn(3, 8), torch.randn(8), 1e-6),
-    "swiglu": (torch.randn(3, 8),),
-    "qk_norm_rope_append": qkv_arguments(),
-    "codec_embedding_sum": (torch.randint(0, 4, (3, 2)), torch.randn(8, 5), torch.tensor([0, 4])),
-    "paged_decode_attention": attention_arguments(
-        torch.randint(1, 6, (5, 3)), torch.tensor([1, 9, 24, 0, 3]), 24, 0.25
-    ),
-    "paged_prefill_attention": attention_arguments(torch.tensor([[1, 2], [3, 4]]), [2, 3], [10, 3], 0.25),
-    "frame_noise": (torch.tensor([1, 2]), torch.tensor([0, 5]), 4),
-    "process_first": (
-        torch.randn(2, 9),
-        torch.rand(2, 9) < 0.5,
-        torch.ones(2),
-        torch.tensor([True, False]),
-        [7],
-        6,
-    ),
-    "sample": (
-        torch.randn(2, 9),
-        torch.tensor([1 << 31, 5]),
-        torch.ones(2),
-        torch.tensor([3, 0]),
-        torch.ones(2),
-        torch.zeros(2, dtype=torch.bool),
-        3,
-        False,
-        False,
-    ),
-}
 
 
 @pytest.mark.parametrize("name", sorted(SAMPLES))
@@ -84,10 +89,14 @@ def clone(arguments: tuple[object, ...]) -> tuple[object, ...]:
     return tuple(value.clone() if isinstance(value, Tensor) else value for value in arguments)
 
 
+def test_every_op_has_a_sample() -> None:
+    assert {*SAMPLES} == {*TWINS}
+
+
 def test_decode_attention_against_float64() -> None:
-    q, k, v, table, lengths, longest, scale = SAMPLES["paged_decode_attention"]
+    table, lengths = torch.randint(1, 6, (5, 3)), torch.tensor([1, 9, 24, 0, 3])
+    q, k, v, longest, scale = attention_arguments(24, 0.25)
     assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)  # noqa: PT018
-    assert isinstance(table, Tensor) and isinstance(lengths, Tensor)  # noqa: PT018
     got = kernels.attention.paged_decode_attention(q, k, v, table, lengths, longest, scale)  # type: ignore[arg-type]
     for row, length in enumerate(lengths.tolist()):
         if length:
