@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from jobs.gpus import Device
@@ -38,7 +37,7 @@ from jobs.own_files import (
 )
 from jobs.settings import Settings, load_settings, sqlite_path, sqlite_url
 from jobs.times import PREFIX as TIMES
-from jobs.worker_group import QuarantineReports, WorkerGroup, WorkerPlan, WorkerReport, plan_workers
+from jobs.worker_group import WorkerGroup, WorkerPlan, WorkerReport, plan_workers
 from pipelines.child_process import Child, end, signal_group, spawn
 from pipelines.errors import ErrorCode, NightjarError, ServiceError, StoreError, invalid
 
@@ -49,7 +48,8 @@ if TYPE_CHECKING:
 START_SECONDS = 30
 #: How long a worker that was interrupted may finish the items in its hands.
 DRAIN_SECONDS = 10.0
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 2.0
+#: First and longest pause before a worker is restarted, in seconds.
+RESTART_PAUSES = 0.1, 2.0
 #: A socket's path has at most 107 bytes, so it is not in TMPDIR.
 _BROKER_ROOT = "/tmp"  # noqa: S108
 _BROKER_FOLDER = "nightjar-"
@@ -99,7 +99,6 @@ class EmbeddedHome:
         self._broker: subprocess.Popen[bytes] | None = None
         self._workers: WorkerGroup | None = None
         self._server: subprocess.Popen[bytes] | None = None
-        self._reports = QuarantineReports(settings)
         #: From `start` on.
         self._ledger: Ledger | None = None
         self._say: Callable[[str], None] = lambda text: None
@@ -129,9 +128,7 @@ class EmbeddedHome:
         self._forget_broker()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             self.stop(0.0)
         finally:
@@ -166,13 +163,12 @@ class EmbeddedHome:
         """
         self._start_broker()
         self._workers = WorkerGroup(
+            self.settings,
             self.plans,
             lambda plan: self._start_worker(plan, model),
-            first_pause_seconds=FIRST_PAUSE_SECONDS,
-            longest_pause_seconds=LONGEST_PAUSE_SECONDS,
-            quarantine_seconds=self.settings.times.quarantine_seconds,
-            # Several workers write into one log: the last line may be another one's.
-            words=lambda: _last_line(self.worker_log) if len(self.plans) == 1 else "",
+            RESTART_PAUSES,
+            # The last line of a shared log may be from another worker.
+            lambda: _last_line(self.worker_log) if len(self.plans) == 1 else "",
         )
         self._workers.start()
 
@@ -188,18 +184,18 @@ class EmbeddedHome:
         if self._workers is None:
             self.prepare(None if job is None else job.spec.model)
         assert self._workers is not None
-        self._workers.let_go()
+        self._workers.release()
 
     def serve(self, model: str) -> None:
         """Starts a server of a model, with the address and the port of the settings."""
         command = [sys.executable, "-P", "-m", "jobs", "serve", "--model", model]
         self._server = spawn(command, _open_log(self.server_log), os.environ | self._environment())
 
-    def tend(self) -> None:
-        """Brings back what died; to be called often, from the main thread.
+    def poll(self) -> None:
+        """Restarts processes that ended; to be called often, from the main thread.
 
-        Raises `store.unreachable` as `check_place`, `worker.crash` when no worker can work, what they cannot
-        open the model with where that is it, and `server.unreachable` when the server ended.
+        Raises `store.unreachable` as `check_place`, `worker.crash` or the error of opening the model if no
+        worker can work, and `server.unreachable` if the server ended.
         """
         self.check_place()
         if self._server is not None and self._server.poll() is not None:
@@ -211,14 +207,13 @@ class EmbeddedHome:
         workers = self._workers
         if workers is None:
             return
-        for member, pid in workers.tend():
+        for member, pid in workers.poll():
             # The worker is dead: its shards need not wait for the end of its leases.
             assert self._ledger is not None
             self._ledger.end_dead_workers(socket.gethostname(), pid)
             self._requeue()
             if member.quarantined and len(self.plans) > 1:
                 self._say(member.reason)
-        self._reports.tend(workers.quarantined)
         if workers.over:
             raise self._no_worker(workers)
 
@@ -231,7 +226,8 @@ class EmbeddedHome:
     def stop(self, drain_seconds: float) -> None:
         """Ends server, workers and broker: asks, waits `drain_seconds` for items in flight, then kills.
         May be called again."""
-        self._reports.close(over=True)
+        if self._workers is not None:
+            self._workers.close(all_ended=True)
         end(self._children, drain_seconds)
         if self._broker is not None:
             end([self._broker], 1.0)

@@ -172,7 +172,7 @@ def _follow(ledger: Ledger, job: Job, embedded: EmbeddedHome, progress: Progress
     while not status.job.state.final:
         time.sleep(POLL_SECONDS)
         stop.check()
-        embedded.tend()
+        embedded.poll()
         status = ledger.status(job.id)
         progress.update(status)
         now = time.monotonic()

@@ -15,22 +15,17 @@ from jobs.console import PROGRAM, FiniteRange, Output, exit_code, fail
 from jobs.gpus import VISIBLE, count_gpus
 from jobs.logs import setup_logging
 from jobs.settings import Settings, load_settings
-from jobs.worker_group import (
-    WorkerGroup,
-    WorkerPlan,
-    WorkerReport,
-    is_watched,
-    plan_workers,
-    say_last_words,
-    wait_for_parent,
-)
+from jobs.worker_group import WorkerGroup, WorkerPlan, WorkerReport, plan_workers
 from pipelines.child_process import Child
 from pipelines.errors import NightjarError
+from worker.supervisor import is_supervised, report_end, wait_for_release
 
 log = structlog.get_logger(__name__)
 
 #: Exit codes, as those of `nightjar wait`.
 FAILED, NOT_ENDED = 1, 7
+#: Pause before the first restart of a worker.
+FIRST_PAUSE_SECONDS = 0.5
 _HELP = ["-h", "--help"]
 
 
@@ -91,41 +86,41 @@ def run(
       nightjar worker --gpu 0,1,2,3
       nightjar worker --gpu all
     """
-    # At once: whoever started this process may end any time.
-    watched = is_watched()
+    # First, because the process that started this one may end at any time.
+    supervised = is_supervised()
     settings = _settings()
-    count = 0 if gpus is not None or watched or private else count_gpus(os.environ.get(VISIBLE))
+    count = 0 if gpus is not None or supervised or private else count_gpus(os.environ.get(VISIBLE))
     if count > 1 and settings.vllm.tensor_parallel == 1:
         log.warning("this worker uses one GPU; --gpu all uses every one", gpus=count)
     if gpus is not None or supervise:
         from jobs.gpus import choose_gpus
 
         devices = None if gpus is None else choose_gpus(gpus, os.environ.get(VISIBLE))
-        sys.exit(_group(settings, plan_workers(settings, devices), model, preload).run(settings))
+        sys.exit(supervise(_group(settings, plan_workers(settings, devices), model, preload)))
     from worker.models import Preload
 
-    # Begun before Celery is imported: both take seconds.
+    # Started before the import of Celery, since both take seconds.
     opening = None if preload is None and model is None else Preload(settings, preload or model or "")
     from worker.celery_app import run_worker
     from worker.runtime import WorkerOptions
 
-    wait_for_parent()
+    wait_for_release()
     sys.exit(run_worker(settings, WorkerOptions(model, private, opening)))
 
 
 def _group(
     settings: Settings, plans: Sequence[WorkerPlan], model: str | None, preload: str | None
 ) -> WorkerGroup:
-    """Workers that run this program without the options that brought about the group."""
+    """Workers that run this program without the options of the group."""
     spec = sys.modules["__main__"].__spec__
     program = ["-m", "worker" if spec is None else spec.name.removesuffix(".__main__"), "run"]
     for option, value in (("--model", model), ("--preload", preload)):
         program += [] if value is None else [option, value]
     return WorkerGroup(
+        settings,
         plans,
         lambda plan: Child(program, WorkerReport, plan.environment, bound=False, cores=plan.cores),
-        longest_pause_seconds=settings.times.restart_seconds,
-        quarantine_seconds=settings.times.quarantine_seconds,
+        (FIRST_PAUSE_SECONDS, settings.times.restart_seconds),
         on_event=lambda level, event, details: getattr(log, level)(event, **details),
     )
 
@@ -245,11 +240,11 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort):
         sys.exit(128 + signal.SIGINT)
     except NightjarError as error:
-        say_last_words(str(error))
+        report_end(str(error))
         fail(error, as_json="--json" in sys.argv)
         sys.exit(exit_code(error))
     except Exception as error:
-        say_last_words(f"{type(error).__name__}: {error}")
+        report_end(f"{type(error).__name__}: {error}")
         raise
 
 

@@ -29,11 +29,11 @@ from vine import promise
 from jobs.dispatch import RUN_SHARD, make_celery
 from jobs.ledger.records import Ticket
 from jobs.settings import Settings
-from jobs.worker_group import say_last_words
 from pipelines.errors import NightjarError, invalid
 from pipelines.interpreter import collect_seldom
 from worker.admission import MAX_SHARDS
 from worker.runtime import Handling, Runtime, WorkerOptions
+from worker.supervisor import report_end
 
 if TYPE_CHECKING:
     from kombu.asynchronous.hub import Hub
@@ -163,7 +163,7 @@ class EnginePool(TaskPool):
             raise SystemExit(1) from error
         except Exception as error:
             # Celery logs the traceback and ends with a status.
-            say_last_words(f"{type(error).__name__}: {error}")
+            report_end(f"{type(error).__name__}: {error}")
             raise
 
     def on_apply(self, target: Any, args: Any = None, *arguments: Any, **options: Any) -> Any:

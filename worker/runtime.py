@@ -22,7 +22,7 @@ from jobs.dispatch import Publisher
 from jobs.ledger import Ledger
 from jobs.ledger.records import HOME_WORKER_PREFIX, Ticket, WorkerInfo
 from jobs.provenance import ProvenanceWriter
-from jobs.worker_group import WorkerReport, is_watched, say, say_refused, wait_for_parent
+from jobs.worker_group import WorkerReport
 from pipelines.errors import (
     ConfigError,
     EngineCrashError,
@@ -41,6 +41,7 @@ from worker.models import PipelineCache, Preload, open_model
 from worker.quality.pool import MeterPool
 from worker.result_writer import ResultWriter
 from worker.shard_run import ShardEnd, ShardRunner
+from worker.supervisor import is_supervised, report, report_refusal, wait_for_release
 from worker.writer_processes import WriterProcesses, default_processes
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ class Runtime:
 
         Raises `NightjarError` when it cannot work.
         """
-        if is_watched():
+        if is_supervised():
             threading.Thread(target=self._watch_parent, name="parent-watch", daemon=True).start()
         self.metrics.watch(lambda: len(self.leases), self.pipelines.pipelines)
         if (port := self.settings.worker.metrics_port) is not None:
@@ -179,7 +180,7 @@ class Runtime:
         for step in (self.ledger.check_schema, self._load_model, self.maintenance.start):
             if self._asking(lambda step=step: [step()]) is None:
                 return
-        say(WorkerReport(up=True))
+        report(WorkerReport(up=True))
         self._up = True
         log.info(
             "worker up", worker=self.worker.id, slots=self.worker.slots, model=self.worker.model or "any"
@@ -267,14 +268,14 @@ class Runtime:
         a worker that starts, or is one person's, and that process hears of it.
         """
         if _says_gpu_is_bad(error):
-            return is_watched()
+            return is_supervised()
         if (
             not isinstance(error, ConfigError | ModelError)
             or error.code.retryable
             or (self._up and not self.options.private)
         ):
             return False
-        say_refused(error)
+        report_refusal(error)
         return True
 
     def _end_with(self, error: NightjarError) -> None:
@@ -356,7 +357,7 @@ class Runtime:
             os._exit(0 if len(self.leases) == 0 else 1)
 
     def _watch_parent(self) -> None:
-        while wait_for_parent():
+        while wait_for_release():
             pass
         if self._stopped.is_set():
             return

@@ -29,7 +29,7 @@ from jobs.ledger.records import (
 from jobs.provenance import ProvenanceWriter
 from jobs.shard_file import ShardLine, read_shard
 from jobs.store.base import ObjectStore
-from jobs.worker_group import WorkerReport, say
+from jobs.worker_group import WorkerReport
 from pipelines.errors import ErrorCode, ModelError, NightjarError, StoreError, SynthesisError
 from pipelines.request import AudioChunk, Event, Pipeline, Speech
 from pipelines.request import Done as SpeechDone
@@ -41,6 +41,7 @@ from worker.models import PipelineCache
 from worker.pack_writer import PackWriter
 from worker.quality.verdict import REDRAWN, History
 from worker.result_writer import Answer, ItemDraw, ResultWriter
+from worker.supervisor import report
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
@@ -550,7 +551,7 @@ class ShardRun:
             raise
         runner.metrics.count(batch)
         if any(not isinstance(outcome, Failed) or not outcome.code.retryable for outcome in batch):
-            say(WorkerReport(finished=True))
+            report(WorkerReport(finished=True))
 
     def _finish(self, store: ObjectStore, lines: Sequence[ShardLine], retry_later: bool) -> None:
         ledger, lease = self._runner.ledger, self._lease

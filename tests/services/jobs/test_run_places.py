@@ -172,7 +172,7 @@ def test_a_run_waits_for_a_store_that_is_away(slow: Shell) -> None:
     store.rename(away)
     store.mkdir()
     log = slow.folder / "out" / ".nightjar" / "worker.log"
-    until(lambda: "is away" in log.read_text(), "the worker does not wait")
+    until(lambda: "is not available" in log.read_text(), "the worker does not wait")
     slow.let_go()
     left = list(store.iterdir())
     store.rmdir()

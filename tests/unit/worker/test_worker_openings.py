@@ -58,7 +58,7 @@ def test_a_watched_worker_ends_for_its_gpu_alone(
 ) -> None:
     """A model that no worker can open ends no worker of others."""
     signals: list[int] = []
-    monkeypatch.setattr(runtime_module, "is_watched", lambda: True)
+    monkeypatch.setattr(runtime_module, "is_supervised", lambda: True)
     monkeypatch.setattr(runtime_module.os, "kill", lambda _pid, number: signals.append(number))
     failing(monkeypatch, error)
     runtime = Runtime(settings_of(build()))
@@ -130,7 +130,7 @@ def test_a_worker_says_what_no_start_of_it_can_open(
 ) -> None:
     """A worker of many jobs goes on: the model that it cannot open is one job's."""
     said: list[NightjarError] = []
-    monkeypatch.setattr(runtime_module, "say_refused", said.append)
+    monkeypatch.setattr(runtime_module, "report_refusal", said.append)
     monkeypatch.setattr(runtime_module.os, "kill", lambda _pid, _number: None)
     failing(monkeypatch, error)
     runtime = Runtime(settings_of(build()), options)
@@ -192,7 +192,7 @@ def test_only_a_worker_that_leaves_gpus_idle_says_so(
     monkeypatch.setattr(
         commands, "_settings", lambda: Settings(vllm=VllmSettings(tensor_parallel=tensor_parallel))
     )
-    monkeypatch.setattr(commands, "is_watched", lambda: watched)
+    monkeypatch.setattr(commands, "is_supervised", lambda: watched)
     monkeypatch.setattr("worker.celery_app.run_worker", lambda *_: 0)
     with capture_logs() as logs:
         CliRunner().invoke(commands.cli, ["run"])
