@@ -107,7 +107,7 @@ def test_a_run_without_the_store_of_the_job_that_was_begun_says_so(shell: Shell)
         ledger.execute("UPDATE jobs SET state = 'running'")
     run = shell.run("run", "in.jsonl")
     assert run.returncode == 0, run.stderr
-    said = f"Job {begun} of the same input and options was begun in the store file://{store}. SPEECH_STORE_URL=file://{store} continues it."
+    said = f"Job {begun} of the same input and options was started in the store file://{store}. SPEECH_STORE_URL=file://{store} continues it."
     assert said in run.stderr
     assert said not in shell.run("run", "in.jsonl").stderr, "it is no new job any more"
     again = shell.run("run", "in.jsonl", "--json", SPEECH_STORE_URL=f"file://{store}")
