@@ -1,5 +1,5 @@
-"""`python -m worker run|nightly|flower|sweep`, which `nightjar worker`, `nightjar nightly` ... start: the
-consumer side."""
+"""`python -m worker run|nightly|flower|sweep`: the consumer side, started by `nightjar worker`, `nightjar nightly`
+and so on."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _HELP = ["-h", "--help"]
 
 @click.group(context_settings={"help_option_names": _HELP})
 def cli() -> None:
-    """Processes that run shards and look after the jobs. `nightjar worker`, `flower`, `nightly` and
-    `sweep` start them.
+    """Processes that run shards and maintain jobs. `nightjar worker`, `flower`, `nightly` and `sweep` start
+    them.
 
     \b
     Examples:
@@ -52,14 +52,14 @@ def _settings() -> Settings:
     "--gpu",
     "gpus",
     metavar="N,N...|all",
-    help="GPUs as `nvidia-smi` numbers them, for example 0,1,2,3, or `all`. Runs one worker process per GPU, on cores of its own, and "
+    help="GPUs by their numbers in `nvidia-smi`, for example 0,1,2,3, or `all`. Runs one worker process per GPU, on separate cores, and "
     "restarts a process that dies.",
 )
 @click.option("--model", metavar="MODEL", help="Run only jobs of this model, and load it at the start.")
 @click.option(
     "--preload",
     metavar="MODEL",
-    help="Open this model at once, before a job asks for it. [default: that of --model]",
+    help="Open this model at once, before a job needs it. [default: that of --model]",
 )
 @click.option(
     "--supervise",
@@ -74,11 +74,11 @@ def run(
     supervise: bool,
     private: bool,
 ) -> None:
-    """Run a worker: it takes shards and synthesizes them until SIGTERM.
+    """Run a worker, which synthesizes shards until SIGTERM.
 
-    At SIGTERM it takes no new shards and finishes its items. A second signal gives the rest back at once.
-    With --gpu or --supervise, a worker that fails again and again is quarantined: the others go on, and
-    the exit code at the end is 1.
+    After SIGTERM it takes no new shards and finishes its items. A second signal gives unfinished items back at once.
+    With --gpu or --supervise, a worker that keeps failing is quarantined: the others continue, and the exit code
+    at the end is 1.
 
     \b
     Examples:
@@ -201,10 +201,10 @@ def flower() -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def sweep(delete: bool, grace_hours: float, as_json: bool) -> None:
-    """Find orphans in the store: objects of ended jobs that no artifact in the ledger names.
+    """Find orphans in the store: objects of ended jobs without an artifact in the ledger.
 
-    Killed workers and cancelled jobs leave them. Without --delete they are only counted. Exit code 1: the
-    store of a job did not answer correctly.
+    They remain after killed workers and cancelled jobs. Without --delete they are only counted. Exit code 1: the
+    store of a job failed.
 
     \b
     Examples:
@@ -218,19 +218,19 @@ def sweep(delete: bool, grace_hours: float, as_json: bool) -> None:
         counts = {"orphans": report.orphans, "bytes": report.bytes, "deleted": delete}
         Output(as_json=True).data({"schema": "nightjar.sweep/1", **counts, "failed_jobs": report.failed_jobs})
     else:
-        failed = f"; {report.failed_jobs} jobs could not be looked at" if report.failed_jobs else ""
+        failed = f"; {report.failed_jobs} jobs could not be checked" if report.failed_jobs else ""
         click.echo(f"{report.orphans} orphans, {report.bytes} bytes{', deleted' if delete else ''}{failed}")
     sys.exit(FAILED if report.failed_jobs else 0)
 
 
 def main() -> None:
-    """Runs the command line; an error that a person can mend is a sentence, not a traceback."""
+    """Runs the command line; errors that the user can correct are printed without a traceback."""
     program = os.environ.pop(PROGRAM, None)
     try:
         if program is None:
             cli(prog_name="python -m worker", standalone_mode=False)
         else:
-            # The usage line shows the command that a person typed.
+            # The usage line shows the command of the user.
             cli.commands[sys.argv[1]].main(
                 sys.argv[2:], prog_name=program, standalone_mode=False, help_option_names=_HELP
             )

@@ -7,15 +7,11 @@ import signal
 import time
 from contextlib import suppress
 
-import structlog
-
 from jobs.formatting import redact
 from jobs.worker_group import WorkerGroup, WorkerReport
 from pipelines.child_process import has_parent, parent_channel
 from pipelines.errors import ConfigError, ModelError
 from pipelines.ipc import Channel, ErrorRecord
-
-log = structlog.get_logger(__name__)
 
 POLL_SECONDS = 0.2
 _MAX_CHARACTERS = 2000

@@ -58,16 +58,18 @@ for _ in range(6000):
     time.sleep(0.1)
 """
 PROGRAM = """
-import logging, os, sys
+import logging, sys
+import msgspec
 from jobs.gpus import Device
 from jobs.settings import Settings
 from jobs.worker_group import WorkerGroup, WorkerPlan, WorkerReport
 from pipelines.child_process import Child
 from worker.supervisor import supervise
 plans = [WorkerPlan(gpu and Device(gpu, gpu)) for gpu in GPUS]
-os.environ['NIGHTJAR_TIMES__QUARANTINE_SECONDS'] = str(QUARANTINE)
+settings = Settings(home=HOME)
+settings._times = msgspec.structs.replace(settings.times, quarantine_seconds=QUARANTINE)
 group = WorkerGroup(
-    Settings(home=HOME),
+    settings,
     plans,
     lambda plan: Child([CHILD, LOG], WorkerReport, plan.environment, bound=False),
     (0.5, 0.05),

@@ -149,7 +149,7 @@ def test_a_worker_leaves_a_job_that_it_cannot_run_to_the_others_and_tries_again_
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While another one may run it. Alone, it says what is wrong in the items that it fails."""
-    monkeypatch.setattr(runtime_module, "REST_SECONDS", 0.0)
+    monkeypatch.setattr(runtime_module, "REFUSE_PAUSE_SECONDS", 0.0)
     failing(monkeypatch, REFUSED, REFUSED, REFUSED)
     rig, clock = build(), FakeClock()
     settings = settings_of(rig)
