@@ -266,11 +266,11 @@ def _report(
     ledger: Ledger, store: ObjectStore, status: JobStatus, settings: Settings, progress: Progress
 ) -> str | None:
     """Writes the report; returns its place. None: it could not be written, which does not fail the run."""
-    from jobs.report import ReportOptions, default_place, write_report
+    from jobs.report import default_place, write_report
 
-    options, job_id = ReportOptions(price_per_gpu_hour=settings.price_per_gpu_hour), status.job.id
+    price, place = settings.price_per_gpu_hour, default_place(settings, status.job.id)
     try:
-        return write_report(ledger, store, job_id, default_place(settings, job_id), options).path
+        return write_report(ledger, store, status.job.id, place, price_per_gpu_hour=price).path
     except NightjarError as error:
         progress.say(f"The report was not written: {error}")
         return None

@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Callable
 from ctypes import c_char, c_int, c_longlong, c_void_p
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,13 +130,11 @@ def chosen(weight1: Tensor, weight2: Tensor, dilation: int) -> Tensor | None:
     """The packed weights of a unit that runs on one of these kernels; None for any other one. weight1,
     weight2: as in `Cut.pack`."""
     channels = len(weight2)
-    cut, known = (
-        CUTS.get(channels),
-        weight1.shape == (TAPS * channels, channels) and weight1.dtype == torch.bfloat16,
-    )
+    cut = CUTS.get(channels)
     if (
         cut is None
-        or not known
+        or weight1.shape != (TAPS * channels, channels)
+        or weight1.dtype != torch.bfloat16
         or dilation > MAX_DILATION
         or not weight1.is_cuda
         or not available(weight1.device.index or 0, cut.source)
@@ -144,21 +143,21 @@ def chosen(weight1: Tensor, weight2: Tensor, dilation: int) -> Tensor | None:
     return cut.pack(weight1, weight2)
 
 
-def pays(a: Tensor, lead: int) -> bool:
-    """Whether there is a kernel for the width of `a`, and it is the faster one for so many steps."""
+def is_faster(a: Tensor, lead: int) -> bool:
+    """Whether there is a kernel for the width of `a`, and it is faster than Triton's for this number of
+    steps."""
     cut, steps = CUTS.get(a.shape[2]), a.shape[0] * (a.shape[1] - lead)
     return cut is not None and steps > 0 and steps >= cut.fewest_steps
 
 
-def aligned(a: Tensor, residual: Tensor, raw: Tensor | None, active: Tensor | None, active_lead: int) -> bool:
+def aligned(
+    a: Tensor, residual: Tensor, raw: Tensor | None, active: Tensor | None, active_lead: int, *_: object
+) -> bool:
     """Whether the kernels can read and write these, 16 bytes at a time."""
     return not active_lead % 8 and all(
-        tensor is None or _starts_well(tensor) for tensor in (a, residual, raw, active)
+        tensor is None or (tensor.is_contiguous() and not tensor.data_ptr() % 16 and not tensor.stride(0) % 8)
+        for tensor in (a, residual, raw, active)
     )
-
-
-def _starts_well(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() and not tensor.data_ptr() % 16 and not tensor.stride(0) % 8
 
 
 def unit(
@@ -171,17 +170,13 @@ def unit(
     gain1: Tensor,
     bias2: Tensor,
     dilation: int,
-    raw: Tensor | None,
-    active: Tensor | None,
-    active_lead: int,
-    frequency2: Tensor | None,
-    gain2: Tensor | None,
+    *into: Any,
     ends: Tensor | None = None,
     open_ends: bool = False,
     load_only: bool = False,
 ) -> None:
     """`codec_active_unit` with packed weights, on the current stream of the device; `load_only`: its
-    kernel is loaded and not launched.
+    kernel is loaded and not launched; `into` as in `kernels.codec_launch.conv`.
 
     All tensors are bfloat16 but bias, frequency and gain. Raises ValueError for what the kernels cannot
     do: other widths, dilations above 9, tensors that are not `aligned`.
@@ -192,7 +187,8 @@ def unit(
         raise ValueError(
             f"there is no unit of {channels} channels and dilation {dilation}; {[*CUTS]} and 1 to {MAX_DILATION} are possible"
         )
-    if not aligned(a, residual, raw, active, active_lead):
+    raw, active, active_lead, frequency2, gain2 = into
+    if not aligned(a, residual, *into):
         raise ValueError(
             "tensors of a unit have to be contiguous, and their rows to start on multiples of 16 bytes"
         )

@@ -30,7 +30,6 @@ def snake_parameters(alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     return alpha.float().exp(), 1.0 / (beta.float().exp() + 1e-9)
 
 
-@op("snake_beta(Tensor x, Tensor frequency, Tensor gain) -> Tensor")
 def snake_beta(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
     """SnakeBeta (Ziyin et al. 2020, arXiv 2006.08195): x + gain * sin^2(frequency * x).
 
@@ -166,7 +165,19 @@ def codec_active_conv(
     total = bias.expand(rows, steps, -1)
     for tap, part in enumerate(weight.float().split(channels)):
         total = total + extended[:, tap * dilation : tap * dilation + steps] @ part
-    _deliver(total, residual, raw, active, active_lead, frequency, gain, ends, open_ends)
+    if residual is not None:
+        total = total + residual.view_as(total)
+    after_end = None if ends is None else (torch.arange(steps, device=a.device) >= ends[:, None])[:, :, None]
+    kept = after_end if open_ends else None
+    if raw is not None:
+        _write(total, raw.view_as(total), kept)
+    if active is not None and frequency is not None and gain is not None:
+        result = snake_beta(total, frequency, gain)
+        if after_end is not None and not open_ends:
+            result = result.masked_fill(after_end, 0.0)
+        count = result[0].numel()
+        place = active.view(rows, -1)[:, active_lead : active_lead + count].unflatten(1, total.shape[1:])
+        _write(result, place, kept)
 
 
 @op(
@@ -234,37 +245,6 @@ def codec_head(a: Tensor, lead: int, weight: Tensor, bias: Tensor, *, ends: Tens
     )
     codec_active_conv(*everything, ends=ends, open_ends=True)
     return wave.squeeze(2).clamp(-1.0, 1.0)
-
-
-def _deliver(
-    value: Tensor,
-    residual: Tensor | None,
-    raw: Tensor | None,
-    active: Tensor | None,
-    active_lead: int,
-    frequency: Tensor | None,
-    gain: Tensor | None,
-    ends: Tensor | None,
-    open_ends: bool,
-) -> None:
-    if residual is not None:
-        value = value + residual.view_as(value)
-    behind = (
-        None
-        if ends is None
-        else (torch.arange(value.shape[1], device=value.device) >= ends[:, None])[:, :, None]
-    )
-    if raw is not None:
-        _write(value, raw.view_as(value), behind if open_ends else None)
-    if active is not None and frequency is not None and gain is not None:
-        result = snake_beta(value, frequency, gain)
-        count = result[0].numel()
-        place = active.view(len(value), -1)[:, active_lead : active_lead + count].unflatten(
-            1, value.shape[1:]
-        )
-        if behind is not None and not open_ends:
-            result = result.masked_fill(behind, 0.0)
-        _write(result, place, behind if open_ends else None)
 
 
 def _write(value: Tensor, place: Tensor, kept: Tensor | None) -> None:

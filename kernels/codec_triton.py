@@ -211,12 +211,9 @@ def conv_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def unit_kernel(
-    a0,
-    a1,
-    w00,
-    w01,
-    w10,
-    w11,
+    a,
+    w0,
+    w1,
     bias1,
     frequency1,
     gain1,
@@ -239,16 +236,15 @@ def unit_kernel(
     N1: tl.constexpr,
     OPEN: tl.constexpr,
     BM: tl.constexpr,
-    K0: tl.constexpr,
-    K1: tl.constexpr,
+    BK: tl.constexpr,
     STAGES: tl.constexpr,
     TMA: tl.constexpr,
     FAST: tl.constexpr,
 ):
     """A whole residual unit: dilated convolution, snake, 1x1 convolution, residual, next snake.
 
-    All C = N0 + N1 channels of a step stay in one program, in two power-of-two pieces; depth goes in
-    pieces K0 and, where K1 > 0, K1. OPEN as for `conv_kernel`.
+    All C = N0 + N1 channels of a step stay in one program, in two power-of-two pieces; w0 and w1: the
+    columns of each. OPEN as for `conv_kernel`.
     """
     row_tiles = tl.cdiv(steps, BM)
     pid = tl.program_id(0)
@@ -257,20 +253,14 @@ def unit_kernel(
     if OPEN and _behind(ends, row, start):
         return
     zeros = None if OPEN else ends
-    depth: tl.constexpr = K0 + K1
-    chunks: tl.constexpr = C // depth
+    chunks: tl.constexpr = C // BK
     left = tl.zeros((BM, N0), dtype=tl.float32)
     right = tl.zeros((BM, N1), dtype=tl.float32)
     for i in tl.range(0, _rounds(zeros, row, start, TAPS * chunks), num_stages=STAGES):
         shift = (TAPS - 1 - i // chunks) * DILATION
-        k = i % chunks * depth
-        piece = _steps(a0, row, start, k, steps, lead, shift, C, BM, K0, TMA)
-        left = _product(piece, _weights(w00, i * depth, 0, C, K0, N0, TMA), left, FAST)
-        right = _product(piece, _weights(w01, i * depth, N0, C, K0, N1, TMA), right, FAST)
-        if K1 > 0:
-            piece = _steps(a1, row, start, k + K0, steps, lead, shift, C, BM, K1, TMA)
-            left = _product(piece, _weights(w10, i * depth + K0, 0, C, K1, N0, TMA), left, FAST)
-            right = _product(piece, _weights(w11, i * depth + K0, N0, C, K1, N1, TMA), right, FAST)
+        piece = _steps(a, row, start, i % chunks * BK, steps, lead, shift, C, BM, BK, TMA)
+        left = _product(piece, _weights(w0, i * BK, 0, C, BK, N0, TMA), left, FAST)
+        right = _product(piece, _weights(w1, i * BK, N0, C, BK, N1, TMA), right, FAST)
     n0 = tl.arange(0, N0)
     n1 = N0 + tl.arange(0, N1)
     left = _snake(
@@ -403,13 +393,3 @@ def head_sum_kernel(
         tl.minimum(wave, 1.0, propagate_nan=tl.PropagateNan.ALL),
         mask=at < steps,
     )
-
-
-@triton.jit
-def snake_kernel(x, frequency, gain, out, count, C: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    channel = at % C
-    value = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
-    f = tl.load(frequency + channel, mask=at < count, other=0.0)
-    g = tl.load(gain + channel, mask=at < count, other=0.0)
-    tl.store(out + at, _snake(value, f, g, FAST).to(out.dtype.element_ty), mask=at < count)

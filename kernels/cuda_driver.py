@@ -26,7 +26,6 @@ _CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 _COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 _CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-_MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 
 
 class _Attribute(ctypes.Structure):
@@ -160,16 +159,12 @@ class Kernel:
 
     def resident_blocks(self, threads: int) -> int:
         """Blocks of so many threads that its device holds at once while nothing else runs there."""
-        each, processors = ctypes.c_int(), ctypes.c_int()
+        each = ctypes.c_int()
         with _on(self._device):
             asked = (self._function, threads, ctypes.c_size_t(self._shared_bytes))
             code = _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(each), *asked)
             _check(code, f"The occupancy of {self._name}")
-            _check(
-                _driver().cuDeviceGetAttribute(ctypes.byref(processors), _MULTIPROCESSORS, self._device),
-                "The size of the device",
-            )
-        return each.value * processors.value
+        return each.value * processors(self._device)
 
     def resident_clusters(self, threads: int, blocks: int) -> int:
         """Clusters of so many blocks, of so many threads each, that its device holds at once while nothing

@@ -377,10 +377,10 @@ def packed_attention(
     scale: float,
     out: Tensor,
 ) -> Tensor:
-    """`kernels.attention.attend_packed` into `out` [total, heads * head_dim], of which it writes the
-    tokens of runs only.
+    """Causal attention of packed prompts over their pages, which hold the new positions too, into `out`
+    [total, heads * head_dim], of which it writes the tokens of runs only.
 
-    q, caches and table contiguous; a page has a power of two of positions.
+    q: [total, heads, head_dim]; q, caches and table contiguous; a page has a power of two of positions.
     """
     _, kv_heads, page_size, head_dim = k_cache.shape
     heads = q.shape[1]

@@ -43,8 +43,6 @@ class Partition(NamedTuple):
 #: rows.
 _CUTS: dict[tuple[int, bool, int], tuple[int, int, int, int]] = {
     (1024, True, PLAIN): (2, 8, 8, 2),
-    (1024, False, PLAIN): (4, 16, 16, 2),
-    (1024, False, SWIGLU): (6, 16, 16, 2),
     (1024, True, SWIGLU): (6, 8, 8, 2),
     (2048, True, PLAIN): (4, 16, 16, 1),
     (2048, True, SWIGLU): (4, 16, 16, 1),

@@ -1,9 +1,9 @@
 """A whole frame in few launches: the backbone's step, code 0, the codebooks behind it, the next input.
 
-What it computes is `kernels.reference.run_frame` with its rounding points; how, depends on the number of
-rows: up to `Plan.skinny_rows` the weight stream is everything and five launches a layer overlap it; above,
-norms are launches of their own between cuBLAS's products, or parts of those of `Plan.products`. Nothing
-here allocates or reads the device, so a run can be captured.
+It computes `kernels.reference.run_frame` with the same rounding points. A `Plan` chooses the kernels by the
+number of rows: for few rows (`Plan.skinny`) the time is that of reading the weights, and five launches a
+layer overlap it; for more, norms are launches of their own between cuBLAS's products, or parts of the
+products of `Plan.products`. A run allocates nothing and reads nothing from the device, so it can be captured.
 """
 
 from __future__ import annotations
@@ -35,27 +35,22 @@ from kernels.lm_triton import add_norm, swiglu
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a frame of a given number of rows is run; every field changes time, none changes meaning but by
-    what is rounded once less."""
+    """The kernels of a frame of a given number of rows. The fields change the time of a frame; its results
+    differ by rounding only."""
 
-    skinny_rows: int = 32
-    #: Programs that share a row's positions in attention, by number of rows, instead of those of its tile
-    #: (`AttentionTile.splits`).
+    #: `lm_cuda.skinny` computes all products, on a GPU and for weights that it supports, unless `products`
+    #: applies.
+    skinny: bool = True
+    #: Programs that share a row's positions in attention, by number of rows; None: `AttentionTile.splits`.
     splits: tuple[tuple[int, int], ...] | None = None
     pdl: bool = True
-    #: Weights this many products ahead are brought into the L2; 0 = none.
-    ahead: int = 0
-    #: From this many rows on, a norm is a launch of its own instead of being repeated in every block of a
-    #: skinny product.
-    norm_apart_rows: int = 1 << 30
-    cuda_draw: bool = True
-    #: `lm_products.product` serves all products, with PDL, on a GPU and for weights that it knows.
+    #: `lm_products.product` computes all products, with PDL, on a GPU and for weights that it supports.
     products: bool = False
-    #: `lm_products.swiglu` serves instead of cuBLAS where its tiles fill the GPU (`lm_products.fills`), for
-    #: weights that it knows.
+    #: `lm_products.swiglu` replaces cuBLAS where its tiles fill the GPU (`lm_products.fills`), for weights
+    #: that it supports.
     wide_swiglu: bool = False
-    #: `lm_products.add_product` makes O and down instead of cuBLAS where all its tiles run at once
-    #: (`lm_products.splits_for`), for weights that it knows.
+    #: `lm_products.add_product` computes O and down instead of cuBLAS where all its tiles run at once
+    #: (`lm_products.splits_for`), for weights that it supports.
     residual_products: bool = False
 
 
@@ -148,16 +143,14 @@ class FusedFrame:
         self.weights, self.state = weights, _as_bytes(state)
         self._keys, self._values = k_cache, v_cache
         device, dtype = k_cache.device, k_cache.dtype
-        self._orders: dict[int, list[Tensor]] = {}
-        self._order: list[Tensor] = []
-        self._step = 0
         #: What the next norm adds to the state first; the norm that the product before made, where it did;
         #: whether the next norm may start early where the others may not, first in a stack and behind
         #: `lm_products.add_product`.
         self._pending: Tensor | None = None
         self._normed: Norm | None = None
         self._starts_early = False
-        self._skinny = runs_cuda(weights, k_cache)
+        self._cuda = runs_cuda(weights, k_cache)
+        self._skinny = self._cuda and plan.skinny and not self._products
 
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, device=device, dtype=dtype)
@@ -180,7 +173,7 @@ class FusedFrame:
         self._finite = torch.empty(max_rows, device=device, dtype=torch.int32)
         if depth is not None:
             span, stack = 1 << depth.heads.shape[0].bit_length(), depth.stack
-            self._fast = self._skinny and lm_cuda.has_predictor_attention(
+            self._fast = self._cuda and lm_cuda.has_predictor_attention(
                 stack.heads, stack.kv_heads, span, stack.head_dim
             )
             self._past = torch.zeros(
@@ -200,7 +193,6 @@ class FusedFrame:
         """One frame of the slots `rows` int64 [n] into codes int64 [n, codebooks] and flags uint8 [n];
         updates the state."""
         n = rows.shape[0]
-        self._step, self._order = 0, self._orders.setdefault(n, [])
         backbone, x = self.weights.backbone, self._x[0][:n]
         self._backbone(rows, x)
         self._draws(self._head(backbone, x, self.weights.head, self._hidden[:n]), rows, codes, flags)
@@ -209,7 +201,6 @@ class FusedFrame:
         """`run` behind a backbone that runs elsewhere; hidden: [n, hidden], its states after the final
         norm."""
         n, head = rows.shape[0], self.weights.head
-        self._step, self._order = 0, self._orders.setdefault(n, [])
         kept = self._hidden[:n].copy_(hidden)
         self._draws(torch.mm(kept, head.t(), out=_rows(self._logits, n, len(head))), rows, codes, flags)
 
@@ -253,29 +244,17 @@ class FusedFrame:
             logits = self._head(stack, x[n : 2 * n] if first else x[:n], depth.heads[step])
             self._draw(LAST if step == behind - 1 else MIDDLE, step + 1, logits, rows, codes, flags)
 
-    def _narrow(self, rows: int) -> bool:
-        return self._skinny and not self._products and rows <= self.plan.skinny_rows
-
-    def _ahead(self, weight: Tensor) -> Tensor | None:
-        """The weight that comes `plan.ahead` skinny products later; the order is learnt in the first run
-        of a row count."""
-        at, self._step = self._step, self._step + 1
-        if at == len(self._order):
-            self._order.append(weight)
-        return self._order[(at + self.plan.ahead) % len(self._order)] if self.plan.ahead else None
-
     def _stack(self, stack: StackTensors, x: Tensor, attend: Attend, keep: int = 0) -> None:
         """All layers in place on x [rows, width]; the last layer's output is only made for the rows from
         `keep` on."""
-        narrow = self._narrow(len(x))
         self._pending, self._normed, self._starts_early = None, None, self._residual
         for index, (layer, following) in enumerate(zip(stack.layers, [*stack.layers[1:], None])):
             qkv, mixed = (
                 _rows(self._qkv, len(x), len(layer.qkv)),
                 _rows(self._mixed, len(x), layer.o.shape[1]),
             )
-            if narrow:
-                self._thin_normed(x, layer.qkv, qkv, layer.input_norm, stack.eps)
+            if self._skinny:
+                self._thin(x, layer.qkv, qkv, norm=layer.input_norm, eps=stack.eps)
             elif self._products:
                 self._wide(self._normed or self._added_norm(x, layer.input_norm, stack.eps), layer.qkv, qkv)
             else:
@@ -287,22 +266,16 @@ class FusedFrame:
             attend(index, qkv, mixed)
             if keep and following is None:
                 x, mixed = x[keep:], mixed[keep:]
-            self._behind_attention(stack, layer, following, x, mixed, narrow)
+            self._after_attention(stack, layer, following, x, mixed)
 
-    def _behind_attention(
-        self,
-        stack: StackTensors,
-        layer: Layer,
-        following: Layer | None,
-        x: Tensor,
-        mixed: Tensor,
-        narrow: bool,
+    def _after_attention(
+        self, stack: StackTensors, layer: Layer, following: Layer | None, x: Tensor, mixed: Tensor
     ) -> None:
         """A layer from the result of its attention on; what is not added to x yet is `_pending`."""
         act, eps = _rows(self._act, len(x), stack.inner), stack.eps
-        if narrow:
+        if self._skinny:
             self._thin(mixed, layer.o, x, epilogue=RESIDUAL, extra=x)
-            self._thin_normed(x, layer.gate_up, act, layer.post_norm, eps, epilogue=SWIGLU)
+            self._thin(x, layer.gate_up, act, norm=layer.post_norm, eps=eps, epilogue=SWIGLU)
             self._thin(act, layer.down, x, epilogue=RESIDUAL, extra=x)
         elif self._products:
             parts = self._parts(stack.hidden)
@@ -362,35 +335,20 @@ class FusedFrame:
     def _head(self, stack: StackTensors, x: Tensor, head: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Logits [rows, codes] of the final norm of x; `hidden` keeps the normed rows."""
         logits = _rows(self._logits, len(x), len(head))
-        if self._pending is None and self._narrow(len(x)):
+        if self._pending is None and self._skinny:
             return self._thin(x, head, logits, norm=stack.norm, eps=stack.eps, normed=hidden)
         normed = self._added_norm(x, stack.norm, stack.eps, hidden)
         return self._wide(normed, head, logits) if self._products else torch.mm(normed, head.t(), out=logits)
 
     def _project(self, weight: Tensor, bias: Tensor, hidden: Tensor, x: Tensor) -> None:
-        if self._narrow(len(hidden)):
+        if self._skinny:
             self._thin(hidden, weight, x, epilogue=BIAS, extra=bias)
         else:
             torch.addmm(bias, hidden, weight.t(), out=x)
 
-    def _thin_normed(
-        self, x: Tensor, weight: Tensor, y: Tensor, norm: Tensor, eps: float, epilogue: int = PLAIN
-    ) -> None:
-        if len(x) < self.plan.norm_apart_rows or not lm_cuda.has_skinny(x.shape[1], False, epilogue):
-            self._thin(x, weight, y, norm=norm, eps=eps, epilogue=epilogue)
-        else:
-            self._thin(
-                add_norm(x, None, norm, eps, _rows(self._h, *x.shape), pdl=self.plan.pdl),
-                weight,
-                y,
-                epilogue=epilogue,
-            )
-
     def _thin(self, x: Tensor, weight: Tensor, y: Tensor, **options) -> Tensor:
-        late = len(x) > 16 and "norm" not in options  # measured: it pays where the activations are large
-        return lm_cuda.skinny(
-            x, weight, y, ahead=self._ahead(weight), late=late, pdl=self.plan.pdl, **options
-        )
+        late = len(x) > 16 and "norm" not in options  # measured: faster where the activations are large
+        return lm_cuda.skinny(x, weight, y, late=late, pdl=self.plan.pdl, **options)
 
     def _wide(self, x: Tensor | Norm, weight: Tensor, y: Tensor, **options) -> Tensor:
         return lm_products.product(
@@ -425,7 +383,7 @@ class FusedFrame:
             rules.ends[0], rules.suppress_from, state.dead, n, vocab, codebook, codes.shape[1], width, hidden, state.trailing.shape[1],
             int(depth is not None and depth.project is None),
         )  # fmt: skip
-        if self._skinny and self.plan.cuda_draw and lm_cuda.has_draw(vocab, width, hidden):
+        if self._cuda and lm_cuda.has_draw(vocab, width, hidden):
             lm_cuda.draw(pointers, numbers, stage, self.plan.pdl)
         else:
             draw(pointers, numbers, stage, self.plan.pdl, rules, feedback, state.recent)
@@ -478,15 +436,12 @@ def _as_bytes(state: StateTensors) -> StateTensors:
 
 def plan_for(rows: int, hidden: int = 1024) -> Plan:
     """The plan for frames of `rows` rows of a talker of width `hidden`."""
-    if rows <= 16:
-        return Plan(skinny_rows=64)
-    if rows <= 32 and hidden <= 1024:
-        return Plan(skinny_rows=64, norm_apart_rows=1, ahead=2, products=True)
-    residual = 64 < rows <= lm_products.MANY
+    if rows <= 16 or (rows <= 32 and hidden <= 1024):
+        return Plan(products=rows > 16)
     return Plan(
-        skinny_rows=0,
+        skinny=False,
         pdl=False,
         products=rows <= 64,
         wide_swiglu=rows > lm_products.FEW,
-        residual_products=residual,
+        residual_products=64 < rows <= lm_products.MANY,
     )

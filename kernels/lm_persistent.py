@@ -131,14 +131,12 @@ def predictor_cut(weights: FrameTensors) -> Cut | None:
     if (depth := weights.depth) is None or weights.backbone.hidden % 8 or not _plain(weights):
         return None
     behind, codes, _ = depth.heads.shape
-    return _spoken(
-        PREDICTORS.get((*_sizes(depth.stack), codes, len(depth.stack.layers), behind)), depth.stack
-    )
+    return PREDICTORS.get((*_sizes(depth.stack), codes, len(depth.stack.layers), behind))
 
 
 def talker_cut(weights: FrameTensors) -> Cut | None:
     """How the talker's layers of these weights are cut; None where there is no kernel for them."""
-    return _spoken(TALKERS.get(_sizes(weights.backbone)), weights.backbone) if _plain(weights) else None
+    return TALKERS.get(_sizes(weights.backbone)) if _plain(weights) else None
 
 
 def _plain(weights: FrameTensors) -> bool:
@@ -147,20 +145,6 @@ def _plain(weights: FrameTensors) -> bool:
 
 def _sizes(stack: StackTensors) -> tuple[int, ...]:
     return stack.hidden, stack.inner, stack.heads, stack.kv_heads, stack.head_dim
-
-
-def _spoken(cut: Cut | None, stack: StackTensors) -> Cut | None:
-    return cut if cut is not None and all_blocks_speak(cut.blocks, stack.hidden, stack.inner) else None
-
-
-def all_blocks_speak(blocks: int, width: int, inner: int) -> bool:
-    """Whether each block owns rows of the state or of the inner width, as `Shape` of persistent_shape.cuh
-    wants it.
-
-    A block without any could still read attention's result of a layer when the others write that of the
-    next one over it.
-    """
-    return any((blocks - 1) * 8 * -(-n // (8 * blocks)) < n for n in (width, inner))
 
 
 def _tiles(weight: Tensor, cut: Cut, halves: int = 1) -> Tensor:
@@ -241,23 +225,30 @@ def kernel_name(cut: Cut, rows: int, tested: bool = False) -> str:
     return f"{cut.name}_{rows}" + ("_tested" if tested else "")
 
 
-def resident_kernel(
-    source: str, cut: Cut, rows: int, tested: bool, device: torch.device
-) -> tuple[Source, str]:
-    """The kernel of a cut, and its source. Raises RuntimeError where there is no code, or the device does
-    not hold all blocks at once."""
-    name = kernel_name(cut, rows, tested)
-    made = _source(TESTED_SOURCE if tested else source, name, cut.shared_bytes)
-    if (room := made.on(index_of(device.index))[name].resident_blocks(cut.threads)) < cut.blocks:
-        raise RuntimeError(
-            f"The persistent kernel has {cut.blocks} blocks; this device holds {room} of them at once."
-        )
-    return made, name
-
-
 @cache
 def _source(source: str, kernel: str, shared_bytes: int) -> Source:
     return Source(source, {kernel: shared_bytes})
+
+
+class _Kernel:
+    """A kernel whose blocks all run at once on its device."""
+
+    def __init__(self, source: str, cut: Cut, rows: int, tested: bool, device: torch.device) -> None:
+        """Raises RuntimeError where there is no code, or the device does not hold all blocks at once."""
+        self._name, self._cut = kernel_name(cut, rows, tested), cut
+        self._source = _source(TESTED_SOURCE if tested else source, self._name, cut.shared_bytes)
+        self._device = index_of(device.index)
+        room = self._source.on(self._device)[self._name].resident_blocks(cut.threads)
+        if room < cut.blocks:
+            raise RuntimeError(
+                f"The persistent kernel has {cut.blocks} blocks; this device holds {room} of them at once."
+            )
+
+    def launch(self, arguments: ctypes.Structure) -> None:
+        cut = self._cut
+        self._source.launch(
+            self._name, (cut.blocks, 1), cut.threads, arguments, self._device, cooperative=True
+        )
 
 
 class Predictor:
@@ -291,7 +282,7 @@ class PredictorRun:
         self.predictor, self.rows, self.patience, self.trial = predictor, rows, patience, trial
         self.gap = GAP if gap is None else gap
         depth, device = predictor.depth, predictor.weights.device
-        self._source, self._kernel = resident_kernel(SOURCE, predictor.cut, rows, trial is not None, device)
+        self._kernel = _Kernel(SOURCE, predictor.cut, rows, trial is not None, device)
         # A packet is two values; a row has two tokens in the first pass.
         self.packets = torch.zeros(
             rows * (_exchanged(depth.stack) + depth.heads.shape[1]), 2, dtype=torch.int32, device=device
@@ -329,13 +320,7 @@ class PredictorRun:
             draws.greedy, state.inputs, self.packets, self.control,
         )  # fmt: skip
         numbers = (frame.draw.ends[0], state.dead, frame.backbone.hidden, state.trailing.shape[1])
-        _launch(
-            self._source,
-            self._kernel,
-            predictor.cut,
-            Arguments(*pointers, *numbers, *self.rest(depth.stack)),
-            x.device,
-        )
+        self._kernel.launch(Arguments(*pointers, *numbers, *self.rest(depth.stack)))
 
 
 class Talker:
@@ -357,9 +342,7 @@ class TalkerRun:
         once."""
         self.talker, self.behind = talker, behind
         stack, cut, device = talker.stack, talker.cut, talker.weights.device
-        self._source, self._kernel = resident_kernel(
-            TALKER_SOURCE, cut, behind.rows, behind.trial is not None, device
-        )
+        self._kernel = _Kernel(TALKER_SOURCE, cut, behind.rows, behind.trial is not None, device)
         # Two values each, and each value of attention's parts.
         packets = _exchanged(stack) // 2 + cut.blocks // stack.kv_heads * stack.heads * (stack.head_dim + 2)
         self.packets = torch.zeros(behind.rows * packets, 2, dtype=torch.int32, device=device)
@@ -377,14 +360,4 @@ class TalkerRun:
             self.packets, behind.control,
         )  # fmt: skip
         numbers = (keys.stride(0), len(stack.layers), state.page_table.shape[1], keys.shape[3])
-        _launch(
-            self._source,
-            self._kernel,
-            talker.cut,
-            TalkerArguments(*pointers, *numbers, *behind.rest(stack)),
-            x.device,
-        )
-
-
-def _launch(source: Source, kernel: str, cut: Cut, arguments: ctypes.Structure, device: torch.device) -> None:
-    source.launch(kernel, (cut.blocks, 1), cut.threads, arguments, device.index, cooperative=True)
+        self._kernel.launch(TalkerArguments(*pointers, *numbers, *behind.rest(stack)))

@@ -153,15 +153,23 @@ def _too_many(share, order, least, limit, count):
 
 
 @triton.jit
+def _row_weights(
+    value, at, temperature, top_k, top_p, VOCAB: tl.constexpr, HALF: tl.constexpr, NUCLEUS: tl.constexpr
+):
+    if NUCLEUS:
+        weights = _nucleus_weights(value, at, temperature, top_k, top_p, VOCAB, HALF)
+    else:
+        weights = _weights(value, at, temperature, top_k, top_p, VOCAB)
+    return weights
+
+
+@triton.jit
 def _drawn_again(
     value, at, top_k, seed, frame, codebook, VOCAB: tl.constexpr, HALF: tl.constexpr, NUCLEUS: tl.constexpr
 ):
     """A second draw, with the settings of a retry and the random word of `codebook`."""
     top_p = tl.full((), _RETRY_TOP_P, tl.float32)
-    if NUCLEUS:
-        weights = _nucleus_weights(value, at, _RETRY_TEMPERATURE, top_k, top_p, VOCAB, HALF)
-    else:
-        weights = _weights(value, at, _RETRY_TEMPERATURE, top_k, top_p, VOCAB)
+    weights = _row_weights(value, at, _RETRY_TEMPERATURE, top_k, top_p, VOCAB, HALF, NUCLEUS)
     place = (_philox_word(seed, frame, frame * 0 + codebook) * tl.sum(weights)) >> 32
     return tl.sum((tl.cumsum(weights, 0) <= place).to(tl.int64))
 
@@ -207,20 +215,8 @@ def _draw_code(
     if tl.load(greedy + slot) != 0:
         code = tl.argmax(value, 0).to(tl.int64)
     else:
-        if NUCLEUS:
-            weights = _nucleus_weights(
-                value,
-                at,
-                tl.load(temperature + slot),
-                tl.load(top_k + slot),
-                tl.load(top_p + slot),
-                VOCAB,
-                HALF,
-            )
-        else:
-            weights = _weights(
-                value, at, tl.load(temperature + slot), tl.load(top_k + slot), tl.load(top_p + slot), VOCAB
-            )
+        own = (tl.load(temperature + slot), tl.load(top_k + slot), tl.load(top_p + slot))
+        weights = _row_weights(value, at, own[0], own[1], own[2], VOCAB, HALF, NUCLEUS)
         total = tl.cumsum(weights, 0)
         word = _philox_word(tl.load(seeds + slot), frame, frame * 0 + codebook)
         place = (word * tl.sum(weights)) >> 32

@@ -263,14 +263,16 @@ class Job:
 
     def report(self, to: str | Path | None = None) -> Report:
         """Writes the report of what is done by now; a notebook shows it."""
-        from jobs.report import ReportOptions, default_place, write_report
+        from jobs.report import default_place, write_report
 
         if to is not None:
             check_type("to", to, (str, os.PathLike), "a path")
         place = default_place(self._settings, self.id) if to is None else Path(to).absolute()
-        options = ReportOptions(embed=True, price_per_gpu_hour=self._settings.price_per_gpu_hour)
-        written = write_report(self._ledger, self._confirmed(), self.id, place, options).path
-        return Report(Path(str(written)))
+        price = self._settings.price_per_gpu_hour
+        written = write_report(
+            self._ledger, self._confirmed(), self.id, place, embed=True, price_per_gpu_hour=price
+        )
+        return Report(Path(written.path))
 
     def delete(self, *, yes: bool = False) -> Deleted:
         """Deletes the job, which must have ended: its objects in the store and its rows in the ledger, as

@@ -274,11 +274,15 @@ class Night:
         job, own, s3 = jobs[-1], {one.id for one in jobs}, self.settings.s3
         store = store_of(job, s3)
         if format == REPORT:
-            from jobs.report import ReportOptions, write_report
+            from jobs.report import write_report
 
-            options = ReportOptions(price_per_gpu_hour=self.settings.price_per_gpu_hour)
             return write_report(
-                self.ledger, store, job.id, Path(to), options, lambda place: own_output(place, job.id, own)
+                self.ledger,
+                store,
+                job.id,
+                Path(to),
+                price_per_gpu_hour=self.settings.price_per_gpu_hour,
+                open_file=lambda place: own_output(place, job.id, own),
             ).measured
         splits = _splits(format, self.schedule)
         return export(self.ledger, store, job.id, format, to, splits=splits, s3=s3, replaces=own).items

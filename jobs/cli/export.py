@@ -192,13 +192,13 @@ def report(
       nightjar report JOB
       nightjar report JOB --to night.html --price 2.80
     """
-    from jobs.report import ReportOptions, default_place, write_report
+    from jobs.report import default_place, write_report
     from jobs.store import store_of
 
-    options = ReportOptions(items, embed, settings.price_per_gpu_hour if price is None else price)
+    price = settings.price_per_gpu_hour if price is None else price
     # Absolute, so that no name means standard output.
-    place = to.absolute() if to else default_place(settings, job.id)
-    written = write_report(ledger, store_of(job, settings.s3), job.id, place, options)
+    place, store = to.absolute() if to else default_place(settings, job.id), store_of(job, settings.s3)
+    written = write_report(ledger, store, job.id, place, items=items, embed=embed, price_per_gpu_hour=price)
     view = {"schema": "nightjar.report/1", "job": job.id, "to": written.path, "bytes": written.bytes}
     output.say({**view, "items": written.shown, "measured": written.measured}, written.path)
     output.note(

@@ -247,14 +247,14 @@ def show(job: str, home: str | None, output: Output) -> None:
       nightjar show JOB --json
     """
     from jobs.job_command import engines_of, job_command, omitted_options
-    from jobs.provenance import records
+    from jobs.provenance import read_records
     from jobs.store import store_of
 
     settings = settings_for_job(job, home)
     found = read_ledger(settings, lambda reader: find_job(reader, job))
     remember_moved(found.id, settings)
     try:
-        made_with = records(store_of(found, settings.s3), found)
+        made_with = read_records(store_of(found, settings.s3), found)
     except NightjarError as error:
         output.note(f"What made the job cannot be read: {printable(str(error))}")
         made_with = None

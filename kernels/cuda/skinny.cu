@@ -197,8 +197,6 @@ __device__ __forceinline__ void skinny(const Args& p) {
 
 NARROW_AND_WIDE(4, 8, 4, 1, 0)
 NARROW_AND_WIDE(2, 8, 4, 1, 0)
-NARROW_AND_WIDE(4, 16, 2, 0, 0)
-NARROW_AND_WIDE(6, 16, 2, 0, 2)
 NARROW_AND_WIDE(6, 8, 4, 1, 2)
 KERNEL(4, 1, 16, 4, 1, 0)
 KERNEL(4, 1, 16, 4, 1, 2)

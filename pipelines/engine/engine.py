@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 _REST_SECONDS = 0.001
 #: How long the engine is idle before the executor prepares for later batches. A request waits for one such
 #: step at most.
-_IDLE_SECONDS = 1.0
+IDLE_SECONDS = 1.0
 
 
 class Engine:
@@ -156,7 +156,7 @@ class Engine:
         with self._wake:
             idle = not self._wake.wait_for(
                 lambda: self._arrived or self._calls or self._closing or not self.core.idle,
-                _IDLE_SECONDS if self._preparing else None,
+                IDLE_SECONDS if self._preparing else None,
             )
             while self._is_paused:
                 self._wake.wait(_REST_SECONDS)

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from benchmarks.checkpoint import dummy_model
 from benchmarks.shapes import FISH, SPARK, TINY_FISH, TINY_SPARK, Maker
 from kernels import lm_products, prefill
-from kernels.attention import PackedPrompts, attend_packed
+from kernels.attention import PackedPrompts
 from kernels.cuda_driver import available, processors
 from kernels.cuda_graphs import GraphPool, capture
 from kernels.layers import qk_norm_rope_append, rope_table, swiglu
@@ -27,7 +27,7 @@ from pipelines.engine.executor import EngineOptions, FrameModel, PrefillRun
 from pipelines.engine.opening import graph_executor
 from pipelines.engine.prefill import PaddedPrefills
 from pipelines.engine.state import SCRATCH_PAGE, PagedKV
-from tests.support.prefill_twins import padded_twin
+from tests.support.prefill_twins import attend_packed, padded_twin
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -37,7 +37,7 @@ SHORT = 8000
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     persistent_kit.emulate(monkeypatch)
-    monkeypatch.setattr(Emulated, "seed", 0)
+    Emulated.seed = 0
     with torch.inference_mode():
         yield
 
@@ -92,7 +92,7 @@ def test_steps_follow_each_other_in_any_order_of_threads_with_stumbling_blocks(
     for delay in (0, 40):
         run = run_of(one, trial=Trial(seed=delay, delay=delay))
         for seed in range(orders):
-            monkeypatch.setattr(Emulated, "seed", seed)
+            Emulated.seed = seed
             assert equal(launched(run, one), wanted), f"seed {seed}, delay {delay}"
         assert run.behind.fault is None
         assert run.behind.control.tolist() == [0, 0, orders * 6 * shape.layers]
@@ -127,7 +127,7 @@ def test_a_wait_for_weights_ends_in_a_fault_and_the_next_launches_are_right(
 ) -> None:
     one = case(SMALL_TALKER, 2, seed=1)
     wanted = launched(run_of(one), one)
-    monkeypatch.setattr(Emulated, "seed", seed)
+    Emulated.seed = seed
     run = run_of(one, patience=SHORT, trial=trial)
     launched(run, one)
     assert re.fullmatch(
@@ -145,7 +145,7 @@ def test_no_block_ends_before_its_copies(monkeypatch: pytest.MonkeyPatch, tmp_pa
     )
     persistent_kit.rebuild(monkeypatch, tmp_path, kernel, persistent_kit.LOOKS_AT_ONCE)
     for seed in range(6):
-        monkeypatch.setattr(Emulated, "seed", seed)
+        Emulated.seed = seed
         run = run_of(one, gap=200_000)
         run.behind.control[1] = fault = -(1 << 31)
         launched(run, one)

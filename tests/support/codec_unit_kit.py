@@ -74,7 +74,7 @@ class Unit:
         t, packed, (raw, active) = self.tensors(channels), self.packed(cut), self.outputs(channels, BF16)
         codec_cuda.unit(
             t["a"], self.lead, t["x"], packed, t["bias1"], t["frequency1"], t["gain1"], t["bias2"], self.dilation,
-            raw, active, self.margin * channels, t["frequency2"], t["gain2"], self.end_tensor, self.open_ends,
+            raw, active, self.margin * channels, t["frequency2"], t["gain2"], ends=self.end_tensor, open_ends=self.open_ends,
         )  # fmt: skip
         return raw, active
 

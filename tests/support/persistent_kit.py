@@ -9,10 +9,12 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -128,11 +130,19 @@ def rebuild(monkeypatch: pytest.MonkeyPatch, folder: Path, kernel: str, edits: d
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small sizes alone are known, and run here."""
     cuda_emulated.emulate(monkeypatch)
-    monkeypatch.setattr(lm_persistent, "PREDICTORS", EMULATED_CUTS)
-    monkeypatch.setattr(lm_persistent, "TALKERS", EMULATED_TALKER_CUTS)
-    monkeypatch.setattr(
-        Source, "on", lambda source, _: {name: Emulated(name, size) for name, size in source.kernels.items()}
+    _know(
+        monkeypatch,
+        EMULATED_CUTS,
+        EMULATED_TALKER_CUTS,
+        lambda source, _: {name: Emulated(name, size) for name, size in source.kernels.items()},
     )
+
+
+def _know(monkeypatch: pytest.MonkeyPatch, cuts: Any, talker_cuts: Any, on: Callable[..., Any]) -> None:
+    """Sizes of models for which there are kernels, and where those come from."""
+    monkeypatch.setattr(lm_persistent, "PREDICTORS", cuts)
+    monkeypatch.setattr(lm_persistent, "TALKERS", talker_cuts)
+    monkeypatch.setattr(Source, "on", on)
 
 
 @cache
@@ -160,9 +170,7 @@ def add_small(monkeypatch: pytest.MonkeyPatch) -> None:
             else {name: module.kernel(name, size) for name, size in source.kernels.items()}
         )
 
-    monkeypatch.setattr(lm_persistent, "PREDICTORS", lm_persistent.PREDICTORS | CUTS)
-    monkeypatch.setattr(lm_persistent, "TALKERS", lm_persistent.TALKERS | TALKER_CUTS)
-    monkeypatch.setattr(Source, "on", found)
+    _know(monkeypatch, lm_persistent.PREDICTORS | CUTS, lm_persistent.TALKERS | TALKER_CUTS, found)
 
 
 @dataclass(frozen=True, slots=True)

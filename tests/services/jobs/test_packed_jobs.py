@@ -18,7 +18,7 @@ from jobs.layout import pack_index_name, pack_key
 from jobs.ledger.records import JobSpec, JobState
 from jobs.packs import PackBuilder, read_artifact
 from jobs.repair import Match, RepairOutcome, repair_objects, reproduce
-from jobs.report import ReportOptions, write_report
+from jobs.report import write_report
 from jobs.store import FolderStore, ObjectStore, open_store
 from jobs.verify import Expected, Fault, ObjectCheck, expected_objects, listed_faults
 from pipelines.errors import ConfigError, ErrorCode, StoreError
@@ -191,7 +191,7 @@ def test_a_format_of_paths_needs_a_folder_for_the_audio(packed: Finished, format
 
 def test_a_report_plays_what_is_in_packs(packed: Finished) -> None:
     page = packed.folder / "report.html"
-    write_report(packed.ledger, packed.store, packed.job_id, page, ReportOptions())
+    write_report(packed.ledger, packed.store, packed.job_id, page)
     assert page.read_text().count("data:audio/flac;base64,") >= 7
     assert "Players read the files" not in page.read_text()
 

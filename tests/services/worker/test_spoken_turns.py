@@ -293,8 +293,7 @@ def test_inputs_and_audio_of_turns_are_made_again(rig: Rig) -> None:
     assert rig.store.get(lost.key) == before
 
 
-def test_a_resumed_ingest_counts_turns(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.line_check.BATCH_LINES", 2)
+def test_a_resumed_ingest_counts_turns(rig: Rig, short_batches: None) -> None:
     staged = rig.ledger.stage
 
     def once(job_id: str, shards: list[NewShard], *rest: Any) -> bool:
@@ -316,8 +315,7 @@ def test_a_resumed_ingest_counts_turns(rig: Rig, monkeypatch: pytest.MonkeyPatch
     assert len(exported(rig, job, "espnet", items=24, left_out=0)) == 6
 
 
-def test_an_id_is_one_dialogues_whatever_its_turns(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.line_check.BATCH_LINES", 2)
+def test_an_id_is_one_dialogues_whatever_its_turns(rig: Rig, short_batches: None) -> None:
     job = submitted(
         rig, TALK, PLAIN, OWN, {**PLAIN, "example_id": "talk"}, TALK, {**OWN, "example_id": "last"}
     )

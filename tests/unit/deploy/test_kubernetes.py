@@ -137,7 +137,7 @@ def test_the_server_gets_requests_when_it_is_prepared_and_drains() -> None:
         assert serve[probe]["httpGet"] == {"path": middleware.HEALTH, "port": "http"}
     (_, pause) = serve["lifecycle"]["preStop"]["exec"]["command"]
     drain = float(variables["SPEECH_SERVE__DRAIN_SECONDS"])
-    close = model._CLOSE_SECONDS  # pyright: ignore[reportPrivateUsage]
+    close = model.CLOSE_SECONDS
     assert PODS[SERVE]["terminationGracePeriodSeconds"] > float(pause) + drain + close
     service = DOCUMENTS["Service/nightjar-serve"]["spec"]
     assert service["ports"][0]["targetPort"] == serve["ports"][0]["name"]

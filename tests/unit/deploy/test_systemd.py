@@ -72,7 +72,7 @@ def test_the_server_may_drain_and_close_its_model() -> None:
     serve = UNITS["nightjar-serve"]
     drain = float(EXAMPLES["serve.env.example"]["SPEECH_SERVE__DRAIN_SECONDS"])
     assert drain == ServeSettings().drain_seconds
-    assert float(serve["TimeoutStopSec"][0]) > drain + model._CLOSE_SECONDS  # pyright: ignore[reportPrivateUsage]
+    assert float(serve["TimeoutStopSec"][0]) > drain + model.CLOSE_SECONDS
     assert serve["KillMode"] == ["mixed"]
 
 

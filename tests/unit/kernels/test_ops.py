@@ -22,7 +22,6 @@ def ones(*shape: int) -> Tensor:
 ACTIVATED, PARAMETERS = torch.randn(2, 9, 4), (ones(6), ones(6))
 #: Arguments of each registered op, with all its optional tensors.
 SAMPLES: dict[str, tuple[object, ...]] = {
-    "snake_beta": (torch.randn(3, 8), ones(8), ones(8)),
     "codec_active_conv": (
         ACTIVATED,
         2,

@@ -15,7 +15,7 @@ import soundfile
 from jobs.checks import quality_of
 from jobs.encoded_audio import encoder
 from jobs.ledger.records import Job
-from jobs.provenance import put_provenance, records, reopened_model
+from jobs.provenance import put_provenance, read_records, reopened_model
 from jobs.repair import CLOSE_DB, Match, RepairOutcome, repair_objects, reproduce
 from jobs.verify import ObjectCheck
 from pipelines.audio_format import CONTENT_TYPES
@@ -153,7 +153,7 @@ def test_provenance_names_the_encoder_and_another_one_is_noticed(
     opus, wav = rig.submit(TEXTS[:1], format="opus"), rig.submit(TEXTS[:1])
     for job in (opus, wav):
         put_provenance(rig.store, job, info)
-    assert [record.encoder for record in records(rig.store, opus)] == [encoder("opus")]
+    assert [record.encoder for record in read_records(rig.store, opus)] == [encoder("opus")]
     assert b"encoder" not in rig.store.get(f"jobs/{wav.id}/provenance.json"), (
         "the record of such a job is what it always was"
     )
@@ -168,7 +168,7 @@ def test_provenance_names_the_encoder_and_another_one_is_noticed(
     (note,) = said(opus)
     assert f"was {encoder('opus')} and is libsndfile 9, libopus 2 here" in note
     put_provenance(rig.store, opus, info)
-    assert [record.encoder for record in records(rig.store, opus)] == [
+    assert [record.encoder for record in read_records(rig.store, opus)] == [
         encoder("opus"),
         "libsndfile 9, libopus 2",
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,17 +13,6 @@ from jobs.worker_group import WorkerReport
 from pipelines.errors import ErrorCode, ServiceError
 from pipelines.ipc import Channel
 from worker.runtime import Runtime
-
-
-@pytest.fixture
-def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Channel[WorkerReport]]:
-    """The end of a process that started this one as its worker. It goes after the worker has ended."""
-    ours, theirs = socket.socketpair()
-    channel, own = Channel(ours, WorkerReport), Channel(theirs, bool)
-    monkeypatch.setattr("worker.supervisor._parent", own)
-    yield channel
-    channel.close()
-    own.close()
 
 
 @pytest.fixture
