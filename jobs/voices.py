@@ -14,7 +14,7 @@ import msgspec
 from jobs.dialogue import clean
 from jobs.layout import references_prefix
 from jobs.ledger.records import FrozenVoice, Job, JobSpec
-from jobs.references import ReferenceAudio, encoded_audio, put_reference
+from jobs.references import ReferenceAudio, checked_audio, put_reference
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, InputError, nearest, unsupported
 from pipelines.registry import ModelCard
@@ -199,7 +199,7 @@ def _recorded(folder: VoiceFolder, name: str, card: ModelCard) -> tuple[FrozenVo
     that cannot be used."""
     if (voice := folder.get(name)) is None:
         return None
-    audio = encoded_audio(voice.recording, f"The stored voice {name!r}", card.check_reference)
+    audio = checked_audio(voice.recording, f"The stored voice {name!r}", card.check_reference)
     return FrozenVoice(f"{audio.sha256}.{audio.ext}", voice.text), audio
 
 
