@@ -241,7 +241,7 @@ def verify(
       nightjar verify JOB --repair
     """
     from jobs.provenance import reopened_model
-    from jobs.repair import mend, reproduce
+    from jobs.repair import repair_objects, reproduce
     from jobs.store import store_of
     from jobs.verify import ObjectCheck
 
@@ -262,7 +262,7 @@ def verify(
     if sample or (repair and lost):
         with reopened_model(store, job, output.note) as pipeline:
             if repair:
-                repairs = mend(
+                repairs = repair_objects(
                     ledger, store, job, pipeline, lost, lambda one: _print_repaired(output, job, one)
                 )
             for item in reproduce(ledger, store, job, pipeline, sample):

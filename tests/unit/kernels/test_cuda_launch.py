@@ -258,7 +258,7 @@ def test_arguments_are_as_long_as_the_sources_say(source: str, structure: type[c
 @pytest.mark.parametrize("source", lm_cuda.SOURCES, ids=lambda source: source.name)
 def test_the_sources_compile_to_the_kernels_that_are_launched(source: Source) -> None:
     """On a GPU that no wheel has code for; what a wheel brings is looked at in
-    tests/services/test_wheel.py."""
+    tests/services/test_wheel_kernels.py."""
     if toolchain.cuda_compiler() is None:
         pytest.skip("needs a CUDA compiler")
     code = binaries.compiled(source.name, "sm_120")
