@@ -235,7 +235,7 @@ def verify(
       nightjar verify JOB --repair
     """
     from jobs.provenance import reopened_model
-    from jobs.repair import mend, reproduce
+    from jobs.repair import repair_objects, reproduce
     from jobs.store import store_of
     from jobs.verify import ObjectCheck
 
@@ -253,7 +253,9 @@ def verify(
     if sample or (repair and lost):
         with reopened_model(store, job, output.note) as pipeline:
             if repair:
-                mended = mend(ledger, store, job, pipeline, lost, lambda one: _say_repaired(output, job, one))
+                mended = repair_objects(
+                    ledger, store, job, pipeline, lost, lambda one: _say_repaired(output, job, one)
+                )
             for item in reproduce(ledger, store, job, pipeline, sample):
                 matches[item.match.value] += 1
                 _say_redrawn(output, job, item)

@@ -290,7 +290,7 @@ def dev(serves: bool, model: str, home: str | None, output: Output) -> int:
                 _say(output, embedded, url)
                 while True:
                     signals.check()
-                    embedded.tend()
+                    embedded.poll()
                     time.sleep(POLL_SECONDS)
         except Interrupted:
             embedded.drain(output.note)

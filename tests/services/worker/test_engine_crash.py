@@ -278,7 +278,7 @@ def test_gpus_on_which_no_engine_opens_are_quarantined(site: Site) -> None:
             f"The worker of GPU {gpu} ended with status 1, 5 times in a row without a finished item."
             in reasons[gpu]
         )
-        assert f"It said: {words}" in reasons[gpu]
+        assert f"Its last message: {words}" in reasons[gpu]
     assert site.status(job).items.failed == 0
     assert stop(supervisor) == 1
     site.worker(engine={"seconds": 0.0, "slots": 64})
