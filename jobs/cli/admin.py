@@ -14,7 +14,6 @@ from jobs.cli.options import common_options, output_options
 from jobs.console import FAILED, Output
 from jobs.doctor import Health, run_checks
 from jobs.formatting import field_docs, printable, redact
-from jobs.job_options import hints
 from jobs.settings import load_settings, setting_fields, variable_of
 
 if TYPE_CHECKING:
@@ -134,8 +133,7 @@ def described() -> Iterator[tuple[str, str, str]]:
     for key, group in setting_fields():
         name = key.rpartition(".")[2]
         if name == "options":
-            options = f"Option of the job, by its name in Python (docs/python.md): {', '.join(hints())}."
-            yield variable_of(key.removesuffix("s")), "", options
+            yield variable_of(key.removesuffix("s")), "", "Option of the job, by its name in docs/python.md."
             continue
         field = group.model_fields[name]
         default = "" if field.default in (None, ()) else str(field.default)
