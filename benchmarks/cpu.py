@@ -470,7 +470,7 @@ def learned_paces(ledger: Ledger, store: ObjectStore, job: Job) -> tuple[Pace, .
 
 
 def fit_pace(lengths: list[_Length], voice: str = "", language: str = "") -> Pace:
-    """The pace of these lengths: the line after Theil and Sen, drawn again without those that are
+    """The pace of `lengths`: the line after Theil and Sen, drawn again without those that are
     `_OUTLIER` times off it."""
     units, seconds = np.array([length[1:] for length in sorted(lengths)]).T
     base, slope = _line(units, seconds)
