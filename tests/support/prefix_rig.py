@@ -193,7 +193,7 @@ class Run:
         running, cache, kv = self.core.scheduler.running, self.core.scheduler.prefixes, self.device.kv
         users = Counter(prefix for one in running if one.shared is not None for prefix in one.shared.chain)
         assert {prefix: prefix.users for prefix in users} == users
-        assert not any(prefix.users or prefix.doubtful for prefix in cache._unused)
+        assert not any(prefix.users or prefix.invalid for prefix in cache._unused)
         in_use = [page for prefix in users for page in prefix.pages] + [
             page for one in running for page in one.pages[one.shared_pages :]
         ]
@@ -203,7 +203,7 @@ class Run:
         unused = [page for prefix in cache._unused for page in prefix.pages]
         assert sorted([*kv._free, *cache._unclean, *unused, *in_use]) == list(range(1, kv.pages + 1))
         assert cache.free == kv.pages - len(in_use)
-        assert {prefix for prefix in users if not prefix.doubtful} | set(cache._unused) == set(
+        assert {prefix for prefix in users if not prefix.invalid} | set(cache._unused) == set(
             cache._known.values()
         )
         assert np.isfinite(self.device.keys[kv._free]).all(), "NaN was left in free pages"
