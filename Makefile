@@ -4,8 +4,8 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint requirements.lock
 export OMP_NUM_THREADS ?= 1
 TEST_PROCESSES ?= 2
-# One more than cores: tests of services wait much of their time. Each may hold an engine and its own services: 4 GB a process.
-INTEGRATION_PROCESSES ?= 3
+# Twice the cores: tests of services wait much of their time. Each may hold an engine and its own services: 4 GB a process.
+INTEGRATION_PROCESSES ?= 4
 
 .PHONY: install install-dev install-vllm demo check test lint unit integration integrations voice-agent voice-agent-gpu mutants soak chaos bench wheel lock clean
 

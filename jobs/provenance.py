@@ -190,7 +190,7 @@ class ProvenanceWriter:
                 self._written.add(key)
 
 
-def records(store: ObjectStore, job: Job) -> list[Provenance]:
+def read_records(store: ObjectStore, job: Job) -> list[Provenance]:
     """The records that workers left, in order. Raises `StoreError`, `store.conflict` for an object that is
     no record."""
     found: list[Provenance] = []
@@ -262,7 +262,7 @@ def reopened_model(store: ObjectStore, job: Job, say: Callable[[str], None]) -> 
     sentence where it, or what encodes its audio, is another version by now, and where the records name more
     than one engine: none says which one made what."""
     card = describe(job.spec.model)
-    made_by = [record for record in records(store, job) if record.recorded_by == "worker"]
+    made_by = [record for record in read_records(store, job) if record.recorded_by == "worker"]
     encoders = {record.encoder for record in made_by if record.encoder is not msgspec.UNSET}
     for what, then, here in (
         ("revision of the model", {job.spec.model_revision}, card.revision),

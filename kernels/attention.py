@@ -37,7 +37,12 @@ def paged_decode_attention(
     head_dim]. On CPU every row is computed alone, so that a row's bits do not depend on its neighbours.
     """
     if q.device.type == "cpu":
-        return _rows_alone(q, k_cache, v_cache, page_table, lengths, scale)
+        out = torch.zeros_like(q)
+        for row, length in enumerate(lengths.tolist()):
+            if length:
+                k, v = gather_pages(k_cache, v_cache, page_table[row], length)
+                out[row] = _attend(q[row].clone()[:, None], k, v, scale, None)[:, 0]
+        return out.flatten(1)
     return rows_together(q, k_cache, v_cache, page_table, lengths, max_length, scale)
 
 
@@ -73,17 +78,6 @@ def _attend_together(
         asked, k, v, seen.repeat(1, groups, 1)[:, None], scale=scale
     )
     return found.unflatten(2, (groups, new)).permute(0, 3, 1, 2, 4).reshape(runs * new, -1)
-
-
-def _rows_alone(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, lengths: Tensor, scale: float
-) -> Tensor:
-    out = torch.zeros_like(q)
-    for row, length in enumerate(lengths.tolist()):
-        if length:
-            k, v = gather_pages(k_cache, v_cache, page_table[row], length)
-            out[row] = _attend(q[row].clone()[:, None], k, v, scale, None)[:, 0]
-    return out.flatten(1)
 
 
 def paged_prefill_attention(
@@ -171,7 +165,7 @@ def attend_padded(
 @dataclass(frozen=True, slots=True)
 class PackedPrompts:
     """Chunks of prompts one after the other in one row of positions, as tensors of the device: what a
-    graph reads anew at each replay.
+    graph reads again at each replay.
 
     table: int64 [slots, pages of a slot]; owners, starts, counts: int64 [runs], of each chunk the slot,
     the position of its first token in the prompt, and its tokens, 0 for a run that is not in use. Any
@@ -188,7 +182,7 @@ class PackedPrompts:
         return functional.pad(self.counts.cumsum(0), (1, 0))
 
     def places(self, total: int, page_size: int, scratch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Position, page and offset of each of `total` tokens, [total]; what lies behind the last run goes
+        """Position, page and offset of each of `total` tokens, [total]; tokens after the last run go
         to the scratch page."""
         firsts, token = self.firsts(), torch.arange(total, device=self.counts.device)
         run = torch.searchsorted(firsts[1:], token, right=True).clamp(max=len(self.counts) - 1)
@@ -198,90 +192,41 @@ class PackedPrompts:
         return positions, pages, positions % page_size
 
 
-def attend_packed(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, prompts: PackedPrompts, scale: float
-) -> Tensor:
-    """Causal attention of packed prompts over their pages, which hold the new positions too; twin of
-    `lm_attention.packed_attention`.
-
-    q: [total, heads, head_dim]; caches of one layer: [pages, kv_heads, page_size, head_dim]. Returns
-    [total, heads * head_dim], zeros behind the last run. Reads the runs on the host.
-    """
-    used = [
-        (run, start, count)
-        for run, (start, count) in enumerate(zip(prompts.starts.tolist(), prompts.counts.tolist()))
-        if count
-    ]
-    counts, out = [count for _, _, count in used], torch.zeros_like(q).flatten(1)
-    if counts:
-        tables = prompts.table[prompts.owners[[run for run, _, _ in used]]]
-        lengths = [start + count for _, start, count in used]
-        out[: sum(counts)] = paged_prefill_attention(
-            q[: sum(counts)], k_cache, v_cache, tables, counts, lengths, scale
-        )
-    return out
-
-
 class PackedRuns:
     """Runs of new positions of several requests, packed one after the other, over pages as in
     `paged_prefill_attention`.
 
-    Runs whose contexts have like numbers of pages are padded to one length and share a call, with the same
-    indices for all layers.
+    Runs with similar numbers of pages are padded to one length and share a call, with the same indices for
+    all layers.
     """
 
     def __init__(self, table: Tensor, starts: Sequence[int], counts: Sequence[int], page_size: int) -> None:
         """table: int64 [runs, pages], the pages of each run in order; starts, counts: first position and
-        positions of each run."""
-        pages = [-(-(start + count) // page_size) for start, count in zip(starts, counts)]
-        sizes: dict[int, list[int]] = {}
-        for run, used in enumerate(pages):
-            sizes.setdefault(used.bit_length(), []).append(run)
-        first = np.cumsum([0, *counts])
-        self._groups = [
-            _Group(table, members, first, starts, counts, max(pages[run] for run in members), page_size)
-            for members in sizes.values()
-        ]
+        number of positions of each run."""
+        start, count = np.array(starts)[:, None], np.array(counts)[:, None]
+        first = np.cumsum(count)[:, None] - count
+        pages = -(-(start + count) // page_size)[:, 0]
+        _, sizes = np.frexp(pages)
+        #: Of each group its pages, its tokens [runs, steps], what each sees, the steps that are no padding,
+        #: and their rows in the result.
+        self._groups: list[tuple[Tensor, ...]] = []
+        for size in np.unique(sizes):
+            (runs,) = np.nonzero(sizes == size)
+            steps = np.arange(count[runs].max())
+            real = steps < count[runs]
+            tokens = np.where(real, first[runs] + steps, 0)
+            parts = [runs, tokens.ravel(), (start[runs] + steps).ravel(), np.flatnonzero(real), tokens[real]]
+            sent = to_device(torch.from_numpy(np.concatenate(parts)), table.device)
+            members, token, limits, cells, targets = sent.split([part.size for part in parts])
+            owned = table[members, : pages[runs].max()]
+            position = torch.arange(owned.shape[1] * page_size, device=table.device)
+            seen = position <= limits.view(*real.shape, 1)
+            self._groups.append((owned, token.view(real.shape), seen, cells, targets))
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -> Tensor:
         """q: [n, heads, head_dim]; caches of one layer: [pages, kv_heads, page_size, head_dim]; returns
         [n, heads * head_dim]."""
         out = torch.empty_like(q).flatten(1)
-        for group in self._groups:
-            group.attend(q, k_cache, v_cache, scale, out)
+        for pages, tokens, seen, cells, targets in self._groups:
+            out[targets] = _attend_together(q[tokens], k_cache, v_cache, pages, seen, scale)[cells]
         return out
-
-
-class _Group:
-    """Runs padded to the longest of them."""
-
-    def __init__(
-        self,
-        table: Tensor,
-        members: list[int],
-        first: np.ndarray,
-        starts: Sequence[int],
-        counts: Sequence[int],
-        pages: int,
-        page_size: int,
-    ) -> None:
-        new = max(counts[run] for run in members)
-        steps = np.arange(new)
-        count = np.array([counts[run] for run in members])[:, None]
-        real = steps < count
-        tokens = np.where(real, first[members][:, None] + steps, 0)
-        limits = np.array([starts[run] for run in members])[:, None] + steps
-        parts = [np.array(members), tokens.ravel(), limits.ravel(), np.flatnonzero(real), tokens[real]]
-        sent = to_device(torch.from_numpy(np.concatenate(parts)), table.device).split(
-            [part.size for part in parts]
-        )
-        rows = len(members)
-        self._pages = table[sent[0], :pages]
-        self._tokens = sent[1].view(rows, new)
-        self._seen = torch.arange(pages * page_size, device=table.device) <= sent[2].view(rows, new, 1)
-        self._cells, self._targets = sent[3], sent[4]
-
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, out: Tensor) -> None:
-        out[self._targets] = _attend_together(
-            q[self._tokens], k_cache, v_cache, self._pages, self._seen, scale
-        )[self._cells]

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels import codec_cuda, codec_ops
-from kernels.codec_triton import conv_kernel, head_products_kernel, head_sum_kernel, snake_kernel, unit_kernel
+from kernels.codec_triton import conv_kernel, head_products_kernel, head_sum_kernel, unit_kernel
 from kernels.registry import LIBRARY, on_gpu
 from kernels.triton_launch import INTERPRETED, compiling, on_grid, pieces, power_from
 
@@ -22,8 +22,7 @@ HEAD_TAPS = 8
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a kernel is cut: rows x columns x depth of a tile, pipeline stages, warps, and whether tiles
-    come through TMA."""
+    """A tile: rows x columns x depth, pipeline stages, warps, and whether it is copied by TMA."""
 
     rows: int
     columns: int
@@ -79,28 +78,20 @@ def _conv_tile(shape: Shape) -> Tile | None:
 
 
 def _depth(channels: int) -> int | None:
-    """The largest piece that a product takes its channels in."""
+    """The depth of a product's tiles: the largest possible divisor of the channels."""
     return next((depth for depth in (64, 32, 16) if channels % depth == 0), None)
 
 
 def _unit_tile(shape: Shape) -> Tile | None:
-    try:
-        _, small = split(shape.channels)
-    except ValueError:
-        return None
-    # A depth that divides the channels leaves one product per accumulator and round, which is what lets them
-    # overlap.
-    return Tile(128, 0, min(64, small), 3, 8) if shape.channels <= 256 else None
+    _, small = split(shape.channels)
+    possible = shape.channels <= 256 and small >= 16 and not small & (small - 1)
+    return Tile(128, 0, min(64, small), 3, 8) if possible else None
 
 
 def split(channels: int) -> tuple[int, int]:
-    """Cuts a channel count into its two powers of two, largest first: 96 -> (64, 32). Raises ValueError
-    where there are not two."""
+    """Splits a channel count into its largest power of two and the rest: 96 -> (64, 32)."""
     large = 1 << (channels.bit_length() - 1)
-    small = channels - large
-    if small < 16 or small & (small - 1):
-        raise ValueError(f"{channels} channels are not the sum of two powers of two of at least 16")
-    return large, small
+    return large, channels - large
 
 
 def _tiles(tensor: Tensor, *block: int) -> Any:
@@ -134,29 +125,25 @@ def conv(
     taps: int,
     dilation: int,
     residual: Tensor | None,
-    raw: Tensor | None,
-    active: Tensor | None,
-    active_lead: int,
-    frequency: Tensor | None,
-    gain: Tensor | None,
-    *,
+    *into: Any,
     ends: Tensor | None = None,
     open_ends: bool = False,
     tile: Tile | None = None,
 ) -> None:
-    """`codec_active_conv` in bfloat16 (bias, frequency and gain float32), cut as `tile` says; C must be a
+    """`codec_active_conv` in bfloat16 (bias, frequency and gain float32) in tiles of this size; C must be a
     multiple of its depth.
 
-    Without a tile the best one, or the twin where there is none.
+    into: raw, active, active_lead, frequency, gain. Without a tile the best one is used, or the twin where
+    there is none.
     """
     rows, extended, channels = a.shape
     steps, columns = extended - lead, weight.shape[1]
     if tile is None and (tile := _chosen_tile("conv", a, lead, columns, taps)) is None:
-        into = (residual, raw, active, active_lead, frequency, gain)
         codec_ops.codec_active_conv(
-            a, lead, weight, bias, taps, dilation, *into, ends=ends, open_ends=open_ends
+            a, lead, weight, bias, taps, dilation, residual, *into, ends=ends, open_ends=open_ends
         )
         return
+    raw, active, active_lead, frequency, gain = into
     if channels % tile.depth or weight.shape[0] != taps * channels:
         raise ValueError(
             f"weight {list(weight.shape)} and depth {tile.depth} do not fit {taps} taps of {channels} channels"
@@ -181,32 +168,24 @@ def unit(
     weight2: Tensor,
     bias2: Tensor,
     dilation: int,
-    raw: Tensor | None,
-    active: Tensor | None,
-    active_lead: int,
-    frequency2: Tensor | None,
-    gain2: Tensor | None,
-    *,
+    *into: Any,
     ends: Tensor | None = None,
     open_ends: bool = False,
     packed: Tensor | None = None,
     tile: Tile | None = None,
 ) -> None:
-    """`codec_active_unit` in bfloat16, for widths that `split` can cut and whose accumulators fit one
-    program (96, 192).
+    """`codec_active_unit` in bfloat16, for widths that `split` can split and whose accumulators fit one
+    program (96, 192); `into` as in `conv`.
 
-    `packed` weights run in CUDA C++ where that is faster. Without a tile the best one, or the twin where
-    there is none.
+    `packed` weights run in CUDA C++ where that is faster. The depth of a tile divides the channels. Without
+    a tile the best one is used, or the twin where there is none.
     """
     rows, extended, channels = a.shape
-    inner, into = (bias1, frequency1, gain1), (raw, active, active_lead, frequency2, gain2)
-    if (
-        packed is not None
-        and codec_cuda.pays(a, lead)
-        and codec_cuda.aligned(a, residual, raw, active, active_lead)
-    ):
+    inner, (raw, active, active_lead, frequency2, gain2) = (bias1, frequency1, gain1), into
+    if packed is not None and codec_cuda.is_faster(a, lead) and codec_cuda.aligned(a, residual, *into):
+        stop = {"ends": ends, "open_ends": open_ends}
         codec_cuda.unit(
-            a, lead, residual, packed, *inner, bias2, dilation, *into, ends, open_ends, load_only=compiling()
+            a, lead, residual, packed, *inner, bias2, dilation, *into, **stop, load_only=compiling()
         )
         return
     steps, taps = extended - lead, weight1.shape[0] // channels
@@ -215,14 +194,12 @@ def unit(
             a, lead, residual, weight1, *inner, weight2, bias2, dilation, *into, ends=ends, open_ends=open_ends
         )  # fmt: skip
         return
-    large, small = split(channels)
-    deep, rest = (tile.depth, 0) if channels % tile.depth == 0 else (large, small)
-    other, tma = rest or deep, tile.tma
+    columns, tma = split(channels), tile.tma
     on_grid(unit_kernel, (rows * pieces(steps, tile.rows),))(
-        *(_tiles(a, 1, tile.rows, depth) if tma else a for depth in (deep, other)),
-        *(_tiles(weight1, depth, columns) if tma else weight1 for depth in (deep, other) for columns in (large, small)),
+        _tiles(a, 1, tile.rows, tile.depth) if tma else a,
+        *(_tiles(weight1, tile.depth, each) if tma else weight1 for each in columns),
         *inner, weight2, bias2, residual, raw, *_place(active, active_lead), frequency2, gain2, ends, rows, steps, lead,
-        DILATION=dilation, TAPS=taps, C=channels, N0=large, N1=small, OPEN=open_ends and ends is not None, BM=tile.rows, K0=deep, K1=rest,
+        DILATION=dilation, TAPS=taps, C=channels, N0=columns[0], N1=columns[1], OPEN=open_ends and ends is not None, BM=tile.rows, BK=tile.depth,
         STAGES=tile.stages, TMA=tma, FAST=not INTERPRETED, num_warps=tile.warps,
     )  # fmt: skip
 
@@ -235,11 +212,7 @@ def _head_fits(a: Tensor, lead: int, weight: Tensor, bias: Tensor, **_: Tensor |
 def head(a: Tensor, lead: int, weight: Tensor, bias: Tensor, *, ends: Tensor | None = None) -> Tensor:
     """`codec_head` in bfloat16 (bias float32), for up to 8 taps and a multiple of 16 channels."""
     rows, extended, channels = a.shape
-    steps, taps, depth = extended - lead, weight.shape[0], _depth(channels)
-    if depth is None or taps > HEAD_TAPS:
-        raise ValueError(
-            f"{taps} taps of {channels} channels: at most {HEAD_TAPS} taps and a multiple of 16 channels are possible"
-        )
+    steps, taps = extended - lead, weight.shape[0]
     products = torch.empty(rows * extended, HEAD_TAPS, dtype=torch.float32, device=a.device)
     # Rows without ends are as one long one.
     count, launches = (rows * extended, 1) if ends is None else (extended, rows)
@@ -253,7 +226,7 @@ def head(a: Tensor, lead: int, weight: Tensor, bias: Tensor, *, ends: Tensor | N
         taps,
         channels,
         128,
-        depth,
+        _depth(channels),
         HEAD_TAPS,
         not INTERPRETED,
         num_warps=4,
@@ -265,16 +238,5 @@ def head(a: Tensor, lead: int, weight: Tensor, bias: Tensor, *, ends: Tensor | N
     return out
 
 
-def snake(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
-    """`snake_beta`."""
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    on_grid(snake_kernel, (pieces(x.numel(), 2048),))(
-        x, frequency, gain, out, x.numel(), x.shape[-1], 2048, not INTERPRETED
-    )
-    return out
-
-
 LIBRARY.impl("codec_active_conv", conv, "CUDA")
 LIBRARY.impl("codec_active_unit", unit, "CUDA")
-LIBRARY.impl("snake_beta", snake, "CUDA")

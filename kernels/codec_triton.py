@@ -1,6 +1,6 @@
 # ruff: noqa: N803
-"""Triton kernels of the codec's convolution stack, for sm_80 and newer; on sm_90 tiles come through the
-tensor memory accelerator.
+"""Triton kernels of the codec's convolution stack, for sm_80 and newer; on sm_90 the tensor memory
+accelerator copies the tiles.
 
 Activations are channels-last bfloat16. Every convolution is one matrix product over (tap, channel): tile
 rows are steps of one row of the batch, shifted by (taps - 1 - tap) * dilation for each tap. Each kernel
@@ -120,14 +120,14 @@ def _write(
 
 
 @triton.jit
-def _behind(ends, row, start):
-    """Whether a tile lies behind the end of its row."""
+def _after_end(ends, row, start):
+    """Whether a tile starts after the end of its row."""
     return start >= tl.load(ends + row)
 
 
 @triton.jit
 def _rounds(ends, row, start, count: tl.constexpr):
-    """How many pieces a tile's product is summed from: `count`, and none where the tile lies behind the
+    """How many pieces a tile's product is summed from: `count`, and none where the tile starts after the
     end of its row."""
     rounds = count
     if ends is not None:
@@ -168,7 +168,7 @@ def conv_kernel(
     """[rows, lead + steps, C] -> [rows, steps, N]: a dilated causal convolution of TAPS taps, with bias,
     residual and next snake.
 
-    With OPEN a tile that lies behind the end of its row is left as it was.
+    With OPEN a tile after the end of its row is not written.
     """
     n_tiles: tl.constexpr = (N + BN - 1) // BN
     row_tiles = tl.cdiv(steps, BM)
@@ -179,7 +179,7 @@ def conv_kernel(
     n = pid % (GROUP * n_tiles) // size * BN
     row = tile_m // row_tiles
     start = tile_m % row_tiles * BM
-    if OPEN and _behind(ends, row, start):
+    if OPEN and _after_end(ends, row, start):
         return
     zeros = None if OPEN else ends
     chunks: tl.constexpr = C // BK
@@ -211,12 +211,9 @@ def conv_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def unit_kernel(
-    a0,
-    a1,
-    w00,
-    w01,
-    w10,
-    w11,
+    a,
+    w0,
+    w1,
     bias1,
     frequency1,
     gain1,
@@ -239,38 +236,31 @@ def unit_kernel(
     N1: tl.constexpr,
     OPEN: tl.constexpr,
     BM: tl.constexpr,
-    K0: tl.constexpr,
-    K1: tl.constexpr,
+    BK: tl.constexpr,
     STAGES: tl.constexpr,
     TMA: tl.constexpr,
     FAST: tl.constexpr,
 ):
     """A whole residual unit: dilated convolution, snake, 1x1 convolution, residual, next snake.
 
-    All C = N0 + N1 channels of a step stay in one program, in two power-of-two pieces; depth goes in
-    pieces K0 and, where K1 > 0, K1. OPEN as for `conv_kernel`.
+    All C = N0 + N1 channels of a step stay in one program, in two power-of-two pieces; w0 and w1: the
+    columns of each. OPEN as for `conv_kernel`.
     """
     row_tiles = tl.cdiv(steps, BM)
     pid = tl.program_id(0)
     row = pid // row_tiles
     start = pid % row_tiles * BM
-    if OPEN and _behind(ends, row, start):
+    if OPEN and _after_end(ends, row, start):
         return
     zeros = None if OPEN else ends
-    depth: tl.constexpr = K0 + K1
-    chunks: tl.constexpr = C // depth
+    chunks: tl.constexpr = C // BK
     left = tl.zeros((BM, N0), dtype=tl.float32)
     right = tl.zeros((BM, N1), dtype=tl.float32)
     for i in tl.range(0, _rounds(zeros, row, start, TAPS * chunks), num_stages=STAGES):
         shift = (TAPS - 1 - i // chunks) * DILATION
-        k = i % chunks * depth
-        piece = _steps(a0, row, start, k, steps, lead, shift, C, BM, K0, TMA)
-        left = _product(piece, _weights(w00, i * depth, 0, C, K0, N0, TMA), left, FAST)
-        right = _product(piece, _weights(w01, i * depth, N0, C, K0, N1, TMA), right, FAST)
-        if K1 > 0:
-            piece = _steps(a1, row, start, k + K0, steps, lead, shift, C, BM, K1, TMA)
-            left = _product(piece, _weights(w10, i * depth + K0, 0, C, K1, N0, TMA), left, FAST)
-            right = _product(piece, _weights(w11, i * depth + K0, N0, C, K1, N1, TMA), right, FAST)
+        piece = _steps(a, row, start, i % chunks * BK, steps, lead, shift, C, BM, BK, TMA)
+        left = _product(piece, _weights(w0, i * BK, 0, C, BK, N0, TMA), left, FAST)
+        right = _product(piece, _weights(w1, i * BK, N0, C, BK, N1, TMA), right, FAST)
     n0 = tl.arange(0, N0)
     n1 = N0 + tl.arange(0, N1)
     left = _snake(
@@ -354,13 +344,13 @@ def head_products_kernel(
     """Every step's product with every tap of the last convolution: [count, C] x [TAPS, C] -> float32
     [count, ROOM].
 
-    Where rows have `ends` a launch has them on its second axis, `count` is that of each, and tiles behind
-    an end are left as they were.
+    Where rows have `ends` a launch has them on its second axis, `count` is that of each, and tiles after
+    an end are not written.
     """
     start = tl.program_id(0).to(tl.int64) * BM
     if ends is not None:
         row = tl.program_id(1)
-        if _behind(ends, row, start - lead):
+        if _after_end(ends, row, start - lead):
             return
         a += row.to(tl.int64) * count * C
         out += row.to(tl.int64) * count * ROOM
@@ -384,11 +374,11 @@ def head_sum_kernel(
     """Sums the products of `head_products_kernel` that meet in one step: -> float32 [rows, steps], clamped
     to [-1, 1].
 
-    Where rows have `ends` samples behind them may be left as they were.
+    Samples after `ends` may be left unwritten.
     """
     row = tl.program_id(1)
     start = tl.program_id(0) * BLOCK
-    if ends is not None and _behind(ends, row, start):
+    if ends is not None and _after_end(ends, row, start):
         return
     at = start + tl.arange(0, BLOCK)
     base = products + row.to(tl.int64) * (lead + steps) * ROOM
@@ -403,13 +393,3 @@ def head_sum_kernel(
         tl.minimum(wave, 1.0, propagate_nan=tl.PropagateNan.ALL),
         mask=at < steps,
     )
-
-
-@triton.jit
-def snake_kernel(x, frequency, gain, out, count, C: tl.constexpr, BLOCK: tl.constexpr, FAST: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    channel = at % C
-    value = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
-    f = tl.load(frequency + channel, mask=at < count, other=0.0)
-    g = tl.load(gain + channel, mask=at < count, other=0.0)
-    tl.store(out + at, _snake(value, f, g, FAST).to(out.dtype.element_ty), mask=at < count)

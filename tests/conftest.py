@@ -68,7 +68,7 @@ LONGEST = (
     "services/worker/test_qwen3_job.py",
     "parity/test_qwen3_golden.py",
     "parity/test_fish_golden.py",
-    "services/test_wheel.py",
+    "services/test_wheel_kernels.py",
     "services/worker/test_worker_process.py",
     "parity/test_spark_golden.py",
     "vllm/test_spark.py",

@@ -1,5 +1,4 @@
-"""Datasets made of finished jobs: one function, the formats by their kind, and what a format of another
-package needs."""
+"""Exports jobs as datasets; with the interface for formats of other packages."""
 
 from jobs.export.export import ExportReport, export
 from jobs.export.files import PartFiles, own_output

@@ -1,8 +1,5 @@
-"""The audio of an export: named where it is, fetched to a local folder, or read to be written into the
-dataset.
-
-On its way it can become another format or get another sample rate.
-"""
+"""The audio of an export: named by its path, copied to a local folder, or read into the dataset; converted if
+asked."""
 
 from __future__ import annotations
 
@@ -18,29 +15,29 @@ from typing import TypeVar, cast
 
 import msgspec
 
-from jobs.export.files import invalid, output, path_errors, sha256_of
+from jobs.export.files import file_sha256, output, path_errors
 from jobs.export.items import AudioItem
 from jobs.packs import ArtifactReader, ahead
 from jobs.store.base import ObjectStore, split_key
 from pipelines.audio_format import AUDIO_FORMATS, AudioFormat, check_rate
-from pipelines.errors import ErrorCode, StoreError
+from pipelines.errors import ErrorCode, StoreError, invalid
 
 _THREADS = 16
-#: Maximum that is read ahead of the item that is written.
+#: Limits of what is read ahead of the item that is written.
 _AHEAD_ITEMS = 64
 _AHEAD_BYTES = 64 << 20
 
 Result = TypeVar("Result")
 
-#: Of exports, in Hz.
+#: Sample rates of exports, in Hz.
 MIN_SAMPLE_RATE, MAX_SAMPLE_RATE = 8_000, 48_000
-#: The quantization of `pipelines.audio.encode`: what is read so is written as it was.
+#: The quantization of `pipelines.audio.encode`, so that unchanged samples are written as they were.
 _FULL_SCALE = 32_767
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """The format and the sample rate in Hz that an export gives its audio; None: as it is in the store."""
+    """The format and the sample rate in Hz that an export converts its audio to; None: as stored."""
 
     format: AudioFormat | None = None
     sample_rate: int | None = None
@@ -49,8 +46,8 @@ class Conversion:
     def of(
         cls, audio_format: str | None, sample_rate: int | None, stored: str, stored_rate: int | None = None
     ) -> Conversion:
-        """Raises `config.invalid` for a format or a rate that an export cannot have. `stored`, `stored_rate`:
-        what the audio has in the store."""
+        """Checks the format and the rate. `stored`, `stored_rate`: those of the audio in the store. Raises
+        `config.invalid`."""
         if audio_format is not None and audio_format not in AUDIO_FORMATS:
             raise invalid(
                 f"The audio format {audio_format[:40]!r} is unknown.",
@@ -69,21 +66,20 @@ class Conversion:
 
     @property
     def name(self) -> str:
-        """Such as `mp3-16000`: the folder of its copies, which must not meet those of another conversion."""
+        """The name of the folder for its copies, such as `mp3-16000`."""
         return "-".join(str(part) for part in (self.format, self.sample_rate) if part is not None)
 
     def applied(self, item: AudioItem, data: bytes) -> tuple[AudioItem, bytes]:
-        """The item with the audio that is written, and that audio. What has the format and the rate
-        already is left as it is.
+        """Converts the audio of an item; audio that has the format and the rate already is unchanged.
 
-        Raises `config.invalid` for a rate of the stored audio that the format cannot hold.
+        Raises `config.invalid` if the format cannot hold the rate of the stored audio.
         """
         artifact = item.artifact
         audio_format = self.format or cast("AudioFormat", item.extension)
         rate = self.sample_rate or artifact.sample_rate
         if (audio_format, rate) == (item.extension, artifact.sample_rate):
             return item, data
-        # Half a second to import, which an export without conversion need not pay.
+        # These take half a second to import.
         import numpy as np
         import soundfile
 
@@ -108,14 +104,11 @@ class Conversion:
 
 
 class AudioReader:
-    """The audio of items, in order; a context manager. From a bucket some are fetched ahead, and audio is
-    converted ahead, on threads. Files of a folder are read one by one, because threads would spend more
-    time on taking turns than on reading.
-    """
+    """Reads the audio of items, in order; a context manager. Threads fetch ahead from a bucket and convert
+    ahead. Files of a folder are read one by one, which is faster than on threads."""
 
     def __init__(self, store: ObjectStore, root: Path | None, conversion: Conversion) -> None:
-        """`root`: local folder that the audio is fetched to, or None; with a conversion its copies have a
-        folder of their own there."""
+        """`root`: local folder that the audio is copied to, or None; converted copies go to a subfolder."""
         self._store = store
         self._conversion = conversion
         self._artifacts = ArtifactReader(store)
@@ -129,8 +122,8 @@ class AudioReader:
         self._threads.shutdown(cancel_futures=True)
 
     def located(self, items: Iterable[AudioItem]) -> Iterator[tuple[AudioItem, str]]:
-        """Each item with the path or address of its audio. With a root the file is there and has the right
-        content."""
+        """Yields each item with the path or address of its audio. With a root, the file there exists and is
+        intact."""
         root = self._root
         if root is None:
             yield from ((item, self._store.uri(item.artifact.key)) for item in items)
@@ -138,7 +131,7 @@ class AudioReader:
             yield from self._ahead(items, lambda item: self._copied(root, item))
 
     def loaded(self, items: Iterable[AudioItem]) -> Iterator[tuple[AudioItem, bytes]]:
-        """Each item with the content of its audio file. What is read has the hash that the ledger knows."""
+        """Yields each item with the content of its audio file, whose hash is that in the ledger."""
         yield from self._ahead(items, self._load)
 
     def _ahead(
@@ -161,7 +154,8 @@ class AudioReader:
         return self._conversion.applied(item, data)
 
     def _copied(self, root: Path, item: AudioItem) -> tuple[AudioItem, str]:
-        """Equal audio is converted to equal bytes, so a copy that is there is left as it is."""
+        """Copies the audio of an item. Equal audio is converted to equal bytes, so an existing copy is
+        kept."""
         item, data = self._load(item) if self._conversion else (item, None)
         artifact = item.artifact
         path = root.joinpath(*split_key(artifact.key))
@@ -169,13 +163,13 @@ class AudioReader:
             if (
                 path.is_file()
                 and path.stat().st_size == artifact.bytes
-                and sha256_of(path) == artifact.sha256
+                and file_sha256(path) == artifact.sha256
             ):
                 return item, str(path)
-            # A link there must not lead the new content to another file.
+            # The copy must not be written through a link.
             path.unlink(missing_ok=True)
         if data is None:
-            # Before the file is made, so that lost audio leaves none.
+            # Before the file is created, so that lost audio leaves no file.
             data = self._load(item)[1]
         with output(str(path)) as copy:
             copy.write(data)
@@ -183,8 +177,8 @@ class AudioReader:
 
 
 class AudioNames:
-    """The names of audio in the files of one export to `folder`. None (standard output, a bucket): paths
-    are absolute."""
+    """Names the audio in the files of one export to `folder`. None (standard output, a bucket): paths are
+    absolute."""
 
     def __init__(self, store: ObjectStore, folder: Path | None) -> None:
         self._root = None if folder is None else store.root
@@ -193,18 +187,17 @@ class AudioNames:
 
     @property
     def base(self) -> str | None:
-        """The store as seen from the export's folder; None where audio is named by what it is everywhere."""
+        """The path of the store relative to the export's folder; None if paths are absolute."""
         return None if self._root is None else self._prefix("")
 
     def of(self, file: str, where: str) -> str:
-        """What `file`, a name in the folder of the export, calls the audio at `where`: a path of the
-        store, or an address."""
+        """The name of the audio at `where`, a path or an address, in `file` of the export."""
         if self._root is None or not where.startswith(f"{self._root}/"):
             return where
         return os.path.normpath(f"{self._prefix(os.path.dirname(file))}/{where[len(str(self._root)) + 1 :]}")
 
     def _relative(self, below: str) -> str:
-        """The store as seen from a folder of the export."""
-        # `..` leads out of what a link leads to.
+        """The path of the store relative to a folder of the export."""
+        # `..` is relative to the target of a link.
         folder = os.path.realpath(os.path.join(self._folder or "", below))
         return os.path.relpath(os.path.realpath(self._root or ""), folder)

@@ -1,12 +1,12 @@
-"""From the items of a job to a file or a dataset: streamed in index order, complete or absent, the same
+"""Writes the items of a job to a file or a dataset: streamed in index order, complete or absent, the same
 bytes each time.
 
-A dataset is written part by part, so that a stopped export goes on with the part it was in. While an
-export runs, `_export/plan.json` at its destination says what it is, and `_export/train-00000.json` which
-files a part has. This list is written when the files of the part are finished and before the first of them
-gets its name, so every file at the destination is known to belong to the export. `export.json` comes last,
-with the hash of every file. An export that replaces another turns it back into one that was stopped, and
-then removes the files of its lists: stopped anywhere, it goes on.
+A dataset is written part by part, so that a stopped export continues with its current part. While an export
+runs, `_export/plan.json` at its destination identifies it, and `_export/train-00000.json` lists the files of
+a part. The list is written when the files are finished and before the first of them is moved to its name, so
+every file at the destination is known to belong to the export. `export.json` is written last, with the hash
+of every file. An export that replaces another first turns it into a stopped export, then removes the files
+of its lists, so it can be stopped and continued at any time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jobs.export.files import (
     Destination,
     PartFiles,
     WrittenFile,
-    invalid,
+    foreign_file,
     json_bytes,
     open_destination,
     output,
@@ -50,39 +50,39 @@ from jobs.export.items import (
 )
 from jobs.export.manifest import manifest_line
 from jobs.ledger.records import ItemRow, ItemState, Job
-from jobs.provenance import exporter_record, records
+from jobs.provenance import exporter_record, read_records
 from jobs.recent_jobs import out_option
 from jobs.store import ObjectStore, is_remote
 from jobs.verify import Fault, expected_objects, listed_faults
 from jobs.where import Where
-from pipelines.errors import ConfigError, ErrorCode, StoreError
+from pipelines.errors import ConfigError, ErrorCode, StoreError, invalid
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
     from jobs.settings import S3Settings
 
-#: Raised when a format's files change for the same items.
+#: Incremented when a format's files change for the same items.
 VERSION = 3
-#: Objects that are named where some are lost.
+#: Number of lost objects that an error names.
 SHOWN_LOST = 5
-#: Audio in one file of a dataset: few files, and little to repeat after a stop.
+#: Maximum audio in one file of a dataset: few files, and little to repeat after a stop.
 PART_BYTES = 500_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What was written."""
+    """A finished export."""
 
     format: str
     #: Absolute path, `s3://` address, or `-`.
     to: str
     items: int
-    #: Why items of the job were not written.
+    #: Items of the job that were not written, by reason.
     reasons: LeftOut
 
     @property
     def left_out(self) -> int:
-        """Items of the job that were not written."""
+        """Number of items of the job that were not written."""
         return self.reasons.items
 
 
@@ -107,26 +107,26 @@ def export(
     """Writes the items of a job that have audio, and match `where`, to `to`: a file or `-` for formats of
     one file, else a folder or `s3://` prefix.
 
-    Audio in a folder store is named by its path relative to the file that names it (absolute on standard
-    output, in a bucket, or with `absolute`), and by its `s3://` address in a bucket. With `audio_root` it
-    is named by the absolute local path `audio_root/<key>`, and fetched from the store where that file is
-    not there yet; audio in packs can be named in no other way. Formats that hold the audio end a file
-    before its audio, as it is in the store, passes `part_bytes`. With `audio_format` (`wav`, `flac`,
-    `mp3`, `opus`) or `sample_rate` (Hz) the audio is converted where the export holds or copies it. With
-    `splits` every format is a folder. The same call goes on with an export that was stopped. A format of
-    dialogues writes a dialogue if one of its items matches. Of a job that runs the items that are done are
-    written; the same call later replaces that export.
+    Audio in a folder store is named by its path relative to the file that contains the name (absolute on
+    standard output, in a bucket, or with `absolute`), and audio in a bucket by its `s3://` address. With
+    `audio_root`, audio is named by the absolute local path `audio_root/<key>`, and copied there from the
+    store if the file is missing; audio in packs needs it. Formats that contain the audio end a file before
+    its audio, as stored, exceeds `part_bytes`. With `audio_format` (`wav`, `flac`, `mp3`, `opus`) or
+    `sample_rate` (Hz), audio that the export contains or copies is converted. With `splits`, every format is
+    a folder. The same call continues an export that was stopped. A format of dialogues writes a dialogue if
+    one of its items matches. If the job is running, the items that are done are written, and the same call
+    later replaces that export.
 
-    An existing file at `to` is overwritten; a folder that holds another export, or anything else, is
-    refused. With `replaces`, ids of jobs, an export of one of these jobs in this format is replaced, and
-    everything else is refused, also a file.
+    An existing file at `to` is overwritten; a folder that contains another export, or other files, is
+    refused. With `replaces` (ids of jobs), an export of one of these jobs in this format is replaced, and
+    everything else is refused, including a file.
 
     Raises `config.invalid` for an unknown format, a filter or a destination that cannot be used,
     `config.missing_library` for a library that is not installed, `NotFoundError`, `StoreError`,
     `ServiceError`.
     """
     chosen, job = find_format(format), ledger.job(job_id)
-    # All audio of a job has one rate: that of its model, or of its spec.
+    # All audio of a job has the same rate: that of its model, or of its spec.
     made = next((row.artifact for row in ledger.items(job_id, ItemState.DONE, limit=1)), None)
     stored_rate = None if made is None else made.sample_rate
     conversion = Conversion.of(audio_format, sample_rate, job.spec.format, stored_rate)
@@ -140,9 +140,7 @@ def export(
         items, reasons = planned.to_file(to, replaces)
     else:
         if chosen.text_line is not None and any(text_answers(ledger, store, job_id, where)):
-            message = (
-                "Some answers of this job are text without audio, which an export with splits cannot hold."
-            )
+            message = "Some answers of this job are text without audio, which splits cannot contain."
             raise invalid(message, "Leave the splits out.")
         plan = planned.to_folder(to, replaces or (), s3, on_part)
         items, reasons = plan.items, plan.reasons
@@ -154,8 +152,8 @@ def export(
 def _refuse_lost(
     ledger: Ledger, store: ObjectStore, job: Job, where: Where | None, *, dialogues: bool
 ) -> None:
-    """Raises `store.missing` with the names of objects that are gone or have another size;
-    `store.conflict` where none is gone."""
+    """Raises `store.missing` with the names of objects that are missing or have another size;
+    `store.conflict` if none is missing."""
     lost = [
         *listed_faults(store, expected_objects(ledger, job.id, ("audio", "text"), where, dialogues=dialogues))
     ]
@@ -172,7 +170,7 @@ def _refuse_lost(
 
 
 class _Identity(msgspec.Struct, frozen=True):
-    """`_export/plan.json`: what must be equal for a stopped export to go on."""
+    """`_export/plan.json`: what must be equal to continue a stopped export."""
 
     job: str
     format: str
@@ -184,9 +182,9 @@ class _Identity(msgspec.Struct, frozen=True):
     audio: str
     #: `Conversion.name`
     converted: str = ""
-    #: The filter in its one form; None: there is none.
+    #: The filter in its normal form, if there is one.
     where: str | None = None
-    #: Whether the job was still running: a later export of the job then replaces this one.
+    #: Whether the job was still running; a later export of the job then replaces this one.
     running: bool = False
 
 
@@ -203,7 +201,7 @@ class _Finished(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class _Export:
-    """What is exported, and how."""
+    """An export in progress."""
 
     ledger: Ledger
     store: ObjectStore
@@ -212,14 +210,13 @@ class _Export:
     splits: Splits
     part_bytes: int
     audio_root: Path | None
-    #: Names audio by absolute paths.
+    #: Whether audio is named by absolute paths.
     absolute: bool
-    #: What becomes of the audio that it holds or copies.
     conversion: Conversion
     where: Where | None
 
     def to_file(self, to: str, replaces: Collection[str] | None) -> tuple[int, LeftOut]:
-        """Writes the one file of a format of lines: how many items it has, and what is left out."""
+        """Writes the file of a format of lines; the number of its items, and the items left out."""
         names = self._names(None if to == "-" else Path(to).absolute().parent)
         opened = output(to) if replaces is None else own_output(to, self.job.id, replaces)
         items = 0
@@ -231,7 +228,7 @@ class _Export:
         return items, LeftOut(running=not self.job.state.final) if failures else self._left_out(items)
 
     def _lines(self, audio: AudioReader, names: AudioNames) -> Iterator[tuple[int, bytes]]:
-        """The lines of that file, each with the number of its items."""
+        """Yields the lines of that file, each with the number of its items."""
         job, ledger, chosen = self.job, self.ledger, self.format
         if chosen.failure_line is not None:
             failed = (ledger.items(job.id, state=state) for state in (ItemState.FAILED, ItemState.DEAD))
@@ -247,9 +244,9 @@ class _Export:
     def to_folder(
         self, to: str, replaces: Collection[str], s3: S3Settings | None, on_part: Callable[[Part], None]
     ) -> Plan:
-        """Writes what of a dataset is not there yet. `on_part` is called with each part that became complete.
+        """Writes the missing parts of a dataset. `on_part` is called with each part that is completed.
 
-        Raises `config.invalid` for a destination that holds another export or other files.
+        Raises `config.invalid` for a destination that contains another export or other files.
         """
         with (
             open_destination(to, s3) as destination,
@@ -279,7 +276,7 @@ class _Export:
             if (gone := _incomplete(destination.sizes(), files)) is not None:
                 message = f"{gone!r} in {destination.address!r} was removed or changed during the export."
                 raise invalid(message, "Export again.")
-            counts = dict.fromkeys(self.splits.names, 0)
+            counts = dict.fromkeys(self.splits.bounds, 0)
             for part in plan.parts:
                 counts[part.split] += part.items
             files.sort(key=lambda file: file.name)
@@ -292,29 +289,29 @@ class _Export:
         return audio_items(self.ledger, self.store, self.job.id, rows, scores)
 
     def _rows(self, after: int = -1, *, whole: bool = True) -> Iterator[ItemRow]:
-        """The items with audio above an index that match the filter; with `whole` as the format has them."""
+        """The items with audio after an index that match the filter; `whole`: without incomplete dialogues,
+        if the format leaves them out."""
         dialogues = self.format.whole_dialogues
         rows = self.ledger.items(self.job.id, after=after, where=self.where, dialogues=dialogues)
         return exported(rows, whole=whole and dialogues)
 
     def _rows_of(self, plan: Plan, part: Part) -> Iterator[ItemRow]:
-        """The items of a part. Raises `config.invalid` when the job has others than when the export was
-        planned."""
+        """The items of a part. Raises `config.invalid` if they have changed since the export was planned."""
         count = audio_bytes = 0
         for row in takewhile(lambda row: row.index <= part.last, self._rows(part.first - 1)):
             if plan.has(row.index) and self.splits.of(row.example_id) == part.split:
                 count, audio_bytes = count + 1, audio_bytes + (row.artifact.bytes if row.artifact else 0)
                 yield row
         if (count, audio_bytes) != (part.items, part.audio_bytes):
-            advice = "Wait until it has ended, then export it to an empty place."
+            advice = "Wait until it has ended, then export it to an empty folder or prefix."
             raise invalid("The job changed while it was exported.", advice)
 
     def _left_out(self, items: int) -> LeftOut:
-        """What an export of so many items leaves out of the job."""
+        """Counts what an export with this number of items leaves out."""
         ledger, job, where, dialogues = self.ledger, self.job, self.where, self.format.whole_dialogues
         counts, running = ledger.status(job.id).items, not job.state.final
         filtered = () if where is None else tuple(ledger.filtered_out(job.id, where, dialogues=dialogues))
-        # Items of a job that runs may have got their audio since they were passed.
+        # Items of a running job may have got their audio after the export passed them.
         without_audio = max(0, counts.total - items - sum(out.items for out in filtered))
         return LeftOut(without_audio, filtered, min(counts.pending, without_audio) if running else 0, running)
 
@@ -335,7 +332,7 @@ class _Export:
             self.format.name,
             VERSION,
             plan.digest,
-            tuple(zip(self.splits.names, self.splits.bounds, strict=True)),
+            tuple(self.splits.bounds.items()),
             self.part_bytes,
             "" if self.format.embeds_audio else place,
             self.conversion.name,
@@ -344,31 +341,30 @@ class _Export:
         )
 
     def _write_common(self, files: PartFiles, plan: Plan, scores: tuple[str, ...]) -> None:
-        """The manifest of all items (with a filter: of those that match), the provenance and the format's
-        card."""
+        """Writes the manifest of all items that match the filter, the provenance and the format's card."""
         rows = (row for row in self._rows(whole=False) if plan.has(row.index))
         with files.gzip("manifest.jsonl.gz") as manifest:
             manifest.writelines(manifest_line(self.job, item, "") for item in self._items(rows, scores))
-        files.add("provenance.json", json_bytes(records(self.store, self.job) or [exporter_record(self.job)]))
+        files.add(
+            "provenance.json", json_bytes(read_records(self.store, self.job) or [exporter_record(self.job)])
+        )
         if self.format.card is not None:
             files.add("README.md", self.format.card(self.job, plan))
 
 
 def _begin(destination: Destination, identity: _Identity, replaces: Collection[str]) -> bool:
-    """Makes the destination this export's. True: the export is complete already."""
+    """Claims the destination for this export. True: the export is complete already."""
     done = destination.record(END, _Finished)
     old = destination.record(PLAN, _Identity) if done is None else done.identity
     if old is None:
         if destination.exclusive and any(not _is_record(name) for name in destination.sizes()):
-            message = f"{destination.address!r} holds files that no export wrote."
+            message = f"{destination.address!r} contains files that no export wrote."
             raise invalid(message, "Export to an empty folder.")
-    elif done is None and old != identity:
-        _replace(destination, old, [], identity, replaces)
-    elif done is not None:
-        if old == identity and _incomplete(destination.sizes(), done.files) is None:
-            destination.remove_records()
-            return True
-        _replace(destination, old, done.files, identity, replaces)
+    elif done is not None and old == identity and _incomplete(destination.sizes(), done.files) is None:
+        destination.remove_records()
+        return True
+    elif done is not None or old != identity:
+        _replace(destination, old, [] if done is None else done.files, identity, replaces)
     destination.write_record(PLAN, identity)
     return False
 
@@ -380,29 +376,28 @@ def _replace(
     new: _Identity,
     replaces: Collection[str],
 ) -> None:
-    """Removes an export that this one replaces, or this one itself where files of it are gone. `replaces`:
-    jobs whose export in this format is replaced. So is the same export of the job while it was running.
+    """Removes an export that this one replaces, or this one itself if files are missing. `replaces`: jobs
+    whose export in this format is replaced; so is the same export of the job while it was running.
 
-    Raises `config.invalid` for any other export, and removes nothing where a file is not as an export left
-    it.
+    Raises `config.invalid` for any other export, and removes nothing if a file was changed.
     """
-    since = msgspec.structs.replace(old, digest=new.digest, version=new.version, running=new.running)
-    own = old == new or (old.running and since == new)
+    continued = msgspec.structs.replace(old, digest=new.digest, version=new.version, running=new.running)
+    own = old == new or (old.running and continued == new)
     if not own and not (old.job in replaces and old.format == new.format):
         filtered = f" with the filter {old.where!r}" if old.where else ""
-        message = f"{destination.address!r} holds another export: of job {old.job} in the format {old.format}{filtered}, with other items or options."
-        raise invalid(message, "Export to an empty place, or remove what is there.")
+        message = f"{destination.address!r} contains another export: of job {old.job} in the format {old.format}{filtered}, with other items or options."
+        raise invalid(message, "Export to an empty folder or prefix, or remove the other export.")
     lists = [destination.record(name, list[WrittenFile]) or [] for name in destination.lists()]
     files = {file.name: file for file in chain(listed, *lists)}
     if destination.exclusive:
         for name in destination.sizes():
             if name not in files and name != END and not _is_record(name):
-                raise invalid(f"{destination.address!r} holds {name!r}, which no export wrote.", AGAIN)
+                raise foreign_file(destination.address, name)
     for file in files.values():
         if destination.sha256(file.name) not in (None, file.sha256):
             raise _changed_file(destination, file)
     if listed:
-        # As an export that was stopped: `export.json` must not stand beside files that are gone.
+        # Turns it into a stopped export, because `export.json` must not list missing files.
         destination.write_record(PLAN, old)
         destination.write_record(f"{RECORDS}/replaced.json", listed)
     for name in (END, *files):
@@ -413,8 +408,7 @@ def _replace(
 def _written_part(
     destination: Destination, found: Mapping[str, int], record: str
 ) -> list[WrittenFile] | None:
-    """The files of a part that is complete; None: it has to be written. Raises `config.invalid` for a file
-    that was changed since."""
+    """The files of a complete part; None: it must be written. Raises `config.invalid` for a changed file."""
     listed = destination.record(record, list[WrittenFile])
     for file in listed or ():
         if found.get(file.name, file.bytes) != file.bytes:
@@ -431,5 +425,5 @@ def _is_record(name: str) -> bool:
 
 
 def _incomplete(sizes: Mapping[str, int], files: Iterable[WrittenFile]) -> str | None:
-    """The name of a file that is not there in the size in which it was written, or None."""
+    """The name of a file that is missing or has another size, or None."""
     return next((file.name for file in files if sizes.get(file.name) != file.bytes), None)

@@ -1,5 +1,4 @@
-"""Files that an export writes: one file by itself, the files of a part of a dataset, and where those go, a
-folder or a bucket.
+"""The files of an export: a single file, or the files of a dataset in a folder or a bucket.
 
 A file appears there complete or not at all.
 """
@@ -26,9 +25,9 @@ from typing import IO, TYPE_CHECKING, ClassVar, TypeVar, cast
 import msgspec
 
 from jobs.store import FolderStore, ObjectStore, is_remote, open_store
-from jobs.store.base import missing_allowed, split_key
+from jobs.store.base import missing_allowed, sha256_of, split_key
 from jobs.store.folder import sync_file_system
-from pipelines.errors import ConfigError, ErrorCode, StoreError
+from pipelines.errors import ConfigError, ErrorCode, StoreError, invalid
 
 if TYPE_CHECKING:
     from jobs.export.audio import AudioNames
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 Record = TypeVar("Record")
 _BUFFER_BYTES = 1 << 20
-#: Text of manifests shrinks little more at higher levels, and these take most of an export's time.
+#: Higher levels make manifests little smaller, and the export much slower.
 _GZIP_LEVEL = 3
 _SORT_BYTES = 32 << 20
 AGAIN = "Move it away; the next export writes the dataset again."
@@ -44,14 +43,14 @@ AGAIN = "Move it away; the next export writes the dataset again."
 
 @contextmanager
 def output(
-    to: str, wanted: Callable[[Path, Path], bool] = lambda new, path: True
+    to: str, may_replace: Callable[[Path, Path], bool] = lambda new, path: True
 ) -> Generator[IO[bytes], None, None]:
     """Opens the file `to` for writing; `-` is standard output. The file appears, complete, once the block
     ends without an error.
 
-    `wanted` is called with the finished file and its target path. The target stays as it is where it
-    returns False or raises. Raises `config.invalid` for a path that cannot be written, `store.full` where
-    the disk is full.
+    `may_replace` is called with the finished file and its target path. The target stays unchanged if it
+    returns False or raises. Raises `config.invalid` for a path that cannot be written, `store.full` if the
+    disk is full.
     """
     if to == "-":
         yield sys.stdout.buffer
@@ -65,7 +64,7 @@ def output(
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             if path.exists() and not path.is_file():
                 raise OSError(errno.EINVAL, "Not a regular file")
-            # A symbolic link stays, and its target is written.
+            # A symbolic link is followed.
             path = Path(os.path.realpath(path))
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}.")
@@ -74,7 +73,7 @@ def output(
                 yield file
                 file.flush()
                 os.fsync(descriptor)
-            if wanted(temporary, path):
+            if may_replace(temporary, path):
                 temporary.chmod(0o644)
                 temporary.replace(path)
         finally:
@@ -84,7 +83,7 @@ def output(
 
 @contextmanager
 def path_errors(path: Path) -> Generator[None, None, None]:
-    """Turns `OSError` into the error for a file of an export that cannot be written."""
+    """Raises `OSError` as `store.full`, or as `config.invalid` for a file that cannot be written."""
     try:
         yield
     except OSError as error:
@@ -95,45 +94,39 @@ def path_errors(path: Path) -> Generator[None, None, None]:
         raise invalid(f"{reason}: {str(path)!r} cannot be written.", "Export to another path.") from error
 
 
-def invalid(message: str, advice: str) -> ConfigError:
-    """The error of an export that cannot be made as it was asked for."""
-    return ConfigError(ErrorCode.CONFIG_INVALID, message, advice)
-
-
 def json_bytes(value: object) -> bytes:
-    """JSON for people too."""
+    """Indented JSON, with a newline at its end."""
     return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
 
 
 class _Stamp(msgspec.Struct, frozen=True):
-    """`.NAME.export.json`, which stands beside the file NAME of a job."""
+    """`.NAME.export.json`, the record of the exported file NAME beside it."""
 
     job: str
     sha256: str
-    #: Of the file that this one replaces. That file is still there where a process was killed before the
-    #: replacement.
+    #: SHA-256 of the file that this one replaces. A process that is killed before the replacement leaves that
+    #: file.
     before: str | None = None
     schema: str = "nightjar.file/1"
 
 
 def own_output(to: str, job_id: str, replaces: Collection[str]) -> AbstractContextManager[IO[bytes]]:
-    """As `output`, for a file of a job. It replaces a file of a job in `replaces`; a file with the same
-    content stays as it is.
+    """Like `output`, for a file of a job, which replaces only files of the jobs in `replaces`. A file with
+    the same content is kept.
 
-    Raises `config.invalid` also for any other file at `to`, and for a file that was changed after it was
-    exported.
+    Raises `config.invalid` for any other file at `to`, and for a file that was changed after its export.
     """
     return output(to, partial(_may_replace, job_id=job_id, replaces=replaces))
 
 
 def _may_replace(new: Path, path: Path, job_id: str, replaces: Collection[str]) -> bool:
-    """Whether `path` has to be replaced by `new`. Writes the stamp before the file."""
+    """Whether `new` replaces `path`. Writes the stamp before the file."""
     beside = path.with_name(f".{path.name}.export.json")
     try:
         stamp = msgspec.json.decode(beside.read_bytes(), type=_Stamp)
     except (OSError, ValueError):
         stamp = None
-    after, before = sha256_of(new), sha256_of(path) if os.path.lexists(path) else None
+    after, before = file_sha256(new), file_sha256(path) if os.path.lexists(path) else None
     own = stamp is not None and stamp.job in replaces and before in (stamp.sha256, stamp.before)
     if before not in (None, after) and not own:
         message = f"{str(path)!r} is another file, or was changed after it was exported."
@@ -144,10 +137,10 @@ def _may_replace(new: Path, path: Path, job_id: str, replaces: Collection[str]) 
     return before != after
 
 
-def sha256_of(path: Path) -> str:
+def file_sha256(path: Path) -> str:
     """Hex SHA-256 of a local file. Raises `OSError`."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_of(file)
 
 
 class WrittenFile(msgspec.Struct, frozen=True):
@@ -159,17 +152,17 @@ class WrittenFile(msgspec.Struct, frozen=True):
 
 
 class PartFiles:
-    """The files of one part of a dataset: written in the scratch folder, then moved to the destination
-    together.
+    """The files of one part of a dataset, written to the scratch folder and moved to the destination
+    together; a context manager.
 
-    A context manager. Files that were not published are left to the scratch folder, which is removed with
-    the export. `OSError` becomes `store.full` or `config.invalid`.
+    Unpublished files stay in the scratch folder until it is removed. `OSError` becomes `store.full` or
+    `config.invalid`.
     """
 
     def __init__(self, destination: Destination, names: AudioNames) -> None:
         self.destination = destination
         self._names = names
-        #: Name -> where it is until then; all of them, and those that are open.
+        #: Name -> path in the scratch folder, of all files; and the open ones.
         self._paths: dict[str, Path] = {}
         self._open: dict[str, BufferedWriter[FileIO]] = {}
 
@@ -178,30 +171,29 @@ class PartFiles:
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         for file in self._open.values():
-            # Closed below its buffer: what is not published need not be written, and a full disk would raise
-            # again.
+            # Not flushed: unpublished files are not needed, and a full disk would raise again.
             file.raw.close()
         if isinstance(error, OSError):
             with path_errors(Path(error.filename or self.destination.scratch)):
                 raise error
 
     def audio_name(self, file: str, where: str) -> str:
-        """What the file with the name `file` calls the audio at `where`."""
+        """The name of the audio at `where` in the file `file`."""
         return self._names.of(file, where)
 
     def sibling_name(self, name: str) -> str:
-        """What another file in the same folder of the dataset calls the file or folder `name`."""
+        """The name of the file or folder `name` in a file of the same folder of the dataset."""
         relative = self._names.base is not None
         return name.rpartition("/")[2] if relative else f"{self.destination.address}/{name}"
 
     def open(self, name: str) -> IO[bytes]:
-        """A new file with a name relative to the destination. Raises `OSError`, as the file does."""
+        """Opens a new file; its name is relative to the destination. Raises `OSError`, as the file does."""
         file = self._open[name] = BufferedWriter(FileIO(self._scratch_path(name), "w"), _BUFFER_BYTES)
         return file
 
     def add(self, name: str, data: bytes) -> None:
-        """A whole small file, which is closed at once: a part can have more of them than a process can
-        open. Raises `OSError`."""
+        """Writes a small file and closes it: a part can have more files than a process can open. Raises
+        `OSError`."""
         self._scratch_path(name).write_bytes(data)
 
     def _scratch_path(self, name: str) -> Path:
@@ -210,19 +202,18 @@ class PartFiles:
 
     @contextmanager
     def gzip(self, name: str) -> Generator[IO[bytes], None, None]:
-        """A new gzip file; equal content gives equal bytes."""
+        """Opens a new gzip file; equal content gives equal bytes."""
         with gzip.GzipFile(
             filename="", mode="wb", compresslevel=_GZIP_LEVEL, fileobj=self.open(name), mtime=0
         ) as file:
             yield cast("IO[bytes]", file)
 
     def sorted_lines(self) -> SortedLines:
-        """An empty `SortedLines`, whose files are in the scratch folder too."""
+        """Makes a `SortedLines` in the scratch folder."""
         return SortedLines(self.destination.scratch)
 
     def publish(self, record: str) -> list[WrittenFile]:
-        """Writes every file to the disk, lists all of them under the name `record`, and moves them to
-        their names.
+        """Syncs every file to the disk, writes their list to `record`, and moves them to the destination.
 
         Raises `OSError`, and as `Destination.publish`.
         """
@@ -231,14 +222,14 @@ class PartFiles:
             os.fsync(file.fileno())
             file.close()
         if len(self._paths) > len(self._open):
-            # One call for all that were added.
+            # One call for all added files.
             folder = os.open(self.destination.scratch, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 sync_file_system(folder)
             finally:
                 os.close(folder)
         written = [
-            WrittenFile(name, path.stat().st_size, sha256_of(path)) for name, path in self._paths.items()
+            WrittenFile(name, path.stat().st_size, file_sha256(path)) for name, path in self._paths.items()
         ]
         self.destination.write_record(record, written)
         for file in written:
@@ -247,8 +238,8 @@ class PartFiles:
 
 
 class SortedLines:
-    """Takes lines in any order and iterates over them in the order of their bytes (the C locale's); sorted
-    runs lie in `folder`."""
+    """Takes lines in any order and yields them sorted by their bytes (the C locale); sorted runs are
+    temporary files in `folder`."""
 
     def __init__(self, folder: Path, run_bytes: int = _SORT_BYTES) -> None:
         self._folder = folder
@@ -262,7 +253,7 @@ class SortedLines:
         self._lines.append(line)
         self._bytes += len(line)
         if self._bytes >= self._run_bytes:
-            # Without a name: it goes with its last reference.
+            # A file without a name is deleted with its last reference.
             self._runs.append(tempfile.TemporaryFile(dir=self._folder))  # noqa: SIM115
             self._runs[-1].writelines(sorted(self._lines))
             self._lines, self._bytes = [], 0
@@ -273,21 +264,21 @@ class SortedLines:
         return heapq.merge(sorted(self._lines), *self._runs)
 
 
-#: Subfolder of the records of an export that is not complete.
+#: Subfolder for the records of an incomplete export.
 RECORDS = "_export"
-#: In there: what the export is. It is the first record written, and the last removed.
+#: The identity of the export: the first record written, and the last removed.
 PLAN = f"{RECORDS}/plan.json"
-#: Written last: what the complete export is.
+#: The summary of a complete export, written last.
 END = "export.json"
-#: In the scratch folder: a record that is being written. Before the first record nothing else is there.
+#: Name in the scratch folder of a record that is being written. Before the first record the folder is empty.
 RECORD = "record"
 
 
 class Destination:
-    """The files of a dataset by their relative names, in a prefix of a bucket: its objects are written once,
-    so another export needs another prefix. Methods raise `config.invalid` or `store.*`."""
+    """The files of a dataset, by their relative names, under a prefix of a bucket. Its objects are written
+    once, so another export needs another prefix. Methods raise `config.invalid` or `store.*`."""
 
-    #: Whether everything there has to belong to the export: a folder, where files can be overwritten.
+    #: Whether all files there must belong to the export, as in a folder, where files can be overwritten.
     exclusive: ClassVar[bool] = False
 
     def __init__(self, store: ObjectStore, address: str, scratch: Path) -> None:
@@ -298,8 +289,8 @@ class Destination:
         self.scratch = scratch
 
     def sizes(self, below: str = "") -> dict[str, int]:
-        """Name -> bytes of all files, records included; with `below`, such as `_export/`, of those in that
-        subfolder."""
+        """Maps the name of each file to its bytes, records included; `below`: only files in that subfolder,
+        such as `_export/`."""
         return {info.key: info.bytes for info in self._store.list(below)}
 
     def sha256(self, name: str) -> str | None:
@@ -308,7 +299,7 @@ class Destination:
         return None if info is None else info.sha256
 
     def publish(self, name: str, path: Path, sha256: str) -> None:
-        """Moves a finished local file there."""
+        """Moves a finished local file to the destination."""
         with path.open("rb") as file:
             result = self._store.put(name, file)
         if not result.created and result.info.sha256 != sha256:
@@ -317,7 +308,7 @@ class Destination:
         path.unlink()
 
     def remove(self, name: str) -> None:
-        """Removes a file; a missing one is no error."""
+        """Removes a file if it exists."""
         self._store.delete(name)
 
     def write_record(self, name: str, value: object) -> None:
@@ -330,12 +321,13 @@ class Destination:
         self.publish(name, path, hashlib.sha256(data).hexdigest())
 
     def record(self, name: str, kind: type[Record]) -> Record | None:
-        """What a record says, or None. Raises `config.invalid` for a file that is no record of an export."""
+        """Reads a record, or returns None. Raises `config.invalid` for a file that is no record of an
+        export."""
         with missing_allowed():
             try:
                 return msgspec.json.decode(self._store.get(name), type=kind)
             except ValueError:
-                raise invalid(f"{self.address!r} holds {name!r}, which no export wrote.", AGAIN) from None
+                raise foreign_file(self.address, name) from None
         return None
 
     def lists(self) -> list[str]:
@@ -343,13 +335,13 @@ class Destination:
         return [name for name in self.sizes(f"{RECORDS}/") if name.endswith(".json") and name != PLAN]
 
     def remove_records(self) -> None:
-        """Removes the records of an export, that which makes it one last."""
+        """Removes the records of an export, the plan last."""
         for name in (*self.lists(), PLAN):
             self.remove(name)
 
 
 class FolderDestination(Destination):
-    """A local folder. Unfinished files are in its subfolder `_export/scratch`, so that publishing them is
+    """A local folder. Unfinished files are in its subfolder `_export/scratch`, so that they are published by
     a rename."""
 
     exclusive = True
@@ -359,12 +351,11 @@ class FolderDestination(Destination):
         self._folder = folder
 
     def empty_scratch(self) -> None:
-        """Raises `config.invalid` for files in the scratch folder of what is no stopped export."""
+        """Empties the scratch folder. Raises `config.invalid` for files there that no stopped export left."""
         left = [path for path in self.scratch.glob("*") if not path.name.startswith(RECORD)]
         if left and not any((self._folder / name).exists() for name in (PLAN, END)):
-            raise invalid(
-                f"{str(self.scratch)!r} holds files that no export wrote.", "Export to an empty folder."
-            )
+            message = f"{str(self.scratch)!r} contains files that no export wrote."
+            raise invalid(message, "Export to an empty folder.")
         shutil.rmtree(self.scratch, ignore_errors=True)
         self.scratch.mkdir(parents=True)
 
@@ -391,13 +382,13 @@ class FolderDestination(Destination):
         with self._at(name) as path:
             path.unlink(missing_ok=True)
         with suppress(OSError):
-            # Up to one that is not empty, as that of the records is.
+            # Empty folders are removed too; the folder of the records is not empty.
             os.removedirs(path.parent)
 
     @contextmanager
     def _at(self, name: str) -> Generator[Path, None, None]:
-        """Raises `store.bad_key` for a name that leads out of the folder: names also come from records in
-        the folder."""
+        """The path of a file. Raises `store.bad_key` for a name outside the folder, which a record could
+        contain."""
         path = self._folder.joinpath(*split_key(name))
         with path_errors(path):
             yield path
@@ -405,8 +396,8 @@ class FolderDestination(Destination):
 
 @contextmanager
 def open_destination(to: str, s3: S3Settings | None) -> Generator[Destination, None, None]:
-    """The destination at a path or an `s3://` address. A folder is locked: one export at a time writes to
-    it."""
+    """Opens the destination at a path or an `s3://` address. A folder is locked, so that one export at a time
+    writes to it."""
     if is_remote(to):
         store = open_store(to, s3)
         with tempfile.TemporaryDirectory(prefix="nightjar-export-") as scratch:
@@ -420,7 +411,7 @@ def open_destination(to: str, s3: S3Settings | None) -> Generator[Destination, N
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             ended.callback(os.close, handle)
             try:
-                # Also a file system without locks fails here.
+                # A file system without locks fails here too.
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 message = f"Another export is writing to {str(folder)!r}."
@@ -431,8 +422,13 @@ def open_destination(to: str, s3: S3Settings | None) -> Generator[Destination, N
         finally:
             shutil.rmtree(destination.scratch, ignore_errors=True)
             with suppress(OSError):
-                # Not empty where the export was stopped.
+                # Not empty if the export was stopped.
                 destination.scratch.parent.rmdir()
+
+
+def foreign_file(address: str, name: str) -> ConfigError:
+    """The error of a file in a destination that does not belong to an export."""
+    return invalid(f"{address!r} contains {name!r}, which no export wrote.", AGAIN)
 
 
 def _raise(error: OSError) -> None:

@@ -31,19 +31,20 @@ from typing import IO, Any
 
 import msgspec
 
-from jobs.export.files import PartFiles, invalid
+from jobs.export.files import PartFiles
 from jobs.export.formats import ExportFormat
 from jobs.export.items import ORIGIN, AudioItem, Part, facts, item_metadata, picked
 from jobs.export.line_formats import espnet_line
 from jobs.ledger.records import Job
+from pipelines.errors import invalid
 
 _encode = msgspec.json.Encoder().encode
-#: Unicode's control characters, and its separators of lines and paragraphs.
+#: Unicode's categories of control characters and of line and paragraph separators.
 _BREAKS = {"Cc", "Zl", "Zp"}
 
 
 def one_line(text: str, separator: str = "") -> str:
-    """A text that is one field of a line: control characters, line breaks and the separator of fields are
+    """Makes a text one field of a line: control characters, line breaks and the field separator become
     spaces."""
     return " ".join(
         "".join(
@@ -53,21 +54,20 @@ def one_line(text: str, separator: str = "") -> str:
 
 
 def kaldi_ids(speaker: str, id: str) -> tuple[str, str]:
-    """The names of a speaker and of an utterance: without white space, others for others, and in one
-    order."""
-    # An id is followed by a space or, where it begins an utterance's, by `-`: both sort before everything that
-    # is kept here.
+    """The names of a speaker and of an utterance: unique, without white space, and in the same order."""
+    # A speaker's name is followed by a space or, in an utterance's name, by `-`: both sort before every
+    # character that is kept here.
     own = _escaped(rb"[^A-Za-z0-9._]", speaker)
     return own, f"{own}-{_escaped(rb'[^A-Za-z0-9._-]', id)}"
 
 
 def _escaped(pattern: bytes, text: str) -> str:
-    """What the pattern finds becomes `~` and its code in hexadecimal."""
+    """Replaces each match by `~` and its code in hexadecimal."""
     return re.sub(pattern, lambda found: b"~%02X" % found[0][0], text.encode()).decode()
 
 
 def write_kaldi(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, str]]) -> None:
-    """One data directory. Raises `config.invalid` for audio whose path Kaldi cannot read."""
+    """Writes a data directory. Raises `config.invalid` for audio whose path Kaldi cannot read."""
     lines = files.sorted_lines()
     for item, where in items:
         known = item_metadata(job, item)
@@ -95,14 +95,14 @@ def write_kaldi(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[Au
 
 
 def _readable(where: str, extension: str) -> str:
-    """What Kaldi opens: a file, or for FLAC, which it does not read, the output of a command."""
+    """The entry of `wav.scp`: a path, or a command for FLAC, which Kaldi does not read."""
     if "\n" in where or "\r" in where or where != where.strip():
-        raise invalid(f"Kaldi cannot read the path {where[:200]!r}.", "Name another --audio-root.")
+        raise invalid(f"Kaldi cannot read the path {where[:200]!r}.", "Give another --audio-root.")
     return f"flac -c -d -s {shlex.quote(where)} |" if extension == "flac" else where
 
 
 def write_lhotse(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, str]]) -> None:
-    """Manifests whose ids are those of the items."""
+    """Writes manifests with the ids of the items."""
     folder = part.split
     with (
         files.gzip(f"{folder}/recordings.jsonl.gz") as recordings,
@@ -122,8 +122,8 @@ def write_lhotse(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[A
 
 
 def write_shar(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]) -> None:
-    """One shard of an archive. Ids are the names of the audio in the store, since they name members of a
-    tar file."""
+    """Writes one shard of an archive. Ids are the names of the audio in the store, because they name members
+    of a tar file."""
     number = f"{part.number:06d}"
     with (
         tar_file(files.open(f"{part.split}/recording.{number}.tar")) as add,
@@ -161,22 +161,16 @@ def _cut(id: str, job: Job, item: AudioItem, source: dict[str, Any]) -> dict[str
 def write_espnet_dataset(
     part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, str]]
 ) -> None:
-    """The dataset of one split, in one pass over its items."""
+    """Writes the dataset of one split, in one pass over its items."""
     turns, examples = files.sorted_lines(), files.sorted_lines()
-    texts, dialogues = files.open(f"{part.split}/text.jsonl"), files.open(f"{part.split}/dialogue.jsonl")
+    name = f"{part.split}/dialogue.jsonl"
+    texts, dialogues = files.open(f"{part.split}/text.jsonl"), files.open(name)
 
-    def noted() -> Generator[tuple[AudioItem, str], None, None]:
+    def written() -> Generator[tuple[AudioItem, str], None, None]:
         for _, group in groupby(items, key=lambda pair: pair[0].example_id):
             dialogue = list(group)
-            dialogues.write(
-                espnet_line(
-                    job,
-                    [
-                        (item, files.audio_name(f"{part.split}/dialogue.jsonl", where))
-                        for item, where in dialogue
-                    ],
-                )
-            )
+            located = [(item, files.audio_name(name, where)) for item, where in dialogue]
+            dialogues.write(espnet_line(job, located))
             examples.add(_sample(dialogue[0][0].example_id))
             for item, where in dialogue:
                 texts.write(_encode({"id": item.id, "text": item_metadata(job, item).text}) + b"\n")
@@ -186,7 +180,7 @@ def write_espnet_dataset(
     def entry(name: str, file: str, reader: str) -> dict[str, str]:
         return {"name": name, "path": files.sibling_name(f"{part.split}/{file}"), "reader": reader}
 
-    write_lhotse(msgspec.structs.replace(part, split=f"{part.split}/audio"), files, job, noted())
+    write_lhotse(msgspec.structs.replace(part, split=f"{part.split}/audio"), files, job, written())
     spoken = [entry("audio1", "audio", "lhotse_audio"), entry("text1", "text.jsonl", "text")]
     _write_dataset(files.open(f"{part.split}/audio_text.json"), spoken, turns)
     _write_dataset(
@@ -197,7 +191,7 @@ def write_espnet_dataset(
 
 
 def _sample(id: str) -> bytes:
-    """The line of an id that is sorted: without its closing quote, which would sort after a space."""
+    """The line of an id for sorting: without its closing quote, which would sort after a space."""
     return _encode(id)[:-1] + b"\n"
 
 
@@ -209,9 +203,9 @@ def _write_dataset(file: IO[bytes], entries: list[dict[str, str]], samples: Iter
 
 
 def write_ljspeech(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]) -> None:
-    """The audio of a split and its table, whose rows have an item's name and its text twice. Readers know no
-    quotes, so there is no `|` in a text. The third field is for a text without figures and abbreviations;
-    nothing here spells them out."""
+    """Writes the audio of a split and its table, whose rows have an item's name and its text twice: the third
+    field is for normalized text, and the text is not normalized. Readers ignore quotes, so `|` in a text
+    becomes a space."""
     table = files.open(f"{part.split}/metadata.csv")
     for item, audio in items:
         files.add(f"{part.split}/wavs/{item.name}.wav", audio)
@@ -221,7 +215,7 @@ def write_ljspeech(part: Part, files: PartFiles, job: Job, items: Iterator[tuple
 
 @contextmanager
 def tar_file(file: IO[bytes]) -> Generator[Callable[[str, bytes], None], None, None]:
-    """A tar archive in `file`; yields the function that adds a member. Equal members give equal bytes:
+    """Opens a tar archive in `file`; yields the function that adds a member. Equal members give equal bytes:
     user 0, dated 1970."""
     with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as archive:
 
@@ -238,7 +232,7 @@ def tar_file(file: IO[bytes]) -> Generator[Callable[[str, bytes], None], None, N
 def write_webdataset(
     part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]
 ) -> None:
-    """One tar file."""
+    """Writes one tar file."""
     with tar_file(files.open(f"{part.split}/shard-{part.number:06d}.tar")) as add:
         for item, audio in items:
             about = facts(job, item)

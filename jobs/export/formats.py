@@ -1,4 +1,4 @@
-"""The export formats: what each one declares, and where it is found.
+"""The interface of export formats, and their registry.
 
 A format is one `ExportFormat` object, with one line in `BUILT_IN`. Another package adds a format through the
 entry point group `nightjar.exports`:
@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from jobs.export.files import invalid
 from jobs.formatting import is_address
 from jobs.store import is_remote
 from pipelines.audio_format import AUDIO_FORMATS
-from pipelines.errors import ConfigError, ErrorCode
+from pipelines.errors import ConfigError, ErrorCode, invalid
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,46 +55,46 @@ BUILT_IN: dict[str, str] = {
 class ExportFormat:
     """A format. Exactly one of `item_line`, `dialogue_line`, `failure_line` and `write_part` is set.
 
-    Formats of lines are one file; with splits they are a folder with one file a split (`train.jsonl`).
+    Formats of lines are one file; with splits they are a folder with one file per split (`train.jsonl`).
     Lines end with a newline.
     """
 
     name: str
-    #: What it is, in a few words, for help texts.
+    #: A few words for help texts.
     summary: str
-    #: The line of an item, given where its audio is: a path or an address.
+    #: Makes the line of an item, from the path or address of its audio.
     item_line: Callable[[Job, AudioItem, str], bytes] | None = None
-    #: The line of a dialogue with all its items.
+    #: Makes the line of a dialogue with all its items.
     dialogue_line: Callable[[Job, Sequence[tuple[AudioItem, str]]], bytes] | None = None
-    #: Beside `dialogue_line`: the line of a dialogue whose answer is text without audio.
+    #: With `dialogue_line`: makes the line of a dialogue whose answer is text without audio.
     text_line: Callable[[msgspec.Raw, str], bytes] | None = None
-    #: The line of a failed item or of a refused line of the input. Such a format is always one file.
+    #: Makes the line of a failed item or of a refused input line. Such a format is always one file.
     failure_line: Callable[[Job, ItemRow | RejectedLine], bytes] | None = None
-    #: Writes the files of one part. Each item comes with the bytes of its audio if `embeds_audio`, else with
-    #: where its audio is.
+    #: Writes the files of one part, from each item with the bytes of its audio if `embeds_audio`, else with
+    #: the path or address of its audio.
     write_part: Callable[[Part, PartFiles, Job, Iterator[tuple[AudioItem, Any]]], None] | None = None
-    #: The files hold the audio. A part then ends before its audio passes the size of a part.
+    #: The files contain the audio. A part then ends before its audio exceeds the size of a part.
     embeds_audio: bool = False
-    #: A split is one part, however large it is: one of its files has a line for each item.
+    #: A split of any size is one part, because one of its files has a line for each item.
     one_part: bool = False
-    #: Its lines say where audio is: a path or an address. Of no meaning where the files hold the audio.
+    #: Its lines contain the path or address of the audio. Ignored if the files contain the audio.
     names_audio: bool = True
-    #: Formats of audio that its readers open.
+    #: Audio formats that readers of the format can open.
     audio_formats: tuple[str, ...] = AUDIO_FORMATS
     #: Readers of the format open audio by local paths only.
     local_audio: bool = False
-    #: The files name each other by local paths.
+    #: The files refer to each other by local paths.
     local_folder: bool = False
     #: A dialogue is left out unless all its spoken turns have audio.
     whole_dialogues: bool = False
-    #: The README.md of the dataset.
+    #: Makes the README.md of the dataset.
     card: Callable[[Job, Plan], bytes] | None = None
     #: A library of the extra `export` that writing needs.
     library: str | None = None
 
     @property
     def splittable(self) -> bool:
-        """Whether it can be exported with splits."""
+        """Whether exports can have splits."""
         return self.failure_line is None
 
     def one_file(self, splits: Splits | str | None) -> bool:
@@ -112,11 +111,8 @@ class ExportFormat:
         conversion: Conversion | None = None,
         where: Where | None = None,
     ) -> None:
-        """Raises `config.invalid` for a destination, a store, audio or a filter that this format never
-        supports, `config.missing_library` where a library that writing needs is not installed.
-
-        `spec`: of the job. `conversion`: what the export makes of its audio.
-        """
+        """Raises `config.invalid` for a destination, a store, audio or a filter that this format does not
+        support, `config.missing_library` if a library for writing is not installed. `spec`: the job's."""
         if self.library is not None and find_spec(self.library) is None:
             raise ConfigError(
                 ErrorCode.CONFIG_MISSING_LIBRARY,
@@ -126,32 +122,32 @@ class ExportFormat:
         made = (conversion and conversion.format) or spec.format
         failures, file = self.failure_line is not None, self.one_file(splits)
         named = self.names_audio and not self.embeds_audio and not failures
-        to_root = "Name a folder for the audio with --audio-root"
+        to_root = "Give a folder for the audio with --audio-root"
         refused = (
             (
                 is_address(to) and not is_remote(to),
-                f"No export can be written to {to[:300]!r}.",
-                "Name a local path, or s3://BUCKET/PREFIX.",
+                f"Exports cannot be written to {to[:300]!r}.",
+                "Give a local path, or s3://BUCKET/PREFIX.",
             ),
             (
                 where is not None and failures,
-                f"The format {self.name} lists what failed, and a filter compares what was made.",
+                f"The format {self.name} lists failures, which a filter does not apply to.",
                 "Leave the filter out.",
             ),
             (
                 spec.pack is True and audio_root is None and named,
-                f"The format {self.name} names audio by its path, and the audio of this job is in packs, which have no such paths.",
+                f"The format {self.name} names audio by its path, and audio in packs, as in this job, has none.",
                 f"{to_root}, or use a format that contains the audio, such as webdataset or parquet.",
             ),
             (
                 conversion and not named and not self.embeds_audio,
-                f"The format {self.name} has no audio of its own.",
+                f"The format {self.name} contains no audio.",
                 "Leave --audio-format and --sample-rate out.",
             ),
             (
                 conversion and not self.embeds_audio and audio_root is None,
-                f"The format {self.name} names the audio of the store, which stays as it is.",
-                "Name a folder for converted copies with --audio-root.",
+                f"The format {self.name} names the audio in the store, which cannot be converted.",
+                "Give a folder for converted copies with --audio-root.",
             ),
             (
                 made not in self.audio_formats,
@@ -161,21 +157,21 @@ class ExportFormat:
             (
                 file and (splits is not None or is_remote(to)),
                 f"The format {self.name} is one file.",
-                "Name a local file, and no splits.",
+                "Give a local file, and no splits.",
             ),
             (
                 not file and to in ("", "-"),
                 f"The format {self.name} is a folder.",
-                "Name a folder with --to.",
+                "Give a folder with --to.",
             ),
             (
                 self.local_folder and is_remote(to),
-                f"The files of {self.name} name each other by local paths.",
+                f"The files of {self.name} refer to each other by local paths.",
                 "Export to a local folder.",
             ),
             (
                 self.embeds_audio and audio_root is not None,
-                f"The files of {self.name} hold the audio.",
+                f"The files of {self.name} contain the audio.",
                 "Leave --audio-root out.",
             ),
             (
@@ -189,7 +185,7 @@ class ExportFormat:
                 raise invalid(message, advice)
 
     def lines(self, job: Job, items: Iterable[tuple[AudioItem, str]]) -> Iterator[tuple[int, bytes]]:
-        """The lines of a format of lines, each with the number of its items."""
+        """Yields the lines of a format of lines, each with the number of its items."""
         if self.dialogue_line is not None:
             for _, dialogue in groupby(items, key=lambda pair: pair[0].example_id):
                 pairs = list(dialogue)
@@ -216,7 +212,7 @@ def format_names() -> list[str]:
 
 
 def find_format(name: str) -> ExportFormat:
-    """The format of this name. Raises `config.invalid` for an unknown one, `config.missing_library` for
+    """Finds a format by its name. Raises `config.invalid` for an unknown one, `config.missing_library` for
     one that does not load."""
     built_in = [EntryPoint(name, BUILT_IN[name], ENTRY_POINT_GROUP)] if name in BUILT_IN else []
     for entry in built_in or entry_points(group=ENTRY_POINT_GROUP, name=name):
@@ -225,13 +221,13 @@ def find_format(name: str) -> ExportFormat:
         except (ImportError, AttributeError) as error:
             raise _broken(entry, f"does not load: {error}") from error
         if not isinstance(found, ExportFormat) or found.name != name:
-            raise _broken(entry, f"is no ExportFormat with the name {name!r}")
+            raise _broken(entry, f"is not an ExportFormat with the name {name!r}")
         return found
     raise invalid(f"The format {name[:40]!r} is unknown.", f"Use one of: {', '.join(format_names())}.")
 
 
 def describe_formats() -> str:
-    """What each format is, for help texts: those that are one file, then those that are a folder."""
+    """Describes the formats for help texts: those of one file, then those of a folder."""
     files: list[str] = []
     folders: list[str] = []
     for name in format_names():
@@ -249,5 +245,5 @@ def _broken(entry: EntryPoint, reason: str) -> ConfigError:
     return ConfigError(
         ErrorCode.CONFIG_MISSING_LIBRARY,
         message,
-        "Install what it needs, or uninstall the package that registers it.",
+        "Install its requirements, or uninstall the package that registers it.",
     )

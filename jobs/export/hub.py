@@ -1,7 +1,7 @@
-"""A Parquet export as a dataset of the Hugging Face hub, pushed by the library `datasets`.
+"""Pushes a Parquet export to the Hugging Face hub, by the library `datasets`.
 
-The token is that of `huggingface_hub`: `HF_TOKEN`, or what `hf auth login` stored. It is handed to no one
-but that library.
+The token is that of `huggingface_hub`: `HF_TOKEN`, or the one that `hf auth login` stored. Only that library
+gets it.
 """
 
 from __future__ import annotations
@@ -11,42 +11,41 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jobs.export.files import invalid
-from pipelines.errors import ConfigError, ErrorCode, ServiceError
+from pipelines.errors import ConfigError, ErrorCode, ServiceError, invalid
 
 _LOG_IN = "Set HF_TOKEN, or log in with: hf auth login."
 
 
 def check_push(format: str, to: str, repository: str) -> None:
-    """Raises what keeps an export from being pushed, before it is written: the errors of `push`."""
+    """Raises the errors of `push` that can be known before the export is written."""
     if format != "parquet" or "://" in to:
         message = "Only an export in the format parquet to a local folder can be pushed to the hub."
-        raise invalid(message, "Add --format parquet, and name a local folder with --to, or none.")
+        raise invalid(message, "Add --format parquet, and a local folder with --to, or leave --to out.")
     hub = _libraries()[1]
     if hub.get_token() is None:
-        raise invalid("There is no token of the Hugging Face hub.", _LOG_IN)
+        raise invalid("There is no token for the Hugging Face hub.", _LOG_IN)
     with _errors(repository):
         hub.utils.validate_repo_id(repository)
         hub.HfApi().whoami()
 
 
 def push(folder: Path, repository: str, *, private: bool | None = None) -> str:
-    """Pushes the splits of a Parquet export in `folder`, one shard for each file. Returns the address of
-    the dataset.
+    """Pushes the splits of a Parquet export in `folder`, one shard per file. Returns the address of the
+    dataset.
 
-    A dataset that is there gets the new content with one commit. `private`: of a dataset that is not there
-    yet; None: as the organization has it. Raises `config.invalid` without a token, for a name that the hub
-    does not take and for what it forbids, `server.unreachable` for a hub that does not answer,
-    `config.missing_library` without `datasets`.
+    An existing dataset gets the new content with one commit. `private`: whether a new dataset is private;
+    None: the organization's default. Raises `config.invalid` without a token, and for a name or a push that
+    the hub refuses, `server.unreachable` if the hub does not answer, `config.missing_library` without
+    `datasets`.
     """
     datasets, hub = _libraries()
     files: dict[str, list[str]] = {}
     for path in sorted(folder.glob("data/*.parquet")):
         files.setdefault(path.name.split("-")[0], []).append(str(path))
     if not files:
-        raise invalid("The export has no items that could be pushed.", "See why with: nightjar items JOB.")
+        raise invalid("The export has no items to push.", "See why with: nightjar items JOB.")
     with _errors(repository):
-        # Streamed: the library would write all audio into its cache first.
+        # Streamed, because the library would otherwise write all audio into its cache first.
         splits = datasets.load_dataset("parquet", data_files=files, streaming=True)
         # The audio is in the files already.
         pushed = splits.push_to_hub(
@@ -69,23 +68,23 @@ def _libraries() -> tuple[Any, Any]:
 
 @contextmanager
 def _errors(repository: str) -> Generator[None, None, None]:
-    """Errors of the hub's library as ours. Their texts name addresses and numbers of requests, and no
+    """Raises errors of the hub's library as ours. Their texts contain addresses and request numbers, but no
     token."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
-    # That of the HTTP library that this version uses, whichever it is.
+    # The error of the HTTP library that this version uses.
     http_error: type[Exception] = HfHubHTTPError.__bases__[0]
     try:
         yield
     except HFValidationError as error:
-        message = f"The hub takes no dataset with the name {repository[:100]!r}."
-        raise invalid(message, "Name it as ORGANIZATION/NAME.") from error
+        message = f"The hub does not accept the dataset name {repository[:100]!r}."
+        raise invalid(message, "Use a name such as ORGANIZATION/NAME.") from error
     except HfHubHTTPError as error:
         status = error.response.status_code
         if status >= 500 or status == 429:
             raise _unreachable(f"The Hugging Face hub answers with status {status}.") from error
         message = f"The Hugging Face hub refuses to write {repository[:100]!r} (status {status})."
-        advice = f"Use a token that may write there. {_LOG_IN}"
+        advice = f"Use a token with write access. {_LOG_IN}"
         raise invalid(message, advice) from error
     except OfflineModeIsEnabled as error:
         raise _unreachable("The Hugging Face hub is switched off by HF_HUB_OFFLINE.") from error

@@ -1,5 +1,5 @@
-"""The items of a job that have audio, with their lines of the input; and which of them go into which part
-of a dataset, known before the first byte is written."""
+"""The items of a job that have audio, with their lines of the input; and the plan of a dataset, which assigns
+them to its parts before the first byte is written."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ import msgspec
 
 from jobs.checks import CHECKS, METERS, scores_with
 from jobs.dialogue import Dialogue, spoken_text
-from jobs.export.files import invalid
 from jobs.ledger.records import Artifact, Draw, ItemRow, ItemState, Job
 from jobs.packs import ArtifactReader
 from jobs.shard_file import RawLine, ShardLines, read_raw_shard
 from jobs.store.base import ObjectStore
 from jobs.turns import reference_places
 from jobs.where import FilteredOut, Where
-from pipelines.errors import ConfigError
+from pipelines.errors import ConfigError, invalid
 from pipelines.request import Generation, SpokenRole
 
 if TYPE_CHECKING:
@@ -31,9 +30,9 @@ if TYPE_CHECKING:
 
 
 _decode = msgspec.json.Decoder(Dialogue).decode
-#: Scores whose detail is what an ASR model heard.
-_HEARD_BY = ("wer", "cer")
-#: Kind of the artifact that is the text of a model beside its audio.
+#: Scores whose detail is the transcript of an ASR model.
+_TRANSCRIBED = ("wer", "cer")
+#: Kind of the artifact for the text that a model wrote beside its audio.
 _TEXT = "text"
 _PAGE_ITEMS = 1000
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
@@ -44,7 +43,7 @@ class AudioItem(msgspec.Struct, frozen=True):
     """An item with its audio."""
 
     example_id: str
-    #: Unique in the job: the example id, with the turn where several are spoken.
+    #: Unique in the job: the example id, with the turn if several are spoken.
     id: str
     artifact: Artifact
     #: The line as it was submitted.
@@ -53,24 +52,24 @@ class AudioItem(msgspec.Struct, frozen=True):
     message_index: int | None = None
     #: Index of a message -> key of its reference audio.
     references: Mapping[int, str] = {}
-    #: The text that the model wrote before its audio, where it writes text.
+    #: The text that the model wrote before its audio, if it writes text.
     text_out: str | None = None
-    #: The attempt whose audio it is; None in a job without checks.
+    #: The draw that made its audio; None in a job without checks.
     draw: Draw | None = None
-    #: Names of the scores of the job, the same for all its items.
+    #: Names of the job's scores, the same for all its items.
     score_names: tuple[str, ...] = ()
 
     @property
     def scores(self) -> dict[str, float | None]:
-        """What was measured of its audio, by the names of the job's scores; None: not measured."""
+        """Its scores, by all score names of the job; None: not measured."""
         measured = {} if self.draw is None else self.draw.scores
         return {name: measured[name].value if name in measured else None for name in self.score_names}
 
     @property
     def transcript(self) -> str | None:
-        """What the ASR model of a job with the check `wer` or `cer` heard."""
+        """The transcript of the ASR model, in a job with the check `wer` or `cer`."""
         measured = {} if self.draw is None else self.draw.scores
-        return next((measured[name].detail for name in _HEARD_BY if name in measured), None)
+        return next((measured[name].detail for name in _TRANSCRIBED if name in measured), None)
 
     @property
     def seconds(self) -> float:
@@ -78,8 +77,7 @@ class AudioItem(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The name of its audio in the store without the extension: ASCII, without a dot, unique in the
-        job."""
+        """The name of its audio in the store, without the extension: ASCII, no dot, unique in the job."""
         return self.artifact.key.rpartition("/")[2].partition(".")[0]
 
     @property
@@ -89,16 +87,16 @@ class AudioItem(msgspec.Struct, frozen=True):
 
 
 class ItemMetadata(msgspec.Struct, frozen=True):
-    """What datasets say about an item beside its audio."""
+    """The metadata of an item in a dataset."""
 
-    #: The text that was asked for.
+    #: The requested text.
     text: str
-    #: Whose turn it is.
+    #: The role of the turn.
     role: SpokenRole
     #: Index of the message that is spoken; None: the audio answers the whole dialogue.
     message_index: int | None
-    #: The voice; without one `ref-` and the beginning of the reference audio's SHA-256; without either the
-    #: model.
+    #: The voice; without one, `ref-` and the first digits of the reference audio's SHA-256; without either,
+    #: the model.
     speaker: str
     voice: str | None
     language: str | None
@@ -121,19 +119,19 @@ def item_metadata(job: Job, item: AudioItem | RawLine) -> ItemMetadata:
     generation = own.over(defaults)
     voice = generation.voice
     if recordings and own.voice is None and voice in (job.spec.stored_voices or {}):
-        # The line's recording went before the job's stored voice.
+        # The line's recording takes precedence over the job's stored voice.
         voice = None
     speaker = _speaker(job, item.references, voice, recordings)
     return ItemMetadata(text, role, index, speaker, voice, generation.language, generation.instruct)
 
 
-#: How an item was made and what was measured of it. A job without checks has no `draw`, `scores` and
+#: The fields for how an item was made and what was measured. A job without checks has no `draw`, `scores` and
 #: `transcript`.
 ORIGIN = ("seed", "model", "voice", "draw", "scores", "transcript")
 
 
 def facts(job: Job, item: AudioItem) -> dict[str, Any]:
-    """Everything that formats say of an item, by the names that all of them have for it."""
+    """All fields of an item that formats write, under their common names."""
     known, artifact = item_metadata(job, item), item.artifact
     about = {
         "example_id": item.example_id,
@@ -159,14 +157,14 @@ def facts(job: Job, item: AudioItem) -> dict[str, Any]:
 
 
 def picked(about: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Those of the names that an item has, in their order."""
+    """Selects the named fields that an item has, in this order."""
     return {name: about[name] for name in names if name in about}
 
 
 def score_names(ledger: Ledger, job: Job) -> tuple[str, ...]:
-    """The names of the scores of a job, known before its first item: those of built-in checks first.
+    """The names of the scores of a job; those of built-in checks first.
 
-    Which scores a meter of another package has is known from the draws alone, which are all read then.
+    The scores of a meter from another package are only known from the draws, which are all read then.
     """
     quality = job.spec.quality
     if quality is None:
@@ -178,7 +176,7 @@ def score_names(ledger: Ledger, job: Job) -> tuple[str, ...]:
 
 
 def exported(rows: Iterable[ItemRow], *, whole: bool = False) -> Iterator[ItemRow]:
-    """The items that have audio, in index order. `whole`: only with all other items of their dialogues."""
+    """Filters items with audio, in index order. `whole`: only dialogues whose items all have audio."""
     for _, dialogue in groupby(rows, key=lambda row: row.example_id if whole else row.index):
         items = list(dialogue)
         if all(row.state is ItemState.DONE and row.artifact is not None for row in items):
@@ -192,14 +190,14 @@ def audio_items(
     rows: Iterable[ItemRow] | None = None,
     names: tuple[str, ...] | None = None,
 ) -> Iterator[AudioItem]:
-    """The items of a job that have audio, or those of `rows`, in index order, with the lines of one shard in
-    memory at a time. `names`: those of the scores, where they are known."""
+    """Yields the items with audio of a job, or of `rows`, in index order, with the lines of one shard in
+    memory at a time. `names`: the score names, if known."""
     job, texts = ledger.job(job_id), ArtifactReader(store)
     lines = ShardLines(ledger, store, job_id, read_raw_shard)
     names = score_names(ledger, job) if names is None else names
     for page in _pages(exported(ledger.items(job_id) if rows is None else rows)):
         indexes = [row.index for row in page]
-        # Read after the items, so that those of a job that runs have theirs.
+        # Read after the items, so that all items of a running job have their draws.
         draws = ledger.draws_of(job_id, indexes) if job.spec.quality is not None else ()
         kept = {row.index: row.draw for row in draws if row.draw.kept}
         written = ledger.artifacts_of(job_id, _TEXT, indexes)
@@ -221,8 +219,8 @@ def audio_items(
 def text_answers(
     ledger: Ledger, store: ObjectStore, job_id: str, where: Where | None = None
 ) -> Iterator[tuple[msgspec.Raw, str]]:
-    """The lines of items whose answer is text alone, each with that text, in index order."""
-    if next(ledger.artifact_facts(job_id, _TEXT), None) is None:
+    """Yields the lines of items whose answer is text without audio, with that text, in index order."""
+    if next(ledger.artifacts(job_id, _TEXT), None) is None:
         return
     lines, texts = ShardLines(ledger, store, job_id, read_raw_shard), ArtifactReader(store)
     done = ledger.items(job_id, state=ItemState.DONE, where=where)
@@ -242,39 +240,35 @@ def _pages(rows: Iterable[ItemRow]) -> Iterator[list[ItemRow]]:
 def _speaker(
     job: Job, references: Mapping[int, str], voice: str | None, recordings: Sequence[int] | None
 ) -> str:
-    """`recordings`: indexes of the messages whose voice it is; None: any."""
+    """The speaker of an item. `recordings`: indexes of the messages with the voice; None: any."""
     if voice and voice.strip():
         return voice.strip()
-    heard = [references[index] for index in sorted(references) if recordings is None or index in recordings]
-    if heard:
-        return f"ref-{heard[0].rpartition('/')[2][:16]}"
+    keys = [references[index] for index in sorted(references) if recordings is None or index in recordings]
+    if keys:
+        return f"ref-{keys[0].rpartition('/')[2][:16]}"
     return job.spec.model.rstrip("/").rpartition("/")[2]
 
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """Names with the upper bounds of their shares of all 64-bit hashes; the last bound is 2**64."""
+    """The splits of a dataset: each name with the upper bound of its share of all 64-bit hashes."""
 
-    names: tuple[str, ...]
-    bounds: tuple[int, ...]
+    bounds: Mapping[str, int]
 
     def of(self, example_id: str) -> str:
-        """The split of an example: the same in every job and on every machine, however many others there
-        are."""
-        if len(self.names) == 1:
-            return self.names[0]
+        """The split of an example: the same in every job and on every machine."""
         digest = hashlib.blake2b(example_id.encode(), digest_size=8, person=b"nightjar.split").digest()
         number = int.from_bytes(digest, "big")
-        return next(name for name, bound in zip(self.names, self.bounds, strict=True) if number < bound)
+        return next(name for name, bound in self.bounds.items() if number < bound)
 
 
-#: Everything in one split, for exports without splits.
-WHOLE = Splits(("train",), (_HASHES,))
+#: One split with all items, for exports without splits.
+WHOLE = Splits({"train": _HASHES})
 
 
 def parse_splits(text: str) -> Splits:
-    """`train=0.98,dev=0.01,test=0.01` as `Splits`. Raises `config.invalid` unless the shares add up to
-    exactly 1."""
+    """Parses a text such as `train=0.98,dev=0.01,test=0.01`. Raises `config.invalid` unless the shares add up
+    to exactly 1."""
     bounds: dict[str, int] = {}
     total = Fraction(0)
     for part in text.split(","):
@@ -284,15 +278,15 @@ def parse_splits(text: str) -> Splits:
         except (ValueError, ZeroDivisionError):
             value = Fraction()
         if not _NAME.fullmatch(name) or name in bounds or value <= 0:
-            raise _bad(f"{part[:80]!r} is not a split with a name of its own and a share.")
+            raise _bad_splits(f"{part[:80]!r} is not a unique name with a share.")
         total += value
         bounds[name] = math.ceil(total * _HASHES)
     if total != 1:
-        raise _bad(f"The shares of the splits {text[:100]!r} add up to {float(total):g}.")
-    return Splits(tuple(bounds), tuple(bounds.values()))
+        raise _bad_splits(f"The shares of the splits {text[:100]!r} add up to {float(total):g}.")
+    return Splits(bounds)
 
 
-def _bad(message: str) -> ConfigError:
+def _bad_splits(message: str) -> ConfigError:
     return invalid(
         message,
         "Write names of letters, digits and _ with shares that add up to 1: train=0.98,dev=0.01,test=0.01.",
@@ -300,30 +294,29 @@ def _bad(message: str) -> ConfigError:
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A run of items of one split: the unit in which an export is written and goes on after a stop."""
+    """Consecutive items of one split: the unit in which an export is written and continues after a stop."""
 
     split: str
     #: From 0 within its split.
     number: int
-    #: Index of its first and last item; items of other splits may lie between.
+    #: Indexes of its first and last item, with items of other splits between.
     first: int
     last: int
     items: int
-    #: Of their audio.
+    #: Size of their audio.
     audio_bytes: int
-    #: Parts of its split.
+    #: Number of parts of its split.
     of: int = 0
 
 
 class LeftOut(msgspec.Struct, frozen=True):
-    """Items that an export leaves out."""
+    """Numbers of items that an export leaves out."""
 
-    #: Failed, skipped or still pending, and in a format of dialogues those that are left out with one of
-    #: them.
+    #: Failed, skipped or pending items; in a format of dialogues, all items of a dialogue with such an item.
     without_audio: int = 0
-    #: By the conditions of the filter, in its order.
+    #: Items by condition of the filter, in its order.
     filtered: tuple[FilteredOut, ...] = ()
-    #: Of those without audio: items of a job that runs, which may still get theirs.
+    #: Pending items among those without audio, if the job was still running.
     pending: int = 0
     #: Whether the job was still running.
     running: bool = False
@@ -333,8 +326,8 @@ class LeftOut(msgspec.Struct, frozen=True):
         return self.without_audio + sum(out.items for out in self.filtered)
 
     def __str__(self) -> str:
-        """As in `3 without audio, 120 by wer < 0.1, 14 by distillmos > 3.5 (8 without that score)`; empty
-        where none is left out."""
+        """A text such as `3 without audio, 120 by wer < 0.1, 14 by distillmos > 3.5 (8 without that score)`;
+        empty if none is left out."""
         parts = [f"{self.without_audio} without audio"] if self.without_audio else []
         for out in self.filtered:
             unknown = "" if not out.without_score else f" ({out.without_score} without that score)"
@@ -346,13 +339,12 @@ class Plan(msgspec.Struct, frozen=True):
     """The parts of an export, by split and number."""
 
     parts: tuple[Part, ...]
-    #: SHA-256 over indexes, ids and audio hashes of all exported items: the same result of a job has the same
-    #: one.
+    #: SHA-256 over indexes, ids and audio hashes of all exported items.
     digest: str
-    #: Of a job that runs: a byte for each index, 1 for those that are exported. Others may get their audio
-    #: while they are written.
+    #: For a running job, whose other items may get their audio during the export: a byte per index, 1 for
+    #: exported items.
     members: bytes | None = None
-    #: Why items of the job are not exported.
+    #: Items that are not exported, by reason.
     reasons: LeftOut = LeftOut()
 
     @property
@@ -367,10 +359,10 @@ class Plan(msgspec.Struct, frozen=True):
 def make_plan(
     rows: Iterable[ItemRow], splits: Splits, part_bytes: int | None, *, running: bool = False
 ) -> Plan:
-    """The plan for items with audio, in index order. A part ends before its audio passes `part_bytes`; None:
-    one part a split. `running`: other items may get their audio from now on."""
+    """Plans the export of items with audio, in index order. A part ends before its audio exceeds
+    `part_bytes`; None: one part per split. `running`: other items may get their audio from now on."""
     #: [first index, last index, items, bytes] of each part.
-    parts: dict[str, list[list[int]]] = {name: [] for name in splits.names}
+    parts: dict[str, list[list[int]]] = {name: [] for name in splits.bounds}
     digest, members = hashlib.sha256(), bytearray()
     for row in rows:
         artifact = cast("Artifact", row.artifact)

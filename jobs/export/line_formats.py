@@ -1,12 +1,11 @@
 """Formats of one file: `espnet`, `nemo`, `openai-batch` and `openai-batch-errors`; `manifest` is in
 `jobs.export.manifest`.
 
-`espnet` is ESPnet SpeechLM's dialogue JSONL with the generated speech in it. The audio of a spoken turn
-stands right behind its text, in its role; that of a dialogue's only text, a user's, is the assistant's.
-Where a model answered the whole dialogue, its speech and text replace the assistant's. The batch formats
-are the output file and the error file of an OpenAI batch: requests that succeeded stand in the one, the
-others in the other, both by their `custom_id`, which is the item's id. Speech is no JSON, so the body says
-where its file is.
+`espnet` is ESPnet SpeechLM's dialogue JSONL with the generated speech. The audio of a spoken turn follows its
+text, in the same role; the audio of a dialogue's only text, if it is the user's, is the assistant's. If a
+model answered the whole dialogue, its speech and text replace the assistant's. The batch formats are the
+output file, with requests that succeeded, and the error file, with those that failed, of an OpenAI batch.
+Their `custom_id` is the item's id. The body has the path or address of the audio.
 
 Sources: espnet2/speechlm/dataloader/multimodal_loader/dialogue_loader.py, which reads `example_id` and
 `messages`, a list of `[role, modality, content]` whose audio content is a path; NVIDIA NeMo,
@@ -34,10 +33,11 @@ _decode_messages = msgspec.json.Decoder(list[list[Any]]).decode
 
 
 def espnet_line(job: Job, items: Sequence[tuple[AudioItem, str]]) -> bytes:
-    """The line of a dialogue as it was submitted, with the audio of its items, each given with where it is.
+    """The line of a dialogue as it was submitted, with the audio of its items. `items`: each with the path or
+    address of its audio.
 
-    The answer to a whole dialogue replaces the first assistant audio message, or is added at the end. Text
-    that the model wrote comes before it and replaces assistant texts just before it.
+    The answer to a whole dialogue replaces the first assistant audio message, or is appended. Text that the
+    model wrote precedes it and replaces assistant texts directly before it.
     """
     first, where = items[0]
     line = _decode(first.dialogue)
@@ -51,8 +51,7 @@ def espnet_line(job: Job, items: Sequence[tuple[AudioItem, str]]) -> bytes:
 
 
 def espnet_text_line(dialogue: msgspec.Raw, text: str) -> bytes:
-    """The line of an item whose answer is text alone, with that answer at its end: all messages of the
-    line were asked."""
+    """The line of an item whose answer is text without audio, with the answer appended."""
     line = _decode(dialogue)
     return _with_messages(line, [*_decode_messages(line["messages"]), ["assistant", "text", text]])
 
@@ -72,7 +71,7 @@ def _with_messages(line: dict[str, msgspec.Raw], messages: Sequence[Any]) -> byt
 
 
 def nemo_line(job: Job, item: AudioItem, where: str) -> bytes:
-    """A line of the manifest; `lang` only where the item has a language."""
+    """A line of the manifest, with `lang` if the item has a language."""
     about = facts(job, item)
     line = {"audio_filepath": where, **picked(about, "duration", "text")}
     if about["language"] is not None:
@@ -99,7 +98,7 @@ def openai_batch_line(job: Job, item: AudioItem, where: str) -> bytes:
 
 
 def openai_error_line(job: Job, failed: ItemRow | RejectedLine) -> bytes:
-    """The line of an item that failed, or of a line of the input that was refused."""
+    """The line of a failed item or of a refused input line."""
     if isinstance(failed, ItemRow):
         code, message, custom_id = failed.error_code, failed.error_message, failed.id
     else:
@@ -109,7 +108,7 @@ def openai_error_line(job: Job, failed: ItemRow | RejectedLine) -> bytes:
 
 
 def _batch_line(job: Job, custom_id: str, body: object, error: object) -> bytes:
-    # The same id each time, so that an export has the same bytes.
+    # A fixed id, so that an export has the same bytes each time.
     request = "batch_req_" + hashlib.blake2b(f"{job.id} {custom_id}".encode(), digest_size=12).hexdigest()
     response = None if body is None else {"status_code": 200, "request_id": request, "body": body}
     return _encode({"id": request, "custom_id": custom_id, "response": response, "error": error}) + b"\n"

@@ -1,12 +1,11 @@
-"""Formats with a table in Parquet and a dataset card, for Hugging Face `datasets`: the audio in the table,
-or in files beside it.
+"""Formats with a Parquet table and a dataset card, for Hugging Face `datasets`: with the audio in the table or
+in separate files.
 
     parquet      README.md  data/train-00000-of-00002.parquet  data/train-00001-of-00002.parquet
     audiofolder  README.md  data/train/00000/metadata.parquet  data/train/00000/000000000-utt1.wav ...
 
-The table of `audiofolder` is Parquet rather than CSV or JSON Lines: only there a column has its type where
-all of its values are null, and the loader refuses tables whose columns differ. Each part of a split has a
-folder of its own.
+The table of `audiofolder` is Parquet rather than CSV or JSON Lines: in these a column of nulls has no type,
+and the loader refuses tables whose columns differ. Each part of a split has its own folder.
 
 Source: https://huggingface.co/docs/datasets/audio_dataset and `datasets.features.Audio`: a struct of the
 file's bytes and its path, and the features under the key `huggingface` of the schema's metadata. In an
@@ -31,16 +30,16 @@ from jobs.ledger.records import Job
 if TYPE_CHECKING:
     import pyarrow
 
-#: A reader loads a row group at a time.
-_GROUP_ROWS = 100
+#: Limits of a row group, which a reader loads as a whole.
+GROUP_ROWS = 100
 _GROUP_BYTES = 32 << 20
-#: Of a table without the audio.
+#: Rows of a group in a table without the audio.
 _FOLDER_GROUP_ROWS = 10_000
-#: The hub's words for numbers of examples, each ten times as many.
+#: The hub's size categories.
 _SIZES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B")
 _REPEATED = ("role", "speaker", "language", "spec_sha", "model", "voice")
 _TEXTS = ("text", "example_id", "sha256", "transcript", *_REPEATED)
-#: The columns beside the audio and their types; a job without checks has no `draw` and `transcript`.
+#: The types of the columns other than the audio; a job without checks has no `draw` and `transcript`.
 _COLUMNS = {
     "text": "string",
     "example_id": "string",
@@ -61,8 +60,8 @@ _COLUMNS = {
 
 
 def _row(job: Job, item: AudioItem) -> dict[str, Any]:
-    """The columns beside the audio. A score has a column of its own, so that it can be filtered and shown
-    by everything that reads tables."""
+    """The values of the columns other than the audio. Each score has its own column, so that readers of
+    tables can filter by it."""
     about = facts(job, item)
     scores = {f"score_{name}": value for name, value in about.get("scores", {}).items()}
     return picked(about, *_COLUMNS) | scores
@@ -76,13 +75,13 @@ def _write_table(
     group_rows: int,
     **options: Any,
 ) -> None:
-    """A table whose first column stands for the audio: each item, of which there is one at least, has a cell
-    in it, and a size in the group of rows. `options` are those of `ParquetWriter`."""
+    """Writes a table whose first column is the audio or its name. `cells`: at least one item, each with its
+    cell and the size that it adds to a row group. `options`: those of `ParquetWriter`."""
     import pyarrow
     from pyarrow import parquet
 
     first = next(cells)
-    # Those of all items of a job.
+    # All items of a job have the same columns.
     types = {name: _COLUMNS.get(name, "float64") for name in _row(job, first[0])}
     metadata: dict[str, bytes] | None = None
     if column.name == "audio":
@@ -105,7 +104,7 @@ def _write_table(
 
 
 def write_parquet(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]) -> None:
-    """One Parquet file."""
+    """Writes one Parquet file."""
     import pyarrow
 
     _write_table(
@@ -113,8 +112,8 @@ def write_parquet(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[
         job,
         pyarrow.field("audio", pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])),
         ((item, {"bytes": data, "path": f"{item.name}.{item.extension}"}, len(data)) for item, data in items),
-        _GROUP_ROWS,
-        # Audio is left as it is: it shrinks by little and takes long to do so.
+        GROUP_ROWS,
+        # Audio is not compressed: it shrinks little and takes long.
         compression=dict.fromkeys(_TEXTS, "zstd"),
         use_dictionary=list(_REPEATED),
         write_statistics=["index", "duration"],
@@ -124,7 +123,7 @@ def write_parquet(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[
 def write_audiofolder(
     part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]
 ) -> None:
-    """The audio of a part and its table."""
+    """Writes the audio of a part and its table."""
     import pyarrow
 
     folder = f"data/{part.split}/{part.number:05d}"
@@ -140,8 +139,8 @@ def write_audiofolder(
 
 
 def dataset_card(job: Job, plan: Plan, files: str = "data/{}-*.parquet") -> bytes:
-    """The card of a job's dataset, from `card.md`; splits without an item are not in it, since their files
-    do not exist. `files`: those of a split."""
+    """The card of a job's dataset, from `card.md`, without empty splits, which have no files. `files`: the
+    pattern for the files of a split."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -150,7 +149,7 @@ def dataset_card(job: Job, plan: Plan, files: str = "data/{}-*.parquet") -> byte
         keep_trailing_newline=True,
         autoescape=False,  # noqa: S701
     )
-    # Every JSON string is one of YAML.
+    # A JSON string is valid YAML.
     environment.filters["yaml"] = lambda text: msgspec.json.encode(text).decode()
     environment.filters["line"] = lambda text: " ".join(text.replace("`", "'").split())
     template = resources.files("jobs.export").joinpath("card.md").read_text(encoding="utf-8")

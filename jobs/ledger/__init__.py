@@ -1,5 +1,5 @@
-"""The ledger: jobs, shards, items, artifacts and workers in one database, and the protocol that makes
-effects exactly once."""
+"""The ledger: jobs, shards, items, artifacts and workers in one database, with the protocol that commits each
+result exactly once."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ __all__ = ["Ledger"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports SQLAlchemy only for those who use the ledger itself: `nightjar status` reads its records
-    without."""
+    """Imports SQLAlchemy only when the ledger itself is used: `nightjar status` needs only its records."""
     if name != "Ledger":
         raise AttributeError(name)
     from jobs.ledger.ledger import Ledger

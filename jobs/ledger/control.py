@@ -1,5 +1,5 @@
-"""What users decide about jobs: pause, resume, cancel, retry, priority, delete; the record of the nights
-that ran; and which ends of jobs have to be reported to the operator's hook."""
+"""User actions on jobs (pause, resume, cancel, retry, priority, delete), the nights that ran, and reports of
+ended jobs to the operator's hook."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from jobs.ledger.records import (
     ShardState,
 )
 from jobs.ledger.schema import ITEM_STATE_NUMBERS, ROWS_OF_JOBS
-from jobs.ledger.transaction import Row, Transaction, words
+from jobs.ledger.transaction import Row, Transaction, literals
 from jobs.own_files import located
 from pipelines.errors import ErrorCode, ServiceError
 
-#: Shards that one transaction of a cancel or a retry changes.
+#: Maximum number of shards changed by one transaction of a cancel or retry.
 SHARDS_AT_ONCE = 500
 
 
 def pause(sql: Transaction, job_id: str) -> None:
-    """Stops claims at once; workers give back what of their leases is not in the engine. Raises
+    """Pauses a job: claims stop at once, and workers give back items that are not in the engine. Raises
     `ServiceError` with `ledger.state`."""
     job = lock_known_job(sql, job_id, "paused", *DISPATCHED, JobState.PAUSED)
     if job.state != JobState.PAUSED:
@@ -51,7 +51,7 @@ def pause(sql: Transaction, job_id: str) -> None:
 
 
 def resume(sql: Transaction, job_id: str) -> None:
-    """Continues a paused job; its error budget starts anew. Raises `ServiceError` with `ledger.state`."""
+    """Resumes a paused job and resets its error budget. Raises `ServiceError` with `ledger.state`."""
     job = lock_known_job(sql, job_id, "resumed", *DISPATCHED, JobState.PAUSED)
     if job.state in DISPATCHED:
         return
@@ -67,20 +67,20 @@ def resume(sql: Transaction, job_id: str) -> None:
 
 
 def begin_cancel(sql: Transaction, job_id: str) -> None:
-    """From here on no claim, heartbeat or commit of the job is accepted; `cancel_some` ends its items."""
+    """Starts a cancel: further claims, heartbeats and commits are refused. `cancel_some` ends the items."""
     over = (JobState.CANCELLING, JobState.CANCELLED)
     if lock_known_job(sql, job_id, "cancelled", JobState.INGESTING, *WORKING, *over).state not in over:
         update_job(sql, job_id, "state = 'cancelling', state_reason = 'cancelled by a person'")
 
 
 def cancel_some(sql: Transaction, job_id: str) -> bool:
-    """Skips the open items of some shards of a cancelling job, and ends the job after the last; True while
-    more are left."""
+    """Skips the pending items of some shards of a cancelling job, and ends the job after the last one.
+    Returns whether shards are left."""
     job = lock_job(sql, job_id)
     if job is None or job.state != JobState.CANCELLING:
         return False
     statement = f"""
-    SELECT * FROM shards WHERE job_id = :job AND state IN ({words(*OPEN_SHARDS)})
+    SELECT * FROM shards WHERE job_id = :job AND state IN ({literals(*OPEN_SHARDS)})
     ORDER BY no LIMIT {SHARDS_AT_ONCE} FOR UPDATE
     """
     chunk = sql.rows(statement, job=job_id)
@@ -97,7 +97,7 @@ def cancel_some(sql: Transaction, job_id: str) -> bool:
     return False
 
 
-#: Sets the totals of a job to what its shards hold.
+#: Sets the totals of a job to those of its shards.
 TOTALS = """
 total_shards = (SELECT count(*) FROM shards WHERE job_id = :job),
 total_items = (SELECT COALESCE(sum(n_items), 0) FROM shards WHERE job_id = :job)
@@ -107,10 +107,10 @@ total_items = (SELECT COALESCE(sum(n_items), 0) FROM shards WHERE job_id = :job)
 def retry_some(
     sql: Transaction, job_id: str, codes: Collection[ErrorCode] | None, force: bool, after: int
 ) -> tuple[int, int | None]:
-    """Opens failed and dead items with these codes (None: all) again, in some shards above `after`;
-    hopeless ones only by force.
+    """Reopens failed and dead items with these codes (None: all) in some shards above `after`; hopeless ones
+    only with `force`.
 
-    Returns (items opened, the last shard looked at, or None after the last).
+    Returns (number of items, last shard of this call, or None if no shards are left).
     """
     job = lock_known_job(sql, job_id, "retried", *RETRYABLE_JOBS)
     statement = f"""
@@ -122,7 +122,7 @@ def retry_some(
     broken = ", ".join(str(ITEM_STATE_NUMBERS[state]) for state in BROKEN_ITEMS)
     reopen = f"""
     UPDATE items SET state = {ITEM_STATE_NUMBERS[ItemState.PENDING]}, attempts = 0, error_code = NULL, error_message = NULL
-    WHERE {ITEMS_OF} AND state IN ({broken}) AND error_code IN ({words(*chosen) or "NULL"})
+    WHERE {ITEMS_OF} AND state IN ({broken}) AND error_code IN ({literals(*chosen) or "NULL"})
     """
     opened = 0
     for shard in chunk:
@@ -131,7 +131,7 @@ def retry_some(
             _reopen(sql, shard, count)
             opened += count
     if opened:
-        # What failed before the last resume and is open again may fail again.
+        # Reopened items that failed before the last resume may fail again and must count then.
         left = max(0, job.budget_from_failed - opened)
         update_job(sql, job_id, "budget_from_failed = :left", left=left)
         if job.state in FINAL:
@@ -147,14 +147,14 @@ def _reopen(sql: Transaction, shard: Row, count: int) -> None:
         move_to(sql, shard, ShardState.READY, change, count=count)
         return
     if shard.state == ShardState.LEASED:
-        # Else the items that are open again would hide what this lease has ended.
+        # Otherwise the reopened items would hide the progress of this lease.
         change += ", claimed_failed = claimed_failed - :count"
     update_shard(sql, shard, change, count=count)
 
 
 def wake(sql: Transaction, job_id: str) -> int:
-    """Ends the backoff of a job's shards, because the user may have repaired what they wait for; returns
-    how many run at once."""
+    """Ends the backoff of a job's shards, because the user may have repaired the cause. Returns their
+    number."""
     lock_known_job(sql, job_id)
     statement = (
         "UPDATE shards SET not_before = NULL WHERE job_id = :job AND state = 'ready' AND not_before > 0"
@@ -163,8 +163,7 @@ def wake(sql: Transaction, job_id: str) -> int:
 
 
 def check_writable(sql: Transaction, job_id: str) -> None:
-    """Changes nothing; raises `ServiceError` where the ledger can be read but not written, as on a full
-    disk."""
+    """Raises `ServiceError` if the ledger cannot be written, for example on a full disk; changes nothing."""
     update_job(sql, job_id, "priority = priority")
 
 
@@ -175,7 +174,7 @@ def set_priority(sql: Transaction, job_id: str, priority: int) -> None:
 
 
 def schedule_ran(sql: Transaction, name: str, night: str) -> bool:
-    """Records that a night ran; False if it was recorded before."""
+    """Records that a night ran. False: it was recorded before."""
     return (
         sql.insert("schedules", [{"name": name, "night": night}], "ON CONFLICT DO NOTHING", ran_at="<now>")
         == 1
@@ -183,7 +182,7 @@ def schedule_ran(sql: Transaction, name: str, night: str) -> bool:
 
 
 def schedule_forget(sql: Transaction, name: str, night: str) -> None:
-    """Lets a night run again."""
+    """Removes the record of a night, so that it can run again."""
     sql.change("DELETE FROM schedules WHERE name = :name AND night = :night", name=name, night=night)
 
 
@@ -192,16 +191,16 @@ def schedule_history(sql: Transaction, name: str) -> list[str]:
     return sql.column("SELECT night FROM schedules WHERE name = :name ORDER BY night", name=name)
 
 
-# Reports of ends. An end is a job and its `finished_at`: a job that is retried ends again.
+# Reports of ends. An end is a job with its `finished_at`; a retried job ends again.
 
-#: Older ends are not reported: nobody waits for those of before there was a hook.
+#: Older ends are not reported, such as those from before the hook was set.
 OLDEST_END_SECONDS = 24 * 3600.0
-#: Ends that one pass reports.
+#: Maximum number of ends reported by one pass.
 ENDS_AT_ONCE = 20
-#: No try is planned later than this; a later time was written by a clock that went wrong.
+#: A later time of the next try was written with a wrong clock.
 _LATEST_TRY_SECONDS = 3600.0
 _UNREPORTED = f"""
-state IN ({words(*FINAL)}) AND finished_at > <now> - {OLDEST_END_SECONDS}
+state IN ({literals(*FINAL)}) AND finished_at > <now> - {OLDEST_END_SECONDS}
 AND (notified_finished_at IS NULL OR notified_finished_at <> finished_at)
 AND (notify_due_at IS NULL OR notify_due_at <= <now> OR notify_due_at > <now> + {_LATEST_TRY_SECONDS + CLOCK_SLACK_SECONDS})
 """
@@ -209,14 +208,14 @@ _OF_END = "id = :job_id AND finished_at = :finished_at"
 
 
 class JobEnd(NamedTuple):
-    """An end of a job that is to be reported."""
+    """An end of a job to report."""
 
     job_id: str
     finished_at: float
 
 
 def unreported_ends(sql: Transaction) -> list[JobEnd]:
-    """Some ends that are due, the oldest first."""
+    """Ends whose report is due, the oldest first; not necessarily all."""
     statement = f"""
     SELECT id, finished_at FROM jobs WHERE {_UNREPORTED} ORDER BY finished_at, id LIMIT {ENDS_AT_ONCE}
     """
@@ -224,8 +223,8 @@ def unreported_ends(sql: Transaction) -> list[JobEnd]:
 
 
 def claim_end(sql: Transaction, end: JobEnd, seconds: float) -> int | None:
-    """Makes the caller the only one who reports an end, for some seconds: the number of the try; None
-    where another one does."""
+    """Reserves the report of an end for the caller for some seconds. Returns the number of the try, or None
+    if another process reports it."""
     statement = f"""
     UPDATE jobs SET notify_attempts = notify_attempts + 1, notify_due_at = <now> + :seconds
     WHERE {_OF_END} AND {_UNREPORTED} RETURNING notify_attempts
@@ -234,27 +233,25 @@ def claim_end(sql: Transaction, end: JobEnd, seconds: float) -> int | None:
 
 
 def note_reported(sql: Transaction, end: JobEnd) -> None:
-    """Notes that an end was reported, or that nobody tries any more; does nothing where the job continued
-    meanwhile."""
+    """Records that an end was reported or given up; does nothing if the job was continued meanwhile."""
     sql.change(f"UPDATE jobs SET notified_finished_at = finished_at WHERE {_OF_END}", **end._asdict())
 
 
-def put_off(sql: Transaction, end: JobEnd, seconds: float) -> None:
-    """Plans the next try for an end that could not be reported."""
+def postpone_report(sql: Transaction, end: JobEnd, seconds: float) -> None:
+    """Schedules the next try of a report that failed."""
     sql.change(
         f"UPDATE jobs SET notify_due_at = <now> + :seconds WHERE {_OF_END}", **end._asdict(), seconds=seconds
     )
 
 
-# Deletion: a job is fenced first, then its rows go by ranges, a transaction each, and its own row last. Only
-# a job that has ended is deleted. It becomes `cancelled`, which no retry opens again: a worker that lost its
-# lease finds no shard that it could commit to, and a submit under its idempotency key makes another job. Its
-# id stays in `deleted_jobs`, so that the sweep finds what such a worker still stores.
+# Deletion of an ended job: first the job is fenced, then its rows are deleted in ranges, one transaction each,
+# and its own row last. It becomes `cancelled`, which cannot be retried, so workers that lost their lease cannot
+# commit; a submit with its idempotency key creates another job. Its id stays in `deleted_jobs`, so that the
+# sweep finds objects that such workers still store.
 
-#: Why a job is cancelled that is being deleted.
+#: `state_reason` of a job that is being deleted.
 BEING_DELETED = "being deleted"
-#: Values of the column by which rows go that one transaction covers: a fraction of a second, and no lock but
-#: those of its rows.
+#: Size of the range deleted by one transaction, which takes a fraction of a second and locks only its rows.
 ROWS_AT_ONCE = 10_000
 
 
@@ -275,8 +272,7 @@ def check_deletable(job_id: str, state: JobState) -> None:
 
 
 def begin_delete(sql: Transaction, job_id: str) -> None:
-    """Fences a job that has ended; again where that was done before. Raises `ServiceError` with
-    `ledger.state`."""
+    """Fences an ended job; can be repeated. Raises `ServiceError` with `ledger.state`."""
     job = lock_known_job(sql, job_id)
     check_deletable(job_id, JobState(job.state))
     ended = "manifest_finished_at = finished_at, notified_finished_at = finished_at"
@@ -290,26 +286,23 @@ def begin_delete(sql: Transaction, job_id: str) -> None:
     sql.insert("deleted_jobs", [tombstone], "ON CONFLICT DO NOTHING", deleted_at="<now>")
 
 
-def last_of(sql: Transaction, table: str, job_id: str) -> int:
-    """The largest value of the column by which a table's rows of a job go; -1 without any."""
-    column, of_job = _range_of(table)
-    return sql.value(f"SELECT COALESCE(max({column}), -1) FROM {table} WHERE {of_job}", job=job_id)
-
-
-def delete_range(sql: Transaction, table: str, job_id: str, first: int) -> int:
-    """Deletes the next rows of a job that is being deleted, from `first` on; how many there were."""
-    column, of_job = _range_of(table)
-    statement = f"DELETE FROM {table} WHERE {of_job} AND {column} >= :first AND {column} < :last"
-    return sql.change(statement, job=job_id, first=first, last=first + ROWS_AT_ONCE)
+def delete_some(sql: Transaction, table: str, job_id: str) -> int:
+    """Deletes some rows of a job that is being deleted; returns their number, 0 if none are left."""
+    column = ROWS_OF_JOBS[table]
+    # The number is looked up in the same statement: SQLite may give that of a deleted job to a new one.
+    of_job = f"job_no = {NUMBER}" if column == "idx" else "job_id = :job"
+    of_job += " AND EXISTS (SELECT 1 FROM deleted_jobs WHERE id = :job)"
+    end = f"(SELECT min({column}) FROM {table} WHERE {of_job}) + {ROWS_AT_ONCE}"
+    return sql.change(f"DELETE FROM {table} WHERE {of_job} AND {column} < {end}", job=job_id)
 
 
 def end_delete(sql: Transaction, job_id: str) -> None:
-    """Removes the row of a job that has no others left."""
+    """Deletes the row of a job that has no other rows left."""
     sql.change("DELETE FROM jobs WHERE id = :job AND id IN (SELECT id FROM deleted_jobs)", job=job_id)
 
 
 def deleted_jobs(sql: Transaction) -> list[DeletedJob]:
-    """The jobs that were deleted and are remembered, the oldest first."""
+    """The deleted jobs in the ledger's memory, the oldest deletion first."""
     rows = sql.rows("SELECT * FROM deleted_jobs ORDER BY deleted_at, id")
     return [
         DeletedJob(row.id, located(row.store_url, sql.place), row.store_identity, row.deleted_at)
@@ -318,13 +311,5 @@ def deleted_jobs(sql: Transaction) -> list[DeletedJob]:
 
 
 def forget_deleted(sql: Transaction, job_id: str) -> None:
-    """Forgets a job that was deleted; one that is still being deleted stays."""
+    """Removes a deleted job from the ledger's memory, unless it is still being deleted."""
     sql.change("DELETE FROM deleted_jobs WHERE id = :job AND id NOT IN (SELECT id FROM jobs)", job=job_id)
-
-
-def _range_of(table: str) -> tuple[str, str]:
-    """The column by whose ranges the rows of a job go, and the condition of its rows. Its number is looked
-    up in the same statement: SQLite gives the number of a row that is gone to a new job."""
-    column = ROWS_OF_JOBS[table]
-    of_job = f"job_no = {NUMBER}" if column == "idx" else "job_id = :job"
-    return column, f"{of_job} AND EXISTS (SELECT 1 FROM deleted_jobs WHERE id = :job)"

@@ -1,4 +1,4 @@
-"""The ledger's database: its connections, transactions, retries, errors that a person can act on, and tables."""
+"""The ledger's database: connections, transactions, retries, actionable errors, and migrations."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ T = TypeVar("T")
 
 BUSY_TIMEOUT_MS = 30_000
 CONNECT_TIMEOUT_SECONDS = 5
-#: When either end considers a silent PostgreSQL connection lost: idle before the first probe, between probes,
-#: unanswered data.
+#: Detection of a lost PostgreSQL connection by either end: idle time before the first probe, time between
+#: probes, number of probes, time without an acknowledgement of sent data.
 KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVES, UNANSWERED_SECONDS = 30, 10, 3, 30
-#: How many times a transaction that lost against another one is tried.
+#: Maximum number of tries of a transaction that conflicts with others.
 TRANSACTION_TRIES = 6
 
 _READ_ONLY = "nightjar_read_only"
@@ -51,32 +51,29 @@ _TIMED_OUT = {"55P03", "57014"}
 
 @dataclass(frozen=True, slots=True)
 class LedgerLimits:
-    """How long a connection to PostgreSQL may keep others waiting, or wait for them, in seconds."""
+    """Time limits of a PostgreSQL connection, in seconds."""
 
-    #: A transaction whose process is silent for this long is rolled back, so that a stopped process does not
-    #: keep its locks.
+    #: An idle transaction is rolled back after this time, so that a stopped process does not keep its locks.
     idle_transaction_seconds: float = 10.0
-    #: Maximum wait for a lock; longer than the above, so that a transaction that waits for a stopped process
-    #: outlasts it.
+    #: Maximum wait for a lock; longer than the above, to outlast a stopped process.
     lock_seconds: float = 30.0
     statement_seconds: float = 3600.0
 
 
 NO_LIMITS = LedgerLimits(0, 0, 0)
-#: Key of the PostgreSQL advisory lock that lets one process migrate at a time.
+#: Key of the PostgreSQL advisory lock of migrations.
 MIGRATION_LOCK = 0x6E69676874
 
 
 class Database:
-    """One engine for one ledger; every method may be called from any thread. Connects when it is first
-    used."""
+    """The engine of one ledger. Connects at first use; every method is thread-safe."""
 
     def __init__(self, url: str, backoff_seconds: float = 1.0, limits: LedgerLimits | None = None) -> None:
         parsed = _parse(url)
         self.display_url = parsed.render_as_string(hide_password=True)
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
         self.path = Path(parsed.database or "") if self.is_sqlite else None
-        #: For a person: the path of a file, else the address without its password.
+        #: For messages: the path of a file, else the address without its password.
         self.name = self.display_url if self.path is None else str(self.path)
         self.engine = (
             _sqlite_engine(self.path)
@@ -86,12 +83,12 @@ class Database:
         self.place = place_of(self.path)
         self._backoff_seconds = backoff_seconds
         self._reader = self.engine.execution_options(**{_READ_ONLY: True})
-        # Threads that wait here wait in order; SQLite itself lets them poll.
+        # Threads wait for this lock in order; SQLite itself would let them poll.
         self._writing = threading.Lock() if self.is_sqlite else nullcontext()
 
     def write(self, work: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs `work` in one transaction and commits it. A transaction that lost a race on PostgreSQL runs
-        again."""
+        """Runs `work` in one transaction and commits it. On PostgreSQL a transaction that conflicts with
+        another one is retried."""
         for attempt in range(1, TRANSACTION_TRIES + 1):
             try:
                 with self._writing, self._explained(), self.engine.begin() as connection:
@@ -102,7 +99,7 @@ class Database:
         raise ServiceError(ErrorCode.LEDGER_UNREACHABLE, message, "Try again in a moment.")
 
     def read(self, work: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs `work` in a transaction that writes nothing; on SQLite it waits for no writer."""
+        """Runs `work` in a read-only transaction; on SQLite it does not wait for writers."""
         with self._explained(), self._reader.begin() as connection:
             return work(self._transaction(connection), *args, **kwargs)
 
@@ -115,13 +112,13 @@ class Database:
         return Transaction(execute, engine, self.place, self._backoff_seconds, connection)
 
     def use_write_ahead_log(self) -> None:
-        """Lets readers and a writer work side by side. The file remembers it."""
+        """Lets readers work while a writer does. The setting is stored in the file."""
         with self._explained(), self.engine.connect() as connection:
             driver: Any = connection.connection.driver_connection
             driver.execute("PRAGMA journal_mode = WAL")
 
     def wrong_schema(self, message: str) -> ServiceError:
-        """The error of a ledger whose tables are not those of this version."""
+        """The error of a ledger whose tables are of another version."""
         home = home_of(self.path)
         where = "" if home is None else f" --out {shlex.quote(str(home))}"
         return ServiceError(ErrorCode.LEDGER_SCHEMA, message, f"Run `nightjar db upgrade{where}`.")
@@ -143,12 +140,12 @@ class Database:
             raise explained from error
 
     def _explain(self, error: BaseException) -> Exception | None:
-        """The error to raise for a driver's error; None: it is no failure of the service, to be raised as
-        it is."""
+        """The error to raise for a driver's error; None: it is not a failure of the service and is raised
+        unchanged."""
         disconnected = False
         if isinstance(error, exc.DBAPIError):
             disconnected, error = error.connection_invalidated, error.orig or error
-        # COPY speaks to psycopg itself, past SQLAlchemy's wrapping.
+        # COPY uses psycopg directly, so SQLAlchemy does not wrap its errors.
         elif type(error).__module__.partition(".")[0] not in {"psycopg", "sqlite3"}:
             return None
         sqlstate = getattr(error, "sqlstate", None)
@@ -160,11 +157,11 @@ class Database:
         if sqlstate in _TIMED_OUT:
             return ServiceError(
                 ErrorCode.LEDGER_UNREACHABLE,
-                f"The ledger {self.display_url} kept this waiting for too long: {text}.",
-                "Try again; if it lasts, see in pg_stat_activity which transaction holds its locks.",
+                f"The ledger {self.display_url} did not answer in time: {text}.",
+                "Try again. If this persists, pg_stat_activity shows which transaction holds the locks.",
             )
         kind = {base.__name__ for base in type(error).__mro__}
-        # SQLite says DatabaseError itself where the file is no database or is damaged.
+        # SQLite raises DatabaseError itself if the file is not a database or is damaged.
         if (
             disconnected
             or kind & {"OperationalError", "InterfaceError"}
@@ -174,18 +171,18 @@ class Database:
         return None
 
     def check_room(self) -> None:
-        """Raises `store.full` where a SQLite ledger is on a full disk."""
+        """Raises `store.full` if a SQLite ledger is on a full disk."""
         if self.path is not None and not has_room(self.path.parent):
             raise disk_full(self.path)
 
     def _unreachable(self, reason: str) -> NightjarError:
-        # SQLite has several words for a full disk, by the file that it wanted to write.
+        # SQLite reports a full disk by several messages, depending on the file.
         if self.path is not None and (reason == "database or disk is full" or not has_room(self.path.parent)):
             return disk_full(self.path)
         advice = (
             "Check that the file's folder is writable, has space, and is on a local disk."
             if self.is_sqlite
-            else "Check that PostgreSQL runs and that the database URL is right."
+            else "Check that PostgreSQL is running and that the database URL is correct."
         )
         return ServiceError(
             ErrorCode.LEDGER_UNREACHABLE, f"The ledger {self.display_url} cannot be used: {reason}.", advice
@@ -193,7 +190,7 @@ class Database:
 
 
 class LostRaceError(Exception):
-    """Another transaction won; nothing was written and the same work may be done again."""
+    """The transaction conflicted with another one; nothing was written, so it can be retried."""
 
 
 def _parse(url: str) -> sa.URL:
@@ -202,7 +199,7 @@ def _parse(url: str) -> sa.URL:
     try:
         parsed = sa.make_url(url)
     except (exc.ArgumentError, ValueError):
-        # Not chained: the parser's message may hold the password.
+        # Not chained: the parser's message may contain the password.
         raise ConfigError(
             ErrorCode.CONFIG_INVALID,
             "The database URL cannot be read.",
@@ -215,7 +212,7 @@ def _parse(url: str) -> sa.URL:
         return parsed.set(drivername="sqlite")
     raise ConfigError(
         ErrorCode.CONFIG_INVALID,
-        f"A ledger cannot live in a database of kind {backend!r} at this URL.",
+        f"A ledger cannot be stored in a database of kind {backend!r}.",
         "Write sqlite:///PATH or postgresql://USER:PASSWORD@HOST/DATABASE.",
     )
 
@@ -243,14 +240,14 @@ def _sqlite_engine(path: Path) -> sa.Engine:
 
 
 def _begin(connection: sa.Connection) -> None:
-    # A transaction that reads first and writes later could find its snapshot stale and fail at once, so
-    # writers say so at BEGIN.
+    # A transaction that first reads and then writes may fail because its snapshot is stale, so writers take
+    # the lock at BEGIN.
     read_only = connection.get_execution_options().get(_READ_ONLY, False)
     connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
 
 
 def set_limits(limits: LedgerLimits, *, local: bool = False) -> str:
-    """The statement that puts limits on a PostgreSQL session, or on its present transaction."""
+    """The statement that sets limits of a PostgreSQL session, or with `local` of its transaction."""
     names = {
         "idle_in_transaction_session_timeout": limits.idle_transaction_seconds,
         "lock_timeout": limits.lock_seconds,
@@ -261,7 +258,7 @@ def set_limits(limits: LedgerLimits, *, local: bool = False) -> str:
 
 
 def _postgresql_engine(url: sa.URL, limits: LedgerLimits) -> sa.Engine:
-    # The server notices a client whose host vanished as soon as a client notices a server's.
+    # The server gets the same values below, so both ends notice a lost host equally soon.
     defaults: dict[str, Any] = {
         "connect_timeout": CONNECT_TIMEOUT_SECONDS,
         "application_name": "nightjar",
@@ -290,7 +287,7 @@ def _postgresql_engine(url: sa.URL, limits: LedgerLimits) -> sa.Engine:
     ]
 
     def prepare(connection: Any, _record: object) -> None:
-        # Statements and not the option `options`, which poolers such as PgBouncer refuse.
+        # Statements, because poolers such as PgBouncer refuse the parameter `options`.
         connection.autocommit = True
         connection.execute("; ".join(statements))
         connection.autocommit = False
@@ -300,10 +297,10 @@ def _postgresql_engine(url: sa.URL, limits: LedgerLimits) -> sa.Engine:
 
 
 def upgrade(database: Database) -> None:
-    """Makes the tables of a new ledger, or changes those of an older one; safe while other processes do
-    the same.
+    """Creates the tables of a new ledger, or migrates those of an older one; several processes may do so
+    at once.
 
-    Raises `ServiceError`: `ledger.schema` where the tables are of a newer version or of another program,
+    Raises `ServiceError`: `ledger.schema` if the tables are of a newer version or another program,
     `ledger.unreachable` otherwise; `StoreError` (`store.forbidden`) for a link in a home.
     """
     with _one_process(database):
@@ -313,7 +310,7 @@ def upgrade(database: Database) -> None:
             raise ServiceError(
                 ErrorCode.LEDGER_SCHEMA,
                 message,
-                "Find out whose it is, and move it away or name another file.",
+                "Find out which program uses it. Then move it away, or name another file.",
             )
         if current is not None and current > SCHEMA_REVISION:
             raise _too_new(database, current)
@@ -342,7 +339,7 @@ def _too_new(database: Database, current: str) -> ServiceError:
     return ServiceError(
         ErrorCode.LEDGER_SCHEMA,
         f"The ledger {database.name} has the tables of a newer version ({current}; this is {SCHEMA_REVISION}).",
-        "Install the version of nightjar that made it, or a newer one.",
+        "Install the version of nightjar that created it, or a newer one.",
     )
 
 
@@ -370,8 +367,8 @@ def _one_process(database: Database) -> Iterator[None]:
         database.check_room()
         raise ServiceError(
             ErrorCode.LEDGER_UNREACHABLE,
-            f"The ledger {database.path} cannot be made: {error.strerror or error}.",
-            "Name a folder that is writable.",
+            f"The ledger {database.path} cannot be created: {error.strerror or error}.",
+            "Name a writable folder.",
         ) from error
     with os.fdopen(lock):
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -382,7 +379,7 @@ def _upgrade(sql: Transaction) -> None:
     from alembic import command
 
     if sql.engine == "postgresql":
-        # A migration may rewrite a large table, or wait for a process that does so.
+        # A migration may rewrite a large table, or wait for another process that does.
         sql.value(set_limits(NO_LIMITS, local=True))
         sql.value(f"SELECT pg_advisory_xact_lock({MIGRATION_LOCK})")
     config = _config()

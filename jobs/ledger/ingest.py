@@ -1,4 +1,4 @@
-"""From the lines of an input file to a job that can be dispatched."""
+"""Creation of a job from the lines of an input file."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from pipelines.errors import ErrorCode, InputError
 
 _CROCKFORD = "0123456789abcdefghjkmnpqrstvwxyz"
 _UNIQUE_VIOLATION = "23505"
-#: Shard -> index -> example id, as JSON. Half the time of a row at a time, and other threads run meanwhile:
-#: Python's driver of SQLite lets go of its lock once a statement, not once a row.
+#: `:rows` is JSON: shard -> index -> example id. Takes half the time of single rows, and other threads can run
+#: meanwhile.
 _ADD_ITEMS = """
 INSERT INTO items (job_no, idx, example_id, shard_no, turn)
 SELECT :job_no, CAST(item.key AS INTEGER), item.value, CAST(shard.key AS INTEGER), :turn
@@ -39,25 +39,25 @@ FROM json_each(:rows) AS shard, json_each(shard.value) AS item
 
 
 def new_job_id() -> str:
-    """A ULID in lower case: 26 characters that sort by the time they were made."""
+    """A ULID in lower case: 26 characters that sort by time."""
     number = (int(time.time() * 1000) << 80) | int.from_bytes(os.urandom(10))
     return "".join(_CROCKFORD[(number >> shift) & 31] for shift in range(125, -1, -5))
 
 
-class DuplicateExamples(InputError):  # noqa: N818 - the word of the contract
-    """Example ids that occur in the job more than once; nothing of the batch was written."""
+class DuplicateExamples(InputError):  # noqa: N818 - named by the contract
+    """Example ids that occur more than once in the job; nothing of the batch was written."""
 
     def __init__(self, example_ids: Sequence[str]) -> None:
         self.example_ids = tuple(example_ids)
         super().__init__(
             ErrorCode.INPUT_DUPLICATE_ID,
-            f"{len(self.example_ids)} example_id values stand in the input more than once, such as {clean(self.example_ids[0])[:100]!r}.",
-            "Give every line an example_id of its own.",
+            f"{len(self.example_ids)} example_id values occur more than once in the input, such as {clean(self.example_ids[0])[:100]!r}.",
+            "Give every line its own example_id.",
         )
 
 
 def begin_job(sql: Transaction, new: NewJob) -> Job:
-    """The job with this idempotency key: an old one in any state, or a new one in state ingesting."""
+    """The job with this idempotency key: an existing one in any state, or a new one in state `ingesting`."""
     row = {
         **columns_of(new),
         "id": new_job_id(),
@@ -78,19 +78,19 @@ def stage(
     rejected: Sequence[RejectedLine],
     lines_read: int,
 ) -> bool:
-    """Adds shards with their items, and lines that became none, to an ingesting job; False: these lines
-    are there already.
+    """Adds shards with their items, and rejected lines, to an ingesting job. False: these lines were staged
+    before.
 
-    `lines_read` counts from the start of the input. Of the lines that became none all are counted and the
-    first `KEPT_REJECTED_LINES` of the job are kept: a small archive can hold a billion. A caller that lost
-    the connection may stage the same batch again.
+    `lines_read` counts from the start of the input. All rejected lines are counted, but only the first
+    `KEPT_REJECTED_LINES` of the job are stored: a small archive can hold a billion. After a lost connection
+    the same batch can be staged again.
     """
     job = lock_known_job(sql, job_id, "added to", JobState.INGESTING)
     if job.lines_read >= lines_read:
         return False
     if any("\x00" in example_id for shard in shards for _, example_id in shard.items):
         raise InputError(
-            ErrorCode.INPUT_BAD_LINE, "An example_id holds a NUL character.", "Remove it from the input."
+            ErrorCode.INPUT_BAD_LINE, "An example_id contains a NUL character.", "Remove it from the input."
         )
     _add_items(sql, job.no, shards)
     rows = [
@@ -136,7 +136,7 @@ def _add_items(sql: Transaction, job_no: int, shards: Sequence[NewShard]) -> Non
 
 
 def _copy_items(sql: Transaction, job_no: int, shards: Sequence[NewShard]) -> None:
-    """By COPY, which takes half the time of any INSERT."""
+    """Uses COPY, which takes half the time of any INSERT."""
     statement = "COPY items (job_no, idx, example_id, shard_no, turn) FROM STDIN"
     try:
         with sql.connection.connection.driver_connection.cursor() as cursor, cursor.copy(statement) as copy:
@@ -144,15 +144,15 @@ def _copy_items(sql: Transaction, job_no: int, shards: Sequence[NewShard]) -> No
                 for index, example_id in shard.items:
                     copy.write_row((job_no, index, example_id, shard.no, shard.turns.get(index, 0)))
     except Exception as error:
-        # It speaks to psycopg itself, past SQLAlchemy's wrapping.
+        # COPY uses psycopg directly, so SQLAlchemy does not wrap its errors.
         if getattr(error, "sqlstate", None) == _UNIQUE_VIOLATION:
             raise IntegrityError(statement, None, error) from error
         raise
 
 
 def duplicates(sql: Transaction, job_id: str, shards: Sequence[NewShard]) -> list[str]:
-    """The example ids of `shards` that occur twice or are in the job already, in the order of the input."""
-    # The items of a dialogue share its id: its first one stands for it.
+    """The example ids of `shards` that occur twice or are already in the job, in input order."""
+    # The items of a dialogue share its id, so only the first one is compared.
     ids = [example_id for shard in shards for index, example_id in shard.items if index not in shard.turns]
     found = {example_id for example_id, count in Counter(ids).items() if count > 1}
     statement = f"SELECT example_id FROM items WHERE job_no = {NUMBER} AND example_id IN (:ids)"
@@ -161,7 +161,7 @@ def duplicates(sql: Transaction, job_id: str, shards: Sequence[NewShard]) -> lis
 
 
 def seal_job(sql: Transaction, job_id: str) -> Job:
-    """Sets the totals and makes an ingesting job ready, or failed (`input.no_items`) where it has no item."""
+    """Sets the totals of an ingesting job and makes it ready, or failed (`input.no_items`) without items."""
     if lock_known_job(sql, job_id).state == JobState.INGESTING:
         update_job(sql, job_id, f"state = 'ready', {TOTALS}", job=job_id)
         failed = "state = 'failed', state_reason = :reason, finished_at = <now>"
@@ -171,7 +171,7 @@ def seal_job(sql: Transaction, job_id: str) -> Job:
 
 
 def abandon_job(sql: Transaction, job_id: str) -> None:
-    """Removes every row of a job that is still ingesting."""
+    """Deletes all rows of an ingesting job."""
     job = lock_known_job(sql, job_id, "abandoned", JobState.INGESTING)
     sql.change("DELETE FROM items WHERE job_no = :job_no", job_no=job.no)
     for table in ("rejected_lines", "shards"):
@@ -180,8 +180,8 @@ def abandon_job(sql: Transaction, job_id: str) -> None:
 
 
 def staged_shards(sql: Transaction, job_id: str) -> tuple[int, int, int]:
-    """(shards, items, lines_read) that are committed: where a broken ingest continues."""
-    # One statement, because another process may stage between two.
+    """The committed (shards, items, lines_read), after which an interrupted ingest continues."""
+    # One statement, because another process may stage more between two.
     row = sql.row(
         """
         SELECT count(shards.no), CAST(COALESCE(sum(n_items), 0) AS BIGINT), lines_read

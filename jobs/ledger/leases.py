@@ -1,4 +1,4 @@
-"""A worker's right to a shard: claimed, kept by heartbeats, what is committed under it, and ended by the worker."""
+"""Leases of shards: claims, heartbeats, commits, and their end by the worker."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from jobs.ledger.records import (
 )
 from jobs.ledger.schema import ITEM_STATE_NUMBERS, SCORE_COLUMNS
 from jobs.ledger.status import read_job
-from jobs.ledger.transaction import Row, Transaction, words
+from jobs.ledger.transaction import Row, Transaction, literals
 from jobs.ledger.workers import note_refusal, others_may_run
 from pipelines.errors import ErrorCode, ServiceError
 
@@ -75,7 +75,7 @@ RETURNING *
 _EXTEND = f"""
 UPDATE shards SET lease_until = <now> + :seconds, heartbeat_at = <now>
 WHERE job_id = :job AND no = :shard AND epoch = :epoch AND worker_id = :worker AND state = 'leased'
-AND EXISTS (SELECT 1 FROM jobs WHERE id = :job AND state IN ({words(*WORKING)}))
+AND EXISTS (SELECT 1 FROM jobs WHERE id = :job AND state IN ({literals(*WORKING)}))
 """
 _ON_TRIAL = f"""
 SELECT shards.attempts, jobs.max_attempts FROM shards JOIN jobs ON jobs.id = shards.job_id
@@ -89,36 +89,34 @@ _LEASED = f"""
 SELECT shards.*, jobs.max_attempts, jobs.error_budget, <now> AS made_at
 FROM shards JOIN jobs ON jobs.id = shards.job_id
 WHERE shards.job_id = :job AND shards.no = :shard AND shards.epoch = :epoch AND shards.state = 'leased'
-AND jobs.state IN ({words(*WORKING)}) FOR UPDATE OF shards
+AND jobs.state IN ({literals(*WORKING)}) FOR UPDATE OF shards
 """
 _COUNTERS = ("n_done", "n_failed", "audio_ms", "engine_ms", "bytes_out")
 _COUNT = ", ".join(f"{name} = {name} + :{name}" for name in _COUNTERS)
-#: The open items of a shard among some.
+#: The pending items of a shard among `:indexes`.
 _OPEN = f"job_no = :job_no AND idx IN (:indexes) AND shard_no = :shard AND state = {_PENDING}"
-#: An item ends once, whoever commits it again.
+#: An item ends once; later commits change nothing.
 _KEPT = "ON CONFLICT DO NOTHING"
 
 
 def on_trial(sql: Transaction, ticket: Ticket) -> bool:
-    """Whether the next crash of this shard splits it or ends its item: it should run with no other shard
-    beside it."""
+    """Whether the next crash of this shard would split it or fail its item, so that it should run alone."""
     row = sql.row(_ON_TRIAL, **of_ticket(ticket))
     return row is not None and last_attempt(row.attempts, row.max_attempts)
 
 
 def claim(sql: Transaction, ticket: Ticket, worker_id: str, lease_seconds: float) -> Lease | None:
-    """The lease on a queued shard, by compare-and-set on state and epoch.
+    """Claims a queued shard by compare-and-set on state and epoch.
 
-    None: the message is old, a duplicate, or its job does not run, so drop it. Raises `ServiceError` with
-    `ledger.schema` where the ledger was upgraded since the worker began: what it would write may lack what
-    others look for.
+    None: the message is old or a duplicate, or the job does not run; it can be dropped. Raises
+    `ServiceError` with `ledger.schema` if the ledger was upgraded since the worker started.
     """
     job = sql.row(_STATE_OF_JOB, **of_ticket(ticket))
     if job is not None and job.revision != SCHEMA_REVISION:
         raise ServiceError(
             ErrorCode.LEDGER_SCHEMA,
-            f"The ledger has the tables of another version since this worker began ({job.revision}; this is {SCHEMA_REVISION}).",
-            "Start a worker of the version that upgraded it.",
+            f"The ledger was changed to another version after this worker started ({job.revision}; this is {SCHEMA_REVISION}).",
+            "Start a worker of that version.",
         )
     if job is None or job.state not in DISPATCHED:
         return None
@@ -127,10 +125,10 @@ def claim(sql: Transaction, ticket: Ticket, worker_id: str, lease_seconds: float
     shard = sql.row(_TAKE, **of_ticket(ticket), worker=worker_id, seconds=lease_seconds)
     if shard is None:
         return None
-    begun = """
+    attempt = """
     INSERT INTO attempts (job_id, shard_no, epoch, worker_id, started_at) VALUES (:job, :shard, :epoch, :worker, <now>)
     """
-    sql.change(begun, job=shard.job_id, shard=shard.no, epoch=shard.epoch, worker=worker_id)
+    sql.change(attempt, job=shard.job_id, shard=shard.no, epoch=shard.epoch, worker=worker_id)
     statement = f"SELECT idx, example_id, attempts FROM items WHERE {PENDING_OF} ORDER BY idx"
     return Lease(
         job=read_job(sql, shard.job_id),
@@ -149,9 +147,9 @@ def claim(sql: Transaction, ticket: Ticket, worker_id: str, lease_seconds: float
 def heartbeat(
     sql: Transaction, worker_id: str, tickets: Sequence[Ticket], lease_seconds: float
 ) -> set[Ticket]:
-    """Extends the worker's leases and returns those that are lost (taken over, or the job was cancelled):
-    stop their work."""
-    # In order, so that no two heartbeats lock their rows crosswise.
+    """Extends the worker's leases. Returns the lost ones, whose work must stop: another worker has the
+    shard, or its job was cancelled."""
+    # Sorted, so that two heartbeats cannot deadlock.
     return {
         ticket
         for ticket in sorted(tickets, key=lambda ticket: (ticket.job_id, ticket.shard_no))
@@ -162,7 +160,7 @@ def heartbeat(
 def finish_shard(
     sql: Transaction, ticket: Ticket, manifest_key: str | None = None, manifest_sha256: str | None = None
 ) -> bool:
-    """Ends a lease: the shard is done, or its open items wait for another attempt. False: the lease was
+    """Ends a lease: the shard is done, or its pending items wait for another attempt. False: the lease was
     lost."""
     held = _lock_held(sql, ticket)
     if held is None:
@@ -195,25 +193,23 @@ def finish_shard(
 
 
 def release(sql: Transaction, ticket: Ticket, reason: str) -> bool:
-    """Gives a shard back at once, for a worker that drains: counts as no attempt. False: the lease was
-    lost."""
+    """Gives a shard back at once, without counting an attempt, because the worker drains or the job was
+    paused. False: the lease was lost."""
     held = _lock_held(sql, ticket)
     if held is None:
         return False
-    job, shard = held
-    end_attempt(sql, shard, AttemptOutcome.RELEASED, None, reason)
+    _, shard = held
     if open_items(shard) == 0:
-        move_to(sql, shard, ShardState.DONE, "attempts = 0, outages = 0")
-        complete_if_over(sql, job.id)
-    else:
-        attempts = 0 if progressed(shard) else shard.attempts
-        move_to(sql, shard, ShardState.READY, "attempts = :attempts, not_before = NULL", attempts=attempts)
+        return finish_shard(sql, ticket)
+    end_attempt(sql, shard, AttemptOutcome.RELEASED, None, reason)
+    attempts = 0 if progressed(shard) else shard.attempts
+    move_to(sql, shard, ShardState.READY, "attempts = :attempts, not_before = NULL", attempts=attempts)
     return True
 
 
 def refuse(sql: Transaction, ticket: Ticket, code: ErrorCode, message: str) -> bool:
-    """Gives back a shard that this worker cannot run and another one may: counts as no attempt. False: no
-    other one may, or the lease was lost."""
+    """Gives back a shard that this worker cannot run but another one may, without counting an attempt.
+    False: no other worker may run it, or the lease was lost."""
     held = _lock_held(sql, ticket)
     if held is None or not others_may_run(sql, ticket.job_id, held[1].worker_id):
         return False
@@ -225,10 +221,10 @@ def refuse(sql: Transaction, ticket: Ticket, code: ErrorCode, message: str) -> b
 
 
 def fail_shard(sql: Transaction, ticket: Ticket, code: ErrorCode, message: str) -> bool:
-    """The shard as a whole could not run. False: the lease was lost.
+    """Ends a lease whose shard could not run as a whole. False: the lease was lost.
 
-    A service that is down costs only time; another retryable code counts like a crash; any other ends the
-    open items.
+    An outage of a service costs only time; another retryable code counts as a crash; any other code fails
+    the pending items.
     """
     held = _lock_held(sql, ticket)
     if held is None:
@@ -251,16 +247,16 @@ def fail_shard(sql: Transaction, ticket: Ticket, code: ErrorCode, message: str) 
 
 
 def commit(sql: Transaction, ticket: Ticket, outcomes: Sequence[Outcome]) -> CommitResult:
-    """Writes outcomes of open items in one transaction; nothing where the lease is lost.
+    """Writes outcomes of pending items in one transaction, or nothing if the lease is lost.
 
-    Committing twice changes nothing more: an item ends once, and fails a maximum of once under one lease.
+    Idempotent: an item ends once, and fails at most once under one lease.
     """
     shard = sql.row(_LEASED, **of_ticket(ticket))
     if shard is None:
         return CommitResult(0, lost=True)
     indexes = [outcome.index for outcome in outcomes]
     statement = f"SELECT idx, attempts FROM items WHERE {_OPEN}"
-    # Open items: index -> attempts so far.
+    # Pending items: index -> attempts so far.
     attempts = dict(sql.rows(statement, job_no=shard.job_no, shard=shard.no, indexes=indexes))
     first: dict[int, Outcome] = {}
     for outcome in outcomes:
@@ -298,8 +294,8 @@ def _commit_done(sql: Transaction, shard: Row, done: list[Done]) -> int:
 
 
 def _add_made(sql: Transaction, shard: Row, made: Sequence[Outcome], again: Sequence[Outcome]) -> None:
-    """Adds the artifacts and the draws of items. Of those that are made `again` it forgets what earlier
-    draws left in quarantine; the sweep removes the objects."""
+    """Inserts the artifacts and draws of items. Quarantined artifacts of earlier draws of the items `again`
+    are deleted; the sweep removes their objects."""
     if again:
         sql.change(
             f"DELETE FROM artifacts WHERE job_no = :job_no AND idx IN (:indexes) AND kind = '{QUARANTINE}'",
@@ -318,7 +314,7 @@ def _add_made(sql: Transaction, shard: Row, made: Sequence[Outcome], again: Sequ
 
 
 def _columns(artifact: Artifact) -> dict[str, object]:
-    """An artifact as columns of `artifacts`."""
+    """The columns of `artifacts`."""
     values = msgspec.structs.asdict(artifact)
     return {"idx": values.pop("index"), **values, "meta": _json(artifact.meta)}
 
@@ -328,13 +324,13 @@ def _json(value: object) -> str:
 
 
 def add_scores(sql: Transaction, shard: Row, done: Sequence[Done]) -> None:
-    """Adds what was measured of the draws that are kept."""
+    """Inserts the scores of the kept draws."""
     kept = [(one.index, draw) for one in done for draw in one.draws if draw.kept]
     sql.insert("scores", [_scores(shard.job_no, index, draw) for index, draw in kept], _KEPT)
 
 
 def _scores(job_no: int, index: int, draw: Draw) -> dict[str, object]:
-    """A row of `scores`: what was measured of the draw that is kept."""
+    """A row of `scores` for the kept draw."""
     measured = {
         name: score.value
         for name, score in draw.scores.items()
@@ -348,9 +344,9 @@ def _scores(job_no: int, index: int, draw: Draw) -> dict[str, object]:
 def _commit_failed(
     sql: Transaction, shard: Row, failed: list[Failed], attempts: dict[int, int]
 ) -> tuple[int, int, int]:
-    """(items that failed for good, items that wait for another attempt, engine milliseconds of what was
-    not recorded before)."""
-    # Items whose failure under this lease is recorded already.
+    """(items that failed permanently, items that wait for another attempt, engine milliseconds of failures
+    that were not recorded before)."""
+    # Items whose failure under this lease was recorded before.
     recorded = set(
         sql.column(
             "SELECT idx FROM item_errors WHERE job_no = :job_no AND idx IN (:indexes) AND epoch = :epoch",
@@ -386,8 +382,8 @@ def _commit_failed(
 
 
 def replace_artifact(sql: Transaction, job_id: str, artifact: Artifact, sha256: str) -> bool:
-    """Puts what was made again into the place of an artifact whose hash is still `sha256`, and counts it
-    in its shard."""
+    """Replaces an artifact whose hash is still `sha256` by a repaired one, and updates the counters of its
+    shard. False: it has another hash."""
     key = {"job": job_id, "index": artifact.index}
     shard_no = sql.value(f"SELECT shard_no FROM items WHERE job_no = {NUMBER} AND idx = :index", **key)
     shard = None if shard_no is None else lock_shard(sql, job_id, shard_no)
@@ -402,9 +398,9 @@ def replace_artifact(sql: Transaction, job_id: str, artifact: Artifact, sha256: 
     )
     if before is None:
         return False
-    replaced = ("sha256", "bytes", "duration_ms", "sample_rate", "samples", "pack", "pack_offset", "meta")
-    change = ", ".join(f"{name} = :{name}" for name in replaced)
-    sql.change(f"UPDATE artifacts SET {change} WHERE {of_artifact}", **_columns(artifact) | key)
+    columns = _columns(artifact)
+    change = ", ".join(f"{name} = :{name}" for name in columns)
+    sql.change(f"UPDATE artifacts SET {change} WHERE {of_artifact}", **columns | key)
     if artifact.kind != QUARANTINE:
         update_shard(
             sql,
@@ -417,7 +413,7 @@ def replace_artifact(sql: Transaction, job_id: str, artifact: Artifact, sha256: 
 
 
 def set_shard_manifest(sql: Transaction, job_id: str, shard_no: int, key: str, sha256: str) -> None:
-    """Names the manifest of a shard that has ended."""
+    """Records the manifest of an ended shard."""
     sql.change(
         """
         UPDATE shards SET manifest_key = :key, manifest_sha256 = :sha256
@@ -431,8 +427,7 @@ def set_shard_manifest(sql: Transaction, job_id: str, shard_no: int, key: str, s
 
 
 def _lock_held(sql: Transaction, ticket: Ticket) -> tuple[Row, Row] | None:
-    """The rows of the job and of the shard under this lease, locked in this order; None: the lease was
-    lost."""
+    """The locked rows of the job and the shard of a lease; None: the lease was lost."""
     job = lock_job(sql, ticket.job_id)
     if job is None or job.state not in WORKING:
         return None

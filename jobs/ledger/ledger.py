@@ -1,4 +1,4 @@
-"""`Ledger`: the truth about jobs. Every SQL statement of the product is in this package."""
+"""`Ledger`: the state of all jobs. Every SQL statement of the product is in this package."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Row = TypeVar("Row")
 
 
 def _reads(work: Callable[Concatenate[Transaction, P], T]) -> Callable[Concatenate[Ledger, P], T]:
-    """`work` as a method that runs it in a transaction of its own that writes nothing."""
+    """`work` as a method that runs it in its own read-only transaction."""
 
     @wraps(work)
     def method(ledger: Ledger, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -49,7 +49,7 @@ def _reads(work: Callable[Concatenate[Transaction, P], T]) -> Callable[Concatena
 
 
 def _writes(work: Callable[Concatenate[Transaction, P], T]) -> Callable[Concatenate[Ledger, P], T]:
-    """`work` as a method that runs it in a transaction of its own."""
+    """`work` as a method that runs it in its own transaction."""
 
     @wraps(work)
     def method(ledger: Ledger, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -61,7 +61,7 @@ def _writes(work: Callable[Concatenate[Transaction, P], T]) -> Callable[Concaten
 def _pages(
     read_page: Callable[Concatenate[Transaction, str, int, int, P], list[Row]], key: str
 ) -> Callable[Concatenate[Ledger, str, P], Iterator[Row]]:
-    """The rows of a job, as a method; `read_page` gives those of some values of `key` after one, in order."""
+    """A method that iterates over the rows of a job; `read_page` returns those after a value of `key`."""
 
     @wraps(read_page)
     def method(ledger: Ledger, job_id: str, *args: P.args, **kwargs: P.kwargs) -> Iterator[Row]:
@@ -74,14 +74,14 @@ def _pages(
 
 
 class Ledger:
-    """A ledger on SQLite or PostgreSQL; its methods may be called from any thread. Each is one
-    transaction, unless it says otherwise.
+    """A ledger on SQLite or PostgreSQL. Methods are thread-safe; each is one transaction unless stated
+    otherwise.
 
-    Times are the database's clock. Every method raises `ServiceError` with `ledger.unreachable` where the
-    database cannot be reached (nothing is half-written: call again), and with `ledger.schema` where its
-    tables are of another version, and `StoreError` with `store.full` for a file on a full disk; methods
-    that take a job id raise `NotFoundError` for one that does not exist, and `ServiceError` with
-    `ledger.state` where the job's state forbids what they do.
+    Times are the database's clock. Every method raises `ServiceError` with `ledger.unreachable` if the
+    database cannot be reached (the transaction is rolled back and can be repeated), and with `ledger.schema`
+    if its tables are of another version, and `StoreError` with `store.full` for a file on a full disk.
+    Methods with a job id raise `NotFoundError` for an unknown one, and `ServiceError` with `ledger.state`
+    if the job's state does not permit the action.
     """
 
     def __init__(self, database: Database) -> None:
@@ -89,27 +89,27 @@ class Ledger:
 
     @classmethod
     def open(cls, url: str, backoff_seconds: float = 1.0, limits: LedgerLimits | None = None) -> Ledger:
-        """A ledger at `sqlite:///PATH` or `postgresql://...`; connects at its first use. Raises
+        """The ledger at `sqlite:///PATH` or `postgresql://...`; connects at first use. Raises
         `ConfigError` for other URLs.
 
-        `backoff_seconds`: pause of a shard that failed; it doubles with each attempt. `limits`: of
-        waiting, on PostgreSQL.
+        `backoff_seconds`: first backoff of a failed shard, doubled with each attempt. `limits`: time limits
+        on PostgreSQL.
         """
         return cls(Database(url, backoff_seconds, limits))
 
     @classmethod
     def of(cls, settings: Settings) -> Ledger:
-        """The ledger of an installation, as `open` does."""
+        """The ledger of the settings; raises as `open`."""
         return cls.open(settings.ledger_url, settings.times.backoff_seconds)
 
     @property
     def url(self) -> str:
-        """Where the ledger is, without its password."""
+        """The URL of the ledger, without its password."""
         return self.database.display_url
 
     def migrate(self) -> None:
-        """Makes or upgrades the tables, and the folder of a SQLite file; several processes may do so at
-        once."""
+        """Creates or migrates the tables, and creates the folder of a SQLite file. Several processes may do
+        so at once."""
         upgrade(self.database)
 
     def check_schema(self) -> None:
@@ -117,11 +117,11 @@ class Ledger:
         check(self.database)
 
     def close(self) -> None:
-        """Gives all connections back; the next use opens new ones."""
+        """Closes all connections; the next use opens new ones."""
         self.database.close()
 
     def read(self, work: Callable[[Transaction], T]) -> T:
-        """What `work` reads, in one transaction."""
+        """The result of `work`, in one read-only transaction."""
         return self.database.read(work)
 
     now = _reads(queries.now)
@@ -135,25 +135,25 @@ class Ledger:
     def stage(
         self, job_id: str, shards: Sequence[NewShard], rejected: Sequence[RejectedLine], lines_read: int
     ) -> bool:
-        """Adds shards with their items, and lines that became none, in one transaction.
+        """Adds shards with their items, and rejected lines, in one transaction.
 
-        `lines_read` counts from the start of the input. Returns False with nothing written where these
-        lines are there already, also where another process staged them. Raises `DuplicateExamples` with
-        nothing written, and `ServiceError` with `ledger.state` where the job is not ingesting.
+        `lines_read` counts from the start of the input. Returns False, with nothing written, if these lines
+        were staged before by this or another process. Raises `DuplicateExamples` with nothing written, and
+        `ServiceError` with `ledger.state` if the job is not ingesting.
         """
         try:
             return self.database.write(ingest.stage, job_id, shards, rejected, lines_read)
         except IntegrityError as error:
             example_ids = self.database.read(ingest.duplicates, job_id, shards)
-            # Asked after the examples: what another process stages meanwhile are not this batch's duplicates.
+            # Checked after the query, so that items staged by another process do not count as duplicates.
             if self.staged_shards(job_id)[2] >= lines_read:
                 return False
             if example_ids:
                 raise DuplicateExamples(example_ids) from error
             raise ServiceError(
                 ErrorCode.LEDGER_STATE,
-                f"Job {job_id} has other items under the same indexes.",
-                "Ingest a job from one process at a time.",
+                f"Job {job_id} has other items with the same indexes.",
+                "Submit an input from one process at a time.",
             ) from error
 
     # Dispatch and workers
@@ -163,7 +163,7 @@ class Ledger:
     register_worker = _writes(workers.register_worker)
     worker_heartbeat = _writes(workers.worker_heartbeat)
     retire_worker = _writes(workers.retire_worker)
-    lose_workers = _writes(workers.lose_workers)
+    end_dead_workers = _writes(workers.end_dead_workers)
     others_may_run = _reads(workers.others_may_run)
     report_quarantines = _writes(workers.report_quarantines)
     worker_statuses = _reads(job_status.worker_statuses)
@@ -178,21 +178,20 @@ class Ledger:
     fail_shard = _writes(leases.fail_shard)
 
     def commit(self, ticket: Ticket, ended: Sequence[Outcome]) -> CommitResult:
-        """Writes outcomes of items, fenced by the lease's epoch. Committing the same outcomes again
-        changes nothing.
+        """Writes outcomes of items, fenced by the lease's epoch. Idempotent.
 
-        Pauses the job, in a second transaction, where its error budget is spent by them.
+        Pauses the job, in a second transaction, if they exceed its error budget.
         """
         result = self.database.write(leases.commit, ticket, ended)
         if result.failed:
-            self.database.write(lifecycle.judge_budget, ticket.job_id)
+            self.database.write(lifecycle.judge, ticket.job_id)
         return result
 
     def reconcile(
         self, queued_timeout_seconds: float = 600, worker_timeout_seconds: float = 60
     ) -> reconciler.ReconcileReport:
-        """One pass over expired leases, lost messages, stale workers, wrong times, error budgets and
-        unfinished cancels; one transaction for each repair."""
+        """Repairs expired leases, lost messages, stale workers, wrong times, error budgets and unfinished
+        cancels; one transaction per repair."""
         return reconciler.reconcile(self.database, queued_timeout_seconds, worker_timeout_seconds)
 
     note_manifest = _writes(reconciler.note_manifest)
@@ -207,21 +206,20 @@ class Ledger:
     schedule_history = _reads(control.schedule_history)
 
     def check_writable(self, job_id: str) -> None:
-        """Changes nothing. Raises `store.full` for a ledger on a full disk, and `ServiceError` where it
-        can be read but not written."""
+        """Raises `store.full` for a ledger on a full disk, and `ServiceError` if it cannot be written;
+        changes nothing."""
         self.database.check_room()
         self.database.write(control.check_writable, job_id)
 
     def cancel(self, job_id: str) -> None:
-        """Refuses all further work of a job and skips its open items; one transaction for some shards."""
+        """Cancels a job and skips its pending items; several transactions."""
         self.database.write(control.begin_cancel, job_id)
         while self.database.write(control.cancel_some, job_id):
             pass
 
     def retry(self, job_id: str, codes: Collection[ErrorCode] | None, *, force: bool = False) -> int:
-        """Opens failed and dead items with these codes (None: all) again, one transaction for some shards;
-        returns how many. What can never succeed as it is (`ErrorCode.hopeless`) stays as it is, unless
-        `force`.
+        """Reopens failed and dead items with these codes (None: all) in several transactions; returns their
+        number. Items that cannot succeed unchanged (`ErrorCode.hopeless`) need `force`.
 
         Raises `ServiceError` with `ledger.state` for a job that is ingesting, cancelled or failed.
         """
@@ -237,7 +235,7 @@ class Ledger:
     unreported_ends = _reads(control.unreported_ends)
     claim_end = _writes(control.claim_end)
     note_reported = _writes(control.note_reported)
-    put_off = _writes(control.put_off)
+    postpone_report = _writes(control.postpone_report)
 
     # Deletion
     begin_delete = _writes(control.begin_delete)
@@ -245,12 +243,10 @@ class Ledger:
     forget_deleted = _writes(control.forget_deleted)
 
     def delete_rows(self, job_id: str) -> None:
-        """Removes every row of a job whose deletion began, its own one last; one transaction for some
-        rows."""
+        """Deletes all rows of a job after `begin_delete`, its own row last; several transactions."""
         for table in ROWS_OF_JOBS:
-            last = self.database.read(control.last_of, table, job_id)
-            for first in range(0, last + 1, control.ROWS_AT_ONCE):
-                self.database.write(control.delete_range, table, job_id, first)
+            while self.database.write(control.delete_some, table, job_id):
+                pass
         self.database.write(control.end_delete, job_id)
 
     # Jobs and their status
@@ -265,24 +261,24 @@ class Ledger:
     failed_counts = _reads(job_status.failed_counts)
 
     def status(self, job_id: str) -> JobStatus:
-        """A job with its sums, from shard counters only."""
+        """A job with the sums of its shard counters."""
         return self.read(lambda sql: job_status.status_of(sql, job_status.read_job(sql, job_id)))
 
-    def worked_on(self, job_id: str) -> list[tuple[float, float]]:
-        """(start, end) of every time in which workers held shards of a job, in order, by the ledger's
+    def busy_spans(self, job_id: str) -> list[tuple[float, float]]:
+        """(start, end) of the times in which workers held shards of a job, in order, by the ledger's
         clock."""
-        return self.read(lambda sql: job_status.worked_on(sql, [job_id])).get(job_id, [])
+        return self.read(lambda sql: job_status.busy_spans(sql, [job_id])).get(job_id, [])
 
     def store_address(self, store_url: str) -> str:
-        """The address of a store as this ledger records it: the same one wherever its home is moved."""
+        """The address of a store as this ledger records it, which stays the same when its home is moved."""
         return recorded(store_url, self.database.place)
 
     def store_identity(self, store_url: str) -> str | None:
-        """By what the store at a URL is known to this ledger's jobs, if it is."""
+        """The identity of the store at a URL, if a job of this ledger has recorded it."""
         return self.database.read(queries.store_identity, self.store_address(store_url))
 
-    # What was made. Methods that give an iterator hold a page in memory at a time, and read each in a
-    # transaction of its own.
+    # Items and artifacts. Methods that return an iterator hold one page in memory and read each page in its own
+    # transaction.
     shard_inputs = _reads(queries.shard_inputs)
     shard_audio = _reads(queries.shard_audio)
     shard_ends = _reads(queries.shard_ends)
@@ -307,11 +303,11 @@ class Ledger:
         where: Where | None = None,
         dialogues: bool = False,
     ) -> Iterator[ItemRow]:
-        """Items with an index above `after`, in index order. `dialogues`: with those that match `where`
-        the others of their dialogues.
+        """Items with an index above `after`, in index order. `dialogues`: also the other items of the
+        dialogues of items that match `where`.
 
-        Raises `ConfigError` with `config.invalid` for a filter that compares a score which the job's checks
-        do not measure.
+        Raises `ConfigError` with `config.invalid` for a filter on a score that the job's checks do not
+        measure.
         """
         job = self.job(job_id)
         if where is not None:
@@ -328,11 +324,11 @@ class Ledger:
             after = page.after
             limit = None if limit is None else limit - len(page.items)
 
-    #: Lines that became no item, the first `KEPT_REJECTED_LINES` of them, in the order of the input.
+    #: Rejected lines, up to `KEPT_REJECTED_LINES`, in input order.
     rejected_lines = _pages(queries.rejected_page, "line")
-    #: Where the artifacts of one kind are, in index order.
-    artifact_facts = _pages(queries.artifacts_page, "index")
-    #: What the quality checks said of every draw, in order of index and draw.
+    #: Artifacts of one kind, without `meta`, in index order.
+    artifacts = _pages(queries.artifacts_page, "index")
+    #: All draws with their checks, in order of index and draw.
     draws = _pages(queries.draws_page, "index")
-    #: Every lease of the job's shards, in the order of the shards.
+    #: All leases of the job's shards, in the order of the shards.
     attempts = _pages(queries.attempts_page, "shard_no")

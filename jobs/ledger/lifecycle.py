@@ -1,7 +1,7 @@
-"""How shards and jobs end: closing leases, crashes and bisection, and completing a job exactly once.
+"""The end of shards and jobs: closing of leases, crashes and bisection, completion of a job exactly once.
 
-Every function that changes them expects the job's row and the shard's row to be locked by the caller, in
-this order.
+Functions that change them require that the caller has locked the rows of the job and the shard, in this
+order.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from jobs.ledger.records import (
 )
 from jobs.ledger.schema import ITEM_STATE_NUMBERS
 from jobs.ledger.status import no_such_job
-from jobs.ledger.transaction import Row, Transaction, words
+from jobs.ledger.transaction import Row, Transaction, literals
 from pipelines.errors import ErrorCode, ServiceError
 
-#: The number of a job, as a part of a statement.
+#: The number of a job, as a subquery.
 NUMBER = "(SELECT no FROM jobs WHERE id = :job)"
-#: The items of a shard, by a range of the primary key; for the parameters of `items_of`.
+#: Condition for the items of a shard, a range of the primary key, with the parameters of `items_of`.
 ITEMS_OF = "job_no = :job_no AND idx BETWEEN :first AND :last AND shard_no = :shard"
-#: Those of them that have not ended.
+#: The same for items that have not ended.
 PENDING_OF = f"{ITEMS_OF} AND state = {ITEM_STATE_NUMBERS[ItemState.PENDING]}"
-#: What a queued shard becomes whose message is void.
+#: Changes of a queued shard whose message becomes invalid.
 UNQUEUED = "state = 'ready', enqueued_epoch = NULL, enqueued_at = NULL"
 
 
 def lock_job(sql: Transaction, job_id: str) -> Row | None:
-    """The row of a job, locked until the end of the transaction. Lock it before any of its shards;
-    otherwise transactions deadlock."""
+    """The row of a job, locked until the end of the transaction. To avoid deadlocks, lock it before its
+    shards."""
     return sql.row("SELECT * FROM jobs WHERE id = :job FOR UPDATE", job=job_id)
 
 
 def lock_known_job(sql: Transaction, job_id: str, verb: str = "", *states: JobState) -> Row:
-    """As `lock_job`. Raises `NotFoundError`, and `ServiceError` with `ledger.state` for a job that is in none
-    of the states in which that can be done to it, where some are given."""
+    """As `lock_job`. Raises `NotFoundError`, and `ServiceError` with `ledger.state` if the job is in none of
+    the given states and so cannot be, for example, "paused" (`verb`)."""
     job = lock_job(sql, job_id)
     if job is None:
         raise no_such_job(job_id)
@@ -81,7 +81,7 @@ def items_of(shard: Row) -> dict[str, object]:
 
 
 def open_items(shard: Row) -> int:
-    """Items of a shard that have not ended."""
+    """Number of items of a shard that have not ended."""
     return shard.n_items - shard.n_done - shard.n_failed - shard.n_skipped
 
 
@@ -97,7 +97,7 @@ def update_shard(sql: Transaction, shard: Row, change: str, **values: object) ->
 
 
 def move_to(sql: Transaction, shard: Row, state: ShardState, change: str = "", **values: object) -> None:
-    """Puts a shard into a state in which it has no lease and no message, and sets other columns with it."""
+    """Moves a shard to a state without lease and message, with changes of other columns."""
     unheld = (
         "worker_id = NULL, lease_until = NULL, heartbeat_at = NULL, enqueued_epoch = NULL, enqueued_at = NULL"
     )
@@ -105,14 +105,14 @@ def move_to(sql: Transaction, shard: Row, state: ShardState, change: str = "", *
     update_shard(sql, shard, changes, to_state=state, **values)
 
 
-def ready_after(sql: Transaction, shard: Row, pause_of: int, change: str = "", **values: object) -> None:
-    """Makes a shard ready for its next attempt, after the backoff that follows `pause_of` attempts."""
+def ready_after(sql: Transaction, shard: Row, attempts_made: int, change: str = "", **values: object) -> None:
+    """Makes a shard ready for its next attempt, after the backoff for `attempts_made`."""
     due = f"not_before = <now> + :pause{change and f', {change}'}"
-    move_to(sql, shard, ShardState.READY, due, pause=pause(sql, pause_of), **values)
+    move_to(sql, shard, ShardState.READY, due, pause=backoff(sql, attempts_made), **values)
 
 
-def pause(sql: Transaction, attempts: int) -> float:
-    """The backoff after `attempts`, in seconds."""
+def backoff(sql: Transaction, attempts: int) -> float:
+    """The backoff after `attempts`, in seconds, with jitter."""
     return backoff_seconds(attempts, random.random(), sql.backoff_seconds)
 
 
@@ -133,9 +133,9 @@ def end_attempt(
     code: ErrorCode | None = None,
     message: str | None = None,
 ) -> None:
-    """Closes the row of the lease in `attempts`; a lease that ran out ended at that time, not when that is
-    found."""
-    # No lease ends before its last heartbeat.
+    """Ends the row of a lease in `attempts`. The end of an expired lease is its expiry, not the time of this
+    call."""
+    # A lease does not end before its last heartbeat.
     statement = """
     UPDATE attempts SET outcome = :outcome, error_code = :code, error_message = :message, (ended_at, n_ok, n_failed) = (
         SELECT CASE WHEN :expired = 0 THEN <now> WHEN heartbeat_at > lease_until THEN heartbeat_at ELSE lease_until END,
@@ -157,13 +157,13 @@ def end_attempt(
 
 
 def progressed(shard: Row) -> bool:
-    """Whether items ended under the present lease."""
+    """Whether any items ended under the present lease."""
     return shard.n_done + shard.n_failed > shard.claimed_done + shard.claimed_failed
 
 
 def crash(sql: Transaction, job: Row, shard: Row, message: str) -> Verdict:
-    """Ends a lease that gave no outcome for its open items: another attempt, a bisection, or a single item
-    that is dead."""
+    """Handles a lease that ended without outcomes for its pending items: another attempt, a bisection, or a
+    dead item."""
     verdict, attempts = after_crash(open_items(shard), shard.attempts, job.max_attempts, progressed(shard))
     change = "attempts = :attempts"
     if verdict is Verdict.RETRY:
@@ -180,8 +180,7 @@ def crash(sql: Transaction, job: Row, shard: Row, message: str) -> Verdict:
 
 
 def bisect(sql: Transaction, job: Row, shard: Row) -> None:
-    """Moves the upper half of the open items to a new shard, which reads the same input object; the lower
-    half stays."""
+    """Moves the upper half of the pending items to a new shard with the same input object."""
     pending = sql.column(f"SELECT idx FROM items WHERE {PENDING_OF} ORDER BY idx", **items_of(shard))
     upper = pending[len(pending) // 2 :]
     kept = len(pending) - len(upper)
@@ -192,7 +191,7 @@ def bisect(sql: Transaction, job: Row, shard: Row) -> None:
         **items_of(shard) | {"first": upper[0]},
     )
     estimate = shard.estimated_ms * len(upper) // max(1, shard.n_items)
-    # The epoch of an item rises, whichever shard the item is in.
+    # The new shard keeps the epoch, so that the epoch of each item only increases.
     half = """
     INSERT INTO shards (job_id, job_no, no, first_index, last_index, n_items, estimated_ms, epoch, attempts,
         input_key, input_sha256, not_before)
@@ -209,7 +208,7 @@ def bisect(sql: Transaction, job: Row, shard: Row) -> None:
         moved=len(upper),
         estimate=estimate,
         attempts=attempts_after_bisection(len(upper), job.max_attempts),
-        pause=pause(sql, 1),
+        pause=backoff(sql, 1),
     )
     ready_after(
         sql,
@@ -224,7 +223,7 @@ def bisect(sql: Transaction, job: Row, shard: Row) -> None:
 
 
 def end_items(sql: Transaction, shard: Row, state: ItemState, code: ErrorCode, message: str) -> None:
-    """Ends every open item of a shard with one error, and counts them."""
+    """Ends all pending items of a shard with one error, and counts them."""
     pending = sql.column(f"SELECT idx FROM items WHERE {PENDING_OF}", **items_of(shard))
     record_errors(sql, shard, [(index, code, message) for index in pending])
     change = "state = :to_state, error_code = :code, error_message = :message, attempts = attempts + 1"
@@ -239,7 +238,7 @@ def end_items(sql: Transaction, shard: Row, state: ItemState, code: ErrorCode, m
 
 
 def record_errors(sql: Transaction, shard: Row, errors: Sequence[tuple[int, ErrorCode, str]]) -> None:
-    """Rows of `item_errors`: the last error of an item under a lease is the one that is kept."""
+    """Inserts rows of `item_errors`, which keep the last error of an item under each lease."""
     rows = [
         {
             "job_no": shard.job_no,
@@ -256,8 +255,8 @@ def record_errors(sql: Transaction, shard: Row, errors: Sequence[tuple[int, Erro
 
 
 def has_open_shards(sql: Transaction, job_id: str) -> bool:
-    # One EXISTS for each state, so that each uses its partial index; in one statement, so that a shard that
-    # changes its state meanwhile is in one of them.
+    # One EXISTS for each state uses the partial indexes; one statement does not miss a shard whose state
+    # changes meanwhile.
     some = " OR ".join(
         f"EXISTS (SELECT 1 FROM shards WHERE job_id = :job AND state = '{state}')"
         for state in (ShardState.READY, ShardState.LEASED, ShardState.QUEUED)
@@ -266,36 +265,35 @@ def has_open_shards(sql: Transaction, job_id: str) -> bool:
 
 
 def complete_if_over(sql: Transaction, job_id: str) -> bool:
-    """Completes a job whose shards have all ended. The lock on the job makes the last shard the only one
-    to do so."""
+    """Completes a job whose shards have all ended, exactly once thanks to the lock on the job."""
     if has_open_shards(sql, job_id):
         return False
     _, failed = ended_items(sql, job_id)
     rejected = sql.value("SELECT rejected_lines FROM jobs WHERE id = :job", job=job_id) or 0
     statement = f"""
     UPDATE jobs SET state = :state, state_reason = '', finished_at = <now>
-    WHERE id = :job AND state IN ({words(*WORKING)})
+    WHERE id = :job AND state IN ({literals(*WORKING)})
     """
     return sql.change(statement, job=job_id, state=final_state(failed, rejected)) == 1
 
 
-def judge_budget(sql: Transaction, job_id: str) -> None:
-    """Pauses a job that fails too often. Runs after a commit, whose own transaction has locked a shard and
-    must not lock the job."""
+def judge(sql: Transaction, job_id: str) -> None:
+    """Completes a job whose shards have all ended, or pauses one that is over its error budget. Not for the
+    transaction of a commit, which has locked a shard and must not lock the job after it."""
     job = lock_job(sql, job_id)
-    if job is not None:
+    if job is not None and job.state in WORKING and not complete_if_over(sql, job_id):
         pause_if_over_budget(sql, job)
 
 
 def pause_if_over_budget(sql: Transaction, job: Row) -> None:
-    """Pauses a job that fails too often."""
+    """Pauses a job that is over its error budget."""
     reason = spent_budget(sql, job)
     if reason is not None:
         pause_job(sql, job.id, reason)
 
 
 def spent_budget(sql: Transaction, job: Row) -> str | None:
-    """Why a job that is dispatched should pause, or None."""
+    """The reason to pause a dispatched job, or None."""
     if job.error_budget is None or job.state not in DISPATCHED:
         return None
     done, failed = ended_items(sql, job.id)
@@ -307,6 +305,6 @@ def spent_budget(sql: Transaction, job: Row) -> str | None:
 
 
 def pause_job(sql: Transaction, job_id: str, reason: str) -> None:
-    """Pauses a job: its messages are void at once; its leases go on."""
+    """Pauses a job: its messages become invalid at once; its leases continue."""
     update_job(sql, job_id, "state = 'paused', state_reason = :reason", reason=clean(reason))
     sql.change(f"UPDATE shards SET {UNQUEUED} WHERE job_id = :job AND state = 'queued'", job=job_id)

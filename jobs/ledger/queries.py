@@ -1,9 +1,7 @@
-"""What commands and reports ask of the ledger about items, shards and what was made. For the status of jobs
-see `status`.
+"""Queries about items, shards and artifacts, for commands and reports. See `status` for the status of jobs.
 
-A filter reads one table by its primary key, from the last item of a page on: that of the scores where
-every item that matches has a row there, else that of the items. So pages come in the order of the input,
-and none is sorted.
+A filter scans one table by its primary key: `scores` if every matching item has a row there, else `items`. So
+pages are in input order without sorting.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from jobs.checks import METERS, scores_with
 from jobs.ledger.lifecycle import NUMBER
 from jobs.ledger.records import (
     Artifact,
-    ArtifactFacts,
     Draw,
     DrawRow,
     ItemRow,
@@ -24,23 +21,22 @@ from jobs.ledger.records import (
     Job,
     JobState,
     RejectedLine,
-    ShardAudio,
     no_such_job,
 )
 from jobs.ledger.schema import ITEM_STATE_NUMBERS, ITEM_STATES, SCORE_COLUMNS
 from jobs.ledger.status import job_of, read_job
-from jobs.ledger.transaction import Row, Transaction, record, words
+from jobs.ledger.transaction import Row, Transaction, literals, record
 from jobs.where import FACTS, OF_ALL_ITEMS, Comparison, Condition, FilteredOut, Where, no_such_score
 from pipelines.errors import ErrorCode
 
 PAGE_ROWS = 1000
-#: Indexes between the first and the last item of a page, for each item, from which on the items are listed.
+#: If the index range of a page is larger than this factor times its items, its indexes are listed.
 _SPARSE = 3
-#: Jobs of a model that tell its speed, the newest ones, and how much audio they must have made.
+#: The measured speed of a model is that of its newest jobs, if they have enough audio.
 _MEASURED_JOBS, _MEASURED_AUDIO_MS = 20, 600_000
-#: What facts are in the tables, exactly as items say them in Python.
+#: Facts as SQL, with the same values as in Python.
 _FACTS = {
-    "seconds": "CAST(heard.samples AS DOUBLE PRECISION) / heard.sample_rate",
+    "seconds": "CAST(recorded.samples AS DOUBLE PRECISION) / recorded.sample_rate",
     "attempts": "<items>.attempts",
     "draw": "measured.draw",
 }
@@ -52,7 +48,7 @@ def now(sql: Transaction) -> float:
 
 
 def job_state(sql: Transaction, job_id: str) -> JobState:
-    """The state of a job alone: what a worker asks often. Raises `NotFoundError`."""
+    """The state of a job. Raises `NotFoundError`."""
     state = sql.value("SELECT state FROM jobs WHERE id = :job", job=job_id)
     if state is None:
         raise no_such_job(job_id)
@@ -60,8 +56,7 @@ def job_state(sql: Transaction, job_id: str) -> JobState:
 
 
 def measured_rtf(sql: Transaction, model: str) -> float | None:
-    """RTF of a model on the workers that ran its newest jobs: their engine time over their audio. None:
-    they made too little."""
+    """RTF of a model: engine time over audio of its newest jobs. None: they have too little audio."""
     statement = f"""
     SELECT CAST(sum(engine_ms) AS DOUBLE PRECISION) / NULLIF(sum(audio_ms), 0), sum(audio_ms)
     FROM shards WHERE state = 'done' AND job_id IN (
@@ -73,7 +68,7 @@ def measured_rtf(sql: Transaction, model: str) -> float | None:
 
 
 def store_identity(sql: Transaction, address: str) -> str | None:
-    """By what the store at a recorded address was known to its newest job that says it; None: to none."""
+    """The identity of the store at a recorded address, from its newest job that has one; None: unknown."""
     return sql.value(
         """
         SELECT store_identity FROM jobs WHERE store_url = :address AND store_identity IS NOT NULL
@@ -84,7 +79,7 @@ def store_identity(sql: Transaction, address: str) -> str | None:
 
 
 def jobs_of_keys(sql: Transaction, first: str) -> list[Job]:
-    """The jobs that were submitted under a key, or under it and more behind a slash, in the order of submit."""
+    """The jobs whose idempotency key is `first` or begins with `first/`, in order of submit."""
     statement = """
     SELECT * FROM jobs WHERE idempotency_key = :key
     OR substr(idempotency_key, 1, length(:below)) = :below ORDER BY no
@@ -100,12 +95,12 @@ def jobs_of_input(sql: Transaction, input_sha256: str, spec_sha: str) -> list[Jo
 
 
 class Wanted(NamedTuple):
-    """Which items of a job are read."""
+    """A selection of the items of a job."""
 
     state: ItemState | None = None
     codes: Collection[ErrorCode] | None = None
     where: Where | None = None
-    #: With `where`: also the other items of the dialogues of those that match.
+    #: With `where`: also the other items of dialogues with a match.
     dialogues: bool = False
 
 
@@ -113,8 +108,8 @@ class ItemsPage(NamedTuple):
     """Items in index order."""
 
     items: list[ItemRow]
-    #: Where the next page begins; None: there is none. Items whose state changes while the page is read may
-    #: be missing, or more.
+    #: `after` of the next page; None: this is the last one. Items whose state changes meanwhile may be missing
+    #: or added.
     after: int | None
 
 
@@ -125,7 +120,7 @@ def items_page(sql: Transaction, job: Job, wanted: Wanted, after: int, limit: in
     if wanted.state is not None and not (implied and wanted.state is ItemState.DONE):
         conditions += f" AND items.state = {ITEM_STATE_NUMBERS[wanted.state]}"
     if wanted.codes is not None:
-        conditions += f" AND items.error_code IN ({words(*wanted.codes) or 'NULL'})"
+        conditions += f" AND items.error_code IN ({literals(*wanted.codes) or 'NULL'})"
     if wanted.where is None:
         statement = f"SELECT idx FROM items WHERE job_no = {NUMBER} AND idx > :after{conditions} ORDER BY idx LIMIT :limit"
         page = sql.column(statement, job=job.id, after=after, limit=limit)
@@ -145,13 +140,13 @@ def _with_audio(page: list[int], conditions: str) -> str:
     """The statement that reads the items of a page with their audio."""
 
     def on_page(column: str, shift: int = 0) -> str:
-        # Said of each table: PostgreSQL would read the whole job's rows of the others for each page. To list
-        # nearly all indexes between two takes longer than to read all rows between them.
+        # Each table needs the condition: PostgreSQL would read all of the job's rows of the others for each
+        # page. A range is faster than a list of nearly all of its indexes.
         if page[-1] - page[0] < _SPARSE * len(page):
             return f"{column} BETWEEN {page[0] + shift} AND {page[-1] + shift}"
         return f"{column} IN ({', '.join(str(index + shift) for index in page)})"
 
-    # The items of a dialogue have indexes that follow one another.
+    # The items of a dialogue have consecutive indexes.
     return f"""
     SELECT items.*, kind, key, sha256, bytes, duration_ms, sample_rate, samples, seed, meta, pack, pack_offset,
         items.turn > 0 OR COALESCE(following.turn, 0) > 0 AS several
@@ -176,38 +171,41 @@ def _item(row: Row, *, speaks_turns: bool) -> ItemRow:
     )
 
 
-def shard_audio(sql: Transaction, job_id: str, shard_no: int) -> list[ShardAudio]:
-    """The audio of one shard's items in index order, for its manifest."""
-    statement = """
-    SELECT items.idx, example_id, key, sha256, bytes, sample_rate, samples, seed, pack, pack_offset
-    FROM shards
+#: The columns of `Artifact` but `meta`, which is slow to decode and large.
+_ARTIFACT = ", ".join(
+    "artifacts.idx" if name == "index" else name for name in Artifact.__struct_fields__[:-1]
+)
+
+
+def shard_audio(sql: Transaction, job_id: str, shard_no: int) -> list[Artifact]:
+    """The audio of one shard's items in index order, without `meta`."""
+    statement = f"""
+    SELECT {_ARTIFACT} FROM shards
     JOIN items ON items.job_no = shards.job_no AND items.idx BETWEEN first_index AND last_index AND items.shard_no = shards.no
     JOIN artifacts ON artifacts.job_no = items.job_no AND artifacts.idx = items.idx AND kind = 'audio'
     WHERE shards.job_id = :job AND shards.no = :shard ORDER BY items.idx
     """
-    return [ShardAudio(*row) for row in sql.rows(statement, job=job_id, shard=shard_no)]
+    return [Artifact(*row) for row in sql.rows(statement, job=job_id, shard=shard_no)]
 
 
-def artifacts_page(sql: Transaction, job_id: str, after: int, limit: int, kind: str) -> list[ArtifactFacts]:
-    """Up to `limit` artifacts of a kind with an index above `after`, in index order."""
+def artifacts_page(sql: Transaction, job_id: str, after: int, limit: int, kind: str) -> list[Artifact]:
+    """Up to `limit` artifacts of a kind with an index above `after`, in index order, without `meta`."""
     statement = f"""
-    SELECT idx, key, sha256, bytes, pack, pack_offset FROM artifacts
+    SELECT {_ARTIFACT} FROM artifacts
     WHERE job_no = {NUMBER} AND idx > :after AND kind = :kind ORDER BY idx LIMIT :limit
     """
-    return [
-        ArtifactFacts(*row) for row in sql.rows(statement, job=job_id, after=after, limit=limit, kind=kind)
-    ]
+    return [Artifact(*row) for row in sql.rows(statement, job=job_id, after=after, limit=limit, kind=kind)]
 
 
 def artifacts_of(sql: Transaction, job_id: str, kind: str, indexes: Collection[int]) -> dict[int, Artifact]:
-    """Index -> artifact of one kind, of those of these items that have one."""
+    """Index -> artifact of one kind, for those of these items that have one."""
     statement = f"SELECT * FROM artifacts WHERE job_no = {NUMBER} AND kind = :kind AND idx IN (:indexes)"
     rows = sql.rows(statement, job=job_id, kind=kind, indexes=list(indexes))
     return {row.idx: record(Artifact, row, index=row.idx) for row in rows}
 
 
 def packs(sql: Transaction, job_id: str) -> set[str]:
-    """The keys of the packs that artifacts of a job are in."""
+    """The keys of the packs with artifacts of a job."""
     statement = f"SELECT DISTINCT pack FROM artifacts WHERE job_no = {NUMBER} AND pack IS NOT NULL"
     return set(sql.column(statement, job=job_id))
 
@@ -219,7 +217,7 @@ def shard_inputs(sql: Transaction, job_id: str) -> dict[int, tuple[str, str]]:
 
 
 class ShardEnds(NamedTuple):
-    """How many items of a shard have ended, and between which indexes they are."""
+    """Number of ended items of a shard, and the bounds of its indexes."""
 
     no: int
     first_index: int
@@ -228,7 +226,7 @@ class ShardEnds(NamedTuple):
 
 
 def shard_ends(sql: Transaction, job_id: str) -> list[ShardEnds]:
-    """Of the shards of a job some of whose items have ended, by number."""
+    """The shards of a job with ended items, by number."""
     statement = """
     SELECT no, first_index, last_index, n_done + n_failed + n_skipped FROM shards
     WHERE job_id = :job AND n_done + n_failed + n_skipped > 0 ORDER BY no
@@ -237,7 +235,7 @@ def shard_ends(sql: Transaction, job_id: str) -> list[ShardEnds]:
 
 
 def rejected_page(sql: Transaction, job_id: str, after: int, limit: int) -> list[RejectedLine]:
-    """Up to `limit` lines above `after`, in order. Raises `NotFoundError`."""
+    """Up to `limit` rejected lines above `after`, in order. Raises `NotFoundError`."""
     read_job(sql, job_id)
     statement = (
         "SELECT * FROM rejected_lines WHERE job_id = :job AND line > :after ORDER BY line LIMIT :limit"
@@ -247,16 +245,16 @@ def rejected_page(sql: Transaction, job_id: str, after: int, limit: int) -> list
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One lease of a shard, with what it made. Times are UTC epoch seconds of the ledger's clock."""
+    """One lease of a shard with its results. Times are UTC epoch seconds of the ledger's clock."""
 
     shard_no: int
     epoch: int
     started_at: float
-    #: Now, for one that runs.
+    #: Now, for a running one.
     ended_at: float
     done: int
     failed: int
-    #: Speech of its items: the shard's, shared out by items.
+    #: Its share of the shard's audio, by items.
     audio_ms: float
 
 
@@ -290,8 +288,8 @@ def draws_of(sql: Transaction, job_id: str, indexes: Collection[int]) -> list[Dr
 
 
 def drawn_before(sql: Transaction, job_id: str, first: int, last: int) -> dict[int, int]:
-    """Index -> number of draws of the items from `first` to `last` that have some: those that
-    `nightjar retry` opened again."""
+    """Index -> number of recorded draws, for items from `first` to `last` that `nightjar retry`
+    reopened."""
     statement = f"""
     SELECT idx, max(draw) + 1 AS drawn FROM draws
     WHERE job_no = {NUMBER} AND idx BETWEEN :first AND :last GROUP BY idx
@@ -300,29 +298,29 @@ def drawn_before(sql: Transaction, job_id: str, first: int, last: int) -> dict[i
 
 
 class _Source:
-    """Tables to read, and the parameters of what is asked of them."""
+    """The joined tables of a filter, and the parameters of its conditions."""
 
     def __init__(self, sql: Transaction, where: Where, items: str = "") -> None:
-        """`items`: the name of a table of items, which comes first, whatever the filter needs."""
+        """`items`: alias of the table of items if it must be the first one."""
         names = frozenset(where.names)
-        self.first = items or ("measured" if where.needs_scores else "tried")
-        self._items = items or "tried"
+        self.first = items or ("measured" if where.needs_scores else "item")
+        self._items = items or "item"
         self._engine = sql.engine
         self.values: dict[str, object] = {}
         tables = {
             self._items: ("items", "attempts" in names),
             "measured": ("scores", bool(names - OF_ALL_ITEMS)),
-            "heard": ("artifacts", "seconds" in names),
+            "recorded": ("artifacts", "seconds" in names),
         }
         self.tables = f"{tables.pop(self.first)[0]} AS {self.first}"
         for name, (table, wanted) in tables.items():
             if wanted:
                 same = f"{name}.job_no = {self.first}.job_no AND {name}.idx = {self.first}.idx"
-                audio = " AND heard.kind = 'audio'" if name == "heard" else ""
+                audio = " AND recorded.kind = 'audio'" if name == "recorded" else ""
                 self.tables += f" LEFT JOIN {table} AS {name} ON {same}{audio}"
 
     def true(self, condition: Condition) -> str:
-        """A condition as SQL; it is NULL where it is neither true nor false."""
+        """A condition as SQL, which is NULL if a value is missing."""
         if isinstance(condition, Comparison):
             operator = "=" if condition.operator == "==" else condition.operator
             return f"{self.value(condition.name)} {operator} {self._parameter(condition.value)}"
@@ -330,7 +328,7 @@ class _Source:
         return f"({parts})"
 
     def value(self, name: str) -> str:
-        # A score that another package calls as a fact is called is the fact.
+        # A fact takes precedence over a score of the same name.
         if name in _FACTS:
             return _FACTS[name].replace("<items>", self._items)
         if name in SCORE_COLUMNS:
@@ -349,10 +347,9 @@ class _Source:
 def matching_page(
     sql: Transaction, job: Job, where: Where, after: int, limit: int, *, dialogues: bool, conditions: str
 ) -> list[int]:
-    """The indexes of up to `limit` items above `after` that match, in order.
+    """The indexes of up to `limit` matching items above `after`, in order.
 
-    `dialogues`: also the other items of their dialogues. `conditions`: what else is asked of the row in
-    `items`.
+    `dialogues`: also the other items of their dialogues. `conditions`: further SQL conditions on `items`.
     """
     dialogues = dialogues and job.speaks_turns
     if dialogues or conditions:
@@ -369,7 +366,7 @@ def matching_page(
 
 
 def _matches(source: _Source, where: Where, *, dialogues: bool) -> str:
-    """Whether a row of `items` matches, or with `dialogues` another item of its dialogue does."""
+    """SQL: whether a row of `items` matches, or with `dialogues` any item of its dialogue."""
     same = "other.example_id = items.example_id" if dialogues else "other.idx = items.idx"
     return f"""
     EXISTS (SELECT 1 FROM {source.tables} WHERE other.job_no = items.job_no AND {same} AND {source.true(where.condition)})
@@ -379,8 +376,7 @@ def _matches(source: _Source, where: Where, *, dialogues: bool) -> str:
 def filtered_out(
     sql: Transaction, job_id: str, where: Where, *, dialogues: bool = False
 ) -> list[FilteredOut]:
-    """What a filter leaves out of the items that have audio, by condition, in its order; the database
-    counts them."""
+    """The numbers of items with audio that a filter excludes, by condition, in its order."""
     job = read_job(sql, job_id)
     source = _Source(sql, where, "items")
     cases = ""
@@ -392,7 +388,7 @@ def filtered_out(
         other = _Source(sql, where, "other")
         other.values = source.values
         left = f" AND NOT {_matches(other, where, dialogues=True)}"
-    # Sums and no GROUP BY, for which SQLite would hold a row of each item in memory.
+    # Sums instead of GROUP BY, for which SQLite would hold a row per item in memory.
     sums = ", ".join(
         f"CAST(COALESCE(sum(CASE WHEN reason = {number} THEN 1 ELSE 0 END), 0) AS BIGINT)"
         for number in range(2 * len(where.conditions))
@@ -412,13 +408,13 @@ def filtered_out(
 
 
 def check_names(job: Job, where: Where) -> None:
-    """Raises `config.invalid` for a score that the job's checks do not measure."""
+    """Raises `config.invalid` for scores that the job's checks do not measure."""
     quality = job.spec.quality
-    there = set() if quality is None else scores_with(quality.meters)
+    known = set() if quality is None else scores_with(quality.meters)
     meters = () if quality is None else quality.meters
     if any(meter not in METERS for meter in meters):
-        # What another package's meter measures is known when it has.
+        # The scores of meters of other packages are unknown before they have measured.
         return
     for name in where.names:
-        if name not in FACTS and name not in there:
-            raise no_such_score(job.id, name, sorted(there), meters)
+        if name not in FACTS and name not in known:
+            raise no_such_score(job.id, name, sorted(known), meters)

@@ -1,4 +1,4 @@
-"""The rows of the ledger as frozen records: what goes in and what comes out of `jobs.ledger.Ledger`."""
+"""The rows of the ledger as frozen records: arguments and results of `jobs.ledger.Ledger`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from jobs.turns import Speak, row_id
 from pipelines.errors import ErrorCode, NotFoundError
 from pipelines.request import Generation
 
-#: Label of a job whose input is not written as dialogues.
+#: Label of a job whose input format is not `dialogues`.
 INPUT_FORMAT = "input_format"
-#: Lines of a job that became no item, of which the ledger knows more than their number.
+#: Maximum number of rejected lines that the ledger keeps for a job.
 KEPT_REJECTED_LINES = 10_000
 #: The newest migration; a database at another revision is refused.
 SCHEMA_REVISION = "0001"
@@ -24,7 +24,7 @@ MAX_MESSAGE_CHARACTERS = 2000
 
 
 def clean(text: str) -> str:
-    """Text that every database takes: no NUL, no lone surrogates, a maximum of 2,000 characters."""
+    """Text that every database accepts: no NUL, no lone surrogates, a maximum of 2,000 characters."""
     return text[:MAX_MESSAGE_CHARACTERS].replace("\x00", "\ufffd").encode("utf-8", "replace").decode()
 
 
@@ -57,26 +57,26 @@ class ItemState(StrEnum):
     #: Waits for a worker, or for another attempt.
     PENDING = "pending"
     DONE = "done"
-    #: Ended with an error: not retryable, or its attempts are spent. `nightjar retry` opens it again.
+    #: Ended with an error that is not retryable, or without attempts left. `nightjar retry` reopens it.
     FAILED = "failed"
-    #: Killed its workers each time it ran alone (`poison.worker_crash`).
+    #: Crashed its worker each time it ran alone (`poison.worker_crash`).
     DEAD = "dead"
-    #: Never ran: its job was cancelled.
+    #: Not run because its job was cancelled.
     SKIPPED = "skipped"
 
 
 class Reading(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What of an input becomes a job, and where its columns are."""
+    """Which records of an input become a job, and which columns hold their fields."""
 
-    #: Only the first records: lines that are not blank, rows of a table.
+    #: Maximum number of records, from the first: non-blank lines, or rows of a table.
     limit: int | None = None
-    #: So many records, chosen by the job's seed; the same ones each time, in the order of the input.
+    #: Number of records to choose by the job's seed: the same ones each time, in input order.
     sample: int | None = None
-    #: Field of a record -> the column of a table that holds it, where it has another name.
+    #: Field of a record -> the column of a table that holds it, if their names differ.
     columns: dict[str, str] | None = None
-    #: Speaker -> voice; `*` is the voice of the others.
+    #: Speaker -> voice; `*` is the voice of all other speakers.
     voices: dict[str, str] | None = None
-    #: Of Kaldi's `utt2spk` beside the input, where `voices` asks for it.
+    #: SHA-256 of Kaldi's `utt2spk` beside the input, if `voices` needs it.
     speakers_sha256: str | None = None
 
 
@@ -85,12 +85,12 @@ class FrozenVoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
     #: The last part of its recording's key among the references of the job: `<sha256>.<extension>`.
     recording: str
-    #: What is said in it; empty where nobody wrote it down.
+    #: Transcript of the recording; empty if unknown.
     text: str = ""
 
 
 class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a job is made with; frozen at submit and hashed to `spec_sha`."""
+    """The options of a job, frozen at submit and hashed to `spec_sha`."""
 
     model: str
     #: Revision of the checkpoint: a hub commit, a hash of the folder's files, or a package version.
@@ -99,24 +99,24 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
     #: `wav`, `flac`, `mp3` or `opus`.
     format: str = "wav"
-    #: Checks of the speech; None: only that it is audio.
+    #: Quality checks of the speech; None: only that there is audio.
     quality: Quality | None = None
-    #: Whose turns are spoken. Of a model that answers dialogues it becomes `answer` at submit.
+    #: Whose turns are spoken. Submit sets it to `answer` for a model that answers dialogues.
     speak: Speak = "auto"
-    #: Whether audio and texts of many items share an object, a pack. Unset is no: a spec without packs has
-    #: the hash it always had.
+    #: Whether the audio and texts of many items share one object, a pack. Unset: no. Like every unset field,
+    #: it leaves the hash of the spec as it was before the field existed.
     pack: bool | msgspec.UnsetType = msgspec.UNSET
-    #: What of the input is read. Unset is all of it: such a spec has the hash it always had.
+    #: Which records of the input are read. Unset: all.
     reading: Reading | msgspec.UnsetType = msgspec.UNSET
-    #: Name -> the stored voice that lines mean by it. Unset is none: such a spec has the hash it always had.
+    #: Name in a line -> stored voice. Unset: none.
     stored_voices: dict[str, FrozenVoice] | msgspec.UnsetType = msgspec.UNSET
-    #: Hz of the audio in the store. Unset is the model's own: such a spec has the hash it always had.
+    #: Sample rate of the stored audio in Hz. Unset: that of the model.
     sample_rate: int | msgspec.UnsetType = msgspec.UNSET
 
 
 @dataclass(frozen=True, slots=True)
 class NewJob:
-    """A job as it is submitted. The same `idempotency_key` is the same job."""
+    """A submitted job. Equal idempotency keys mean the same job."""
 
     spec: JobSpec
     spec_sha: str
@@ -124,16 +124,16 @@ class NewJob:
     input_sha256: str
     idempotency_key: str
     store_url: str
-    #: Of the store, see `ObjectStore.establish`.
+    #: Identity of the store, see `ObjectStore.establish`.
     store_identity: str | None = None
     name: str = ""
     owner: str = ""
     #: Higher runs first.
     priority: int = 0
-    #: Share of the window against jobs of the same priority.
+    #: Relative share of the dispatch window among jobs of the same priority.
     weight: int = 1
     max_attempts: int = 3
-    #: Maximum number of shards of this job that are queued or leased at once; None: no limit.
+    #: Maximum number of queued and leased shards; None: no limit.
     max_in_flight: int | None = None
     #: Share of failed items that pauses the job, see `over_budget`; None: never.
     error_budget: float | None = None
@@ -149,9 +149,9 @@ class Job(NewJob):
     state_reason: str
     total_items: int
     total_shards: int
-    #: All of them; the ledger keeps the first `KEPT_REJECTED_LINES`.
+    #: Number of rejected lines; the ledger keeps the first `KEPT_REJECTED_LINES`.
     rejected_lines: int
-    #: Input lines that are committed; a resumed ingest goes on after this one.
+    #: Committed input lines; a resumed ingest continues after them.
     lines_read: int
     created_at: float
     started_at: float | None
@@ -159,15 +159,14 @@ class Job(NewJob):
 
     @property
     def speaks_turns(self) -> bool:
-        """Whether a dialogue of the job may have several spoken turns. Not in jobs of before turns could
-        be chosen, nor where a model answers whole dialogues, nor in batches, whose lines have one text
-        each."""
+        """Whether a dialogue may have several spoken turns: not if the model answers whole dialogues, and
+        not in OpenAI batches, whose lines have one text each."""
         return self.spec.speak != "answer" and self.labels.get(INPUT_FORMAT) != "openai-batch"
 
 
 @dataclass(frozen=True, slots=True)
 class RejectedLine:
-    """A line of the input that became no item."""
+    """An input line that was refused."""
 
     line: int
     code: ErrorCode
@@ -177,36 +176,35 @@ class RejectedLine:
 
 @dataclass(frozen=True, slots=True)
 class NewShard:
-    """A shard to stage: items are (index, example_id), indexes rise without a gap over the job.
+    """A shard to stage. Items are (index, example_id); indexes are consecutive over the whole job.
 
-    The items of one dialogue stand side by side; `turns` numbers those that are not its first.
+    The items of one dialogue are neighbours; `turns` numbers all but the first.
     """
 
     no: int
     items: tuple[tuple[int, str], ...]
     input_key: str
     input_sha256: str
-    #: Estimated audio of all its items.
+    #: Estimated total audio.
     estimated_ms: int
-    #: Index -> which of its dialogue's spoken turns an item is, from 1; items that are not in it are number
-    #: 0.
+    #: Index -> number of the spoken turn within its dialogue, from 1; missing items are turn 0.
     turns: Mapping[int, int] = field(default_factory=dict[int, int])
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """The content of a queue message: which shard, at which epoch."""
+    """The content of a queue message: a shard at an epoch."""
 
     job_id: str
     shard_no: int
     epoch: int
-    #: The job's priority when the shard was dispatched; orders messages, and is no part of what a ticket is.
+    #: The job's priority at dispatch, which orders messages; not part of the ticket's identity.
     priority: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A worker's right to a shard. `epoch` fences: every write under an older epoch is refused."""
+    """A worker's right to a shard. Writes under an older `epoch` are refused."""
 
     job: Job
     shard_no: int
@@ -214,7 +212,7 @@ class Lease:
     worker_id: str
     input_key: str
     input_sha256: str
-    #: Items still to run: index -> (example_id, attempts so far).
+    #: Pending items: index -> (example_id, attempts so far).
     open_items: Mapping[int, tuple[str, int]]
 
     @property
@@ -222,16 +220,16 @@ class Lease:
         return Ticket(self.job.id, self.shard_no, self.epoch)
 
 
-#: Kind of the artifact that holds the audio of an item whose checks no draw passed; no export knows it.
+#: Kind of artifact with the best audio of an item none of whose draws passed its checks; never exported.
 QUARANTINE = "quarantine"
 
 
 class Artifact(msgspec.Struct, frozen=True):
-    """What the store has of an item: an object under its key, or a part of a pack.
-    `jobs.packs.read_artifact` reads both."""
+    """Stored data of an item: an object of its own, or a member of a pack. `jobs.packs.read_artifact`
+    reads both."""
 
     index: int
-    #: `audio`, `text`, or `quarantine` for the audio of an item that no draw of passed its checks.
+    #: `audio`, `text` or `quarantine`.
     kind: str
     #: In a pack: the name of the member.
     key: str
@@ -241,49 +239,37 @@ class Artifact(msgspec.Struct, frozen=True):
     sample_rate: int
     samples: int
     seed: int
-    meta: Mapping[str, object] = msgspec.field(default_factory=dict[str, object])
     #: Key of the pack that holds it; None: it is an object of its own.
     pack: str | None = None
-    #: Where its bytes begin in the pack.
+    #: Offset of its bytes in the pack.
     pack_offset: int | None = None
-
-
-class ArtifactFacts(msgspec.Struct, frozen=True, gc=False):
-    """Where an artifact is, and what its bytes are."""
-
-    index: int
-    key: str
-    sha256: str
-    bytes: int
-    #: As in `Artifact`.
-    pack: str | None = None
-    pack_offset: int | None = None
+    meta: Mapping[str, object] = msgspec.field(default_factory=dict[str, object])
 
 
 class Score(msgspec.Struct, frozen=True, array_like=True):
-    """What one check or meter said of a draw. As JSON: `[value, passed, detail]`."""
+    """The result of one check or meter for a draw. As JSON: `[value, passed, detail]`."""
 
-    #: None: could not be measured.
+    #: None: it could not be measured.
     value: float | None
-    #: None: nothing depends on it.
+    #: None: it is not compared with a bound.
     passed: bool | None = None
-    #: Who measured it, or what it found (what an ASR meter heard).
+    #: Source of the value, or what was found, such as the transcript of an ASR meter.
     detail: str = ""
 
 
 class Draw(msgspec.Struct, frozen=True):
-    """One synthesis of an item and what the checks said of it."""
+    """One synthesis of an item with the results of its checks."""
 
-    #: 0 is the first.
+    #: Number of the draw, from 0.
     draw: int
     seed: int
-    #: Why it was refused; None: it passed.
+    #: Why it was rejected; None: it passed.
     code: ErrorCode | None
-    #: Whether its audio is the item's.
+    #: Whether the item keeps its audio.
     kept: bool
-    #: 0 where the engine made no audio.
+    #: 0 if the engine made no audio.
     duration_ms: int
-    #: By name: those of `jobs.checks.CHECKS`, and those of other packages' meters.
+    #: By name: from `jobs.checks.CHECKS` and from meters of other packages.
     scores: Mapping[str, Score]
 
 
@@ -295,27 +281,27 @@ class DrawRow(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """An item that was made and stored."""
+    """An item that was synthesized and stored."""
 
     index: int
     artifacts: tuple[Artifact, ...]
-    #: Engine time, for cost; 0 where the engine cannot tell.
+    #: Engine time, for cost; 0 if unknown.
     engine_ms: int = 0
-    #: All its draws, where they were checked.
+    #: All draws, if they were checked.
     draws: tuple[Draw, ...] = ()
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """An item that was not made. Retried while the code is retryable and attempts are left."""
+    """An item that failed. It is retried while the code is retryable and attempts are left."""
 
     index: int
     code: ErrorCode
     message: str
-    #: All its draws, where they were checked.
+    #: All draws, if they were checked.
     draws: tuple[Draw, ...] = ()
-    #: The audio of its best draw, in quarantine.
+    #: The audio of the best draw, in quarantine.
     artifacts: tuple[Artifact, ...] = ()
-    #: Engine time of the attempt, for cost; 0 where the engine had no part in it.
+    #: Engine time of the attempt, for cost; 0 if the engine was not used.
     engine_ms: int = 0
 
 
@@ -324,16 +310,16 @@ Outcome = Done | Failed
 
 @dataclass(frozen=True, slots=True)
 class CommitResult:
-    """`lost`: the lease was gone (or the job no longer runs) and nothing was written."""
+    """`lost`: the lease had ended, or the job no longer runs, and nothing was written."""
 
     accepted: int
     lost: bool = False
-    #: Items that failed for good, of a job with an error budget.
+    #: Items that failed permanently, if the job has an error budget.
     failed: int = field(default=0, compare=False)
 
 
 class ItemRow(msgspec.Struct, frozen=True):
-    """An item with its audio artifact, if it has one."""
+    """An item with its audio artifact, if any."""
 
     index: int
     example_id: str
@@ -343,77 +329,61 @@ class ItemRow(msgspec.Struct, frozen=True):
     error_code: ErrorCode | None
     error_message: str | None
     artifact: Artifact | None
-    #: Which of its dialogue's spoken turns it is, from 0, and whether there are several.
+    #: Number of the spoken turn within its dialogue, from 0, and whether the dialogue has several.
     turn: int = 0
     several: bool = False
-    #: Whether a dialogue of its job may have several.
+    #: `Job.speaks_turns`.
     speaks_turns: bool = False
 
     @property
     def id(self) -> str:
-        """The example id; of a dialogue with several spoken turns it names the turn too."""
+        """The example id, with the turn if the dialogue has several spoken turns."""
         return row_id(self.example_id, self.turn, several=self.several, speaks_turns=self.speaks_turns)
-
-
-class ShardAudio(msgspec.Struct, frozen=True, gc=False):
-    """What a manifest says of an item's audio."""
-
-    index: int
-    example_id: str
-    key: str
-    sha256: str
-    bytes: int
-    sample_rate: int
-    samples: int
-    seed: int
-    #: As in `Artifact`.
-    pack: str | None = None
-    pack_offset: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """A worker process as it registers itself."""
+    """A worker process, as it registers itself."""
 
     id: str
     host: str
     pid: int
     gpu: str
-    #: The only model that it serves; empty: whatever the jobs ask for.
+    #: The only model that it serves; empty: any.
     model: str
     version: str
-    #: Shards that it can use, with those it has.
+    #: Shards that it can use, including those it holds.
     slots: int
 
 
-# What becomes of items, shards and jobs: pure decisions, apart from SQL.
+# State transitions of items, shards and jobs, without SQL.
 
-#: Jobs whose leases are valid: outcomes are taken.
+#: Jobs whose leases are valid, so that outcomes are accepted.
 WORKING = (JobState.READY, JobState.RUNNING, JobState.PAUSED)
-#: Jobs whose shards are handed out.
+#: Jobs whose shards are dispatched.
 DISPATCHED = (JobState.READY, JobState.RUNNING)
 #: Jobs that have ended.
 FINAL = (JobState.CANCELLED, JobState.COMPLETED, JobState.COMPLETED_WITH_ERRORS, JobState.FAILED)
-#: Jobs whose failed items can be opened again.
+#: Jobs whose failed items can be reopened.
 RETRYABLE_JOBS = (*WORKING, JobState.COMPLETED, JobState.COMPLETED_WITH_ERRORS)
-#: Shards that still have to end.
+#: Shards that have not ended.
 OPEN_SHARDS = (ShardState.READY, ShardState.QUEUED, ShardState.LEASED)
 #: Items that ended with an error.
 BROKEN_ITEMS = (ItemState.FAILED, ItemState.DEAD)
 
-#: From this number of ended items, their share of failures is compared with the error budget as it is.
+#: From this number of ended items, their failure rate is compared with the error budget directly.
 BUDGET_MIN_ITEMS = 100
-#: With fewer, the budget is spent when a job within its budget would have that many failures in one of a
-#: thousand cases.
+#: With fewer, the budget counts as spent if that many failures have at most this probability at the
+#: budget's rate.
 BUDGET_CHANCE = 0.001
 MAX_BACKOFF_SECONDS = 300.0
-#: How far a time of the ledger may lie ahead of its clock: one statement reads the clock a moment before
-#: another writes.
+#: Tolerance for times ahead of the ledger's clock: one statement may read the clock shortly before another
+#: writes.
 CLOCK_SLACK_SECONDS = 10.0
-#: How long the worker that ended a job may take to write its manifest.
+#: Time that the worker that ended a job has to write its manifest.
 MANIFEST_GRACE_SECONDS = 60.0
 
-#: A service was down or refused: says nothing about the shard, so it spends no attempt.
+#: A service is down or refuses: not the fault of the shard, so it costs no attempt.
 OUTAGES = frozenset(
     {
         ErrorCode.STORE_UNREACHABLE,
@@ -425,7 +395,7 @@ OUTAGES = frozenset(
     }
 )
 
-#: What is wrong with one worker, its settings or its copy of a model: another worker may run the shard.
+#: Faults of one worker, its settings or its copy of a model: another worker may run the shard.
 WORKER_FAULTS = frozenset(
     {
         ErrorCode.CONFIG_INVALID,
@@ -436,17 +406,16 @@ WORKER_FAULTS = frozenset(
     }
 )
 
-#: States of a worker process: it works; it gave back what it held and ended; its heartbeats stopped.
+#: States of a worker process: working; ended normally; heartbeats stopped.
 UP, RETIRED, LOST = "up", "retired", "lost"
-#: What the id of a worker on the broker of a home begins with: it ends with that broker. No host has such a name.
-OF_A_HOME = "home:"
-#: State of the place of a worker that keeps failing, reported by the process that starts it.
+#: Prefix of the ids of workers on the broker of a home, which end with that broker. No host name has it.
+HOME_WORKER_PREFIX = "home:"
+#: State of the GPU or host of a worker that keeps failing, reported by its supervisor.
 QUARANTINED = "quarantined"
-#: A worker whose last heartbeat is older is not counted as live.
+#: A worker counts as live for this time after its last heartbeat.
 LIVE_SECONDS = 60.0
 
-#: Outages that end a lease at once: a person has to repair them, and other jobs may need the worker until
-#: then.
+#: Outages that end a lease at once, because they need a person and other jobs may need the worker meanwhile.
 LASTING_OUTAGES = frozenset({ErrorCode.STORE_FULL, ErrorCode.STORE_FORBIDDEN})
 
 
@@ -455,15 +424,15 @@ class AttemptOutcome(StrEnum):
 
     #: Every item of the shard has ended.
     DONE = "done"
-    #: Ended well with items that wait for another attempt.
+    #: Ended normally with items that wait for another attempt.
     PARTIAL = "partial"
     #: Given back by a draining worker.
     RELEASED = "released"
-    #: Given back by a worker that cannot run it, while another one may.
+    #: Given back by a worker that cannot run it because another one may.
     REFUSED = "refused"
     #: The worker reported that the shard as a whole failed.
     FAILED = "failed"
-    #: The lease ran out: the worker died, hung, or lost the ledger.
+    #: The lease expired: the worker died, hung, or lost the ledger.
     EXPIRED = "expired"
     CANCELLED = "cancelled"
 
@@ -473,15 +442,15 @@ class Verdict(StrEnum):
 
     RETRY = "retry"
     BISECT = "bisect"
-    #: Its only open item killed its workers each time: the item dies.
+    #: Its only open item crashed its worker each time.
     MARK_DEAD = "mark_dead"
-    #: Nothing is open any more.
+    #: No item is open.
     CLOSE = "close"
 
 
 def after_crash(open_items: int, attempts: int, max_attempts: int, progressed: bool) -> tuple[Verdict, int]:
-    """Judges a crashed lease: with the attempts that are spent then. A lease that ended items before it
-    crashed starts their count anew."""
+    """What to do after a crashed lease, and the new number of attempts. A lease that ended items before it
+    crashed counts as the first attempt."""
     attempts = 1 if progressed else attempts + 1
     if attempts < max_attempts:
         return Verdict.RETRY, attempts
@@ -490,18 +459,18 @@ def after_crash(open_items: int, attempts: int, max_attempts: int, progressed: b
 
 
 def last_attempt(attempts: int, max_attempts: int) -> bool:
-    """Whether a crash of the attempt after `attempts` others is judged, rather than tried again."""
+    """Whether the attempt after `attempts` others is the last one before a bisection."""
     return attempts + 1 >= max_attempts
 
 
 def attempts_after_bisection(open_items: int, max_attempts: int) -> int:
-    """Attempts that a half starts with: a half of several items splits at its next crash; a single item
-    gets all its attempts alone."""
+    """Attempts counted for a new half: a half with several items is split at its next crash; a single item
+    gets all attempts."""
     return 0 if open_items == 1 else max_attempts - 1
 
 
 def after_failure(attempts: int, max_attempts: int, code: ErrorCode) -> ItemState:
-    """The state of an item after its failure number `attempts`."""
+    """The state of an item after `attempts` failures."""
     return ItemState.PENDING if code.retryable and attempts < max_attempts else ItemState.FAILED
 
 
@@ -512,11 +481,11 @@ def backoff_seconds(attempts: int, jitter: float, base_seconds: float = 1.0) -> 
 
 
 def over_budget(error_budget: float | None, done: int, failed: int, pending: int) -> bool:
-    """Whether a job has failed too often since its start or its last resume.
+    """Whether too many items have failed since the start or the last resume.
 
-    It has when it cannot end within its budget any more, even if all pending items succeed. Before that,
-    the ended items count: a hundred and more by their share of failures, fewer by the probability of that
-    many failures at the budget's rate.
+    They have if the budget is exceeded even when all pending items succeed. Otherwise the ended items
+    decide: from 100 items by their failure rate, below by the probability of that many failures at the
+    budget's rate.
     """
     ended = done + failed
     if error_budget is None or not failed or failed / ended <= error_budget:
@@ -527,20 +496,20 @@ def over_budget(error_budget: float | None, done: int, failed: int, pending: int
 
 
 def _chance(failed: int, ended: int, rate: float) -> float:
-    """The probability of `failed` failures or more among `ended` items that fail at this rate, each for
-    itself (binomial)."""
+    """The probability of at least `failed` failures among `ended` independent items that fail at this rate
+    (binomial)."""
     return sum(
         comb(ended, count) * rate**count * (1 - rate) ** (ended - count) for count in range(failed, ended + 1)
     )
 
 
 def final_state(failed: int, rejected_lines: int) -> JobState:
-    """The state of a job none of whose shards is open."""
+    """The final state of a job without open shards."""
     return JobState.COMPLETED_WITH_ERRORS if failed or rejected_lines else JobState.COMPLETED
 
 
 def no_such_job(job_id: str) -> NotFoundError:
-    """The error for an id that no job has."""
+    """The error for an unknown job id."""
     return NotFoundError(
         ErrorCode.LEDGER_NOT_FOUND,
         f"There is no job {clean(job_id)!r}.",
@@ -548,7 +517,7 @@ def no_such_job(job_id: str) -> NotFoundError:
     )
 
 
-# msgspec inspects a class at its first use and crashes where two threads do so at once. Here the lock of the
-# import keeps them apart.
+# msgspec inspects a class at its first use and crashes if two threads do so at once. The import lock
+# prevents that here.
 for kind in (Job, ItemRow, Artifact, Draw, RejectedLine):
     msgspec.json.Decoder(kind)

@@ -1,14 +1,14 @@
 """The tables of the ledger in plain SQL; `migrations/` brings an older database to this shape.
 
 Times are UTC epoch seconds of the database's clock. Lock order on PostgreSQL: job, then shards by number,
-then items; whoever changes an item holds the lock of its shard, so shard counters are exact.
+then items. A change of an item requires the lock of its shard, so shard counters are exact.
 """
 
 from __future__ import annotations
 
 from jobs.ledger.records import ItemState
 
-#: `items.state` as it is stored.
+#: Stored values of `items.state`.
 ITEM_STATE_NUMBERS = {
     ItemState.PENDING: 0,
     ItemState.DONE: 1,
@@ -17,7 +17,7 @@ ITEM_STATE_NUMBERS = {
     ItemState.SKIPPED: 4,
 }
 ITEM_STATES = {number: state for state, number in ITEM_STATE_NUMBERS.items()}
-#: The checks whose scores have a column of their own, in `scores`.
+#: Scores with a column of their own in `scores`.
 SCORE_COLUMNS = (
     "ended",
     "duration",
@@ -31,16 +31,16 @@ SCORE_COLUMNS = (
     "dnsmos",
     "similarity",
 )
-#: What the databases write differently: a number that counts itself, and a table that is its primary key.
-WORDS = {
+#: Placeholder -> SQL of each database: an auto-increment number, and a table stored in its primary key.
+DIALECTS = {
     "sqlite": {"<number>": "INTEGER", "<by key>": "WITHOUT ROWID"},
     "postgresql": {"<number>": "SERIAL", "<by key>": ""},
 }
-#: Statements, each of which ends with a semicolon at the end of its line.
+#: Statements; each ends with a semicolon at the end of a line.
 TABLES = """
 CREATE TABLE jobs (
-    -- The short key of the tables that have a row for each item. With the id instead, they would be twice as
-    -- large and half as fast.
+    -- Short key for the tables with a row per item. With the id they would be twice as large and half as
+    -- fast.
     no <number> NOT NULL,
     id TEXT NOT NULL,
     name TEXT NOT NULL,
@@ -52,7 +52,7 @@ CREATE TABLE jobs (
     owner TEXT NOT NULL,
     idempotency_key TEXT NOT NULL,
     state_reason TEXT DEFAULT '' NOT NULL,
-    -- What the store says of itself.
+    -- Identity in the store, see `ObjectStore.establish`.
     store_identity TEXT,
     spec JSON NOT NULL,
     labels JSON NOT NULL,
@@ -61,7 +61,7 @@ CREATE TABLE jobs (
     max_attempts INTEGER NOT NULL,
     max_in_flight INTEGER,
     error_budget DOUBLE PRECISION,
-    -- What had been done and failed at the last resume. The error budget counts from there.
+    -- Items done and failed at the last resume, from which the error budget counts.
     budget_from_done BIGINT DEFAULT 0 NOT NULL,
     budget_from_failed BIGINT DEFAULT 0 NOT NULL,
     total_items BIGINT DEFAULT 0 NOT NULL,
@@ -71,11 +71,10 @@ CREATE TABLE jobs (
     created_at DOUBLE PRECISION NOT NULL,
     started_at DOUBLE PRECISION,
     finished_at DOUBLE PRECISION,
-    -- The `finished_at` of the end whose manifest is in the store. With another one, or NULL, it has to be
-    -- written.
+    -- The `finished_at` whose manifest is in the store. If it differs or is NULL, the manifest is missing.
     manifest_finished_at DOUBLE PRECISION,
-    -- The `finished_at` of the end that was reported to the operator's hook. When the next try is due, and how
-    -- often the present end was tried: while one sends, the first is the time at which it counts as lost.
+    -- The `finished_at` that was reported to the operator's hook; when the next try is due, or while one runs,
+    -- when it counts as lost; number of tries for the present end.
     notified_finished_at DOUBLE PRECISION,
     notify_due_at DOUBLE PRECISION,
     notify_attempts INTEGER DEFAULT 0 NOT NULL,
@@ -94,7 +93,7 @@ CREATE TABLE shards (
     job_no INTEGER NOT NULL,
     n_items INTEGER NOT NULL,
     state TEXT DEFAULT 'ready' NOT NULL,
-    -- Bounds of its items' indexes. Its items are those in between that name it.
+    -- Bounds of the indexes of its items: those in between with its number.
     first_index BIGINT NOT NULL,
     last_index BIGINT NOT NULL,
     estimated_ms BIGINT NOT NULL,
@@ -105,11 +104,11 @@ CREATE TABLE shards (
     engine_ms BIGINT DEFAULT 0 NOT NULL,
     bytes_out BIGINT DEFAULT 0 NOT NULL,
     epoch BIGINT DEFAULT 0 NOT NULL,
-    -- n_done and n_failed when the present lease began: they tell whether it made progress.
+    -- n_done and n_failed at the start of the present lease, to see whether it made progress.
     claimed_done BIGINT DEFAULT 0 NOT NULL,
     claimed_failed BIGINT DEFAULT 0 NOT NULL,
-    -- Leases in a row that crashed without progress, and those that met a service that was down. The latter
-    -- are for backoff only.
+    -- Consecutive leases that crashed without progress, and that failed because a service was down (for
+    -- backoff only).
     attempts BIGINT DEFAULT 0 NOT NULL,
     outages BIGINT DEFAULT 0 NOT NULL,
     enqueued_epoch BIGINT,
@@ -142,8 +141,8 @@ CREATE TABLE items (
     attempts SMALLINT DEFAULT 0 NOT NULL,
     error_code TEXT,
     error_message TEXT,
-    -- Which of its dialogue's spoken turns it is. Each dialogue has one 0, so the first items keep example ids
-    -- apart.
+    -- Number of the spoken turn within its dialogue. Each dialogue has a turn 0, so turns 0 keep example ids
+    -- unique.
     turn INTEGER DEFAULT 0 NOT NULL,
     CONSTRAINT pk_items PRIMARY KEY (job_no, idx),
     CONSTRAINT uq_items_job_no_example_id_turn UNIQUE (job_no, example_id, turn),
@@ -163,34 +162,33 @@ CREATE TABLE artifacts (
     epoch BIGINT NOT NULL,
     sample_rate INTEGER NOT NULL,
     meta JSON NOT NULL,
-    -- When it was committed, and by whom.
+    -- Time and worker of the commit.
     made_at DOUBLE PRECISION,
     worker_id TEXT,
-    -- Of an artifact in a pack: the key of the pack, and where the artifact's bytes begin in it.
+    -- Key of the pack that holds it, and the offset of its bytes there.
     pack TEXT,
     pack_offset BIGINT,
     CONSTRAINT pk_artifacts PRIMARY KEY (job_no, idx, kind)
 ) <by key>;
--- What the checks said of each draw of an item that ended.
+-- Check results of each draw of an ended item.
 CREATE TABLE draws (
     job_no INTEGER NOT NULL,
     idx BIGINT NOT NULL,
     draw SMALLINT NOT NULL,
     seed BIGINT NOT NULL,
     duration_ms BIGINT NOT NULL,
-    -- NULL: it passed.
+    -- Why it was rejected; NULL: it passed.
     code TEXT,
     kept BOOLEAN NOT NULL,
     -- Name -> [value, passed, detail]: see `records.Score`.
     scores JSON NOT NULL,
     CONSTRAINT pk_draws PRIMARY KEY (job_no, idx, draw)
 ) <by key>;
--- What was measured of the audio of an item, as numbers that filters compare. The draw that is kept says it
--- again, with its details.
+-- Scores of the kept audio of an item, as numbers that filters compare. `draws` has them with details.
 CREATE TABLE scores (
     job_no INTEGER NOT NULL,
     idx BIGINT NOT NULL,
-    -- Which draw is kept.
+    -- The kept draw.
     draw SMALLINT NOT NULL,
     -- SCORE_COLUMNS. NULL: not measured.
     ended DOUBLE PRECISION,
@@ -204,7 +202,7 @@ CREATE TABLE scores (
     distillmos DOUBLE PRECISION,
     dnsmos DOUBLE PRECISION,
     similarity DOUBLE PRECISION,
-    -- Name -> value of the scores without a column.
+    -- Name -> value of scores without a column.
     others JSON,
     CONSTRAINT pk_scores PRIMARY KEY (job_no, idx)
 ) <by key>;
@@ -258,8 +256,7 @@ CREATE TABLE workers (
     heartbeat_at DOUBLE PRECISION NOT NULL,
     CONSTRAINT pk_workers PRIMARY KEY (id)
 );
--- Jobs that were deleted, or are being deleted. What a worker that lost its lease still writes of them belongs
--- to nothing.
+-- Jobs that were deleted, or are being deleted. A worker that lost its lease may still write objects of them.
 CREATE TABLE deleted_jobs (
     id TEXT NOT NULL,
     store_url TEXT NOT NULL,
@@ -274,7 +271,7 @@ CREATE TABLE schedules (
     CONSTRAINT pk_schedules PRIMARY KEY (name, night)
 );
 """
-#: The column by whose ranges the rows of a job go from a table, those that refer to others first.
+#: Table -> the column by whose ranges the rows of a job are deleted; tables that refer to others come first.
 ROWS_OF_JOBS = {
     "item_errors": "idx",
     "scores": "idx",
@@ -288,8 +285,8 @@ ROWS_OF_JOBS = {
 
 
 def statements(engine: str) -> list[str]:
-    """What makes the tables of a new ledger on `sqlite` or `postgresql`."""
+    """The statements that create the tables of a new ledger on `sqlite` or `postgresql`."""
     text = TABLES
-    for word, written in WORDS[engine].items():
-        text = text.replace(word, written)
+    for placeholder, sql in DIALECTS[engine].items():
+        text = text.replace(placeholder, sql)
     return text.strip().removesuffix(";").split(";\n")

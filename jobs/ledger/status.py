@@ -1,4 +1,4 @@
-"""The status of jobs and workers, from shard counters and never from a scan of items."""
+"""The status of jobs and workers, from shard counters without scanning items."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from jobs.ledger.records import (
+    HOME_WORKER_PREFIX,
     LIVE_SECONDS,
     LOST,
-    OF_A_HOME,
     OUTAGES,
     QUARANTINED,
     RETIRED,
@@ -21,15 +21,14 @@ from jobs.ledger.records import (
     clean,
     no_such_job,
 )
-from jobs.ledger.transaction import Row, Transaction, record, words
+from jobs.ledger.transaction import Row, Transaction, literals, record
 from jobs.own_files import located, was_killed
 from pipelines.errors import ErrorCode, NotFoundError
 
-#: A longer pause between two leases is a gap in which nobody worked; a shorter one is the time to hand out
-#: work.
+#: Minimum pause between two leases that counts as idle time; a shorter one is needed for dispatch.
 GAP_SECONDS = 10.0
 
-#: Engine time of one item of a shard, see `ShardSpread`.
+#: Mean engine time per item of a shard, see `ShardSpread`.
 _ITEM_MS = "CASE WHEN n_done > 0 THEN 1.0 * engine_ms / (n_done + n_failed) END"
 _SUMS = ("n_items", "n_done", "n_failed", "n_skipped", "audio_ms", "engine_ms", "bytes_out")
 _SHARDS = f"""
@@ -48,8 +47,7 @@ SELECT error_code AS code, count(*) AS lines FROM items
 WHERE job_no = (SELECT no FROM jobs WHERE id = :job) AND state IN (2, 3) GROUP BY error_code
 """
 _REJECTED = "SELECT code, count(*) AS lines FROM rejected_lines WHERE job_id = :job GROUP BY code"
-#: Workers that live and take shards of :model, of any state but those that have ended; without those that
-#: refused :job the last time.
+#: Live workers, also quarantined ones, that serve :model and did not refuse :job the last time.
 _LIVE_WORKERS = f"""
 SELECT id, state FROM workers
 WHERE state NOT IN ('{RETIRED}', '{LOST}') AND heartbeat_at >= <now> - {LIVE_SECONDS} AND (model = '' OR model = :model)
@@ -58,7 +56,7 @@ AND id NOT IN (
     HAVING max(CASE WHEN outcome = 'refused' THEN started_at END) = max(started_at)
 )
 """
-#: A lease that runs counts up to now, or to where it ran out.
+#: A running lease counts until now or its expiry.
 _BUSY = f"""
 WITH leases AS (
     SELECT attempts.job_id, started_at AS began,
@@ -79,9 +77,9 @@ WITH leases AS (
 SELECT job_id, min(began), max(ended) FROM numbered GROUP BY job_id, span ORDER BY job_id, min(began)
 """
 
-#: What a worker did lately is what its leases made that ended in these seconds, or have not ended.
+#: Recent work of a worker is that of its running leases and of those that ended within this time.
 RECENT_SECONDS = 600.0
-#: Workers that were lost before are shown only with those that retired.
+#: Workers that were lost earlier are only shown on request.
 LOST_SECONDS = 24 * 3600.0
 
 _PRESENT = f"""
@@ -95,8 +93,7 @@ JOIN jobs ON jobs.id = shards.job_id
 JOIN attempts ON attempts.job_id = shards.job_id AND attempts.shard_no = shards.no AND attempts.epoch = shards.epoch
 WHERE shards.state = 'leased' ORDER BY attempts.started_at, jobs.id, shards.no
 """
-#: Of the audio of a shard a lease has its part by items, since the ledger counts audio by shard. Times that
-#: overlap count once.
+#: The ledger counts audio by shard; a lease gets the share of its items. Overlapping times count once.
 _RECENT = f"""
 WITH leases AS (
     SELECT attempts.worker_id, n_done, audio_ms, started_at, ended_at, n_ok AS done, attempts.n_failed AS failed
@@ -139,28 +136,28 @@ class ItemCounts:
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """Why the last lease of a waiting shard ended: a service that was down, full or forbidden."""
+    """The service failure (down, full or forbidden) that ended the last lease of a waiting shard."""
 
     code: ErrorCode
     message: str
-    #: When that lease ended, by the ledger's clock.
+    #: End of that lease, by the ledger's clock.
     at: float
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSpread:
-    """How much the shards that ended differ in engine time: what an ETA's error is made of."""
+    """Variation of the engine time of done shards, for the error of an ETA."""
 
-    #: Shards that ended and made speech.
+    #: Number of done shards with audio.
     shards: int = 0
-    #: Sum over them of the engine time of one item that ended, in milliseconds, and the sum of its squares.
+    #: Sum over these shards of the mean engine time per ended item in milliseconds, and the sum of its squares.
     item_ms: float = 0.0
     item_ms_squared: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """A job with its sums, all from shard counters."""
+    """A job with the sums of its shard counters."""
 
     job: Job
     items: ItemCounts
@@ -168,26 +165,26 @@ class JobStatus:
     audio_ms: int
     engine_ms: int
     bytes_out: int
-    #: Ledger's clock at the time of reading.
+    #: The ledger's clock at the time of reading.
     now: float
-    #: Why open shards wait, if they do.
+    #: Why shards wait, if they do because of a service.
     outage: Outage | None = None
     spread: ShardSpread = ShardSpread()
-    #: Time in which shards were leased; None: that from the first claim to the end, or to now.
+    #: Time in which shards were leased; None: the time from the first claim to the end, or to now.
     busy_seconds: float | None = None
-    #: Live workers that take shards of the job's model; None: nobody looked.
+    #: Live workers that serve the job's model; None: not counted.
     workers: int | None = None
-    #: Of those that would live, how many are quarantined; None: nobody looked.
+    #: Quarantined workers that serve the job's model; None: not counted.
     quarantined_workers: int | None = None
 
 
 def job_of(sql: Transaction, row: Row) -> Job:
-    """The job of a row of `jobs`."""
+    """A row of `jobs` as a record."""
     return record(Job, row, store_url=located(row.store_url, sql.place))
 
 
 def find_job(sql: Transaction, prefix: str) -> Job:
-    """The job with this id, or the only one whose id begins so. Raises `NotFoundError`."""
+    """The job with this id or unique prefix of an id. Raises `NotFoundError`."""
     wanted = clean(prefix.strip().lower().replace("\x00", ""))
     statement = "SELECT * FROM jobs WHERE substr(id, 1, length(:wanted)) = :wanted ORDER BY id LIMIT 2"
     found = sql.rows(statement, wanted=wanted) if wanted else []
@@ -196,8 +193,8 @@ def find_job(sql: Transaction, prefix: str) -> Job:
     if len(found) > 1:
         raise NotFoundError(
             ErrorCode.LEDGER_NOT_FOUND,
-            f"Several jobs begin with {wanted!r}.",
-            "Give more characters of the id.",
+            f"Several job ids begin with {wanted!r}.",
+            "Enter more characters of the id.",
         )
     return job_of(sql, found[0])
 
@@ -216,10 +213,9 @@ def newest_jobs(
     states: Collection[JobState] | None = None,
     labels: Mapping[str, str] | None = None,
 ) -> list[Job]:
-    """The newest jobs first, of those in these states (None: any) with all of these labels."""
-    where = "" if states is None else f"WHERE state IN ({words(*states) or 'NULL'})"
-    # Labels are compared here: a label's key may be any text, and the databases write paths into JSON in
-    # different ways.
+    """Jobs in these states (None: any) with all of these labels, the newest first."""
+    where = "" if states is None else f"WHERE state IN ({literals(*states) or 'NULL'})"
+    # Labels are compared here, because a key may be any text and the databases have different JSON paths.
     end = "" if labels else f"LIMIT {limit:d}"
     rows = sql.rows(f"SELECT * FROM jobs {where} ORDER BY created_at DESC, id DESC {end}")
     found = (job_of(sql, row) for row in rows)
@@ -227,20 +223,19 @@ def newest_jobs(
 
 
 def status_and_errors(sql: Transaction, prefix: str) -> tuple[JobStatus, dict[ErrorCode, int]]:
-    """Status and error counts of the job with this id, or the only one whose id begins so. Raises
-    `NotFoundError`."""
+    """Status and error counts of the job with this id or unique prefix of an id. Raises `NotFoundError`."""
     job = find_job(sql, prefix)
     return status_of(sql, job), error_counts(sql, job.id)
 
 
 def status_of(sql: Transaction, job: Job) -> JobStatus:
-    """The status of a job, with what it waits for."""
+    """The status of a job, with its outage and workers."""
     (status,) = statuses_of(sql, [job])
     if job.state.final:
         return status
     killed = was_killed(sql.place)
     live = sql.rows(_LIVE_WORKERS, model=job.spec.model, job=job.id)
-    states = [row.state for row in live if not (killed and row.id.startswith(OF_A_HOME))]
+    states = [row.state for row in live if not (killed and row.id.startswith(HOME_WORKER_PREFIX))]
     quarantined = states.count(QUARANTINED)
     outage = sql.row(_OUTAGE, job=job.id)
     return replace(
@@ -252,8 +247,8 @@ def status_of(sql: Transaction, job: Job) -> JobStatus:
 
 
 def statuses_of(sql: Transaction, found: Sequence[Job]) -> list[JobStatus]:
-    """The statuses of these jobs, without what they wait for."""
-    now, busy = sql.now, worked_on(sql, [job.id for job in found])
+    """The statuses of jobs, without outages and workers."""
+    now, busy = sql.now, busy_spans(sql, [job.id for job in found])
     shards: dict[str, list[Row]] = {job.id: [] for job in found}
     for row in sql.rows(_SHARDS, jobs=list(shards)):
         shards[row.job_id].append(row)
@@ -282,11 +277,10 @@ def _status(job: Job, by_state: Sequence[Row], busy: Sequence[tuple[float, float
     )
 
 
-def worked_on(sql: Transaction, job_ids: Sequence[str]) -> dict[str, list[tuple[float, float]]]:
-    """(start, end) of every time in which shards of these jobs were leased, in order; only jobs that have
-    some.
+def busy_spans(sql: Transaction, job_ids: Sequence[str]) -> dict[str, list[tuple[float, float]]]:
+    """Job -> (start, end) of the times in which its shards were leased, in order.
 
-    Times that overlap or lie no more than `GAP_SECONDS` apart are one.
+    Times that overlap or are less than `GAP_SECONDS` apart are merged. Jobs without leases are missing.
     """
     found: dict[str, list[tuple[float, float]]] = {}
     for job_id, start, end in sql.rows(_BUSY, jobs=list(job_ids)):
@@ -302,43 +296,43 @@ def error_counts(sql: Transaction, job_id: str) -> dict[ErrorCode, int]:
 
 
 def failed_counts(sql: Transaction, job_id: str) -> dict[ErrorCode, int]:
-    """Failed and dead items alone by code. Raises `NotFoundError`."""
+    """Failed and dead items by code, without rejected lines. Raises `NotFoundError`."""
     read_job(sql, job_id)
     return {ErrorCode(row.code): row.lines for row in sql.rows(_FAILED, job=job_id)}
 
 
 @dataclass(frozen=True, slots=True)
 class HeldShard:
-    """A shard in flight in a worker."""
+    """A shard that a worker holds."""
 
     job_id: str
     job_name: str
     shard_no: int
     items: int
-    #: Of its items, also those that ended under earlier leases.
+    #: Ended items, including those of earlier leases.
     ended_items: int
     claimed_at: float
 
 
 @dataclass(frozen=True, slots=True)
 class RecentWork:
-    """What a worker made under the leases that ended lately and those that it has."""
+    """Work of a worker under its running and recently ended leases."""
 
     items_done: int = 0
     items_failed: int = 0
     audio_seconds: float = 0.0
-    #: Time in which it held at least one of these leases.
+    #: Time in which it held at least one of them.
     busy_seconds: float = 0.0
 
     @property
     def rtfx(self) -> float | None:
-        """Audio seconds in a second in which it held a shard; None before there are any."""
+        """Audio seconds per busy second; None without audio."""
         return self.audio_seconds / self.busy_seconds if self.audio_seconds and self.busy_seconds else None
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus(WorkerInfo):
-    """A worker process, or a GPU whose worker is quarantined, with what it does."""
+    """A worker process, or a GPU whose worker is quarantined, with its work."""
 
     #: `up`, `draining`, `quarantined`, `lost` or `retired`.
     state: str
@@ -346,25 +340,27 @@ class WorkerStatus(WorkerInfo):
     state_reason: str
     started_at: float
     heartbeat_at: float
-    #: Since the last heartbeat, by the ledger's clock.
+    #: Time since the last heartbeat, by the ledger's clock.
     silent_seconds: float
     held: tuple[HeldShard, ...]
     recent: RecentWork
 
 
-def worker_statuses(sql: Transaction, *, everyone: bool = False) -> list[WorkerStatus]:
-    """The workers, the newest first; `everyone`: also those that retired, and those that were lost more
-    than a day ago."""
+def worker_statuses(sql: Transaction, *, include_ended: bool = False) -> list[WorkerStatus]:
+    """The workers, the newest first. `include_ended`: also retired ones, and those lost more than a day
+    ago."""
     now, killed = sql.now, was_killed(sql.place)
     held: dict[str, list[HeldShard]] = {}
     for row in sql.rows(_HELD):
         held.setdefault(row.worker_id, []).append(record(HeldShard, row))
     recent = {row.worker_id: record(RecentWork, row) for row in sql.rows(_RECENT, now=now)}
     found: list[WorkerStatus] = []
-    for row in sql.rows(f"SELECT * FROM workers {'' if everyone else _PRESENT} ORDER BY started_at DESC, id"):
+    for row in sql.rows(
+        f"SELECT * FROM workers {'' if include_ended else _PRESENT} ORDER BY started_at DESC, id"
+    ):
         silent_seconds = max(0.0, now - row.heartbeat_at)
-        # The next pass of a reconciler says so too; there may be no worker left that makes one.
-        gone = (killed and row.id.startswith(OF_A_HOME)) or silent_seconds > LIVE_SECONDS
+        # The next reconcile would mark it as lost, but there may be no worker left to run it.
+        gone = (killed and row.id.startswith(HOME_WORKER_PREFIX)) or silent_seconds > LIVE_SECONDS
         found.append(
             record(
                 WorkerStatus,

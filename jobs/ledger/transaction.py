@@ -1,7 +1,7 @@
-"""A transaction on the ledger. Its statements are plain SQL, the same for SQLite and PostgreSQL.
+"""A transaction on the ledger. Statements are plain SQL, the same for SQLite and PostgreSQL.
 
-`Ledger` runs them on a connection of SQLAlchemy's pool. `nightjar status` and `nightjar list` run theirs by
-the bare driver, since the import of SQLAlchemy takes longer than the whole command should.
+`Ledger` runs them on a connection of SQLAlchemy's pool. `nightjar status` and `nightjar list` use the
+driver directly, because importing SQLAlchemy takes longer than the rest of the command.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ if TYPE_CHECKING:
 CONNECT_SECONDS = 5
 BUSY_SECONDS = 30
 
-#: UTC epoch seconds by each engine's clock, the same value throughout one statement.
+#: UTC epoch seconds of the database's clock, constant within a statement.
 NOW = {
     "sqlite": "((julianday('now') - 2440587.5) * 86400.0)",
     "postgresql": "CAST(EXTRACT(EPOCH FROM statement_timestamp()) AS DOUBLE PRECISION)",
 }
-#: A list is one value, so that a statement is the same whatever is in it.
+#: A list is passed as one parameter, so that the text of a statement does not depend on its length.
 LISTS = {"sqlite": r"IN (SELECT value FROM json_each(:\1))", "postgresql": r"= ANY(:\1)"}
 _LIST = re.compile(r"IN \(:(\w+)\)")
 _LOCKS = re.compile(r"\s+FOR (UPDATE|SHARE)( OF \w+)?( SKIP LOCKED)?")
-#: A field of a job's spec. SQLite has this operator from 3.38 on, newer than that of Ubuntu 22.04.
+#: A field of a job's spec. SQLite has this operator from 3.38 on, newer than the one of Ubuntu 22.04.
 _FIELD = re.compile(r"spec ->> '(\w+)'")
-#: Columns of JSON.
+#: Columns with JSON.
 _JSON = frozenset({"spec", "labels", "meta", "scores"})
 
 T = TypeVar("T")
-#: A named tuple of the columns.
+#: A named tuple of columns.
 Row = Any
 
 
 @dataclass(frozen=True, slots=True)
 class Transaction:
-    """Runs statements with parameters by name (`:name`), of which a list stands in an IN, and with `<now>`
-    for the database's clock. Locks (`FOR UPDATE`) are PostgreSQL's alone: SQLite has one writer."""
+    """Runs statements with named parameters (`:name`; a list as `IN (:name)`) and `<now>` for the
+    database's clock. Locks (`FOR UPDATE`) are removed for SQLite, which has one writer."""
 
-    #: Gives a cursor of the driver.
+    #: Returns a cursor of the driver.
     execute: Callable[[str, Any], Any]
     #: `sqlite` or `postgresql`.
     engine: str
-    #: The folder that the ledger records stores relative to; None for a ledger that is no file.
+    #: The folder to which store addresses are relative; None for a ledger that is not a file.
     place: Path | None = None
-    #: The first pause of a shard that failed.
+    #: The first backoff of a failed shard.
     backoff_seconds: float = 1.0
     #: SQLAlchemy's, for migrations.
     connection: Any = None
@@ -70,7 +70,7 @@ class Transaction:
         return [named(*row) for row in cursor.fetchall()]
 
     def row(self, statement: str, **values: object) -> Row | None:
-        """The first row, if there is one."""
+        """The first row, or None."""
         rows = self.rows(statement, **values)
         return rows[0] if rows else None
 
@@ -84,14 +84,14 @@ class Transaction:
         return None if row is None else row[0]
 
     def change(self, statement: str, **values: object) -> int:
-        """Runs a statement that changes rows; how many there were."""
+        """Runs a statement that changes rows; returns their number."""
         return self._run(statement, values).rowcount
 
     def insert(
         self, table: str, rows: Sequence[Mapping[str, object]], conflict: str = "", **expressions: str
     ) -> int:
-        """Adds rows with the same columns, and with columns that are SQL; `conflict`: what becomes of
-        those whose keys are there already."""
+        """Inserts rows with equal columns, and with further columns given as SQL expressions. `conflict`:
+        an ON CONFLICT clause."""
         if not rows:
             return 0
         columns = {**{name: f":{name}" for name in rows[0]}, **expressions}
@@ -120,29 +120,29 @@ def _for_engine(statement: str, engine: str) -> str:
     statement = _LIST.sub(LISTS[engine], statement.replace("<now>", NOW[engine]))
     if engine == "sqlite":
         return _FIELD.sub(r"json_extract(spec, '$.\1')", _LOCKS.sub("", statement))
-    # The names of parameters as psycopg wants them.
+    # The parameter style of psycopg.
     return re.sub(r":(\w+)", r"%(\1)s", statement)
 
 
-def words(*values: Enum) -> str:
-    """Words of ours in an IN of a statement: SQLite uses a partial index only where its condition is no
+def literals(*values: Enum) -> str:
+    """Values as SQL literals for an IN: SQLite uses a partial index only if its condition has no
     parameter."""
     return ", ".join(f"'{value.value}'" for value in values)
 
 
 def decoded(value: Any) -> Any:
-    """The value of a column of JSON, which SQLite gives as text."""
+    """The value of a JSON column, which SQLite returns as text."""
     return msgspec.json.decode(value) if isinstance(value, str) else value
 
 
 def columns_of(record: DataclassInstance) -> dict[str, object]:
-    """A record as columns, with texts that every database takes."""
+    """The columns of a record, with texts that every database accepts."""
     values = {field.name: getattr(record, field.name) for field in fields(record)}
     return {name: clean(value) if isinstance(value, str) else value for name, value in values.items()}
 
 
 def record(kind: type[T], row: Row, **changes: object) -> T:
-    """A row as a record: the columns that are its fields, with these changes."""
+    """A record of the columns that are its fields, with these changes."""
     values = row._asdict() | changes
     for name in _JSON.intersection(values):
         values[name] = decoded(values[name])
@@ -150,10 +150,10 @@ def record(kind: type[T], row: Row, **changes: object) -> T:
 
 
 def read_with_driver(url: str, work: Callable[[Transaction], T]) -> T | None:
-    """What `work` reads by the bare driver, in one snapshot.
+    """The result of `work`, read with the driver alone in one snapshot.
 
-    None where it cannot be read so: another schema, a database that is away, a driver that is missing.
-    `Ledger` then raises the error that says why.
+    None if that fails: another schema, an unreachable database, a missing driver. `Ledger` then raises the
+    error with the reason.
     """
     scheme = url.partition(":")[0]
     opened = {"sqlite": _sqlite, "postgresql": _postgresql, "postgres": _postgresql}.get(scheme)
@@ -166,7 +166,7 @@ def read_with_driver(url: str, work: Callable[[Transaction], T]) -> T | None:
     except ModuleNotFoundError:
         return None
     except Exception as error:
-        # Only what the drivers say; anything else is a bug of ours.
+        # Only errors of the drivers; anything else is a bug here.
         if type(error).__module__.partition(".")[0] not in {"sqlite3", "psycopg"}:
             raise
     return None

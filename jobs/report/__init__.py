@@ -1,11 +1,11 @@
-"""The report of a job: one HTML file that opens from disk, without a server and without a network."""
+"""The report of a job: one HTML file that opens without a server and without a network."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from importlib.resources import files
@@ -23,9 +23,8 @@ from jobs.formatting import bytes_text, redact, seconds_text
 from jobs.ledger.records import Job
 from jobs.ledger.status import GAP_SECONDS
 from jobs.own_files import STATE_FOLDER, own_path
-from jobs.report import clips
 from jobs.report.charts import Chart, histogram, number, timeline
-from jobs.report.clips import Clips
+from jobs.report.clips import HEIGHT, WIDTH, Clips
 from jobs.report.sample import PACE, Sample, take_sample
 from jobs.store.base import ObjectStore
 from pipelines.errors import NightjarError
@@ -37,27 +36,15 @@ if TYPE_CHECKING:
 
 SHOWN_ITEMS = 60
 MAX_VOICES = 5
-#: With fewer leases charts over time would show an even spread and not what happened.
+#: With fewer leases, charts over time show the even spread of each lease rather than what happened.
 MIN_LEASES = 4
-#: Refused lines that are looked through for an example of a code.
+#: Refused lines that are searched for an example of each code.
 _EXAMPLE_LINES = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class ReportOptions:
-    """The choices of a person for a report."""
-
-    #: Rows of the table of items.
-    items: int = SHOWN_ITEMS
-    #: Puts short clips into the page instead of links to the store's folder. Audio of a bucket or in packs is
-    #: always embedded.
-    embed: bool = False
-    price_per_gpu_hour: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class ReportResult:
-    """What was written."""
+    """A written report."""
 
     #: Absolute path.
     path: str
@@ -68,7 +55,7 @@ class ReportResult:
 
 
 def default_place(settings: Settings, job_id: str) -> Path:
-    """Where the report of a job stands if nobody says otherwise. Raises `store.forbidden` for a link."""
+    """The default path of a job's report. Raises `store.forbidden` for a link."""
     return own_path(settings.home.absolute() / "reports" / f"{job_id}.html")
 
 
@@ -77,62 +64,53 @@ def write_report(
     store: ObjectStore,
     job_id: str,
     to: Path,
-    options: ReportOptions | None = None,
-    opened: Callable[[str], AbstractContextManager[IO[bytes]]] = output,
+    *,
+    items: int = SHOWN_ITEMS,
+    embed: bool = False,
+    price_per_gpu_hour: float | None = None,
+    open_file: Callable[[str], AbstractContextManager[IO[bytes]]] = output,
 ) -> ReportResult:
-    """Writes the report of a job to the file `to`, complete or not at all; `opened` opens it. The report
-    of a job that has ended has the same bytes each time.
+    """Writes the report of a job to the file `to`, complete or not at all. The report of a job that has
+    ended has the same bytes each time.
 
-    It reads a bounded number of items, so that time and memory do not grow with the job; leases are all read.
-    Raises `config.invalid` for a file that cannot be written, `NotFoundError`, `StoreError`, `ServiceError`.
+    It reads a bounded number of items, so that time and memory do not grow with the job, and all leases.
+    `items`: rows of the table of items. `embed`: puts short clips into the page instead of links to the
+    store's folder; audio in a bucket or in packs is always embedded. Raises `config.invalid` for a file
+    that cannot be written, `NotFoundError`, `StoreError`, `ServiceError`.
     """
-    options = options or ReportOptions()
     status = ledger.status(job_id)
-    job, errors, busy = status.job, ledger.error_counts(job_id), ledger.worked_on(job_id)
-    sample = take_sample(ledger, store, job, options.items, errors)
-    items, scores = sample.chosen(options.items), sample.scores()
+    job, errors, busy = status.job, ledger.error_counts(job_id), ledger.busy_spans(job_id)
+    sample = take_sample(ledger, store, job, items, errors)
+    chosen, scores = sample.choose(items), sample.scores()
     constant = {name: found[0] for name, found in scores.items() if len(found) > 1 and len({*found}) == 1}
-    work = timeline(ledger.attempts(job_id), busy) if busy else None
     # Lines are read in order; the first ones show what is common.
     refused = [*islice(ledger.rejected_lines(job_id), _EXAMPLE_LINES)]
     examples = {line.code: f"line {line.line}: {line.message}" for line in reversed(refused)}
     examples |= {item.row.error_code: item.row.error_message for item in sample.failed}
-    # A player opens files, and what is in a pack is none.
-    sounds = Clips(store, to, embed=options.embed or job.spec.pack is True)
-    page = {
-        "status": status,
-        "job": job,
-        "figures": figures,
-        "GAP_SECONDS": GAP_SECONDS,
-        "price": options.price_per_gpu_hour,
-        "name": job.name or _input_name(job) or f"Job {job.id}",
-        "input": _input_name(job) or ("standard input" if job.input_uri == "-" else "records of a program"),
-        "voice": _voice(job, sample),
-        "leases": work.leases if work else 0,
-        "timeline": [
-            work.chart("throughput", "Throughput", "items a second", work.items),
-            work.chart("factor", "RTFx", "audio seconds per second", work.audio_seconds),
-        ]
-        if work and work.leases >= MIN_LEASES
-        else [],
-        "histograms": _histograms(sample, constant),
-        "constant": constant,
-        "scores": scores,
-        "errors": [(code, count, examples.get(code) or "") for code, count in errors.items()],
-        "measured": len(sample.done),
-        "whole": sample.whole,
-        "rows": ((item, item.artifact and sounds.clip(item.artifact)) for item in items),
-        "shown": len(items),
-        "linked": sounds.linked,
-    }
+    page = _rendered(
+        status=status,
+        job=job,
+        price=price_per_gpu_hour,
+        input=_input_name(job),
+        voice=_voice(job, sample),
+        work=timeline(ledger.attempts(job_id), busy) if busy else None,
+        histograms=_histograms(sample, constant),
+        constant=constant,
+        scores=scores,
+        errors=[(code, count, examples.get(code) or "") for code, count in errors.items()],
+        sample=sample,
+        items=chosen,
+        # A player opens files, and audio in a pack has none.
+        clips=Clips(store, to, embed=embed or job.spec.pack is True),
+    )
     size = 0
-    with opened(str(to)) as file:
-        for part in _rendered(page):
+    with open_file(str(to)) as file:
+        for part in page:
             size += file.write(part.encode())
-    return ReportResult(os.path.abspath(to), size, len(items), len(sample.done))
+    return ReportResult(os.path.abspath(to), size, len(chosen), len(sample.done))
 
 
-def _rendered(page: Mapping[str, Any]) -> Iterable[str]:
+def _rendered(**page: Any) -> Iterable[str]:
     """The page in pieces. Every text is escaped; styles and script are in the page, and its policy allows
     only these."""
     style, script = _asset("report.css"), _asset("report.js")
@@ -145,12 +123,14 @@ def _rendered(page: Mapping[str, Any]) -> Iterable[str]:
     )
     environment.filters |= {"number": number, "seconds": seconds_text, "bytes": bytes_text}
     environment.filters |= {"clean": clean, "redact": redact}
+    environment.globals |= {"figures": figures, "PACE": PACE, "GAP_SECONDS": GAP_SECONDS}
+    environment.globals |= {"MIN_LEASES": MIN_LEASES, "WAVE_WIDTH": WIDTH, "WAVE_HEIGHT": HEIGHT}
     template = environment.from_string(_asset("report.html"))
-    return template.generate(page, policy=policy, style=style, script=script, pictures=clips, PACE=PACE)
+    return template.generate(page, policy=policy, style=style, script=script)
 
 
 def _asset(name: str) -> str:
-    """A file of this package, without its last newline: the hash is of the text between the tags."""
+    """A file of this package without its last newline, since the hash covers the text between the tags."""
     return files(__name__).joinpath(name).read_text(encoding="utf-8").rstrip("\n")
 
 
@@ -159,19 +139,19 @@ def _hash(text: str) -> str:
 
 
 def _input_name(job: Job) -> str:
-    """The file's name without its folders; empty for standard input, and for the records of a program,
+    """The file's name without its folders; empty for standard input, and for records of a Python program,
     whose file is named by its hash."""
     folder, _, name = redact(job.input_uri).rstrip("/").rpartition("/")
     return "" if folder.endswith(f"/{STATE_FOLDER}/inputs") else name.removeprefix("-")
 
 
 def _voice(job: Job, sample: Sample) -> str:
-    """The voices that the sampled items asked for. Where none did and the model has one voice: that one."""
+    """The voices that the sampled items asked for; if none did, the only voice of the model."""
     asked = sorted({item.voice for item in (*sample.done, *sample.failed) if item.voice})
     if asked:
         more = len(asked) - MAX_VOICES
         return ", ".join(asked[:MAX_VOICES]) + (f" and {more} more" if more > 0 else "")
-    # The model need not be on this machine.
+    # The model may be missing on this machine.
     with suppress(NightjarError):
         asked = describe(job.spec.model).capabilities.voices
     return asked[0] if len(asked) == 1 else "the model's own"

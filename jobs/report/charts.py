@@ -1,5 +1,5 @@
-"""Numbers as bars, which the page's template draws as SVG; and how a job went over its time at work, from the
-leases of its shards, each spread over its time."""
+"""Bar charts, which the page's template draws as SVG: histograms, and rates over a job's busy time, from the
+leases of its shards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_BARS = 24
 
 
 class Bar(NamedTuple):
-    """What there is of a range, which the label names."""
+    """The value of a range, which the label names."""
 
     begin: float
     end: float
@@ -31,8 +31,8 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A bar for each value that is not zero, between its two edges; and the same as a sentence, and as a
-    table with these headings."""
+    """A bar for each value that is not zero, between two edges; with a summary in words, and the headings of
+    its table."""
 
     key: str
     title: str
@@ -41,10 +41,10 @@ class Chart:
     heads: tuple[str, str]
     edges: Sequence[float]
     values: Sequence[float]
-    #: Size of the unit in which labels name the edges, and its sign.
+    #: Size and symbol of the unit in which labels name the edges.
     scale: tuple[float, str]
-    #: The least step between the values that are marked.
-    whole: float = 0.0
+    #: Minimum step between the ticks of the vertical axis.
+    min_step: float = 0.0
     median: float | None = None
 
     @cached_property
@@ -59,28 +59,28 @@ class Chart:
 
     @cached_property
     def x_ticks(self) -> list[tuple[float, str]]:
-        """Some edges, and their labels on the axis to the right."""
+        """The ticks of the horizontal axis, with their labels."""
         size, sign = self.scale
         marked = self.edges[:: math.ceil(len(self.values) / 7)]
         return [(edge, f"{number(edge / size)} {sign}".rstrip()) for edge in marked]
 
     @cached_property
     def y_ticks(self) -> list[float]:
-        """Values on the axis upwards, from 0 to its end."""
+        """The ticks of the vertical axis, from 0 up."""
         highest = max(self.values) or 1.0
-        step = max(self.whole, nice_step(highest / 4))
+        step = max(self.min_step, round_step(highest / 4))
         return [at * step for at in range(math.ceil(highest / step - 1e-9) + 1)]
 
 
 def histogram(key: str, title: str, unit: str, values: Sequence[float]) -> Chart | None:
-    """How often values fall in equal steps; None without a value that is a number."""
+    """Counts values in equal steps; None without a finite value."""
     known = sorted(filter(math.isfinite, values))
     if not known:
         return None
     low, high = known[0], known[-1]
     if high - low < 1e-9 * max(1.0, abs(high)):
         low, high = low - max(0.5, abs(low) * 0.1), high + max(0.5, abs(high) * 0.1)
-    step = nice_step((high - low) / min(MAX_BARS, max(6, round(math.sqrt(len(known))))))
+    step = round_step((high - low) / min(MAX_BARS, max(6, round(math.sqrt(len(known))))))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     edges = [at * step for at in range(first, max(last, first + 1) + 1)]
     counts = np.histogram(np.clip(known, edges[0], edges[-1]), edges)[0].tolist()
@@ -95,7 +95,7 @@ def histogram(key: str, title: str, unit: str, values: Sequence[float]) -> Chart
         edges=edges,
         values=counts,
         scale=(1, unit),
-        whole=1.0,
+        min_step=1.0,
         median=median,
     )
 
@@ -111,35 +111,34 @@ def number(value: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def nice_step(step: float) -> float:
-    """The next of 1, 2, 5 times a power of ten."""
+def round_step(step: float) -> float:
+    """Rounds up to 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(step))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step * (1 - 1e-9))
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What was made in the steps of the time in which workers held shards of a job, up to the end or to
-    now."""
+    """What was made in each step of the time in which workers held shards of a job."""
 
-    #: Seconds of work at the ends of the steps: float64 [steps + 1]; `scale` as that of a chart.
+    #: Busy seconds at the ends of the steps: float64 [steps + 1]; `scale` as in a chart.
     edges: NDArray[np.float64]
     scale: tuple[float, str]
     #: Items that ended, and seconds of speech, in each step: float64 [steps].
     items: NDArray[np.float64]
     audio_seconds: NDArray[np.float64]
-    #: Leases that it was computed from. It shows nothing that is shorter than they are.
+    #: Leases that it was computed from. Changes within a lease are not visible.
     leases: int
 
     def chart(self, key: str, title: str, unit: str, values: NDArray[np.float64]) -> Chart:
-        """The rate of what is counted in each step."""
+        """The rates of the values over the steps."""
         rates = values / np.diff(self.edges)
         average = values.sum() / self.edges[-1]
         return Chart(
             key=key,
             title=title,
             unit=unit,
-            summary=f"Highest {number(rates.max())}, on average {number(average)} {unit}.",
+            summary=f"Maximum {number(rates.max())}, average {number(average)} {unit}.",
             heads=("Time", title),
             edges=self.edges.tolist(),
             values=rates.tolist(),
@@ -148,21 +147,21 @@ class Timeline:
 
 
 def timeline(leases: Iterable[Attempt], busy: Sequence[tuple[float, float]]) -> Timeline:
-    """The leases of a job by a clock of work, which stands still while nobody holds a shard; memory does
-    not grow with them. `busy`: (start, end) of the times at work by the ledger's clock, in order."""
+    """Spreads each lease of a job evenly over the busy time it took; memory does not grow with the leases.
+    `busy`: (start, end) of the times in which workers held shards, by the ledger's clock, in order."""
     work = np.cumsum([0.0, *(end - start for start, end in busy)])
     seconds = max(float(work[-1]), 1e-3)
-    # The largest unit of which there are two.
+    # The largest unit of which the job took two.
     scales = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
     scale = next((one for one in scales if seconds >= 2 * one[0]), scales[-1])
-    step = nice_step(seconds / scale[0] / MAX_BARS) * scale[0]
+    step = round_step(seconds / scale[0] / MAX_BARS) * scale[0]
     edges = np.append(np.arange(0.0, seconds * (1 - 1e-9), step), seconds)
     # The ledger's time of each edge.
     times = np.interp(edges, np.repeat(work, 2)[1:-1], np.ravel(busy))
     items, audio, count = np.zeros(len(edges) - 1), np.zeros(len(edges) - 1), 0
     for lease in leases:
         count += 1
-        # Its share before each edge; what took no time is in the step that begins then.
+        # The share of the lease before each edge. A lease without a length belongs to the step after it.
         share = np.clip((times - lease.started_at) / max(lease.ended_at - lease.started_at, 1e-9), 0, 1)
         share[-1] = 1.0
         items += (lease.done + lease.failed) * np.diff(share)

@@ -1,4 +1,4 @@
-"""The audio of the shown items: where a page finds it, and how it looks."""
+"""The audio of the shown items: players and waveforms."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from pipelines.errors import NightjarError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-#: Of the waveform, in pixels; it is drawn in these units.
+#: Size of the waveform in pixels, which are also its units.
 WIDTH, HEIGHT = 220, 44
 _STROKE = 2
 _SILENCE_DBFS = -100.0
-#: Maximum of a file that is drawn or embedded.
+#: Maximum size of a file that is drawn or embedded.
 MAX_BYTES = 32 << 20
-#: Of an embedded clip, and of all of them as they stand in the page.
+#: Limits of an embedded clip, and of all of them together as base64.
 CLIP_SECONDS = 10.0
 MAX_EMBEDDED_BYTES = 12_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Some speech as a waveform, and the same in numbers."""
+    """The waveform of an item, with its length and levels."""
 
     #: `d` of an SVG path in a box of `WIDTH` x `HEIGHT`.
     wave: str
     seconds: float
-    #: Highest sample and root mean square, in dB of full scale.
+    #: Peak and root mean square, in dB of full scale.
     peak_dbfs: float
     rms_dbfs: float
 
 
 def picture(samples: NDArray[np.float32], sample_rate: int) -> Picture:
-    """The picture of some speech. `samples`: float32 [samples], at least one."""
+    """Draws a waveform. `samples`: float32 [samples], at least one."""
     middle = HEIGHT / 2
     parts = np.array_split(np.clip(samples, -1, 1), min(WIDTH // _STROKE, len(samples)))
     # A stroke from the lowest to the highest sample of each column.
@@ -69,12 +69,12 @@ class Clip:
     #: Source of the player: a relative link or a `data:` address; None: no player.
     source: str | None
     picture: Picture | None
-    #: A remark for the reader; may be empty.
+    #: A remark for the reader, or an empty text.
     note: str = ""
 
 
 class Clips:
-    """Makes clips, one after the other, for the page at the path `page`."""
+    """Makes the clips of the page at the path `page`."""
 
     def __init__(self, store: ObjectStore, page: Path, *, embed: bool) -> None:
         self._store = store
@@ -85,7 +85,7 @@ class Clips:
         self.linked = self._root is not None
 
     def clip(self, artifact: Artifact) -> Clip:
-        """The clip of an artifact. Audio that cannot be read has no player, and a note with the reason."""
+        """Makes the clip of an artifact. If audio cannot be read, its clip has no player but a note."""
         link = None if self._root is None else quote(os.path.relpath(self._root / artifact.key, self._folder))
         if artifact.bytes > MAX_BYTES:
             return Clip(link, None, f"too large to be {'drawn' if link else 'embedded'}")

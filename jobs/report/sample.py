@@ -1,5 +1,4 @@
-"""Which items a report looks at and which it shows: a bounded number of either, whatever the size of the
-job."""
+"""The items that a report reads and the ones it shows: bounded numbers, whatever the size of the job."""
 
 from __future__ import annotations
 
@@ -21,15 +20,15 @@ from pipelines.errors import ErrorCode
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
 
-#: Maximum of items in the histograms of lengths and scores. A larger job is sampled in blocks, evenly over
-#: its items.
+#: Maximum number of items in the histograms of lengths and scores. A larger job is sampled in blocks, spread
+#: evenly over its items.
 MAX_MEASURED = 4000
 BLOCKS = 20
 #: Maximum share of failed items among the shown ones, and share that is chosen evenly over the job.
 _FAILED_SHARE, _TYPICAL_SHARE = 0.5, 0.25
-#: An item this many times further from the median than half of the items is odd.
-ODD = 3.5
-#: How fast an item is spoken; the report's own score, in `pipelines.duration.text_units` a second.
+#: An item is an outlier if it is this many median deviations from the median.
+OUTLIER = 3.5
+#: The speed of an item's speech; the report's own score, in `pipelines.duration.text_units` per second.
 PACE = "pace"
 
 
@@ -50,9 +49,9 @@ class SampleItem:
     values: dict[str, float] = field(default_factory=dict[str, float])
     #: Names of the scores that did not pass.
     refused: list[str] = field(default_factory=list[str])
-    #: How odd it is, and why; the worst first.
+    #: How bad it is, and why; the worst are shown first.
     badness: float = 0.0
-    why: str = "typical"
+    reason: str = "typical"
 
     @property
     def seconds(self) -> float | None:
@@ -61,56 +60,52 @@ class SampleItem:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The items that a report reads: those with audio, which the histograms measure, and those that
-    failed."""
+    """The items that a report reads: items with audio, which the histograms measure, and failed items."""
 
     done: Sequence[SampleItem]
     failed: Sequence[SampleItem]
-    #: Whether these are all of the job.
+    #: Whether it holds all items with audio.
     whole: bool
 
     def scores(self) -> dict[str, list[float]]:
-        """Name of a score -> the values that items with audio have."""
+        """Maps each score to its values over the items with audio."""
         found: dict[str, list[float]] = {}
         for item in self.done:
             for name, value in item.values.items():
                 found.setdefault(name, []).append(value)
         return dict(sorted(found.items()))
 
-    def judge(self) -> None:
-        """Sets `badness` and `why`: failed items, then items that a check refused, then by how far a score
-        is from the others."""
+    def rank(self) -> None:
+        """Sets `badness` and `reason`: failed items are the worst, then items that a check refused, then
+        outliers of a score."""
         for item in self.failed:
             code = item.row.error_code
-            item.badness, item.why = math.inf, code.value if code else "no reason is known"
+            item.badness, item.reason = math.inf, code.value if code else "unknown reason"
         for name, values in self.scores().items():
             median = statistics.median(values)
-            # Half of the items are nearer than this. Where more than half are equal, every other value is odd.
-            spread = statistics.median(abs(value - median) for value in values) or max(
-                1e-3, abs(median) * 0.05
-            )
+            # Where more than half of the values are equal, every other value is an outlier.
+            deviation = statistics.median(abs(value - median) for value in values)
+            deviation = deviation or max(1e-3, abs(median) * 0.05)
+            bad = CHECKS[name].bad if name in CHECKS else "both"
             for item in self.done:
                 if name not in item.values:
                     continue
-                away = (item.values[name] - median) / spread
-                bad = CHECKS[name].bad if name in CHECKS else "both"
-                odd = -away if bad == "low" else away if bad == "high" else abs(away)
-                if odd > max(item.badness, ODD):
-                    item.badness, item.why = (
-                        odd,
-                        f"{name} {item.values[name]:.3g}, where {median:.3g} is common",
-                    )
+                away = (item.values[name] - median) / deviation
+                badness = -away if bad == "low" else away if bad == "high" else abs(away)
+                if badness > max(item.badness, OUTLIER):
+                    item.badness = badness
+                    item.reason = f"{name} {item.values[name]:.3g}, median {median:.3g}"
         for item in self.done:
             if item.refused:
-                item.badness, item.why = 1e9 + item.badness, f"refused by {', '.join(item.refused)}"
+                item.badness, item.reason = 1e9 + item.badness, f"refused by {', '.join(item.refused)}"
 
-    def chosen(self, shown: int) -> list[SampleItem]:
-        """Failed items, then the worst ones, then others that are taken evenly over the job."""
+    def choose(self, shown: int) -> list[SampleItem]:
+        """Chooses failed items, then the worst ones, then others, spread evenly over the job."""
         room = max(0, shown - len(self.failed))
-        odd = sorted(
+        bad = sorted(
             (item for item in self.done if item.badness), key=lambda item: (-item.badness, item.row.index)
         )
-        worst = odd[: room - int(room * _TYPICAL_SHARE)]
+        worst = bad[: room - int(room * _TYPICAL_SHARE)]
         taken = {item.row.index for item in worst}
         rest = [item for item in self.done if item.row.index not in taken]
         count = min(room - len(worst), len(rest))
@@ -124,11 +119,13 @@ class Sample:
 def take_sample(
     ledger: Ledger, store: ObjectStore, job: Job, shown: int, codes: Iterable[ErrorCode]
 ) -> Sample:
-    """Reads items of a job, as many as it takes to show so many. Raises `StoreError`, `ServiceError`."""
-    broken = list(_broken(ledger, job, list(codes), max(1, int(shown * _FAILED_SHARE))))
-    quarantined = ledger.artifacts_of(job.id, QUARANTINE, [row.index for row in broken])
-    failed = [SampleItem(row, quarantined.get(row.index)) for row in broken]
-    done = [SampleItem(row, row.artifact) for row in _population(ledger, job) if row.state is ItemState.DONE]
+    """Reads the items of a job that a report with `shown` rows needs. Raises `StoreError`, `ServiceError`."""
+    rows = list(_failed_rows(ledger, job, list(codes), max(1, int(shown * _FAILED_SHARE))))
+    quarantined = ledger.artifacts_of(job.id, QUARANTINE, [row.index for row in rows])
+    failed = [SampleItem(row, quarantined.get(row.index)) for row in rows]
+    done = [
+        SampleItem(row, row.artifact) for row in _measured_rows(ledger, job) if row.state is ItemState.DONE
+    ]
     both = sorted([*done, *failed], key=lambda item: item.row.index)
     draws: dict[int, list[Draw]] = {}
     if job.spec.quality is not None:
@@ -140,11 +137,11 @@ def take_sample(
         item.text, item.role, item.voice = known.text, known.role, known.voice or ""
         _score(item, draws.get(item.row.index, []))
     sample = Sample(done, failed, job.total_items <= MAX_MEASURED)
-    sample.judge()
+    sample.rank()
     return sample
 
 
-def _population(ledger: Ledger, job: Job) -> Iterator[ItemRow]:
+def _measured_rows(ledger: Ledger, job: Job) -> Iterator[ItemRow]:
     if job.total_items <= MAX_MEASURED:
         yield from ledger.items(job.id)
         return
@@ -154,11 +151,11 @@ def _population(ledger: Ledger, job: Job) -> Iterator[ItemRow]:
         yield from ledger.items(job.id, after=first - 1, limit=size)
 
 
-def _broken(ledger: Ledger, job: Job, codes: Sequence[ErrorCode], most: int) -> Iterator[ItemRow]:
+def _failed_rows(ledger: Ledger, job: Job, codes: Sequence[ErrorCode], limit: int) -> Iterator[ItemRow]:
     """Failed items, with an equal share for each code."""
-    wanted = codes[:most]
+    wanted = codes[:limit]
     for code in wanted:
-        each = max(1, most // len(wanted))
+        each = max(1, limit // len(wanted))
         found = (
             ledger.items(job.id, state=state, codes=[code], limit=each)
             for state in (ItemState.FAILED, ItemState.DEAD)
@@ -167,8 +164,8 @@ def _broken(ledger: Ledger, job: Job, codes: Sequence[ErrorCode], most: int) -> 
 
 
 def _score(item: SampleItem, draws: list[Draw]) -> None:
-    """Sets the draws of an item with a text, and the scores of the one whose audio is shown: the kept one,
-    or the one in quarantine; else the last."""
+    """Sets the draws of an item, and the scores of the draw whose audio is shown: the kept one, or the one
+    in quarantine; else the last."""
     item.draws = draws
     seed = None if item.artifact is None else item.artifact.seed
     shown = [draw for draw in draws if draw.kept or draw.seed == seed] or draws[-1:]

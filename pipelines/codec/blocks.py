@@ -16,15 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, gelu, layer_norm, linear, pad, scaled_dot_product_attention, silu
 
-from kernels.codec_ops import codec_residual_unit, codec_upsample, pack_upsample
+from kernels.codec_ops import codec_residual_unit, codec_upsample, pack_upsample, snake_beta
 from kernels.layers import rms_norm
 
 CONVNEXT_KERNEL, CONVNEXT_EPS = 7, 1e-6
 RESIDUAL_KERNEL, RESIDUAL_DILATIONS = 7, (1, 3, 9)
 #: Kernel size of the first and the last convolution of a `ConvStack`.
 STACK_KERNEL = 7
-
-_ops = torch.ops.nightjar
 
 
 class CodecLoader(Protocol):
@@ -200,7 +198,7 @@ class Snake:
         self.frequency, self.gain = load.snake(channels)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return _ops.snake_beta(x, self.frequency, self.gain)
+        return snake_beta(x, self.frequency, self.gain)
 
 
 class ResidualUnit:

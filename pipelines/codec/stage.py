@@ -39,7 +39,7 @@ Done = Callable[[Samples | NightjarError], None]
 _MAX_STARTED = 2
 #: Maximum frames of a batch of whole utterances while streams are alive, so that the device is never occupied
 #: for long.
-_QUANTUM_FRAMES = 4096
+QUANTUM_FRAMES = 4096
 #: A lane is quiet, and starts groups without waiting for more codes, unless more than this many utterances
 #: arrived within the last second.
 QUIET_ARRIVALS = 8
@@ -370,7 +370,7 @@ class UtteranceLane(Lane[S]):
         frames = 0
         while self._waiting and len(batch) < self._max_batch and frames < full:
             count = len(self._waiting[0].codes)
-            if batch and small and frames + count > min(full, _QUANTUM_FRAMES):
+            if batch and small and frames + count > min(full, QUANTUM_FRAMES):
                 break
             batch.append(self._waiting.popleft())
             frames += count

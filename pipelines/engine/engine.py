@@ -18,7 +18,7 @@ from pipelines.engine.core import EngineCore, EngineOptions, engine_failure
 from pipelines.engine.executor import FrameExecutor
 from pipelines.engine.scheduler import Finish, FrameReceiver, GenerationRequest, PromptPrefix
 from pipelines.engine.state import SamplingParams
-from pipelines.errors import ErrorCode, SynthesisError
+from pipelines.errors import engine_closed
 from pipelines.nn.checkpoint import device_name, type_name
 from pipelines.request import EngineInfo, EngineStats
 from pipelines.results import Receiver
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 _REST_SECONDS = 0.001
 #: How long the engine is idle before the executor prepares for later batches. A request waits for one such
 #: step at most.
-_IDLE_SECONDS = 1.0
+IDLE_SECONDS = 1.0
 
 
 class Engine:
@@ -82,7 +82,7 @@ class Engine:
             if not (request.stream or inside):
                 self._wake.wait_for(lambda: self._closing or self._waiting + self._arrived_whole < self._room)
             if self._closing:
-                raise _closed()
+                raise engine_closed()
             self._arrived.append((request, receiver))
             self._arrived_whole += not request.stream
             self._wake.notify_all()
@@ -156,7 +156,7 @@ class Engine:
         with self._wake:
             idle = not self._wake.wait_for(
                 lambda: self._arrived or self._calls or self._closing or not self.core.idle,
-                _IDLE_SECONDS if self._preparing else None,
+                IDLE_SECONDS if self._preparing else None,
             )
             while self._is_paused:
                 self._wake.wait(_REST_SECONDS)
@@ -207,16 +207,12 @@ class Engine:
                 self._wake.wait(_REST_SECONDS)
 
     def _stop(self) -> None:
-        self.core.fail_all(_closed())
+        self.core.fail_all(engine_closed())
         with self._wake:
             left, self._arrived = self._arrived, []
             self._wake.notify_all()
         for _, receiver in left:
-            receiver.failed(_closed())
-
-
-def _closed() -> SynthesisError:
-    return SynthesisError(ErrorCode.SYNTH_ABORTED, "The engine was closed.")
+            receiver.failed(engine_closed())
 
 
 #: Converts frames to ids, and to the codes of their steps.

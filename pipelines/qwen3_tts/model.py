@@ -141,7 +141,7 @@ def predictor_inputs(weights: ModelWeights) -> Tensor:
 
 #: Of prompts that are embedded together: the rows of all codebooks of so many take 64 MiB at the 0.6B's
 #: width.
-_EMBEDDED_POSITIONS = 2048
+EMBEDDED_POSITIONS = 2048
 
 
 class Qwen3TTSModel(FrameModel):
@@ -199,13 +199,13 @@ class Qwen3TTSModel(FrameModel):
 
 
 def _groups(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
-    """Prompts in order, in groups of at most `_EMBEDDED_POSITIONS` positions; a longer one is alone."""
+    """Prompts in order, in groups of at most `EMBEDDED_POSITIONS` positions; a longer one is alone."""
     group: list[Prompt] = []
-    room = _EMBEDDED_POSITIONS
+    room = EMBEDDED_POSITIONS
     for prompt in prompts:
         if group and len(prompt) > room:
             yield group
-            group, room = [], _EMBEDDED_POSITIONS
+            group, room = [], EMBEDDED_POSITIONS
         group.append(prompt)
         room -= len(prompt)
     if group:

@@ -35,14 +35,14 @@ from pipelines.serving.errors import unavailable
 log = logging.getLogger(__name__)
 
 #: Threads that prepare requests: prompts, phonemes, reference audio. More would only share the cores.
-_SUBMIT_THREADS = 16
+SUBMIT_THREADS = 16
 #: Audio that slow clients have not taken, in bytes. Below that a stream gives its slot back once it is made;
 #: above, once it is taken.
-_UNREAD_BYTES = 1 << 30
+UNREAD_BYTES = 1 << 30
 _LOOK_SECONDS = 0.5
 _MAX_PAUSE_SECONDS = 60.0
 #: Of a pipeline that is closed: what it takes an engine core to end, and more.
-_CLOSE_SECONDS = 60.0
+CLOSE_SECONDS = 60.0
 
 
 class Progress:
@@ -179,7 +179,7 @@ class _Call:
             self._settled = True
             self._model.progress.ended()
             self._permit.release()
-            if self._stream and self._model.unread_bytes < _UNREAD_BYTES:
+            if self._stream and self._model.unread_bytes < UNREAD_BYTES:
                 self._permit.let_go()
 
     def _on_loop(self, call: Callable[[], None]) -> None:
@@ -211,7 +211,7 @@ class ServedModel:
         self.progress = progress
         #: Those that start whole requests, and streams, which never wait behind them.
         self.threads = {
-            stream: DaemonThreads(_SUBMIT_THREADS, name)
+            stream: DaemonThreads(SUBMIT_THREADS, name)
             for stream, name in ((False, "submit"), (True, "starter"))
         }
         #: Bytes of audio that the engine made and clients have not taken yet, of all streams.
@@ -255,7 +255,7 @@ class ServedModel:
         closing the generator ends it. Raises as `speech`.
 
         `opened`: takes the stream where more of the request's text follows.
-        The slot of a stream is given back when the speech is made, whenever it is taken: `_UNREAD_BYTES`.
+        The slot of a stream is given back when the speech is made, whenever it is taken: `UNREAD_BYTES`.
         """
         stream = stream and self.card.capabilities.streaming
         return _Call(self, request, permit, opened, stream).events()
@@ -314,9 +314,9 @@ class ServedModel:
         pipeline, self._pipeline = self._pipeline, None
         closing = threading.Thread(target=pipeline.close if pipeline else None, name="close", daemon=True)
         closing.start()
-        closing.join(_CLOSE_SECONDS)
+        closing.join(CLOSE_SECONDS)
         if closing.is_alive():
-            log.error("the model did not close within %g s; the process ends without it", _CLOSE_SECONDS)
+            log.error("the model did not close within %g s; the process ends without it", CLOSE_SECONDS)
         for threads in self.threads.values():
             threads.shutdown(cancel_futures=True)
         return not closing.is_alive()

@@ -103,7 +103,7 @@ def _check_shape(data: bytes) -> None:
 #: Of a body that nobody wants: reading on for a while lets the client read why, instead of a reset
 #: connection.
 _DISCARD_BYTES = 512 << 20
-_DISCARD_SECONDS = 10.0
+DISCARD_SECONDS = 10.0
 #: Between two reads of it: others go first.
 _DISCARD_PAUSE_SECONDS = 0.01
 #: Bodies of the maximum size that may be there at once without a slot.
@@ -169,7 +169,7 @@ class LimitedBody:
         self.release()
         end = self._bytes + _DISCARD_BYTES
         try:
-            async with asyncio.timeout(_DISCARD_SECONDS):
+            async with asyncio.timeout(DISCARD_SECONDS):
                 while not self._over and self._bytes < end:
                     await self._read()
                     await asyncio.sleep(_DISCARD_PAUSE_SECONDS)

@@ -155,7 +155,7 @@ def test_a_draining_worker_finishes_its_shards_and_spends_no_attempt(patient: Cl
     patient.wait_for_done(job, 2 * shard_items - 2)
     patient.signal_worker(0, signal.SIGTERM)
     deadline = time.monotonic() + 240
-    while "draining" not in [row.state for row in patient.ledger.worker_statuses(everyone=True)]:
+    while "draining" not in [row.state for row in patient.ledger.worker_statuses(include_ended=True)]:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     patient.let_go()

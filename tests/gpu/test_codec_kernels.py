@@ -119,7 +119,7 @@ def test_unit(channels: int, dilation: int, history: bool, tma: bool) -> None:
         (rand(channels, channels) / math.sqrt(channels)).bfloat16(),
     ]
     bias1, bias2 = rand(channels, seed=7), rand(channels, seed=8)
-    tile = Tile(64, 0, 64 if channels % 64 == 0 else 32, 2, 4, tma)
+    tile = Tile(64, 0, next(depth for depth in (64, 32, 16) if channels % depth == 0), 2, 4, tma)
 
     def arguments(inputs: list[Tensor], raw: Tensor, active: Tensor) -> tuple[object, ...]:
         return (
@@ -265,7 +265,7 @@ def test_a_head_reads_nothing_behind_an_open_end() -> None:
         assert torch.equal(ended[row, :end], whole[row, :end])
 
 
-def test_head_and_snake() -> None:
+def test_head() -> None:
     a, weight, bias = rand(2, STEPS, 96).bfloat16(), (rand(7, 96) / 20).bfloat16(), rand(1, scale=0.1)
     torch.testing.assert_close(
         codec_launch.head(a, 0, weight, bias),
@@ -276,13 +276,6 @@ def test_head_and_snake() -> None:
     torch.testing.assert_close(
         codec_launch.head(a, 6, weight, bias),
         codec_ops.codec_head(a.float(), 6, weight.float(), bias),
-        atol=1e-4,
-        rtol=1e-4,
-    )
-    frequency, gain = snakes(96, 1)
-    torch.testing.assert_close(
-        codec_launch.snake(a.float(), frequency, gain),
-        codec_ops.snake_beta(a.float(), frequency, gain),
         atol=1e-4,
         rtol=1e-4,
     )

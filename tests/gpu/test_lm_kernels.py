@@ -60,8 +60,7 @@ def test_float32_frames_draw_the_codes_of_the_twin(splits: int) -> None:
     ("shape", "batch", "plan"),
     [
         (FEW, 6, plan_for(8)),
-        (FEW, 29, Plan(skinny_rows=64)),
-        (FEW, 29, Plan(skinny_rows=64, norm_apart_rows=1, ahead=2)),
+        (FEW, 29, Plan()),
         (FEW, 70, plan_for(128)),
         (LARGE, 6, plan_for(8)),
         (LARGE, 29, plan_for(32)),

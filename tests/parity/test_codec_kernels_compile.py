@@ -39,17 +39,15 @@ def conv(shape: Shape) -> tuple[Any, dict[str, str], dict[str, Any], int]:
 
 def unit(shape: Shape) -> tuple[Any, dict[str, str], dict[str, Any], int]:
     tile, (large, small) = TILES[shape], codec_launch.split(shape.channels)
-    inputs = dict.fromkeys(("a0", "a1"), boxes(1, tile.rows, tile.depth))
-    inputs |= dict.fromkeys(("w00", "w10"), boxes(tile.depth, large)) | dict.fromkeys(
-        ("w01", "w11"), boxes(tile.depth, small)
-    )
+    inputs = {"a": boxes(1, tile.rows, tile.depth)}
+    inputs |= {"w0": boxes(tile.depth, large), "w1": boxes(tile.depth, small)}
     parameters = [f"{name}{number}" for name in ("bias", "frequency", "gain") for number in (1, 2)]
     types = inputs | dict.fromkeys(parameters, F32) | {"w2": BF16} | RESULTS | INTS
     sizes = {"DILATION": 3, "TAPS": shape.taps, "C": shape.channels, "N0": large, "N1": small}
     return (
         codec_triton.unit_kernel,
         types,
-        sizes | {"BM": tile.rows, "K0": tile.depth, "K1": 0, "STAGES": tile.stages},
+        sizes | {"BM": tile.rows, "BK": tile.depth, "STAGES": tile.stages},
         tile.warps,
     )
 

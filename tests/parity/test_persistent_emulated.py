@@ -15,7 +15,7 @@ import torch
 from benchmarks.shapes import SMALL, Maker, Shape
 from kernels import lm_persistent
 from kernels.frame import DepthTensors
-from kernels.lm_persistent import FAILED, Cut, Predictor, Trial, all_blocks_speak, kernel_name, predictor_cut
+from kernels.lm_persistent import FAILED, Predictor, TileConfig, Trial, kernel_name, predictor_config
 from kernels.reference import ENDED, NOT_FINITE
 from tests.support import cuda_emulated, persistent_kit
 from tests.support.lm_checks import vary_draws
@@ -34,7 +34,7 @@ from tests.support.persistent_kit import (
     twin,
 )
 
-PUBLISHED_CUTS = lm_persistent.PREDICTORS
+PUBLISHED_CONFIGS = lm_persistent.PREDICTORS
 
 
 def epochs_of(depth: DepthTensors) -> int:
@@ -51,7 +51,7 @@ KERNEL = "PREDICTOR(persistent_least_1, 16384, false, 32, 32, 2, 1, 16, 32, 1, 2
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     persistent_kit.emulate(monkeypatch)
-    monkeypatch.setattr(Emulated, "seed", 0)
+    Emulated.seed = 0
     with torch.inference_mode():
         yield
 
@@ -112,7 +112,7 @@ def test_frames_follow_each_other_in_any_order_of_threads_with_stumbling_blocks(
     for delay in (0, 40):
         run = run_of(one, trial=Trial(seed=delay, delay=delay))
         for seed in range(orders):
-            monkeypatch.setattr(Emulated, "seed", seed)
+            Emulated.seed = seed
             assert equal(launched(run, one), wanted), f"seed {seed}, delay {delay}"
         assert run.fault is None
         assert int(run.control[0]) == orders * epochs_of(run.predictor.depth)
@@ -124,7 +124,7 @@ def test_a_thousand_frames_pass_without_a_fault(monkeypatch: pytest.MonkeyPatch)
     wanted = [launched(run_of(one), one) for one in ones]
     runs = [run_of(one, trial=Trial(seed=index, delay=30 * (index % 2))) for index, one in enumerate(ones)]
     for seed in range(1000):
-        monkeypatch.setattr(Emulated, "seed", seed)
+        Emulated.seed = seed
         assert equal(launched(runs[seed % 4], ones[seed % 4]), wanted[seed % 4]), f"seed {seed}"
     assert [run.fault for run in runs] == [None] * 4
 
@@ -163,7 +163,7 @@ def test_no_block_ends_before_its_copies(monkeypatch: pytest.MonkeyPatch, tmp_pa
     one = case(LEAST, 1)
     persistent_kit.rebuild(monkeypatch, tmp_path, KERNEL, persistent_kit.LOOKS_AT_ONCE)
     for seed in range(6):
-        monkeypatch.setattr(Emulated, "seed", seed)
+        Emulated.seed = seed
         run = run_of(one, gap=100_000)
         run.control[1] = -(1 << 31)
         assert int(launched(run, one).flags[0]) & FAILED
@@ -176,7 +176,7 @@ def test_a_wait_for_weights_ends_in_a_fault_and_the_next_launches_are_right(
 ) -> None:
     one = case(SMALLEST, 2, seed=1)
     wanted = launched(run_of(one), one)
-    monkeypatch.setattr(Emulated, "seed", seed)
+    Emulated.seed = seed
     run = run_of(one, patience=SHORT, trial=trial)
     made = launched(run, one)
     assert int(made.flags[0]) & FAILED
@@ -240,27 +240,12 @@ def test_a_device_that_does_not_hold_all_blocks_is_refused(monkeypatch: pytest.M
 
 def test_models_without_a_kernel_are_not_known() -> None:
     weights = Maker("cpu", torch.bfloat16).frame(SMALLEST)
-    assert predictor_cut(weights) is not None
-    assert predictor_cut(Maker("cpu", torch.float32).frame(SMALLEST)) is None
+    assert predictor_config(weights) is not None
+    assert predictor_config(Maker("cpu", torch.float32).frame(SMALLEST)) is None
     other = Maker("cpu", torch.bfloat16).frame(replace(SMALLEST, codes=52))
-    assert predictor_cut(other) is None
+    assert predictor_config(other) is None
     with pytest.raises(ValueError, match="no persistent kernel"):
         Predictor(other)
-
-
-@pytest.mark.parametrize(("blocks", "inner"), [(8, 80), (6, 104)])
-def test_a_cut_with_a_block_that_owns_no_row_is_refused(
-    blocks: int, inner: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weights = Maker("cpu", torch.bfloat16).frame(GOLDEN)
-    for key, cut in persistent_kit.EMULATED_CUTS.items():
-        assert all_blocks_speak(cut.blocks, *key[:2]), cut.name
-    (key,) = (key for key, cut in persistent_kit.EMULATED_CUTS.items() if cut.name == "persistent_golden")
-    monkeypatch.setitem(
-        persistent_kit.EMULATED_CUTS, key, replace(persistent_kit.EMULATED_CUTS[key], blocks=8)
-    )
-    assert predictor_cut(weights) is None
-    assert not all_blocks_speak(blocks, 72 if inner == 104 else 40, inner)
 
 
 def test_a_kernel_with_a_block_that_owns_no_row_does_not_compile() -> None:
@@ -280,10 +265,10 @@ def test_weights_are_packed_once_each_and_zeros_fill_them_up() -> None:
     assert torch.equal(packed[packed != 0].sort().values, whole[whole != 0].sort().values)
 
 
-@pytest.mark.parametrize("cut", persistent_kit.EMULATED_CUTS.values(), ids=lambda cut: cut.name)
-def test_kernels_take_the_arguments_of_their_launch(cut: Cut) -> None:
+@pytest.mark.parametrize("config", persistent_kit.EMULATED_CONFIGS.values(), ids=lambda config: config.name)
+def test_kernels_take_the_arguments_of_their_launch(config: TileConfig) -> None:
     for tested in (False, True):
-        taken = persistent_kit.library(cut.name)[f"bytes_{kernel_name(cut, 1, tested)}"]
+        taken = persistent_kit.library(config.name)[f"bytes_{kernel_name(config, 1, tested)}"]
         assert taken() == ctypes.sizeof(lm_persistent.Arguments)
 
 
@@ -301,6 +286,6 @@ def test_the_published_kernels_fit_a_block_of_hopper_and_its_registers() -> None
         SMALL.codes,
         SMALL.predictor_layers,
     )
-    ((key, cut),) = PUBLISHED_CUTS.items()
+    ((key, config),) = PUBLISHED_CONFIGS.items()
     assert key == (*shape, SMALL.codebooks - 1)
-    persistent_kit.check_published("persistent", list(key), cut)
+    persistent_kit.check_published("persistent", list(key), config)

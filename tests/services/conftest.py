@@ -40,6 +40,12 @@ def ledger(ledger_url: str) -> Iterator[Ledger]:
 
 
 @pytest.fixture
+def short_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of an input are taken in batches of two."""
+    monkeypatch.setattr("jobs.line_check.BATCH_LINES", 2)
+
+
+@pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "in.jsonl").write_text(
         LINE % ("a", "Good morning.") + LINE % ("b", "Good night.") + "broken\n"

@@ -196,8 +196,12 @@ def script_of(commands: list[Command], before: str, words: dict[str, str]) -> st
         "set -e -o pipefail",
         before,
     ]
+    ran = False
     for number, command in enumerate(commands):
         text = re.sub(r"^(?:[\d*/,-]+ +){5}", "", text_of(command))  # what cron runs
+        if re.match(r"\S*nightjar run ", text) and not re.search(r"--(dry-run|pack)\b", text):
+            # What a second run of a page says differently are its options and its input.
+            text, ran = f"{text} --dry-run" if ran else text, True
         for pattern, word in words.items():
             text = re.sub(pattern, word, text)
         lines.append(f"echo '### {number}'")

@@ -1,80 +1,37 @@
-"""The wheel, built from a copy of the tracked files and installed away from the checkout, is whole."""
+"""The wheel, installed away from the checkout, is whole."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
-import zipfile
 from pathlib import Path
 
 import pytest
 
-from kernels import binaries, lm_cuda, toolchain
-from kernels.cuda_driver import Source
 from tests.support.golden_checkpoint import whole
+from tests.support.wheel_kit import ROOT, built_wheel, copy_sources, names_in, shipped
 
-ROOT = Path(__file__).parents[2]
 CHECKPOINT = ROOT / "tests/golden/qwen3_tts/checkpoint-design"
-CODE = (".cubin", ".ptx")
-ROOMS = ("nightjar", "jobs", "worker", "pipelines", "kernels", "migrations")
 LINE = '{"example_id": "a", "messages": [["user", "text", "Good evening."]]}\n'
-
-
-def shipped() -> list[str]:
-    """The files of our packages, as the wheel names them: all that is no cache."""
-    found = [
-        path
-        for room in ROOMS
-        for path in (ROOT / room).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    ]
-    return sorted(str(path.relative_to(ROOT)) for path in found if path.suffix not in (".pyc", *CODE))
-
-
-def code_of_kernels() -> set[str]:
-    """The machine code that a wheel brings, as it names it."""
-    return {f"kernels/cuda/{binaries.file_name(name, target)}" for name, target in binaries.shipped_code()}
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what a distribution is built from."""
-    folder = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder)
-    for room in ROOMS:
-        shutil.copytree(
-            ROOT / room, folder / room, ignore=shutil.ignore_patterns("__pycache__", "*.cubin", "*.ptx")
-        )
-    return folder
-
-
-def built_wheel(source: Path, out: Path, **environment: str) -> Path:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--no-build-isolation",
-        "--wheel-dir",
-        out,
-        source,
-    ]
-    subprocess.run(command, check=True, timeout=900, env=os.environ | environment)
-    (built,) = out.glob("*.whl")
-    return built
+    return copy_sources(tmp_path_factory.mktemp("source"))
 
 
 @pytest.fixture(scope="module")
 def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return built_wheel(source, tmp_path_factory.mktemp("wheel"))
+    """Built without a compiler of kernels."""
+    folder = tmp_path_factory.mktemp("wheel")
+    (folder / "nvidia").mkdir()
+    (folder / "nvidia/__init__.py").touch()  # hides the packages of NVIDIA
+    return built_wheel(
+        source, folder / "out", PATH="/usr/bin:/bin", CUDA_HOME=str(folder), PYTHONPATH=str(folder)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -119,42 +76,15 @@ def call(installed: Path, folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def names_in(wheel: Path) -> list[str]:
-    return [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
-
-
 def test_every_file_of_our_packages_is_in_the_wheel(wheel: Path) -> None:
     names = names_in(wheel)
-    assert sorted(name for name in names if not name.endswith(CODE)) == shipped()
+    assert sorted(names) == shipped()
     assert {
         "kernels/cuda/sampler.cu",
         "kernels/cuda/common.cuh",
         "jobs/report/report.html",
         "migrations/script.py.mako",
     } <= set(names)
-    compiled = code_of_kernels() if toolchain.cuda_compiler() else set()
-    assert {name for name in names if name.endswith(CODE)} == compiled
-    assert wheel.name.endswith("-py3-none-any.whl"), "machine code of GPUs runs beside any CPU"
-
-
-@pytest.mark.parametrize("kernel", lm_cuda.SOURCES, ids=lambda kernel: kernel.name)
-@pytest.mark.parametrize("target", [binaries.HOPPER, binaries.NEWER])
-def test_its_code_has_the_kernels_that_are_launched(kernel: Source, target: str, wheel: Path) -> None:
-    if toolchain.cuda_compiler() is None:
-        pytest.skip("needs a CUDA compiler")
-    code = zipfile.ZipFile(wheel).read(f"kernels/cuda/{binaries.file_name(kernel.name, target)}")
-    for name in kernel.kernels:
-        assert name.encode() in code
-    assert code.startswith(b"\x7fELF") != target.startswith("compute_")
-
-
-def test_a_wheel_built_without_a_compiler_has_the_sources_of_kernels(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "nvidia").mkdir()
-    (tmp_path / "nvidia/__init__.py").touch()  # hides the packages of NVIDIA
-    plain = built_wheel(
-        source, tmp_path / "out", PATH="/usr/bin:/bin", CUDA_HOME=str(tmp_path), PYTHONPATH=str(tmp_path)
-    )
-    assert sorted(names_in(plain)) == shipped()
 
 
 def test_the_source_distribution_can_build_the_same(source: Path, tmp_path: Path) -> None:
@@ -218,6 +148,6 @@ def test_kernels_find_their_sources_and_are_taken_for_nobody_elses(installed: Pa
         for file in (Path(__file__).parents[2] / "kernels/cuda").iterdir()
         if file.suffix in (".cu", ".cuh")
     )
-    assert prebuilt == (toolchain.cuda_compiler() is not None)
+    assert not prebuilt
     assert distributions == []
     assert believed is False, "transformers takes our package for Hugging Face's kernels"

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -165,12 +166,8 @@ def emulated_map(
 
 def emulate(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> None:
     """Lets launches run here, with the order of `seed`."""
-
-    class Stream:
-        cuda_stream = 0
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
+    for name, found in (("current_device", 0), ("current_stream", SimpleNamespace(cuda_stream=0))):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, found=found: found)
     monkeypatch.setattr(Source, "on", lambda source, _: kernels(source, seed))
     for module in (cuda_driver, codec_cuda):
         monkeypatch.setattr(module, "tensor_map", emulated_map)

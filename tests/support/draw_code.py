@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 # Lines of the source would be in the PTX.
 os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
@@ -98,11 +99,8 @@ def compile_draws(model: str) -> list[Compiled]:
     found: list[Compiled] = []
     for stage in stages:
         vocab = shape.vocab if stage in (FIRST, ONLY) else shape.codes
-        lm_sampler._draw_code = launches = _Launches(kernel)
-        try:
+        with patch.object(lm_sampler, "_draw_code", _Launches(kernel)) as launches:
             frame._draw(stage, 0, torch.zeros(ROWS, vocab, dtype=torch.bfloat16), rows, codes, flags)
-        finally:
-            lm_sampler._draw_code = kernel
         found.append(_measure(f"{model} {('first', 'middle', 'last', 'only')[stage]}", launches.compiled))
     return found
 

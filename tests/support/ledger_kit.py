@@ -75,7 +75,16 @@ def done(index: int, seed: int = 7) -> Done:
         index,
         (
             Artifact(
-                index, "audio", f"audio/{index}", f"sha-{index}", 100, 1500, 24000, 36000, seed, {"frames": 3}
+                index,
+                "audio",
+                f"audio/{index}",
+                f"sha-{index}",
+                100,
+                1500,
+                24000,
+                36000,
+                seed,
+                meta={"frames": 3},
             ),
         ),
         20,
@@ -119,7 +128,7 @@ def expire(ledger: Ledger, lease: Lease) -> None:
 def expire_leases_of_the_dead(ledger: Ledger) -> None:
     """Puts the end of every lease whose worker's process is gone into the past: tests of kills need no
     short leases, which a machine that stands still for a moment would end under the living."""
-    for row in ledger.worker_statuses(everyone=True):
+    for row in ledger.worker_statuses(include_ended=True):
         if not Path("/proc", str(row.pid)).exists():
             execute(
                 ledger,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from kernels.attention import PackedPrompts, attend_packed, attend_padded, padded_places
+from kernels.attention import PackedPrompts, attend_padded, padded_places, paged_prefill_attention
 from kernels.reference import TokenPositions, run_stack
 from pipelines.engine.executor import FrameModel
 from pipelines.engine.state import SCRATCH_PAGE, PagedKV
@@ -47,3 +48,27 @@ def packed_twin(model: FrameModel, embeddings: Tensor, prompts: PackedPrompts, k
         return attend_packed(q, kv.k[layer], kv.v[layer], prompts, model.tensors.backbone.scale)
 
     run_stack(embeddings, model.tensors.backbone, places, kv.k, kv.v, attend, keys_only_at_the_end=True)
+
+
+def attend_packed(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, prompts: PackedPrompts, scale: float
+) -> Tensor:
+    """Causal attention of packed prompts over their pages, which hold the new positions too; the
+    reference of `lm_attention.packed_attention`.
+
+    q: [total, heads, head_dim]; caches of one layer: [pages, kv_heads, page_size, head_dim]. Returns
+    [total, heads * head_dim], zeros behind the last run. Reads the runs on the host.
+    """
+    used = [
+        (run, start, count)
+        for run, (start, count) in enumerate(zip(prompts.starts.tolist(), prompts.counts.tolist()))
+        if count
+    ]
+    counts, out = [count for _, _, count in used], torch.zeros_like(q).flatten(1)
+    if counts:
+        tables = prompts.table[prompts.owners[[run for run, _, _ in used]]]
+        lengths = [start + count for _, start, count in used]
+        out[: sum(counts)] = paged_prefill_attention(
+            q[: sum(counts)], k_cache, v_cache, tables, counts, lengths, scale
+        )
+    return out

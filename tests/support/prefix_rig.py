@@ -191,22 +191,21 @@ class Run:
         """Each page has one owner, or is of a prefix with its users; each utterance reads what is its own,
         from first to last."""
         running, cache, kv = self.core.scheduler.running, self.core.scheduler.prefixes, self.device.kv
+        unused, known, free = cache._unused, set(cache._known.values()), kv._free
         users = Counter(prefix for one in running if one.shared is not None for prefix in one.shared.chain)
         assert {prefix: prefix.users for prefix in users} == users
-        assert not any(prefix.users or prefix.invalid for prefix in cache._unused)
+        assert not any(prefix.users or prefix.invalid for prefix in unused)
         in_use = [page for prefix in users for page in prefix.pages] + [
             page for one in running for page in one.pages[one.shared_pages :]
         ]
         assert all(
             one.pages[: one.shared_pages] == one.shared.all_pages for one in running if one.shared is not None
         )
-        unused = [page for prefix in cache._unused for page in prefix.pages]
-        assert sorted([*kv._free, *cache._unclean, *unused, *in_use]) == list(range(1, kv.pages + 1))
+        left = [page for prefix in unused for page in prefix.pages]
+        assert sorted([*free, *cache._unclean, *left, *in_use]) == list(range(1, kv.pages + 1))
         assert cache.free == kv.pages - len(in_use)
-        assert {prefix for prefix in users if not prefix.invalid} | set(cache._unused) == set(
-            cache._known.values()
-        )
-        assert np.isfinite(self.device.keys[kv._free]).all(), "NaN was left in free pages"
+        assert {prefix for prefix in users if not prefix.invalid} | set(unused) == known
+        assert np.isfinite(self.device.keys[free]).all(), "NaN was left in free pages"
         for one in running:
             last, found = len(one.request.prompt) - 1, self.device.context(one)
             wanted = [*numbers_of(one)[: one.prefilled], *[-1 - at for at in range(last, last + one.started)]]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -103,7 +105,9 @@ class Recorder:
         self.errors[request] = error
 
 
-def make_core(model: Any, listener: Any, **options: Any) -> ListenedCore:
+def make_core(
+    model: Any, listener: Any, *, clock: Callable[[], float] = time.monotonic, **options: Any
+) -> ListenedCore:
     """An engine on this model; small chunks, so that prompts take several."""
     sizes = EngineOptions(
         **{
@@ -117,7 +121,7 @@ def make_core(model: Any, listener: Any, **options: Any) -> ListenedCore:
         }
     )
     executor = EagerExecutor(model, sizes)
-    return ListenedCore(executor, sizes, listener)
+    return ListenedCore(executor, sizes, listener, clock)
 
 
 def run_alone(model: Any, request: GenerationRequest) -> tuple[np.ndarray, str]:

@@ -13,7 +13,7 @@ from typing import Any
 from jobs.checks import Quality
 from jobs.ingest import submit
 from jobs.ledger.records import Job, JobSpec
-from jobs.report import ReportOptions, ReportResult, write_report
+from jobs.report import ReportResult, write_report
 from jobs.store import open_store
 from pipelines.registry import register_pipeline
 from tests.support.fake_worker import fake_card
@@ -56,7 +56,7 @@ class Desk:
 
     def report(self, job: Job, to: Path | None = None, **options: Any) -> tuple[Document, ReportResult]:
         place = to or self.rig.folder / "report.html"
-        result = write_report(self.rig.ledger, self.rig.store, job.id, place, ReportOptions(**options))
+        result = write_report(self.rig.ledger, self.rig.store, job.id, place, **options)
         return read_page(place.read_text()), result
 
 

@@ -179,14 +179,14 @@ class Simulation:
                 self.device.now = max(self.device.now, self._events[0][0])
             while self._events and self._events[0][0] <= self.device.now:
                 came, seed, frames = heapq.heappop(self._events)
-                self.listeners[self._add(seed, frames, stream=True)] = Listener(came)
+                self.listeners[self.add(seed, frames, stream=True)] = Listener(came)
             while batch and len(self.core.scheduler.waiting) < 32:
                 self._sent += 1
-                self._add(self._sent, batch(), stream=False)
+                self.add(self._sent, batch(), stream=False)
                 self.batch_given += 1
             self.core.step()
 
-    def _add(self, seed: int, frames: int, stream: bool) -> GenerationRequest:
+    def add(self, seed: int, frames: int, stream: bool) -> GenerationRequest:
         request = GenerationRequest(str(seed), Words(), SamplingParams(), seed, 400, stream)
         self.device.frames_of[seed] = frames + 1
         self.core.add(request)

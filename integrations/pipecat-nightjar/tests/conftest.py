@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import http.client
 import os
+import random
 import re
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +26,7 @@ SERVER_PYTHON = os.environ.get("NIGHTJAR_PYTHON", str(ROOT / ".venv/bin/python")
 #: How long a test waits for what comes at once on a quiet machine.
 PATIENCE_SECONDS = 120.0
 WHISPER_RATE = 16_000
+PORTS = range(11_000, 12_000)
 
 
 def wait_until(true: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
@@ -33,15 +36,22 @@ def wait_until(true: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> N
         time.sleep(0.02)
 
 
+def free_port() -> int:
+    """A free port that the system gives to no connection: it is still free when a server is started again."""
+    for port in random.sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("No port is free.")
+
+
 class NightjarServer:
     """The server as a process of its own, on one port over restarts."""
 
     def __init__(self, folder: Path, **variables: str) -> None:
         self._folder = folder
         self._variables = variables
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.websocket_url = f"ws://127.0.0.1:{self.port}/tts/websocket"
         self._process: subprocess.Popen[str] | None = None

@@ -187,8 +187,8 @@ def test_two_at_once_delete_nothing_of_the_job_that_takes_the_number(ledger: Led
     # What a second process that had begun before does now.
     ledger.delete_rows(first.id)
     for table in schema.ROWS_OF_JOBS:
-        assert ledger.database.write(control.delete_range, table, first.id, 0) == 0
-        assert ledger.database.write(control.delete_range, table, second.id, 0) == 0
+        assert ledger.database.write(control.delete_some, table, first.id) == 0
+        assert ledger.database.write(control.delete_some, table, second.id) == 0
     assert tables_of(ledger, second) == before
 
 

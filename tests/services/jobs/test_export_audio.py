@@ -89,7 +89,7 @@ def test_formats_that_hold_the_audio(finished: Finished, tmp_path: Path, format:
     assert {path.name: path.read_bytes() for path in to.rglob("*.*")} == {
         path.name: path.read_bytes() for path in again.rglob("*.*")
     }
-    with pytest.raises(ConfigError, match="holds another export"):
+    with pytest.raises(ConfigError, match="contains another export"):
         written(finished, format, to)
 
 
@@ -183,9 +183,9 @@ def test_without_these_options_the_bytes_are_those_of_the_store(finished: Finish
 @pytest.mark.parametrize(
     ("format", "options", "message"),
     [
-        ("nemo", {"audio_format": "mp3"}, "names the audio of the store"),
-        ("manifest", {"audio_format": "mp3"}, "has no audio of its own"),
-        ("openai-batch-errors", {"sample_rate": 16_000}, "has no audio of its own"),
+        ("nemo", {"audio_format": "mp3"}, "names the audio in the store"),
+        ("manifest", {"audio_format": "mp3"}, "contains no audio"),
+        ("openai-batch-errors", {"sample_rate": 16_000}, "contains no audio"),
         ("webdataset", {"audio_format": "aac"}, "'aac' is unknown"),
         ("webdataset", {"sample_rate": 96_000}, "cannot have a sample rate of 96000 Hz"),
         (

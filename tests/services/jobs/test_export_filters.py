@@ -120,7 +120,7 @@ def test_a_folder_says_its_filter_and_is_never_mixed_with_another(finished: Fini
 def test_a_filter_that_cannot_be_used_is_refused_before_anything_is_written(finished: Finished) -> None:
     for name, where, match in (
         ("manifest", "mos > 3", "No item of job .* has the score 'mos'"),
-        ("openai-batch-errors", FILTER, "lists what failed"),
+        ("openai-batch-errors", FILTER, "lists failures"),
     ):
         with pytest.raises(ConfigError, match=match) as caught:
             run(finished, name, finished.folder / "x", where)
@@ -181,7 +181,7 @@ def test_a_job_that_runs_is_exported_as_far_as_it_is_done_and_again_later(
     assert not [name for name in contents(folder) if name.startswith("_export")]
     assert run(started, "manifest", file, where).items == wanted
     # The finished one is not replaced by an export with another filter.
-    with pytest.raises(ConfigError, match="holds another export"):
+    with pytest.raises(ConfigError, match="contains another export"):
         run(started, "webdataset", folder, "wer < 0.3", part_bytes=100_000)
 
 

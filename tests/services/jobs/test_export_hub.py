@@ -33,11 +33,15 @@ LINES: list[dict[str, Any]] = [
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """The stand-in, where the libraries look for the hub. It takes files over HTTP, not over Xet."""
     with hub_server() as server:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
-        monkeypatch.setattr("datasets.config.HF_ENDPOINT", server.url)
+        constants = {
+            "huggingface_hub.constants.ENDPOINT": server.url,
+            "huggingface_hub.constants.HF_HUB_DISABLE_XET": True,
+            "huggingface_hub.constants.HF_HUB_OFFLINE": False,
+            "huggingface_hub.constants.HF_TOKEN_PATH": str(tmp_path / "token"),
+            "datasets.config.HF_ENDPOINT": server.url,
+        }
+        for name, value in constants.items():
+            monkeypatch.setattr(name, value)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         yield server
 
@@ -123,7 +127,7 @@ def test_splits_become_a_private_dataset(
             ErrorCode.CONFIG_INVALID,
             r"refuses to write 'birds/night' \(status 401\)",
         ),
-        ("a bad name", ConfigError, ErrorCode.CONFIG_INVALID, "takes no dataset with the name 'a/b/c'"),
+        ("a bad name", ConfigError, ErrorCode.CONFIG_INVALID, "does not accept the dataset name 'a/b/c'"),
         ("another format", ConfigError, ErrorCode.CONFIG_INVALID, "Only an export in the format parquet"),
         ("offline", ServiceError, ErrorCode.SERVER_UNREACHABLE, "switched off by HF_HUB_OFFLINE"),
         ("nobody there", ServiceError, ErrorCode.SERVER_UNREACHABLE, "does not answer"),
@@ -167,6 +171,6 @@ def test_nothing_is_exported_that_cannot_be_pushed(
         main(["export", finished.job_id, "--format", "parquet", "--to", str(to), "--push", "birds/night"])
         != 0
     )
-    assert "There is no token of the Hugging Face hub." in capfd.readouterr().err
+    assert "There is no token for the Hugging Face hub." in capfd.readouterr().err
     assert not to.exists()
     assert not hub.repositories

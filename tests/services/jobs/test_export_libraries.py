@@ -151,7 +151,7 @@ def test_a_group_of_rows_that_is_full_at_the_end_is_whole(
 ) -> None:
     library("pyarrow")
     parquet = library("pyarrow.parquet")
-    monkeypatch.setattr("jobs.export.table_formats._GROUP_ROWS", 3)
+    monkeypatch.setattr("jobs.export.table_formats.GROUP_ROWS", 3)
     (path,) = (exported(finished, "parquet") / "data").iterdir()
     file = parquet.ParquetFile(path)
     assert [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)] == [3, 3, 3]

@@ -14,7 +14,7 @@ import pytest
 from jobs.cli import main
 from jobs.export import export
 from jobs.ledger.records import QUARANTINE, JobSpec
-from jobs.provenance import ProvenanceWriter, model_provenance, provenance_key, put_provenance, records
+from jobs.provenance import ProvenanceWriter, model_provenance, provenance_key, put_provenance, read_records
 from jobs.repair import Match, reproduce, sample_items, snr_db
 from jobs.store import FolderStore, open_store
 from jobs.verify import Fault, ObjectCheck
@@ -227,7 +227,7 @@ def test_equal_workers_share_a_record_and_others_add_one(
     finished: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = finished.ledger.job(finished.job_id)
-    assert records(finished.store, job) == []
+    assert read_records(finished.store, job) == []
     assert (
         put_provenance(finished.store, job, VOICE).key
         == put_provenance(finished.store, job, VOICE).key
@@ -237,7 +237,7 @@ def test_equal_workers_share_a_record_and_others_add_one(
     book = ProvenanceWriter()
     for _ in range(2):
         book.note(finished.store, job, VOICE)
-    first, second = records(finished.store, job)
+    first, second = read_records(finished.store, job)
     assert set(second.libraries) == {"numpy"} < set(first.libraries)
     assert (first.spec, first.spec_sha, first.input_sha256) == (job.spec, job.spec_sha, job.input_sha256)
 
@@ -264,7 +264,7 @@ def test_an_engine_that_makes_other_bits_adds_a_record(finished: Finished) -> No
         ProvenanceWriter().note(finished.store, job, info)
     found = [
         (record.device, record.engine and (record.engine.slots, record.engine.kernels))
-        for record in records(finished.store, job)
+        for record in read_records(finished.store, job)
     ]
     assert found == [
         ("", (0, "")),
@@ -287,7 +287,7 @@ def test_a_record_that_could_not_be_written_is_tried_again(
         with pytest.raises(StoreError):
             book.note(finished.store, job, VOICE)
     book.note(finished.store, job, VOICE)
-    assert len(records(finished.store, job)) == 1
+    assert len(read_records(finished.store, job)) == 1
 
 
 def test_files_of_a_checkpoint_folder_are_hashed(tmp_path: Path) -> None:

@@ -16,25 +16,22 @@ from jobs.doctor import workers
 from jobs.ledger import Ledger
 from jobs.ledger.status import RECENT_SECONDS, WorkerStatus, worker_statuses
 from jobs.ledger.transaction import read_with_driver
-from jobs.ledger.workers import Quarantine
 from jobs.settings import Settings
 from tests.support.ledger_kit import done, execute, expire, failed, lease_next, rows, submit, worker
 
-BAD = Quarantine(
-    "2", "1", "The worker of GPU 2 ended by signal 6 (SIGABRT), 5 times in a row without a finished item."
-)
+BAD = "The worker of GPU 2 ended by signal 6 (SIGABRT), 5 times in a row without a finished item."
 
 
-def by_id(ledger: Ledger, *, everyone: bool = False) -> dict[str, WorkerStatus]:
+def by_id(ledger: Ledger, *, include_ended: bool = False) -> dict[str, WorkerStatus]:
     """Read in both ways, which agree."""
-    found = ledger.worker_statuses(everyone=everyone)
+    found = ledger.worker_statuses(include_ended=include_ended)
     plain = read_with_driver(
         ledger.database.engine.url.render_as_string(hide_password=False).replace(
             "postgresql+psycopg", "postgresql"
         )
         if not ledger.database.is_sqlite
         else f"sqlite:///{ledger.database.path}",
-        lambda reader: worker_statuses(reader, everyone=everyone),
+        lambda reader: worker_statuses(reader, include_ended=include_ended),
     )
     assert plain is not None
     assert [(one.id, one.state, one.held) for one in plain] == [
@@ -99,7 +96,7 @@ def test_states_of_workers(ledger: Ledger) -> None:
         ledger.register_worker(worker(name))
     ledger.worker_heartbeat("draining", "draining")
     ledger.retire_worker("retired")
-    ledger.report_quarantines("here", 7, [BAD])
+    ledger.report_quarantines("here", 7, "1", {"2": BAD})
     for name, seconds in (("silent", 61), ("lost", 3600), ("long-lost", 90_000)):
         execute(
             ledger,
@@ -110,7 +107,7 @@ def test_states_of_workers(ledger: Ledger) -> None:
     execute(ledger, "UPDATE workers SET state = 'lost' WHERE id IN ('lost', 'long-lost')")
     found = by_id(ledger)
     quarantine = found.pop("here-7-quarantine-2")
-    assert (quarantine.state, quarantine.gpu, quarantine.state_reason) == ("quarantined", "2", BAD.reason)
+    assert (quarantine.state, quarantine.gpu, quarantine.state_reason) == ("quarantined", "2", BAD)
     assert {name: one.state for name, one in found.items()} == {
         "silent": "lost",
         "lost": "lost",
@@ -118,21 +115,21 @@ def test_states_of_workers(ledger: Ledger) -> None:
         "up": "up",
     }
     assert found["lost"].silent_seconds >= 3600
-    assert by_id(ledger, everyone=True).keys() == {*found, quarantine.id, "long-lost", "retired"}
+    assert by_id(ledger, include_ended=True).keys() == {*found, quarantine.id, "long-lost", "retired"}
 
 
 def test_a_quarantined_worker_is_no_live_one_and_status_names_it(ledger: Ledger) -> None:
     job = submit(ledger)
-    ledger.report_quarantines("here", 7, [BAD])
+    ledger.report_quarantines("here", 7, "1", {"2": BAD})
     status = ledger.status(job.id)
     assert (status.workers, status.quarantined_workers) == (0, 1)
     ledger.register_worker(worker("w1"))
     assert (ledger.status(job.id).workers, ledger.status(job.id).quarantined_workers) == (1, 1)
     # The process that starts it says that it works again.
-    ledger.report_quarantines("here", 7, [])
+    ledger.report_quarantines("here", 7, "1", {})
     assert ledger.status(job.id).quarantined_workers == 0
     # And one that is gone says nothing.
-    ledger.report_quarantines("here", 7, [BAD])
+    ledger.report_quarantines("here", 7, "1", {"2": BAD})
     execute(ledger, "UPDATE workers SET heartbeat_at = heartbeat_at - 61 WHERE state = 'quarantined'")
     assert ledger.status(job.id).quarantined_workers == 0
     assert ledger.reconcile().stale_workers == 1
@@ -145,7 +142,7 @@ def test_doctor_warns_of_a_quarantined_worker(tmp_path: Path) -> None:
         ledger.migrate()
         ledger.register_worker(worker("w1"))
         assert workers(settings) == ("1 at work", "")
-        ledger.report_quarantines("here", 7, [BAD])
+        ledger.report_quarantines("here", 7, "1", {"2": BAD})
         message, advice = workers(settings)
     assert message == "1 at work, 1 quarantined."
     assert "nightjar workers" in advice
@@ -176,13 +173,13 @@ def test_the_command_prints_a_table_and_json(
     job = submit(ledger, (2,))
     lease = lease_next(ledger, "w1")
     ledger.commit(lease.ticket, [done(0)])
-    ledger.report_quarantines("here", 7, [BAD])
+    ledger.report_quarantines("here", 7, "1", {"2": BAD})
     table = said(ledger, ["workers"], monkeypatch, capsysbinary).splitlines()
     assert table[0].split()[:6] == ["HOST", "PID", "GPU", "MODEL", "STATE", "SINCE"]
     (row,) = [line for line in table if " up " in line]
     assert (f"{job.id[:10]}/0 1/2" in row, "fake" in row) == (True, True)
     (held,) = [line for line in table if " quarantined " in line]
-    assert held.endswith(BAD.reason)
+    assert held.endswith(BAD)
     views = [
         json.loads(line)
         for line in said(ledger, ["workers", "--json"], monkeypatch, capsysbinary).splitlines()

@@ -89,8 +89,15 @@ def place(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Place]:
 
 
 @pytest.fixture
-def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of an input are taken in batches of ten."""
     monkeypatch.setattr("jobs.line_check.BATCH_LINES", 10)
+
+
+@pytest.fixture
+def soon_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An input is refused after 20 lines of which hardly any is good."""
+    monkeypatch.setattr("jobs.line_check.MAX_REFUSED_LINES", 20)
 
 
 #: Of each format: the end of a file's name, what a file begins with, and a line that is refused.
@@ -117,7 +124,7 @@ def bad_input(place: Place, input_format: str, count: int) -> str:
 
 @pytest.mark.parametrize("input_format", [*BAD, "parquet"])
 def test_of_many_bad_lines_some_are_kept_and_all_are_counted(
-    place: Place, small_batches: None, input_format: str, monkeypatch: pytest.MonkeyPatch
+    place: Place, short_batches: None, input_format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("jobs.ledger.ingest.KEPT_REJECTED_LINES", 12)
     source = bad_input(place, input_format, 35)
@@ -132,11 +139,9 @@ def test_of_many_bad_lines_some_are_kept_and_all_are_counted(
 
 @pytest.mark.parametrize("input_format", [*BAD, "parquet"])
 def test_an_input_of_which_hardly_any_line_is_good_is_refused(
-    place: Place, small_batches: None, input_format: str, monkeypatch: pytest.MonkeyPatch
+    place: Place, short_batches: None, soon_refused: None, input_format: str
 ) -> None:
     """Before it is read to its end: a small archive can hold billions of lines."""
-    monkeypatch.setattr("jobs.line_check.MAX_REFUSED_LINES", 20)
-    monkeypatch.setattr("jobs.line_check.BATCH_LINES", 10)
     source = bad_input(place, input_format, 35)
     with pytest.raises(InputError, match="hardly any other") as caught:
         place.submit(source, input_format=input_format)
@@ -148,9 +153,8 @@ def test_an_input_of_which_hardly_any_line_is_good_is_refused(
 
 
 def test_bad_lines_between_good_ones_are_no_fault(
-    place: Place, small_batches: None, monkeypatch: pytest.MonkeyPatch
+    place: Place, short_batches: None, soon_refused: None
 ) -> None:
-    monkeypatch.setattr("jobs.line_check.MAX_REFUSED_LINES", 20)
     source = place.write([b"{" if n % 8 else line(f"a{n}") for n in range(80)])
     assert place.submit(source).rejected == 70
 
@@ -210,7 +214,7 @@ def test_a_key_of_ones_own_never_names_two_inputs(place: Place) -> None:
     assert place.submit(source, idempotency_key="mine").items == 1
 
 
-def test_bad_lines_are_listed_and_left_out(place: Place, small_batches: None) -> None:
+def test_bad_lines_are_listed_and_left_out(place: Place, short_batches: None) -> None:
     lines = [
         line("a"),
         b"{",
@@ -242,7 +246,7 @@ def test_bad_lines_are_listed_and_left_out(place: Place, small_batches: None) ->
     ]
 
 
-def test_abort_leaves_nothing(place: Place, small_batches: None) -> None:
+def test_abort_leaves_nothing(place: Place, short_batches: None) -> None:
     source = place.write([*[line(n_id) for n_id in map(str, range(25))], line("24"), b"{"])
     with pytest.raises(InputError) as caught:
         place.submit(source, on_error="abort")
@@ -259,7 +263,7 @@ def test_a_file_without_a_good_line_is_a_failed_job(place: Place) -> None:
         assert (job.state, job.state_reason) == (JobState.FAILED, ErrorCode.INPUT_NO_ITEMS)
 
 
-def test_a_damaged_archive_leaves_nothing(place: Place, small_batches: None) -> None:
+def test_a_damaged_archive_leaves_nothing(place: Place, short_batches: None) -> None:
     path = place.folder / "in.gz"
     path.write_bytes(gzip.compress(b"\n".join(line(str(n)) for n in range(5000)))[:-20])
     with pytest.raises(InputError) as caught:
@@ -296,7 +300,7 @@ class FailingLedger:
 @pytest.mark.parametrize("after_commit", [False, True])
 @pytest.mark.parametrize("at_call", [1, 2, 4])
 def test_an_ingest_that_died_goes_on(
-    place: Place, small_batches: None, at_call: int, after_commit: bool
+    place: Place, short_batches: None, at_call: int, after_commit: bool
 ) -> None:
     lines = [line(str(n)) if n % 7 else b"{" for n in range(33)]
     source = place.write(lines)
@@ -315,7 +319,7 @@ def test_an_ingest_that_died_goes_on(
     assert [one.line for one in place.ledger.rejected_lines(stopped.id)] == [1, 8, 15, 22, 29]
 
 
-def test_two_processes_may_submit_the_same_file_at_once(place: Place, small_batches: None) -> None:
+def test_two_processes_may_submit_the_same_file_at_once(place: Place, short_batches: None) -> None:
     source = place.write([line(str(n % 90)) for n in range(100)])
     start, results = threading.Barrier(4), []
 
@@ -391,10 +395,7 @@ def test_what_stops_a_submit_before_it_begins(place: Place) -> None:
         place.ledger.job("none")
 
 
-def test_a_dry_run_says_what_a_submit_would_do(
-    place: Place, small_batches: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("jobs.line_check.BATCH_LINES", 10)
+def test_a_dry_run_says_what_a_submit_would_do(place: Place, short_batches: None) -> None:
     lines = [line(str(n), "x" * 100) for n in range(25)] + [line("3"), b"{", line("4", "")]
     source = place.write(lines)
     estimate = dry_run(place.settings, place.store, source, SPEC)

@@ -104,9 +104,9 @@ class TestReconcile:
         execute(ledger, "UPDATE workers SET heartbeat_at = 1")
         assert ledger.reconcile().stale_workers == 1
         assert ledger.reconcile().stale_workers == 0
-        assert [row.state for row in ledger.worker_statuses(everyone=True)] == ["lost"]
+        assert [row.state for row in ledger.worker_statuses(include_ended=True)] == ["lost"]
         ledger.worker_heartbeat("a")
-        assert [row.state for row in ledger.worker_statuses(everyone=True)] == ["up"]
+        assert [row.state for row in ledger.worker_statuses(include_ended=True)] == ["up"]
 
     def test_a_cancel_that_broke_off_is_brought_to_its_end(self, ledger: Ledger) -> None:
         job = submit(ledger, (2,))

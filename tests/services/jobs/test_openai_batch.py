@@ -171,8 +171,7 @@ def test_what_cannot_be_honoured_is_a_refused_line(
         ]
 
 
-def test_a_custom_id_that_comes_back_far_behind(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.line_check.BATCH_LINES", 1)
+def test_a_custom_id_that_comes_back_far_behind(rig: Rig, short_batches: None) -> None:
     result = submitted(rig, line("a"), line("b"), line("a", "again"))
     (found,) = rig.ledger.rejected_lines(result.job.id)
     assert (found.line, "custom_id 'a'" in found.message) == (3, True)

@@ -17,8 +17,8 @@ from jobs.export.formats import find_format
 from jobs.layout import pack_index_name, pack_key
 from jobs.ledger.records import JobSpec, JobState
 from jobs.packs import PackBuilder, read_artifact
-from jobs.repair import Match, Mended, mend, reproduce
-from jobs.report import ReportOptions, write_report
+from jobs.repair import Match, RepairOutcome, repair_objects, reproduce
+from jobs.report import write_report
 from jobs.store import FolderStore, ObjectStore, open_store
 from jobs.verify import Expected, Fault, ObjectCheck, expected_objects, listed_faults
 from pipelines.errors import ConfigError, ErrorCode, StoreError
@@ -146,7 +146,7 @@ def test_what_is_made_again_leaves_its_pack(tmp_path: Path, store: ObjectStore) 
     assert job.state is JobState.COMPLETED
     lost = [one for one in expected_objects(packed.ledger, job.id, ("audio",)) if one.index == 1]
     with closing(open_pipeline("hibari")) as pipeline:
-        assert mend(packed.ledger, store, job, pipeline, lost) == {Mended.OTHER.value: 1}
+        assert repair_objects(packed.ledger, store, job, pipeline, lost) == {RepairOutcome.OTHER.value: 1}
         rows = {row.index: row.artifact for row in packed.ledger.items(job.id)}
         again = rows[1]
         assert again is not None
@@ -161,7 +161,7 @@ def test_what_is_made_again_leaves_its_pack(tmp_path: Path, store: ObjectStore) 
         # What comes out as it was moves out of its pack all the same: the pack may be gone.
         execute(packed.ledger, "UPDATE artifacts SET pack = 'gone.tar', pack_offset = 0 WHERE idx = 1")
         lost = [one for one in expected_objects(packed.ledger, job.id, ("audio",)) if one.index == 1]
-        assert mend(packed.ledger, store, job, pipeline, lost) == {Mended.SAME.value: 1}
+        assert repair_objects(packed.ledger, store, job, pipeline, lost) == {RepairOutcome.SAME.value: 1}
     assert faults(packed) == []
     newest = newest_job_manifest(store, job.id)
     assert newest is not None
@@ -191,7 +191,7 @@ def test_a_format_of_paths_needs_a_folder_for_the_audio(packed: Finished, format
 
 def test_a_report_plays_what_is_in_packs(packed: Finished) -> None:
     page = packed.folder / "report.html"
-    write_report(packed.ledger, packed.store, packed.job_id, page, ReportOptions())
+    write_report(packed.ledger, packed.store, packed.job_id, page)
     assert page.read_text().count("data:audio/flac;base64,") >= 7
     assert "Players read the files" not in page.read_text()
 
@@ -200,7 +200,7 @@ def pack_in_place(finished: Finished) -> None:
     """Moves the objects of a loose job into one pack; spec and hashes stay, so every export has to stay as
     it is."""
     builder = PackBuilder()
-    artifacts = list(finished.ledger.artifact_facts(finished.job_id, "audio"))
+    artifacts = list(finished.ledger.artifacts(finished.job_id, "audio"))
     for one in artifacts:
         data = finished.store.get(one.key)
         offset = builder.add(one.key, data, sha256=one.sha256, index=one.index, example_id="")
@@ -266,7 +266,7 @@ def test_a_retry_makes_new_packs(packed: Finished) -> None:
 
 def test_texts_are_read_from_packs_too(packed: Finished) -> None:
     execute(packed.ledger, "UPDATE artifacts SET kind = 'text' WHERE idx = 1")
-    (text,) = packed.ledger.artifact_facts(packed.job_id, "text")
+    (text,) = packed.ledger.artifacts(packed.job_id, "text")
     assert hashlib.sha256(read_artifact(packed.store, text)).hexdigest() == text.sha256
     assert faults(packed) == []
     replace_pack_of_text = packed.store.get(text.pack or "")

@@ -23,7 +23,7 @@ from jobs.ingest import SubmitOptions, submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import JobSpec
 from jobs.progress import Progress
-from jobs.report import SHOWN_ITEMS, ReportOptions, clips, sample
+from jobs.report import SHOWN_ITEMS, clips, sample
 from jobs.settings import S3Settings
 from jobs.store import open_store
 from pipelines.errors import ConfigError, StoreError
@@ -93,7 +93,7 @@ def test_the_report_of_a_run_shows_as_many_items_as_the_command(
         assert local_run._report(desk.rig.ledger, desk.rig.store, status, desk.rig.settings, progress)  # pyright: ignore[reportPrivateUsage]
     assert len(rows_of(read_page((desk.rig.folder / "run.html").read_text()))) == len(TEXTS)
     option = next(option for option in report.params if option.name == "items")
-    assert option.default == SHOWN_ITEMS == ReportOptions().items
+    assert option.default == SHOWN_ITEMS
 
 
 def test_a_gap_before_a_retry_is_no_time_of_work(desk: Desk) -> None:
@@ -277,11 +277,11 @@ def test_a_finished_job_has_one_report(desk: Desk) -> None:
 def test_a_job_that_waits_or_runs_has_a_report_too(desk: Desk) -> None:
     waiting = desk.job(TEXTS[:8], run=False)
     document, result = desk.report(waiting)
-    assert (result.shown, facts(document)["Time"]) == (0, "not begun")
+    assert (result.shown, facts(document)["Time"]) == (0, "not started")
     desk.rig.run_next()
     document, result = desk.report(desk.rig.ledger.job(waiting.id))
     assert result.shown == 4
-    assert "Time to go" in facts(document)
+    assert "Time left" in facts(document)
     assert "Not drawn: 1 lease of shards so far" in document.whole_text()
 
 

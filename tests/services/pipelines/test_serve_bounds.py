@@ -26,7 +26,7 @@ import pytest
 from pipelines.errors import ErrorCode, SynthesisError
 from pipelines.request import AudioChunk, Capabilities, EngineInfo, EngineStats, Speech, SynthesisRequest
 from pipelines.serving.connections import Connections
-from pipelines.serving.model import _SUBMIT_THREADS
+from pipelines.serving.model import SUBMIT_THREADS
 from tests.support.called import CalledPipeline
 from tests.support.serving_kit import PATIENCE_SECONDS, Running, b64, error_of, wait_until, wav
 
@@ -307,10 +307,10 @@ def process(
 class TestStuckModels:
     def test_health_is_503_while_nothing_comes_of_requests(self, voice: Voice) -> None:
         with Running(voice, stuck_seconds=0.3, slots=40) as server, ExitStack() as stack:
-            held = [stack.enter_context(connect(server.url)) for _ in range(_SUBMIT_THREADS + 1)]
+            held = [stack.enter_context(connect(server.url)) for _ in range(SUBMIT_THREADS + 1)]
             for connection in held:
                 connection.sendall(request_bytes("hold"))
-            server.until(lambda: voice.held == _SUBMIT_THREADS)
+            server.until(lambda: voice.held == SUBMIT_THREADS)
             server.until(lambda: server.health() == 503, SOON_SECONDS)
             voice.let_go()
             server.until(lambda: server.health() == 200)
@@ -318,7 +318,7 @@ class TestStuckModels:
 
     def test_sigterm_ends_a_server_whose_threads_never_come_back(self, log: Path) -> None:
         with process(log, "drain_seconds=0.3") as (running, url), ExitStack() as stack:
-            held = [stack.enter_context(connect(url)) for _ in range(_SUBMIT_THREADS + 4)]
+            held = [stack.enter_context(connect(url)) for _ in range(SUBMIT_THREADS + 4)]
             for connection in held:
                 connection.sendall(request_bytes("hold"))
             metrics = f"speech_server_running {len(held)}.0"
@@ -343,7 +343,7 @@ class TestStuckModels:
     def test_a_model_that_does_not_close_is_left_behind(
         self, voice: Voice, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("pipelines.serving.model._CLOSE_SECONDS", 0.2)
+        monkeypatch.setattr("pipelines.serving.model.CLOSE_SECONDS", 0.2)
         monkeypatch.setattr(voice, "close", lambda: voice.let_go_of(SOON_SECONDS))
         with Running(voice) as server:
             assert server.speak("Good morning.").status_code == 200

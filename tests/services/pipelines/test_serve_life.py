@@ -17,7 +17,7 @@ import httpx2
 import pytest
 
 from pipelines.errors import ErrorCode, ModelError
-from pipelines.serving.model import _SUBMIT_THREADS
+from pipelines.serving.model import SUBMIT_THREADS
 from tests.support.fake_dialogues import DialoguePipeline
 from tests.support.fakes import FakePipeline
 from tests.support.serving_kit import PATIENCE_SECONDS, Running, b64, error_of, wav
@@ -118,7 +118,7 @@ def test_requests_that_wait_for_room_in_the_engine_can_be_given_up(pipeline: Dia
     with Running(pipeline, slots=40, waiting_room=0) as server:
         crowd = {f"{LONG} {number}": raw_request(server, body(f"{LONG} {number}")) for number in range(40)}
         # One runs, one waits in the engine, and each thread that submits has one more to submit.
-        server.until(lambda: server.busy()[0] == 40 and len(pipeline.seen) == 2 + _SUBMIT_THREADS)
+        server.until(lambda: server.busy()[0] == 40 and len(pipeline.seen) == 2 + SUBMIT_THREADS)
         submitted = {str(request.messages[0].content) for request in pipeline.seen}
         for text in crowd.keys() - submitted:
             crowd[text].close()

@@ -137,7 +137,7 @@ def test_a_supervisor_that_is_killed_leaves_no_process(site: Site) -> None:
     job = site.submit(texts, model=NAME, options=MANY)
     supervisor = site.worker("--supervise", engine={"seconds": 0.1, "slots": 4})
     site.wait_for(lambda: site.status(job).items.done > 5)
-    workers = [row.pid for row in site.ledger.worker_statuses(everyone=True)]
+    workers = [row.pid for row in site.ledger.worker_statuses(include_ended=True)]
     supervisor.kill()
     supervisor.wait()
     site.wait_for(lambda: not engines_of(site) and not any(Path(f"/proc/{pid}").exists() for pid in workers))
@@ -278,7 +278,7 @@ def test_gpus_on_which_no_engine_opens_are_quarantined(site: Site) -> None:
             f"The worker of GPU {gpu} ended with status 1, 5 times in a row without a finished item."
             in reasons[gpu]
         )
-        assert f"It said: {words}" in reasons[gpu]
+        assert f"Its last message: {words}" in reasons[gpu]
     assert site.status(job).items.failed == 0
     assert stop(supervisor) == 1
     site.worker(engine={"seconds": 0.0, "slots": 64})

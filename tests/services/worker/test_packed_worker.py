@@ -37,7 +37,7 @@ def content(site: Site, job: Job) -> dict[int, str]:
     """Index -> hash of the item's bytes in the store."""
     return {
         one.index: hashlib.sha256(read_artifact(site.store, one)).hexdigest()
-        for one in site.ledger.artifact_facts(job.id, "audio")
+        for one in site.ledger.artifacts(job.id, "audio")
     }
 
 

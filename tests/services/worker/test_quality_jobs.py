@@ -141,7 +141,7 @@ def test_an_item_without_a_good_draw_goes_to_quarantine_and_no_export_has_it(bui
     assert "`clipped` is" in (rows[1].error_message or "")
     assert rows[1].artifact is None
     assert [len(drawn) for drawn in draws_of(rig, job).values()] == [1, 3, 2, 2]
-    kept = {one.index: one.key for one in rig.ledger.artifact_facts(job.id, QUARANTINE)}
+    kept = {one.index: one.key for one in rig.ledger.artifacts(job.id, QUARANTINE)}
     best = min(draws_of(rig, job)[1], key=lambda draw: (draw.scores["clipped"].value, draw.draw)).draw
     later = f"-draw{best}" if best else ""
     assert kept == {
@@ -168,7 +168,7 @@ def test_a_retry_by_a_person_draws_on_and_leaves_quarantine(build: Build) -> Non
     assert [draw.draw for draw in draws[1]] == [0, 1, 2, 3, 4, 5]
     assert len({draw.seed for draw in draws[1]}) == 6
     assert rig.items(job)[0].state is ItemState.DONE
-    (kept,) = rig.ledger.artifact_facts(job.id, QUARANTINE)
+    (kept,) = rig.ledger.artifacts(job.id, QUARANTINE)
     assert kept.index == 1
     assert kept.key.rpartition("-draw")[2] in {"3.wav", "4.wav", "5.wav"}
     assert len(orphans_of(rig, job)) == 2

@@ -17,7 +17,7 @@ import pytest
 import soundfile
 
 from jobs.ledger import Ledger
-from jobs.provenance import records
+from jobs.provenance import read_records
 from jobs.settings import load_settings
 from jobs.store import open_store
 from pipelines.registry import open_pipeline
@@ -73,7 +73,9 @@ def test_every_line_is_spoken_by_our_engine_and_its_records_say_so(home: Path) -
     with closing(Ledger.of(load_settings(home=str(home)))) as ledger:
         (job,) = ledger.jobs()
         keys = {row.example_id: row.artifact.key for row in ledger.items(job.id) if row.artifact is not None}
-    assert [(one.model.family, one.model.engine) for one in records(store, job)] == [("spark_tts", "native")]
+    assert [(one.model.family, one.model.engine) for one in read_records(store, job)] == [
+        ("spark_tts", "native")
+    ]
     with closing(open_pipeline(str(checkpoint()), engine="native")) as pipeline:
         for name, (clones, settings) in LINES.items():
             messages = [Message("user", "audio", (GOLDEN / "wavs" / WAV).read_bytes())] if clones else []

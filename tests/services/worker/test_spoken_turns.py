@@ -19,7 +19,7 @@ from jobs.ingest import submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import ItemState, Job, JobSpec, NewShard
 from jobs.line_check import LineChecker
-from jobs.repair import Match, mend, reproduce, restore_inputs
+from jobs.repair import Match, repair_objects, reproduce, restore_inputs
 from jobs.report import write_report
 from jobs.shard_file import read_shard
 from jobs.source import LineBatch
@@ -289,12 +289,11 @@ def test_inputs_and_audio_of_turns_are_made_again(rig: Rig) -> None:
     before = rig.store.get(lost.key)
     rig.store.delete(lost.key)
     expected = Expected(lost.key, lost.sha256, "audio", 3, "talk", lost.bytes)
-    assert mend(rig.ledger, rig.store, job, rig.pipeline, [expected]) == {"same": 1}
+    assert repair_objects(rig.ledger, rig.store, job, rig.pipeline, [expected]) == {"same": 1}
     assert rig.store.get(lost.key) == before
 
 
-def test_a_resumed_ingest_counts_turns(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.line_check.BATCH_LINES", 2)
+def test_a_resumed_ingest_counts_turns(rig: Rig, short_batches: None) -> None:
     staged = rig.ledger.stage
 
     def once(job_id: str, shards: list[NewShard], *rest: Any) -> bool:
@@ -316,8 +315,7 @@ def test_a_resumed_ingest_counts_turns(rig: Rig, monkeypatch: pytest.MonkeyPatch
     assert len(exported(rig, job, "espnet", items=24, left_out=0)) == 6
 
 
-def test_an_id_is_one_dialogues_whatever_its_turns(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.line_check.BATCH_LINES", 2)
+def test_an_id_is_one_dialogues_whatever_its_turns(rig: Rig, short_batches: None) -> None:
     job = submitted(
         rig, TALK, PLAIN, OWN, {**PLAIN, "example_id": "talk"}, TALK, {**OWN, "example_id": "last"}
     )

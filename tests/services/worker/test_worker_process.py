@@ -19,7 +19,7 @@ import pytest
 import redis
 
 from jobs.dispatch import Publisher
-from jobs.gpus import LEAST_CORES
+from jobs.gpus import MIN_CORES
 from jobs.ingest import SubmitOptions
 from jobs.ledger.records import ItemState, Job, JobState, ShardState, Ticket
 from jobs.worker_group import CRASHES_BESIDE_OTHERS
@@ -62,7 +62,7 @@ def test_a_job_runs_to_its_end_and_the_worker_drains(site: Site) -> None:
     lines = list(read_manifest(site.store, f"jobs/{job.id}/manifest.jsonl"))
     assert [(line.index, line.text) for line in lines] == [(n, f"text {n}") for n in range(100)]
     assert stop(worker) == 0
-    assert [row.state for row in site.ledger.worker_statuses(everyone=True)] == ["retired"]
+    assert [row.state for row in site.ledger.worker_statuses(include_ended=True)] == ["retired"]
     assert "Traceback" not in site.log_text()
     shard_lines = [json.loads(line) for line in site.log_text().splitlines() if '"shard ended"' in line]
     assert {"job", "shard", "epoch", "worker"} <= shard_lines[0].keys()
@@ -231,7 +231,7 @@ def test_a_worker_whose_parent_is_gone_ends(site: Site) -> None:
     parent.kill()
     parent.wait()
     site.wait_for(lambda: site.status(job).shards.get(ShardState.READY))
-    site.wait_for(lambda: site.ledger.worker_statuses(everyone=True)[0].state == "retired")
+    site.wait_for(lambda: site.ledger.worker_statuses(include_ended=True)[0].state == "retired")
 
 
 def test_a_worker_that_cannot_start_says_why(tmp_path: Path, valkey_url: str) -> None:
@@ -269,7 +269,7 @@ def test_metrics_are_served(tmp_path: Path, valkey_url: str) -> None:
 
 def test_workers_of_gpus_have_ports_and_cores_of_their_own(tmp_path: Path, valkey_url: str) -> None:
     """Real GPUs are not needed: what a process gets is in its environment and in /proc."""
-    gpus = max(2, min(4, len(os.sched_getaffinity(0)) // LEAST_CORES))
+    gpus = max(2, min(4, len(os.sched_getaffinity(0)) // MIN_CORES))
     port = free_port()
     hosts = install_nvidia_smi(tmp_path / "bin", gpus)
     with Site(tmp_path, valkey_url, SPEECH_WORKER__METRICS_PORT=str(port), **hosts) as site:
@@ -285,7 +285,7 @@ def test_workers_of_gpus_have_ports_and_cores_of_their_own(tmp_path: Path, valke
             )
             assert allowed == core_text(line.get("cores", os.sched_getaffinity(0)))
             assert urlopen(f"http://127.0.0.1:{line['metrics_port']}/metrics").status == 200
-        assert sorted(row.gpu for row in site.ledger.worker_statuses(everyone=True)) == sorted(
+        assert sorted(row.gpu for row in site.ledger.worker_statuses(include_ended=True)) == sorted(
             line["gpu"] for line in started
         )
         assert site.wait_until_final(job).items.done == 40
@@ -324,9 +324,9 @@ def test_one_bad_gpu_of_four_is_quarantined_and_the_job_completes(tmp_path: Path
     [
         ("7", "GPU 7 does not exist; this host has 0, 1."),
         ("0,0", "--gpu names GPU 0 twice."),
-        ("-1", "--gpu: '-1' is no GPU."),
-        ("both", "--gpu: 'both' is no GPU."),
-        ("", "--gpu: '' is no GPU."),
+        ("-1", "--gpu: '-1' is not the name of a GPU."),
+        ("both", "--gpu: 'both' is not the name of a GPU."),
+        ("", "--gpu: '' is not the name of a GPU."),
     ],
 )
 def test_wrong_gpus_are_refused_before_anything_starts(tmp_path: Path, wanted: str, message: str) -> None:

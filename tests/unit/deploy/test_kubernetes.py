@@ -16,7 +16,7 @@ import yaml
 from jobs.settings import ServeSettings, WorkerSettings
 from pipelines.serving import middleware, model
 from tests.support.deploy_kit import DEPLOY, ROOT, check_command, unknown_settings
-from worker.runtime import LAST_SECONDS
+from worker.runtime import EXIT_SECONDS
 
 FOLDER = DEPLOY / "kubernetes"
 LISTS = sorted(FOLDER.rglob("kustomization.yaml"))
@@ -121,7 +121,7 @@ def test_images_are_those_of_compose_and_run_as_the_user_of_the_dockerfile(name:
 def test_a_worker_may_drain_and_is_alive_while_its_port_answers(name: str) -> None:
     drain = float(environment(name)["SPEECH_WORKER__DRAIN_SECONDS"])
     assert drain == WorkerSettings().drain_seconds
-    assert PODS[name]["terminationGracePeriodSeconds"] > drain + LAST_SECONDS
+    assert PODS[name]["terminationGracePeriodSeconds"] > drain + EXIT_SECONDS
     port = int(environment(name)["SPEECH_WORKER__METRICS_PORT"])
     assert container(name)["ports"] == [{"name": "metrics", "containerPort": port}]
     assert environment(name)["SPEECH_WORKER__METRICS_ADDRESS"] == "0.0.0.0"
@@ -137,7 +137,7 @@ def test_the_server_gets_requests_when_it_is_prepared_and_drains() -> None:
         assert serve[probe]["httpGet"] == {"path": middleware.HEALTH, "port": "http"}
     (_, pause) = serve["lifecycle"]["preStop"]["exec"]["command"]
     drain = float(variables["SPEECH_SERVE__DRAIN_SECONDS"])
-    close = model._CLOSE_SECONDS  # pyright: ignore[reportPrivateUsage]
+    close = model.CLOSE_SECONDS
     assert PODS[SERVE]["terminationGracePeriodSeconds"] > float(pause) + drain + close
     service = DOCUMENTS["Service/nightjar-serve"]["spec"]
     assert service["ports"][0]["targetPort"] == serve["ports"][0]["name"]

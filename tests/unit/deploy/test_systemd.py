@@ -15,7 +15,7 @@ from jobs.console import INVALID_INPUT
 from jobs.settings import ServeSettings, WorkerSettings
 from pipelines.serving import model
 from tests.support.deploy_kit import DEPLOY, check_command, unknown_settings
-from worker.runtime import LAST_SECONDS
+from worker.runtime import EXIT_SECONDS
 
 FOLDER = DEPLOY / "systemd"
 PROGRAM = "/opt/nightjar/bin/nightjar"
@@ -61,7 +61,7 @@ def test_a_worker_may_drain_and_gets_one_signal(name: str) -> None:
     worker = UNITS[name]
     drain = float(EXAMPLES["nightjar.env.example"]["SPEECH_WORKER__DRAIN_SECONDS"])
     assert drain == WorkerSettings().drain_seconds
-    assert float(worker["TimeoutStopSec"][0]) > drain + LAST_SECONDS
+    assert float(worker["TimeoutStopSec"][0]) > drain + EXIT_SECONDS
     # The default, control-group, sends SIGTERM to the workers beside the one that their supervisor passes on.
     assert worker["KillMode"] == ["mixed"]
     assert worker["RestartPreventExitStatus"] == [f"2 {INVALID_INPUT}"]
@@ -72,7 +72,7 @@ def test_the_server_may_drain_and_close_its_model() -> None:
     serve = UNITS["nightjar-serve"]
     drain = float(EXAMPLES["serve.env.example"]["SPEECH_SERVE__DRAIN_SECONDS"])
     assert drain == ServeSettings().drain_seconds
-    assert float(serve["TimeoutStopSec"][0]) > drain + model._CLOSE_SECONDS  # pyright: ignore[reportPrivateUsage]
+    assert float(serve["TimeoutStopSec"][0]) > drain + model.CLOSE_SECONDS
     assert serve["KillMode"] == ["mixed"]
 
 

@@ -133,7 +133,7 @@ def test_a_damaged_text_is_not_adopted(rig: Rig) -> None:
     key = f"jobs/{job.id}/text/00000/000000000-item-0.txt"
     rig.store.put(key, bytes(5))
     assert rig.run_next() is ShardEnd.FINISHED
-    (text,) = rig.ledger.artifact_facts(job.id, "text")
+    (text,) = rig.ledger.artifacts(job.id, "text")
     assert text.key == key.replace(".txt", ".2.txt")
     assert rig.store.get(text.key) == b"Hello"
 

@@ -207,13 +207,13 @@ def test_leases_of_workers_that_are_dead_end_at_once(state: Path) -> None:
         for worker_id in ("dead", "dead", "home:own"):
             lease_next(ledger, worker_id)
         execute(ledger, "UPDATE shards SET heartbeat_at = heartbeat_at - 1 WHERE state = 'leased'")
-        assert (ledger.lose_workers("here", 41), ledger.lose_workers("here", 45)) == (2, 0)
+        assert (ledger.end_dead_workers("here", 41), ledger.end_dead_workers("here", 45)) == (2, 0)
         assert ledger.reconcile(queued_timeout_seconds=0).expired_leases == 2
         assert ledger.status(job.id).shards == {ShardState.READY: 2, ShardState.LEASED: 1}
-        states = lambda: {row.id: row.state for row in ledger.worker_statuses(everyone=True)}  # noqa: E731
+        states = lambda: {row.id: row.state for row in ledger.worker_statuses(include_ended=True)}  # noqa: E731
         assert states() == {"dead": "lost", "home:own": "up", "gone": "retired", "fleet": "up"}
         # The run of a home has killed its own workers alone.
-        assert ledger.lose_workers() == 1
+        assert ledger.end_dead_workers() == 1
         assert states() == {"dead": "lost", "home:own": "lost", "gone": "retired", "fleet": "up"}
 
 

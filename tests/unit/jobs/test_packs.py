@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.layout import item_key, lease_of_pack, pack_index_name, pack_key, sha256_of_pack
-from jobs.ledger.records import ArtifactFacts
+from jobs.ledger.records import Artifact
 from jobs.packs import KEPT_PIECES, PIECE_BYTES, ArtifactReader, PackBuilder, read_artifact
 from pipelines.errors import ErrorCode, StoreError
 from tests.support.fakes import MemoryStore
@@ -24,14 +24,14 @@ JOB = "01m82cxvbf9gd73qc850cvphp6"
 INDEX = pack_index_name(JOB, 3, 1, 0)
 
 
-def packed(members: Mapping[str, bytes]) -> tuple[bytes, list[ArtifactFacts]]:
+def packed(members: Mapping[str, bytes]) -> tuple[bytes, list[Artifact]]:
     """A pack of these members, and what the ledger would know of them."""
     builder = PackBuilder()
-    rows: list[ArtifactFacts] = []
+    rows: list[Artifact] = []
     for number, (key, data) in enumerate(members.items()):
         sha256 = hashlib.sha256(data).hexdigest()
         offset = builder.add(key, data, sha256=sha256, index=number, example_id=f"item-{number}")
-        rows.append(ArtifactFacts(number, key, sha256, len(data), "pack.tar", offset))
+        rows.append(Artifact(number, "audio", key, sha256, len(data), 1, 1, 1, 0, "pack.tar", offset))
     return builder.finish(INDEX), rows
 
 
@@ -95,7 +95,7 @@ def test_a_pack_without_members_is_a_tar_file() -> None:
 def test_an_artifact_of_its_own_is_read_under_its_key() -> None:
     store = MemoryStore()
     store.put("a.wav", b"alone")
-    assert read_artifact(store, ArtifactFacts(0, "a.wav", "", 5)) == b"alone"
+    assert read_artifact(store, Artifact(0, "audio", "a.wav", "", 5, 1, 1, 1, 0)) == b"alone"
 
 
 def test_a_pack_that_is_cut_off_or_gone_is_an_error() -> None:

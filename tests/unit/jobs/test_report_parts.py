@@ -97,10 +97,10 @@ def test_what_is_odd_depends_on_the_score() -> None:
     made[7].values["wer"], made[8].values["wer"] = 0.9, 0.0
     made[17].values["distillmos"], made[18].values["distillmos"] = 1.5, 9.0
     made[27].values[PACE], made[28].values[PACE] = 5.0, 30.0
-    Sample(made, [], whole=True).judge()
-    odd = {one.row.index: one.why for one in made if one.badness > 0}
+    Sample(made, [], whole=True).rank()
+    odd = {one.row.index: one.reason for one in made if one.badness > 0}
     assert set(odd) == {7, 17, 27, 28}
-    assert odd[7] == "wer 0.9, where 0.11 is common"
+    assert odd[7] == "wer 0.9, median 0.11"
 
 
 def test_failed_then_refused_then_odd_then_typical() -> None:
@@ -109,16 +109,16 @@ def test_failed_then_refused_then_odd_then_typical() -> None:
     made[41].values[PACE] = 2.0
     failed = [SampleItem(ItemRow(100, "x", ItemState.FAILED, 0, 1, ErrorCode.SYNTH_NAN, "", None), None)]
     sample = Sample(made, failed, whole=True)
-    sample.judge()
-    shown = sample.chosen(9)
+    sample.rank()
+    shown = sample.choose(9)
     assert [one.row.index for one in shown[:3]] == [100, 40, 41]
     assert (len(shown), len({one.row.index for one in shown})) == (9, 9)
-    assert [one.why for one in shown[:3]] == ["synth.nan", "refused by silence", "pace 2, where 16 is common"]
+    assert [one.reason for one in shown[:3]] == ["synth.nan", "refused by silence", "pace 2, median 16"]
     spread = [one.row.index for one in shown[3:]]
     assert spread == sorted(spread)
     assert spread[-1] - spread[0] > 40
-    assert len(sample.chosen(500)) == 61
-    assert sample.chosen(0) == []
+    assert len(sample.choose(500)) == 61
+    assert sample.choose(0) == []
 
 
 def test_a_timeline_keeps_every_item_and_its_time() -> None:
@@ -136,7 +136,7 @@ def test_a_timeline_keeps_every_item_and_its_time() -> None:
     assert chart.bars[-2].value == pytest.approx(100 / 60)
     assert (chart.bars[0].begin, chart.bars[-1].end) == (0, pytest.approx(120.0))
     assert chart.bars[0].label.endswith(" min")
-    assert f"on average {charts.number(131 / 120)} items a second" in chart.summary
+    assert f"average {charts.number(131 / 120)} items a second" in chart.summary
 
 
 def test_the_clock_of_work_stands_still_between_leases() -> None:

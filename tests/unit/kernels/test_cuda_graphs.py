@@ -63,11 +63,15 @@ class Device:
                 device.pools[self.pool] -= bool(self.pool)
 
         self.graph = Graph
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: self.current)
-        monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: self.log.append("given back"))
+        device_functions = {
+            "CUDAGraph": Graph,
+            "graph_pool_handle": lambda: next(handles),
+            "current_stream": lambda _: self.current,
+            "stream": lambda stream: stream,
+            "empty_cache": lambda: self.log.append("given back"),
+        }
+        for name, function in device_functions.items():
+            monkeypatch.setattr(torch.cuda, name, function)
 
     def capture(self, work: Callable[[], None], pool: GraphPool) -> torch.cuda.CUDAGraph:
         return capture(work, pool, self.aside)  # type: ignore[arg-type]

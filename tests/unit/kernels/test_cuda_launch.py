@@ -78,7 +78,10 @@ def test_a_launch_is_what_the_driver_reads(said: Callable[[], list[str]]) -> Non
     ]
 
 
-def test_a_cooperative_launch_says_so_and_its_room_is_known(said: Callable[[], list[str]]) -> None:
+def test_a_cooperative_launch_says_so_and_its_room_is_known(
+    said: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_driver, "processors", lambda _: 131)
     module = cuda_driver.Module(b"code", 1)
     assert module.kernel("name", 200_000).resident_blocks(288) == 131
     kernel = module.kernel("name", 4096)
@@ -142,7 +145,7 @@ def gpu(
     [
         (1, 1024, 4096, True, lm_cuda.PLAIN, "128 1", 256, 128 * 512 + 8 * 16 * 40 * 4 + 512),
         (17, 1024, 2048, True, lm_cuda.PLAIN, "128 1", 256, 64 * 512 + 16 * 16 * 24 * 4 + 1024),
-        (40, 1024, 3072, False, lm_cuda.SWIGLU, "128 2", 512, 192 * 512 + 32 * 16 * 56 * 4 + 2048),
+        (40, 1024, 3072, True, lm_cuda.SWIGLU, "128 2", 256, 192 * 512 + 8 * 32 * 56 * 4 + 1024),
         (8, 3072, 1024, False, lm_cuda.RESIDUAL, "128 1", 384, 96 * 512 + 12 * 16 * 8 * 4 + 768),
         (9, 3072, 1024, False, lm_cuda.RESIDUAL, "128 1", 512, 96 * 512 + 16 * 16 * 8 * 4 + 1024),
         (33, 6144, 2048, False, lm_cuda.RESIDUAL, "256 3", 512, 192 * 512 + 16 * 16 * 8 * 4 + 1024),
@@ -175,8 +178,8 @@ def test_shapes_without_a_kernel_are_refused(gpu: Callable[[], list[str]]) -> No
     x, y = torch.zeros(1, 512, dtype=torch.bfloat16), torch.zeros(1, 20, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match="no skinny product of inner=512"):
         lm_cuda.skinny(x, x, y)
-    with pytest.raises(RuntimeError, match="n=20 is no multiple of 32"):
-        lm_cuda.skinny(torch.zeros(1, 1024, dtype=torch.bfloat16), x, y)
+    with pytest.raises(RuntimeError, match="n=20 is no multiple of 16"):
+        lm_cuda.skinny(torch.zeros(1, 1024, dtype=torch.bfloat16), x, y, norm=x)
     assert gpu() == []
 
 
@@ -255,7 +258,7 @@ def test_arguments_are_as_long_as_the_sources_say(source: str, structure: type[c
 @pytest.mark.parametrize("source", lm_cuda.SOURCES, ids=lambda source: source.name)
 def test_the_sources_compile_to_the_kernels_that_are_launched(source: Source) -> None:
     """On a GPU that no wheel has code for; what a wheel brings is looked at in
-    tests/services/test_wheel.py."""
+    tests/services/test_wheel_kernels.py."""
     if toolchain.cuda_compiler() is None:
         pytest.skip("needs a CUDA compiler")
     code = binaries.compiled(source.name, "sm_120")

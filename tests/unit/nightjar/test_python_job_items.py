@@ -70,52 +70,67 @@ def test_a_dataset_with_a_filter_stands_beside_the_others(settings: Settings, jo
     assert len(list((settings.home / "exports" / job.id).iterdir())) == 3
 
 
-def test_a_wait_ends_with_its_time(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Clock(FakeClock):
-        def sleep(self, seconds: float) -> None:
-            self.advance(seconds)
-            assert self.monotonic() <= begun + 2 + POLL_SECONDS, "it waits on after its time"
+class Clock(FakeClock):
+    """That of a job here: a sleep takes no time, and calls `slept`."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.slept: Callable[[], object] = lambda: None
+
+    def sleep(self, seconds: float) -> None:
+        self.advance(seconds)
+        self.slept()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    begun = clock.monotonic()
     monkeypatch.setattr("nightjar.job.time", clock)
+    return clock
+
+
+def test_a_wait_ends_with_its_time(job: Job, clock: Clock) -> None:
+    begun = clock.monotonic()
+
+    def slept() -> None:
+        assert clock.monotonic() <= begun + 2 + POLL_SECONDS, "it waits on after its time"
+
+    clock.slept = slept
     assert job.wait(2.0) is job
     assert clock.monotonic() == pytest.approx(begun + 2, abs=POLL_SECONDS)
     assert (job.state, job.done) == ("ready", False)
 
 
 def test_a_loop_gives_each_item_once_while_its_shard_goes_on(
-    settings: Settings, job: Job, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, job: Job, clock: Clock
 ) -> None:
     ledger = Ledger.open(settings.ledger_url)
     lease = lease_next(ledger)
     steps = iter([lambda index=index: ledger.commit(lease.ticket, [done(index)]) for index in range(3)])
 
-    class Clock(FakeClock):
-        def sleep(self, seconds: float) -> None:
-            step = next(steps, None)
-            assert step is not None, "it waits on after the last item"
-            step()
-            if len(lease.open_items) == ledger.status(job.id).items.done:
-                ledger.finish_shard(lease.ticket)
+    def slept() -> None:
+        step = next(steps, None)
+        assert step is not None, "it waits on after the last item"
+        step()
+        if len(lease.open_items) == ledger.status(job.id).items.done:
+            ledger.finish_shard(lease.ticket)
 
-    monkeypatch.setattr("nightjar.job.time", Clock())
+    clock.slept = slept
     assert [item.index for item in job] == [0, 1, 2]
     ledger.close()
 
 
 @pytest.mark.parametrize("waits", [list, Job.wait])
 def test_an_interrupt_stops_the_run_of_a_job_here(
-    job: Job, waits: Callable[[Job], Any], monkeypatch: pytest.MonkeyPatch
+    job: Job, waits: Callable[[Job], Any], clock: Clock
 ) -> None:
     """In a notebook the program goes on after it."""
     stops: list[bool] = []
 
-    class Clock(FakeClock):
-        def sleep(self, seconds: float) -> None:
-            raise KeyboardInterrupt
+    def slept() -> None:
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr("nightjar.job.time", Clock())
+    clock.slept = slept
     job._thread = SimpleNamespace(stop=lambda: stops.append(True), error=None, stopped=False)  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
         waits(job)

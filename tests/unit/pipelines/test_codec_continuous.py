@@ -71,6 +71,10 @@ class Continuous(CodecDecoder):
         return self.graphs.arena
 
 
+def graphs(rows: int, frames: int, fixed: bool = False) -> UtteranceGraphs:
+    return UtteranceGraphs(plain()._run, plain().shape, rows, frames, fixed)
+
+
 def codes(frames: int, seed: int) -> Tensor:
     config = plain().config
     return torch.randint(
@@ -199,15 +203,15 @@ def test_without_steps_utterances_are_gathered_and_a_cpu_never_has_them() -> Non
 
 
 def test_steps_of_fewer_utterances_have_fewer_rows() -> None:
-    assert UtteranceGraphs(plain()._run, plain().shape, 64, 2).sizes == [
+    assert graphs(64, 2).sizes == [
         (64, 2),
         (32, 2),
         (16, 2),
         (8, 2),
         (4, 2),
     ]
-    assert UtteranceGraphs(plain()._run, plain().shape, 3, 2).sizes == [(3, 2), (1, 2)]
-    assert UtteranceGraphs(plain()._run, plain().shape, 64, 2, fixed=True).sizes == [(64, 2)]
+    assert graphs(3, 2).sizes == [(3, 2), (1, 2)]
+    assert graphs(64, 2, fixed=True).sizes == [(64, 2)]
 
 
 def test_the_bytes_of_steps_grow_with_rows_and_frames() -> None:
@@ -220,5 +224,5 @@ def test_the_bytes_of_steps_grow_with_rows_and_frames() -> None:
     )
     assert utterance_bytes(shape, 64) > 65 * state + 4 * 64 * STEP_FRAMES * shape.samples_per_frame
     assert wide - small > long - small > 0
-    arena = UtteranceGraphs(plain()._run, shape, 8, 1).arena.values
+    arena = graphs(8, 1).arena.values
     assert arena.numel() * arena.itemsize == 9 * state

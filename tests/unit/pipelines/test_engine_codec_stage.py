@@ -216,7 +216,7 @@ def test_what_a_device_has_at_the_end_is_handed_on() -> None:
 
 
 def test_beside_streams_small_batches_are_started_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_module, "_QUANTUM_FRAMES", 5)
+    monkeypatch.setattr(stage_module, "QUANTUM_FRAMES", 5)
     decoder, heard = Adder(), Heard()
     alive = threading.Event()
     alive.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,24 @@ from tests.support.qwen3_golden import Recorder, golden_model, make_core, random
 GREEDY = SamplingParams(temperature=0.0, residual_temperature=0.0)
 
 
-def requests(count: int, seed: int = 0, **changes: Any) -> list[GenerationRequest]:
+@cache
+def requests(count: int, seed: int = 0, **changes: Any) -> Sequence[GenerationRequest]:
     rng = random.Random(seed)
     return [
         replace(random_request(rng, golden_model("base"), f"r{index}"), **changes) for index in range(count)
     ]
+
+
+@cache
+def alone(request: GenerationRequest) -> np.ndarray:
+    return run_alone(golden_model("base"), request)[0]
+
+
+@cache
+def crowded_pair() -> Sequence[GenerationRequest]:
+    """Two requests that need more pages together than one has."""
+    sampling = replace(GREEDY, min_new_tokens=40)
+    return [replace(request, max_tokens=40, sampling=sampling) for request in requests(2, seed=3)]
 
 
 def run(core: ListenedCore, limit: int = 2000) -> None:
@@ -73,11 +87,7 @@ def test_what_does_not_fit_now_waits_and_comes_out_the_same() -> None:
 
 def test_out_of_pages_makes_the_youngest_start_again() -> None:
     heard = Recorder()
-    pair = [
-        replace(request, max_tokens=40, sampling=replace(GREEDY, min_new_tokens=40))
-        for request in requests(2, seed=3)
-    ]
-    alone = [run_alone(golden_model("base"), request)[0] for request in pair]
+    pair = crowded_pair()
     needed = max(-(-request.positions // 8) for request in pair)
     core = make_core(golden_model("base"), heard, pages=needed + 1, reserve_frames=0)
     for request in pair:
@@ -87,8 +97,8 @@ def test_out_of_pages_makes_the_youngest_start_again() -> None:
     runs = [utterance.run for utterance in utterances]
     assert runs[0] == 1
     assert runs[1] > 1, "nobody had to make way: the test has too many pages"
-    for request, codes in zip(pair, alone):
-        np.testing.assert_array_equal(heard.codes[request], codes)
+    for request in pair:
+        np.testing.assert_array_equal(heard.codes[request], alone(request))
     assert not heard.chunks, "whole utterances are handed on at their end"
     assert core.scheduler.kv.free == core.scheduler.kv.pages
 
@@ -96,7 +106,7 @@ def test_out_of_pages_makes_the_youngest_start_again() -> None:
 @pytest.mark.parametrize("step", [0, 1, 3, 6])
 def test_abort_ends_one_and_frees_its_place(step: int) -> None:
     heard = Recorder()
-    doomed, other = (replace(request, max_tokens=20) for request in requests(2, seed=1))
+    doomed, other = requests(2, seed=1, max_tokens=20)
     core = make_core(golden_model("base"), heard, slots=1 if step == 0 else 2)
     core.add(other)
     core.add(doomed)
@@ -106,7 +116,7 @@ def test_abort_ends_one_and_frees_its_place(step: int) -> None:
     core.abort("unknown")
     run(core)
     assert heard.errors[doomed].code is ErrorCode.SYNTH_ABORTED
-    np.testing.assert_array_equal(heard.codes[other], run_alone(golden_model("base"), other)[0])
+    np.testing.assert_array_equal(heard.codes[other], alone(other))
     assert core.scheduler.kv.free == core.scheduler.kv.pages
 
 
@@ -163,7 +173,7 @@ def test_nan_fails_its_own_request_only() -> None:
     assert list(heard.errors) == [bad]
     assert heard.errors[bad].code is ErrorCode.SYNTH_NAN
     for request in set(many) - {bad}:
-        np.testing.assert_array_equal(heard.codes[request], run_alone(golden_model("base"), request)[0])
+        np.testing.assert_array_equal(heard.codes[request], alone(request))
     assert torch.isfinite(core.executor.kv.k[:, 1:]).all(), "NaN was left in free pages"
 
 
@@ -219,7 +229,7 @@ def test_out_of_device_memory_shrinks_the_batch(error: RuntimeError) -> None:
     run(core)
     assert not heard.errors
     for request in many:
-        np.testing.assert_array_equal(heard.codes[request], run_alone(golden_model("base"), request)[0])
+        np.testing.assert_array_equal(heard.codes[request], alone(request))
 
 
 @pytest.mark.parametrize("error", NO_ROOM, ids=["allocator", "driver"])
@@ -248,10 +258,7 @@ def test_same_seed_same_codes_other_seed_other_codes(one_thread: None) -> None:
 
 
 def test_a_request_that_starts_again_takes_no_place_in_the_waiting_room() -> None:
-    pair = [
-        replace(request, max_tokens=40, sampling=replace(GREEDY, min_new_tokens=40))
-        for request in requests(2, seed=3)
-    ]
+    pair = crowded_pair()
     needed = max(-(-request.positions // 8) for request in pair)
     core = make_core(golden_model("base"), heard := Recorder(), pages=needed + 1, reserve_frames=0)
     for request in pair:

@@ -42,6 +42,30 @@ class Unmade(MegakernelExecutor):
         self._graphs = Buckets((1, 2, 4))
         self.flags = np.zeros((1, 2), np.uint8)
 
+    def capture(self, bucket: int) -> tuple[Any, FusedFrame]:
+        return self._capture(bucket)
+
+    def frame(self, bucket: int) -> Any:
+        """That of a bucket, which is captured where it is not."""
+        return self._graphs.of(bucket, self._capture)[1]
+
+    @property
+    def kinds(self) -> list[type]:
+        """The kind of frame of each bucket."""
+        return [type(self.frame(bucket)) for bucket in (1, 2, 4)]
+
+    @property
+    def captured(self) -> set[int]:
+        return set(self._graphs.captured)
+
+    @property
+    def persistent(self) -> tuple[Any, Any]:
+        """The persistent kernels of talker and predictor, as far as they are made."""
+        return self._talker, self._predictor
+
+    def turn_plain(self) -> None:
+        self._turn_plain()
+
 
 @pytest.fixture(autouse=True)
 def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,22 +82,14 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
 
 
-def frame_of(executor: Unmade, bucket: int) -> Any:
-    return executor._graphs.of(bucket, executor._capture)[1]
-
-
-def kinds(executor: Unmade) -> list[type]:
-    return [type(frame_of(executor, bucket)) for bucket in (1, 2, 4)]
-
-
 def test_one_and_two_rows_have_the_persistent_kernel_and_share_its_weights() -> None:
     executor = Unmade()
-    assert kinds(executor) == [PersistentFrame, PersistentFrame, FusedFrame]
-    one, two = (frame_of(executor, bucket) for bucket in (1, 2))
+    assert executor.kinds == [PersistentFrame, PersistentFrame, FusedFrame]
+    one, two = (executor.frame(bucket) for bucket in (1, 2))
     assert isinstance(one, PersistentFrame)
     assert isinstance(two, PersistentFrame)
-    assert one.behind.predictor is two.behind.predictor
-    assert one.behind.control is not two.behind.control
+    assert one.predictor_run.predictor is two.predictor_run.predictor
+    assert one.predictor_run.control is not two.predictor_run.control
 
 
 def test_the_talkers_layers_have_a_persistent_kernel_where_there_is_one_for_their_sizes(
@@ -82,30 +98,30 @@ def test_the_talkers_layers_have_a_persistent_kernel_where_there_is_one_for_thei
     with monkeypatch.context() as patched:
         patched.setattr(lm_persistent, "TALKERS", {})
         executor = Unmade()
-        executor._capture(1)
-        assert frame_of(executor, 1).talker is None  # type: ignore[attr-defined]
-        assert frame_of(executor, 1).plan.pdl
+        executor.capture(1)
+        assert executor.frame(1).talker is None  # type: ignore[attr-defined]
+        assert executor.frame(1).plan.pdl
     executor = Unmade()
-    kinds(executor)
-    assert not frame_of(executor, 1).plan.pdl, "no kernel is launched early behind a cooperative one"
-    one, two = (frame_of(executor, bucket).talker for bucket in (1, 2))  # type: ignore[attr-defined]
+    assert executor.kinds == [PersistentFrame, PersistentFrame, FusedFrame]
+    assert not executor.frame(1).plan.pdl, "no kernel is launched early after a cooperative one"
+    one, two = (executor.frame(bucket).talker for bucket in (1, 2))  # type: ignore[attr-defined]
     assert one.talker is two.talker
-    assert one.behind is frame_of(executor, 1).behind  # type: ignore[attr-defined]
+    assert one.predictor_run is executor.frame(1).predictor_run  # type: ignore[attr-defined]
     x = torch.zeros(1, SMALLEST.hidden, dtype=torch.bfloat16)
-    one_row = frame_of(executor, 1)
+    one_row = executor.frame(1)
     one_row._pending = torch.ones(1)
     one_row._backbone(torch.zeros(1, dtype=torch.int64), x)
     assert x.any()
     assert one_row._pending is None, "what was left of other layers belongs to no state of the kernel"
-    executor._turn_plain()
-    assert (executor._talker, executor._predictor) == (None, None)
+    executor.turn_plain()
+    assert executor.persistent == (None, None)
 
 
 def test_a_model_without_a_kernel_has_plain_frames_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     executor = Unmade(torch.float32)
     executor.warm()
     assert executor.name == "graph"
-    assert kinds(executor) == [FusedFrame] * 3
+    assert executor.kinds == [FusedFrame] * 3
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
@@ -116,7 +132,7 @@ def test_a_device_without_room_has_plain_frames_and_one_warning(
     executor = Unmade()
     executor.warm()
     assert executor.name == "megakernel"
-    assert kinds(executor) == [FusedFrame] * 3
+    assert executor.kinds == [FusedFrame] * 3
     assert executor.name == "graph"
     (record,) = caplog.records
     assert "holds 1 of them at once" in record.getMessage()
@@ -131,7 +147,7 @@ def test_a_fault_of_the_device_is_not_a_missing_kernel(
 
     monkeypatch.setattr(megakernel, "Predictor", fails)
     with pytest.raises(kind):
-        Unmade()._capture(1)
+        Unmade().capture(1)
 
 
 def test_a_talker_that_finds_no_memory_leaves_no_predictor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,10 +158,10 @@ def test_a_talker_that_finds_no_memory_leaves_no_predictor(monkeypatch: pytest.M
     with monkeypatch.context() as full:
         full.setattr(megakernel, "Talker", fails)
         with pytest.raises(torch.OutOfMemoryError):
-            executor._capture(1)
-    assert executor._predictor is None
-    executor._capture(1)
-    assert frame_of(executor, 1).talker is not None  # type: ignore[attr-defined]
+            executor.capture(1)
+    assert executor.persistent[1] is None
+    executor.capture(1)
+    assert executor.frame(1).talker is not None  # type: ignore[attr-defined]
 
 
 def test_persistent_kernels_are_the_executor_megakernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,13 +183,13 @@ def test_a_launch_that_gives_up_is_an_error_once_and_plain_frames_follow(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor, held = Unmade(), list[set[int]]()
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: held.append(set(executor._graphs.captured)))
-    kinds(executor)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: held.append(executor.captured))
+    assert executor.kinds == [PersistentFrame, PersistentFrame, FusedFrame]
     assert executor.frames([0], 1, SETTINGS)().flags.tolist() == [[0, 0]]
     executor.flags[0, 0] = FAILED
-    frame = frame_of(executor, 2)
+    frame = executor.frame(2)
     assert isinstance(frame, PersistentFrame)
-    frame.behind.control[1] = -(1 << 31) | 3 << 20 | 7
+    frame.predictor_run.control[1] = -(1 << 31) | 3 << 20 | 7
     with pytest.raises(
         PersistentKernelError, match=r"The persistent kernel timed out; later frames run without it\."
     ):
@@ -183,8 +199,8 @@ def test_a_launch_that_gives_up_is_an_error_once_and_plain_frames_follow(
     ]
     assert held == [{1, 2, 4}], "the device is waited for once, before what it may be using goes"
     assert executor.name == "graph"
-    assert set(executor._graphs.captured) == {4}
-    assert kinds(executor) == [FusedFrame] * 3
+    assert executor.captured == {4}
+    assert executor.kinds == [FusedFrame] * 3
 
 
 @pytest.mark.parametrize("reproducible", [False, True])

@@ -4,7 +4,7 @@ shares its row."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -60,6 +60,8 @@ class Rows(PackedPrefills):
     def __init__(self, model: Any, state: SlotState, kv: PagedKV, sizes: Sequence[int] = SIZES) -> None:
         self.replayed: list[tuple[int, list[int]]] = []
         self.captured: list[int] = []
+        #: Captures that find no memory, counted from 1.
+        self.full: Container[int] = ()
 
         def work(embeddings: Tensor, prompts: PackedPrompts) -> None:
             self.replayed.append((len(embeddings), [count for count in prompts.counts.tolist() if count]))
@@ -69,7 +71,20 @@ class Rows(PackedPrefills):
 
     def _kept(self, work: Callable[[], None]) -> Callable[[], None]:
         self.captured.append(1)
+        if len(self.captured) in self.full:
+            raise torch.OutOfMemoryError("CUDA out of memory")
         return work
+
+    @property
+    def lengths(self) -> set[int]:
+        """Of the rows that there are."""
+        return set(self._rows.captured)
+
+    def groups(self, runs: Sequence[PrefillRun]) -> list[list[PrefillRun]]:
+        return self._groups(runs)
+
+    def make(self, length: int) -> None:
+        self._rows.of(length, self._row)
 
 
 def test_chunks_of_any_length_from_any_position_write_what_they_write_alone() -> None:
@@ -187,46 +202,32 @@ def test_rows_are_as_long_as_their_positions_or_there_are_more() -> None:
         (1300, [1300]),
         (40, [40]),
     ):
-        groups = rows._groups([PrefillRun(0, 0, torch.zeros(positions, hidden))])
+        groups = rows.groups([PrefillRun(0, 0, torch.zeros(positions, hidden))])
         assert [sum(len(run.embeddings) for run in group) for group in groups] == wanted
         assert [(run.start, len(run.embeddings)) for group in groups for run in group] == [
             (sum(wanted[:at]), count) for at, count in enumerate(wanted)
         ]
     for count, positions in ((60, 1), (100, 4), (300, 3)):
         short = [PrefillRun(slot, 0, torch.zeros(positions, hidden)) for slot in range(count)]
-        assert [len(group) for group in rows._groups(short)] == [count], (
+        assert [len(group) for group in rows.groups(short)] == [count], (
             "a longer row has room for all of these chunks"
         )
 
 
-def test_where_the_longest_row_has_no_memory_the_next_one_takes_its_place(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_the_longest_row_has_no_memory_the_next_one_takes_its_place() -> None:
     model = golden_model("base")
     rows = Rows(model, placed(model, [8]), model.make_kv(1, PAGE), packed_sizes(1024))
-    kept, tried = rows._capture, list[int]()
-
-    def small(work: Callable[[], None]) -> Callable[[], None]:
-        tried.append(1)
-        if len(tried) == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return kept(work)
-
-    monkeypatch.setattr(rows, "_capture", small)
+    rows.full = (1,)
     rows.warm()
-    assert set(rows._rows.captured) == {4096, 2048}
-    groups = rows._groups([PrefillRun(0, 0, torch.zeros(6144, model.config.talker.hidden))])
+    assert rows.lengths == {4096, 2048}
+    groups = rows.groups([PrefillRun(0, 0, torch.zeros(6144, model.config.talker.hidden))])
     assert [sum(len(run.embeddings) for run in group) for group in groups] == [4096, 2048]
 
 
-def test_without_memory_for_any_row_there_is_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_for_any_row_there_is_no_engine() -> None:
     model = golden_model("base")
     rows = Rows(model, placed(model, [8]), model.make_kv(1, PAGE))
-
-    def full(work: Callable[[], None]) -> Callable[[], None]:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(rows, "_capture", full)
+    rows.full = range(100)
     with pytest.raises(torch.OutOfMemoryError):
         rows.warm()
 
@@ -261,27 +262,21 @@ def test_a_few_graphs_serve_every_row_and_idle_turns_capture_the_others() -> Non
     assert (rows.replayed[-1], len(rows.captured)) == ((32, [20]), len(SIZES))
 
 
-def test_without_memory_for_a_graph_chunks_are_left_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_for_a_graph_chunks_are_left_in_order() -> None:
     model = golden_model("base")
     lengths = [70, 5]
     state, kv = placed(model, lengths), model.make_kv(20, PAGE)
-    tried: list[int] = []
-
-    def full(work: Callable[[], None]) -> Callable[[], None]:
-        tried.append(1)
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
     rows = Rows(model, state, kv)
-    rows._rows.of(16, rows._row)
-    monkeypatch.setattr(rows, "_capture", full)
+    rows.make(16)
+    tried, rows.full = rows.captured, range(100)
     left = rows.run([PrefillRun(slot, 0, prompt) for slot, prompt in enumerate(prompts_of(model, lengths))])
     assert [(run.slot, run.start, len(run.embeddings)) for run in left] == [(0, 0, 64), (0, 64, 6), (1, 0, 5)]
-    assert len(tried) == 1
+    assert len(tried) == 2
     assert [len(run.embeddings) for run in rows.run(left[:1])] == [32, 32]
-    assert len(tried) == 2, "what was refused is not tried again, a shorter row is"
+    assert len(tried) == 3, "what was refused is not tried again, a shorter row is"
     with torch.inference_mode():
         assert rows.run(left[:1]) == []
-    assert (len(tried), rows.replayed[-4:]) == (2, [(16, [16])] * 4)
+    assert (len(tried), rows.replayed[-4:]) == (3, [(16, [16])] * 4)
 
 
 class Packed(EagerExecutor):

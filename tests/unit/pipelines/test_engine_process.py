@@ -71,6 +71,17 @@ def open_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Op
         assert not alive(one.pid)
 
 
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """One that no test of it ends or changes."""
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in installed(tmp_path_factory.mktemp("plugin")).items():
+            patched.setenv(name, value)
+        process = EngineProcess(NAME, {})
+    yield process
+    process.close()
+
+
 def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
@@ -153,8 +164,7 @@ def test_a_request_with_a_recording_that_the_child_does_not_have_fails_alone(
     assert len(submit(process, SynthesisRequest("r", messages[1:])).result(60).samples)
 
 
-def test_a_request_that_cannot_be_sent_leaves_its_recordings_unsent(open_process: Open) -> None:
-    process = open_process()
+def test_a_request_that_cannot_be_sent_leaves_its_recordings_unsent(process: EngineProcess) -> None:
     audio = Message("user", "audio", b"recording")
     wrong = SynthesisRequest("r", (audio, Message("user", "text", "\ud800")))
     with pytest.raises(InputError):
@@ -192,8 +202,7 @@ def test_an_engine_that_runs_otherwise_than_when_it_was_opened_says_so(open_proc
     assert process.info == replace(opened, executor="graph")
 
 
-def test_errors_keep_class_code_message_and_advice(open_process: Open) -> None:
-    process = open_process()
+def test_errors_keep_class_code_message_and_advice(process: EngineProcess, open_process: Open) -> None:
     refused = error_of(submit(process, request("[[refuse:input.too_long]]")))
     assert isinstance(refused, InputError)
     assert (refused.code, refused.message) == (ErrorCode.INPUT_TOO_LONG, "The fake engine refuses this text.")
@@ -232,16 +241,14 @@ def test_a_library_that_fails_at_opening_is_named(open_process: Open) -> None:
         open_process(exit=9)
 
 
-def test_a_text_that_is_no_unicode_is_refused(open_process: Open) -> None:
-    process = open_process()
+def test_a_text_that_is_no_unicode_is_refused(process: EngineProcess) -> None:
     with pytest.raises(InputError) as caught:
         submit(process, request("half \ud800"))
     assert caught.value.code is ErrorCode.INPUT_UNPRONOUNCEABLE
     assert submit(process, request("whole")).result(60).text == "whole"
 
 
-def test_a_number_that_cannot_travel_is_refused_and_stops_nobody(open_process: Open) -> None:
-    process = open_process()
+def test_a_number_that_cannot_travel_is_refused_and_stops_nobody(process: EngineProcess) -> None:
     huge = SynthesisRequest(
         "r", (Message("user", "text", "hello"),), Generation(voice="sine", top_k=10**25), 1
     )
@@ -368,8 +375,7 @@ def test_the_child_ends_with_its_client(open_process: Open) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_of_the_terminal_are_not_the_childs(open_process: Open, number: signal.Signals) -> None:
-    process = open_process(seconds=0.01)
+def test_signals_of_the_terminal_are_not_the_childs(process: EngineProcess, number: signal.Signals) -> None:
     assert process.pid is not None
     assert os.getpgid(process.pid) != os.getpgid(0)
     os.kill(process.pid, number)

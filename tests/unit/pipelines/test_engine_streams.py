@@ -51,9 +51,7 @@ def still() -> list[float]:
 
 
 def core_of(heard: Recorder, still: list[float], **options: Any) -> ListenedCore:
-    core = make_core(golden_model("base"), heard, **options)
-    core._clock = lambda: still[0]
-    return core
+    return make_core(golden_model("base"), heard, clock=lambda: still[0], **options)
 
 
 def test_a_stream_is_handed_on_in_whole_chunks_and_its_end_comes_with_all_of_it(still: list[float]) -> None:
@@ -192,7 +190,7 @@ def test_whole_utterances_leave_the_slots_of_streams_free(still: list[float]) ->
 def test_streams_leave_a_part_of_the_slots_to_whole_utterances_that_are_there() -> None:
     simulation = Simulation(slots=32)
     for seed in range(4):
-        simulation._add(900 + seed, 300, stream=False)
+        simulation.add(900 + seed, 300, stream=False)
     simulation.core.step()
     simulation.arrive([0.0] * 60, lambda: 100)
     simulation.run(simulation.device.now + 0.02)
@@ -271,7 +269,7 @@ def test_one_frame_a_turn_and_no_lag_while_a_stream_is_alive() -> None:
         frames(slots, count, settings),
     )[1]
     for seed in range(900, 904):
-        simulation._add(seed, 40, stream=False)
+        simulation.add(seed, 40, stream=False)
     simulation.core.step()
     simulation.core.step()
     assert asked == [(4, 2), (4, 2)]

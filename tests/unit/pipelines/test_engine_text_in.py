@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -59,10 +60,8 @@ class Writer:
         return run_alone(golden_model("base"), self.whole)[0]
 
 
-def core_of(heard: Recorder, **options: int) -> ListenedCore:
-    core = make_core(golden_model("base"), heard, **options)
-    core._clock = lambda: 0.0
-    return core
+def core_of(heard: Recorder, **options: Any) -> ListenedCore:
+    return make_core(golden_model("base"), heard, clock=lambda: 0.0, **options)
 
 
 def run(core: ListenedCore) -> None:

@@ -254,7 +254,7 @@ def test_close_fails_what_runs_and_refuses_what_comes() -> None:
 def test_an_idle_engine_prepares_for_later_batches_step_by_step_and_serves_requests_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine, "_IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(engine, "IDLE_SECONDS", 0.01)
     model = golden_model("base")
     rng = random.Random(3)
     steps: list[int] = []
@@ -291,7 +291,7 @@ def test_an_idle_engine_prepares_for_later_batches_step_by_step_and_serves_reque
 
 
 def test_what_arrives_while_an_idle_engine_rests_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(engine, "IDLE_SECONDS", 0.01)
     model = golden_model("base")
     stage, waiter = Backlog(), Waiter()
     stage.is_backlogged = True

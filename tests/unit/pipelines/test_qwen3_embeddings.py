@@ -17,7 +17,7 @@ from tests.support.qwen3_golden import KINDS, golden_model, random_request
 def test_prompts_embedded_together_are_embedded_as_each_alone(
     kind: str, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(qwen3_model, "_EMBEDDED_POSITIONS", together)
+    monkeypatch.setattr(qwen3_model, "EMBEDDED_POSITIONS", together)
     rng, model = random.Random(kind), golden_model(kind)
     prompts: list[Any] = [random_request(rng, model, str(index)).prompt for index in range(12)]
     sets: list[int] = []

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -184,15 +186,11 @@ def test_a_c_compiler_is_looked_for_as_triton_does(hopper: Path, monkeypatch: py
     assert toolchain.c_compiler() is None
 
 
-def test_the_codec_of_a_gpu_is_made_ready_beside_the_model(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    decoder, warmed = dummy_decoder(TINY_CODEC, torch.device("cpu"), torch.float32), threading.Event()
-    monkeypatch.setattr(decoder, "warm", warmed.set)
-    start_warming(decoder)()
+def test_the_codec_of_a_gpu_is_made_ready_beside_the_model(caplog: pytest.LogCaptureFixture) -> None:
+    warmed = threading.Event()
+    start_warming(cast("Any", SimpleNamespace(device=torch.device("cpu"), warm=warmed.set)))()
     assert not warmed.is_set(), "on a CPU nothing is made"
-    monkeypatch.setattr(decoder, "device", torch.device("cuda"))
-    start_warming(decoder)()
+    start_warming(cast("Any", SimpleNamespace(device=torch.device("cuda"))))()
     assert "could not be made ready" in caplog.text, "that it cannot decode is no reason not to start"
 
 
@@ -240,7 +238,7 @@ def test_the_megakernel_by_itself_is_for_the_devices_it_was_measured_on(
 
     monkeypatch.setattr(opening, "graph_executor", opened)
     monkeypatch.setattr(
-        lm_persistent, "predictor_cut", lambda _: next(iter(lm_persistent.PREDICTORS.values()))
+        lm_persistent, "predictor_config", lambda _: next(iter(lm_persistent.PREDICTORS.values()))
     )
     for kind, reproducible in (("auto", False), ("auto", True), ("graph", False), ("megakernel", False)):
         with pytest.raises(torch.OutOfMemoryError):
@@ -252,7 +250,7 @@ def test_the_megakernel_by_itself_is_for_the_devices_it_was_measured_on(
         with pytest.raises(torch.OutOfMemoryError):
             open_executor(gpu_model, SIZES, kind, streams=8)
     assert asked[4:] == [False, False, True, True]
-    monkeypatch.setattr(lm_persistent, "predictor_cut", lambda _: None)
+    monkeypatch.setattr(lm_persistent, "predictor_config", lambda _: None)
     with pytest.raises(torch.OutOfMemoryError):
         open_executor(gpu_model, SIZES)
     assert not asked[-1]
@@ -296,7 +294,7 @@ def test_packed_weights_are_in_the_memory_plan_and_the_published_predictors_have
     config = Qwen3TTSConfig.from_folder(tmp_path)
     predictor = config.predictor
     key = (predictor.hidden, predictor.intermediate, predictor.heads, predictor.kv_heads, predictor.head_dim)
-    cut = lm_persistent.PREDICTORS[*key, predictor.vocab, predictor.layers, config.codebooks - 1]
+    tiles = lm_persistent.PREDICTORS[*key, predictor.vocab, predictor.layers, config.codebooks - 1]
 
     def packed(stack: StackConfig) -> int:
         norm, heads = (
@@ -313,7 +311,7 @@ def test_packed_weights_are_in_the_memory_plan_and_the_published_predictors_have
         layers = [Layer(norm, qkv, o, norm, gate_up, down)] * stack.layers
         table = torch.empty(1, stack.head_dim, device="meta")
         return lm_persistent.packed_layers(
-            StackTensors(layers, norm, table, stack.heads, stack.kv_heads, 0, 1), cut
+            StackTensors(layers, norm, table, stack.heads, stack.kv_heads, 0, 1), tiles
         ).numel()
 
     heads = (config.codebooks - 1) * predictor.vocab * predictor.hidden

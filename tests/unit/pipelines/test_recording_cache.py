@@ -238,8 +238,9 @@ def cloning(folder: Path | None, **options: object) -> Qwen3TTSPipeline:
 
 
 def prepared(pipeline: Qwen3TTSPipeline, in_context: bool) -> PreparedVoice:
-    assert pipeline._voices is not None
-    return pipeline._voices.prepare(REFERENCE.read_bytes(), in_context)
+    voices = pipeline._voices
+    assert voices is not None
+    return voices.prepare(REFERENCE.read_bytes(), in_context)
 
 
 def alike(one: PreparedVoice, other: PreparedVoice, pipeline: Qwen3TTSPipeline) -> bool:
@@ -301,10 +302,11 @@ def test_another_checkpoint_is_another_voice(tmp_path: Path) -> None:
 
 PROCESS = """
 import sys
-import numpy as np
 from tests.unit.pipelines.test_recording_cache import cloning, prepared
 from pathlib import Path
 pipeline = cloning(Path(sys.argv[1]))
+print("ready", flush=True)
+sys.stdin.readline()
 voice = prepared(pipeline, True)
 print(voice.codes.tobytes().hex(), voice.vector.tobytes().hex())
 """
@@ -312,16 +314,21 @@ print(voice.codes.tobytes().hex(), voice.vector.tobytes().hex())
 
 def test_two_processes_at_once_have_the_same_voice(tmp_path: Path) -> None:
     voices = tmp_path / "voices"
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(voices)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for _ in range(2)
-    ]
-    said = {child.communicate(timeout=300)[0] for child in children}
-    assert [child.returncode for child in children] == [0, 0]
-    assert len(said) == 1
+    child = subprocess.Popen(
+        [sys.executable, "-c", PROCESS, str(voices)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    pipeline = cloning(voices)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    child.stdin.write("go\n")
+    child.stdin.flush()
+    voice = prepared(pipeline, True)
+    said = child.communicate(timeout=300)[0]
+    assert child.returncode == 0
+    assert said.split() == [voice.codes.tobytes().hex(), voice.vector.tobytes().hex()]
     assert [path.suffix for path in voices.iterdir()] == [".voice"]

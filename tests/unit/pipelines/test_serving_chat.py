@@ -303,7 +303,7 @@ def test_a_body_over_its_bound_is_refused_whatever_it_says_of_its_length(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A client that is still sending when that is over finds its connection reset.
-    monkeypatch.setattr("pipelines.serving.request_body._DISCARD_SECONDS", 240.0)
+    monkeypatch.setattr("pipelines.serving.request_body.DISCARD_SECONDS", 240.0)
     body = json.dumps({"model": "dialogues", "messages": [sound("A" * 20_000_000)]}).encode()
     known, pieces = (
         server.http.post(

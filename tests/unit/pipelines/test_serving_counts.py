@@ -108,7 +108,7 @@ def test_a_stream_is_over_once_it_is_made() -> None:
 def test_a_slow_reader_keeps_a_slot_only_where_much_is_unread(
     unread_bytes: int, running: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving_model, "_UNREAD_BYTES", unread_bytes)
+    monkeypatch.setattr(serving_model, "UNREAD_BYTES", unread_bytes)
 
     async def listen() -> int:
         model = await served(_AtOnce(whole=True))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from jobs.worker_group import WorkerReport
+from pipelines.ipc import Channel
 from pipelines.registry import register_pipeline
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import FakePipeline
@@ -27,3 +30,14 @@ def build(tmp_path: Path) -> Iterator[Build]:
     for one in rigs:
         one.close()
     forget()
+
+
+@pytest.fixture
+def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Channel[WorkerReport]]:
+    """The end of a process that started this one as its worker."""
+    ours, theirs = socket.socketpair()
+    channel, own = Channel(ours, WorkerReport), Channel(theirs, bool)
+    monkeypatch.setattr("worker.supervisor._parent", own)
+    yield channel
+    channel.close()
+    own.close()

@@ -15,8 +15,8 @@ import soundfile
 from jobs.checks import quality_of
 from jobs.encoded_audio import encoder
 from jobs.ledger.records import Job
-from jobs.provenance import put_provenance, records, reopened_model
-from jobs.repair import CLOSE_DB, Match, Mended, mend, reproduce
+from jobs.provenance import put_provenance, read_records, reopened_model
+from jobs.repair import CLOSE_DB, Match, RepairOutcome, repair_objects, reproduce
 from jobs.verify import ObjectCheck
 from pipelines.audio_format import CONTENT_TYPES
 from pipelines.errors import ErrorCode
@@ -92,9 +92,9 @@ def test_checks_hear_the_speech_at_its_own_rate(build: Build, monkeypatch: pytes
 def test_lossy_formats_are_encoded_on_more_threads(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(result_writer, "LOSSY_THREADS", 7)
     rig = build()
-    rig.writer.serve(rig.store, "flac")
+    rig.writer.ensure_threads(rig.store, "flac")
     assert rig.writer._threads.count == result_writer.FOLDER_THREADS
-    rig.writer.serve(rig.store, "opus")
+    rig.writer.ensure_threads(rig.store, "opus")
     assert rig.writer._threads.count == 7
 
 
@@ -108,7 +108,7 @@ def test_what_is_lost_is_made_again_with_the_same_bytes(build: Build, audio_form
     del rig.store.objects[first]
     rig.store.objects[second] = (b"", {})
     lost = [expected for expected, _ in ObjectCheck(rig.ledger, rig.store, job)]
-    assert mend(rig.ledger, rig.store, job, rig.pipeline, lost) == {Mended.SAME: 2}
+    assert repair_objects(rig.ledger, rig.store, job, rig.pipeline, lost) == {RepairOutcome.SAME: 2}
     assert rig.audio() == before
     assert [one.match for one in reproduce(rig.ledger, rig.store, job, rig.pipeline, 3)] == [Match.SAME] * 3
 
@@ -153,7 +153,7 @@ def test_provenance_names_the_encoder_and_another_one_is_noticed(
     opus, wav = rig.submit(TEXTS[:1], format="opus"), rig.submit(TEXTS[:1])
     for job in (opus, wav):
         put_provenance(rig.store, job, info)
-    assert [record.encoder for record in records(rig.store, opus)] == [encoder("opus")]
+    assert [record.encoder for record in read_records(rig.store, opus)] == [encoder("opus")]
     assert b"encoder" not in rig.store.get(f"jobs/{wav.id}/provenance.json"), (
         "the record of such a job is what it always was"
     )
@@ -168,7 +168,7 @@ def test_provenance_names_the_encoder_and_another_one_is_noticed(
     (note,) = said(opus)
     assert f"was {encoder('opus')} and is libsndfile 9, libopus 2 here" in note
     put_provenance(rig.store, opus, info)
-    assert [record.encoder for record in records(rig.store, opus)] == [
+    assert [record.encoder for record in read_records(rig.store, opus)] == [
         encoder("opus"),
         "libsndfile 9, libopus 2",
     ]

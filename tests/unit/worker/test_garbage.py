@@ -130,7 +130,7 @@ def test_a_job_that_is_retried_during_the_sweep_keeps_what_it_makes(rig: Rig) ->
 
     assert swept(rig, RetriedMeanwhile()).orphans == 0
     assert rig.status(job).items.done == 6
-    assert set(rig.audio()) == {one.key for one in rig.ledger.artifact_facts(job.id, "audio")}
+    assert set(rig.audio()) == {one.key for one in rig.ledger.artifacts(job.id, "audio")}
 
 
 def test_an_object_committed_between_the_look_and_the_delete_stays(rig: Rig) -> None:
@@ -307,7 +307,7 @@ def test_the_command_counts_and_says_what_it_could_not_look_at(
     execute(rig.ledger, "UPDATE jobs SET store_url = 'ftp://nowhere'")
     failed = CliRunner().invoke(cli, ["sweep", "--grace-hours", "0"])
     assert failed.exit_code == 1
-    assert failed.stdout == "0 orphans, 0 bytes; 1 jobs could not be looked at\n"
+    assert failed.stdout == "0 orphans, 0 bytes; 1 jobs could not be checked\n"
 
 
 def test_a_store_of_another_identity_is_not_swept(rig: Rig) -> None:

@@ -33,7 +33,7 @@ def packs_of(rig: Rig, job: Job) -> list[str]:
 def content_of(rig: Rig, job: Job, kind: str = "audio") -> dict[int, str]:
     """Index -> hash of what the store has of each item that has an artifact; each is what the ledger says."""
     found: dict[int, str] = {}
-    for artifact in rig.ledger.artifact_facts(job.id, kind):
+    for artifact in rig.ledger.artifacts(job.id, kind):
         found[artifact.index] = hashlib.sha256(read_artifact(rig.store, artifact)).hexdigest()
         assert found[artifact.index] == artifact.sha256
     return found
@@ -85,7 +85,7 @@ def test_a_full_pack_is_put_and_the_next_one_begun(build: Build) -> None:
     packs = packs_of(rig, job)
     assert 1 < len(packs) < len(TEXTS)
     assert (
-        {artifact.pack for artifact in rig.ledger.artifact_facts(job.id, "audio")}
+        {artifact.pack for artifact in rig.ledger.artifacts(job.id, "audio")}
         == set(packs)
         == rig.ledger.packs(job.id)
     )
@@ -125,10 +125,10 @@ def test_checked_draws_go_into_packs_and_refused_ones_do_not(build: Build) -> No
     quality = quality_of("basic", None, ())
     job = rig.submit(["A quiet sentence.", "[[silent]] nothing is heard"], pack=True, quality=quality)
     assert rig.run_next() is ShardEnd.FINISHED
-    assert [(row.index, row.pack) for row in rig.ledger.artifact_facts(job.id, "quarantine")] == [(1, None)]
-    assert [
-        (row.index, row.pack in rig.store.objects) for row in rig.ledger.artifact_facts(job.id, "audio")
-    ] == [(0, True)]
+    assert [(row.index, row.pack) for row in rig.ledger.artifacts(job.id, "quarantine")] == [(1, None)]
+    assert [(row.index, row.pack in rig.store.objects) for row in rig.ledger.artifacts(job.id, "audio")] == [
+        (0, True)
+    ]
 
 
 def test_a_worker_that_drains_stores_what_it_has(build: Build) -> None:
@@ -203,7 +203,7 @@ def test_a_slow_store_holds_back_who_adds_and_memory_stays_two_packs(build: Buil
         times=Times(pack_bytes=10_000, pack_seconds=3600),
         clock=FakeClock(),
         run=lambda work: work(),
-        alone=lambda items: False,
+        are_last=lambda items: False,
     )
     stored: list[Future[Done]] = []
 
@@ -241,7 +241,7 @@ def test_what_the_store_raises_is_each_items(build: Build) -> None:
         times=Times(pack_bytes=10, pack_seconds=1),
         clock=FakeClock(),
         run=lambda work: work(),
-        alone=lambda _: False,
+        are_last=lambda _: False,
     )
     made = Artifact(0, "audio", "0.wav", "", 100, 1, 1, 1, 0)
     refused = packs.add(Done(0, ()), [(made, b"x" * 100)], "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,17 +13,6 @@ from jobs.worker_group import WorkerReport
 from pipelines.errors import ErrorCode, ServiceError
 from pipelines.ipc import Channel
 from worker.runtime import Runtime
-
-
-@pytest.fixture
-def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Channel[WorkerReport]]:
-    """The end of a process that started this one as its worker. It goes after the worker has ended."""
-    ours, theirs = socket.socketpair()
-    channel, own = Channel(ours, WorkerReport), Channel(theirs, bool)
-    monkeypatch.setattr("jobs.worker_group._parent", own)
-    yield channel
-    channel.close()
-    own.close()
 
 
 @pytest.fixture
@@ -58,7 +46,7 @@ def test_a_start_waits_for_a_ledger_that_is_away(
     monkeypatch.setattr(runtime.ledger, "register_worker", failing_once("register", register))
     runtime.start()
     assert calls == ["check", "check", "register", "register"]
-    assert [row.state for row in runtime.ledger.worker_statuses(everyone=True)] == ["up"]
+    assert [row.state for row in runtime.ledger.worker_statuses(include_ended=True)] == ["up"]
     assert parent.receive(60).message == WorkerReport(up=True)
 
 
@@ -78,7 +66,7 @@ def test_a_start_that_waits_ends_when_it_is_told_to(
     runtime.drain()
     start.join(240)
     assert not start.is_alive()
-    assert runtime.ledger.worker_statuses(everyone=True) == []
+    assert runtime.ledger.worker_statuses(include_ended=True) == []
     with pytest.raises(TimeoutError):
         parent.receive(0)
     runtime.stop()
