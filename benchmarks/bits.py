@@ -33,6 +33,8 @@ from benchmarks.checkpoint import (
     PUBLISHED_CODEC,
     SPARK_LM,
     TINY_CODEC,
+    TINY_LM,
+    AnyIdSpeaks,
     DummyWeights,
     dummy_decoder,
     dummy_model,
@@ -40,7 +42,6 @@ from benchmarks.checkpoint import (
 )
 from benchmarks.common import Bench, numbers, parser, words
 from benchmarks.engine import PAGE_SIZE
-from benchmarks.families import TINY_LM, AnyIdSpeaks
 from benchmarks.speech import prepare_all
 from kernels.registry import on_device
 from kernels.sampler import DrawFlags

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
+from tokenizers.models import BPE, WordLevel
 from tokenizers.trainers import BpeTrainer
 from torch import Tensor, nn
 
@@ -33,6 +33,7 @@ from pipelines.fish_speech.codec import Codec, codec_from
 from pipelines.fish_speech.config import CodecConfig as FishCodecConfig
 from pipelines.fish_speech.config import CodecStackConfig, FishConfig
 from pipelines.fish_speech.model import drawn_ids, frame_tensors, take_fast
+from pipelines.fish_speech.prompt import Vocabulary as FishVocabulary
 from pipelines.nn.checkpoint import Loader, open_device
 from pipelines.qwen3_tts.codec import CodecDecoder, fuses_front
 from pipelines.qwen3_tts.config import CodecConfig, CodecDecoderConfig, Qwen3TTSConfig
@@ -48,6 +49,8 @@ from pipelines.spark_tts.config import (
     VocosConfig,
     WaveConfig,
 )
+from pipelines.spark_tts.prompt import SparkCodes
+from pipelines.spark_tts.prompt import Vocabulary as SparkVocabulary
 from pipelines.spark_tts.speaker import MelMagnitudes, SpeakerEncoder
 from pipelines.spark_tts.wave_generator import WaveGenerator, prepared
 from pipelines.vllm_engine.engine_frames import EngineFrames
@@ -361,6 +364,97 @@ def dummy_fish_frames(
 
 def _keeping_variance(name: str, noise: Tensor) -> Tensor:
     return torch.ones_like(noise) if noise.dim() == 1 else noise * noise.shape[-1] ** -0.5
+
+
+#: Sizes of SparkTTS's LM that a CPU can run, with the published vocabulary and codec.
+TINY_LM = {"hidden": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32, "intermediate": 96}
+_SPARK_CONTROLS = (
+    "task_tts", "task_controllable_tts", "start_content", "end_content", "start_style_label", "end_style_label",
+    "start_global_token", "end_global_token", "start_semantic_token", "end_semantic_token",
+)  # fmt: skip
+
+
+def token_letters(text: str) -> list[int]:
+    """A number for every four letters, as English has tokens."""
+    return [sum(text[at : at + 4].encode()) for at in range(0, len(text), 4)]
+
+
+def numbered_words(count: int, names: Sequence[str]) -> Tokenizer:
+    """A vocabulary of so many words, and tokens behind them."""
+    tokenizer = Tokenizer(WordLevel({f"w{index}": index for index in range(count)}, unk_token="w0"))
+    tokenizer.add_tokens([AddedToken(name, normalized=False) for name in names])
+    return tokenizer
+
+
+class AnyIdSpeaks(SparkVocabulary):
+    """The published layout of ids over a text vocabulary of numbered words.
+
+    Random weights write any id, so each counts as a semantic token: as many tokens become audio as a trained model
+    would write.
+    """
+
+    def __init__(self) -> None:
+        names = ["endoftext", "im_start", "im_end", *(f"spare_{index}" for index in range(19))]
+        names += [f"bicodec_global_{code}" for code in range(4096)]
+        names += [f"bicodec_semantic_{code}" for code in range(8192)]
+        levels = [f"{kind}_label_{level}" for kind in ("pitch", "speed") for level in range(5)]
+        names += [*_SPARK_CONTROLS, "gender_0", "gender_1", *levels]
+        super().__init__(
+            numbered_words(151_643, [f"<|{name}|>" for name in names]), 8192, 4096, Path("dummy")
+        )
+
+    def spoken(self, text: str) -> list[int]:
+        return [self.control("start_content"), *token_letters(text), self.control("end_content")]
+
+    def parse(self, ids: object) -> SparkCodes:
+        return SparkCodes(tuple(token % 8192 for token in ids), ())  # pyright: ignore[reportGeneralTypeIssues]
+
+
+class AnyText(FishVocabulary):
+    """The published layout of ids over a text vocabulary of numbered words."""
+
+    def __init__(self, config: FishConfig) -> None:
+        self._words = config.end - 2
+        semantic = (f"<|semantic:{index}|>" for index in range(len(config.semantic)))
+        names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *FISH_CONTROLS, *semantic]
+        super().__init__(numbered_words(self._words, names), config, Path("dummy"))
+
+    def encode(self, text: str) -> list[int]:
+        """Control tokens are letters too."""
+        return [number % self._words for number in token_letters(text)]
+
+    def spoken(self, text: str) -> list[int]:
+        return self.encode(text)
+
+
+def write_lm(folder: Path, lm: LmConfig) -> None:
+    """A folder with the LM's config.json, for vLLM's `load_format="dummy"`."""
+    folder.mkdir(parents=True)
+    config = {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": lm.hidden, "num_hidden_layers": lm.layers,
+        "num_attention_heads": lm.heads, "num_key_value_heads": lm.kv_heads, "intermediate_size": lm.intermediate,
+        "vocab_size": lm.vocab, "max_position_embeddings": lm.max_positions, "rope_theta": lm.rope_theta, "rms_norm_eps": lm.eps,
+        "hidden_act": "silu", "tie_word_embeddings": True, "use_sliding_window": False, "bos_token_id": 151_643,
+        "eos_token_id": lm.eos, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def wav2vec2(device: torch.device) -> Any:
+    """wav2vec2 of the size of XLSR-53, cut as ours is."""
+    from transformers import Wav2Vec2Config, Wav2Vec2Model
+
+    from pipelines.spark_tts.reference import KEPT_LAYERS, SemanticFeatures
+
+    features = SemanticFeatures.__new__(SemanticFeatures)
+    sizes = Wav2Vec2Config(
+        hidden_size=1024, num_hidden_layers=KEPT_LAYERS, num_attention_heads=16, intermediate_size=4096,
+        do_stable_layer_norm=True, feat_extract_norm="layer", conv_bias=True, apply_spec_augment=False,
+    )  # fmt: skip
+    with device:
+        features.model = Wav2Vec2Model(sizes).requires_grad_(False).eval()
+    features.device, features.normalize = device, True
+    return features
 
 
 #: Ids of the published tokenizer.

@@ -39,6 +39,7 @@ from torch.nn.functional import embedding_bag
 from benchmarks.checkpoint import (
     FRAMES_PER_SECOND,
     PUBLISHED_CODEC,
+    TINY_LM,
     dummy_bicodec,
     dummy_fish_codec,
     dummy_fish_frames,
@@ -46,6 +47,7 @@ from benchmarks.checkpoint import (
     fish_config,
     qwen3_config,
     spark_config,
+    write_lm,
 )
 from benchmarks.common import Bench, Row, parser
 from benchmarks.report import ROOT
@@ -208,8 +210,6 @@ def qwen3(bench: Bench, size: str, batches: Sequence[int], frames: int) -> None:
 @torch.inference_mode()
 def spark(bench: Bench, folder: Path, batches: Sequence[int], seconds: float) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    from benchmarks.families import TINY_LM, write_lm
 
     config, dtype = spark_config(folder), bench.options.codec_dtype
     if bench.options.tiny:

@@ -13,37 +13,77 @@ vLLM is not installed.
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+import wave
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from queue import Queue
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.checkpoint import (
+    TINY_LM,
+    AnyIdSpeaks,
+    AnyText,
+    DummyWeights,
+    dummy_bicodec,
+    dummy_fish_codec,
+    fish_config,
+    spark_config,
+    wav2vec2,
+    write_lm,
+)
 from benchmarks.common import Bench, GpuUse, ThreadUse, numbers, parser, serves, words
 from benchmarks.engine import Watched
-from benchmarks.families import FAMILIES, VOICES, Family, Spark
-from benchmarks.shapes import device_named, frame_floor
+from benchmarks.shapes import FISH, SPARK, Shape, device_named, frame_floor
 from kernels.registry import on_device
 from kernels.sampler import DrawFlags
+from pipelines.engine.core import EngineOptions
 from pipelines.engine.engine import Engine
 from pipelines.engine.executor import FrameExecutor, FrameSettings
-from pipelines.engine.opening import open_executor
-from pipelines.engine.state import Placement
+from pipelines.engine.opening import MemoryNeeds, NativeModelOptions, open_executor
+from pipelines.engine.state import Placement, SamplingParams
 from pipelines.errors import ErrorCode, NightjarError
-from pipelines.request import Done, Event, Failed, Pipeline, Speech, SynthesisRequest, submit
-from pipelines.tokens import TokenRequest, Tokens
+from pipelines.fish_speech import engines as fish_engines
+from pipelines.fish_speech import pipeline as fish_pipeline
+from pipelines.fish_speech.model import FishModel
+from pipelines.fish_speech.model import take_weights as take_fish
+from pipelines.options import TokenModelOptions
+from pipelines.request import (
+    Done,
+    Event,
+    Failed,
+    Generation,
+    Message,
+    Pipeline,
+    Speech,
+    SynthesisRequest,
+    submit,
+)
+from pipelines.spark_tts import pipeline as spark_pipeline
+from pipelines.spark_tts.config import LLM
+from pipelines.spark_tts.language_model import Drawable, SparkModel, sized
+from pipelines.spark_tts.language_model import take_weights as take_spark
+from pipelines.spark_tts.reference import ReferenceEncoder
+from pipelines.tokens import TokenHost, TokenRequest, Tokens, TokenSampling
+from pipelines.vllm_engine.library import ModelSpec
 
+#: Positions of a sequence, and of a page.
+CONTEXT, PAGE_SIZE = 1024, 64
+VOICES, REFERENCE_SECONDS = 16, 6.0
+TEXT = "The rain falls on the quiet street, and nobody walks. "
 PROMPT_TOKENS = 120
 #: Requests of a steady run for each slot; and for so many slots one more request is under way, to enter the LM or to
 #: be decoded.
@@ -55,6 +95,171 @@ STREAM_TURNS, LEAST_STREAMS = 6, 60
 FRAMES, CALLS = 8, 7
 #: A request of a pipeline by its number.
 Make = Callable[[int], SynthesisRequest]
+
+
+class Endless(spark_pipeline.SparkPipeline):
+    """Speech as long as its request allows: random weights draw an end by chance."""
+
+    def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, spark_pipeline.SparkRequestInfo]:
+        wanted, info = super()._prepare(request)
+        return replace(wanted, sampling=replace(wanted.sampling, ignore_end=True)), info
+
+
+class Family:
+    """A model for a benchmark: all but the LM, which both engines share, and the LM on each of them.
+
+    Each family has its `model` with what it takes of a GPU (its weights are there already, every slot has room for a whole
+    context), the codec's `stage` of a pipeline, the LM's `host` over our own engine, a `pipeline`, and for vLLM the
+    `spec` with dummy weights.
+    """
+
+    #: Frames of a second of speech, positions before it, and a recording's samples a second.
+    rate: float
+    prompt: int
+    sample_rate: int
+    #: What is said in the recording of a voice.
+    reference_text: str | None = None
+    drawn: SamplingParams
+    sampling: TokenSampling
+    shape: Shape
+    #: Of vLLM.
+    memory_share: float
+    #: Slots of an engine that streams are measured on, at least: some are free for whole utterances as well.
+    stream_slots = 0
+    #: Further fields of a sequence of the LM alone.
+    fields: Mapping[str, Any] = MappingProxyType({})
+    text_ids: int
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench, self.weights = bench, DummyWeights(bench.device)
+
+    def request(self, name: str, index: int, seconds: float) -> SynthesisRequest:
+        """One of `VOICES` recordings, a text of its own."""
+        audio = recording(REFERENCE_SECONDS, self.sample_rate, index % VOICES)
+        messages = (Message("user", "text", f"{index} {TEXT}" * 3), Message("user", "audio", audio))
+        generation = Generation(reference_text=self.reference_text, max_seconds=seconds)
+        return SynthesisRequest(f"{name}-{index}", messages, generation, seed=index)
+
+    def sizes(self, needs: MemoryNeeds, slots: int, streams: int) -> EngineOptions:
+        """Of the native engine. `streams`: how many it is prepared for; as many slots are then kept free of whole
+        utterances."""
+        asked = NativeModelOptions(
+            slots=slots, streams=streams, pages=slots * CONTEXT // PAGE_SIZE, page_size=PAGE_SIZE
+        )
+        return asked.plan(needs, self.bench.device, CONTEXT, CONTEXT, frame_seconds=1 / self.rate)
+
+
+class Spark(Family):
+    """SparkTTS; with `tiny` an LM that a CPU can run."""
+
+    rate, prompt, sample_rate = 50, 80, 16_000
+    drawn = SamplingParams(0.8, 50, 0.95, 1.0, 0.8, 50, 0.95)
+    sampling = TokenSampling(0, 0.8, 50, 0.95, ignore_end=True)
+    memory_share, stream_slots = 0.4, 128
+    shape = SPARK
+
+    def __init__(self, bench: Bench, folder: Path) -> None:
+        super().__init__(bench)
+        config = spark_config(folder)
+        if bench.options.tiny:
+            config = replace(config, lm=replace(config.lm, **TINY_LM))
+        self.config, self.vocabulary = config, AnyIdSpeaks()
+        tokenizer, codec = dummy_bicodec(config, bench.device, bench.options.codec_dtype)
+        references = ReferenceEncoder(config, tokenizer, wav2vec2(bench.device))
+        self.parts = spark_pipeline.Parts(config, self.vocabulary, references, codec)
+        self.drawable, self.text_ids = (
+            Drawable.of(self.vocabulary, config.lm),
+            min(150_000, config.lm.vocab // 2),
+        )
+        write_lm(folder / LLM, config.lm)
+
+    def model(self) -> tuple[SparkModel, MemoryNeeds]:
+        lm, dtype, device = self.config.lm, self.bench.dtype, self.bench.device
+        with torch.inference_mode():
+            weights = take_spark(self.weights, lm, self.drawable, dtype, device)
+            model = SparkModel(lm, weights, self.drawable, CONTEXT)
+        page = 2 * lm.layers * lm.kv_heads * lm.head_dim * PAGE_SIZE * dtype.itemsize
+        return model, MemoryNeeds(0, 12 * (self.drawable.rows + 2 * lm.intermediate), page, 250_000)
+
+    def sizes(self, needs: MemoryNeeds, slots: int, streams: int) -> EngineOptions:
+        return sized(super().sizes(needs, slots, streams), self.bench.device)
+
+    def stage(self) -> Any:
+        return spark_pipeline.open_stage(self.parts.codec)
+
+    def host(self, engine: Engine) -> TokenHost:
+        return spark_pipeline.open_host(engine, self.drawable)
+
+    def pipeline(self, host: TokenHost, stage: Any) -> Pipeline:
+        return Endless(self.parts, stage, host, keep_unfinished=True)
+
+    def spec(self) -> tuple[ModelSpec, TokenModelOptions]:
+        spec = ModelSpec(self.config.folder / LLM, engine={"load_format": "dummy"})
+        return spec, TokenModelOptions(max_context=2 * CONTEXT)
+
+
+class Fish(Family):
+    """Fish Speech S2, of the published or of tiny sizes."""
+
+    rate, prompt, sample_rate, reference_text = 44_100 / 2048, 200, 44_100, TEXT
+    drawn = SamplingParams(0.8, 30, 0.8, 1.0, 0.8, 30, 0.8)
+    sampling = TokenSampling(0, 0.8, 30, 0.8, ignore_end=True)
+    memory_share = 0.6
+    shape = FISH
+
+    def __init__(self, bench: Bench, folder: Path) -> None:
+        super().__init__(bench)
+        self.config = config = fish_config(folder, bench.options.tiny)
+        self.vocabulary, self.text_ids = AnyText(config), config.end - 2
+        self.codec = dummy_fish_codec(config, bench.device, bench.options.codec_dtype)
+        self.fields = {"prompt_codes": np.zeros((0, config.codebooks), np.int64)}
+        self._texts = itertools.count()
+
+    def request(self, name: str, index: int, seconds: float) -> SynthesisRequest:
+        """No text comes twice, so that requests share a voice and nothing else."""
+        return super().request(name, next(self._texts), seconds)
+
+    def model(self) -> tuple[FishModel, MemoryNeeds]:
+        config, slow, dtype = self.config, self.config.slow, self.bench.dtype
+        with torch.inference_mode():
+            weights = take_fish(self.weights, config, dtype, self.bench.device)
+            model = FishModel(config, weights, CONTEXT)
+        page = 2 * slow.layers * slow.kv_heads * slow.head_dim * PAGE_SIZE * dtype.itemsize
+        slot = 12 * (config.codebooks * config.fast.vocab + 2 * slow.intermediate)
+        return model, MemoryNeeds(0, slot, page, 1_600_000)
+
+    def stage(self) -> Any:
+        return fish_pipeline.open_stage(self.codec.decoder)
+
+    def host(self, engine: Engine) -> TokenHost:
+        return fish_engines.native_host(self.config, engine)
+
+    def pipeline(self, host: TokenHost, stage: Any) -> Pipeline:
+        given = self.config, self.vocabulary, self.codec, host, stage
+        return fish_pipeline.FishPipeline(*given, keep_unfinished=True)
+
+    def spec(self) -> tuple[ModelSpec, TokenModelOptions]:
+        dtype = "bfloat16" if self.bench.on_gpu else "float32"
+        spec = fish_engines.model_spec(self.config, True, load_format="dummy")
+        return spec, TokenModelOptions(dtype=dtype, max_context=CONTEXT)
+
+
+FAMILIES: dict[str, type[Spark] | type[Fish]] = {"spark": Spark, "fish": Fish}
+
+
+@lru_cache(maxsize=64)
+def recording(seconds: float, sample_rate: int, seed: int) -> bytes:
+    """A tone in noise as a WAV file."""
+    dice = np.random.default_rng(seed)
+    moments = np.arange(int(seconds * sample_rate)) / sample_rate
+    samples = 0.3 * np.sin(2 * np.pi * (100 + seed) * moments) + 0.02 * dice.standard_normal(len(moments))
+    file = io.BytesIO()
+    with wave.open(file, "wb") as made:
+        made.setnchannels(1)
+        made.setsampwidth(2)
+        made.setframerate(sample_rate)
+        made.writeframes((32767 * samples).astype("<i2").tobytes())
+    return file.getvalue()
 
 
 def prepare_all(executor: FrameExecutor, device: torch.device) -> None:
@@ -332,9 +537,9 @@ def vllm(family: Family, parts: set[str]) -> None:
     from pipelines.vllm_engine.host import VllmHost
 
     spec, chosen = family.spec()
-    slots, share = max(family.bench.options.requests), family.bench.options.memory_share
+    slots = max(family.bench.options.requests)
     begin = time.perf_counter()
-    host = VllmHost(spec, replace(chosen, slots=slots, memory_share=share or family.memory_share))
+    host = VllmHost(spec, replace(chosen, slots=slots, memory_share=family.memory_share))
     print(f"vLLM started in {time.perf_counter() - begin:.0f} s", flush=True)
     run(family, family.pipeline(host, family.stage()), "vllm", {}, parts)
 
@@ -366,21 +571,13 @@ def main(given: list[str] | None = None) -> int:
     made.add_argument("--streams", type=numbers, default="1,64", help="streams at once")
     made.add_argument("--seconds", type=float, default=10.0)
     made.add_argument("--codec-dtype", choices=("float32", "bfloat16", "float16"))
-    made.add_argument("--memory-share", type=float, help="of vLLM")
     options = made.parse_args(given)
     options.codec_dtype = codec_dtype(options)
-    kind, engines = (
-        FAMILIES[options.family],
-        [one for one in options.engines if one == "native" or find_spec("vllm")],
-    )
+    kind = FAMILIES[options.family]
+    engines = [one for one in options.engines if one == "native" or find_spec("vllm")]
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = kind is Spark
     dtype = str(options.codec_dtype).removeprefix("torch.")
-    facts: dict[str, Any] = {
-        "codec_dtype": dtype,
-        "seconds": options.seconds,
-        "aim": kind.aim,
-        "must": kind.must,
-    }
+    facts: dict[str, Any] = {"codec_dtype": dtype, "seconds": options.seconds}
     if "vllm" in engines:
         from pipelines.vllm_engine.library import load_vllm
 

@@ -1,7 +1,7 @@
-"""Deletes a job: its objects in the store, its rows in the ledger, and what this user remembers of it.
+"""Deletion of a job: its objects in the store, its rows in the ledger, and its note of recent jobs.
 
-Everything of a job has a key below `jobs/ID/`, also its copies of reference recordings, so nothing of
-another job is touched. A deletion that was interrupted goes on when it is given again.
+All objects of a job, including its copies of reference audio, have keys below `jobs/ID/`, so other jobs are not
+affected. An interrupted deletion continues when the command is repeated.
 """
 
 from __future__ import annotations
@@ -19,39 +19,37 @@ from pipelines.errors import ErrorCode, StoreError
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
 
-#: Objects that one request deletes; S3 takes no more.
+#: Maximum number of objects deleted by one request, a limit of S3.
 OBJECTS_AT_ONCE = 1000
-#: A worker that lost its lease may store something behind the list. What comes later is left to the sweep.
+#: A worker that lost its lease may store more objects after the listing. Later ones are left to the sweep.
 MAX_PASSES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
-    """What was deleted, or would be."""
+    """The data that was deleted, or would be."""
 
     job_id: str
     items: int
     objects: int
-    #: Of the objects.
+    #: Total size of the objects.
     bytes: int
 
 
 def objects_of(store: ObjectStore, job_id: str) -> Iterator[ObjectInfo]:
-    """The objects of a job, streamed. Raises `store.bad_key` for an id that would lead out of its folder."""
+    """The objects of a job, streamed, without those of other programs. Raises `store.bad_key` for an invalid id."""
     prefix = job_prefix(job_id)
     if split_key(prefix.removesuffix("/")) != ["jobs", job_id]:
         raise StoreError(
             ErrorCode.STORE_BAD_KEY,
-            f"The id {job_id[:80]!a} is not the id of a job.",
+            f"{job_id[:80]!a} is not the id of a job.",
             "`nightjar list` shows the jobs of this ledger.",
         )
-    return (
-        info for info in store.list(prefix) if info.key.startswith(prefix) and _is_written_by_us(info.key)
-    )
+    return (info for info in store.list(prefix) if info.key.startswith(prefix) and _is_valid_key(info.key))
 
 
 def delete_objects(store: ObjectStore, job_id: str) -> tuple[int, int]:
-    """Deletes every object of a job; how many there were, and their bytes. Raises `StoreError`."""
+    """Deletes all objects of a job; returns their number and size. Raises `StoreError`."""
     objects = size = 0
     for _ in range(MAX_PASSES):
         before, found = objects, objects_of(store, job_id)
@@ -64,7 +62,7 @@ def delete_objects(store: ObjectStore, job_id: str) -> tuple[int, int]:
 
 
 def measure_job(ledger: Ledger, store: ObjectStore, job_id: str) -> Deleted:
-    """What `delete_job` would delete. Writes nothing. Raises `NotFoundError` and `StoreError`."""
+    """The data that `delete_job` would delete. Raises `NotFoundError` and `StoreError`."""
     objects = size = 0
     for info in objects_of(store, job_id):
         objects, size = objects + 1, size + info.bytes
@@ -72,8 +70,8 @@ def measure_job(ledger: Ledger, store: ObjectStore, job_id: str) -> Deleted:
 
 
 def delete_job(ledger: Ledger, store: ObjectStore, job_id: str) -> Deleted:
-    """Deletes a job that has ended. Raises `NotFoundError`, `StoreError`, and `ServiceError` with
-    `ledger.state` for one that has not."""
+    """Deletes an ended job. Raises `NotFoundError`, `StoreError`, and `ServiceError` with `ledger.state` for a job that
+    has not ended."""
     ledger.begin_delete(job_id)
     items = ledger.job(job_id).total_items
     objects, size = delete_objects(store, job_id)
@@ -82,8 +80,8 @@ def delete_job(ledger: Ledger, store: ObjectStore, job_id: str) -> Deleted:
     return Deleted(job_id, items, objects, size)
 
 
-def _is_written_by_us(key: str) -> bool:
-    """What somebody else put there under a key that no store of ours takes stays."""
+def _is_valid_key(key: str) -> bool:
+    """Whether a key is valid. Foreign objects with other keys are kept."""
     try:
         split_key(key)
     except StoreError:

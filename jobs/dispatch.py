@@ -1,7 +1,6 @@
-"""The broker and the dispatcher: a Celery app whose settings keep it harmless, and ready shards that
-become messages.
+"""The broker and the dispatcher: the Celery app with its settings, and messages for ready shards.
 
-The ledger holds the truth; the broker only wakes workers."""
+The state is in the ledger; messages only wake workers."""
 
 from __future__ import annotations
 
@@ -32,18 +31,18 @@ BATCH_MESSAGES = 500
 
 
 def message_priority(job_priority: int) -> int:
-    """The Redis priority of a job's messages: 0 is delivered first, and kombu keeps one list each for 0,
-    3, 6 and 9."""
+    """The Redis priority of a job's messages: 0 is delivered first; kombu has one list each for 0, 3, 6 and
+    9."""
     if job_priority > 0:
         return 0 if job_priority >= 10 else 3
     return 6 if job_priority == 0 else 9
 
 
 def make_celery(settings: Settings) -> Celery:
-    """The Celery app of this installation.
+    """The Celery app of the settings.
 
-    Messages only wake workers: no results, no ETA, JSON only, acknowledged late, and a worker takes no
-    message it has no slot for. Retries are the ledger's (`not_before`), never Celery's.
+    Messages only wake workers: no results, no ETA, JSON only, late acknowledgement, and no prefetching. Retries are
+    scheduled by the ledger (`not_before`), never by Celery.
     """
     from celery import Celery
     from kombu.entity import Queue
@@ -52,8 +51,7 @@ def make_celery(settings: Settings) -> Celery:
     app.conf.update(
         broker_url=settings.effective_broker_url,
         broker_transport_options={
-            # Only for messages of killed workers; leases decide who may run a shard, so a second delivery is
-            # harmless.
+            # For messages of killed workers. A second delivery is harmless, because a shard needs a lease.
             "visibility_timeout": 3600,
             "unacked_restore_interval": 5,
             "unacked_restore_throttle": 1,
@@ -74,7 +72,7 @@ def make_celery(settings: Settings) -> Celery:
         task_create_missing_queues=False,
         task_send_sent_event=True,
         worker_send_task_events=True,
-        # Whoever reaches the broker could else end workers.
+        # Otherwise any client of the broker could end workers.
         worker_enable_remote_control=False,
         worker_prefetch_multiplier=1,
         worker_disable_prefetch=True,
@@ -85,13 +83,13 @@ def make_celery(settings: Settings) -> Celery:
 
 
 class Publisher:
-    """Publishes shards over one pooled connection. Raises `broker.unreachable` and may then be used again."""
+    """Publishes shards over a pooled connection. It can still be used after `broker.unreachable`."""
 
     def __init__(self, settings: Settings) -> None:
         self._app = make_celery(settings)
 
     def publish(self, tickets: Sequence[Ticket]) -> None:
-        """Sends one message for each ticket, pipelined; the body is (job, shard, epoch) and nothing else."""
+        """Sends one message (job, shard, epoch) per ticket, pipelined."""
         if not tickets:
             return
         with self._connection() as connection:
@@ -115,13 +113,13 @@ class Publisher:
                     )
 
     def queue_depth(self) -> int:
-        """Messages that wait in the broker."""
+        """The number of messages in the broker."""
         with self._connection() as connection:
             channel: Any = connection.default_channel
             return int(channel.queue_declare(QUEUE).message_count)
 
     def ping(self) -> None:
-        """Raises `broker.unreachable` when the broker does not answer."""
+        """Raises `broker.unreachable` if the broker does not answer."""
         with self._connection() as connection:
             channel: Any = connection.default_channel
             channel.client.ping()
@@ -145,12 +143,12 @@ class Publisher:
             raise ServiceError(
                 ErrorCode.BROKER_UNREACHABLE,
                 f"The broker at {url} cannot be reached: {redact(str(error)).rstrip('.')}.",
-                "Start it, or set SPEECH_BROKER_URL to one that runs; `nightjar dev` runs one here, with a worker.",
+                "Start it, or set SPEECH_BROKER_URL to a running one. `nightjar dev` runs one with a worker.",
             ) from error
 
 
 def check(settings: Settings) -> None:
-    """Raises `broker.unreachable` when the broker does not answer within a few seconds."""
+    """Raises `broker.unreachable` if the broker does not answer within a few seconds."""
     with closing(Publisher(settings)) as publisher:
         publisher.ping()
 
@@ -158,8 +156,8 @@ def check(settings: Settings) -> None:
 class Dispatcher:
     """Moves shards from ready to queued in the ledger, then publishes them.
 
-    The state is committed before the message is sent: a crash between loses messages, which
-    `Ledger.reconcile` finds, and never a shard. Any number of dispatchers may run at once.
+    The state is committed before the message is sent, so a crash in between loses only messages, which
+    `Ledger.reconcile` detects. Any number of dispatchers can run at once.
     """
 
     def __init__(self, ledger: Ledger, settings: Settings, publisher: Publisher | None = None) -> None:
@@ -168,9 +166,9 @@ class Dispatcher:
         self._publisher = publisher or Publisher(settings)
 
     def run_once(self) -> int:
-        """Dispatches what fits into the window; returns how many shards.
+        """Dispatches shards up to the window; returns their number.
 
-        Raises `ServiceError`; shards whose messages could not be sent are ready again then.
+        Raises `ServiceError`; shards whose messages could not be sent become ready again.
         """
         room = self._ledger.free_window(self._window_factor)
         tickets = self._ledger.take_ready(room, self._window_factor) if room > 0 else []

@@ -1,11 +1,10 @@
-"""The embedded default: one home folder with its lock, a private Valkey and its workers, all gone when the
-process is gone.
+"""The embedded default: a home folder with its lock, a private Valkey and workers. All processes end with this one.
 
 <home>/.nightjar/lock            held while a `nightjar run` or `nightjar dev` works here
 <home>/.nightjar/ledger.sqlite   the ledger
 <home>/.nightjar/broker.json     the broker's address while it runs
-<home>/.nightjar/worker.log      what the workers said
-<home>/.nightjar/server.log      what the server of a `nightjar dev` said
+<home>/.nightjar/worker.log      the log of the workers
+<home>/.nightjar/server.log      the log of the server of a `nightjar dev`
 <home>/jobs/...                  the store
 <home>/nightjar-store            its identity
 """
@@ -25,7 +24,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from jobs.gpus import Device
@@ -38,7 +36,7 @@ from jobs.own_files import (
 )
 from jobs.settings import Settings, load_settings, sqlite_path, sqlite_url
 from jobs.times import PREFIX as TIMES
-from jobs.worker_group import QuarantineReports, WorkerGroup, WorkerPlan, WorkerReport, plan_workers
+from jobs.worker_group import WorkerGroup, WorkerPlan, WorkerReport, plan_workers
 from pipelines.child_process import Child, end, signal_group, spawn
 from pipelines.errors import ErrorCode, NightjarError, ServiceError, StoreError, invalid
 
@@ -47,28 +45,28 @@ if TYPE_CHECKING:
     from jobs.ledger.records import Job
 
 START_SECONDS = 30
-#: How long a worker that was interrupted may finish the items in its hands.
+#: Time for an interrupted worker to finish its items.
 DRAIN_SECONDS = 10.0
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 2.0
-#: A socket's path has at most 107 bytes, so it is not in TMPDIR.
+#: First and longest pause before a worker is restarted, in seconds.
+RESTART_PAUSES = 0.1, 2.0
+#: Not in TMPDIR, because the path of a socket has a maximum of 107 bytes.
 _BROKER_ROOT = "/tmp"  # noqa: S108
 _BROKER_FOLDER = "nightjar-"
 
-#: Times of the embedded worker: one host has no network to be patient with.
+#: Shorter times of the embedded worker, which needs no tolerance for a network.
 _QUICK = {"lease_seconds": "15", "heartbeat_seconds": "3", "dispatch_seconds": "1", "reconcile_seconds": "2"}
 
 
 def embedded_settings(chosen: Settings) -> Settings:
-    """The settings of a run in the home that was chosen: the ledger of the home, the store that is set or
-    else the home, a short drain.
+    """The settings of a run in the chosen home: its ledger, the set store or else the home, a short drain.
 
-    Raises `config.invalid` for a ledger elsewhere: other workers may share it, and would be handed this
-    run's shards by its ledger but never by its broker, while its worker would take on their jobs.
+    Raises `config.invalid` for another ledger, whose workers would compete with those of this run but use
+    another broker.
     """
     own = chosen.state_folder / "ledger.sqlite"
     if chosen.database_url is not None and sqlite_path(chosen.ledger_url) != own:
         raise invalid(
-            f"This command keeps its ledger in {own.parent}, and database_url ({chosen.origin('database_url')}) names another one.",
+            f"This command keeps its ledger in {own.parent}, but database_url ({chosen.origin('database_url')}) names another one.",
             "Use `nightjar submit` for the workers of that ledger, or unset SPEECH_DATABASE_URL for this command.",
         )
     drain_is_set = chosen.origin("worker.drain_seconds") != "default"
@@ -81,10 +79,10 @@ def embedded_settings(chosen: Settings) -> Settings:
 
 
 class EmbeddedHome:
-    """A context manager that holds a home: its lock on entry; broker and workers once `start` was called;
-    nothing after exit.
+    """A context manager for a home. It takes the lock on entry, runs broker and workers after `start`, and ends
+    all of them on exit.
 
-    One worker runs for each of `devices`; None: one as it is.
+    One worker runs for each of `devices`; None: one worker on any device.
     """
 
     def __init__(self, settings: Settings, devices: Sequence[Device] | None = None) -> None:
@@ -94,13 +92,12 @@ class EmbeddedHome:
         self.state = settings.state_folder
         self.worker_log, self.server_log = self.state / "worker.log", self.state / "server.log"
         self._lock: int | None = None
-        #: Of the broker's socket.
+        #: The folder of the broker's socket.
         self._folder: Path | None = None
         self._broker: subprocess.Popen[bytes] | None = None
         self._workers: WorkerGroup | None = None
         self._server: subprocess.Popen[bytes] | None = None
-        self._reports = QuarantineReports(settings)
-        #: From `start` on.
+        #: Set by `start`.
         self._ledger: Ledger | None = None
         self._say: Callable[[str], None] = lambda text: None
 
@@ -112,7 +109,7 @@ class EmbeddedHome:
             raise StoreError(
                 ErrorCode.STORE_FORBIDDEN,
                 f"The folder {self.home} cannot be written: {error.strerror}.",
-                "Give a folder that you may write with --out.",
+                "Name a folder with write permission by --out.",
             ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -123,15 +120,13 @@ class EmbeddedHome:
             raise ServiceError(
                 ErrorCode.LEDGER_STATE,
                 f"Another `nightjar run` or `nightjar dev` (process {owner}) is running in {self.home}.",
-                "Wait for it, or give this run another folder with --out.",
+                "Wait for it, or name another folder with --out.",
             ) from None
         os.ftruncate(self._lock, os.pwrite(self._lock, str(os.getpid()).encode(), 0))
         self._forget_broker()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             self.stop(0.0)
         finally:
@@ -140,18 +135,18 @@ class EmbeddedHome:
                 self._lock = None
 
     def check_place(self) -> None:
-        """Raises `store.unreachable` where the home's path no longer leads to the folder that is held."""
+        """Raises `store.unreachable` if the home is no longer at its path."""
         try:
-            there = self._lock is not None and os.path.samestat(
+            is_there = self._lock is not None and os.path.samestat(
                 os.stat(self.state / "lock"), os.fstat(self._lock)
             )
         except OSError:
-            there = False
-        if not there:
+            is_there = False
+        if not is_there:
             raise StoreError(
                 ErrorCode.STORE_UNREACHABLE,
                 f"The folder of this run is no longer at {self.home}: it was moved, removed or unmounted.",
-                "Continue where it is now: give the same command with --out and its new place.",
+                "To continue, run the same command with --out and its new place.",
             )
 
     @property
@@ -159,28 +154,27 @@ class EmbeddedHome:
         return f"redis+socket://{self._folder}/broker?virtual_host=0"
 
     def prepare(self, model: str | None) -> None:
-        """Starts broker and workers. The workers open `model`, and touch neither broker nor ledger before
-        `start`. None: they are those of no job, and a job whose model they cannot open ends without them.
+        """Starts broker and workers. The workers open `model`, and use broker and ledger only after `start`.
+        None: they serve any job, and do not end if they cannot open the model of one.
 
-        Raises `broker.unreachable` when the broker does not come up.
+        Raises `broker.unreachable` if the broker does not start.
         """
         self._start_broker()
         self._workers = WorkerGroup(
+            self.settings,
             self.plans,
             lambda plan: self._start_worker(plan, model),
-            first_pause_seconds=FIRST_PAUSE_SECONDS,
-            longest_pause_seconds=LONGEST_PAUSE_SECONDS,
-            quarantine_seconds=self.settings.times.quarantine_seconds,
-            # Several workers write into one log: the last line may be another one's.
-            words=lambda: _last_line(self.worker_log) if len(self.plans) == 1 else "",
+            RESTART_PAUSES,
+            # The last line of a shared log may be from another worker.
+            lambda: _last_line(self.worker_log) if len(self.plans) == 1 else "",
         )
         self._workers.start()
 
     def start(self, ledger: Ledger, say: Callable[[str], None], job: Job | None = None) -> None:
-        """Lets the workers work, on a job at once, and starts them where `prepare` did not. `say` gets what
-        a person should know of them. Raises as `prepare`."""
+        """Lets the workers work, first on `job`, and starts them if `prepare` was not called. `say` gets messages
+        about them for the user. Raises as `prepare`."""
         self._ledger, self._say = ledger, say
-        # The home's lock is ours: the workers of a run that was killed are dead.
+        # With the lock of the home held here, workers of a killed run must be dead.
         ledger.end_dead_workers()
         self._requeue()
         if job is not None:
@@ -188,50 +182,52 @@ class EmbeddedHome:
         if self._workers is None:
             self.prepare(None if job is None else job.spec.model)
         assert self._workers is not None
-        self._workers.let_go()
+        self._workers.release()
 
     def serve(self, model: str) -> None:
-        """Starts a server of a model, with the address and the port of the settings."""
+        """Starts a server of a model at the address and port of the settings."""
         command = [sys.executable, "-P", "-m", "jobs", "serve", "--model", model]
         self._server = spawn(command, _open_log(self.server_log), os.environ | self._environment())
 
-    def tend(self) -> None:
-        """Brings back what died; to be called often, from the main thread.
+    def poll(self) -> None:
+        """Restarts processes that ended; to be called often, from the main thread.
 
-        Raises `store.unreachable` as `check_place`, `worker.crash` when no worker can work, what they cannot
-        open the model with where that is it, and `server.unreachable` when the server ended.
+        Raises `store.unreachable` as `check_place`, `worker.crash` or the error of opening the model if no
+        worker can work, and `server.unreachable` if the server ended.
         """
         self.check_place()
         if self._server is not None and self._server.poll() is not None:
-            said = f"The server ended. It said: {_last_line(self.server_log)}"
-            raise ServiceError(ErrorCode.SERVER_UNREACHABLE, said, f"See {self.server_log} for the reason.")
+            message = f"The server ended. Its last message: {_last_line(self.server_log)}"
+            raise ServiceError(
+                ErrorCode.SERVER_UNREACHABLE, message, f"See {self.server_log} for the reason."
+            )
         if self._broker is not None and self._broker.poll() is not None:
             self._start_broker()
             self._requeue()
         workers = self._workers
         if workers is None:
             return
-        for member, pid in workers.tend():
-            # The worker is dead: its shards need not wait for the end of its leases.
+        for member, pid in workers.poll():
+            # The worker is dead, so its shards need not wait for the expiry of its leases.
             assert self._ledger is not None
             self._ledger.end_dead_workers(socket.gethostname(), pid)
             self._requeue()
             if member.quarantined and len(self.plans) > 1:
                 self._say(member.reason)
-        self._reports.tend(workers.quarantined)
         if workers.over:
             raise self._no_worker(workers)
 
     def drain(self, say: Callable[[str], None]) -> None:
-        """Ends all of it after an interrupt, and says how long that may take."""
+        """Ends all processes after an interrupt, with a message about the time limit."""
         seconds = self.settings.worker.drain_seconds
         say(f"Stopping. Items in the engine have {seconds:.0f} s to finish. Press Ctrl-C again to stop now.")
         self.stop(seconds + 2)
 
     def stop(self, drain_seconds: float) -> None:
-        """Ends server, workers and broker: asks, waits `drain_seconds` for items in flight, then kills.
-        May be called again."""
-        self._reports.close(over=True)
+        """Ends server, workers and broker: requests it, waits up to `drain_seconds` for items in flight, then
+        kills them. Idempotent."""
+        if self._workers is not None:
+            self._workers.close(all_ended=True)
         end(self._children, drain_seconds)
         if self._broker is not None:
             end([self._broker], 1.0)
@@ -239,18 +235,18 @@ class EmbeddedHome:
         self._forget_broker()
 
     def kill(self) -> None:
-        """Ends the workers and the server at once; `stop` does the rest."""
+        """Kills the workers and the server; `stop` must follow."""
         for process in self._children:
             signal_group(process, signal.SIGKILL)
 
     @property
     def _children(self) -> list[subprocess.Popen[bytes]]:
-        """The processes of the workers, and that of the server."""
+        """The processes of the workers and of the server."""
         workers = [] if self._workers is None else self._workers.processes
         return [*workers, *([] if self._server is None else [self._server])]
 
     def _requeue(self) -> None:
-        """The broker is empty: whatever was queued in another one's time is handed out again."""
+        """Queues shards again whose messages were lost with an earlier broker."""
         assert self._ledger is not None
         self._ledger.reconcile(queued_timeout_seconds=0)
 
@@ -260,7 +256,7 @@ class EmbeddedHome:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix=_BROKER_FOLDER, dir=_BROKER_ROOT))
             _write_own(self.state / "broker.json", {"url": self.broker_url, "folder": str(self._folder)})
-        # A title of its own would hide from the system's lists whose broker it is.
+        # Valkey would replace its command line, which shows the home, by a title.
         options = ["--port", "0", "--unixsocketperm", "700", "--appendonly", "no", "--set-proc-title", "no"]
         places = ["--unixsocket", f"{self._folder}/broker", "--dir", str(self._folder), "--save", ""]
         log = self.state / "broker.log"
@@ -276,7 +272,7 @@ class EmbeddedHome:
             time.sleep(0.02)
 
     def _start_worker(self, plan: WorkerPlan, model: str | None) -> Child[WorkerReport]:
-        # -P: the working directory must not shadow our modules.
+        # -P: modules in the working directory must not shadow those of Nightjar.
         program = ["-P", "-m", "worker", "run"]
         program += [] if model is None else ["--private", "--preload", model]
         environment = self._environment() | plan.environment
@@ -284,7 +280,7 @@ class EmbeddedHome:
             return Child(program, WorkerReport, environment, output=log.fileno(), cores=plan.cores)
 
     def _environment(self) -> dict[str, str]:
-        """Variables that give the worker this home, over whatever the environment or a file says."""
+        """Variables with the settings of this home for its processes, which override other settings."""
         return {
             **{
                 f"{TIMES}{name.upper()}": value
@@ -305,21 +301,21 @@ class EmbeddedHome:
             return type(first)(
                 first.code,
                 first.message,
-                f"{first.advice} Then give the same command again to continue.".lstrip(),
+                f"{first.advice} Then run the same command again to continue.".lstrip(),
             )
         reasons = " ".join(str(member) for member in workers.members)
         return NightjarError(
             ErrorCode.WORKER_CRASH,
-            f"The run was stopped, because no worker can work. {reasons}",
-            f"See {self.worker_log} for the reason, then give the same command again to continue.",
+            f"The run was stopped because no worker can work. {reasons}",
+            f"See {self.worker_log} for the reason, then run the same command again to continue.",
         )
 
     def _forget_broker(self) -> None:
-        """Removes the address of a broker that is gone, and its folder."""
+        """Removes the record and the folder of a broker that has ended."""
         record = self.state / "broker.json"
         with suppress(OSError, ValueError, KeyError, TypeError):
             folder = Path(json.loads(read_own(record))["folder"])
-            # Whoever writes into the home must not choose what is removed.
+            # The record must not be able to name any other folder for removal.
             if folder.name.startswith(_BROKER_FOLDER) and str(folder.parent) == _BROKER_ROOT:
                 shutil.rmtree(folder, ignore_errors=True)
         record.unlink(missing_ok=True)
@@ -327,7 +323,7 @@ class EmbeddedHome:
 
 
 def _last_line(log: Path) -> str:
-    """What a worker said last; empty when it said nothing."""
+    """The last line of a log; empty if there is none."""
     try:
         with os.fdopen(open_own(log, os.O_RDONLY), "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
@@ -338,12 +334,12 @@ def _last_line(log: Path) -> str:
 
 
 def _open_log(path: Path) -> int:
-    """A log of this home, open to append. Refuses as `open_own` does."""
+    """Opens a log of the home to append. Raises as `open_own`."""
     return open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 
 def _write_own(path: Path, record: Mapping[str, object]) -> None:
-    """Whoever reads it finds the whole record or the one before it. Refuses what `open_own` refuses."""
+    """Replaces a record atomically. Raises as `open_own`."""
     unfinished = own_path(path).with_name(f"{path.name}.unfinished")
     with os.fdopen(open_own(unfinished, os.O_WRONLY | os.O_TRUNC | os.O_CREAT), "w") as file:
         json.dump(record, file)

@@ -1,6 +1,6 @@
-"""A model in a process of its own, for workers and servers.
+"""A model in a separate process, for workers and servers.
 
-`python -m jobs.engine_process LEVEL FORMAT` is that process: it logs as they do.
+`python -m jobs.engine_process LEVEL FORMAT` is that process, with the logging of its parent.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from pipelines.registry import ModelCard
     from pipelines.request import Pipeline
 
-#: Streams that a model is prepared for, by its device.
+#: Default number of streams that a model is prepared for.
 _GPU_STREAMS, _CPU_STREAMS = 128, 8
 
 
 def open_engine_process(
     model: str, options: dict[str, Any], settings: Settings, level: str | None = None
 ) -> EngineProcess:
-    """The process of a model, once the model is open. Raises `NightjarError`: what opening raises, and
+    """Starts a process with a model and waits until the model is open. Raises the `NightjarError` of opening it, and
     `EngineCrashError`."""
     return EngineProcess(
         model, options, ("-m", "jobs.engine_process", level or settings.log_level, settings.log_format)
@@ -35,8 +35,8 @@ def open_engine_process(
 def open_model(
     model: str, card: ModelCard, settings: Settings, options: dict[str, Any], level: str | None = None
 ) -> Pipeline:
-    """A model in a process of its own: HTTP never waits for its interpreter. Models of the engine `vllm`
-    bring such a process along.
+    """Opens a model in a separate process, so that HTTP does not share its interpreter. The engine `vllm` has its
+    own process.
 
     Raises as `pipelines.registry.open_pipeline`, and `EngineCrashError`.
     """
@@ -46,8 +46,8 @@ def open_model(
 
 
 def engine_options(settings: Settings, card: ModelCard) -> dict[str, Any]:
-    """As a worker opens it, with the settings of its engine; but an answer that reaches its limit is one
-    (`finish_reason` length), and a model that can is prepared for streams."""
+    """The options of a model for a server: those of a worker, prepared for streams if possible, and with answers that
+    reach their limit kept (`finish_reason` length)."""
     options, native = settings.engine_options(card), settings.chosen_engine(card) == "native"
     if native and has_option(card, "streams"):
         streams = settings.serve.streams

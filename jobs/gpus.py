@@ -1,4 +1,4 @@
-"""The GPUs of this host: which there are, which `--gpu` chooses, and the cores near each of them."""
+"""The GPUs of this host, the choice of `--gpu`, and the cores for the worker of each GPU."""
 
 from __future__ import annotations
 
@@ -18,37 +18,36 @@ from pipelines.errors import ConfigError, invalid
 log = logging.getLogger(__name__)
 
 ALL = "all"
-#: A worker with fewer cores would wait for them: its engine's thread takes one, everything else the others.
-LEAST_CORES = 2
+#: Minimum number of cores of a worker: one for the engine's thread, the others for everything else.
+MIN_CORES = 2
 LIST_SECONDS = 60
 _LISTED = re.compile(r"(?:GPU (\d+)|\s+MIG).*\(UUID: ((?:GPU|MIG)-[^)\s]+)\)")
 _NAME = re.compile(r"[0-9]+|(GPU|MIG)-[0-9A-Za-z/-]+")
-_ADVICE = "Give the indexes that `nvidia-smi` shows, for example --gpu 0,1, or --gpu all for every GPU."
+_ADVICE = "Use the indexes of `nvidia-smi`, for example --gpu 0,1, or --gpu all for every GPU."
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What one worker gets, a GPU or a MIG instance: `name` is its CUDA_VISIBLE_DEVICES, `uuid` what it is,
-    whatever it was called. `bus_id` is its PCI address as in /sys, empty if unknown."""
+    """A GPU or MIG instance of one worker: `name` is the value of CUDA_VISIBLE_DEVICES, `uuid` identifies it.
+    `bus_id` is its PCI address as in /sys, empty if unknown."""
 
     name: str
     uuid: str
     bus_id: str = ""
-    #: What `nvidia-smi` shows: a number, or the id of an instance.
+    #: The name in `nvidia-smi`: a number, or the id of an instance.
     shown: str = ""
 
 
 class NotListedError(Exception):
-    """The GPUs of this host cannot be listed; the message says why."""
+    """The GPUs of this host cannot be listed, for the reason in the message."""
 
 
 def list_gpus() -> list[Device]:
-    """Every GPU that the driver shows, in the order of `nvidia-smi`, which is that of the PCI bus; MIG
-    instances stand in the place of theirs. Raises `NotListedError`.
+    """All GPUs in the order of `nvidia-smi`, that of the PCI bus; a GPU with MIG instances is replaced by them.
+    Raises `NotListedError`.
 
-    The driver's own program is asked: torch takes seconds to import, and would start CUDA in a process
-    that only starts others. Where it fails because of one GPU, those that it lists all the same are there:
-    by their UUIDs, since CUDA may count them in another way.
+    Uses `nvidia-smi`, because importing torch takes seconds and would start CUDA in the supervisor. If it fails
+    because of one GPU, the GPUs that it lists are named by UUID, since CUDA may number them differently.
     """
     found: list[Device] = []
     bus_ids: dict[str, str] = {}
@@ -72,8 +71,8 @@ def list_gpus() -> list[Device]:
 
 
 def _nvidia_smi(*arguments: str) -> tuple[list[str], str]:
-    """Its lines, and what it says where it did not end well. Raises `NotListedError` where it did not and
-    names no GPU."""
+    """The lines of its output, and its error message if it failed. Raises `NotListedError` if it failed and names no
+    GPU."""
     try:
         done = subprocess.run(
             ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=LIST_SECONDS, check=False
@@ -82,25 +81,24 @@ def _nvidia_smi(*arguments: str) -> tuple[list[str], str]:
         raise NotListedError(f"`nvidia-smi` could not be run: {error}") from None
     if done.returncode == 0:
         return done.stdout.splitlines(), ""
-    said = f"`nvidia-smi` ended with status {done.returncode}: {' '.join((done.stdout + done.stderr).split())[:1000]}"
+    failure = f"`nvidia-smi` ended with status {done.returncode}: {' '.join((done.stdout + done.stderr).split())[:1000]}"
     if "GPU-" not in done.stdout:
-        raise NotListedError(said[:340])
-    return done.stdout.splitlines(), said
+        raise NotListedError(failure[:340])
+    return done.stdout.splitlines(), failure
 
 
 def choose_gpus(
     wanted: str, visible: str | None = None, listing: Callable[[], Sequence[Device]] = list_gpus
 ) -> tuple[Device, ...]:
-    """The devices of `--gpu`: indexes, UUIDs and MIG ids with commas between them, or `all`.
+    """The devices of `--gpu`: comma-separated indexes, UUIDs and MIG ids, or `all`.
 
-    `visible` is CUDA_VISIBLE_DEVICES, which limits the choice; None: it is not set. Where the GPUs cannot
-    be listed, well-formed names are taken as they are. Raises `config.invalid` for everything else, with
-    what there is.
+    `visible` is CUDA_VISIBLE_DEVICES, which limits the choice; None: not set. If the GPUs cannot be listed,
+    well-formed names are accepted unchecked. Raises `config.invalid` for anything else, with the existing GPUs.
     """
     names = [str(int(name)) if name.isdecimal() else name for name in map(str.strip, wanted.split(","))]
     for name in names:
         if names != [ALL] and _NAME.fullmatch(name) is None:
-            raise _refused(f"--gpu: {name!r} is no GPU.")
+            raise _refused(f"--gpu: {name!r} is not the name of a GPU.")
     try:
         there = listing()
     except NotListedError as error:
@@ -114,14 +112,14 @@ def choose_gpus(
         if not there:
             raise _no_gpus("`nvidia-smi` lists none")
         if not allowed:
-            raise _refused(f"No GPU may be used: {VISIBLE} is {visible!r}, and {there_is}.")
+            raise _refused(f"No GPU can be used: {VISIBLE} is {visible!r}, and {there_is}.")
         return tuple(allowed)
     chosen: list[Device] = []
     for name in names:
         if (device := _named(name, there)) is None:
             raise _refused(f"GPU {name} does not exist; {there_is}.")
         if device not in allowed:
-            raise _refused(f"GPU {name} may not be used: {VISIBLE} is {visible!r}.")
+            raise _refused(f"GPU {name} must not be used: {VISIBLE} is {visible!r}.")
         if device in chosen:
             raise _refused(f"--gpu names GPU {name} twice. A GPU runs one worker.")
         chosen.append(device)
@@ -129,15 +127,15 @@ def choose_gpus(
 
 
 def count_gpus(visible: str | None, devices: Path = Path("/dev")) -> int:
-    """How many GPUs this process may use; `visible` as above. Looks at the device files: the driver's own
-    program takes a second."""
+    """The number of GPUs for this process, from `visible` or the device files, because `nvidia-smi` takes a
+    second."""
     if visible is not None:
         return sum(name.strip() not in NO_GPU for name in visible.split(","))
     return len(list(devices.glob("nvidia[0-9]*")))
 
 
 def _named(name: str, there: Sequence[Device]) -> Device | None:
-    """What CUDA finds under a name: an index, a UUID or MIG id, or the beginning of only one of them."""
+    """The device that CUDA finds by a name: an index, or a UUID or MIG id or a unique prefix of one."""
     found = [
         device
         for device in there
@@ -147,8 +145,7 @@ def _named(name: str, there: Sequence[Device]) -> Device | None:
 
 
 def _allowed(there: Sequence[Device], visible: str) -> list[Device]:
-    """The devices that CUDA_VISIBLE_DEVICES allows. CUDA ignores what follows a name that it does not
-    know, and so does this."""
+    """The devices that CUDA_VISIBLE_DEVICES allows. As in CUDA, names after an unknown one are ignored."""
     allowed: list[Device] = []
     for name in map(str.strip, visible.split(",")):
         if (device := _named(name, there)) is None:
@@ -161,7 +158,7 @@ def _allowed(there: Sequence[Device], visible: str) -> list[Device]:
 def _no_gpus(reason: str) -> ConfigError:
     return invalid(
         f"--gpu all: no GPU was found on this host ({reason}).",
-        "`nightjar doctor` shows what is missing. Leave --gpu out to use the CPU, or name the GPUs: --gpu 0,1.",
+        "`nightjar doctor` shows what is missing. Omit --gpu to use the CPU, or name the GPUs: --gpu 0,1.",
     )
 
 
@@ -172,30 +169,29 @@ def _refused(message: str) -> ConfigError:
 def share_cores(
     bus_ids: Sequence[str], allowed: Iterable[int] | None = None, system: Path = Path("/sys")
 ) -> list[frozenset[int] | None]:
-    """The cores of each worker, one for each `bus_id` (empty: unknown); None for all: there is nothing to
-    divide.
+    """The cores of each worker, for each `bus_id` (empty: unknown); None: all cores, if there is nothing to divide.
 
-    `allowed`: the cores that this process may use. Cores near a GPU, as /sys tells, go to the workers of
-    the GPUs there; cores near no GPU are divided among all workers.
+    `allowed`: the cores for this process. Cores near a GPU, by /sys, are divided among the workers of the GPUs
+    there; cores near no GPU among all workers.
     """
     cores = set(os.sched_getaffinity(0) if allowed is None else allowed)
-    everyone = range(len(bus_ids))
-    if len(bus_ids) < 2 or len(cores) < LEAST_CORES * len(bus_ids):
-        return [None for _ in everyone]
+    workers = range(len(bus_ids))
+    if len(bus_ids) < 2 or len(cores) < MIN_CORES * len(bus_ids):
+        return [None for _ in workers]
     devices = system / "bus/pci/devices"
     near = [frozenset(_core_list(devices / bus_id / "local_cpulist") & cores) for bus_id in bus_ids]
-    groups = {local: [number for number in everyone if near[number] == local] for local in near}
+    groups = {local: [number for number in workers if near[number] == local] for local in near}
     apart = sum(map(len, groups)) == len(frozenset().union(*groups))
-    if not apart or any(len(local) < LEAST_CORES * len(members) for local, members in groups.items()):
-        groups = {frozenset(cores): list(everyone)}
+    if not apart or any(len(local) < MIN_CORES * len(members) for local, members in groups.items()):
+        groups = {frozenset(cores): list(workers)}
 
     def first_thread(core: int) -> tuple[int, int]:
         siblings = system / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list"
         return min(_core_list(siblings), default=core), core
 
-    shares: list[set[int]] = [set() for _ in everyone]
-    for local, members in [*groups.items(), (cores.difference(*groups), list(everyone))]:
-        # The hardware threads of one core stand side by side.
+    shares: list[set[int]] = [set() for _ in workers]
+    for local, members in [*groups.items(), (cores.difference(*groups), list(workers))]:
+        # The hardware threads of one core are kept together.
         ordered = sorted(local, key=first_thread)
         ends = [len(ordered) * part // len(members) for part in range(len(members) + 1)]
         for member, (first, last) in zip(members, pairwise(ends)):
@@ -204,7 +200,7 @@ def share_cores(
 
 
 def _core_list(path: Path) -> set[int]:
-    """`0-3,8` of a file is {0, 1, 2, 3, 8}; empty where it cannot be read."""
+    """The cores of a file with, for example, `0-3,8`; empty if it cannot be read."""
     cores: set[int] = set()
     with suppress(OSError, ValueError):
         for part in path.read_text().strip().split(","):

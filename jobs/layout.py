@@ -1,5 +1,4 @@
-"""Where the objects of a job stand in the store. An `example_id` is data: it never decides where a key
-leads."""
+"""The keys of a job's objects in the store. An `example_id` is data and cannot change where a key points."""
 
 from __future__ import annotations
 
@@ -22,9 +21,9 @@ _REFERENCE = re.compile(r"[0-9a-f]{64}\.[a-z0-9]+")
 
 
 def slug(example_id: str) -> str:
-    """A readable hint of the id: ASCII letters, digits, `_` and `-`, at most 60 characters, never empty.
+    """A readable form of the id: 1 to 60 ASCII letters, digits, `_` and `-`.
 
-    Different ids may share a slug; the item's index in front of it keeps keys apart.
+    Different ids may have the same slug; keys differ by the item's index before it.
     """
     head = example_id[: 4 * MAX_SLUG_CHARACTERS]
     ascii_head = (
@@ -33,80 +32,76 @@ def slug(example_id: str) -> str:
     return _NOT_SAFE.sub("_", ascii_head)[:MAX_SLUG_CHARACTERS].strip("_") or "item"
 
 
-#: Of `spec_sha` in an object's metadata: with more, no ext4 inode has room for the metadata and each file
-#: takes a block for it.
+#: Length of `spec_sha` in an object's metadata. Longer metadata does not fit into an ext4 inode and needs a
+#: block per file.
 SPEC_SHA_CHARACTERS = 16
 CONTENT_TYPES: dict[str, str] = {
     **{str(name): kind for name, kind in AUDIO_TYPES.items()},
     "txt": "text/plain; charset=utf-8",
 }
-#: Of the SHA-256 in a pack's key.
+#: Length of the SHA-256 in a pack's key.
 PACK_SHA_CHARACTERS = 16
 
 
 def object_metadata(spec_sha: str, seed: int) -> dict[str, str]:
-    """What an item's object says of itself."""
+    """The metadata of an item's object."""
     return {"seed": str(seed), "spec_sha": spec_sha[:SPEC_SHA_CHARACTERS]}
 
 
 def job_prefix(job_id: str) -> str:
-    """Every object of a job has a key that starts with this."""
+    """The prefix of the keys of all objects of a job."""
     return f"jobs/{job_id}/"
 
 
 def item_key(job_id: str, kind: str, index: int, example_id: str, ext: str, draw: int = 0) -> str:
-    """`jobs/<job>/<kind>/<index // 10000>/<index>-<slug>.<ext>`; `<index>-<slug>-draw<n>.<ext>` for a later
-    draw. The kind is `audio`, `text` for what a model wrote beside its speech, or `quarantine` for the best
-    draw of an item none of whose draws passed the checks.
+    """`jobs/<job>/<kind>/<index // 10000>/<index>-<slug>.<ext>`, or `<index>-<slug>-draw<n>.<ext>` for a later
+    draw. The kind is `audio`, `text` (written by the model) or `quarantine` (see `QUARANTINE`).
 
-    Each draw has a key of its own. What is made again with other content is numbered, see `put_numbered`.
+    Each draw has its own key. Repeated results with other content are numbered, see `put_numbered`.
     """
     later = f"-draw{draw}" if draw else ""
     return f"jobs/{job_id}/{kind}/{index // 10_000:05d}/{index:09d}-{slug(example_id)}{later}.{ext}"
 
 
 def pack_key(job_id: str, shard_no: int, epoch: int, number: int, sha256: str) -> str:
-    """A pack that a worker wrote while it had a shard:
-    `jobs/<job>/packs/<shard>-<epoch>-<number>-<sha256[:16]>.tar`.
+    """The key of a pack written under a lease: `jobs/<job>/packs/<shard>-<epoch>-<number>-<sha256[:16]>.tar`.
 
-    The epoch keeps the packs of two workers apart, and the hash says what the content has to be.
+    The epoch separates the packs of different workers; the hash identifies the content.
     """
     return f"{packs_prefix(job_id)}{shard_no:06d}-{epoch}-{number}-{sha256[:PACK_SHA_CHARACTERS]}.tar"
 
 
 def pack_index_name(job_id: str, shard_no: int, epoch: int, number: int) -> str:
-    """The last member of a pack: JSON lines that say where the others begin."""
+    """The name of the last member of a pack: JSON lines with the offsets of the others."""
     return f"{packs_prefix(job_id)}{shard_no:06d}-{epoch}-{number}.jsonl"
 
 
 def packs_prefix(job_id: str) -> str:
-    """Every pack of a job has a key that starts with this."""
+    """The prefix of the keys of all packs of a job."""
     return f"{job_prefix(job_id)}packs/"
 
 
 def lease_of_pack(key: str, job_id: str) -> tuple[int, int] | None:
-    """The shard and the epoch of the worker that would write a pack under this key; None: it is the key of
-    no pack."""
+    """The shard and epoch in the key of a pack; None: it is not such a key."""
     match = _PACK.fullmatch(key.removeprefix(packs_prefix(job_id)))
     return None if match is None else (int(match[1]), int(match[2]))
 
 
 def sha256_of_pack(key: str) -> str:
-    """The beginning of the SHA-256 of a pack, which its key says; empty: it is the key of no pack."""
+    """The beginning of the SHA-256 in the key of a pack; empty: it is not such a key."""
     match = _PACK.fullmatch(key.rpartition("/")[2])
     return "" if match is None else match[4]
 
 
 def index_of(key: str) -> int | None:
-    """The index of the item that a key below `audio/`, `text/` or `quarantine/` begins with; None: it is
-    no such key."""
+    """The item index in a key below `audio/`, `text/` or `quarantine/`; None: it is not such a key."""
     match = _INDEX.search(key)
     return None if match is None else int(match[1])
 
 
 def draw_of(key: str, job_id: str, kind: str, index: int, example_id: str, ext: str) -> int | None:
-    """The draw of this item whose key this is, with any number, to the letter; None: it is no key of the
-    item's."""
+    """The draw in a key of this item, with or without a number; None: it is not exactly a key of the
+    item."""
     match = _DRAW.search(key)
     draws = [0] if match is None else [0, int(match[1])]
     unnumbered = _NUMBER.sub(r"\2", key)
@@ -116,7 +111,7 @@ def draw_of(key: str, job_id: str, kind: str, index: int, example_id: str, ext: 
 
 
 def shard_of_input(key: str, job_id: str) -> int | None:
-    """The shard whose input would stand under this key; None: it is the key of no input."""
+    """The shard in the key of an input; None: it is not such a key."""
     match = _INPUT.search(key)
     if match is None:
         return None
@@ -125,33 +120,33 @@ def shard_of_input(key: str, job_id: str) -> int | None:
 
 
 def references_prefix(job_id: str) -> str:
-    """The key of every reference of a job starts with this."""
+    """The prefix of the keys of all references of a job."""
     return f"{job_prefix(job_id)}references/"
 
 
 def is_reference_key(key: str, job_id: str) -> bool:
-    """Whether ingest would write reference audio under this key."""
+    """Whether a key has the form of reference audio of a job."""
     prefix = references_prefix(job_id)
     return key.startswith(prefix) and _REFERENCE.fullmatch(key.removeprefix(prefix)) is not None
 
 
 def input_key(job_id: str, shard_no: int) -> str:
-    """The lines of a shard."""
+    """The key of the lines of a shard."""
     return f"jobs/{job_id}/input/{shard_no:06d}.jsonl.zst"
 
 
 def reference_key(job_id: str, sha256: str, ext: str) -> str:
-    """Reference audio, by its content."""
+    """The key of reference audio, by its content."""
     return f"{references_prefix(job_id)}{sha256}.{ext}"
 
 
 def shard_manifest_key(job_id: str, shard_no: int) -> str:
-    """The manifest of a shard; later ones are numbered, see `put_numbered`."""
+    """The key of a shard's manifest; later ones are numbered, see `put_numbered`."""
     return f"jobs/{job_id}/manifest/{shard_no:06d}.jsonl"
 
 
 def job_manifest_key(job_id: str) -> str:
-    """The manifest of a job; later ones are numbered, see `put_numbered`."""
+    """The key of a job's manifest; later ones are numbered, see `put_numbered`."""
     return f"jobs/{job_id}/manifest.jsonl"
 
 
@@ -171,24 +166,24 @@ def put_numbered(
     content_type: str,
     metadata: Mapping[str, str] | None = None,
 ) -> PutResult:
-    """Puts what may have to be written anew with other content (a manifest after `nightjar retry`, the
-    audio of a worker that died): under `key`, or, where other content stands there, under the next free
-    number. Only the same content, by its SHA-256, is adopted.
+    """Puts an object that may be written again with other content, such as a manifest after `nightjar retry`
+    or the audio of a worker that died: under `key`, or under the next number whose object is missing or has
+    the same SHA-256.
 
-    Objects stay write-once, so a reader never sees half of a change, and what a power cut damaged stands
-    in nobody's way; the ledger names the one that counts, and where it names none the highest number is
-    the newest. Returns the object with its key and SHA-256.
+    Objects stay write-once, so readers never see a partial change, and damaged objects do no harm. The ledger
+    refers to the valid one; otherwise the highest number is the newest. Returns the object with its key and
+    SHA-256.
 
-    `data` may be an open file, at its start, that is larger than memory.
+    `data` may be an open file at its start that is larger than memory.
     """
-    number, place = 1, key
+    number, target = 1, key
     sha256 = "" if isinstance(data, bytes) else sha256_of(data)
     while True:
         if not isinstance(data, bytes):
             data.seek(0)
-        result = store.put(place, data, content_type=content_type, metadata=metadata)
-        # The store hashes what it puts; a second hash takes as long as encoding.
+        result = store.put(target, data, content_type=content_type, metadata=metadata)
+        # The store has hashed the data; hashing it again would take as long as encoding.
         if result.created or result.info.sha256 == (sha256 := sha256 or sha256_of(data)):
             return result
         number += 1
-        place = numbered_key(key, number)
+        target = numbered_key(key, number)

@@ -1,5 +1,5 @@
-"""A job on this machine, from its input to its report: ledger, broker, store and workers live in one
-folder and die with the process."""
+"""A job on this machine, from its input to its report, with ledger, broker, store and workers in one folder.
+All processes end with this one."""
 
 from __future__ import annotations
 
@@ -32,53 +32,53 @@ from pipelines.errors import ErrorCode, NightjarError, ServiceError, StoreError
 if TYPE_CHECKING:
     from jobs.input_format import InputFormat
 
-#: How often a run looks at its ledger and its processes.
+#: Interval of checks of the ledger and the processes.
 POLL_SECONDS = 0.5
-#: After so long without an item that ended, a run says where to look.
+#: Time without an ended item, after which the user is pointed to the log.
 STALL_SECONDS = 60.0
-#: After so long without an item that ended, a run makes sure that its ledger can still be written.
+#: Time without an ended item, after which the ledger is checked for being writable.
 WRITE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class LocalRun:
-    """What is run, and where. Made by `local_run`."""
+    """The input, options and settings of a run."""
 
-    #: As they were chosen, and as they are for a job in one folder.
+    #: The user's settings, and those of the embedded run.
     chosen: Settings
     settings: Settings
     source: str
     spec: ResolvedSpec
     options: SubmitOptions
-    #: One worker runs for each; None: one as it is.
+    #: One worker runs for each device; None: one worker on any device.
     devices: Sequence[Device] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """How a run ended, and where what it made lies."""
+    """The final status of a run and the places of its results."""
 
     status: JobStatus
-    #: Of `audio`, `text`, `manifest` and `report`; None for what there is not.
+    #: Places of `audio`, `text`, `manifest` and `report`; None: there is none.
     made: Mapping[str, str | None]
 
 
 def run_locally(
     run: LocalRun, progress: Progress, stop: Stop, submitted: Callable[[Job], None] = lambda job: None
 ) -> RunResult:
-    """Makes a job of an input, or finds it, and runs it to its end. Interrupted, the same run goes on later.
+    """Submits an input, or finds its job, and runs the job to its end. The same run continues after an interrupt.
 
     `submitted` gets the job once it is in the ledger. Raises `InputError` for an input without items,
-    `Interrupted` as `stop` does, and what a submit and the job's services raise.
+    `Interrupted` as `stop`, and the errors of a submit and of the job's services.
     """
     settings, spec = run.settings, run.spec
     engine = settings.chosen_engine(spec.card)
     with full_disk_explained(settings.home), EmbeddedHome(settings, run.devices) as embedded:
         stop.kill = embedded.kill
         store = open_store(settings.effective_store_url, settings.s3)
-        _say_settings(run.chosen, store, progress)
+        _explain_settings(run.chosen, store, progress)
         if engine == "native":
-            # Such a model takes longer to open than most inputs take to read.
+            # Opening such a model takes longer than reading most inputs.
             embedded.prepare(spec.spec.model)
 
         def reading(ingest: IngestProgress) -> None:
@@ -96,26 +96,26 @@ def run_locally(
             submitted(job)
             try:
                 _restore(settings, ledger, store, job, run.source, progress)
-                begun = ledger.status(job.id).items.done > 0
+                was_started = ledger.status(job.id).items.done > 0
                 status = _follow(ledger, job, embedded, progress, stop)
-                if begun:
-                    # A GPU has no room for the worker's model and another one.
+                if was_started:
+                    # A GPU may not have memory for the model of the worker and a second one.
                     embedded.stop(DRAIN_SECONDS)
-                    _mend(ledger, store, job.id, progress)
-                made = _made(ledger, store, status, embedded, progress, stop)
-                # The store may be elsewhere, and a report makes its folder.
+                    _repair(ledger, store, job.id, progress)
+                made = _results(ledger, store, status, embedded, progress, stop)
+                # The store may be elsewhere, and the report would create a missing folder.
                 embedded.check_place()
                 made["report"] = _report(ledger, store, status, settings, progress)
                 _report_ends(ledger, settings, progress)
             except (NightjarError, OSError):
-                # Whatever fails first in a folder that is gone.
+                # A missing folder is the cause of any other error.
                 embedded.check_place()
                 raise
             except Interrupted:
                 embedded.drain(progress.say)
                 items = ledger.status(job.id).items
                 progress.say(
-                    f"Stopped after {items.done} of {items.total} items. Give the same command to continue."
+                    f"Stopped after {items.done} of {items.total} items. Run the same command to continue."
                 )
                 raise
             finally:
@@ -124,23 +124,23 @@ def run_locally(
     return RunResult(status, made)
 
 
-def _say_settings(settings: Settings, store: ObjectStore, progress: Progress) -> None:
-    """Says which settings of an installation apply here, and which do not."""
+def _explain_settings(settings: Settings, store: ObjectStore, progress: Progress) -> None:
+    """Reports which settings of an installation are used or ignored."""
     if settings.store_url is not None:
         progress.say(f"The store is {redact(store.url)}, set by store_url ({settings.origin('store_url')}).")
     if settings.broker_url is not None:
         progress.say(
-            f"broker_url ({settings.origin('broker_url')}) is not used: `nightjar run` has a broker of its own."
+            f"broker_url ({settings.origin('broker_url')}) is not used: `nightjar run` has its own broker."
         )
 
 
 def _explain(ledger: Ledger, job: Job, progress: Progress, *, created: bool) -> None:
-    """Says which job it is, and of a new one whether another of the same input and options, with another
-    store, has not ended: it may be what was to go on."""
+    """Reports the job, and for a new one also unfinished jobs of the same input and options in other stores,
+    which the user may have meant to continue."""
     check_has_work(job)
     if job.state is JobState.PAUSED:
         raise _paused(job)
-    before = "" if created else ", done before" if job.state.final else ", begun before"
+    before = "" if created else ", done before" if job.state.final else ", started before"
     if INPUT_FORMAT in job.labels:
         progress.say(f"The input is read as {WORDS[cast('InputFormat', job.labels[INPUT_FORMAT])]}.")
     progress.say(
@@ -149,8 +149,8 @@ def _explain(ledger: Ledger, job: Job, progress: Progress, *, created: bool) -> 
     for other in ledger.jobs_of_input(job.input_sha256, job.spec_sha) if created else ():
         if other.store_url != job.store_url and not other.state.final:
             store = redact(other.store_url)
-            begun = f"Job {other.id} of the same input and options was begun in the store {store}."
-            progress.say(f"{begun} SPEECH_STORE_URL={store} continues it.")
+            started = f"Job {other.id} of the same input and options was started in the store {store}."
+            progress.say(f"{started} SPEECH_STORE_URL={store} continues it.")
 
 
 def _paused(job: Job) -> NightjarError:
@@ -160,27 +160,27 @@ def _paused(job: Job) -> NightjarError:
 
 
 def _follow(ledger: Ledger, job: Job, embedded: EmbeddedHome, progress: Progress, stop: Stop) -> JobStatus:
-    """Runs the job to its end. Raises `worker.crash`, `ledger.state` when it stands still because it is
-    paused, and the error that a person has to mend, such as a full disk."""
+    """Runs the job to its end. Raises `worker.crash`, `ledger.state` for a paused job without leases, and errors
+    that need the user, such as a full disk."""
     status = ledger.status(job.id)
     if status.job.state.final:
         return status
     started_at = ledger.now()
     embedded.start(ledger, progress.say, job)
     ended = status.items.done + status.items.failed
-    written_at = moved_at = time.monotonic()
+    written_at = progressed_at = time.monotonic()
     while not status.job.state.final:
         time.sleep(POLL_SECONDS)
         stop.check()
-        embedded.tend()
+        embedded.poll()
         status = ledger.status(job.id)
         progress.update(status)
         now = time.monotonic()
         if status.items.done + status.items.failed > ended:
             ended = status.items.done + status.items.failed
-            written_at = moved_at = now
-        elif now - moved_at > STALL_SECONDS:
-            moved_at = now
+            written_at = progressed_at = now
+        elif now - progressed_at > STALL_SECONDS:
+            progressed_at = now
             progress.say(
                 f"No item ended for {STALL_SECONDS:.0f} s. The worker's log is {embedded.worker_log}."
             )
@@ -190,13 +190,13 @@ def _follow(ledger: Ledger, job: Job, embedded: EmbeddedHome, progress: Progress
         if outage is not None and outage.code in LASTING_OUTAGES and outage.at >= started_at:
             raise StoreError(outage.code, outage.message, "")
         if now - written_at > WRITE_SECONDS:
-            # A worker that cannot write the ledger cannot report anything there.
+            # A worker that cannot write the ledger cannot report that either.
             ledger.check_writable(job.id)
             written_at = now
     return status
 
 
-def _made(
+def _results(
     ledger: Ledger,
     store: ObjectStore,
     status: JobStatus,
@@ -204,9 +204,9 @@ def _made(
     progress: Progress,
     stop: Stop,
 ) -> dict[str, str | None]:
-    """Where the audio and the texts of the job lie, and its manifest, which is written here once the store
-    is there: a job that has ended is not left without it."""
-    job_id, said = status.job.id, False
+    """The places of the job's audio, texts and manifest. Waits for the store, so that an ended job always has its
+    manifest."""
+    job_id, told = status.job.id, False
     while True:
         try:
             made: dict[str, str | None] = {}
@@ -219,9 +219,9 @@ def _made(
             if error.code is not ErrorCode.STORE_UNREACHABLE:
                 raise
             embedded.check_place()
-            if not said:
+            if not told:
                 progress.say(f"The manifest waits for the store. {error}")
-                said = True
+                told = True
         time.sleep(POLL_SECONDS)
         stop.check()
 
@@ -229,44 +229,43 @@ def _made(
 def _restore(
     settings: Settings, ledger: Ledger, store: ObjectStore, job: Job, source: str, progress: Progress
 ) -> None:
-    """Writes inputs of shards again that are gone or damaged. Raises `store.missing` where the file no
-    longer has their lines."""
+    """Rewrites missing or damaged inputs of shards. Raises `store.missing` if the file no longer has their
+    lines."""
     from jobs.repair import restore_inputs
     from jobs.verify import ObjectCheck
 
-    # They are few and small, so their content is compared.
+    # Inputs are few and small, so their content is compared.
     if lost := [expected.key for expected, _ in ObjectCheck(ledger, store, job, kinds=("input",))]:
-        progress.say(
-            f"Lost or damaged: {counted(len(lost), 'shard input')} of this job. They are written again."
-        )
+        progress.say(f"Lost or damaged: {counted(len(lost), 'shard input')} of this job. Rewriting them.")
         restore_inputs(settings, ledger, store, job, source, lost)
 
 
-def _mend(ledger: Ledger, store: ObjectStore, job_id: str, progress: Progress) -> None:
-    """Looks whether what earlier runs made is there, and makes again what is not. Raises `store.missing`
-    for what cannot be."""
+def _repair(ledger: Ledger, store: ObjectStore, job_id: str, progress: Progress) -> None:
+    """Checks that the results of earlier runs exist, and repairs missing ones. Raises `store.missing` for those that
+    cannot be repaired."""
     from jobs.provenance import reopened_model
-    from jobs.repair import mend
+    from jobs.repair import repair_objects
     from jobs.verify import expected_objects, listed_faults
 
     lost = [expected for expected, _ in listed_faults(store, expected_objects(ledger, job_id))]
     if not lost:
         return
-    progress.say(f"Missing or damaged: {counted(len(lost), 'file')} of this job. They are made again.")
+    progress.say(f"Missing or damaged: {counted(len(lost), 'file')} of this job. Repairing them.")
     job = ledger.job(job_id)
     with reopened_model(store, job, progress.say) as pipeline:
-        counts = mend(ledger, store, job, pipeline, lost)
-    progress.say(f"Made again: {counts['same']} with the same bytes, {counts['other']} with other bytes.")
+        counts = repair_objects(ledger, store, job, pipeline, lost)
+    progress.say(f"Repaired: {counts['same']} with the same bytes, {counts['other']} with other bytes.")
     if counts["failed"]:
-        message = f"{counted(counts['failed'], 'file')} of job {job_id} could not be made again."
-        raise StoreError(ErrorCode.STORE_MISSING, message, f"See why with: nightjar verify {job_id} --repair")
+        message = f"{counted(counts['failed'], 'file')} of job {job_id} could not be repaired."
+        raise StoreError(
+            ErrorCode.STORE_MISSING, message, f"For the reasons run: nightjar verify {job_id} --repair"
+        )
 
 
 def _report(
     ledger: Ledger, store: ObjectStore, status: JobStatus, settings: Settings, progress: Progress
 ) -> str | None:
-    """Writes the report; where it is, or None for a page that could not be written: the job has ended all
-    the same."""
+    """Writes the report; returns its place. None: it could not be written, which does not fail the run."""
     from jobs.report import default_place, write_report
 
     price, place = settings.price_per_gpu_hour, default_place(settings, status.job.id)
@@ -278,11 +277,11 @@ def _report(
 
 
 def _report_ends(ledger: Ledger, settings: Settings, progress: Progress) -> None:
-    """Tells the operator's hook of this end, and of those of this home that it does not know; a hook that
-    fails holds up nothing."""
+    """Reports this end and earlier unreported ends of this home to the operator's hook. A failing hook does not fail
+    the run."""
     from jobs.notification import report_ends
 
     for one in report_ends(ledger, settings, again_seconds=0.0):
         if one.reason:
-            again = "" if one.again_seconds is None else " The next run in this folder tries again."
+            again = "" if one.again_seconds is None else " The next run in this folder retries it."
             progress.say(f"The end of job {one.job_id} was not reported: {one.reason}.{again}")

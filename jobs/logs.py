@@ -1,5 +1,4 @@
-"""Logging for every process of the house: structlog over the standard library, JSON or console, without
-secrets."""
+"""Logging of all processes: structlog on the standard library, as JSON or for a console, without secrets."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ LogFormat = Literal["auto", "json", "console"]
 
 _SECRET_NAME = re.compile(r"password|passwd|secret|token|basic_auth|credential", re.IGNORECASE)
 
-#: Loggers of libraries that speak too much at INFO.
+#: Loggers of libraries that are too verbose at INFO.
 _QUIET = (
     "celery.worker.strategy",
     "celery.app.trace",
@@ -31,7 +30,7 @@ _QUIET = (
 
 
 def redact_event(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """A structlog processor: no value of a log line carries a secret."""
+    """A structlog processor that removes secrets from the values of an entry."""
     for key, value in event.items():
         if value is not None and _SECRET_NAME.search(key):
             event[key] = MASK
@@ -41,11 +40,10 @@ def redact_event(_logger: WrappedLogger, _method: str, event: EventDict) -> Even
 
 
 def setup_logging(level: str = "INFO", log_format: LogFormat = "auto", stream: TextIO | None = None) -> None:
-    """Sends all logs of this process, structlog's and the standard library's, to `stream` (stderr) in one
-    shape.
+    """Sends all logs of this process, of structlog and the standard library, to `stream` (stderr) in one format.
 
-    `auto` is the console shape on a terminal and one JSON object a line elsewhere. Bound context variables
-    (job, shard, epoch, worker) appear in every line. May be called again; the last call counts.
+    `auto` is `console` on a terminal and otherwise one JSON object per line. Bound context variables (job, shard,
+    epoch, worker) are in every line. A later call replaces an earlier one.
     """
     import structlog
 
@@ -62,7 +60,7 @@ def setup_logging(level: str = "INFO", log_format: LogFormat = "auto", stream: T
     ]
     tail: list[Processor] = [
         structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-        # Tracebacks become text first, so that they are redacted like all the rest.
+        # Tracebacks become text first, so that they are redacted as well.
         structlog.processors.format_exc_info,
         redact_event,
         structlog.dev.ConsoleRenderer(colors=out.isatty())

@@ -1,7 +1,7 @@
-"""Reports the ends of jobs to the operator: a command, the hook, gets the job's view on its standard input.
+"""Reports of ended jobs to the operator: a command, the hook, gets the job's status on its standard input.
 
-It comes from the settings of the installation and never from a job. Each end is reported at least once, by
-one sender at a time: it is claimed in the ledger first, and noted there after the hook has taken it.
+The command is set by the installation, never by a job. Each end is reported at least once, by one process at a
+time: it is claimed in the ledger before, and recorded there after the hook has accepted it.
 """
 
 from __future__ import annotations
@@ -29,34 +29,33 @@ if TYPE_CHECKING:
     from jobs.ledger import Ledger
     from jobs.settings import NotifySettings, Settings
 
-#: Over the time that the hook may take, before another sender counts this one as dead.
+#: Added to the time limit of the hook, before another process may report the same end.
 _CLAIM_SLACK_SECONDS = 30.0
-#: Tries to report one end.
+#: Maximum number of tries to report one end.
 MAX_ATTEMPTS = 20
 FIRST_PAUSE_SECONDS = 5.0
 _SHOWN_BYTES = 400
 
 
 class HookError(Exception):
-    """A hook did not take an end; its message says why, without secrets."""
+    """A hook did not accept an end, for the reason in the message, which has no secrets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """What became of one try to report an end."""
+    """The result of one try to report an end."""
 
     job_id: str
     attempt: int
-    #: Why the hook did not take it; empty: it did.
+    #: Why the hook did not accept it; empty: it did.
     reason: str = ""
     #: Seconds to the next try; None: there is none.
     again_seconds: float | None = None
 
 
 def report_ends(ledger: Ledger, settings: Settings, *, again_seconds: float | None = None) -> list[Reported]:
-    """Reports the ends that are due, if the settings name a hook. `again_seconds`: until the next try of
-    one that fails; None: growing pauses up to 300 s. Raises `ServiceError` where the ledger cannot be
-    reached."""
+    """Reports the ends that are due, if a hook is set. `again_seconds`: time until a failed report is retried; None:
+    growing pauses up to 300 s. Raises `ServiceError` if the ledger cannot be reached."""
     if not settings.notify.command:
         return []
     found = (_report(ledger, settings, end, again_seconds) for end in ledger.unreported_ends())
@@ -73,12 +72,12 @@ def _report(ledger: Ledger, settings: Settings, end: JobEnd, again_seconds: floa
     except NotFoundError:
         return None
     if status.job.finished_at != end.finished_at:
-        # It is retried meanwhile, and its next end is another one.
+        # The job was retried meanwhile, so this is not its present end.
         return None
     view = status_view(status, settings.price_per_gpu_hour, errors)
     reason = ""
     try:
-        # The same for each try to report this end.
+        # `end` is the same for each try.
         run_hook(notify, {**view, "end": f"{end.job_id}/{end.finished_at:.3f}"})
     except HookError as error:
         reason = str(error)
@@ -92,9 +91,9 @@ def _report(ledger: Ledger, settings: Settings, end: JobEnd, again_seconds: floa
 
 
 def run_hook(notify: NotifySettings, view: Mapping[str, Any]) -> None:
-    """Hands a view to the command. Raises `HookError` where it does not take it."""
+    """Runs the command with a view as its input. Raises `HookError` if it fails."""
     variables = {"NIGHTJAR_JOB": view["job"], "NIGHTJAR_STATE": view["state"], "NIGHTJAR_END": view["end"]}
-    with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as given:
+    with tempfile.TemporaryFile() as errors, tempfile.TemporaryFile() as given:
         given.write(msgspec.json.encode(view))
         given.seek(0)
         try:
@@ -102,7 +101,7 @@ def run_hook(notify: NotifySettings, view: Mapping[str, Any]) -> None:
                 notify.command,
                 stdin=given,
                 stdout=subprocess.DEVNULL,
-                stderr=said,
+                stderr=errors,
                 env=os.environ | variables,
                 start_new_session=True,
             )
@@ -113,11 +112,11 @@ def run_hook(notify: NotifySettings, view: Mapping[str, Any]) -> None:
         try:
             status = process.wait(notify.timeout_seconds)
         except subprocess.TimeoutExpired:
-            # Also what the command itself started.
+            # The group includes its child processes.
             signal_group(process, signal.SIGKILL)
             process.wait()
             raise HookError(f"the command did not end within {notify.timeout_seconds:g} s") from None
         if status:
-            said.seek(max(0, said.seek(0, os.SEEK_END) - _SHOWN_BYTES))
-            words = redact(said.read().decode(errors="replace").strip())
+            errors.seek(max(0, errors.seek(0, os.SEEK_END) - _SHOWN_BYTES))
+            words = redact(errors.read().decode(errors="replace").strip())
             raise HookError(f"the command ended with status {status}{f': {words}' if words else ''}")

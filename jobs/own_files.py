@@ -1,7 +1,7 @@
-"""A home: where its ledger is, how that records the stores in it so that it can be moved, and the files that
-it keeps for itself: no link on the way to them is followed, and a disk without room for them is noticed.
+"""Internal files of a home: its ledger, relative store addresses so that it can be moved, safe access without
+following links, and detection of a full disk.
 
-Who may write into a home must not choose which other file is written, or what is waited for.
+A user who can write into a home must not be able to redirect writes to other files, or to block a process.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from urllib.parse import quote, unquote, urlsplit
 
 from pipelines.errors import ErrorCode, StoreError
 
-#: What the kernel says of a link, a folder, a pipe or a socket in the place of a file, and of a link or a
-#: file in that of a folder.
+#: errno values for a link, folder, pipe or socket in place of a file, and a link or file in place of a folder.
 _REFUSED = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENOTDIR)
 
 
-#: A disk with less room counts as full: there may be enough for a row, and not for what was made.
+#: A disk with less free space counts as full: a ledger row might still fit, but not the audio.
 ROOM_BYTES = 1 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -35,13 +34,12 @@ _RELATIVE = "home:"
 
 
 def open_own(path: Path, flags: int, depth: int = 2, *, make_folders: bool = False) -> int:
-    """A file descriptor of a file that is ours, as are the folders that its last `depth` names go through:
-    `.nightjar/lock`. With `os.O_CREAT` the file is made where it is missing; with `make_folders` also its
-    folders, which may have been moved meanwhile.
+    """Opens an internal file such as `.nightjar/lock`; links in the last `depth` names are refused. With
+    `os.O_CREAT` a missing file is created; with `make_folders` also its folders.
 
-    Raises `store.forbidden` for a link, or for anything that is no folder or no regular file, and `OSError`.
+    Raises `store.forbidden` for a link, or if it is not a regular file in a folder, and `OSError`.
     """
-    # Which a command that only looks need not pay for.
+    # Imported here, because read-only commands do not need it.
     from jobs.store.folder import FOLDER_FLAGS, walk_down
 
     *folders, name = path.parts[-depth:]
@@ -68,17 +66,17 @@ def open_own(path: Path, flags: int, depth: int = 2, *, make_folders: bool = Fal
     return file
 
 
-def read_own(path: Path, depth: int = 2) -> str:
-    """The text of such a file. Raises as `open_own` does."""
-    with os.fdopen(open_own(path, os.O_RDONLY, depth), errors="replace") as file:
+def read_own(path: Path) -> str:
+    """The text of an internal file. Raises as `open_own`."""
+    with os.fdopen(open_own(path, os.O_RDONLY), errors="replace") as file:
         return file.read()
 
 
-def own_path(path: Path, depth: int = 2) -> Path:
-    """`path`, for libraries that open files by name. Raises `store.forbidden` as `open_own` does; what is
-    missing is no error."""
-    for place in (*reversed(path.parents[: depth - 1]), path):
-        # What cannot be looked at cannot be opened either, and that says why.
+def own_path(path: Path) -> Path:
+    """`path`, checked for libraries that open files by name. Raises `store.forbidden` as `open_own`; a missing
+    file is not an error."""
+    for place in (path.parent, path):
+        # A file that cannot be inspected cannot be opened either, and opening it raises the reason.
         with suppress(OSError):
             mode = os.lstat(place).st_mode
             if not (stat.S_ISREG(mode) if place == path else stat.S_ISDIR(mode)):
@@ -87,7 +85,7 @@ def own_path(path: Path, depth: int = 2) -> Path:
 
 
 def has_room(folder: Path) -> bool:
-    """Whether a disk has room for some work; also where it cannot be written for another reason."""
+    """Whether a disk has free space; also True if it cannot be written for another reason."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, ROOM_BYTES)
@@ -97,17 +95,17 @@ def has_room(folder: Path) -> bool:
 
 
 def disk_full(what: object) -> StoreError:
-    """The error of a full disk; `what` could not be written there."""
+    """The error of a full disk where `what` could not be written."""
     return StoreError(
         ErrorCode.STORE_FULL,
         f"No space left on the disk of {what}.",
-        "Free space on that disk; the work continues where it stopped.",
+        "Free space on that disk; the work then continues.",
     )
 
 
 @contextmanager
 def full_disk_explained(home: Path) -> Generator[None]:
-    """Turns the system's word for a full disk into `store.full`."""
+    """Converts the system's error for a full disk into `store.full`."""
     try:
         yield
     except OSError as error:
@@ -117,15 +115,17 @@ def full_disk_explained(home: Path) -> Generator[None]:
 
 
 def _no_plain_file(path: Path) -> StoreError:
-    message = f"{path} is a link, or not a regular file or folder, or lies behind a link, and is not opened."
+    message = (
+        f"{path} is not opened, because it is not a regular file or folder, or its path contains a link."
+    )
     return StoreError(
         ErrorCode.STORE_FORBIDDEN, message, "Find out who created it, remove it, and run the command again."
     )
 
 
 def place_of(ledger: Path | None) -> Path | None:
-    """The folder that a SQLite ledger's stores are recorded relative to: its home, or the folder of a file
-    that is in no home."""
+    """The folder to which a SQLite ledger's store addresses are relative: its home, or the folder of a file
+    outside a home."""
     if ledger is None:
         return None
     folder = ledger.absolute().parent
@@ -133,15 +133,15 @@ def place_of(ledger: Path | None) -> Path | None:
 
 
 def home_of(ledger: Path | None) -> Path | None:
-    """The home that a SQLite ledger is the embedded one of; None for another ledger."""
+    """The home of an embedded SQLite ledger; None for another ledger."""
     if ledger is None or ledger.absolute().parts[-2:] != (STATE_FOLDER, LEDGER_FILE):
         return None
     return place_of(ledger)
 
 
 def embedded_broker_url(state_folder: Path) -> str | None:
-    """Address of the broker that runs in a home, or None when none runs: its socket is asked, since
-    another process may have its id by now, and one that was killed keeps it until somebody takes note."""
+    """The address of the running broker of a home, or None. Connects to its socket, because process ids are
+    reused."""
     try:
         url = str(json.loads(read_own(state_folder / "broker.json"))["url"])
         with socket.socket(socket.AF_UNIX) as probe:
@@ -153,16 +153,15 @@ def embedded_broker_url(state_folder: Path) -> str | None:
 
 
 def was_killed(place: Path | None) -> bool:
-    """Whether the last run in a home was killed: its broker's record is left, and no broker answers. Its
-    workers are dead then, whatever the ledger heard of them lately."""
+    """Whether the last run in a home was killed, and so its workers too: the record of its broker exists, but
+    no broker answers."""
     if place is None or not (place / STATE_FOLDER / "broker.json").exists():
         return False
     return embedded_broker_url(place / STATE_FOLDER) is None
 
 
 def own_ledger(ledger: Path) -> Path:
-    """The path of a SQLite ledger. Raises `store.forbidden` where a file of an embedded one, which its
-    home names, is a link."""
+    """The path of a SQLite ledger. Raises `store.forbidden` if a file of an embedded one is a link."""
     if home_of(ledger) is not None:
         for ending in ("", "-wal", "-shm", "-journal", ".migrate"):
             own_path(ledger.absolute().with_name(ledger.name + ending))
@@ -170,8 +169,8 @@ def own_ledger(ledger: Path) -> Path:
 
 
 def recorded(store_url: str, place: Path | None) -> str:
-    """The address of a store as the ledger keeps it: `home:` and a relative path for a folder in `place`,
-    else as it is."""
+    """The address of a store for the ledger: `home:` with a relative path for a folder in `place`, otherwise
+    unchanged."""
     folder = _folder(store_url)
     if place is None or folder is None or not folder.is_relative_to(place):
         return store_url
@@ -180,7 +179,7 @@ def recorded(store_url: str, place: Path | None) -> str:
 
 
 def located(address: str, place: Path | None) -> str:
-    """The URL of the store that is recorded as `address`."""
+    """The URL of the store with a recorded address."""
     if place is None or not address.startswith(_RELATIVE):
         return address
     return (place / unquote(address[len(_RELATIVE) :])).as_uri()

@@ -1,13 +1,13 @@
-"""Packs: tar files that hold the audio and texts of many items, for stores that charge or throttle by object.
+"""Packs: tar files with the audio and texts of many items, for stores that charge or throttle by object.
 
     jobs/ID/packs/000003-1-0-9f86d081884c7d65.tar
-        jobs/ID/audio/00000/000000512-talk.flac     each member has the key that it would have as an object of its own
+        jobs/ID/audio/00000/000000512-talk.flac     each member has the key of a separate object
         jobs/ID/audio/00000/000000513-ask.flac
-        jobs/ID/packs/000003-1-0.jsonl              last: where the others begin, a line of JSON for each
+        jobs/ID/packs/000003-1-0.jsonl              last: the offsets of the others, as JSON lines
 
-The format is POSIX.1-2001 (pax), which `tar` and `tarfile` read. Unpacked at the root of a folder store,
-members are where they would be without packs. The ledger knows the offset of each member, so one item is
-read with one ranged request.
+The format is POSIX.1-2001 (pax), as read by `tar` and `tarfile`. Unpacked at the root of a folder store,
+members are where they would be without packs. The ledger has the offset of each member, so reading one item
+takes one ranged request.
 """
 
 from __future__ import annotations
@@ -40,49 +40,49 @@ _encode = msgspec.json.Encoder().encode
 class PackMember(msgspec.Struct, frozen=True):
     """One line of a pack's index."""
 
-    #: The member's name: the key that it would have as an object of its own.
+    #: The member's name: the key that it would have as a separate object.
     key: str
-    #: Where its bytes begin in the pack.
+    #: Offset of its bytes in the pack.
     offset: int
     bytes: int
     sha256: str
-    #: Of its item.
+    #: Index and example id of its item.
     index: int
     example_id: str
 
 
 class PackBuilder:
-    """Builds one pack in memory. Equal members give equal bytes: user 0, dated 1970."""
+    """Builds one pack in memory. Equal members give equal bytes: owner 0, date 1970."""
 
     def __init__(self) -> None:
         self._chunks: list[bytes] = []
         self._members: list[PackMember] = []
-        #: Of what was added so far.
+        #: Size so far.
         self.bytes = 0
 
     def __len__(self) -> int:
         return len(self._members)
 
     def add(self, key: str, data: bytes, *, sha256: str, index: int, example_id: str) -> int:
-        """Adds a member. Returns the offset at which its bytes begin in the pack."""
+        """Adds a member. Returns the offset of its bytes in the pack."""
         offset = self._append(key, data)
         self._members.append(PackMember(key, offset, len(data), sha256, index, example_id))
         return offset
 
     def finish(self, index_name: str) -> bytes:
-        """The whole pack, with its index as the last member. The builder is used up."""
+        """The complete pack, with its index as the last member. The builder cannot be used again."""
         self._append(index_name, b"".join([_encode(member) + b"\n" for member in self._members]))
         # The end of an archive: two empty blocks.
         self._chunks.append(bytes(2 * _BLOCK_BYTES))
         whole = b"".join(self._chunks)
-        # In memory once while it is put.
+        # Only one copy stays in memory during the put.
         self._chunks.clear()
         return whole
 
     def _append(self, name: str, data: bytes) -> int:
         member = tarfile.TarInfo(name)
         member.size = len(data)
-        # More than one block where a name is longer than the old format takes, or not ASCII.
+        # The header has several blocks if the name is not ASCII or too long for the old format.
         header = member.tobuf(tarfile.PAX_FORMAT)
         padding = bytes(-len(data) % _BLOCK_BYTES)
         self._chunks += (header, data, padding)
@@ -92,9 +92,9 @@ class PackBuilder:
 
 
 def read_artifact(store: ObjectStore, artifact: StoredArtifact) -> bytes:
-    """The bytes of an artifact, an object of its own or a member of a pack. Its hash is not checked here.
+    """The bytes of an artifact, a separate object or a member of a pack, without a check of its hash.
 
-    Raises `store.missing`, and `store.conflict` for a pack that ends before the member does.
+    Raises `store.missing`, and `store.conflict` for a pack that is too short.
     """
     if artifact.pack is None or artifact.pack_offset is None or artifact.bytes is None:
         return store.get(artifact.key)
@@ -107,29 +107,28 @@ def read_artifact(store: ObjectStore, artifact: StoredArtifact) -> bytes:
 def _cut_off(artifact: StoredArtifact) -> StoreError:
     return StoreError(
         ErrorCode.STORE_CONFLICT,
-        f"The pack {artifact.pack} ends before its member {artifact.key} does.",
-        "Make the member again with: nightjar verify JOB --repair",
+        f"The pack {artifact.pack} ends before the end of its member {artifact.key}.",
+        "Repair it with: nightjar verify JOB --repair",
     )
 
 
-#: A request to a remote store takes as long as so many bytes, and a pack of the usual size has four pieces.
+#: Reading this many bytes takes about as long as a request; a pack of the usual size has four pieces.
 PIECE_BYTES = 4 << 20
-#: Items come in the order of their indexes, and stand in the order in which an engine ended them: a few
-#: pieces apart.
+#: Items are read in index order but stored in the order in which the engine finished them, a few pieces apart.
 KEPT_PIECES = 16
 
 
 class ArtifactReader:
-    """Reads many artifacts of one store, as `read_artifact` does; safe to use from several threads.
+    """Reads many artifacts of one store like `read_artifact`; thread-safe.
 
-    Of a pack in a remote store it asks for a piece at a time and keeps the last ones, so that neighbours
-    need one request.
+    Packs in a remote store are read in large pieces. The last pieces are kept, so that neighbours need only one
+    request.
     """
 
     def __init__(self, store: ObjectStore, piece_bytes: int = PIECE_BYTES) -> None:
         self._store = store
         self._piece_bytes = piece_bytes
-        #: By (pack, number), the one that was used last at the end.
+        #: (pack, number) -> piece, the most recently used one last.
         self._pieces: OrderedDict[tuple[str, int], Future[bytes]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -139,8 +138,8 @@ class ArtifactReader:
         if not self._store.remote or pack is None or begin is None or not size:
             return read_artifact(self._store, artifact)
         first, last = begin // self._piece_bytes, (begin + size - 1) // self._piece_bytes
-        near = b"".join([self._piece(pack, number) for number in range(first, last + 1)])
-        data = near[begin - first * self._piece_bytes :][:size]
+        pieces = b"".join([self._piece(pack, number) for number in range(first, last + 1)])
+        data = pieces[begin - first * self._piece_bytes :][:size]
         if len(data) != size:
             raise _cut_off(artifact)
         return data
@@ -149,11 +148,11 @@ class ArtifactReader:
         key = (pack, number)
         with self._lock:
             piece = self._pieces.pop(key, None)
-            asked = piece is not None
+            is_known = piece is not None
             piece = self._pieces[key] = piece or Future()
             while len(self._pieces) > KEPT_PIECES:
                 self._pieces.popitem(last=False)
-        if not asked:
+        if not is_known:
             try:
                 piece.set_result(self._store.get_range(pack, number * self._piece_bytes, self._piece_bytes))
             except BaseException as error:
@@ -168,20 +167,20 @@ def ahead(
     threads: Executor,
     get: Callable[[Item], Result],
     items: Iterable[Item],
-    most: int,
+    max_items: int,
     size: Callable[[Item], int] = lambda _: 0,
-    most_bytes: int = 0,
+    max_bytes: int = 0,
 ) -> Iterator[tuple[Item, Result]]:
-    """Each item with what `get` has of it, in their order; up to `most` items, of `most_bytes` by their
-    sizes, are got ahead."""
+    """Each item with the result of `get`, in order. Up to `max_items` calls, of `max_bytes` in total by
+    `size`, run ahead."""
     waiting: deque[tuple[Item, Future[Result]]] = deque()
-    under_way = 0
+    total = 0
     for item in items:
-        while waiting and (len(waiting) >= most or under_way + size(item) > most_bytes):
+        while waiting and (len(waiting) >= max_items or total + size(item) > max_bytes):
             first, future = waiting.popleft()
-            under_way -= size(first)
+            total -= size(first)
             yield first, future.result()
         waiting.append((item, threads.submit(get, item)))
-        under_way += size(item)
+        total += size(item)
     for first, future in waiting:
         yield first, future.result()

@@ -1,5 +1,4 @@
-"""Reference audio: read only from allowed folders or the job's own store, and put into the store once for
-each content."""
+"""Reference audio: read only from allowed folders or the job's own store, and stored once per content."""
 
 from __future__ import annotations
 
@@ -18,9 +17,9 @@ from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, InputError, StoreError
 
 MAX_REFERENCE_BYTES = 32 << 20
-#: Of any audio that a line names; a voice to clone has a minute (`pipelines.request.MAX_REFERENCE_SECONDS`).
+#: Maximum length of audio in a line; a cloned voice has a minute (`pipelines.request.MAX_REFERENCE_SECONDS`).
 MAX_AUDIO_SECONDS = 600.0
-#: Addresses that are known, so that a voice that many lines name is read once.
+#: Size of the cache of addresses, so that a voice of many lines is read once.
 _KNOWN_PATHS = 10_000
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 _EXTENSIONS = {"WAV": "wav", "WAVEX": "wav", "FLAC": "flac", "OGG": "ogg", "MP3": "mp3"}
@@ -37,11 +36,10 @@ class ReferenceAudio:
 
 
 class ReferenceReader:
-    """Reads what the audio messages of one input name: a path below an allowed folder, or an address in
-    the store.
+    """Reads the audio of the messages of one input: a path below an allowed folder, or an address in the store.
 
-    Without `roots` only the input's own folder is allowed. Symbolic links count as what they point to.
-    URLs are never fetched.
+    Without `roots` only the input's folder is allowed. Symbolic links are resolved before the check. URLs are
+    never fetched.
     """
 
     def __init__(
@@ -51,15 +49,14 @@ class ReferenceReader:
         store: ObjectStore,
         check: Callable[[bytes], None] | None = None,
     ) -> None:
-        """`check` raises `InputError` for an audio file that the model cannot use."""
+        """`check` raises `InputError` for audio that the model cannot use."""
         self._check = check
         self._folder = folder
         self._roots = [Path(os.path.realpath(root)) for root in (roots or [folder])]
         self._store = store
 
     def locate(self, content: str) -> str:
-        """The address of the audio: the real path of a file, or the `s3://` or `file://` address in the
-        store.
+        """The address of the audio: the real path of a file, or the address in the store.
 
         Raises `input.audio_forbidden`.
         """
@@ -69,7 +66,7 @@ class ReferenceReader:
             raise InputError(
                 ErrorCode.INPUT_AUDIO_FORBIDDEN,
                 f"The audio {clean(content, 200)!r} is a URL. URLs are not fetched.",
-                "Give a path below the input's folder or below `audio_roots`.",
+                "Use a path below the input's folder or below `audio_roots`.",
             )
         try:
             path = Path(os.path.realpath(self._folder / content))
@@ -84,29 +81,29 @@ class ReferenceReader:
         return str(path)
 
     def read(self, content: str) -> ReferenceAudio:
-        """The audio file that a line names, known to be one.
+        """The audio file of a line, checked to be audio.
 
         Raises `input.audio_missing`, `input.audio_forbidden`, `input.audio_unreadable` or
-        `input.too_long`; `StoreError` when the store fails.
+        `input.too_long`; `StoreError` if the store fails.
         """
         address, inside = self.locate(content), f"{self._store.url}/"
         if address.startswith(inside):
             data = _read_object(self._store, address.removeprefix(inside), content)
         else:
             data = _read_file(address, content)
-        return encoded_audio(data, _named(content), self._check)
+        return checked_audio(data, _named(content), self._check)
 
     def keys(self, keep: Callable[[ReferenceAudio], str]) -> Callable[[str], str]:
-        """What `keep` makes of the audio that a line names, which is read once for each address. That
-        raises as `read` and as `keep` do."""
+        """A function from the content of an audio message to the result of `keep` for its audio, which is read
+        once per address. It raises as `read` and `keep`."""
         known = lru_cache(_KNOWN_PATHS)(lambda _, content: keep(self.read(content)))
         return lambda content: known(self.locate(content), content)
 
 
-def encoded_audio(data: bytes, name: str, check: Callable[[bytes], None] | None = None) -> ReferenceAudio:
-    """An audio file of a job, known to be one that passes the check; `name` begins the sentence that says
-    why it cannot be used. Raises `InputError`."""
-    from pipelines.audio import read_header  # only where there is audio to read
+def checked_audio(data: bytes, name: str, check: Callable[[bytes], None] | None = None) -> ReferenceAudio:
+    """An audio file that can be read and passes `check`. `name`: the subject of error messages. Raises
+    `InputError`."""
+    from pipelines.audio import read_header  # imported only if there is audio
 
     if len(data) > MAX_REFERENCE_BYTES:
         raise _unreadable(name, f"it is larger than {MAX_REFERENCE_BYTES >> 20} MiB")
@@ -118,32 +115,31 @@ def encoded_audio(data: bytes, name: str, check: Callable[[bytes], None] | None 
         message = f"{name} cannot be used: {error.message.removeprefix('The audio ')}"
         raise InputError(error.code, message, error.advice) from error
     if found.format not in _EXTENSIONS or found.frames <= 0:
-        reason = f"it is {found.format} with {found.frames} samples; WAV, FLAC, OGG and MP3 are read"
+        reason = f"it is {found.format} with {found.frames} samples, not WAV, FLAC, OGG or MP3"
         raise _unreadable(name, reason)
     return ReferenceAudio(data, hashlib.sha256(data).hexdigest(), _EXTENSIONS[found.format])
 
 
 def put_reference(store: ObjectStore, job_id: str, audio: ReferenceAudio) -> str:
-    """Puts an audio file into the store of a job, each content once; its key. Raises `StoreError`."""
+    """Stores an audio file of a job, once per content; returns its key. Raises `StoreError`."""
     key, content_type = reference_key(job_id, audio.sha256, audio.ext), f"audio/{audio.ext}"
     if store.put(key, audio.data, content_type=content_type).info.sha256 != audio.sha256:
-        # The key is the content's hash: whatever else stands there was damaged, as by a power cut.
+        # The key contains the hash, so an object with another hash is damaged, for example by a power cut.
         store.delete(key)
         store.put(key, audio.data, content_type=content_type)
     return key
 
 
 def read_audio_file(path: Path) -> ReferenceAudio:
-    """The audio file at a path that a person names. Raises `InputError` as `ReferenceReader.read`."""
-    return encoded_audio(_read_file(os.path.realpath(path), str(path)), _named(str(path)))
+    """The audio file at a path given by the user. Raises `InputError` as `ReferenceReader.read`."""
+    return checked_audio(_read_file(os.path.realpath(path), str(path)), _named(str(path)))
 
 
 def load_reference(store: ObjectStore, job_id: str, content: str) -> bytes:
-    """The encoded audio behind the content of a `ShardLine`'s audio message, which is a key of the job's
-    references.
+    """The encoded audio of a `ShardLine`'s audio message, whose content is a key of the job's references.
 
-    Raises `input.audio_forbidden` for anything else, `input.audio_missing` when it is gone, `StoreError`
-    when the store fails, `store.conflict` when the bytes are not those of its key.
+    Raises `input.audio_forbidden` for another key, `input.audio_missing` for a missing object, `StoreError` if
+    the store fails, and `store.conflict` if the content does not match its key.
     """
     if not content.startswith(references_prefix(job_id)):
         raise InputError(
@@ -169,7 +165,7 @@ def _read_object(store: ObjectStore, key: str, content: str) -> bytes:
 
 
 def _read_file(path: str, content: str) -> bytes:
-    # The path has no symbolic links left; one that was put there since is not followed.
+    # The path has no symbolic links; one that was created since is not followed.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as stream:
@@ -196,5 +192,5 @@ def _named(content: str) -> str:
 
 def _unreadable(name: str, reason: str) -> InputError:
     return InputError(
-        ErrorCode.INPUT_AUDIO_UNREADABLE, f"{name} cannot be used: {reason}.", "Give a WAV, FLAC, OGG or MP3."
+        ErrorCode.INPUT_AUDIO_UNREADABLE, f"{name} cannot be used: {reason}.", "Use WAV, FLAC, OGG or MP3."
     )

@@ -1,5 +1,5 @@
-"""Items are made again, from their lines and the seeds that the ledger knows: a sample, to compare; objects
-that are lost or damaged; and the inputs of shards, from their file."""
+"""Repeated synthesis of items, from their lines and recorded seeds: a sample for comparison, and the repair of lost
+or damaged objects. Inputs of shards are restored from their file."""
 
 from __future__ import annotations
 
@@ -52,22 +52,21 @@ if TYPE_CHECKING:
     from jobs.settings import Settings
 
 
-#: Items that are in the engine at once.
+#: Number of items in the engine at once.
 _AT_ONCE = 64
-#: Above this signal-to-noise ratio two recordings are the same but for rounding; by whether the format is
-#: lossy. In a lossy format the least difference of what is encoded makes another file: speech and the same
-#: with noise 60 dB below it are 19 to 33 dB apart when they are read back. 0 dB is a difference as loud as
-#: the speech.
+#: Minimum signal-to-noise ratio of two recordings that differ only by rounding, by whether the format is lossy. A
+#: lossy encoder amplifies small differences: noise at -60 dB gives 19 to 33 dB after decoding. At 0 dB the
+#: difference is as loud as the speech.
 CLOSE_DB = {False: 40.0, True: 10.0}
 _TIMEOUT_SECONDS = 600.0
 
 
 class Match(StrEnum):
-    """How the new audio of an item compares."""
+    """The comparison of an item's new audio with the stored one."""
 
     #: The same file, byte for byte.
     SAME = "same"
-    #: As long, and no further off than `CLOSE_DB`.
+    #: Equal length, and within `CLOSE_DB`.
     CLOSE = "close"
     DIFFERENT = "different"
     #: It could not be synthesized again.
@@ -81,15 +80,14 @@ class ReproducedItem:
     index: int
     example_id: str
     match: Match
-    #: Signal-to-noise ratio of the new samples against the stored ones; infinite for equal ones, None for
-    #: another length.
+    #: Signal-to-noise ratio of the new samples; infinite for equal ones, None for another length.
     snr_db: float | None = None
     #: Why it failed.
     reason: str = ""
 
 
 def sample_items(ledger: Ledger, job_id: str, count: int) -> list[ItemRow]:
-    """Up to `count` items with audio, the same ones each time, in index order."""
+    """Up to `count` items with audio in index order, chosen by a hash of their ids."""
     rows = (row for row in ledger.items(job_id, state=ItemState.DONE) if row.artifact is not None)
     chosen = heapq.nsmallest(
         count, rows, key=lambda row: hashlib.blake2b(row.example_id.encode(), digest_size=8).digest()
@@ -100,22 +98,22 @@ def sample_items(ledger: Ledger, job_id: str, count: int) -> list[ItemRow]:
 def reproduce(
     ledger: Ledger, store: ObjectStore, job: Job, pipeline: Pipeline, count: int
 ) -> Iterator[ReproducedItem]:
-    """Synthesizes `count` items of a job again and compares them. An item whose line or audio cannot be
-    read has failed."""
-    again = _Again(ledger, store, job, pipeline)
+    """Synthesizes `count` items of a job again and compares them. If the line or audio of an item cannot be read, its
+    match is `FAILED`."""
+    again = _Resynthesis(ledger, store, job, pipeline)
     for row in sample_items(ledger, job.id, count):
-        # Rows without audio are not in a sample.
+        # All items of a sample have audio.
         artifact = cast(Artifact, row.artifact)
         try:
-            speech = again.speech(again.begun(row, artifact))
+            speech = again.speech(again.start(row, artifact))
             yield _compared(row, artifact, store, encoded_audio(speech, job.spec).data)
         except NightjarError as error:
             yield ReproducedItem(row.index, row.example_id, Match.FAILED, reason=str(error))
 
 
 @dataclass(frozen=True)
-class _Again:
-    """Makes items of one job again."""
+class _Resynthesis:
+    """Synthesizes items of one job again."""
 
     ledger: Ledger
     store: ObjectStore
@@ -126,9 +124,9 @@ class _Again:
     def lines(self) -> ShardLines[ShardLine]:
         return ShardLines(self.ledger, self.store, self.job.id, read_shard)
 
-    def begun(self, row: ItemRow, artifact: Artifact) -> Future[Speech]:
-        """The speech of an artifact in the making, from the request that the worker made of its line for its
-        draw. Raises `InputError` for reference audio that is gone, and `StoreError`."""
+    def start(self, row: ItemRow, artifact: Artifact) -> Future[Speech]:
+        """Starts the synthesis of an artifact by the same request as the worker's. Raises `InputError` for missing
+        reference audio, and `StoreError`."""
         line, job = self.lines.of(row), self.job
         request_id = f"verify/{artifact.kind}/{job.id}/{line.index}"
         generation = line.generation_over(job.spec.generation)
@@ -138,11 +136,10 @@ class _Again:
 
         return submit(self.pipeline, item_request(line, generation, job, request_id, artifact.seed, load))
 
-    def speech(self, making: Future[Speech]) -> Speech:
-        """The speech of a request as the worker stored it: without the silence that the job's checks cut
-        off. Raises `NightjarError`."""
+    def speech(self, started: Future[Speech]) -> Speech:
+        """The speech as a worker stores it, trimmed if the job's checks say so. Raises `NightjarError`."""
         try:
-            speech = making.result(_TIMEOUT_SECONDS)
+            speech = started.result(_TIMEOUT_SECONDS)
         except TimeoutError:
             message = f"It took longer than {_TIMEOUT_SECONDS:.0f} s."
             raise SynthesisError(ErrorCode.SYNTH_TIMEOUT, message) from None
@@ -152,23 +149,23 @@ class _Again:
         samples = trim_silence(speech.samples, speech.sample_rate, quality.trim_keep_ms)
         return dataclasses.replace(speech, samples=samples)
 
-    def mended(self, row: ItemRow, artifact: Artifact, making: Future[Speech] | NightjarError) -> Repaired:
-        """Puts what was made in the place of an artifact. It is written before the ledger is told, and told
-        only where its bytes are others, so that a repair that was stopped is done again by the next one.
-        What was in a pack becomes an object of its own: a pack is written once."""
+    def replace(self, row: ItemRow, artifact: Artifact, started: Future[Speech] | NightjarError) -> Repaired:
+        """Replaces an artifact by the new speech. The object is written before the ledger is updated, which happens
+        only if its bytes differ, so an interrupted repair is repeated by the next one. A member of a pack
+        becomes a separate object, because packs are write-once."""
         try:
-            if isinstance(making, NightjarError):
-                raise making
-            data, facts = self._made(self.speech(making), artifact.kind)
+            if isinstance(started, NightjarError):
+                raise started
+            data, facts = self._encoded(self.speech(started), artifact.kind)
         except NightjarError as error:
-            return Repaired(artifact.key, row.example_id, Mended.FAILED, str(error))
+            return Repaired(artifact.key, row.example_id, RepairOutcome.FAILED, str(error))
         try:
             self.store.delete(artifact.key)
         except StoreError as error:
             if error.code is not ErrorCode.STORE_BAD_KEY:
                 raise
-            # A folder is in its place; a symbolic link is removed.
-            return Repaired(artifact.key, row.example_id, Mended.FAILED, str(error))
+            # There is a folder in its place; a symbolic link would have been deleted.
+            return Repaired(artifact.key, row.example_id, RepairOutcome.FAILED, str(error))
         kind = CONTENT_TYPES[artifact.key.rpartition(".")[2]]
         metadata = object_metadata(self.job.spec_sha, artifact.seed)
         self.store.put(artifact.key, data, content_type=kind, metadata=metadata)
@@ -176,25 +173,25 @@ class _Again:
         sha256 = hashlib.sha256(data).hexdigest()
         if sha256 == artifact.sha256:
             if artifact.pack is None:
-                return Repaired(artifact.key, row.example_id, Mended.SAME)
+                return Repaired(artifact.key, row.example_id, RepairOutcome.SAME)
             facts = {}
         made = msgspec.structs.replace(
             artifact, sha256=sha256, bytes=len(data), pack=None, pack_offset=None, **facts
         )
         if not self.ledger.replace_artifact(self.job.id, made, artifact.sha256):
-            message = f"Another process made {artifact.key} meanwhile."
+            message = f"Another process replaced {artifact.key} meanwhile."
             raise StoreError(ErrorCode.STORE_CONFLICT, message, "Verify the job again.")
-        outcome = Mended.SAME if sha256 == artifact.sha256 else Mended.OTHER
+        outcome = RepairOutcome.SAME if sha256 == artifact.sha256 else RepairOutcome.OTHER
         return Repaired(artifact.key, row.example_id, outcome, relisted=True)
 
-    def _made(self, speech: Speech, kind: str) -> tuple[bytes, dict[str, object]]:
-        """The bytes of an artifact, and what the ledger says of them. Raises `SynthesisError`."""
+    def _encoded(self, speech: Speech, kind: str) -> tuple[bytes, dict[str, object]]:
+        """The bytes of an artifact, and its other columns in the ledger. Raises `SynthesisError`."""
         if kind == "text":
             if speech.text_out is None:
-                raise SynthesisError(ErrorCode.SYNTH_ENGINE, "The model wrote no text this time.")
+                raise SynthesisError(ErrorCode.SYNTH_ENGINE, "The model returned no text this time.")
             return speech.text_out.encode(), {}
         if not len(speech.samples) or not np.isfinite(speech.samples).all():
-            raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model made no audio this time.")
+            raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model returned no audio this time.")
         audio = encoded_audio(speech, self.job.spec)
         facts = {name: getattr(audio, name) for name in ("duration_ms", "sample_rate", "samples")}
         return audio.data, {**facts, "meta": dict(speech.meta)}
@@ -220,8 +217,7 @@ def _compared(row: ItemRow, artifact: Artifact, store: ObjectStore, data: bytes)
 
 
 def snr_db(signal: NDArray[np.float32], other: NDArray[np.float32]) -> float:
-    """10 log10 of the power of `signal` over that of its difference to `other`; both [samples], as long as
-    each other."""
+    """10 log10 of the power of `signal` over that of its difference to `other`; both [samples] of equal length."""
     noise = float(np.sum(np.square(signal.astype(np.float64) - other)))
     power = float(np.sum(np.square(signal.astype(np.float64))))
     if noise == 0.0:
@@ -229,34 +225,34 @@ def snr_db(signal: NDArray[np.float32], other: NDArray[np.float32]) -> float:
     return 10 * math.log10(power / noise) if power else -math.inf
 
 
-class Mended(StrEnum):
-    """What became of an object that was lost or damaged."""
+class RepairOutcome(StrEnum):
+    """The outcome of the repair of an object."""
 
     #: The same bytes as before.
     SAME = "same"
-    #: Other bytes of the same seed; the ledger knows their hash now.
+    #: Other bytes from the same seed; the ledger has their hash now.
     OTHER = "other"
-    #: It could not be made again.
+    #: It could not be repaired.
     FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
 class Repaired:
-    """One object that was to be made again."""
+    """A repaired object, or one whose repair failed."""
 
     key: str
     example_id: str
-    outcome: Mended
+    outcome: RepairOutcome
     #: Why it failed.
     reason: str = ""
-    #: Whether the ledger and the manifests say something else of it now.
+    #: Whether its record in the ledger changed, so that manifests must be rewritten.
     relisted: bool = False
 
 
-_NO_ITEM = "It does not belong to an item: the same `nightjar run INPUT` writes it again, or submit the input under another --idempotency-key."
+_NO_ITEM = "It does not belong to an item: repeat the same `nightjar run INPUT`, or submit the input with another --idempotency-key."
 
 
-def mend(
+def repair_objects(
     ledger: Ledger,
     store: ObjectStore,
     job: Job,
@@ -264,54 +260,55 @@ def mend(
     lost: Iterable[Expected],
     on_repaired: Callable[[Repaired], None] = lambda _: None,
 ) -> Counter[str]:
-    """Makes lost objects of a job again, and manifests where they say something else of them now; inputs
-    cannot be made of anything else. Counts by `Mended`. Raises `StoreError` when the store fails."""
-    again = _Again(ledger, store, job, pipeline)
+    """Repairs lost objects of a job, except inputs, and rewrites manifests if needed. Returns the number of objects by
+    `RepairOutcome`. Raises `StoreError` if the store fails."""
+    again = _Resynthesis(ledger, store, job, pipeline)
     counts: Counter[str] = Counter()
     relisted = inputs_lost = False
     renewed: int | None = None
     left = iter(lost)
     try:
         while some := list(islice(left, _AT_ONCE)):
-            begun = [_begun(again, expected) for expected in some]
-            for expected, making in zip(some, begun):
-                if making is None:
-                    repaired = Repaired(expected.key, expected.example_id or "", Mended.FAILED, _NO_ITEM)
+            started = [_start(again, expected) for expected in some]
+            for expected, item in zip(some, started):
+                if item is None:
+                    repaired = Repaired(
+                        expected.key, expected.example_id or "", RepairOutcome.FAILED, _NO_ITEM
+                    )
                 else:
-                    row, artifact, _ = making
-                    repaired = again.mended(*making)
+                    row, artifact, _ = item
+                    repaired = again.replace(*item)
                     if repaired.relisted and artifact.kind == "audio":
-                        # A repair that is stopped leaves no ended shard with the manifest of before.
+                        # An interrupted repair must not leave a finished shard with an old manifest.
                         if renewed not in (None, row.shard_no):
                             again.renew_manifest(renewed)
                         renewed = row.shard_no
                 counts[repaired.outcome.value] += 1
                 relisted |= repaired.relisted
-                # Nothing makes an input again here, and the manifest says its texts.
+                # A manifest contains the texts of the inputs, which cannot be repaired here.
                 inputs_lost |= shard_of_input(repaired.key, job.id) is not None
                 on_repaired(repaired)
     finally:
         if renewed is not None:
             again.renew_manifest(renewed)
     if job.state.final and not inputs_lost:
-        lacking = store.head(job_manifest_key(job.id)) is None and ledger.status(job.id).items.done > 0
-        if relisted or lacking:
+        is_missing = store.head(job_manifest_key(job.id)) is None and ledger.status(job.id).items.done > 0
+        if relisted or is_missing:
             put_manifest(ledger, store, job.id)
     return counts
 
 
-def _begun(
-    again: _Again, expected: Expected
+def _start(
+    again: _Resynthesis, expected: Expected
 ) -> tuple[ItemRow, Artifact, Future[Speech] | NightjarError] | None:
-    """The item of an object, its artifact, and its speech in the making; None: it does not belong to an
-    item."""
+    """The item of an object, its artifact, and its started synthesis or error; None: it does not belong to an item."""
     ledger, job_id, index = again.ledger, again.job.id, expected.index
     found = {} if index is None else ledger.artifacts_of(job_id, expected.kind, [index])
     if index is None or (artifact := found.get(index)) is None:
         return None
     row = next(ledger.items(job_id, after=index - 1, limit=1))
     try:
-        return row, artifact, again.begun(row, artifact)
+        return row, artifact, again.start(row, artifact)
     except NightjarError as error:
         return row, artifact, error
 
@@ -319,15 +316,14 @@ def _begun(
 def restore_inputs(
     settings: Settings, ledger: Ledger, store: ObjectStore, job: Job, source: str, lost: Collection[str]
 ) -> None:
-    """Writes the inputs under the keys `lost` again, with the reference audio of their lines.
+    """Rewrites the inputs with the keys `lost`, and the reference audio of their lines.
 
-    A line that the ledger has is not judged again: what is refused today may have been accepted then.
-    Raises `store.missing` where the lines do not come out as they were staged, `InputError` where the file
-    or its reference audio cannot be read.
+    Lines with items in the ledger are not checked again, because rules may have changed. Raises `store.missing` if
+    the lines differ from the staged ones, and `InputError` if the file or its reference audio cannot be read.
     """
     inputs = {no: place for no, place in ledger.shard_inputs(job.id).items() if place[0] in lost}
     lines: dict[int, list[bytes]] = {no: [] for no in inputs}
-    # Of lines with one id the first that was not refused became items; all of a dialogue's are in one shard.
+    # Of lines with equal ids the first accepted one became items; the items of a dialogue are in one shard.
     wanted = {row.example_id: row for row in ledger.items(job.id) if row.shard_no in lines and not row.turn}
     refused = {line.line for line in ledger.rejected_lines(job.id)}
     written_as = cast("InputFormat", job.labels.get(INPUT_FORMAT, "dialogues"))
@@ -350,10 +346,10 @@ def restore_inputs(
         data = compress(lines[no])
         if hashlib.sha256(data).hexdigest() != sha256:
             message = (
-                f"The input {key} of job {job.id} is lost and does not come out as it was: the file, its "
-                "reference audio or the programs that write it are others by now."
+                f"The input {key} of job {job.id} is lost and cannot be restored: the file, its reference audio "
+                "or the software has changed."
             )
-            advice = "Submit the file again under an --idempotency-key of its own."
+            advice = "Submit the file again with another --idempotency-key."
             raise StoreError(ErrorCode.STORE_MISSING, message, advice)
         store.delete(key)
         store.put(key, data, content_type=CONTENT_TYPE)

@@ -1,10 +1,9 @@
-"""One frozen `Settings`, built once and passed down: command line over environment over `.env` over TOML
-over defaults.
+"""The frozen `Settings` of a process. Sources in order of precedence: command line, environment, `.env`, TOML file,
+defaults.
 
-Environment names are `SPEECH_` and the key, nested keys joined by two underscores
-(`SPEECH_WORKER__THREADS`). The file is `nightjar.toml` in the working directory, or what `SPEECH_CONFIG`
-names. An unknown key or a wrong value is a `ConfigError` that names the key and where it was set. The
-docstring of a field is its line in `nightjar config list`.
+A variable is named `SPEECH_` and the key, nested keys joined by two underscores (`SPEECH_WORKER__THREADS`). The file
+is `nightjar.toml` in the working directory, or that of `SPEECH_CONFIG`. An unknown key or a wrong value raises a
+`ConfigError` with the key and its source. The docstring of a field is its line in `nightjar config list`.
 """
 
 from __future__ import annotations
@@ -48,22 +47,21 @@ log = logging.getLogger(__name__)
 PREFIX = "SPEECH_"
 CONFIG_FILE = "nightjar.toml"
 DEFAULT_BROKER_URL = "redis://127.0.0.1:6379/0"
-#: Variables with the prefix that are no settings: where the file is, and whether a bug shows its traceback.
+#: Variables with the prefix that are not settings: the path of the file, and whether to show tracebacks.
 NOT_SETTINGS = frozenset({"SPEECH_CONFIG", "SPEECH_DEBUG"})
 CUT_ADDRESS = (
-    "its password holds a sign that must be percent-encoded (@ is %40, / is %2F, # is %23, ? is %3F)"
+    "its password contains a character that must be percent-encoded (@ is %40, / is %2F, # is %23, ? is %3F)"
 )
-#: Origins whose keys are written as variables.
+#: Sources whose keys are variables.
 _VARIABLES = ("environment", ".env")
 _LISTED = "`nightjar config list` lists all settings."
-#: Of `engine`: what Qwen3-TTS alone has, which keeps cloned voices; what the engine vllm has not, or has by
-#: another name.
+#: Settings of `engine` that only Qwen3-TTS has, and those that the engine `vllm` lacks or names differently.
 _QWEN3_ONLY = {"voice_cache", "codec_rows"}
 _NATIVE_ONLY = {"executor", *_QWEN3_ONLY}
 
 
 def _of_text(read: Callable[[str], object]) -> BeforeValidator:
-    """Reads a value that is written as a text, as in a variable; a file may have a list."""
+    """Converts a value given as text, as in a variable; a file may have a list instead."""
     return BeforeValidator(lambda value: read(value) if isinstance(value, str) else value)
 
 
@@ -78,14 +76,13 @@ Words = Annotated[tuple[str, ...], _of_text(lambda text: _parts(text, ","))]
 
 
 class SettingsGroup(BaseModel):
-    """A frozen group of settings, which refuses unknown keys."""
+    """A frozen group of settings without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class S3Settings(SettingsGroup):
-    """How to reach an S3 store. What is unset comes from boto3's own chain (environment, profile, instance
-    role)."""
+    """Access to an S3 store. Unset values come from boto3 (environment, profile, instance role)."""
 
     endpoint_url: str | None = None
     """Address of an S3-compatible server; unset: AWS."""
@@ -146,14 +143,14 @@ class EngineSettings(SettingsGroup):
 
 
 class VllmSettings(SettingsGroup):
-    """What only the engine `vllm` has."""
+    """Settings of the engine `vllm` only."""
 
     tensor_parallel: PositiveInt = 1
     """GPUs that share one LM."""
 
 
 class NotifySettings(SettingsGroup):
-    """The hook of the operator that is told of every job's end; it is never a job's."""
+    """The operator's hook for ended jobs; a job cannot set it."""
 
     command: Annotated[tuple[str, ...], _of_text(lambda text: tuple(shlex.split(text)))] = ()
     """Command that runs at each end of a job, without a shell. A variable is split into words as a shell
@@ -235,7 +232,7 @@ class Schedule(SettingsGroup):
     `home`."""
     splits: str | None = None
     """Splits of the exports, for example train=0.98,dev=0.01,test=0.01."""
-    #: Every other key is an option of the job, by its name in Python (`jobs.job_options`).
+    #: All other keys are options of the job, by their Python names (`jobs.job_options`).
     options: Annotated[dict[str, Any], AfterValidator(_job_options)] = {}
 
     @model_validator(mode="before")
@@ -249,7 +246,7 @@ class Schedule(SettingsGroup):
 
 
 class Settings(SettingsGroup):
-    """Every setting of Nightjar. Build it with `load_settings`; a direct call takes only what it is given."""
+    """All settings of Nightjar. Build it with `load_settings`; the constructor reads no other sources."""
 
     home: Path = Path("out")
     """Default folder for ledger, store and broker address of `nightjar run`."""
@@ -285,8 +282,7 @@ class Settings(SettingsGroup):
     @field_validator("home", "store_url", mode="before")
     @classmethod
     def _refuse_other_places(cls, value: object, info: ValidationInfo) -> object:
-        # An empty path would be the working directory, which nobody named; an address would be a folder of
-        # this name there.
+        # An empty path would mean the working directory, and an address a folder of this name there.
         text = "" if value is None else str(value)
         if isinstance(value, str) and not text.strip():
             raise ValueError("it is empty")
@@ -295,37 +291,37 @@ class Settings(SettingsGroup):
                 f"{text!r} is an address, and this is a folder of this host; {PREFIX}STORE_URL puts the audio into a bucket"
             )
         if info.field_name == "store_url" and is_address(text) and "://" not in text:
-            raise ValueError("an address has two slashes, as in s3://BUCKET/PREFIX")
+            raise ValueError("an address has two slashes, such as s3://BUCKET/PREFIX")
         return value
 
     @field_validator("database_url", "broker_url")
     @classmethod
     def _refuse_cut_url(cls, value: SecretStr | None, info: ValidationInfo) -> SecretStr | None:
         if value is not None:
-            # The password of a database URL ends at its first `@`; others end at the last one.
-            _check_urls(value.get_secret_value(), most_ats=1 if info.field_name == "database_url" else None)
+            # The password of a database URL ends at its first `@`, others end at the last one.
+            _check_urls(value.get_secret_value(), max_ats=1 if info.field_name == "database_url" else None)
         return value
 
     @property
     def times(self) -> Times:
-        """The times and sizes of the protocol, which are no settings."""
+        """The times and sizes of the protocol, which are not settings."""
         return self._times
 
     @property
     def state_folder(self) -> Path:
-        """Where the embedded default keeps its ledger, lock and logs."""
+        """The folder of the embedded ledger, lock and logs."""
         return self.home.absolute() / STATE_FOLDER
 
     @property
     def ledger_url(self) -> str:
-        """The ledger, with its password."""
+        """The URL of the ledger, with its password."""
         if self.database_url is not None:
             return self.database_url.get_secret_value()
         return sqlite_url(self.state_folder / "ledger.sqlite")
 
     @property
     def effective_broker_url(self) -> str:
-        """The broker, with its password."""
+        """The URL of the broker, with its password."""
         if self.broker_url is not None:
             return self.broker_url.get_secret_value()
         return embedded_broker_url(self.state_folder) or DEFAULT_BROKER_URL
@@ -335,14 +331,12 @@ class Settings(SettingsGroup):
         return self.store_url if self.store_url is not None else str(self.home.absolute())
 
     def export_folder(self, job_id: str, format: str, where: str | None) -> Path:
-        """Where an export is written that was not given a place; one with another filter is another
-        export."""
+        """The default folder of an export, which depends on its filter."""
         name = format if where is None else f"{format}-{hashlib.sha256(where.encode()).hexdigest()[:16]}"
         return self.home.absolute() / "exports" / job_id / name
 
     def chosen_engine(self, card: ModelCard) -> Literal["cpu", "native", "vllm"]:
-        """The engine that a model is opened on. Raises `ConfigError` (`config.invalid`) for one that
-        cannot run it."""
+        """The engine of a model. Raises `ConfigError` (`config.invalid`) if the chosen one cannot run it."""
         kind = self.engine.kind
         if kind == "auto" or card.engine == "cpu":
             return card.engine
@@ -354,7 +348,7 @@ class Settings(SettingsGroup):
         return kind
 
     def engine_options(self, card: ModelCard) -> dict[str, Any]:
-        """Options of `open_pipeline` for a model: what was set of its engine, and nothing else. Raises as
+        """The options of `open_pipeline` for a model: only the set ones of its engine. Raises as
         `chosen_engine`."""
         engine = self.chosen_engine(card)
         if engine != "vllm" and self.vllm.tensor_parallel > 1:
@@ -375,7 +369,7 @@ class Settings(SettingsGroup):
         return options | ({"engine": engine} if card.engines else {})
 
     def origin(self, key: str) -> str:
-        """Where a dotted key was set: `command line`, `environment`, `.env`, a file's name, or `default`."""
+        """The source of a dotted key: `command line`, `environment`, `.env`, a file's name, or `default`."""
         while key:
             if key in self._origins:
                 return self._origins[key]
@@ -384,33 +378,33 @@ class Settings(SettingsGroup):
 
 
 def sqlite_url(path: Path) -> str:
-    """The URL of a SQLite file; what a URL reads as its own is escaped."""
+    """The URL of a SQLite file, with special characters escaped."""
     return f"sqlite:///{quote(str(path))}"
 
 
 def sqlite_path(url: str) -> Path | None:
-    """The file of a `sqlite:///` URL, or None for another database."""
+    """The file of a `sqlite:///` URL; None for another database."""
     scheme, _, path = url.partition(":///")
     return Path(unquote(path.partition("?")[0])) if scheme.startswith("sqlite") else None
 
 
-def _check_urls(urls: str, most_ats: int | None) -> None:
-    """Raises where a sign in a password ends the address too early: its rest would show up in errors as a
-    host or a port."""
+def _check_urls(urls: str, max_ats: int | None) -> None:
+    """Raises `ValueError` if a special character in a password ends the address too early, because errors would show
+    the rest of the password as a host or port."""
     for url in urls.split(";"):
         try:
             parts = urlsplit(url)
-            # A rest of a password is no number.
+            # The rest of a password is not a valid port.
             whole = parts.port != 0
         except ValueError:
             raise ValueError(CUT_ADDRESS) from None
         cut = bool(parts.netloc) and "@" in parts.path + parts.fragment
-        if cut or not whole or (most_ats is not None and parts.netloc.count("@") > most_ats):
+        if cut or not whole or (max_ats is not None and parts.netloc.count("@") > max_ats):
             raise ValueError(CUT_ADDRESS)
 
 
 def load_settings(**overrides: Any) -> Settings:
-    """The settings of this process; `overrides` are the command line's (None: not given).
+    """The settings of this process. `overrides`: those of the command line (None: not given).
 
     Raises `ConfigError` with `config.invalid`.
     """
@@ -460,7 +454,7 @@ def _dotenv() -> Mapping[str, str]:
 
 
 def _read_variables(variables: Mapping[str, str], origin: str) -> dict[str, Any]:
-    """`SPEECH_A__B=x` as `{"a": {"b": "x"}}`; a value that is a JSON object is read as such."""
+    """`SPEECH_A__B=x` as `{"a": {"b": "x"}}`; values that are JSON objects are decoded."""
     tree: dict[str, Any] = {}
     for name, value in sorted(variables.items()):
         variable = name.upper()
@@ -473,7 +467,7 @@ def _read_variables(variables: Mapping[str, str], origin: str) -> dict[str, Any]
         for part in parents:
             node = node.setdefault(part, {})
             if not hasattr(node, "setdefault"):
-                message = f"{name} ({origin}) is set beside a value of the whole group."
+                message = f"{name} ({origin}) and a value of its whole group are both set."
                 raise invalid(message, "Set one of the two.")
         node[leaf] = value
         if value.startswith("{"):
@@ -498,13 +492,13 @@ def _merge(
 
 def _config_error(error: ValidationError, origins: Mapping[str, str]) -> ConfigError:
     errors = error.errors(include_url=False, include_input=False)
-    # What is written wrongly explains what is missing.
+    # A misspelled key may be the cause of a missing one.
     first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
     place = [str(part) for part in first["loc"]]
     if (option := first.get("ctx", {}).get("key")) is not None:
         place[-1] = option
     key = ".".join(place)
-    # A group that does not exist is named with the key that was given in it.
+    # The message about an unknown group names the key that was set in it.
     given = next(
         (name for name in origins if f"{name}.".startswith(f"{key}.") or key.startswith(f"{name}.")), ""
     )
@@ -518,18 +512,17 @@ def _config_error(error: ValidationError, origins: Mapping[str, str]) -> ConfigE
 
 
 def _set_in(key: str, origin: str) -> str:
-    """Where a key was set, for a sentence; nothing where it was not."""
+    """The source of a key in parentheses; empty if it was not set."""
     return f" ({origin}{f' {variable_of(key)}' if origin in _VARIABLES else ''})" if origin else ""
 
 
 def _refuse_other_prefix(variable: str, origin: str) -> None:
-    """Raises `config.invalid` for a variable that is a setting but for its prefix, which would have no
-    effect."""
+    """Raises `config.invalid` for a setting with the wrong prefix, which would have no effect."""
     rest = variable.removeprefix("NIGHTJAR_")
     key = rest.lower().replace("__", ".")
     if PREFIX + rest in NOT_SETTINGS or key in setting_keys(key):
         message = f"There is no setting {variable} ({origin})."
-        raise invalid(message, f"Did you mean {PREFIX}{rest}? All settings begin so.")
+        raise invalid(message, f"Did you mean {PREFIX}{rest}? All settings begin with {PREFIX}.")
 
 
 def variable_of(key: str) -> str:
@@ -540,7 +533,7 @@ def variable_of(key: str) -> str:
 def setting_fields(
     group: type[SettingsGroup] = Settings, path: str = "", schedule: str = "NAME"
 ) -> Iterator[tuple[str, type[SettingsGroup]]]:
-    """(dotted key, group that it is a field of) of all settings, those of a schedule with its name."""
+    """(dotted key, group) of all settings, with those of a schedule under its name."""
     for name, field in group.model_fields.items():
         inner = Schedule if name == "schedules" else field.annotation
         if isinstance(inner, type) and issubclass(inner, SettingsGroup):
@@ -551,8 +544,7 @@ def setting_fields(
 
 
 def setting_keys(like: str) -> set[str]:
-    """The dotted keys of all settings and, for a key that is `like` one of a schedule, of the options of
-    its jobs."""
+    """The dotted keys of all settings, and of the job options of the schedule that `like` belongs to."""
     from jobs.job_options import hints
 
     schedule = like.split(".")[1] if like.startswith("schedules.") else "NAME"

@@ -1,5 +1,5 @@
-"""Shards: how a job is cut into them, of even engine time, and their lines as they travel from ingest to a
-worker, as zstd-compressed JSONL in the store."""
+"""Shards: how a job is divided into parts of similar engine time, and their lines as zstd-compressed JSONL in the
+store."""
 
 from __future__ import annotations
 
@@ -25,21 +25,19 @@ if TYPE_CHECKING:
     from pipelines.registry import ModelCard
 
 
-#: Engine time of a shard: long enough that handing it out costs nothing, short enough that losing it costs
-#: little.
+#: Engine time of a shard: long compared with its dispatch, short enough to lose.
 ENGINE_SECONDS = 60.0
-#: At the start of a job shards are smaller, so that a small job has some for every worker: so much engine
-#: time and so many items.
-LEAST_ENGINE_SECONDS = 1.0
-LEAST_ITEMS = 64
-#: They grow with the job: by one item for so many items that were cut before.
+#: Engine time and items of the first shards of a job, which are smaller, so that a small job has shards for all
+#: workers.
+MIN_ENGINE_SECONDS = 1.0
+MIN_ITEMS = 64
+#: Number of earlier items of the job for which shards grow by one item.
 ITEMS_PER_GROWTH = 128
-#: RTF of a model whose speed was not measured, by its engine. At submit nobody knows the workers' devices:
-#: `native` and `vllm` models run on GPUs as a rule.
+#: Assumed RTF of a model without measurements, by engine; `native` and `vllm` usually run on GPUs.
 USUAL_RTF = {"native": 1 / 2000, "vllm": 1 / 700, "cpu": 0.1}
-#: The fastest that is believed: an engine that costs nothing measures as 0.
-_LEAST_RTF = 1e-6
-#: Most bytes of lines in a shard; a worker holds a shard's lines in memory.
+#: Minimum measured RTF; that of a test engine may be 0.
+_MIN_RTF = 1e-6
+#: Maximum bytes of lines in a shard, which a worker holds in memory.
 MAX_SHARD_BYTES = 16 << 20
 CONTENT_TYPE = "application/zstd"
 _COMPRESSION_LEVEL = 1
@@ -47,33 +45,32 @@ _COMPRESSION_LEVEL = 1
 
 @dataclass(frozen=True, slots=True)
 class ShardSize:
-    """When a shard is full."""
+    """The maximum size of shards."""
 
     audio_ms: int
     max_items: int
-    #: A shard with less is not full because it is early in its job.
-    least_audio_ms: int = 0
+    #: Minimum size of the first shards of a job.
+    min_audio_ms: int = 0
 
     @classmethod
     def of(
         cls, card: ModelCard, target_seconds: float, max_items: int, measured_rtf: float | None = None
     ) -> ShardSize:
-        """`ENGINE_SECONDS` of work, and never more than `target_seconds` of audio.
+        """The size for `ENGINE_SECONDS` of work, with a maximum of `target_seconds` of audio.
 
-        The speed is `measured_rtf`, the RTF of the model's earlier jobs; else the card's; else the usual
-        one of its engine, which may be far from the truth, so that the first shards are then no larger
-        than their number of items says.
+        The speed is `measured_rtf` from earlier jobs of the model, else that of the card, else the usual one of the
+        engine. The last may be wrong, so then the first shards are limited by their number of items.
         """
-        known = card.rtf if measured_rtf is None else max(measured_rtf, _LEAST_RTF)
+        known = card.rtf if measured_rtf is None else max(measured_rtf, _MIN_RTF)
         seconds = min(target_seconds, ENGINE_SECONDS / (known or USUAL_RTF[card.engine]))
-        least_seconds = min(seconds, LEAST_ENGINE_SECONDS / known) if known else 0.0
-        return cls(max(1, int(seconds * 1000)), max_items, int(least_seconds * 1000))
+        min_seconds = min(seconds, MIN_ENGINE_SECONDS / known) if known else 0.0
+        return cls(max(1, int(seconds * 1000)), max_items, int(min_seconds * 1000))
 
 
 def cut(lines: Sequence[GoodLine], size: ShardSize, items_before: int = 0) -> Iterator[Sequence[GoodLine]]:
-    """Consecutive runs of `lines`; a line that alone is more than a shard's worth is a shard of its own.
+    """Consecutive parts of `lines`, one per shard; a line that is too large for a shard is a shard alone.
 
-    The items of a line are in one shard. `items_before`: items of the job that were cut before these lines.
+    The items of a line are in one shard. `items_before`: items of the job before these lines.
     """
     start = audio_ms = total_bytes = items = 0
     for end, line in enumerate(lines):
@@ -81,7 +78,7 @@ def cut(lines: Sequence[GoodLine], size: ShardSize, items_before: int = 0) -> It
         audio_ms += line.estimated_ms
         total_bytes += len(line.raw) * more
         items += more
-        early = audio_ms > size.least_audio_ms and items > LEAST_ITEMS + items_before // ITEMS_PER_GROWTH
+        early = audio_ms > size.min_audio_ms and items > MIN_ITEMS + items_before // ITEMS_PER_GROWTH
         if end > start and (
             early or audio_ms > size.audio_ms or total_bytes > MAX_SHARD_BYTES or items > size.max_items
         ):
@@ -93,24 +90,24 @@ def cut(lines: Sequence[GoodLine], size: ShardSize, items_before: int = 0) -> It
 
 
 class ShardLine(msgspec.Struct, frozen=True):
-    """One item as a worker gets it."""
+    """One item for a worker."""
 
     index: int
     #: Line of the input file.
     line: int
     example_id: str
-    #: What the pipeline is given: of a turn that which speaks it, else the whole dialogue. Audio content is a
-    #: key of the store.
+    #: The messages for the pipeline: those of the spoken turn, or the whole dialogue. Audio content is a key in the
+    #: store.
     messages: tuple[Message, ...]
-    #: The line's own settings, of a turn those of its role; the job's defaults are not in it.
+    #: The settings of the line, for a turn those of its role, without the job's defaults.
     generation: Generation
-    #: Place of the spoken message, or of the answer, among the dialogue's; part of the seed.
+    #: Index of the spoken message or the answer in the dialogue; part of the seed.
     message_index: int
-    #: Whose turn it is; None: the item is the whole dialogue.
+    #: Role of the spoken turn; None: the item is the whole dialogue.
     role: SpokenRole | None = None
 
     def generation_over(self, defaults: Generation) -> Generation:
-        """The line's settings before the job's, which are those of its role."""
+        """The line's settings, completed by the job's defaults for its role."""
         return self.generation.over(defaults if self.role is None else defaults.of(self.role))
 
 
@@ -118,18 +115,18 @@ Line = TypeVar("Line", "ShardLine", "RawLine")
 
 
 class RawLine(msgspec.Struct, frozen=True):
-    """One item with its dialogue as it was submitted, for exports."""
+    """One item with its submitted dialogue, for exports."""
 
     index: int
     line: int
     dialogue: msgspec.Raw
-    #: Place of the spoken message; None: the item is the whole dialogue.
+    #: Index of the spoken message; None: the item is the whole dialogue.
     message_index: int | None = msgspec.field(default=None, name="message")
-    #: Place of a message -> key of its reference audio.
+    #: Index of a message -> key of its reference audio.
     references: dict[int, str] = {}
 
 
-#: Of every line without settings of its own.
+#: The settings of every line that has none.
 NO_GENERATION = Generation()
 _decode_dialogue = msgspec.json.Decoder(Dialogue).decode
 _decode_raw = msgspec.json.Decoder(RawLine).decode
@@ -138,8 +135,8 @@ _decode_raw = msgspec.json.Decoder(RawLine).decode
 def encode_lines(
     first: int, line: int, raw: bytes, references: Mapping[int, str], turns: Sequence[int] | None = None
 ) -> list[bytes]:
-    """The items of a dialogue as lines of a shard, with their newlines: one a turn, the first at the index
-    `first`; without `turns` the dialogue is one item. `raw` is a valid JSON object without a newline.
+    """The items of a dialogue as lines of a shard, with newlines: one per turn, from index `first`. Without `turns`
+    the dialogue is one item. `raw` is a valid JSON object without a newline.
     """
     keys = b',"references":%b' % msgspec.json.encode(references) if references else b""
     if turns is None:
@@ -155,7 +152,7 @@ def compress(lines: Iterable[bytes]) -> bytes:
     """The object of a shard. Equal lines give equal bytes."""
     compressor: zstandard.ZstdCompressor | None = getattr(_compressors, "own", None)
     if compressor is None:
-        # Making one takes longer than compressing a shard, and threads must not share one.
+        # Creating one takes longer than compressing a shard, and threads must not share one.
         compressor = _compressors.own = zstandard.ZstdCompressor(
             level=_COMPRESSION_LEVEL, write_checksum=True
         )
@@ -163,8 +160,7 @@ def compress(lines: Iterable[bytes]) -> bytes:
 
 
 def read_shard(store: ObjectStore, key: str, sha256: str) -> list[ShardLine]:
-    """The lines of a shard in index order. Raises `StoreError`; `store.conflict` when the bytes are not
-    those that were staged."""
+    """The lines of a shard in index order. Raises `StoreError`, with `store.conflict` if the object was changed."""
     lines: list[ShardLine] = []
     for stored in read_raw_shard(store, key, sha256):
         dialogue, turn, references = (
@@ -188,7 +184,7 @@ def read_shard(store: ObjectStore, key: str, sha256: str) -> list[ShardLine]:
 
 
 def read_raw_shard(store: ObjectStore, key: str, sha256: str) -> list[RawLine]:
-    """As `read_shard`, with each dialogue as the undecoded JSON that was submitted."""
+    """As `read_shard`, with each dialogue as submitted JSON, not decoded."""
     data = store.get(key)
     if hashlib.sha256(data).hexdigest() != sha256:
         raise StoreError(
@@ -200,15 +196,15 @@ def read_raw_shard(store: ObjectStore, key: str, sha256: str) -> list[RawLine]:
 
 
 def read_references(store: ObjectStore, key: str, sha256: str) -> set[str]:
-    """The keys of the reference audio that the lines of a shard name. Raises as `read_shard` does."""
+    """The keys of the reference audio of a shard's lines. Raises as `read_shard`."""
     return {
         reference for line in read_raw_shard(store, key, sha256) for reference in line.references.values()
     }
 
 
 class ShardLines(Generic[Line]):
-    """Lines of items, which are asked for in order: one shard is in memory at a time. `read` is
-    `read_shard` or `read_raw_shard`."""
+    """The lines of items that are read in order, with one shard in memory. `read` is `read_shard` or
+    `read_raw_shard`."""
 
     def __init__(
         self,
@@ -222,7 +218,7 @@ class ShardLines(Generic[Line]):
         self.inputs = ledger.shard_inputs(job_id)
         self._loaded = ("", "")
         self._lines: dict[int, Line] = {}
-        #: Why numbers are not known, once one is not.
+        #: Why line numbers cannot be read, once that has failed.
         self.failure: StoreError | None = None
 
     def of(self, item: ItemRow) -> Line:
@@ -233,7 +229,7 @@ class ShardLines(Generic[Line]):
         return self._lines[item.index]
 
     def number_of(self, item: ItemRow) -> int | None:
-        """The number of the item's line; None once the store has lost one or cannot be reached."""
+        """The number of the item's line; None after a failure of the store."""
         if self.failure is None:
             try:
                 return self.of(item).line

@@ -1,4 +1,4 @@
-"""Is what was made of a job still in the store: every object against its hash."""
+"""Verification of a job: compares the stored objects with the hashes in the ledger."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ if TYPE_CHECKING:
 
 _THREADS = 8
 _AHEAD = 64
-#: Objects come in the order of their folders, those of packs in several at a time.
+#: Size of the cache of folder listings; objects are in the order of their folders, with several packs at a time.
 _FOLDERS = 16
 
 
 class Fault(StrEnum):
-    """What is wrong with an object."""
+    """A fault of an object."""
 
     MISSING = "missing"
-    #: Its content has another hash.
+    #: Its hash differs.
     CHANGED = "changed"
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """An object as the ledger knows it."""
+    """An object as recorded in the ledger."""
 
     key: str
     sha256: str
-    #: `input`, or the artifact's: `audio`, `text`, `quarantine`.
+    #: `input`, or the kind of an artifact: `audio`, `text`, `quarantine`.
     kind: str = "input"
-    #: Of the item that owns it; None for an input.
+    #: Index of its item; None for an input.
     index: int | None = None
-    #: None where only the items of the job tell it.
+    #: None if it was not read.
     example_id: str | None = None
     #: None for an input.
     bytes: int | None = None
@@ -58,12 +58,12 @@ class Expected:
 
     @property
     def object_key(self) -> str:
-        """The key of the object that holds it."""
+        """The key of the object that contains it."""
         return self.pack or self.key
 
     @property
     def end(self) -> int:
-        """How many bytes the pack that holds it has at least."""
+        """The minimum size of its pack."""
         return (self.pack_offset or 0) + (self.bytes or 0)
 
 
@@ -78,10 +78,9 @@ def expected_objects(
     *,
     dialogues: bool = False,
 ) -> Iterator[Expected]:
-    """What the ledger says is in the store, in the order of the keys for each kind; a page in memory at a
-    time.
+    """The objects that the ledger refers to, in key order for each kind, with one page in memory.
 
-    `where`: audio only of items that match, with `dialogues` also of the others of their dialogues.
+    `where`: only the audio of matching items, with `dialogues` also of other items of their dialogues.
     """
     if "input" in kinds:
         for key, sha256 in sorted(set(ledger.shard_inputs(job_id).values())):
@@ -101,10 +100,10 @@ def _expected(found: Artifact, example_id: str | None = None) -> Expected:
 
 
 def listed_faults(store: ObjectStore, objects: Iterable[Expected]) -> Iterator[tuple[Expected, Fault]]:
-    """What is missing or has another size, from listings of the store: quick, but damage that keeps the
-    size is not found.
+    """Objects that are missing or have another size in listings of the store. This is fast, but does not find damage
+    that keeps the size.
 
-    Raises `StoreError` when the store cannot be asked.
+    Raises `StoreError` if the store fails.
     """
 
     @lru_cache(_FOLDERS)
@@ -125,11 +124,10 @@ def listed_faults(store: ObjectStore, objects: Iterable[Expected]) -> Iterator[t
 
 @dataclass
 class ObjectCheck:
-    """Goes once over the input of a job's shards, the audio and texts of its items and what is in
-    quarantine, and yields what is wrong, in bounded memory.
+    """Iterates once over the faults of a job's inputs, audio, texts and quarantined audio, in bounded memory.
 
-    A folder's files are read. A bucket's objects are read with `deep`, else their checksum is asked of the
-    server. Of a pack whose checksum is another one every member is read.
+    Files of a folder are read. Objects of a bucket are read with `deep`, otherwise the server's checksum is
+    compared. If the checksum of a pack differs, its members are read.
     """
 
     ledger: Ledger
@@ -137,18 +135,18 @@ class ObjectCheck:
     job: Job
     deep: bool = False
     kinds: Collection[str] = KINDS
-    #: Looked at so far.
+    #: Number of objects checked so far.
     objects: int = 0
 
     def __iter__(self) -> Iterator[tuple[Expected, Fault]]:
-        """Raises `StoreError` when the store cannot be asked."""
+        """Raises `StoreError` if the store fails."""
         objects = expected_objects(self.ledger, self.job.id, self.kinds)
         artifacts, head = ArtifactReader(self.store), lru_cache(None)(self.store.head)
         by_server = self.store.remote and not self.deep
 
         def sha256(expected: Expected) -> str | None:
-            """The hash of an object, None where it is missing. Where the server says that a whole pack is
-            as its key says, and as long as the member needs, that of the member is the one that is known."""
+            """The hash of an object; None: it is missing. A member of a pack has its recorded hash if the pack's
+            checksum matches its key and the pack is long enough."""
             if expected.pack:
                 info = head(expected.pack) if by_server else None
                 whole = info is not None and info.sha256[:PACK_SHA_CHARACTERS] == sha256_of_pack(
@@ -163,14 +161,14 @@ class ObjectCheck:
             with self.store.open(expected.key) as stream:
                 return sha256_of(stream)
 
-        def look(expected: Expected) -> Fault | None:
+        def check(expected: Expected) -> Fault | None:
             try:
                 found = sha256(expected)
             except StoreError as error:
                 if error.code is ErrorCode.STORE_MISSING:
                     return Fault.MISSING
                 if error.code in (ErrorCode.STORE_BAD_KEY, ErrorCode.STORE_CONFLICT):
-                    # A folder or a symbolic link is in its place, or a pack ends before it.
+                    # A folder or symbolic link is in its place, or its pack is too short.
                     return Fault.CHANGED
                 raise
             if found is None:
@@ -178,7 +176,7 @@ class ObjectCheck:
             return None if found == expected.sha256 else Fault.CHANGED
 
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="verify") as threads:
-            for expected, fault in ahead(threads, look, objects, _AHEAD):
+            for expected, fault in ahead(threads, check, objects, _AHEAD):
                 self.objects += 1
                 if fault is not None:
                     yield expected, fault

@@ -1,4 +1,4 @@
-"""Run by Alembic; `jobs.ledger.database` hands over the connection."""
+"""The environment of Alembic, which uses the connection of `jobs.ledger.database`."""
 
 from alembic import context
 

@@ -1,5 +1,5 @@
-"""`python -m worker run|nightly|flower|sweep`, which `nightjar worker`, `nightjar nightly` ... start: the
-consumer side."""
+"""`python -m worker run|nightly|flower|sweep`: the consumer side, started by `nightjar worker`, `nightjar nightly`
+and so on."""
 
 from __future__ import annotations
 
@@ -15,29 +15,24 @@ from jobs.console import PROGRAM, FiniteRange, Output, exit_code, fail
 from jobs.gpus import VISIBLE, count_gpus
 from jobs.logs import setup_logging
 from jobs.settings import Settings, load_settings
-from jobs.worker_group import (
-    WorkerGroup,
-    WorkerPlan,
-    WorkerReport,
-    is_watched,
-    plan_workers,
-    say_last_words,
-    wait_for_parent,
-)
+from jobs.worker_group import WorkerGroup, WorkerPlan, WorkerReport, plan_workers
 from pipelines.child_process import Child
 from pipelines.errors import NightjarError
+from worker.supervisor import is_supervised, report_end, wait_for_release
 
 log = structlog.get_logger(__name__)
 
 #: Exit codes, as those of `nightjar wait`.
 FAILED, NOT_ENDED = 1, 7
+#: Pause before the first restart of a worker.
+FIRST_PAUSE_SECONDS = 0.5
 _HELP = ["-h", "--help"]
 
 
 @click.group(context_settings={"help_option_names": _HELP})
 def cli() -> None:
-    """Processes that run shards and look after the jobs. `nightjar worker`, `flower`, `nightly` and
-    `sweep` start them.
+    """Processes that run shards and maintain jobs. `nightjar worker`, `flower`, `nightly` and `sweep` start
+    them.
 
     \b
     Examples:
@@ -57,14 +52,14 @@ def _settings() -> Settings:
     "--gpu",
     "gpus",
     metavar="N,N...|all",
-    help="GPUs as `nvidia-smi` numbers them, for example 0,1,2,3, or `all`. Runs one worker process per GPU, on cores of its own, and "
+    help="GPUs by their numbers in `nvidia-smi`, for example 0,1,2,3, or `all`. Runs one worker process per GPU, on separate cores, and "
     "restarts a process that dies.",
 )
 @click.option("--model", metavar="MODEL", help="Run only jobs of this model, and load it at the start.")
 @click.option(
     "--preload",
     metavar="MODEL",
-    help="Open this model at once, before a job asks for it. [default: that of --model]",
+    help="Open this model at once, before a job needs it. [default: that of --model]",
 )
 @click.option(
     "--supervise",
@@ -79,11 +74,11 @@ def run(
     supervise: bool,
     private: bool,
 ) -> None:
-    """Run a worker: it takes shards and synthesizes them until SIGTERM.
+    """Run a worker, which synthesizes shards until SIGTERM.
 
-    At SIGTERM it takes no new shards and finishes its items. A second signal gives the rest back at once.
-    With --gpu or --supervise, a worker that fails again and again is quarantined: the others go on, and
-    the exit code at the end is 1.
+    After SIGTERM it takes no new shards and finishes its items. A second signal gives unfinished items back at once.
+    With --gpu or --supervise, a worker that keeps failing is quarantined: the others continue, and the exit code
+    at the end is 1.
 
     \b
     Examples:
@@ -91,41 +86,41 @@ def run(
       nightjar worker --gpu 0,1,2,3
       nightjar worker --gpu all
     """
-    # At once: whoever started this process may end any time.
-    watched = is_watched()
+    # First, because the process that started this one may end at any time.
+    supervised = is_supervised()
     settings = _settings()
-    count = 0 if gpus is not None or watched or private else count_gpus(os.environ.get(VISIBLE))
+    count = 0 if gpus is not None or supervised or private else count_gpus(os.environ.get(VISIBLE))
     if count > 1 and settings.vllm.tensor_parallel == 1:
         log.warning("this worker uses one GPU; --gpu all uses every one", gpus=count)
     if gpus is not None or supervise:
         from jobs.gpus import choose_gpus
 
         devices = None if gpus is None else choose_gpus(gpus, os.environ.get(VISIBLE))
-        sys.exit(_group(settings, plan_workers(settings, devices), model, preload).run(settings))
+        sys.exit(supervise(_group(settings, plan_workers(settings, devices), model, preload)))
     from worker.models import Preload
 
-    # Begun before Celery is imported: both take seconds.
+    # Started before the import of Celery, since both take seconds.
     opening = None if preload is None and model is None else Preload(settings, preload or model or "")
     from worker.celery_app import run_worker
     from worker.runtime import WorkerOptions
 
-    wait_for_parent()
+    wait_for_release()
     sys.exit(run_worker(settings, WorkerOptions(model, private, opening)))
 
 
 def _group(
     settings: Settings, plans: Sequence[WorkerPlan], model: str | None, preload: str | None
 ) -> WorkerGroup:
-    """Workers that run this program without the options that brought about the group."""
+    """Workers that run this program without the options of the group."""
     spec = sys.modules["__main__"].__spec__
     program = ["-m", "worker" if spec is None else spec.name.removesuffix(".__main__"), "run"]
     for option, value in (("--model", model), ("--preload", preload)):
         program += [] if value is None else [option, value]
     return WorkerGroup(
+        settings,
         plans,
         lambda plan: Child(program, WorkerReport, plan.environment, bound=False, cores=plan.cores),
-        longest_pause_seconds=settings.times.restart_seconds,
-        quarantine_seconds=settings.times.quarantine_seconds,
+        (FIRST_PAUSE_SECONDS, settings.times.restart_seconds),
         on_event=lambda level, event, details: getattr(log, level)(event, **details),
     )
 
@@ -206,10 +201,10 @@ def flower() -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def sweep(delete: bool, grace_hours: float, as_json: bool) -> None:
-    """Find orphans in the store: objects of ended jobs that no artifact in the ledger names.
+    """Find orphans in the store: objects of ended jobs without an artifact in the ledger.
 
-    Killed workers and cancelled jobs leave them. Without --delete they are only counted. Exit code 1: the
-    store of a job did not answer correctly.
+    They remain after killed workers and cancelled jobs. Without --delete they are only counted. Exit code 1: the
+    store of a job failed.
 
     \b
     Examples:
@@ -223,19 +218,19 @@ def sweep(delete: bool, grace_hours: float, as_json: bool) -> None:
         counts = {"orphans": report.orphans, "bytes": report.bytes, "deleted": delete}
         Output(as_json=True).data({"schema": "nightjar.sweep/1", **counts, "failed_jobs": report.failed_jobs})
     else:
-        failed = f"; {report.failed_jobs} jobs could not be looked at" if report.failed_jobs else ""
+        failed = f"; {report.failed_jobs} jobs could not be checked" if report.failed_jobs else ""
         click.echo(f"{report.orphans} orphans, {report.bytes} bytes{', deleted' if delete else ''}{failed}")
     sys.exit(FAILED if report.failed_jobs else 0)
 
 
 def main() -> None:
-    """Runs the command line; an error that a person can mend is a sentence, not a traceback."""
+    """Runs the command line; errors that the user can correct are printed without a traceback."""
     program = os.environ.pop(PROGRAM, None)
     try:
         if program is None:
             cli(prog_name="python -m worker", standalone_mode=False)
         else:
-            # The usage line shows the command that a person typed.
+            # The usage line shows the command of the user.
             cli.commands[sys.argv[1]].main(
                 sys.argv[2:], prog_name=program, standalone_mode=False, help_option_names=_HELP
             )
@@ -245,11 +240,11 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort):
         sys.exit(128 + signal.SIGINT)
     except NightjarError as error:
-        say_last_words(str(error))
+        report_end(str(error))
         fail(error, as_json="--json" in sys.argv)
         sys.exit(exit_code(error))
     except Exception as error:
-        say_last_words(f"{type(error).__name__}: {error}")
+        report_end(f"{type(error).__name__}: {error}")
         raise
 
 

@@ -1,4 +1,4 @@
-"""Which shards a worker takes, and which has to run alone."""
+"""The number of shards that a worker takes, and shards that must run alone."""
 
 from __future__ import annotations
 
@@ -13,70 +13,67 @@ from typing import NamedTuple
 
 from worker.leases import Clock, SystemClock
 
-#: Maximum shards in flight where they follow the engine: each has two threads while it runs.
+#: Maximum number of shards in flight if it follows the engine; each has two threads.
 MAX_SHARDS = 64
-#: Shards in flight before an engine is open, as its slots are not known then.
+#: Shards in flight before an engine is open, when its slots are unknown.
 SHARDS_AT_START = 2
-#: Maximum messages at once whose shards are not claimed yet. A claim takes some milliseconds, and only then
-#: is the shard's size known.
+#: Maximum number of messages whose shards are not yet claimed. The size of a shard is known only after its claim.
 MAX_UNCLAIMED = 4
-#: The reserve lasts as long as it takes to claim and to read a shard, at the speed of the engine; so many
-#: items are enough for any.
+#: The reserve covers the time to claim and read a shard at the speed of the engine, with a maximum number of items.
 RESERVE_SECONDS = 2.0
 RESERVE_ITEMS = 1024
-#: Maximum items that wait for meters or for their store before more shards are taken.
+#: While more items wait for meters or the store, no shards are taken.
 MAX_WRITING_ITEMS = 1024
-#: Between two measurements of that speed; a slower one counts gradually.
+#: Interval of speed measurements; a lower speed takes effect gradually.
 MEASURE_SECONDS = 0.5
 _DECAY = 0.8
-#: The last claimed shards tell the size of the next one.
+#: Number of recent shards whose median size is the estimate for the next one.
 _RECENT_SHARDS = 5
-#: Between two looks whether a shard that waits is still wanted.
-LOOK_SECONDS = 0.5
+#: Interval in which a waiting shard checks whether it must give up.
+CHECK_SECONDS = 0.5
 
 
 class ItemCounts(NamedTuple):
-    """How far the items of a shard are."""
+    """The progress of the items of a shard."""
 
-    #: Have not left the engine, and are to be fed.
+    #: To be fed, or in the engine.
     open: int
-    #: The engine has answered.
+    #: Answered by the engine.
     answered: int
-    #: Left the engine and have no outcome yet.
+    #: Answered, without an outcome so far.
     writing: int
 
 
 @dataclass(eq=False)
 class Demand:
-    """Whether the worker takes another message, and how many shards it can use. Thread-safe.
+    """Decides whether the worker takes another message, and how many shards it can use. Thread-safe.
 
-    The worker takes shards until their open items cover the engine's slots and a reserve: as many again,
-    or `RESERVE_SECONDS` of items if these are more. A `fixed` number of shards is the user's.
+    The worker takes shards until their open items cover the engine's slots and a reserve: the larger of the number of
+    slots and the items of `RESERVE_SECONDS`. `fixed`: a number of shards chosen by the user.
     """
 
     fixed: int | None = None
-    #: Those of the open engine, 0 while none is open.
+    #: Slots of the open engine; 0 if none is open.
     slots: Callable[[], int] = lambda: 0
-    #: Whether no more shards may begin for now.
+    #: Whether no shards may start at present.
     suspended: Callable[[], bool] = lambda: False
     clock: Clock = field(default_factory=SystemClock)
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        #: Messages that were taken and whose shards have not ended.
+        #: Messages in progress.
         self._taken = 0
-        #: Of the shards that were claimed.
+        #: Progress functions of the claimed shards.
         self._held: list[Callable[[], ItemCounts]] = []
         self._recent: deque[int] = deque(maxlen=_RECENT_SHARDS)
-        #: Items that the engine has answered: of shards that are held no more, and when its speed was
-        #: measured.
+        #: Items answered by the engine: of ended shards, and in total at the last measurement of its speed.
         self._answered_before = 0
         self._answered_then = 0
         self._items_per_second = 0.0
         self._measured_at = self.clock.monotonic()
 
     @property
-    def hungry(self) -> bool:
+    def wants_message(self) -> bool:
         """Whether the worker takes another message now."""
         if self.fixed is not None:
             return True
@@ -87,7 +84,7 @@ class Demand:
 
     @property
     def shards(self) -> int:
-        """How many shards the worker can use, with those it has."""
+        """The number of shards that the worker can use, including those it holds."""
         if self.fixed is not None:
             return self.fixed
         unclaimed, held = self._messages()
@@ -98,18 +95,18 @@ class Demand:
         return min(MAX_SHARDS, max(held + more, 1))
 
     def taken(self) -> None:
-        """A message was taken."""
+        """Counts a message that was taken."""
         with self._lock:
             self._taken += 1
 
     def ended(self) -> None:
-        """A message that was taken is dealt with."""
+        """Counts a message that was processed."""
         with self._lock:
             self._taken -= 1
 
     @contextmanager
     def hold(self, counts: Callable[[], ItemCounts]) -> Generator[None, None, None]:
-        """A claimed shard runs inside the block; `counts` tells how far it is."""
+        """Counts a claimed shard during the block; `counts` returns its progress."""
         with self._lock:
             self._held.append(counts)
             self._recent.append(counts().open)
@@ -121,13 +118,13 @@ class Demand:
                 self._answered_before += counts().answered
 
     def _messages(self) -> tuple[int, int]:
-        """Messages whose shards are not claimed, and those with the claimed ones."""
+        """The number of messages without a claimed shard, and that of all messages."""
         with self._lock:
             claimed = len(self._held)
             return max(0, self._taken - claimed), max(self._taken, claimed)
 
     def _missing(self, slots: int, unclaimed: int) -> int:
-        """Items to claim before slots and reserve are covered; zero or less where there are enough."""
+        """Items needed to cover slots and reserve; zero or less if there are enough."""
         counts = self._counts()
         if counts.writing >= MAX_WRITING_ITEMS:
             return 0
@@ -135,18 +132,18 @@ class Demand:
         return slots + reserve - counts.open - unclaimed * self._typical(slots)
 
     def _typical(self, slots: int) -> int:
-        """Items of the next shard; before one was claimed, as many as cover slots and reserve."""
+        """Estimated items of the next shard; before the first claim, slots and reserve."""
         with self._lock:
             return max(1, round(statistics.median(self._recent))) if self._recent else 2 * slots
 
     def _counts(self) -> ItemCounts:
-        """Of all shards that are held; answered items with those of earlier ones."""
+        """The sum over all held shards, with the answered items of earlier shards."""
         with self._lock:
             held = [ItemCounts(0, self._answered_before, 0), *[counts() for counts in self._held]]
         return ItemCounts(*map(sum, zip(*held, strict=True)))
 
     def _speed(self, answered: int) -> float:
-        """Items a second that the engine answers."""
+        """Items answered by the engine per second."""
         now = self.clock.monotonic()
         with self._lock:
             seconds = now - self._measured_at
@@ -159,10 +156,10 @@ class Demand:
 
 
 class ExclusiveLock:
-    """Many may hold it together, or one alone. Who waits to be alone goes before those who come later.
-    Thread-safe.
+    """A lock that many can share or one holds alone. A waiting exclusive holder takes precedence over later shared
+    ones. Thread-safe.
 
-    A shard whose next crash would fail its items runs with no other beside it.
+    A shard whose next crash would fail its items runs alone.
     """
 
     def __init__(self) -> None:
@@ -173,7 +170,7 @@ class ExclusiveLock:
 
     @property
     def closed(self) -> bool:
-        """Whether one holds it alone, or waits to: nobody else comes in now."""
+        """Whether there is an exclusive holder or one waits, so that no other can enter."""
         return self._taken_alone or self._waiting > 0
 
     @contextmanager
@@ -182,19 +179,19 @@ class ExclusiveLock:
         returns True."""
         with self._changed:
             self._waiting += alone
-            while waits := bool(self._running if alone else self.closed):
+            while must_wait := bool(self._running if alone else self.closed):
                 if give_up():
                     break
-                self._changed.wait(LOOK_SECONDS)
+                self._changed.wait(CHECK_SECONDS)
             self._waiting -= alone
-            if not waits:
+            if not must_wait:
                 self._running += 1
                 self._taken_alone = alone
             self._changed.notify_all()
         try:
-            yield not waits
+            yield not must_wait
         finally:
-            if not waits:
+            if not must_wait:
                 with self._changed:
                     self._running -= 1
                     self._taken_alone = False

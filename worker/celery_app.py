@@ -1,5 +1,4 @@
-"""Celery in a worker: the app with its task, the pool that owns the engine, the consumer that listens to
-the broker, and Flower."""
+"""Celery in a worker: the app with its task, the pool that owns the engine, the consumer of the broker, and Flower."""
 
 from __future__ import annotations
 
@@ -29,11 +28,11 @@ from vine import promise
 from jobs.dispatch import RUN_SHARD, make_celery
 from jobs.ledger.records import Ticket
 from jobs.settings import Settings
-from jobs.worker_group import say_last_words
 from pipelines.errors import NightjarError, invalid
 from pipelines.interpreter import collect_seldom
 from worker.admission import MAX_SHARDS
 from worker.runtime import Handling, Runtime, WorkerOptions
+from worker.supervisor import report_end
 
 if TYPE_CHECKING:
     from kombu.asynchronous.hub import Hub
@@ -41,24 +40,24 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-#: Of the broker itself. kombu's own list has errors in it that a message may cause, such as KeyError.
+#: Errors of the broker. The list of kombu also has errors that a message may cause, such as KeyError.
 BROKER_ERRORS = (RedisError, OSError)
 
-#: Before the consumer connects anew; while the broker is away, Celery itself waits longer each time.
+#: Pause before a reconnection; while the broker cannot be reached, Celery itself waits longer each time.
 PAUSE_SECONDS = 0.5
-#: Between two looks whether the worker is to end, or can use another shard.
-LOOK_SECONDS = 0.1
+#: Interval of checks whether the worker must end, or can use another shard.
+CHECK_SECONDS = 0.1
 
-#: That of the worker of this process; None: there is no worker in it.
+#: The runtime of the worker in this process; None: there is no worker.
 _runtime: Runtime | None = None
 
 
 def run_worker(settings: Settings, options: WorkerOptions) -> int:
-    """Works until a signal; returns the exit status. Raises `NightjarError` when the worker cannot start."""
+    """Runs the worker until a signal; returns the exit status. Raises `NightjarError` if it cannot start."""
     global _runtime
-    # Celery warns root of pickled messages; only JSON is accepted here.
+    # Celery warns root about pickled messages; only JSON is accepted here.
     warnings.filterwarnings("ignore", category=SecurityWarning)
-    # And of what becomes of tasks when a connection is lost, at each loss; that is set.
+    # Celery also warns about tasks at each lost connection; this is handled.
     warnings.filterwarnings("ignore", category=CPendingDeprecationWarning)
     _runtime = Runtime(settings, options)
     worker = create_app(settings).Worker(
@@ -67,7 +66,7 @@ def run_worker(settings: Settings, options: WorkerOptions) -> int:
         hostname=f"nightjar-{os.getpid()}@{socket.gethostname()}",
         loglevel=settings.log_level.upper(),
         quiet=True,
-        # Workers owe each other nothing: the ledger knows who holds what.
+        # Workers need not know each other: leases are in the ledger.
         without_gossip=True,
         without_mingle=True,
     )
@@ -78,19 +77,18 @@ def run_worker(settings: Settings, options: WorkerOptions) -> int:
 
 
 def run_flower(settings: Settings) -> None:
-    """Becomes Flower. Raises `config.invalid` without credentials, for the dashboard shows every job."""
+    """Runs Flower in this process. Raises `config.invalid` without credentials, because the dashboard shows all jobs."""
     auth = "" if settings.flower.basic_auth is None else settings.flower.basic_auth.get_secret_value()
-    # Flower takes several, with commas between them, and would let in whoever leaves both fields of a lone
-    # colon empty.
+    # Flower accepts several, separated by commas. A lone colon would mean an empty user and password.
     if not all(
         user.strip() and password.strip()
         for user, _, password in (one.partition(":") for one in auth.split(","))
     ):
         raise invalid(
             "Flower does not start without a user and a password.",
-            "Set SPEECH_FLOWER__BASIC_AUTH to user:password, neither of them empty or with a comma.",
+            "Set SPEECH_FLOWER__BASIC_AUTH to user:password, both without commas and not empty.",
         )
-    # By environment, not by arguments: those are readable by every user of the machine.
+    # In the environment, because arguments are readable by every user of the machine.
     os.environ["FLOWER_BASIC_AUTH"] = auth
     sys.argv[0] = "celery"
     create_app(settings).start(
@@ -105,22 +103,21 @@ def run_flower(settings: Settings) -> None:
 
 
 def create_app(settings: Settings) -> Celery:
-    """The app with its task. Its logs are the ones of this process: who listens to this signal keeps
-    Celery from setting up its own."""
+    """The app with its task. Connecting to the signal `setup_logging` prevents Celery from configuring logging."""
     signals.setup_logging.connect(_keep_logging)
     app = make_celery(settings)
-    app.conf.worker_consumer = SteadyConsumer
+    app.conf.worker_consumer = ReconnectingConsumer
     app.task(name=RUN_SHARD, Request=ShardRequest)(run_shard)
     app.finalize()
     return app
 
 
 def _keep_logging(**_: object) -> None:
-    """Leaves logging as it is."""
+    """Keeps the logging of this process."""
 
 
 def run_shard(job: str, shard: int, epoch: int) -> str:
-    """Runs one shard. The message goes back to the queue when this worker leaves it to another one."""
+    """Runs one shard. The message returns to the queue if this worker leaves it to another one."""
     assert _runtime is not None
     handling = _runtime.handle(Ticket(job, shard, epoch))
     if handling is Handling.REFUSED:
@@ -128,16 +125,16 @@ def run_shard(job: str, shard: int, epoch: int) -> str:
     return handling.value
 
 
-def _is_hungry() -> bool:
+def _wants_message() -> bool:
     """Whether the worker of this process takes another shard."""
-    return _runtime is None or _runtime.demand.hungry
+    return _runtime is None or _runtime.demand.wants_message
 
 
 class EnginePool(TaskPool):
-    """Threads around the `Runtime`, one for each shard in flight. A thread begins when it is first needed.
+    """The threads that run shards with the `Runtime`, one per shard in flight, started as needed.
 
-    A bootstep would be stopped while tasks still run, since Celery stops steps before the pool drains; so
-    the pool itself holds the engine. CUDA is never forked over, because threads share the process.
+    The pool owns the engine, because Celery would stop a bootstep before the pool has drained. Threads share the
+    process, so CUDA is never forked.
     """
 
     def on_start(self) -> None:
@@ -145,25 +142,24 @@ class EnginePool(TaskPool):
         assert _runtime is not None
         self.runtime: Runtime = _runtime
         runtime = self.runtime
-        # SIGTERM and SIGINT drain, a second one hurries; SIGQUIT hurries. All end with status 0. Celery's
-        # handlers are replaced: its cold shutdown cancels tasks of pools that cannot, and waits out its whole
-        # time (celery#9505).
+        # SIGTERM and SIGINT drain; a second one, or SIGQUIT, stops now. The status is 0. They replace the handlers of
+        # Celery, whose cold shutdown fails for this pool and waits for its time limit (celery#9505).
         for number, end in (
             (signal.SIGTERM, runtime.drain),
             (signal.SIGINT, runtime.drain),
-            (signal.SIGQUIT, runtime.hurry),
+            (signal.SIGQUIT, runtime.stop_now),
         ):
             signal.signal(number, partial(_end, end))
         try:
             runtime.start()
             collect_seldom()
         except NightjarError as error:
-            # Celery would log a traceback; whoever started the worker tells the person.
+            # The caller reports the error; Celery would log a traceback.
             runtime.failure = error
             raise SystemExit(1) from error
         except Exception as error:
-            # Celery logs the traceback and ends with a status.
-            say_last_words(f"{type(error).__name__}: {error}")
+            # Celery logs the traceback and ends with an error status.
+            report_end(f"{type(error).__name__}: {error}")
             raise
 
     def on_apply(self, target: Any, args: Any = None, *arguments: Any, **options: Any) -> Any:
@@ -174,20 +170,19 @@ class EnginePool(TaskPool):
         return result
 
     def on_stop(self) -> None:
-        """Drains, then closes the engine. Celery may call it twice on its way down."""
+        """Drains, then closes the engine. Celery may call it twice."""
         if not self.runtime.draining:
             self.runtime.drain()
         super().on_stop()
         self.runtime.stop()
 
     def on_terminate(self) -> None:
-        self.runtime.hurry()
+        self.runtime.stop_now()
         self.on_stop()
 
     def terminate_job(self, pid: int, signal: Any = None) -> None:
-        """Threads cannot be killed: every shard in flight is given back instead (celery#10490 is a
-        traceback here)."""
-        self.runtime.hurry()
+        """Gives all shards in flight back, because threads cannot be killed (the default raises, celery#10490)."""
+        self.runtime.stop_now()
 
 
 def _end(end: Callable[[], None], *_: object) -> None:
@@ -196,8 +191,8 @@ def _end(end: Callable[[], None], *_: object) -> None:
 
 
 class _AckLog:
-    """Takes kombu's complaint about an acknowledgement that failed: one line, for the ledger knows that
-    the shard ran."""
+    """Receives kombu's message about a failed acknowledgement and logs one line, because the ledger has the result of
+    the shard."""
 
     def critical(self, message: str, *arguments: object, exc_info: object = None) -> None:
         log.warning("message not acknowledged", reason=message % arguments)
@@ -206,9 +201,8 @@ class _AckLog:
 class ShardRequest(Request):
     """A request whose late acknowledgement may fail.
 
-    A connection that kombu closed after an error has no client any more, so that acknowledging over it is
-    an AttributeError; Celery takes that for a fault of its own and ends the worker. A message that is
-    delivered again for want of an acknowledgement is dropped at its claim.
+    After an error kombu closes the connection, and an acknowledgement raises AttributeError, for which Celery would
+    end the worker. A message that is delivered again is dropped at its claim.
     """
 
     def acknowledge(self) -> None:
@@ -227,44 +221,43 @@ class ShardRequest(Request):
         return (*errors, AttributeError)
 
 
-class SteadyConsumer(Consumer):
-    """Celery's consumer, which ends its worker on any error but a lost connection, connects anew after
-    every error.
+class ReconnectingConsumer(Consumer):
+    """A consumer that reconnects after every error; that of Celery ends the worker on most errors.
 
-    A broker that was killed, or is a replica now, raises more kinds of errors than those (in kombu's
-    cleaning up, too). A message that cannot be read is dropped and counted, or it would break the next
-    worker too. A shard that this worker has no use for now goes back to the queue, for another one.
+    A killed broker, or one that became a replica, raises various errors, also in kombu's cleanup. Messages that
+    cannot be read are dropped and counted, since they would break other workers too. A message that the worker
+    cannot use now returns to the queue for another worker.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        # What Celery comes back from, and what an acknowledgement may meet.
+        # Errors after which Celery reconnects, also in acknowledgements.
         self.connection_errors = (Exception,)
 
     def start(self) -> None:
-        """Listens until the worker ends."""
+        """Consumes messages until the worker ends."""
         while True:
             try:
                 return super().start()
-            except Exception as error:  # noqa: BLE001 - whatever it is, the worker listens again
-                # From Celery's own handling of the first error.
-                log.warning("consumer not cleaned up", error=repr(error))
+            except Exception as error:  # noqa: BLE001 - the worker reconnects after any error
+                # A second error in Celery's handling of the first one.
+                log.warning("cleanup of the consumer failed", error=repr(error))
                 self.connection = None
                 self.blueprint.restart(self)
-                self._rest()
+                self._pause()
 
     def on_connection_error_before_connected(self, exc: BaseException) -> None:
-        self._note(exc)
+        self._count_reconnect(exc)
 
     def on_connection_error_after_connected(self, exc: BaseException) -> None:
-        self._note(exc)
+        self._count_reconnect(exc)
         super().on_connection_error_after_connected(exc)
 
     def connection_for_read(self, heartbeat: float | None = None) -> Connection:
         app: Any = self.app
         connection = app.connection_for_read(heartbeat=heartbeat)
         transport: Any = connection.transport
-        transport.Channel = _steady(transport.Channel, self._drop)
+        transport.Channel = _tolerant(transport.Channel, self._drop)
         return self.ensure_connected(connection)
 
     def create_task_handler(self, promise: Any = promise) -> Callable[[Any], None]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -273,8 +266,8 @@ class SteadyConsumer(Consumer):
         def on_message(message: Any) -> None:
             try:
                 task = message.headers.get("task") if isinstance(message.headers, dict) else None
-                if task == RUN_SHARD and not _is_hungry():
-                    # It came when the worker had asked, and another one was claimed meanwhile.
+                if task == RUN_SHARD and not _wants_message():
+                    # The worker claimed another shard after it had requested this message.
                     message.requeue()
                     return
                 receive(message)
@@ -287,8 +280,8 @@ class SteadyConsumer(Consumer):
 
     def register_with_event_loop(self, hub: Hub) -> None:
         super().register_with_event_loop(hub)
-        # Without it the loop would look only once a second whether the worker can use another shard.
-        hub.timer.call_repeatedly(LOOK_SECONDS, lambda: None)
+        # Otherwise the loop would check only once a second whether the worker can use another shard.
+        hub.timer.call_repeatedly(CHECK_SECONDS, lambda: None)
 
     def on_decode_error(self, message: Any, exc: Exception) -> None:
         self._drop(exc, message)
@@ -302,9 +295,9 @@ class SteadyConsumer(Consumer):
     on_invalid_task = on_unknown_task
 
     def _drop(self, error: Exception | None, message: Any = None) -> None:
-        """Drops a message; None: the channel has dropped it."""
+        """Counts a dropped message, and removes it from the queue (None: the channel has removed it)."""
         log.warning(
-            "message dropped: this worker cannot read it",
+            "message dropped, because it cannot be read",
             reason="it names no task" if error is None else repr(error),
         )
         if _runtime is not None:
@@ -312,33 +305,32 @@ class SteadyConsumer(Consumer):
         if message is not None and not message.acknowledged:
             message.reject_log_error(log, BROKER_ERRORS)
 
-    def _note(self, error: BaseException) -> None:
-        log.warning("broker lost; connecting again", error=repr(error))
+    def _count_reconnect(self, error: BaseException) -> None:
+        log.warning("connection to the broker lost; reconnecting", error=repr(error))
         if _runtime is not None:
             _runtime.metrics.consumer_restarts.inc()
-        self._rest()
+        self._pause()
 
-    def _rest(self) -> None:
-        """Waits before the next connection; a worker that is to end does not wait."""
+    def _pause(self) -> None:
+        """Waits before a reconnection, unless the worker must end."""
         until = time.monotonic() + PAUSE_SECONDS
         while time.monotonic() < until:
             celery_state.maybe_shutdown()
-            time.sleep(LOOK_SECONDS)
+            time.sleep(CHECK_SECONDS)
 
 
-def _steady(channel: type[Any], drop: Callable[[Exception], None]) -> type[Any]:
-    """A Redis channel that drops what it cannot read: kombu takes a message from its list before it looks
-    at it. It asks the broker for a message only while the worker can use one.
+def _tolerant(channel: type[Any], drop: Callable[[Exception], None]) -> type[Any]:
+    """A Redis channel that requests a message only if the worker can use one, and drops messages that cannot be read,
+    because kombu removes a message from its list before parsing it.
 
-    What cannot be acknowledged is delivered no more here: it would take a slot's place for ever, and a
-    worker without a free slot asks the broker for nothing, so it would never see that its connection is
-    gone.
+    A message whose acknowledgement fails is forgotten here. Otherwise it would occupy a slot forever, and a worker
+    without free slots would request nothing and so not notice that its connection is lost.
     """
 
-    class SteadyQoS(channel.QoS):
+    class TolerantQoS(channel.QoS):
         def can_consume(self) -> bool:
-            # What the broker was asked for is read in any case: unread, it would be kept from other workers.
-            return super().can_consume() and (bool(self.channel._in_poll) or _is_hungry())
+            # A requested message must be read, so that it is not withheld from other workers.
+            return super().can_consume() and (bool(self.channel._in_poll) or _wants_message())
 
         def ack(self, delivery_tag: str) -> None:
             try:
@@ -354,14 +346,14 @@ def _steady(channel: type[Any], drop: Callable[[Exception], None]) -> type[Any]:
                 virtual.QoS.ack(self, delivery_tag)
                 raise
 
-    class SteadyChannel(channel):
-        QoS = SteadyQoS
+    class TolerantChannel(channel):
+        QoS = TolerantQoS
 
         def _brpop_read(self, **options: Any) -> Any:
             try:
                 return super()._brpop_read(**options)
             except DataError as error:
-                # Of an envelope that cannot be kept until it is acknowledged.
+                # The envelope cannot be stored until its acknowledgement.
                 drop(error)
                 return True
             except (Empty, *BROKER_ERRORS):
@@ -370,4 +362,4 @@ def _steady(channel: type[Any], drop: Callable[[Exception], None]) -> type[Any]:
                 drop(error)
                 return True
 
-    return SteadyChannel
+    return TolerantChannel

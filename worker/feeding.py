@@ -1,4 +1,4 @@
-"""What feeds an engine: requests of the lines of shards, the order of the shards, and shares of its time."""
+"""The input of an engine: requests from the lines of shards, the order of shards, and their shares of its time."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from jobs.store.base import ObjectStore
 from jobs.voices import item_request
 from pipelines.engine_process.messages import RecentRecordings
 from pipelines.request import Generation, SpokenRole, SynthesisRequest
-from worker.admission import LOOK_SECONDS
-from worker.leases import DOUBTS, Clock, HeldLease
+from worker.admission import CHECK_SECONDS
+from worker.leases import MAX_REREADS, Clock, HeldLease
 
-#: Shards that are fed at the same time: reference audio of a store behind a network takes a while to come.
+#: Number of shards fed at the same time; loading reference audio from a remote store takes time.
 FOLDER_SHARDS, S3_SHARDS = 2, 16
 
 
 class ReferenceCache:
-    """The reference audio used last, up to `max_bytes`: neighbours in a file often clone the same voice."""
+    """The most recently used reference audio, up to `max_bytes`, because neighbours often clone the same voice."""
 
     def __init__(self, max_bytes: int = 64 << 20) -> None:
         self._kept = RecentRecordings[tuple[str, str], bytes](max_bytes)
         self._lock = threading.Lock()
 
     def get(self, store: ObjectStore, job_id: str, key: str) -> bytes:
-        """The object of a job's reference. Raises as `load_reference` does."""
+        """The reference audio with this key. Raises as `load_reference`."""
         name = (store.url, key)
         with self._lock:
             data = self._kept.get(name)
@@ -48,16 +48,15 @@ class RequestBuilder:
     held: HeldLease
     store: ObjectStore
     references: ReferenceCache
-    #: The settings of lines that have none of their own, by role.
+    #: Role -> settings of lines without settings.
     defaults: dict[SpokenRole | None, Generation] = field(
         default_factory=dict[SpokenRole | None, Generation], init=False
     )
 
     def build(self, line: ShardLine, draw: int = 0) -> SynthesisRequest:
-        """The request of a line, with its reference audio and the seed of its draw; the first draw is 0.
+        """The request of a line for a draw (from 0), with its reference audio and seed.
 
-        Raises `InputError` when a reference is gone, and `StoreError` for an error that a retry does not
-        solve.
+        Raises `InputError` for a missing reference, and `StoreError` for an error that is not retryable.
         """
         lease = self.held.lease
         job, spec = lease.job, lease.job.spec
@@ -69,20 +68,19 @@ class RequestBuilder:
             generation = self.defaults[line.role]
 
         def load(key: str) -> bytes:
-            return self.held.retrying(lambda: self.references.get(self.store, job.id, key), DOUBTS)
+            return self.held.retrying(lambda: self.references.get(self.store, job.id, key), MAX_REREADS)
 
         request_id = f"{job.id}/{line.index}/{lease.epoch}" + (f"/{draw}" if draw else "")
         seed = item_seed(spec.seed, line.example_id, line.message_index, draw, line_seed=line.generation.seed)
         return item_request(line, generation, job, request_id, seed, load)
 
 
-#: Place of a shard in the order; the smaller one goes first.
+#: Position of a shard in the order; smaller first.
 Rank = tuple[int, int]
 
 
 class FeedingOrder:
-    """A few shards at a time have their turn: those of a higher priority, then the older ones.
-    Thread-safe."""
+    """Lets a few shards feed the engine at a time, by priority and then age. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -92,16 +90,16 @@ class FeedingOrder:
         self._waiting: set[Rank] = set()
 
     def place(self, priority: int, *, remote: bool) -> Rank:
-        """The place of a shard that was claimed now. `remote`: a network lies before its store."""
+        """The position of a newly claimed shard. `remote`: its store is remote."""
         with self._changed:
             if remote:
                 self._shards = S3_SHARDS
             return -priority, next(self._count)
 
     def take(self, rank: Rank, give_up: Callable[[], bool]) -> bool:
-        """Waits until it is this shard's turn, or `give_up` returns True; returns whether it is.
+        """Waits for the turn of this shard; False: `give_up` returned True first.
 
-        A shard that has its turn keeps it, unless it is the last one of them and a higher one waits.
+        A shard keeps its turn, unless it is the last one with a turn and a shard before it waits.
         """
         with self._changed:
             if rank in self._feeding and not (
@@ -113,7 +111,7 @@ class FeedingOrder:
             self._changed.notify_all()
             try:
                 while len(self._feeding) >= self._shards or rank != min(self._waiting):
-                    self._changed.wait(LOOK_SECONDS)
+                    self._changed.wait(CHECK_SECONDS)
                     if give_up():
                         return False
             finally:
@@ -123,18 +121,18 @@ class FeedingOrder:
             return True
 
     def leave(self, rank: Rank) -> None:
-        """Lets another shard have its turn, until the next `take`."""
+        """Ends the turn of this shard, until the next `take`."""
         with self._changed:
             self._feeding.discard(rank)
             self._changed.notify_all()
 
 
 class EngineTimer:
-    """Shares out the time of an engine: while n requests are in it, each of them pays a n-th of the time.
+    """Divides the time of an engine among its requests: while there are n, each gets 1/n of the time.
 
-    The sum of all shares is the time in which the engine had work, whatever the batch was. This is the
-    virtual time of fair queueing (Demers, Keshav and Shenker, 1989): it runs at the rate 1/n, and a
-    request's share is how far it ran while the request was there.
+    The sum of all shares is the time in which the engine had work. This is the virtual time of fair queueing
+    (Demers, Keshav and Shenker, 1989): it runs at the rate 1/n, and a request's share is its increase while the
+    request is in the engine.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -145,8 +143,8 @@ class EngineTimer:
         self._read_at = clock.monotonic()
 
     def change(self, requests: int) -> float:
-        """So many requests enter the engine, or leave it where the number is negative; the virtual seconds
-        by now. A request's share is what passed of them while it was there."""
+        """Adds requests in the engine, or removes them (negative). Returns the virtual time in seconds, whose increase
+        while a request is in the engine is its share."""
         with self._lock:
             now = self._clock.monotonic()
             if self._requests:

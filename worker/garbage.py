@@ -1,5 +1,4 @@
-"""Finds and deletes orphans: objects of ended jobs that no artifact names, and what is stored of jobs
-after they were deleted."""
+"""Finds and deletes orphans: objects of ended jobs without an artifact, and objects of deleted jobs."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 GRACE_SECONDS = 24 * 3600.0
-#: How long a deleted job is remembered: no worker writes under a lease that it lost so long ago.
+#: Time after which a deleted job is forgotten, since no worker still writes under an old lease.
 REMEMBERED_SECONDS = 30 * 24 * 3600.0
 FINAL_STATES = tuple(state for state in JobState if state.final)
 _MAX_JOBS = 1_000_000
@@ -34,18 +33,17 @@ _MAX_JOBS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class SweepReport:
-    """What a sweep found."""
+    """The result of a sweep."""
 
     orphans: int = 0
     bytes: int = 0
-    #: Jobs whose store or ledger did not answer as it should; nothing more of them was touched.
+    #: Jobs whose sweep was aborted by an error of the store or ledger.
     failed_jobs: int = 0
 
 
-#: An object that nothing named when it was found, and the inputs none of whose lines names it, where it is
-#: reference audio.
+#: An orphan, and for reference audio the inputs that were searched and do not refer to it.
 Orphan = tuple[ObjectInfo, frozenset[tuple[str, str]]]
-#: What a sweep finds in a store: objects and their bytes.
+#: Numbers of objects with their sizes.
 _Found = Iterator[tuple[int, int]]
 
 
@@ -56,14 +54,12 @@ def sweep(
     *,
     delete: bool,
 ) -> SweepReport:
-    """Looks through the objects of every job that ended more than `grace_seconds` ago; deletes orphans if
-    told to.
+    """Finds, and with `delete` deletes, orphans of all jobs that ended more than `grace_seconds` ago.
 
-    Orphans come from items that were stored and never committed: of a cancelled job, or of a worker that
-    was killed. Not touched are jobs that may still run, what `nightjar retry` needs, objects younger than
-    the grace by their own time, and keys that this ledger would not write. Before it deletes an object it
-    locks the job and asks the ledger for that very key again. Raises `ServiceError` where the ledger
-    cannot be reached.
+    Orphans are stored results that were never committed, because the job was cancelled or the worker killed. Kept are
+    objects of jobs that may still run, objects that `nightjar retry` may adopt, objects younger than the grace time,
+    and keys that this ledger would not write. Before the deletion of an object its job is locked and its key checked
+    again. Raises `ServiceError` if the ledger cannot be reached.
     """
     objects = size = failed = 0
     before = ledger.now() - grace_seconds
@@ -78,9 +74,9 @@ def sweep(
             store = store_for(job.store_url)
             store.confirm(job.store_identity)
             for more, their_size in (
-                _orphans_of(ledger, store, job, before, delete)
+                _sweep_ended(ledger, store, job, before, delete)
                 if isinstance(job, Job)
-                else _left_of(ledger, store, job, delete)
+                else _sweep_deleted(ledger, store, job, delete)
             ):
                 found, size = found + more, size + their_size
         except NightjarError as error:
@@ -95,7 +91,7 @@ def sweep(
 
 
 def sweep_all(settings: Settings, grace_seconds: float, *, delete: bool) -> SweepReport:
-    """A sweep of this installation."""
+    """Sweeps all jobs of the settings."""
     from jobs.ledger import Ledger
     from jobs.store import open_store
 
@@ -108,10 +104,10 @@ def sweep_all(settings: Settings, grace_seconds: float, *, delete: bool) -> Swee
 
 
 def orphans(ledger: Ledger, store: ObjectStore, job: Job, before: float) -> Iterator[Orphan]:
-    """Objects of a job, older than `before`, that nothing names: audio, texts and quarantine of no item,
-    packs of none, inputs of no shard, references of no line. Streams.
+    """The objects of a job, older than `before`, without a reference: audio, texts and quarantined audio without an
+    artifact, packs without members, inputs without a shard, reference audio without a line. Streamed.
 
-    Raises `StoreError` with `store.conflict` where the store does not list in the order of keys.
+    Raises `StoreError` with `store.conflict` if the store does not list in key order.
     """
     for info, read in _unnamed(ledger, store, job):
         old = info.modified_at is not None and info.modified_at <= before
@@ -119,7 +115,7 @@ def orphans(ledger: Ledger, store: ObjectStore, job: Job, before: float) -> Iter
             yield info, read
 
 
-def _orphans_of(ledger: Ledger, store: ObjectStore, job: Job, before: float, delete: bool) -> _Found:
+def _sweep_ended(ledger: Ledger, store: ObjectStore, job: Job, before: float, delete: bool) -> _Found:
     for info, read in orphans(ledger, store, job, before):
         if not delete or ledger.delete_orphan(
             job.id, info.key, before, partial(store.delete, info.key), read
@@ -127,9 +123,8 @@ def _orphans_of(ledger: Ledger, store: ObjectStore, job: Job, before: float, del
             yield 1, info.bytes
 
 
-def _left_of(ledger: Ledger, store: ObjectStore, gone: DeletedJob, delete: bool) -> _Found:
-    """What a worker that had lost its lease stored of a job behind its deletion: nothing can name it any
-    more."""
+def _sweep_deleted(ledger: Ledger, store: ObjectStore, gone: DeletedJob, delete: bool) -> _Found:
+    """Objects that a worker without a lease stored after the deletion of its job."""
     if not delete:
         yield from ((1, info.bytes) for info in objects_of(store, gone.id))
         return
@@ -160,22 +155,21 @@ def _unnamed(ledger: Ledger, store: ObjectStore, job: Job) -> Iterator[Orphan]:
 
 
 def _in_order(objects: Iterable[ObjectInfo], store: ObjectStore) -> Iterator[ObjectInfo]:
-    """The objects as they come. Raises `store.conflict` where they do not come in the order of their keys."""
+    """The same objects. Raises `store.conflict` if they are not in key order."""
     last = ""
     for info in objects:
         if info.key <= last:
             raise StoreError(
                 ErrorCode.STORE_CONFLICT,
                 f"The store {store.url} does not list its objects in the order of their keys.",
-                "Use a store that lists as S3 does; nothing more was deleted.",
+                "Use a store that lists like S3. Nothing more was deleted.",
             )
         last = info.key
         yield info
 
 
 def _without(objects: Iterable[ObjectInfo], artifacts: Iterable[Artifact]) -> Iterator[ObjectInfo]:
-    """Objects whose key is no artifact's; keys and artifacts both come in the order of the
-    index."""
+    """Objects without an artifact with their key; objects and artifacts are both in index order."""
     rows = iter(artifacts)
     row = next(rows, None)
     for info in objects:

@@ -1,5 +1,4 @@
-"""The leases of this process: held, renewed by heartbeats, given up when they are lost or when the worker
-drains."""
+"""The leases of this process: renewed by heartbeats, and given up if they are lost or the worker drains."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ from pipelines.errors import ErrorCode, NightjarError
 
 
 class Clock(Protocol):
-    """A monotonic clock, in seconds. It measures waits inside a worker; the deadlines of leases are on the
-    ledger's clock."""
+    """A monotonic clock in seconds, for waits inside a worker. Leases expire by the ledger's clock."""
 
     def monotonic(self) -> float: ...
 
@@ -30,30 +28,30 @@ class SystemClock:
 
 
 T = TypeVar("T")
-#: Gets each error before the call is retried.
-RetryNote = Callable[[NightjarError], None]
+#: Called with each error before a retry.
+OnRetry = Callable[[NightjarError], None]
 
-#: What a network or a disk may say once of an object that is there as it was put.
-DOUBTFUL = frozenset({ErrorCode.STORE_MISSING, ErrorCode.STORE_CONFLICT})
-#: With the pauses between them, that takes more than three seconds.
-DOUBTS = 5
+#: Errors that a network or disk may report temporarily for an intact object.
+POSSIBLY_TEMPORARY = frozenset({ErrorCode.STORE_MISSING, ErrorCode.STORE_CONFLICT})
+#: Retries after such errors; with their pauses they take more than three seconds.
+MAX_REREADS = 5
 FIRST_RETRY_SECONDS = 0.1
 LONGEST_RETRY_SECONDS = 5.0
 
 
 class GoneReason(StrEnum):
-    #: The ledger gave the shard to someone else, or its job was cancelled.
+    #: Another worker has the shard, or its job was cancelled.
     LOST = "lost"
-    #: No heartbeat reached the ledger within the lease.
+    #: No heartbeat reached the ledger in time.
     EXPIRED = "expired"
-    #: The worker stops and gives the shard back.
+    #: The worker drains and gives the shard back.
     DRAINED = "drained"
-    #: The job was paused: what was not begun is given back.
+    #: The job was paused; items that were not started are given back.
     PAUSED = "paused"
 
 
 class LeaseGoneError(Exception):
-    """The work must stop: its lease no longer holds."""
+    """The lease has ended, so its work must stop."""
 
     def __init__(self, reason: GoneReason) -> None:
         super().__init__(reason.value)
@@ -61,10 +59,10 @@ class LeaseGoneError(Exception):
 
 
 class HeldLease:
-    """One lease while its shard runs here. `gone` is set once and stays; then each callback of `on_gone`
-    runs once."""
+    """A lease whose shard runs here. `gone` is set once and stays set; then each callback of `on_gone` is called
+    once."""
 
-    def __init__(self, lease: Lease, lease_seconds: float, clock: Clock, on_retry: RetryNote) -> None:
+    def __init__(self, lease: Lease, lease_seconds: float, clock: Clock, on_retry: OnRetry) -> None:
         self.lease = lease
         self._on_retry = on_retry
         self._clock = clock
@@ -76,13 +74,13 @@ class HeldLease:
 
     @property
     def gone(self) -> GoneReason | None:
-        """Why the work must stop, or None while it may go on."""
+        """Why the work must stop; None: it can continue."""
         if self._gone is None and self._clock.monotonic() - self._renewed_at > self._lease_seconds:
             self.give_up(GoneReason.EXPIRED)
         return self._gone
 
     def renew(self, at: float) -> None:
-        """A heartbeat that was sent at `at` (this clock) reached the ledger."""
+        """Records that a heartbeat sent at `at` (this clock) reached the ledger."""
         self._renewed_at = max(self._renewed_at, at)
 
     def give_up(self, reason: GoneReason) -> None:
@@ -102,18 +100,16 @@ class HeldLease:
         callback()
 
     def check(self) -> None:
-        """Raises `LeaseGoneError` when the work must stop."""
+        """Raises `LeaseGoneError` if the work must stop."""
         if (reason := self.gone) is not None:
             raise LeaseGoneError(reason)
 
-    def retrying(self, call: Callable[[], T], doubts: int = 0) -> T:
-        """The result of `call`, retried with growing pauses after every retryable error for as long as the
-        lease lives.
+    def retrying(self, call: Callable[[], T], rereads: int = 0) -> T:
+        """The result of `call`, retried with growing pauses after retryable errors until the lease ends.
 
-        An object that is missing, or has other bytes than were put, is read again `doubts` times before
-        that is believed. While the worker drains, `call` is tried once, so that finished work is still
-        saved. Raises the error when it is not retryable or needs a person, and `LeaseGoneError` when the
-        lease ends first.
+        A missing or changed object is read again up to `rereads` times. While the worker drains, `call` is tried
+        once, to save finished work. Raises errors that are not retryable or need a person, and `LeaseGoneError`
+        if the lease ends first.
         """
         if (reason := self.gone) is not None and reason is not GoneReason.DRAINED:
             raise LeaseGoneError(reason)
@@ -122,8 +118,8 @@ class HeldLease:
             try:
                 return call()
             except NightjarError as error:
-                if error.code in DOUBTFUL and doubts:
-                    doubts -= 1
+                if error.code in POSSIBLY_TEMPORARY and rereads:
+                    rereads -= 1
                 elif not error.code.retryable or error.code in LASTING_OUTAGES:
                     raise
                 self._on_retry(error)
@@ -132,16 +128,16 @@ class HeldLease:
             pause_seconds = min(pause_seconds * 2, LONGEST_RETRY_SECONDS)
 
     def pause(self, seconds: float) -> None:
-        """Waits, but not past the end of the lease."""
+        """Waits, but no longer than the lease lasts."""
         deadline = self._clock.monotonic() + seconds
         while self.gone is None and (left := deadline - self._clock.monotonic()) > 0:
             self._clock.sleep(min(left, 0.1))
 
 
-class LeaseBook:
-    """All leases of this process, for heartbeats and for draining. Thread-safe."""
+class HeldLeases:
+    """All leases of this process, for heartbeats and draining. Thread-safe."""
 
-    def __init__(self, lease_seconds: float, clock: Clock, on_retry: RetryNote = lambda _: None) -> None:
+    def __init__(self, lease_seconds: float, clock: Clock, on_retry: OnRetry = lambda _: None) -> None:
         self.lease_seconds = lease_seconds
         self._clock = clock
         self._on_retry = on_retry
@@ -163,12 +159,12 @@ class LeaseBook:
             self._held.pop(held.lease.ticket, None)
 
     def tickets(self) -> list[Ticket]:
-        """The leases that a heartbeat extends; those given up expire or are released."""
+        """The leases to extend by a heartbeat; given-up leases expire or are released."""
         with self._lock:
             return [ticket for ticket, held in self._held.items() if held.gone is None]
 
     def renewed(self, tickets: Collection[Ticket], lost: Collection[Ticket], at: float) -> None:
-        """Handles the answer to a heartbeat of these leases that was sent at `at`."""
+        """Processes the answer to a heartbeat for these leases, sent at `at`."""
         with self._lock:
             held = [self._held[ticket] for ticket in tickets if ticket in self._held]
         for one in held:
@@ -178,7 +174,7 @@ class LeaseBook:
                 one.renew(at)
 
     def drain(self) -> None:
-        """Gives up every lease, and each later one."""
+        """Gives up all leases, including later ones."""
         with self._lock:
             self._draining = True
             held = list(self._held.values())

@@ -1,5 +1,4 @@
-"""What every worker process does beside its shards: heartbeats, dispatch, repair of the ledger's state,
-manifests of ended jobs."""
+"""Background tasks of every worker process: heartbeats, dispatch, repair of the ledger, manifests of ended jobs."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from jobs.notification import report_ends
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, NightjarError, NotFoundError
 from worker.admission import Demand
-from worker.leases import Clock, LeaseBook
+from worker.leases import Clock, HeldLeases
 from worker.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -29,21 +28,20 @@ log = structlog.get_logger(__name__)
 
 UP, DRAINING = "up", "draining"
 
-#: Between a nudge and the run it asks for, so that one run serves several nudges.
-NUDGE_SECONDS = 0.02
-#: Before a manifest is tried again whose inputs are lost or damaged.
-PAUSE_SECONDS = 600.0
+#: Delay between a wake-up and the run, so that one run serves several wake-ups.
+WAKE_DELAY_SECONDS = 0.02
+#: Pause before a retry of a manifest whose inputs are lost or damaged.
+RETRY_SECONDS = 600.0
 
 
 class PeriodicTask:
-    """A task that runs in a thread of its own: every `seconds`, and soon after a nudge. An error is logged
-    once while it lasts."""
+    """A task with its own thread, which runs every `seconds` and soon after `wake`. A lasting error is logged once."""
 
     def __init__(self, name: str, seconds: float, work: Callable[[], None]) -> None:
         self._name = name
         self._seconds = seconds
         self._work = work
-        self._nudged = threading.Event()
+        self._woken = threading.Event()
         self._stopping = False
         self._failing: ErrorCode | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -51,12 +49,12 @@ class PeriodicTask:
     def start(self) -> None:
         self._thread.start()
 
-    def nudge(self) -> None:
-        self._nudged.set()
+    def wake(self) -> None:
+        self._woken.set()
 
     def stop(self, timeout_seconds: float = 5.0) -> None:
         self._stopping = True
-        self._nudged.set()
+        self._woken.set()
         if self._thread.ident is not None:
             self._thread.join(timeout_seconds)
 
@@ -76,32 +74,32 @@ class PeriodicTask:
 
     def _run(self) -> None:
         while not self._stopping:
-            if self._nudged.wait(self._seconds) and not self._stopping:
-                time.sleep(NUDGE_SECONDS)
-            self._nudged.clear()
+            if self._woken.wait(self._seconds) and not self._stopping:
+                time.sleep(WAKE_DELAY_SECONDS)
+            self._woken.clear()
             if not self._stopping:
                 self.run_once()
 
 
 @dataclass(eq=False)
 class Maintenance:
-    """Registers the worker, extends its leases, hands out shards and reconciles.
+    """Registers the worker, extends its leases, dispatches shards and reconciles.
 
-    Heartbeats have a thread of their own: a broker that hangs must not cost a lease.
+    Heartbeats have a separate thread, so that a hanging broker costs no lease.
     """
 
     ledger: Ledger
     settings: Settings
     worker: WorkerInfo
-    leases: LeaseBook
+    leases: HeldLeases
     metrics: Metrics
     clock: Clock
     publisher: Publisher
-    #: Writes those of jobs that ended, and of those that have none yet.
+    #: Writes the manifests of ended jobs.
     manifests: Manifests
-    #: How many shards the worker can use.
+    #: The number of shards that the worker can use.
     demand: Demand = field(default_factory=Demand)
-    #: Reports ends to the operator's hook, in a thread of its own.
+    #: Reports ended jobs to the operator's hook, in a separate thread.
     report_ends: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
@@ -110,35 +108,34 @@ class Maintenance:
         self._state = UP
         self._registered = False
         self._reconciled_at = self._depth_at = float("-inf")
-        #: To be nudged when a shard ended: there may be room for another one.
+        #: To be woken when a shard ends, because another one may fit into the window.
         self.dispatches = PeriodicTask("dispatch", times.dispatch_seconds, self.dispatch)
-        self._heartbeats = PeriodicTask("heartbeats", times.heartbeat_seconds, self.beat)
-        #: To be nudged when a job may have ended: the operator's hook need not wait for the next look.
+        self._heartbeats = PeriodicTask("heartbeats", times.heartbeat_seconds, self.send_heartbeat)
+        #: To be woken when a job may have ended, so that the hook need not wait for the next run.
         self.reports = PeriodicTask("reports", times.reconcile_seconds, self.report_ends)
         self._tasks = (self.dispatches, self._heartbeats, self.reports)
 
     def start(self) -> None:
-        """Registers the worker and starts the threads. Raises `ServiceError` when the ledger refuses this
-        worker."""
+        """Registers the worker and starts the threads. Raises `ServiceError` if the ledger refuses the worker."""
         self.ledger.register_worker(self.worker)
         self._registered = True
         for task in self._tasks:
             task.start()
-        self.dispatches.nudge()
-        self.reports.nudge()
+        self.dispatches.wake()
+        self.reports.wake()
 
     def claimed(self) -> None:
-        """A shard was claimed: the worker may be able to use more of them than it has said."""
+        """Handles a claim, after which the worker may be able to use more shards than it has reported."""
         if self.demand.shards > self.worker.slots:
-            self.dispatches.nudge()
+            self.dispatches.wake()
 
     def drain(self) -> None:
-        """The worker takes no more shards: others are told, and it dispatches no more."""
+        """Reports that the worker drains, and stops dispatching."""
         self._state = DRAINING
-        self._heartbeats.nudge()
+        self._heartbeats.wake()
 
     def stop(self) -> None:
-        """Ends the threads and strikes the worker off. The ledger may be unreachable."""
+        """Ends the threads and retires the worker, if the ledger can be reached."""
         for task in self._tasks:
             task.stop()
         if not self._registered:
@@ -146,10 +143,10 @@ class Maintenance:
         try:
             self.ledger.retire_worker(self.worker.id)
         except NightjarError as error:
-            log.warning("worker not retired; it goes stale by itself", error=str(error))
+            log.warning("worker not retired; it will be marked as lost", error=str(error))
 
-    def beat(self) -> None:
-        """One heartbeat of the worker and of all its leases."""
+    def send_heartbeat(self) -> None:
+        """Sends a heartbeat of the worker and all its leases."""
         sent_at = self.clock.monotonic()
         tickets = self.leases.tickets()
         if tickets:
@@ -158,7 +155,7 @@ class Maintenance:
         self._report(self.demand.shards)
 
     def dispatch(self) -> None:
-        """One pass of the reconciler, if it is time, and of the dispatcher."""
+        """Runs the reconciler, if it is due, and the dispatcher."""
         if self._state != UP:
             return
         now = self.clock.monotonic()
@@ -166,7 +163,7 @@ class Maintenance:
             self._reconciled_at = now
             self._reconcile()
         shards = self.demand.shards
-        # Fewer at once would be written at each end of a shard, and more in the queue do no harm.
+        # Small decreases are not reported at once, since extra shards in the queue do no harm.
         if shards > self.worker.slots or shards < self.worker.slots / 2:
             self._report(shards)
         dispatched = self._dispatcher.run_once()
@@ -176,7 +173,7 @@ class Maintenance:
             self.metrics.queue_depth.set(self.publisher.queue_depth())
 
     def _report(self, shards: int) -> None:
-        """A sign of life, with the number of shards that the worker can use."""
+        """Reports the worker with the number of shards that it can use."""
         worker = replace(self.worker, slots=shards)
         try:
             self.ledger.worker_heartbeat(worker.id, self._state, shards)
@@ -194,38 +191,36 @@ class Maintenance:
             self.end_job(job_id)
 
     def end_job(self, job_id: str) -> None:
-        """Writes the manifest and reports the end of a job, if it has ended."""
-        self.manifests.put_if_over(job_id)
-        self.reports.nudge()
+        """Writes the manifest of a job and reports its end, if it has ended."""
+        self.manifests.put_if_ended(job_id)
+        self.reports.wake()
 
 
 def report_ended_jobs(ledger: Ledger, settings: Settings) -> None:
-    """Reports the ends of jobs that are due to the operator's hook, and logs what became of it. A hook
-    that fails holds up nothing."""
+    """Reports ended jobs to the operator's hook, and logs the results. A failing hook delays nothing."""
     for one in report_ends(ledger, settings):
         about = {"job": one.job_id, "attempt": one.attempt, "reason": one.reason}
         if not one.reason:
             log.info("end of the job reported", job=one.job_id)
         elif one.again_seconds is None:
-            log.error("end of the job not reported; it is not tried again", **about)
+            log.error("end of the job not reported; it is not retried", **about)
         else:
             log.warning("end of the job not reported yet", **about, again_seconds=round(one.again_seconds, 1))
 
 
 @dataclass(eq=False)
 class Manifests:
-    """Writes the manifests of jobs that have ended; any number of workers may do so. One that cannot be
-    written is logged, and tried again with each pass of the reconciler until it is there: after a pause
-    where the failure is not of the store or the ledger.
+    """Writes the manifests of ended jobs; several workers may do so at once. A failure is logged and retried with each
+    pass of the reconciler, after a longer pause if it is not a failure of the store or ledger.
     """
 
     ledger: Ledger
     store_for: Callable[[str], ObjectStore]
     clock: Clock
-    #: Job -> when its manifest is tried again.
+    #: Job -> time of the next try.
     due_at: dict[str, float] = field(default_factory=dict[str, float], init=False)
 
-    def put_if_over(self, job_id: str) -> None:
+    def put_if_ended(self, job_id: str) -> None:
         """Writes the manifest of a job with audio, if the job has ended."""
         if self.clock.monotonic() < self.due_at.get(job_id, 0.0):
             return
@@ -243,7 +238,7 @@ class Manifests:
             self.due_at.pop(job_id, None)
         except NightjarError as error:
             if not error.code.retryable:
-                self.due_at[job_id] = self.clock.monotonic() + PAUSE_SECONDS
+                self.due_at[job_id] = self.clock.monotonic() + RETRY_SECONDS
             log.warning(
                 "manifest of the job not written", job=job_id, code=error.code.value, error=str(error)
             )

@@ -1,5 +1,4 @@
-"""Prometheus metrics of one worker process. Labels have few, fixed values: never a job, a shard or an
-item."""
+"""Prometheus metrics of one worker process. Labels have few fixed values, never jobs, shards or items."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ log = structlog.get_logger(__name__)
 
 
 class Metrics:
-    """The metrics of this process, in a registry of their own."""
+    """The metrics of this process, in a separate registry."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -57,7 +56,7 @@ class Metrics:
         )
 
     def count(self, outcomes: Iterable[Outcome]) -> None:
-        """Counts outcomes that were committed."""
+        """Counts committed outcomes."""
         ends: Tally[tuple[str, str]] = Tally()
         refused: Tally[str] = Tally()
         audio_ms = stored = 0
@@ -76,19 +75,18 @@ class Metrics:
         self.audio_seconds.inc(audio_ms / 1000)
         self.bytes_stored.inc(stored)
 
-    def waited_for(self, error: NightjarError) -> None:
-        """Counts a call that will be retried."""
+    def count_retry(self, error: NightjarError) -> None:
+        """Counts and logs an error whose call will be retried."""
         self.retries.labels(code=error.code.value).inc()
         log.warning("waiting for a service", code=error.code.value, error=str(error))
 
     def watch(self, leases_held: Callable[[], int], pipelines: Callable[[], Sequence[Pipeline]]) -> None:
-        """Sets what gauges read at each scrape: shards in flight, and the open pipelines."""
+        """Sets the sources of gauges: shards in flight, and the open pipelines."""
         self.leases_held.set_function(leases_held)
         self.registry.register(EngineMetrics(pipelines))
 
     def serve(self, port: int, address: str = "127.0.0.1") -> Callable[[], None]:
-        """Serves the metrics over HTTP; returns a function that stops it. Raises `ConfigError` when the
-        port is taken."""
+        """Serves the metrics over HTTP; returns a function that stops it. Raises `ConfigError` if the port is in use."""
         try:
             server, thread = start_http_server(port, addr=address, registry=self.registry)
         except OSError as error:

@@ -1,5 +1,4 @@
-"""The loaded model of a worker: opened at its first use or ahead of it, shared by all shards, closed to
-make room for another."""
+"""The loaded model of a worker: opened at first use or earlier, shared by all shards, closed before another is opened."""
 
 from __future__ import annotations
 
@@ -24,12 +23,12 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-#: Between two looks whether a shard that waits for a model still wants it.
-LOOK_SECONDS = 0.2
+#: Interval in which a shard that waits for a model checks whether it must give up.
+CHECK_SECONDS = 0.2
 
 
 def open_model(settings: Settings, model: str) -> Pipeline:
-    """A model with the settings of its engine. Raises `NightjarError`: what opening raises, and
+    """Opens a model with the settings of its engine. Raises the `NightjarError` of opening it, and
     `EngineCrashError`."""
     return _engine_process(settings, model) or open_pipeline(
         model, **settings.engine_options(describe(model))
@@ -37,8 +36,7 @@ def open_model(settings: Settings, model: str) -> Pipeline:
 
 
 def _engine_process(settings: Settings, model: str) -> EngineProcess | None:
-    """The process of a model that has one, when it is open; None for models that are opened in the
-    worker's own."""
+    """Opens a model in its own process; None: it must be opened in the process of the worker."""
     card = describe(model)
     if settings.chosen_engine(card) != "native" or is_registered(model):
         return None
@@ -46,8 +44,7 @@ def _engine_process(settings: Settings, model: str) -> EngineProcess | None:
 
 
 class Preload:
-    """A model that is opened on a thread of its own before a shard asks for it, where it has a process of
-    its own."""
+    """Opens a model with its own process in the background, before a shard needs it."""
 
     def __init__(self, settings: Settings, model: str) -> None:
         self._model = model
@@ -56,21 +53,21 @@ class Preload:
         )
 
     def take(self, model: str) -> Pipeline | None:
-        """The pipeline, once; None for a model without a process, or another one: then this one is closed
-        to make room.
+        """The pipeline, once. None: the model has no process of its own, or another model is needed, and this one was
+        closed.
 
         Raises as `open_model`.
         """
         opened, self._opened = self._opened, None
         if opened is not None and model != self._model:
-            # Both at once may be more than the device holds.
+            # The device may not have memory for both.
             wait([opened])
             _close(opened)
             return None
         return None if opened is None else opened.result()
 
     def close(self) -> None:
-        """Closes a pipeline that nobody took."""
+        """Closes the pipeline if it was not taken."""
         if self._opened is not None:
             self._opened.add_done_callback(_close)
             self._opened = None
@@ -89,7 +86,7 @@ class _Loaded:
 
 
 class PipelineCache:
-    """One model at a time. Waiters are served in the order they came, so no model starves another."""
+    """Holds one model at a time. Waiting shards are served in order, so no model is starved."""
 
     def __init__(self, open_pipeline: Callable[[str], Pipeline]) -> None:
         self._open = open_pipeline
@@ -100,10 +97,9 @@ class PipelineCache:
 
     @contextmanager
     def use(self, model: str, check: Callable[[], None] = lambda: None) -> Iterator[Pipeline]:
-        """The pipeline of `model` for as long as the block runs; waits while another model is in use.
+        """The pipeline of `model` for the block; waits while another model is in use.
 
-        `check` is called while waiting and may raise to stop waiting. Raises `ModelError` when the model
-        cannot be opened.
+        `check` is called while waiting, and may raise to stop it. Raises `ModelError` if the model cannot be opened.
         """
         loaded = self._acquire(model, check)
         try:
@@ -114,8 +110,7 @@ class PipelineCache:
                 self._changed.notify_all()
 
     def discard(self, pipeline: Pipeline) -> None:
-        """Marks a pipeline as broken: it is closed at once, so that its requests end, and the next use
-        opens a new one."""
+        """Closes a broken pipeline at once, so that its requests end; the next use opens a new one."""
         with self._changed:
             if self._loaded is not None and self._loaded.pipeline is pipeline:
                 self._loaded = None
@@ -123,16 +118,16 @@ class PipelineCache:
         pipeline.close()
 
     def pipelines(self) -> list[Pipeline]:
-        """What is loaded now."""
+        """The loaded pipeline, if any."""
         loaded = self._loaded
         return [] if loaded is None else [loaded.pipeline]
 
     def slots(self) -> int:
-        """Those of the loaded model's engine; 0 while none is loaded."""
+        """Slots of the loaded model's engine; 0 if none is loaded."""
         return max((pipeline.info.slots for pipeline in self.pipelines()), default=0)
 
     def close(self) -> None:
-        """Closes the pipeline. May be called more than once."""
+        """Closes the pipeline. Idempotent."""
         with self._changed:
             self._closed = True
             loaded, self._loaded = self._loaded, None
@@ -141,17 +136,17 @@ class PipelineCache:
             loaded.pipeline.close()
 
     def _acquire(self, model: str, check: Callable[[], None]) -> _Loaded:
-        me = object()
+        waiter = object()
         with self._changed:
-            self._waiting.append(me)
+            self._waiting.append(waiter)
             try:
-                while self._waiting[0] is not me or not self._has_room(model):
+                while self._waiting[0] is not waiter or not self._has_room(model):
                     check()
-                    self._changed.wait(LOOK_SECONDS)
+                    self._changed.wait(CHECK_SECONDS)
                 check()
                 return self._take(model)
             finally:
-                self._waiting.remove(me)
+                self._waiting.remove(waiter)
                 self._changed.notify_all()
 
     def _has_room(self, model: str) -> bool:

@@ -1,4 +1,4 @@
-"""Nightly schedules: the file of a night becomes a job, once, and the job its datasets."""
+"""Nightly schedules: submits the file of each night once, and writes the datasets of its job."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 POLL_SECONDS = 1.0
-#: A night whose job ended so has not run.
+#: Final states of a job whose night counts as not run.
 ENDED_BADLY = frozenset({JobState.FAILED, JobState.CANCELLED})
-#: A file of a night that is not there. What else is wrong with it counts as a failure.
+#: Codes of a missing input file; other errors count as failures.
 _MISSING = {ErrorCode.INPUT_UNREADABLE, ErrorCode.STORE_MISSING}
-#: Stands among the formats of exports for the job's report.
+#: The name of the job's report among the export formats.
 REPORT = "report"
-#: A place that ends so has no extension of its own.
+#: The end of a path that needs an extension.
 _OPEN_END = re.compile(r"(\{format\}|\{date\}|%[-_0^#]?[A-Za-z])\Z")
 
 
 class NightEnd(StrEnum):
-    """What became of a schedule's night."""
+    """The outcome of a schedule's night."""
 
     SUBMITTED = "submitted"
     #: It was submitted before.
     RAN = "ran"
-    #: Its file is not there; the night can be caught up.
+    #: Its file is missing; the night can be caught up.
     MISSING = "missing"
-    #: It was not submitted, or its job failed or was cancelled; the night stays due.
+    #: It was not submitted, or its job failed or was cancelled; the night remains due.
     FAILED = "failed"
 
 
@@ -61,13 +61,13 @@ class Dataset(msgspec.Struct, frozen=True):
     format: str
     to: str
     items: int = 0
-    #: Why it was not written; None: it stands.
+    #: Why it was not written; None: it exists.
     reason: str | None = None
 
 
 @dataclass(eq=False)
 class Night:
-    """A night of a schedule, and what became of it."""
+    """A night of a schedule, with its outcome."""
 
     settings: Settings
     ledger: Ledger
@@ -76,14 +76,14 @@ class Night:
     end: NightEnd = NightEnd.RAN
     #: Its newest job.
     job: Job | None = None
-    #: Why it failed, or why its datasets are not there yet.
+    #: Why it failed, or why its datasets are missing.
     reason: str = ""
     code: ErrorCode | None = None
     done_items: int = 0
-    #: What is wrong in a job that ended well.
+    #: Failures within a completed job.
     failed_items: int = 0
     rejected_lines: int = 0
-    #: What was exported of it, where its job has ended.
+    #: Its exports, if its job has ended.
     datasets: tuple[Dataset, ...] = ()
 
     def __post_init__(self) -> None:
@@ -114,11 +114,11 @@ class Night:
 
     @property
     def bad(self) -> bool:
-        """Whether it is missing or failed, made nothing, or lacks a dataset."""
-        made_nothing = self.failed_items > 0 and self.done_items == 0
+        """Whether it is missing or failed, has no results, or lacks a dataset."""
+        no_results = self.failed_items > 0 and self.done_items == 0
         return (
             self.end in {NightEnd.FAILED, NightEnd.MISSING}
-            or made_nothing
+            or no_results
             or any(one.reason for one in self.datasets)
         )
 
@@ -141,11 +141,11 @@ class Night:
         }
 
     def run(self, *, again: bool = False) -> None:
-        """Submits the night, unless it ran. A night whose job failed or was cancelled has not: it is
-        submitted once more where its file has changed, or with `again`.
+        """Submits the night, unless it ran. A night whose job failed or was cancelled is submitted again if its file
+        has changed, or with `again`.
 
-        The job is submitted first and the night recorded then: a crash between makes the next run find the
-        same job by its idempotency key. Raises `ServiceError`.
+        The job is submitted before the night is recorded: after a crash in between, the next run finds the same job
+        by its idempotency key. Raises `ServiceError`.
         """
         jobs, day = self.jobs(), self.night.isoformat()
         number = max(jobs, default=1)
@@ -168,24 +168,22 @@ class Night:
             self.end = NightEnd.SUBMITTED
 
     def jobs(self) -> dict[int, Job]:
-        """The jobs of the night that were not deleted, by number from 1, the newest last. All but the last
-        failed or were cancelled."""
+        """Number (from 1) -> job of the night, in order, without deleted ones. All but the last failed or were
+        cancelled."""
         first = self._key(1)
         ends = [(job.idempotency_key.removeprefix(first), job) for job in self.ledger.jobs_of_keys(first)]
         return dict(sorted((int(end[1:] or 1), job) for end, job in ends if not end or end[1:].isdigit()))
 
     def conclude(self) -> bool:
-        """Writes the datasets of a night whose job has ended well. Returns whether there is nothing to
-        wait for."""
+        """Writes the datasets of a night whose job is completed. Returns whether the night is finished."""
         if self.job is None or self.end in {NightEnd.MISSING, NightEnd.FAILED}:
             return True
         status = self.ledger.status(self.job.id)
         self.job = job = status.job
         if not job.state.final or self._ended_badly():
             return job.state.final
-        # One that stands is left as it is, one that was stopped goes on, and one that a job of this night
-        # left before it went on is written anew; one that fails keeps no other from being written, and no
-        # file that is another's is touched.
+        # An existing dataset is kept, an interrupted one continued, and one of an earlier state of the night replaced.
+        # A failure does not affect other datasets, and foreign files are never changed.
         jobs = list(self.jobs().values())
         self.datasets = tuple([self._written(jobs, wanted) for wanted in self.schedule.exports])
         self.done_items, self.failed_items = status.items.done, status.items.failed
@@ -193,7 +191,7 @@ class Night:
         return True
 
     def explain(self) -> None:
-        """Says what a person does about a job that goes on."""
+        """Sets the reason and advice for a job that has not ended."""
         self.job = job = self.ledger.job(self.job_id)
         why = f" ({job.state_reason})" if job.state_reason else ""
         resume = f"continue it with `nightjar resume {job.id}`, and " if job.state is JobState.PAUSED else ""
@@ -201,10 +199,10 @@ class Night:
         self.reason = f"its job is {job.state.value}{why}; {resume}run this again{datasets}"
 
     def _ended_badly(self) -> bool:
-        """Whether its job failed or was cancelled; says why, and what a person does."""
+        """Whether its job failed or was cancelled; then sets the reason and advice."""
         if self.job is None or self.state not in ENDED_BADLY:
             return False
-        advice = "Correct its file and run the night again, or give --again for the same file."
+        advice = "Correct its file and run the night again, or use --again for the same file."
         if self.state is JobState.CANCELLED:
             self._fail(ServiceError(ErrorCode.LEDGER_STATE, f"Its job {self.job_id} was cancelled.", advice))
         else:
@@ -217,20 +215,19 @@ class Night:
         return True
 
     def _fail(self, error: NightjarError, end: NightEnd = NightEnd.FAILED) -> None:
-        """A night that has not run stays due."""
+        """Records a failure; a night that has not run remains due."""
         self.end, self.reason, self.code = end, str(error), error.code
         log.error("night failed", schedule=self.name, night=self.night.isoformat(), error=self.reason)
         if self.state in ENDED_BADLY:
             self.ledger.schedule_forget(self.name, self.night.isoformat())
 
     def _key(self, number: int) -> str:
-        """The idempotency key of the night's job of this number: two processes that run the same night
-        make one job."""
+        """The idempotency key of the night's job of this number, so that two processes submit only one job."""
         first = f"nightly/{self.name}/{self.night.isoformat()}"
         return first if number == 1 else f"{first}/{number}"
 
     def _submit(self, number: int) -> Job:
-        """Submits the job of this number, or goes on with its submit, or finds it. Raises `NightjarError`."""
+        """Submits the job of this number, continues its submit, or finds it. Raises `NightjarError`."""
         from jobs.ingest import submit
 
         spec, options = _job(self.schedule)
@@ -246,7 +243,7 @@ class Night:
         return job
 
     def _has_another_file(self, job: Job) -> bool:
-        """Whether the night's file is not that of its job. Raises `NightjarError`."""
+        """Whether the night's file differs from that of its job. Raises `NightjarError`."""
         from jobs.source import open_source
 
         with open_source(input_of(self.schedule, self.night), self.settings.s3) as opened:
@@ -258,7 +255,7 @@ class Night:
         return open_store(self.schedule.store_url or self.settings.effective_store_url, self.settings.s3)
 
     def _written(self, jobs: Sequence[Job], format: str) -> Dataset:
-        """Writes one export. One that fails keeps no other back, whatever is wrong with it."""
+        """Writes one export. Any failure is only recorded."""
         to = place_of(self.settings, self.name, format, self.night)
         try:
             return Dataset(format, to, self._write(jobs, format, to))
@@ -270,7 +267,7 @@ class Night:
         return Dataset(format, to, reason=reason)
 
     def _write(self, jobs: Sequence[Job], format: str, to: str) -> int:
-        """How many items it has."""
+        """Writes an export or report; returns its number of items."""
         from jobs.export import export, own_output
         from jobs.store import store_of
 
@@ -318,12 +315,11 @@ def run_nights(
     again: bool = False,
     now: datetime | None = None,
 ) -> NightlyReport:
-    """Submits a night, and up to `catch_up` earlier ones that did not run, of every schedule (or of those
-    named), and writes the datasets of those whose jobs have ended, or end within `wait_seconds`. `again`:
-    also the same file of a night whose job failed or was cancelled.
+    """Submits a night and up to `catch_up` earlier ones that did not run, for all schedules or those in `names`, and
+    writes the datasets of jobs that end within `wait_seconds`. `again`: also resubmits unchanged files of nights
+    whose job failed or was cancelled.
 
-    Raises `ConfigError` for a date or a schedule that does not exist and for exports that cannot be, and
-    `ServiceError`.
+    Raises `ConfigError` for an invalid date, an unknown schedule and impossible exports, and `ServiceError`.
     """
     from jobs.ledger import Ledger
 
@@ -335,7 +331,7 @@ def run_nights(
         advice = f"Schedules are: {', '.join(sorted(settings.schedules)) or 'none'}."
         raise invalid(f"There is no schedule {min(unknown)!r}.", advice)
     if not settings.schedules:
-        # A command of cron in another folder would do nothing every night.
+        # Otherwise a cron command in the wrong folder would silently do nothing every night.
         advice = "Write `[schedules.NAME]` into nightjar.toml here, or name its file with SPEECH_CONFIG."
         raise invalid("No schedule is set.", advice)
     check_exports(settings, names or settings.schedules)
@@ -351,8 +347,8 @@ def run_nights(
 
 
 def _conclude(nights: Sequence[Night], deadline: float) -> None:
-    """Waits for the ends of the nights' jobs, and writes their datasets in the order in which they come. A
-    ledger that is away for a while does not end hours of waiting."""
+    """Waits for the nights' jobs, and writes their datasets in the order of their ends. Temporary failures of the
+    ledger are tolerated."""
     left = list(nights)
     while True:
         for night in list(left):
@@ -371,7 +367,7 @@ def _conclude(nights: Sequence[Night], deadline: float) -> None:
 
 
 def input_of(schedule: Schedule, night: date) -> str:
-    """The schedule's input with the night filled in: `{date}` is the ISO date, strftime codes work too."""
+    """The schedule's input for a night: `{date}` is replaced by the ISO date, and strftime codes by their values."""
     return night.strftime(schedule.input.replace("{date}", "%Y-%m-%d"))
 
 
@@ -380,8 +376,8 @@ def _job(schedule: Schedule) -> tuple[JobSpec, SubmitOptions]:
 
 
 def place_of(settings: Settings, name: str, format: str, night: date) -> str:
-    """Where a night's export of a format goes. A format that is one file gets its extension, unless the
-    place has an end of its own. Raises `config.invalid` for a format that is unknown."""
+    """The path of a night's export. A format of one file gets its extension, unless the path has a fixed end. Raises
+    `config.invalid` for an unknown format."""
     schedule = settings.schedules[name]
     extension = ".html"
     if format != REPORT:
@@ -395,7 +391,7 @@ def place_of(settings: Settings, name: str, format: str, night: date) -> str:
 
 
 def _splits(format: str, schedule: Schedule) -> Splits | None:
-    """The splits of an export; None where it has none."""
+    """The splits of an export; None: it has none."""
     from jobs.export import find_format, parse_splits
 
     wanted = schedule.splits
@@ -403,8 +399,8 @@ def _splits(format: str, schedule: Schedule) -> Splits | None:
 
 
 def check_exports(settings: Settings, names: Collection[str]) -> None:
-    """Raises `config.invalid` for exports of these schedules that are unknown, or could never be written
-    to their places: before a night's work rather than after it."""
+    """Raises `config.invalid` for unknown exports of these schedules, and for paths that cannot be written, before a
+    night's work."""
     from jobs.export import find_format
 
     for name in names:
@@ -420,5 +416,5 @@ def check_exports(settings: Settings, names: Collection[str]) -> None:
                     raise invalid("A report is one local file.", "")
             except ConfigError as error:
                 reason = f"The schedule {name!r} cannot export {wanted[:40]}: {error.message}"
-                advice = f"{error.advice} Leave it out, or change `export_to` or the store."
+                advice = f"{error.advice} Omit it, or change `export_to` or the store."
                 raise ConfigError(error.code, reason, advice.lstrip()) from error

@@ -1,5 +1,4 @@
-"""Gathers the artifacts of one leased shard into packs, and puts each pack into the store before any of
-its items is done."""
+"""Collects the artifacts of one leased shard in packs, and stores each pack before its items count as done."""
 
 from __future__ import annotations
 
@@ -24,33 +23,33 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class _OpenPack:
-    """A pack that takes more items."""
+    """A pack that is not yet full."""
 
     number: int
-    begun_at: float
+    started_at: float
     builder: PackBuilder = field(default_factory=PackBuilder)
-    #: Outcomes with the artifacts' offsets, and what waits for them.
+    #: Outcomes, with offsets in their artifacts, and the futures of their results.
     items: list[tuple[Done, Future[Done]]] = field(default_factory=list[tuple[Done, Future[Done]]])
 
 
 @dataclass(eq=False)
 class PackWriter:
-    """The packs of one shard while its lease lives; safe to use from several threads.
+    """Writes the packs of one shard under its lease; thread-safe.
 
-    A pack is put when it has `pack_bytes`, when its first item has waited for `pack_seconds`, or when no
-    other item of the shard is on its way. In memory are one pack that is put and one that fills; a thread
-    that adds to a full one waits. A pack that was put and not committed is of no use to anyone: its items
-    are made again, and the sweep removes it.
+    A pack is stored when it has `pack_bytes`, when its first item has waited for `pack_seconds`, or when no other items
+    of the shard are in progress. One pack that is being stored and one that is being filled are in memory; a thread
+    that adds to a full pack waits. The items of a pack that was stored but not committed are synthesized again, and
+    the sweep deletes it.
     """
 
     held: HeldLease
     store: ObjectStore
     times: Times
     clock: Clock
-    #: Calls a function on a thread that may wait for the store.
+    #: Runs a function on a thread that may wait for the store.
     run: Callable[[Callable[[], None]], None]
-    #: Whether so many items in the open pack are all that is on its way.
-    alone: Callable[[int], bool]
+    #: Whether this number of items in the open pack are all that are in progress.
+    are_last: Callable[[int], bool]
 
     def __post_init__(self) -> None:
         self._changed = threading.Condition()
@@ -59,15 +58,15 @@ class PackWriter:
         self._packs = 0
 
     def add(self, done: Done, artifacts: Sequence[tuple[Artifact, bytes]], example_id: str) -> Future[Done]:
-        """Takes the artifacts of an item, without their SHA-256, and their bytes; the future has its outcome
-        once they are stored, and raises what the store raises.
+        """Adds the artifacts of an item, without their SHA-256, with their bytes. The future has the outcome once they
+        are stored, or the error of the store.
 
-        A pack that is full now is put by this call, so that a slow store slows down who adds.
+        If the pack is now full, this call stores it, so that a slow store slows down its callers.
         """
         stored: Future[Done] = Future()
         hashes = [hashlib.sha256(data).hexdigest() for _, data in artifacts]
         with self._changed:
-            # The thread that puts the pack before this one takes the full one next.
+            # A full pack is stored next by the thread that stores the one before.
             self._changed.wait_for(
                 lambda: self._open is None or self._open.builder.bytes < self.times.pack_bytes
             )
@@ -86,15 +85,14 @@ class PackWriter:
         return stored
 
     def flush_due(self) -> None:
-        """Has the open pack put if it is time; does not wait for the store."""
+        """Starts to store the open pack if it is due; does not wait."""
         with self._changed:
             due = not self._putting and self._due()
         if due:
             self.run(self._put_due)
 
     def _put_due(self) -> None:
-        """Puts the open pack if it is time, and those that are full by then; returns at once while another
-        thread does."""
+        """Stores the open pack if it is due, and those that are full afterwards; returns at once if another thread does."""
         while True:
             with self._changed:
                 pack = self._open
@@ -115,15 +113,15 @@ class PackWriter:
         full = pack.builder.bytes >= self.times.pack_bytes
         return (
             full
-            or self.clock.monotonic() - pack.begun_at >= self.times.pack_seconds
-            or self.alone(len(pack.items))
+            or self.clock.monotonic() - pack.started_at >= self.times.pack_seconds
+            or self.are_last(len(pack.items))
         )
 
     def _put(self, pack: _OpenPack) -> None:
-        """Puts a pack and answers its items, each with the key of the pack in its artifacts."""
+        """Stores a pack and sets the results of its items, with the key of the pack in their artifacts."""
         try:
             key = self._put_bytes(pack)
-        except Exception as error:  # noqa: BLE001 - handed to the items
+        except Exception as error:  # noqa: BLE001 - passed to the items
             for _, stored in pack.items:
                 stored.set_exception(error)
             return
@@ -143,8 +141,7 @@ class PackWriter:
         def put() -> None:
             result = self.store.put(key, data, content_type=CONTENT_TYPE, metadata=metadata)
             if not result.created and result.info.sha256 != sha256:
-                # Only this lease writes this key, and no item of the pack is committed: what is there was
-                # damaged on its way.
+                # Only this lease writes this key, and no item of the pack is committed, so the object is damaged.
                 self.store.delete(key)
                 self.store.put(key, data, content_type=CONTENT_TYPE, metadata=metadata)
 

@@ -1,5 +1,5 @@
-"""From what the engine made to an item's outcome: checks, encodes and stores, on a few threads, so that no
-engine waits for a disk."""
+"""The path from the engine's result to an item's outcome: checks, encodes and stores on a few threads, so that the
+engine never waits for a disk."""
 
 from __future__ import annotations
 
@@ -31,68 +31,66 @@ from worker.quality.verdict import CheckedDraw, History, check_draw, check_speec
 if TYPE_CHECKING:
     from worker.shard_run import ShardRun
 
-#: Files need processor time. S3 mostly waits for the network: for 500 objects a second that each take 0.1 s,
-#: 50 threads.
+#: Threads for folders need processor time; those for S3 mostly wait: 500 objects per second of 0.1 s each need 50
+#: threads.
 FOLDER_THREADS, S3_THREADS = 2, 64
-#: MP3 and Opus take a second of a core for one to two minutes of speech, so that two threads would hold a GPU
-#: back.
+#: MP3 and Opus need a second of a core for one to two minutes of speech, so two threads would slow down a GPU.
 LOSSY_THREADS = max(FOLDER_THREADS, len(os.sched_getaffinity(0)))
 MAX_BACKLOG = 256
 
 
 @dataclass(slots=True, eq=False)
 class ItemDraw:
-    """A draw of an item, from its plan to its outcome."""
+    """A draw of an item, from its planning to its outcome."""
 
     line: ShardLine
     number: int = 0
-    #: The number of the last draw that the item may have.
+    #: Number of the last permitted draw of the item.
     last: int = 0
-    #: The item's draws before this one.
+    #: The earlier draws of the item.
     history: History = field(default_factory=History)
     #: Set when it is fed.
     request: SynthesisRequest = field(init=False)
-    #: What ends it, once the pipeline has taken it.
+    #: Cancels it, once the pipeline has accepted it.
     handle: Handle | None = None
-    #: Whether draws differ by more than noise: the model samples, and was not asked to be greedy.
+    #: Whether draws differ by sampling: the model samples, and the request is not greedy.
     sampled: bool = True
-    #: When the engine took it, by the worker's clock and by the engine's timer.
+    #: Start in the engine, by the worker's clock and by the engine's timer.
     started_at: float = 0.0
     entered_at: float = 0.0
     #: Its share of the engine's time.
     engine_ms: int = 0
 
 
-#: What became of a draw: an outcome of its item, the draws so far where another one is to follow, or an
-#: error.
+#: The result of a draw: the outcome of its item, the history if another draw must follow, or an error.
 Answer = Outcome | History | BaseException
 
 
 class ResultWriter:
-    """A few threads that check and store what engines made. They wait for a store that is away while the
-    item's lease lives."""
+    """A few threads that check and store the results of engines. They wait for an unreachable store until the item's
+    lease ends."""
 
     def __init__(self, meters: MeterPool | None = None) -> None:
         self._meters = meters or MeterPool()
         self._threads = DaemonThreads(0, "writer")
 
-    def serve(self, store: ObjectStore, audio_format: str) -> None:
-        """Makes sure that there are enough threads for this store and for audio of this format."""
+    def ensure_threads(self, store: ObjectStore, audio_format: str) -> None:
+        """Adds threads if more are useful for this store and audio format."""
         wanted = S3_THREADS if store.remote else FOLDER_THREADS
         lossy = LOSSY_THREADS if audio_format in LOSSY else 0
         self._threads.count = max(self._threads.count, wanted, lossy)
 
     @property
     def full(self) -> bool:
-        """Whether so many results wait that the engine should get no more requests."""
+        """Whether too many results wait, so that the engine should get no more requests."""
         return self._threads.waiting >= MAX_BACKLOG or self._meters.full
 
     def run(self, work: Callable[[], None]) -> None:
-        """Has a thread of the writer call `work`, which may wait for the store and raises nothing."""
+        """Runs `work`, which may wait for the store and must not raise, on a thread of the writer."""
         self._threads.submit(work)
 
     def close(self) -> None:
-        """Stores what was submitted, then ends the threads. Draws that wait for meters are dropped."""
+        """Stores submitted results, then ends the threads. Draws that wait for meters are dropped."""
         self._meters.close()
         self._threads.shutdown(wait=True)
 
@@ -103,14 +101,14 @@ class ResultWriter:
         made: Speech | NightjarError,
         measured: tuple[Mapping[str, Score], Future[Readings]] | None = None,
     ) -> None:
-        """Checks and stores what the engine made; `shard.settle` gets what becomes of it.
+        """Checks and stores a result of the engine, and passes the answer to `shard.settle`: also `LeaseGoneError` if the
+        lease ended first, `CancelledError` if the outcome is no longer needed, and any other error.
 
-        `LeaseGoneError` where the lease ended first, `CancelledError` where nobody wants the outcome any
-        more, and any other error. `measured`: what meters say of a draw that had these scores before.
+        `measured`: earlier scores of the draw, and the readings of meters.
         """
         try:
             answer = self._outcome(shard, draw, made, measured)
-        except Exception as error:  # noqa: BLE001 - the shard's to judge
+        except Exception as error:  # noqa: BLE001 - handled by the shard
             answer = error
         if isinstance(answer, Future):
             answer.add_done_callback(lambda stored: shard.settle(draw, stored.exception() or stored.result()))
@@ -124,14 +122,14 @@ class ResultWriter:
         made: Speech | NightjarError,
         measured: tuple[Mapping[str, Score], Future[Readings]] | None,
     ) -> Outcome | History | Future[Done] | None:
-        """The one path from what the engine made to an item's outcome; None while meters measure it.
+        """The answer for a result of the engine; None: meters measure it.
 
         | the draw | the item |
         |---|---|
         | has no checks, or passed them | `Done`, once its artifacts are stored |
-        | did not pass, and another one may | `History`: it is drawn again |
-        | was the last one, and the job keeps the best | `Done` with the best draw's artifacts |
-        | was the last one | `Failed`, the best draw's audio in quarantine |
+        | failed, and draws are left | `History`: another draw follows |
+        | failed as the last one, and the job keeps the best | `Done` with the best draw's artifacts |
+        | failed as the last one | `Failed`, with the best draw's audio in quarantine |
         """
         job, index, seed = shard.held.lease.job, draw.line.index, draw.request.seed
         quality, history = job.spec.quality, draw.history
@@ -139,7 +137,7 @@ class ResultWriter:
             isinstance(made, Speech) and made.text_out is not None and made.meta.get("mode") == "text_only"
         )
         if isinstance(made, NightjarError):
-            # It comes here only where a job has checks; it is a draw that did not pass them.
+            # Only in a job with checks: a draw that failed them.
             assert quality is not None
             checked = failed_draw(draw.number, seed, made)
         elif quality is None or text_only:
@@ -171,8 +169,8 @@ class ResultWriter:
         return _stored(shard, draw, outcome, best.speech, best.record.seed, best.record.draw)
 
     def _checked(self, shard: ShardRun, draw: ItemDraw, made: Speech, quality: Quality) -> CheckedDraw | None:
-        """The draw with the checks that need no model; None: meters measure it, and `work` goes on with
-        what they say."""
+        """The verdict of the checks without a model; None: meters measure the draw, and `work` continues with their
+        readings."""
         job, request, line = shard.held.lease.job, draw.request, draw.line
         speech = made
         if quality.trim:
@@ -181,7 +179,7 @@ class ResultWriter:
         text = speech.text_out or speech.text or spoken_text(line.messages)
         generation = request.generation
         if job.spec.stored_voices is not msgspec.UNSET and (voice := stored_voice_of(line, job.spec)):
-            # As the job says it: with the name of a stored voice, which the request has as a recording.
+            # Use the name of the stored voice, which the request has only as a recording.
             generation = msgspec.structs.replace(generation, voice=voice)
         checked = check_draw(draw.number, request.seed, speech, quality, text, generation)
         meters = {"silero": {}, **quality.meters} if quality.vad == "silero" else quality.meters
@@ -191,7 +189,7 @@ class ResultWriter:
         utterance = Utterance(
             speech.samples, speech.sample_rate, text, generation.language or "", next(recordings, None)
         )
-        # The item itself: a request's id is another one in each attempt and draw.
+        # The id of the item, because request ids differ between attempts and draws.
         task = MeterTask(meters, utterance, lambda: shard.abandoned, f"{job.id}/{line.index}")
         measuring, scores = self._meters.submit(task), checked.record.scores
         measuring.add_done_callback(
@@ -208,14 +206,13 @@ def _stored(
     seed: int,
     number: int,
 ) -> Outcome | Future[Done]:
-    """The outcome with the artifacts of the draw that is kept, once these are stored: its audio, unless
-    text alone was asked for, and its text where the model wrote one, which does not go into quarantine.
+    """Stores the artifacts of the kept draw, and returns the outcome with them: the audio, if any, and the text of the
+    model, except for quarantine.
 
-    Each is put under its key, or under the next number where something else stands: a power cut may have
-    damaged it, or the engine may have rounded otherwise. Waits for a store that is away for as long as the
-    lease lives.
+    Each is stored under its key, or under the next number if another object exists there, damaged by a power cut or
+    with other rounding. Waits for an unreachable store until the lease ends.
     """
-    # Costs half a second at the first item; a worker that waits for work need not pay it.
+    # Imported here, because it takes half a second and an idle worker does not need it.
     from jobs.encoded_audio import encoded_audio
 
     job, line = shard.held.lease.job, draw.line

@@ -1,5 +1,4 @@
-"""Everything that one worker process holds: ledger, pipelines, leases, maintenance. Celery gives it
-tickets."""
+"""The runtime of one worker process: ledger, pipelines, leases, maintenance. Celery passes tickets to it."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from jobs.dispatch import Publisher
 from jobs.ledger import Ledger
 from jobs.ledger.records import HOME_WORKER_PREFIX, Ticket, WorkerInfo
 from jobs.provenance import ProvenanceWriter
-from jobs.worker_group import WorkerReport, is_watched, say, say_refused, wait_for_parent
+from jobs.worker_group import WorkerReport
 from pipelines.errors import (
     ConfigError,
     EngineCrashError,
@@ -34,13 +33,14 @@ from pipelines.errors import (
 )
 from pipelines.request import Pipeline
 from worker.admission import SHARDS_AT_START, Demand, ExclusiveLock
-from worker.leases import Clock, GoneReason, LeaseBook, LeaseGoneError, SystemClock
+from worker.leases import Clock, GoneReason, HeldLeases, LeaseGoneError, SystemClock
 from worker.maintenance import Maintenance, Manifests, report_ended_jobs
 from worker.metrics import Metrics
 from worker.models import PipelineCache, Preload, open_model
 from worker.quality.pool import MeterPool
 from worker.result_writer import ResultWriter
 from worker.shard_run import ShardEnd, ShardRunner
+from worker.supervisor import is_supervised, report, report_refusal, wait_for_release
 from worker.writer_processes import WriterProcesses, default_processes
 
 if TYPE_CHECKING:
@@ -50,39 +50,37 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-#: How long a worker waits before it returns the message of a job that it does not run.
-REST_SECONDS = 0.5
-#: Between the drain deadline and the end of the process, even if something hangs.
-LAST_SECONDS = 20.0
+#: Pause before the message of a job that this worker does not run is returned.
+REFUSE_PAUSE_SECONDS = 0.5
+#: Time between the drain deadline and the forced end of the process.
+EXIT_SECONDS = 20.0
 
 
 class Handling(StrEnum):
-    """What became of a message."""
+    """The outcome of a message."""
 
     RAN = "ran"
-    #: Old, duplicate, paused or cancelled: the message is dropped.
+    #: Dropped: old or duplicate, or its job is paused or cancelled.
     DROPPED = "dropped"
-    #: For another worker: the message goes back to the end of the queue.
+    #: Returned to the end of the queue, for another worker.
     REFUSED = "refused"
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """How this process was started."""
+    """The options of this process."""
 
-    #: The only model this worker serves; None: whatever the jobs ask for.
+    #: The only model that this worker serves; None: any.
     model: str | None = None
-    #: Whether jobs and settings are one person's, as with `nightjar run`. Then the worker ends where its
-    #: settings do not let it open a job's model. Else it leaves the job to the others, or fails its items
-    #: where there is no other: no job ends the workers of others.
+    #: Whether the worker belongs to one run, as with `nightjar run`. Then it ends if it cannot open a job's model with
+    #: its settings. Otherwise it leaves the job to other workers, or fails its items if there is none.
     private: bool = False
-    #: A model that is being opened already.
+    #: A model that is being opened.
     preload: Preload | None = None
 
 
-def _says_gpu_is_bad(error: NightjarError) -> bool:
-    """Whether an engine died while it opened, or found no memory. Another failure may be that of one
-    model."""
+def _indicates_bad_gpu(error: NightjarError) -> bool:
+    """Whether an engine crashed while opening or had no memory; other failures may concern one model only."""
     return isinstance(error, EngineCrashError) or error.code is ErrorCode.SYNTH_OOM
 
 
@@ -99,13 +97,13 @@ class Runtime:
         self.options = options or WorkerOptions()
         self._clock = clock or SystemClock()
         self._models: dict[str, str] = {}
-        #: When this worker found that it cannot run a job.
+        #: Job -> time at which this worker refused it.
         self._refused_at: dict[str, float] = {}
         self._draining = threading.Event()
-        self._hurry = threading.Event()
+        self._stopping_now = threading.Event()
         self._stopped = threading.Event()
         self.metrics = Metrics()
-        self.leases = LeaseBook(settings.times.lease_seconds, self._clock, self.metrics.waited_for)
+        self.leases = HeldLeases(settings.times.lease_seconds, self._clock, self.metrics.count_retry)
         self.pipelines = PipelineCache(self._open)
         place = HOME_WORKER_PREFIX if settings.effective_broker_url.startswith("redis+socket:") else ""
         self.worker = WorkerInfo(
@@ -117,7 +115,7 @@ class Runtime:
             version=installed_version(),
             slots=settings.times.shards_in_flight or SHARDS_AT_START,
         )
-        #: Why this worker ended by itself.
+        #: The error that ended this worker.
         self.failure: NightjarError | None = None
         self._up = False
         self._stop_serving: Callable[[], None] = lambda: None
@@ -127,7 +125,7 @@ class Runtime:
         self._writer_processes = WriterProcesses(
             default_processes() if processes is None else processes, settings.s3
         )
-        #: The store of a job; one client each for the life of the process.
+        #: The store at a URL; one client each for the lifetime of the process.
         self.store_for = cache(self._writer_processes.open)
         self._exclusive = ExclusiveLock()
         self.demand = Demand(
@@ -144,7 +142,7 @@ class Runtime:
             clock=self._clock,
             provenance=ProvenanceWriter(),
             demand=self.demand,
-            alone=self.options.private,
+            only_worker=self.options.private,
             on_claimed=lambda: self.maintenance.claimed(),
         )
         self.manifests = Manifests(self.ledger, self.store_for, self._clock)
@@ -166,71 +164,67 @@ class Runtime:
         return self._draining.is_set()
 
     def start(self) -> None:
-        """Loads the model that it is restricted to and registers this worker; waits for services that are
-        away, until a signal.
+        """Opens the model of `WorkerOptions` and registers this worker; waits for unreachable services until a signal.
 
-        Raises `NightjarError` when it cannot work.
+        Raises `NightjarError` if it cannot work.
         """
-        if is_watched():
+        if is_supervised():
             threading.Thread(target=self._watch_parent, name="parent-watch", daemon=True).start()
         self.metrics.watch(lambda: len(self.leases), self.pipelines.pipelines)
         if (port := self.settings.worker.metrics_port) is not None:
             self._stop_serving = self.metrics.serve(port, self.settings.worker.metrics_address)
         for step in (self.ledger.check_schema, self._load_model, self.maintenance.start):
-            if self._asking(lambda step=step: [step()]) is None:
+            if self._retrying(lambda step=step: [step()]) is None:
                 return
-        say(WorkerReport(up=True))
+        report(WorkerReport(up=True))
         self._up = True
         log.info(
             "worker up", worker=self.worker.id, slots=self.worker.slots, model=self.worker.model or "any"
         )
 
     def handle(self, ticket: Ticket) -> Handling:
-        """Claims the shard of a message and runs it to its end. Raises no error that a retry of the
-        message would solve."""
+        """Claims the shard of a message and runs it. Raises only errors that a retry of the message cannot solve."""
         with bound_contextvars(job=ticket.job_id, shard=ticket.shard_no, worker=self.worker.id):
             try:
                 return self._handle(ticket)
             except ServiceError as error:
                 if error.code is not ErrorCode.LEDGER_SCHEMA:
                     raise
-                # The shards in flight are of the tables of before, and end; the message is for a worker of
-                # the new version.
+                # The shards in flight end, and the message is left to a worker of the new version.
                 self._end_with(error)
                 return Handling.REFUSED
 
     def _handle(self, ticket: Ticket) -> Handling:
         if self.draining:
             return Handling.REFUSED
-        if self._leaves(ticket.job_id):
-            self._draining.wait(REST_SECONDS)
+        if self._leaves_to_others(ticket.job_id):
+            self._draining.wait(REFUSE_PAUSE_SECONDS)
             return Handling.REFUSED
-        on_trial = self._asking(lambda: self.ledger.on_trial(ticket))
+        on_trial = self._retrying(lambda: self.ledger.on_trial(ticket))
         with self._exclusive.hold(bool(on_trial), lambda: self.draining) as placed:
             ran = placed and self._run(ticket)
         if not ran:
             return Handling.REFUSED if self.draining else Handling.DROPPED
-        self.maintenance.dispatches.nudge()
+        self.maintenance.dispatches.wake()
         self.maintenance.end_job(ticket.job_id)
         return Handling.RAN
 
     def drain(self) -> None:
-        """Takes no more shards and finishes those in flight; after `drain_seconds` or a second call it
-        gives them back."""
+        """Takes no more shards and finishes those in flight; after `drain_seconds`, or a second call, gives them back."""
         if self._draining.is_set():
-            self._hurry.set()
+            self._stopping_now.set()
             return
         self._draining.set()
         log.info("draining", shards=len(self.leases), seconds=self.settings.worker.drain_seconds)
         threading.Thread(target=self._end_drain, name="drain", daemon=True).start()
 
-    def hurry(self) -> None:
+    def stop_now(self) -> None:
         """Drains, and gives shards in flight back at once."""
         self.drain()
-        self._hurry.set()
+        self._stopping_now.set()
 
     def stop(self) -> None:
-        """Frees everything, once the last shard has ended. May be called more than once."""
+        """Releases all resources, after the last shard has ended. Idempotent."""
         if self._stopped.is_set():
             return
         self.maintenance.stop()
@@ -251,44 +245,44 @@ class Runtime:
         except NightjarError as error:
             if not self._ends_worker(error) or not self._up:
                 raise
-            # No item was in the engine: the shard goes back as it was.
-            self.hurry()
+            # No item was in the engine, so the shard is given back unchanged.
+            self.stop_now()
             self._end_with(error)
             raise LeaseGoneError(GoneReason.DRAINED) from error
         log.info(f"engine ready: {pipeline.info.summary(pipeline.name)}")
         return pipeline
 
     def _ends_worker(self, error: NightjarError) -> bool:
-        """Whether a model that cannot be opened ends this worker.
+        """Whether an error of opening a model ends this worker.
 
-        An engine that dies while it opens, or finds no memory, says that its GPU is broken, gone or full,
-        or its model broken. A worker that went on would fail every shard that it takes; the process that
-        started it starts it again after a pause, and in the end no more. What no start of it can open ends
-        a worker that starts, or is one person's, and that process hears of it.
+        If an engine crashes while opening or has no memory, its GPU is broken, lost or full, or the model is broken.
+        The worker would fail every shard, so it ends, and its supervisor restarts it after a pause or quarantines it.
+        Errors that no restart can solve are reported to the supervisor, and end a worker that is starting or belongs
+        to one run.
         """
-        if _says_gpu_is_bad(error):
-            return is_watched()
+        if _indicates_bad_gpu(error):
+            return is_supervised()
         if (
             not isinstance(error, ConfigError | ModelError)
             or error.code.retryable
             or (self._up and not self.options.private)
         ):
             return False
-        say_refused(error)
+        report_refusal(error)
         return True
 
     def _end_with(self, error: NightjarError) -> None:
-        """Ends this process with an error that every shard would meet."""
+        """Ends this process because of an error that would affect every shard."""
         if self.failure is not None:
             return
         self.failure = error
         log.error("the worker ends", error=str(error))
-        # Only a signal stops Celery's loop. The first one drains.
+        # Only a signal ends Celery's loop; the first one drains.
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _run(self, ticket: Ticket) -> bool:
-        """Claims a shard and runs it to its end; False: there is nothing to claim."""
-        lease = self._asking(
+        """Claims a shard and runs it; False: it cannot be claimed."""
+        lease = self._retrying(
             lambda: self.ledger.claim(ticket, self.worker.id, self.settings.times.lease_seconds)
         )
         if lease is None:
@@ -301,25 +295,28 @@ class Runtime:
             self._refused_at.pop(ticket.job_id, None)
         return True
 
-    def _leaves(self, job_id: str) -> bool:
-        """Whether this worker leaves a job to others: one of another model than its own, or one that it
-        lately could not run."""
+    def _leaves_to_others(self, job_id: str) -> bool:
+        """Whether this worker leaves a job to others, because it serves another model or recently could not run the
+        job."""
         refused_at = self._refused_at.get(job_id)
         if (
             refused_at is not None
             and self._clock.monotonic() - refused_at < self.settings.times.quarantine_seconds
         ):
-            return bool(self._asking(lambda: self.ledger.others_may_run(job_id, self.worker.id)))
+            return bool(self._retrying(lambda: self.ledger.others_may_run(job_id, self.worker.id)))
         if self.options.model is None:
             return False
-        if job_id not in self._models and (job := self._asking(lambda: self.ledger.job(job_id))) is not None:
+        if (
+            job_id not in self._models
+            and (job := self._retrying(lambda: self.ledger.job(job_id))) is not None
+        ):
             self._models[job_id] = job.spec.model
-        # A job that the ledger does not know is dropped at the claim.
+        # An unknown job is dropped at the claim.
         return self._models.get(job_id, self.options.model) != self.options.model
 
-    def _asking(self, call: Callable[[], T]) -> T | None:
-        """The answer of `call`, which is asked again with growing pauses after every retryable error; None
-        where the worker drains instead, or the ledger does not know the job."""
+    def _retrying(self, call: Callable[[], T]) -> T | None:
+        """The result of `call`, retried with growing pauses after retryable errors; None: the worker drains, or the job
+        is unknown."""
         pause_seconds = 0.2
         while not self.draining:
             try:
@@ -327,11 +324,10 @@ class Runtime:
             except NotFoundError:
                 return None
             except NightjarError as error:
-                # An engine that dies while it opens its model, or finds no memory, would do so for ever: the
-                # worker cannot start.
-                if not error.code.retryable or _says_gpu_is_bad(error):
+                # An engine that crashes while opening, or has no memory, would do so again: the worker cannot start.
+                if not error.code.retryable or _indicates_bad_gpu(error):
                     raise
-                self.metrics.waited_for(error)
+                self.metrics.count_retry(error)
             self._draining.wait(pause_seconds)
             pause_seconds = min(pause_seconds * 2, 5.0)
         return None
@@ -342,25 +338,25 @@ class Runtime:
                 log.info("model ready", model=self.options.model)
 
     def _report_ends(self) -> None:
-        # `nightjar run` reports its jobs itself, when their manifest and report are written.
+        # `nightjar run` reports its jobs itself, after their manifest and report are written.
         if not self.options.private:
             report_ended_jobs(self.ledger, self.settings)
 
     def _end_drain(self) -> None:
         self.maintenance.drain()
-        self._hurry.wait(self.settings.worker.drain_seconds)
+        self._stopping_now.wait(self.settings.worker.drain_seconds)
         self.leases.drain()
-        if not self._stopped.wait(LAST_SECONDS):
-            # Leases were given back; what still runs is a library that does not end.
+        if not self._stopped.wait(EXIT_SECONDS):
+            # The leases were given back; some library does not end.
             log.error("worker did not end in time", shards=len(self.leases))
             os._exit(0 if len(self.leases) == 0 else 1)
 
     def _watch_parent(self) -> None:
-        while wait_for_parent():
+        while wait_for_release():
             pass
         if self._stopped.is_set():
             return
-        log.warning("the parent process is gone")
-        self.hurry()
-        # Only a signal stops Celery's loop.
+        log.warning("the parent process has ended")
+        self.stop_now()
+        # Only a signal ends Celery's loop.
         os.kill(os.getpid(), signal.SIGTERM)

@@ -1,5 +1,5 @@
-"""One leased shard, from its input to its manifest: reads the items, feeds them to the pipeline, counts
-them, commits their outcomes."""
+"""The run of one leased shard: reads its items, feeds them to the pipeline, commits their outcomes and writes its
+manifest."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ from jobs.ledger.records import (
 from jobs.provenance import ProvenanceWriter
 from jobs.shard_file import ShardLine, read_shard
 from jobs.store.base import ObjectStore
-from jobs.worker_group import WorkerReport, say
+from jobs.worker_group import WorkerReport
 from pipelines.errors import ErrorCode, ModelError, NightjarError, StoreError, SynthesisError
 from pipelines.request import AudioChunk, Event, Pipeline, Speech
 from pipelines.request import Done as SpeechDone
 from worker.admission import Demand, ItemCounts
 from worker.feeding import EngineTimer, FeedingOrder, ReferenceCache, RequestBuilder
-from worker.leases import DOUBTS, Clock, GoneReason, HeldLease, LeaseBook, LeaseGoneError, SystemClock
+from worker.leases import MAX_REREADS, Clock, GoneReason, HeldLease, HeldLeases, LeaseGoneError, SystemClock
 from worker.metrics import Metrics
 from worker.models import PipelineCache
 from worker.pack_writer import PackWriter
-from worker.quality.verdict import REDRAWN, History
+from worker.quality.verdict import REDRAWABLE, History
 from worker.result_writer import Answer, ItemDraw, ResultWriter
+from worker.supervisor import report
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
@@ -49,34 +50,33 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 POLL_SECONDS, ROOM_POLL_SECONDS = 0.5, 0.02
-#: How long a shard that stops early waits for speech that is made and not written yet.
+#: Time that a shard that stops early waits for results that are being stored.
 WRITING_SECONDS = 5.0
-#: Errors that say nothing about the item: they end the work on its shard.
-_OF_THE_SHARD = LASTING_OUTAGES | {ErrorCode.WORKER_CRASH, ErrorCode.MODEL_UNREACHABLE}
+#: Errors that are not the fault of the item and end the work on its shard.
+_SHARD_ERRORS = LASTING_OUTAGES | {ErrorCode.WORKER_CRASH, ErrorCode.MODEL_UNREACHABLE}
 
 
 class ShardEnd(StrEnum):
-    """How a run of a shard ended."""
+    """The end of a run of a shard."""
 
     FINISHED = "finished"
-    #: The lease was gone: another worker has the shard, or its job was cancelled.
+    #: The lease was lost: another worker has the shard, or its job was cancelled.
     LOST = "lost"
-    #: Given back by a draining worker, or because its job was paused; what was done stays done.
+    #: Given back because the worker drains or the job was paused; done items stay done.
     RELEASED = "released"
-    #: Given back: this worker cannot run it, and another one may.
+    #: Given back because this worker cannot run it and another one may.
     REFUSED = "refused"
-    #: The shard as a whole could not be worked on.
+    #: The shard as a whole could not run.
     FAILED = "failed"
 
 
 @dataclass(eq=False)
 class ShardRunner:
-    """Runs leased shards, and has what their runs share; safe to use from several threads at once, one
-    shard each.
+    """Runs leased shards with shared resources; thread-safe, one shard per thread.
 
-    Every open item goes to the pipeline at once, so the engine sees the items of all shards in flight.
-    Outcomes are committed in micro-batches, fenced by the lease's epoch. Calls to a ledger or store that
-    is away are retried for as long as the lease lives.
+    All open items go to the pipeline, so the engine batches items of all shards in flight. Outcomes are committed in
+    micro-batches, fenced by the lease's epoch. Calls to an unreachable ledger or store are retried until the lease
+    ends.
     """
 
     ledger: Ledger
@@ -84,14 +84,14 @@ class ShardRunner:
     pipelines: PipelineCache
     settings: Settings
     writer: ResultWriter
-    leases: LeaseBook
+    leases: HeldLeases
     metrics: Metrics
     clock: Clock = field(default_factory=SystemClock)
     provenance: ProvenanceWriter | None = None
     demand: Demand = field(default_factory=Demand)
-    #: No worker but this one runs its jobs, so what it cannot run it does not give back.
-    alone: bool = False
-    #: The demand knows of one more shard.
+    #: Whether no other worker runs its jobs, so that shards it cannot run are not given back.
+    only_worker: bool = False
+    #: Called after a claimed shard is counted in `demand`.
     on_claimed: Callable[[], None] = lambda: None
     references: ReferenceCache = field(default_factory=ReferenceCache, init=False)
     order: FeedingOrder = field(default_factory=FeedingOrder, init=False)
@@ -101,7 +101,7 @@ class ShardRunner:
         self.timer = EngineTimer(self.clock)
 
     def run(self, lease: Lease) -> ShardEnd:
-        """Works on a shard until it is finished or its lease is gone. Raises nothing."""
+        """Runs a shard until it is finished or its lease ends. Does not raise."""
         held = self.leases.hold(lease)
         started_at = self.clock.monotonic()
         run = ShardRun(self, held)
@@ -118,11 +118,11 @@ class ShardRunner:
 
 
 class ShardRun:
-    """A run of one leased shard. Every item ends with one outcome; the state of all is under one lock.
+    """A run of one leased shard. Every item gets one outcome; the state of all items is under one lock.
 
-    An item is not begun, in the engine, being written, or settled; one that was begun is at each moment in
-    exactly one of these states. A thread of its own feeds the pipeline, threads of pipeline and writer
-    bring the items on, and the thread of `run` commits.
+    An item is waiting, in the engine, being written, or settled, in exactly one of these states at any time. A separate
+    thread feeds the pipeline, threads of the pipeline and the writer process the items, and the thread of `run`
+    commits.
     """
 
     def __init__(self, runner: ShardRunner, held: HeldLease) -> None:
@@ -132,35 +132,35 @@ class ShardRun:
         self._job = held.lease.job
         self._clock = runner.clock
         self._times = runner.settings.times
-        #: Set where it is begun.
+        #: Set by `begin`.
         self.store: ObjectStore
-        #: What stores the artifacts, in a job with packs; None: each is an object of its own.
+        #: Stores the artifacts in a job with packs; None: each is a separate object.
         self.packs: PackWriter | None = None
         self._builder: RequestBuilder
         self._pipeline: Pipeline | None = None
         self._changed = threading.Condition()
-        #: Draws to feed: those that follow another draw first.
+        #: Draws to feed; those after an earlier draw come first.
         self._waiting: deque[ItemDraw] = deque()
         self._unsettled: set[int] = set()
-        #: By index, oldest first.
+        #: Index -> draw, the oldest first.
         self._in_engine: dict[int, ItemDraw] = {}
-        #: What the feeding thread has in hand: it may not be in the engine yet.
+        #: The draw in the feeding thread, which may not be in the engine yet.
         self._feeding: ItemDraw | None = None
         self._answered = 0
-        #: Items that left the engine and are not settled.
+        #: Indexes of items that left the engine and are not settled.
         self._writing: set[int] = set()
         self._outcomes: list[Outcome] = []
-        #: No more is fed; what is in the engine may finish.
+        #: Whether nothing more is fed, while items in the engine may finish.
         self._winding_down = False
-        #: Nor may that.
+        #: Whether items in the engine are cancelled too.
         self._halted = False
-        #: Outcomes are not taken any more.
+        #: Whether outcomes are no longer accepted.
         self._closed = False
         self._error: BaseException | None = None
         held.on_gone(self._wake)
 
     def run(self) -> ShardEnd:
-        """Raises nothing."""
+        """Runs the shard. Does not raise."""
         try:
             self._work()
             return ShardEnd.FINISHED
@@ -173,7 +173,7 @@ class ShardRun:
             return self._fail(ErrorCode.WORKER_CRASH, f"The shard runner failed: {error!r}")
 
     def counts(self) -> ItemCounts:
-        """How far it is; before the pipeline is open all its items are open."""
+        """The progress of the shard; all items are open before the pipeline is."""
         if self._pipeline is None:
             return ItemCounts(len(self._lease.open_items), 0, 0)
         waiting = 0 if self._stopped else len(self._waiting)
@@ -182,13 +182,14 @@ class ShardRun:
     def _work(self) -> None:
         lease, retrying = self._lease, self.held.retrying
         store = self._runner.store_for(self._job.store_url)
-        self._runner.writer.serve(store, self._job.spec.format)
+        self._runner.writer.ensure_threads(store, self._job.spec.format)
         retrying(lambda: store.confirm(self._job.store_identity))
-        lines = retrying(lambda: read_shard(store, lease.input_key, lease.input_sha256), DOUBTS)
+        lines = retrying(lambda: read_shard(store, lease.input_key, lease.input_sha256), MAX_REREADS)
         todo = [line for line in lines if line.index in lease.open_items]
         if missing := lease.open_items.keys() - {line.index for line in todo}:
             raise StoreError(
-                ErrorCode.STORE_MISSING, f"{lease.input_key} lacks {len(missing)} items of its shard."
+                ErrorCode.STORE_MISSING,
+                f"{len(missing)} items of the shard are missing in {lease.input_key}.",
             )
         retry_later = False
         if todo:
@@ -199,16 +200,15 @@ class ShardRun:
         self._finish(store, lines, retry_later)
 
     def _synthesize(self, store: ObjectStore, todo: Sequence[ShardLine], pipeline: Pipeline) -> bool:
-        """Makes a committed outcome of every line. Returns whether some items are left for another attempt.
+        """Synthesizes every line and commits the outcomes. Returns whether items are left for another attempt.
 
-        Raises `LeaseGoneError` when the job was paused meanwhile, after the items that were begun are
-        committed.
+        Raises `LeaseGoneError` if the job was paused, after items that were started are committed.
         """
-        if self._is_paused():  # while the model was opened
+        if self._is_paused():  # while the model was being opened
             raise LeaseGoneError(GoneReason.PAUSED)
         drawn_before: Mapping[int, int] = {}
         if self._job.spec.quality is not None:
-            # `nightjar retry` continues with the next draws; those of a lost worker are made again.
+            # `nightjar retry` continues with the next draws; draws of a lost worker are repeated.
             places = self._job.id, todo[0].index, todo[-1].index
             drawn_before = self.held.retrying(lambda: self._runner.ledger.drawn_before(*places))
         self.begin(store, pipeline, todo, drawn_before)
@@ -228,8 +228,7 @@ class ShardRun:
         lines: Sequence[ShardLine],
         drawn_before: Mapping[int, int],
     ) -> None:
-        """Plans the first draw of each line. `drawn_before`: the number of draws of items that a person
-        reopened."""
+        """Plans the first draw of each line. `drawn_before`: index -> number of earlier draws of reopened items."""
         quality = self._job.spec.quality
         more = 0 if quality is None else quality.draws - 1
         for line in lines:
@@ -239,7 +238,7 @@ class ShardRun:
         self.store, self._builder = store, RequestBuilder(self.held, store, self._runner.references)
         if self._job.spec.pack is True:
             run = self._runner.writer.run
-            self.packs = PackWriter(self.held, store, self._times, self._clock, run, self._only_waits_for)
+            self.packs = PackWriter(self.held, store, self._times, self._clock, run, self._are_last)
         self._pipeline = pipeline
 
     @property
@@ -248,7 +247,7 @@ class ShardRun:
         return self._halted or self._winding_down or self._error is not None or self.held.gone is not None
 
     def feed_all(self) -> None:
-        """The feeding thread: each draw, while it is the shard's turn and there is room behind the engine."""
+        """The feeding thread: feeds each draw when it is the shard's turn and the writer has capacity."""
         order, writer, quality = self._runner.order, self._runner.writer, self._job.spec.quality
         rank = order.place(self._job.priority, remote=self.store.remote)
         try:
@@ -279,7 +278,7 @@ class ShardRun:
             order.leave(rank)
 
     def feed(self, draw: ItemDraw) -> None:
-        """Hands a draw to the pipeline, which may wait for room. This is the one place that calls it."""
+        """Passes a draw to the pipeline, which may wait for a free slot. Only this method calls the pipeline."""
         pipeline, index = self._pipeline, draw.line.index
         assert pipeline is not None
         try:
@@ -299,25 +298,27 @@ class ShardRun:
                 self._leave(draw)
             wanted = self._in_engine.pop(index, None) is not None
             if wanted:
-                # The wait for room is the engine's: an item's own time starts now.
+                # The time limit of the item starts after the wait for a slot.
                 draw.started_at = self._clock.monotonic()
                 self._in_engine[index] = draw
         if not wanted:
             draw.handle.cancel()
 
     def _made(self, draw: ItemDraw, event: Event) -> None:
-        """The engine has answered."""
+        """Handles the answer of the engine."""
         assert not isinstance(event, AudioChunk), "whole utterances have no chunks"
         with self._changed:
-            # One that nobody waits for has left before.
+            # The draw was cancelled or has timed out.
             if not self._leave(draw):
                 return
-            # In the same step: at no time is an item that was begun in no state.
+            # Under the same lock, so that the item is always in one state.
             self._writing.add(draw.line.index)
             self._answered += 1
         made = event.speech if isinstance(event, SpeechDone) else event.error
-        # A failure that another seed may mend is a draw that did not pass its checks.
-        redrawn = self._job.spec.quality is not None and not isinstance(made, Speech) and made.code in REDRAWN
+        # A failure that another seed may avoid counts as a draw that failed its checks.
+        redrawn = (
+            self._job.spec.quality is not None and not isinstance(made, Speech) and made.code in REDRAWABLE
+        )
         if isinstance(made, Speech) or redrawn:
             writer = self._runner.writer
             writer.run(partial(writer.work, self, draw, made))
@@ -325,15 +326,14 @@ class ShardRun:
             self.settle(draw, made)
 
     def _leave(self, draw: ItemDraw) -> bool:
-        """Takes a draw out of the engine; False: it was not in it. Under the lock."""
+        """Removes a draw from the engine; False: it was not there. Call it with the lock held."""
         if self._in_engine.pop(draw.line.index, None) is None:
             return False
         draw.engine_ms = round((self._runner.timer.change(-1) - draw.entered_at) * 1000)
         return True
 
     def settle(self, draw: ItemDraw, answer: Answer) -> None:
-        """Takes what became of a draw: an outcome (of an item only the first one counts), another draw, or
-        an error."""
+        """Accepts the answer for a draw: an outcome (only the first one of an item counts), another draw, or an error."""
         index = draw.line.index
         outcome = self._judged(draw, answer) if isinstance(answer, BaseException) else answer
         with self._changed:
@@ -344,19 +344,19 @@ class ShardRun:
             elif outcome is not None and index in self._unsettled:
                 self._unsettled.discard(index)
                 self._outcomes.append(outcome)
-            # Once is enough: whoever takes outcomes looks before it waits.
+            # One notification is enough, because the committing thread checks before it waits.
             enough = not self._unsettled or len(self._outcomes) == self._times.commit_items
             if enough or self._halted or not isinstance(outcome, Done | Failed):
                 self._changed.notify_all()
-        # It may be the one that a pack has waited for.
+        # A pack may have waited for this item.
         self._flush_packs()
 
     def _judged(self, draw: ItemDraw, error: BaseException) -> Failed | None:
-        """The outcome of an item by an error that is its own; None where it gets none here.
+        """The outcome of an item after an error; None: it gets no outcome.
 
         | error | what ends |
         |---|---|
-        | the lease is gone, nobody wants the outcome | nothing: the item runs again |
+        | the lease ended, or the outcome is no longer needed | nothing: the item runs again |
         | a full store, a crashed engine, meters that cannot be opened | the work on the shard |
         | any other | the item |
         """
@@ -364,16 +364,16 @@ class ShardRun:
             return None
         if not isinstance(error, NightjarError):
             log.error("item failed unexpectedly", index=draw.line.index, exc_info=error)
-            message = f"The speech could not be made or stored: {error!r}"
+            message = f"The speech could not be synthesized or stored: {error!r}"
             error = SynthesisError(ErrorCode.SYNTH_ENGINE, message)
-        elif isinstance(error, ModelError) or error.code in _OF_THE_SHARD:
+        elif isinstance(error, ModelError) or error.code in _SHARD_ERRORS:
             self._end_work(error)
             return None
         engine_ms = draw.history.engine_ms + draw.engine_ms
         return Failed(draw.line.index, error.code, str(error), draw.history.draws, engine_ms=engine_ms)
 
     def _end_work(self, error: BaseException) -> None:
-        """Ends the work on the whole shard with an error that is not an item's own."""
+        """Ends the work on the shard with an error that is not the fault of an item."""
         self._error = self._error or error
         self._wake()
 
@@ -383,48 +383,46 @@ class ShardRun:
 
     @property
     def abandoned(self) -> bool:
-        """Whether nobody wants outcomes any more."""
+        """Whether outcomes are no longer needed."""
         ended = self._closed or self._error is not None
         return ended or self.held.gone not in (None, GoneReason.DRAINED)
 
     @property
     def _over(self) -> bool:
-        """Whether every item has its outcome; when it winds down, every item that was begun: that is about
-        to be fed, in the engine, or being written."""
+        """Whether every item has its outcome; while winding down, only items that were started count (being fed, in the
+        engine, or being written)."""
         if self._winding_down:
             return not (self._feeding or self._in_engine or self._writing)
         return not self._unsettled
 
     @property
     def finished(self) -> bool:
-        """Whether it is over and every outcome was taken."""
+        """Whether all items have outcomes, and all outcomes were taken."""
         with self._changed:
             return self._over and not self._outcomes
 
-    def _only_waits_for(self, stored: int) -> bool:
-        """Whether the items that are on their way are as many as wait to be stored together, and no others
-        will come."""
+    def _are_last(self, packed: int) -> bool:
+        """Whether the `packed` items of the open pack are all that are in progress, and no others will follow."""
         with self._changed:
             if not self._stopped:
-                return len(self._unsettled) <= stored
-            # What is aborted does not come.
+                return len(self._unsettled) <= packed
+            # Cancelled items do not follow.
             coming = not self._halted and (self._feeding or self._in_engine)
-            return not coming and len(self._writing) <= stored
+            return not coming and len(self._writing) <= packed
 
     def _flush_packs(self) -> None:
         if self.packs is not None:
             self.packs.flush_due()
 
     def _collect(self, pipeline: Pipeline) -> bool:
-        """Commits outcomes until the shard is finished. Returns whether some items are left for another
-        attempt."""
+        """Commits outcomes until the shard is finished. Returns whether items are left for another attempt."""
         times = self._times
         committed: list[Outcome] = []
-        due_at = look_at = self._clock.monotonic() + times.commit_seconds
+        due_at = check_at = self._clock.monotonic() + times.commit_seconds
         while not self.finished:
             self.held.check()
-            if self._clock.monotonic() >= look_at:
-                look_at = self._clock.monotonic() + times.commit_seconds
+            if self._clock.monotonic() >= check_at:
+                check_at = self._clock.monotonic() + times.commit_seconds
                 if self._is_paused():
                     self.wind_down()
             self._flush_packs()
@@ -435,7 +433,7 @@ class ShardRun:
             if self.expire():
                 self._runner.pipelines.discard(pipeline)
                 raise SynthesisError(
-                    ErrorCode.SYNTH_ENGINE, "The engine takes no more requests; it is opened again."
+                    ErrorCode.SYNTH_ENGINE, "The engine accepts no more requests and is reopened."
                 )
             if batch or self._clock.monotonic() >= due_at:
                 due_at = self._clock.monotonic() + times.commit_seconds
@@ -443,9 +441,9 @@ class ShardRun:
             raise LeaseGoneError(GoneReason.PAUSED)
         broken = any(isinstance(one, Failed) and one.code is ErrorCode.SYNTH_ENGINE for one in committed)
         if broken and not any(isinstance(one, Done) for one in committed):
-            log.warning("the engine failed every item; it is opened again", model=self._job.spec.model)
+            log.warning("the engine failed every item and is reopened", model=self._job.spec.model)
             self._runner.pipelines.discard(pipeline)
-        # The ledger keeps these open for another attempt.
+        # The ledger keeps these items pending for another attempt.
         open_items, attempts = self._lease.open_items, self._job.max_attempts
         return any(
             isinstance(one, Failed) and one.code.retryable and open_items[one.index][1] + 1 < attempts
@@ -453,29 +451,28 @@ class ShardRun:
         )
 
     def take(self, due_at: float, poll_seconds: float = POLL_SECONDS) -> list[Outcome]:
-        """Outcomes when a commit is worth it: there are enough, the shard is finished, or it is `due_at`.
-        Empty when `poll_seconds` pass first. Raises the error that ended the work early, such as that of a
-        full store.
+        """The outcomes to commit, when there are enough, the shard is finished, or at `due_at`; empty after
+        `poll_seconds`. Raises the error that ended the work early, for example of a full store.
         """
         maximum = self._times.commit_items
 
-        def is_worth_it() -> bool:
+        def should_commit() -> bool:
             enough = len(self._outcomes) >= maximum or self._over
             return enough or self._error is not None or self.held.gone is not None
 
         with self._changed:
             seconds = min(poll_seconds, max(0.0, due_at - self._clock.monotonic()))
-            worth_it = self._changed.wait_for(is_worth_it, seconds)
+            is_due = self._changed.wait_for(should_commit, seconds)
             if self._error is not None:
                 raise self._error
-            if not worth_it and self._clock.monotonic() < due_at:
+            if not is_due and self._clock.monotonic() < due_at:
                 return []
             taken, self._outcomes = self._outcomes[:maximum], self._outcomes[maximum:]
         return taken
 
     def expire(self) -> bool:
-        """Fails items that were in the engine for too long (`synth.timeout`) and cancels their requests.
-        Returns whether the engine is stuck: it has not even accepted the next request for so long.
+        """Fails items that are in the engine for too long (`synth.timeout`) and cancels their requests. Returns whether
+        the engine is stuck: it has not accepted the next request in that time.
         """
         seconds = self._runner.settings.worker.item_timeout_seconds
         started_before = self._clock.monotonic() - seconds
@@ -492,14 +489,14 @@ class ShardRun:
         return stuck
 
     def wind_down(self) -> None:
-        """Feeds no more. Items that were not begun and draws that would follow stay without an outcome."""
+        """Stops feeding. Items that were not started, and further draws, get no outcome."""
         self._winding_down = True
         self._wake()
 
     def _close(self) -> None:
-        """Ends the work: nothing more is fed, and requests in the engine are cancelled without an outcome.
-        Waits a while for what is being written, and commits it. A failure costs time only: the items run
-        again, and adopt their objects.
+        """Ends the work: stops feeding, cancels requests in the engine without an outcome, waits a short time for items
+        that are being written, and commits them. A failure costs only time: the items run again and adopt their
+        objects.
         """
         with self._changed:
             self._halted = True
@@ -523,34 +520,33 @@ class ShardRun:
             log.warning("last outcomes of a shard were not committed", items=len(left), error=str(error))
 
     def _is_paused(self) -> bool:
-        """Whether the job was paused. Raises `LeaseGoneError` for a cancelled job, without waiting for a
-        heartbeat."""
+        """Whether the job is paused. Raises `LeaseGoneError` for a cancelled job."""
         state = self.held.retrying(lambda: self._runner.ledger.job_state(self._job.id))
         if state not in WORKING:
-            self._lose()
+            self._raise_lost()
         return state is JobState.PAUSED
 
-    def _lose(self) -> None:
-        """The ledger does not know this lease any more."""
+    def _raise_lost(self) -> None:
+        """Gives up a lease that the ledger no longer accepts."""
         self.held.give_up(GoneReason.LOST)
         raise LeaseGoneError(GoneReason.LOST)
 
     def _commit(self, batch: list[Outcome]) -> None:
-        """Commits outcomes, fenced by the epoch. Those that could not be committed are put back."""
+        """Commits outcomes, fenced by the epoch. After a failure they are put back."""
         runner, retrying = self._runner, self.held.retrying
         try:
             with runner.metrics.commit_seconds.time():
-                # Objects of done items must survive a power cut.
+                # The objects of done items must survive a power cut.
                 retrying(self.store.sync)
                 if retrying(lambda: runner.ledger.commit(self._lease.ticket, batch)).lost:
-                    self._lose()
+                    self._raise_lost()
         except (LeaseGoneError, NightjarError):
             with self._changed:
                 self._outcomes[:0] = batch
             raise
         runner.metrics.count(batch)
         if any(not isinstance(outcome, Failed) or not outcome.code.retryable for outcome in batch):
-            say(WorkerReport(finished=True))
+            report(WorkerReport(finished=True))
 
     def _finish(self, store: ObjectStore, lines: Sequence[ShardLine], retry_later: bool) -> None:
         ledger, lease = self._runner.ledger, self._lease
@@ -561,12 +557,12 @@ class ShardRun:
 
         manifest = (None, None) if retry_later else self.held.retrying(put_manifest)
         if not self.held.retrying(lambda: ledger.finish_shard(lease.ticket, *manifest)):
-            self._lose()
+            self._raise_lost()
 
     def _give_up(self, reason: GoneReason) -> ShardEnd:
         if reason not in (GoneReason.DRAINED, GoneReason.PAUSED):
             self._runner.metrics.lease_lost.inc()
-            log.warning("lease gone", reason=reason.value)
+            log.warning("lease lost", reason=reason.value)
             return ShardEnd.LOST
         why = "drain" if reason is GoneReason.DRAINED else "pause"
         try:
@@ -577,10 +573,10 @@ class ShardRun:
 
     def _fail(self, code: ErrorCode, message: str) -> ShardEnd:
         ledger, ticket, retrying = self._runner.ledger, self._lease.ticket, self.held.retrying
-        mine = code not in WORKER_FAULTS or self._runner.alone
+        refusable = code in WORKER_FAULTS and not self._runner.only_worker
         try:
-            if not mine and retrying(lambda: ledger.refuse(ticket, code, message)):
-                what = "this worker cannot run the job; its shard is left to another one"
+            if refusable and retrying(lambda: ledger.refuse(ticket, code, message)):
+                what = "this worker cannot run the job; its shard is given back for another worker"
                 log.error(what, code=code.value, error=message)
                 return ShardEnd.REFUSED
             log.error("shard failed", code=code.value, error=message)
@@ -593,7 +589,7 @@ class ShardRun:
 
 
 def _cancel(draws: Sequence[ItemDraw]) -> None:
-    """Ends requests in the engine; one that waits for room there is ended when it has it."""
+    """Cancels requests in the engine; one that still waits for a slot is cancelled when it gets it."""
     for draw in draws:
         if draw.handle is not None:
             draw.handle.cancel()

@@ -1,11 +1,11 @@
 """Processes that put objects into a remote store for a worker.
 
-One put over S3 takes the interpreter for more than a millisecond (signing, HTTP). At hundreds of puts a
-second these would leave no time to the threads that feed an engine. Both ends are here, joined by a
-channel; the object travels in shared memory.
+A put over S3 uses the interpreter for more than a millisecond (signing, HTTP). At hundreds of puts per second the
+threads that feed an engine would starve. Both ends are here, connected by a channel; objects are passed in shared
+memory.
 
-A process ends with its worker, however that ends. One that dies costs time only: its puts go to another
-process, which adopts what is there already, because objects are written once.
+A process always ends with its worker. If one dies, its puts are repeated by another process, which adopts existing
+objects, because objects are write-once.
 """
 
 from __future__ import annotations
@@ -30,28 +30,27 @@ from pipelines.errors import ErrorCode, StoreError
 
 log = structlog.get_logger(__name__)
 
-#: Threads of one process: S3 answers after 10 to 100 ms.
+#: Threads per process; S3 answers after 10 to 100 ms.
 PUTS_AT_ONCE = 32
-#: Puts of the worker itself, or of each process, at the same time, above which another process is started.
-CROWDED = 6
-#: A process has a core for about 500 puts a second; more than four need a faster network than most machines
-#: have.
-MOST_PROCESSES = 4
-#: Processes that may die in one put, or at their start, before the worker puts by itself.
+#: Number of concurrent puts, of the worker itself or each process, at which another process is started.
+BUSY_PUTS = 6
+#: A process uses a core for about 500 puts per second; more than four exceed the network of most machines.
+MAX_PROCESSES = 4
+#: Number of processes that may die in one put, or at their start, before the worker itself puts.
 TRIES = 3
 _KILL_SECONDS = 5.0
 
 
 class _Open(msgspec.Struct, frozen=True, tag="open"):
-    """The first call: the process is up when it has a client for this store."""
+    """The first call, answered when the process has a client for this store."""
 
-    #: How to reach S3: settings may come from a file that the child does not read.
+    #: The S3 settings, which may come from a file that the child does not read.
     settings: dict[str, str | None] | None
     url: str
 
 
 class _Put(msgspec.Struct, frozen=True, tag="put"):
-    """The object is the data of the call."""
+    """A put of the data of the call."""
 
     url: str
     key: str
@@ -60,11 +59,11 @@ class _Put(msgspec.Struct, frozen=True, tag="put"):
 
 
 class WriterProcess(CalledChild[PutResult | None]):
-    """One process."""
+    """A writer process."""
 
     def __init__(self, settings: S3Settings | None, url: str) -> None:
-        # A signal to the worker's group is the worker's: it drains, and this process puts until then. It is
-        # not bound to the thread that starts it: any that puts may do that, and end before the worker does.
+        # Signals to the worker's group do not reach this process, which must work while the worker drains. It is not
+        # bound to the thread that starts it, because that thread may end before the worker.
         program = ("-m", "worker.writer_processes")
         super().__init__(program, PutResult | None, beside_the_engine(), bound=False)
         try:
@@ -78,18 +77,17 @@ class WriterProcess(CalledChild[PutResult | None]):
 
 
 class WriterProcesses:
-    """Up to `maximum` processes, which start as they are needed: when `crowded` puts are under way in each
-    that is there.
+    """Up to `maximum` processes, started as needed: when each existing one has `busy_puts` puts in progress.
 
-    Until the first one is up, and after too many that never came up, the worker's own threads put.
+    Until the first one is up, and after too many failed starts, the worker's own threads put.
     """
 
-    def __init__(self, maximum: int, settings: S3Settings | None, crowded: int = CROWDED) -> None:
+    def __init__(self, maximum: int, settings: S3Settings | None, busy_puts: int = BUSY_PUTS) -> None:
         self.maximum = maximum
         self._settings = settings
-        self._crowded = crowded
+        self._busy_puts = busy_puts
         self.processes: list[WriterProcess] = []
-        #: Puts of the worker itself.
+        #: Number of puts of the worker itself.
         self._own = 0
         self._failed_starts = 0
         self._closed = False
@@ -97,11 +95,11 @@ class WriterProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that are up."""
+        """Process ids of the processes that are up."""
         return [one.pid for one in self.processes if one.up and not one.ended]
 
     def open(self, url: str) -> ObjectStore:
-        """The store at `url`; a remote one puts through these processes. Raises as `open_store` does."""
+        """The store at `url`; a remote one puts through these processes. Raises as `open_store`."""
         return (
             ProcessStore(url, self._settings, self)
             if self.maximum and is_remote(url)
@@ -109,15 +107,14 @@ class WriterProcesses:
         )
 
     def least_busy(self, url: str) -> WriterProcess | None:
-        """The process for a put into a store; None: the worker itself is to put. Starts another process
-        where all have enough to do."""
+        """The process for a put; None: the worker itself must put. Starts another process if all are busy."""
         with self._lock:
             self._remove_ended()
             up = [one for one in self.processes if one.up]
             process = min(up, key=lambda one: one.waiting, default=None)
-            under_way = self._own if process is None else process.waiting
+            in_progress = self._own if process is None else process.waiting
             if (
-                under_way >= self._crowded
+                in_progress >= self._busy_puts
                 and len(up) == len(self.processes) < self.maximum
                 and not self._closed
             ):
@@ -125,8 +122,8 @@ class WriterProcesses:
             return process
 
     @contextmanager
-    def itself(self) -> Generator[None]:
-        """The worker puts inside."""
+    def own_put(self) -> Generator[None]:
+        """Counts a put of the worker itself during the block."""
         with self._lock:
             self._own += 1
         try:
@@ -136,7 +133,7 @@ class WriterProcesses:
                 self._own -= 1
 
     def close(self) -> None:
-        """Ends the processes. May be called more than once."""
+        """Ends the processes. Idempotent."""
         with self._lock:
             self._closed = True
             processes, self.processes = self.processes, []
@@ -163,11 +160,11 @@ class WriterProcesses:
         self._failed_starts += 1
         if self._failed_starts == TRIES:
             self.maximum = 0
-            log.error("writer processes do not start; the worker writes by itself", reason=reason)
+            log.error("writer processes do not start; the worker itself writes", reason=reason)
 
 
 class ProcessStore(S3Store):
-    """An S3 store whose puts run in the processes of a worker. Everything else runs here."""
+    """An S3 store whose puts run in writer processes; other operations run here."""
 
     def __init__(self, url: str, settings: S3Settings | None, processes: WriterProcesses) -> None:
         super().__init__(*split_s3_url(url), settings)
@@ -181,8 +178,8 @@ class ProcessStore(S3Store):
         content_type: str = BYTES,
         metadata: Mapping[str, str] | None = None,
     ) -> PutResult:
-        """Writes once, as any store. A put whose process died is given to another, which may find the
-        object there."""
+        """Writes once, as `ObjectStore.put`. After the death of a process the put is repeated by another one, which may
+        find the object."""
         put = _Put(self.url, key, content_type, dict(metadata or {}))
         for _ in range(TRIES):
             process = self._processes.least_busy(self.url)
@@ -192,13 +189,13 @@ class ProcessStore(S3Store):
                 result = process.call(put, data).result()
                 assert result is not None
                 return result
-        with self._processes.itself():
+        with self._processes.own_put():
             return super().put(key, data, content_type=content_type, metadata=metadata)
 
 
 def default_processes() -> int:
-    """One for each two cores of this process, so that the engine and the worker keep theirs."""
-    return min(MOST_PROCESSES, len(os.sched_getaffinity(0)) // 2)
+    """The default maximum: one per two cores of this process, to leave cores to the engine and the worker."""
+    return min(MAX_PROCESSES, len(os.sched_getaffinity(0)) // 2)
 
 
 def _plain(settings: S3Settings | None) -> dict[str, str | None] | None:
@@ -209,7 +206,7 @@ def _plain(settings: S3Settings | None) -> dict[str, str | None] | None:
 
 
 class _Stores:
-    """The child's stores."""
+    """The stores of the child process."""
 
     def __init__(self) -> None:
         self._settings: S3Settings | None = None

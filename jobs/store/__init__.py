@@ -1,14 +1,16 @@
-"""Where inputs, audio and manifests are kept: a folder or an S3 bucket behind one write-once protocol."""
+"""Stores of inputs, audio and manifests: a folder or an S3 bucket with one write-once protocol."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
 
+from jobs.formatting import redact
 from jobs.store.base import ObjectInfo, ObjectStore, PutResult
 from jobs.store.folder import FolderStore
 from jobs.store.s3 import S3Store, split_s3_url
-from pipelines.errors import ConfigError, ErrorCode
+from pipelines.errors import invalid
 
 if TYPE_CHECKING:
     from jobs.ledger.records import Job
@@ -26,37 +28,34 @@ __all__ = [
 ]
 
 
-def _scheme(address: str) -> str:
-    return address.partition("://")[0].lower() if "://" in address else "file"
-
-
 def is_remote(address: str) -> bool:
-    """Whether an address leads to a remote store, such as `s3://bucket/prefix`, rather than to a file or
-    folder of this host."""
-    return _scheme(address) == "s3"
+    """Whether an address is that of a remote store, such as `s3://bucket/prefix`, and not of a local file or
+    folder."""
+    return address.lower().startswith("s3://")
 
 
 def open_store(url: str | Path, s3: S3Settings | None = None) -> ObjectStore:
     """Opens the store at `url`: a folder (a path or `file:///abs/dir`) or `s3://bucket/prefix`.
 
-    Does no I/O, so a store that cannot be reached shows at its first use or in `check()`. Raises
-    `config.invalid` for an address of another kind.
+    Does no I/O, so an unreachable store shows at its first use or in `check()`. Raises `config.invalid` for
+    any other address.
     """
     address = str(url)
     if is_remote(address):
         return S3Store(*split_s3_url(address), s3)
-    if _scheme(address) == "file":
-        return FolderStore.at(address)
-    raise ConfigError(
-        ErrorCode.CONFIG_INVALID,
-        f"No store can be opened at {_scheme(address)!r}.",
-        "Use a folder, file:///DIR or s3://BUCKET/PREFIX.",
-    )
+    path = "" if "://" in address else address
+    if address.lower().startswith("file:"):
+        parts = urlsplit(address)
+        path = unquote(parts.path) if parts.netloc in ("", "localhost") else ""
+    if not path:
+        message = f"No store can be opened at {redact(address)[:200]!r}."
+        raise invalid(message, "Use a folder, file:///DIR or s3://BUCKET/PREFIX.")
+    return FolderStore(Path(path))
 
 
 def store_of(job: Job, s3: S3Settings | None = None) -> ObjectStore:
-    """The store of a job, which is there. Raises `store.unreachable` where another or none is in its
-    place, and as `open_store`."""
+    """The store of a job, with its identity confirmed. Raises `store.unreachable` if it is missing or another
+    store is in its place, and as `open_store`."""
     store = open_store(job.store_url, s3)
     store.confirm(job.store_identity)
     return store

@@ -1,4 +1,4 @@
-"""What every object store is: write-once keys, content hashes, an identity, nothing else."""
+"""The interface of object stores: write-once keys, content hashes, and an identity."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from typing import Any, BinaryIO, ClassVar, cast
 
 from pipelines.errors import ErrorCode, StoreError
 
-#: The type of an object that says nothing else.
+#: The default content type.
 BYTES = "application/octet-stream"
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """What the store knows of an object."""
+    """Facts of a stored object."""
 
     key: str
     bytes: int
-    #: Hex SHA-256 of the content; empty where the store would have to read the object to know it (listings).
+    #: Hex SHA-256 of the content; empty in listings, where the store would have to read the object.
     sha256: str = ""
-    #: When it was written, UTC epoch seconds of the store's clock; known of what a listing finds.
+    #: Time of the write in UTC epoch seconds of the store's clock; only in listings.
     modified_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """The object that now stands under the key; `created` is False when it was there before and was kept."""
+    """The object under the key. `created` is False if it existed before and was kept."""
 
     info: ObjectInfo
     created: bool
@@ -41,23 +41,23 @@ class ObjectStore:
     """A bucket or a folder. Keys are relative POSIX paths; every method raises `StoreError` with a
     `store.*` code."""
 
-    #: Whether each request goes over a network, so that several at once are faster than one after the other.
+    #: Whether requests use a network, so that concurrent requests are faster than sequential ones.
     remote: ClassVar[bool]
     url: str
-    #: The local folder in which every object is the file of its key; None where there is none.
+    #: The local folder with each object as the file of its key; None for remote stores.
     root: Path | None
 
     def establish(self, identity: str | None = None) -> str:
-        """The store's identity, which is compared from here on. A store without one gets `identity`, or a
+        """The store's identity, which is compared from now on. A store without one gets `identity`, or a
         new one.
 
-        For a submit. Nothing else makes the folder of a store that is not there.
+        Only for a submit, because it creates the folder of a missing store.
         """
         own = (identity or secrets.token_hex(16)).encode()
         self.put(IDENTITY_KEY, own)
         found = read_identity(self.get(IDENTITY_KEY))
         if not _IDENTITY.fullmatch(found):
-            # What a power cut leaves of it before it is recorded anywhere.
+            # A power cut before the identity was recorded may leave a damaged object.
             self.delete(IDENTITY_KEY)
             self.put(IDENTITY_KEY, own)
             found = read_identity(self.get(IDENTITY_KEY))
@@ -66,10 +66,10 @@ class ObjectStore:
         return found
 
     def confirm(self, identity: str | None) -> None:
-        """Proves that the store has this identity, with which each later doubt is settled; None: its job
-        has recorded none.
+        """Checks that the store has this identity, and keeps it for later checks; None: the job has recorded
+        none.
 
-        Raises `store.unreachable` where it is missing or another one: the store is away.
+        Raises `store.unreachable` if the identity is missing or differs, as for an unmounted folder.
         """
         raise NotImplementedError
 
@@ -81,10 +81,10 @@ class ObjectStore:
         content_type: str = BYTES,
         metadata: Mapping[str, str] | None = None,
     ) -> PutResult:
-        """Writes once: if the key exists its object stays as it is and is described with `created=False`.
-        `data` may be an open file that is larger than memory; S3 takes a maximum of 5 GiB.
+        """Writes once: an existing object is kept, and described with `created=False`. `data` may be an open
+        file that is larger than memory; the maximum of S3 is 5 GiB.
 
-        A bucket shows `content_type` and `metadata` beside the object; a folder has no place for them.
+        A bucket stores `content_type` and `metadata` with the object; a folder ignores them.
         """
         raise NotImplementedError
 
@@ -94,17 +94,17 @@ class ObjectStore:
             return stream.read()
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
-        """`length` bytes of an object from `offset` on; fewer where it ends before. Raises
+        """Up to `length` bytes of an object, from `offset`; fewer if it ends earlier. Raises
         `store.missing`."""
         raise NotImplementedError
 
     def open(self, key: str) -> BinaryIO:
-        """The object as a readable stream, for what may be large. Raises `store.missing`."""
+        """The object as a readable stream, for large objects. Raises `store.missing`."""
         raise NotImplementedError
 
     def head(self, key: str) -> ObjectInfo | None:
-        """The object's facts with its SHA-256, or None. Where the store keeps no SHA-256 the object is
-        read to know it."""
+        """The object's facts with its SHA-256, or None. If the store keeps no SHA-256, the object is
+        read."""
         with missing_allowed():
             return self._facts(key)
         return None
@@ -118,29 +118,28 @@ class ObjectStore:
         raise NotImplementedError
 
     def delete(self, key: str) -> None:
-        """Removes an object; a missing one is no error."""
+        """Deletes an object; a missing one is not an error."""
         raise NotImplementedError
 
     def delete_many(self, keys: Sequence[str]) -> None:
-        """Removes up to 1,000 objects, and in a folder the folders below `jobs/` that become empty;
-        missing ones are no error."""
+        """Deletes up to 1,000 objects, and the folders below `jobs/` that become empty; missing objects are
+        not an error."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """What was put by now, or found there by a put, survives a power cut; to be called before the
-        ledger names it."""
+        """Makes all objects put or found by puts so far survive a power cut; to be called before the ledger
+        refers to them."""
         raise NotImplementedError
 
     def uri(self, key: str) -> str:
-        """Where a person finds the object: a path or an `s3://` address."""
+        """The path or `s3://` address of the object, for people."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """Proves that the store can be written, read and honours write-once: puts an object twice, reads
-        it and removes it.
+        """Checks writes, reads and write-once: puts an object twice, reads it and deletes it.
 
-        Raises also `store.conflict` when the second put replaced the first: on such a store a worker that
-        lost its lease could overwrite good audio.
+        Also raises `store.conflict` if the second put replaced the object, because then a worker that lost
+        its lease could overwrite good audio.
         """
         key = f"probe-{secrets.token_hex(8)}"
         first = key.encode()
@@ -152,21 +151,21 @@ class ObjectStore:
             self.delete(key)
         wrong = advice = ""
         if again.created or content != first:
-            wrong = "replaced an object that was there"
+            wrong = "replaced an existing object"
             advice = (
-                "Use a store that honours `If-None-Match: *`, such as AWS S3, SeaweedFS or a local folder."
+                "Use a store that supports `If-None-Match: *`, such as AWS S3, SeaweedFS or a local folder."
             )
         elif part != first[2:7]:
-            wrong = "gave other bytes than the range that was asked for"
-            advice = "Use a store that honours ranged reads (`Range`), or jobs without --pack."
+            wrong = "returned other bytes than the requested range"
+            advice = "Use a store that supports ranged reads (`Range`), or jobs without --pack."
         elif info is None or info.sha256 != hashlib.sha256(first).hexdigest():
-            wrong, advice = "gave back other bytes than were put", "Check the store."
+            wrong, advice = "returned other bytes than were written", "Check the store."
         if wrong:
             raise StoreError(ErrorCode.STORE_CONFLICT, f"The store {self.url} {wrong}.", advice)
 
 
 def sha256_of(data: bytes | BinaryIO) -> str:
-    """Hex SHA-256 of bytes, or of what is left of a stream."""
+    """Hex SHA-256 of bytes, or of the rest of a stream."""
     if isinstance(data, bytes):
         return hashlib.sha256(data).hexdigest()
     return hashlib.file_digest(cast("Any", data), "sha256").hexdigest()
@@ -174,7 +173,7 @@ def sha256_of(data: bytes | BinaryIO) -> str:
 
 @contextmanager
 def missing_allowed() -> Generator[None, None, None]:
-    """Ends its block at an object that is missing."""
+    """Ignores the error of a missing object in its block."""
     try:
         yield
     except StoreError as error:
@@ -186,23 +185,22 @@ def missing_allowed() -> Generator[None, None, None]:
 MAX_KEY_BYTES = 1024
 #: Most file systems refuse longer names.
 MAX_SEGMENT_BYTES = 255
-#: What nearly every key looks like; short enough for both limits.
+#: The form of nearly all keys; within both limits.
 _PLAIN = re.compile(r"(?=.{1,255}\Z)[A-Za-z0-9_-][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*", re.ASCII)
 
 
 def split_key(key: str) -> list[str]:
     """The segments of `key`, which is a relative POSIX path.
 
-    Refused with `store.bad_key`: empty segments (and so absolute paths), segments that begin with a dot
-    (`..`, and the names a folder store keeps for itself), backslashes, control characters, lone surrogates
-    and what is too long.
+    Raises `store.bad_key` for empty segments (and so absolute paths), segments that begin with a dot (`..`,
+    and temporary files of a folder store), backslashes, control characters, lone surrogates, and long keys.
     """
     segments = key.split("/")
     if _PLAIN.fullmatch(key):
         return segments
-    # A lone surrogate cannot be printed either.
+    # A lone surrogate is not printable either.
     if not key.isprintable() or "\\" in key:
-        why = "holds a backslash or a control character"
+        why = "contains a backslash or a control character"
     elif any(not segment or segment[0] == "." for segment in segments):
         why = "has an empty part or one that begins with a dot"
     elif (
@@ -217,27 +215,27 @@ def split_key(key: str) -> list[str]:
 
 
 def split_prefix(prefix: str) -> tuple[list[str], str]:
-    """The whole segments of a listing's prefix, and the beginning of a name after the last slash."""
+    """The folders of a listing's prefix, and the beginning of a name after the last slash."""
     folder, slash, stem = prefix.rpartition("/")
     return (split_key(folder) if slash else []), (split_key(stem)[0] if stem else "")
 
 
-#: Key of a store's identity: a random line, written once, by which a store is told from an empty folder or
-#: bucket in its place.
+#: Key of the store's identity: a random line, written once, that distinguishes the store from an empty folder
+#: or bucket in its place.
 IDENTITY_KEY = "nightjar-store"
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
 
 
 def read_identity(data: bytes) -> str:
-    """The identity that an object holds."""
+    """The identity in an object."""
     return data[:200].decode(errors="replace").strip()
 
 
-def store_away(where: str, found: str | None, expected: str) -> StoreError:
-    """The error of a place that has not the identity of the store that should be there."""
-    reason = "is not there" if found is None else f"says {found[:32]!a}"
+def store_unavailable(where: str, found: str | None, expected: str) -> StoreError:
+    """The error of a place without the expected identity."""
+    reason = "is missing" if found is None else f"contains {found[:32]!a}"
     return StoreError(
         ErrorCode.STORE_UNREACHABLE,
-        f"The store {where} is away: its file {IDENTITY_KEY} {reason}, and {expected} is expected.",
-        f"Mount it or start it again; the work continues. If it is the right place, write that line into {IDENTITY_KEY} there.",
+        f"The store {where} is not available: its file {IDENTITY_KEY} {reason}, expected was {expected}.",
+        f"Mount or restart it; the work then continues. If this is the right place, write the expected line into {IDENTITY_KEY} there.",
     )

@@ -1,5 +1,4 @@
-"""The object store in a folder: atomic write-once files, and no symbolic link below the folder is
-followed."""
+"""The object store in a folder: atomic write-once files; symbolic links below the folder are not followed."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, ClassVar, cast
-from urllib.parse import unquote, urlsplit
 
 from jobs.store.base import (
     BYTES,
@@ -27,34 +25,34 @@ from jobs.store.base import (
     read_identity,
     split_key,
     split_prefix,
-    store_away,
+    store_unavailable,
 )
-from pipelines.errors import ConfigError, ErrorCode, StoreError
+from pipelines.errors import ErrorCode, StoreError
 
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _WRITE = os.O_WRONLY | os.O_CLOEXEC
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-#: Audio, texts and manifests of one job take turns.
+#: Enough for the audio, texts and manifests of one job.
 _HANDLES_PER_THREAD = 4
 _CHUNK_BYTES = 1 << 20
 _system = ctypes.CDLL(None, use_errno=True)
-#: errno of a file system without O_TMPFILE, and where there is no regular file.
+#: errno values of a file system without O_TMPFILE, and of a missing or special file.
 _NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
 _NO_FILE = {errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO}
-#: What the system's errors mean, by their errno, and what a person does about it.
+#: errno values -> error code and advice.
 _UNREACHABLE = ErrorCode.STORE_UNREACHABLE, "Check the disk or the mount."
 _MEANINGS: dict[tuple[int, ...], tuple[ErrorCode, str]] = {
     (errno.ENOSPC, errno.EDQUOT, errno.EFBIG): (
         ErrorCode.STORE_FULL,
-        "Free space on that disk; the work continues where it stopped.",
+        "Free space on that disk; the work then continues.",
     ),
     (errno.EACCES, errno.EPERM, errno.EROFS): (
         ErrorCode.STORE_FORBIDDEN,
-        "Give this user the right to write there, or choose another store.",
+        "Give this user write permission, or choose another store.",
     ),
     (errno.ENOENT, errno.ENOTDIR): (
         ErrorCode.STORE_MISSING,
-        "Check that the store's folder is the right one and is mounted.",
+        "Check that the store's folder is correct and mounted.",
     ),
     (errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.EILSEQ): (
         ErrorCode.STORE_BAD_KEY,
@@ -64,11 +62,10 @@ _MEANINGS: dict[tuple[int, ...], tuple[ErrorCode, str]] = {
 
 
 class FolderStore(ObjectStore):
-    """Objects as files under `root`. A file appears under its name complete or not at all, and is never
-    replaced.
+    """Objects as files under `root`. A file appears complete or not at all, and is never replaced.
 
-    Data is left to the operating system until `sync`: a killed process loses nothing, a power cut what was
-    not synced.
+    Data is not flushed to disk until `sync`: a killed process loses nothing, a power cut loses what was not
+    synced.
     """
 
     remote: ClassVar[bool] = False
@@ -79,33 +76,18 @@ class FolderStore(ObjectStore):
         self._identity: str | None = None
         self._top: Handle | None = None
         self._handles = FolderHandles(self._root)
-        #: Device -> a folder on it that was written to: other file systems may be mounted below the root.
+        #: Device -> a folder on it with writes; other file systems may be mounted below the root.
         self._written: dict[int, Handle] = {}
         self._tmpfile = os.path.isdir("/proc/self/fd")
 
-    @classmethod
-    def at(cls, address: str) -> FolderStore:
-        """The store at a path or `file:///DIR`. Raises `config.invalid`."""
-        path = address
-        if address.lower().startswith("file:"):
-            parts = urlsplit(address)
-            path = unquote(parts.path) if parts.netloc in ("", "localhost") else ""
-        if not path:
-            raise ConfigError(
-                ErrorCode.CONFIG_INVALID,
-                f"{address[:200]!r} is not a folder.",
-                "Use a folder or file:///DIR.",
-            )
-        return cls(Path(path))
-
     def establish(self, identity: str | None = None) -> str:
-        """As of every store; a missing folder is made."""
+        """As `ObjectStore.establish`; creates a missing folder."""
         with self._errors(""), suppress(FileExistsError):
             self._root.mkdir(parents=True)
         return super().establish(identity)
 
     def confirm(self, identity: str | None) -> None:
-        """Proves that the folder has this identity, with which each later doubt is settled. Raises
+        """Checks that the folder has this identity, and keeps it for later checks. Raises
         `store.unreachable`."""
         self._top = self._compared(identity)
         self._identity = identity or self._identity
@@ -131,7 +113,7 @@ class FolderStore(ObjectStore):
             return PutResult(info or _describe(key, folder.fd, name), created=info is not None)
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
-        """`length` bytes of an object from `offset` on; fewer where it ends before. Raises
+        """Up to `length` bytes of an object, from `offset`; fewer if it ends earlier. Raises
         `store.missing`."""
         with self.open(key) as file, self._errors(key):
             file.seek(offset)
@@ -149,32 +131,30 @@ class FolderStore(ObjectStore):
             return _describe(key, folder, name)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects whose key starts with `prefix`, in key order; one folder's names are in memory at a
-        time."""
+        """Objects whose key starts with `prefix`, in key order, with the names of one folder in memory."""
         yield from self._below(*split_prefix(prefix))
 
     def delete(self, key: str) -> None:
-        """Removes an object; a missing one is no error."""
+        """Deletes an object; a missing one is not an error."""
         *folders, name = split_key(key)
         with missing_allowed(), self._errors(key), self._folder(folders) as folder:
             os.unlink(name, dir_fd=folder)
 
     def delete_many(self, keys: Sequence[str]) -> None:
-        """Removes objects, and the folders that become empty but for those at the root, where others make
-        theirs."""
+        """Deletes objects, and folders that become empty, except those at the root, which are shared."""
         above: set[str] = set()
         for key in keys:
             self.delete(key)
             above.update(str(folder) for folder in list(PurePosixPath(key).parents)[:-2])
         for name in sorted(above, key=len, reverse=True):
             *folders, last = name.split("/")
-            # A folder that is not empty, or is gone, is no error.
+            # A folder that is not empty or missing is not an error.
             with suppress(OSError), self._folder(folders) as parent:
                 os.rmdir(last, dir_fd=parent)
 
     def sync(self) -> None:
-        """Waits until what was put by now, or found there by a put, is on the disk with its name, and the
-        store is there."""
+        """Waits until all objects put or found by puts so far are on the disk, with their names. Raises
+        `store.unreachable` if the store is not available."""
         self._opened_top()
         for folder in list(self._written.values()):
             with self._errors(""):
@@ -185,37 +165,37 @@ class FolderStore(ObjectStore):
         return str(self._root.joinpath(*split_key(key)))
 
     def _opened_top(self) -> Handle:
-        """The root, open: everything is done below the folder whose identity was compared, whatever is
-        mounted or renamed meanwhile."""
+        """The open root folder. All operations are relative to the folder whose identity was checked, even if
+        something is mounted or renamed meanwhile."""
         top = self._top
         if top is None or not top.current:
             top = self._top = self._compared(self._identity)
         return top
 
     def _compared(self, identity: str | None) -> Handle:
-        """The folder that the root's path leads to now. Raises `store.unreachable` where it is missing or
-        has another identity."""
+        """The folder now at the root's path. Raises `store.unreachable` if it is missing or has another
+        identity."""
         with self._errors(""):
             try:
                 top = Handle(os.open(self._root, FOLDER_FLAGS), os.path.join(self._root, "."))
             except (FileNotFoundError, NotADirectoryError) as error:
-                message = f"The store {self._root} is away: there is no such folder."
-                advice = "Mount it, or move it back; the work continues."
+                message = f"The store {self._root} is not available: there is no such folder."
+                advice = "Mount it, or move it back; the work then continues."
                 raise StoreError(ErrorCode.STORE_UNREACHABLE, message, advice) from error
             found: str | None = None
             try:
                 with os.fdopen(_open_file(top.fd, IDENTITY_KEY), "rb") as file:
                     found = read_identity(file.read(200))
             except OSError as error:
-                # It has none, or something else than a file is in its place.
+                # The file is missing or not a regular file.
                 if error.errno not in _NO_FILE:
                     raise
         if identity is not None and found != identity:
-            raise store_away(str(self._root), found, identity)
+            raise store_unavailable(str(self._root), found, identity)
         return top
 
     def _below(self, segments: list[str], stem: str = "") -> Iterator[ObjectInfo]:
-        # Folders that others made may have names that no key has.
+        # Folders of other programs may have names that are not valid in keys.
         for name, size, modified_at in self._entries(segments):
             if name.endswith("/") and name.startswith(stem):
                 yield from self._below([*segments, name[:-1]])
@@ -223,8 +203,8 @@ class FolderStore(ObjectStore):
                 yield ObjectInfo("/".join([*segments, name]), size, modified_at=modified_at)
 
     def _entries(self, segments: list[str]) -> list[tuple[str, int, float]]:
-        """Names, sizes and times of change in a folder, nothing where it is gone; folders have a slash at
-        their end, so that sorted names are keys in order."""
+        """Names, sizes and modification times in a folder, empty if it is missing. Names of folders end with
+        a slash, so that sorted names are in key order."""
         found: list[tuple[str, int, float]] = []
         with (
             missing_allowed(),
@@ -244,7 +224,7 @@ class FolderStore(ObjectStore):
         return sorted(found)
 
     def _write(self, key: str, folder: int, name: str, chunks: Iterable[bytes]) -> ObjectInfo | None:
-        """Writes a nameless file and links it to its name. None: another writer was first."""
+        """Writes an unnamed file and links it to its name. None: the name exists already."""
         file, temporary, digest, size = -1, "", hashlib.sha256(), 0
         try:
             file, temporary = self._new_file(folder)
@@ -257,7 +237,7 @@ class FolderStore(ObjectStore):
             source, source_folder = (temporary, folder) if temporary else (f"/proc/self/fd/{file}", None)
             os.link(source, name, src_dir_fd=source_folder, dst_dir_fd=folder, follow_symlinks=not temporary)
         except OSError:
-            # What is there needs no room.
+            # An existing object needs no space.
             if not _exists(folder, name):
                 raise
             return None
@@ -269,7 +249,7 @@ class FolderStore(ObjectStore):
         return ObjectInfo(key, size, digest.hexdigest())
 
     def _new_file(self, folder: int) -> tuple[int, str]:
-        """A file without a name, or with a hidden one where the file system has no O_TMPFILE."""
+        """An unnamed file, or one with a hidden name if the file system has no O_TMPFILE."""
         if self._tmpfile:
             try:
                 return os.open(".", _WRITE | os.O_TMPFILE, 0o644, dir_fd=folder), ""
@@ -297,7 +277,7 @@ class FolderStore(ObjectStore):
             found = (meaning for numbers, meaning in _MEANINGS.items() if error.errno in numbers)
             code, advice = next(found, _UNREACHABLE)
             if putting and error.errno == errno.ENOENT:
-                # The folder was removed while it was written to; the next try makes it again.
+                # The folder was removed meanwhile; the next try creates it again.
                 code, advice = _UNREACHABLE
             reason = os.strerror(error.errno) if error.errno else type(error).__name__
             message = f"{reason}: {key[:200]!a} in the store {self._root}."
@@ -327,24 +307,24 @@ def _describe(key: str, folder: int, name: str) -> ObjectInfo:
 
 
 def sync_file_system(folder: int) -> None:
-    """Waits until everything on the file system of an open folder is on its disk, names included. Raises
-    `OSError`.
+    """Waits until all files of the file system of an open folder are on its disk, with their names
+    (syncfs(2)). Raises `OSError`.
 
-    One call for a few hundred new files takes a tenth of the time of an fsync for each (syncfs(2)).
+    For a few hundred new files this takes a tenth of the time of one fsync each.
     """
     if _system.syncfs(folder) != 0:
         number = ctypes.get_errno()
         if number != errno.ENOSYS:
             raise OSError(number, os.strerror(number))
-        # On Linux this waits too (sync(2)).
+        # On Linux this also waits (sync(2)).
         os.sync()
 
 
 def walk_down(top: int, segments: list[str], create: bool = False) -> int:
-    """A file descriptor of a folder below the open folder `top`, for the caller to close.
+    """A file descriptor of a folder below the open folder `top`; the caller closes it.
 
-    Goes from descriptor to descriptor, so that no symbolic link on the way, not even one set meanwhile,
-    leads out.
+    Each folder is opened relative to the one before, so that symbolic links are never followed, not even
+    ones created meanwhile.
     """
     current = os.open(".", FOLDER_FLAGS, dir_fd=top)
     try:
@@ -370,7 +350,7 @@ def _step(folder: int, segment: str, create: bool) -> int:
 
 
 class Handle:
-    """An open folder; closed with its last reference."""
+    """An open folder, closed with its last reference."""
 
     __slots__ = ("_identity", "_path", "device", "fd")
 
@@ -378,13 +358,13 @@ class Handle:
         self.fd = fd
         self._path = path
         found = os.fstat(self.fd)
-        #: Number of the file system it is on.
+        #: Number of its file system.
         self.device = found.st_dev
         self._identity = (found.st_dev, found.st_ino)
 
     @property
     def current(self) -> bool:
-        """Whether the folder's path still leads to it: it may have been moved or removed."""
+        """Whether the folder is still at its path; it may have been moved or removed."""
         try:
             found = os.stat(self._path, follow_symlinks=False)
         except OSError:
@@ -397,15 +377,15 @@ class Handle:
 
 
 class FolderHandles(threading.local):
-    """The folders that each thread wrote to last."""
+    """The folders that each thread wrote to most recently."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._handles: dict[tuple[str, ...], Handle] = {}
 
     def open(self, segments: list[str], top: Callable[[], Handle]) -> Handle:
-        """The handle of a folder, which is made where it is missing; `top` opens the root. Raises
-        `OSError`, and as `top`."""
+        """The handle of a folder, which is created if missing; `top` opens the root. Raises `OSError`, and
+        as `top`."""
         name = tuple(segments)
         handle = self._handles.get(name)
         if handle is not None and handle.current:
@@ -413,7 +393,7 @@ class FolderHandles(threading.local):
         self._handles.pop(name, None)
         while len(self._handles) >= _HANDLES_PER_THREAD:
             del self._handles[next(iter(self._handles))]
-        # Held until its descriptor was used: another thread may open the root anew.
+        # This reference keeps the descriptor open, because another thread may reopen the root.
         root = top()
         handle = self._handles[name] = Handle(
             walk_down(root.fd, segments, create=True), os.path.join(self._root, *segments)

@@ -1,4 +1,4 @@
-"""The object store in an S3 bucket, at any endpoint that honours conditional writes."""
+"""The object store in an S3 bucket, at any endpoint with conditional writes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jobs.store.base import (
     sha256_of,
     split_key,
     split_prefix,
-    store_away,
+    store_unavailable,
 )
 from pipelines.errors import ConfigError, ErrorCode, StoreError
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from jobs.settings import S3Settings
 
 
-#: What S3 answers, by the name of the error or its status.
+#: Error codes by the name of an S3 error or its status.
 _CODES: Mapping[ErrorCode, set[str | int]] = {
     ErrorCode.STORE_FULL: {
         "InsufficientStorage",
@@ -53,20 +53,20 @@ _CODES: Mapping[ErrorCode, set[str | int]] = {
     ErrorCode.STORE_MISSING: {404},
     ErrorCode.STORE_BAD_KEY: {"KeyTooLongError"},
 }
-#: The key is there already; another conditional write to it is under way.
+#: The key exists; another conditional write to it is in progress.
 _EXISTS: set[str | int] = {"PreconditionFailed", 412}
 _CONFLICTS: set[str | int] = {"ConditionalRequestConflict", 409}
 _ADVICE = {
     ErrorCode.STORE_MISSING: "Check the bucket's name and the key.",
     ErrorCode.STORE_FORBIDDEN: "Check the S3 credentials and the bucket's policy.",
-    ErrorCode.STORE_FULL: "Free space or raise the quota; the work continues where it stopped.",
+    ErrorCode.STORE_FULL: "Free space or raise the quota; the work then continues.",
     ErrorCode.STORE_BAD_KEY: "Use a shorter name.",
     ErrorCode.STORE_UNREACHABLE: "Check the endpoint, the network and the server.",
 }
 
 
 def translated(error: Exception, uri: str) -> StoreError:
-    """The `StoreError` for what boto3 raised; credentials never enter its message."""
+    """The `StoreError` for an error of boto3, without credentials in its message."""
     from botocore.exceptions import ClientError, NoCredentialsError, PartialCredentialsError
 
     if isinstance(error, ClientError):
@@ -94,8 +94,7 @@ def _signs(error: ClientError) -> tuple[str, int]:
 CONNECT_TIMEOUT_SECONDS = 5
 READ_TIMEOUT_SECONDS = 60
 MAX_ATTEMPTS = 5
-#: Two writers at one key at the same moment: S3 answers 409 to one, which tries again and then learns who
-#: won.
+#: If two writers put the same key at once, S3 answers 409 to one of them, which retries.
 CONFLICT_ATTEMPTS = 6
 _METADATA_SAFE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
 
@@ -103,7 +102,7 @@ Result = TypeVar("Result")
 
 
 class S3Store(ObjectStore):
-    """Objects under `s3://bucket/prefix`. Made without a request; safe to share between threads."""
+    """Objects under `s3://bucket/prefix`. Creating it sends no request; thread-safe."""
 
     remote: ClassVar[bool] = True
 
@@ -116,7 +115,7 @@ class S3Store(ObjectStore):
         self._identity: str | None = None
 
     def confirm(self, identity: str | None) -> None:
-        """Proves that the store has this identity, with which each later doubt is settled. Raises
+        """Checks that the store has this identity, and keeps it for later checks. Raises
         `store.unreachable`."""
         if identity is None:
             return
@@ -126,44 +125,44 @@ class S3Store(ObjectStore):
                 self._answer(IDENTITY_KEY, lambda: self._get(self._name(IDENTITY_KEY))["Body"].read())
             )
         if found != identity:
-            raise store_away(self.url, found, identity)
+            raise store_unavailable(self.url, found, identity)
         self._identity = identity
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
-        """`length` bytes of an object from `offset` on; fewer where it ends before. Raises
+        """Up to `length` bytes of an object, from `offset`; fewer if it ends earlier. Raises
         `store.missing`."""
         from botocore.exceptions import ClientError
 
         def read() -> bytes:
-            asked = f"bytes={offset}-{offset + length - 1}"
+            wanted = f"bytes={offset}-{offset + length - 1}"
             try:
-                return self._get(self._name(key), Range=asked)["Body"].read()
+                return self._get(self._name(key), Range=wanted)["Body"].read()
             except ClientError as error:
                 if _signs(error)[1] != 416:
                     raise
-                # The object ends before the range begins.
+                # The object ends before the range.
                 return b""
 
         # HTTP has no empty range.
-        return self._sought(key, read) if length else b""
+        return self._object(key, read) if length else b""
 
     def open(self, key: str) -> BinaryIO:
-        """The object as a readable stream. Raises `store.missing`; a connection lost while reading is
-        `store.unreachable`."""
+        """The object as a readable stream. Raises `store.missing`, and `store.unreachable` also while
+        reading."""
         return self.opened(key, self._name(key))
 
     def opened(self, key: str, name: str) -> BinaryIO:
-        """As `open`, by the object's whole name, whatever it looks like."""
-        response = self._sought(key, lambda: self._get(name))
+        """As `open`, by any full object name."""
+        response = self._object(key, lambda: self._get(name))
         return cast(BinaryIO, _Body(response["Body"], f"s3://{self.bucket}/{name}"))
 
     def _facts(self, key: str) -> ObjectInfo:
-        response = self._sought(
+        response = self._object(
             key,
             lambda: self._client.head_object(Bucket=self.bucket, Key=self._name(key), ChecksumMode="ENABLED"),
         )
         checksum = response.get("ChecksumSHA256", "")
-        # A checksum of a multipart upload ends in -PARTS and is not the content's.
+        # The checksum of a multipart upload ends in -PARTS and is not that of the content.
         if checksum and "-" not in checksum:
             sha256 = base64.b64decode(checksum).hex()
         else:
@@ -182,11 +181,11 @@ class S3Store(ObjectStore):
                 yield ObjectInfo(key, int(entry["Size"]), modified_at=modified_at)
 
     def delete(self, key: str) -> None:
-        """Removes an object; a missing one is no error."""
+        """Deletes an object; a missing one is not an error."""
         self._call(key, lambda: self._client.delete_object(Bucket=self.bucket, Key=self._name(key)))
 
     def delete_many(self, keys: Sequence[str]) -> None:
-        """Removes up to 1,000 objects by one request; missing ones are no error."""
+        """Deletes up to 1,000 objects by one request; missing ones are not an error."""
         if not keys:
             return
         wanted = {"Objects": [{"Key": self._name(key)} for key in keys], "Quiet": True}
@@ -198,7 +197,7 @@ class S3Store(ObjectStore):
             raise StoreError(code, message, _ADVICE[code])
 
     def sync(self) -> None:
-        """Proves that the bucket is still the one that was confirmed; a put that was answered is durable."""
+        """Checks that the bucket is still the confirmed one; answered puts are durable."""
         self.confirm(self._identity)
 
     def uri(self, key: str) -> str:
@@ -209,8 +208,8 @@ class S3Store(ObjectStore):
         split_key(key)
         return self.prefix + key
 
-    def _get(self, name: str, **asked: str) -> Any:
-        return self._client.get_object(Bucket=self.bucket, Key=name, **asked)
+    def _get(self, name: str, **options: str) -> Any:
+        return self._client.get_object(Bucket=self.bucket, Key=name, **options)
 
     def put(
         self,
@@ -240,11 +239,11 @@ class S3Store(ObjectStore):
         raise StoreError(
             ErrorCode.STORE_UNREACHABLE,
             f"Other writers kept {self.uri(key)} busy.",
-            "It is tried again later.",
+            "It is retried later.",
         )
 
     def _put_once(self, data: bytes | BinaryIO, request: dict[str, Any]) -> set[str | int]:
-        """What S3 says of another object that has, or is getting, the key; nothing: the object is put."""
+        """The error of S3 (name, status) if the key exists or another write is in progress; empty: the object was put."""
         from botocore.exceptions import ClientError
 
         try:
@@ -258,9 +257,9 @@ class S3Store(ObjectStore):
             return signs
         return set()
 
-    def _sought(self, key: str, request: Callable[[], Result]) -> Result:
-        """The answer to a request for an object. That it is missing is believed where the identity is
-        there before and after."""
+    def _object(self, key: str, request: Callable[[], Result]) -> Result:
+        """The answer to a request for an object. Raises `store.missing` only if the store's identity is
+        confirmed before and after a second request."""
         try:
             return self._answer(key, request)
         except StoreError as error:
@@ -275,7 +274,7 @@ class S3Store(ObjectStore):
             raise
 
     def _call(self, key: str, request: Callable[[], Result]) -> Result:
-        """The answer to a request that needs no object: with 404 it is the bucket that is away."""
+        """The answer to a request that needs no object, so that 404 means a missing bucket."""
         try:
             return self._answer(key, request)
         except StoreError as error:
@@ -293,7 +292,7 @@ class S3Store(ObjectStore):
 
 
 class _Body(io.RawIOBase):
-    """A response's body whose broken connections are `StoreError`s."""
+    """The body of a response, with connection errors as `StoreError`."""
 
     def __init__(self, body: Any, uri: str) -> None:
         self._body = body
@@ -321,9 +320,9 @@ class _Body(io.RawIOBase):
 
 
 def make_client(settings: S3Settings | None) -> Any:
-    """A boto3 S3 client with timeouts and the standard retries.
+    """A boto3 S3 client with timeouts and standard retries.
 
-    Raises `config.missing_library` without boto3, and `config.invalid` when it refuses the settings.
+    Raises `config.missing_library` without boto3, and `config.invalid` if it refuses the settings.
     """
     try:
         import boto3
@@ -369,12 +368,12 @@ def split_s3_url(url: str) -> tuple[str, str]:
     parts = urlsplit(url, allow_fragments=False)
     if parts.scheme != "s3" or not parts.netloc or parts.query:
         raise ConfigError(
-            ErrorCode.CONFIG_INVALID, f"{url[:200]!r} is no S3 address.", "Write it as s3://BUCKET/KEY."
+            ErrorCode.CONFIG_INVALID, f"{url[:200]!r} is not an S3 address.", "Write it as s3://BUCKET/KEY."
         )
     return parts.netloc, parts.path.strip("/")
 
 
 def open_s3_object(url: str, settings: S3Settings | None) -> BinaryIO:
-    """Any object of any bucket as a stream, whatever its key looks like. Raises `StoreError`."""
+    """Any object of any bucket as a stream, with any key. Raises `StoreError`."""
     bucket, key = split_s3_url(url)
     return S3Store(bucket, "", settings).opened(key, key)

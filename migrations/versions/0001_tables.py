@@ -1,9 +1,9 @@
-"""The tables as they are: a new ledger gets those of `jobs.ledger.schema` and the newest revision. Later
-files change older ledgers."""
+"""The first revision. A new ledger gets the tables of `jobs.ledger.schema` and the newest revision; later revisions
+migrate older ledgers."""
 
 revision = "0001"
 down_revision = None
 
 
 def upgrade() -> None:
-    """No ledger is older."""
+    """Does nothing, because no ledger is older."""

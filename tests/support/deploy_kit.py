@@ -52,7 +52,7 @@ def worker_page() -> str:
     metrics.refused_draws.labels(code="qa.silence").inc()
     metrics.shards.labels(outcome="done").inc()
     metrics.reconciled.labels(what="expired").inc()
-    metrics.waited_for(ServiceError(ErrorCode.STORE_FULL, "The store is full."))
+    metrics.count_retry(ServiceError(ErrorCode.STORE_FULL, "The store is full."))
     return generate_latest(metrics.registry).decode()
 
 

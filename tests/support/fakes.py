@@ -21,7 +21,7 @@ from typing import BinaryIO, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from jobs.store.base import ObjectInfo, ObjectStore, PutResult, store_away
+from jobs.store.base import ObjectInfo, ObjectStore, PutResult, store_unavailable
 from pipelines.errors import ErrorCode, InputError, StoreError, SynthesisError
 from pipelines.request import AudioChunk, Capabilities, EngineInfo, EngineStats, Speech, SynthesisRequest
 from tests.support.called import CalledPipeline
@@ -361,7 +361,7 @@ class MemoryStore(ObjectStore):
 
     def confirm(self, identity: str | None) -> None:
         if identity not in (None, self.identity):
-            raise store_away(self.url, self.identity, str(identity))
+            raise store_unavailable(self.url, self.identity, str(identity))
 
     def _object(self, key: str) -> tuple[bytes, Mapping[str, str]]:
         if key not in self.objects:

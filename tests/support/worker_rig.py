@@ -17,7 +17,7 @@ from pipelines.errors import ErrorCode, ServiceError
 from pipelines.request import Pipeline
 from tests.support.fakes import FakePipeline, MemoryStore
 from tests.support.times import with_times
-from worker.leases import Clock, LeaseBook, SystemClock
+from worker.leases import Clock, HeldLeases, SystemClock
 from worker.metrics import Metrics
 from worker.models import PipelineCache
 from worker.result_writer import ResultWriter
@@ -44,7 +44,7 @@ class Rig:
         self.opened: list[str] = []
         self.clock = clock or SystemClock()
         self.metrics = Metrics()
-        self.leases = LeaseBook(self.settings.times.lease_seconds, self.clock, self.metrics.waited_for)
+        self.leases = HeldLeases(self.settings.times.lease_seconds, self.clock, self.metrics.count_retry)
         self.pipelines = PipelineCache(self._open)
         self.writer = ResultWriter()
         self.runner = self.runner_on(self.ledger)

@@ -1,2 +1,1 @@
-"""Quality checks of speech: cheap gates on every draw, meters in processes of their own, and what a
-failure leads to."""
+"""Quality checks of speech: fast checks of every draw, meters in separate processes, and their verdict."""

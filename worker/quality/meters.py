@@ -1,5 +1,4 @@
-"""Meters measure a draw with a model of their own: the built-in ones (`BUILT_IN`), and those of other
-packages."""
+"""Meters, which measure a draw with a model: built-in ones (`BUILT_IN`), and those of other packages."""
 
 # resemblyzer is in no extra: its import is checked where it is installed.
 # pyright: reportMissingImports=false
@@ -27,22 +26,22 @@ from pipelines.languages import language_code
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-#: What every built-in meter hears.
+#: Sample rate of all built-in meters.
 SAMPLE_RATE = 16_000
 
 
 @dataclass(frozen=True, slots=True)
 class Utterance:
-    """The speech of one draw, as a meter gets it."""
+    """The speech of one draw, for a meter."""
 
     #: float32 [samples], mono, within [-1, 1].
     samples: NDArray[np.float32]
     sample_rate: int
-    #: What it should say.
+    #: The requested text.
     text: str
-    #: Of the request; empty where it names none.
+    #: Language of the request; empty if unknown.
     language: str = ""
-    #: The encoded file of the voice that was cloned.
+    #: The encoded recording of a cloned voice.
     reference: bytes | None = None
 
     def resampled(self, sample_rate: int = SAMPLE_RATE) -> NDArray[np.float32]:
@@ -61,30 +60,29 @@ class Reading(NamedTuple):
 
     value: float
     detail: str = ""
-    #: False: the speech is too short to judge it by this score, so the score is only recorded.
+    #: False: the speech is too short for a judgement, so the score is only recorded.
     judged: bool = True
 
 
-#: Name of a score -> its reading, or only (value, detail). A score that cannot be measured is left out, and
-#: decides nothing.
+#: Name of a score -> its reading, or only (value, detail). A score that cannot be measured is omitted.
 Readings = Mapping[str, tuple[float, str] | Reading]
 
 
 class Meter(Protocol):
-    """A loaded meter; called from one thread. Equal samples must give equal readings, because verdicts are
-    part of a job's result."""
+    """A loaded meter, called from one thread. Equal samples must give equal readings, because verdicts are part of a
+    job's result."""
 
     def measure(self, utterance: Utterance) -> Readings: ...
 
 
-#: Languages whose script puts no spaces between words: their word error rate means nothing.
+#: Languages without spaces between words, for which a word error rate is meaningless.
 UNSPACED = frozenset(["zh", "yue", "ja", "th", "lo", "lao", "km", "khmer", "my", "burmese"])
-#: In a shorter text one word misheard is more than any bound, and homophones and names are misheard in good
-#: speech too.
-LEAST_WORDS, LEAST_CHARACTERS, LEAST_UNSPACED = 4, 12, 6
+#: Minimum length of a judged text. In a shorter one a single misheard word exceeds any bound, and homophones and
+#: names are misheard even in good speech.
+MIN_WORDS, MIN_CHARACTERS, MIN_UNSPACED = 4, 12, 6
 MAX_HEARD_CHARACTERS = 500
 
-#: Signs as an English voice reads them and an ASR model may write them.
+#: Symbols as an English voice reads them and an ASR model may write them.
 _ENGLISH_SIGNS = tuple(
     (re.compile(sign), spoken)
     for sign, spoken in (
@@ -99,7 +97,7 @@ _ENGLISH_SIGNS = tuple(
         (r"°", " degrees "),
     )
 )
-#: `3:16`, `3.16` and `3 16` are heard alike, as are `5th` and `5`.
+#: `3:16`, `3.16` and `3 16` are equal, as are `5th` and `5`.
 _BETWEEN_DIGITS, _ORDINAL = re.compile(r"(?<=\d)[ .,:](?=\d)"), re.compile(r"(?<=\d)(?:st|nd|rd|th)\b")
 
 
@@ -118,11 +116,10 @@ def normalizer_of(language: str) -> Callable[[str], str]:
 
 
 def error_rates(asked: str, heard: str, language: str = "") -> dict[str, Reading]:
-    """`wer` and `cer`, edits over the length of what was asked, which may pass 1; without `wer` for
-    scripts without spaces.
+    """`wer` and `cer`: edits over the length of the requested text, which may exceed 1; no `wer` for scripts without
+    spaces.
 
-    Judged where the text is long enough. Empty where nothing is left of `asked` in its normal form. Spaces
-    are no characters.
+    Only long enough texts are judged. Empty if the normal form of `asked` is empty. Spaces do not count as characters.
     """
     from rapidfuzz.distance import Levenshtein
 
@@ -131,16 +128,16 @@ def error_rates(asked: str, heard: str, language: str = "") -> dict[str, Reading
     if not wanted:
         return {}
     letters, unspaced = "".join(wanted), language_code(language) in UNSPACED
-    least = LEAST_UNSPACED if unspaced else LEAST_CHARACTERS
+    min_letters = MIN_UNSPACED if unspaced else MIN_CHARACTERS
     detail = heard[:MAX_HEARD_CHARACTERS]
     rates = {
         "cer": Reading(
-            Levenshtein.distance(letters, "".join(found)) / len(letters), detail, len(letters) >= least
+            Levenshtein.distance(letters, "".join(found)) / len(letters), detail, len(letters) >= min_letters
         )
     }
     if not unspaced:
         rates["wer"] = Reading(
-            Levenshtein.distance(wanted, found) / len(wanted), detail, len(wanted) >= LEAST_WORDS
+            Levenshtein.distance(wanted, found) / len(wanted), detail, len(wanted) >= MIN_WORDS
         )
     return rates
 
@@ -160,9 +157,9 @@ def _words(text: str) -> list[str]:
 
 
 class AsrMeter:
-    """Scores `wer` and `cer` by what a Whisper model hears, which is their detail.
+    """Scores `wer` and `cer` by the transcript of a Whisper model, which is their detail.
 
-    Greedy decoding without fallback to sampling, one thread, int8: equal audio gives equal words.
+    Greedy decoding without fallback to sampling, one thread, int8, so that equal audio gives equal words.
     """
 
     def __init__(
@@ -196,17 +193,17 @@ class AsrMeter:
         return error_rates(utterance.text, heard, language or info.language)
 
     def _language_of(self, name: str) -> str | None:
-        """Whisper's code of a language; None where it is to find out itself."""
+        """Whisper's code of a language; None: to be detected."""
         code = language_code(name)
         return code if code in self._languages else None
 
 
 def asr_folder(model: str = "base", *, fetch: bool = True, **_: object) -> str:
-    """The folder of a faster-whisper model; one that is not on this machine comes from the hub, unless
-    `fetch` is false, or its cache.
+    """The folder of a faster-whisper model: a local one, or from the hub or its cache. Without `fetch` nothing is
+    downloaded.
 
-    Raises `ModelError`: `model.bad_checkpoint` for a name that the hub does not know, `model.unreachable`
-    where the hub cannot be asked, or is not to be asked, and the cache does not hold the whole model.
+    Raises `ModelError`: `model.bad_checkpoint` for a name unknown to the hub, `model.unreachable` if the model is not
+    completely in the cache and cannot or must not be downloaded.
     """
     from faster_whisper.utils import download_model
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
@@ -217,13 +214,13 @@ def asr_folder(model: str = "base", *, fetch: bool = True, **_: object) -> str:
     try:
         folder = download_model(named, local_files_only=not fetch)
     except Exception as error:
-        # Some of the hub's own errors of a missing file are a ValueError and an OSError.
+        # Some errors of the hub for a missing file are both ValueError and OSError.
         unknown = isinstance(error, ValueError) and not isinstance(error, OSError)
         if unknown or isinstance(error, RepositoryNotFoundError | RevisionNotFoundError):
             raise _unusable(model, error) from error
         raise _unreachable(model, type(error).__name__) from error
     if not (Path(folder) / "model.bin").exists():
-        raise _unreachable(model, "the cache holds a part of it")
+        raise _unreachable(model, "the cache has only a part of it")
     return folder
 
 
@@ -231,21 +228,21 @@ def _unusable(model: str, error: Exception) -> ModelError:
     return ModelError(
         ErrorCode.MODEL_BAD_CHECKPOINT,
         f"The ASR model {model[:200]!r} of the meter asr cannot be opened: {error}.",
-        "Set `meters.asr.model` to the folder or the name of a faster-whisper model.",
+        "Set `meters.asr.model` to the folder or name of a faster-whisper model.",
     )
 
 
 def _unreachable(model: str, reason: str) -> ModelError:
     return ModelError(
         ErrorCode.MODEL_UNREACHABLE,
-        f"The ASR model {model[:200]!r} of the meter asr is not in the hub's cache and could not be fetched ({reason}).",
-        "Let the worker reach the model hub, or set `meters.asr.model` to the folder of a faster-whisper model.",
+        f"The ASR model {model[:200]!r} of the meter asr is not in the hub's cache and could not be downloaded ({reason}).",
+        "Give the worker access to the model hub, or set `meters.asr.model` to the folder of a faster-whisper model.",
     )
 
 
 class SileroMeter:
-    """Scores `silence` (share of chunks of 32 ms without speech) and `pause` (seconds) by Silero's voice
-    activity detector."""
+    """Scores `silence` (share of 32 ms chunks without speech) and `pause` (seconds) by the voice activity detector of
+    Silero."""
 
     SPEECH_PROBABILITY = 0.5
 
@@ -269,29 +266,29 @@ class SileroMeter:
 
 
 def longest_pause(active: NDArray[np.bool_]) -> int:
-    """Most frames in a row without sound between two with, of [frames]."""
+    """Length in frames of the longest silence between sounds; `active`: bool [frames]."""
     places = np.flatnonzero(active)
     return int(np.diff(places).max()) - 1 if len(places) > 1 else 0
 
 
 class DistillMosMeter:
-    """Score `distillmos`: naturalness from 1 to 5 by DistillMOS (Stahl and Gamper, 2025), a small student
-    of XLS-R; one thread, float32."""
+    """Score `distillmos`: naturalness from 1 to 5 by DistillMOS (Stahl and Gamper, 2025), a small student of XLS-R;
+    one thread, float32."""
 
     def __init__(self, threads: int = 1) -> None:
         import torch
 
         self._torch = torch
         torch.set_num_threads(threads)
-        # Only its command line reads files with torchaudio, which has no build for every torch: an empty
-        # module stands in meanwhile, and goes again, or others would take it for the real one.
-        stands_in = "torchaudio" not in sys.modules
-        if stands_in:
+        # Only its command line uses torchaudio, which is not available for every torch, so an empty module replaces it
+        # during the import.
+        is_replaced = "torchaudio" not in sys.modules
+        if is_replaced:
             sys.modules["torchaudio"] = types.ModuleType("torchaudio")
         try:
             from distillmos import ConvTransformerSQAModel
         finally:
-            if stands_in:
+            if is_replaced:
                 del sys.modules["torchaudio"]
         self._model: Any = ConvTransformerSQAModel().eval()
 
@@ -302,12 +299,12 @@ class DistillMosMeter:
 
 
 class DnsMosMeter:
-    """Score `dnsmos`: overall quality from 1 to 5 by DNSMOS P.835 (Reddy et al., 2022), with the model in
-    the package speechmos."""
+    """Score `dnsmos`: overall quality from 1 to 5 by DNSMOS P.835 (Reddy et al., 2022), with the model of the package
+    speechmos."""
 
-    #: What the model looks at once; shorter speech is repeated, longer speech is looked at every second.
+    #: Input length of the model; shorter speech is repeated, longer speech is scored every second.
     WINDOW_SAMPLES = int(9.01 * SAMPLE_RATE)
-    #: speechmos.dnsmos.DNSMOS.get_polyfit_val: from the model's overall output to the scale of the listeners.
+    #: speechmos.dnsmos.DNSMOS.get_polyfit_val: from the model's overall output to the MOS scale.
     OVERALL = np.poly1d([-0.06766283, 1.11546468, 0.04602535])
 
     def __init__(self, threads: int = 1) -> None:
@@ -335,10 +332,10 @@ class DnsMosMeter:
 
 
 class SpeakerMeter:
-    """Score `similarity`: likeness of the voice to the reference that was cloned, by resemblyzer's
-    d-vectors (Wan et al., 2018).
+    """Score `similarity`: similarity of the voice to the cloned reference, by d-vectors of resemblyzer (Wan et al.,
+    2018).
 
-    A cosine, about 0.85 within a voice and 0.45 to 0.78 between voices; none for items without a reference.
+    A cosine, about 0.85 within a voice and 0.45 to 0.78 between voices. Items without a reference have no score.
     """
 
     def __init__(self) -> None:
@@ -364,7 +361,7 @@ class SpeakerMeter:
         return self._encoder.embed_utterance(self._preprocess(samples, source_sr=sample_rate))
 
 
-#: The meters of `jobs.checks.METERS`, by the same names. Each imports its libraries when it is opened.
+#: The meters of `jobs.checks.METERS`, by name. Each imports its libraries when it is opened.
 BUILT_IN: dict[str, Callable[..., Meter]] = {
     "asr": AsrMeter,
     "silero": SileroMeter,
@@ -372,16 +369,16 @@ BUILT_IN: dict[str, Callable[..., Meter]] = {
     "dnsmos": DnsMosMeter,
     "speaker": SpeakerMeter,
 }
-#: What finds, or fetches, the weights of those that have them from a hub (`MeterCard.weights`).
+#: Functions that find or download the weights of meters with weights on a hub (`MeterCard.weights`).
 WEIGHTS: dict[str, Callable[..., object]] = {"asr": asr_folder}
 
 
 def open_meter(name: str, options: Mapping[str, Option]) -> Meter:
-    """The meter of this name with its options of the spec.
+    """Opens the meter with this name and these options.
 
-    Raises `ModelError`: `model.unknown` for a name nobody knows, `config.missing_library` where its
-    libraries are not installed, `model.bad_checkpoint` for weights or options it cannot use,
-    `model.unreachable` for weights that cannot be fetched now.
+    Raises `ModelError`: `model.unknown` for an unknown name, `config.missing_library` for missing libraries,
+    `model.bad_checkpoint` for invalid weights or options, `model.unreachable` for weights that cannot be downloaded
+    now.
     """
     try:
         factory = BUILT_IN.get(name)
@@ -401,20 +398,20 @@ def open_meter(name: str, options: Mapping[str, Option]) -> Meter:
     except TypeError as error:
         raise ModelError(
             ErrorCode.MODEL_BAD_CHECKPOINT,
-            f"The meter {name} does not take its options: {error}.",
+            f"The meter {name} does not accept its options: {error}.",
             "Correct `meters` of the quality config.",
         ) from error
 
 
 def _missing_library(name: str, error: ImportError) -> ModelError:
-    advice = METERS[name].advice if name in METERS else "Install what the package of this meter needs."
+    advice = METERS[name].advice if name in METERS else "Install the requirements of this meter's package."
     return ModelError(
         ErrorCode.CONFIG_MISSING_LIBRARY, f"The meter {name} needs the library {error.name or error}.", advice
     )
 
 
 def missing_weights(meters: Mapping[str, Mapping[str, Option]], *, fetch: bool) -> ModelError | None:
-    """Why the first of these meters could not be opened here for its weights, or None."""
+    """The error of the first meter whose weights are missing, or None."""
     for name in meters.keys() & WEIGHTS.keys():
         try:
             WEIGHTS[name](fetch=fetch, **meters[name])

@@ -1,4 +1,4 @@
-"""The meter pool: draws that wait for meters wait here, never in front of the engine."""
+"""The meter pool, where draws wait for meters without blocking the engine."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ from worker.quality.process import MeterHangError, MeterProcess
 
 log = structlog.get_logger(__name__)
 
-#: The maximum number of draws that wait, and of the samples of all that are here, 1 GiB: a draw may be an
-#: hour long. Then the engine waits for the meters.
+#: Maximum number of waiting draws, and of the samples of all draws here (1 GiB). When exceeded, the engine is not fed.
 MAX_WAITING, MAX_SAMPLES = 1024, 1 << 28
-#: When meters hang on so many items without an answer in between, the fault is the meters' and not the
-#: items'.
+#: Number of consecutive items with a hang after which the cause is assumed to be the meters, not the items.
 HANGS_IN_A_ROW = 3
-#: The maximum number of outages without an answer in between. Later hangs count for the items again; a job
-#: whose last items all hang would never end otherwise.
+#: Maximum number of consecutive outages. Later hangs count for the items again, since otherwise a job whose last
+#: items all hang would never end.
 OUTAGES_IN_A_ROW = 5
 
 
@@ -36,17 +34,16 @@ class MeterTask:
 
     meters: Mapping[str, Mapping[str, Option]]
     utterance: Utterance
-    #: Whether nobody wants the result any more.
+    #: Whether the result is no longer needed.
     abandoned: Callable[[], bool] = lambda: False
-    #: The item whose draw it is, the same in all its attempts.
+    #: The item of the draw, the same in all attempts.
     item: str = ""
 
 
 class MeterPool:
-    """Meter processes, with one thread for each. `submit` never waits: a slow meter delays items, not the
-    engine.
+    """Meter processes, with one thread each. `submit` never waits, so a slow meter delays items but not the engine.
 
-    Whoever feeds the engine stops while the pool is `full`. After hangs on `HANGS_IN_A_ROW` items in a row a hang is an outage
+    The engine is not fed while the pool is `full`. After hangs on `HANGS_IN_A_ROW` consecutive items a hang is an outage
     (`model.unreachable`), until the meters answer again or `OUTAGES_IN_A_ROW` outages were reported.
     """
 
@@ -56,10 +53,10 @@ class MeterPool:
         self._idle: queue.SimpleQueue[MeterProcess] = queue.SimpleQueue()
         for host in self._hosts:
             self._idle.put(host)
-        #: By meters: items on which they hung since their last answer, and how many outages were reported.
+        #: Meters -> (items with a hang since the last answer, number of reported outages).
         self._hung: dict[bytes, tuple[set[str], int]] = {}
         self._lock = threading.Lock()
-        #: Of the draws that wait or are measured.
+        #: Samples of all waiting and measured draws.
         self._samples = 0
         self._closing = False
 
@@ -68,9 +65,8 @@ class MeterPool:
         return self._threads.waiting >= MAX_WAITING or self._samples >= MAX_SAMPLES
 
     def submit(self, task: MeterTask) -> Future[Readings]:
-        """Measures a draw. The future raises `MeterError` or `ModelError` as `MeterProcess.measure` does,
-        `ModelError` for an outage, and `CancelledError` where the task was abandoned or the pool was
-        closed first. Raises `CancelledError` once the pool is closed."""
+        """Measures a draw. The future raises as `MeterProcess.measure`, `ModelError` for an outage, and `CancelledError`
+        if the task was abandoned or the pool closed first. Raises `CancelledError` if the pool is closed."""
         try:
             future = self._threads.submit(self._measured, task)
         except RuntimeError:
@@ -81,7 +77,7 @@ class MeterPool:
         return future
 
     def close(self) -> None:
-        """Cancels what waits and what is measured now, and ends the processes."""
+        """Cancels all tasks, and ends the processes."""
         self._closing = True
         for host in self._hosts:
             host.stop()
@@ -101,7 +97,7 @@ class MeterPool:
             readings = host.measure(task.meters, task.utterance)
         except Exception as error:
             if self._closing:
-                # The measurement was cut short, which says nothing about the draw.
+                # The measurement was interrupted by the close, which is not a fault of the draw.
                 raise CancelledError from error
             if isinstance(error, MeterHangError):
                 self._count_hang(meters, task, error)
@@ -114,8 +110,7 @@ class MeterPool:
         return readings
 
     def _count_hang(self, meters: bytes, task: MeterTask, error: MeterHangError) -> None:
-        """Raises an outage in the place of a hang where the meters hung on too many items since their last
-        answer: then the fault is not the item's."""
+        """Counts a hang. Raises an outage instead if the meters hung on too many items since their last answer."""
         with self._lock:
             items, outages = self._hung.get(meters, (set[str](), 0))
             items.add(task.item)
@@ -126,5 +121,5 @@ class MeterPool:
             raise ModelError(
                 ErrorCode.MODEL_UNREACHABLE,
                 f"The meters {', '.join(task.meters)} hung on {HANGS_IN_A_ROW} items in a row: {error.message}",
-                "Items wait until the meters answer again. A smaller model or more cores may help.",
+                "Items wait until the meters answer again. Use a smaller model or more cores.",
             ) from error

@@ -1,8 +1,8 @@
-"""A process of its own for meters: they share neither the interpreter lock nor the GPU with the engine,
-and they may crash.
+"""A separate process for meters, so that they share neither the interpreter lock nor the GPU with the engine, and
+may crash.
 
-Both ends are here. The meters of a draw are opened by a call of their own, then its samples are measured,
-float32 in shared memory.
+Both ends are here. One call opens the meters of a draw, another one measures its samples, float32 in shared
+memory.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pipelines.child_process import CalledChild, ChildEndedError, answer_calls, 
 from pipelines.errors import ErrorCode, ModelError, NightjarError
 from worker.quality.meters import Meter, Reading, Readings, Utterance, missing_weights, open_meter
 
-#: Time limit for opening the meters, which may fetch their weights.
+#: Time limit for opening the meters, which may download their weights.
 OPENING_SECONDS = 600.0
-#: Time limit for one draw, and how much longer it is for each second of audio.
+#: Time limit for one draw, and its increase per second of audio.
 DRAW_SECONDS, DRAW_SECONDS_PER_SECOND = 60.0, 10.0
 
 
@@ -40,18 +40,18 @@ class _Draw(msgspec.Struct, frozen=True):
     """A draw to measure."""
 
     meters: dict[str, dict[str, Option]]
-    #: None: the meters are opened only.
+    #: None: the meters are only opened.
     sample_rate: int | None = None
     text: str = ""
     language: str = ""
     reference: bytes | None = None
-    #: Not None: their weights are looked for only, and fetched where it is true (`jobs.checks`).
+    #: Not None: their weights are only searched, and with True downloaded (`jobs.checks`).
     fetch: bool | None = None
 
 
 class MeterProcess:
-    """A child process that measures one draw at a time. It starts with the first draw, and again after a
-    crash or a hang."""
+    """A child process that measures one draw at a time, started by the first draw and restarted after a crash or
+    hang."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class MeterProcess:
         self._stopped = False
 
     def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
-        """Raises `MeterError` where a meter fails or crashes, `MeterHangError` where it takes too long,
-        and `ModelError` where one cannot be opened (`model.unreachable` where that takes too long)."""
+        """Measures a draw. Raises `MeterError` if a meter fails or crashes, `MeterHangError` if it takes too long, and
+        `ModelError` if one cannot be opened (`model.unreachable` if that takes too long)."""
         options = {name: dict(chosen) for name, chosen in meters.items()}
         draw = _Draw(options, utterance.sample_rate, utterance.text, utterance.language, utterance.reference)
         samples = np.ascontiguousarray(utterance.samples, np.float32)
@@ -85,32 +85,31 @@ class MeterProcess:
             raise ModelError(
                 ErrorCode.MODEL_UNREACHABLE,
                 f"The meters {', '.join(meters)} were not open after {self._opening_seconds:g} s.",
-                "See the worker's log. Fetch large weights before the job starts.",
+                "See the worker's log. Download large weights before the job starts.",
             ) from error
         except (OSError, ChildEndedError) as error:
             self._child = None
             raise MeterError(f"The meters' process ended {child.close()}.") from error
 
     def stop(self) -> None:
-        """Kills the process, and each that is started later; safe from another thread than the one that
-        measures."""
+        """Kills the process, and any that is started later; can be called from any thread."""
         self._stopped = True
         if (child := self._child) is not None:
             child.kill()
 
     def close(self) -> None:
-        """Ends the process. May be called more than once."""
+        """Ends the process. Idempotent."""
         child, self._child = self._child, None
         if child is not None:
             child.close()
 
     def _start(self) -> CalledChild[dict[str, Reading]]:
         self.close()
-        # Meters run on the CPU, each process on one core, at a lower priority than what feeds the engine.
+        # Meters run on the CPU, each process on one core, with a lower priority than the worker.
         program = ("-m", "worker.quality.process")
         child = self._child = CalledChild(program, dict[str, Reading], beside_the_engine())
         if self._stopped:
-            # `stop` came while this process was started.
+            # `stop` was called while this process was being started.
             child.kill()
         return child
 
@@ -122,7 +121,7 @@ class _Meters:
         self._open: dict[bytes, Meter | None] = {}
 
     def answer(self, draw: _Draw, data: NDArray[np.uint8]) -> dict[str, Reading]:
-        """What they read. Raises `ModelError` for one that cannot be opened."""
+        """The readings of the meters. Raises `ModelError` for one that cannot be opened."""
         if draw.fetch is not None:
             if (error := missing_weights(draw.meters, fetch=draw.fetch)) is not None:
                 raise error
@@ -142,7 +141,7 @@ class _Meters:
         for key in keys:
             if (meter := self._open[key]) is not None:
                 for name, found in meter.measure(utterance).items():
-                    # A number of any kind, such as NumPy's, travels as a plain one.
+                    # Numbers such as those of NumPy are converted for the message.
                     reading = found if isinstance(found, Reading) else Reading(*found)
                     readings[name] = Reading(float(reading.value), str(reading.detail), bool(reading.judged))
         return readings
@@ -152,7 +151,7 @@ def _opened(name: str, options: Mapping[str, Option]) -> Meter | None:
     try:
         return open_meter(name, options)
     except ModelError as error:
-        # The worker has measured these scores already, and their details say so.
+        # The worker has already measured these scores, as their details show.
         if name in METERS and METERS[name].optional and error.code is ErrorCode.CONFIG_MISSING_LIBRARY:
             return None
         raise

@@ -1,5 +1,4 @@
-"""The verdict on a draw: the checks that need no model, what meters read, and which draw is the best of
-those that did not pass."""
+"""The verdict on a draw from checks without a model and readings of meters, and the choice of the best rejected draw."""
 
 from __future__ import annotations
 
@@ -21,17 +20,17 @@ from worker.quality.meters import Reading
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-#: Failures of the engine that another seed may mend; other failures are the attempt's, not the draw's.
-REDRAWN = frozenset(
+#: Failures of the engine that another seed may avoid; other failures concern the attempt, not the draw.
+REDRAWABLE = frozenset(
     {ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_NO_AUDIO, ErrorCode.SYNTH_NAN, ErrorCode.SYNTH_SILENT}
 )
-#: Of these a model that samples may be rid with the next seed, however often they came.
-_BY_CHANCE = frozenset({ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_NO_AUDIO})
-#: Comes after every draw that at least holds speech.
+#: Of these, failures that a sampling model may avoid with the next seed even after repetitions.
+_RANDOM = frozenset({ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_NO_AUDIO})
+#: Rank of a draw without speech, after all others.
 _NO_SPEECH = 1000
-#: -60 dBFS: below this peak a recording of speech holds none.
+#: Peak below which a recording counts as silent: -60 dBFS.
 SILENT_PEAK = 1e-3
-#: Samples this near to the peak may be clipped ones.
+#: Samples above this share of the peak may be clipped.
 _NEAR_PEAK = np.float32(0.98)
 _NO_LEVEL = -120.0
 
@@ -41,29 +40,28 @@ class CheckedDraw:
     """A draw with its verdict."""
 
     record: Draw
-    #: As it would be stored; None where there is nothing to store.
+    #: The speech to store; None: there is none.
     speech: Speech | None
     message: str = ""
-    #: (checks failed, how far outside the bounds): the less the better.
+    #: (failed checks, distance from the bounds); smaller is better.
     rank: tuple[int, float] = (0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The draws of an item that did not pass so far, and the best of them with its speech."""
+    """The rejected draws of an item so far, and the best of them with its speech."""
 
     draws: tuple[Draw, ...] = ()
     best: CheckedDraw | None = None
-    #: Engine time of them all.
+    #: Their total engine time.
     engine_ms: int = 0
-    #: What was said of the last one.
+    #: The message of the last one.
     message: str = ""
 
     def ended_by(self, draw: CheckedDraw, sampled: bool) -> bool:
-        """Whether a draw after these failed as the one before it did, so that no other seed will mend it.
-        `sampled`: the model takes chances, so that a failure without speech to measure says nothing of the
-        next draw."""
-        if not self.draws or (sampled and not draw.record.scores and draw.record.code in _BY_CHANCE):
+        """Whether a draw failed exactly like the one before, so that no other seed would help. `sampled`: the model
+        samples, so that a failure without speech does not predict the next draw."""
+        if not self.draws or (sampled and not draw.record.scores and draw.record.code in _RANDOM):
             return False
         last, now = self.draws[-1], draw.record
         return (last.code, last.duration_ms, last.scores, self.message) == (
@@ -74,7 +72,7 @@ class History:
         )
 
     def after(self, draw: CheckedDraw, engine_ms: int) -> History:
-        """With one more. Of equally bad draws the earlier one is the better."""
+        """The history with one more draw. Of draws with equal rank the earlier one is better."""
         best = draw if self.best is None or draw.rank < self.best.rank else self.best
         return History((*self.draws, draw.record), best, self.engine_ms + engine_ms, draw.message)
 
@@ -87,7 +85,7 @@ def check_speech(speech: Speech) -> None:
         raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The engine returned no samples.")
     peak = max(float(samples.max()), -float(samples.min()))
     if not math.isfinite(peak):
-        raise SynthesisError(ErrorCode.SYNTH_NAN, "The audio holds values that are not numbers.")
+        raise SynthesisError(ErrorCode.SYNTH_NAN, "The audio contains values that are not finite numbers.")
     if peak < SILENT_PEAK:
         raise SynthesisError(
             ErrorCode.SYNTH_SILENT, f"The audio is silent: its peak is {peak:.2g} of full scale."
@@ -97,8 +95,7 @@ def check_speech(speech: Speech) -> None:
 def check_draw(
     number: int, seed: int, speech: Speech, quality: Quality, text: str, generation: Generation
 ) -> CheckedDraw:
-    """What the checks that need no model say. `speech` is as it would be stored; `text` is what it should
-    say."""
+    """The verdict of the checks without a model. `speech`: as it would be stored; `text`: the requested text."""
     try:
         check_speech(speech)
     except SynthesisError as error:
@@ -107,7 +104,7 @@ def check_draw(
 
 
 def failed_draw(number: int, seed: int, error: NightjarError, speech: Speech | None = None) -> CheckedDraw:
-    """A draw that holds no speech to measure."""
+    """The verdict on a draw without speech to measure."""
     duration_ms = 0 if speech is None else speech.duration_ms
     record = Draw(number, seed, error.code, kept=False, duration_ms=duration_ms, scores={})
     return CheckedDraw(record, speech, str(error), (_NO_SPEECH + (speech is None), 0.0))
@@ -116,17 +113,17 @@ def failed_draw(number: int, seed: int, error: NightjarError, speech: Speech | N
 def cheap_readings(
     speech: Speech, quality: Quality, text: str, generation: Generation
 ) -> Mapping[str, tuple[float, str] | Score]:
-    """`ended`, `clipped`, `silence`, `pause`, `loudness`, and `duration` where lengths were learned.
+    """`ended`, `clipped`, `silence`, `pause`, `loudness`, and `duration` if the pace of the voice is known.
 
-    `speech` holds finite samples, at least one. `text` is what it says, `generation` names its voice and
-    language. Each call of numpy may hand the interpreter to another thread, so there are few.
+    `speech` has at least one sample, all finite. `text`: its text; `generation`: its voice and language. Few calls of
+    numpy are used, because each one may switch threads.
     """
     samples, rate, meta = speech.samples, speech.sample_rate, speech.meta
     powers = frame_powers(samples, rate)
     sounding, pause, power = activity(powers)
-    # A model that was stopped at its limit did not end by itself.
+    # A model that reached its limit did not end by itself.
     stopped = "length" in (meta.get("finish"), meta.get("finish_reason"))
-    # LUFS where the pipeline measured it, else the level in dBFS of the frames with sound.
+    # LUFS if the pipeline measured it, else the level of the frames with sound in dBFS.
     loudness, unit = meta.get("loudness_lufs"), "lufs"
     if not isinstance(loudness, float | int) or not math.isfinite(loudness):
         loudness, unit = 10 * math.log10(power) if power else _NO_LEVEL, "rms"
@@ -147,9 +144,9 @@ def cheap_readings(
 
 
 def clipped_share(samples: NDArray[np.float32]) -> float:
-    """Share of samples [samples] in the middle of a flat top: three equal values in a row near the peak.
+    """Share of samples [samples] in the middle of a flat top: three equal consecutive values near the peak.
 
-    A flat top betrays clipping at any later gain; of a pure tone no three samples in a row are equal.
+    A flat top indicates clipping at any later gain; a pure tone has no three equal consecutive samples.
     """
     magnitude = np.abs(samples)
     peak = magnitude.max()
@@ -172,8 +169,8 @@ def judged(
     readings: Mapping[str, tuple[float, str] | Reading | Score],
     before: Mapping[str, Score] | None = None,
 ) -> CheckedDraw:
-    """The draw with its scores: readings, each passed or not where the spec has a bound for it and there
-    was enough to judge by. They take the places of those of the same names that there were `before`."""
+    """The verdict by scores: each reading passes or fails if the spec has a bound for it and it can be judged. Readings
+    replace scores of the same names in `before`."""
     scores = dict(before or {})
     for name, found in readings.items():
         if isinstance(found, Score):
@@ -193,7 +190,7 @@ def judged(
 def _excess(name: str, score: Score, bound: Bound) -> float:
     if score.value is None:
         return 0.0
-    # A length has the bounds of its pace, around 1, and only then its own.
+    # A duration is first judged by its pace, around 1, and then by its bound.
     return abs(score.value - 1.0) if name == "duration" else bound.excess(score.value)
 
 

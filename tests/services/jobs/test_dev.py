@@ -91,7 +91,7 @@ def test_a_server_that_ends_ends_it_with_its_words(shell: Shell) -> None:
         dev, _ = ready(shell, "--serve")
         _, told = dev.communicate(timeout=240)
     assert dev.returncode == 5
-    assert "The server ended. It said:" in told
+    assert "The server ended. Its last message:" in told
 
 
 def test_one_whose_folder_is_moved_ends_and_leaves_nothing_in_its_place(shell: Shell) -> None:

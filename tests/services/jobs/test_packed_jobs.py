@@ -17,7 +17,7 @@ from jobs.export.formats import find_format
 from jobs.layout import pack_index_name, pack_key
 from jobs.ledger.records import JobSpec, JobState
 from jobs.packs import PackBuilder, read_artifact
-from jobs.repair import Match, Mended, mend, reproduce
+from jobs.repair import Match, RepairOutcome, repair_objects, reproduce
 from jobs.report import write_report
 from jobs.store import FolderStore, ObjectStore, open_store
 from jobs.verify import Expected, Fault, ObjectCheck, expected_objects, listed_faults
@@ -146,7 +146,7 @@ def test_what_is_made_again_leaves_its_pack(tmp_path: Path, store: ObjectStore) 
     assert job.state is JobState.COMPLETED
     lost = [one for one in expected_objects(packed.ledger, job.id, ("audio",)) if one.index == 1]
     with closing(open_pipeline("hibari")) as pipeline:
-        assert mend(packed.ledger, store, job, pipeline, lost) == {Mended.OTHER.value: 1}
+        assert repair_objects(packed.ledger, store, job, pipeline, lost) == {RepairOutcome.OTHER.value: 1}
         rows = {row.index: row.artifact for row in packed.ledger.items(job.id)}
         again = rows[1]
         assert again is not None
@@ -161,7 +161,7 @@ def test_what_is_made_again_leaves_its_pack(tmp_path: Path, store: ObjectStore) 
         # What comes out as it was moves out of its pack all the same: the pack may be gone.
         execute(packed.ledger, "UPDATE artifacts SET pack = 'gone.tar', pack_offset = 0 WHERE idx = 1")
         lost = [one for one in expected_objects(packed.ledger, job.id, ("audio",)) if one.index == 1]
-        assert mend(packed.ledger, store, job, pipeline, lost) == {Mended.SAME.value: 1}
+        assert repair_objects(packed.ledger, store, job, pipeline, lost) == {RepairOutcome.SAME.value: 1}
     assert faults(packed) == []
     newest = newest_job_manifest(store, job.id)
     assert newest is not None

@@ -104,5 +104,5 @@ def test_a_run_of_a_finished_job_makes_again_what_is_lost(shell: Shell) -> None:
     assert json.loads(again.stdout)["job"] == job
     assert "Lost or damaged: 1 shard input of this job." in again.stderr
     assert "Missing or damaged: 2 files of this job." in again.stderr
-    assert "Made again: 2 with the same bytes, 0 with other bytes." in again.stderr
+    assert "Repaired: 2 with the same bytes, 0 with other bytes." in again.stderr
     assert {path: path.read_bytes() for path in made} == made

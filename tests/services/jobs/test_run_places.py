@@ -102,7 +102,7 @@ def test_a_run_without_the_store_of_the_job_that_was_begun_says_so(shell: Shell)
         ledger.execute("UPDATE jobs SET state = 'running'")
     run = shell.run("run", "in.jsonl")
     assert run.returncode == 0, run.stderr
-    said = f"Job {begun} of the same input and options was begun in the store file://{store}. SPEECH_STORE_URL=file://{store} continues it."
+    said = f"Job {begun} of the same input and options was started in the store file://{store}. SPEECH_STORE_URL=file://{store} continues it."
     assert said in run.stderr
     assert said not in shell.run("run", "in.jsonl").stderr, "it is no new job any more"
     again = shell.run("run", "in.jsonl", "--json", SPEECH_STORE_URL=f"file://{store}")
@@ -167,7 +167,7 @@ def test_a_run_waits_for_a_store_that_is_away(slow: Shell) -> None:
     store.rename(away)
     store.mkdir()
     log = slow.folder / "out" / ".nightjar" / "worker.log"
-    until(lambda: "is away" in log.read_text(), "the worker does not wait")
+    until(lambda: "is not available" in log.read_text(), "the worker does not wait")
     slow.let_go()
     left = list(store.iterdir())
     store.rmdir()

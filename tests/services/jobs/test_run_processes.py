@@ -143,7 +143,7 @@ def test_a_run_goes_on_without_a_worker_that_cannot_start_and_says_so(slow: Shel
     assert run.returncode == 0, said
     assert slow.done() == 20
     assert "The worker of GPU 1 ended with status 4, 3 times in a row without a finished item." in said
-    assert f"It said: Metrics cannot be served on port {port}" in said
+    assert f"Its last message: Metrics cannot be served on port {port}" in said
     assert "It is quarantined: it is started again every 10 min 0 s." in said
 
 

@@ -269,7 +269,7 @@ def test_a_gpu_on_which_no_engine_opens_is_quarantined(site: Site) -> None:
     assert (
         "The worker of GPU 1 ended with status 1, 5 times in a row without a finished item." in line["reason"]
     )
-    assert "It said: The engine's process ended" in line["reason"]
+    assert "Its last message: The engine's process ended" in line["reason"]
     assert site.status(job).items.failed == 0
     assert stop(supervisor) == 1
     site.worker(engine={"seconds": 0.0, "slots": 64})

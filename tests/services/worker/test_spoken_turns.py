@@ -19,7 +19,7 @@ from jobs.ingest import submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import ItemState, Job, JobSpec, NewShard
 from jobs.line_check import LineChecker
-from jobs.repair import Match, mend, reproduce, restore_inputs
+from jobs.repair import Match, repair_objects, reproduce, restore_inputs
 from jobs.report import write_report
 from jobs.shard_file import read_shard
 from jobs.source import LineBatch
@@ -289,7 +289,7 @@ def test_inputs_and_audio_of_turns_are_made_again(rig: Rig) -> None:
     before = rig.store.get(lost.key)
     rig.store.delete(lost.key)
     expected = Expected(lost.key, lost.sha256, "audio", 3, "talk", lost.bytes)
-    assert mend(rig.ledger, rig.store, job, rig.pipeline, [expected]) == {"same": 1}
+    assert repair_objects(rig.ledger, rig.store, job, rig.pipeline, [expected]) == {"same": 1}
     assert rig.store.get(lost.key) == before
 
 

@@ -152,7 +152,7 @@ def test_no_item_fails_in_a_window_of_404s(behind: Bucket, rig: Rig, method: str
         rig.run_next()
         manifests = Manifests(rig.ledger, lambda _: rig.store, rig.clock)
         for _ in range(20):
-            manifests.put_if_over(job.id)
+            manifests.put_if_ended(job.id)
         behind.proxy.refuses = lambda method, path: None
     finally:
         writers.close()

@@ -16,7 +16,7 @@ from jobs.ledger import Ledger
 from jobs.ledger.records import Job, JobSpec, JobState
 from jobs.local_run import LocalRun, run_locally
 from jobs.progress import Progress
-from jobs.repair import mend
+from jobs.repair import repair_objects
 from jobs.settings import load_settings
 from jobs.spec import resolve
 from jobs.store import open_store
@@ -81,6 +81,6 @@ def test_a_voice_that_is_deleted_before_the_work_begins_speaks_all_the_same(
             store.delete(row.artifact.key)
         lost = [expected for expected, _ in listed_faults(store, expected_objects(ledger, job.id))]
         with closing(open_pipeline(model)) as pipeline:
-            assert mend(ledger, store, ledger.job(job.id), pipeline, lost) == {"same": 2}
+            assert repair_objects(ledger, store, ledger.job(job.id), pipeline, lost) == {"same": 2}
     with pytest.raises(InputError, match="has no voice 'anna'"):
         resolve(spec, stored=voices)

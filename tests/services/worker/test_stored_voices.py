@@ -18,7 +18,7 @@ from jobs.export.items import audio_items, item_metadata
 from jobs.ingest import SubmitOptions, submit
 from jobs.layout import references_prefix
 from jobs.ledger.records import FrozenVoice, Job, JobSpec, JobState, Reading
-from jobs.repair import Match, mend, reproduce, restore_inputs
+from jobs.repair import Match, repair_objects, reproduce, restore_inputs
 from jobs.verify import Expected
 from jobs.voices import voice_folder
 from pipelines.duration import Pace
@@ -148,9 +148,9 @@ def test_a_job_keeps_its_voices_when_they_are_changed_and_deleted(rig: Rig) -> N
     assert lost is not None
     rig.store.delete(lost.key)
     cloner(rig).asked.clear()
-    assert mend(rig.ledger, rig.store, job, rig.pipeline, [Expected(lost.key, lost.sha256, "audio", 1)]) == {
-        "same": 1
-    }
+    assert repair_objects(
+        rig.ledger, rig.store, job, rig.pipeline, [Expected(lost.key, lost.sha256, "audio", 1)]
+    ) == {"same": 1}
     assert asked("By the line.") == (None, [BEN], None)
     (key,) = {key for key, _ in rig.ledger.shard_inputs(job.id).values()}
     before = rig.store.get(key)

@@ -19,7 +19,7 @@ from jobs.dispatch import KEY_PREFIX, QUEUE, make_celery
 from jobs.settings import load_settings
 from tests.support.services import Valkey, free_port
 from tests.support.worker_process import Site, closed_port, stop
-from worker.celery_app import SteadyConsumer, create_app
+from worker.celery_app import ReconnectingConsumer, create_app
 
 
 def envelope(body: Any = ([], {}, {}), **changes: Any) -> bytes:
@@ -163,14 +163,14 @@ class Failing:
         self.calls: list[str] = []
         self.state = RUN
 
-    def start(self, parent: SteadyConsumer) -> None:
+    def start(self, parent: ReconnectingConsumer) -> None:
         self.calls.append("start")
         if self.calls.count("start") == 4:
             self.state = CLOSE
             return
         raise AttributeError("'NoneType' object has no attribute 'hostname'")
 
-    def restart(self, parent: SteadyConsumer) -> None:
+    def restart(self, parent: ReconnectingConsumer) -> None:
         self.calls.append("clean")
         if self.calls.count("clean") == 2:
             raise KeyError("unacked")
@@ -179,7 +179,7 @@ class Failing:
 def test_the_consumer_starts_again_after_any_error_of_its_own_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.celery_app.PAUSE_SECONDS", 0.0)
     app = create_app(load_settings(broker_url="redis://127.0.0.1:1/0"))
-    consumer = SteadyConsumer(
+    consumer = ReconnectingConsumer(
         lambda request: None, app=app, controller=SimpleNamespace(use_eventloop=False, semaphore=None)
     )
     consumer.blueprint = blueprint = Failing()  # pyright: ignore[reportAttributeAccessIssue]

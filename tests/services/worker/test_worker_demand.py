@@ -20,7 +20,7 @@ from jobs.settings import load_settings
 from tests.support.ledger_kit import rows
 from tests.support.worker_process import Site, stop
 from worker import celery_app
-from worker.celery_app import SteadyConsumer, create_app
+from worker.celery_app import ReconnectingConsumer, create_app
 
 
 @pytest.fixture
@@ -172,10 +172,10 @@ class Message:
 def test_a_shard_that_came_too_late_goes_back_to_the_queue(
     monkeypatch: pytest.MonkeyPatch, task: str, hungry: bool, requeued: bool
 ) -> None:
-    monkeypatch.setattr(celery_app, "_is_hungry", lambda: hungry)
+    monkeypatch.setattr(celery_app, "_wants_message", lambda: hungry)
     received: list[str] = []
     app = create_app(load_settings(broker_url="redis://127.0.0.1:1/0"))
-    one = SteadyConsumer(
+    one = ReconnectingConsumer(
         lambda request: None, app=app, controller=SimpleNamespace(use_eventloop=False, semaphore=None)
     )
     one.strategies = {task: lambda *_: received.append(task)}

@@ -19,7 +19,7 @@ import pytest
 import redis
 
 from jobs.dispatch import Publisher
-from jobs.gpus import LEAST_CORES
+from jobs.gpus import MIN_CORES
 from jobs.ingest import SubmitOptions
 from jobs.ledger.records import ItemState, Job, JobState, ShardState, Ticket
 from jobs.worker_group import CRASHES_BESIDE_OTHERS
@@ -269,7 +269,7 @@ def test_metrics_are_served(tmp_path: Path, valkey_url: str) -> None:
 
 def test_workers_of_gpus_have_ports_and_cores_of_their_own(tmp_path: Path, valkey_url: str) -> None:
     """Real GPUs are not needed: what a process gets is in its environment and in /proc."""
-    gpus = max(2, min(4, len(os.sched_getaffinity(0)) // LEAST_CORES))
+    gpus = max(2, min(4, len(os.sched_getaffinity(0)) // MIN_CORES))
     port = free_port()
     hosts = install_nvidia_smi(tmp_path / "bin", gpus)
     with Site(tmp_path, valkey_url, SPEECH_WORKER__METRICS_PORT=str(port), **hosts) as site:
@@ -324,9 +324,9 @@ def test_one_bad_gpu_of_four_is_quarantined_and_the_job_completes(tmp_path: Path
     [
         ("7", "GPU 7 does not exist; this host has 0, 1."),
         ("0,0", "--gpu names GPU 0 twice."),
-        ("-1", "--gpu: '-1' is no GPU."),
-        ("both", "--gpu: 'both' is no GPU."),
-        ("", "--gpu: '' is no GPU."),
+        ("-1", "--gpu: '-1' is not the name of a GPU."),
+        ("both", "--gpu: 'both' is not the name of a GPU."),
+        ("", "--gpu: '' is not the name of a GPU."),
     ],
 )
 def test_wrong_gpus_are_refused_before_anything_starts(tmp_path: Path, wanted: str, message: str) -> None:

@@ -68,7 +68,7 @@ def test_one_worker_with_wrong_settings_fails_no_item_of_the_others(site: Site) 
     reasons = [one.state_reason for one in site.ledger.worker_statuses() if one.id != known.id]
     why = "The graph executor needs a CUDA device. Set SPEECH_ENGINE__EXECUTOR to eager, or unset it."
     assert reasons == [f"It cannot run job {job.id} (config.invalid): {why}"]
-    assert "this worker cannot run the job; its shard is left to another one" in site.log_text()
+    assert "this worker cannot run the job; its shard is given back for another worker" in site.log_text()
     assert bad.poll() is None, "it runs the jobs of other models"
     assert (stop(bad), stop(good)) == (0, 0)
 

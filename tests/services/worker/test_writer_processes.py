@@ -26,7 +26,7 @@ from jobs.store.base import ObjectStore, PutResult
 from pipelines.errors import ErrorCode, StoreError
 from tests.support.services import S3, MotoS3, runs
 from tests.support.worker_rig import Rig
-from worker.leases import LeaseBook
+from worker.leases import HeldLeases
 from worker.shard_run import ShardEnd
 from worker.writer_processes import WriterProcesses
 
@@ -46,7 +46,7 @@ def access(s3: S3) -> S3Settings:
 @contextmanager
 def writers(s3: S3Settings, url: str, processes: int) -> Iterator[tuple[WriterProcesses, ObjectStore]]:
     """So many processes, all up, and a store that writes through them."""
-    pool = WriterProcesses(processes, s3, crowded=0)
+    pool = WriterProcesses(processes, s3, busy_puts=0)
     try:
         store = pool.open(url)
         for number in range(1, processes + 1):
@@ -189,7 +189,7 @@ def test_a_drain_gives_a_shard_back_while_its_puts_hang_and_the_rest_adopts_them
         runner.join()
         own_moto.unpause()
         assert ends == [ShardEnd.RELEASED]
-        rig.leases = LeaseBook(rig.settings.times.lease_seconds, rig.clock, rig.metrics.waited_for)
+        rig.leases = HeldLeases(rig.settings.times.lease_seconds, rig.clock, rig.metrics.count_retry)
         rig.runner = rig.runner_on(rig.ledger)
         while rig.ledger.job(job.id).state is not JobState.COMPLETED:
             assert rig.run_next() is ShardEnd.FINISHED
@@ -220,7 +220,7 @@ def test_a_full_store_says_so_through_a_process() -> None:
         access_key_id="a",
         secret_access_key="b",
     )  # type: ignore[arg-type]
-    pool = WriterProcesses(1, settings, crowded=0)
+    pool = WriterProcesses(1, settings, busy_puts=0)
     try:
         store = pool.open("s3://full/prefix")
         with pytest.raises(StoreError):
@@ -239,7 +239,7 @@ def test_a_full_store_says_so_through_a_process() -> None:
 def test_the_worker_writes_where_no_process_starts(moto: MotoS3, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"s3://{moto.create_bucket('no-process')}"
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    pool = WriterProcesses(2, access(moto), crowded=0)
+    pool = WriterProcesses(2, access(moto), busy_puts=0)
     store = pool.open(url)
     try:
         assert all(store.put(f"a/{number}", b"one").created for number in range(40))
@@ -254,7 +254,7 @@ import sys, time
 from jobs.ledger.records import JobState
 from jobs.settings import S3Settings
 from worker.writer_processes import WriterProcesses
-pool = WriterProcesses(1, S3Settings(endpoint_url=sys.argv[1], region="x", access_key_id="nightjar", secret_access_key="x"), crowded=0)
+pool = WriterProcesses(1, S3Settings(endpoint_url=sys.argv[1], region="x", access_key_id="nightjar", secret_access_key="x"), busy_puts=0)
 try:
     pool.open("s3://b/p").put("a", b"")
 except Exception:
@@ -280,7 +280,7 @@ def test_a_process_ends_with_its_worker(moto: MotoS3) -> None:
 
 
 def test_a_folder_is_written_by_the_worker(tmp_path: Path) -> None:
-    pool = WriterProcesses(4, None, crowded=0)
+    pool = WriterProcesses(4, None, busy_puts=0)
     assert pool.open(str(tmp_path)).put("a", b"one").created
     pool.close()
     assert not pool.pids

@@ -16,7 +16,7 @@ import yaml
 from jobs.settings import ServeSettings, WorkerSettings
 from pipelines.serving import middleware, model
 from tests.support.deploy_kit import DEPLOY, ROOT, check_command, unknown_settings
-from worker.runtime import LAST_SECONDS
+from worker.runtime import EXIT_SECONDS
 
 FOLDER = DEPLOY / "kubernetes"
 LISTS = sorted(FOLDER.rglob("kustomization.yaml"))
@@ -121,7 +121,7 @@ def test_images_are_those_of_compose_and_run_as_the_user_of_the_dockerfile(name:
 def test_a_worker_may_drain_and_is_alive_while_its_port_answers(name: str) -> None:
     drain = float(environment(name)["SPEECH_WORKER__DRAIN_SECONDS"])
     assert drain == WorkerSettings().drain_seconds
-    assert PODS[name]["terminationGracePeriodSeconds"] > drain + LAST_SECONDS
+    assert PODS[name]["terminationGracePeriodSeconds"] > drain + EXIT_SECONDS
     port = int(environment(name)["SPEECH_WORKER__METRICS_PORT"])
     assert container(name)["ports"] == [{"name": "metrics", "containerPort": port}]
     assert environment(name)["SPEECH_WORKER__METRICS_ADDRESS"] == "0.0.0.0"

@@ -11,7 +11,7 @@ import pytest
 
 from jobs.settings import WorkerSettings
 from tests.support.deploy_kit import DEPLOY
-from worker.runtime import LAST_SECONDS
+from worker.runtime import EXIT_SECONDS
 
 SCRIPTS = sorted((DEPLOY / "slurm").glob("*.sbatch"))
 
@@ -41,5 +41,5 @@ def test_the_warning_leaves_time_for_a_drain() -> None:
         options(DEPLOY / f"slurm/{name}.sbatch")["signal"] for name in ("nightjar", "nightjar-run")
     )
     (before,) = re.fullmatch(r"B:USR1@(\d+)", workers).groups()  # type: ignore[union-attr]
-    assert int(before) > WorkerSettings().drain_seconds + LAST_SECONDS
+    assert int(before) > WorkerSettings().drain_seconds + EXIT_SECONDS
     assert re.fullmatch(r"B:USR1@\d+", single)

@@ -15,7 +15,7 @@ from jobs.console import INVALID_INPUT
 from jobs.settings import ServeSettings, WorkerSettings
 from pipelines.serving import model
 from tests.support.deploy_kit import DEPLOY, check_command, unknown_settings
-from worker.runtime import LAST_SECONDS
+from worker.runtime import EXIT_SECONDS
 
 FOLDER = DEPLOY / "systemd"
 PROGRAM = "/opt/nightjar/bin/nightjar"
@@ -61,7 +61,7 @@ def test_a_worker_may_drain_and_gets_one_signal(name: str) -> None:
     worker = UNITS[name]
     drain = float(EXAMPLES["nightjar.env.example"]["SPEECH_WORKER__DRAIN_SECONDS"])
     assert drain == WorkerSettings().drain_seconds
-    assert float(worker["TimeoutStopSec"][0]) > drain + LAST_SECONDS
+    assert float(worker["TimeoutStopSec"][0]) > drain + EXIT_SECONDS
     # The default, control-group, sends SIGTERM to the workers beside the one that their supervisor passes on.
     assert worker["KillMode"] == ["mixed"]
     assert worker["RestartPreventExitStatus"] == [f"2 {INVALID_INPUT}"]

@@ -74,18 +74,18 @@ def test_all_is_what_cuda_visible_devices_allows(visible: str, expected: list[st
     [
         ("7", "GPU 7 does not exist; this host has 0, 1."),
         ("0,2", "GPU 2 does not exist; this host has 0, 1."),
-        ("-1", "--gpu: '-1' is no GPU."),
-        ("0,first", "--gpu: 'first' is no GPU."),
-        ("1.0", "--gpu: '1.0' is no GPU."),
-        ("²", "--gpu: '²' is no GPU."),
-        ("0,,1", "--gpu: '' is no GPU."),
-        ("", "--gpu: '' is no GPU."),
-        (" , ", "--gpu: '' is no GPU."),
+        ("-1", "--gpu: '-1' is not the name of a GPU."),
+        ("0,first", "--gpu: 'first' is not the name of a GPU."),
+        ("1.0", "--gpu: '1.0' is not the name of a GPU."),
+        ("²", "--gpu: '²' is not the name of a GPU."),
+        ("0,,1", "--gpu: '' is not the name of a GPU."),
+        ("", "--gpu: '' is not the name of a GPU."),
+        (" , ", "--gpu: '' is not the name of a GPU."),
         ("0,1,0", "--gpu names GPU 0 twice. A GPU runs one worker."),
         (f"0,{UUIDS[0]}", f"--gpu names GPU {UUIDS[0]} twice. A GPU runs one worker."),
-        ("0,all", "--gpu: 'all' is no GPU."),
+        ("0,all", "--gpu: 'all' is not the name of a GPU."),
         ("GPU-ffff", "GPU GPU-ffff does not exist; this host has 0, 1."),
-        ("GPU-", "--gpu: 'GPU-' is no GPU."),
+        ("GPU-", "--gpu: 'GPU-' is not the name of a GPU."),
     ],
 )
 def test_what_is_no_gpu_of_this_host_is_refused_by_name(wanted: str, message: str) -> None:
@@ -98,8 +98,8 @@ def test_a_gpu_in_mig_mode_is_named_by_its_instances() -> None:
 
 
 def test_a_gpu_that_cuda_visible_devices_hides_is_refused() -> None:
-    assert refusal("0,1", "1") == "GPU 0 may not be used: CUDA_VISIBLE_DEVICES is '1'."
-    assert "No GPU may be used: CUDA_VISIBLE_DEVICES is ''" in refusal("all", "")
+    assert refusal("0,1", "1") == "GPU 0 must not be used: CUDA_VISIBLE_DEVICES is '1'."
+    assert "No GPU can be used: CUDA_VISIBLE_DEVICES is ''" in refusal("all", "")
 
 
 @pytest.mark.parametrize("gpus", [(), None])
@@ -117,7 +117,7 @@ def test_names_are_taken_as_they_are_where_gpus_cannot_be_listed(caplog: pytest.
         MIG_ID,
     ]
     assert "GPUs 0, 3" in caplog.text
-    assert refusal("0,x", gpus=None) == "--gpu: 'x' is no GPU."
+    assert refusal("0,x", gpus=None) == "--gpu: 'x' is not the name of a GPU."
     assert "twice" in refusal("0,00", gpus=None)
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.line_check import GoodLine, LineChecker
-from jobs.shard_file import ENGINE_SECONDS, ITEMS_PER_GROWTH, LEAST_ITEMS, MAX_SHARD_BYTES, ShardSize, cut
+from jobs.shard_file import ENGINE_SECONDS, ITEMS_PER_GROWTH, MAX_SHARD_BYTES, MIN_ITEMS, ShardSize, cut
 from jobs.source import LineBatch
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import ModelCard
@@ -203,7 +203,7 @@ def test_shards_grow_with_their_job() -> None:
     assert sizes(size, 300) == [64, 64, 65, 65, 42]
     of_a_day = sizes(size, 20_000)
     assert 140 <= len(of_a_day) <= 180
-    assert max(of_a_day) <= LEAST_ITEMS + 20_000 // ITEMS_PER_GROWTH
+    assert max(of_a_day) <= MIN_ITEMS + 20_000 // ITEMS_PER_GROWTH
     of_a_month = sizes(size, 1_000_000)
     assert sum(of_a_month) == 1_000_000
     assert len(of_a_month) < 1000

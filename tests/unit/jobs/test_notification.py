@@ -110,7 +110,7 @@ def test_an_end_that_is_refused_is_reported_again_up_to_a_maximum(
     assert report_ends(rig.ledger, settings) == []
     assert (len(receiver.views), len({view["end"] for view in receiver.views})) == (3, 1)
     logged = "".join(capsys.readouterr())
-    assert ("not tried again" in logged, job.id in logged) == (True, True)
+    assert ("not retried" in logged, job.id in logged) == (True, True)
 
 
 SENDER = """

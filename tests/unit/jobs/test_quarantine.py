@@ -36,21 +36,21 @@ def test_quarantines_are_reported_and_end(tmp_path: Path) -> None:
         rows = ledger.worker_statuses(include_ended=True)
         return {row.gpu: (row.state, row.state_reason, row.pid) for row in rows}
 
-    reports.tend([])
-    reports.close(over=True)
+    reports.poll([])
+    reports.close(all_ended=True)
     assert states() == {}
-    reports.tend([bad("0"), bad("3")])
+    reports.poll([bad("0"), bad("3")])
     wait_for(lambda: len(states()) == 2)
     assert states()["3"] == ("quarantined", "GPU 3 is bad.", os.getpid())
-    reports.tend([bad("3")])
+    reports.poll([bad("3")])
     wait_for(lambda: states()["0"][0] == "retired")
     assert states()["3"][0] == "quarantined"
     # Nobody is left who would start it again: it is not retired, and goes silent.
-    reports.close(over=False)
+    reports.close(all_ended=False)
     assert states()["3"][0] == "quarantined"
-    reports.tend([bad(None)])
+    reports.poll([bad(None)])
     wait_for(lambda: "" in states())
-    reports.close(over=True)
+    reports.close(all_ended=True)
     assert {state for state, _, _ in states().values()} == {"retired"}
     ledger.close()
 
@@ -70,7 +70,7 @@ def test_a_ledger_that_is_away_holds_nothing_up(tmp_path: Path, monkeypatch: pyt
     failed: list[object] = []
     monkeypatch.setattr(threading, "excepthook", failed.append)
     reports = QuarantineReports(Settings(home=tmp_path / "none"))
-    reports.tend([bad("0")])
-    reports.close(over=True)
+    reports.poll([bad("0")])
+    reports.close(all_ended=True)
     assert asked, "the ledger was there"
     assert failed == []

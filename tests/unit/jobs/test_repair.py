@@ -13,7 +13,7 @@ import pytest
 
 from jobs.export import export
 from jobs.ledger.records import Job
-from jobs.repair import Match, Mended, Repaired, mend, reproduce, restore_inputs
+from jobs.repair import Match, Repaired, RepairOutcome, repair_objects, reproduce, restore_inputs
 from jobs.store import FolderStore
 from jobs.verify import Fault, ObjectCheck, expected_objects, listed_faults
 from pipelines.errors import ErrorCode, InputError, StoreError
@@ -94,7 +94,7 @@ def test_a_listing_shows_what_is_gone_or_of_another_size(rig: Rig, job: Job) -> 
 
 def test_the_same_engine_makes_the_same_bytes(rig: Rig, job: Job) -> None:
     lost = [expected for expected, _ in ObjectCheck(rig.ledger, rig.store, job)]
-    assert mend(rig.ledger, rig.store, job, rig.pipeline, lost) == {Mended.SAME: 4}
+    assert repair_objects(rig.ledger, rig.store, job, rig.pipeline, lost) == {RepairOutcome.SAME: 4}
     assert check(rig, job) == {}
     assert not rig.store.unsynced & {expected.key for expected in lost}
     check_counters(rig, job)
@@ -102,7 +102,9 @@ def test_the_same_engine_makes_the_same_bytes(rig: Rig, job: Job) -> None:
 
 def test_other_bytes_are_recorded_with_their_hash(rig: Rig, job: Job) -> None:
     lost = [expected for expected, _ in ObjectCheck(rig.ledger, rig.store, job)]
-    assert mend(rig.ledger, rig.store, rig.ledger.job(job.id), Other(), lost) == {Mended.OTHER: 4}
+    assert repair_objects(rig.ledger, rig.store, rig.ledger.job(job.id), Other(), lost) == {
+        RepairOutcome.OTHER: 4
+    }
     assert check(rig, job) == {}
     check_counters(rig, job)
     done = list(rig.ledger.items(job.id))
@@ -124,11 +126,11 @@ def test_a_repair_without_an_input_says_so_and_needs_no_manifest(rig: Rig, job: 
     data = rig.store.get(key)
     rig.store.delete(key)
     lost = [expected for expected, _ in ObjectCheck(rig.ledger, rig.store, ended)]
-    assert mend(rig.ledger, rig.store, ended, rig.pipeline, lost) == {Mended.FAILED: 5}
+    assert repair_objects(rig.ledger, rig.store, ended, rig.pipeline, lost) == {RepairOutcome.FAILED: 5}
     assert newest_job_manifest(rig.store, job.id) is None
     rig.store.put(key, data)
     lost = [expected for expected, _ in ObjectCheck(rig.ledger, rig.store, ended)]
-    assert mend(rig.ledger, rig.store, ended, rig.pipeline, lost) == {Mended.SAME: 4}
+    assert repair_objects(rig.ledger, rig.store, ended, rig.pipeline, lost) == {RepairOutcome.SAME: 4}
     assert newest_job_manifest(rig.store, job.id) is not None
 
 
@@ -136,8 +138,8 @@ def test_what_cannot_be_made_is_said_and_nothing_is_removed(rig: Rig, job: Job) 
     lost = [expected for expected, _ in ObjectCheck(rig.ledger, rig.store, job)]
     before = dict(rig.store.objects)
     repaired: list[Repaired] = []
-    mend(rig.ledger, rig.store, job, Refusing(), lost, repaired.append)
-    assert {(one.outcome, one.reason) for one in repaired} == {(Mended.FAILED, "Not this.")}
+    repair_objects(rig.ledger, rig.store, job, Refusing(), lost, repaired.append)
+    assert {(one.outcome, one.reason) for one in repaired} == {(RepairOutcome.FAILED, "Not this.")}
     assert {one.example_id for one in repaired} == {"item-1", "item-3", "item-4"}
     assert rig.store.objects == before
 
@@ -244,8 +246,8 @@ def test_what_lies_in_the_place_of_an_object_stops_no_repair(rig: Rig, job: Job)
     lost = [(expected, fault) for expected, fault in ObjectCheck(rig.ledger, store, job)]
     assert {fault for _, fault in lost} == {Fault.CHANGED}
     repaired: list[Repaired] = []
-    mend(rig.ledger, store, job, rig.pipeline, (expected for expected, _ in lost), repaired.append)
-    assert [store.uri(one.key) for one in repaired if one.outcome is Mended.FAILED] == [str(folder)]
+    repair_objects(rig.ledger, store, job, rig.pipeline, (expected for expected, _ in lost), repaired.append)
+    assert [store.uri(one.key) for one in repaired if one.outcome is RepairOutcome.FAILED] == [str(folder)]
     assert [store.uri(expected.key) for expected, _ in ObjectCheck(rig.ledger, store, job)] == [str(folder)]
     assert not link.is_symlink()
     assert (rig.folder / "0.jsonl").exists()
@@ -253,12 +255,12 @@ def test_what_lies_in_the_place_of_an_object_stops_no_repair(rig: Rig, job: Job)
 
 def test_a_repair_that_is_stopped_leaves_no_manifest_of_before(rig: Rig, job: Job) -> None:
     def stop(repaired: Repaired) -> None:
-        assert repaired.outcome is Mended.OTHER
+        assert repaired.outcome is RepairOutcome.OTHER
         raise KeyboardInterrupt
 
     lost = [expected for expected, _ in ObjectCheck(rig.ledger, rig.store, job)]
     with pytest.raises(KeyboardInterrupt):
-        mend(rig.ledger, rig.store, job, Other(), lost, stop)
+        repair_objects(rig.ledger, rig.store, job, Other(), lost, stop)
     ((key,),) = rows(rig.ledger, "SELECT manifest_key FROM shards")
     assert [line.sha256 for line in read_manifest(rig.store, key)] == [
         row.artifact.sha256 for row in rig.items(job) if row.artifact

@@ -173,7 +173,7 @@ def test_the_engine_rests_while_the_codec_is_behind(
         return True
 
     with monkeypatch.context() as patch:
-        patch.setattr(CodecStage, "behind", property(behind))
+        patch.setattr(CodecStage, "is_backlogged", property(behind))
         future = submit(base, clone("rests"))
         made: list[int] = []
         for _ in range(40):

@@ -16,7 +16,7 @@ from jobs.checks import quality_of
 from jobs.encoded_audio import encoder
 from jobs.ledger.records import Job
 from jobs.provenance import put_provenance, read_records, reopened_model
-from jobs.repair import CLOSE_DB, Match, Mended, mend, reproduce
+from jobs.repair import CLOSE_DB, Match, RepairOutcome, repair_objects, reproduce
 from jobs.verify import ObjectCheck
 from pipelines.audio_format import CONTENT_TYPES
 from pipelines.errors import ErrorCode
@@ -93,7 +93,7 @@ def test_lossy_formats_are_encoded_on_more_threads(build: Build, monkeypatch: py
     monkeypatch.setattr(result_writer, "LOSSY_THREADS", 7)
     rig = build()
     for audio_format, count in (("flac", result_writer.FOLDER_THREADS), ("opus", 7)):
-        rig.writer.serve(rig.store, audio_format)
+        rig.writer.ensure_threads(rig.store, audio_format)
         assert rig.writer._threads.count == count
 
 
@@ -107,7 +107,7 @@ def test_what_is_lost_is_made_again_with_the_same_bytes(build: Build, audio_form
     del rig.store.objects[first]
     rig.store.objects[second] = (b"", {})
     lost = [expected for expected, _ in ObjectCheck(rig.ledger, rig.store, job)]
-    assert mend(rig.ledger, rig.store, job, rig.pipeline, lost) == {Mended.SAME: 2}
+    assert repair_objects(rig.ledger, rig.store, job, rig.pipeline, lost) == {RepairOutcome.SAME: 2}
     assert rig.audio() == before
     assert [one.match for one in reproduce(rig.ledger, rig.store, job, rig.pipeline, 3)] == [Match.SAME] * 3
 

@@ -307,7 +307,7 @@ def test_the_command_counts_and_says_what_it_could_not_look_at(
     execute(rig.ledger, "UPDATE jobs SET store_url = 'ftp://nowhere'")
     failed = CliRunner().invoke(cli, ["sweep", "--grace-hours", "0"])
     assert failed.exit_code == 1
-    assert failed.stdout == "0 orphans, 0 bytes; 1 jobs could not be looked at\n"
+    assert failed.stdout == "0 orphans, 0 bytes; 1 jobs could not be checked\n"
 
 
 def test_a_store_of_another_identity_is_not_swept(rig: Rig) -> None:

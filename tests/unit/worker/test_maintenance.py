@@ -11,7 +11,7 @@ from tests.support.fakes import FakeClock
 from tests.support.ledger_kit import execute
 from tests.support.manifests import newest_job_manifest, read_manifest
 from tests.support.worker_rig import WORKER, Rig
-from worker.maintenance import PAUSE_SECONDS, Maintenance, Manifests
+from worker.maintenance import RETRY_SECONDS, Maintenance, Manifests
 
 
 class NoBroker:
@@ -37,9 +37,9 @@ class Keeper:
             rig.ledger, settings, WORKER, leases, metrics, self.clock, broker, counted
         )
 
-    def put_if_over(self, job_id: str) -> None:
+    def put_if_ended(self, job_id: str) -> None:
         self.asked += 1
-        self.manifests.put_if_over(job_id)
+        self.manifests.put_if_ended(job_id)
 
     def reconcile(self) -> int:
         """One pass; how many jobs it ended or wrote the manifest of."""
@@ -75,7 +75,7 @@ def test_another_worker_writes_the_manifest_once(rig: Rig) -> None:
 def test_who_ended_the_job_is_given_time_to_write_it(rig: Rig) -> None:
     job, keeper = ended(rig, seconds_ago=0), Keeper(rig)
     assert keeper.reconcile() == 0
-    keeper.manifests.put_if_over(job.id)
+    keeper.manifests.put_if_ended(job.id)
     execute(
         rig.ledger,
         "UPDATE jobs SET finished_at = finished_at - 61, manifest_finished_at = manifest_finished_at - 61",
@@ -101,7 +101,7 @@ def test_a_manifest_whose_input_is_lost_is_written_when_that_is_there_again(rig:
     rig.store.put(key, lost)
     keeper.reconcile()
     assert newest_job_manifest(rig.store, job.id) is None, "it was tried again without a pause"
-    keeper.clock.advance(PAUSE_SECONDS)
+    keeper.clock.advance(RETRY_SECONDS)
     keeper.reconcile()
     assert newest_job_manifest(rig.store, job.id) is not None
 

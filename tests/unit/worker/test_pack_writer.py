@@ -203,7 +203,7 @@ def test_a_slow_store_holds_back_who_adds_and_memory_stays_two_packs(build: Buil
         times=Times(pack_bytes=10_000, pack_seconds=3600),
         clock=FakeClock(),
         run=lambda work: work(),
-        alone=lambda items: False,
+        are_last=lambda items: False,
     )
     stored: list[Future[Done]] = []
 
@@ -241,7 +241,7 @@ def test_what_the_store_raises_is_each_items(build: Build) -> None:
         times=Times(pack_bytes=10, pack_seconds=1),
         clock=FakeClock(),
         run=lambda work: work(),
-        alone=lambda _: False,
+        are_last=lambda _: False,
     )
     made = Artifact(0, "audio", "0.wav", "", 100, 1, 1, 1, 0)
     refused = packs.add(Done(0, ()), [(made, b"x" * 100)], "")

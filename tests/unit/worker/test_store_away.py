@@ -21,7 +21,7 @@ from pipelines.request import Speech, SynthesisRequest
 from tests.support.fakes import FakeClock, FakePipeline, MemoryStore
 from tests.support.manifests import newest_job_manifest
 from tests.support.worker_rig import Build, Rig, wait_for
-from worker.leases import DOUBTS
+from worker.leases import MAX_REREADS
 from worker.maintenance import Manifests
 
 ITEMS = 20
@@ -150,11 +150,11 @@ def test_a_manifest_waits_for_the_store(build: Build) -> None:
     manifests = Manifests(rig.ledger, lambda _: FolderStore(rig.folder / "store"), FakeClock())
     (rig.folder / "store").rename(rig.folder / "elsewhere")
     (rig.folder / "store").mkdir()
-    manifests.put_if_over(job.id)
+    manifests.put_if_ended(job.id)
     assert list((rig.folder / "store").iterdir()) == []
     (rig.folder / "store").rmdir()
     (rig.folder / "elsewhere").rename(rig.folder / "store")
-    manifests.put_if_over(job.id)
+    manifests.put_if_ended(job.id)
     assert newest_job_manifest(rig.store, job.id) is not None
 
 
@@ -175,7 +175,7 @@ class Flips(MemoryStore):
 
 def test_an_input_with_a_flipped_bit_is_read_again(build: Build) -> None:
     rig = build(clock=FakeClock(), lease_seconds=20_000)
-    rig.store = Flips(reads=DOUBTS)
+    rig.store = Flips(reads=MAX_REREADS)
     job = rig.submit([f"text {n}" for n in range(ITEMS)])
     rig.run_next()
     assert_complete(rig, job)
@@ -183,7 +183,7 @@ def test_an_input_with_a_flipped_bit_is_read_again(build: Build) -> None:
 
 def test_an_input_that_stays_changed_is_a_fault(build: Build) -> None:
     rig = build(clock=FakeClock(), lease_seconds=20_000)
-    rig.store = Flips(reads=DOUBTS + 1)
+    rig.store = Flips(reads=MAX_REREADS + 1)
     job = rig.submit(["a"])
     rig.run_next()
     assert rig.ledger.error_counts(job.id) == {ErrorCode.STORE_CONFLICT: 1}

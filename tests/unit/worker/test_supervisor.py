@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from jobs.gpus import Device
+from jobs.settings import Settings
 from jobs.worker_group import (
     CRASHES,
     CRASHES_BESIDE_OTHERS,
@@ -20,13 +21,11 @@ from jobs.worker_group import (
     WorkerGroup,
     WorkerPlan,
     WorkerReport,
-    say,
-    say_last_words,
-    say_refused,
 )
 from pipelines.child_process import Child
 from pipelines.errors import ConfigError, ErrorCode, ModelError
 from pipelines.ipc import Channel
+from worker.supervisor import report, report_end, report_refusal
 
 #: A child that says up when its GPU is in `up`, finishes items when it is in `works`, says its last words
 #: when it is in `says` and that no start can open its model when it is in `refuses`, and ends by SIGTERM or
@@ -40,40 +39,45 @@ signal.signal(signal.SIGTERM, lambda *_: (log.write(f'end {gpu}\\n'), sys.exit(0
 mended = os.path.exists(sys.argv[1] + '.mended')
 ends = gpu in ENDS and not mended
 if not ends or gpu in [*UP, *SAYS, *REFUSES]:
-    from jobs.worker_group import WorkerReport, say, say_last_words, say_refused, wait_for_parent
+    from jobs.worker_group import WorkerReport
+    from worker.supervisor import report, report_end, report_refusal, wait_for_release
     from pipelines.errors import ConfigError, ErrorCode
-    wait_for_parent()
+    wait_for_release()
 cores = len(os.sched_getaffinity(0))
 log.write(f'start {gpu} cores {cores}\\n')
 if gpu in UP or mended:
-    say(WorkerReport(up=True))
+    report(WorkerReport(up=True))
 if gpu in SAYS:
-    say_last_words(SAYS[gpu])
+    report_end(SAYS[gpu])
 if gpu in REFUSES and not mended:
-    say_refused(ConfigError(ErrorCode.CONFIG_INVALID, REFUSES[gpu], 'Unset it.'))
+    report_refusal(ConfigError(ErrorCode.CONFIG_INVALID, REFUSES[gpu], 'Unset it.'))
 if ends:
     status = ENDS[gpu]
     os.kill(os.getpid(), -status) if status < 0 else sys.exit(status)
 for _ in range(6000):
     if gpu in WORKS or mended:
-        say(WorkerReport(finished=True))
+        report(WorkerReport(finished=True))
     time.sleep(0.1)
 """
 PROGRAM = """
 import logging, sys
+import msgspec
 from jobs.gpus import Device
 from jobs.settings import Settings
 from jobs.worker_group import WorkerGroup, WorkerPlan, WorkerReport
 from pipelines.child_process import Child
+from worker.supervisor import supervise
 plans = [WorkerPlan(gpu and Device(gpu, gpu)) for gpu in GPUS]
+settings = Settings(home=HOME)
+settings._times = msgspec.structs.replace(settings.times, quarantine_seconds=QUARANTINE)
 group = WorkerGroup(
+    settings,
     plans,
     lambda plan: Child([CHILD, LOG], WorkerReport, plan.environment, bound=False),
-    longest_pause_seconds=0.05,
-    quarantine_seconds=QUARANTINE,
+    (0.5, 0.05),
     on_event=lambda level, event, details: print(event, details, flush=True),
 )
-sys.exit(group.run(Settings(home=HOME)))
+sys.exit(supervise(group))
 """
 
 
@@ -165,12 +169,13 @@ def test_a_signal_that_comes_while_a_worker_is_started_reaches_it(tmp_path: Path
         "from jobs.settings import Settings\n"
         "from jobs.worker_group import WorkerGroup, WorkerPlan, WorkerReport\n"
         "from pipelines.child_process import Child\n"
+        "from worker.supervisor import supervise\n"
         "def start(plan):\n"
         "    child = Child(['-c', 'import time; time.sleep(600)'], WorkerReport)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    return child\n"
-        "group = WorkerGroup([WorkerPlan(), WorkerPlan()], start, longest_pause_seconds=1, quarantine_seconds=1)\n"
-        f"sys.exit(group.run(Settings(home={str(tmp_path)!r})))\n"
+        f"settings = Settings(home={str(tmp_path)!r})\n"
+        "sys.exit(supervise(WorkerGroup(settings, [WorkerPlan(), WorkerPlan()], start, (0.5, 1))))\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=240, check=False).returncode == 0
 
@@ -194,7 +199,7 @@ def test_a_lone_worker_that_cannot_start_ends_the_supervisor(run: Callable[..., 
     assert supervisor.count("start") == FAILED_STARTS
     said = supervisor.said.read_text()
     assert "The worker of GPU 0 ended with status 5, 3 times in a row without a finished item." in said
-    assert "It said: The driver is too old." in said
+    assert "Its last message: The driver is too old." in said
     assert "nvidia-smi" in said
     assert "no worker can work; the supervisor ends" in said
 
@@ -267,15 +272,14 @@ def test_the_supervisor_ends_when_all_are_quarantined(run: Callable[..., Run]) -
 class Failing:
     """A group whose processes end at once, without a process: what its rules make of ends in a row."""
 
-    def __init__(self, members: int) -> None:
+    def __init__(self, members: int, home: Path) -> None:
         plans = [WorkerPlan(Device(str(number), str(number))) for number in range(members)]
         self.quarantines: list[str] = []
         self.group = WorkerGroup(
+            Settings(home=home),
             plans,
             lambda plan: Child(["-c", "import time; time.sleep(600)"], WorkerReport),
-            longest_pause_seconds=0.0,
-            quarantine_seconds=600.0,
-            first_pause_seconds=0.0,
+            (0.0, 0.0),
         )
         self.group.start()
 
@@ -284,23 +288,23 @@ class Failing:
         member = self.group.members[number]
         for _ in range(count):
             while member.child is None:
-                self.group.tend()
+                self.group.poll()
             member.child.kill()
             member.child.wait()
-            self.quarantines += [ended.reason for ended, _ in self.group.tend() if ended.quarantined]
+            self.quarantines += [ended.reason for ended, _ in self.group.poll() if ended.quarantined]
 
 
 @pytest.fixture
-def failing() -> Iterator[Callable[[int], Failing]]:
+def failing(tmp_path: Path) -> Iterator[Callable[[int], Failing]]:
     made: list[Failing] = []
 
     def start(members: int) -> Failing:
-        made.append(Failing(members))
+        made.append(Failing(members, tmp_path))
         return made[-1]
 
     yield start
     for one in made:
-        one.group.send(signal.SIGKILL)
+        one.group.send_signal(signal.SIGKILL)
         for process in one.group.processes:
             process.wait()
 
@@ -310,7 +314,7 @@ def test_a_finished_item_begins_a_new_count(failing: Callable[[int], Failing]) -
     for _ in range(3):
         group.end(0, CRASHES - 1)
         while not group.group.processes:
-            group.group.tend()
+            group.group.poll()
         group.group.finished(group.group.members[0], time.monotonic())
     assert group.quarantines == []
     group.end(0, CRASHES)
@@ -322,7 +326,7 @@ def test_a_long_life_begins_a_new_count(failing: Callable[[int], Failing]) -> No
     group = failing(1)
     group.end(0, CRASHES - 1)
     while not group.group.processes:
-        group.group.tend()
+        group.group.poll()
     group.group.members[0].started_at -= HEALTHY_SECONDS
     group.end(0, CRASHES - 1)
     assert group.quarantines == []
@@ -340,14 +344,14 @@ def test_items_of_others_before_the_first_failure_prove_nothing(failing: Callabl
 
 
 def test_a_worker_says_why_it_ends(parent: Channel[WorkerReport]) -> None:
-    say(WorkerReport(finished=True))
-    say_last_words("Broken:\nredis://:hunter2@host/0 " + "x" * 100_000)
+    report(WorkerReport(finished=True))
+    report_end("Broken:\nredis://:hunter2@host/0 " + "x" * 100_000)
     assert parent.receive(60).message == WorkerReport(finished=True)
     assert parent.receive(60).message.last_words.startswith("Broken: redis://:********@host/0 xxx")
     # Nobody reads any more.
     parent.close()
-    say(WorkerReport(finished=True))
-    say(WorkerReport(finished=True))
+    report(WorkerReport(finished=True))
+    report(WorkerReport(finished=True))
 
 
 @pytest.mark.parametrize(
@@ -360,7 +364,7 @@ def test_a_worker_says_why_it_ends(parent: Channel[WorkerReport]) -> None:
 def test_a_parent_hears_what_no_start_can_open(
     parent: Channel[WorkerReport], error: ConfigError | ModelError
 ) -> None:
-    say_refused(error)
+    report_refusal(error)
     record = parent.receive(60).message.refusal
     assert record is not None
     heard = record.error

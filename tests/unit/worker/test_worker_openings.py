@@ -65,7 +65,7 @@ def test_a_watched_worker_ends_for_its_gpu_alone(
     build: Build, monkeypatch: pytest.MonkeyPatch, signals: list[int], error: NightjarError, ends: bool
 ) -> None:
     """A model that no worker can open ends no worker of others."""
-    monkeypatch.setattr(runtime_module, "is_watched", lambda: True)
+    monkeypatch.setattr(runtime_module, "is_supervised", lambda: True)
     failing(monkeypatch, error)
     runtime = Runtime(settings_of(build()))
     try:
@@ -137,7 +137,7 @@ def test_a_worker_says_what_no_start_of_it_can_open(
 ) -> None:
     """A worker of many jobs goes on: the model that it cannot open is one job's."""
     said: list[NightjarError] = []
-    monkeypatch.setattr(runtime_module, "say_refused", said.append)
+    monkeypatch.setattr(runtime_module, "report_refusal", said.append)
     failing(monkeypatch, error)
     runtime = Runtime(settings_of(build()), options)
     try:
@@ -155,7 +155,7 @@ def test_a_worker_leaves_a_job_that_it_cannot_run_to_the_others_and_tries_again_
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While another one may run it. Alone, it says what is wrong in the items that it fails."""
-    monkeypatch.setattr(runtime_module, "REST_SECONDS", 0.0)
+    monkeypatch.setattr(runtime_module, "REFUSE_PAUSE_SECONDS", 0.0)
     failing(monkeypatch, REFUSED, REFUSED, REFUSED)
     rig, clock = build(), FakeClock()
     settings = settings_of(rig)
@@ -198,7 +198,7 @@ def test_only_a_worker_that_leaves_gpus_idle_says_so(
     monkeypatch.setattr(
         commands, "_settings", lambda: Settings(vllm=VllmSettings(tensor_parallel=tensor_parallel))
     )
-    monkeypatch.setattr(commands, "is_watched", lambda: watched)
+    monkeypatch.setattr(commands, "is_supervised", lambda: watched)
     monkeypatch.setattr("worker.celery_app.run_worker", lambda *_: 0)
     with capture_logs() as logs:
         CliRunner().invoke(commands.cli, ["run"])

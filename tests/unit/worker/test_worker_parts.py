@@ -19,7 +19,7 @@ from pipelines.errors import ErrorCode, InputError, NightjarError, ServiceError,
 from pipelines.request import Generation, Message, Pipeline, Speech
 from tests.support.fakes import FakeClock, FakePipeline, MemoryStore
 from worker.feeding import EngineTimer, ReferenceCache, RequestBuilder
-from worker.leases import DOUBTS, GoneReason, LeaseBook, LeaseGoneError
+from worker.leases import MAX_REREADS, GoneReason, HeldLeases, LeaseGoneError
 from worker.maintenance import PeriodicTask
 from worker.metrics import Metrics
 from worker.models import PipelineCache
@@ -44,7 +44,7 @@ def away() -> ServiceError:
 class TestLeases:
     def test_a_lease_ends_when_no_heartbeat_came_through(self) -> None:
         clock = FakeClock()
-        book = LeaseBook(60, clock)
+        book = HeldLeases(60, clock)
         held = book.hold(lease())
         clock.advance(50)
         book.renewed(book.tickets(), set(), clock.monotonic() - 1)
@@ -55,7 +55,7 @@ class TestLeases:
         assert book.tickets() == []
 
     def test_a_lost_lease_stays_lost(self) -> None:
-        book = LeaseBook(60, FakeClock())
+        book = HeldLeases(60, FakeClock())
         held = book.hold(lease())
         told: list[bool] = []
         held.on_gone(lambda: told.append(True))
@@ -66,14 +66,14 @@ class TestLeases:
         assert told == [True, True]
 
     def test_a_lease_taken_while_draining_is_given_up_at_once(self) -> None:
-        book = LeaseBook(60, FakeClock())
+        book = HeldLeases(60, FakeClock())
         book.drain()
         assert book.hold(lease()).gone is GoneReason.DRAINED
 
     def test_retries_last_as_long_as_the_lease(self) -> None:
         clock = FakeClock()
         errors: list[NightjarError] = []
-        held = LeaseBook(60, clock, errors.append).hold(lease())
+        held = HeldLeases(60, clock, errors.append).hold(lease())
 
         def fail() -> None:
             raise away()
@@ -86,7 +86,7 @@ class TestLeases:
 
     def test_what_no_retry_mends_is_raised_at_once(self) -> None:
         errors: list[NightjarError] = []
-        held = LeaseBook(60, FakeClock(), errors.append).hold(lease())
+        held = HeldLeases(60, FakeClock(), errors.append).hold(lease())
 
         def fail() -> None:
             raise StoreError(ErrorCode.STORE_MISSING, "gone")
@@ -96,7 +96,7 @@ class TestLeases:
         assert errors == []
 
     def test_a_draining_worker_tries_once(self) -> None:
-        held = LeaseBook(60, FakeClock()).hold(lease())
+        held = HeldLeases(60, FakeClock()).hold(lease())
         held.give_up(GoneReason.DRAINED)
         assert held.retrying(lambda: 7) == 7
         calls: list[int] = []
@@ -110,7 +110,7 @@ class TestLeases:
         assert len(calls) == 1
 
     def test_a_lost_lease_is_not_worked_on(self) -> None:
-        held = LeaseBook(60, FakeClock()).hold(lease())
+        held = HeldLeases(60, FakeClock()).hold(lease())
         held.give_up(GoneReason.LOST)
         with pytest.raises(LeaseGoneError):
             held.retrying(lambda: 7)
@@ -236,7 +236,7 @@ class TestPeriodicTask:
         task = PeriodicTask("test", 3600, work)
         task.start()
         for count in (1, 2, 3):
-            task.nudge()
+            task.wake()
             deadline = time.monotonic() + 240
             while len(calls) < count and time.monotonic() < deadline:
                 time.sleep(0.005)
@@ -260,7 +260,7 @@ class TestMetrics:
 
 class TestRequests:
     def builder(self, store: MemoryStore) -> RequestBuilder:
-        return RequestBuilder(LeaseBook(60, FakeClock()).hold(lease()), store, ReferenceCache())
+        return RequestBuilder(HeldLeases(60, FakeClock()).hold(lease()), store, ReferenceCache())
 
     def line(self, *messages: Message, generation: Generation | None = None) -> ShardLine:
         return ShardLine(0, 1, "item-0", messages, generation or Generation(), len(messages))
@@ -295,14 +295,14 @@ class TestRequests:
                 data, self.left = self.get(key), self.left - 1
                 return io.BytesIO(data if self.left < 0 else bytes([data[0] ^ 1]) + data[1:])
 
-            left = DOUBTS
+            left = MAX_REREADS
 
         store, key = Flips(), reference_key("job", hashlib.sha256(b"RIFF").hexdigest(), "wav")
         store.put(key, b"RIFF")
         assert (
             self.builder(store).build(self.line(Message("user", "audio", key))).messages[0].content == b"RIFF"
         )
-        store.left = DOUBTS + 1
+        store.left = MAX_REREADS + 1
         with pytest.raises(StoreError) as caught:
             self.builder(store).build(self.line(Message("user", "audio", key)))
         assert caught.value.code is ErrorCode.STORE_CONFLICT

@@ -104,7 +104,7 @@ def test_a_result_whose_lease_is_lost_is_not_stored(rig: Rig) -> None:
     rig.submit(["text"])
     held = rig.leases.hold(rig.claim_next())
     held.give_up(GoneReason.LOST)
-    rig.writer.serve(rig.store, "wav")
+    rig.writer.ensure_threads(rig.store, "wav")
     request = SynthesisRequest("one", (Message("user", "text", "text"),), Generation(), 1)
     draw = ItemDraw(ShardLine(0, 1, "item-0", request.messages, Generation(), 0))
     draw.request = request
@@ -159,7 +159,9 @@ def test_a_lease_is_renewed_from_the_moment_the_heartbeat_was_sent(
     monkeypatch.setattr(rig.ledger, "heartbeat", slow)
     clock.advance(30)
     nothing: Any = SimpleNamespace()
-    Maintenance(rig.ledger, rig.settings, WORKER, rig.leases, rig.metrics, clock, nothing, nothing).beat()
+    Maintenance(
+        rig.ledger, rig.settings, WORKER, rig.leases, rig.metrics, clock, nothing, nothing
+    ).send_heartbeat()
     clock.advance(5)
     assert held.gone is None
     clock.advance(10)

@@ -1,0 +1,83 @@
+"""Supervision of workers: the loop that keeps a group of workers running, and a worker's messages to the process
+that started it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from contextlib import suppress
+
+from jobs.formatting import redact
+from jobs.worker_group import WorkerGroup, WorkerReport
+from pipelines.child_process import has_parent, parent_channel
+from pipelines.errors import ConfigError, ModelError
+from pipelines.ipc import Channel, ErrorRecord
+
+POLL_SECONDS = 0.2
+_MAX_CHARACTERS = 2000
+
+
+def supervise(group: WorkerGroup) -> int:
+    """Keeps the workers running until a signal, or until all are quarantined. Returns the exit status: 0
+    after a drain, 1 if a worker is quarantined."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, lambda received, _: group.send_signal(received))
+    group.release()
+    group.start()
+    while not group.over:
+        group.poll()
+        time.sleep(POLL_SECONDS)
+    # If all are quarantined the last report remains, and is shown as lost later.
+    group.close(all_ended=group.ending is not None)
+    if not group.quarantined:
+        return 0
+    event = "no worker can work; the supervisor ends" if group.ending is None else "workers were quarantined"
+    gpus, reasons = zip(*((member.plan.gpu, str(member)) for member in group.quarantined), strict=True)
+    group.on_event("error", event, {"gpus": gpus, "reasons": reasons, "workers": len(group.members)})
+    return 1
+
+
+#: The channel to the process that started this one, once opened.
+_parent: Channel[bool] | None = None
+
+
+def is_supervised() -> bool:
+    """Whether the process that started this one restarts it when it ends."""
+    global _parent
+    if _parent is None and has_parent():
+        _parent = parent_channel(bool)
+    return _parent is not None
+
+
+def wait_for_release() -> bool:
+    """Waits for the permission of the supervisor to work; False: the supervisor is gone."""
+    if not is_supervised():
+        return True
+    assert _parent is not None
+    with suppress(EOFError, OSError):
+        return _parent.receive().message
+    return False
+
+
+def report(message: WorkerReport) -> None:
+    """Sends a report to the supervisor, if there is one."""
+    if is_supervised():
+        assert _parent is not None
+        with suppress(OSError):
+            _parent.send(message)
+
+
+def report_end(reason: str) -> None:
+    """Reports why this process ends."""
+    report(WorkerReport(last_words=_plain(reason)))
+
+
+def report_refusal(error: ConfigError | ModelError) -> None:
+    """Reports that no restart could open the model, because a person must correct a setting or the model."""
+    plain = type(error)(error.code, _plain(error.message), _plain(error.advice))
+    report(WorkerReport(refusal=ErrorRecord.of(plain)))
+
+
+def _plain(text: str) -> str:
+    """The text on one line, without passwords."""
+    return redact(" ".join(text.split()))[:_MAX_CHARACTERS]
