@@ -12,9 +12,9 @@ import msgspec
 
 from jobs.formatting import printable
 from pipelines.audio_format import AUDIO_FORMATS
-from pipelines.errors import ErrorCode, InputError, bad_line
+from pipelines.errors import ErrorCode, InputError, bad_line, unsupported
 from pipelines.request import Generation, Message, Modality, Role
-from pipelines.validation import check_seed, is_visible
+from pipelines.validation import check_generation, is_visible
 
 if TYPE_CHECKING:
     from pipelines.registry import ModelCard
@@ -305,13 +305,13 @@ def batch_dialogue(line: bytes, card: ModelCard, encoding: str) -> bytes:
     for key, value, able, advice in asked:
         if value not in able:
             message = f"The line asks for {key} {clean(str(value), 100)!r}, and this job has {able[0]!r}."
-            raise InputError(ErrorCode.INPUT_UNSUPPORTED, message, advice)
+            raise unsupported(message, advice)
     if not is_visible(body.input):
         message = "The `input` has no text to speak."
         raise InputError(ErrorCode.INPUT_EMPTY_TEXT, message, "Put the text there.")
     if body.instructions and not card.capabilities.instruct:
         advice = "Leave `instructions` out, or submit with a --model that follows them."
-        raise InputError(ErrorCode.INPUT_UNSUPPORTED, "This model does not follow instructions.", advice)
+        raise unsupported("This model does not follow instructions.", advice)
     said = {"voice": body.voice or "", "instruct": body.instructions or ""}
     return row_dialogue({"id": request.custom_id, "text": body.input, **said})
 
@@ -341,10 +341,11 @@ def row_dialogue(
     if "seed" in said:
         try:
             # `int` also reads `1_000` and digits of other scripts.
-            check_seed(seed := int(said["seed"] if re.fullmatch(r"\s*-?[0-9]+\s*", values["seed"]) else ""))
+            seed = int(said["seed"] if re.fullmatch(r"\s*-?[0-9]+\s*", values["seed"]) else "")
         except ValueError:
             message = f"The seed is {clean(values['seed'], 40)!r}."
             raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Write a whole number.") from None
+        check_generation(Generation(seed=seed))
         said["seed"] = seed
     if voices is not None and "voice" not in said:
         said["voice"] = _voice(values.get("speaker", ""), voices)

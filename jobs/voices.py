@@ -16,7 +16,7 @@ from jobs.layout import references_prefix
 from jobs.ledger.records import FrozenVoice, Job, JobSpec
 from jobs.references import ReferenceAudio, checked_audio, put_reference
 from jobs.store.base import ObjectStore
-from pipelines.errors import ErrorCode, InputError, nearest
+from pipelines.errors import ErrorCode, InputError, nearest, unsupported
 from pipelines.registry import ModelCard
 from pipelines.request import Generation, Message, SynthesisRequest
 from pipelines.stored_voices import StoredVoice, VoiceFolder, in_voice_of
@@ -101,9 +101,7 @@ class JobVoices:
         stored = self.names
         if name in stored:
             message = f"{clean(name, 80)!r} is a stored voice, which the model {self.card.name} cannot clone."
-            return InputError(
-                ErrorCode.INPUT_UNSUPPORTED, message, "Use a model that clones, or a voice of this one."
-            )
+            return unsupported(message, "Use a model that clones, or a voice of this one.")
         voices = self.card.capabilities.voices
         has = f"It has: {', '.join(voices)}. " if voices else ""
         if self.can_clone and self.folder is not None:
@@ -156,7 +154,7 @@ def in_stored_voice(
         return in_voice_of(messages, generation, prefix + voice.recording, voice.text)
     if own is not None:
         message = f"The voice {generation.voice!r} has a recording, and the line another one."
-        raise InputError(ErrorCode.INPUT_UNSUPPORTED, message, "Leave one of them out.")
+        raise unsupported(message, "Leave one of them out.")
     return messages, msgspec.structs.replace(generation, voice=None)
 
 

@@ -34,7 +34,7 @@ from jobs.store import ObjectStore, open_store, store_of
 from jobs.where import Where, parse_where
 from nightjar.item import Item
 from nightjar.voice import check_type
-from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError
+from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError, invalid
 
 if TYPE_CHECKING:
     import datasets
@@ -379,16 +379,14 @@ class Job:
         try:
             reader = import_module(library)
         except ModuleNotFoundError as error:
-            message, advice = (
-                f"This needs the library {error.name}.",
-                f"Install it: pip install {error.name}.",
-            )
+            message = f"This needs the library {error.name}."
+            advice = f"Install it: pip install {error.name}."
             raise ConfigError(ErrorCode.CONFIG_MISSING_LIBRARY, message, advice) from None
         found = sorted(str(path) for path in self._exported(format, to, where, **options).glob(files))
         if not found:
             filtered = "" if where is None else f" that match {str(_filter(where))!r}"
             message = f"Job {self.id} has no items with audio{filtered}."
-            raise ConfigError(ErrorCode.CONFIG_INVALID, message, f"See them with: nightjar items {self.id}.")
+            raise invalid(message, f"See them with: nightjar items {self.id}.")
         return reader, found
 
     def _check(self) -> None:

@@ -15,13 +15,13 @@ from jobs.checks import missing_meters
 from jobs.embedded import embedded_settings
 from jobs.gpus import VISIBLE, choose_gpus
 from jobs.ingest import check_has_work, submit_for_workers
-from jobs.job_options import JobOptions, checked_options, job_of, user_name
-from jobs.ledger.records import JobSpec, Reading
+from jobs.job_options import JobOptions, SubmitOptions, checked_options, job_of, user_name
+from jobs.ledger.records import Reading
 from jobs.local_run import LocalRun
 from jobs.recent_jobs import reading_ledger, settings_for_job, settings_for_new_job
 from jobs.settings import Settings, load_settings
 from jobs.source import check_source
-from jobs.spec import resolve
+from jobs.spec import ResolvedSpec, resolve
 from jobs.store import is_remote
 from jobs.voices import voice_folder
 from nightjar.inputs import written_input
@@ -52,11 +52,9 @@ def run(
         check_type("gpu", gpu, (str, int), 'an index, "0,1" or "all"')
     chosen = load_settings(home=_home(out))
     settings = embedded_settings(chosen)
-    spec, submitted = job_of(checked_options(options), user_name())
-    path, spec, settings = _input(source, spec, settings)
-    resolved = resolve(spec, submitted.input_format, voice_folder(settings))
+    path, resolved, submitted, settings = _read(source, options, settings)
     say = (lambda text: None) if quiet else (lambda text: print(text, file=sys.stderr))
-    if (lack := missing_meters(spec.quality, say)) is not None:
+    if (lack := missing_meters(resolved.spec.quality, say)) is not None:
         raise lack
     devices = None if gpu is None else choose_gpus(str(gpu), os.environ.get(VISIBLE))
     thread = LocalThread(LocalRun(chosen, settings, path, resolved, submitted, devices), quiet=quiet)
@@ -77,9 +75,7 @@ def submit(
     The same input with the same options is the same job. Raises `NightjarError`.
     """
     settings = settings_for_new_job(None if out is None else _home(out))
-    spec, submitted = job_of(checked_options(options), user_name())
-    path, spec, settings = _input(source, spec, settings)
-    resolved = resolve(spec, submitted.input_format, voice_folder(settings))
+    path, resolved, submitted, settings = _read(source, options, settings)
     job = submit_for_workers(settings, path, resolved, submitted).job
     check_has_work(job)
     return Job(job.id, job.store_url, settings, quiet=quiet)
@@ -103,17 +99,21 @@ def _home(out: str | Path) -> str:
     return str(out)
 
 
-def _input(
-    source: str | Path | Iterable[Any], spec: JobSpec, settings: Settings
-) -> tuple[str, JobSpec, Settings]:
-    """The file of an input, with the spec and the settings that read it."""
+def _read(
+    source: str | Path | Iterable[Any], options: JobOptions, settings: Settings
+) -> tuple[str, ResolvedSpec, SubmitOptions, Settings]:
+    """The file of an input, and the spec, the options and the settings of its job."""
+    spec, submitted = job_of(checked_options(options), user_name())
     if isinstance(source, str | Path):
         place = str(source)
         if place != "-" and not is_remote(place) and not os.path.lexists(place):
             advice = f"Check the path. To speak a text, put it into a list: nightjar.run([{place[:40]!r}])."
             raise InputError(ErrorCode.INPUT_UNREADABLE, f"There is no file {place[:300]!r}.", advice)
-        return check_source(place), spec, settings
-    reading = spec.reading if isinstance(spec.reading, Reading) else Reading()
-    path = written_input(source, reading, settings.state_folder)
-    spec = msgspec.structs.replace(spec, reading=msgspec.structs.replace(reading, columns=None, voices=None))
-    return str(path), spec, settings.model_copy(update={"audio_roots": (*settings.audio_roots, Path.cwd())})
+        path = check_source(place)
+    else:
+        reading = spec.reading if isinstance(spec.reading, Reading) else Reading()
+        path = str(written_input(source, reading, settings.state_folder))
+        reading = msgspec.structs.replace(reading, columns=None, voices=None)
+        spec = msgspec.structs.replace(spec, reading=reading)
+        settings = settings.model_copy(update={"audio_roots": (*settings.audio_roots, Path.cwd())})
+    return path, resolve(spec, submitted.input_format, voice_folder(settings)), submitted, settings

@@ -18,17 +18,18 @@ from jobs.settings import load_settings
 from jobs.voices import JobVoices, voice_folder
 from pipelines.audio import encode
 from pipelines.errors import (
-    ConfigError,
     ErrorCode,
     InputError,
     StoreError,
     SynthesisError,
+    invalid,
     nearest,
+    unsupported,
 )
 from pipelines.registry import ModelCard, describe, open_pipeline
 from pipelines.request import Generation, Message, Pipeline, SynthesisRequest, stream, submit
 from pipelines.stored_voices import in_voice_of
-from pipelines.validation import OPENAI_VOICES, check_seed, own_voice
+from pipelines.validation import OPENAI_VOICES, check_generation, own_voice
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,9 +42,7 @@ def check_type(name: str, value: object, kinds: type | tuple[type, ...], words: 
     """Raises `config.invalid` for an argument of another type than these; True and False are no numbers."""
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
         message = f"The argument `{name}` is {value!r:.100}."
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID, message, f"Give {words}; docs/python.md says what there is."
-        )
+        raise invalid(message, f"Give {words}; docs/python.md says what there is.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,10 +145,9 @@ class Voice:
             raise InputError(
                 ErrorCode.INPUT_BAD_GENERATION, message, "Give numbers and texts as docs/submit.md says."
             ) from None
-        seed = wanted.seed or 0
-        check_seed(seed)
+        check_generation(wanted)
         messages, generation = self._in_voice(messages, msgspec.structs.replace(wanted, seed=None))
-        return SynthesisRequest(uuid.uuid4().hex, tuple(messages), generation, seed)
+        return SynthesisRequest(uuid.uuid4().hex, tuple(messages), generation, wanted.seed or 0)
 
     def _in_voice(self, messages: list[Message], generation: Generation) -> tuple[list[Message], Generation]:
         """The messages and the settings in their stored voice, where they name one. Raises `InputError`."""
@@ -165,7 +163,7 @@ class Voice:
         voice = stored.get(asked)
         if len(messages) > 1:
             message = f"The voice {asked!r} has a recording, and `reference` is another one."
-            raise InputError(ErrorCode.INPUT_UNSUPPORTED, message, "Leave one of them out.")
+            raise unsupported(message, "Leave one of them out.")
         return in_voice_of(messages, generation, voice.recording, voice.text)
 
 

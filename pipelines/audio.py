@@ -17,7 +17,7 @@ import soundfile
 import soxr
 
 from pipelines.audio_format import AUDIO_FORMATS, AudioFormat, check_rate
-from pipelines.errors import ConfigError, ErrorCode, InputError, SynthesisError
+from pipelines.errors import ErrorCode, InputError, SynthesisError, invalid
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -146,12 +146,11 @@ def encode(samples: NDArray[np.float32], sample_rate: int, audio_format: AudioFo
     pcm = scaled.astype("<i2")
     if audio_format == "wav":
         if len(pcm) > _MAX_WAV_SAMPLES:
-            message, advice = "The speech does not fit into a WAV file of 4 GiB.", "Use flac."
-            raise ConfigError(ErrorCode.CONFIG_INVALID, message, advice)
+            raise invalid("The speech does not fit into a WAV file of 4 GiB.", "Use flac.")
         return wav_header(sample_rate, pcm.nbytes) + pcm.tobytes()
     if audio_format not in CONTAINERS:
         advice = f"Choose one of: {', '.join(AUDIO_FORMATS)}."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, f"Unknown audio format {audio_format!r}.", advice)
+        raise invalid(f"Unknown audio format {audio_format!r}.", advice)
     check_rate(audio_format, sample_rate)
     container, coding = CONTAINERS[audio_format]
     buffer = io.BytesIO()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from pipelines.errors import ConfigError, ErrorCode
+from pipelines.errors import invalid
 
 AudioFormat = Literal["wav", "flac", "mp3", "opus"]
 #: Each is also the extension of its files.
@@ -34,9 +34,5 @@ def check_rate(audio_format: str, sample_rate: int) -> None:
     """Raises `config.invalid` for a sample rate in Hz that files of a format cannot have."""
     if not holds_rate(audio_format, sample_rate):
         *first, last = map(str, RATES_OF[audio_format])
-        message = f"The format {audio_format} has no sample rate of {sample_rate} Hz."
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID,
-            message,
-            f"Use a sample rate of {', '.join(first)} or {last} Hz, or the format flac.",
-        )
+        advice = f"Use a sample rate of {', '.join(first)} or {last} Hz, or the format flac."
+        raise invalid(f"The format {audio_format} has no sample rate of {sample_rate} Hz.", advice)

@@ -9,12 +9,28 @@ from prometheus_client.registry import Collector
 
 from pipelines.request import Pipeline
 
+#: Metrics of `EngineInfo` and of `EngineStats`: name -> (field, description).
+_SIZES = {
+    "slots": ("slots", "Utterances that can run at the same time."),
+    "waiting_room": ("waiting_room", "Requests that can wait for a slot."),
+    "kv_pages": ("kv_pages", "Pages of the KV cache."),
+}
+_GAUGES = {
+    "batch_size": ("running", "Requests in the engine's running batch."),
+    "waiting": ("waiting", "Requests that wait for a slot of the engine."),
+    "kv_use": ("kv_use", "Share of the KV cache in use."),
+}
+_COUNTERS = {
+    "requests": ("requests_done", "Requests that ended in the engine."),
+    "frames": ("frames", "Frames or tokens that the engine made."),
+    "audio_seconds": ("audio_seconds", "Seconds of speech that the engine made."),
+}
 _LABELS = ("model", "device", "dtype", "executor", "kernels", "reproducible")
 
 
 class EngineMetrics(Collector):
-    """What the open pipelines of this process say of their engines, read at each scrape. Sizes of several
-    add up."""
+    """Collects the metrics of this process's open pipelines at each scrape. Values of several engines are
+    summed; of the KV cache's use it reports the highest."""
 
     def __init__(self, pipelines: Callable[[], Sequence[Pipeline]]) -> None:
         self._pipelines = pipelines
@@ -29,27 +45,13 @@ class EngineMetrics(Collector):
                 (pipeline.name, info.device, info.dtype, info.executor, info.kernels, reproducible), {}
             )
         yield opened
-        for name, text, value in (
-            ("slots", "Utterances that can run at the same time.", sum(info.slots for info in infos)),
-            ("waiting_room", "Requests that can wait for a slot.", sum(info.waiting_room for info in infos)),
-            (
-                "batch_size",
-                "Requests in the engine's running batch.",
-                sum(one.running for one in stats),
-            ),
-            ("waiting", "Requests that wait for a slot of the engine.", sum(one.waiting for one in stats)),
-            ("kv_pages", "Pages of the KV cache.", sum(info.kv_pages for info in infos)),
-            ("kv_use", "Share of KV cache in use.", max((one.kv_use for one in stats), default=0)),
+        for family, engines, rows in (
+            (GaugeMetricFamily, infos, _SIZES),
+            (GaugeMetricFamily, stats, _GAUGES),
+            # Counters restart from 0 with a new engine; Prometheus handles that.
+            (CounterMetricFamily, stats, _COUNTERS),
         ):
-            yield GaugeMetricFamily(f"speech_engine_{name}", text, float(value))
-        # They start again from 0 with a new engine, which Prometheus knows to handle.
-        for name, text, value in (
-            ("requests", "Requests that ended in the engine.", sum(one.requests_done for one in stats)),
-            ("frames", "Frames or tokens that the engine made.", sum(one.frames for one in stats)),
-            (
-                "audio_seconds",
-                "Seconds of speech that the engine made.",
-                sum(one.audio_seconds for one in stats),
-            ),
-        ):
-            yield CounterMetricFamily(f"speech_engine_{name}", text, value)
+            for name, (field, text) in rows.items():
+                values = [getattr(engine, field) for engine in engines]
+                total = max(values, default=0) if field == "kv_use" else sum(values)
+                yield family(f"speech_engine_{name}", text, total)

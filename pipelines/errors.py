@@ -126,7 +126,8 @@ class NightjarError(Exception):
 
     def __init__(self, code: ErrorCode, message: str, advice: str = "") -> None:
         super().__init__(code, message, advice)
-        self.code = code
+        # Between processes it travels as text.
+        self.code = ErrorCode(code)
         self.message = message
         self.advice = advice
 
@@ -156,7 +157,7 @@ class NoAudioError(SynthesisError):
         super().__init__(ErrorCode.SYNTH_NO_AUDIO, message, advice)
         self.text_out = text_out
         self.meta = dict(meta or {})
-        # What it is made of again behind a copy or a pipe between processes.
+        # A copy, in this process or another one, is made from these.
         self.args = (message, advice, text_out, self.meta)
 
 
@@ -189,6 +190,16 @@ class ConfigError(NightjarError):
 def bad_line(message: str, advice: str) -> InputError:
     """The error of a line that is not a record (`input.bad_line`)."""
     return InputError(ErrorCode.INPUT_BAD_LINE, message, advice)
+
+
+def unsupported(message: str, advice: str) -> InputError:
+    """The error of a request for what a model cannot do (`input.unsupported`)."""
+    return InputError(ErrorCode.INPUT_UNSUPPORTED, message, advice)
+
+
+def engine_closed() -> SynthesisError:
+    """The error of a request to an engine that was closed (`synth.aborted`)."""
+    return SynthesisError(ErrorCode.SYNTH_ABORTED, "The engine was closed.")
 
 
 def invalid(message: str, advice: str) -> ConfigError:

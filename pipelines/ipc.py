@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from pipelines import errors
-from pipelines.errors import ErrorCode, NightjarError, NoAudioError
+from pipelines.errors import NightjarError
 
 T = TypeVar("T")
 
@@ -210,38 +210,30 @@ class Channel(Generic[T]):
         return view, descriptors
 
 
-#: All but the one whose arguments differ.
 _CLASSES = {
     name: kind
     for name, kind in vars(errors).items()
-    if isinstance(kind, type) and issubclass(kind, NightjarError) and kind is not NoAudioError
+    if isinstance(kind, type) and issubclass(kind, NightjarError)
 }
 
 
 class ErrorRecord(msgspec.Struct, frozen=True):
     """A `NightjarError` as it travels."""
 
-    #: The name of its class in `pipelines.errors`, or of the nearest one there.
+    #: The name of its class in `pipelines.errors`, or of the nearest base class there.
     kind: str
-    code: ErrorCode
-    message: str
-    advice: str
-    #: Of a `NoAudioError`.
-    text_out: str | None = None
-    meta: dict[str, Any] = {}
+    #: What the class is called with.
+    arguments: list[Any]
 
     @classmethod
     def of(cls, error: NightjarError) -> ErrorRecord:
-        if isinstance(error, NoAudioError):
-            return cls("", error.code, error.message, error.advice, error.text_out, error.meta)
         kind = next(one.__name__ for one in type(error).__mro__ if one.__name__ in _CLASSES)
-        return cls(kind, error.code, error.message, error.advice)
+        known = kind == type(error).__name__
+        return cls(kind, [*error.args] if known else [error.code, error.message, error.advice])
 
     @property
     def error(self) -> NightjarError:
-        if self.text_out is not None:
-            return NoAudioError(self.message, self.advice, self.text_out, self.meta)
-        return _CLASSES[self.kind](self.code, self.message, self.advice)
+        return _CLASSES[self.kind](*self.arguments)
 
 
 def share(data: bytes | memoryview | NDArray[Any]) -> int:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from pipelines.engine_choice import EngineKind
-from pipelines.errors import ConfigError, ErrorCode, nearest
+from pipelines.errors import invalid, nearest
 
 #: Of what there must be one at least.
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -32,14 +32,12 @@ def read_options(kind: type[T], given: Mapping[str, Any], *others: str) -> T:
     if unknown := sorted(set(given) - known):
         names = sorted({*known, *others})
         advice = f"{nearest(unknown[0], names)}Options are: {', '.join(names)}."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, f"Unknown option {unknown[0]!r}.", advice)
+        raise invalid(f"Unknown option {unknown[0]!r}.", advice)
     try:
         with _converting:
             return msgspec.convert(dict(given), kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID, f"An option has a wrong value: {error}.", "Correct it, or leave it out."
-        ) from error
+        raise invalid(f"An option has a wrong value: {error}.", "Correct it, or leave it out.") from error
 
 
 #: The option that chooses the engine of a model that both can run.

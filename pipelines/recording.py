@@ -50,8 +50,8 @@ _BEST_LENGTH = "Three to fifteen seconds of clear speech work best."
 
 def check_encoded(recording: bytes) -> None:
     """Raises `InputError` for an encoded audio file that no model can clone a voice from, as
-    `decode_recording` and `check_recording` do."""
-    check_recording(*decode_recording(recording))
+    `read_recording` does."""
+    read_recording(recording)
 
 
 def decode_recording(
@@ -79,11 +79,22 @@ def decode_recording(
         ) from error
 
 
-def check_recording(samples: NDArray[np.float32], sample_rate: int) -> None:
-    """Raises `InputError` for a recording [samples] that is too short, too long or silent."""
+def read_recording(
+    recording: bytes,
+    sample_rate: int | None = None,
+    *,
+    channel: int | None = None,
+    quality: Literal["HQ", "VHQ"] = "HQ",
+) -> tuple[NDArray[np.float32], int]:
+    """Samples [n] of an encoded audio file and their rate, as `decode_recording`.
+
+    Raises `InputError` for a recording that cannot be read (`input.audio_unreadable`), is too short or too
+    long (`input.reference_length`) or silent (`input.reference_silent`).
+    """
     import numpy as np  # only where there is audio to read
 
-    seconds = len(samples) / sample_rate
+    samples, rate = decode_recording(recording, sample_rate, channel=channel, quality=quality)
+    seconds = len(samples) / rate
     if not MIN_SECONDS <= seconds <= MAX_REFERENCE_SECONDS:
         raise InputError(
             ErrorCode.INPUT_REFERENCE_LENGTH,
@@ -96,19 +107,7 @@ def check_recording(samples: NDArray[np.float32], sample_rate: int) -> None:
             "The reference audio is silent.",
             "Give a recording with a clear voice.",
         )
-
-
-def read_recording(
-    recording: bytes, sample_rate: int, *, channel: int | None = None, quality: Literal["HQ", "VHQ"] = "HQ"
-) -> NDArray[np.float32]:
-    """Samples [n] of an encoded audio file at `sample_rate`; `channel` and `quality` are those of
-    `pipelines.audio.decode`.
-
-    Raises `InputError`: `input.audio_unreadable`, `input.reference_length`, `input.reference_silent`.
-    """
-    samples, _ = decode_recording(recording, sample_rate, channel=channel, quality=quality)
-    check_recording(samples, sample_rate)
-    return samples
+    return samples, rate
 
 
 class RecordingCache(Generic[T]):

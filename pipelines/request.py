@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from pipelines.errors import ErrorCode, InputError, NightjarError
+from pipelines.errors import NightjarError, unsupported
 
 if TYPE_CHECKING:
     import numpy as np
@@ -344,7 +344,7 @@ def check_start(pipeline: Pipeline, request: SynthesisRequest | PreparedRequest,
         lacks, advice = "takes no text in pieces", "Give it whole sentences."
     else:
         return
-    raise InputError(ErrorCode.INPUT_UNSUPPORTED, f"The model {pipeline.name} {lacks}.", advice)
+    raise unsupported(f"The model {pipeline.name} {lacks}.", advice)
 
 
 class Listener:

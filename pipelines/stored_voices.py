@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipelines.errors import ConfigError, ErrorCode, InputError
+from pipelines.errors import ConfigError, ErrorCode, InputError, invalid
 from pipelines.recording import DRAFT, check_encoded, write_file
 from pipelines.request import Generation, Message
 from pipelines.validation import OPENAI_VOICES
@@ -52,18 +52,14 @@ class VoiceFolder:
         self, folder: Path, max_voices: int = MAX_VOICES, max_bytes: int = MAX_RECORDING_BYTES
     ) -> None:
         """A maximum of `max_voices` voices, with recordings of up to `max_bytes`."""
-        self._folder = folder
+        self.path = folder
         self._max_voices = max_voices
         self._max_bytes = max_bytes
-
-    @property
-    def path(self) -> Path:
-        return self._folder
 
     def names(self) -> list[str]:
         """All names, sorted."""
         try:
-            found = [path.stem for path in self._folder.iterdir() if path.suffix == _SUFFIX]
+            found = [path.stem for path in self.path.iterdir() if path.suffix == _SUFFIX]
         except OSError:
             return []
         return sorted(name for name in found if NAME.fullmatch(name))
@@ -125,10 +121,10 @@ class VoiceFolder:
         return False
 
     def _path(self, name: str) -> Path:
-        return self._folder / f"{name}{_SUFFIX}"
+        return self.path / f"{name}{_SUFFIX}"
 
     def _write(self, name: str, data: bytes, *, replace: bool) -> None:
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._writing():
             names = self.names()
             if name in names and not replace:
@@ -144,12 +140,12 @@ class VoiceFolder:
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """One writer at a time, who first removes drafts that processes left which died."""
-        folder = os.open(self._folder, os.O_RDONLY)
+        folder = os.open(self.path, os.O_RDONLY)
         try:
             # A file system without locks keeps its drafts, and its writers count beside each other.
             with suppress(OSError):
                 fcntl.flock(folder, fcntl.LOCK_EX)
-                for draft in self._folder.glob(f"{DRAFT}*"):
+                for draft in self.path.glob(f"{DRAFT}*"):
                     draft.unlink(missing_ok=True)
             yield
         finally:
@@ -170,21 +166,13 @@ def in_voice_of(
 
 
 def _check_name(name: str) -> None:
-    if not NAME.fullmatch(name):
-        raise InputError(
-            ErrorCode.INPUT_BAD_GENERATION,
-            "The name of a voice has 1 to 64 lowercase letters, digits, `-` and `_`, and begins with a letter or a digit.",
-            "Choose another name.",
-        )
+    message = "The name of a voice has 1 to 64 lowercase letters, digits, `-` and `_`, and begins with a letter or a digit."
     if name in RESERVED:
-        raise InputError(
-            ErrorCode.INPUT_BAD_GENERATION,
-            f"The name {name!r} is taken: clients of OpenAI send it.",
-            "Choose another name.",
-        )
+        message = f"The name {name!r} is reserved: clients of OpenAI send it."
+    elif NAME.fullmatch(name):
+        return
+    raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Choose another name.")
 
 
 def _not_writable(error: OSError, advice: str) -> ConfigError:
-    return ConfigError(
-        ErrorCode.CONFIG_INVALID, f"The folder of voices cannot be written: {error.strerror}.", advice
-    )
+    return invalid(f"The folder of voices cannot be written: {error.strerror}.", advice)

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from pipelines.errors import ErrorCode, InputError
+from pipelines.errors import ErrorCode, InputError, unsupported
 from pipelines.languages import language_of
 from pipelines.request import Capabilities, Generation, Message
 
@@ -159,12 +159,6 @@ def check_generation(generation: Generation, seed: int = 0) -> None:
             raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Correct the `generation` object.")
 
 
-def check_seed(seed: int) -> None:
-    """Raises `InputError` (`input.bad_generation`) for the seed of a request that is outside 0 <= seed <
-    2**63."""
-    check_generation(Generation(), seed)
-
-
 def no_character() -> InputError:
     """The error for a text that is no Unicode."""
     message = "The text holds half of a surrogate pair, which is not a character."
@@ -254,23 +248,23 @@ def _said(messages: Sequence[Message], able: Capabilities) -> tuple[str, list[st
 
 def _check_abilities(audio: Sequence[str | bytes], generation: Generation, able: Capabilities) -> None:
     if generation.roles is not None:
-        raise _unsupported("`roles` has no meaning here", "Say the settings for the whole line.")
+        raise unsupported("`roles` has no meaning here.", "Give the settings for the whole line.")
     if len(audio) > able.references:
         most = "one audio message" if able.references == 1 else f"{able.references} audio messages"
-        raise _unsupported(f"The user turn has more than {most}", "Keep those that are the reference voices.")
+        raise unsupported(f"The user turn has more than {most}.", "Keep only the reference voices.")
     if audio and not able.cloning:
         advice = "Remove the audio message beside the text, or use a model that clones."
-        raise _unsupported("This model cannot clone a voice", advice)
+        raise unsupported("This model cannot clone a voice.", advice)
     if not audio and able.needs_reference:
         advice = "Name a stored voice, or add a user audio message."
         raise InputError(ErrorCode.INPUT_AUDIO_MISSING, "This model needs a voice to clone.", advice)
     for names, ability, lacks, others in _NEEDS:
         for name in names:
             if getattr(generation, name) is not None and not getattr(able, ability):
-                raise _unsupported(f"This model {lacks}", f"Remove `{name}`, or use a model {others}.")
+                raise unsupported(f"This model {lacks}.", f"Remove `{name}`, or use a model {others}.")
     if generation.mode is not None and generation.mode not in able.modes:
         advice = "Remove `mode`, or use a model that has it."
-        raise _unsupported(f"This model has no mode {generation.mode!r}", advice)
+        raise unsupported(f"This model has no mode {generation.mode!r}.", advice)
     text = generation.reference_text
     lines = [text or ""] if len(audio) < 2 else (text or "").split("\n")
     message = advice = ""
@@ -323,7 +317,3 @@ def _unknown(code: ErrorCode, kind: str, asked: str, known: tuple[str, ...]) -> 
     none = f"This model has none to choose from: remove `{kind}`."
     advice = f"Choose one of: {', '.join(known)}." if known else none
     return InputError(code, f"Unknown {kind} {asked[:80]!r}.", advice)
-
-
-def _unsupported(what: str, advice: str) -> InputError:
-    return InputError(ErrorCode.INPUT_UNSUPPORTED, f"{what}.", advice)

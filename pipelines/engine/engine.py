@@ -18,7 +18,7 @@ from pipelines.engine.core import EngineCore, EngineOptions, engine_failure
 from pipelines.engine.executor import FrameExecutor
 from pipelines.engine.scheduler import Finish, FrameReceiver, GenerationRequest, PromptPrefix
 from pipelines.engine.state import SamplingParams
-from pipelines.errors import ErrorCode, SynthesisError
+from pipelines.errors import engine_closed
 from pipelines.nn.checkpoint import device_name, type_name
 from pipelines.request import EngineInfo, EngineStats
 from pipelines.results import Receiver
@@ -82,7 +82,7 @@ class Engine:
             if not (request.stream or inside):
                 self._wake.wait_for(lambda: self._closing or self._waiting + self._arrived_whole < self._room)
             if self._closing:
-                raise _closed()
+                raise engine_closed()
             self._arrived.append((request, receiver))
             self._arrived_whole += not request.stream
             self._wake.notify_all()
@@ -207,16 +207,12 @@ class Engine:
                 self._wake.wait(_REST_SECONDS)
 
     def _stop(self) -> None:
-        self.core.fail_all(_closed())
+        self.core.fail_all(engine_closed())
         with self._wake:
             left, self._arrived = self._arrived, []
             self._wake.notify_all()
         for _, receiver in left:
-            receiver.failed(_closed())
-
-
-def _closed() -> SynthesisError:
-    return SynthesisError(ErrorCode.SYNTH_ABORTED, "The engine was closed.")
+            receiver.failed(engine_closed())
 
 
 #: Converts frames to ids, and to the codes of their steps.

@@ -40,6 +40,8 @@ from pipelines.errors import (
     ModelError,
     NightjarError,
     SynthesisError,
+    engine_closed,
+    unsupported,
 )
 from pipelines.ipc import read_shared
 from pipelines.registry import open_frontend
@@ -189,13 +191,13 @@ class EngineProcess:
     def close(self) -> None:
         """Ends the child, by force when it does not end in `CLOSE_SECONDS`; see `Pipeline.close`."""
         with self._changed:
-            self._over = self._over or _closed()
+            self._over = self._over or engine_closed()
             entries = list(self._requests.values())
             self._requests.clear()
             self._changed.notify_all()
         self._send(Close())
         for entry in entries:
-            _tell(entry, Failed(_closed()))
+            _tell(entry, Failed(engine_closed()))
         self._host.join(CLOSE_SECONDS)
         if self._host.is_alive():
             log.error("the engine's process did not end in time and is killed")
@@ -373,11 +375,6 @@ def _unsendable(error: ValueError | OverflowError) -> InputError:
     if isinstance(error, UnicodeEncodeError):
         return no_character()
     if isinstance(error, OverflowError):
-        message, advice = "A number of the request has more than 64 bits.", "Give a smaller one."
-        return InputError(ErrorCode.INPUT_UNSUPPORTED, message, advice)
+        return unsupported("A number of the request has more than 64 bits.", "Give a smaller one.")
     message, advice = "The request is too long to be sent.", "Give shorter recordings."
     return InputError(ErrorCode.INPUT_TOO_LONG, message, advice)
-
-
-def _closed() -> SynthesisError:
-    return SynthesisError(ErrorCode.SYNTH_ABORTED, "The engine was closed.")

@@ -106,13 +106,11 @@ class EngineServer:
 
     def __init__(self, channel: Channel[ToChild]) -> None:
         self._channel = channel
-        #: Whole utterances to start, by their numbers.
-        self._whole: queue.SimpleQueue[tuple[int, SynthesisRequest | PreparedRequest]] = queue.SimpleQueue()
         #: Ends of whole utterances to deliver; None: the client closes.
         self._answers: queue.SimpleQueue[tuple[int, Done | Failed] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._requests: dict[int, _Request] = {}
-        self._starters = DaemonThreads(_STARTING_THREADS, "starter")
+        self._feeder, self._starters = DaemonThreads(1, "feeder"), DaemonThreads(_STARTING_THREADS, "starter")
         self._pipeline: Pipeline | None = None
         #: What the client was told last.
         self._sent = EngineStats()
@@ -135,7 +133,6 @@ class EngineServer:
             )
             return 0
         serve_threads()
-        threading.Thread(target=self._feed, name="feeder", daemon=True).start()
         self._info = pipeline.info
         self._send(Opened(pipeline.name, pipeline.sample_rate, pipeline.capabilities, self._info))
         self._deliver(pipeline)
@@ -162,7 +159,7 @@ class EngineServer:
                 log.error("request %d names an unknown recording", message.number)
                 self._heard(message.number, Failed(error), message.stream)
             elif not message.stream:
-                self._whole.put((message.number, request))
+                self._feeder.submit(self._feed, message.number, request)
             elif isinstance(request, PreparedRequest) and request.recording is None:
                 self._start(message.number, request, stream=True)
             else:
@@ -177,11 +174,9 @@ class EngineServer:
         else:
             self._answers.put(None)
 
-    def _feed(self) -> None:
-        while True:
-            number, request = self._whole.get()
-            self._start(number, request, stream=False)
-            self._send(Taken(number))
+    def _feed(self, number: int, request: SynthesisRequest | PreparedRequest) -> None:
+        self._start(number, request, stream=False)
+        self._send(Taken(number))
 
     def _start(self, number: int, request: SynthesisRequest | PreparedRequest, stream: bool) -> None:
         """Starts a request, unless it was cancelled meanwhile."""

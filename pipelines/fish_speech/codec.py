@@ -36,7 +36,7 @@ from pipelines.codec.fused import prepared_stack
 from pipelines.fish_speech.config import CODEC_WEIGHTS, CodecConfig, CodecStackConfig, FishConfig
 from pipelines.fish_speech.model import halves
 from pipelines.nn.checkpoint import Loader, TensorSource, TensorTable, read_pickle, shown, take_normed
-from pipelines.recording import RecordingCache, check_recording, decode_recording
+from pipelines.recording import RecordingCache, decode_recording, read_recording
 
 log = logging.getLogger(__name__)
 
@@ -271,8 +271,7 @@ class ReferenceEncoder:
     def read(self, recording: bytes) -> Tensor:
         """float32 [samples] at the codec's rate: channels averaged, resampled on the device. Raises
         `InputError` as `prepare`."""
-        samples, rate = decode_recording(recording)
-        check_recording(samples, rate)
+        samples, rate = read_recording(recording)
         wanted = self._encoder.config.sample_rate
         if (rate // math.gcd(rate, wanted)) * (wanted // math.gcd(rate, wanted)) > _MAX_VALUES:
             samples, rate = decode_recording(recording, wanted, quality="VHQ")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.opening import NativeModelOptions, memory_told
-from pipelines.errors import ErrorCode, InputError, NightjarError
+from pipelines.errors import ErrorCode, InputError, NightjarError, unsupported
 from pipelines.fish_speech.codec import Codec, CodecDecoder, ReferenceEncoder, load_codec
 from pipelines.fish_speech.config import CAPABILITIES, FishConfig
 from pipelines.fish_speech.engines import model_spec, native_host, plan_sizes
@@ -272,7 +272,7 @@ class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
             message = (
                 "This model has no repetition penalty: its sampling looks out for repetitions by itself."
             )
-            raise InputError(ErrorCode.INPUT_UNSUPPORTED, message, "Remove `repetition_penalty`.")
+            raise unsupported(message, "Remove `repetition_penalty`.")
         defaults, context = self.config.sampling, self._context
         texts = groups(clean(task.text), defaults.chunk_bytes, defaults.chunk_turns)
         words = [len(self.vocabulary.spoken(text)) for text in texts]

@@ -193,7 +193,7 @@ class VoiceCache:
     def _encode(self, recording: bytes, in_context: bool) -> dict[str, NDArray[Any]]:
         """`vector`: float32 [talker hidden]; in context `codes` too: int64 [frames, codebooks]."""
         rate = self._speaker.config.sample_rate
-        samples = read_recording(recording, rate)
+        samples, _ = read_recording(recording, rate)
         found = {"vector": self._speaker.embed(torch.from_numpy(samples)).float().cpu().numpy()}
         if in_context:
             if self._encoder.sample_rate != rate:

@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
-from functools import partial
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -22,18 +21,17 @@ from starlette.responses import Response
 from starlette.routing import WebSocketRoute
 from starlette.types import ASGIApp
 
-from pipelines.errors import NightjarError
 from pipelines.serving import ServeOptions, cartesia, chat, errors, speech
 from pipelines.serving.admission import AdmissionQueue
 from pipelines.serving.cartesia import EventsRequest, SpeechFields, WebSocketSpeech
 from pipelines.serving.chat import ChatBody
-from pipelines.serving.errors import ApiError, as_api_error
+from pipelines.serving.errors import as_api_error
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.middleware import ADMIT, HEALTH, REQUEST_ID, WEBSOCKET, RequestMiddleware
 from pipelines.serving.model import ServedModel
 from pipelines.serving.request_body import JsonRoute
 from pipelines.serving.speech import SpeechBody
-from pipelines.serving.streaming import Parts, Reply, Serving
+from pipelines.serving.streaming import Answer, ErrorAnswer, Reply, Serving
 from pipelines.serving.voices import VoiceBody, Voices
 
 _VOICES = "/v1/audio/voices"
@@ -112,41 +110,33 @@ def _add_synthesis_routes(app: FastAPI, serving: Serving) -> None:
     """Routes that the engine answers."""
 
     async def reply(
-        request: Request,
-        answer: Callable[..., Parts],
-        body: object,
-        told: Callable[[NightjarError], ApiError] = as_api_error,
-        *,
-        streams: bool = True,
+        request: Request, answer: Answer, body: object, streams: bool, api_error: ErrorAnswer = as_api_error
     ) -> Response:
         permit = await request.scope[ADMIT](streams)
-        return Reply(serving, permit, answer(serving, body, permit, request.scope[REQUEST_ID]), told)
+        return Reply(serving, permit, answer(serving, body, permit, request.scope[REQUEST_ID]), api_error)
 
     @app.post("/v1/audio/speech")
     async def speak(body: SpeechBody, request: Request) -> Response:
-        """Speech of a text, in OpenAI's words."""
-        streams = speech.check(serving, body)
-        return await reply(
-            request, partial(speech.answer, streams=streams), body, speech.told, streams=streams
-        )
+        """Speech of a text, in OpenAI's format."""
+        return await reply(request, speech.answer, body, speech.check(serving, body), speech.api_error)
 
     @app.post("/v1/chat/completions")
     async def converse(body: ChatBody, request: Request) -> Response:
-        """Answers to dialogues of models that write text and audio, in OpenAI's words."""
+        """Answers to dialogues from models that write text and audio, in OpenAI's format."""
         chat.check(serving, body)
-        return await reply(request, chat.answer, body, chat.told, streams=body.stream)
+        return await reply(request, chat.answer, body, body.stream, chat.api_error)
 
     @app.post("/tts/bytes")
     async def speech_bytes(body: SpeechFields, request: Request) -> Response:
-        """A text, as Cartesia's clients send it; its speech as bytes."""
+        """Speech of a text as bytes, in Cartesia's format."""
         cartesia.check(serving, body)
-        return await reply(request, cartesia.answer, body)
+        return await reply(request, cartesia.answer, body, True)
 
     @app.post("/tts/sse")
     async def speech_events(body: EventsRequest, request: Request) -> Response:
-        """A text, as Cartesia's clients send it; its speech as events."""
+        """Speech of a text as events, in Cartesia's format."""
         cartesia.check(serving, body)
-        return await reply(request, cartesia.answer, body)
+        return await reply(request, cartesia.answer, body, True)
 
     app.router.routes.append(WebSocketRoute(WEBSOCKET, WebSocketSpeech(serving)))
 

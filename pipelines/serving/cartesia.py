@@ -29,11 +29,11 @@ from pipelines.serving.errors import ApiError, as_api_error, bad_request, check_
 from pipelines.serving.middleware import CLIENT_LEFT, WEBSOCKET
 from pipelines.serving.request_body import Body, SpokenBody, read
 from pipelines.serving.streaming import (
-    EVENT_STREAM,
     Head,
     Parts,
     Serving,
     event,
+    event_head,
     spoken,
     unit_request,
     unit_requests,
@@ -143,7 +143,7 @@ def check_speech(serving: Serving, fields: SpeechFields) -> None:
 
 
 def check(serving: Serving, fields: SpeechFields) -> None:
-    """As `check_fields` and `check_speech`, and for a text that no slot is worth."""
+    """Raises as `check_fields` and `check_speech`, and for a text that is empty or too long."""
     check_fields(fields)
     check_speech(serving, fields)
     check_text(fields.transcript, serving.options.context_characters, "transcript")
@@ -173,23 +173,19 @@ async def answer(serving: Serving, fields: SpeechFields, permit: Permit, request
     request = await request_of(serving, fields, request_id)
     units = units_of(fields.transcript)
     if not units:
-        raise empty_text()
+        raise empty_text("transcript")
     requests = unit_requests(request, units)
-    headers = {"x-seed": str(request.seed)}
-    async with aclosing(
-        spoken(serving, requests, permit, encoder_of(serving, fields.output_format))
-    ) as pieces:
+    headers, step = {"x-seed": str(request.seed)}, permit.since
+    encoder = encoder_of(serving, fields.output_format)
+    async with aclosing(spoken(serving, requests, permit, encoder)) as pieces:
         if not isinstance(fields, EventsRequest):
-            yield Head(
-                "audio/wav" if fields.output_format.container == "wav" else "application/octet-stream",
-                headers,
-            )
+            wav = fields.output_format.container == "wav"
+            yield Head("audio/wav" if wav else "application/octet-stream", headers)
             async for piece in pieces:
                 yield piece
             return
-        name, step = fields.context_id, permit.since
-        headers["cache-control"] = "no-cache"
-        yield Head(EVENT_STREAM, headers, lambda error: failure(error, name) | {"request_id": request_id})
+        name = fields.context_id
+        yield event_head(headers, lambda error: failure(error, name) | {"request_id": request_id})
         async for piece in pieces:
             now = time.monotonic()
             yield event(chunk(name, piece, 1000 * (now - step)))
@@ -197,43 +193,28 @@ async def answer(serving: Serving, fields: SpeechFields, permit: Permit, request
         yield event(done(name))
 
 
+def _message(kind: str, context_id: str | None, **facts: object) -> dict[str, Any]:
+    return {"type": kind, "done": False, "status_code": 206, "context_id": context_id, **facts}
+
+
 def chunk(context_id: str | None, data: bytes, step_ms: float) -> dict[str, Any]:
     """A piece of speech."""
-    facts = {"done": False, "status_code": 206, "step_time": round(step_ms, 3), "context_id": context_id}
-    return {"type": "chunk", "data": data, **facts}
-
-
-def flush_done(context_id: str, number: int) -> dict[str, Any]:
-    """All that was said before a flush is sent; flushes of a context are numbered from 1."""
-    return {
-        "type": "flush_done",
-        "done": False,
-        "flush_done": True,
-        "flush_id": number,
-        "status_code": 206,
-        "context_id": context_id,
-    }
+    return _message("chunk", context_id, data=data, step_time=round(step_ms, 3))
 
 
 def done(context_id: str | None) -> dict[str, Any]:
-    """The context is over."""
-    return {"type": "done", "done": True, "status_code": 206, "context_id": context_id}
+    """The end of a context."""
+    return _message("done", context_id, done=True)
 
 
 def failure(error: Exception, context_id: str | None) -> dict[str, Any]:
-    """An error, which ends the context that it names."""
+    """An error; it ends the context that it names."""
     api_error = as_api_error(error)
-    view = {
-        "type": "error",
-        "done": True,
-        "title": HTTPStatus(api_error.status_code).phrase,
-        "message": str(api_error.detail),
-        "error_code": api_error.code or "internal_error",
-        "status_code": api_error.status_code,
-        "context_id": context_id,
-    }
-    headers = api_error.headers or {}
-    return view | {"retry_after": int(headers["retry-after"])} if "retry-after" in headers else view
+    status, headers = api_error.status_code, api_error.headers or {}
+    facts = {"title": HTTPStatus(status).phrase, "message": str(api_error.detail), "status_code": status}
+    if "retry-after" in headers:
+        facts["retry_after"] = int(headers["retry-after"])
+    return _message("error", context_id, done=True, error_code=api_error.code or "internal_error", **facts)
 
 
 class Passage:
@@ -347,7 +328,7 @@ class Context:
             while await self._more():
                 todo = self._todo.popleft()
                 if isinstance(todo, int):
-                    await self._send(flush_done(self.id, todo))
+                    await self._send(_message("flush_done", self.id, flush_done=True, flush_id=todo))
                     continue
                 # A wait may not leave the listener without sound for longer.
                 ahead_seconds = max(self._heard_until - time.monotonic(), 0.0)

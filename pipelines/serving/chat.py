@@ -21,7 +21,7 @@ from pipelines.serving.admission import Permit
 from pipelines.serving.encoding import SpeechFormat, read_audio, whole_file
 from pipelines.serving.errors import ApiError, as_api_error, bad_request, named_field
 from pipelines.serving.request_body import Body, SpokenBody
-from pipelines.serving.streaming import EVENT_STREAM, Head, Parts, Serving, event
+from pipelines.serving.streaming import Head, Parts, Serving, event, event_head
 from pipelines.stored_voices import DEFAULT_VOICE
 
 #: How long OpenAI's clients may take an answer's audio for known; the server keeps none.
@@ -124,9 +124,9 @@ _FIELDS = {
 _XARG_ONLY_WITH_AUDIO = ("audio_temperature", "audio_topk", "cfg")
 
 
-def told(error: NightjarError) -> ApiError:
-    """What a client is told of an error of the pipeline: it is about a setting that its message names, else
-    about the dialogue."""
+def api_error(error: NightjarError) -> ApiError:
+    """The answer to an error of the pipeline: the field at fault is the setting that its message names, else
+    the dialogue."""
     return as_api_error(error, named_field(error, _FIELDS) or "messages")
 
 
@@ -143,14 +143,17 @@ async def answer(serving: Serving, body: ChatBody, permit: Permit, request_id: s
     request = await asyncio.to_thread(_request, serving, body, request_id)
     number, created = request_id.removeprefix("req-"), int(time.time())
     facts = {"id": f"chatcmpl-{number}", "created": created, "model": serving.options.names[0]}
+    facts["object"] = "chat.completion.chunk" if body.stream else "chat.completion"
     headers = {"x-seed": str(request.seed)}
 
+    def choices(finish: str | None, **said: dict[str, Any]) -> dict[str, Any]:
+        return {**facts, "choices": [{"index": 0, **said, "finish_reason": finish, "logprobs": None}]}
+
     def delta(said: dict[str, Any], finish: str | None = None) -> bytes:
-        choice = {"index": 0, "delta": said, "finish_reason": finish, "logprobs": None}
-        return event({**facts, "object": "chat.completion.chunk", "choices": [choice]})
+        return event(choices(finish, delta=said))
 
     if body.stream:
-        yield Head(EVENT_STREAM, {"cache-control": "no-cache", **headers}, ApiError.view)
+        yield event_head(headers, ApiError.view)
     # Sent with what comes first.
     beginning = delta({"role": "assistant", "content": ""})
     speech: str | Speech = ""
@@ -166,12 +169,11 @@ async def answer(serving: Serving, body: ChatBody, permit: Permit, request_id: s
     if body.stream:
         yield beginning + (delta({"audio": audio}) if audio else b"") + delta({}, finish)
         if body.stream_options.include_usage:
-            yield event({**facts, "object": "chat.completion.chunk", "choices": [], "usage": _usage(speech)})
+            yield event({**facts, "choices": [], "usage": _usage(speech)})
         yield b"data: [DONE]\n\n"
         return
     message = {"role": "assistant", "content": speech.text_out or "", "audio": audio}
-    choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
-    view = {**facts, "object": "chat.completion", "choices": [choice], "usage": _usage(speech)}
+    view = {**choices(finish, message=message), "usage": _usage(speech)}
     data = await asyncio.to_thread(msgspec.json.encode, view)
     yield Head("application/json", {**headers, "content-length": str(len(data))})
     yield data

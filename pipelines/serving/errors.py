@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from pipelines.errors import ErrorCode, InputError, NightjarError
+from pipelines.errors import ErrorCode, NightjarError
 from pipelines.validation import is_visible
 
 log = logging.getLogger(__name__)
@@ -68,19 +68,19 @@ def bad_request(message: str, code: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, code, param)
 
 
-def empty_text() -> InputError:
+def empty_text(param: str) -> ApiError:
     """The error for a text with nothing to speak."""
-    return InputError(ErrorCode.INPUT_EMPTY_TEXT, "The text is empty.", "Give a text to speak.")
+    return bad_request("The text is empty. Give a text to speak.", ErrorCode.INPUT_EMPTY_TEXT, param)
 
 
 def check_text(text: str, limit: int, param: str) -> None:
     """Raises `ApiError` (400) for a text that no slot is worth: an empty one, and one of more than `limit`
     characters."""
     if len(text) > limit:
-        message = f"The text has {len(text):,} characters; {limit:,} are taken."
-        raise as_api_error(InputError(ErrorCode.INPUT_TOO_LONG, message, "Split it."), param)
+        message = f"The text has {len(text):,} characters; the maximum is {limit:,}. Split it."
+        raise bad_request(message, ErrorCode.INPUT_TOO_LONG, param)
     if not is_visible(text):
-        raise as_api_error(empty_text(), param)
+        raise empty_text(param)
 
 
 def unavailable(message: str, code: str = "engine_unavailable", seconds: int = _RETRY_SECONDS) -> ApiError:

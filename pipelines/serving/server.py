@@ -11,7 +11,7 @@ from types import FrameType
 
 import uvicorn
 
-from pipelines.errors import ConfigError, ErrorCode
+from pipelines.errors import invalid
 from pipelines.registry import ModelCard
 from pipelines.request import EngineInfo, Pipeline
 from pipelines.serving import ServeOptions
@@ -135,4 +135,4 @@ def _bound(address: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
         message = f"The server cannot listen at {address} port {port}: {reason}."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Choose another port or address.") from error
+        raise invalid(message, "Choose another port or address.") from error

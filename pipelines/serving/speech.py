@@ -15,7 +15,15 @@ from pipelines.serving.admission import Permit
 from pipelines.serving.encoding import MEDIA_TYPES, SpeechFormat, stream_encoder, whole_file
 from pipelines.serving.errors import ApiError, as_api_error, bad_request, check_text, named_field
 from pipelines.serving.request_body import SpokenBody
-from pipelines.serving.streaming import EVENT_STREAM, Head, Parts, Serving, event, spoken, unit_requests
+from pipelines.serving.streaming import (
+    Head,
+    Parts,
+    Serving,
+    event,
+    event_head,
+    spoken,
+    unit_requests,
+)
 from pipelines.serving.text_units import units_of
 
 log = logging.getLogger(__name__)
@@ -99,8 +107,8 @@ class SpeechBody(SpokenBody):
 _FIELDS = {**{name: name for name in SpeechBody.model_fields}, "instruct": "instructions"}
 
 
-def told(error: NightjarError) -> ApiError:
-    """What a client is told of an error of the pipeline, in its own words."""
+def api_error(error: NightjarError) -> ApiError:
+    """The answer to an error of the pipeline, with the field of the body at fault."""
     error.advice = _ADVICE.get(error.code, error.advice)
     by_code = (field for begin, field in _PARAMS.items() if error.code.startswith(begin))
     return as_api_error(error, named_field(error, _FIELDS) or next(by_code, None))
@@ -127,13 +135,16 @@ def check(serving: Serving, body: SpeechBody) -> bool:
         if asked:
             raise bad_request(message, ErrorCode.INPUT_UNSUPPORTED, field)
     check_text(body.input, max(able.max_text_characters, serving.options.context_characters), "input")
+    return _streams(serving, body)
+
+
+def _streams(serving: Serving, body: SpeechBody) -> bool:
     by_format = body.response_format == "pcm" or body.stream_format is not None
-    return able.streaming and (by_format if body.stream is None else body.stream)
+    asked = by_format if body.stream is None else body.stream
+    return serving.model.card.capabilities.streaming and asked
 
 
-async def answer(
-    serving: Serving, body: SpeechBody, permit: Permit, request_id: str, *, streams: bool
-) -> Parts:
+async def answer(serving: Serving, body: SpeechBody, permit: Permit, request_id: str) -> Parts:
     """The parts of the answer: a file, a file that is made while it is sent, or OpenAI's events:
     `speech.audio.delta` with base64 of the next bytes, then `speech.audio.done`. Raises `ApiError` and
     `NightjarError`."""
@@ -152,7 +163,7 @@ async def answer(
     long = len(body.input) > model.card.capabilities.max_text_characters
     units = units_of(body.input) if long else []
     requests = unit_requests(request, units) or [request]
-    if not (streams or units or body.stream_format == "sse"):
+    if not (_streams(serving, body) or units or body.stream_format == "sse"):
         speech = await model.speech(request, permit)
         data = await asyncio.to_thread(whole_file, speech.samples, speech.sample_rate, kind)
         serving.metrics.spoke(len(speech.samples) / speech.sample_rate)
@@ -160,15 +171,12 @@ async def answer(
         yield data
         return
     encoder = stream_encoder(model.card.sample_rate, kind)
+    events = body.stream_format == "sse"
     async with aclosing(spoken(serving, requests, permit, encoder)) as pieces:
-        if body.stream_format != "sse":
-            yield Head(MEDIA_TYPES[kind], headers)
-            async for piece in pieces:
-                yield piece
-            return
-        yield Head(EVENT_STREAM, {**headers, "cache-control": "no-cache"}, ApiError.view)
+        yield event_head(headers, ApiError.view) if events else Head(MEDIA_TYPES[kind], headers)
         async for piece in pieces:
-            yield event({"type": "speech.audio.delta", "audio": piece})
-    # A model counts no tokens here that a client could be billed for: characters of text stand for them.
-    usage = {"input_tokens": len(body.input), "output_tokens": 0, "total_tokens": len(body.input)}
-    yield event({"type": "speech.audio.done", "usage": usage})
+            yield event({"type": "speech.audio.delta", "audio": piece}) if events else piece
+    if events:
+        # The model counts no tokens to bill: characters of the text take their place.
+        usage = {"input_tokens": len(body.input), "output_tokens": 0, "total_tokens": len(body.input)}
+        yield event({"type": "speech.audio.done", "usage": usage})

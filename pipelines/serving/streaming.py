@@ -22,15 +22,13 @@ from pipelines.request import Done, Handle, Message, SynthesisRequest
 from pipelines.serving import ServeOptions
 from pipelines.serving.admission import AdmissionQueue, Permit
 from pipelines.serving.encoding import FileStream, PcmStream
-from pipelines.serving.errors import ApiError, as_api_error
+from pipelines.serving.errors import ApiError
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.model import ServedModel
 from pipelines.serving.request_body import before_client_leaves
 from pipelines.serving.voices import Voices
 
 log = logging.getLogger(__name__)
-
-EVENT_STREAM = "text/event-stream"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +123,16 @@ class Head:
     failed: Callable[[ApiError], dict[str, Any]] | None = None
 
 
+def event_head(headers: Mapping[str, str], failed: Callable[[ApiError], dict[str, Any]]) -> Head:
+    """The head of server-sent events."""
+    return Head("text/event-stream", {**headers, "cache-control": "no-cache"}, failed)
+
+
 Parts = AsyncGenerator[Head | bytes, None]
+#: Makes the parts of an answer to a body. Raises `ApiError` and `NightjarError`.
+Answer = Callable[[Serving, Any, Permit, str], Parts]
+#: Makes the answer to an error of the pipeline.
+ErrorAnswer = Callable[[NightjarError], ApiError]
 
 
 class Reply(Response):
@@ -138,14 +145,13 @@ class Reply(Response):
         serving: Serving,
         permit: Permit,
         parts: Parts,
-        told: Callable[[NightjarError], ApiError] = as_api_error,
+        api_error: ErrorAnswer,
     ) -> None:
-        """`told`: what a client is told of an error of the pipeline."""
         super().__init__()
         self._serving = serving
         self._permit = permit
         self._parts = parts
-        self._told = told
+        self._api_error = api_error
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -184,7 +190,7 @@ class Reply(Response):
                 if first and "content-length" not in head.headers:
                     self._serving.metrics.began(path, time.monotonic() - self._permit.since)
         except (NightjarError, ApiError) as error:
-            api_error = self._told(error) if isinstance(error, NightjarError) else error
+            api_error = self._api_error(error) if isinstance(error, NightjarError) else error
             if not self._started or head is None or head.failed is None:
                 raise api_error from error
             last = event(head.failed(api_error))

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import Field
 
-from pipelines.errors import ErrorCode, InputError
+from pipelines.errors import ErrorCode, InputError, unsupported
 from pipelines.request import MAX_REFERENCE_SECONDS, Generation, Message, SynthesisRequest
 from pipelines.serving import ServeOptions
 from pipelines.serving.encoding import read_audio
@@ -93,7 +93,7 @@ class Voices:
                 spoken = msgspec.structs.replace(generation, voice=voice)
             elif recordings:
                 message = f"The voice {asked!r} has a recording, and the request another one."
-                raise InputError(ErrorCode.INPUT_UNSUPPORTED, message, "Leave one of them out.")
+                raise unsupported(message, "Leave one of them out.")
             else:
                 messages, spoken = in_voice_of(messages, generation, voice.recording, voice.text)
             return SynthesisRequest(request_id, tuple(messages), spoken, seed)

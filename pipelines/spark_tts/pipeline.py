@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.engine import Engine, NativeHost
 from pipelines.engine.opening import NativeModelOptions, check_executor, memory_told
-from pipelines.errors import ConfigError, ErrorCode, InputError
+from pipelines.errors import ConfigError, ErrorCode, unsupported
 from pipelines.nn.checkpoint import open_device, precision, type_name
 from pipelines.options import CONTEXT, ENGINE, TokenModelOptions, read_options, take_engine
 from pipelines.request import Listener, SynthesisRequest
@@ -244,7 +244,7 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
             return creation_prompt(vocabulary, task.text, task.voice or DEFAULT_VOICE), None
         if task.voice is not None:
             message = f"The line has both reference audio and the created voice {task.voice!r}."
-            raise InputError(ErrorCode.INPUT_UNSUPPORTED, message, "Remove one of them.")
+            raise unsupported(message, "Remove one of them.")
         reference = self.parts.references.prepare(task.recording, with_semantic=bool(task.reference_text))
         prompt = clone_prompt(vocabulary, task.text, reference.voice, task.reference_text, reference.semantic)
         return prompt, reference.voice

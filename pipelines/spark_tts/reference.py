@@ -126,7 +126,7 @@ class ReferenceEncoder:
     def read(self, recording: bytes) -> NDArray[np.float32]:
         """Samples [n] at the model's rate: the first channel, resampled at very high quality, at the
         published volume."""
-        samples = read_recording(recording, self._config.sample_rate, channel=0, quality="VHQ")
+        samples, _ = read_recording(recording, self._config.sample_rate, channel=0, quality="VHQ")
         return normalize_volume(samples).astype(np.float32) if self._config.volume_normalize else samples
 
     def encode(

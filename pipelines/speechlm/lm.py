@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from pipelines.errors import ErrorCode, InputError
+from pipelines.errors import unsupported
 from pipelines.nn.config_keys import bad_checkpoint
 from pipelines.request import Message, Mode
 from pipelines.speechlm.config import SpeechLmConfig, own_keys
@@ -56,10 +56,8 @@ class TextCoder:
         """Text ids. Raises `InputError` (`input.unsupported`) where the tokenizer writes something else."""
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         if any(not self._start <= token < self._end for token in ids):
-            message = "The text holds something that this model's tokenizer turns into control tokens."
-            raise InputError(
-                ErrorCode.INPUT_UNSUPPORTED, message, "Remove control characters and markup from the text."
-            )
+            message = "This model's tokenizer turns a part of the text into control tokens."
+            raise unsupported(message, "Remove control characters and markup from the text.")
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -17,18 +17,17 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
 from pipelines.codec.stage import CodecStage
-from pipelines.errors import ErrorCode, InputError, NightjarError, NoAudioError, SynthesisError
+from pipelines.errors import ErrorCode, InputError, NightjarError, NoAudioError, SynthesisError, unsupported
 from pipelines.nn.checkpoint import Checkpoint, open_device, precision, type_name
 from pipelines.options import TokenModelOptions, read_options
 from pipelines.recording import RecordingCache
-from pipelines.request import AudioChunk, Message, Mode, Speech, SynthesisRequest
+from pipelines.request import AudioChunk, Generation, Message, Mode, Speech, SynthesisRequest
 from pipelines.results import FinishedCodes, RequestInfo, SpeechPipeline, Utterance
 from pipelines.speechlm.audio_encoder import SAMPLE_RATE, AudioEncoder, load_tower
 from pipelines.speechlm.codec import Xcodec, XcodecDecoder, load_codec
 from pipelines.speechlm.config import CAPABILITIES, TOWER_SECONDS, SpeechLmConfig
 from pipelines.speechlm.lm import (
     ModelOutput,
-    Prompt,
     Script,
     StreamSampling,
     TextCoder,
@@ -249,58 +248,48 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         generation = request.generation
         task = speech_task(request.messages, generation, self.capabilities, request.seed)
         if generation.repetition_penalty not in (None, 1.0):
-            message = "This model has no repetition penalty."
-            raise InputError(ErrorCode.INPUT_UNSUPPORTED, message, "Remove `repetition_penalty`.")
+            raise unsupported("This model has no repetition penalty.", "Remove `repetition_penalty`.")
         mode = generation.mode or CAPABILITIES.modes[0]
         messages = chosen_messages(request.messages, mode)
         features, salt = self._features(messages)
-        prompt = build_prompt(self.config, self.coder, messages, [len(one) for one in features])
+        config = self.config
+        prompt = build_prompt(config, self.coder, messages, [len(one) for one in features])
         room = self._context - len(prompt.ids)
         check_room(len(prompt.ids), self._context, room, "a larger max_context")
-        script = self._script(request, mode, prompt, features, salt, room)
-        meta = {**self._meta, "mode": mode, "cfg": script.cfg, "prompt_positions": len(prompt.ids)}
-        keep = self._options.keep_unfinished
-        info = SpeechLmRequestInfo(task.text, self.sample_rate, meta, keep, self.config, self.coder, script)
-        return script.text_request(self.config), info
-
-    def _script(
-        self,
-        request: SynthesisRequest,
-        mode: Mode,
-        prompt: Prompt,
-        features: list[Tensor],
-        salt: str | None,
-        room: int,
-    ) -> Script:
-        asked, config, rows = request.generation, self.config, _STEPS["text_audio"]
-        if asked.max_seconds is not None:
-            # Audio comes to an end `delay` rows after its last frame began.
-            rows = frames_within(asked.max_seconds, self._frames_per_second, rows) + config.delay
-
-        def sampling(temperature: float, top_k: int) -> StreamSampling:
-            return StreamSampling(bounded(temperature), min(top_k, MAX_TOP_K), either(asked.top_p, 1.0))
-
-        text = sampling(
-            either(asked.text_temperature, asked.temperature, config.text_temperature),
-            either(asked.top_k, config.text_top_k),
-        )
-        audio = sampling(
-            either(asked.audio_temperature, asked.temperature, config.audio_temperature),
-            either(asked.audio_top_k, asked.top_k, config.audio_top_k),
-        )
-        return Script(
+        max_rows = _STEPS["text_audio"]
+        if generation.max_seconds is not None:
+            # Audio ends `delay` rows after its last frame began.
+            max_rows = frames_within(generation.max_seconds, self._frames_per_second, max_rows) + config.delay
+        text, audio = self._sampling(generation)
+        script = Script(
             request.request_id,
             prompt.ids,
-            min(either(asked.max_tokens, _STEPS[mode]), room),
+            min(either(generation.max_tokens, _STEPS[mode]), room),
             request.seed,
             text,
             audio,
             with_audio=mode == "text_audio",
-            cfg=bounded(either(asked.cfg, 1.0)),
+            cfg=bounded(either(generation.cfg, 1.0)),
             min_rows=self._options.min_rows,
-            max_rows=rows,
+            max_rows=max_rows,
             features=[(position, rows) for (position, _), rows in zip(prompt.features, features)],
             salt=salt,
+        )
+        meta = {**self._meta, "mode": mode, "cfg": script.cfg, "prompt_positions": len(prompt.ids)}
+        keep = self._options.keep_unfinished
+        info = SpeechLmRequestInfo(task.text, self.sample_rate, meta, keep, config, self.coder, script)
+        return script.text_request(config), info
+
+    def _sampling(self, asked: Generation) -> tuple[StreamSampling, StreamSampling]:
+        """How the text and the audio are drawn."""
+        config, top_p = self.config, either(asked.top_p, 1.0)
+        text = either(asked.text_temperature, asked.temperature, config.text_temperature)
+        audio = either(asked.audio_temperature, asked.temperature, config.audio_temperature)
+        text_top_k = either(asked.top_k, config.text_top_k)
+        audio_top_k = either(asked.audio_top_k, asked.top_k, config.audio_top_k)
+        return (
+            StreamSampling(bounded(text), min(text_top_k, MAX_TOP_K), top_p),
+            StreamSampling(bounded(audio), min(audio_top_k, MAX_TOP_K), top_p),
         )
 
     def _features(self, messages: list[Message]) -> tuple[list[Tensor], str | None]:

@@ -29,7 +29,14 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from pipelines.errors import ConfigError, EngineCrashError, ErrorCode, NightjarError, SynthesisError
+from pipelines.errors import (
+    EngineCrashError,
+    ErrorCode,
+    NightjarError,
+    SynthesisError,
+    engine_closed,
+    invalid,
+)
 from pipelines.options import TokenModelOptions
 from pipelines.request import EngineInfo, EngineStats
 from pipelines.results import Receiver
@@ -117,9 +124,7 @@ def _step_tokens(spec: ModelSpec, options: TokenModelOptions, cpu: bool, sequenc
     least = max(sequences, context) if cpu and not spec.model else sequences
     if tokens < least:
         message = f"{tokens} tokens a step are fewer than the {least} that this model needs."
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID, message, "Raise step_tokens, or lower slots or max_context."
-        )
+        raise invalid(message, "Raise step_tokens, or lower slots or max_context.")
     return tokens
 
 
@@ -159,9 +164,7 @@ def start_engine(spec: ModelSpec, arguments: dict[str, Any], moment: EngineMomen
     config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
     if spec.model and not config.use_v2_model_runner:
         message = "This model needs vLLM's V2 model runner, which needs Triton and must not be switched off."
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID, message, "Set SPEECH_ENGINE__KIND to native, or unset it."
-        )
+        raise invalid(message, "Set SPEECH_ENGINE__KIND to native, or unset it.")
     return AsyncLLM.from_vllm_config(config, stat_loggers=[lambda *_: moment])
 
 
@@ -266,7 +269,7 @@ class VllmHost:
                 lambda: inside or self._closing or self._llm.errored or self._taken < self._room
             )
             if self._closing:
-                raise _closed()
+                raise engine_closed()
             if self._llm.errored:
                 raise _died()
             self._taken += 1
@@ -376,11 +379,8 @@ class VllmHost:
         if self._llm.errored:
             return _died()
         if error is None:
-            return (
-                _closed()
-                if self._closing
-                else SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted.")
-            )
+            aborted = SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted.")
+            return engine_closed() if self._closing else aborted
         if isinstance(error, NightjarError):
             return error
         log.error("a sequence failed", exc_info=error)
@@ -434,10 +434,6 @@ async def _cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
     for task in ending:
         task.cancel()
     await asyncio.gather(*ending, return_exceptions=True)
-
-
-def _closed() -> SynthesisError:
-    return SynthesisError(ErrorCode.SYNTH_ABORTED, "The engine was closed.")
 
 
 def _died() -> EngineCrashError:

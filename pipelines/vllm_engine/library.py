@@ -17,7 +17,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from pipelines.errors import ConfigError, ErrorCode, ModelError
+from pipelines.errors import ErrorCode, ModelError, invalid
 
 if TYPE_CHECKING:
     from pipelines.options import TokenModelOptions
@@ -72,7 +72,7 @@ class ModelSpec:
         """
         if options.reproducible:
             advice = "Unset SPEECH_ENGINE__REPRODUCIBLE for models of this engine."
-            raise ConfigError(ErrorCode.CONFIG_INVALID, "The engine vllm has no reproducible mode.", advice)
+            raise invalid("The engine vllm has no reproducible mode.", advice)
         context = options.context(self.context)
         share = self.memory_share if options.memory_share is None else options.memory_share
         return share, min(context, self.max_positions or context)

@@ -31,7 +31,7 @@ from pipelines.tokens import (
     TokenSampling,
     token_sampling,
 )
-from pipelines.validation import check_seed, frames_within
+from pipelines.validation import check_generation, frames_within
 from pipelines.vllm_engine.library import ModelSpec
 
 RATE = 100
@@ -234,7 +234,7 @@ def test_no_setting_leaves_the_range_of_an_engine() -> None:
         assert (made.temperature, made.top_k, made.repetition_penalty) == (temperature, top_k, penalty)
     assert token_sampling(Drawing(), Generation(temperature=0.0), 10, 5, ()).temperature == 0.0
     with pytest.raises(InputError):
-        check_seed(1 << 63)
+        check_generation(Generation(seed=1 << 63))
 
 
 def test_seconds_become_frames_whatever_their_size() -> None:

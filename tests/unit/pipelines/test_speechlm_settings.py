@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from pipelines.request import Generation, SynthesisRequest
-from pipelines.speechlm.config import SpeechLmConfig
-from pipelines.speechlm.lm import Prompt, Script
+from pipelines.request import Generation, Message, SynthesisRequest
+from pipelines.speechlm.config import CAPABILITIES, SpeechLmConfig
+from pipelines.speechlm.lm import TextCoder
 from pipelines.speechlm.pipeline import SpeechLmOptions, SpeechLmPipeline
 from tests.support.field_tables import changed, fields_of
 
 CONFIG = SpeechLmConfig.from_folder(Path(__file__).parents[2] / "golden" / "speechlm" / "checkpoint")
+CODER = TextCoder(CONFIG)
 #: Settings and the parts of the engine's request that they change, if any.
 TABLE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"temperature": 0.5}, {"text.temperature": 0.5, "audio.temperature": 0.5}),
@@ -40,12 +40,12 @@ ELSEWHERE = {"voice", "language", "instruct", "reference_text", "seed", "repetit
 
 def script_of(**settings: Any) -> dict[str, Any]:
     model = object.__new__(SpeechLmPipeline)
-    model.config, model._options, model._frames_per_second = CONFIG, SpeechLmOptions(), 50.0
-    request = SynthesisRequest("one", (), Generation(**settings), 5)
-    made: Script = model._script(
-        request, "text_audio", cast("Prompt", SimpleNamespace(ids=[1, 6], features=[])), [], None, 4000
+    model.config, model.coder, model.capabilities, model.sample_rate = CONFIG, CODER, CAPABILITIES, 16_000
+    model._options, model._frames_per_second, model._context, model._meta = SpeechLmOptions(), 50.0, 4000, {}
+    _, info = model._prepare(
+        SynthesisRequest("one", (Message("user", "text", "Hello."),), Generation(**settings), 5)
     )
-    return fields_of(made)
+    return fields_of(info.script)
 
 
 @pytest.mark.parametrize(("said", "expected"), TABLE, ids=lambda part: ",".join(part))
