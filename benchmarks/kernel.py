@@ -30,7 +30,7 @@ from kernels.attention import PackedPrompts
 from kernels.frame import FrameTensors, StateTensors
 from kernels.lm_attention import SplitScratch, attention_tile, decode_attention, predictor_attention
 from kernels.lm_frame import FusedFrame, PersistentFrame, plan_for
-from kernels.lm_persistent import Predictor, PredictorRun, Talker, predictor_cut, talker_cut
+from kernels.lm_persistent import Predictor, PredictorRun, Talker, predictor_config, talker_config
 from kernels.lm_products import PLAIN, RESIDUAL, SWIGLU
 from kernels.lm_triton import add_norm, swiglu
 from kernels.prefill import prefill_packed
@@ -77,7 +77,7 @@ class Product:
         if rows <= FEW_ROWS:
             if lm_cuda.has_skinny(self.inner, not added, self.epilogue):
                 found["skinny"] = self.skinny
-            if (len(self.weights[0]), self.inner) in lm_products.CUTS and rows > 16:
+            if (len(self.weights[0]), self.inner) in lm_products.TILE_CONFIGS and rows > 16:
                 found["product"] = self.product
         elif added and lm_products.has_residual(self.n, self.inner):
             for splits in lm_products.SPLITS:
@@ -108,10 +108,10 @@ class Product:
             )  # fmt: skip
 
     def product(self) -> None:
-        cut = lm_products.cut_for(self.rows, len(self.weights[0]), self.inner)
+        config = lm_products.tile_config(self.rows, len(self.weights[0]), self.inner)
         extra = self.y if self.epilogue == RESIDUAL else None
         for weight in self.weights:
-            lm_products.product(self.x, weight, self.y, cut, epilogue=self.epilogue, extra=extra)
+            lm_products.product(self.x, weight, self.y, config, epilogue=self.epilogue, extra=extra)
 
     def residual(self, splits: int, norm: bool = False) -> None:
         for weight in self.weights:
@@ -222,11 +222,11 @@ def frame_part(bench: Bench, name: str, shape: Shape, rows: int, context: int) -
 def persistent(
     weights: FrameTensors, rows: int, frame: Callable[[PredictorRun, Talker | None], FusedFrame]
 ) -> dict[str, Callable[[], FusedFrame]]:
-    if rows > 2 or predictor_cut(weights) is None:
+    if rows > 2 or predictor_config(weights) is None:
         return {}
     predictor = Predictor(weights)
     found = {"predictor persistent": lambda: frame(PredictorRun(predictor, rows), None)}
-    if talker_cut(weights) is not None:
+    if talker_config(weights) is not None:
         talker = Talker(weights)
         found["talker too"] = lambda: frame(PredictorRun(predictor, rows), talker)
     return found
@@ -258,7 +258,7 @@ def prefill_part(bench: Bench, name: str, shape: Shape, positions: int, length: 
 
 def unit_part(bench: Bench, channels: int) -> None:
     """Whole utterances; the last of the three units of a stack writes no raw result."""
-    cut, rows = codec_cuda.CUTS[channels], UNIT_ROWS
+    config, rows = codec_cuda.TILE_CONFIGS[channels], UNIT_ROWS
     shape = codec_launch.Shape("unit", channels, channels, 7)
     maker = Maker(str(bench.device), torch.bfloat16, seed=channels)
     a, x = (maker.normal(rows, UNIT_FRAMES * UNIT_STEPS[channels], channels) for _ in range(2))
@@ -267,13 +267,13 @@ def unit_part(bench: Bench, channels: int) -> None:
     alphas = [maker.normal(channels, std=0.3).float() for _ in range(4)]
     inner, after = codec_ops.snake_parameters(*alphas[:2]), codec_ops.snake_parameters(*alphas[2:])
     raw, active = torch.full_like(x, math.nan), torch.full_like(x, math.nan)
-    tile, packed = codec_launch.tile_for(shape, x.shape[1], tma=True), cut.pack(*weights)
+    tile, packed = codec_launch.tile_for(shape, x.shape[1], tma=True), config.pack(*weights)
     assert tile is not None
     ways: dict[str, Callable[[int, Tensor | None], object]] = {
         "triton": lambda dilation, raw: codec_launch.unit(
             a, 0, x, weights[0], bias1, *inner, weights[1], bias2, dilation, raw, active, 0, *after, tile=tile
         ),
-        cut.kernel: lambda dilation, raw: codec_cuda.unit(
+        config.kernel: lambda dilation, raw: codec_cuda.unit(
             a, 0, x, packed, bias1, *inner, bias2, dilation, raw, active, 0, *after
         ),
     }

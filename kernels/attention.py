@@ -165,7 +165,7 @@ def attend_padded(
 @dataclass(frozen=True, slots=True)
 class PackedPrompts:
     """Chunks of prompts one after the other in one row of positions, as tensors of the device: what a
-    graph reads anew at each replay.
+    graph reads again at each replay.
 
     table: int64 [slots, pages of a slot]; owners, starts, counts: int64 [runs], of each chunk the slot,
     the position of its first token in the prompt, and its tokens, 0 for a run that is not in use. Any
@@ -182,7 +182,7 @@ class PackedPrompts:
         return functional.pad(self.counts.cumsum(0), (1, 0))
 
     def places(self, total: int, page_size: int, scratch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Position, page and offset of each of `total` tokens, [total]; what lies behind the last run goes
+        """Position, page and offset of each of `total` tokens, [total]; tokens after the last run go
         to the scratch page."""
         firsts, token = self.firsts(), torch.arange(total, device=self.counts.device)
         run = torch.searchsorted(firsts[1:], token, right=True).clamp(max=len(self.counts) - 1)

@@ -1,5 +1,4 @@
-"""Machine code of `kernels/cuda`: the wheel brings it, or it is compiled once per machine and kept.
-Imports neither torch nor Triton.
+"""Machine code of `kernels/cuda`: part of the wheel, or compiled once per machine and kept. Imports neither torch nor Triton.
 
 `python -m kernels.binaries FOLDER` writes what a wheel brings: `<source>-<target>-<digest>.cubin` and `.ptx`.
 """
@@ -48,8 +47,7 @@ def target_for(capability: tuple[int, int]) -> str:
 
 
 def file_name(name: str, target: str) -> str:
-    """The name of one source's code for one target. It changes with the source and its headers, so no
-    other code is taken for it."""
+    """The file name of a source's code for one target. It contains a hash of the source and its headers."""
     parts = [_text(name), *(text for _, text in sorted(_headers(name).items())), target]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     return f"{name}-{target}-{digest}.{'ptx' if target.startswith('compute_') else 'cubin'}"
@@ -66,11 +64,10 @@ def shipped() -> bool:
 
 
 def candidates(name: str, capability: tuple[int, int]) -> Iterator[bytes]:
-    """Code of one source for a device, the best first: what the wheel brings, what was kept, what is
-    compiled now.
+    """Code of one source for a device, the best first: from the wheel, from the cache, compiled now.
 
-    A driver may refuse code that a newer compiler made; then the next is tried. Raises RuntimeError with
-    the compilers' words, at last.
+    A driver may refuse code of a newer compiler; then the next is tried. Raises RuntimeError with the
+    compilers' messages when none is left.
     """
     target = target_for(capability)
     kept = cache_folder() / file_name(name, target)
@@ -82,8 +79,7 @@ def candidates(name: str, capability: tuple[int, int]) -> Iterator[bytes]:
 
 
 def _compiled(name: str, target: str, kept: Path, before: bytes | None) -> bytes:
-    """Compiles and keeps; of two processes that want the same, one compiles and the other one waits for
-    it."""
+    """Compiles code and keeps it. Of two processes that need the same code, one compiles and the other waits."""
     try:
         kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _alone(kept.with_suffix(".lock")):
@@ -104,7 +100,7 @@ def _compiled(name: str, target: str, kept: Path, before: bytes | None) -> bytes
 
 
 def compiled(name: str, target: str) -> bytes:
-    """Code of one source for a target. Raises RuntimeError with the compilers' words."""
+    """Code of one source for a target. Raises RuntimeError with the compilers' messages."""
     return toolchain.compile_cuda(SOURCES / f"{name}.cu", _headers(name), target)
 
 
@@ -125,7 +121,7 @@ def _headers(name: str) -> dict[str, str]:
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether nobody else can have written into it: its files are run on the GPU."""
+    """Whether only this user can write to the folder: its files are run on the GPU."""
     try:
         status = folder.stat()
     except OSError:
@@ -142,14 +138,14 @@ def _read(path: Path) -> bytes | None:
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Holds a file's lock, which the kernel gives up for a process that dies."""
+    """Holds a file's lock, which the operating system releases when the process dies."""
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def write_shipped(folder: Path) -> list[Path]:
-    """Compiles what a wheel brings into `folder`. Raises RuntimeError with the compilers' words."""
+    """Compiles what a wheel brings into `folder`. Raises RuntimeError with the compilers' messages."""
     folder.mkdir(parents=True, exist_ok=True)
 
     def write(code: tuple[str, str]) -> Path:

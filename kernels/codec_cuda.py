@@ -1,7 +1,7 @@
 """The codec's residual units in CUDA C++ (`kernels/cuda/codec_unit.cu` of 96 channels,
 `codec_unit_wide.cu` of 192): weights, launches.
 
-Each does what `kernels.codec_ops.codec_active_unit` says, in the order of rounding of Triton's kernel, on
+Each computes `kernels.codec_ops.codec_active_unit`, in the order of rounding of Triton's kernel, on
 a Hopper GPU.
 """
 
@@ -55,8 +55,8 @@ def _wide_weights(weight1: Tensor, weight2: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """A kernel, which is the only one of its source, and how it is cut."""
+class TileConfig:
+    """A kernel, which is the only one of its source, and its tiles."""
 
     source: Source
     channels: int
@@ -66,7 +66,7 @@ class Cut:
     #: Steps of a batch below which Triton's kernel, which has the same bits, is faster
     #: (`results/codec_units_h200.json`).
     fewest_steps: int
-    #: The weights as the kernel wants them, of weight1 [7 * channels, channels], oldest tap first, and
+    #: Packs the weights for the kernel: weight1 [7 * channels, channels], oldest tap first, and
     #: weight2 [channels, channels], input channel first.
     pack: Callable[[Tensor, Tensor], Tensor]
 
@@ -78,14 +78,14 @@ class Cut:
 #: `Shared` of codec_unit.cu, from a multiple of 1,024 bytes on: weights, two tiles with their history, bias
 #: and snakes, barriers.
 _NARROW_BYTES = (TAPS + 1) * 96**2 * 2 + 2 * (128 + 56) * 96 * 2 + 6 * 96 * 4 + 128 + 1024
-#: Of codec_unit_wide.cu: bias and snakes, barriers, the activations of three pieces, as many chunks of
-#: weights as there is room for.
+#: Of codec_unit_wide.cu: bias and snakes, barriers, the activations of three pieces, chunks of
+#: weights in the rest of the memory.
 _WIDE_BYTES = 226 * 1024 + 512
 _WITHOUT = "the codec's units of {} channels run on Triton's kernel, which is slower"
 #: By channels. Two warpgroups of a block multiply in turns and one warp copies; or three multiply, one
 #: streams weights and copies.
-CUTS = {
-    96: Cut(
+TILE_CONFIGS = {
+    96: TileConfig(
         Source("codec_unit", {"codec_unit_96": _NARROW_BYTES}, _WITHOUT.format(96)),
         96,
         128,
@@ -93,7 +93,7 @@ CUTS = {
         0,
         _narrow_weights,
     ),
-    192: Cut(
+    192: TileConfig(
         Source("codec_unit_wide", {"codec_unit_wide": _WIDE_BYTES}, _WITHOUT.format(192)),
         192,
         64,
@@ -127,27 +127,27 @@ class _TensorArguments(ctypes.Structure):
 
 
 def chosen(weight1: Tensor, weight2: Tensor, dilation: int) -> Tensor | None:
-    """The packed weights of a unit that runs on one of these kernels; None for any other one. weight1,
-    weight2: as in `Cut.pack`."""
+    """The packed weights of a unit that runs on one of these kernels; None for other units. weight1,
+    weight2: as in `TileConfig.pack`."""
     channels = len(weight2)
-    cut = CUTS.get(channels)
+    config = TILE_CONFIGS.get(channels)
     if (
-        cut is None
+        config is None
         or weight1.shape != (TAPS * channels, channels)
         or weight1.dtype != torch.bfloat16
         or dilation > MAX_DILATION
         or not weight1.is_cuda
-        or not available(weight1.device.index or 0, cut.source)
+        or not available(weight1.device.index or 0, config.source)
     ):
         return None
-    return cut.pack(weight1, weight2)
+    return config.pack(weight1, weight2)
 
 
 def is_faster(a: Tensor, lead: int) -> bool:
     """Whether there is a kernel for the width of `a`, and it is faster than Triton's for this number of
     steps."""
-    cut, steps = CUTS.get(a.shape[2]), a.shape[0] * (a.shape[1] - lead)
-    return cut is not None and steps > 0 and steps >= cut.fewest_steps
+    config, steps = TILE_CONFIGS.get(a.shape[2]), a.shape[0] * (a.shape[1] - lead)
+    return config is not None and steps > 0 and steps >= config.fewest_steps
 
 
 def aligned(
@@ -182,10 +182,10 @@ def unit(
     do: other widths, dilations above 9, tensors that are not `aligned`.
     """
     rows, extended, channels = a.shape
-    cut = CUTS.get(channels)
-    if cut is None or not 1 <= dilation <= MAX_DILATION or packed.shape != ((TAPS + 1) * channels**2,):
+    config = TILE_CONFIGS.get(channels)
+    if config is None or not 1 <= dilation <= MAX_DILATION or packed.shape != ((TAPS + 1) * channels**2,):
         raise ValueError(
-            f"there is no unit of {channels} channels and dilation {dilation}; {[*CUTS]} and 1 to {MAX_DILATION} are possible"
+            f"there is no kernel for units of {channels} channels and dilation {dilation}; {[*TILE_CONFIGS]} channels and dilations of 1 to {MAX_DILATION} are possible"
         )
     raw, active, active_lead, frequency2, gain2 = into
     if not aligned(a, residual, *into):
@@ -194,9 +194,9 @@ def unit(
         )
     device, steps = index_of(a.device.index), extended - lead
     # One for each tile, up to one for each multiprocessor.
-    blocks = min(rows * -(-steps // cut.box_steps), processors(device))
+    blocks = min(rows * -(-steps // config.box_steps), processors(device))
     if load_only or blocks == 0:
-        cut.source.on(device)
+        config.source.on(device)
         return
     snakes = (frequency2, gain2) if active is not None else (None, None)
     parameters = (c_void_p * 6)(*addresses(bias1, frequency1, gain1, bias2, *snakes))
@@ -215,6 +215,8 @@ def unit(
         open_ends,
     )
     boxes = tensor_map(
-        a.data_ptr(), (channels, extended, rows), (32, cut.box_steps + (TAPS - 1) * dilation, 1)
+        a.data_ptr(), (channels, extended, rows), (32, config.box_steps + (TAPS - 1) * dilation, 1)
     )
-    cut.source.launch(cut.kernel, (blocks, 1), cut.threads, _TensorArguments(arguments, b"", boxes), device)
+    config.source.launch(
+        config.kernel, (blocks, 1), config.threads, _TensorArguments(arguments, b"", boxes), device
+    )

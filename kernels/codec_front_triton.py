@@ -1,6 +1,6 @@
 # ruff: noqa: N803
-"""Triton kernels of what stands in front of the codec's convolution stack, and their launches on a GPU;
-twins: `kernels.codec_ops`."""
+"""Triton kernels of the codec's layers before the convolution stack, and their launches on a GPU;
+references: `kernels.codec_ops`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def product_kernel(
     STAGES: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """[rows, K] @ [K, N], with scales of the rows, bias, activation and residual behind.
+    """[rows, K] @ [K, N], then scales of the rows, bias, activation and residual.
 
     A tile of x may feed products alone: were it read in the loop for the sum of squares as well, Triton
     would keep one copy less of it than its products in flight need, and overwrite what they read.
@@ -101,16 +101,14 @@ def product_kernel(
 
 
 @triton.jit
-def _attend(
-    queries_low, queries_high, low, high, values, seen, most, share, total, scale, FAST: tl.constexpr
-):
+def _attend(queries_low, queries_high, low, high, values, seen, top, share, total, scale, FAST: tl.constexpr):
     """One block of keys, both halves [BK, D / 2], and values [BK, D] into the running maximum, sum of
     shares and weighted sum."""
     score = _product(queries_low, tl.trans(low), tl.zeros(seen.shape, dtype=tl.float32), FAST)
     score = tl.where(seen, _product(queries_high, tl.trans(high), score, FAST) * scale, -1e30)
-    higher = tl.maximum(most, tl.max(score, axis=1))
+    higher = tl.maximum(top, tl.max(score, axis=1))
     shares = tl.where(seen, tl.exp(score - higher[:, None]), 0.0)
-    fade = tl.exp(most - higher)
+    fade = tl.exp(top - higher)
     return (
         higher,
         share * fade + tl.sum(shares, axis=1),
@@ -175,7 +173,7 @@ def window_kernel(
     cosine += row * table_stride
     sine += row * table_stride
     queries_low, queries_high = _turned(base + head * 2 * H, at, inside, half, cosine, sine, H, width)
-    most = tl.full((BM,), -1e30, dtype=tl.float32)
+    top = tl.full((BM,), -1e30, dtype=tl.float32)
     share = tl.zeros((BM,), dtype=tl.float32)
     total = tl.zeros((BM, 2 * H), dtype=tl.float32)
     if past is not None:
@@ -190,8 +188,8 @@ def window_kernel(
                 old_keys + KV_HEADS * 2 * H + j[:, None] * pair + whole[None, :], mask=old, other=0.0
             )
             seen = (j[None, :] >= at[:, None]) & (j < EARLIER)[None, :] & (j >= there)[None, :]
-            most, share, total = _attend(
-                queries_low, queries_high, low, high, values, seen, most, share, total, scale, FAST
+            top, share, total = _attend(
+                queries_low, queries_high, low, high, values, seen, top, share, total, scale, FAST
             )
     begin = tl.maximum(tile * BM - EARLIER, 0) // BK * BK
     for start in tl.range(begin, tl.minimum(steps, tile * BM + BM), BK):
@@ -202,8 +200,8 @@ def window_kernel(
         )
         distance = at[:, None] - j[None, :]
         seen = (distance >= 0) & (distance <= EARLIER)
-        most, share, total = _attend(
-            queries_low, queries_high, low, high, values, seen, most, share, total, scale, FAST
+        top, share, total = _attend(
+            queries_low, queries_high, low, high, values, seen, top, share, total, scale, FAST
         )
     to = out + row * steps * (HEADS * 2 * H) + head * 2 * H
     tl.store(

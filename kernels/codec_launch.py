@@ -22,8 +22,7 @@ HEAD_TAPS = 8
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a kernel is cut: rows x columns x depth of a tile, pipeline stages, warps, and whether tiles
-    come through TMA."""
+    """A tile: rows x columns x depth, pipeline stages, warps, and whether it is copied by TMA."""
 
     rows: int
     columns: int
@@ -79,7 +78,7 @@ def _conv_tile(shape: Shape) -> Tile | None:
 
 
 def _depth(channels: int) -> int | None:
-    """The largest piece that a product takes its channels in."""
+    """The depth of a product's tiles: the largest possible divisor of the channels."""
     return next((depth for depth in (64, 32, 16) if channels % depth == 0), None)
 
 

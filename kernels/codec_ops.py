@@ -1,17 +1,17 @@
 """Ops of a codec's decoder: their interface in `torch.library`, each with its plain PyTorch twin.
 
 All activations are channels-last: [rows, steps, channels]. Every op of the convolution stack is causal:
-step t reads steps <= t, and what lies before the first step comes from `history` (the raw inputs that
+step t reads steps <= t, and the steps before the first one are read from `history` (the raw inputs that
 precede `x`, oldest first), or is zero when `history` is None. A history of zeros and no history are the
 same, since snake(0) = 0.
 
-Snake parameters are handed over ready to use, in float32: `frequency` = exp(alpha) and `gain` = 1 /
-(exp(beta) + 1e-9). Weights may have any strides; results have the dtype of `x`. The twins serve every
-device that has no kernel of its own.
+Snake parameters are float32: `frequency` = exp(alpha) and `gain` = 1 /
+(exp(beta) + 1e-9). Weights may have any strides; results have the dtype of `x`. The twins run on every
+device that has no kernel.
 
-Those in front of the stack, products, attention in a window and depthwise convolution, compute in float32
-and round once, where the single ops round at every step. Scales of a norm or of a layer stand in the
-weights of the next or the last product, which is the same function.
+The ops before the stack (products, attention in a window, depthwise convolution) compute in float32 and
+round once, where single ops round at every step. Scales of a norm or a layer are folded into the weights of
+the next or the last product.
 """
 
 from __future__ import annotations
@@ -151,12 +151,12 @@ def codec_active_conv(
     left alone too. A transposed convolution of stride `rate` is the case taps = 2, N = rate * Cout.
 
     `ends` (int32 [B], in steps): `active` is zero from step ends[row] on, and `raw` may hold anything
-    there. With `open_ends` both may: what lies behind an end is left as it was wherever that saves work.
-    That is for causal readers, of which none sees it in front of the end; of `a` and `residual` nothing
-    behind an end matters to what lies in front of it.
+    there. With `open_ends` both may: steps after an end may be left unwritten, which saves work. Causal
+    readers never see them before the end. Steps of `a` and `residual` after an end do not affect steps
+    before it.
 
-    A convolution that is centred reads as many steps on either side: `a` has half its reach in zeros in
-    front of T steps and half behind them, and `lead` counts both.
+    A centred convolution reads the same number of steps on both sides: `a` has half its reach in zeros
+    before the T steps and half after them, and `lead` counts both.
     """
     reach = (taps - 1) * dilation
     rows, channels = a.shape[0], a.shape[2]
@@ -211,7 +211,7 @@ def codec_active_unit(
 
     a: [B, lead + T, C] = snake(x) after its history; residual: x, [B, T, C]; weight1: [taps * C, C],
     oldest tap first; weight2: [C, C], input channel first; packed: both once more, as
-    `kernels.codec_cuda.chosen` gives them for a kernel that wants them so; everything else as in
+    `kernels.codec_cuda.chosen` packs them for its kernels; everything else as in
     `codec_active_conv`.
     """
     taps = weight1.shape[0] // a.shape[2]
@@ -248,7 +248,7 @@ def codec_head(a: Tensor, lead: int, weight: Tensor, bias: Tensor, *, ends: Tens
 
 
 def _write(value: Tensor, place: Tensor, kept: Tensor | None) -> None:
-    """Writes a result [B, T, N], but where `kept`, bool [B, T, 1], says that its place is left as it was."""
+    """Writes a result [B, T, N], except where `kept`, bool [B, T, 1], is set."""
     place.copy_(value if kept is None else torch.where(kept, place, value.to(place.dtype)))
 
 

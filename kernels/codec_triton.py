@@ -1,6 +1,6 @@
 # ruff: noqa: N803
-"""Triton kernels of the codec's convolution stack, for sm_80 and newer; on sm_90 tiles come through the
-tensor memory accelerator.
+"""Triton kernels of the codec's convolution stack, for sm_80 and newer; on sm_90 the tensor memory
+accelerator copies the tiles.
 
 Activations are channels-last bfloat16. Every convolution is one matrix product over (tap, channel): tile
 rows are steps of one row of the batch, shifted by (taps - 1 - tap) * dilation for each tap. Each kernel
@@ -120,14 +120,14 @@ def _write(
 
 
 @triton.jit
-def _behind(ends, row, start):
-    """Whether a tile lies behind the end of its row."""
+def _after_end(ends, row, start):
+    """Whether a tile starts after the end of its row."""
     return start >= tl.load(ends + row)
 
 
 @triton.jit
 def _rounds(ends, row, start, count: tl.constexpr):
-    """How many pieces a tile's product is summed from: `count`, and none where the tile lies behind the
+    """How many pieces a tile's product is summed from: `count`, and none where the tile starts after the
     end of its row."""
     rounds = count
     if ends is not None:
@@ -168,7 +168,7 @@ def conv_kernel(
     """[rows, lead + steps, C] -> [rows, steps, N]: a dilated causal convolution of TAPS taps, with bias,
     residual and next snake.
 
-    With OPEN a tile that lies behind the end of its row is left as it was.
+    With OPEN a tile after the end of its row is not written.
     """
     n_tiles: tl.constexpr = (N + BN - 1) // BN
     row_tiles = tl.cdiv(steps, BM)
@@ -179,7 +179,7 @@ def conv_kernel(
     n = pid % (GROUP * n_tiles) // size * BN
     row = tile_m // row_tiles
     start = tile_m % row_tiles * BM
-    if OPEN and _behind(ends, row, start):
+    if OPEN and _after_end(ends, row, start):
         return
     zeros = None if OPEN else ends
     chunks: tl.constexpr = C // BK
@@ -250,7 +250,7 @@ def unit_kernel(
     pid = tl.program_id(0)
     row = pid // row_tiles
     start = pid % row_tiles * BM
-    if OPEN and _behind(ends, row, start):
+    if OPEN and _after_end(ends, row, start):
         return
     zeros = None if OPEN else ends
     chunks: tl.constexpr = C // BK
@@ -344,13 +344,13 @@ def head_products_kernel(
     """Every step's product with every tap of the last convolution: [count, C] x [TAPS, C] -> float32
     [count, ROOM].
 
-    Where rows have `ends` a launch has them on its second axis, `count` is that of each, and tiles behind
-    an end are left as they were.
+    Where rows have `ends` a launch has them on its second axis, `count` is that of each, and tiles after
+    an end are not written.
     """
     start = tl.program_id(0).to(tl.int64) * BM
     if ends is not None:
         row = tl.program_id(1)
-        if _behind(ends, row, start - lead):
+        if _after_end(ends, row, start - lead):
             return
         a += row.to(tl.int64) * count * C
         out += row.to(tl.int64) * count * ROOM
@@ -374,11 +374,11 @@ def head_sum_kernel(
     """Sums the products of `head_products_kernel` that meet in one step: -> float32 [rows, steps], clamped
     to [-1, 1].
 
-    Where rows have `ends` samples behind them may be left as they were.
+    Samples after `ends` may be left unwritten.
     """
     row = tl.program_id(1)
     start = tl.program_id(0) * BLOCK
-    if ends is not None and _behind(ends, row, start):
+    if ends is not None and _after_end(ends, row, start):
         return
     at = start + tl.arange(0, BLOCK)
     base = products + row.to(tl.int64) * (lead + steps) * ROOM

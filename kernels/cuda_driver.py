@@ -74,8 +74,8 @@ def _context(device: int) -> ctypes.c_void_p:
 
 @contextmanager
 def _on(device: int) -> Iterator[None]:
-    """Runs calls on a device, whichever this thread is on, which is so again afterwards. A thread that is
-    on none stays on this one."""
+    """Makes a device current within the block, and then the thread's former one again. A thread without one
+    stays on this device."""
     driver, wanted, current = _driver(), _context(device), ctypes.c_void_p()
     driver.cuCtxGetCurrent(ctypes.byref(current))
     if current.value == wanted.value:
@@ -100,7 +100,7 @@ TensorMap = ctypes.c_byte * 128
 def tensor_map(
     address: int, sizes: tuple[int, int, int], box: tuple[int, int, int]
 ) -> ctypes.Array[ctypes.c_byte]:
-    """What kernels copy boxes of a contiguous bfloat16 tensor by.
+    """A descriptor with which kernels copy boxes of a contiguous bfloat16 tensor.
 
     sizes, box: of the last dimension, the one before it, and the first one. The last size of a box is 32
     or 64 values. Raises RuntimeError when the driver refuses.
@@ -118,13 +118,12 @@ def tensor_map(
 
 
 def matrix_map(matrix: Tensor, columns: int, rows: int) -> ctypes.Array[ctypes.c_byte]:
-    """`tensor_map` of a contiguous matrix whose boxes are so many columns and rows."""
+    """`tensor_map` of a contiguous matrix whose boxes have these columns and rows."""
     return tensor_map(matrix.data_ptr(), (matrix.shape[1], len(matrix), 1), (columns, rows, 1))
 
 
 class Module:
-    """Machine code on one device, and its kernels by name. Raises RuntimeError where the driver does not
-    take it."""
+    """Machine code on one device, and its kernels by name. Raises RuntimeError where the driver refuses it."""
 
     def __init__(self, code: bytes, device: int) -> None:
         self._device = device
@@ -133,10 +132,9 @@ class Module:
             _check(_driver().cuModuleLoadData(ctypes.byref(self._module), code), "A kernel's machine code")
 
     def kernel(self, name: str, shared_bytes: int = 0, all_shared: bool = False) -> Kernel:
-        """A kernel that is launched with so much dynamic shared memory.
+        """A kernel that is launched with this much dynamic shared memory.
 
-        all_shared: multiprocessors that run it had better be set to as much shared memory as they have, as
-        those of the kernels around it.
+        all_shared: its multiprocessors use the largest shared memory, as those of the kernels around it do.
         """
         function = ctypes.c_void_p()
         what = f"{shared_bytes} bytes of shared memory for {name}"
@@ -158,7 +156,7 @@ class Kernel:
         self._function, self._name, self._shared_bytes, self._device = function, name, shared_bytes, device
 
     def resident_blocks(self, threads: int) -> int:
-        """Blocks of so many threads that its device holds at once while nothing else runs there."""
+        """How many blocks of this size run at once on an idle device."""
         each = ctypes.c_int()
         with _on(self._device):
             asked = (self._function, threads, ctypes.c_size_t(self._shared_bytes))
@@ -167,8 +165,7 @@ class Kernel:
         return each.value * processors(self._device)
 
     def resident_clusters(self, threads: int, blocks: int) -> int:
-        """Clusters of so many blocks, of so many threads each, that its device holds at once while nothing
-        else runs there."""
+        """How many clusters of this size run at once on an idle device."""
         count, attribute = ctypes.c_int(), _Attribute(_CLUSTER, b"", (blocks, 1, 1))
         config = _Config(
             (blocks, 1, 1), (threads, 1, 1), self._shared_bytes, None, ctypes.pointer(attribute), 1
@@ -195,10 +192,10 @@ class Kernel:
         """Starts grid[0] x grid[1] blocks of `threads` on a stream of its device. Raises RuntimeError when
         the driver refuses.
 
-        programmatic: the kernel may start before those ahead of it in the stream are over (programmatic
-        dependent launch); cooperative: its blocks run all at once or not at all; cluster: so many
-        neighbours along grid[0] reach each other's shared memory; shared_bytes: less dynamic shared memory
-        than the kernel was made for.
+        programmatic: the kernel may start before earlier kernels of the stream have ended (programmatic
+        dependent launch); cooperative: its blocks all run at once; cluster: this number of
+        neighbours along grid[0] can read each other's shared memory; shared_bytes: less dynamic shared memory
+        than `Module.kernel` was given.
         """
         asked = [
             (_PROGRAMMATIC, (1,), programmatic),
@@ -222,16 +219,16 @@ class Source:
     """A file of `kernels/cuda`, and its kernels."""
 
     name: str
-    #: The kernels with the dynamic shared memory that they are made for, in bytes.
+    #: The kernels, with their dynamic shared memory in bytes.
     kernels: Mapping[str, int]
-    #: Who is slower without them, as a sentence.
+    #: What is slower without them, as a sentence.
     without: str = ""
     #: As `Module.kernel`.
     all_shared: bool = False
 
     @cache  # noqa: B019 - sources live as long as the process
     def on(self, device: int) -> dict[str, Kernel]:
-        """The kernels on a device, made by the first code that its driver takes. Raises RuntimeError or
+        """The kernels on a device, from the first code that its driver accepts. Raises RuntimeError or
         OSError where there is none."""
         fault = RuntimeError(f"there is no code of {self.name}")
         for code in binaries.candidates(self.name, torch.cuda.get_device_capability(device)):
@@ -276,11 +273,11 @@ def available(device: int, *sources: Source) -> bool:
         with ThreadPoolExecutor(len(sources)) as pool:
             list(pool.map(lambda source: source.on(device), sources))
     except (RuntimeError, OSError) as error:
-        names, said = ", ".join(source.name for source in sources), toolchain.first_line(error)
+        names, message = ", ".join(source.name for source in sources), toolchain.first_line(error)
         log.warning(
             "the CUDA C++ kernels of %s cannot be made (%s); %s. %s",
             names,
-            said,
+            message,
             sources[0].without,
             toolchain.CUDA_ADVICE,
             exc_info=True,

@@ -9,8 +9,8 @@ from weakref import WeakSet
 
 import torch
 
-#: Of CUDA streams, where a lower one goes first on the device: chunks that listeners wait for, then the
-#: frames of an engine for streams. Everything else has 0.
+#: Priorities of CUDA streams, where a lower number runs first: chunks that listeners wait for, then frames
+#: of an engine for streams. Everything else has 0.
 CHUNK_PRIORITY, FRAME_PRIORITY = -2, -1
 
 
@@ -22,28 +22,28 @@ class GraphPool:
         self._handle: Any = None
 
     def handle(self) -> Any:
-        """What a capture takes. The allocator gives a pool up with its last graph, also with one that
-        failed, and knows it no more."""
+        """The handle for a capture. The allocator frees a pool with its last graph, or with one that failed; then
+        a new one is made."""
         if not self._graphs:
             self._handle = torch.cuda.graph_pool_handle()
         return self._handle
 
     def keep(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Says that this graph was captured in the pool."""
+        """Registers a graph that was captured in the pool."""
         self._graphs.add(graph)
 
 
 def lacks_memory(error: BaseException) -> bool:
     """Whether a fault is the device's lack of memory, which drivers and libraries report in other ways
     than PyTorch's allocator."""
-    said = str(error).lower().replace("_", " ")
+    message = str(error).lower().replace("_", " ")
     return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and ("out of memory" in said or "alloc failed" in said)
+        isinstance(error, RuntimeError) and ("out of memory" in message or "alloc failed" in message)
     )
 
 
 def capture(work: Callable[[], None], pool: GraphPool, aside: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    """A graph of this work, which runs once before, on the stream `aside`. Other threads may use the
+    """A graph of this work, which first runs once on the stream `aside`. Other threads may use the
     device meanwhile.
 
     Raises `torch.OutOfMemoryError` where there is no memory for it.
@@ -64,7 +64,7 @@ def capture(work: Callable[[], None], pool: GraphPool, aside: torch.cuda.Stream)
             raise torch.OutOfMemoryError(str(error)) from error
         raise
     finally:
-        # Also where it fails: what the work reads may be another's memory from now on.
+        # Also after a failure: the memory that the work reads may be reused from now on.
         current.wait_stream(aside)
     assert graph is not None
     return graph
@@ -74,13 +74,13 @@ def _recorded(work: Callable[[], None], pool: GraphPool, last: bool = False) -> 
     """A graph of this work, on the current stream; None where there is no memory for it, or an error when
     it is the `last` try."""
     graph = torch.cuda.CUDAGraph()
-    # What other threads ask of the device does not end this capture, and nothing waits for the device.
+    # Calls of other threads do not end this capture, and nothing waits for the device.
     graph.capture_begin(pool=pool.handle(), capture_error_mode="thread_local")
     try:
         try:
             work()
         except BaseException:
-            with suppress(RuntimeError):  # what the end says of work that failed is no news
+            with suppress(RuntimeError):  # the error of the work itself is raised
                 graph.capture_end()
             raise
         graph.capture_end()  # makes what is launched, in the driver's memory

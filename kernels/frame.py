@@ -1,5 +1,5 @@
 """The tensors of a frame: an LM over positions (the backbone), what its head draws, and an LM over the
-codebooks behind (the depth).
+other codebooks (the depth).
 
 Every frame draws code 0 of each row from the head, the other codebooks from the depth, where there is one,
 and turns them into the backbone's next input. Nothing here belongs to one family of models: a family fills
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-#: Query heads of a kv head that the fused kernels know.
+#: Maximum query heads of a kv head in the fused kernels.
 LARGEST_GROUP = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer; `qkv` and `gate_up` are the published matrices one below the other."""
+    """One decoder layer; `qkv` and `gate_up` are the published matrices, concatenated along the rows."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -74,10 +74,10 @@ def fused_fault(heads: int, kv_heads: int, head_dim: int) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class DepthTensors:
-    """The LM over the codebooks behind code 0, whose cache lives for one frame.
+    """The LM over the codebooks after code 0, whose cache lives for one frame.
 
     Its first position is the backbone's state, projected where `project` (weight [width, hidden], bias
-    [width]) is given, its next ones the codes. heads: [codebooks behind, codes, width]; inputs: [rows,
+    [width]) is given, its next ones the codes. heads: [codebooks - 1, codes, width]; inputs: [rows,
     width], the codes' embeddings; starts: int64 [codebooks], the first row of each codebook.
     """
 
@@ -100,8 +100,8 @@ class DrawRules:
     #: the temperature comes last. Else the temperature comes first, then top-k, then top-p, of which the
     #: crossing code stays. Holds for the depth as well.
     nucleus_first: bool = False
-    #: A code that was drawn in the last so many frames, but for a request's first one, is drawn once more,
-    #: with the settings of a retry.
+    #: Frames in which a code must not be repeated: it is drawn once more with the settings of a retry. A
+    #: request's first code is not counted.
     window: int = 0
 
 

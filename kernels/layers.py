@@ -52,8 +52,7 @@ def qk_norm_rope_append(
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     eps: float,
-    rope_table: Tensor,
-    positions: Tensor,
+    angles: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     pages: Tensor,
@@ -63,17 +62,16 @@ def qk_norm_rope_append(
     """Norms (where there are weights) and rotates the heads of packed projections, writes keys and values
     into their pages, returns the queries.
 
-    qkv: [n, (heads + 2 * kv_heads) * head_dim]; rope_table: [positions, head_dim]; positions, pages,
-    offsets: [n]; k_cache, v_cache: [pages, kv_heads, page_size, head_dim] of one layer; returns [n, heads,
+    qkv: [n, (heads + 2 * kv_heads) * head_dim]; angles: [n, head_dim], the rows of `rope_table` at their
+    positions; pages, offsets: [n]; k_cache, v_cache: [pages, kv_heads, page_size, head_dim] of one layer; returns [n, heads,
     head_dim].
     """
     kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     q, k, v = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
-    rows = rope_table[positions]
-    k_cache[pages, :, offsets] = rope(head_norm(k, k_weight, eps), rows, wide_rope)
+    k_cache[pages, :, offsets] = rope(head_norm(k, k_weight, eps), angles, wide_rope)
     v_cache[pages, :, offsets] = v
-    return rope(head_norm(q, q_weight, eps), rows, wide_rope)
+    return rope(head_norm(q, q_weight, eps), angles, wide_rope)
 
 
 def head_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

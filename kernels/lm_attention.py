@@ -1,9 +1,9 @@
 """Triton kernels of attention. While frames are made: norms, rotation and append of the new heads, then
 attention over the positions.
 
-Rounding points are those of `kernels.layers`; what a model does not have, a norm of the heads, is a weight
-that is None. Launchers take `pdl` as in `kernels.lm_triton`. In prefill: packed prompts, where nothing is
-read on the host, so a captured launch serves any lengths, any first positions and any pages.
+Rounding points are those of `kernels.layers`; a model without norms of the heads has None as their
+weights. Launchers take `pdl` as in `kernels.lm_triton`. In prefill: packed prompts; the
+host reads nothing, so a captured launch works for any lengths, first positions and pages.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 @dataclass(frozen=True, slots=True)
 class AttentionTile:
-    """How programs take the positions of a row and kv head: positions of a step, warps, and steps whose
-    keys are on their way.
+    """How a program reads the positions of a row and kv head: positions of a step, warps, and pipeline stages.
 
     splits: programs that share a row's positions, by number of rows: the first entry whose key is at least
     the rows.
@@ -40,18 +39,17 @@ class AttentionTile:
     splits: tuple[tuple[int, int], ...]
 
 
-#: Measured best (docs/adr/0007) where up to so many query heads share a kv head, at any number of rows;
-#: and where more do.
+#: Measured best (docs/adr/0007) for up to this number of query heads of a kv head, at any number of rows, and for
+#: more.
 _FEW_HEADS = 2
 _FEW = AttentionTile(16, 1, 5, ((8, 8), (32, 4), (1 << 30, 1)))
 _MANY = AttentionTile(64, 4, 3, ((2, 8), (16, 4), (32, 2), (1 << 30, 1)))
-#: The fewest positions of a step that a product knows.
+#: The minimum positions of a step, the smallest size of a product.
 _LEAST_BLOCK = 16
 
 
 def attention_tile(group: int, page_size: int) -> AttentionTile:
-    """The tile for `group` query heads of a kv head and pages of so many positions, of which a step has at
-    most one."""
+    """The tile for `group` query heads of a kv head and this page size; a step has at most one page."""
     tile = _FEW if group <= _FEW_HEADS else _MANY
     return replace(tile, block=max(_LEAST_BLOCK, min(tile.block, page_size)))
 
@@ -288,7 +286,7 @@ def predictor_attention(
 
     qkv: [rows, ...] for one token a row at `position` >= 2, or [2 * rows, ...] for the frame's first two
     (`position` 0): all first tokens, then all second ones; k_cache, v_cache: [rows, kv_heads, span,
-    head_dim] of one layer; out: as many rows as qkv.
+    head_dim] of one layer; out has the rows of qkv.
     """
     rows, kv_heads, span, head_dim = k_cache.shape
     rows = min(rows, qkv.shape[0] // 2 if position == 0 else qkv.shape[0])
@@ -300,15 +298,14 @@ def predictor_attention(
     return out
 
 
-#: Queries of a program, over all heads that share a kv head: as many rows as a product should have.
+#: Queries of a program, over all heads of a kv head: the rows of a product.
 _QUERIES = 64
-#: Keys of a step: a page's, as far as a product of the device knows that number.
+#: Minimum and maximum keys of a step, otherwise those of a page.
 _LEAST_KEYS, _KEYS = 16, 64
 
 
 class QueryTiles:
-    """Which tokens each program takes: some that follow each other in one run, so that they see the same
-    pages.
+    """The tokens of each program: successive ones of one run, so that they see the same pages.
 
     run, at: int64 [tiles], the run and the first token; run is -1 for a program that has none. Made on the
     device, once for all layers.

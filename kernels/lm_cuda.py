@@ -1,4 +1,4 @@
-"""CUDA C++ kernels of decoding for few rows: which shapes and models they know, and their launches.
+"""CUDA C++ kernels of decoding for few rows: supported shapes and models, and launches.
 
 Products (`kernels/cuda/skinny.cu`), the predictor's attention (`predictor_attention.cu`) and draws
 (`sampler.cu`).
@@ -21,8 +21,8 @@ FIRST, MIDDLE, LAST = range(3)
 
 
 class Partition(NamedTuple):
-    """How a skinny product is cut: groups of 8 weight rows of a block, tiles of 16 rows, warps, blocks of
-    32 inner values of a warp."""
+    """Tiles of a skinny product: groups of 8 weight rows of a block, tiles of 16 rows, warps, blocks of 32
+    inner values of a warp."""
 
     groups: int
     tiles: int
@@ -41,7 +41,7 @@ class Partition(NamedTuple):
 
 #: By (inner size, has norm, epilogue): groups; warps for up to 8 rows, and for more; tiles for more than 16
 #: rows.
-_CUTS: dict[tuple[int, bool, int], tuple[int, int, int, int]] = {
+_TILE_CONFIGS: dict[tuple[int, bool, int], tuple[int, int, int, int]] = {
     (1024, True, PLAIN): (2, 8, 8, 2),
     (1024, True, SWIGLU): (6, 8, 8, 2),
     (2048, True, PLAIN): (4, 16, 16, 1),
@@ -51,16 +51,16 @@ _CUTS: dict[tuple[int, bool, int], tuple[int, int, int, int]] = {
     (3072, False, RESIDUAL): (1, 12, 16, 2),
     (6144, False, RESIDUAL): (1, 16, 16, 1),
 }
-#: The shape that has other groups where the output is wide, from so many outputs on.
+#: The shape with other groups for wide outputs, the groups, and the outputs from which on they are used.
 _WIDE_SHAPE, _WIDE_GROUPS, _WIDE_FROM = (1024, True, PLAIN), 4, 4096
 _ATTENTION_WARPS, _DRAW_EACH, _MAX_CODEBOOKS = 4, 8, 32
-#: Blocks of the predictor's attention, at most: four on each multiprocessor of an H200 or H100.
+#: Maximum blocks of the predictor's attention: four on each multiprocessor of an H200 or H100.
 _ATTENTION_BLOCKS = 4 * 132
 
 
 def partition_of(shape: tuple[int, bool, int], rows: int, wide: bool = False) -> Partition:
-    """How the product of a shape in `_CUTS` is cut for so many rows."""
-    groups, few, more, tiles = _CUTS[shape]
+    """The tiles of a product with a shape in `_TILE_CONFIGS`, for this number of rows."""
+    groups, few, more, tiles = _TILE_CONFIGS[shape]
     warps = few if rows <= 8 else more
     return Partition(
         _WIDE_GROUPS if wide else groups, tiles if rows > 16 else 1, warps, shape[0] // (32 * warps)
@@ -68,14 +68,17 @@ def partition_of(shape: tuple[int, bool, int], rows: int, wide: bool = False) ->
 
 
 def skinny_name(partition: Partition, normed: bool, epilogue: int) -> str:
-    """The skinny kernel of a partition, as kernels/cuda/skinny.cu names it."""
+    """The skinny kernel of a partition, as named in kernels/cuda/skinny.cu."""
     return "_".join(["skinny", *(str(int(part)) for part in (*partition, normed, epilogue))])
 
 
 def _skinny_kernels() -> dict[str, int]:
-    shapes = [(shape, False) for shape in _CUTS] + [(_WIDE_SHAPE, True)]
-    cuts = [(shape, partition_of(shape, rows, wide)) for shape, wide in shapes for rows in (8, 16, 17)]
-    return {skinny_name(cut, normed, epilogue): cut.shared_bytes for (_, normed, epilogue), cut in cuts}
+    shapes = [(shape, False) for shape in _TILE_CONFIGS] + [(_WIDE_SHAPE, True)]
+    configs = [(shape, partition_of(shape, rows, wide)) for shape, wide in shapes for rows in (8, 16, 17)]
+    return {
+        skinny_name(config, normed, epilogue): config.shared_bytes
+        for (_, normed, epilogue), config in configs
+    }
 
 
 SKINNY = Source(
@@ -83,7 +86,7 @@ SKINNY = Source(
 )
 ATTENTION = Source("predictor_attention", {f"predictor_attention_{pairs}": 0 for pairs in range(1, 9)})
 DRAWS = Source("sampler", dict.fromkeys(("draw_first", "draw_middle", "draw_last"), 0))
-#: What every frame of graphs needs.
+#: The sources that every captured frame needs.
 SOURCES = (SKINNY, ATTENTION, DRAWS)
 
 
@@ -115,8 +118,7 @@ class _DrawArguments(ctypes.Structure):
 
 
 def known_to_cuda(weights: FrameTensors) -> bool:
-    """Whether the CUDA C++ kernels know the rules of the frame, whatever its sizes: attention, draws, and
-    what is fed back."""
+    """Whether the CUDA C++ kernels support the frame's rules of attention, draws and feedback, at any sizes."""
     depth, rules, feedback = weights.depth, weights.draw, weights.feedback
     if (
         depth is None
@@ -135,8 +137,8 @@ def known_to_cuda(weights: FrameTensors) -> bool:
 
 
 def has_skinny(inner: int, normed: bool, epilogue: int) -> bool:
-    """Whether the skinny kernel knows this shape."""
-    return (inner, normed, epilogue) in _CUTS
+    """Whether the skinny kernel supports this shape."""
+    return (inner, normed, epilogue) in _TILE_CONFIGS
 
 
 def skinny(
@@ -164,7 +166,7 @@ def skinny(
     """
     rows, inner = x.shape
     width, shape = y.shape[1], (inner, norm is not None, epilogue)
-    if shape not in _CUTS:
+    if shape not in _TILE_CONFIGS:
         raise RuntimeError(
             f"There is no skinny product of inner={inner}, norm={norm is not None}, epilogue={epilogue}."
         )
@@ -188,7 +190,7 @@ def skinny(
 
 
 def has_predictor_attention(heads: int, kv_heads: int, span: int, head_dim: int) -> bool:
-    """Whether the predictor's attention kernel knows these sizes."""
+    """Whether the predictor's attention kernel supports these sizes."""
     return heads == 2 * kv_heads and span == 16 and head_dim == 128
 
 
@@ -210,7 +212,7 @@ def predictor_attention(
 
 
 def has_draw(vocab: int, width: int, hidden: int) -> bool:
-    """Whether the sampler kernel knows these sizes."""
+    """Whether the sampler kernel supports these sizes."""
     return vocab % 256 == 0 and vocab <= 4096 and width % 8 == 0 and hidden % 8 == 0
 
 

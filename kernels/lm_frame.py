@@ -1,4 +1,4 @@
-"""A whole frame in few launches: the backbone's step, code 0, the codebooks behind it, the next input.
+"""A whole frame in few launches: the backbone's step, code 0, the other codebooks, the next input.
 
 It computes `kernels.reference.run_frame` with the same rounding points. A `Plan` chooses the kernels by the
 number of rows: for few rows (`Plan.skinny`) the time is that of reading the weights, and five launches a
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels import lm_cuda, lm_products
-from kernels.cuda_driver import available, index_of, processors
+from kernels.cuda_driver import Source, available, index_of, processors
 from kernels.frame import (
     DepthTensors,
     DrawTensors,
@@ -55,60 +55,52 @@ class Plan:
 
 
 def runs_cuda(weights: FrameTensors, k_cache: Tensor) -> bool:
-    """Whether the frames of these weights use the CUDA C++ kernels: products of few rows, attention of the
+    """Whether frames of these weights use the CUDA C++ kernels: products of few rows, attention of the
     predictor, draws."""
-    if not known_to_cuda(weights) or not _on_gpu(k_cache):
+    if not known_to_cuda(weights):
         return False
-    shapes = {(stack.hidden, True, PLAIN) for stack in weights.stacks}
+    shapes: list[tuple[int, bool, int]] = []
     for stack in weights.stacks:
-        layer = stack.layers[0]
-        shapes |= {
-            (layer.o.shape[1], False, RESIDUAL),
-            (stack.hidden, True, SWIGLU),
-            (stack.inner, False, RESIDUAL),
-        }
+        normed = [(stack.hidden, True, epilogue) for epilogue in (PLAIN, SWIGLU)]
+        shapes += normed + [(matrix.shape[1], False, RESIDUAL) for matrix in _added_matrices(stack)]
     if weights.depth is not None and weights.depth.project is not None:
-        shapes.add((weights.depth.project[0].shape[1], False, BIAS))
-    return all(lm_cuda.has_skinny(*shape) for shape in shapes) and available(
-        index_of(k_cache.device.index), *lm_cuda.SOURCES
-    )
+        shapes.append((weights.depth.project[0].shape[1], False, BIAS))
+    return all(lm_cuda.has_skinny(*shape) for shape in shapes) and _have(k_cache, *lm_cuda.SOURCES)
 
 
 def runs_products(weights: FrameTensors, k_cache: Tensor) -> bool:
-    """Whether `lm_products.product` knows every product of the frame and its device, and the other CUDA
+    """Whether `lm_products.product` supports every product of the frame and its device, and the other CUDA
     C++ kernels run too."""
     depth = weights.depth
     if depth is None or depth.project is not None or not runs_cuda(weights, k_cache):
         return False
-    layers = [stack.layers[0] for stack in weights.stacks]
-    matrices = [
-        weights.head,
-        depth.heads[0],
-        *(matrix for layer in layers for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)),
-    ]
-    known = all((*matrix.shape,) in lm_products.CUTS for matrix in matrices)
-    return known and available(index_of(k_cache.device.index), lm_products.PRODUCTS)
+    matrices = [weights.head, depth.heads[0]]
+    for stack in weights.stacks:
+        matrices += [stack.layers[0].qkv, stack.layers[0].gate_up, *_added_matrices(stack)]
+    known = all((*matrix.shape,) in lm_products.TILE_CONFIGS for matrix in matrices)
+    return known and _have(k_cache, lm_products.PRODUCTS)
 
 
 def runs_swiglu(weights: FrameTensors) -> bool:
-    """Whether `lm_products.swiglu` knows gate and up of all layers, and their device."""
+    """Whether `lm_products.swiglu` supports gate and up of all layers, and their device."""
     return all(lm_products.serves_swiglu(stack.layers[0].down) for stack in weights.stacks if stack.layers)
 
 
 def runs_residual(weights: FrameTensors, k_cache: Tensor) -> bool:
-    """Whether `lm_products.add_product` knows O and down of all layers, and their device."""
-    matrices = [
-        matrix
-        for stack in weights.stacks
-        if stack.layers
-        for matrix in (stack.layers[0].o, stack.layers[0].down)
-    ]
-    known = _on_gpu(k_cache) and all(lm_products.has_residual(*matrix.shape) for matrix in matrices)
-    return known and available(index_of(k_cache.device.index), lm_products.RESIDUAL_PRODUCTS)
+    """Whether `lm_products.add_product` supports O and down of all layers, and their device."""
+    matrices = [matrix for stack in weights.stacks for matrix in _added_matrices(stack)]
+    known = all(lm_products.has_residual(*matrix.shape) for matrix in matrices)
+    return known and _have(k_cache, lm_products.RESIDUAL_PRODUCTS)
 
 
-def _on_gpu(cache: Tensor) -> bool:
-    return cache.dtype == torch.bfloat16 and cache.is_cuda
+def _added_matrices(stack: StackTensors) -> list[Tensor]:
+    """O and down of a layer, whose products are added to its input."""
+    return [matrix for layer in stack.layers[:1] for matrix in (layer.o, layer.down)]
+
+
+def _have(cache: Tensor, *sources: Source) -> bool:
+    on_gpu = cache.dtype == torch.bfloat16 and cache.is_cuda
+    return on_gpu and available(index_of(cache.device.index), *sources)
 
 
 #: Attention of a layer: its number, the packed projections, and where the result goes.
@@ -127,13 +119,13 @@ class FusedFrame:
         max_rows: int,
         plan: Plan,
     ) -> None:
-        """Raises ValueError for heads that the kernels do not know (`kernels.frame.fused_fault`)."""
+        """Raises ValueError for heads that the kernels do not support (`kernels.frame.fused_fault`)."""
         stacks = weights.stacks
         for stack in stacks:
             if (fault := fused_fault(stack.heads, stack.kv_heads, stack.head_dim)) is not None:
                 raise ValueError(fault)
         # Products of other frames are cuBLAS's at every batch, which may clear memory first: no kernel can be
-        # launched early behind that.
+        # launched early after that.
         self._products = plan.products and runs_products(weights, k_cache)
         self._wide_swiglu = plan.wide_swiglu and runs_swiglu(weights)
         self._residual = plan.residual_products and runs_residual(weights, k_cache)
@@ -143,9 +135,9 @@ class FusedFrame:
         self.weights, self.state = weights, _as_bytes(state)
         self._keys, self._values = k_cache, v_cache
         device, dtype = k_cache.device, k_cache.dtype
-        #: What the next norm adds to the state first; the norm that the product before made, where it did;
-        #: whether the next norm may start early where the others may not, first in a stack and behind
-        #: `lm_products.add_product`.
+        #: What the next norm first adds to the state; the norm of the last product, where it computed one;
+        #: whether the next norm may start early although others may not: as the first of a stack and
+        #: after `lm_products.add_product`.
         self._pending: Tensor | None = None
         self._normed: Norm | None = None
         self._starts_early = False
@@ -184,9 +176,9 @@ class FusedFrame:
         talker = weights.backbone
         self._tile = attention_tile(talker.heads // talker.kv_heads, k_cache.shape[3])
         self._splits = plan.splits or self._tile.splits
-        most = max(splits for _, splits in self._splits)
+        max_splits = max(splits for _, splits in self._splits)
         self._scratch = SplitScratch(
-            max_rows * talker.kv_heads, most, talker.heads // talker.kv_heads, talker.head_dim, device
+            max_rows * talker.kv_heads, max_splits, talker.heads // talker.kv_heads, talker.head_dim, device
         )
 
     def run(self, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
@@ -198,7 +190,7 @@ class FusedFrame:
         self._draws(self._head(backbone, x, self.weights.head, self._hidden[:n]), rows, codes, flags)
 
     def draw(self, hidden: Tensor, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
-        """`run` behind a backbone that runs elsewhere; hidden: [n, hidden], its states after the final
+        """`run` after a backbone that runs elsewhere; hidden: [n, hidden], its states after the final
         norm."""
         n, head = rows.shape[0], self.weights.head
         kept = self._hidden[:n].copy_(hidden)
@@ -213,17 +205,17 @@ class FusedFrame:
         if depth.project is not None:
             self._project(*depth.project, self._hidden[:n], self._x[1][:n])
         self._draw(FIRST, 0, logits, rows, codes, flags)
-        self._behind(depth, rows, codes, flags)
+        self._later_codebooks(depth, rows, codes, flags)
 
     def _backbone(self, rows: Tensor, x: Tensor) -> None:
         """The state of the backbone's step into x [n, width], before the last norm."""
         torch.index_select(self.state.inputs, 0, rows, out=x)
         self._stack(self.weights.backbone, x, lambda layer, qkv, out: self._attend(layer, qkv, rows, out))
 
-    def _behind(self, depth: DepthTensors, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
-        """The codebooks behind code 0, one after the other."""
-        n, x, stack, behind = rows.shape[0], self._x[1], depth.stack, len(depth.heads)
-        for step in range(behind):
+    def _later_codebooks(self, depth: DepthTensors, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
+        """The codebooks after code 0, one after the other."""
+        n, x, stack, count = rows.shape[0], self._x[1], depth.stack, len(depth.heads)
+        for step in range(count):
             first, position = step == 0, step + 1 if step else 0
 
             def attend(layer: int, qkv: Tensor, out: Tensor, position: int = position) -> None:
@@ -242,10 +234,10 @@ class FusedFrame:
 
             self._stack(stack, x[: 2 * n] if first else x[:n], attend, keep=n if first else 0)
             logits = self._head(stack, x[n : 2 * n] if first else x[:n], depth.heads[step])
-            self._draw(LAST if step == behind - 1 else MIDDLE, step + 1, logits, rows, codes, flags)
+            self._draw(LAST if step == count - 1 else MIDDLE, step + 1, logits, rows, codes, flags)
 
     def _stack(self, stack: StackTensors, x: Tensor, attend: Attend, keep: int = 0) -> None:
-        """All layers in place on x [rows, width]; the last layer's output is only made for the rows from
+        """All layers in place on x [rows, width]; the last layer's output is computed only for the rows from
         `keep` on."""
         self._pending, self._normed, self._starts_early = None, None, self._residual
         for index, (layer, following) in enumerate(zip(stack.layers, [*stack.layers[1:], None])):
@@ -282,8 +274,8 @@ class FusedFrame:
             norm = Norm(_rows(self._weighted, *x.shape), _rows(self._squares, len(x), parts), eps)
             self._wide(mixed, layer.o, x, epilogue=RESIDUAL, extra=x, norm=layer.post_norm, into=norm)
             self._wide(norm, layer.gate_up, act, epilogue=SWIGLU)
-            behind = {} if following is None else {"norm": following.input_norm, "into": norm}
-            self._wide(act, layer.down, x, epilogue=RESIDUAL, extra=x, **behind)
+            next_norm = {} if following is None else {"norm": following.input_norm, "into": norm}
+            self._wide(act, layer.down, x, epilogue=RESIDUAL, extra=x, **next_norm)
             self._normed = None if following is None else norm
         else:
             self._pending = self._added(x, mixed, layer.o)
@@ -291,7 +283,7 @@ class FusedFrame:
             self._pending = self._added(x, act, layer.down)
 
     def _added(self, x: Tensor, a: Tensor, weight: Tensor) -> Tensor | None:
-        """Adds a @ weight.T to x, or returns it, for the norm behind to add."""
+        """Adds a @ weight.T to x, or returns the product, which the next norm adds."""
         splits, self._starts_early, (n, inner) = None, False, weight.shape
         if self._residual:
             splits = lm_products.splits_for(len(x), n, inner, lm_products.clusters_of(x.device.index or 0))
@@ -304,8 +296,8 @@ class FusedFrame:
     def _added_norm(
         self, x: Tensor, weight: Tensor, eps: float, into: Tensor | None = None, early: bool = False
     ) -> Tensor:
-        """The norm of x, to which it adds what is pending; it may start early everywhere, or first and
-        behind `lm_products.add_product`."""
+        """The norm of x, to which it adds what is pending; it may start early everywhere, or as the first of a
+        stack and after `lm_products.add_product`."""
         pdl = self.plan.pdl or (self._starts_early and x.is_cuda)
         return add_norm(
             x,
@@ -329,7 +321,7 @@ class FusedFrame:
             swiglu(both, act, pdl=self.plan.pdl)
 
     def _parts(self, width: int) -> int:
-        """Sums of squares that a row of this width has between two products."""
+        """Number of sums of squares of a row of this width between two products."""
         return -(-width // lm_products.PIECE)
 
     def _head(self, stack: StackTensors, x: Tensor, head: Tensor, hidden: Tensor | None = None) -> Tensor:
@@ -352,7 +344,7 @@ class FusedFrame:
 
     def _wide(self, x: Tensor | Norm, weight: Tensor, y: Tensor, **options) -> Tensor:
         return lm_products.product(
-            x, weight, y, lm_products.cut_for(len(y), *weight.shape), pdl=self.plan.pdl, **options
+            x, weight, y, lm_products.tile_config(len(y), *weight.shape), pdl=self.plan.pdl, **options
         )
 
     def _attend(self, layer: int, qkv: Tensor, rows: Tensor, out: Tensor) -> None:
@@ -390,22 +382,25 @@ class FusedFrame:
 
 
 class PersistentFrame(FusedFrame):
-    """A frame of persistent kernels, for the one number of rows of their launches: the codebooks behind
-    code 0, and the talker's layers where `talker` is given."""
+    """A frame of persistent kernels, for a fixed number of rows: the codebooks after code 0,
+    and the talker's layers where `talker` is given."""
 
     def __init__(
         self,
-        behind: PredictorRun,
+        predictor_run: PredictorRun,
         state: StateTensors,
         k_cache: Tensor,
         v_cache: Tensor,
         plan: Plan,
         talker: Talker | None = None,
     ) -> None:
-        # No kernel is launched early behind a cooperative one.
+        # No kernel is launched early after a cooperative one.
         plan = plan if talker is None else replace(plan, pdl=False)
-        super().__init__(behind.predictor.frame, state, k_cache, v_cache, behind.rows, plan)
-        self.behind, self.talker = behind, None if talker is None else TalkerRun(talker, behind)
+        super().__init__(predictor_run.predictor.frame, state, k_cache, v_cache, predictor_run.rows, plan)
+        self.predictor_run, self.talker = (
+            predictor_run,
+            None if talker is None else TalkerRun(talker, predictor_run),
+        )
 
     def _backbone(self, rows: Tensor, x: Tensor) -> None:
         if self.talker is None:
@@ -414,8 +409,8 @@ class PersistentFrame(FusedFrame):
             self.talker.launch(x, rows, self.state, self._keys, self._values)
             self._pending = None
 
-    def _behind(self, depth: DepthTensors, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
-        self.behind.launch(self._x[1], rows, codes, self._finite, flags, self.state)
+    def _later_codebooks(self, depth: DepthTensors, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
+        self.predictor_run.launch(self._x[1], rows, codes, self._finite, flags, self.state)
 
 
 def _rows(buffer: Tensor, rows: int, width: int) -> Tensor:

@@ -1,5 +1,5 @@
-"""Parts of a frame in one cooperative launch each: the code predictor's, and the talker's layers. The
-models they know, weights, launches.
+"""Parts of a frame in one cooperative launch each: the code predictor's, and the talker's layers. Supported
+models, weights, launches.
 
 The kernels are `kernels/cuda/persistent.cuh` and `persistent_talker.cuh`; their twins
 `kernels.reference.depth_frame` and the layers of `kernels.reference.backbone_step`.
@@ -22,10 +22,10 @@ from kernels.lm_cuda import known_to_cuda
 
 #: The sources in `kernels/cuda`: the predictor's, the talker's, and that of the kernels that a `Trial` needs.
 SOURCE, TALKER_SOURCE, TESTED_SOURCE = "persistent", "persistent_talker", "persistent_tested"
-#: The numbers of rows that they have kernels for.
+#: The numbers of rows with kernels.
 ROWS = (1, 2)
-#: A bit of a frame's flags, beside those of `kernels.reference`: blocks waited in vain, so the frame is void
-#: and no other one may follow.
+#: A bit of a frame's flags, beside those of `kernels.reference`: a block waited too long, so the frame is invalid
+#: and no other one must follow.
 FAILED = 4
 #: Times that a reader asks for packets before it gives up: seconds on a GPU, where a frame takes a
 #: millisecond. For each of them, a block also waits 32 clocks of a launch for its weights: 80 ms.
@@ -33,7 +33,7 @@ PATIENCE = 1 << 22
 #: Clocks between two copies of a block's weight stream; measured best (docs/adr/0009).
 GAP = 1100
 _FAULT = 1
-#: What the word of a fault names, as `Wait` of kernels/cuda/persistent_shape.cuh says.
+#: What a fault's word stands for: `Wait` of kernels/cuda/persistent_shape.cuh.
 _KERNELS = ("predictor", "talker")
 _WAITS = (
     "exchange {}",
@@ -45,9 +45,8 @@ _TILE = 256  # elements: 8 rows of 32
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """How a kernel cuts a stack of layers: its name, blocks, warps that compute, tiles of a warp in a
-    chunk, shared memory."""
+class TileConfig:
+    """A kernel and its tiles: name, blocks, warps that compute, tiles of a warp in a chunk, shared memory."""
 
     name: str
     blocks: int
@@ -61,25 +60,25 @@ class Cut:
         return 32 * (self.warps + 1)
 
 
-#: The compute capability of the GPU that the pace of the weights' copies and the times of docs/adr/0009
-#: are from.
+#: The compute capability on which the interval of the weights' copies and the times of docs/adr/0009 were
+#: measured.
 MEASURED_ON = (9, 0)
-#: By width, inner width, heads, kv heads, size of a head, codes, layers, codebooks behind code 0.
-PREDICTORS: dict[tuple[int, ...], Cut] = {
-    (1024, 3072, 16, 8, 128, 2048, 5, 15): Cut("persistent_published", 128, 8, 4, 232_448)
+#: By width, inner width, heads, kv heads, size of a head, codes, layers, codebooks after code 0.
+PREDICTORS: dict[tuple[int, ...], TileConfig] = {
+    (1024, 3072, 16, 8, 128, 2048, 5, 15): TileConfig("persistent_published", 128, 8, 4, 232_448)
 }
 #: By width, inner width, heads, kv heads, size of a head.
-TALKERS: dict[tuple[int, ...], Cut] = {
-    (1024, 3072, 16, 8, 128): Cut("persistent_talker_published", 128, 8, 4, 232_448)
+TALKERS: dict[tuple[int, ...], TileConfig] = {
+    (1024, 3072, 16, 8, 128): TileConfig("persistent_talker_published", 128, 8, 4, 232_448)
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a launch of the kernels for tests does wrong.
+    """Faults of a launch, for the kernels of tests.
 
-    Blocks stumble for up to `delay` short naps; block `silent` says nothing, a chunk of weights never
-    comes to block `starved`, and block `keeping` frees none for the next ones.
+    Blocks sleep for up to `delay` short times; block `silent` sends nothing, block `starved` never receives a
+    chunk of weights, and block `keeping` frees no chunk.
     """
 
     delay: int = 0
@@ -125,17 +124,17 @@ class TalkerArguments(ctypes.Structure):
     )
 
 
-def predictor_cut(weights: FrameTensors) -> Cut | None:
-    """How the predictor of these weights is cut; None where there is no kernel for it, or for the rules of
-    its draws."""
+def predictor_config(weights: FrameTensors) -> TileConfig | None:
+    """The kernel of the predictor of these weights; None where there is none for it, or for the rules of its
+    draws."""
     if (depth := weights.depth) is None or weights.backbone.hidden % 8 or not _plain(weights):
         return None
-    behind, codes, _ = depth.heads.shape
-    return PREDICTORS.get((*_sizes(depth.stack), codes, len(depth.stack.layers), behind))
+    later, codes, _ = depth.heads.shape
+    return PREDICTORS.get((*_sizes(depth.stack), codes, len(depth.stack.layers), later))
 
 
-def talker_cut(weights: FrameTensors) -> Cut | None:
-    """How the talker's layers of these weights are cut; None where there is no kernel for them."""
+def talker_config(weights: FrameTensors) -> TileConfig | None:
+    """The kernel of the talker's layers of these weights; None where there is none."""
     return TALKERS.get(_sizes(weights.backbone)) if _plain(weights) else None
 
 
@@ -147,58 +146,63 @@ def _sizes(stack: StackTensors) -> tuple[int, ...]:
     return stack.hidden, stack.inner, stack.heads, stack.kv_heads, stack.head_dim
 
 
-def _tiles(weight: Tensor, cut: Cut, halves: int = 1) -> Tensor:
+def _tiles(weight: Tensor, config: TileConfig, halves: int = 1) -> Tensor:
     """A matrix [n, inner] in the order of use, [blocks, chunks, elements of a chunk]; with two halves a
     block has rows of both."""
     n, inner = weight.shape[0] // halves, weight.shape[1]
-    groups, steps = -(-n // (8 * cut.blocks)), -(-inner // (32 * cut.warps))
+    groups, steps = -(-n // (8 * config.blocks)), -(-inner // (32 * config.warps))
     filled = functional.pad(
-        weight.view(halves, n, inner), (0, steps * cut.warps * 32 - inner, 0, groups * cut.blocks * 8 - n)
+        weight.view(halves, n, inner),
+        (0, steps * config.warps * 32 - inner, 0, groups * config.blocks * 8 - n),
     )
-    cells = filled.view(halves, cut.blocks, groups, 8, cut.warps, steps, 32)
+    cells = filled.view(halves, config.blocks, groups, 8, config.warps, steps, 32)
     # A lane of a warp reads the 8 values at 8 * (lane % 4) of row lane / 4.
-    tiles = cells.permute(1, 4, 5, 0, 2, 3, 6).reshape(cut.blocks, cut.warps, steps * halves * groups, _TILE)
-    chunks = -(-tiles.shape[2] // cut.tiles)
-    tiles = functional.pad(tiles, (0, 0, 0, chunks * cut.tiles - tiles.shape[2]))
+    tiles = cells.permute(1, 4, 5, 0, 2, 3, 6).reshape(
+        config.blocks, config.warps, steps * halves * groups, _TILE
+    )
+    chunks = -(-tiles.shape[2] // config.tiles)
+    tiles = functional.pad(tiles, (0, 0, 0, chunks * config.tiles - tiles.shape[2]))
     return (
-        tiles.view(cut.blocks, cut.warps, chunks, cut.tiles, _TILE)
+        tiles.view(config.blocks, config.warps, chunks, config.tiles, _TILE)
         .transpose(1, 2)
-        .reshape(cut.blocks, chunks, -1)
+        .reshape(config.blocks, chunks, -1)
     )
 
 
-def packed_layers(stack: StackTensors, cut: Cut) -> Tensor:
-    """The matrices of a stack in the order of use, [blocks, chunks, elements of a chunk]. Meanwhile a
-    layer exists once more."""
+def packed_layers(stack: StackTensors, config: TileConfig) -> Tensor:
+    """The matrices of a stack in the order of use, [blocks, chunks, elements of a chunk]. One
+    layer at a time exists twice."""
 
     def layer_tiles(layer: Layer) -> Tensor:
         return torch.cat(
             [
-                _tiles(layer.qkv, cut),
-                _tiles(layer.o, cut),
-                _tiles(layer.gate_up, cut, 2),
-                _tiles(layer.down, cut),
+                _tiles(layer.qkv, config),
+                _tiles(layer.o, config),
+                _tiles(layer.gate_up, config, 2),
+                _tiles(layer.down, config),
             ],
             dim=1,
         )
 
     first = layer_tiles(stack.layers[0])
-    packed = first.new_empty(cut.blocks, len(stack.layers), *first.shape[1:])
+    packed = first.new_empty(config.blocks, len(stack.layers), *first.shape[1:])
     for index, layer in enumerate(stack.layers):
         packed[:, index] = layer_tiles(layer)
     return packed.flatten(1, 2)
 
 
-def packed_weights(depth: DepthTensors, cut: Cut) -> Tensor:
+def packed_weights(depth: DepthTensors, config: TileConfig) -> Tensor:
     """All matrices of the predictor, [blocks, chunks, elements of a chunk]: those of the layers, then the
     heads."""
-    return torch.cat([packed_layers(depth.stack, cut), *(_tiles(head, cut) for head in depth.heads)], dim=1)
+    return torch.cat(
+        [packed_layers(depth.stack, config), *(_tiles(head, config) for head in depth.heads)], dim=1
+    )
 
 
-def packed_norms(stack: StackTensors, cut: Cut) -> Tensor:
+def packed_norms(stack: StackTensors, config: TileConfig) -> Tensor:
     """The weights of all norms one after the other, those of the state filled up to whole blocks of 32 for
     each warp."""
-    padding = (0, -stack.hidden % (32 * cut.warps))
+    padding = (0, -stack.hidden % (32 * config.warps))
 
     def norms(layer: Layer) -> list[Tensor]:
         assert layer.q_norm is not None and layer.k_norm is not None  # noqa: PT018
@@ -220,9 +224,9 @@ def _exchanged(stack: StackTensors) -> int:
     return stack.layers[0].qkv.shape[0] + stack.heads * stack.head_dim + 2 * stack.hidden + stack.inner
 
 
-def kernel_name(cut: Cut, rows: int, tested: bool = False) -> str:
-    """The kernel for so many rows, as the sources name it; `tested`: the one that a `Trial` needs."""
-    return f"{cut.name}_{rows}" + ("_tested" if tested else "")
+def kernel_name(config: TileConfig, rows: int, tested: bool = False) -> str:
+    """The name of the kernel for this number of rows; `tested`: of the one that a `Trial` needs."""
+    return f"{config.name}_{rows}" + ("_tested" if tested else "")
 
 
 @cache
@@ -233,21 +237,23 @@ def _source(source: str, kernel: str, shared_bytes: int) -> Source:
 class _Kernel:
     """A kernel whose blocks all run at once on its device."""
 
-    def __init__(self, source: str, cut: Cut, rows: int, tested: bool, device: torch.device) -> None:
+    def __init__(
+        self, source: str, config: TileConfig, rows: int, tested: bool, device: torch.device
+    ) -> None:
         """Raises RuntimeError where there is no code, or the device does not hold all blocks at once."""
-        self._name, self._cut = kernel_name(cut, rows, tested), cut
-        self._source = _source(TESTED_SOURCE if tested else source, self._name, cut.shared_bytes)
+        self._name, self._config = kernel_name(config, rows, tested), config
+        self._source = _source(TESTED_SOURCE if tested else source, self._name, config.shared_bytes)
         self._device = index_of(device.index)
-        room = self._source.on(self._device)[self._name].resident_blocks(cut.threads)
-        if room < cut.blocks:
+        room = self._source.on(self._device)[self._name].resident_blocks(config.threads)
+        if room < config.blocks:
             raise RuntimeError(
-                f"The persistent kernel has {cut.blocks} blocks; this device holds {room} of them at once."
+                f"The persistent kernel has {config.blocks} blocks; this device holds {room} of them at once."
             )
 
     def launch(self, arguments: ctypes.Structure) -> None:
-        cut = self._cut
+        config = self._config
         self._source.launch(
-            self._name, (cut.blocks, 1), cut.threads, arguments, self._device, cooperative=True
+            self._name, (config.blocks, 1), config.threads, arguments, self._device, cooperative=True
         )
 
 
@@ -255,12 +261,12 @@ class Predictor:
     """The packed weights of one predictor, which the launches for all numbers of rows share."""
 
     def __init__(self, weights: FrameTensors) -> None:
-        """Raises ValueError for a predictor without a kernel (`predictor_cut`)."""
-        depth, cut = weights.depth, predictor_cut(weights)
-        if depth is None or cut is None:
+        """Raises ValueError for a predictor without a kernel (`predictor_config`)."""
+        depth, config = weights.depth, predictor_config(weights)
+        if depth is None or config is None:
             raise ValueError("There is no persistent kernel for this predictor.")
-        self.frame, self.depth, self.cut = weights, depth, cut
-        self.weights, self.norms = packed_weights(depth, cut), packed_norms(depth.stack, cut)
+        self.frame, self.depth, self.config = weights, depth, config
+        self.weights, self.norms = packed_weights(depth, config), packed_norms(depth.stack, config)
 
 
 class PredictorRun:
@@ -282,7 +288,7 @@ class PredictorRun:
         self.predictor, self.rows, self.patience, self.trial = predictor, rows, patience, trial
         self.gap = GAP if gap is None else gap
         depth, device = predictor.depth, predictor.weights.device
-        self._kernel = _Kernel(SOURCE, predictor.cut, rows, trial is not None, device)
+        self._kernel = _Kernel(SOURCE, predictor.config, rows, trial is not None, device)
         # A packet is two values; a row has two tokens in the first pass.
         self.packets = torch.zeros(
             rows * (_exchanged(depth.stack) + depth.heads.shape[1]), 2, dtype=torch.int32, device=device
@@ -291,7 +297,7 @@ class PredictorRun:
 
     @property
     def fault(self) -> str | None:
-        """Who waited in vain first in an earlier launch, and for what, or None. Waits for the device."""
+        """The first block that waited too long in an earlier launch, and for what, or None. Waits for the device."""
         word = int(self.control[_FAULT]) & 0xFFFFFFFF
         if not word:
             return None
@@ -305,7 +311,7 @@ class PredictorRun:
     def launch(
         self, x: Tensor, rows: Tensor, codes: Tensor, finite: Tensor, flags: Tensor, state: StateTensors
     ) -> None:
-        """What `kernels.reference.run_frame` does behind code 0, on the current stream of the device.
+        """Computes `kernels.reference.run_frame` after code 0, on the current stream of the device.
 
         x: [2 * rows, width], the talker's states, projected where the model does, then the embeddings of
         the codes 0; rows: int64 [rows], the slots; codes: int64 [rows, codebooks] with code 0 filled in;
@@ -327,25 +333,29 @@ class Talker:
     """The packed weights of one talker, which the launches for all numbers of rows share."""
 
     def __init__(self, weights: FrameTensors) -> None:
-        """Raises ValueError for a talker without a kernel (`talker_cut`)."""
-        if (cut := talker_cut(weights)) is None:
+        """Raises ValueError for a talker without a kernel (`talker_config`)."""
+        if (config := talker_config(weights)) is None:
             raise ValueError("There is no persistent kernel for this talker.")
-        self.stack, self.cut = weights.backbone, cut
-        self.weights, self.norms = packed_layers(self.stack, cut), packed_norms(self.stack, cut)
+        self.stack, self.config = weights.backbone, config
+        self.weights, self.norms = packed_layers(self.stack, config), packed_norms(self.stack, config)
 
 
 class TalkerRun:
-    """Launches for the number of rows of a predictor's, with which they share what blocks report."""
+    """Launches for a predictor's number of rows; both report faults in the same place."""
 
-    def __init__(self, talker: Talker, behind: PredictorRun) -> None:
+    def __init__(self, talker: Talker, predictor_run: PredictorRun) -> None:
         """Raises RuntimeError where there is no code, or where the device does not hold all blocks at
         once."""
-        self.talker, self.behind = talker, behind
-        stack, cut, device = talker.stack, talker.cut, talker.weights.device
-        self._kernel = _Kernel(TALKER_SOURCE, cut, behind.rows, behind.trial is not None, device)
+        self.talker, self.predictor_run = talker, predictor_run
+        stack, config, device = talker.stack, talker.config, talker.weights.device
+        self._kernel = _Kernel(
+            TALKER_SOURCE, config, predictor_run.rows, predictor_run.trial is not None, device
+        )
         # Two values each, and each value of attention's parts.
-        packets = _exchanged(stack) // 2 + cut.blocks // stack.kv_heads * stack.heads * (stack.head_dim + 2)
-        self.packets = torch.zeros(behind.rows * packets, 2, dtype=torch.int32, device=device)
+        packets = _exchanged(stack) // 2 + config.blocks // stack.kv_heads * stack.heads * (
+            stack.head_dim + 2
+        )
+        self.packets = torch.zeros(predictor_run.rows * packets, 2, dtype=torch.int32, device=device)
 
     def launch(self, x: Tensor, rows: Tensor, state: StateTensors, keys: Tensor, values: Tensor) -> None:
         """The talker's step of the slots `rows` int64 [rows] into x [rows, width], its state before the
@@ -354,10 +364,10 @@ class TalkerRun:
         keys, values: [layers, pages, kv_heads, page_size, head_dim], to which those of the new position
         are added.
         """
-        talker, behind, stack = self.talker, self.behind, self.talker.stack
+        talker, predictor_run, stack = self.talker, self.predictor_run, self.talker.stack
         pointers = addresses(
             talker.weights, talker.norms, stack.rope_table, state.inputs, x, rows, state.positions, state.page_table, keys, values,
-            self.packets, behind.control,
+            self.packets, predictor_run.control,
         )  # fmt: skip
         numbers = (keys.stride(0), len(stack.layers), state.page_table.shape[1], keys.shape[3])
-        self._kernel.launch(TalkerArguments(*pointers, *numbers, *behind.rest(stack)))
+        self._kernel.launch(TalkerArguments(*pointers, *numbers, *predictor_run.rest(stack)))

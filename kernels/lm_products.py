@@ -1,10 +1,10 @@
-"""Products of decoding with Hopper's own instructions, in CUDA C++: how each is cut, and its launch.
+"""Products of decoding with Hopper's own instructions, in CUDA C++: the tiles of each, and its launch.
 
 `product` serves 17 to 64 rows (`kernels/cuda/products.cu`), `add_product` many rows that are added to a
 residual (`residual_products.cu`), `swiglu` many rows (`wide_products.cu`). Rounding points are those of
-`torch.mm` and of the kernels of `kernels.lm_triton` behind it. A norm between two of the first kind is
+`torch.mm` and of the kernels of `kernels.lm_triton` after it. A norm between two of the first kind is
 part of both (`Norm`): rows are rounded once, after its weights, and its scale multiplies the sums of the
-product behind it in float32.
+next product in float32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels.cuda_driver import Source, TensorMap, addresses, available, fields, matrix_map, processors
 from kernels.lm_cuda import PLAIN, RESIDUAL, SWIGLU
 
-#: Rows of x that a kernel of `product` has room for; more are further blocks.
+#: Rows of x in a block of each kernel of `product`; more rows take further blocks.
 ROOMS = (32, 64, 128)
 #: Values of the inner size in a stage, of all three, and weight rows of a block of `product`.
 PIECE = 64
@@ -31,19 +31,19 @@ ROWS, RESIDUAL_OUTPUTS, SWIGLU_OUTPUTS = 128, 128, 96
 SPLITS = (4, 8)
 #: Frames of more rows have too many tiles of `add_product` for a Hopper at every published width.
 MANY = 384
-#: cuBLAS is faster than `swiglu` for so many rows and fewer, whatever the tiles.
+#: Up to this number of rows cuBLAS is faster than `swiglu`, whatever the tiles.
 FEW = 256
 _THREADS, _WIDE_THREADS, _WIDE_STAGES = 256, 288, 5
 #: Of `product`: bytes of shared memory that a block may have; stages and blocks of a cluster.
-_SHARED, _MOST_STAGES, _MOST_SPLITS = 227 << 10, 16, 8
-#: The share of its clusters that a device may have tiles of `add_product` for: devices of one kind, which
+_SHARED, _MAX_STAGES, _MAX_SPLITS = 227 << 10, 16, 8
+#: The maximum share of a device's clusters that tiles of `add_product` fill: devices of one kind, which
 #: give the same bits, hold a few more or fewer.
 _ROOM = 0.9
-#: Outputs of the widest products with a residual that were measured. Of wider ones the weights are so many
-#: that all multiprocessors have to read them, as cuBLAS's do.
+#: Outputs of the widest products with a residual that were measured. Wider ones have so many weights
+#: that all multiprocessors must read them, as with cuBLAS.
 _WIDEST = 2048
-#: The share of its turns that a device has to have tiles of `swiglu` for: a launch takes a whole turn's time
-#: where the last one has few.
+#: The minimum share of a device's turns that tiles of `swiglu` fill: a last turn with few tiles takes as long
+#: as a full one.
 _FULL = 0.9
 #: `Block` of residual_products.cu and of wide_products.cu: stages with two barriers each, the sums of a tile,
 #: alignment.
@@ -64,8 +64,8 @@ WIDE_PRODUCTS = Source(
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """How `product` is cut: parts of the inner size, which are the blocks of a cluster, and stages of x in
+class TileConfig:
+    """Tiles of `product`: parts of the inner size, which are the blocks of a cluster, and stages of x in
     shared memory."""
 
     splits: int
@@ -79,35 +79,35 @@ class Cut:
             self.stages * room * 2 * PIECE,
             PIECE * inner // self.splits * 2,
         )
-        return max(stages + weights, sums) + sums + (2 * _MOST_STAGES + 2) * 8 + room * 4 + 1024
+        return max(stages + weights, sums) + sums + (2 * _MAX_STAGES + 2) * 8 + room * 4 + 1024
 
     def fault(self, room: int, weight_rows: int, inner: int) -> str | None:
-        """Why a product of these sizes cannot be cut so, or None."""
+        """Why a product of these sizes cannot have these tiles, or None."""
         if weight_rows % PIECE or inner % (PIECE * self.splits):
             return (
                 f"{weight_rows} x {inner} weights do not fall into tiles of {PIECE} x {PIECE * self.splits}"
             )
-        if self.splits not in (1, 2, 4, _MOST_SPLITS) or not 2 <= self.stages <= _MOST_STAGES:
-            return f"a product has 1, 2, 4 or {_MOST_SPLITS} splits and 2 to {_MOST_STAGES} stages"
+        if self.splits not in (1, 2, 4, _MAX_SPLITS) or not 2 <= self.stages <= _MAX_STAGES:
+            return f"a product has 1, 2, 4 or {_MAX_SPLITS} splits and 2 to {_MAX_STAGES} stages"
         if (size := self.shared_bytes(room, inner)) > _SHARED:
             return f"{size} bytes of shared memory are more than a block has"
         return None
 
 
 #: Measured best (docs/adr/0008) for up to 32 rows, and for more, by weight rows and inner size.
-CUTS: dict[tuple[int, int], tuple[Cut, Cut]] = {
-    (4096, 1024): (Cut(4, 4), Cut(2, 6)),
-    (1024, 2048): (Cut(8, 4), Cut(4, 3)),
-    (6144, 1024): (Cut(2, 8), Cut(2, 3)),
-    (1024, 3072): (Cut(8, 4), Cut(8, 3)),
-    (2048, 1024): (Cut(4, 4), Cut(4, 4)),
-    (3072, 1024): (Cut(4, 4), Cut(4, 4)),
+TILE_CONFIGS: dict[tuple[int, int], tuple[TileConfig, TileConfig]] = {
+    (4096, 1024): (TileConfig(4, 4), TileConfig(2, 6)),
+    (1024, 2048): (TileConfig(8, 4), TileConfig(4, 3)),
+    (6144, 1024): (TileConfig(2, 8), TileConfig(2, 3)),
+    (1024, 3072): (TileConfig(8, 4), TileConfig(8, 3)),
+    (2048, 1024): (TileConfig(4, 4), TileConfig(4, 4)),
+    (3072, 1024): (TileConfig(4, 4), TileConfig(4, 4)),
 }
 
 
-def cut_for(rows: int, weight_rows: int, inner: int) -> Cut:
-    """The cut of a product that is in `CUTS`; weights of gate and up lie one below the other."""
-    return CUTS[weight_rows, inner][rows > ROOMS[0]]
+def tile_config(rows: int, weight_rows: int, inner: int) -> TileConfig:
+    """The configuration of a product that is in `TILE_CONFIGS`; for SwiGLU, the weights are gate's rows, then up's."""
+    return TILE_CONFIGS[weight_rows, inner][rows > ROOMS[0]]
 
 
 def room_for(rows: int) -> int:
@@ -116,8 +116,8 @@ def room_for(rows: int) -> int:
 
 
 def residual_fault(n: int, inner: int, splits: int) -> str | None:
-    """Why a product of `n` outputs of `inner` values that is added to a residual cannot be cut so, or
-    None."""
+    """Why a product of `n` outputs of `inner` values that is added to a residual cannot have these
+    splits, or None."""
     if splits not in SPLITS:
         return f"a product has {' or '.join(map(str, SPLITS))} splits, not {splits}"
     if n % RESIDUAL_OUTPUTS or inner % (PIECE * splits):
@@ -143,7 +143,7 @@ def clusters_of(device: int) -> dict[int, int]:
 
 
 def splits_for(rows: int, n: int, inner: int, clusters: Mapping[int, int]) -> int | None:
-    """The most parts of which all tiles run at once; None where there are none, and cuBLAS is faster.
+    """The largest number of parts with which all tiles run at once; None where cuBLAS is faster.
 
     clusters: how many a device holds at once, by parts (`clusters_of`).
     """
@@ -157,13 +157,12 @@ def splits_for(rows: int, n: int, inner: int, clusters: Mapping[int, int]) -> in
 
 
 def blocks_of(rows: int, n: int, processors: int) -> int:
-    """Blocks of `swiglu`, at most one for each multiprocessor, of which each has as many tiles as any
-    other, or one fewer."""
+    """Blocks of `swiglu`, at most one for each multiprocessor, with tiles spread evenly."""
     return -(-_tiles(rows, n) // _turns(rows, n, processors))
 
 
 def fills(rows: int, n: int, processors: int) -> bool:
-    """Whether `swiglu` is worth its launch for `rows` rows of `n` outputs: more than `FEW` rows, and tiles
+    """Whether `swiglu` is faster than cuBLAS for `rows` rows of `n` outputs: more than `FEW` rows, and tiles
     that fill their turns."""
     return rows > FEW and _tiles(rows, n) >= _FULL * _turns(rows, n, processors) * processors
 
@@ -178,7 +177,7 @@ def _turns(rows: int, n: int, processors: int) -> int:
 
 
 def serves_swiglu(down: Tensor) -> bool:
-    """Whether `swiglu` knows gate and up of a layer whose `down` is [inner, n], and their device."""
+    """Whether `swiglu` supports gate and up of a layer whose `down` is [inner, n], and their device."""
     fits = (
         down.is_cuda
         and down.dtype == torch.bfloat16
@@ -212,12 +211,12 @@ class _WideArguments(ctypes.Structure):
 
 
 def _maps(weight: Tensor, weight_rows: int, x: Tensor, rows: int) -> ctypes.Array[ctypes.Array[c_byte]]:
-    """The maps of weights and activations, whose boxes have so many rows."""
+    """The maps of weights and activations, whose boxes have these rows."""
     return (TensorMap * 2)(matrix_map(weight, PIECE, weight_rows), matrix_map(x, PIECE, rows))
 
 
 def _check(x: Tensor, weight: Tensor, y: Tensor, halves: int, step: int) -> None:
-    """Raises ValueError where weights of so many halves do not give y from x, or what a kernel reads or
+    """Raises ValueError where weights of this number of halves do not give y from x, or what a kernel reads or
     writes at once starts between multiples of 16 bytes, or, in y, of `step` values."""
     (rows, inner), n = x.shape, y.shape[1]
     if weight.shape != (halves * n, inner) or len(y) != rows:
@@ -232,7 +231,7 @@ def _check(x: Tensor, weight: Tensor, y: Tensor, halves: int, step: int) -> None
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMSNorm between two products: the one ahead fills both tensors, the one behind reads them.
+    """RMSNorm between two products: the first fills both tensors, the second reads them.
 
     weighted: [rows, width], its input times its weights; squares: float32 [rows, parts], whose sum is that
     of its input's squares. Here a part is 64 values, and the width a multiple of 256.
@@ -243,7 +242,7 @@ class Norm:
     eps: float
 
     def fault(self, rows: int, width: int) -> str | None:
-        """Why it cannot stand behind, or ahead of, a product with so many rows of this width, or None."""
+        """Why it cannot be before or after a product with these rows and this width, or None."""
         if self.squares.shape != (rows, width // PIECE) or not self.squares.is_contiguous():
             return f"The sums of squares of {rows} rows of {width} values are {rows} x {width // PIECE}."
         return (
@@ -257,7 +256,7 @@ def product(
     x: Tensor | Norm,
     weight: Tensor,
     y: Tensor,
-    cut: Cut,
+    config: TileConfig,
     *,
     epilogue: int = PLAIN,
     extra: Tensor | None = None,
@@ -269,21 +268,21 @@ def product(
 
     x: contiguous [rows, inner], or a norm of that; weight: contiguous [n, inner], for SWIGLU [2 * n,
     inner] with the gate's rows first; y: [rows, n]; extra: what RESIDUAL adds, [rows, n] with y's strides
-    (may be y); norm: weights [n] of the norm behind a RESIDUAL, which fills `into`; pdl: programmatic
-    dependent launch. The same cut and room give a row the same bits in any company. Raises ValueError for
+    (may be y); norm: weights [n] of the norm after a RESIDUAL, which fills `into`; pdl: programmatic
+    dependent launch. With the same configuration and room a row has the same bits in any batch. Raises ValueError for
     what the kernel cannot do.
     """
     ahead, x = (x, x.weighted) if isinstance(x, Norm) else (None, x)
     (rows, inner), weight_rows, n = x.shape, len(weight), y.shape[1]
     room = room_for(rows)
-    if (fault := cut.fault(room, weight_rows, inner)) is not None:
+    if (fault := config.fault(room, weight_rows, inner)) is not None:
         raise ValueError(f"There is no such product: {fault}.")
     _check(x, weight, y, 2 if epilogue == SWIGLU else 1, step=2)
     if (into is None) != (norm is None) or (
         into is not None and (epilogue != RESIDUAL or into.weighted.stride() != y.stride())
     ):
         raise ValueError(
-            "A norm behind a product needs its weights, a residual, and rows as far apart as those of y."
+            "A norm after a product needs its weights, a residual, and rows with the strides of y."
         )
     for one, width in ((ahead, inner), (into, n)):
         if one is not None and (fault := one.fault(rows, width)) is not None:
@@ -291,13 +290,13 @@ def product(
     pointers = addresses(
         extra, norm, ahead and ahead.squares, y, into and into.weighted, into and into.squares
     )
-    numbers = (rows, n, inner, y.stride(0), epilogue, cut.splits, cut.stages)
+    numbers = (rows, n, inner, y.stride(0), epilogue, config.splits, config.stages)
     arguments = _Arguments(
         _maps(weight, PIECE // 2, x, room), *pointers, *numbers, 0.0 if ahead is None else ahead.eps
     )
     PRODUCTS.launch(
-        f"product_{room}", (weight_rows // PIECE * cut.splits, -(-rows // room)), _THREADS, arguments, x.device.index, programmatic=pdl,
-        cluster=cut.splits, shared_bytes=cut.shared_bytes(room, inner),
+        f"product_{room}", (weight_rows // PIECE * config.splits, -(-rows // room)), _THREADS, arguments, x.device.index, programmatic=pdl,
+        cluster=config.splits, shared_bytes=config.shared_bytes(room, inner),
     )  # fmt: skip
     return y
 
@@ -306,9 +305,9 @@ def add_product(x: Tensor, a: Tensor, weight: Tensor, splits: int, *, pdl: bool 
     """x += a @ weight.T, bfloat16, launched on the current stream of x's device.
 
     x: [rows, n], its rows on multiples of 16 bytes; a: contiguous [rows, inner]; weight: contiguous [n,
-    inner]; splits: parts of the inner size; pdl: the kernel may start while the one ahead still runs
-    (programmatic dependent launch). The kernel behind may start early. With the same splits a row has the
-    same bits in any company. Raises ValueError for what the kernel cannot do.
+    inner]; splits: parts of the inner size; pdl: the kernel may start while the one before still runs
+    (programmatic dependent launch). The next kernel may start early. With the same splits a row has the
+    same bits in any batch. Raises ValueError for what the kernel cannot do.
     """
     (rows, inner), n = a.shape, x.shape[1]
     if (fault := residual_fault(n, inner, splits)) is not None:
@@ -328,8 +327,8 @@ def swiglu(x: Tensor, weight: Tensor, y: Tensor, *, pdl: bool = False) -> Tensor
     """y = silu(x @ gate.T) * (x @ up.T), bfloat16, launched on the current stream of x's device.
 
     x: contiguous [rows, inner]; weight: contiguous [2 * n, inner], the gate's rows first; y: [rows, n];
-    pdl: the kernel may start while the one ahead still runs (programmatic dependent launch). A row has the
-    same bits in any company. Raises ValueError for what the kernel cannot do.
+    pdl: the kernel may start while the one before still runs (programmatic dependent launch). A row has the
+    same bits in any batch. Raises ValueError for what the kernel cannot do.
     """
     (rows, inner), n = x.shape, y.shape[1]
     if n % SWIGLU_OUTPUTS or inner % PIECE:

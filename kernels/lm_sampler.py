@@ -27,7 +27,7 @@ _WHOLE = tl.constexpr(float(1 << 23))
 _RETRY_TEMPERATURE, _RETRY_TOP_P = tl.constexpr(RETRY_TEMPERATURE), tl.constexpr(RETRY_TOP_P)
 #: Which codebook of a frame a launch draws: the first one, one between, the last one, or the only one.
 FIRST, MIDDLE, LAST, ONLY = 0, 1, 2, 3
-#: The row of text that the next input takes: none, that of the request's text id, or that of code 0.
+#: The row of text in the next input: none, that of the request's text id, or that of code 0.
 _NO_TEXT, _TEXT_BY_ID, _TEXT_BY_CODE = 0, 1, 2
 
 
@@ -89,7 +89,7 @@ def _weights(value, at, temperature, top_k, top_p, VOCAB: tl.constexpr):
         threshold = tl.where(found >= count, threshold + step, threshold)
         inside = tl.where(found >= count, found, inside)
         step = step >> 1
-    # The order of a value says its bits, so only one of both is kept.
+    # The bits of a value follow from its order, so only the order is kept.
     scaled = (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     likely = tl.where((order >= threshold) & (at < VOCAB), tl.exp(scaled - tl.max(scaled)), 0.0)
     weights = _quantized(likely / tl.sum(likely), tl.int32)
@@ -318,6 +318,6 @@ def draw(
 
 
 def _warps(vocab: int) -> int:
-    """Warps that share the codes of a row: 32 codes a thread at most, so that nearly all stays in
+    """Warps that share the codes of a row: a maximum of 32 codes a thread, so that nearly all stays in
     registers."""
     return min(32, max(4, 1 << ((vocab - 1) // 1024).bit_length()))

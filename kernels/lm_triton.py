@@ -53,7 +53,7 @@ def add_norm(
     early: bool = False,
 ) -> Tensor:
     """x += y (where given, in place), then RMSNorm of x into `out`. x, y, out: contiguous [rows, width];
-    weight: [width]; early: the kernel behind may start early, even if this one does not."""
+    weight: [width]; early: the next kernel may start early, even if this one does not."""
     rows, width = x.shape
     block, added = triton.next_power_of_2(width), y is not None
     _add_norm[(rows,)](

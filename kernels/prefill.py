@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from kernels import lm_products
 from kernels.attention import PackedPrompts, attend_padded, padded_places
@@ -46,15 +47,15 @@ def prefill_packed(
     v_cache: Tensor,
     scratch: int,
 ) -> None:
-    """`prefill_padded` of prompts one after the other, of any lengths and from any position on: only what
-    is behind them is padding.
+    """`prefill_padded` of prompts one after the other, of any lengths and from any position on: only the
+    end of the row is padding.
 
     embeddings: [total, hidden], finite everywhere, kept as they are. What it launches depends on `total`
     and on the number of runs only.
     """
     places = prompts.places(len(embeddings), k_cache.shape[3], scratch)
     tiles = QueryTiles(prompts, len(embeddings), stack.heads, stack.kv_heads)
-    # Behind the last run nothing is written: zeros stay there in all layers, so that the scratch page stays
+    # Nothing is written after the last run: zeros stay there in all layers, so the scratch page stays
     # finite.
     mixed = embeddings.new_zeros(len(embeddings), stack.heads * stack.head_dim)
 
@@ -84,10 +85,8 @@ def _write(
     q = x.new_empty(len(x), stack.heads, k_cache.shape[4])
     wide = _fills(len(x), stack.layers[0].down)
     for index, layer in enumerate(stack.layers):
-        ready, weight = add_norm(x, None, layer.input_norm, stack.eps, normed), layer.qkv.t()
-        packed = (
-            torch.mm(ready, weight) if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, ready, weight)
-        )
+        add_norm(x, None, layer.input_norm, stack.eps, normed)
+        packed = linear(normed, layer.qkv, layer.qkv_bias)
         norm_rope_append(
             packed, layer.q_norm, layer.k_norm, stack.eps, stack.rope_table, positions, k_cache[index], v_cache[index], held, offsets, q,
             stack.wide_rope,
@@ -100,13 +99,13 @@ def _write(
         if wide:
             lm_products.swiglu(normed, layer.gate_up, act, pdl=True)
         else:
-            swiglu(torch.mm(normed, layer.gate_up.t()), act)
+            swiglu(linear(normed, layer.gate_up), act)
         x.addmm_(act, layer.down.t())
 
 
 def _fills(rows: int, down: Tensor) -> bool:
-    """Whether `lm_products.swiglu` knows gate and up of a layer with this `down`, and is worth its launch
-    for so many rows."""
+    """Whether `lm_products.swiglu` supports gate and up of a layer with this `down`, and is faster for this
+    number of rows."""
     return lm_products.serves_swiglu(down) and lm_products.fills(
         rows, down.shape[1], processors(down.device.index or 0)
     )

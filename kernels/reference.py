@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.attention import paged_decode_attention
-from kernels.frame import DepthTensors, Feedback, FrameTensors, Layer, StackTensors, StateTensors
-from kernels.layers import codec_embedding_sum, head_norm, qk_norm_rope_append, rms_norm, rope, swiglu
+from kernels.frame import DepthTensors, Feedback, FrameTensors, StackTensors, StateTensors
+from kernels.layers import codec_embedding_sum, qk_norm_rope_append, rms_norm, swiglu
 from kernels.sampler import (
     RETRY_TEMPERATURE,
     RETRY_TOP_P,
@@ -37,8 +37,8 @@ class FrameOutput:
     #: int64 [n, codebooks] and uint8 [n].
     codes: Tensor
     flags: Tensor
-    #: float32 [n, vocab], the raw logits of code 0; [n, hidden] after the final norm; float32 [codebooks
-    #: behind, n, codes].
+    #: float32 [n, vocab], the raw logits of code 0; [n, hidden] after the final norm; float32 [codebooks -
+    #: 1, n, codes].
     first_logits: Tensor
     hidden: Tensor
     residual_logits: Tensor
@@ -70,12 +70,11 @@ def run_stack(
     `keys_only_at_the_end` the last layer stops once its keys and values are written, and the result means
     nothing.
     """
-    eps = stack.eps
+    eps, angles = stack.eps, stack.rope_table[tokens.positions]
     for index, layer in enumerate(stack.layers):
         packed = functional.linear(rms_norm(x, layer.input_norm, eps), layer.qkv, layer.qkv_bias)
         q = qk_norm_rope_append(
-            packed, layer.q_norm, layer.k_norm, eps, stack.rope_table, tokens.positions, k_cache[index], v_cache[index], tokens.pages,
-            tokens.offsets, stack.wide_rope,
+            packed, layer.q_norm, layer.k_norm, eps, angles, k_cache[index], v_cache[index], tokens.pages, tokens.offsets, stack.wide_rope
         )  # fmt: skip
         if keys_only_at_the_end and index == len(stack.layers) - 1:
             break
@@ -101,7 +100,7 @@ def run_frame(
     state.
 
     max_length: at least the longest context after this frame; the flags are those of the rows' draw
-    settings. `forced` int64 [n, codebooks] stands in for the drawn codes wherever they are fed back.
+    settings. `forced` int64 [n, codebooks] replaces the drawn codes wherever they are fed back.
     """
     hidden = backbone_step(weights.backbone, state, k_cache, v_cache, rows, max_length)
     return draw_frame(weights, state, rows, hidden, first_flags, residual_flags, forced)
@@ -116,8 +115,7 @@ def draw_frame(
     residual_flags: DrawFlags,
     forced: Tensor | None = None,
 ) -> FrameOutput:
-    """A frame behind the backbone's step, whose state `hidden` [n, hidden] it starts from; otherwise as
-    `run_frame`."""
+    """A frame after the backbone's step, from its state `hidden` [n, hidden]; otherwise as `run_frame`."""
     rules, depth = weights.draw, weights.depth
     logits = functional.linear(hidden, weights.head).float()
     frames = state.frames[rows]
@@ -127,11 +125,11 @@ def draw_frame(
     if depth is not None:
         fed = drawn if forced is None else forced[:, 0]
         settings = state.residual.rows(rows)
-        codes, behind, residual = depth_frame(
+        codes, depth_finite, residual = depth_frame(
             depth, hidden, fed, noise[:, 1:], settings, residual_flags, rules.nucleus_first, forced
         )
         codes[:, 0] = drawn
-        finite = finite & behind
+        finite = finite & depth_finite
     _advance(weights.feedback, state, rows, codes if forced is None else forced)
     flags = is_one_of(drawn, rules.ends).to(torch.uint8) * ENDED + (~finite).to(torch.uint8) * NOT_FINITE
     return FrameOutput(codes, flags, logits, hidden, residual)
@@ -173,9 +171,9 @@ def _draw_first(
     drawn = sample(processed, noise[:, 0], temperature, top_k, top_p, greedy, *rest)
     if rules.window == 0 or flags.all_greedy:
         return drawn
-    warm, most = torch.full_like(temperature, RETRY_TEMPERATURE), torch.full_like(top_p, RETRY_TOP_P)
+    warm, wide = torch.full_like(temperature, RETRY_TEMPERATURE), torch.full_like(top_p, RETRY_TOP_P)
     rest = (flags.max_top_k, True, False, rules.nucleus_first)
-    again = sample(processed, noise[:, weights.codebooks], warm, top_k, most, greedy, *rest)
+    again = sample(processed, noise[:, weights.codebooks], warm, top_k, wide, greedy, *rest)
     return torch.where((state.recent[rows] == drawn[:, None]).any(-1), again, drawn)
 
 
@@ -189,21 +187,19 @@ def depth_frame(
     nucleus_first: bool = False,
     forced: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draws the codebooks behind code 0; the cache of a frame's positions lives only here.
+    """Draws the codebooks after code 0; the cache of a frame's positions lives only here.
 
-    hidden: [n, hidden], the backbone's state; first: int64 [n], code 0; random: int64 [n, codebooks behind
+    hidden: [n, hidden], the backbone's state; first: int64 [n], code 0; random: int64 [n, codebooks - 1
     or more]; settings as in `sample`; forced: int64 [n, codebooks] to feed instead of what was drawn.
-    Returns codes int64 [n, codebooks], finite: bool [n], and float32 logits [codebooks behind, n, codes].
+    Returns codes int64 [n, codebooks], finite: bool [n], and float32 logits [codebooks - 1, n, codes].
     """
-    stack, behind = depth.stack, depth.heads.shape[0]
-    cache = hidden.new_empty(
-        2, len(stack.layers), hidden.shape[0], stack.kv_heads, behind + 1, stack.head_dim
-    )
+    stack, later = depth.stack, depth.heads.shape[0]
+    cache = hidden.new_empty(2, len(stack.layers), hidden.shape[0], stack.kv_heads, later + 1, stack.head_dim)
     codes, kept = [first], []
     finite = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
     start = hidden if depth.project is None else functional.linear(hidden, *depth.project)
     x = torch.stack((start, depth.inputs[first + depth.starts[0]]), dim=1)
-    for step in range(behind):
+    for step in range(later):
         out = _depth_step(x, 0 if step == 0 else step + 1, stack, cache)
         logits = functional.linear(rms_norm(out[:, -1], stack.norm, stack.eps), depth.heads[step]).float()
         finite &= all_finite(logits)
@@ -224,41 +220,24 @@ def depth_frame(
 
 
 def _depth_step(x: Tensor, start: int, stack: StackTensors, cache: Tensor) -> Tensor:
-    """All layers over the new positions from `start` on; x: [n, new, width] -> [n, new, width]."""
-    rows, new, _ = x.shape
-    angles = stack.rope_table[start : start + new].repeat(rows, 1)
-    for index, layer in enumerate(stack.layers):
-        mixed = _depth_attention(x, start, stack, layer, angles, cache[0, index], cache[1, index])
-        x = x + functional.linear(mixed, layer.o)
-        x = x + functional.linear(
-            swiglu(functional.linear(rms_norm(x, layer.post_norm, stack.eps), layer.gate_up)), layer.down
+    """All layers over the new positions from `start` on; x: [n, new, width] -> [n, new, width].
+
+    cache: [2, layers, n, kv_heads, positions, head_dim], so a row's positions are one page.
+    """
+    rows, new, width = x.shape
+    positions = torch.arange(start, start + new, device=x.device).repeat(rows)
+    pages = torch.arange(rows, device=x.device).repeat_interleave(new)
+
+    def attend(layer: int, q: Tensor) -> Tensor:
+        queries = q.view(rows, new, -1, stack.head_dim).transpose(1, 2)
+        keys, values = cache[:, layer, :, :, : start + new]
+        mixed = functional.scaled_dot_product_attention(
+            queries, keys, values, is_causal=new > 1, scale=stack.scale, enable_gqa=True
         )
-    return x
+        return mixed.transpose(1, 2).reshape(rows * new, -1)
 
-
-def _depth_attention(
-    x: Tensor, start: int, stack: StackTensors, layer: Layer, angles: Tensor, keys: Tensor, values: Tensor
-) -> Tensor:
-    """Attention over the positions of a frame so far, the new ones included. keys, values: [n, kv_heads,
-    positions, head_dim]."""
-    rows, new, _ = x.shape
-    kv_heads, end = stack.kv_heads, start + new
-    packed = functional.linear(rms_norm(x, layer.input_norm, stack.eps), layer.qkv, layer.qkv_bias).view(
-        rows * new, -1, stack.head_dim
-    )
-    q, k, v = packed.split((packed.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
-
-    def turned(heads: Tensor, weight: Tensor | None) -> Tensor:
-        placed = rope(head_norm(heads, weight, stack.eps), angles, stack.wide_rope)
-        return placed.view(rows, new, -1, stack.head_dim).transpose(1, 2)
-
-    keys[:, :, start:end] = turned(k, layer.k_norm)
-    values[:, :, start:end] = v.reshape(rows, new, kv_heads, stack.head_dim).transpose(1, 2)
-    q = turned(q, layer.q_norm)
-    mixed = functional.scaled_dot_product_attention(
-        q, keys[:, :, :end], values[:, :, :end], is_causal=new > 1, scale=stack.scale, enable_gqa=True
-    )
-    return mixed.transpose(1, 2).flatten(2)
+    tokens = TokenPositions(positions, pages, positions)
+    return run_stack(x.flatten(0, 1), stack, tokens, cache[0], cache[1], attend).view(rows, new, width)
 
 
 def next_inputs(feedback: Feedback, codes: Tensor, text: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 NAMESPACE = "nightjar"
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
-#: name -> the plain PyTorch function that says what the op means.
+#: name -> the plain PyTorch function that defines the op.
 TWINS: dict[str, Callable[..., object]] = {}
 
 
@@ -42,8 +42,8 @@ def op(schema: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def on_gpu(name: str, fits: Callable[..., bool]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Registers the decorated launch as what an op does on a CUDA device with arguments that `fits`; with
-    others its twin runs."""
+    """Registers the decorated launch of an op on a CUDA device for arguments that `fits` accepts; for others
+    its twin runs."""
 
     def register(launch: Callable[P, R]) -> Callable[P, R]:
         def run(*args: Any, **kwargs: Any) -> object:

@@ -90,7 +90,7 @@ def process_first(
     """Codebook-0 logits after the processors that also hold for greedy choice, in float32.
 
     logits: [n, vocab]; seen: bool [n, vocab], the tokens that the request has drawn so far; penalty: [n];
-    ban_end: bool [n], rows that may not end yet; tokens from `suppress_from` on are never drawn, apart
+    ban_end: bool [n], rows that must not end yet; tokens from `suppress_from` on are never drawn, apart
     from `ends`.
     """
     wide = logits.float()

@@ -1,4 +1,4 @@
-"""What makes kernels on this machine: CUDA's compilers; Triton, and the C compiler that it calls. Imports
+"""The compilers of kernels on this machine: CUDA's; Triton, and the C compiler that it calls. Imports
 neither torch nor Triton."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def nvrtc() -> Path | None:
 
 
 def cuda_compiler() -> str | None:
-    """Path of what compiles CUDA C++ here, or None where nothing does."""
+    """Path of a compiler of CUDA C++, or None where there is none."""
     return nvcc() or (str(library) if (library := nvrtc()) is not None else None)
 
 
@@ -49,7 +49,7 @@ def compile_cuda(source: Path, headers: Mapping[str, str], target: str) -> bytes
     """Machine code of a source for a `target` such as sm_90a, or PTX for one such as compute_90.
 
     nvcc does it, or else the runtime compiler, which needs no C compiler. The source includes nothing but
-    `headers`, texts by name. Raises RuntimeError with the words of each compiler when none can.
+    `headers`, texts by name. Raises RuntimeError with the message of each compiler when all fail.
     """
     faults: list[str] = []
     for compiler, run in ((nvcc(), _with_nvcc), (nvrtc(), _with_nvrtc)):
@@ -101,8 +101,8 @@ def _with_nvrtc(library: str, source: Path, headers: Mapping[str, str], target: 
     try:
         options = _strings([f"--gpu-architecture={target}", *_FLAGS])
         if code := nvrtc_library.nvrtcCompileProgram(program, len(options), options):
-            said = _result(nvrtc_library, "ProgramLog", program).decode(errors="replace").strip("\0\n ")
-            raise RuntimeError(f"nvrtc failed on {source.name}: error {code}, {said[-2000:]}")
+            message = _result(nvrtc_library, "ProgramLog", program).decode(errors="replace").strip("\0\n ")
+            raise RuntimeError(f"nvrtc failed on {source.name}: error {code}, {message[-2000:]}")
         return _result(nvrtc_library, "PTX" if target.startswith("compute_") else "CUBIN", program)
     finally:
         nvrtc_library.nvrtcDestroyProgram(ctypes.byref(program))
@@ -141,6 +141,6 @@ def triton_fault() -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, cut to its first line."""
+    """The first line of an error's message."""
     words = str(error).strip().partition("\n")[0].rstrip(".")
     return words or type(error).__name__

@@ -1,5 +1,5 @@
-"""How Triton kernels are launched: one by one, early behind the kernel before, or only compiled, many of
-them side by side."""
+"""Launches of Triton kernels: one by one, early after the kernel before, or only compiled, many in
+parallel."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def pdl_options(pdl: bool) -> dict[str, bool]:
 
 
 def pieces(count: int, size: int) -> int:
-    """How many pieces of a size there are. `triton.cdiv` says the same, and takes longer than all else
-    that is worked out for a launch."""
+    """The number of pieces of this size. `triton.cdiv` computes the same, but takes longer than the rest of a
+    launch."""
     return -(-count // size)
 
 
 def power_from(count: int) -> int:
-    """The least power of two that is at least `count`, which is at least 1."""
+    """The smallest power of two that is at least `count`, which is at least 1."""
     return 1 << (count - 1).bit_length()
 
 

@@ -1,5 +1,5 @@
 // Blocks that reach each other's shared memory (clusters along x), one function for each machine instruction; from sm_90 on.
-// tests/support/cuda_emulator/cluster.cuh has the same functions in plain C++. Include it behind common.cuh.
+// tests/support/cuda_emulator/cluster.cuh has the same functions in plain C++. Include it after common.cuh.
 #pragma once
 
 // A barrier of all threads of all blocks of a cluster, in two steps: what a thread wrote before it arrives is seen by all who waited.

@@ -1,4 +1,4 @@
-// What the kernels of the codec's residual units are given, and how their blocks share the tiles of a launch. Include it behind wgmma.cuh.
+// The arguments of the kernels of the codec's residual units, and how their blocks share the tiles of a launch. Include it after wgmma.cuh.
 #pragma once
 
 namespace {
@@ -12,7 +12,7 @@ struct Args {
     bf16 *raw, *active;                          // null where not wanted
     const int* ends;                             // null: all rows are whole
     long long active_stride;                     // values from a row of `active` to the next
-    int rows, steps, lead, dilation, open_ends;  // open_ends: what lies behind an end may be left as it was
+    int rows, steps, lead, dilation, open_ends;  // open_ends: steps after an end may be left unwritten
 };
 
 struct TensorArgs {

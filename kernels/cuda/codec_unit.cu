@@ -158,7 +158,7 @@ struct Multiplier {
             }
         }
     }
-    __device__ __forceinline__ void clear(const Tiles96& tiles) {  // a tile behind the row's end
+    __device__ __forceinline__ void clear(const Tiles96& tiles) {  // a tile after the row's end
         const int steps = min(TILE, p.steps - tiles.start);
         bf16* to = p.active + tiles.row * p.active_stride + static_cast<long long>(tiles.start) * C;
 #pragma unroll 1

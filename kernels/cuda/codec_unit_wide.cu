@@ -4,7 +4,7 @@
 //
 // A block has three warpgroups of products and a warp that streams the weights. Each warpgroup makes 64 steps of one row of the batch at a
 // time, for which their activations and those of the 6 * dilation steps before them come into shared memory once; there the shift of a tap
-// is an address. A thread for each warpgroup copies them, as boxes of 32 channels, [box][step][32 channels]. The weights come in chunks
+// is an address. A thread for each warpgroup copies them, as boxes of 32 channels, [box][step][32 channels]. The weights are copied in chunks
 // through a ring that the three share, in the order of use; who is done with its products goes on to its snake while the others keep the
 // tensor cores busy.
 #include "common.cuh"
@@ -248,7 +248,7 @@ struct Worker {
         }
     }
 
-    // Zeros for the pieces behind the rows' ends.
+    // Zeros for the pieces after the rows' ends.
     __device__ __forceinline__ void clear() const {
         if (p.ends == nullptr || p.open_ends || p.active == nullptr) return;
         for (Pieces pieces(p, group, true); pieces.found(); pieces.next()) {
@@ -263,7 +263,7 @@ struct Worker {
 #pragma unroll 1
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             wait_for(&s.full[place.stage], place.parity);
-            __syncwarp();  // no lane is left behind when the stage is filled again
+            __syncwarp();  // all lanes have read before the stage is filled again
             held = place.stage;
             release();
             place.next(plan.stages);

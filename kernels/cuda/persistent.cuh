@@ -1,6 +1,6 @@
-// The code predictor's part of a frame in one cooperative launch: all codebooks behind code 0, and the next input.
+// The code predictor's part of a frame in one cooperative launch: all codebooks after code 0, and the next input.
 //
-// A layer has five exchanges: q, k and v; attention's result; the state behind o; the inner activations; the state behind down. Attention
+// A layer has five exchanges: q, k and v; attention's result; the state after o; the inner activations; the state after down. Attention
 // is shared by the blocks of a query head: each has the keys of its head and a slice of the values in its own shared memory. The logits of
 // a codebook are one more exchange, and every block draws the code by itself.
 #pragma once
@@ -226,11 +226,11 @@ __device__ __forceinline__ void predict(const Args& p) {
 
 }  // namespace
 
-// A kernel for so many rows: its name, its shared memory in bytes, whether it is for tests; then `Shape`.
+// A kernel for a number of rows: its name, its shared memory in bytes, whether it is for tests; then `Shape`.
 #define PREDICTOR(NAME, BYTES, TESTED, ...)                                                                    \
     extern "C" __global__ void __launch_bounds__(Shape<__VA_ARGS__>::THREADS + 32, 1) NAME(const Args p) {     \
         static_assert(sizeof(Shared<Shape<__VA_ARGS__>>) <= BYTES, "more shared memory than the launch asks for"); \
         predict<Shape<__VA_ARGS__>, TESTED>(p);                                                                \
     }
-// width, inner, heads, kv heads, head, codes, layers, codebooks behind; blocks, warps, tiles a chunk, stages of the ring.
+// width, inner, heads, kv heads, head, codes, layers, codebooks after code 0; blocks, warps, tiles a chunk, stages of the ring.
 #define PUBLISHED_PREDICTOR 1024, 3072, 16, 8, 128, 2048, 5, 15, 128, 8, 4, 8

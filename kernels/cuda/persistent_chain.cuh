@@ -2,14 +2,14 @@
 //
 // Every block owns some rows of every matrix. They are packed in the order of use, and a producer warp streams them through a ring in
 // shared memory without ever waiting for another block. What blocks tell each other travels as packets {two bf16 or a float, epoch} in
-// global memory: a reader asks until each packet has the epoch that it wants, so there is no barrier of the grid.
+// global memory: a reader asks until each packet has the expected epoch, so there is no barrier of the grid.
 //
 // A packet's place is written again only by a block that has received something from every block since the place was read, so no reader
 // can be overtaken; attention's places need blocks that all own rows of the state or of the inner width (`Shape`). Epochs count exchanges
 // over all launches, modulo 2^32: each place is written in each launch, so what it holds is younger than one launch.
 //
-// Every wait has an end. Who tries in vain too often reports a fault, stops waiting for anything, and goes on to the end with whatever is
-// there; who sees the report of another does the same. So all blocks end, and the flags say that the frame is void. Time is counted in
+// Every wait has an end. A thread that tries too often without success reports a fault, stops waiting, and continues to the end with the data
+// that it has; a thread that sees another's report does the same. So all blocks end, and the flags mark the frame as invalid. Time is counted in
 // tries, or in clocks of which few count between two tries, since a process that shares its GPU makes none while another has its turn.
 //
 // A cooperative launch begins when there is room for all of its blocks at once, so two of them, of two engines, never have a part of the
@@ -19,7 +19,7 @@
 
 namespace {
 
-// How long a thread goes on waiting in the ring, over the whole launch. rest: what is left of it; `REPORTED` when any wait was in vain.
+// How long a thread waits in the ring, over the whole launch. rest: the remainder; `REPORTED` after any wait that failed.
 template <class Arguments>
 struct Waits {
     const Arguments& p;
@@ -39,7 +39,7 @@ struct Waits {
     }
 };
 
-// The producer warp's way through a block's chunks. It is the most patient, since its consumers may be waiting for packets; as they do, it
+// The producer warp's path through a block's chunks. It waits longest, since its consumers may be waiting for packets; as they do, it
 // sees what others report. What is left to it counts looks, each after many tries.
 template <class S, class Memory, class Arguments, bool TESTED>
 struct Stream : Waits<Arguments> {
@@ -88,7 +88,7 @@ struct Stream : Waits<Arguments> {
     }
 };
 
-// All warps but the producer. TESTED: blocks stumble at random, and one may fall silent or free nothing.
+// All warps but the producer. TESTED: blocks sleep at random, and one may send nothing or free nothing.
 template <class S, class Memory, class Arguments, bool TESTED>
 struct Chain : Waits<Arguments> {
     using Waiting = Waits<Arguments>;
@@ -294,7 +294,7 @@ struct Chain : Waits<Arguments> {
         return narrow(rounded(x / (1.f + __expf(-x))) * rounded(up.x), rounded(y / (1.f + __expf(-y))) * rounded(up.y));
     }
 
-    // What turns a head of HEAD elements, four a lane: the weights of its RMSNorm, the angles of its position. Read before the head comes.
+    // What turns a head of HEAD elements, four a lane: the weights of its RMSNorm, the angles of its position. Read before the head arrives.
     struct Turn {
         uint2 scale, cosine, sine;
     };

@@ -1,4 +1,4 @@
-// What the persistent kernel is given, how it is cut, and what a block keeps in shared memory.
+// The arguments of the persistent kernels, their tiles, and what a block keeps in shared memory.
 #pragma once
 #include "common.cuh"
 #include "draws.cuh"
@@ -49,12 +49,12 @@ enum Wait { PACKETS = 0, WEIGHTS = 1, ROOM = 2, LAST_COPY = 3 };
 constexpr int TRIES_A_LOOK = 256, CLOCKS_A_TRY = 32, LAST_TRIES = 1 << 16;
 constexpr unsigned LONGEST_TRY = 1 << 16;
 constexpr int REPORTED = -(1 << 30);  // no wait ends so far below 0
-constexpr int STARVED_CHUNK = 5;  // the first that never comes to a block that a test starves
+constexpr int STARVED_CHUNK = 5;  // the first that a starved block of a test never receives
 
 __device__ constexpr int most(int a, int b) { return a > b ? a : b; }
 __device__ constexpr int parts(int whole, int part) { return (whole + part - 1) / part; }
 
-// Sizes of a predictor, and how it is cut: TILES 512-byte tiles a warp in a chunk of the ring; TOKENS run through its layers at once.
+// Sizes of a predictor, and its tiles: TILES 512-byte tiles a warp in a chunk of the ring; TOKENS run through its layers at once.
 template <int WIDTH_, int INNER_, int HEADS_, int KV_, int HEAD_, int CODES_, int LAYERS_, int BEHIND_, int BLOCKS_, int WARPS_, int TILES_,
           int STAGES_, int ROWS_, int TOKENS_ = 2 * ROWS_>
 struct Shape {
@@ -70,7 +70,7 @@ struct Shape {
     __device__ static constexpr int groups(int n) { return parts(n, BLOCKS * 8); }
     __device__ static constexpr int steps(int inner) { return parts(inner, WARPS * 32); }
     __device__ static constexpr int chunks(int inner, int groups) { return parts(steps(inner) * groups, TILES); }
-    // Then every block has told all others something of a layer before the next one writes attention's places again.
+    // Then every block has sent all others values of a layer before the next one overwrites attention's results.
     static_assert((BLOCKS - 1) * 8 * groups(WIDTH) < WIDTH || (BLOCKS - 1) * 8 * groups(INNER) < INNER, "the last block owns no row");
     static constexpr int LAYER_CHUNKS = chunks(WIDTH, groups(QKV)) + chunks(MIXED, groups(WIDTH)) + chunks(WIDTH, 2 * groups(INNER)) +
                                         chunks(INNER, groups(WIDTH));
@@ -93,7 +93,7 @@ struct DrawSettings {
     bool greedy;
 };
 
-// What a row's slot says; in shared memory, since it is needed seldom.
+// The settings of a row's slot; in shared memory, since they are rarely read.
 struct Request {
     long long slot, frame, text;
     unsigned long long seed;

@@ -1,9 +1,9 @@
 // The talker's layers for one position of each row, in one cooperative launch.
 //
 // A layer has six exchanges, those of persistent.cuh with one more: attention is shared by the blocks of a kv head. Each warp of them has
-// every WALKERS-th position, whose keys and values it reads before the queries come; a block joins what its warps found and tells it to
-// the others, as {largest score, sum of shares, values} of each query head; then each block has all parts of a few elements, and tells
-// everybody their sum. The position that is new comes with the queries, and the warp whose turn it is writes it into its page.
+// every WALKERS-th position, whose keys and values it reads before the queries arrive; a block joins what its warps found and sends it to
+// the others, as {largest score, sum of shares, values} of each query head; then each block has all parts of a few elements, and sends
+// their sum to all blocks. The new position arrives with the queries, and the warp whose turn it is writes it into its page.
 #pragma once
 #include "persistent_chain.cuh"
 
@@ -42,7 +42,7 @@ struct Talker : Chain<S, TalkShared<S>, TalkArgs, TESTED> {
 
     __device__ Talker(const TalkArgs& arguments, TalkShared<S>& memory) : Base(arguments, memory) {}
 
-    // Where a position stands in the keys and values of a layer, counted in heads of a position.
+    // The index of a position in the keys and values of a layer, counted in heads of a position.
     __device__ __forceinline__ int place(int row, int at) const {
         const long long page = p.page_table[s.slots[row] * p.table_width + at / p.page_size];
         return static_cast<int>((page * S::KV + kv) * p.page_size + at % p.page_size);

@@ -1,4 +1,4 @@
-// The kernels whose blocks stumble where a test or a benchmark says so; no wheel brings them.
+// The kernels with the faults that a test asks for; they are in no wheel.
 #include "persistent.cuh"
 #include "persistent_talker.cuh"
 

@@ -68,7 +68,7 @@ __device__ __forceinline__ float quotient(float a, float b, float inverse) {
     return fmaf(fmaf(-q, b, a), inverse, q);
 }
 
-// A warp has one kv head of every so many rows, in rounds: once it has read the keys of a row, those of its next row are on the way to
+// A warp has one kv head of every n-th row, in rounds: once it has read the keys of a row, those of its next row are on the way to
 // their place in shared memory, and the values likewise; a thread copies what it reads itself. PAIRS: as many pairs as the positions before
 // the new one are.
 template <int PAIRS>

@@ -1,6 +1,6 @@
 // wheel: sm_90a
-// Products of decoding for 17 to 64 rows: y[rows, n] = epilogue(x[rows, inner] @ W[n, inner]^T), only for sm_90a. kernels/lm_products.py says
-// how each is cut, and launches it.
+// Products of decoding for 17 to 64 rows: y[rows, n] = epilogue(x[rows, inner] @ W[n, inner]^T), only for sm_90a. kernels/lm_products.py has
+// the tiles of each, and launches it.
 //
 // The weights are the rows of Hopper's products and the activations their columns, up to N rows of x at once. A block has a tile of 64
 // weight rows and a part of the inner size; the blocks of a cluster have the other parts of the same tile and add them up in shared memory, in
@@ -8,7 +8,7 @@
 // kernel and so come while the kernel ahead still runs (programmatic dependent launch), then pieces of 64 values of x into a ring.
 //
 // A norm between two products is no launch of its own. The one ahead (RESIDUAL) also writes its sums times the norm's weights, which the one
-// behind multiplies, and the sum of their squares by tile, from which that one has each row's scale for its own sums.
+// after it multiplies, and the sum of their squares by tile, from which that one computes each row's scale for its own sums.
 #include "common.cuh"
 #include "cluster.cuh"
 #include "wgmma.cuh"
@@ -24,7 +24,7 @@ enum Epilogue { PLAIN = 0, RESIDUAL = 1, SWIGLU = 2 };
 struct Args {
     TensorMap weights, x;  // boxes of 64 values x half a tile of W [n, inner], SWIGLU: [2 * n, inner], gate rows then up rows; x all N rows
     const bf16* extra;     // RESIDUAL: [rows, n] added to the product
-    const bf16* norm;      // weights [n] of the norm behind a RESIDUAL, or null
+    const bf16* norm;      // weights [n] of the norm after a RESIDUAL, or null
     const float* squares;  // null, or sums of squares [rows, inner / TILE] of what a norm ahead took in, a multiple of four
     bf16 *y, *weighted;    // [rows, n]; with `norm`, y times it
     float* y_squares;      // with `norm`: [rows, n / TILE]
@@ -137,7 +137,7 @@ struct Block {
     __device__ __forceinline__ void send(const float (&d)[N / 2]) {
         if (p.splits == 1) return keep(d, sums);
         auto* own = reinterpret_cast<float*>(ring);
-        sync_some(1, WARPGROUP);  // nobody multiplies any more
+        sync_some(1, WARPGROUP);  // all products are done
         keep(d, own);
         sync_some(1, WARPGROUP);
         wait_for_cluster();

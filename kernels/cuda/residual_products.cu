@@ -1,11 +1,11 @@
 // wheel: sm_90a
 // Products of decoding for many rows that are added to what they came from: x[rows, n] += a[rows, inner] @ W[n, inner]^T, only for sm_90a.
-// kernels/lm_products.py says how each is cut, and launches it.
+// kernels/lm_products.py has the tiles of each, and launches it.
 //
 // A tile is 128 rows of a times 128 rows of the weights; the blocks of a cluster have parts of the inner size of the same tile. Each of two
 // warpgroups multiplies 64 of the rows; a thread beside them asks for pieces of 64 values of both into a ring, the first weights while the
 // kernel ahead still runs (programmatic dependent launch). A block then sends every other one the sums of the rows which that one finishes,
-// so all are added up in the order of the ranks. A row has the same bits in any company of the same cut.
+// so all are added up in the order of the ranks. A row has the same bits in any batch with the same tiles.
 #include "common.cuh"
 #include "cluster.cuh"
 #include "wgmma.cuh"
@@ -30,7 +30,7 @@ __device__ __forceinline__ void wait_for(unsigned long long* barrier, uint32_t p
 }
 
 // Where a band has the four sums of thread `lane` of the warp that multiplied it: of row lane / 4, or of 8 rows further down, outputs
-// 16 quad + 2 (lane % 4), the one behind it, and those 8 further on. Neither those who send nor those who finish meet in a bank.
+// 16 quad + 2 (lane % 4), the next one, and those 8 further on. Neither writes nor reads meet in a bank.
 __device__ __forceinline__ int place_in_band(int down, int quad, int lane) {
     return ((down * QUADS + quad) * 32 + (lane ^ ((quad & 1) << 2 | (quad >> 1 & 1)))) * 16;
 }

@@ -125,7 +125,7 @@ __device__ __forceinline__ void skinny(const Args& p) {
             }
     }
 
-    // Only now, with the activations here: what the next kernel fetches would stand in the way of their loads.
+    // Only now, with the activations here: what the next kernel fetches would delay their loads.
     if (p.late) launch_dependents();
     if (p.ahead_bytes > 0 && threadIdx.x == 0 && blockIdx.y == 0) {
         const long long chunk = (p.ahead_bytes / gridDim.x + 127) / 128 * 128, from = chunk * blockIdx.x;
@@ -188,7 +188,7 @@ __device__ __forceinline__ void skinny(const Args& p) {
 
 }  // namespace
 
-// One kernel a partition; kernels/lm_cuda.py says which shape takes which, with what grid and how much shared memory.
+// One kernel a partition; kernels/lm_cuda.py has the partition of each shape, its grid and its shared memory.
 #define KERNEL(NT, MT, WARPS, NB, NORM, EPI)                                                                             \
     extern "C" __global__ void __launch_bounds__(WARPS * 32) skinny_##NT##_##MT##_##WARPS##_##NB##_##NORM##_##EPI(const Args p) { \
         skinny<NT, MT, WARPS, NB, NORM, EPI>(p);                                                                         \

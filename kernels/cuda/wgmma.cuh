@@ -1,8 +1,8 @@
 // Products of Hopper's warpgroups (wgmma) and what belongs to them, one function for each machine instruction; only for sm_90a.
-// tests/support/cuda_emulator/wgmma.cuh has the same functions in plain C++. Include it behind common.cuh.
+// tests/support/cuda_emulator/wgmma.cuh has the same functions in plain C++. Include it after common.cuh.
 //
 // A warpgroup is 4 warps from a warp on whose number 4 divides. All its threads call `products_begin`, `multiply`, `products_commit` and
-// `products_wait` alike. Products are asynchronous: from `products_begin` to the wait nobody may touch their registers, nor write their
+// `products_wait` alike. Products are asynchronous: from `products_begin` to the wait no thread may touch their registers, nor write their
 // shared memory.
 #pragma once
 
@@ -14,7 +14,7 @@ __device__ __forceinline__ Matrix matrix_at(const void* start, uint32_t along_k,
     const Matrix distances = static_cast<Matrix>(along_k >> 4) << 16 | static_cast<Matrix>(along_rows >> 4) << 32;
     return distances | (shared_address(start) >> 4 & 0x3fff);
 }
-// A matrix whose rows are 128 bytes, 64 values of k, one behind the other, from a multiple of 1024 on: the 16 bytes number i of row r lie at
+// A matrix whose rows are 128 bytes, 64 values of k, one after the other, from a multiple of 1024 on: the 16 bytes number i of row r lie at
 // i ^ r % 8. `moved` by 32 it starts 16 values of k further on.
 __device__ __forceinline__ Matrix matrix_of_lines(const void* start) { return matrix_at(start, 16, 1024) | 1ull << 62; }
 __device__ __forceinline__ Matrix moved(Matrix matrix, int bytes) { return matrix + (bytes >> 4); }  // the same, so much further on
@@ -26,7 +26,7 @@ __device__ __forceinline__ Matrix swizzled_matrix_at(const void* start) { return
 // Registers written before are seen by the products that follow: before the first product, and after each wait.
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING>  // all are over but those of the last so many commits
+template <int PENDING>  // waits until at most PENDING commits are unfinished
 __device__ __forceinline__ void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
@@ -113,7 +113,7 @@ __device__ __forceinline__ void tensor_copy(void* to, const TensorMap& map, int 
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
                  ::"r"(shared_address(to)), "l"(&map), "r"(channel), "r"(step), "r"(row), "r"(shared_address(barrier)) : "memory");
 }
-// Arrives at the barrier of `sync_some` and goes on.
+// Arrives at the barrier of `sync_some` and continues.
 __device__ __forceinline__ void arrive_some(int identity, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(identity), "r"(threads) : "memory");
 }

@@ -1,11 +1,11 @@
 // wheel: sm_90a
-// SwiGLU for many rows: y[rows, n] = silu(x @ gate^T) * (x @ up^T), only for sm_90a. kernels/lm_products.py says how it is cut, and
+// SwiGLU for many rows: y[rows, n] = silu(x @ gate^T) * (x @ up^T), only for sm_90a. kernels/lm_products.py has its tiles, and
 // launches it.
 //
 // A tile is 128 rows of x times 96 rows of the gate's weights and those of up for the same outputs, so that a thread has both sums in its
 // registers. Each of two warpgroups multiplies 64 of the rows; a thread beside them asks for the pieces of 64 values of both into a ring,
-// and is ahead of them, also into the next tile. The first weights depend on no kernel, so they come while the one ahead still runs
-// (programmatic dependent launch). One chain of sums over the inner size gives a row the same bits in any company.
+// and is ahead of them, also into the next tile. The first weights depend on no kernel, so they are copied while the one before still runs
+// (programmatic dependent launch). One chain of sums over the inner size gives a row the same bits in any batch.
 #include "common.cuh"
 #include "wgmma.cuh"
 
@@ -32,7 +32,7 @@ struct Block {
     const Args& p;
     unsigned long long *full, *empty;
     char* ring;
-    const int groups, tiles, pieces;  // groups: tiles of the same weights, one behind the other
+    const int groups, tiles, pieces;  // groups: tiles of the same weights, in a row
     int stage = 0;
     uint32_t parity = 0;
 
@@ -101,7 +101,7 @@ struct Block {
         if (threadIdx.x % 32 == 0) arrive(empty + before);
     }
 
-    // Outputs 8 chunk + 2 (t % 4) and the one behind it of a thread's row t / 4, or of 8 rows further down. d[4 i + 2 r + j] of thread t of a
+    // Outputs 8 chunk + 2 (t % 4) and the next one of a thread's row t / 4, or of 8 rows further down. d[4 i + 2 r + j] of thread t of a
     // warp is row t / 4 + 8 r, row 8 i + 2 (t % 4) + j of the tile's weights.
     __device__ __forceinline__ uint32_t finished(const float (&d)[OUTPUTS], int chunk, int down) const {
         const int at = chunk * 4 + down * 2, up = OUTPUTS / 2 + at;

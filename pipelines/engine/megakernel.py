@@ -9,7 +9,15 @@ from functools import partial
 import torch
 
 from kernels.lm_frame import FusedFrame, PersistentFrame, plan_for
-from kernels.lm_persistent import FAILED, ROWS, Predictor, PredictorRun, Talker, predictor_cut, talker_cut
+from kernels.lm_persistent import (
+    FAILED,
+    ROWS,
+    Predictor,
+    PredictorRun,
+    Talker,
+    predictor_config,
+    talker_config,
+)
 from kernels.toolchain import first_line
 from pipelines.engine.executor import FrameCodes, FrameSettings, PendingFrames
 from pipelines.engine.graph import GraphExecutor
@@ -58,7 +66,7 @@ class MegakernelExecutor(GraphExecutor):
         self._turn_plain()
         for bucket in ROWS:
             _, frame = self._graphs.captured.pop(bucket, (None, None))
-            if isinstance(frame, PersistentFrame) and (fault := frame.behind.fault) is not None:
+            if isinstance(frame, PersistentFrame) and (fault := frame.predictor_run.fault) is not None:
                 log.warning("the persistent kernel for %d rows timed out: %s", bucket, fault)
 
     def _capture(self, bucket: int) -> tuple[torch.cuda.CUDAGraph, FusedFrame]:
@@ -81,7 +89,7 @@ class MegakernelExecutor(GraphExecutor):
         if self._predictor is None:
             # The weights as the kernels read them. Both or none: a talker that finds no memory leaves no half
             # of them.
-            talker = None if talker_cut(self.tensors) is None else Talker(self.tensors)
+            talker = None if talker_config(self.tensors) is None else Talker(self.tensors)
             self._predictor, self._talker = Predictor(self.tensors), talker
         plan = plan_for(bucket, self.tensors.backbone.hidden)
         return PersistentFrame(
@@ -96,7 +104,7 @@ class MegakernelExecutor(GraphExecutor):
     def _has_kernel(self) -> bool:
         """Whether frames may have a persistent kernel; the first time, a warning where there is none for
         the model."""
-        if not self._plain and predictor_cut(self.tensors) is None:
+        if not self._plain and predictor_config(self.tensors) is None:
             log.warning("there is no persistent kernel for this model; frames run in plain graphs")
             self._turn_plain()
         return not self._plain

@@ -266,7 +266,7 @@ def open_executor(
             persistent = kind == "megakernel" or (
                 sizes.persistent
                 and may_be_persistent(kind, reproducible, streams > 0, device)
-                and lm_persistent.predictor_cut(model.tensors) is not None
+                and lm_persistent.predictor_config(model.tensors) is not None
             )
             try:
                 executor = graph_executor(model, sizes, reproducible, streams > 0, persistent=persistent)
@@ -294,7 +294,7 @@ def may_be_persistent(kind: ExecutorKind, reproducible: bool, streams: bool, dev
     """
     if kind != "auto" or reproducible or streams:
         return kind == "megakernel"
-    blocks = max(cut.blocks for cut in lm_persistent.PREDICTORS.values())
+    blocks = max(config.blocks for config in lm_persistent.PREDICTORS.values())
     measured = torch.cuda.get_device_capability(device) == lm_persistent.MEASURED_ON
     return measured and torch.cuda.get_device_properties(device).multi_processor_count >= blocks
 

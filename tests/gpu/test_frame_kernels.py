@@ -82,7 +82,7 @@ def test_float32_frames_draw_the_codes_of_the_twin(shape: Shape, frames: int) ->
 
 
 def product_with_norms(
-    x: Tensor | Norm, weight: Tensor, y: Tensor, cut: None, *, epilogue: int = lm_products.PLAIN, **rest
+    x: Tensor | Norm, weight: Tensor, y: Tensor, config: None, *, epilogue: int = lm_products.PLAIN, **rest
 ) -> Tensor:
     """The twin of `lm_products.product`, of any sizes."""
     scale: Tensor | float = 1.0
@@ -107,7 +107,7 @@ def test_frames_whose_norms_are_parts_of_products_draw_the_codes_of_the_twin(
 ) -> None:
     """Which norm goes where; the products themselves are those of plain PyTorch."""
     monkeypatch.setattr(lm_frame, "runs_products", lambda *_: True)
-    monkeypatch.setattr(lm_products, "cut_for", lambda *_: None)
+    monkeypatch.setattr(lm_products, "tile_config", lambda *_: None)
     monkeypatch.setattr(lm_products, "product", product_with_norms)
     shape = dataclasses.replace(TINY_TALKER, hidden=64, layers=2, predictor_layers=2)
     plan = dataclasses.replace(PLAN, products=True)
@@ -304,7 +304,7 @@ def test_first_draws_are_the_twins_whatever_the_settings(nucleus_first: bool) ->
     draws = Draws(dataclasses.replace(REPEATING, nucleus_first=nucleus_first), rows)
     lm_checks.vary_draws(draws.maker, draws.state.first)
     draws.logits *= 0.5
-    draws.logits[::3] = draws.logits[::3].round()  # ties, which the nucleus cuts
+    draws.logits[::3] = draws.logits[::3].round()  # ties, which the nucleus splits
     draws.state.first.top_p[:rows:3] = torch.linspace(0.2, 0.9, rows // 3)
     before = lm_checks.clone_state(draws.state)
     wanted, repeated = draws.wanted(before)
@@ -399,7 +399,7 @@ def test_heads_are_rounded_where_the_twin_rounds_them(wide_rope: bool, normed: b
 
     def wanted(at: Tensor, wide: bool) -> Tensor:
         k, v = (torch.zeros(rows, kv_heads, 16, size, device=DEVICE, dtype=torch.float16) for _ in range(2))
-        qk_norm_rope_append(qkv, *norms, 1e-6, table, at, k, v, slots, at % 16, wide)
+        qk_norm_rope_append(qkv, *norms, 1e-6, table[at], k, v, slots, at % 16, wide)
         return k
 
     def differ(found: Tensor, at: Tensor, wide: bool) -> float:

@@ -106,7 +106,9 @@ def test_a_wait_for_weights_ends_in_a_fault_and_the_next_launches_are_right(tria
     step = persistent_talker_kit.case(SMALL, rows, device="cuda")
     talker = persistent_talker_kit.run_of(step, patience=200_000, trial=trial)
     persistent_talker_kit.launched(talker, step)
-    assert "Block 77 of the talker waited in vain for the weights after exchange" in str(talker.behind.fault)
+    assert "Block 77 of the talker waited in vain for the weights after exchange" in str(
+        talker.predictor_run.fault
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -118,7 +120,7 @@ def test_the_talkers_state_is_as_near_to_the_truth_as_that_of_plain_products(
     one = persistent_talker_kit.case(shape, rows, longest=longest, device="cuda")
     run = persistent_talker_kit.run_of(one)
     made = persistent_talker_kit.launched(run, one)
-    assert run.behind.fault is None
+    assert run.predictor_run.fault is None
     plain = persistent_talker_kit.twin(one)
     persistent_talker_kit.exact(monkeypatch)
     truth = persistent_talker_kit.twin(one)
@@ -141,7 +143,7 @@ def test_the_talkers_launches_give_the_same_bits_with_stumbling_blocks_too() -> 
                 torch.equal(getattr(made, name), getattr(wanted, name))
                 for name in ("hidden", "keys", "values")
             )
-    assert (first.behind.fault, stumbling.behind.fault) == (None, None)
+    assert (first.predictor_run.fault, stumbling.predictor_run.fault) == (None, None)
 
 
 def test_a_silent_block_of_the_talker_ends_in_a_fault() -> None:
@@ -149,7 +151,7 @@ def test_a_silent_block_of_the_talker_ends_in_a_fault() -> None:
     run = persistent_talker_kit.run_of(one, patience=200_000, trial=Trial(silent=77))
     persistent_talker_kit.launched(run, one)
     assert re.search(
-        r"of the talker waited in vain for exchange \d\.", str(run.behind.fault)
+        r"of the talker waited in vain for exchange \d\.", str(run.predictor_run.fault)
     )  # whoever lost patience first
 
 

@@ -82,9 +82,9 @@ def test_norm_rope_append(
     out = torch.empty(rows, heads, head_dim, device=DEVICE, dtype=dtype)
     where = cells // PAGE, cells % PAGE
     norm_rope_append(qkv, *norms, 1e-6, table, positions, *found, *where, out, wide_rope)
-    plain = qk_norm_rope_append(qkv, *norms, 1e-6, table, positions, *wanted, *where, wide_rope)
+    plain = qk_norm_rope_append(qkv, *norms, 1e-6, table[positions], *wanted, *where, wide_rope)
     widened = [None if norm is None else norm.float() for norm in norms]
-    wide = qk_norm_rope_append(qkv.float(), *widened, 1e-6, table.float(), positions, *exact, *where)
+    wide = qk_norm_rope_append(qkv.float(), *widened, 1e-6, table[positions].float(), *exact, *where)
     assert torch.equal(found[1], wanted[1])
     for mine, theirs, real in ((out, plain, wide), (found[0], wanted[0], exact[0])):
         if dtype == torch.float32:
@@ -107,7 +107,7 @@ def test_heads_are_rounded_where_the_twin_rounds_them(wide_rope: bool) -> None:
     out = torch.empty(rows, 2, size, device=DEVICE, dtype=torch.float16)
     norm_rope_append(qkv, None, None, 1e-6, table, at, *caches[:2], page, at, out, wide_rope)
     for wide, held in ((wide_rope, caches[2:4]), (not wide_rope, caches[4:])):
-        q = qk_norm_rope_append(qkv, None, None, 1e-6, table, at, *held, page, at, wide)
+        q = qk_norm_rope_append(qkv, None, None, 1e-6, table[at], *held, page, at, wide)
         for mine, theirs in ((out, q), (caches[0][:, :, 3:9], held[0][:, :, 3:9])):
             share = float((mine != theirs).float().mean())
             assert share <= 0.01 if wide == wide_rope else share > 0.05

@@ -97,7 +97,7 @@ class Product:
 
 
 #: One width for each shape, two blocks or more; the last one takes the partition for wide outputs.
-PRODUCTS = [(*shape, 96 if shape[2] == lm_cuda.SWIGLU else 64) for shape in lm_cuda._CUTS] + [
+PRODUCTS = [(*shape, 96 if shape[2] == lm_cuda.SWIGLU else 64) for shape in lm_cuda._TILE_CONFIGS] + [
     (1024, True, lm_cuda.PLAIN, 128)
 ]
 

@@ -15,7 +15,7 @@ import torch
 from benchmarks.shapes import SMALL, Maker, Shape
 from kernels import lm_persistent
 from kernels.frame import DepthTensors
-from kernels.lm_persistent import FAILED, Cut, Predictor, Trial, kernel_name, predictor_cut
+from kernels.lm_persistent import FAILED, Predictor, TileConfig, Trial, kernel_name, predictor_config
 from kernels.reference import ENDED, NOT_FINITE
 from tests.support import cuda_emulated, persistent_kit
 from tests.support.lm_checks import vary_draws
@@ -34,7 +34,7 @@ from tests.support.persistent_kit import (
     twin,
 )
 
-PUBLISHED_CUTS = lm_persistent.PREDICTORS
+PUBLISHED_CONFIGS = lm_persistent.PREDICTORS
 
 
 def epochs_of(depth: DepthTensors) -> int:
@@ -240,10 +240,10 @@ def test_a_device_that_does_not_hold_all_blocks_is_refused(monkeypatch: pytest.M
 
 def test_models_without_a_kernel_are_not_known() -> None:
     weights = Maker("cpu", torch.bfloat16).frame(SMALLEST)
-    assert predictor_cut(weights) is not None
-    assert predictor_cut(Maker("cpu", torch.float32).frame(SMALLEST)) is None
+    assert predictor_config(weights) is not None
+    assert predictor_config(Maker("cpu", torch.float32).frame(SMALLEST)) is None
     other = Maker("cpu", torch.bfloat16).frame(replace(SMALLEST, codes=52))
-    assert predictor_cut(other) is None
+    assert predictor_config(other) is None
     with pytest.raises(ValueError, match="no persistent kernel"):
         Predictor(other)
 
@@ -265,10 +265,10 @@ def test_weights_are_packed_once_each_and_zeros_fill_them_up() -> None:
     assert torch.equal(packed[packed != 0].sort().values, whole[whole != 0].sort().values)
 
 
-@pytest.mark.parametrize("cut", persistent_kit.EMULATED_CUTS.values(), ids=lambda cut: cut.name)
-def test_kernels_take_the_arguments_of_their_launch(cut: Cut) -> None:
+@pytest.mark.parametrize("config", persistent_kit.EMULATED_CONFIGS.values(), ids=lambda config: config.name)
+def test_kernels_take_the_arguments_of_their_launch(config: TileConfig) -> None:
     for tested in (False, True):
-        taken = persistent_kit.library(cut.name)[f"bytes_{kernel_name(cut, 1, tested)}"]
+        taken = persistent_kit.library(config.name)[f"bytes_{kernel_name(config, 1, tested)}"]
         assert taken() == ctypes.sizeof(lm_persistent.Arguments)
 
 
@@ -286,6 +286,6 @@ def test_the_published_kernels_fit_a_block_of_hopper_and_its_registers() -> None
         SMALL.codes,
         SMALL.predictor_layers,
     )
-    ((key, cut),) = PUBLISHED_CUTS.items()
+    ((key, config),) = PUBLISHED_CONFIGS.items()
     assert key == (*shape, SMALL.codebooks - 1)
-    persistent_kit.check_published("persistent", list(key), cut)
+    persistent_kit.check_published("persistent", list(key), config)

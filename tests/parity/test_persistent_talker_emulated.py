@@ -14,7 +14,16 @@ import torch
 
 from benchmarks.shapes import SMALL, Maker, Shape
 from kernels import lm_persistent
-from kernels.lm_persistent import FAILED, Cut, Predictor, PredictorRun, Talker, Trial, kernel_name, talker_cut
+from kernels.lm_persistent import (
+    FAILED,
+    Predictor,
+    PredictorRun,
+    Talker,
+    TileConfig,
+    Trial,
+    kernel_name,
+    talker_config,
+)
 from tests.support import persistent_kit, persistent_talker_kit
 from tests.support.persistent_kit import Emulated
 from tests.support.persistent_talker_kit import (
@@ -30,7 +39,7 @@ from tests.support.persistent_talker_kit import (
     twin,
 )
 
-PUBLISHED_CUTS = lm_persistent.TALKERS
+PUBLISHED_CONFIGS = lm_persistent.TALKERS
 SHORT = 8000
 
 
@@ -94,30 +103,34 @@ def test_steps_follow_each_other_in_any_order_of_threads_with_stumbling_blocks(
         for seed in range(orders):
             Emulated.seed = seed
             assert equal(launched(run, one), wanted), f"seed {seed}, delay {delay}"
-        assert run.behind.fault is None
-        assert run.behind.control.tolist() == [0, 0, orders * 6 * shape.layers]
+        assert run.predictor_run.fault is None
+        assert run.predictor_run.control.tolist() == [0, 0, orders * 6 * shape.layers]
 
 
 def test_epochs_pass_the_end_of_their_range() -> None:
     one = case(SMALL_TALKER, 1, seed=3)
     run, wanted = run_of(one), launched(run_of(one), one)
-    run.behind.control[2] = -6 * SMALL_TALKER.layers - 5  # as a count without sign: so many before 2**32
+    run.predictor_run.control[2] = (
+        -6 * SMALL_TALKER.layers - 5
+    )  # as a count without sign: so many before 2**32
     for _ in range(3):
         assert equal(launched(run, one), wanted)
-    assert int(run.behind.control[2]) == 2 * 6 * SMALL_TALKER.layers - 5
-    assert run.behind.fault is None
+    assert int(run.predictor_run.control[2]) == 2 * 6 * SMALL_TALKER.layers - 5
+    assert run.predictor_run.fault is None
 
 
 def test_a_block_that_says_nothing_voids_the_frame() -> None:
     one = case(SMALL_TALKER, 2, seed=1)
     run = run_of(one, patience=SHORT, trial=Trial(silent=2))
     launched(run, one)
-    assert re.fullmatch(r"Block [0-3] of the talker waited in vain for exchange 1\.", run.behind.fault or "")
+    assert re.fullmatch(
+        r"Block [0-3] of the talker waited in vain for exchange 1\.", run.predictor_run.fault or ""
+    )
     begun = persistent_kit.case(SMALL_TALKER, 2)
     behind = PredictorRun(Predictor(begun.weights), 2)
-    behind.control.copy_(run.behind.control)
+    behind.control.copy_(run.predictor_run.control)
     assert int(persistent_kit.launched(behind, begun).flags[0]) & FAILED, "the predictor says so for both"
-    assert behind.fault == run.behind.fault
+    assert behind.fault == run.predictor_run.fault
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -132,7 +145,7 @@ def test_a_wait_for_weights_ends_in_a_fault_and_the_next_launches_are_right(
     launched(run, one)
     assert re.fullmatch(
         rf"Block {block} of the talker waited in vain for the weights after exchange \d+\.",
-        run.behind.fault or "",
+        run.predictor_run.fault or "",
     )
     assert equal(launched(run_of(one), one), wanted)
 
@@ -147,9 +160,9 @@ def test_no_block_ends_before_its_copies(monkeypatch: pytest.MonkeyPatch, tmp_pa
     for seed in range(6):
         Emulated.seed = seed
         run = run_of(one, gap=200_000)
-        run.behind.control[1] = fault = -(1 << 31)
+        run.predictor_run.control[1] = fault = -(1 << 31)
         launched(run, one)
-        assert int(run.behind.control[1]) == fault
+        assert int(run.predictor_run.control[1]) == fault
 
 
 def test_the_dead_slot_touches_no_page_but_its_own() -> None:
@@ -164,23 +177,25 @@ def test_the_dead_slot_touches_no_page_but_its_own() -> None:
 
 
 def test_talkers_without_a_kernel_are_not_known() -> None:
-    assert talker_cut(Maker("cpu", torch.bfloat16).frame(SMALL_TALKER)) is not None
-    assert talker_cut(Maker("cpu", torch.float32).frame(SMALL_TALKER)) is None
+    assert talker_config(Maker("cpu", torch.bfloat16).frame(SMALL_TALKER)) is not None
+    assert talker_config(Maker("cpu", torch.float32).frame(SMALL_TALKER)) is None
     other = Maker("cpu", torch.bfloat16).frame(replace(SMALL_TALKER, inter=84))
-    assert talker_cut(other) is None
+    assert talker_config(other) is None
     with pytest.raises(ValueError, match="no persistent kernel"):
         Talker(other)
 
 
-@pytest.mark.parametrize("cut", persistent_kit.EMULATED_TALKER_CUTS.values(), ids=lambda cut: cut.name)
-def test_kernels_take_the_arguments_of_their_launch(cut: Cut) -> None:
+@pytest.mark.parametrize(
+    "config", persistent_kit.EMULATED_TALKER_CONFIGS.values(), ids=lambda config: config.name
+)
+def test_kernels_take_the_arguments_of_their_launch(config: TileConfig) -> None:
     for tested in (False, True):
-        taken = persistent_kit.library(cut.name)[f"bytes_{kernel_name(cut, 1, tested)}"]
+        taken = persistent_kit.library(config.name)[f"bytes_{kernel_name(config, 1, tested)}"]
         assert taken() == ctypes.sizeof(lm_persistent.TalkerArguments)
 
 
 def test_the_published_kernels_fit_a_block_of_hopper_and_its_registers() -> None:
     assert persistent_kit.spilled("persistent_talker") == [0, 0]
-    ((key, cut),) = PUBLISHED_CUTS.items()
+    ((key, config),) = PUBLISHED_CONFIGS.items()
     assert key == (SMALL.hidden, SMALL.inter, SMALL.heads, SMALL.kv_heads, SMALL.head_dim)
-    persistent_kit.check_published("persistent_talker", [*key, 8, 1, 1], cut)
+    persistent_kit.check_published("persistent_talker", [*key, 8, 1, 1], config)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from kernels import codec_cuda, codec_ops
-from kernels.codec_cuda import TAPS, Cut
+from kernels.codec_cuda import TAPS, TileConfig
 from tests.support.cuda_emulated import guarded
 
 BF16 = torch.bfloat16
-CUTS = tuple(codec_cuda.CUTS.values())
+TILE_CONFIGS = tuple(codec_cuda.TILE_CONFIGS.values())
 
 
 def normal(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
@@ -55,9 +55,9 @@ class Unit:
     def _placed(self, tensor: Tensor) -> Tensor:
         return guarded(tensor) if self.device == "cpu" else tensor.to(self.device)
 
-    def packed(self, cut: Cut) -> Tensor:
-        t = self.tensors(cut.channels)
-        return self._placed(cut.pack(t["weight1"], t["weight2"]))
+    def packed(self, config: TileConfig) -> Tensor:
+        t = self.tensors(config.channels)
+        return self._placed(config.pack(t["weight1"], t["weight2"]))
 
     def outputs(self, channels: int, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
         """raw and active, of which the kernel may not leave anything but the margins as it was."""
@@ -69,9 +69,9 @@ class Unit:
     def end_tensor(self) -> Tensor | None:
         return None if self.ends is None else torch.tensor(self.ends, dtype=torch.int32, device=self.device)
 
-    def made(self, cut: Cut) -> tuple[Tensor | None, Tensor | None]:
-        channels = cut.channels
-        t, packed, (raw, active) = self.tensors(channels), self.packed(cut), self.outputs(channels, BF16)
+    def made(self, config: TileConfig) -> tuple[Tensor | None, Tensor | None]:
+        channels = config.channels
+        t, packed, (raw, active) = self.tensors(channels), self.packed(config), self.outputs(channels, BF16)
         codec_cuda.unit(
             t["a"], self.lead, t["x"], packed, t["bias1"], t["frequency1"], t["gain1"], t["bias2"], self.dilation,
             raw, active, self.margin * channels, t["frequency2"], t["gain2"], ends=self.end_tensor, open_ends=self.open_ends,

@@ -151,7 +151,7 @@ def check_attention(maker: Maker) -> list[dict[str, float | str]]:
             positions, table = state.positions[slots], state.page_table[slots]
             pages = table.gather(1, (positions // 64)[:, None])[:, 0]
             q = qk_norm_rope_append(
-                qkv, q_norm, k_norm, 1e-6, talker.rope_table, positions, k2[0], v2[0], pages, positions % 64
+                qkv, q_norm, k_norm, 1e-6, talker.rope_table[positions], k2[0], v2[0], pages, positions % 64
             )
             args = (table, positions + 1, int(positions.max()) + 1, 128**-0.5)
             truth = paged_decode_attention(q.double(), k2[0].double(), v2[0].double(), *args)

@@ -25,7 +25,7 @@ from benchmarks.shapes import TINY, Maker, Shape
 from kernels import binaries, lm_persistent, reference, toolchain
 from kernels.cuda_driver import Kernel, Module, Source
 from kernels.frame import FrameTensors, StateTensors
-from kernels.lm_persistent import Cut, Predictor, PredictorRun, kernel_name
+from kernels.lm_persistent import Predictor, PredictorRun, TileConfig, kernel_name
 from kernels.reference import ENDED, NOT_FINITE, depth_frame, next_inputs
 from kernels.sampler import DrawFlags, frame_noise
 from tests.support import cuda_emulated
@@ -54,39 +54,41 @@ LEAST = Shape(
 #: What any settings need.
 ANY_DRAWS = DrawFlags(1 << 20, any_top_p=True, all_greedy=False)
 SOURCE = Path(__file__).parent / "persistent_small.cu"
-#: A line of it with the kernels of one cut.
-_CUT = re.compile(r"(PREDICTOR|TALKER)S?\(")
+#: A line of it with the kernels of one config.
+_CONFIG = re.compile(r"(PREDICTOR|TALKER)S?\(")
 #: What `persistent_small.cu` has, beside sizes that it has for the emulator alone.
-CUTS = {
-    (64, 96, 4, 2, 32, 48, 2, 4): Cut("persistent_tiny", 4, 2, 1, 32_768),
-    (40, 80, 4, 2, 32, 256, 2, 15): Cut("persistent_golden", 4, 2, 2, 65_536),
+TILE_CONFIGS = {
+    (64, 96, 4, 2, 32, 48, 2, 4): TileConfig("persistent_tiny", 4, 2, 1, 32_768),
+    (40, 80, 4, 2, 32, 256, 2, 15): TileConfig("persistent_golden", 4, 2, 2, 65_536),
 }
-TALKER_CUTS = {
-    (48, 80, 4, 2, 32): Cut("persistent_talker_tiny", 4, 2, 1, 32_768),
-    (40, 96, 4, 2, 32): Cut("persistent_talker_golden", 4, 2, 2, 65_536),
+TALKER_CONFIGS = {
+    (48, 80, 4, 2, 32): TileConfig("persistent_talker_tiny", 4, 2, 1, 32_768),
+    (40, 96, 4, 2, 32): TileConfig("persistent_talker_golden", 4, 2, 2, 65_536),
 }
-EMULATED_CUTS = {
-    **CUTS,
-    (72, 124, 6, 2, 16, 60, 3, 3): Cut("persistent_odd", 6, 4, 3, 49_152),
-    (96, 64, 2, 2, 64, 100, 2, 5): Cut("persistent_shared", 8, 2, 2, 49_152),
-    (32, 32, 2, 1, 16, 32, 1, 2): Cut("persistent_least", 2, 1, 1, 16_384),
+EMULATED_CONFIGS = {
+    **TILE_CONFIGS,
+    (72, 124, 6, 2, 16, 60, 3, 3): TileConfig("persistent_odd", 6, 4, 3, 49_152),
+    (96, 64, 2, 2, 64, 100, 2, 5): TileConfig("persistent_shared", 8, 2, 2, 49_152),
+    (32, 32, 2, 1, 16, 32, 1, 2): TileConfig("persistent_least", 2, 1, 1, 16_384),
 }
-EMULATED_TALKER_CUTS = {
-    **TALKER_CUTS,
-    (72, 124, 6, 2, 16): Cut("persistent_talker_odd", 6, 4, 3, 49_152),
-    (96, 64, 2, 2, 64): Cut("persistent_talker_shared", 8, 2, 2, 49_152),
+EMULATED_TALKER_CONFIGS = {
+    **TALKER_CONFIGS,
+    (72, 124, 6, 2, 16): TileConfig("persistent_talker_odd", 6, 4, 3, 49_152),
+    (96, 64, 2, 2, 64): TileConfig("persistent_talker_shared", 8, 2, 2, 49_152),
 }
 
 
 @cache
 def library(name: str) -> ctypes.CDLL:
-    """The kernels of the cut with this name, built for the emulator."""
-    cut = next(one for one in (*EMULATED_CUTS.values(), *EMULATED_TALKER_CUTS.values()) if one.name == name)
-    kernels = [kernel_name(cut, rows, tested) for rows in (1, 2) for tested in (False, True)]
+    """The kernels of the config with this name, built for the emulator."""
+    config = next(
+        one for one in (*EMULATED_CONFIGS.values(), *EMULATED_TALKER_CONFIGS.values()) if one.name == name
+    )
+    kernels = [kernel_name(config, rows, tested) for rows in (1, 2) for tested in (False, True)]
     others = [
         line
         for line in SOURCE.read_text().splitlines()
-        if _CUT.match(line) and not re.match(rf"\w+\({name}(_1\w*)?,", line)
+        if _CONFIG.match(line) and not re.match(rf"\w+\({name}(_1\w*)?,", line)
     ]
     edits = {"#ifdef EMULATED": "#if 1"} | dict.fromkeys(others, "")
     return cuda_emulated.build(SOURCE, [kernel for kernel in kernels if "least_2" not in kernel], edits)
@@ -132,15 +134,15 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda_emulated.emulate(monkeypatch)
     _know(
         monkeypatch,
-        EMULATED_CUTS,
-        EMULATED_TALKER_CUTS,
+        EMULATED_CONFIGS,
+        EMULATED_TALKER_CONFIGS,
         lambda source, _: {name: Emulated(name, size) for name, size in source.kernels.items()},
     )
 
 
-def _know(monkeypatch: pytest.MonkeyPatch, cuts: Any, talker_cuts: Any, on: Callable[..., Any]) -> None:
+def _know(monkeypatch: pytest.MonkeyPatch, configs: Any, talker_cuts: Any, on: Callable[..., Any]) -> None:
     """Sizes of models for which there are kernels, and where those come from."""
-    monkeypatch.setattr(lm_persistent, "PREDICTORS", cuts)
+    monkeypatch.setattr(lm_persistent, "PREDICTORS", configs)
     monkeypatch.setattr(lm_persistent, "TALKERS", talker_cuts)
     monkeypatch.setattr(Source, "on", on)
 
@@ -159,7 +161,10 @@ def _small(device: int) -> Module:
 
 def add_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small sizes are known on a GPU too."""
-    published, names = Source.on, [cut.name for cut in (*CUTS.values(), *TALKER_CUTS.values())]
+    published, names = (
+        Source.on,
+        [config.name for config in (*TILE_CONFIGS.values(), *TALKER_CONFIGS.values())],
+    )
 
     def found(source: Source, device: int) -> dict[str, Kernel]:
         small = all(any(kernel.startswith(f"{known}_") for known in names) for kernel in source.kernels)
@@ -170,7 +175,7 @@ def add_small(monkeypatch: pytest.MonkeyPatch) -> None:
             else {name: module.kernel(name, size) for name, size in source.kernels.items()}
         )
 
-    _know(monkeypatch, lm_persistent.PREDICTORS | CUTS, lm_persistent.TALKERS | TALKER_CUTS, found)
+    _know(monkeypatch, lm_persistent.PREDICTORS | TILE_CONFIGS, lm_persistent.TALKERS | TALKER_CONFIGS, found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,12 +311,12 @@ def spilled(source: str) -> list[int]:
     return found
 
 
-def check_published(source: str, sizes: list[int], cut: Cut) -> None:
-    """The kernels of a source have these sizes and the cut that their launch asks for, with the stumbling
+def check_published(source: str, sizes: list[int], config: TileConfig) -> None:
+    """The kernels of a source have these sizes and the config that their launch asks for, with the stumbling
     ones beside them."""
     macro = "TALKER" if "talker" in source else "PREDICTOR"
     header = (binaries.SOURCES / f"{source}.cuh").read_text()
-    wanted = [*sizes, cut.blocks, cut.warps, cut.tiles]
+    wanted = [*sizes, config.blocks, config.warps, config.tiles]
     assert f"#define PUBLISHED_{macro} {', '.join(map(str, wanted))}, " in header
     for text, tested in (
         ((binaries.SOURCES / f"{source}.cu").read_text(), False),
@@ -319,7 +324,7 @@ def check_published(source: str, sizes: list[int], cut: Cut) -> None:
     ):
         for rows in lm_persistent.ROWS:
             assert (
-                f"{macro}({kernel_name(cut, rows, tested)}, {cut.shared_bytes}, {str(tested).lower()}, PUBLISHED_{macro}, {rows}"
+                f"{macro}({kernel_name(config, rows, tested)}, {config.shared_bytes}, {str(tested).lower()}, PUBLISHED_{macro}, {rows}"
                 in text
             )
-    assert cut.shared_bytes <= 227 * 1024
+    assert config.shared_bytes <= 227 * 1024

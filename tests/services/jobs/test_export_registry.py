@@ -137,7 +137,7 @@ def test_the_command_and_the_schedules_know_it() -> None:
 
 @pytest.mark.usefixtures("plug_in")
 def test_formats_that_do_not_load_are_named_and_leave_the_others_alone(finished: Finished) -> None:
-    for name, reason in (("broken", "night_csv_missing"), ("misnamed", "no ExportFormat with the name")):
+    for name, reason in (("broken", "night_csv_missing"), ("misnamed", "not an ExportFormat with the name")):
         with pytest.raises(ConfigError, match=reason) as caught:
             export(finished.ledger, finished.store, finished.job_id, name, "-")
         assert caught.value.code is ErrorCode.CONFIG_MISSING_LIBRARY

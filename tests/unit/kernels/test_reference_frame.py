@@ -22,7 +22,7 @@ LOGITS = (0.0, 5.0, 5.1, 5.2, 0.0, 5.05, 0.0, 0.0)
 
 def frame_of(logits: Sequence[float], rules: DrawRules) -> FrameTensors:
     """A model whose logits are always these: no layers, and an input that never changes."""
-    stack = StackTensors([], torch.ones(HIDDEN), torch.zeros(8, 2), heads=1, kv_heads=1, eps=0.0, scale=1.0)
+    stack = StackTensors([], torch.ones(HIDDEN), torch.zeros(512, 2), heads=1, kv_heads=1, eps=0.0, scale=1.0)
     head = torch.tensor(logits)[:, None].expand(-1, HIDDEN) / HIDDEN
     feedback = Feedback(
         torch.zeros(len(logits), HIDDEN),

@@ -76,9 +76,8 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda: FrameCodes(np.zeros((1, 2, 5), np.int64), self.flags)
 
     persistent_kit.emulate(monkeypatch)
-    monkeypatch.setattr(GraphExecutor, "_capture", capture)
-    monkeypatch.setattr(GraphExecutor, "frames", frames)
-    monkeypatch.setattr(GraphExecutor, "warm", lambda *_: None)
+    for name, double in (("_capture", capture), ("frames", frames), ("warm", lambda *_: None)):
+        monkeypatch.setattr(GraphExecutor, name, double)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
 
 
@@ -88,8 +87,8 @@ def test_one_and_two_rows_have_the_persistent_kernel_and_share_its_weights() -> 
     one, two = (executor.frame(bucket) for bucket in (1, 2))
     assert isinstance(one, PersistentFrame)
     assert isinstance(two, PersistentFrame)
-    assert one.behind.predictor is two.behind.predictor
-    assert one.behind.control is not two.behind.control
+    assert one.predictor_run.predictor is two.predictor_run.predictor
+    assert one.predictor_run.control is not two.predictor_run.control
 
 
 def test_the_talkers_layers_have_a_persistent_kernel_where_there_is_one_for_their_sizes(
@@ -103,10 +102,10 @@ def test_the_talkers_layers_have_a_persistent_kernel_where_there_is_one_for_thei
         assert executor.frame(1).plan.pdl
     executor = Unmade()
     assert executor.kinds == [PersistentFrame, PersistentFrame, FusedFrame]
-    assert not executor.frame(1).plan.pdl, "no kernel is launched early behind a cooperative one"
+    assert not executor.frame(1).plan.pdl, "no kernel is launched early after a cooperative one"
     one, two = (executor.frame(bucket).talker for bucket in (1, 2))  # type: ignore[attr-defined]
     assert one.talker is two.talker
-    assert one.behind is executor.frame(1).behind  # type: ignore[attr-defined]
+    assert one.predictor_run is executor.frame(1).predictor_run  # type: ignore[attr-defined]
     x = torch.zeros(1, SMALLEST.hidden, dtype=torch.bfloat16)
     one_row = executor.frame(1)
     one_row._pending = torch.ones(1)
@@ -189,7 +188,7 @@ def test_a_launch_that_gives_up_is_an_error_once_and_plain_frames_follow(
     executor.flags[0, 0] = FAILED
     frame = executor.frame(2)
     assert isinstance(frame, PersistentFrame)
-    frame.behind.control[1] = -(1 << 31) | 3 << 20 | 7
+    frame.predictor_run.control[1] = -(1 << 31) | 3 << 20 | 7
     with pytest.raises(
         PersistentKernelError, match=r"The persistent kernel timed out; later frames run without it\."
     ):

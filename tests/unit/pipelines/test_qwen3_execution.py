@@ -237,9 +237,8 @@ def test_the_megakernel_by_itself_is_for_the_devices_it_was_measured_on(
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(opening, "graph_executor", opened)
-    monkeypatch.setattr(
-        lm_persistent, "predictor_cut", lambda _: next(iter(lm_persistent.PREDICTORS.values()))
-    )
+    cuts: list[object] = [next(iter(lm_persistent.PREDICTORS.values()))]
+    monkeypatch.setattr(lm_persistent, "predictor_config", lambda _: cuts[-1])
     for kind, reproducible in (("auto", False), ("auto", True), ("graph", False), ("megakernel", False)):
         with pytest.raises(torch.OutOfMemoryError):
             open_executor(gpu_model, SIZES, kind, reproducible)
@@ -250,7 +249,7 @@ def test_the_megakernel_by_itself_is_for_the_devices_it_was_measured_on(
         with pytest.raises(torch.OutOfMemoryError):
             open_executor(gpu_model, SIZES, kind, streams=8)
     assert asked[4:] == [False, False, True, True]
-    monkeypatch.setattr(lm_persistent, "predictor_cut", lambda _: None)
+    cuts.append(None)
     with pytest.raises(torch.OutOfMemoryError):
         open_executor(gpu_model, SIZES)
     assert not asked[-1]
@@ -294,7 +293,7 @@ def test_packed_weights_are_in_the_memory_plan_and_the_published_predictors_have
     config = Qwen3TTSConfig.from_folder(tmp_path)
     predictor = config.predictor
     key = (predictor.hidden, predictor.intermediate, predictor.heads, predictor.kv_heads, predictor.head_dim)
-    cut = lm_persistent.PREDICTORS[*key, predictor.vocab, predictor.layers, config.codebooks - 1]
+    tiles = lm_persistent.PREDICTORS[*key, predictor.vocab, predictor.layers, config.codebooks - 1]
 
     def packed(stack: StackConfig) -> int:
         norm, heads = (
@@ -311,7 +310,7 @@ def test_packed_weights_are_in_the_memory_plan_and_the_published_predictors_have
         layers = [Layer(norm, qkv, o, norm, gate_up, down)] * stack.layers
         table = torch.empty(1, stack.head_dim, device="meta")
         return lm_persistent.packed_layers(
-            StackTensors(layers, norm, table, stack.heads, stack.kv_heads, 0, 1), cut
+            StackTensors(layers, norm, table, stack.heads, stack.kv_heads, 0, 1), tiles
         ).numel()
 
     heads = (config.codebooks - 1) * predictor.vocab * predictor.hidden
