@@ -312,5 +312,5 @@ def submit_for_workers(
         remember_if_embedded(result.job.id, settings)
         if not result.job.state.final:
             # Otherwise idle workers would wait for the next dispatch.
-            dispatch.Dispatcher(ledger, settings).run_once()
+            dispatch.dispatch(ledger, settings)
     return result
