@@ -3,14 +3,16 @@
     python -m benchmarks [--postgres URL]           # the job system: ingest, ledger, the whole path, the embedded voice
     python -m benchmarks.cpu packs [--items N]      # a job with packs beside the same job without
     python -m benchmarks.cpu filters [--items N]    # filters of items beside no filter
+    python -m benchmarks.cpu paces JOB              # speaking rates of a finished job's voices, as a quality configuration
 
-They write `benchmarks/results/cpu.json`, `packs.json` and `filters.json`. `python -m tests.support.services COMMAND` starts
+The first three write `benchmarks/results/cpu.json`, `packs.json` and `filters.json`. `python -m tests.support.services COMMAND` starts
 the servers: PostgreSQL, without which its figures are left out, and S3 for `packs`, which then shares the cores.
 """
 
 from __future__ import annotations
 
 import hashlib
+import heapq
 import io
 import json
 import os
@@ -22,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from itertools import cycle, islice
@@ -29,23 +32,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import psycopg
+import msgspec
+import numpy as np
 import sqlalchemy as sa
 
 from benchmarks import voices
 from benchmarks.report import ROOT, Figure, report
 from benchmarks.stream_clients import SENTENCES
 from jobs.checks import Quality
+from jobs.export.items import audio_items, item_metadata
 from jobs.ingest import submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import Artifact, Done, Job, JobSpec, NewJob, NewShard
+from jobs.recent_jobs import settings_for_job
 from jobs.settings import load_settings
 from jobs.store import open_store
+from jobs.store.base import ObjectStore
 from jobs.where import parse_where
 from pipelines.audio import encode
+from pipelines.duration import Pace, text_units
+from pipelines.errors import ErrorCode, NotFoundError
 
 if TYPE_CHECKING:
     from hibari import Hibari
+    from numpy.typing import NDArray
 
 SHARD_ITEMS, STAGE_ITEMS, COMMIT_ITEMS, COMMITTED_SHARDS = 256, 10_240, 64, 40
 #: A filter that keeps 1 % of the items of `filters`, and one with three conditions that keeps as many.
@@ -63,6 +73,19 @@ _SERIES = {
 }
 _NAME = {"sqlite": "printf('utterance-%09d', i)", "postgresql": "'utterance-' || lpad(i::text, 9, '0')"}
 _SHA = {"sqlite": "printf('%064d', i)", "postgresql": "lpad(i::text, 64, '0')"}
+
+
+#: A voice with fewer items has no pace of its own.
+LEAST_ITEMS = 30
+#: Of one voice; more items would change little and cost the square of their number.
+MOST_ITEMS = 1000
+#: The bounds leave out this share of the items at each end, and then widen by `_MARGIN`.
+_TAIL, _MARGIN = 0.005, 0.15
+#: Speech this many times too long or too short is a fault, not a slow voice.
+_OUTLIER = 1.6
+
+#: (hash, text's units, seconds)
+_Length = tuple[bytes, float, float]
 
 
 def write_lines(path: Path, count: int) -> None:
@@ -98,6 +121,8 @@ def run_seconds(job: Job) -> float:
 
 def new_database(server: str, name: str) -> str:
     """The URL of a new empty database of a PostgreSQL server."""
+    import psycopg  # A clone in which only the paces of a job are measured may lack it.
+
     with psycopg.connect(server, autocommit=True) as connection:
         connection.execute(f'CREATE DATABASE "{name}"'.encode())
     return f"{server.rpartition('/')[0]}/{name}"
@@ -156,6 +181,8 @@ def _bare_sqlite(path: Path, lines: int) -> float:
 
 def _bare_postgres(url: str, lines: int) -> float:
     """Rows a second of COPY into a table with the items' keys."""
+    import psycopg
+
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute(
             "CREATE TABLE items (job INT, idx BIGINT, example_id TEXT, PRIMARY KEY (job, idx), UNIQUE (job, example_id))"
@@ -414,6 +441,77 @@ def filter_figures(url: str, items: int, name: str) -> list[Figure]:
     return figures
 
 
+def learned_paces(ledger: Ledger, store: ObjectStore, job: Job) -> tuple[Pace, ...]:
+    """The paces of a job's voices and languages, those with most items first, and last one for all others.
+
+    Items are chosen by a hash of their id, so the same job gives the same paces. Raises `NotFoundError`
+    for a job with fewer than `LEAST_ITEMS` finished items that have a text.
+    """
+    lengths: dict[tuple[str, str], list[_Length]] = defaultdict(list)
+    counts: dict[tuple[str, str], int] = defaultdict(int)
+    for item in audio_items(ledger, store, job.id):
+        known = item_metadata(job, item)
+        if not (units := text_units(known.text)):
+            continue
+        length = (hashlib.blake2b(item.example_id.encode(), digest_size=8).digest(), units, item.seconds)
+        for voice in {(known.voice or "", known.language or ""), ("", "")}:
+            counts[voice] += 1
+            heapq.heappush(lengths[voice], length)
+            if len(lengths[voice]) > MOST_ITEMS:
+                heapq.heappop(lengths[voice])
+    if counts["", ""] < LEAST_ITEMS:
+        raise NotFoundError(
+            ErrorCode.LEDGER_NOT_FOUND,
+            f"Job {job.id} has {counts['', '']} finished items with a text; at least {LEAST_ITEMS} are needed.",
+            "Measure a larger job of the same model.",
+        )
+    order = sorted(counts, key=lambda voice: (voice == ("", ""), -counts[voice], voice))
+    return tuple([fit_pace(lengths[voice], *voice) for voice in order if counts[voice] >= LEAST_ITEMS])
+
+
+def fit_pace(lengths: list[_Length], voice: str = "", language: str = "") -> Pace:
+    """The pace of these lengths: the line after Theil and Sen, drawn again without those that are
+    `_OUTLIER` times off it."""
+    units, seconds = np.array([length[1:] for length in sorted(lengths)]).T
+    base, slope = _line(units, seconds)
+    ratio = seconds / (base + slope * units)
+    ratio = ratio / np.median(ratio)
+    usual = (ratio < _OUTLIER) & (ratio > 1 / _OUTLIER)
+    units, seconds = units[usual], seconds[usual]
+    base, slope = _line(units, seconds)
+    low, high = np.quantile(seconds / (base + slope * units), [_TAIL, 1 - _TAIL])
+    return Pace(
+        round(base, 4), round(slope, 6), round(float(low) * (1 - _MARGIN), 3), round(float(high) * (1 + _MARGIN), 3),
+        voice=voice, language=language,
+    )  # fmt: skip
+
+
+def _line(units: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[float, float]:
+    """(base, slope), neither negative. `units`, `seconds`: [items]."""
+    from scipy.stats import theilslopes
+
+    if np.ptp(units) > 0:
+        line: Any = theilslopes(seconds, units)
+        slope, base = float(line[0]), float(line[1])
+        if slope > 0 and base >= 0:
+            return base, slope
+    return 0.0, float(np.median(seconds / np.maximum(units, 1.0)))
+
+
+def as_toml(paces: tuple[Pace, ...]) -> str:
+    """The paces as a part of a quality config."""
+    tables = [
+        ["[[paces]]", *(f"{name} = {_toml(value)}" for name, value in msgspec.structs.asdict(pace).items())]
+        for pace in paces
+    ]
+    return "\n\n".join("\n".join(table) for table in tables)
+
+
+def _toml(value: str | float) -> str:
+    """A value as TOML has it, which knows no surrogate pairs, and no DEL as it is."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 @contextmanager
 def in_folder() -> Iterator[Path]:
     """A temporary folder that other users may read: some servers run as another one."""
@@ -496,6 +594,17 @@ def filters(sizes: tuple[int, ...], name: str, postgres: str | None) -> None:
             if postgres is not None:
                 figures += filter_figures(new_database(postgres, f"filters{items}"), items, "PostgreSQL")
     report("Filters on this machine", name, [*figures, load_figure()])
+
+
+@main.command()
+@click.argument("job")
+@click.option("--home", metavar="DIR", help="Folder of the run that made the job.")
+def paces(job: str, home: str | None) -> None:
+    """Prints the paces of JOB, a finished job, as the `[[paces]]` of a quality configuration."""
+    settings = settings_for_job(job, home)
+    with closing(Ledger.of(settings)) as ledger:
+        found = ledger.find_job(job)
+        click.echo(as_toml(learned_paces(ledger, open_store(found.store_url, settings.s3), found)))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,18 @@
-"""`python -m benchmarks.structure`: tokens, files and lines of each room, what a user meets (settings,
-commands, options of `run`), Protocols, small files, circles of imports, imports upward; with
-`--item MODEL` also the path of an item.
+"""`python -m benchmarks.structure`: tokens, files and lines of each room, what a user meets (settings, commands, options
+of `run`), Protocols, small files, circles of imports, imports upward; with `--item MODEL` also the path of an item.
 
 Tokens are Python's, without comments, line ends and indentation.
 
-A circle is a group of modules that reach each other by imports which run when a module is imported;
-`deferred circles` also follow imports inside functions. Imports under `TYPE_CHECKING` count for neither.
-An import upward breaks the order of the rooms.
+A circle is a group of modules that reach each other by imports which run when a module is imported; `deferred circles`
+also follow imports inside functions. Imports under `TYPE_CHECKING` count for neither. An import upward breaks the order
+of the rooms.
+
+The path of an item is the files and functions of ours whose calls rise by one or more for each further item, between a
+`nightjar run` of few items and one of more, in any thread and process of the command: the command itself, its worker, the
+engine's process, the writers, the checks. What runs once for a command, a shard's start or a model's opening is left out.
+A function is a `def`; one that runs only while a module is imported (a decorator) is not counted, nor are lambdas,
+comprehensions and methods that a library generates. With `--runs` the figure is the median of several pairs of runs,
+because a heartbeat may or may not fall into a short run.
 """
 
 from __future__ import annotations
@@ -14,11 +20,15 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import os
 import statistics
 import subprocess
+import sys
+import tempfile
 import tokenize
 import typing
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +36,14 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import item_path
-
 ROOT = Path(__file__).resolve().parents[1]
 #: From the top down: a room imports itself and rooms after it.
 ROOMS = ("tests", "benchmarks", "nightjar", "worker", "jobs", "migrations", "pipelines", "kernels")
 #: Rooms that are installed.
 PRODUCT = ROOMS[2:]
 SMALL, LARGE = 50, 600
+#: Items of the two runs that are compared.
+FEW, MORE = 2, 8
 LAYOUT_TOKENS = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER,
 }  # fmt: skip
@@ -107,14 +117,9 @@ def count_tokens(path: Path) -> int:
 
 def count_protocols(path: Path) -> int:
     """Classes that have `Protocol`, or a `Protocol[...]`, among their bases."""
-    classes = [
-        node
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ClassDef)
-    ]
-    return sum(
-        any(ast.unparse(base).partition("[")[0] == "Protocol" for base in one.bases) for one in classes
-    )
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    bases = (map(ast.unparse, node.bases) for node in nodes if isinstance(node, ast.ClassDef))
+    return sum(any(base.partition("[")[0] == "Protocol" for base in each) for each in bases)
 
 
 def count_settings(model: Any) -> int:
@@ -122,11 +127,8 @@ def count_settings(model: Any) -> int:
     (`schedules`), included."""
     count = 0
     for field in model.model_fields.values():
-        groups = [
-            one
-            for one in (field.annotation, *typing.get_args(field.annotation))
-            if hasattr(one, "model_fields")
-        ]
+        types = field.annotation, *typing.get_args(field.annotation)
+        groups = [one for one in types if hasattr(one, "model_fields")]
         count += count_settings(groups[0]) if groups else 1
     return count
 
@@ -135,7 +137,7 @@ def surface() -> dict[str, int]:
     """What a user meets, of the code that is imported here."""
     from jobs.settings import Settings
 
-    # By name: nobody imports the command line.
+    # By name: no other room may import the command line.
     command_line = importlib.import_module("jobs.cli")
 
     def commands(command: click.Command) -> int:
@@ -188,20 +190,147 @@ def measure(tree: Path) -> dict[str, Any]:
         for name, rooms in groups.items()
     }
 
-    def told(wanted: Any) -> list[str]:
+    def pairs_that(wanted: Any) -> list[str]:
         return [f"{name} -> {other}" for name, other in pairs if wanted(name, other)]
 
     return {
         "rooms": {name: sizes(tree, paths) for name, paths in chosen.items() if paths},
         "circles": circles(at_import),
         "deferred_circles": circles(anywhere),
-        "imports_upward": told(lambda name, other: ROOMS.index(room_of(other)) < ROOMS.index(room_of(name))),
-        "tests_importing_benchmarks": told(
+        "imports_upward": pairs_that(
+            lambda name, other: ROOMS.index(room_of(other)) < ROOMS.index(room_of(name))
+        ),
+        "tests_importing_benchmarks": pairs_that(
             lambda name, other: (room_of(name), room_of(other)) == ("tests", "benchmarks")
         ),
-        "imports_of_jobs_cli": told(
+        "imports_of_jobs_cli": pairs_that(
             lambda name, other: other.startswith("jobs.cli") and not name.startswith(("jobs.cli", "tests"))
         ),
+    }
+
+
+#: Python runs `sitecustomize` at its start, in every process: it counts the calls of each function outside of
+#: imports. The counts are written at a process's end and several times a second, because a process of ours
+#: may be killed.
+TRACE = """
+import atexit, os, sys, threading, time
+ROOT, INTO = os.environ["ITEM_PATH_ROOT"] + os.sep, os.environ["ITEM_PATH_INTO"]
+ours, counts = {}, {}
+
+def in_import(frame):
+    while (frame := frame.f_back) is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+    return False
+
+def note(frame, event, _):
+    if event != "call":
+        return
+    code = frame.f_code
+    known = ours.get(code)
+    if known is None:
+        # 1: a function, no class body
+        ours[code] = known = code.co_filename.startswith(ROOT) and not code.co_name.startswith("<") and bool(code.co_flags & 1)
+    if known and (code in counts or not in_import(frame)):
+        counts[code] = counts.get(code, 0) + 1
+
+def write():
+    rows = [(code.co_filename[len(ROOT):], code.co_firstlineno, code.co_qualname, count) for code, count in list(counts.items())]
+    lines = ["\\t".join(map(str, row)) + "\\n" for row in rows]
+    path = os.path.join(INTO, str(os.getpid()))
+    with open(path + ".new", "w") as file:
+        file.writelines(lines)
+    os.replace(path + ".new", path)
+
+def keep_writing():
+    sys.setprofile(None)
+    while True:
+        time.sleep(0.1)
+        write()
+
+def begin():
+    counts.clear()
+    threading.Thread(target=keep_writing, daemon=True).start()
+
+atexit.register(write)
+os.register_at_fork(after_in_child=begin)
+begin()
+threading.setprofile(note)
+sys.setprofile(note)
+"""
+
+
+def line(number: int) -> dict[str, Any]:
+    """A line of the input; each has another text."""
+    text = f"This is line {number}, and it goes on for a bit."
+    messages = [["system", "text", "A calm voice."], ["user", "text", text]]
+    return {"example_id": f"item-{number}", "messages": messages}
+
+
+def calls(model: str, items: int) -> Counter[tuple[str, str]]:
+    """Runs `items` items; the calls of each (file, function), with the function's first line in its name."""
+    with tempfile.TemporaryDirectory(prefix="item-path-") as name:
+        folder = Path(name)
+        notes = folder / "notes"
+        for made in (notes, folder / "site"):
+            made.mkdir()
+        (folder / "site" / "sitecustomize.py").write_text(TRACE)
+        lines = (json.dumps(line(number)) + "\n" for number in range(items))
+        (folder / "input.jsonl").write_text("".join(lines))
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("SPEECH_")}
+        environment |= {"PYTHONPATH": f"{folder / 'site'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+        environment |= {"ITEM_PATH_ROOT": str(ROOT), "ITEM_PATH_INTO": str(notes)}
+        given = str(Path(model).resolve()) if Path(model).is_dir() else model
+        command = [
+            sys.executable,
+            "-m",
+            "jobs",
+            "run",
+            "input.jsonl",
+            "--model",
+            given,
+            "--seed",
+            "7",
+            "--json",
+        ]
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            said = done.stderr[-2000:]
+            raise click.ClickException(f"The run with {model} ended with {done.returncode}:\n{said}")
+        found = Counter[tuple[str, str]]()
+        for path in notes.iterdir():
+            for file, first, function, count in (text.split("\t") for text in path.read_text().splitlines()):
+                if path.suffix != ".new" and file.split(os.sep)[0] in PRODUCT:
+                    found[file, f"{function}:{first}"] += int(count)
+    return found
+
+
+def trace(model: str) -> set[tuple[str, str]]:
+    """The (file, function) that run once or more for each item."""
+    few, more = calls(model, FEW), calls(model, MORE)
+    return {function for function, count in more.items() if count - few[function] >= MORE - FEW}
+
+
+def by_room(files: Iterable[str]) -> dict[str, int]:
+    counts = Counter(file.split(os.sep)[0] for file in files)
+    return {room: counts[room] for room in PRODUCT if counts[room]}
+
+
+def item_path(model: str, runs: int) -> dict[str, Any]:
+    """Files and functions of an item's path: the median run, by room, and how far the runs differ."""
+    paths = sorted((trace(model) for _ in range(runs)), key=len)
+    path = paths[len(paths) // 2]
+    files = {file for file, _ in path}
+    return {
+        "model": Path(model).name,
+        "files": len(files),
+        "functions": len(path),
+        "files_by_room": by_room(files),
+        "functions_by_room": by_room(file for file, _ in path),
+        "functions_of_each_run": [len(one) for one in paths],
+        "path": {file: sorted(function for of, function in path if of == file) for file in sorted(files)},
     }
 
 
@@ -213,19 +342,19 @@ def measure(tree: Path) -> dict[str, Any]:
     help="The checkout to look at.",
 )
 @click.option(
-    "--item",
-    "models",
-    multiple=True,
-    help="Also trace an item of this model or checkpoint folder; may be repeated.",
+    "--item", "models", multiple=True, help="Also the path of an item of this model or checkpoint folder."
 )
+@click.option("--runs", default=1, show_default=True, help="Pairs of runs of each --item.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write everything as JSON here.")
-def main(tree: Path, models: tuple[str, ...], out: Path | None) -> None:
+def main(tree: Path, models: tuple[str, ...], runs: int, out: Path | None) -> None:
     """Prints the shape of the tree. What a user meets and the path of an item are those of the code that
     runs this."""
     found = measure(tree)
-    found |= {"surface": surface(), "items": [item_path.measure(model, runs=1) for model in models]}
+    found |= {"surface": surface(), "items": [item_path(model, runs) for model in models]}
+    if out is not None:
+        out.write_text(json.dumps(found, indent=1) + "\n")
     table = Table(title="Python files by room")
-    for heading in (
+    headings = (
         "room",
         "tokens",
         "Protocols",
@@ -234,33 +363,23 @@ def main(tree: Path, models: tuple[str, ...], out: Path | None) -> None:
         "median",
         f"<= {SMALL} lines",
         "without __init__",
-        f"> {LARGE} lines",
-    ):
+    )
+    for heading in (*headings, f"> {LARGE} lines"):
         table.add_column(heading)
+    names = ("tokens", "protocols", "files", "lines", "median_lines", "small_files")
     for room, row in found["rooms"].items():
-        counts = (
-            row["tokens"],
-            row["protocols"],
-            row["files"],
-            row["lines"],
-            row["median_lines"],
-            row["small_files"],
-            len(row["small_modules"]),
-            len(row["large_files"]),
-        )
-        table.add_row(
-            room, *(f"{count:,g}" if isinstance(count, float) else f"{count:,}" for count in counts)
-        )
-    console = Console(width=140)
-    console.print(table)
+        counts = *(row[name] for name in names), len(row["small_modules"]), len(row["large_files"])
+        texts = (f"{count:,g}" if isinstance(count, float) else f"{count:,}" for count in counts)
+        table.add_row(room, *texts)
+    Console(width=140).print(table)
     print(", ".join(f"{name.replace('_', ' ')}: {count}" for name, count in found["surface"].items()))
     for item in found.pop("items"):
         print(f"item of {item['model']}: {item['functions']} functions in {item['files']} files")
+        for room, count in item["functions_by_room"].items():
+            print(f"  {room}: {count} functions in {item['files_by_room'][room]} files")
     for name, lines in found.items():
         if isinstance(lines, list):
             print("\n  ".join([f"{name.replace('_', ' ')}: {len(lines)}", *map(str, lines)]))
-    if out is not None:
-        out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""What command lines share: output (data on stdout, everything else on stderr), exit codes, interrupts,
-and types of options."""
+"""Shared parts of the command line: output (data on stdout, everything else on stderr), exit codes,
+interrupts, and types of options."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from pipelines.errors import (
     StoreError,
 )
 
-#: Environment variable: the program name in the usage line of a command that another command line starts.
+#: Environment variable with the program name for the usage line of a command that another one starts.
 PROGRAM = "NIGHTJAR_PROGRAM"
 
 FAILED, NOT_FOUND, INVALID_INPUT, UNREACHABLE = 1, 3, 4, 5
-#: A job that was cancelled; `nightjar wait` of one that did not end in time.
+#: Exit codes for a cancelled job, and for `nightjar wait` when the job did not end in time.
 CANCELLED, TIMEOUT = 6, 7
 
 _EXIT_BY_CODE = {
@@ -50,7 +50,7 @@ _EXIT_BY_CLASS: dict[type[NightjarError] | tuple[type[NightjarError], ...], int]
 
 
 class FiniteRange(click.FloatRange):
-    """A range of numbers. Infinity and NaN, which click finds in every range, are refused."""
+    """A range of numbers that refuses infinity and NaN, which click accepts in every range."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = super().convert(value, param, ctx)
@@ -60,10 +60,9 @@ class FiniteRange(click.FloatRange):
 
 
 class NamedPath(click.Path):
-    """A path that is neither empty, which would be the working directory, nor an option: a variable that
-    is not set would make it so.
+    """A path that is neither empty nor an option, as an unset shell variable would make it.
 
-    `anywhere`: it may be an address too, which whoever takes it checks.
+    `anywhere`: the path may be an address, which the command checks.
     """
 
     def __init__(self, *, anywhere: bool = False, **options: Any) -> None:
@@ -77,18 +76,18 @@ class NamedPath(click.Path):
         if text.startswith("--"):
             self.fail(f"{text!r} looks like an option; write ./{text} for a path of this name", param, ctx)
         if is_address(text) and not self._anywhere:
-            self.fail(f"{text!r} is an address; name a path of this host", param, ctx)
+            self.fail(f"{text!r} is an address; give a path on this host", param, ctx)
         return super().convert(value, param, ctx)
 
 
 class OutputClosed(BaseException):
-    """Nobody reads stdout any more, which ends a command as SIGPIPE would."""
+    """The reader of stdout closed it; the command ends as SIGPIPE would end it."""
 
     exit_code = 128 + signal.SIGPIPE
 
 
 class Interrupted(BaseException):
-    """A signal asked the command to end."""
+    """A signal asks the command to end."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -96,44 +95,44 @@ class Interrupted(BaseException):
 
 
 class Stop:
-    """How a run is stopped by whoever started it."""
+    """Stops a run."""
 
     def __init__(self) -> None:
         #: Ends the processes of the run at once.
         self.kill: Callable[[], None] = lambda: None
-        #: The run cleans up, and is not to be interrupted.
+        #: The run cleans up, and must not be interrupted.
         self.cleaning = False
-        #: The signal that stops it, once it came.
+        #: The signal that stops the run, once it is received.
         self.number: int | None = None
 
     def check(self) -> None:
-        """Raises `Interrupted` where the run has to stop, also where C code, or a `__del__`, has swallowed
-        what the signal raised."""
+        """Raises `Interrupted` if the run must stop, also if C code or a `__del__` swallowed the exception
+        of the signal."""
         if self.number is not None:
             raise Interrupted(self.number)
 
 
-#: Ctrl-C since the command began.
+#: Signals of Ctrl-C since the command began.
 _interrupts: list[int] = []
 
 
 def record_interrupts() -> None:
-    """From here on Ctrl-C is remembered as well as raised: what is raised in Python code that C code
-    calls, as in many imports, is lost."""
+    """Records each Ctrl-C as well as raising it: an exception in Python code that C code calls, as in many
+    imports, is lost."""
     _interrupts.clear()
     if (
         threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     ):
         signal.signal(signal.SIGINT, _record_interrupt)
-        others = sys.unraisablehook
+        print_lost = sys.unraisablehook
 
-        def said(lost: sys.UnraisableHookArgs) -> None:
+        def hook(lost: sys.UnraisableHookArgs) -> None:
             if not (_interrupts and lost.exc_type is KeyboardInterrupt):
-                others(lost)
+                print_lost(lost)
 
-        # Python prints what was raised where nobody can catch it, as in what runs when an object is freed.
-        sys.unraisablehook = said
+        # Python prints exceptions that cannot be caught, such as those raised while an object is freed.
+        sys.unraisablehook = hook
 
 
 def _record_interrupt(number: int, frame: FrameType | None) -> None:
@@ -149,8 +148,8 @@ def check_interrupts() -> None:
 
 @contextmanager
 def defer_sigint() -> Iterator[None]:
-    """Ctrl-C waits until the end of this: Python code that C code calls, as in the import of a model of
-    pydantic, would swallow it."""
+    """Defers Ctrl-C to the end of the block: Python code that C code calls, as in the import of a pydantic
+    model, would swallow it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -159,7 +158,7 @@ def defer_sigint() -> Iterator[None]:
 
 
 def exit_code(error: Exception) -> int:
-    """The exit code of a command that ends with this error."""
+    """The exit code of a command that fails with this error."""
     if not isinstance(error, NightjarError):
         return FAILED
     if error.code in _EXIT_BY_CODE:
@@ -170,14 +169,14 @@ def exit_code(error: Exception) -> int:
 
 
 def fail(error: BaseException, *, as_json: bool) -> None:
-    """Prints an error on stderr: a sentence with its code and advice, or `nightjar.error/1`; never a
-    password of a URL."""
+    """Prints an error on stderr: a sentence with its code and advice, or `nightjar.error/1`. Passwords of
+    URLs are hidden."""
     if isinstance(error, NightjarError):
         code, message, advice = error.code.value, error.message, error.advice
     elif isinstance(error, OSError):
-        code, (message, advice) = "system", _refusal(error)
+        code, (message, advice) = "system", _system_error(error)
     else:
-        code, message = "internal", f"Something broke that should not: {type(error).__name__}: {error}."
+        code, message = "internal", f"An unexpected error: {type(error).__name__}: {error}."
         advice = "This is a bug; SPEECH_DEBUG=1 shows where it happened."
     message, advice = redact(message), redact(advice)
     if as_json:
@@ -185,46 +184,47 @@ def fail(error: BaseException, *, as_json: bool) -> None:
         click.echo(msgspec.json.encode(view), err=True)
         return
     label = click.style("Error", fg="red", bold=True)
-    # No command is running any more whose context could know of NO_COLOR.
+    # The command has ended, and with it the context that knows NO_COLOR.
     color = False if os.environ.get("NO_COLOR") else None
     text = f"{label} {code}: {printable(message)}\n{printable(advice)}".rstrip("\n")
     click.echo(text, err=True, color=color)
 
 
-def _refusal(error: OSError) -> tuple[str, str]:
-    """What a person reads of an error of the system, and what to do next."""
+def _system_error(error: OSError) -> tuple[str, str]:
+    """The message and the advice of an error of the operating system."""
     try:
         os.getcwd()
     except FileNotFoundError:
         return "The working directory no longer exists.", "Change to one that exists."
     where = "" if error.filename is None else f": {error.filename}"
-    return f"The system refused: {error.strerror or error}{where}.", "Correct that and try again."
+    return f"System error: {error.strerror or error}{where}.", "Correct the cause and try again."
 
 
 class Output:
-    """How one command prints, from its `--json` and `--quiet`."""
+    """Prints the output of a command, by its `--json` and `--quiet`."""
 
     def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
         self.as_json = as_json
         self.quiet = quiet
 
     def data(self, view: Mapping[str, Any]) -> None:
-        """One JSON object on a line of stdout."""
+        """Prints a JSON object as a line on stdout."""
         sys.stdout.buffer.write(msgspec.json.encode(view) + b"\n")
 
-    def say(self, view: Mapping[str, Any], text: str) -> None:
-        """The result, as JSON or as a line for a person."""
+    def result(self, text: str, view: Mapping[str, Any] | str, /, **fields: Any) -> None:
+        """Prints a result, as JSON or as a line of text. `view`: the JSON object, or its schema for one with
+        these fields."""
         if self.as_json:
-            self.data(view)
+            self.data({"schema": view, **fields} if isinstance(view, str) else view)
         else:
             self.line(text)
 
     def line(self, text: str = "") -> None:
-        """A line of the result on stdout."""
+        """Prints a line of the result on stdout."""
         click.echo(text)
 
     def note(self, text: str) -> None:
-        """A line for a person on stderr, unless `--quiet`."""
+        """Prints a note on stderr, unless `--quiet`."""
         if not self.quiet:
             click.echo(text, err=True)
 
@@ -234,7 +234,7 @@ class Output:
         found: Iterable[tuple[Mapping[str, Any], Sequence[object]]],
         nothing: str = "",
     ) -> None:
-        """(view, row) of each record, as JSON or as a table; of none `nothing` is noted."""
+        """Prints records, each (view, row), as JSON or as a table; without any, notes `nothing`."""
         if self.as_json:
             for view, _ in found:
                 self.data(view)
@@ -244,14 +244,14 @@ class Output:
             self.note(nothing)
 
     def record(self, view: Mapping[str, Any]) -> None:
-        """One record, as JSON or as a table of what there is of it."""
+        """Prints a record, as JSON or as a table of its fields that are not empty."""
         if self.as_json:
             self.data(view)
         else:
             self.table(("KEY", "VALUE"), _leaves(msgspec.to_builtins(view)))
 
     def table(self, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        """Aligned columns on stdout; the rows are kept in memory."""
+        """Prints aligned columns on stdout; the rows are kept in memory."""
         cells = [[printable("" if cell is None else str(cell)) for cell in row] for row in rows]
         widths = [max(map(len, column)) for column in zip(header, *cells)]
         click.echo(click.style(_columns(header, widths), bold=True))
@@ -264,12 +264,12 @@ def _columns(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _leaves(view: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted key, text) of what a record has."""
+    """Yields (dotted key, text) of the fields of a record that are not empty."""
     for name, part in view.items():
-        many = isinstance(part, list | tuple)
-        if many and part and isinstance(part[0], dict):
+        is_list = isinstance(part, list | tuple)
+        if is_list and part and isinstance(part[0], dict):
             part = dict(enumerate(part, 1))
         if isinstance(part, dict):
             yield from _leaves(part, f"{path}{name}.")
         elif part not in (None, "", [], ()):
-            yield f"{path}{name}", ", ".join(map(str, part)) if many else str(part)
+            yield f"{path}{name}", ", ".join(map(str, part)) if is_list else str(part)

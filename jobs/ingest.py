@@ -318,5 +318,5 @@ def submit_for_workers(
         remember_if_embedded(result.job.id, settings)
         if not result.job.state.final:
             # Idle workers need not wait for their own look at the ledger.
-            dispatch.Dispatcher(ledger, settings).run_once()
+            dispatch.dispatch(ledger, settings)
     return result

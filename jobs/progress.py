@@ -1,5 +1,5 @@
-"""How far a job is, for a person: a bar on a terminal, else a line now and then, with the speed of the
-last minute."""
+"""Shows the progress of a job: a bar on a terminal, else a line every 30 s, with the speed of the last
+minute."""
 
 from __future__ import annotations
 
@@ -19,28 +19,26 @@ from jobs.status import items_per_second, rtfx
 if TYPE_CHECKING:
     from jobs.ingest import IngestProgress
 
-#: A narrower terminal has no room for a bar beside the counts.
+#: Narrower terminals show no bar beside the counts.
 BAR_COLUMNS = 80
-#: A stream that is no terminal gets a line this often.
+#: Interval of lines on a stream that is not a terminal.
 LINE_SECONDS = 30.0
-#: An ingest that takes no longer needs no line.
+#: An ingest that takes longer gets a line.
 FIRST_LINE_SECONDS = 5.0
-#: The rate that is shown while a job is followed is that of the last `RATE_SECONDS`, and unknown before
-#: `MIN_RATE_SECONDS`.
+#: The rate covers the last `RATE_SECONDS`, and is unknown before `MIN_RATE_SECONDS`.
 RATE_SECONDS = 60.0
 MIN_RATE_SECONDS = 3.0
 
 
 class RecentRate:
-    """The rate of a job over the last minute in which it was followed. Pauses and interruptions before it
-    do not count."""
+    """The rate of a job over the last minute, without earlier pauses and interruptions."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int, int]] = deque()
 
     def facts(self, status: JobStatus) -> str:
-        """Failed and skipped items, rate, speed and time to go, as the tail of a sentence; only what is
-        known."""
+        """Failed and skipped items, rate, speed and time left, as far as they are known, as the end of a
+        sentence."""
         items = status.items
         rate, factor = self._take(status)
         parts = [
@@ -53,12 +51,11 @@ class RecentRate:
         if factor:
             parts.append(f"RTFx {factor:.1f}")
         if rate and not status.job.state.final and status.job.state is not JobState.PAUSED:
-            parts.append(f"{seconds_text(items.pending / rate)} to go")
+            parts.append(f"{seconds_text(items.pending / rate)} left")
         return "".join(f", {part}" for part in parts)
 
     def _take(self, status: JobStatus) -> tuple[float, float | None]:
-        """Items and seconds of audio a second; those of the whole job at its end and before a rate is
-        known."""
+        """Items and seconds of audio per second; at the job's end, those of the whole job."""
         ended = status.items.done + status.items.failed
         self._seen.append((status.now, ended, status.audio_ms))
         while len(self._seen) > 2 and self._seen[1][0] <= status.now - RATE_SECONDS:
@@ -73,7 +70,7 @@ class RecentRate:
 
 
 class Progress:
-    """A job's progress on stderr: a bar on a terminal, else a line at the start and every 30 s. A context
+    """Shows a job's progress on stderr: a bar on a terminal, else a line at the start and every 30 s; a context
     manager."""
 
     def __init__(self, *, quiet: bool) -> None:
@@ -96,14 +93,14 @@ class Progress:
             self._bar.stop()
 
     def say(self, text: str) -> None:
-        """A note for a person, above the bar."""
+        """Prints a note, above the bar."""
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False)
         elif not self._quiet:
             click.echo(text, err=True)
 
     def reading(self, ingest: IngestProgress) -> None:
-        """How far into its input an ingest is; what is short says nothing on a stream that is no terminal."""
+        """Shows the progress of an ingest; on a stream that is not a terminal, only of a long one."""
         percent = 100 * ingest.bytes_read // max(1, ingest.bytes_total)
         if self._next_line == 0.0:
             self._next_line = time.monotonic() + FIRST_LINE_SECONDS

@@ -151,7 +151,7 @@ def status_lines(
     pace = f"time    {seconds_text(busy if idle else elapsed)}{idle}, {items_per_second(state):.2f} items/s"
     if not job.state.final and (eta := eta_seconds(state)) is not None:
         error = eta_error_seconds(state)
-        pace += f", {seconds_text(eta)} to go{'' if error is None else f' (± {seconds_text(error)})'}"
+        pace += f", {seconds_text(eta)} left{'' if error is None else f' (± {seconds_text(error)})'}"
     lines.append(pace)
     lines.append(f"engine  {_hours(state.engine_ms / 1000)} busy")
     price = cost(state, price_per_gpu_hour)

@@ -47,7 +47,7 @@ class ModelCard:
     engines: tuple[Literal["native", "vllm"], ...] = ()
     #: RTF of one worker: engine seconds for a second of speech; None where it was not measured.
     rtf: float | None = None
-    #: How long its speech is, learned from much of it (`python -m benchmarks.paces`); None: unknown.
+    #: How long its speech is, learned from much of it (`python -m benchmarks.cpu paces`); None: unknown.
     pace: Pace | None = None
     #: What submit asks of every text, and of every recording of a voice to clone (an encoded file). Each is
     #: cheap, loads no model and raises `InputError` for what the model would refuse; None: nothing is known

@@ -1,5 +1,5 @@
-"""The `nightjar` command (`jobs` is the same). A subcommand is imported when it is called:
-`nightjar status` pays for nothing else."""
+"""The `nightjar` command (`jobs` is the same). A subcommand is imported when it is called, so that
+`nightjar status` starts fast."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from jobs import DISTRIBUTION
 from jobs.console import Interrupted, OutputClosed, defer_sigint, exit_code, fail, record_interrupts
 from pipelines.errors import NightjarError
 
-#: Heading: {command: (module under jobs.cli, one line of help)}, in the order of `nightjar --help`. A module
-#: has a command under its name.
+#: Heading -> {command: (module under jobs.cli, one line of help)}, in the order of `nightjar --help`. The
+#: module has the command under its name.
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Make speech": {
         "run": ("run", "Synthesize a file on this machine; needs no other service."),
@@ -31,7 +31,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "watch": ("status", "Show a job's progress until it ends."),
         "wait": ("status", "Wait until a job ends; the exit code says how it ended."),
         "list": ("status", "List jobs, newest first."),
-        "show": ("status", "Show what a job is made with, and the command that makes it again."),
+        "show": ("status", "Show a job's settings and versions, and the command that makes it again."),
         "items": ("items", "List a job's items and their audio files."),
         "errors": ("items", "List a job's refused lines and failed items."),
         "retry": ("control", "Run a job's failed items again."),
@@ -39,16 +39,16 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "resume": ("control", "Continue a paused job."),
         "cancel": ("control", "Cancel a job; finished items are kept."),
         "priority": ("control", "Change a job's priority."),
-        "delete": ("control", "Delete a job that has ended: its rows and its objects."),
+        "delete": ("control", "Delete an ended job with its rows and its objects."),
     },
     "Results": {
         "export": ("export", "Export a job's dataset (ESPnet, Kaldi, Lhotse, WebDataset, Parquet, ...)."),
         "report": ("export", "Write an HTML report of a job, with audio players."),
-        "verify": ("export", "Check a job's files against the ledger; make lost files again."),
+        "verify": ("export", "Check a job's files against the ledger; restore lost files."),
     },
     "Models and servers": {
         "models": ("models", "List the models, or show one."),
-        "voices": ("models", "List, add or delete stored voices: recordings that models clone, by name."),
+        "voices": ("models", "List, add or delete stored voices: named recordings that models clone."),
         "serve": ("serve", "Serve a model over HTTP with OpenAI's API."),
     },
     "Installation": {
@@ -56,17 +56,17 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "db": ("admin", "Create or upgrade the ledger's tables."),
         "config": ("admin", "Show the settings and where they come from."),
         "worker": ("serve", "Run a worker process."),
-        "workers": ("serve", "List the workers, what they do, and how fast."),
+        "workers": ("serve", "List the workers with their shards and their speed."),
         "flower": ("serve", "Run the Flower dashboard."),
-        "sweep": ("serve", "Find orphaned objects in the store, and delete them if asked to."),
+        "sweep": ("serve", "Find orphaned objects in the store, and delete them on request."),
         "completion": ("admin", "Print the shell completion script."),
     },
 }
-COMMANDS = {name: where for group in GROUPS.values() for name, where in group.items()}
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
 
 class LazyGroup(click.Group):
-    """A group that knows its commands' names and help, and imports one only to run it."""
+    """A group that imports a command only to run it."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
@@ -78,7 +78,7 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except BrokenPipeError as error:
-            # click would end with 1, which here means that items failed.
+            # click would exit with 1, which means failed items here.
             raise OutputClosed from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -99,14 +99,14 @@ def cli() -> None:
 
     \b
     Examples:
-      nightjar run dialogues.jsonl --out out      # here, with nothing else running
-      nightjar submit dialogues.jsonl             # for workers that are running
+      nightjar run dialogues.jsonl --out out      # on this machine, without other services
+      nightjar submit dialogues.jsonl             # for running workers
       nightjar status JOB
     """
 
 
 def _repair_stdio() -> None:
-    """A stream that was closed swallows what it gets; one that cannot show a character shows its escape."""
+    """Replaces a closed stream by the null device; escapes characters that a stream cannot encode."""
     for name in ("stdout", "stderr"):
         stream: object = getattr(sys, name)
         if stream is None:
@@ -116,8 +116,8 @@ def _repair_stdio() -> None:
 
 
 def _discard_output() -> None:
-    """What could not be written is not tried again, also not at the interpreter's end, which would then
-    set the exit code."""
+    """Discards output that cannot be written: another attempt at the interpreter's end would change the exit
+    code."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -126,10 +126,10 @@ def _discard_output() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; its exit code. 0 ok, 1 failed items or a failure, 2 usage, 3 not found, 4 invalid
-    input, 5 unreachable."""
+    """Runs a command and returns its exit code: 0 ok, 1 failed items or another failure, 2 usage, 3 not
+    found, 4 invalid input, 5 unreachable."""
     record_interrupts()
-    # Start-up makes many objects that stay; collecting among them is half a command's time.
+    # Imports make many permanent objects; collecting among them takes half of a command's time.
     gc.set_threshold(50_000, 20, 100)
     words = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in words

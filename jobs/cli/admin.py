@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
 import click
-from click.shell_completion import get_completion_class
+from click.shell_completion import ShellComplete, get_completion_class
 
 from jobs.cli.options import common_options, output_options
 from jobs.console import FAILED, Output
@@ -60,8 +60,8 @@ def _db(home: str | None, output: Output, text: str, act: Callable[[Ledger], Non
 
     with closing(Ledger.of(load_settings(home=home))) as ledger:
         act(ledger)
-        said = {"url": redact(ledger.url), "revision": SCHEMA_REVISION}
-        output.say({"schema": "nightjar.ledger/1", **said}, text.format(**said))
+        fields = {"url": redact(ledger.url), "revision": SCHEMA_REVISION}
+        output.result(text.format(**fields), "nightjar.ledger/1", **fields)
 
 
 @click.group()
@@ -100,13 +100,13 @@ def show(home: str | None, output: Output) -> None:
         return
     output.table(("SETTING", "VALUE", "ORIGIN"), rows)
     output.line()
-    output.table(("IN EFFECT", "ADDRESS"), effective)
+    output.table(("EFFECTIVE", "ADDRESS"), effective)
 
 
 @config.command("list")
 @output_options
 def list_settings(output: Output) -> None:
-    """List every setting with its variable, default and meaning. Works with an invalid configuration too.
+    """List every setting with its variable, default and meaning, also if the configuration is invalid.
 
     \b
     Examples:
@@ -118,7 +118,7 @@ def list_settings(output: Output) -> None:
 
 
 def leaves(group: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every setting, nested ones too; the options of a schedule are keys of it."""
+    """Yields (dotted key, value) of every setting, nested ones included; a schedule's options are its keys."""
     for name, value in group.items():
         if isinstance(value, dict) and value:
             yield from leaves(
@@ -129,7 +129,7 @@ def leaves(group: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def described() -> Iterator[tuple[str, str, str]]:
-    """(variable, default, meaning) of every setting; `NAME` stands for the key of a schedule."""
+    """Yields (variable, default, meaning) of every setting; `NAME` is the key of a schedule."""
     for key, group in setting_fields():
         name = key.rpartition(".")[2]
         if name == "options":
@@ -146,8 +146,7 @@ _COLORS = {Health.OK: "green", Health.WARN: "yellow", Health.FAIL: "red"}
 @click.command()
 @common_options
 def doctor(home: str | None, output: Output) -> int:
-    """Check Python, settings, ledger, broker, store, disk, models and GPUs, and say how to correct what
-    fails.
+    """Check Python, settings, ledger, broker, store, disk, models and GPUs, with advice for each failure.
 
     Exit code 1: a check failed.
 
@@ -168,8 +167,8 @@ def doctor(home: str | None, output: Output) -> int:
     return FAILED if failed else 0
 
 
-#: Shells have a builtin `jobs`, which wins over the script of that name. This function takes our words and
-#: leaves the builtin the rest.
+#: Shells have a builtin `jobs`, which takes precedence over the script of that name. This function passes our
+#: commands to the script, and all else to the builtin.
 _BASH = """
 function jobs {
     case "${1-}" in
@@ -205,7 +204,6 @@ function jobs --description "nightjar, or the jobs of this shell"
 end
 complete --no-files --command jobs --arguments "(_nightjar_completion)"
 """
-_FIRST = {"zsh": _ZSH_FIRST}
 _LAST = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 
@@ -223,10 +221,8 @@ def completion(shell: str) -> None:
     """
     from jobs.cli import COMMANDS, cli
 
-    kind = get_completion_class(shell)
-    if kind is None:
-        raise click.UsageError(f"There is no completion for {shell}.")
+    kind = cast("type[ShellComplete]", get_completion_class(shell))
     words = [*COMMANDS, "--help", "--version"]
     ours = {"words": "|".join(words), "fish_words": " ".join(words)}
     source = kind(cli, {}, "nightjar", "_NIGHTJAR_COMPLETE").source()
-    click.echo(f"{_FIRST.get(shell, '')}{source}{_LAST[shell] % ours}")
+    click.echo(f"{_ZSH_FIRST if shell == 'zsh' else ''}{source}{_LAST[shell] % ours}")

@@ -1,5 +1,4 @@
-"""`nightjar retry`, `pause`, `resume`, `cancel`, `priority` and `delete`: what a person decides about a
-job."""
+"""`nightjar retry`, `pause`, `resume`, `cancel`, `priority` and `delete`."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from jobs.console import FAILED, Output
 from jobs.formatting import bytes_text, counted, printable
 from jobs.ledger.records import Job, JobState
 from jobs.settings import Settings
-from pipelines.errors import ConfigError, ErrorCode, NightjarError
+from pipelines.errors import ErrorCode, NightjarError, invalid
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
@@ -37,28 +36,26 @@ def retry(
       nightjar retry JOB --code synth.no_eos
     """
     count = ledger.retry(job.id, codes, force=force)
-    # What was opened is no longer among the failed items.
+    # Reopened items are no longer among the failed ones.
     failed = ledger.failed_counts(job.id).items()
     left = {code: number for code, number in failed if code.hopeless and (codes is None or code in codes)}
-    view = {"schema": "nightjar.retry/1", "job": job.id, "state": ledger.job(job.id).state}
-    output.say(
-        {**view, "reopened": count, "left": left}, f"Opened {counted(count, 'item')} of {job.id} again."
-    )
+    text, state = f"Reopened {counted(count, 'item')} of {job.id}.", ledger.job(job.id).state
+    output.result(text, "nightjar.retry/1", job=job.id, state=state, reopened=count, left=left)
     if left:
         reasons = ", ".join(f"{number} x {code.value}" for code, number in left.items())
         output.note(
-            f"Not retried, because their input lines are wrong: {reasons}. Correct and submit the lines, or use --force."
+            f"Not retried, because the input lines are wrong: {reasons}. Correct and submit the lines, or use --force."
         )
     if count and settings.database_url is None:
         output.note(
-            f"To run them, give the job's `nightjar run` command again, or start a worker for {settings.home}."
+            f"To run them, repeat the job's `nightjar run` command, or start a worker for {settings.home}."
         )
 
 
 @click.command()
 @of_job
 def pause(_: Settings, ledger: Ledger, job: Job, output: Output) -> None:
-    """Pause JOB: no more shards are given to workers. Items in the engine finish.
+    """Pause JOB: workers get no more shards. Items in the engine finish.
 
     \b
     Examples:
@@ -82,10 +79,10 @@ def resume(_: Settings, ledger: Ledger, job: Job, output: Output) -> None:
 
 
 def _print_state(output: Output, ledger: Ledger, job: Job) -> Job:
-    """Says what the job is by now, and gives it."""
+    """Prints the state of the job, and returns the job."""
     now = ledger.job(job.id)
-    view = {"schema": "nightjar.job_state/1", "job": now.id, "state": now.state.value}
-    output.say(view, f"{now.id} is {now.state.value}.")
+    text = f"{now.id} is {now.state.value}."
+    output.result(text, "nightjar.job_state/1", job=now.id, state=now.state.value)
     return now
 
 
@@ -108,8 +105,8 @@ def cancel(settings: Settings, ledger: Ledger, job: Job, output: Output) -> None
 
 
 def _put_manifest(settings: Settings, ledger: Ledger, job: Job, output: Output) -> None:
-    """Lists what the job has, as a worker does that ends one. The job is cancelled also where its store is
-    away."""
+    """Writes the manifest, as the worker that ends a job does. An unreachable store does not keep the job
+    from being cancelled."""
     from jobs.export.manifest import put_manifest
     from jobs.store import store_of
 
@@ -117,12 +114,12 @@ def _put_manifest(settings: Settings, ledger: Ledger, job: Job, output: Output) 
         if ledger.status(job.id).items.done:
             put_manifest(ledger, store_of(job, settings.s3), job.id)
     except NightjarError as error:
-        output.note(f"Its manifest was not written: {printable(str(error))} An export writes the same lines.")
+        output.note(f"The manifest was not written: {printable(str(error))} An export writes the same lines.")
 
 
 def _report_end(settings: Settings, ledger: Ledger, output: Output) -> None:
-    """Tells the operator's hook in a folder of `nightjar run`, which has no worker left to do it. Workers
-    of a fleet do it themselves."""
+    """Runs the operator's hook in a folder of `nightjar run`, which has no worker left. In a fleet, workers
+    run it."""
     if settings.database_url is not None:
         return
     from jobs.notification import report_ends
@@ -134,35 +131,34 @@ def _report_end(settings: Settings, ledger: Ledger, output: Output) -> None:
             )
 
 
-# A level below zero is no option.
+# A negative level is not an option.
 @click.command(context_settings={"ignore_unknown_options": True})
 @of_job
 @click.argument("level", type=click.IntRange(-100, 100))
 def priority(_: Settings, ledger: Ledger, job: Job, output: Output, level: int) -> None:
     """Set the priority of JOB to LEVEL (-100 to 100). Jobs with a higher priority run first.
 
-    The change also applies to shards that already wait.
+    The change also applies to waiting shards.
 
     \b
     Examples:
       nightjar priority JOB 5
     """
     ledger.set_priority(job.id, level)
-    view = {"schema": "nightjar.priority/1", "job": job.id, "priority": level}
-    output.say(view, f"{job.id} has priority {level}.")
+    output.result(f"{job.id} has priority {level}.", "nightjar.priority/1", job=job.id, priority=level)
 
 
 @click.command()
 @click.option("--dry-run", is_flag=True, help="Count what would be deleted, and delete nothing.")
-@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 @of_job
 def delete(settings: Settings, ledger: Ledger, job: Job, output: Output, dry_run: bool, yes: bool) -> int:
     """Delete JOB: its audio, inputs, packs, manifests and reference recordings in the store, and its rows
     in the ledger.
 
-    The job must have ended; cancel it first if it has not. Exports and reports stay, but exports that name
-    files in the store lose them. A deletion that is interrupted goes on when the command is given again.
-    The same input can be submitted again as a new job.
+    The job must have ended; cancel a running job first. Exports and reports are kept, but exports that name
+    files in the store lose them. Repeat the command to continue an interrupted deletion. The same input can
+    be submitted again as a new job.
 
     \b
     Examples:
@@ -182,26 +178,26 @@ def delete(settings: Settings, ledger: Ledger, job: Job, output: Output, dry_run
             return FAILED
 
     gone = (measure_job if dry_run else delete_job)(ledger, store, job.id)
-    view = {"schema": "nightjar.delete/1", "job": job.id, "deleted": not dry_run}
     objects = f"{counted(gone.objects, 'object')} of {bytes_text(gone.bytes)} in {printable(job.store_url)}"
-    output.say(
-        {**view, "items": gone.items, "objects": gone.objects, "bytes": gone.bytes},
+    output.result(
         f"{'Would delete' if dry_run else 'Deleted'} {job.id}: {counted(gone.items, 'item')}, {objects}.",
+        "nightjar.delete/1",
+        job=job.id,
+        deleted=not dry_run,
+        items=gone.items,
+        objects=gone.objects,
+        bytes=gone.bytes,
     )
     if dry_run and not job.state.final:
-        output.note(f"The job is {job.state.value}: cancel it before it is deleted.")
+        output.note(f"The job is {job.state.value}: cancel it first.")
     return 0
 
 
 def _confirmed(status: JobStatus) -> bool:
-    """Asks on a terminal. Raises `config.invalid` where there is none."""
+    """Asks for confirmation. Raises `config.invalid` without a terminal."""
     job = status.job
     if not sys.stdin.isatty():
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID,
-            "A deletion is confirmed on a terminal, and there is none.",
-            "Give --yes.",
-        )
+        raise invalid("A deletion must be confirmed on a terminal, and there is none.", "Give --yes.")
     named = f" ({printable(job.name)})" if job.name else ""
     size = f"{counted(status.items.total, 'item')}, {status.audio_ms / 3_600_000:.2f} h of audio, {bytes_text(status.bytes_out)}"
     return click.confirm(f"Delete job {job.id}{named} with {size}? This cannot be undone.", err=True)

@@ -1,4 +1,4 @@
-"""`nightjar export`, `report` and `verify`: what is made of a job that ended, and whether it is whole."""
+"""`nightjar export`, `report` and `verify`."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ def _formats() -> str:
     "splits",
     callback=parsed_by("jobs.export", "parse_splits"),
     metavar="SHARES",
-    help="Splits and their shares, for example train=0.98,dev=0.01,test=0.01. An example is assigned by the hash of its id.",
+    help="Splits with their shares, for example train=0.98,dev=0.01,test=0.01. The hash of an example's id decides its split.",
 )
 @click.option(
     "--audio-root",
     metavar="DIR",
     type=NamedPath(path_type=Path),
-    help="Copy the audio below this folder and write the paths of the copies.",
+    help="Copy the audio to this folder and write the paths of the copies.",
 )
 @click.option(
     "--audio-format",
     type=click.Choice(AUDIO_FORMATS),
-    help="Convert the audio that the export holds or copies (--audio-root). [default: as it is in the store]",
+    help="Convert the audio that the export contains or copies (--audio-root). [default: as stored]",
 )
-@click.option("--sample-rate", metavar="HZ", type=int, help="Resample it: 8000 to 48000 Hz.")
+@click.option("--sample-rate", metavar="HZ", type=int, help="Resample that audio: 8000 to 48000 Hz.")
 @where_option
 @click.option("--absolute", is_flag=True, help="Write absolute paths of the audio.")
 @click.option(
@@ -79,9 +79,9 @@ def _formats() -> str:
 @click.option(
     "--push",
     metavar="ORG/NAME",
-    help="Push the parquet export to this dataset of the Hugging Face hub. The token is HF_TOKEN or stored.",
+    help="Push the parquet export to this dataset of the Hugging Face hub, with the token HF_TOKEN or a stored one.",
 )
-@click.option("--private", is_flag=True, help="Of a dataset that --push makes.")
+@click.option("--private", is_flag=True, help="Make a new dataset of --push private.")
 @of_job
 def export(
     settings: Settings,
@@ -98,9 +98,8 @@ def export(
 ) -> None:
     """Export the items of JOB that have audio, in input order.
 
-    A file appears when it is complete, never in part. If an export to a folder is interrupted, give the
-    same command again: it continues. While JOB runs, the items that are done by now are exported; export
-    again later to replace that.
+    A file appears when it is complete, never in part. To continue an interrupted export to a folder, repeat
+    the command. While JOB runs, the items that are done are exported; export again later to replace them.
 
     \b
     Examples:
@@ -113,7 +112,7 @@ def export(
     from jobs.store import store_of
 
     filtered = None if where is None else str(where)
-    # The data goes to stdout, so what is said about it may not.
+    # The data goes to stdout, so the summary must not.
     output = Output(as_json=output.as_json and (to != "-" or push is not None), quiet=output.quiet)
     if push is not None:
         if to == "-":
@@ -139,15 +138,15 @@ def export(
     reasons = report.reasons
     if output.as_json:
         view = {"schema": "nightjar.export/1", "job": job.id, "format": report.format, "to": report.to}
-        view |= {**pushed, "items": report.items, "left_out": report.left_out}
-        output.data({**view, "where": filtered, **msgspec.to_builtins(reasons)})
+        view |= {**pushed, "items": report.items, "left_out": reasons.items, "where": filtered}
+        output.data(view | msgspec.to_builtins(reasons))
         return
     place = "" if to == "-" else f" to {report.to}"
-    left_out = f" Left out: {reasons}." if report.left_out else ""
+    left_out = f" Left out: {reasons}." if reasons.items else ""
     output.note(f"{counted(report.items, 'item')} written{place}.{left_out}")
     if reasons.running:
         output.note(
-            f"The job still runs: {counted(reasons.pending, 'item')} pending. Export again later to replace this."
+            f"The job is still running: {counted(reasons.pending, 'item')} pending. Export again later to replace this."
         )
     if pushed:
         output.line(pushed["pushed"])
@@ -183,7 +182,7 @@ def report(
     embed: bool,
     price: float | None,
 ) -> None:
-    """Write an HTML report of JOB: figures over time, errors, and the worst items with audio players.
+    """Write an HTML report of JOB: charts over time, errors, and the worst items with audio players.
 
     The file opens in a browser without a server.
 
@@ -196,11 +195,18 @@ def report(
     from jobs.store import store_of
 
     price = settings.price_per_gpu_hour if price is None else price
-    # Absolute, so that no name means standard output.
+    # Absolute, so that `-` is a file's name.
     place, store = to.absolute() if to else default_place(settings, job.id), store_of(job, settings.s3)
     written = write_report(ledger, store, job.id, place, items=items, embed=embed, price_per_gpu_hour=price)
-    view = {"schema": "nightjar.report/1", "job": job.id, "to": written.path, "bytes": written.bytes}
-    output.say({**view, "items": written.shown, "measured": written.measured}, written.path)
+    output.result(
+        written.path,
+        "nightjar.report/1",
+        job=job.id,
+        to=written.path,
+        bytes=written.bytes,
+        items=written.shown,
+        measured=written.measured,
+    )
     output.note(
         f"{counted(written.shown, 'item')} shown, {written.measured} measured, {bytes_text(written.bytes)}."
     )
@@ -216,7 +222,7 @@ def report(
     help="Number of items to synthesize again.",
 )
 @click.option(
-    "--deep", is_flag=True, help="In a bucket: read every object, instead of asking the server for checksums."
+    "--deep", is_flag=True, help="In a bucket: read every object instead of comparing the server's checksums."
 )
 @click.option(
     "--repair", is_flag=True, help="Synthesize missing and changed files again, with the same seeds."
@@ -225,9 +231,9 @@ def report(
 def verify(
     settings: Settings, ledger: Ledger, job: Job, output: Output, sample: int, deep: bool, repair: bool
 ) -> int:
-    """Check the files of JOB against the ledger, and synthesize some items again to compare.
+    """Check the files of JOB against the ledger, and synthesize some items again to compare them.
 
-    Exit code 1: a file is missing or changed and was not made again, or an item came out different.
+    Exit code 1: a file is missing or changed and was not restored, or an item came out different.
 
     \b
     Examples:
@@ -244,57 +250,69 @@ def verify(
     lost: list[Expected] = []
     for expected, fault in check:
         lost.append(expected)
-        view = {"schema": "nightjar.fault/1", "job": job.id, "key": expected.key}
-        output.say(
-            {**view, "example_id": expected.example_id, "fault": fault.value},
+        output.result(
             f"{fault.value}\t{expected.key}\t{printable(expected.example_id or '')}",
+            "nightjar.fault/1",
+            job=job.id,
+            key=expected.key,
+            example_id=expected.example_id,
+            fault=fault.value,
         )
-    mended, matches = Counter[str](), Counter[str]()
+    repairs, matches = Counter[str](), Counter[str]()
     if sample or (repair and lost):
         with reopened_model(store, job, output.note) as pipeline:
             if repair:
-                mended = repair_objects(
-                    ledger, store, job, pipeline, lost, lambda one: _say_repaired(output, job, one)
+                repairs = repair_objects(
+                    ledger, store, job, pipeline, lost, lambda one: _print_repaired(output, job, one)
                 )
             for item in reproduce(ledger, store, job, pipeline, sample):
                 matches[item.match.value] += 1
-                _say_redrawn(output, job, item)
+                _print_redrawn(output, job, item)
     if output.as_json:
         view = {"schema": "nightjar.verify/1", "job": job.id, "objects": check.objects, "faults": len(lost)}
         counts = {name: matches[name] for name in ("same", "close", "different", "failed")}
-        repaired = {name: mended[name] for name in ("same", "other", "failed")}
+        repaired = {name: repairs[name] for name in ("same", "other", "failed")}
         output.data({**view, "repaired": repaired, "redrawn": counts})
     else:
         state = f"{len(lost)} missing or changed" if lost else "all unchanged"
         output.note(f"{counted(check.objects, 'file')} checked, {state}.")
-        if mended:
+        if repairs:
             output.note(
-                f"Made again: {mended['same']} with the same bytes, {mended['other']} with other bytes. Not made again: {mended['failed']}."
+                f"Restored: {repairs['same']} with the same bytes, {repairs['other']} with other bytes. Not restored: {repairs['failed']}."
             )
         elif lost:
             where = out_option(job.id, ledger.database.path)
-            output.note(f"To make them again: nightjar verify {job.id} --repair{where}")
+            output.note(f"To restore them: nightjar verify {job.id} --repair{where}")
         if matches:
             compared = ", ".join(f"{count} {name}" for name, count in matches.items())
-            output.note(f"{counted(matches.total(), 'item')} made again: {compared}.")
-    left = len(lost) - mended["same"] - mended["other"]
+            output.note(f"{counted(matches.total(), 'item')} synthesized again: {compared}.")
+    left = len(lost) - repairs["same"] - repairs["other"]
     return FAILED if left or matches["different"] or matches["failed"] else 0
 
 
-def _say_repaired(output: Output, job: Job, one: Repaired) -> None:
-    words = {"same": "made again", "other": "made again, other bytes", "failed": "not made again"}
-    view = {"schema": "nightjar.repaired/1", "job": job.id, "key": one.key, "example_id": one.example_id}
-    output.say(
-        {**view, "outcome": one.outcome.value, "reason": one.reason or None},
+def _print_repaired(output: Output, job: Job, one: Repaired) -> None:
+    words = {"same": "restored", "other": "restored, other bytes", "failed": "not restored"}
+    output.result(
         f"{words[one.outcome.value]}\t{one.key}\t{printable(one.example_id)}\t{printable(one.reason)}".rstrip(),
+        "nightjar.repaired/1",
+        job=job.id,
+        key=one.key,
+        example_id=one.example_id,
+        outcome=one.outcome.value,
+        reason=one.reason or None,
     )
 
 
-def _say_redrawn(output: Output, job: Job, item: ReproducedItem) -> None:
+def _print_redrawn(output: Output, job: Job, item: ReproducedItem) -> None:
     snr = item.snr_db if item.snr_db is not None and math.isfinite(item.snr_db) else None
-    view = {"schema": "nightjar.redrawn/1", "job": job.id, "index": item.index, "example_id": item.example_id}
-    about = printable(item.reason) if snr is None else f"{snr:.1f} dB"
-    output.say(
-        {**view, "likeness": item.match.value, "snr_db": snr, "reason": item.reason or None},
-        f"{item.match.value}\titem {item.index}\t{printable(item.example_id)}\t{about}".rstrip(),
+    detail = printable(item.reason) if snr is None else f"{snr:.1f} dB"
+    output.result(
+        f"{item.match.value}\titem {item.index}\t{printable(item.example_id)}\t{detail}".rstrip(),
+        "nightjar.redrawn/1",
+        job=job.id,
+        index=item.index,
+        example_id=item.example_id,
+        likeness=item.match.value,
+        snr_db=snr,
+        reason=item.reason or None,
     )

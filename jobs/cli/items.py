@@ -1,4 +1,4 @@
-"""`nightjar items` and `errors`: what became of each line of a job."""
+"""`nightjar items` and `errors`."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def items(
         seconds = f"{audio.duration_ms / 1000:.2f}" if audio else ""
         last = audio.key if audio else (item.error_code or "")
         row = (item.index, "" if line is None else line, item.state.value, seconds, printable(item.id), last)
-        output.say(item_view(job.id, item, line), "\t".join(map(str, row)))
+        output.result("\t".join(map(str, row)), item_view(job.id, item, line))
     _note_unknown(lines, output)
 
 
 def _lines(settings: Settings, ledger: Ledger, job: Job) -> ShardLines[RawLine]:
-    # Other commands of this module pay for no store.
+    # Imported late, because `errors --by code` needs no store.
     from jobs.shard_file import ShardLines, read_raw_shard
     from jobs.store import open_store
 
@@ -104,8 +104,8 @@ def errors(
         counts = ledger.error_counts(job.id)
         for code, count in sorted(counts.items(), key=lambda pair: -pair[1]):
             if codes is None or code in codes:
-                view = {"schema": "nightjar.error_count/1", "job": job.id, "code": code, "count": count}
-                output.say(view, f"{count}\t{code.value}")
+                text = f"{count}\t{code.value}"
+                output.result(text, "nightjar.error_count/1", job=job.id, code=code, count=count)
         return
     lines = _lines(settings, ledger, job)
     refused = (line for line in ledger.rejected_lines(job.id) if codes is None or line.code in codes)
@@ -120,11 +120,11 @@ def errors(
         shown = True
         where = f"item {view['index']}" if view["line"] is None else f"line {view['line']}"
         words = (view["code"], printable(view["id"] or ""), printable(view["message"] or ""))
-        output.say(view, "\t".join((where, *words)))
+        output.result("\t".join((where, *words)), view)
     _note_unknown(lines, output)
     if job.rejected_lines > KEPT_REJECTED_LINES:
         output.note(
-            f"Of the {job.rejected_lines:,} refused lines the first {KEPT_REJECTED_LINES:,} are kept."
+            f"{job.rejected_lines:,} lines were refused; only the first {KEPT_REJECTED_LINES:,} are kept."
         )
     if not shown:
         output.note("No errors.")

@@ -1,5 +1,4 @@
-"""`nightjar models` and `nightjar voices`: which models there are, what they can do, and the stored voices
-that they clone."""
+"""`nightjar models` and `nightjar voices`."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ from pipelines.stored_voices import StoredVoice, VoiceExistsError
 def convert(source: Path, like: Path, out: Path, dtype: str) -> None:
     """Convert the SpeechLM training checkpoint SOURCE (.pt) to a folder of safetensors.
 
-    Only tensors are read from SOURCE; no code in it is run.
+    Only tensors are read from SOURCE; its code is not run.
 
     \b
     Examples:
@@ -76,7 +75,7 @@ def models() -> None:
     """List the models, or show MODEL (a name or a checkpoint folder) with its voices, languages and
     abilities.
 
-    Nothing is loaded.
+    No model is loaded.
 
     \b
     Examples:
@@ -92,7 +91,7 @@ models.add_command(convert)
 @click.argument("model", required=False, shell_complete=options.models)
 @json_option
 def show(model: str | None, as_json: bool) -> None:
-    """List the models, or show MODEL. Nothing is loaded.
+    """List the models, or show MODEL. No model is loaded.
 
     \b
     Examples:
@@ -110,8 +109,7 @@ def show(model: str | None, as_json: bool) -> None:
 
 
 def _on_its_engine(card: ModelCard) -> ModelCard:
-    """The card with the engine that the settings choose here. Raises `ConfigError` for settings that
-    cannot be used."""
+    """The card with the engine that the settings choose. Raises `ConfigError` for invalid settings."""
     if not card.engines:
         return card
     return replace(card, engine=load_settings().chosen_engine(card))
@@ -122,7 +120,7 @@ def model_view(card: ModelCard) -> dict[str, Any]:
     facts = {
         field.name: getattr(card, field.name) for field in fields(card) if not field.name.startswith("check_")
     }
-    # The name of `rtf` before RTF and RTFx were told apart.
+    # An old name of `rtf`.
     return {"schema": "nightjar.model/1", **msgspec.to_builtins(facts), "realtime_factor": card.rtf}
 
 
@@ -136,10 +134,10 @@ def _abilities(card: ModelCard) -> list[str]:
 
 @click.group()
 def voices() -> None:
-    """List, add and delete stored voices: recordings and their texts, by name.
+    """List, add and delete stored voices: named recordings with their texts.
 
-    A job uses a stored voice by its name (`--voice NAME`, `generation.voice` of a line), and so does the
-    server. They are in SPEECH_SERVE__VOICES_FOLDER, or else in the folder `voices` of DIR.
+    Jobs and the server use a stored voice by its name (`--voice NAME`, `generation.voice` of a line). Stored
+    voices are in SPEECH_SERVE__VOICES_FOLDER, or in the folder `voices` of DIR.
 
     \b
     Examples:
@@ -177,15 +175,13 @@ def _row(voice: StoredVoice) -> tuple[str, ...]:
 @voices.command()
 @click.argument("name")
 @click.argument("recording", type=NamedPath(path_type=Path))
-@click.option(
-    "--text", metavar="WORDS", default="", help="What is said in the recording; some models need it."
-)
-@click.option("--replace", is_flag=True, help="Take the place of a voice with this name.")
+@click.option("--text", metavar="WORDS", default="", help="Text of the recording; some models need it.")
+@click.option("--replace", is_flag=True, help="Replace the voice with this name.")
 @common_options
 def add(name: str, recording: Path, text: str, replace: bool, home: str | None, output: Output) -> None:
-    """Keep RECORDING (WAV, FLAC, OGG or MP3, up to 60 s) as the voice NAME.
+    """Store RECORDING (WAV, FLAC, OGG or MP3, up to 60 s) as the voice NAME.
 
-    Jobs that were submitted keep the recording that they were submitted with.
+    Submitted jobs keep the recording that they were submitted with.
 
     \b
     Examples:
@@ -197,18 +193,18 @@ def add(name: str, recording: Path, text: str, replace: bool, home: str | None, 
     try:
         voice = folder.add(name, read_audio_file(recording).data, text, replace=replace)
     except VoiceExistsError:
-        message = f"There is a voice {name!r}."
+        message = f"The voice {name!r} already exists."
         raise InputError(
             ErrorCode.INPUT_BAD_GENERATION, message, "Give --replace, or another name."
         ) from None
-    output.say(_view(voice), f"The voice {name} is stored in {folder.path}.")
+    output.result(f"The voice {name} is stored in {folder.path}.", _view(voice))
 
 
 @voices.command()
 @click.argument("name")
 @common_options
 def delete(name: str, home: str | None, output: Output) -> None:
-    """Delete the stored voice NAME. Jobs that were submitted keep its recording.
+    """Delete the stored voice NAME. Submitted jobs keep its recording.
 
     \b
     Examples:
@@ -218,9 +214,7 @@ def delete(name: str, home: str | None, output: Output) -> None:
     if not folder.delete(name):
         message = f"There is no stored voice {printable(name[:80])!r} in {folder.path}."
         raise NotFoundError(ErrorCode.LEDGER_NOT_FOUND, message, "See `nightjar voices list`.")
-    output.say(
-        {"schema": "nightjar.voice/1", "voice": name, "deleted": True}, f"The voice {name} is deleted."
-    )
+    output.result(f"The voice {name} is deleted.", "nightjar.voice/1", voice=name, deleted=True)
 
 
 def _view(voice: StoredVoice) -> dict[str, object]:

@@ -1,9 +1,8 @@
-"""What commands share: options, with those of a job, what a shell completes in their place, and the way
-from a job's id to its ledger."""
+"""Options that commands share, with their shell completion, and the search for a job's ledger by its id."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
 from importlib import import_module
@@ -27,12 +26,12 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
-#: Heading in the help of a command with the options of a job, of options that are none of these.
+#: Headings for the other options in the help of a command with job options.
 _HEADINGS = {"home": "Input and output", "gpus": "Job", "assignments": "Job", "dry_run": "Job"}
 
 
 class LateHelp(click.Option):
-    """An option whose help is made when somebody asks for it."""
+    """An option whose help is made when it is shown."""
 
     def __init__(self, *args: Any, about: Callable[[], str], **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -44,7 +43,7 @@ class LateHelp(click.Option):
 
 
 class JobCommand(click.Command):
-    """A command with the options of a job: its help shows them under headings."""
+    """A command with job options, which its help shows under headings."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         from jobs.job_options import GROUPS, KEYS, MESSAGES, flags, settable
@@ -77,7 +76,7 @@ price_option = click.option(
 
 
 def parsed_by(module: str, function: str) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """Has the text of an option read by a function, whose module is imported then."""
+    """A callback that parses the text of an option with a function, whose module is imported late."""
     return lambda ctx, param, text: None if text is None else getattr(import_module(module), function)(text)
 
 
@@ -85,12 +84,12 @@ where_option = click.option(
     "--where",
     callback=parsed_by("jobs.where", "parse_where"),
     metavar="EXPRESSION",
-    help="Only items whose scores, seconds, draw and attempts are so, for example 'wer < 0.1 and distillmos > 3.5'.",
+    help="Only items that match this filter of scores, seconds, draw and attempts, for example 'wer < 0.1 and distillmos > 3.5'.",
 )
 
 
 def code_option(text: str) -> Callable[[F], F]:
-    """`--code`, which can be given more than once, as `codes`; None: it was not given."""
+    """Adds `--code`, which can be given more than once, as `codes`; None: not given."""
     return click.option(
         "--code",
         "codes",
@@ -103,7 +102,7 @@ def code_option(text: str) -> Callable[[F], F]:
 
 
 def output_options(function: F) -> F:
-    """`--json` and `--quiet`, handed over as one `output`."""
+    """Adds `--json` and `--quiet`, as one `output`."""
 
     @wraps(function)
     def call(*args: Any, as_json: bool, quiet: bool, **given: Any) -> Any:
@@ -113,12 +112,12 @@ def output_options(function: F) -> F:
 
 
 def common_options(function: F) -> F:
-    """`--out/--home` as `home`, and `--json` and `--quiet` as one `output`."""
+    """Adds `--out/--home` as `home`, and `--json` and `--quiet` as one `output`."""
     return home_option(output_options(function))
 
 
 def pairs(given: Sequence[str], shape: str) -> dict[str, str]:
-    """The values of an option KEY=VALUE that can be given more than once. Raises `UsageError`."""
+    """Parses the values of an option KEY=VALUE that can be given more than once. Raises `UsageError`."""
     found: dict[str, str] = {}
     for pair in given:
         key, equals, value = pair.partition("=")
@@ -131,8 +130,8 @@ def pairs(given: Sequence[str], shape: str) -> dict[str, str]:
 
 
 def job_options(function: F) -> F:
-    """Adds the options of a job and `--dry-run`; the command gets the job's spec as `spec` and its
-    `SubmitOptions` as `options`."""
+    """Adds the job options and `--dry-run`; the command gets the job's spec as `spec` and its `SubmitOptions`
+    as `options`."""
     from jobs.job_options import flags, job_of, user_name
 
     @wraps(function)
@@ -157,7 +156,7 @@ def job_options(function: F) -> F:
 
 
 def _option(name: str, flag: Flag) -> Callable[[Any], Any]:
-    """The option of a row of the table of `jobs.job_options`, which reads what is given."""
+    """Makes the option for a row of the table of `jobs.job_options`, which parses its value."""
     from jobs.job_options import help_of
 
     kind: Any = NamedPath(path_type=Path) if flag.metavar == "FILE" else None
@@ -176,7 +175,7 @@ def _option(name: str, flag: Flag) -> Callable[[Any], Any]:
 
 
 def _read(given: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
-    """What is given, with that of `--set`, as the types of the table. Raises `UsageError`."""
+    """Parses the given options, with those of `--set`, by the table. Raises `UsageError`."""
     from jobs.job_options import GENERATION, OptionError, checked_generation, flags, read_options, settable
     from pipelines.validation import check_generation
 
@@ -201,23 +200,20 @@ def _read(given: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any
 
 
 def files(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Files and folders, by the shell's own rules."""
+    """Completes files and folders by the shell's rules."""
     return [CompletionItem(incomplete, type="file")]
 
 
 def models(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Names of models; where none begins so, folders of checkpoints."""
+    """Completes the names of models; if none matches, checkpoint folders."""
     from pipelines.registry import model_names
 
-    return _beginning(incomplete, model_names()) or files(ctx, param, incomplete)
-
-
-def _beginning(incomplete: str, names: Iterable[str]) -> list[CompletionItem]:
-    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+    found = [CompletionItem(name) for name in model_names() if name.startswith(incomplete)]
+    return found or files(ctx, param, incomplete)
 
 
 def _newest(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Ids of the newest jobs; none where there is no ledger, since a shell has no place for an error."""
+    """Completes the ids of the newest jobs; none without a ledger, because a shell cannot show an error."""
     found: dict[str, str] = {}
     with suppress(NightjarError):
         for settings in settings_of_places("", ctx.params.get("home")):
@@ -233,13 +229,12 @@ def _job_id(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
     return text.strip()
 
 
-#: A job's id, or a prefix that no other job has.
+#: A job's id, or a unique prefix of it.
 job_argument = click.argument("job", metavar="JOB", callback=_job_id, shell_complete=_newest)
 
 
 def read_ledger(settings: Settings, work: Callable[[Transaction], T]) -> T:
-    """What `work` reads: without SQLAlchemy where that is plain, else from the ledger, which says what is
-    wrong."""
+    """Reads with `work`: without SQLAlchemy if possible, else from the ledger, which reports errors."""
     if (found := read_with_driver(settings.ledger_url, work)) is not None:
         return found
     with reading_ledger(settings) as ledger:
@@ -247,8 +242,8 @@ def read_ledger(settings: Settings, work: Callable[[Transaction], T]) -> T:
 
 
 def of_job(function: F) -> F:
-    """JOB and the common options: the command gets the settings under which the job was found, its ledger,
-    the job, and its output. Raises `ledger.not_found`."""
+    """Adds JOB and the common options: the command gets the settings under which the job was found, its
+    ledger, the job, and its output. Raises `ledger.not_found`."""
 
     @wraps(function)
     def call(job: str, home: str | None, **given: Any) -> Any:

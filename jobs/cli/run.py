@@ -1,5 +1,4 @@
-"""`nightjar run`, `submit` and `dev`: a file of dialogues becomes a job, here or for running workers.
-Everything that could refuse is asked before anything is written."""
+"""`nightjar run`, `submit` and `dev`. Everything is checked before anything is written."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from jobs.recent_jobs import registered_dev, settings_for_new_job
 from jobs.settings import Settings, load_settings
 from jobs.source import empty_input
 from jobs.status import status_view
-from pipelines.errors import ConfigError, ErrorCode, InputError
+from pipelines.errors import ErrorCode, InputError, invalid
 
 #: Refused lines that a dry run shows.
 SHOWN_LINES = 10
@@ -38,8 +37,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Signals(Stop):
-    """While the run works a signal interrupts it; while it cleans up, a second one makes the worker end at
-    once."""
+    """Interrupts a run at the first signal; while it cleans up, the next signal ends its worker at once."""
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
         if self.cleaning:
@@ -51,13 +49,12 @@ class Signals(Stop):
 
     @contextmanager
     def installed(self) -> Iterator[Signals]:
-        # `nohup` has SIGHUP ignored, so that the run outlives its terminal.
-        heard = [
-            number
+        # `nohup` ignores SIGHUP, so that the run outlives its terminal.
+        before = {
+            number: signal.signal(number, self)
             for number in _SIGNALS
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
-        ]
-        before = {number: signal.signal(number, self) for number in heard}
+        }
         try:
             check_interrupts()
             yield self
@@ -90,8 +87,8 @@ def run(
 
     INPUT is a path, `-` for standard input, or s3://BUCKET/KEY, also .gz or .zst: dialogues (JSONL), chat
     messages, an OpenAI batch, text, CSV, TSV, Kaldi or Parquet. Needs no other service: the command starts
-    its own broker and worker and ends them. If it is interrupted, give the same command again: it
-    continues where it stopped, and finished items are kept.
+    and stops its own broker and worker. To continue after an interruption, repeat the command; finished
+    items are kept.
 
     \b
     Examples:
@@ -116,8 +113,8 @@ def run(
     alone = gpus is None and engine != "cpu" and not (engine == "vllm" and settings.vllm.tensor_parallel > 1)
     if alone and (count := count_gpus(os.environ.get(VISIBLE))) > 1:
         output.note(f"This run uses one of {count} GPUs. Give --gpu all to use all of them.")
-    if (lack := missing_meters(spec.quality, output.note)) is not None:
-        raise lack
+    if (missing := missing_meters(spec.quality, output.note)) is not None:
+        raise missing
     check_source(source)
     if dry_run:
         return dry_run_of(settings, source, resolved, output, abort=options.on_error == "abort")
@@ -130,7 +127,7 @@ def run(
 
 
 def _summarize(status: JobStatus, settings: Settings, made: Mapping[str, str | None], output: Output) -> None:
-    """The status, and where what was made lies: only what is there."""
+    """Prints the status, and the paths of what was made."""
     job = status.job
     if output.as_json:
         output.data({**status_view(status, settings.price_per_gpu_hour), "schema": "nightjar.run/1", **made})
@@ -147,7 +144,7 @@ def _summarize(status: JobStatus, settings: Settings, made: Mapping[str, str | N
 
 
 def _near(place: str) -> str:
-    """A path as seen from the working directory, where it is below it; an address as it is."""
+    """A path relative to the working directory, if it is below it; an address unchanged."""
     path = Path(place)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else place
 
@@ -163,8 +160,8 @@ def submit(
 
     INPUT is a path, `-` for standard input, or s3://BUCKET/KEY, also .gz or .zst: dialogues (JSONL), chat
     messages, an OpenAI batch, text, CSV, TSV, Kaldi or Parquet. The same file with the same options is the
-    same job: submitting it again changes nothing. Bad lines are refused and the other lines are submitted;
-    the exit code is 1 then.
+    same job: submitting it again changes nothing. Bad lines are refused, with exit code 1, and the other
+    lines are submitted.
 
     \b
     Examples:
@@ -179,14 +176,14 @@ def submit(
     from jobs.voices import voice_folder
 
     resolved = resolve(spec, options.input_format, voice_folder(settings))
-    if (lack := missing_meters(spec.quality)) is not None:
+    if (missing := missing_meters(spec.quality)) is not None:
         # The worker may be another machine.
         outcome = (
             "A worker that cannot download them waits"
-            if lack.code is ErrorCode.MODEL_UNREACHABLE
+            if missing.code is ErrorCode.MODEL_UNREACHABLE
             else "A worker without them refuses the items"
         )
-        output.note(f"{lack.message} {outcome}. {lack.advice}")
+        output.note(f"{missing.message} {outcome}. {missing.advice}")
     check_source(source)
     if dry_run:
         return dry_run_of(settings, source, resolved, output, abort=options.on_error == "abort")
@@ -202,20 +199,27 @@ def _report(result: Any, output: Output) -> int:
     from jobs.ingest import check_has_work
 
     job = result.job
-    view = {"schema": "nightjar.submit/1", "job": job.id, "state": job.state.value, "created": result.created}
-    view |= {"resumed": result.resumed, "items": job.total_items, "rejected_lines": job.rejected_lines}
-    output.say(view, job.id)
+    output.result(
+        job.id,
+        "nightjar.submit/1",
+        job=job.id,
+        state=job.state.value,
+        created=result.created,
+        resumed=result.resumed,
+        items=job.total_items,
+        rejected_lines=job.rejected_lines,
+    )
     if not result.created and not result.resumed:
         output.note(f"This file was submitted before with the same spec; its job is {job.state.value}.")
     check_has_work(job)
-    step = "Look at it with: nightjar status" if job.state.final else "Follow it with: nightjar watch"
+    step = "See it with: nightjar status" if job.state.final else "Follow it with: nightjar watch"
     refused = f"{counted(job.rejected_lines, 'line')} refused"
     output.note(f"{counted(job.total_items, 'item')}, {refused}. {step} {job.id}")
     return FAILED if job.rejected_lines else 0
 
 
 def dry_run_of(settings: Settings, source: str, spec: Any, output: Output, *, abort: bool) -> int:
-    """Prints what a submit would make; the exit code of the command."""
+    """Prints the estimate of a job, and returns the exit code of the command."""
     from jobs.estimate import dry_run
     from jobs.store import open_store
 
@@ -246,15 +250,15 @@ def dry_run_of(settings: Settings, source: str, spec: Any, output: Output, *, ab
     default="hibari",
     show_default=True,
     shell_complete=models,
-    help="Model of the server. Jobs name their own.",
+    help="Model of the server. Jobs have their own.",
 )
 @common_options
 def dev(serves: bool, model: str, home: str | None, output: Output) -> int:
-    """Run a small installation on this machine until Ctrl-C: broker, ledger, store and one worker, with
-    --serve also the server.
+    """Run a small installation on this machine until Ctrl-C: broker, ledger, store and one worker, and with
+    --serve a server.
 
     Meanwhile `nightjar submit`, `status`, `watch` and `export` work in any folder without settings. Ctrl-C
-    ends everything; jobs that have not ended continue with the next `nightjar dev` in the same folder.
+    ends everything; unfinished jobs continue with the next `nightjar dev` in the same folder.
 
     \b
     Examples:
@@ -263,8 +267,8 @@ def dev(serves: bool, model: str, home: str | None, output: Output) -> int:
     """
     settings = embedded_settings(load_settings(home=home))
     if settings.broker_url is not None:
-        message = f"broker_url ({settings.origin('broker_url')}) names another broker, and `nightjar submit` would use that one."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Unset SPEECH_BROKER_URL for both.")
+        message = f"broker_url ({settings.origin('broker_url')}) names another broker, which `nightjar submit` would use."
+        raise invalid(message, "Unset SPEECH_BROKER_URL for both commands.")
     with defer_sigint():
         from jobs.cli.serve import check_extra
         from jobs.ledger import Ledger
@@ -287,7 +291,7 @@ def dev(serves: bool, model: str, home: str | None, output: Output) -> int:
             if serves:
                 embedded.serve(model)
             with registered_dev(settings.home):
-                _say(output, embedded, url)
+                _print_places(output, embedded, url)
                 while True:
                     signals.check()
                     embedded.poll()
@@ -297,22 +301,12 @@ def dev(serves: bool, model: str, home: str | None, output: Output) -> int:
     return 0
 
 
-def _say(output: Output, embedded: EmbeddedHome, url: str | None) -> None:
-    """Where everything is."""
-    settings = embedded.settings
+def _print_places(output: Output, embedded: EmbeddedHome, url: str | None) -> None:
+    """Prints the paths of ledger, store and logs, and the server's address."""
+    store = embedded.settings.effective_store_url
     logs = f"{embedded.worker_log}{'' if url is None else f', {embedded.server_log}'}"
-    places = {
-        "ledger": embedded.state / "ledger.sqlite",
-        "store": settings.effective_store_url,
-        "logs": logs,
-        "server": url,
-    }
-    view = {
-        "schema": "nightjar.dev/1",
-        "home": str(embedded.home),
-        "store": settings.effective_store_url,
-        "server": url,
-    }
-    output.say(view, "\n".join(f"{word:<8}{place}" for word, place in places.items() if place is not None))
+    places = {"ledger": embedded.state / "ledger.sqlite", "store": store, "logs": logs, "server": url}
+    text = "\n".join(f"{word:<8}{place}" for word, place in places.items() if place is not None)
+    output.result(text, "nightjar.dev/1", home=str(embedded.home), store=store, server=url)
     sys.stdout.flush()
     output.note("Ready. In another terminal: nightjar submit FILE. Ctrl-C ends everything.")

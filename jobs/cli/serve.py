@@ -1,4 +1,4 @@
-"""The commands of long-lived processes: `nightjar serve`, and `worker`, `flower`, `nightly` and `sweep`."""
+"""The commands of server and workers: `nightjar serve`, `worker`, `workers`, `flower`, `nightly` and `sweep`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from typing import TYPE_CHECKING
 
 import click
 
-from jobs.cli.options import common_options, json_option, models, read_ledger
+from jobs.cli.options import common_options, models, output_options, read_ledger
 from jobs.console import PROGRAM, Output
 from jobs.formatting import seconds_text
 from jobs.ledger.status import RECENT_SECONDS, WorkerStatus, worker_statuses
 from jobs.recent_jobs import settings_for_new_job
 from jobs.settings import Settings, load_settings
 from jobs.status import utc, worker_view
-from pipelines.errors import ConfigError, ErrorCode, ModelError, NotFoundError
+from pipelines.errors import ErrorCode, ModelError, NotFoundError, invalid
 
 if TYPE_CHECKING:
     from pipelines.registry import ModelCard
     from pipelines.serving import ServeOptions
 
 
+_KEYS_ADVICE = "Write one key per line, with visible ASCII characters only."
 #: Characters of a job's id in the table of workers.
 _ID_CHARACTERS = 10
 _HEADER = (
@@ -58,7 +59,7 @@ _HEADER = (
     "names",
     multiple=True,
     metavar="NAME",
-    help="Name of the model for clients. Can be given more than once. [default: its own name]",
+    help="Name of the model for clients. Can be given more than once. [default: the model's name]",
 )
 @click.option("--address", metavar="ADDRESS", help="Address to listen on. [default: 127.0.0.1]")
 @click.option(
@@ -67,15 +68,12 @@ _HEADER = (
     type=click.IntRange(0, 65535),
     help="Port to listen on; 0 takes a free port. [default: 8000]",
 )
-@json_option
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing but the address.")
-def serve(
-    model: str, names: tuple[str, ...], address: str | None, port: int | None, as_json: bool, quiet: bool
-) -> None:
+@output_options
+def serve(model: str, names: tuple[str, ...], address: str | None, port: int | None, output: Output) -> None:
     """Serve a model over HTTP until SIGTERM. Running requests finish first.
 
     Routes are those of OpenAI: /v1/audio/speech, and /v1/chat/completions for models that write text and
-    audio. Clients need the key of SPEECH_SERVE__API_KEY, or one of the file SPEECH_SERVE__API_KEY_FILE.
+    audio. Clients need the key in SPEECH_SERVE__API_KEY, or one in the file SPEECH_SERVE__API_KEY_FILE.
 
     \b
     Examples:
@@ -94,15 +92,14 @@ def serve(
 
     options = _options(settings, card, names)
     if not options.keys and not is_loopback(settings.serve.address):
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID,
+        raise invalid(
             f"The server does not open {settings.serve.address} to the network without a key.",
             "Set SPEECH_SERVE__API_KEY or SPEECH_SERVE__API_KEY_FILE, or listen on 127.0.0.1.",
         )
     from pipelines.interpreter import serve_threads
     from pipelines.serving.server import Server
 
-    level = "warning" if quiet else settings.log_level
+    level = "warning" if output.quiet else settings.log_level
     setup_logging(level, settings.log_format)
     server = Server(
         card,
@@ -111,8 +108,7 @@ def serve(
         settings.serve.address,
         settings.serve.port,
     )
-    output = Output(as_json=as_json, quiet=quiet)
-    output.say({"schema": "nightjar.serve/1", "url": server.url, "model": options.names[0]}, server.url)
+    output.result(server.url, "nightjar.serve/1", url=server.url, model=options.names[0])
     sys.stdout.flush()
     output.note(
         f"Serving {options.names[0]}; the model is loading while {server.url}/health says `starting`."
@@ -129,7 +125,7 @@ def _options(settings: Settings, card: ModelCard, names: tuple[str, ...]) -> Ser
     from jobs.voices import voice_folder
     from pipelines.serving import ServeOptions
 
-    # A folder's path is nobody's business out there.
+    # Clients must not see the path of a folder.
     names = names or (Path(card.name).name,)
     limits = settings.serve.model_dump(exclude={"address", "port", "api_key", "api_key_file", "streams"})
     return ServeOptions(
@@ -138,8 +134,8 @@ def _options(settings: Settings, card: ModelCard, names: tuple[str, ...]) -> Ser
 
 
 def read_keys(settings: Settings) -> tuple[str, ...]:
-    """The keys of the API, the one of the environment first. Raises `config.invalid` for a file without
-    one."""
+    """Reads the keys of the API, the one of the environment first. Raises `config.invalid` for a file without
+    a key."""
     keys = [] if settings.serve.api_key is None else [settings.serve.api_key.get_secret_value().strip()]
     path = settings.serve.api_key_file
     if path is not None:
@@ -147,23 +143,17 @@ def read_keys(settings: Settings) -> tuple[str, ...]:
             found = [line.strip() for line in path.read_text().splitlines() if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is not text"
-            raise _bad_keys(f"The file of keys {path} cannot be read: {reason}.") from error
+            raise invalid(f"The key file {path} cannot be read: {reason}.", _KEYS_ADVICE) from error
         if not found:
-            raise _bad_keys(f"The file of keys {path} has none.")
+            raise invalid(f"The key file {path} has no key.", _KEYS_ADVICE)
         keys += found
     if not all(key.isascii() and key.isprintable() and key for key in keys):
-        raise _bad_keys("A key of the API is empty or has signs that a header cannot carry.")
+        raise invalid("An API key is empty or has characters that a header cannot contain.", _KEYS_ADVICE)
     return tuple(keys)
 
 
-def _bad_keys(message: str) -> ConfigError:
-    return ConfigError(
-        ErrorCode.CONFIG_INVALID, message, "Write one key per line, with visible ASCII characters only."
-    )
-
-
 def check_extra() -> None:
-    """Raises `config.missing_library` before anything is loaded."""
+    """Raises `config.missing_library` if a library of the server is not installed."""
     for library in ("fastapi", "uvicorn", "websockets"):
         if find_spec(library) is None:
             raise ModelError(
@@ -177,7 +167,7 @@ _PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_opti
 
 
 def _command(name: str, command: str) -> click.Command:
-    """The command `nightjar NAME`, which is `python -m worker COMMAND`."""
+    """Makes the command `nightjar NAME`, which runs `python -m worker COMMAND`."""
 
     @click.command(name, context_settings=_PASS_ON, add_help_option=False)
     @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -205,15 +195,14 @@ worker, flower, nightly, sweep = (
     "--all",
     "everyone",
     is_flag=True,
-    help="Also workers that ended, and those that were lost more than a day ago.",
+    help="Also list workers that ended, and workers that were lost more than a day ago.",
 )
 @common_options
 def workers(everyone: bool, home: str | None, output: Output) -> None:
-    """List the workers: where each runs, its state, the shards that it holds, and the items and the speed
-    of its last 10 minutes.
+    """List the workers: host, state and shards of each, with the items and the speed of its last 10 minutes.
 
-    A worker is `up`, `draining` (it takes no more shards), `quarantined` (it keeps failing) or `lost` (no
-    heartbeat for a minute).
+    A worker is `up`, `draining` (takes no more shards), `quarantined` (keeps failing) or `lost` (no heartbeat
+    for a minute).
 
     \b
     Examples:

@@ -1,5 +1,4 @@
-"""`nightjar status`, `list`, `wait`, `watch` and `show`: how far jobs are, now or to their end, and what they
-are made with."""
+"""`nightjar status`, `list`, `wait`, `watch` and `show`."""
 
 from __future__ import annotations
 
@@ -59,14 +58,13 @@ def status(job: str, price: float | None, home: str | None, output: Output) -> N
 
 
 def print_status(output: Output, status: JobStatus, price: float | None, waits: str = NO_WORKER) -> None:
-    """A job's status for a person; `waits`: what is said where no worker lives."""
+    """Prints a job's status as text; `waits`: the message if no worker is live."""
     for line in status_lines(status, price, waits, lambda text: click.style(text, bold=True)):
         output.line(line)
 
 
 def no_worker(settings: Settings) -> str:
-    """What is said of a job for which no worker lives. A run has workers for the jobs of its own ledger
-    alone."""
+    """The message for a job without a live worker. A run has workers only for the jobs of its own ledger."""
     own_ledger = sqlite_path(settings.ledger_url) == settings.state_folder / "ledger.sqlite"
     return STARTING if own_ledger and embedded_broker_url(settings.state_folder) is not None else NO_WORKER
 
@@ -84,7 +82,7 @@ def no_worker(settings: Settings) -> str:
     "labels",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Only jobs with this label. If given more than once, only jobs with all of them.",
+    help="Only jobs with this label. Can be given more than once: only jobs with all labels.",
 )
 @click.option(
     "--limit",
@@ -98,8 +96,8 @@ def no_worker(settings: Settings) -> str:
 def list(  # noqa: A001 - the name of the command
     states: Sequence[str], labels: Sequence[str], limit: int, home: str | None, output: Output
 ) -> None:
-    """List jobs, newest first: of the ledger that is set, or of all folders whose jobs `nightjar status`
-    finds.
+    """List jobs, newest first: those of the configured ledger, or of all folders that `nightjar status`
+    knows.
 
     \b
     Examples:
@@ -124,7 +122,7 @@ def list(  # noqa: A001 - the name of the command
             output.note(f"The jobs of {settings.home} cannot be listed: {error}")
             continue
         for state in of_place:
-            # A copy of a folder has the same jobs.
+            # A copied folder has the same jobs; the original takes precedence.
             if state.job.id not in found or settings.home in homes_of(state.job.id):
                 found[state.job.id] = (state, settings)
     newest = sorted(found.values(), key=lambda pair: (pair[0].job.created_at, pair[0].job.id), reverse=True)
@@ -154,17 +152,17 @@ def until_end(
     settings: Settings,
     timeout_seconds: float | None = None,
 ) -> JobStatus:
-    """Reads a job's status until it is final or the time is over; the last status. Says when no live
-    worker takes the job."""
+    """Reads a job's status until it is final or the time is over, and returns it. Reports when no live worker
+    takes the job."""
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-    said = ""
+    last = ""
     while True:
         status = read()
         progress.update(status)
         waits = no_worker(settings) if waits_for_workers(status) else ""
-        if waits and waits != said:
+        if waits and waits != last:
             progress.say(waits[0].upper() + waits[1:] + ".")
-        said = waits
+        last = waits
         if status.job.state.final or (deadline is not None and time.monotonic() >= deadline):
             return status
         time.sleep(
@@ -238,8 +236,8 @@ def watch(settings: Settings, ledger: Ledger, job: Job, output: Output) -> int:
 @job_argument
 @common_options
 def show(job: str, home: str | None, output: Output) -> None:
-    """Show what JOB is made with: its frozen spec, its input, its store, the versions that made it, and
-    the command that makes it again.
+    """Show the frozen spec of JOB, its input and store, the versions that made it, and the command that makes
+    it again.
 
     \b
     Examples:
@@ -256,7 +254,7 @@ def show(job: str, home: str | None, output: Output) -> None:
     try:
         made_with = read_records(store_of(found, settings.s3), found)
     except NightjarError as error:
-        output.note(f"What made the job cannot be read: {printable(str(error))}")
+        output.note(f"The versions that made the job cannot be read: {printable(str(error))}")
         made_with = None
     home = str(settings.home.absolute()) if settings.database_url is None else None
     engines = engines_of(found, made_with or ())
@@ -265,13 +263,13 @@ def show(job: str, home: str | None, output: Output) -> None:
     if output.as_json:
         output.data(view)
         return
-    told = {*view, "input_uri", "input_sha256", "seeds"}
+    hidden = {*view, "input_uri", "input_sha256", "seeds"}
     made_by = [
-        {name: part for name, part in record.items() if name not in told}
+        {name: part for name, part in record.items() if name not in hidden}
         for record in view["made_with"] or ()
     ]
     shown = {**view, "made_with": made_by, "command": shlex.join(command), "command_notes": None}
     output.record(shown)
     for note in notes:
         output.note(note)
-    output.note("While this job exists the command finds it. Add --idempotency-key KEY to make another one.")
+    output.note("While this job exists, the command finds it. Add --idempotency-key KEY to make a new job.")

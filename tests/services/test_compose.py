@@ -156,7 +156,7 @@ def test_the_server_is_reached_from_its_host_alone_and_asks_for_a_key() -> None:
         env=os.environ | settings_of("serve"), capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert started.returncode != 0, "without a key it does not start"
-    assert "A key of the API is empty" in started.stderr
+    assert "An API key is empty" in started.stderr
 
 
 def test_docker_takes_the_file(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from benchmarks.paces import LEAST_ITEMS, as_toml, fit, learned_paces
+from benchmarks.cpu import LEAST_ITEMS, as_toml, fit_pace, learned_paces
 from jobs.checks import quality_of
 from jobs.export.items import AudioItem
 from jobs.ledger.records import Artifact, JobSpec
@@ -31,7 +31,7 @@ class TestCalibration:
         return [(bytes([n % 256]), float(u), float(s)) for n, (u, s) in enumerate(zip(units, seconds))]
 
     def test_a_fifth_of_bad_items_hardly_moves_the_line(self) -> None:
-        clean, soiled = fit(self.lengths(300)), fit(self.lengths(300, bad=60), "anna", "English")
+        clean, soiled = fit_pace(self.lengths(300)), fit_pace(self.lengths(300, bad=60), "anna", "English")
         for pace in (clean, soiled):
             assert 0.7 < pace.low < 0.85
             assert 1.15 < pace.high < 1.35
@@ -39,7 +39,7 @@ class TestCalibration:
         assert (soiled.voice, soiled.language) == ("anna", "English")
 
     def test_texts_of_one_length_still_give_a_pace(self) -> None:
-        pace = fit([(b"", 50.0, 3.0), (b"", 50.0, 3.1), (b"", 50.0, 2.9)])
+        pace = fit_pace([(b"", 50.0, 3.0), (b"", 50.0, 3.1), (b"", 50.0, 2.9)])
         assert pace.expected_seconds("x" * 50) == pytest.approx(3.0)
 
     def test_items_without_a_text_teach_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +52,7 @@ class TestCalibration:
                 AudioItem(str(n), str(n), two_seconds(n), msgspec.Raw(line), 0)
                 for n, line in enumerate(lines)
             ]
-            monkeypatch.setattr("benchmarks.paces.audio_items", lambda *_: made)
+            monkeypatch.setattr("benchmarks.cpu.audio_items", lambda *_: made)
             job: Any = SimpleNamespace(id="j", spec=JobSpec("fake"))
             unused: Any = None
             return learned_paces(unused, unused, job)
@@ -65,7 +65,7 @@ class TestCalibration:
 
     def test_what_is_printed_is_a_config(self, tmp_path: Path) -> None:
         voice = 'a "quoted"\\ voice 𝄞 安娜\t\x7f\x01'
-        paces = (fit(self.lengths(50), voice), fit(self.lengths(50)))
+        paces = (fit_pace(self.lengths(50), voice), fit_pace(self.lengths(50)))
         path = tmp_path / "qa.toml"
         path.write_text(as_toml(paces), "utf-8")
         quality = quality_of("basic", path)

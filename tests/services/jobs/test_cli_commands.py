@@ -111,7 +111,7 @@ def test_what_is_said_counts_in_english_and_leads_on(submitted: tuple[Path, str,
     call(folder, "pause", job)
     shown = call(folder, "status", job).stdout
     assert "input   1 line refused" in shown
-    assert "unknown to go" not in shown
+    assert "unknown left" not in shown
     assert "1 voice, 1 language\n" in call(folder, "models").stdout
 
 

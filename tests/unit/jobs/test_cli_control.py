@@ -104,7 +104,7 @@ def test_an_export_goes_to_a_path_or_to_s3(rig: Rig, tmp_path: Path, monkeypatch
             cli, ["export", job.id, "--format", "webdataset", "--to", to, "--out", str(rig.folder)]
         )
         assert isinstance(done.exception, ConfigError), done.output
-        assert done.exception.message == f"No export can be written to {to!r}."
+        assert done.exception.message == f"Exports cannot be written to {to!r}."
     assert not Path("gs:").exists()
     assert not Path("s3:").exists()
 
@@ -228,7 +228,7 @@ def test_retry_leaves_what_can_never_succeed(rig: Rig) -> None:
         "completed_with_errors",
     )
     told = call(rig, "retry", job.id)
-    assert told.stdout.startswith(f"Opened 1 item of {job.id} again.")
+    assert told.stdout.startswith(f"Reopened 1 item of {job.id}.")
     assert "1 x input.unpronounceable" in told.stderr
     assert "--force" in told.stderr
     assert states() == [done, failed, failed, pending]

@@ -41,7 +41,7 @@ def status(now: float, done: int, *, state: JobState = JobState.RUNNING, failed:
 def test_a_pause_of_a_day_does_not_slow_the_rate() -> None:
     rate = RecentRate()
     assert rate.facts(status(DAY, 500)) == ""
-    assert rate.facts(status(DAY + 10, 600)) == ", 10.00 items/s, RTFx 20.0, 40 s to go"
+    assert rate.facts(status(DAY + 10, 600)) == ", 10.00 items/s, RTFx 20.0, 40 s left"
 
 
 def test_the_rate_is_that_of_the_last_minute() -> None:
@@ -52,7 +52,7 @@ def test_the_rate_is_that_of_the_last_minute() -> None:
         rate.facts(status(DAY + second, 6 + (second - 60) * 2))
     assert (
         rate.facts(status(DAY + 2 * RATE_SECONDS, 126, failed=4))
-        == ", 4 failed, 2.07 items/s, RTFx 4.0, 7 min 1 s to go"
+        == ", 4 failed, 2.07 items/s, RTFx 4.0, 7 min 1 s left"
     )
 
 
@@ -62,7 +62,7 @@ def test_nothing_is_promised_of_a_job_that_stands_still() -> None:
     assert rate.facts(status(DAY + 30, 500)) == ""
     paused = rate.facts(status(DAY + 40, 520, state=JobState.PAUSED))
     assert "items/s" in paused
-    assert "to go" not in paused
+    assert " left" not in paused
 
 
 def test_the_end_tells_of_the_whole_job() -> None:
@@ -87,7 +87,7 @@ def test_only_a_long_ingest_tells_how_far_it_is(
 def test_a_narrow_terminal_shows_all_of_the_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     bar = follow._bar()  # pyright: ignore[reportPrivateUsage]
-    bar.add_task("running", total=1000, completed=997, facts="2 failed, 10.00 items/s, RTFx 20.0, 5 s to go")
+    bar.add_task("running", total=1000, completed=997, facts="2 failed, 10.00 items/s, RTFx 20.0, 5 s left")
     with bar.console.capture() as shown:
         bar.console.print(bar.get_renderable())
     (line,) = shown.get().splitlines()

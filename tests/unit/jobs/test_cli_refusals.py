@@ -25,6 +25,4 @@ def test_a_working_directory_that_was_deleted_is_named(
 
 def test_a_refusal_names_the_file_and_no_number(capsys: pytest.CaptureFixture[str]) -> None:
     fail(PermissionError(13, "Permission denied", "/the/file"), as_json=False)
-    assert capsys.readouterr().err.startswith(
-        "Error system: The system refused: Permission denied: /the/file.\n"
-    )
+    assert capsys.readouterr().err.startswith("Error system: System error: Permission denied: /the/file.\n")

@@ -67,7 +67,7 @@ def test_shares_that_make_no_splits(text: str) -> None:
 
 
 def test_thirds_add_up_to_one() -> None:
-    assert parse_splits("a=1/3,b=1/3,c=1/3").bounds[-1] == 2**64
+    assert parse_splits("a=1/3,b=1/3,c=1/3").bounds["c"] == 2**64
 
 
 def test_a_plan_cuts_before_the_limit() -> None:
