@@ -72,12 +72,12 @@ class DialoguePipeline(CalledPipeline):
         #: What `stats` says; while it is not `ready`, `submit` waits, as an engine does that starts again.
         self.state: EngineState = "ready"
         self.info = EngineInfo(slots=slots, waiting_room=waiting_room)
-        self._slots, self._room, self._step_seconds = slots, waiting_room, step_seconds
+        self.slots, self.room, self._step_seconds = slots, waiting_room, step_seconds
         self._changed = threading.Condition()
         self._waiting: list[_Sequence] = []
         self._running: list[_Sequence] = []
         self._done = 0
-        self._closed = False
+        self.closed = False
         self._holds = True
         self._thread = threading.Thread(target=self._run, name="dialogues", daemon=True)
         self._thread.start()
@@ -112,7 +112,7 @@ class DialoguePipeline(CalledPipeline):
 
     def close(self) -> None:
         with self._changed:
-            self._closed = True
+            self.closed = True
             self._changed.notify_all()
         self._thread.join()
 
@@ -133,9 +133,9 @@ class DialoguePipeline(CalledPipeline):
         with self._changed:
             self.seen.append(request)
             self._changed.wait_for(
-                lambda: self._closed or (self.state == "ready" and len(self._waiting) < self._room)
+                lambda: self.closed or (self.state == "ready" and len(self._waiting) < self.room)
             )
-            if self._closed:
+            if self.closed:
                 raise SynthesisError(ErrorCode.SYNTH_ABORTED, "The engine was closed.")
             sequence = _sequence(request)
             self._waiting.append(sequence)
@@ -145,10 +145,10 @@ class DialoguePipeline(CalledPipeline):
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._waiting or self._running)
-                if self._closed:
+                self._changed.wait_for(lambda: self.closed or self._waiting or self._running)
+                if self.closed:
                     break
-                while self._waiting and len(self._running) < self._slots:
+                while self._waiting and len(self._running) < self.slots:
                     self._running.append(self._waiting.pop(0))
                 self._running = [sequence for sequence in self._running if not self._step(sequence)]
                 self._changed.notify_all()

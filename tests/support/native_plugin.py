@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipelines.errors import ErrorCode, SynthesisError
 from pipelines.registry import ENTRY_POINT_GROUP, ModelCard
 from tests.support import streaming_fake
 from tests.support.fake_worker import fake_card
@@ -39,13 +38,8 @@ def describe() -> ModelCard:
 
 def load(**options: Any) -> FakePipeline:
     """The fake engine with the options of `NIGHTJAR_FAKE`. `broken` as an option raises, `exit` ends the
-    process.
-
-    Another program has filled the GPU that NIGHTJAR_FULL_GPU names.
-    """
+    process."""
     die_on_bad_gpu()
-    if os.environ.get("NIGHTJAR_FULL_GPU", "-") == os.environ.get("CUDA_VISIBLE_DEVICES"):
-        raise SynthesisError(ErrorCode.SYNTH_OOM, "The GPU ran out of memory while the model was opened.")
     options = {**json.loads(os.environ.get("NIGHTJAR_FAKE", "{}")), **options}
     if "broken" in options:
         raise RuntimeError("no memory for the weights")

@@ -90,8 +90,13 @@ expressions = st.recursive(
 )
 
 
-def test_the_database_says_what_the_text_says(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Items are read in pages of seven."""
     monkeypatch.setattr(queries, "PAGE_ROWS", 7)
+
+
+def test_the_database_says_what_the_text_says(ledger: Ledger, short_pages: None) -> None:
     job, known = made_by(ledger)
 
     @settings(max_examples=60, deadline=None)
@@ -121,10 +126,7 @@ def test_the_database_says_what_the_text_says(ledger: Ledger, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("text", ["wer < 1", "seconds > 1.2 or wer == 2", "not wer < 1 and attempts < 2"])
-def test_with_the_other_items_of_their_dialogues(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
-    monkeypatch.setattr(queries, "PAGE_ROWS", 7)
+def test_with_the_other_items_of_their_dialogues(ledger: Ledger, short_pages: None, text: str) -> None:
     turns = {index: index % 3 for index in range(60) if index % 3}
     job, known = made_by(ledger, turns)
     where = parse_where(text)

@@ -96,40 +96,16 @@ def test_jobs_without_is_the_builtin(shell: str, tmp_path: Path) -> None:
     assert re.search(r"^(\d+)=.*\b\1\b", last), said
 
 
-def test_fish_completes_both_names(tmp_path: Path) -> None:
-    said = run(
-        "fish",
-        EVAL % "fish"
-        + "complete -C 'nightjar verif'\ncomplete -C 'jobs verif'\ncomplete -C 'jobs export --form'\n",
-        tmp_path,
-    )
-    assert [line.partition("\t")[0] for line in said.splitlines()] == ["verify", "verify", "--format"]
-
-
-@pytest.mark.parametrize("name", ["nightjar", "jobs"])
-@pytest.mark.parametrize("shell", list(PROMPT))
-def test_a_prompt_completes_both_names(shell: str, name: str, tmp_path: Path) -> None:
-    needs(shell)
-    child, terminal = pty.fork()
-    if child == 0:
-        os.chdir(tmp_path)
-        os.execvpe(shell, PROMPT[shell], environment(tmp_path))
-    try:
-        type_line(terminal, (EVAL % shell).strip() + "; echo rea''dy\r", "ready")
-        type_line(terminal, f"{name} verif\t", "verify")
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(terminal)
-
-
 #: What is typed before the key, and what it becomes; JOB is the id of a job of another folder.
 COMPLETED = [
+    ("nightjar verif", "verify"),
+    ("jobs verif", "verify"),
     ("nightjar run exa", "example-of-mine.jsonl"),
     ("nightjar run x --format fl", "flac"),
     ("nightjar submit x --model qwen3-tts-1.7b-v", "qwen3-tts-1.7b-voicedesign"),
     ("nightjar serve --model mine/check", "mine/checkpoint"),
     ("nightjar models hib", "hibari"),
+    ("jobs export --form", "--format"),
     ("nightjar status 01", "JOB"),
     ("nightjar export 01", "JOB"),
 ]
@@ -159,7 +135,7 @@ def desk(tmp_path: Path) -> tuple[Path, list[tuple[str, str]]]:
 
 
 @pytest.mark.parametrize("shell", list(PROMPT))
-def test_a_prompt_completes_files_models_formats_and_jobs(
+def test_a_prompt_completes_both_names_files_models_formats_and_jobs(
     shell: str, desk: tuple[Path, list[tuple[str, str]]]
 ) -> None:
     needs(shell)
@@ -180,7 +156,7 @@ def test_a_prompt_completes_files_models_formats_and_jobs(
         os.close(terminal)
 
 
-def test_fish_completes_files_models_formats_and_jobs(
+def test_fish_completes_both_names_files_models_formats_and_jobs(
     desk: tuple[Path, list[tuple[str, str]]],
 ) -> None:
     folder, cases = desk

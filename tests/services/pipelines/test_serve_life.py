@@ -114,7 +114,7 @@ def test_a_client_that_hangs_up_frees_its_slot(pipeline: DialoguePipeline, strea
 
 
 def test_requests_that_wait_for_room_in_the_engine_can_be_given_up(pipeline: DialoguePipeline) -> None:
-    pipeline._room, pipeline._slots = 1, 1
+    pipeline.room, pipeline.slots = 1, 1
     with Running(pipeline, slots=40, waiting_room=0) as server:
         crowd = {f"{LONG} {number}": raw_request(server, body(f"{LONG} {number}")) for number in range(40)}
         # One runs, one waits in the engine, and each thread that submits has one more to submit.
@@ -192,7 +192,7 @@ def test_an_engine_that_is_given_up_is_opened_again(pipeline: DialoguePipeline) 
         server.until(lambda: len(opened) == 2)
         server.until(lambda: server.health() == 200)
         assert server.chat({"role": "user", "content": "Hello?"}).status_code == 200
-        assert (len(second.seen), pipeline._closed, faults) == (1, True, [])
+        assert (len(second.seen), pipeline.closed, faults) == (1, True, [])
 
 
 def test_a_model_that_loads_is_503_and_one_that_cannot_ends_the_server(pipeline: DialoguePipeline) -> None:

@@ -140,11 +140,16 @@ def test_batches_of_long_lines_stay_small(tmp_path: Path) -> None:
     ]
 
 
+@pytest.fixture
+def few_blank_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than 20 blank lines one after another are refused."""
+    monkeypatch.setattr("jobs.source.MAX_BLANK_LINES", 20)
+
+
 @pytest.mark.parametrize("blank", [b"\n", b" \t\r\n"])
 def test_an_archive_of_blank_lines_is_refused_before_it_is_read_to_its_end(
-    tmp_path: Path, blank: bytes, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, blank: bytes, few_blank_lines: None
 ) -> None:
-    monkeypatch.setattr("jobs.source.MAX_BLANK_LINES", 5000)
     path = tmp_path / "in.zst"
     path.write_bytes(zstandard.compress(b"one\n" + blank * (4 << 20)))
     lines = 0
@@ -155,8 +160,7 @@ def test_an_archive_of_blank_lines_is_refused_before_it_is_read_to_its_end(
     assert lines < 2 << 20
 
 
-def test_blank_lines_between_others_are_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.source.MAX_BLANK_LINES", 20)
+def test_blank_lines_between_others_are_no_fault(tmp_path: Path, few_blank_lines: None) -> None:
     path = tmp_path / "in"
     path.write_bytes(b"one\n\n\r\n" * 50 + b"\n" * 20)
     assert len(lines_of(path)) == 170

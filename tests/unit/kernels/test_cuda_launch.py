@@ -54,11 +54,12 @@ def said(built: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     built.fake_said.restype = ctypes.c_char_p
     built.fake_current.restype = ctypes.c_size_t
     built.fake_forget()
-    cuda_driver._context.cache_clear()
+    cached = (cuda_driver._context, Source.on, available)
+    for function in cached:
+        function.cache_clear()
     yield lambda: built.fake_said().decode().splitlines()
-    Source.on.cache_clear()
-    available.cache_clear()
-    cuda_driver._context.cache_clear()
+    for function in cached:
+        function.cache_clear()
 
 
 class Arguments(ctypes.Structure):

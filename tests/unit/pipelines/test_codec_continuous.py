@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pipelines.codec.graphs import STEP_FRAMES, Codes, UtteranceGraphs, utterance_bytes
-from pipelines.codec.stage import CodecStage, ContinuousLane
+from pipelines.codec.stage import CodecStage
 from pipelines.codec.states import Arena, CodecState
 from pipelines.codec.transfer import PendingSamples
 from pipelines.errors import ErrorCode, NightjarError
@@ -194,12 +194,9 @@ def test_without_steps_utterances_are_gathered_and_a_cpu_never_has_them() -> Non
     decoder = plain()
     decoder.prepare_utterances(4)
     assert decoder.utterances is None
-    stage: CodecStage[CodecState] = CodecStage(decoder)
-    assert not isinstance(stage._utterances, ContinuousLane)
-    stage.close()
-    stage = CodecStage(Continuous(1))
-    assert isinstance(stage._utterances, ContinuousLane)
-    stage.close()
+    stepping = Continuous(1)
+    uttered(stepping, [codes(3, 1)])
+    assert stepping.graphs.steps == 1
 
 
 def test_steps_of_fewer_utterances_have_fewer_rows() -> None:

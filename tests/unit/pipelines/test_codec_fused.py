@@ -40,10 +40,13 @@ def rand(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed + 7 * sum(shape)))
 
 
-@pytest.mark.parametrize("widest", [0, 1000])
-def test_whole_utterances_equal_the_plain_stack(monkeypatch: pytest.MonkeyPatch, widest: int) -> None:
-    """With each unit as one kernel, and with one kernel for each of its convolutions."""
-    monkeypatch.setattr("pipelines.codec.fused.WIDEST_UNIT", widest)
+@pytest.fixture(params=[0, 1000])
+def widest(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each unit as one kernel, and one kernel for each of its convolutions."""
+    monkeypatch.setattr("pipelines.codec.fused.WIDEST_UNIT", request.param)
+
+
+def test_whole_utterances_equal_the_plain_stack(widest: None) -> None:
     with Checkpoint.open(FOLDER) as source:
         fused = CodecDecoder(CodecConfig.load(FOLDER).decoder, source, fused=True)
     items = [codes(frames, frames) for frames in (1, 7, 30)]
@@ -75,11 +78,7 @@ def unwritten_is_no_number() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("unwritten_is_no_number")
-@pytest.mark.parametrize("widest", [0, 1000])
-def test_what_lies_behind_the_end_of_a_row_is_left_out_and_changes_no_sample(
-    monkeypatch: pytest.MonkeyPatch, widest: int
-) -> None:
-    monkeypatch.setattr("pipelines.codec.fused.WIDEST_UNIT", widest)
+def test_what_lies_behind_the_end_of_a_row_is_left_out_and_changes_no_sample(widest: None) -> None:
     with Checkpoint.open(FOLDER) as source:
         fused = CodecDecoder(CodecConfig.load(FOLDER).decoder, source, fused=True)
     frames = (16, 1, 9, 15, 5)
@@ -88,7 +87,7 @@ def test_what_lies_behind_the_end_of_a_row_is_left_out_and_changes_no_sample(
         batch[row, :count] = codes(count, count)
     ends = [count * fused.samples_per_frame for count in frames]
     with torch.inference_mode():
-        whole, ended = fused._run(batch, None), fused._run(batch, None, ends)
+        whole, ended = (fused._run(batch, None, lengths) for lengths in (None, ends))
     for row, end in enumerate(ends):
         assert torch.equal(ended[row, :end], whole[row, :end])
         assert ended[row, end:].isnan().all()
@@ -121,10 +120,11 @@ def test_the_ends_of_each_stage_start_where_kernels_load_16_bytes() -> None:
     lengths = [5 * 1920, 1920, 1, 0, 30 * 1920]
     stack = decoder(True)._stack
     assert isinstance(stack, FusedStack)
-    ends = [stage for stage in stack._ends(lengths, torch.device("cpu")) if stage is not None]
-    assert len(ends) == len(stack._step_samples)
-    assert {(stage.data_ptr() - ends[0].data_ptr()) % 16 for stage in ends} == {0}
-    for stage, samples in zip(ends, stack._step_samples):
+    ends, each = stack._ends(lengths, torch.device("cpu")), stack._step_samples
+    assert len(ends) == len(each)
+    assert all(stage is not None for stage in ends)
+    assert len({stage.data_ptr() % 16 for stage in ends}) == 1  # type: ignore[union-attr]
+    for stage, samples in zip(ends, each):
         assert stage.tolist() == [math.ceil(length / samples) for length in lengths]
 
 

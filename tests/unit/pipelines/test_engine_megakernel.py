@@ -76,9 +76,8 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda: FrameCodes(np.zeros((1, 2, 5), np.int64), self.flags)
 
     persistent_kit.emulate(monkeypatch)
-    monkeypatch.setattr(GraphExecutor, "_capture", capture)
-    monkeypatch.setattr(GraphExecutor, "frames", frames)
-    monkeypatch.setattr(GraphExecutor, "warm", lambda *_: None)
+    for name, double in (("_capture", capture), ("frames", frames), ("warm", lambda *_: None)):
+        monkeypatch.setattr(GraphExecutor, name, double)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
 
 

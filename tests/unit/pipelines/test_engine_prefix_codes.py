@@ -16,6 +16,7 @@ from torch import Tensor
 from pipelines.engine.executor import PrefillRun
 from pipelines.engine.scheduler import GenerationRequest, PromptPrefix
 from pipelines.engine.state import PagedKV, SlotState
+from tests.support.evictions import Evictions
 from tests.support.listened import ListenedCore
 from tests.support.qwen3_golden import Recorder, golden_model, make_core, random_request, run_alone
 
@@ -96,9 +97,7 @@ def test_alone_equals_any_company_with_prefixes_of_others(slots: int, spare_page
     model, heard = VoiceModel(), Recorder()
     pages = max(-(-request.positions // 8) for request in many) + spare_pages
     core = make_core(model, heard, slots=slots, pages=pages, reserve_frames=0, prefill_tokens=64)
-    evicted: list[object] = []
-    evict = core.scheduler.prefixes._evict
-    core.scheduler.prefixes._evict = lambda: evicted.append(evict())
+    evictions = Evictions(core)
     for request in many:
         core.add(request)
     utterances = list(core.scheduler.waiting)
@@ -106,7 +105,7 @@ def test_alone_equals_any_company_with_prefixes_of_others(slots: int, spare_page
     for request, codes in alone.items():
         np.testing.assert_array_equal(heard.codes[request], codes)
     restarts = sum(one.run > 1 for one in utterances)
-    assert (bool(evicted), restarts > 0) == ((spare_pages < 80), slots == 6)
+    assert (evictions.prefixes > 0, restarts > 0) == ((spare_pages < 80), slots == 6)
     prompts = sum(len(request.prompt) - 1 for request in many)
     assert restarts or model.prefilled < prompts - 2 * 16, "nobody shared a prefix"
     assert core.scheduler.prefixes.free == pages

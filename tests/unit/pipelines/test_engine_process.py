@@ -82,6 +82,12 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]
     process.close()
 
 
+@pytest.fixture
+def two_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child keeps two recordings of 1 MB, and not three."""
+    monkeypatch.setattr("pipelines.engine_process.client.RECORDING_BYTES", 2_500_000)
+
+
 def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
@@ -120,9 +126,8 @@ def test_speech_is_that_of_the_pipeline(open_process: Open) -> None:
 
 
 def test_a_recording_travels_once_and_every_request_has_its_own(
-    open_process: Open, monkeypatch: pytest.MonkeyPatch
+    open_process: Open, two_recordings: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.engine_process.client.RECORDING_BYTES", 2_500_000)
     process = open_process(slots=4)
     child = process._child
     assert child is not None
@@ -174,9 +179,8 @@ def test_a_request_that_cannot_be_sent_leaves_its_recordings_unsent(process: Eng
 
 
 def test_a_request_that_cannot_be_sent_leaves_the_recordings_of_others_known(
-    open_process: Open, monkeypatch: pytest.MonkeyPatch
+    open_process: Open, two_recordings: None
 ) -> None:
-    monkeypatch.setattr("pipelines.engine_process.client.RECORDING_BYTES", 2_500_000)
     process = open_process()
     first, second, third = (os.urandom(1_000_000) for _ in range(3))
     for recording, text in (

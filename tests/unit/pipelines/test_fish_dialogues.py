@@ -18,6 +18,7 @@ from pipelines.fish_speech.engines import shared_prefixes
 from pipelines.fish_speech.pipeline import TurnPlan
 from pipelines.fish_speech.prompt import Conversation, Prompt, Reference, prompt_of
 from pipelines.tokens import TokenSampling
+from tests.support.evictions import Evictions
 from tests.support.fish_turns import Asked
 from tests.support.vllm_kit import Waiter
 from tests.unit.pipelines.test_fish_native import CONFIG, OPTIONS, SECONDS, VOCABULARY, model, voice
@@ -65,23 +66,13 @@ class Rig:
         self.executor = WatchedExecutor(slots, pages)
         engine = Engine(self.executor, OPTIONS)
         prefixes = engine.core.scheduler.prefixes
-        self.evicted = self.restarts = 0
-        evict, preempt = prefixes._evict, engine.core.scheduler._preempt
-
-        def counted(*_: object) -> None:
-            self.evicted += 1
-            evict()
-
-        def preempted(utterance: object) -> None:
-            self.restarts += 1
-            preempt(utterance)  # pyright: ignore[reportArgumentType]
+        self.evictions = Evictions(engine.core)
 
         def named(prompt: Prompt) -> Sequence[PromptPrefix]:
             if forgetful:
                 prefixes.clear()
             return shared_prefixes(prompt, CONFIG.semantic) if share else ()
 
-        prefixes._evict, engine.core.scheduler._preempt = counted, preempted
         ids = np.array([*CONFIG.semantic, CONFIG.end])
         self.host = NativeHost(engine, ids, prompt_of, named, CONFIG.codebooks)
 
@@ -191,7 +182,7 @@ def test_dialogues_say_the_same_alone_and_in_any_mix() -> None:
     assert not np.array_equal(alone[0], alone[1]), "equal texts, other answers"
     with closing(Rig(pages=36)) as rig:
         together = spoken(rig, *dialogues, *dialogues[:2])
-        assert rig.evicted
-        assert rig.restarts
+        assert rig.evictions.prefixes
+        assert rig.evictions.restarts
     for found, wanted in zip(together, [*alone, *alone[:2]]):
         np.testing.assert_array_equal(found, wanted)

@@ -13,7 +13,6 @@ import pytest
 from pipelines.audio import loudness
 from pipelines.errors import ErrorCode, InputError, SynthesisError
 from pipelines.hibari.pipeline import HibariPipeline, Utterance
-from pipelines.registry import open_pipeline
 from pipelines.request import Event, Generation, Listener, Message, Pipeline, Speech, SynthesisRequest, submit
 
 SENTENCES = (
@@ -103,8 +102,9 @@ def test_max_seconds_is_a_limit(voice: HibariPipeline) -> None:
 
 def test_near_silence_is_an_error(voice: HibariPipeline) -> None:
     dash = Utterance(request("—"), "—", Listener(print, lambda _done: None))
-    dash.pieces = iter([voice._reader.voice.ids("—")])
-    while dash.advance(voice._reader.voice):
+    reader = voice._reader.voice
+    dash.pieces = iter([reader.ids("—")])
+    while dash.advance(reader):
         continue
     with pytest.raises(SynthesisError) as caught:
         dash.finish()
@@ -120,17 +120,13 @@ def test_stats_count_speech(voice: HibariPipeline) -> None:
     assert after.frames - before.frames == len(speech.samples) // 300
 
 
-class Busy:
-    """Holds a voice in the request `runs` until that is cancelled, as a text of many hours would."""
+class Busy(HibariPipeline):
+    """A voice that stays in the request `runs` until that is cancelled, as in a text of many hours."""
 
-    def __init__(self, voice: HibariPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._voice, self._advance = voice, voice._advance
-        monkeypatch.setattr(voice, "_advance", self)
-
-    def __call__(self, utterance: Utterance) -> bool:
+    def _advance(self, utterance: Utterance) -> bool:
         if utterance.request.request_id == "runs":
-            _until(lambda: self._voice._is_over(utterance))
-        return self._advance(utterance)
+            _until(lambda: self._is_over(utterance))
+        return super()._advance(utterance)
 
 
 def test_closing_gives_up_a_text_that_is_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,10 +152,9 @@ def test_closing_gives_up_a_text_that_is_still_read(monkeypatch: pytest.MonkeyPa
     voice.close()
 
 
-def test_cancel_ends_what_runs_and_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    voice = HibariPipeline(threads=1)
+def test_cancel_ends_what_runs_and_what_waits() -> None:
+    voice = Busy(threads=1)
     try:
-        Busy(voice, monkeypatch)
         heard: list[Event] = []
         running, waiting = (
             voice.start(request(LONG, "runs"), heard.append),
@@ -176,10 +171,9 @@ def test_cancel_ends_what_runs_and_what_waits(monkeypatch: pytest.MonkeyPatch) -
         voice.close()
 
 
-def test_submit_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    voice = HibariPipeline(threads=1, waiting_room=2)
+def test_submit_waits_for_room() -> None:
+    voice = Busy(threads=1, waiting_room=2)
     try:
-        Busy(voice, monkeypatch)
         busy = voice.start(request(LONG, "runs"), print)
         futures: list[Future[Speech]] = []
         _until(lambda: voice.stats().running == 1)
@@ -197,10 +191,8 @@ def test_submit_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
         voice.close()
 
 
-def test_close_fails_what_is_left_and_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    voice = open_pipeline("hibari", threads=1, waiting_room=1)
-    assert isinstance(voice, HibariPipeline)
-    Busy(voice, monkeypatch)
+def test_close_fails_what_is_left_and_may_be_repeated() -> None:
+    voice = Busy(threads=1, waiting_room=1)
     running = submit(voice, request(LONG, "runs"))
     _until(lambda: voice.stats().running == 1)
     waiting = submit(voice, request("Hello.", "waits"))

@@ -50,25 +50,24 @@ def joined(chunks: list[AudioChunk]) -> NDArray[np.float32]:
     return np.concatenate([chunk.samples for chunk in chunks])
 
 
-class Held:
-    """Lets a voice make one piece at a time, when told, and keeps the order of the requests whose pieces
-    were made."""
+class Held(HibariPipeline):
+    """A voice of one thread that makes one piece at a time, when told, and keeps the order of the requests
+    whose pieces were made."""
 
-    def __init__(self, voice: HibariPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.order: list[str] = []
         self.begun = threading.Semaphore(0)
         self._go = threading.Semaphore(0)
-        self._advance = voice._advance
-        monkeypatch.setattr(voice, "_advance", self)
+        super().__init__(threads=1)
 
     def go(self, pieces: int = 1000) -> None:
         self._go.release(pieces)
 
-    def __call__(self, utterance: Utterance) -> bool:
+    def _advance(self, utterance: Utterance) -> bool:
         self.begun.release()
         assert self._go.acquire(timeout=240)
         self.order.append(utterance.request.request_id)
-        return self._advance(utterance)
+        return super()._advance(utterance)
 
 
 def test_a_stream_is_the_whole_speech_but_for_one_gain(voice: HibariPipeline) -> None:
@@ -168,51 +167,49 @@ def test_an_error_comes_after_what_was_heard_and_nothing_comes_after_it(voice: H
     assert heard.empty()
 
 
-def test_streams_come_before_whole_utterances_and_first_pieces_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    voice = HibariPipeline(threads=1)
-    held = Held(voice, monkeypatch)
+def test_streams_come_before_whole_utterances_and_first_pieces_first() -> None:
+    voice = Held()
     try:
         whole = submit(voice, request(TEXT, "whole"))
-        assert held.begun.acquire(timeout=240)
+        assert voice.begun.acquire(timeout=240)
         heard: SimpleQueue[Outcome] = SimpleQueue()
         for name in ("one", "two"):
             voice.start(request(TEXT, name), heard.put, stream=True)
-        held.go()
+        voice.go()
         assert whole.result(240).duration_ms > 5000
         # A sentence puts a listener ahead; then the whole utterance goes on.
-        assert held.order[:3] == ["whole", "one", "two"]
+        assert voice.order[:3] == ["whole", "one", "two"]
         assert sum(isinstance(one, Done) for one in [heard.get(timeout=240) for _ in range(8)]) == 2
     finally:
-        held.go()
+        voice.go()
         voice.close()
 
 
-def test_a_stream_that_is_ended_says_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    voice = HibariPipeline(threads=1)
-    held = Held(voice, monkeypatch)
+def test_a_stream_that_is_ended_says_nothing_more() -> None:
+    voice = Held()
     try:
         heard: SimpleQueue[Outcome] = SimpleQueue()
         others: SimpleQueue[Outcome] = SimpleQueue()
         handle = voice.start(request(LONG, "runs"), heard.put, stream=True)
-        assert held.begun.acquire(timeout=240)
+        assert voice.begun.acquire(timeout=240)
         waiting = voice.start(request(LONG, "waits"), heard.put, stream=True)
         voice.start(request("Hello.", "stays"), others.put, stream=True)
         waiting.cancel()
-        held.go(1)
+        voice.go(1)
         assert isinstance(heard.get(timeout=240), AudioChunk)
         handle.cancel()
         handle.cancel()
-        held.go()
+        voice.go()
         assert isinstance(others.get(timeout=240), AudioChunk)
         assert isinstance(others.get(timeout=240), Done)
         # One more piece may have been under way.
         assert heard.empty() or isinstance(heard.get(), AudioChunk)
         assert heard.empty()
         _until(lambda: voice.stats().running == voice.stats().waiting == 0)
-        assert "waits" not in held.order
-        assert held.order.count("runs") <= 2
+        assert "waits" not in voice.order
+        assert voice.order.count("runs") <= 2
     finally:
-        held.go()
+        voice.go()
         voice.close()
 
 
@@ -223,20 +220,19 @@ def test_closing_the_iterator_ends_the_stream(voice: HibariPipeline) -> None:
     _until(lambda: voice.stats().running == voice.stats().waiting == 0)
 
 
-def test_a_stream_of_a_closed_voice_ends_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    voice = HibariPipeline(threads=1)
-    held = Held(voice, monkeypatch)
+def test_a_stream_of_a_closed_voice_ends_with_its_error() -> None:
+    voice = Held()
     running: SimpleQueue[Outcome] = SimpleQueue()
     waiting: SimpleQueue[Outcome] = SimpleQueue()
     voice.start(request(LONG, "runs"), running.put, stream=True)
-    assert held.begun.acquire(timeout=240)
+    assert voice.begun.acquire(timeout=240)
     voice.start(request(LONG, "waits"), waiting.put, stream=True)
     closing = threading.Thread(target=voice.close)
     closing.start()
     ended = waiting.get(timeout=240)
     assert isinstance(ended, Failed)
     assert ended.error.code is ErrorCode.SYNTH_ABORTED
-    held.go()
+    voice.go()
     while isinstance(ended := running.get(timeout=240), AudioChunk):
         continue
     assert isinstance(ended, Failed)

@@ -237,9 +237,8 @@ def test_the_megakernel_by_itself_is_for_the_devices_it_was_measured_on(
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(opening, "graph_executor", opened)
-    monkeypatch.setattr(
-        lm_persistent, "predictor_config", lambda _: next(iter(lm_persistent.PREDICTORS.values()))
-    )
+    cuts: list[object] = [next(iter(lm_persistent.PREDICTORS.values()))]
+    monkeypatch.setattr(lm_persistent, "predictor_config", lambda _: cuts[-1])
     for kind, reproducible in (("auto", False), ("auto", True), ("graph", False), ("megakernel", False)):
         with pytest.raises(torch.OutOfMemoryError):
             open_executor(gpu_model, SIZES, kind, reproducible)
@@ -250,7 +249,7 @@ def test_the_megakernel_by_itself_is_for_the_devices_it_was_measured_on(
         with pytest.raises(torch.OutOfMemoryError):
             open_executor(gpu_model, SIZES, kind, streams=8)
     assert asked[4:] == [False, False, True, True]
-    monkeypatch.setattr(lm_persistent, "predictor_config", lambda _: None)
+    cuts.append(None)
     with pytest.raises(torch.OutOfMemoryError):
         open_executor(gpu_model, SIZES)
     assert not asked[-1]

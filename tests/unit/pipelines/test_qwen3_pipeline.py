@@ -173,7 +173,7 @@ def test_the_engine_rests_while_the_codec_is_behind(
         return True
 
     with monkeypatch.context() as patch:
-        patch.setattr(CodecStage, "behind", property(behind))
+        patch.setattr(CodecStage, "is_backlogged", property(behind))
         future = submit(base, clone("rests"))
         made: list[int] = []
         for _ in range(40):
@@ -299,9 +299,10 @@ def test_voices_are_prepared_once(base: Qwen3TTSPipeline) -> None:
     first = cabinet.prepare(reference("ref_b_24k_mono.wav"), in_context=True)
     assert cabinet.prepare(reference("ref_b_24k_mono.wav"), in_context=True) is first
     assert cabinet.prepare(reference("ref_b_24k_mono.wav"), in_context=False) is not first
-    cabinet._kept.capacity, keep = 1, cabinet._kept.capacity
+    kept = cabinet._kept
+    kept.capacity, keep = 1, kept.capacity
     cabinet.prepare(reference("ref_c_16k_stereo.wav"), in_context=False)
-    cabinet._kept.capacity = keep
+    kept.capacity = keep
     assert cabinet.prepare(reference("ref_b_24k_mono.wav"), in_context=True) is not None
 
 
@@ -390,13 +391,14 @@ def test_the_codec_gets_chunks_as_the_engine_cuts_them_with_their_deadlines(
     base: Qwen3TTSPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[int, bool, float]] = []
-    decode = base._stage.decode_chunk
+    stage = base._stage
+    decode = stage.decode_chunk
 
     def keep(codes: Any, done: Any, state: Any, last: bool = False, deadline: float = 0.0) -> None:
         asked.append((len(codes), last, deadline))
         decode(codes, done, state, last, deadline)
 
-    monkeypatch.setattr(base._stage, "decode_chunk", keep)
+    monkeypatch.setattr(stage, "decode_chunk", keep)
     chunks = list(stream(base, clone("cut", max_seconds=1.6, seed=3)))
     assert sum(size for size, _, _ in asked) == sum(len(chunk.samples) for chunk in chunks) // 1920
     assert [last for _, last, _ in asked] == [False] * (len(asked) - 1) + [True]

@@ -180,13 +180,16 @@ def test_only_plain_files_are_read(tmp_path: Path) -> None:
     assert code_of(str(loop)) is ErrorCode.MODEL_UNKNOWN
 
 
+def only_family(monkeypatch: pytest.MonkeyPatch, family: Family) -> None:
+    """There is no other one."""
+    monkeypatch.setattr(registry, "FAMILIES", (family,))
+
+
 def test_a_missing_library_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "needs_much").mkdir()
     (tmp_path / "needs_much" / "pipeline.py").write_text("import a_library_that_nobody_has\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(
-        registry, "FAMILIES", (Family("much", "gpu", model_types=("much",), package="needs_much"),)
-    )
+    only_family(monkeypatch, Family("much", "gpu", model_types=("much",), package="needs_much"))
     folder = checkpoint(tmp_path, json.dumps({"model_type": "much"}).encode())
     with pytest.raises(ModelError, match=r"a_library_that_nobody_has.*extra `gpu`") as caught:
         open_pipeline(str(folder))
@@ -204,7 +207,7 @@ def test_a_folder_that_cannot_be_read_is_a_bad_checkpoint(
         )
     monkeypatch.syspath_prepend(tmp_path)
     family = Family("closed", "gpu", model_types=("closed",), package="unreadable_family", frontend=True)
-    monkeypatch.setattr(registry, "FAMILIES", (family,))
+    only_family(monkeypatch, family)
     folder = checkpoint(tmp_path, b'{"model_type": "closed"}')
     for call in (describe, registry.open_frontend):
         with pytest.raises(ModelError, match=r"cannot be read: .*Permission denied.*tokenizer") as caught:
@@ -225,9 +228,7 @@ def test_a_family_describes_its_folder_under_its_full_path(
         "from pipelines import registry\ndef open_pipeline(path, **options): return registry.open_pipeline('hibari', **options)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(
-        registry, "FAMILIES", (Family("small", "gpu", model_types=("small",), package="small_family"),)
-    )
+    only_family(monkeypatch, Family("small", "gpu", model_types=("small",), package="small_family"))
     folder = tmp_path / "weights"
     folder.mkdir()
     checkpoint(folder, b'{"model_type": "small"}')

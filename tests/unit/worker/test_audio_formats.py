@@ -92,10 +92,9 @@ def test_checks_hear_the_speech_at_its_own_rate(build: Build, monkeypatch: pytes
 def test_lossy_formats_are_encoded_on_more_threads(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(result_writer, "LOSSY_THREADS", 7)
     rig = build()
-    rig.writer.ensure_threads(rig.store, "flac")
-    assert rig.writer._threads.count == result_writer.FOLDER_THREADS
-    rig.writer.ensure_threads(rig.store, "opus")
-    assert rig.writer._threads.count == 7
+    for audio_format, count in (("flac", result_writer.FOLDER_THREADS), ("opus", 7)):
+        rig.writer.ensure_threads(rig.store, audio_format)
+        assert rig.writer._threads.count == count
 
 
 @pytest.mark.parametrize("audio_format", ["mp3", "opus"])

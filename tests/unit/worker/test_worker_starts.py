@@ -27,31 +27,37 @@ def away() -> ServiceError:
     return ServiceError(ErrorCode.LEDGER_UNREACHABLE, "away")
 
 
-def test_a_start_waits_for_a_ledger_that_is_away(
-    parent: Channel[WorkerReport], runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check, register = runtime.ledger.check_schema, runtime.ledger.register_worker
-    calls: list[str] = []
+@pytest.fixture
+def answered(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], None]], None]:
+    """Lets a call of the runtime's ledger be preceded by another one, which may fail."""
 
-    def failing_once(name: str, call: Callable[..., None]) -> Callable[..., None]:
-        def tried(*arguments: object) -> None:
+    def before(name: str, ask: Callable[[], None]) -> None:
+        call = getattr(runtime.ledger, name)
+        monkeypatch.setattr(runtime.ledger, name, lambda *arguments: (ask(), call(*arguments))[1])
+
+    return before
+
+
+def test_a_start_waits_for_a_ledger_that_is_away(
+    parent: Channel[WorkerReport], runtime: Runtime, answered: Callable[[str, Callable[[], None]], None]
+) -> None:
+    calls: list[str] = []
+    for name in ("check_schema", "register_worker"):
+
+        def fail_once(name: str = name) -> None:
             calls.append(name)
             if calls.count(name) == 1:
                 raise away()
-            call(*arguments)
 
-        return tried
-
-    monkeypatch.setattr(runtime.ledger, "check_schema", failing_once("check", check))
-    monkeypatch.setattr(runtime.ledger, "register_worker", failing_once("register", register))
+        answered(name, fail_once)
     runtime.start()
-    assert calls == ["check", "check", "register", "register"]
+    assert calls == ["check_schema"] * 2 + ["register_worker"] * 2
     assert [row.state for row in runtime.ledger.worker_statuses(include_ended=True)] == ["up"]
     assert parent.receive(60).message == WorkerReport(up=True)
 
 
 def test_a_start_that_waits_ends_when_it_is_told_to(
-    parent: Channel[WorkerReport], runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+    parent: Channel[WorkerReport], runtime: Runtime, answered: Callable[[str, Callable[[], None]], None]
 ) -> None:
     waiting = threading.Event()
 
@@ -59,7 +65,7 @@ def test_a_start_that_waits_ends_when_it_is_told_to(
         waiting.set()
         raise away()
 
-    monkeypatch.setattr(runtime.ledger, "check_schema", fail)
+    answered("check_schema", fail)
     start = threading.Thread(target=runtime.start)
     start.start()
     assert waiting.wait(240)
@@ -72,10 +78,12 @@ def test_a_start_that_waits_ends_when_it_is_told_to(
     runtime.stop()
 
 
-def test_a_start_that_no_wait_mends_fails_at_once(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_no_wait_mends_fails_at_once(
+    runtime: Runtime, answered: Callable[[str, Callable[[], None]], None]
+) -> None:
     def fail() -> None:
         raise ServiceError(ErrorCode.LEDGER_SCHEMA, "old")
 
-    monkeypatch.setattr(runtime.ledger, "check_schema", fail)
+    answered("check_schema", fail)
     with pytest.raises(ServiceError, match="old"):
         runtime.start()
