@@ -96,7 +96,7 @@ def run(
         from jobs.gpus import choose_gpus
 
         devices = None if gpus is None else choose_gpus(gpus, os.environ.get(VISIBLE))
-        sys.exit(supervise(_group(settings, plan_workers(settings, devices), model, preload)))
+        sys.exit(run_group(_group(settings, plan_workers(settings, devices), model, preload)))
     from worker.models import Preload
 
     # Started before the import of Celery, since both take seconds.
