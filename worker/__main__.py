@@ -18,7 +18,7 @@ from jobs.settings import Settings, load_settings
 from jobs.worker_group import WorkerGroup, WorkerPlan, WorkerReport, plan_workers
 from pipelines.child_process import Child
 from pipelines.errors import NightjarError
-from worker.supervisor import is_supervised, report_end, wait_for_release
+from worker.supervisor import is_supervised, report_end, run_group, wait_for_release
 
 log = structlog.get_logger(__name__)
 
