@@ -153,28 +153,19 @@ def check(settings: Settings) -> None:
         publisher.ping()
 
 
-class Dispatcher:
-    """Moves shards from ready to queued in the ledger, then publishes them.
+def dispatch(ledger: Ledger, settings: Settings, publisher: Publisher | None = None) -> int:
+    """Queues and publishes ready shards up to the window; returns their number. Any number of processes can
+    dispatch at once.
 
     The state is committed before the message is sent, so a crash in between loses only messages, which
-    `Ledger.reconcile` detects. Any number of dispatchers can run at once.
+    `Ledger.reconcile` detects. Raises `ServiceError`; shards whose messages could not be sent become ready again.
     """
-
-    def __init__(self, ledger: Ledger, settings: Settings, publisher: Publisher | None = None) -> None:
-        self._ledger = ledger
-        self._window_factor = settings.times.window_factor
-        self._publisher = publisher or Publisher(settings)
-
-    def run_once(self) -> int:
-        """Dispatches shards up to the window; returns their number.
-
-        Raises `ServiceError`; shards whose messages could not be sent become ready again.
-        """
-        room = self._ledger.free_window(self._window_factor)
-        tickets = self._ledger.take_ready(room, self._window_factor) if room > 0 else []
-        try:
-            self._publisher.publish(tickets)
-        except ServiceError:
-            self._ledger.give_back(tickets)
-            raise
-        return len(tickets)
+    factor = settings.times.window_factor
+    room = ledger.free_window(factor)
+    tickets = ledger.take_ready(room, factor) if room > 0 else []
+    try:
+        (publisher or Publisher(settings)).publish(tickets)
+    except ServiceError:
+        ledger.give_back(tickets)
+        raise
+    return len(tickets)

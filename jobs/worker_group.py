@@ -276,13 +276,13 @@ class WorkerGroup:
         member.pause_seconds = min(member.pause_seconds * 2, self.pauses[1])
         member.restart_at = now + member.pause_seconds
         details = {
+            "gpu": member.plan.gpu,
             "status": member.status,
             "came_up": member.came_up,
             "restart_seconds": round(member.pause_seconds, 2),
+            "last_words": member.last_words,
         }
-        self.on_event(
-            "warning", "worker ended", {"gpu": member.plan.gpu, **details, "last_words": member.last_words}
-        )
+        self.on_event("warning", "worker ended", details)
 
     def _is_hopeless(self, member: Member) -> bool:
         if member.refusal is not None or member.failed_starts >= FAILED_STARTS or member.crashes >= CRASHES:
@@ -319,17 +319,17 @@ class QuarantineReports:
         self._threads = DaemonThreads(1, "quarantines")
         self._reporting: Future[None] | None = None
         self._reported: dict[str, str] = {}
-        self._due_at = float("inf")
+        self._due_at = 0.0
 
     def poll(self, quarantined: Sequence[Member]) -> None:
         """Reports the workers that are quarantined now if they changed or a report is due; to be called
         often."""
         found = {member.plan.gpu or "": member.reason for member in quarantined}
         is_reporting = self._reporting is not None and not self._reporting.done()
-        if is_reporting or (found == self._reported and time.monotonic() < self._due_at):
-            return
-        self._due_at = time.monotonic() + REPORT_SECONDS if found else float("inf")
-        self._report(found)
+        is_due = found != self._reported or (found and time.monotonic() >= self._due_at)
+        if is_due and not is_reporting:
+            self._due_at = time.monotonic() + REPORT_SECONDS
+            self._report(found)
 
     def close(self, *, all_ended: bool) -> None:
         """Ends the reports. `all_ended`: the workers were stopped, so their quarantines end; otherwise the
@@ -342,13 +342,12 @@ class QuarantineReports:
 
     def _report(self, found: dict[str, str]) -> None:
         self._reported = found
-        self._reporting = self._threads.submit(_report, self._settings, found)
+        self._reporting = self._threads.submit(self._write, found)
 
+    def _write(self, found: dict[str, str]) -> None:
+        # Imported only if there is something to report.
+        from jobs.ledger import Ledger
 
-def _report(settings: Settings, found: dict[str, str]) -> None:
-    # Imported only if there is something to report.
-    from jobs.ledger import Ledger
-
-    # The log has the same, and the next report repeats this one.
-    with suppress(NightjarError), closing(Ledger.of(settings)) as ledger:
-        ledger.report_quarantines(socket.gethostname(), os.getpid(), installed_version(), found)
+        # The log has the same, and the next report repeats this one.
+        with suppress(NightjarError), closing(Ledger.of(self._settings)) as ledger:
+            ledger.report_quarantines(socket.gethostname(), os.getpid(), installed_version(), found)

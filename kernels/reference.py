@@ -237,7 +237,7 @@ def _depth_step(x: Tensor, start: int, stack: StackTensors, cache: Tensor) -> Te
         return mixed.transpose(1, 2).reshape(rows * new, -1)
 
     tokens = TokenPositions(positions, pages, positions)
-    return run_stack(x.flatten(0, 1), stack, tokens, *cache, attend).view(rows, new, width)
+    return run_stack(x.flatten(0, 1), stack, tokens, cache[0], cache[1], attend).view(rows, new, width)
 
 
 def next_inputs(feedback: Feedback, codes: Tensor, text: Tensor) -> Tensor:

@@ -38,7 +38,9 @@ def written_input(records: Iterable[Any], chosen: Reading, state_folder: Path) -
     `StoreError` (`store.forbidden`) for a folder that cannot be written.
     """
     _check_collection(records)
-    folder = own_path(state_folder / INPUTS / "input", depth=3).parent
+    folder = state_folder / INPUTS
+    for place in (state_folder, folder):
+        own_path(place / "input")
     digest = hashlib.sha256()
     try:
         folder.mkdir(parents=True, exist_ok=True)

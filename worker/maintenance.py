@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from jobs.dispatch import Dispatcher, Publisher
+from jobs.dispatch import Publisher, dispatch
 from jobs.ledger.records import WorkerInfo
 from jobs.notification import report_ends
 from jobs.store.base import ObjectStore
@@ -104,7 +104,6 @@ class Maintenance:
 
     def __post_init__(self) -> None:
         times = self.settings.times
-        self._dispatcher = Dispatcher(self.ledger, self.settings, self.publisher)
         self._state = UP
         self._registered = False
         self._reconciled_at = self._depth_at = float("-inf")
@@ -166,8 +165,7 @@ class Maintenance:
         # Small decreases are not reported at once, since extra shards in the queue do no harm.
         if shards > self.worker.slots or shards < self.worker.slots / 2:
             self._report(shards)
-        dispatched = self._dispatcher.run_once()
-        self.metrics.dispatched.inc(dispatched)
+        self.metrics.dispatched.inc(dispatch(self.ledger, self.settings, self.publisher))
         if now - self._depth_at >= self.settings.times.dispatch_seconds:
             self._depth_at = now
             self.metrics.queue_depth.set(self.publisher.queue_depth())

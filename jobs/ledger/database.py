@@ -9,9 +9,8 @@ import shlex
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from urllib.parse import quote
@@ -49,18 +48,9 @@ _WRONG_SCHEMA = {"42P01", "42703", "3F000"}
 _TIMED_OUT = {"55P03", "57014"}
 
 
-@dataclass(frozen=True, slots=True)
-class LedgerLimits:
-    """Time limits of a PostgreSQL connection, in seconds."""
-
-    #: An idle transaction is rolled back after this time, so that a stopped process does not keep its locks.
-    idle_transaction_seconds: float = 10.0
-    #: Maximum wait for a lock; longer than the above, to outlast a stopped process.
-    lock_seconds: float = 30.0
-    statement_seconds: float = 3600.0
-
-
-NO_LIMITS = LedgerLimits(0, 0, 0)
+#: Time limits of a PostgreSQL session in seconds: idle transactions are rolled back, so that a stopped process
+#: does not keep its locks; waits for a lock are longer, to outlast a stopped process.
+LIMITS = {"idle_in_transaction_session_timeout": 10.0, "lock_timeout": 30.0, "statement_timeout": 3600.0}
 #: Key of the PostgreSQL advisory lock of migrations.
 MIGRATION_LOCK = 0x6E69676874
 
@@ -68,18 +58,14 @@ MIGRATION_LOCK = 0x6E69676874
 class Database:
     """The engine of one ledger. Connects at first use; every method is thread-safe."""
 
-    def __init__(self, url: str, backoff_seconds: float = 1.0, limits: LedgerLimits | None = None) -> None:
+    def __init__(self, url: str, backoff_seconds: float = 1.0) -> None:
         parsed = _parse(url)
         self.display_url = parsed.render_as_string(hide_password=True)
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
         self.path = Path(parsed.database or "") if self.is_sqlite else None
         #: For messages: the path of a file, else the address without its password.
         self.name = self.display_url if self.path is None else str(self.path)
-        self.engine = (
-            _sqlite_engine(self.path)
-            if self.path is not None
-            else _postgresql_engine(parsed, limits or LedgerLimits())
-        )
+        self.engine = _postgresql_engine(parsed) if self.path is None else _sqlite_engine(self.path)
         self.place = place_of(self.path)
         self._backoff_seconds = backoff_seconds
         self._reader = self.engine.execution_options(**{_READ_ONLY: True})
@@ -246,18 +232,15 @@ def _begin(connection: sa.Connection) -> None:
     connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
 
 
-def set_limits(limits: LedgerLimits, *, local: bool = False) -> str:
+def set_limits(limits: Mapping[str, float], *, local: bool = False) -> str:
     """The statement that sets limits of a PostgreSQL session, or with `local` of its transaction."""
-    names = {
-        "idle_in_transaction_session_timeout": limits.idle_transaction_seconds,
-        "lock_timeout": limits.lock_seconds,
-        "statement_timeout": limits.statement_seconds,
-    }
-    calls = (f"set_config('{name}', '{round(seconds * 1000)}ms', {local})" for name, seconds in names.items())
+    calls = (
+        f"set_config('{name}', '{round(seconds * 1000)}ms', {local})" for name, seconds in limits.items()
+    )
     return f"SELECT {', '.join(calls)}"
 
 
-def _postgresql_engine(url: sa.URL, limits: LedgerLimits) -> sa.Engine:
+def _postgresql_engine(url: sa.URL) -> sa.Engine:
     # The server gets the same values below, so both ends notice a lost host equally soon.
     defaults: dict[str, Any] = {
         "connect_timeout": CONNECT_TIMEOUT_SECONDS,
@@ -279,7 +262,7 @@ def _postgresql_engine(url: sa.URL, limits: LedgerLimits) -> sa.Engine:
             "Install Nightjar with its extra `postgres` (docs/install.md).",
         ) from None
     statements = [
-        set_limits(limits),
+        set_limits(LIMITS),
         f"SET tcp_keepalives_idle = {KEEPALIVE_IDLE_SECONDS}",
         f"SET tcp_keepalives_interval = {KEEPALIVE_INTERVAL_SECONDS}",
         f"SET tcp_keepalives_count = {KEEPALIVES}",
@@ -380,7 +363,7 @@ def _upgrade(sql: Transaction) -> None:
 
     if sql.engine == "postgresql":
         # A migration may rewrite a large table, or wait for another process that does.
-        sql.value(set_limits(NO_LIMITS, local=True))
+        sql.value(set_limits(dict.fromkeys(LIMITS, 0.0), local=True))
         sql.value(f"SELECT pg_advisory_xact_lock({MIGRATION_LOCK})")
     config = _config()
     config.attributes["connection"] = sql.connection

@@ -11,7 +11,7 @@ from sqlalchemy.exc import IntegrityError
 from jobs.ledger import control, ingest, leases, lifecycle, queries, workers
 from jobs.ledger import reconcile as reconciler
 from jobs.ledger import status as job_status
-from jobs.ledger.database import Database, LedgerLimits, check, upgrade
+from jobs.ledger.database import Database, check, upgrade
 from jobs.ledger.ingest import DuplicateExamples
 from jobs.ledger.records import (
     CommitResult,
@@ -88,14 +88,13 @@ class Ledger:
         self.database = database
 
     @classmethod
-    def open(cls, url: str, backoff_seconds: float = 1.0, limits: LedgerLimits | None = None) -> Ledger:
+    def open(cls, url: str, backoff_seconds: float = 1.0) -> Ledger:
         """The ledger at `sqlite:///PATH` or `postgresql://...`; connects at first use. Raises
         `ConfigError` for other URLs.
 
-        `backoff_seconds`: first backoff of a failed shard, doubled with each attempt. `limits`: time limits
-        on PostgreSQL.
+        `backoff_seconds`: first backoff of a failed shard, doubled with each attempt.
         """
-        return cls(Database(url, backoff_seconds, limits))
+        return cls(Database(url, backoff_seconds))
 
     @classmethod
     def of(cls, settings: Settings) -> Ledger:

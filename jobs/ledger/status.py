@@ -256,23 +256,20 @@ def statuses_of(sql: Transaction, found: Sequence[Job]) -> list[JobStatus]:
 
 
 def _status(job: Job, by_state: Sequence[Row], busy: Sequence[tuple[float, float]], now: float) -> JobStatus:
-    def total(name: str) -> int:
-        return sum(getattr(row, name) for row in by_state)
-
-    made = [
-        ShardSpread(row.made, row.item_ms or 0.0, row.item_ms_squared or 0.0)
-        for row in by_state
-        if row.state == ShardState.DONE
-    ]
+    total, done, failed, skipped, audio_ms, engine_ms, bytes_out = (
+        sum(getattr(row, name) for row in by_state) for name in _SUMS
+    )
+    ended = (row for row in by_state if row.state == ShardState.DONE)
+    spread = (ShardSpread(row.made, row.item_ms or 0.0, row.item_ms_squared or 0.0) for row in ended)
     return JobStatus(
-        job=job,
-        items=ItemCounts(total("n_items"), total("n_done"), total("n_failed"), total("n_skipped")),
-        shards={ShardState(row.state): row.shards for row in by_state},
-        audio_ms=total("audio_ms"),
-        engine_ms=total("engine_ms"),
-        bytes_out=total("bytes_out"),
-        now=now,
-        spread=made[0] if made else ShardSpread(),
+        job,
+        ItemCounts(total, done, failed, skipped),
+        {ShardState(row.state): row.shards for row in by_state},
+        audio_ms,
+        engine_ms,
+        bytes_out,
+        now,
+        spread=next(spread, ShardSpread()),
         busy_seconds=sum(end - start for start, end in busy),
     )
 

@@ -1,5 +1,4 @@
-"""Who may come in: slots of the pipeline, a bounded queue before them, and a refusal that says when to
-come back."""
+"""Admission of requests: slots of the pipeline, a bounded queue, and a refusal that says when to retry."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ class AdmissionQueue:
         self._room = waiting_room
         self._queue: deque[asyncio.Future[None]] = deque()
         self._mean_seconds = 1.0
-        #: Is called with the seconds that each request waited for its slot.
+        #: Called with the seconds that each request waited for its slot.
         self.admitted: Callable[[float], None] = lambda _seconds: None
         self.running = 0
         self.closed = False
@@ -35,14 +34,13 @@ class AdmissionQueue:
 
     @property
     def full(self) -> bool:
-        """Whether the next one has to wait."""
+        """Whether the next request has to wait."""
         return self.running >= self._slots
 
     def resize(self, slots: int) -> None:
-        """Sets the number of slots; what waits comes in where there are more, and nothing that runs is
-        sent away where there are fewer."""
+        """Sets the number of slots. More slots admit waiting requests; fewer never stop running ones."""
         self._slots = slots
-        self._let_in()
+        self._admit_waiting()
 
     def check_open(self) -> None:
         """Raises `ApiError` (503) once closed."""
@@ -50,54 +48,54 @@ class AdmissionQueue:
             raise unavailable("The server is shutting down.", "shutting_down")
 
     async def admit(
-        self, since: float | None = None, patience_seconds: float | None = None, *, under_way: bool = False
+        self, since: float | None = None, max_wait_seconds: float | None = None, *, continuing: bool = False
     ) -> Permit:
-        """A slot, at once or after those who came before; being cancelled gives it up.
+        """A slot, at once or in the order of arrival; cancelling the call gives it back.
 
-        `since` is when the request's first byte came, by the monotonic clock; None: now. Who has
-        `patience_seconds` is refused if it would wait for longer, judged by the mean time of a slot, and
-        once it has waited for so long. `under_way`: the next part of what came in earlier, which is
-        finished also once the queue is closed.
+        `since`: the arrival of the request's first byte, by the monotonic clock; None: now.
+        `max_wait_seconds`: a request is refused if it is expected to wait longer, by the mean time of a
+        slot, or has waited that long. `continuing`: the next part of an admitted request, which is admitted
+        even after the queue is closed.
 
         Raises `ApiError`: 429 when the queue is full, 503 once closed.
         """
-        if not under_way:
+        if not continuing:
             self.check_open()
         since = time.monotonic() if since is None else since
         if self.full:
-            impatient = patience_seconds is not None and self._expected_seconds() > patience_seconds
-            if impatient or len(self._queue) >= self._room:
+            too_long = max_wait_seconds is not None and self._expected_seconds() > max_wait_seconds
+            if too_long or len(self._queue) >= self._room:
                 raise self._refusal()
-            await self._turn(patience_seconds)
+            await self._wait_for_slot(max_wait_seconds)
         else:
             self.running += 1
         permit = Permit(self, since)
         self.admitted(permit.began_at - since)
         return permit
 
-    async def _turn(self, patience_seconds: float | None) -> None:
+    async def _wait_for_slot(self, max_wait_seconds: float | None) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.append(turn)
         try:
-            async with asyncio.timeout(patience_seconds):
+            async with asyncio.timeout(max_wait_seconds):
                 await turn
         except (TimeoutError, asyncio.CancelledError) as error:
             if turn in self._queue:
                 self._queue.remove(turn)
             elif turn.done() and not turn.cancelled():
                 self.running -= 1
-                self._let_in()
+                self._admit_waiting()
             if isinstance(error, TimeoutError):
                 raise self._refusal() from None
             raise
 
     def leave(self, seconds: float) -> None:
-        """Gives a slot back that was held for so long."""
+        """Gives back a slot that was held for `seconds`."""
         self._mean_seconds += _LATEST * (seconds - self._mean_seconds)
         self.running -= 1
-        self._let_in()
+        self._admit_waiting()
 
-    def _let_in(self) -> None:
+    def _admit_waiting(self) -> None:
         while self._queue and not self.full:
             turn = self._queue.popleft()
             if not turn.done():
@@ -110,28 +108,27 @@ class AdmissionQueue:
         return ApiError(429, message, "rate_limit_exceeded", headers={"retry-after": seconds})
 
     def _expected_seconds(self) -> float:
-        """How long the next one would wait."""
+        """How long the next request is expected to wait."""
         return self._mean_seconds * (len(self._queue) + 1) / self._slots
 
 
 class Permit:
-    """One slot, held by the connection and by what it started in the pipeline; the last one to let go
-    gives it back."""
+    """One slot, held by the connection and by its requests in the pipeline. The last holder gives it back."""
 
     def __init__(self, gate: AdmissionQueue, since: float) -> None:
         self._gate = gate
         self._holders = 1
         self._connected = True
-        #: When the request's first byte came, and when it got its slot.
+        #: Arrival of the request's first byte, and time of its admission.
         self.since = since
         self.began_at = time.monotonic()
 
     def hold(self) -> None:
         self._holders += 1
 
-    def let_go(self) -> None:
-        """What the connection does when it is over, or earlier: once all that it started is made. May be
-        called more than once."""
+    def disconnect(self) -> None:
+        """Ends the connection's hold: at its end, or once all of its speech is made. May be called more
+        than once."""
         if self._connected:
             self._connected = False
             self.release()

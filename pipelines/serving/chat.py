@@ -1,5 +1,5 @@
-"""`POST /v1/chat/completions`: dialogues, for pipelines that write text and audio. Its body has OpenAI's
-fields, as far as they mean something here, and `vllm_xargs`."""
+"""`POST /v1/chat/completions`: dialogues with models that write text and audio. The body has OpenAI's fields,
+as far as they apply, and `vllm_xargs`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from pipelines.serving.request_body import Body, SpokenBody
 from pipelines.serving.streaming import Head, Parts, Serving, event, event_head
 from pipelines.stored_voices import DEFAULT_VOICE
 
-#: How long OpenAI's clients may take an answer's audio for known; the server keeps none.
+#: `expires_at` of an answer's audio. The server itself keeps no audio.
 _AUDIO_LIFE_SECONDS = 3600
 _FORMATS: dict[str, SpeechFormat] = {"wav": "wav", "flac": "flac", "pcm16": "pcm"}
 MAX_MESSAGES = 1000
 
 
 class InputAudio(Body):
-    """A file as base64 or a data URL. What it is is read from it, whatever its format says."""
+    """A file as base64 or a data URL. Its format is detected; `format` is ignored."""
 
     data: str
     format: str
@@ -44,7 +44,7 @@ class AudioUrl(Body):
 
 
 class Part(Body):
-    """A piece of text, or audio as OpenAI or vLLM has it: what its type names."""
+    """A piece of text, or audio in OpenAI's or vLLM's form; `type` names the field."""
 
     type: Literal["text", "input_audio", "audio_url"]
     text: str | None = None
@@ -70,20 +70,20 @@ class ChatMessage(Body):
 
 
 class Xargs(Body):
-    """The settings of a model that writes text and audio, in the spelling of its published server."""
+    """Settings of a model that writes text and audio, spelled as in its published server."""
 
     mode: Mode | None = None
-    #: Where a request begins; the only beginning there is.
+    #: What a request starts with; text is the only choice.
     phase: Literal["text"] | None = None
     text_temperature: float | None = None
     audio_temperature: float | None = None
-    #: 0 or less: among all codes.
+    #: 0 or less: no limit.
     audio_topk: int | None = None
     cfg: float | None = None
 
 
 class AudioOut(Body):
-    """How the audio of an answer comes."""
+    """The format and the voice of an answer's audio."""
 
     format: Literal["wav", "flac", "pcm16"] = "wav"
     voice: str | None = None
@@ -105,16 +105,16 @@ class ChatBody(SpokenBody):
     audio: AudioOut = AudioOut()
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    #: A text ends there by itself.
+    #: The only id accepted: text ends there anyway.
     stop_token_ids: list[Literal[3]] | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     n: Literal[1] = 1
-    #: Kept nowhere.
+    #: Ignored.
     user: str | None = None
 
 
-#: The field that says each setting of `Generation`.
+#: The field of the body for each setting of `Generation`.
 _FIELDS = {
     **{name: name for name in ChatBody.model_fields},
     **{name: f"vllm_xargs.{name}" for name in Xargs.model_fields},
@@ -154,7 +154,7 @@ async def answer(serving: Serving, body: ChatBody, permit: Permit, request_id: s
 
     if body.stream:
         yield event_head(headers, ApiError.view)
-    # Sent with what comes first.
+    # Sent with the first piece.
     beginning = delta({"role": "assistant", "content": ""})
     speech: str | Speech = ""
     async with aclosing(_written(serving, request, permit, stream=body.stream)) as pieces:
@@ -164,7 +164,7 @@ async def answer(serving: Serving, body: ChatBody, permit: Permit, request_id: s
                 beginning = b""
     assert isinstance(speech, Speech)
     audio = await asyncio.to_thread(_audio, speech, _FORMATS[body.audio.format], created)
-    serving.metrics.spoke(len(speech.samples) / speech.sample_rate)
+    serving.metrics.audio_sent(len(speech.samples) / speech.sample_rate)
     finish = "length" if speech.meta.get("finish") == "length" else "stop"
     if body.stream:
         yield beginning + (delta({"audio": audio}) if audio else b"") + delta({}, finish)
@@ -182,7 +182,7 @@ async def answer(serving: Serving, body: ChatBody, permit: Permit, request_id: s
 async def _written(
     serving: Serving, request: SynthesisRequest, permit: Permit, *, stream: bool
 ) -> AsyncGenerator[str | Speech, None]:
-    """Pieces of the text as it is written, then the result. Text without the audio that was asked for is one
+    """Pieces of the text as it is written, then the result. Text without the requested audio is a result
     too."""
     heard = [np.zeros(0, np.float32)]
     written = ""
@@ -219,8 +219,8 @@ def _request(serving: Serving, body: ChatBody, request_id: str) -> SynthesisRequ
 
 
 def _mode(body: ChatBody, modes: Sequence[Mode]) -> Mode | None:
-    """What is written; text alone where the request says nothing. Raises `ApiError` for settings of audio
-    where none is asked for."""
+    """The requested mode; the default is text alone. Raises `ApiError` for audio settings in a request
+    without audio."""
     mode = body.vllm_xargs.mode
     if mode is None and body.modalities is not None:
         mode = "text_audio" if "audio" in body.modalities else "text_only"
@@ -229,27 +229,27 @@ def _mode(body: ChatBody, modes: Sequence[Mode]) -> Mode | None:
         for name in _XARG_ONLY_WITH_AUDIO:
             value = getattr(body.vllm_xargs, name)
             if value is not None and not (name == "cfg" and 0 <= value <= 1):
-                message = f"`{name}` is about audio, which the mode text_only does not make. Remove it, or set mode to text_audio."
+                message = f"`{name}` is a setting of audio, and the mode text_only makes none. Remove it, or set mode to text_audio."
                 raise bad_request(message, ErrorCode.INPUT_BAD_GENERATION, f"vllm_xargs.{name}")
     return mode
 
 
 def _messages(turn: ChatMessage, max_seconds: float) -> Iterator[Message]:
-    """One message a part. Raises `ApiError` and `InputError` for audio that cannot be used."""
+    """One message for each part. Raises `ApiError` and `InputError` for audio that cannot be used."""
     role: Role = "system" if turn.role == "developer" else turn.role
     for part in turn.content:
         if part.text is not None:
             yield Message(role, "text", part.text)
             continue
         if role != "user":
-            message = f"Audio of the role {turn.role} cannot be heard. Only users bring audio."
+            message = f"Audio of the role {turn.role} is not supported. Only user messages may have audio."
             raise bad_request(message, "invalid_value", "messages")
         audio = part.audio_url.url if part.audio_url else part.input_audio.data if part.input_audio else ""
         yield Message(role, "audio", read_audio(audio, max_seconds))
 
 
 def _audio(speech: Speech, kind: SpeechFormat, created: int) -> dict[str, Any] | None:
-    """`message.audio`, or None where there is no sound."""
+    """`message.audio`, or None if there is no audio."""
     if not len(speech.samples):
         return None
     return {
@@ -261,7 +261,7 @@ def _audio(speech: Speech, kind: SpeechFormat, created: int) -> dict[str, Any] |
 
 
 def _usage(speech: Speech) -> dict[str, int] | None:
-    """Positions of the prompt and steps of the engine, where the pipeline says them."""
+    """Positions of the prompt and steps of the engine; None if the pipeline does not report them."""
     if "tokens" not in speech.meta:
         return None
     prompt, made = int(speech.meta.get("prompt_positions", 0)), int(speech.meta["tokens"])

@@ -36,7 +36,7 @@ _TURN_BYTES = 2048
 #: What the app receives between the messages when the server stops.
 DRAIN = "nightjar.drain"
 #: What the app calls, by its scope, with whether it has nothing to do for this connection.
-RESTING = "nightjar.resting"
+SET_IDLE = "nightjar.resting"
 #: Seconds between two pings, and for an answer. A listener that plays as it reads answers late.
 PING_SECONDS, PONG_SECONDS = 20.0, 60.0
 #: Of a message.
@@ -283,7 +283,7 @@ class WebSocketProtocol(Connection, WebSocketsSansIOProtocol):
 
     async def run_asgi(self) -> None:
         """Runs the app, which says when it rests."""
-        self.scope[RESTING] = partial(self._all.change, self)  # pyright: ignore[reportGeneralTypeIssues]
+        self.scope[SET_IDLE] = partial(self._all.change, self)  # pyright: ignore[reportGeneralTypeIssues]
         await super().run_asgi()
 
     def data_received(self, data: bytes) -> None:

@@ -82,7 +82,7 @@ class ServerMetrics:
         ):
             Gauge(name, text, registry=registry).set_function(value)
         gate.admitted = self._queue.observe
-        model.underran = self._underran
+        model.on_underrun = self._count_underrun
 
     def answered(self, path: str, status: int, seconds: float) -> str:
         """Counts an answer; the route it is counted under."""
@@ -91,15 +91,15 @@ class ServerMetrics:
         self._seconds.labels(route=route).observe(seconds)
         return route
 
-    def began(self, route: str, seconds: float) -> None:
+    def first_audio(self, route: str, seconds: float) -> None:
         """Notes the first audio of a stream, once it is sent."""
         self._first.labels(route=route).observe(seconds)
 
-    def spoke(self, seconds: float) -> None:
+    def audio_sent(self, seconds: float) -> None:
         """Counts speech."""
         self._audio.inc(seconds)
 
-    def _underran(self, seconds: float) -> None:
+    def _count_underrun(self, seconds: float) -> None:
         self._underruns.inc()
         self._underrun_seconds.inc(seconds)
 

@@ -1,5 +1,5 @@
-"""What stands before every route: the key, the host, the bounds of a request, a slot for what costs
-something, and one log line."""
+"""The middleware before every route: it checks the key, the host and the size of a request, gives slots, and
+writes one log line."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from pipelines.serving.admission import AdmissionQueue, Permit
 from pipelines.serving.connections import FIRST_BYTE
 from pipelines.serving.errors import ApiError, unavailable
 from pipelines.serving.metrics import ROUTES, ServerMetrics
-from pipelines.serving.request_body import BodyMemory, LimitedBody, before_client_leaves, too_large
+from pipelines.serving.request_body import BodyMemory, LimitedBody, finishes_before_disconnect, too_large
 
 log = logging.getLogger(__name__)
 
-#: Needs no key: a load balancer has none.
+#: Needs no key, because load balancers have none.
 HEALTH = "/health"
 WEBSOCKET = "/tts/websocket"
 _JSON = re.compile(rb"application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
-#: Status of a request whose client left before its answer, as nginx has it.
-CLIENT_LEFT = 499
+#: Status of a request whose client disconnected before its answer, as in nginx.
+CLIENT_CLOSED = 499
 _ACCEPTED = 101
-#: In the scope of a request: what gives it a slot, called with whether it is answered while it is made.
+#: In the scope of a request: the function that gives it a slot, called with whether the answer is streamed.
 ADMIT, REQUEST_ID = "nightjar.admit", "nightjar.request_id"
 Admit = Callable[[bool], Awaitable[Permit]]
 Headers = Mapping[bytes, bytes]
@@ -57,10 +57,10 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         begin = time.monotonic()
-        status, request_id = CLIENT_LEFT, f"req-{secrets.token_hex(12)}"
+        status, request_id = CLIENT_CLOSED, f"req-{secrets.token_hex(12)}"
         scope[REQUEST_ID] = request_id
 
-        async def tell(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "websocket.accept":
                 status = _ACCEPTED
@@ -70,17 +70,17 @@ class RequestMiddleware:
             await send(message)
 
         try:
-            await self._answer(scope, receive, tell)
+            await self._answer(scope, receive, send_with_id)
         except asyncio.CancelledError:
             if not self._gate.closed:
                 raise
-            # The drain is over. Where the status is out, the answer breaks off.
-            if status == CLIENT_LEFT:
+            # The time for draining is over. An answer whose status was sent is cut off.
+            if status == CLIENT_CLOSED:
                 shutting_down = unavailable("The server is shutting down.", "shutting_down")
-                await shutting_down.response()(scope, receive, tell)
+                await shutting_down.response()(scope, receive, send_with_id)
         finally:
             seconds, path = time.monotonic() - begin, scope["path"]
-            # Contexts are counted, and not what they share.
+            # Contexts of a WebSocket are counted one by one, the connection itself is not.
             if status != _ACCEPTED:
                 path = self._metrics.answered(path, status, seconds)
             level = logging.DEBUG if path == HEALTH else logging.INFO
@@ -88,7 +88,7 @@ class RequestMiddleware:
             log.log(level, "%s %s %d in %.0f ms, %s", method, path, status, 1000 * seconds, request_id)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The app's answer, or why there is none. Contexts of a WebSocket take slots of their own."""
+        """Sends the app's answer, or the error. Contexts of a WebSocket take their own slots."""
         permits: list[Permit] = []
         body = LimitedBody(receive, self._memory, self._options.body_seconds)
         is_http = scope["type"] == "http"
@@ -103,12 +103,12 @@ class RequestMiddleware:
         finally:
             body.release()
             for permit in permits:
-                permit.let_go()
+                permit.disconnect()
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        """Raises `ApiError`: 401 without a key that fits, 403 for a host or a site that a server without keys
-        does not answer to, 404 for a path with control characters and for another WebSocket, 400 for a body
-        that is too large, 415 for one of another type, 503 for a WebSocket once the server stops."""
+        """Raises `ApiError`: 401 without a valid key, 403 for a foreign host or site on a server without keys,
+        404 for a path with control characters and for an unknown WebSocket, 400 for a body that is too large,
+        415 for a body of another type, 503 for a WebSocket while the server stops."""
         path, is_http = scope["path"], scope["type"] == "http"
         if not (is_http or (scope["type"] == "websocket" and path == WEBSOCKET)):
             raise ApiError(404, "Not Found.", "not_found")
@@ -120,28 +120,27 @@ class RequestMiddleware:
             in_query = [] if is_http else parse_qs(scope["query_string"]).get(b"api_key", [])
             self._check_key(headers, *in_query[:1])
         if not path.isprintable():
-            # A route matches a path with a newline at its end, too, and what stands here would take it for
-            # another path.
+            # Routes also match a path that ends in a newline, which these checks would treat as another path.
             raise ApiError(404, "Not Found.", "not_found")
         if int(headers.get(b"content-length", b"0")[:20]) > self._options.max_body_bytes:
             raise too_large(self._options.max_body_bytes)
         if not is_http:
             self._gate.check_open()
-        # Where no route is, forms too get the answer that says so.
+        # On an unknown path a form gets 404, not 415.
         elif scope["method"] == "POST" and path in ROUTES:
             _check_type(headers)
 
     def _check_host(self, headers: Headers) -> None:
-        """Raises `ApiError` (403) where a name of another one led here: its owner can have browsers send
-        what its pages say to this one."""
+        """Raises `ApiError` (403) for a foreign host name. The owner of a name that points to this machine
+        could make browsers send requests from its pages (DNS rebinding)."""
         host = headers.get(b"host", b"").decode("latin-1").lower()
         name = re.sub(r":\d*$", "", host).removeprefix("[").removesuffix("]")
         if name not in self._hosts and not is_loopback(name):
-            message = f"This server has no key, and {host[:100]!r} is no name of this machine. Set SPEECH_SERVE__ALLOWED_HOSTS or a key."
+            message = f"This server has no key, and {host[:100]!r} is not a name of this machine. Set SPEECH_SERVE__ALLOWED_HOSTS or a key."
             raise ApiError(403, message, "host_forbidden")
 
     def _check_key(self, headers: Headers, *more_keys: bytes) -> None:
-        """Compares what was given with every key, in a time that tells nothing of them."""
+        """Raises `ApiError` (401) without a valid key. Compares in constant time."""
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         given = [headers.get(b"x-api-key", b""), *more_keys]
         if scheme.lower() == b"bearer":
@@ -156,18 +155,18 @@ class RequestMiddleware:
     async def _admit(
         self, permits: list[Permit], streams: bool, body: LimitedBody, since: float | None
     ) -> Permit:
-        """A slot for a request that is whole, which becomes one of `permits`. Raises `ApiError` where the
-        queue does, and where the client leaves while it waits."""
-        patience_seconds = self._options.stream_queue_seconds if streams else None
+        """A slot for a complete request, added to `permits`. Raises `ApiError` as `AdmissionQueue.admit`, and
+        if the client disconnects while it waits."""
+        max_wait_seconds = self._options.stream_queue_seconds if streams else None
 
         async def enter() -> None:
-            permits.append(await self._gate.admit(since, patience_seconds))
+            permits.append(await self._gate.admit(since, max_wait_seconds))
 
         if self._gate.full:
             entering = asyncio.create_task(enter())
             try:
-                if not await before_client_leaves(body, entering):
-                    raise ApiError(CLIENT_LEFT, "The client left.")
+                if not await finishes_before_disconnect(body, entering):
+                    raise ApiError(CLIENT_CLOSED, "The client disconnected.")
                 entering.result()
             finally:
                 entering.cancel()
@@ -178,16 +177,16 @@ class RequestMiddleware:
 
 
 def _check_type(headers: Headers) -> None:
-    """Raises `ApiError` (415) for a body that is not JSON by its type: browsers let any page send the
-    others to anywhere."""
+    """Raises `ApiError` (415) for a body whose type is not JSON: browsers let any page send other types to
+    any server."""
     if not _JSON.fullmatch(headers.get(b"content-type", b"").strip()):
-        message = "The body is not JSON by its type. Send `Content-Type: application/json`."
+        message = "The content type of the body is not JSON. Send `Content-Type: application/json`."
         raise ApiError(415, message, "unsupported_media_type")
 
 
 def _check_origin(headers: Headers) -> None:
-    """Raises `ApiError` (403) where a page of another site wants to speak: browsers let any page open a
-    WebSocket to anywhere."""
+    """Raises `ApiError` (403) for a page of another site: browsers let any page open a WebSocket to any
+    server."""
     origin = headers.get(b"origin", b"")
     if origin and origin.partition(b"://")[2] != headers.get(b"host", b""):
         message = "A page of another site may not use a server that has no key. Set SPEECH_SERVE__API_KEY."

@@ -1,5 +1,5 @@
-"""The body of a request: bounded in bytes, signs of JSON and time while it comes, and its JSON, whose
-shape is bounded before it is parsed. Long JSON is parsed beside the event loop."""
+"""The body of a request. Its bytes, its JSON delimiters and its time are bounded while it arrives, and the shape
+of its JSON before it is parsed. Long JSON is parsed outside the event loop."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ from pipelines.errors import ErrorCode
 from pipelines.request import Generation
 from pipelines.serving.errors import ApiError, bad_request
 
-#: Of JSON that a client sends: commas and brackets outside of its texts, and brackets that are open at once.
+#: Limits of a client's JSON: commas and brackets outside of strings, and nested brackets.
 MAX_VALUES, MAX_DEPTH = 10_000, 32
-#: Of the signs that JSON gives a meaning, wherever they stand: what finding the texts may cost. A text of
-#: 50,000 characters has a tenth.
+#: Limit of JSON's delimiters, inside and outside of strings, which bounds the cost of finding the strings. A
+#: text of 50,000 characters has a tenth.
 MAX_MARKS = 1 << 19
 _MARKS = b'"\\[{,'
-#: What is parsed on the event loop: it takes less than a hop to a thread.
+#: Longest JSON that is parsed on the event loop: it takes less time than a change of thread.
 INLINE_BYTES = 1 << 16
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-#: One for all: each holds the interpreter while it parses, and the event loop has its turn between two of
-#: them.
+#: One thread, because parsing holds the interpreter: the event loop runs between two bodies.
 _parser = DaemonThreads(1, "json")
 
 
@@ -40,7 +39,7 @@ class JsonRoute(APIRoute):
     """A route whose body is parsed by `read`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """As FastAPI's own, with another request."""
+        """FastAPI's handler, with `_JsonRequest` as the request."""
         handle = super().get_route_handler()
 
         async def answer(request: Request) -> Response:
@@ -55,19 +54,19 @@ class _JsonRequest(Request):
 
 
 def marks(part: bytes) -> int:
-    """The signs of JSON in a part of it."""
+    """Counts the delimiters in a part of JSON."""
     return sum(map(part.count, _MARKS))
 
 
 def too_complex() -> ApiError:
-    """The refusal of JSON whose shape is over a bound."""
+    """The error for JSON whose shape exceeds a limit."""
     message = f"The JSON is nested too deeply or has too many values: {MAX_DEPTH} levels and {MAX_VALUES:,} values are the maximum."
     return bad_request(message, ErrorCode.INPUT_BAD_JSON)
 
 
 async def read(text: bytes | str) -> Any:
-    """The value of a JSON text. Raises `ApiError` (400) for one that is none, or whose shape is over a
-    bound."""
+    """The value of a JSON text. Raises `ApiError` (400) for invalid JSON, and for a shape that exceeds a
+    limit."""
     data = text.encode() if isinstance(text, str) else text
     return (
         parse(data) if len(data) <= INLINE_BYTES else await asyncio.wrap_future(_parser.submit(parse, data))
@@ -75,7 +74,7 @@ async def read(text: bytes | str) -> Any:
 
 
 def parse(data: bytes) -> Any:
-    """As `read`, at once."""
+    """`read`, on the calling thread."""
     _check_shape(data)
     try:
         return msgspec.json.decode(data)
@@ -88,47 +87,45 @@ def _check_shape(data: bytes) -> None:
     if marks(data) > MAX_MARKS:
         raise too_complex()
     plain = data.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in data else data
-    # Up to the first error of its syntax, every second piece between two quotes that are not escaped is
-    # outside of texts.
-    outside = b"".join(plain.split(b'"')[::2])
-    opened = outside.count(b"[") + outside.count(b"{")
-    if opened + outside.count(b",") > MAX_VALUES:
+    # Up to the first syntax error, every second piece between unescaped quotes is outside of strings.
+    structure = b"".join(plain.split(b'"')[::2])
+    opened = structure.count(b"[") + structure.count(b"{")
+    if opened + structure.count(b",") > MAX_VALUES:
         raise too_complex()
     if opened > MAX_DEPTH:
-        brackets = outside.translate(None, _NO_BRACKETS)
+        brackets = structure.translate(None, _NO_BRACKETS)
         if max(accumulate(1 if sign in b"[{" else -1 for sign in brackets)) > MAX_DEPTH:
             raise too_complex()
 
 
-#: Of a body that nobody wants: reading on for a while lets the client read why, instead of a reset
-#: connection.
+#: Limits of reading a refused body: the client reads the error instead of meeting a reset connection.
 _DISCARD_BYTES = 512 << 20
 DISCARD_SECONDS = 10.0
-#: Between two reads of it: others go first.
+#: Pause between two reads of a refused body, in favour of other clients.
 _DISCARD_PAUSE_SECONDS = 0.01
-#: Bodies of the maximum size that may be there at once without a slot.
+#: Maximum memory of bodies without a slot, in bodies of the maximum size.
 MAX_LARGE_BODIES = 8
 _CLOSE = {"connection": "close"}
 
 
 @dataclass(slots=True)
 class BodyMemory:
-    """The bytes of all bodies that have no slot yet, except small ones."""
+    """Counts the bytes of all bodies that have no slot yet, except small ones."""
 
     max_body_bytes: int
     bytes: int = 0
 
     def take(self, count: int) -> None:
-        """Counts bytes. Raises `ApiError` (429) where there is no room."""
+        """Counts bytes. Raises `ApiError` (429) beyond the limit."""
         if self.bytes + count > MAX_LARGE_BODIES * self.max_body_bytes:
-            message = "Too many large requests wait. Try again after 5 s."
+            message = "Too many large requests are waiting. Try again after 5 s."
             raise ApiError(429, message, "rate_limit_exceeded", headers={**_CLOSE, "retry-after": "5"})
         self.bytes += count
 
 
 @dataclass(slots=True)
 class LimitedBody:
-    """An ASGI `receive`."""
+    """An ASGI `receive` that enforces the limits of a body."""
 
     _receive: Receive
     _memory: BodyMemory
@@ -137,12 +134,12 @@ class LimitedBody:
     _bytes: int = 0
     _marks: int = 0
     _held: int = 0
-    _over: bool = False
+    _is_complete: bool = False
 
     async def __call__(self) -> Message:
-        """The next message. Raises `ApiError`: 400 for a body over its bounds, 408 for one that does not
-        come, 429 for a large one beside too many others."""
-        if self._over:
+        """The next message. Raises `ApiError`: 400 for a body that exceeds a limit, 408 for a late one, 429
+        for a large one while too many others wait."""
+        if self._is_complete:
             return await self._receive()
         self._deadline = self._deadline or asyncio.get_running_loop().time() + self._seconds
         try:
@@ -154,23 +151,23 @@ class LimitedBody:
         except TimeoutError:
             raise ApiError(
                 408,
-                f"The request did not come within {self._seconds:g} s.",
+                f"The request did not arrive within {self._seconds:g} s.",
                 "request_timeout",
                 headers=_CLOSE,
             ) from None
 
     def release(self) -> None:
-        """The body is gone, or its request has a slot."""
+        """Stops counting the body: it is discarded, or its request has a slot."""
         self._memory.bytes -= self._held
         self._held = 0
 
     async def discard(self) -> None:
-        """Reads what a client is still sending, for a while."""
+        """Reads and drops the rest of the body, within limits."""
         self.release()
         end = self._bytes + _DISCARD_BYTES
         try:
             async with asyncio.timeout(DISCARD_SECONDS):
-                while not self._over and self._bytes < end:
+                while not self._is_complete and self._bytes < end:
                     await self._read()
                     await asyncio.sleep(_DISCARD_PAUSE_SECONDS)
         except TimeoutError:
@@ -191,12 +188,12 @@ class LimitedBody:
     async def _read(self) -> Message:
         message = await self._receive()
         self._bytes += len(message.get("body", b""))
-        self._over = not message.get("more_body", False)
+        self._is_complete = not message.get("more_body", False)
         return message
 
 
-async def before_client_leaves(receive: Receive, work: asyncio.Future[Any]) -> bool:
-    """Waits for the end of `work`; False: the client of a request that is whole left before."""
+async def finishes_before_disconnect(receive: Receive, work: asyncio.Future[Any]) -> bool:
+    """Waits for the end of `work`; False if the client disconnects first. The request must be complete."""
 
     async def leave() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -212,7 +209,7 @@ async def before_client_leaves(receive: Receive, work: asyncio.Future[Any]) -> b
 
 
 def too_large(max_bytes: int) -> ApiError:
-    """A refusal that names the bound."""
+    """The error for a body that exceeds the limit."""
     return ApiError(
         400,
         f"The body is larger than {max_bytes:,} bytes. Send less audio, or FLAC.",
@@ -222,8 +219,7 @@ def too_large(max_bytes: int) -> ApiError:
 
 
 class Body(BaseModel):
-    """An object of a request: fields that nobody knows are refused, and null is a field that was left out,
-    as with OpenAI."""
+    """An object of a request. Unknown fields are refused, and null means a missing field, as with OpenAI."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -237,14 +233,14 @@ class Body(BaseModel):
         )
 
     def settings(self) -> dict[str, Any]:
-        """The fields that are settings of a line's `generation`, but the seed, which is a request's."""
-        # Of the model alone: fields that nobody knows may be attributes too.
+        """The fields that are settings of a line's `generation`, except the seed."""
+        # Declared fields only: unknown fields may be attributes too.
         names = type(self).model_fields.keys() & set(Generation.__struct_fields__) - {"seed"}
         return {name: getattr(self, name) for name in names}
 
 
 class SpokenBody(Body):
-    """The settings of a line's `generation` that every request for speech may say."""
+    """Settings of a line's `generation` that every request for speech accepts."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     temperature: float | None = None
@@ -254,5 +250,5 @@ class SpokenBody(Body):
     max_seconds: float | None = None
 
     def seed_or_new(self) -> int:
-        """The seed that was asked for, or a new one."""
+        """The requested seed, or a random one."""
         return secrets.randbits(63) if self.seed is None else self.seed

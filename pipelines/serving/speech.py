@@ -1,4 +1,4 @@
-"""`POST /v1/audio/speech`: text to speech, for every pipeline that speaks one."""
+"""`POST /v1/audio/speech`: text to speech."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipelines.serving.streaming import (
     Serving,
     event,
     event_head,
-    spoken,
+    speech_bytes,
     unit_requests,
 )
 from pipelines.serving.text_units import units_of
@@ -40,7 +40,7 @@ _PARAMS = {
     "input.audio_": "reference_audio",
 }
 
-#: What to do, where an error is worded for the lines of a job.
+#: Advice for clients, where the error's own is for the lines of a job.
 _ADVICE = {
     ErrorCode.INPUT_AUDIO_MISSING: "Name a stored voice, or send `reference_audio`.",
     ErrorCode.INPUT_BAD_GENERATION: "Correct its value.",
@@ -52,10 +52,10 @@ References = Annotated[
     Field(max_length=16),
 ]
 
-#: Of the name of a field that nobody knows, in a header and in the log.
+#: Maximum length of the name of an unknown field in a header and in the log.
 _NAME_CHARACTERS = 64
-#: Fields of clients of vLLM-Omni and Nari that choose nothing here: the checkpoint and the request say it
-#: already.
+#: Fields that clients of vLLM-Omni and Nari send and that have no effect here: the checkpoint and the request
+#: decide.
 _OTHERS = frozenset(
     {
         "initial_codec_chunk_frames",
@@ -69,16 +69,16 @@ _OTHERS = frozenset(
 
 
 def _voice_name(given: object) -> object:
-    """OpenAI's clients name a voice of their own as an object."""
+    """The name of a voice; OpenAI's clients send a custom voice as an object."""
     return (
         cast("dict[str, object]", given)["id"] if isinstance(given, dict) and set(given) == {"id"} else given
     )
 
 
 class SpeechBody(SpokenBody):
-    """What a client sends: OpenAI's fields, and those of ours that a line's `generation` has.
+    """The request: OpenAI's fields, and those of a line's `generation`.
 
-    Further fields are ignored, and the header `x-ignored-fields` names them.
+    Other fields are ignored, and the header `x-ignored-fields` names them.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -89,7 +89,7 @@ class SpeechBody(SpokenBody):
     response_format: SpeechFormat = "mp3"
     speed: float | None = None
     instructions: str | None = None
-    #: None: bare PCM is streamed where the pipeline can, files are not.
+    #: None: bare PCM is streamed if the pipeline can; files are not.
     stream: bool | None = None
     stream_format: Literal["audio", "sse"] | None = None
     language: str | None = None
@@ -115,8 +115,8 @@ def api_error(error: NightjarError) -> ApiError:
 
 
 def check(serving: Serving, body: SpeechBody) -> bool:
-    """Whether the audio is sent as it is made. Raises `ApiError` for what this model cannot do, and for a
-    request that no slot is worth."""
+    """Whether the audio is streamed. Raises `ApiError` for what this model cannot do, and for a text that is
+    empty or too long."""
     able = serving.model.card.capabilities
     serving.voices.check_model(body.model, "model")
     for field, asked, message in (
@@ -145,34 +145,33 @@ def _streams(serving: Serving, body: SpeechBody) -> bool:
 
 
 async def answer(serving: Serving, body: SpeechBody, permit: Permit, request_id: str) -> Parts:
-    """The parts of the answer: a file, a file that is made while it is sent, or OpenAI's events:
-    `speech.audio.delta` with base64 of the next bytes, then `speech.audio.done`. Raises `ApiError` and
-    `NightjarError`."""
+    """The parts of the answer: a whole file, a streamed file, or OpenAI's events (`speech.audio.delta` with
+    the next bytes in base64, then `speech.audio.done`). Raises `ApiError` and `NightjarError`."""
     model, kind = serving.model, body.response_format
     generation = Generation(instruct=body.instructions or None, **body.settings())
     request = await serving.voices.request(
         request_id, body.seed_or_new(), body.voice, generation, body.input, body.reference_audio or ()
     )
-    # What a client needs to play bare PCM, and to ask for the speech again with the same noise.
+    # For playing bare PCM, and for repeating the speech with the same noise.
     headers = {"x-sample-rate": str(model.card.sample_rate), "x-seed": str(request.seed)}
     if unknown := sorted((body.model_extra or {}).keys() - _OTHERS):
         names = [name[:_NAME_CHARACTERS] for name in unknown[:10] if name.isascii() and name.isidentifier()]
         headers["x-ignored-fields"] = ", ".join(names)
         log.info("a request has unknown fields: %s", headers["x-ignored-fields"])
-    # A text that is longer than the model speaks at once.
+    # A text that is too long for one request is spoken in units.
     long = len(body.input) > model.card.capabilities.max_text_characters
     units = units_of(body.input) if long else []
     requests = unit_requests(request, units) or [request]
     if not (_streams(serving, body) or units or body.stream_format == "sse"):
         speech = await model.speech(request, permit)
         data = await asyncio.to_thread(whole_file, speech.samples, speech.sample_rate, kind)
-        serving.metrics.spoke(len(speech.samples) / speech.sample_rate)
+        serving.metrics.audio_sent(len(speech.samples) / speech.sample_rate)
         yield Head(MEDIA_TYPES[kind], {**headers, "content-length": str(len(data))})
         yield data
         return
     encoder = stream_encoder(model.card.sample_rate, kind)
     events = body.stream_format == "sse"
-    async with aclosing(spoken(serving, requests, permit, encoder)) as pieces:
+    async with aclosing(speech_bytes(serving, requests, permit, encoder)) as pieces:
         yield event_head(headers, ApiError.view) if events else Head(MEDIA_TYPES[kind], headers)
         async for piece in pieces:
             yield event({"type": "speech.audio.delta", "audio": piece}) if events else piece

@@ -1,5 +1,4 @@
-"""Answers that are made while their clients wait: speech as bytes, unit by unit, and how parts of an answer
-are sent."""
+"""Streamed answers: speech as bytes, unit by unit, and the response that sends them."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from pipelines.serving.encoding import FileStream, PcmStream
 from pipelines.serving.errors import ApiError
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.model import ServedModel
-from pipelines.serving.request_body import before_client_leaves
+from pipelines.serving.request_body import finishes_before_disconnect
 from pipelines.serving.voices import Voices
 
 log = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What all routes share."""
+    """The objects that all routes share."""
 
     model: ServedModel
     options: ServeOptions
@@ -43,8 +42,8 @@ class Serving:
 
 
 def unit_seed(seed: int, number: int) -> int:
-    """The seed of a unit: the first one has the seed of all, so that a text of one unit sounds as it does
-    everywhere."""
+    """The seed of a unit. The first unit has the seed of the request, so that a text of one unit sounds the
+    same on every route."""
     if not number:
         return seed
     digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
@@ -52,7 +51,7 @@ def unit_seed(seed: int, number: int) -> int:
 
 
 def unit_request(request: SynthesisRequest, text: str, number: int) -> SynthesisRequest:
-    """The request for one unit of a text. The last message of `request` is replaced by it."""
+    """The request for one unit of a text, which replaces the last message of `request`."""
     messages = (*request.messages[:-1], Message("user", "text", text))
     return replace(
         request,
@@ -67,44 +66,44 @@ def unit_requests(request: SynthesisRequest, units: Sequence[str]) -> list[Synth
     return [unit_request(request, text, number) for number, text in enumerate(units)]
 
 
-async def spoken(
+async def speech_bytes(
     serving: Serving,
     requests: Sequence[SynthesisRequest],
     permit: Permit,
     encoder: PcmStream | FileStream,
-    opened: Callable[[Handle], None] | None = None,
+    on_handle: Callable[[Handle], None] | None = None,
 ) -> AsyncGenerator[bytes, None]:
-    """The bytes of the speech of all requests in order, as it is made; no piece is empty. Raises as
-    `ServedModel.chunks`, and `synth.no_audio` where there are none. Several requests hold the slot until the
-    last one is heard.
+    """The encoded speech of all requests, in order and as it is made; no piece is empty. Several requests
+    hold the slot until the last one is done.
 
-    `opened`: as there.
+    `on_handle`: as in `ServedModel.chunks`. Raises as `ServedModel.chunks`, and `synth.no_audio` where the
+    model made no audio.
     """
 
-    async def ready(call: Callable[..., bytes], *given: object) -> bytes:
-        # Compressing takes the time of many other clients' chunks; PCM takes less than a hop to a thread.
+    async def run(call: Callable[..., bytes], *given: object) -> bytes:
+        # Compressing would delay the chunks of other clients; PCM takes less time than a change of thread.
         return await asyncio.to_thread(call, *given) if encoder.compresses else call(*given)
 
-    heard = False
-    held = len(requests) > 1
-    if held:
+    has_audio = False
+    is_several = len(requests) > 1
+    if is_several:
         permit.hold()
     try:
         for request in requests:
-            async with aclosing(serving.model.chunks(request, permit, opened)) as chunks:
+            async with aclosing(serving.model.chunks(request, permit, on_handle)) as chunks:
                 async for chunk in chunks:
                     audio = chunk.speech if isinstance(chunk, Done) else chunk
                     if len(audio.samples):
-                        heard = True
-                        serving.metrics.spoke(len(audio.samples) / audio.sample_rate)
-                    if piece := await ready(encoder.add, audio.samples, isinstance(chunk, Done)):
+                        has_audio = True
+                        serving.metrics.audio_sent(len(audio.samples) / audio.sample_rate)
+                    if piece := await run(encoder.add, audio.samples, isinstance(chunk, Done)):
                         yield piece
     finally:
-        if held:
+        if is_several:
             permit.release()
-    if not heard:
+    if not has_audio:
         raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model made no audio.", "Try another seed.")
-    if piece := await ready(encoder.end):
+    if piece := await run(encoder.end):
         yield piece
 
 
@@ -115,11 +114,11 @@ def event(view: object) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What comes before the bytes, and is sent with the first of them."""
+    """The head of an answer, sent with its first bytes."""
 
     media_type: str
     headers: Mapping[str, str]
-    #: Of events: how an error is said once some are sent. Other answers break off.
+    #: For events: makes the event of an error after the first event. Other answers are cut off.
     failed: Callable[[ApiError], dict[str, Any]] | None = None
 
 
@@ -136,9 +135,8 @@ ErrorAnswer = Callable[[NightjarError], ApiError]
 
 
 class Reply(Response):
-    """Sends a `Head` and then bytes as they come, until the client leaves or its time is over. Closing the
-    generator is how the work behind it is given up. Until the first bytes are there, an error becomes an
-    answer of its own."""
+    """Sends a `Head` and then bytes as they come, until the client disconnects or the time limit. Closing
+    the generator cancels the work. An error before the first bytes is answered with its own status."""
 
     def __init__(
         self,
@@ -159,7 +157,7 @@ class Reply(Response):
         sending = asyncio.create_task(self._send(scope["path"], send))
         try:
             async with asyncio.timeout(seconds):
-                if await before_client_leaves(receive, sending):
+                if await finishes_before_disconnect(receive, sending):
                     sending.result()
         except (TimeoutError, ApiError) as error:
             if isinstance(error, TimeoutError):
@@ -167,7 +165,7 @@ class Reply(Response):
                 error = ApiError(504, message, "synth.timeout")
             if not self._started:
                 raise error from None
-            # The status is out: an answer that breaks off is all that can still be said.
+            # The status is already sent: the answer can only be cut off.
             log.warning("an answer broke off: %s", error)
         finally:
             sending.cancel()
@@ -188,7 +186,7 @@ class Reply(Response):
                     await send({"type": "http.response.start", "status": 200, "headers": headers})
                 await send({"type": "http.response.body", "body": part, "more_body": True})
                 if first and "content-length" not in head.headers:
-                    self._serving.metrics.began(path, time.monotonic() - self._permit.since)
+                    self._serving.metrics.first_audio(path, time.monotonic() - self._permit.since)
         except (NightjarError, ApiError) as error:
             api_error = self._api_error(error) if isinstance(error, NightjarError) else error
             if not self._started or head is None or head.failed is None:

@@ -16,7 +16,7 @@ from types import TracebackType
 
 from msgspec import UNSET
 
-from jobs.dispatch import Dispatcher, Publisher
+from jobs.dispatch import Publisher, dispatch
 from jobs.ingest import SubmitOptions, submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import Job, JobSpec
@@ -109,7 +109,7 @@ class Site:
         (self.folder / "gate").touch()
 
     def dispatch(self) -> int:
-        return Dispatcher(self.ledger, self.settings).run_once()
+        return dispatch(self.ledger, self.settings)
 
     def worker(self, *arguments: str, engine: dict[str, float] | None = None, **environment: str) -> Started:
         """Starts `worker run` and returns at once."""

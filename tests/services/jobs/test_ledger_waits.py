@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from pydantic import SecretStr
 
 from jobs.ledger import Ledger
-from jobs.ledger.database import LedgerLimits
+from jobs.ledger.database import LIMITS
 from jobs.settings import Settings
 from pipelines.errors import ErrorCode, ServiceError
 from tests.support.ledger_kit import assert_exact, done, lease_next, submit
@@ -28,11 +28,12 @@ from tests.support.worker_process import REPOSITORY
 STOPPED = """
 import os, signal, sys
 from jobs.ledger import Ledger, leases, workers
-from jobs.ledger.database import LedgerLimits
+from jobs.ledger.database import LIMITS
 from jobs.ledger.records import Ticket
 from pipelines.errors import ServiceError
 url, what, *ticket = sys.argv[1:]
-ledger = Ledger.open(url, limits=LedgerLimits(idle_transaction_seconds=0.2))
+LIMITS["idle_in_transaction_session_timeout"] = 0.2
+ledger = Ledger.open(url)
 def work(connection):
     if what == "finish":
         made = leases.finish_shard(connection, Ticket(ticket[0], int(ticket[1]), int(ticket[2])), None, None)
@@ -52,9 +53,10 @@ print(bool(ledger.database.write(work)))
 
 
 @pytest.fixture
-def ledger(postgres_url: str) -> Iterator[Ledger]:
-    # Who waits for what a stopped process holds outlasts it, on a slow machine too.
-    ledger = Ledger.open(postgres_url, limits=LedgerLimits(lock_seconds=60))
+def ledger(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ledger]:
+    # Longer than a stopped process keeps its locks, on a slow machine too.
+    monkeypatch.setitem(LIMITS, "lock_timeout", 60)
+    ledger = Ledger.open(postgres_url)
     ledger.migrate()
     yield ledger
     ledger.close()
@@ -110,10 +112,11 @@ def test_a_process_stopped_while_it_dispatches_stops_nobody(
 
 
 def test_a_lock_is_waited_for_no_longer_than_set_and_the_error_says_so(
-    ledger: Ledger, postgres_url: str
+    ledger: Ledger, postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = submit(ledger)
-    hasty = Ledger.open(postgres_url, limits=LedgerLimits(lock_seconds=0.1))
+    monkeypatch.setitem(LIMITS, "lock_timeout", 0.1)
+    hasty = Ledger.open(postgres_url)
     with psycopg.connect(postgres_url) as holder:
         holder.execute("SELECT 1 FROM jobs FOR UPDATE")
         with pytest.raises(ServiceError, match="lock timeout") as caught:
@@ -125,8 +128,9 @@ def test_a_lock_is_waited_for_no_longer_than_set_and_the_error_says_so(
     hasty.close()
 
 
-def test_a_statement_takes_no_longer_than_set(postgres_url: str) -> None:
-    ledger = Ledger.open(postgres_url, limits=LedgerLimits(statement_seconds=0.1))
+def test_a_statement_takes_no_longer_than_set(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LIMITS, "statement_timeout", 0.1)
+    ledger = Ledger.open(postgres_url)
     with pytest.raises(ServiceError, match="statement timeout") as caught:
         ledger.read(lambda sql: sql.value("SELECT pg_sleep(60)"))
     assert caught.value.code.retryable
@@ -145,14 +149,9 @@ def session(ledger: Ledger) -> dict[str, str]:
 
 
 def test_the_limits_reach_every_session(postgres_url: str) -> None:
-    limits = LedgerLimits(idle_transaction_seconds=1.5, lock_seconds=7, statement_seconds=60)
-    of_settings = Ledger.of(Settings(database_url=SecretStr(postgres_url)))
-    for ledger, waits in (
-        (of_settings, ("10s", "30s", "1h")),
-        (Ledger.open(postgres_url, limits=limits), ("1500ms", "7s", "1min")),
-    ):
-        assert tuple(session(ledger).values()) == (*waits, "30", "10", "3", "30000")
-        ledger.close()
+    ledger = Ledger.of(Settings(database_url=SecretStr(postgres_url)))
+    assert tuple(session(ledger).values()) == ("10s", "30s", "1h", "30", "10", "3", "30000")
+    ledger.close()
 
 
 def test_a_migration_may_wait_and_take_its_time(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,8 +179,11 @@ def test_a_ledger_on_a_socket_has_them_too(postgres: Postgres, postgres_url: str
     ledger.close()
 
 
-def test_a_store_that_is_slow_to_delete_keeps_the_lock_of_the_job(postgres_url: str) -> None:
-    ledger = Ledger.open(postgres_url, limits=LedgerLimits(idle_transaction_seconds=0.1))
+def test_a_store_that_is_slow_to_delete_keeps_the_lock_of_the_job(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LIMITS, "idle_in_transaction_session_timeout", 0.1)
+    ledger = Ledger.open(postgres_url)
     ledger.migrate()
     job = submit(ledger, (1,))
     ledger.cancel(job.id)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from jobs.dispatch import Dispatcher, Publisher, check, make_celery, message_priority
+from jobs.dispatch import Publisher, check, dispatch, make_celery, message_priority
 from jobs.ledger.records import ShardState, Ticket, WorkerInfo
 from jobs.settings import load_settings
 from pipelines.errors import ErrorCode, ServiceError
@@ -134,5 +134,5 @@ def test_shards_that_cannot_be_published_are_ready_again(tmp_path: Path) -> None
     with closed_port() as port, Site(tmp_path, f"redis://127.0.0.1:{port}/0") as site:
         job = site.submit([f"text {n}" for n in range(32)])
         with pytest.raises(ServiceError):
-            Dispatcher(site.ledger, site.settings).run_once()
+            dispatch(site.ledger, site.settings)
         assert site.status(job).shards == {ShardState.READY: 2}

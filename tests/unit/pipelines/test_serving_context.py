@@ -47,7 +47,7 @@ def context_of(model: Model, gate: AdmissionQueue, first: ContextMessage, **opti
     async def send(_view: dict[str, Any]) -> None:
         await asyncio.sleep(0)
 
-    metrics: Any = SimpleNamespace(spoke=lambda _: None, began=lambda *_: None)
+    metrics: Any = SimpleNamespace(audio_sent=lambda _: None, first_audio=lambda *_: None)
     serving = Serving(cast("Any", model), ServeOptions(("m",), **options), gate, metrics, cast("Any", None))
     return Context(serving, first, REQUEST, send)
 
@@ -69,7 +69,7 @@ def test_a_context_waits_for_a_slot_as_long_as_its_listener_has_something_to_hea
         while not (gate.waiting and others and others[0].done()) and not task.done():
             await asyncio.sleep(0)
         if waits:
-            others[0].result().let_go()
+            others[0].result().disconnect()
         else:
             assert task.done(), "it waits"
         await task

@@ -98,7 +98,7 @@ def test_a_stream_is_over_once_it_is_made() -> None:
         async with aclosing(model.chunks(REQUEST, permit)) as chunks:
             async for _ in chunks:
                 pass
-        permit.let_go()
+        permit.disconnect()
         return gate.running
 
     assert asyncio.run(listen()) == 0

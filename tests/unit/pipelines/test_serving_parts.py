@@ -376,21 +376,21 @@ def test_requests_are_stuck_when_nothing_has_come_of_any_for_a_while() -> None:
 
     assert not after(0)
     assert not after(1000), "nobody asks for anything"
-    progress.began()
+    progress.call_started()
     assert [after(59), after(1)] == [False, True]
     assert not after(0, EngineStats(frames=1)), "the engine made a frame"
     assert after(60, EngineStats(frames=1))
-    progress.moved()
+    progress.advanced()
     assert not after(0, EngineStats(frames=1)), "a stream gave a chunk"
-    progress.began()
+    progress.call_started()
     assert not after(59, EngineStats(frames=1))
-    progress.moved()
-    progress.ended()
+    progress.advanced()
+    progress.call_ended()
     assert not after(59, EngineStats(frames=1)), "one of two is answered"
-    progress.began()
-    progress.ended()
+    progress.call_started()
+    progress.call_ended()
     assert after(60, EngineStats(frames=1)), "a client that came and left is no answer"
-    progress.ended()
+    progress.call_ended()
     assert not after(1000, EngineStats(frames=1))
 
 

@@ -61,7 +61,7 @@ def test_a_slot_is_free_after_a_client_left_and_its_request_was_refused(stream: 
         listening.cancel()
         with pytest.raises(asyncio.CancelledError):
             await listening
-        permit.let_go()
+        permit.disconnect()
         assert gate.running == 1, "the pipeline still has the request"
         pipeline.answer.set()
         async with asyncio.timeout(30):
