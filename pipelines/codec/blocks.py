@@ -1,9 +1,9 @@
 """Building blocks of causal codecs: convolutions, and a transformer over a sliding window. Activations are
 [rows, steps, channels].
 
-A block reaches back in time only through `Past`, so one code path serves whole utterances (no past: zeros)
-and chunks of a stream. The blocks are those of the DAC decoder (Kumar et al., 2023), made causal; a family
-says how its checkpoint names and stores them.
+Blocks access earlier steps only through `Past`, so the same code runs whole utterances (no past: zeros) and
+chunks of a stream. The blocks are those of the DAC decoder (Kumar et al., 2023), made causal; families define
+how their checkpoints name and store them.
 """
 
 from __future__ import annotations
@@ -21,38 +21,37 @@ from kernels.layers import rms_norm
 
 CONVNEXT_KERNEL, CONVNEXT_EPS = 7, 1e-6
 RESIDUAL_KERNEL, RESIDUAL_DILATIONS = 7, (1, 3, 9)
-#: Taps of the first and the last convolution of a `ConvStack`.
+#: Kernel size of the first and the last convolution of a `ConvStack`.
 STACK_KERNEL = 7
 
 
 class CodecLoader(Protocol):
-    """How blocks get their weights: a `pipelines.nn.checkpoint.Loader` that knows how a family stores
-    convolutions and snakes."""
+    """Loads the weights of blocks: a `pipelines.nn.checkpoint.Loader` with a family's format of convolutions
+    and snakes."""
 
     @property
     def unit_names(self) -> tuple[str, str, str, str]:
-        """Where a residual unit keeps its first snake, wide convolution, second snake and narrow
-        convolution."""
+        """The names of a residual unit's first snake, wide convolution, second snake and narrow convolution."""
         ...
 
     def __call__(self, name: str, *shape: int) -> Tensor: ...
 
     def at(self, prefix: str) -> Self:
-        """The same loader one level down."""
+        """The same loader with a longer prefix."""
         ...
 
     def kernel(self, *shape: int) -> Tensor:
-        """The weight of the convolution at this place, in the shape that `torch.nn` gives it."""
+        """The weight of the convolution at this prefix, in the shape that `torch.nn` uses."""
         ...
 
     def snake(self, channels: int) -> tuple[Tensor, Tensor]:
-        """Frequency and gain of the activation at this place, float32 [channels] each."""
+        """Frequency and gain of the activation at this prefix, float32 [channels] each."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StateSpan:
-    """Where a block keeps the last `steps` of its inputs in the flat state of one row."""
+    """The part of a row's flat state that holds the last `steps` inputs of a block."""
 
     offset: int
     steps: int
@@ -64,7 +63,7 @@ class StateSpan:
 
 
 class StateLayout:
-    """Lays out what all blocks keep of the past in one flat vector a row, so that rows are gathered and
+    """The layout of the states of all blocks in one flat vector for each row, so that rows are gathered and
     scattered in one copy."""
 
     def __init__(self) -> None:
@@ -78,10 +77,10 @@ class StateLayout:
 
 
 class Past:
-    """What came before a chunk, for a batch of rows.
+    """The states of a batch of rows before and after a chunk.
 
-    `before`: [B, size] state before the chunk; `after`: [B, size], filled during the pass; `positions`:
-    [B] int64, frames already decoded.
+    `before`: [B, size] states before the chunk; `after`: [B, size], filled during the pass; `positions`: [B]
+    int64, frames already decoded.
     """
 
     def __init__(self, before: Tensor, positions: Tensor) -> None:
@@ -90,8 +89,8 @@ class Past:
         self.positions = positions
 
     def swap(self, span: StateSpan, x: Tensor) -> Tensor:
-        """Returns the inputs before x ([B, span.steps, C]) and keeps the last ones, x: [B, T, C] included,
-        for the next chunk."""
+        """Returns the inputs before x: [B, span.steps, C]; stores the last inputs, up to the end of x: [B, T,
+        C], for the next chunk."""
         rows, steps, _ = x.shape
         history = self.before[:, span.offset : span.end].view(rows, span.steps, span.channels)
         kept = self.after[:, span.offset : span.end].view(rows, span.steps, span.channels)
@@ -135,8 +134,8 @@ class CausalConv:
 
 
 class Repeat:
-    """Transposed convolution whose kernel equals its stride: every step becomes `factor` steps of its own.
-    Needs no past."""
+    """Transposed convolution whose kernel equals its stride: every step becomes `factor` steps, without a
+    past."""
 
     def __init__(self, load: CodecLoader, channels: int, factor: int) -> None:
         weight = load.kernel(channels, channels, factor)
@@ -173,7 +172,7 @@ class ConvNeXt:
 
 
 class UpsampleLayers:
-    """Steps repeated by each factor in turn, a ConvNeXt block behind each: [B, T, channels] -> [B, T *
+    """Repeats steps by each factor in turn, followed by a ConvNeXt block each: [B, T, channels] -> [B, T *
     factors, channels]."""
 
     def __init__(self, load: CodecLoader, layout: StateLayout, channels: int, factors: Sequence[int]) -> None:
@@ -192,7 +191,7 @@ class UpsampleLayers:
 
 
 class Snake:
-    """x + gain * sin^2(frequency * x) by channel (Ziyin, Hartwig and Ueda, 2020); its parameters are
+    """x + gain * sin^2(frequency * x) for each channel (Ziyin, Hartwig and Ueda, 2020); its parameters are
     float32 [channels]."""
 
     def __init__(self, load: CodecLoader, channels: int) -> None:
@@ -251,11 +250,11 @@ class UpsampleBlock:
 class ConvStack:
     """From upsampled latents to the waveform: [B, T, latent] -> float32 [B, T * rates] in [-1, 1].
 
-    `width`: channels of the first block, halved by each. `tanh`: whether samples pass it, as training had
-    it; else they are cut off.
+    `width`: channels of the first block, halved by each. `tanh`: whether samples are limited by tanh, as in
+    training, or clamped.
     """
 
-    #: Whether samples that nobody wants cost next to nothing.
+    #: Whether unneeded samples cost almost nothing.
     skips_padding = False
 
     def __init__(
@@ -278,7 +277,7 @@ class ConvStack:
         self.tanh = tanh
 
     def __call__(self, x: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:
-        """`lengths`: samples of each row that are wanted; here all are made."""
+        """`lengths`: the number of samples needed of each row; ignored here, all are made."""
         x = self.stem(x, past)
         for block in self.blocks:
             x = block(x, past)
@@ -286,7 +285,7 @@ class ConvStack:
         return torch.tanh(samples) if self.tanh else samples.clamp(-1.0, 1.0)
 
 
-#: Queries that attend at once: the mask of a long recording is otherwise the square of its length.
+#: Maximum queries that attend at once, so that masks do not grow with the square of a recording's length.
 ATTENTION_STEPS = 1024
 
 #: Positions int64 [B, T] and the type of the activations -> cosines and sines, two of [B, 1, T, head_dim].
@@ -308,7 +307,7 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def window_mask(queries: Tensor, keys: Tensor, window: int) -> Tensor:
-    """Which keys a query sees: key j of query i iff i - window < j <= i and j >= 0.
+    """The mask of the keys that a query sees: key j of query i iff i - window < j <= i and j >= 0.
 
     queries: positions [B, T]; keys: positions [B, K]. Returns bool [B, 1, T, K].
     """
@@ -317,10 +316,10 @@ def window_mask(queries: Tensor, keys: Tensor, window: int) -> Tensor:
 
 
 class WindowAttention:
-    """Causal attention in a window, its masks made once for all layers of a pass.
+    """Causal attention in a window, with masks made once for all layers of a pass.
 
-    positions: int64 [B, T] of the queries. Keys and values are those of the same steps, behind those of
-    the `window` - 1 steps before them where `with_past`.
+    positions: int64 [B, T] of the queries. Keys and values are those of the same steps, preceded by those of
+    the `window` - 1 steps before them if `with_past`.
     """
 
     def __init__(self, positions: Tensor, window: int, with_past: bool, dtype: torch.dtype) -> None:
@@ -336,7 +335,7 @@ class WindowAttention:
             seen = slice(max(0, start + earlier - window + 1), end + earlier)
             mask = window_mask(positions[:, start:end], keys[:, seen], window)
             if mask.is_cuda:
-                # Added once, instead of made anew from truths in every layer.
+                # As numbers to add, so that they are not converted in every layer.
                 mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
                     ~mask, -torch.inf
                 )
@@ -371,7 +370,7 @@ class LayerWeights:
 
 
 class TransformerLayer:
-    """RMSNorm, attention, layer scale; RMSNorm, SwiGLU, layer scale. It keeps the last window - 1 rotated
+    """RMSNorm, attention, layer scale; RMSNorm, SwiGLU, layer scale. Its state has the last window - 1 rotated
     keys and values."""
 
     def __init__(
@@ -418,12 +417,21 @@ class TransformerLayer:
 
 
 class WindowTransformer:
-    """A causal sliding-window transformer: [B, T, dim] -> [B, T, dim]. Positions count its own steps."""
+    """A causal sliding-window transformer: [B, T, dim] -> [B, T, dim]. Positions count its steps."""
 
     def __init__(
-        self, layers: Sequence[TransformerLayer], norm: Tensor, eps: float, window: int, rotary: Rotary
+        self,
+        layers: Sequence[LayerWeights],
+        layout: StateLayout,
+        norm: Tensor,
+        head_dim: int,
+        kv_width: int,
+        window: int,
+        eps: float,
+        rotary: Rotary,
     ) -> None:
-        self.layers, self.norm, self.eps = layers, norm, eps
+        self.layers = [TransformerLayer(one, layout, head_dim, kv_width, window, eps) for one in layers]
+        self.norm, self.eps = norm, eps
         self.window, self.rotary = window, rotary
 
     def __call__(self, x: Tensor, past: Past | None) -> Tensor:

@@ -1,12 +1,12 @@
-"""A codec on fused ops: its `ConvStack`, and what stands in front of it.
+"""Codecs on fused ops: the `ConvStack`, and the front before it.
 
 In the stack each op applies the snake of the next one, so that every value is activated once. It does the
-arithmetic of the plain stack in the same order of rounding; what it keeps of the past are activated
-inputs, so its stream states are its own.
+arithmetic of the plain stack in the same order of rounding, but its stream states hold activated inputs, so
+they are not interchangeable with the plain stack's.
 
-The front has five kernels a layer of the transformer and three a ConvNeXt block. Linear maps that follow
-each other are one, and scales stand in the weights beside them: the function is the same, and its states
-are those of the plain modules.
+The front has five kernels for each layer of the transformer and three for each ConvNeXt block. Consecutive
+linear maps are merged, and scales are folded into weights: the function is the same, and its states are those
+of the plain modules.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from pipelines.codec.blocks import (
 
 log = logging.getLogger(__name__)
 
-#: Up to this width one program holds all channels of a step, and a residual unit is one kernel.
+#: Up to this number of channels one program holds all of a step, and a residual unit is one kernel.
 WIDEST_UNIT = 192
-#: The fused head cuts off at 1, and tanh is 1 long before this: a power of two, so that scaling changes no
-#: digit.
+#: The fused head clamps to 1, so inputs of tanh are scaled by this; it is far above the range where tanh reaches
+#: 1, and a power of two, which changes no digits.
 HEADROOM = 64.0
 
 _ops = torch.ops.nightjar
@@ -58,8 +58,7 @@ Linear = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Next:
-    """The snake that an op applies to its result, and the past that its reader needs; `rate` steps of the
-    reader are one of the op."""
+    """The snake that an op applies to its result, and the past that the next op needs."""
 
     frequency: Tensor
     gain: Tensor
@@ -67,15 +66,16 @@ class _Next:
 
     @classmethod
     def of(cls, snake: Snake, span: StateSpan, rate: int = 1) -> _Next:
+        """`rate`: steps of the next op for each of this one."""
         return cls(snake.frequency.repeat(rate), snake.gain.repeat(rate), span)
 
 
 class FusedUnit:
-    """A residual unit: one kernel, or one for each convolution where a step is too wide. `after` is the
+    """A residual unit: one kernel, or one for each convolution if it has too many channels. `after` is the
     snake of the next op."""
 
     def __init__(self, unit: Any, after: Any) -> None:
-        """`unit`: weight1 [C, C, taps], weight2 [C, C], both with the output channel first; biases;
+        """`unit`: weight1 [C, C, taps] and weight2 [C, C], both with the output channel first; biases;
         dilation; the inner snake `second`.
 
         A snake has `frequency` and `gain`, float32 [channels] each.
@@ -99,8 +99,8 @@ class FusedUnit:
         ends: Tensor | None = None,
         open_ends: bool = False,
     ) -> None:
-        """As `kernels.codec_ops.codec_active_unit`: a [B, lead + T, C] = snake(x) after its history; x,
-        raw: [B, T, C]."""
+        """See `kernels.codec_ops.codec_active_unit`: a [B, lead + T, C] = snake(x) after its history; x, raw:
+        [B, T, C]."""
         stop = {"ends": ends, "open_ends": open_ends}
         first, second = (self._weight1, self._bias1), (self._weight2, self._bias2)
         after = (raw, active, active_lead, *self._after)
@@ -133,8 +133,8 @@ class _Block:
     def __call__(
         self, a: Tensor, lead: int, past: Past | None, before: Tensor | None, ends: Tensor | None
     ) -> tuple[Tensor, int]:
-        """Activated [B, lead + T, 2 * channels] -> the next op's activated input and its lead; the rows'
-        ends there and here."""
+        """Activated [B, lead + T, 2 * channels] -> the next op's activated input and its lead; `before`,
+        `ends`: the rows' ends in its input and its output."""
         rows, steps = a.shape[0], (a.shape[1] - lead) * self.rate
         x = a.new_empty(rows, steps, self.channels)
         following, ahead = _buffer(a, steps, self.channels, self.first.span, past)
@@ -153,7 +153,7 @@ class _Block:
 
 
 class FusedStack:
-    """From upsampled latents to the waveform, as the plain stack: [B, T, latent] -> float32 [B, T * rates]
+    """From upsampled latents to the waveform, like the plain stack: [B, T, latent] -> float32 [B, T * rates]
     in [-1, 1]."""
 
     skips_padding = True
@@ -168,7 +168,7 @@ class FusedStack:
         self._entry = entries[0]
         self._blocks = [_Block(block, after) for block, after in zip(stack.blocks, entries[1:])]
         rates = [block.rate for block in stack.blocks]
-        #: Samples of a step of each block's input, and of the head's.
+        #: Samples for each step of each block's input, and of the head's.
         self._step_samples = [*accumulate(rates[::-1], mul, initial=1)][::-1]
         self._head_span = head.span
         self._tanh = stack.tanh
@@ -178,8 +178,8 @@ class FusedStack:
         self._head_weight, self._head_bias = weight[0].T.contiguous(), bias.float()
 
     def __call__(self, x: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:
-        """`lengths`: samples of each row that are wanted. Those behind them may be anything, since tiles
-        there are passed over."""
+        """`lengths`: the number of samples needed of each row. Later samples are undefined, since their tiles
+        are skipped."""
         lead, ends = 0, self._ends(lengths, x.device)
         if past is not None:
             lead = self._stem_span.steps
@@ -197,11 +197,11 @@ class FusedStack:
         return torch.tanh(samples * HEADROOM) if self._tanh else samples
 
     def _ends(self, lengths: Sequence[int] | None, device: torch.device) -> Sequence[Tensor | None]:
-        """Where rows of so many samples end, in steps of each block's input and of the head's, int32 [B]
-        each; one copy for all."""
+        """The ends of rows with these numbers of samples, in steps of each block's input and of the head's,
+        int32 [B] each; sent in one copy."""
         if lengths is None:
             return [None] * len(self._step_samples)
-        # Each starts on a multiple of 16 bytes: Triton compiles a kernel anew for a pointer that does not.
+        # Each starts at a multiple of 16 bytes; Triton would compile another kernel for other pointers.
         table = np.zeros((len(self._step_samples), -(-len(lengths) // 4) * 4), np.int32)
         table[:, : len(lengths)] = -(-np.array(lengths) // np.array(self._step_samples)[:, None])
         return to_device(torch.from_numpy(table), device)[:, : len(lengths)].unbind()
@@ -210,14 +210,19 @@ class FusedStack:
 def prepared_stack(
     stack: ConvStack, device: torch.device, dtype: torch.dtype, fused: bool | None = None
 ) -> ConvStack | FusedStack:
-    """The stack as it runs: plain or on fused ops; by default fused in bfloat16 on a GPU, where the ops
-    have kernels."""
+    """The stack, plain or on fused ops; `fused` as for `uses_fused_ops`."""
+    return FusedStack(stack) if uses_fused_ops(device, dtype, fused) else stack
+
+
+def uses_fused_ops(device: torch.device, dtype: torch.dtype, fused: bool | None) -> bool:
+    """Whether a codec runs on fused ops, whose kernels are then loaded on a GPU. `fused` None: in bfloat16 on a
+    GPU, if the kernels can be made."""
     on_gpu = device.type == "cuda"
     if fused is None:
-        fused = on_gpu and dtype == torch.bfloat16 and codec_kernels()
-    elif fused and on_gpu:
-        import_module("kernels.codec_launch")  # gives the fused ops their kernels
-    return FusedStack(stack) if fused else stack
+        return on_gpu and dtype == torch.bfloat16 and codec_kernels()
+    if fused and on_gpu:
+        import_module("kernels.codec_launch")
+    return fused
 
 
 def tap_major(weight: Tensor) -> Tensor:
@@ -228,7 +233,7 @@ def tap_major(weight: Tensor) -> Tensor:
 def _buffer(
     like: Tensor, steps: int, channels: int, span: StateSpan, past: Past | None
 ) -> tuple[Tensor, int]:
-    """An activated input to be filled, [B, lead + steps, channels], with history in front where there is a
+    """An activated input to be filled, [B, lead + steps, channels], that starts with the history if there is a
     past; and its lead."""
     if past is None:
         return like.new_empty(like.shape[0], steps, channels), 0
@@ -238,7 +243,7 @@ def _buffer(
 
 
 def _settle(a: Tensor, lead: int, span: StateSpan, past: Past | None) -> Tensor:
-    """Keeps the last steps of a filled input for the next chunk."""
+    """Stores the last steps of a filled input for the next chunk; returns the input."""
     if past is not None:
         past.after[:, span.offset : span.end].view(-1, span.steps, span.channels).copy_(
             a[:, a.shape[1] - lead :]
@@ -248,9 +253,9 @@ def _settle(a: Tensor, lead: int, span: StateSpan, past: Past | None) -> Tensor:
 
 @cache
 def codec_kernels() -> bool:
-    """Gives the fused ops of codecs their kernels on the current CUDA device.
+    """Loads the kernels of the fused ops of codecs for the current CUDA device.
 
-    False, with one warning, where Triton cannot make them: codecs then run as single PyTorch ops.
+    Returns False, with one warning, if Triton cannot make them: codecs then run as single PyTorch ops.
     """
     fault = triton_fault()
     if fault is None:
@@ -265,8 +270,8 @@ def codec_kernels() -> bool:
 
 
 class _Layer:
-    """A transformer layer: norm and projection, attention, output, norm and SwiGLU, output. The norms and
-    layer scales are folded in."""
+    """A transformer layer: norm and projection, attention, output, norm and SwiGLU, output. The norms' weights
+    and layer scales are folded into the products."""
 
     def __init__(self, layer: TransformerLayer, window: int) -> None:
         weights = layer.weights
@@ -285,10 +290,10 @@ class _Layer:
             at = slice(self._span.offset, self._span.end)
             before, kept, positions = past.before[:, at], past.after[:, at], past.positions
         qkv = _ops.codec_product(x, self._qkv, None, None, self._eps, PLAIN)
-        heard = _ops.codec_window_attention(
+        attended = _ops.codec_window_attention(
             qkv, before, kept, positions, cosine, sine, self._heads, self._kv_heads, self._window
         )
-        x = _ops.codec_product(heard, self._out, None, x, None, PLAIN)
+        x = _ops.codec_product(attended, self._out, None, x, None, PLAIN)
         inner = _ops.codec_product(x, self._gate_up, None, None, self._eps, SWIGLU)
         return _ops.codec_product(inner, self._down, None, x, None, PLAIN)
 
@@ -320,8 +325,8 @@ class FusedFront:
     """From the sums of codebook vectors to upsampled latents: [B, T, codebook_dim] -> [B, T * factors,
     latent].
 
-    The entry is folded into the convolution before it; the last norm and the exit are folded into the
-    first repetition.
+    The entry is folded into the convolution before it; the last norm and the exit are folded into the first
+    repetition. The ops have kernels on a GPU with Triton in bfloat16, and run as their twins otherwise.
     """
 
     def __init__(
@@ -334,6 +339,8 @@ class FusedFront:
     ) -> None:
         """`conv`, then the linear map `entry`, the transformer, the linear map `exit_`, and at least one
         upsampling."""
+        if conv.weight.is_cuda and codec_kernels():
+            import_module("kernels.codec_front_triton")
         dtype, (into, into_bias), (out, out_bias) = conv.weight.dtype, entry, exit_
         self._conv_span, self._conv_taps = conv.span, conv.weight.shape[2]
         self._conv = tap_major(torch.einsum("hl,ldk->hdk", into.float(), conv.weight.float())).to(dtype)
@@ -378,21 +385,6 @@ class FusedFront:
             )
             eps = None
         return hidden
-
-
-def prepared_front(
-    conv: CausalConv,
-    entry: Linear,
-    transformer: WindowTransformer,
-    exit_: Linear,
-    upsample: UpsampleLayers,
-    device: torch.device,
-) -> FusedFront:
-    """The front on fused ops, which have kernels on a GPU with Triton in bfloat16 and run as their twins
-    elsewhere."""
-    if device.type == "cuda" and codec_kernels():
-        import_module("kernels.codec_front_triton")
-    return FusedFront(conv, entry, transformer, exit_, upsample)
 
 
 def _packed(weight: Tensor, dtype: torch.dtype) -> Tensor:

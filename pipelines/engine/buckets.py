@@ -1,4 +1,4 @@
-"""Which batch sizes have a graph, which of them a batch takes, and which is captured next."""
+"""Batch sizes with a captured graph: which one a batch uses, and which one is captured next."""
 
 from __future__ import annotations
 
@@ -13,47 +13,43 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Sizes of the batch that a CUDA graph is captured for; others are filled up with the dead slot. Most
-#: defaults of slots are among them.
+#: Batch sizes that CUDA graphs are captured for; other batches are padded with the dead slot. Also the usual
+#: default numbers of slots.
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512)
-#: Sizes beyond them, of engines that are asked for more slots, and of jobs by default where the memory holds
-#: them.
+#: Larger sizes, for engines with more slots, and for jobs by default if they fit into memory.
 WIDE_BUCKETS = (640, 768, 896, 1024)
-#: Beyond the largest: multiples of this.
+#: Above the largest, sizes are multiples of this.
 _STEP = 128
-#: Of these one is captured before the first batch, beside the largest: a single request and a few have theirs
-#: at once.
+#: Sizes captured before the first batch, in addition to the largest.
 _FIRST = (1, 8)
-#: Turns in a larger bucket after which a capture pays: it takes the time of about so many frames of a large
-#: batch.
+#: A size is captured after this many requests for it: a capture takes about as long as this many frames of a
+#: large batch.
 ASKS = 8
 
 
 def bucket_of(rows: int, buckets: Sequence[int]) -> int:
-    """The smallest bucket that holds `rows`, or `rows` itself rounded up to a multiple of 128 beyond the
-    largest."""
+    """The smallest bucket that holds `rows`; above the largest, `rows` rounded up to a multiple of 128."""
     return next((bucket for bucket in buckets if rows <= bucket), -(-rows // _STEP) * _STEP)
 
 
 def buckets_for(slots: int) -> tuple[int, ...]:
-    """The buckets of an engine with so many slots."""
+    """The buckets of an engine with `slots` slots."""
     sizes = (*BUCKETS, *WIDE_BUCKETS)
     largest = bucket_of(slots, sizes)
     return (*(bucket for bucket in sizes if bucket < largest), largest)
 
 
 class Buckets(Generic[T]):
-    """Keeps what is captured by size. A batch is correct in any size that holds it, and fastest in the
-    smallest.
+    """Captured graphs by size. A batch is correct in any size that holds it, and fastest in the smallest.
 
-    So few graphs are enough to begin with. Another is captured when its size was asked for `ASKS` times,
-    or when nothing else is to do.
+    So a few graphs are enough at first. A size is captured after `ASKS` requests for it, or while the engine
+    is idle.
     """
 
     def __init__(self, sizes: Sequence[int], unit: str = "rows") -> None:
-        """`unit`: of a size, for the log."""
+        """`unit`: the unit of sizes, for the log."""
         self.sizes = tuple(sorted(sizes))
-        #: What was captured, by its size.
+        #: Captured graphs by size.
         self.captured: dict[int, T] = {}
         self._unit = unit
         self._refused: set[int] = set()
@@ -61,34 +57,32 @@ class Buckets(Generic[T]):
 
     @property
     def first(self) -> list[int]:
-        """What to capture before the first batch: the largest, which holds every batch, and those of few
-        rows."""
+        """The sizes to capture before the first batch: the largest, which holds every batch, and small ones."""
         return [self.sizes[-1], *(size for size in _FIRST if size in self.sizes[:-1])]
 
     @property
     def possible(self) -> tuple[int, ...]:
-        """All sizes but those that cannot be captured; all where none can."""
+        """The sizes that can be captured; all sizes if none can."""
         return tuple(size for size in self.sizes if size not in self._refused) or self.sizes
 
     def of(self, size: int, capture: Callable[[int], T]) -> T:
-        """What is captured for a size, now where it is not there. Raises what a lack of memory raises."""
+        """The graph of a size, captured now if needed. Raises `torch.OutOfMemoryError`."""
         if size not in self.captured:
             self.captured[size] = capture(size)
         return self.captured[size]
 
     def attempt(self, size: int, capture: Callable[[int], T]) -> bool:
-        """Captures a size that others, or none, can stand in for; whether there was memory for it."""
+        """Captures a size that is not required. Returns False if there is no memory for it."""
         try:
             self.of(size, capture)
         except torch.OutOfMemoryError:
-            log.warning("there is no memory for a graph of %d %s; others take its place", size, self._unit)
+            log.warning("there is no memory for a graph of %d %s; others are used instead", size, self._unit)
             self._refused.add(size)
             return False
         return True
 
     def prepare(self, capture: Callable[[int], T]) -> bool:
-        """Captures one more size, as far as there is memory, when nothing else is to do; False when there
-        is nothing left."""
+        """Captures one more size, for an idle engine. Returns False if none is left."""
         missing = next(
             (size for size in self.sizes if size not in self.captured and size not in self._refused), None
         )
@@ -97,8 +91,8 @@ class Buckets(Generic[T]):
         return missing is not None
 
     def choose(self, rows: int, capture: Callable[[int], T]) -> int | None:
-        """The size that a batch of `rows` takes, captured where that is due now. None: there is no memory
-        for any that holds it."""
+        """The size for a batch of `rows`, captured now if it is due. None: there is no memory for any size that
+        holds it."""
         while (size := self._wanted(rows)) is not None and size not in self.captured:
             self.attempt(size, capture)
         return size

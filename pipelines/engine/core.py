@@ -1,4 +1,4 @@
-"""The frame loop: one `step` admits, prefills, starts frames and reads those that are done. No threads."""
+"""The frame loop without threads: one `step` admits and prefills requests, and starts and reads frames."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from kernels.sampler import DrawFlags
 from pipelines.engine.executor import EngineOptions, FrameExecutor, FrameSettings, PendingFrames, PrefillRun
 from pipelines.engine.scheduler import Finish, FrameReceiver, GenerationRequest, Scheduler, Utterance
 from pipelines.engine.state import Placement
-from pipelines.engine.turns import Listening, TurnPlanner
+from pipelines.engine.turns import Playback, TurnPlanner
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 
 log = logging.getLogger(__name__)
 
-#: This share of all slots is enough to let newcomers in at once.
+#: New requests are admitted at once if a sixteenth of all slots is free.
 _QUORUM = 16
-#: When fewer than this share of all slots are free, streams that are ahead of their listeners go on too.
+#: If fewer than an eighth of all slots are free, streams ahead of their listeners run too.
 _CROWDED = 8
-#: While a stream is alive, whole utterances have this part of a turn's prefill.
+#: While a stream is alive, whole utterances have a quarter of a turn's prefill.
 _WHOLE_SHARE = 4
 
 
@@ -38,32 +38,32 @@ class _Turn:
     batch: list[tuple[Utterance, int]]
     pending: PendingFrames
     frames: int
-    #: Whether everybody who needed a frame took part.
+    #: Whether it has every row that needed a frame.
     together: bool
 
 
 def engine_failure(error: Exception) -> SynthesisError:
-    """The error for requests that a fault of the engine or the device ended."""
+    """The error of requests that failed because of the engine or the device."""
     message = f"The engine failed: {type(error).__name__}: {error}."
     return SynthesisError(ErrorCode.SYNTH_ENGINE, message, "See the log; the request may be tried again.")
 
 
 class EngineCore:
-    """Merges requests into one running batch that they join and leave at any frame. Receivers are told by
-    whoever calls `step`."""
+    """Merges requests into one running batch that they join and leave at any frame. Calls receivers on the
+    thread that calls `step`."""
 
     def __init__(
         self, executor: FrameExecutor, options: EngineOptions, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.executor = executor
         self.options = options
-        #: Frames that were made, and requests that are over.
+        #: Counts of frames made and of requests that ended.
         self.frames_made = self.requests_done = 0
         self._clock = clock
         self._turns: deque[_Turn] = deque()
         self._since_admission = 0
         self._drawn: tuple[list[Utterance], DrawFlags, DrawFlags] | None = None
-        #: Rows of a frame at most.
+        #: Maximum rows of a frame.
         self._rows = executor.state.slots - options.spare_slots
         self.planner = TurnPlanner(
             executor.batch_sizes,
@@ -80,7 +80,7 @@ class EngineCore:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing can be done before something comes: a request, or text for those that run."""
+        """Whether there is nothing to do until a request, or text for a running one, arrives."""
         waiting = self._turns or self.scheduler.waiting or self.scheduler.waiting_streams
         return not waiting and all(
             one.starved and one.prefilled == one.last for one in self.scheduler.running
@@ -92,8 +92,8 @@ class EngineCore:
         return bool(self.scheduler.waiting_streams or self.scheduler.streams)
 
     def check(self, request: GenerationRequest) -> None:
-        """Raises `SynthesisError` (`synth.oom`) for a request that could not run even alone; may be called
-        from any thread."""
+        """Raises `SynthesisError` (`synth.oom`) for a request that cannot run even alone. May be called on any
+        thread."""
         kv = self.executor.kv
         room = min(kv.pages * kv.page_size, self.options.max_context)
         if request.positions > room:
@@ -104,15 +104,15 @@ class EngineCore:
             )
 
     def add(self, request: GenerationRequest, receiver: FrameReceiver) -> None:
-        """Puts a request into the queue. Raises as `check` does."""
+        """Queues a request. Raises like `check`."""
         self.check(request)
-        listening = Listening(self._clock(), unheard=request.unheard) if request.stream else None
-        queue = self.scheduler.waiting if listening is None else self.scheduler.waiting_streams
-        queue.append(Utterance(request, receiver, listening=listening))
+        playback = Playback(self._clock(), unheard=request.unheard) if request.stream else None
+        queue = self.scheduler.waiting if playback is None else self.scheduler.waiting_streams
+        queue.append(Utterance(request, receiver, playback=playback))
 
     def append(self, request: GenerationRequest, ids: Sequence[int], final: bool) -> None:
-        """Adds text ids to a request whose text is open; `final` ends its text. Does nothing when the
-        request is over."""
+        """Adds text ids to a request with open text; `final` ends the text. Does nothing after the request's
+        end."""
         for utterance in self.scheduler.find(request):
             if not utterance.text_open:
                 continue
@@ -125,17 +125,15 @@ class EngineCore:
                     self.executor.state.write_trailing(utterance.slot, more, known)
 
     def abort(self, which: object) -> None:
-        """Ends a request, or all requests with this origin or id, wherever they are; their receivers hear
-        `synth.aborted`."""
+        """Ends a request, or all requests with this origin or id, with `synth.aborted`."""
         for utterance in self.scheduler.find(which):
             self._fail(utterance, SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted."))
 
     def step(self, batch: bool = True) -> bool:
-        """One turn: admit, prefill, start frames, and read what is old enough. Returns whether there was
+        """Runs one turn: admits, prefills, starts frames and reads finished ones. Returns whether there was
         anything to do.
 
-        Without `batch` only streams go on. While a stream is alive a turn has one frame, which is read at
-        once.
+        Without `batch` only streams run. While a stream is alive, a turn has one frame, which is read at once.
         """
         began, streams = self._clock(), self.has_streams
         try:
@@ -146,49 +144,49 @@ class EngineCore:
             self._shrink(error)
             return True
         if turn is not None:
-            self.scheduler.limit.went_well(len(turn.batch) if streams else len(self.scheduler.running))
+            self.scheduler.limit.record_success(len(turn.batch) if streams else len(self.scheduler.running))
         lag = 0 if streams or turn is None else self.executor.lag
         read = len(self._turns) > lag
         while len(self._turns) > lag:
             self._read(self._turns.popleft())
         if turn is not None:
-            self.planner.took((self._clock() - began) / turn.frames, turn.together)
+            self.planner.record((self._clock() - began) / turn.frames, turn.together)
         return turn is not None or prefilled or read
 
     def _whole_turn(self) -> tuple[_Turn | None, bool]:
         """Starts a turn of whole utterances; also returns whether prompts were prefilled."""
         self._admit()
-        prefilled = self._prefill()
+        prefilled = self._prefill(self.scheduler.running)
         return self._start_frames(
             self.scheduler.ready()[: self._rows], self.options.frames_per_turn, True
         ), prefilled
 
     def _stream_turn(self, batch: bool) -> tuple[_Turn | None, bool]:
-        """Starts the turn that `TurnPlanner` plans, after newcomers among the streams were prefilled; also
-        returns whether prompts were."""
+        """Prefills new streams and starts the turn that `TurnPlanner` plans; also returns whether prompts were
+        prefilled."""
         scheduler = self.scheduler
         self._place(scheduler.admit_streams())
         prefilled = self._prefill(scheduler.streams)
-        streams = [one for one in scheduler.ready() if one.listening is not None]
+        streams = [one for one in scheduler.ready() if one.playback is not None]
         batch = batch and bool(scheduler.whole or scheduler.waiting)
-        listening = [one.listening for one in streams if one.listening is not None]
+        playbacks = [one.playback for one in streams if one.playback is not None]
         crowded = (
             bool(scheduler.waiting_streams) or scheduler.free_slots < self.executor.state.slots // _CROWDED
         )
-        plan = self.planner.plan(listening, self._clock(), batch, crowded)
+        plan = self.planner.plan(playbacks, self._clock(), batch, crowded)
         rows = [streams[index] for index in plan.streams]
         if plan.batch:
             self._admit()
             prefilled = self._prefill(scheduler.whole, _WHOLE_SHARE) or prefilled
-            rows += [one for one in scheduler.ready() if one.listening is None]
+            rows += [one for one in scheduler.ready() if one.playback is None]
         return self._start_frames(rows[: self._rows], 1, plan.together), prefilled
 
     def fail_all(self, error: NightjarError) -> None:
-        """Ends every request, running or waiting, with this error."""
+        """Ends all requests with this error."""
         self._turns.clear()
         for utterance in self.scheduler.all():
             self._fail(utterance, error)
-        # What was computed before a fault is not trusted.
+        # Keys and values from before a fault are not reused.
         self.scheduler.prefixes.clear()
 
     def _admit(self) -> None:
@@ -202,8 +200,8 @@ class EngineCore:
             self._place(admitted)
 
     def _place(self, admitted: list[Utterance]) -> None:
-        """Writes newcomers into their slots; where their prompts cannot be embedded together, each is
-        embedded alone."""
+        """Writes new requests into their slots. If their prompts cannot be embedded together, embeds each one
+        alone."""
         found: list[Tensor] | list[None] = [None] * len(admitted)
         if len(admitted) > 1:
             try:
@@ -222,7 +220,7 @@ class EngineCore:
             self.executor.state.place(known)
 
     def _placement(self, utterance: Utterance, embeddings: Tensor | None) -> Placement | None:
-        """What goes into the utterance's slot; None when its prompt broke, which ends it alone."""
+        """The contents of the utterance's slot; None if its prompt cannot be embedded, which fails it alone."""
         request, last = utterance.request, len(utterance.request.prompt) - 1
         try:
             if embeddings is None:
@@ -242,12 +240,12 @@ class EngineCore:
         except Exception as error:
             if lacks_memory(error):
                 raise
-            log.exception("a request could not be let in")
+            log.exception("a request could not be admitted")
             self._fail(utterance, engine_failure(error))
             return None
 
-    def _prefill(self, among: Sequence[Utterance] | None = None, share: int = 1) -> bool:
-        """Prefills chunks of prompts, as `Scheduler.prefill` plans them; whether there were any."""
+    def _prefill(self, among: Sequence[Utterance], share: int = 1) -> bool:
+        """Prefills the chunks that `Scheduler.prefill` plans. Returns whether there were any."""
         if adopted := self.scheduler.adopt_prefixes(among):
             self.executor.state.write_pages([(one.slot, one.pages, 0) for one in adopted])
         chunks = self.scheduler.prefill(among, share)
@@ -262,7 +260,7 @@ class EngineCore:
             if utterance.prefilled == utterance.last:
                 utterance.embeddings = None
         there_were_any = bool(runs)
-        # Chunks of one prompt read the pages that earlier chunks wrote: they go one after the other.
+        # Chunks of one prompt read the pages that earlier chunks wrote, so they run one after another.
         while runs:
             now: dict[int, PrefillRun] = {}
             later = [run for run in runs if now.setdefault(run.slot, run) is not run]
@@ -274,7 +272,7 @@ class EngineCore:
         return there_were_any
 
     def _start_frames(self, batch: list[Utterance], frames: int, together: bool) -> _Turn | None:
-        """Starts up to so many frames of these; `together`: everybody who needs a frame is among them."""
+        """Starts up to `frames` frames; `together`: no other row needs one."""
         if not batch:
             return None
         count = min(frames, min([one.request.max_tokens - one.started for one in batch]))
@@ -293,7 +291,7 @@ class EngineCore:
         return turn
 
     def _draw_flags(self, batch: list[Utterance]) -> tuple[DrawFlags, DrawFlags]:
-        """What the samplers need for a batch; most turns have the batch of the turn before."""
+        """The samplers' flags for a batch, kept while the batch stays the same."""
         if self._drawn is None or self._drawn[0] != batch:
             samplings = [one.request.sampling for one in batch]
             first = DrawFlags.of([(s.temperature, s.top_k, s.top_p) for s in samplings])
@@ -305,23 +303,23 @@ class EngineCore:
 
     def _read(self, turn: _Turn) -> None:
         result = turn.pending()
-        told, count = set(np.flatnonzero(result.flags.any(axis=0)).tolist()), turn.frames
+        flagged, count = set(np.flatnonzero(result.flags.any(axis=0)).tolist()), turn.frames
         for row, ((utterance, run), codes) in enumerate(zip(turn.batch, result.codes.swapaxes(0, 1))):
             if utterance.run != run:
                 continue
             if (
-                row in told
-                or utterance.listening is not None
+                row in flagged
+                or utterance.playback is not None
                 or utterance.made + count >= utterance.request.max_tokens
             ):
-                self._take(utterance, codes, result.flags[:, row] if row in told else None)
-            else:  # most rows of most turns
+                self._take(utterance, codes, result.flags[:, row] if row in flagged else None)
+            else:  # the common case
                 utterance.parts.append(codes)
                 utterance.made += count
                 self.frames_made += count
 
     def _take(self, utterance: Utterance, codes: NDArray[np.int64], flags: NDArray[np.uint8] | None) -> None:
-        """The frames of one utterance, up to its end; `flags` is None when there are none."""
+        """Takes the frames of one utterance, up to its end; `flags`: None if none is set."""
         room = utterance.request.max_tokens - utterance.made
         finish: Finish | None = None
         if len(codes) >= room:
@@ -345,30 +343,30 @@ class EngineCore:
         )
 
     def _keep(self, utterance: Utterance, codes: NDArray[np.int64]) -> None:
-        """Adds frames, and hands on whole chunks of a stream (a restart makes some again that were handed
-        on before)."""
+        """Adds frames, and delivers whole chunks of a stream. After a restart, frames that were already
+        delivered are made again."""
         if not len(codes):
             return
         utterance.parts.append(codes)
         utterance.made += len(codes)
         self.frames_made += len(codes)
-        if utterance.listening is not None:
-            self._keep_stream(utterance, utterance.listening, utterance.made - utterance.delivered)
+        if utterance.playback is not None:
+            self._keep_stream(utterance, utterance.playback, utterance.made - utterance.delivered)
 
-    def _keep_stream(self, utterance: Utterance, listening: Listening, fresh: int) -> None:
+    def _keep_stream(self, utterance: Utterance, playback: Playback, fresh: int) -> None:
         now = self._clock()
-        if listening.awaiting:
-            listening.size = self.planner.next_size(listening, now)
-        while fresh >= listening.wanted or (fresh > 0 and utterance.starved):
-            size = listening.wanted if fresh >= listening.wanted else self.planner.whole_part(fresh)
-            # A part has one frame or more.
+        if playback.awaiting:
+            playback.size = self.planner.next_size(playback, now)
+        while fresh >= playback.wanted or (fresh > 0 and utterance.starved):
+            size = playback.wanted if fresh >= playback.wanted else self.planner.whole_part(fresh)
+            # Every part has at least one frame.
             chunk = np.concatenate(utterance.parts[-fresh:])[-fresh:][:size]
             utterance.delivered += len(chunk)
             fresh -= len(chunk)
-            listening.handed_on(len(chunk), now, self.options.frame_seconds)
-            listening.size = self.planner.next_size(listening, now)
-            _tell(utterance.receiver.frames, chunk)
-        listening.missing = listening.wanted - fresh
+            playback.record_chunk(len(chunk), now, self.options.frame_seconds)
+            playback.size = self.planner.next_size(playback, now)
+            _notify(utterance.receiver.frames, chunk)
+        playback.missing = playback.wanted - fresh
 
     def _finish(self, utterance: Utterance, finish: Finish) -> None:
         self.scheduler.remove(utterance)
@@ -378,22 +376,22 @@ class EngineCore:
             utterance.receiver.finished(codes, finish)
         except Exception as error:
             log.exception("a receiver of the engine failed")
-            _tell(utterance.receiver.failed, engine_failure(error))
+            _notify(utterance.receiver.failed, engine_failure(error))
 
     def _fail(self, utterance: Utterance, error: NightjarError) -> None:
         if utterance.slot >= 0:
             self.scheduler.remove(utterance)
         else:
-            self.scheduler.forget(utterance)
+            self.scheduler.remove_waiting(utterance)
         self.requests_done += 1
-        _tell(utterance.receiver.failed, error)
+        _notify(utterance.receiver.failed, error)
 
     def _shrink(self, error: RuntimeError) -> None:
-        """After running out of device memory: all start again, fewer at a time (see `BatchLimit`); one
-        alone fails."""
+        """After an out-of-memory error: restarts all requests, fewer at a time (see `BatchLimit`). A request
+        that ran alone fails."""
         self._turns.clear()
         running = self.scheduler.running
-        self.scheduler.limit.drop(len(running))
+        self.scheduler.limit.reduce(len(running))
         log.warning(
             "the device is out of memory with %d requests; %d may run for now: %s",
             len(running),
@@ -412,8 +410,8 @@ class EngineCore:
         torch.cuda.empty_cache()
 
 
-def _tell(call: Callable[[Any], None], what: object) -> None:
-    """A receiver that raises must not stop the engine."""
+def _notify(call: Callable[[Any], None], what: object) -> None:
+    """Calls a receiver; one that raises must not stop the engine."""
     try:
         call(what)
     except Exception:

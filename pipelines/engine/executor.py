@@ -1,5 +1,5 @@
-"""What the engine runs frames of: a `FrameModel`, one class for all families; and with what: a `FrameExecutor`.
-Which ops that runs is its own matter."""
+"""The interface between the engine and models: `FrameModel`, one class for all families, and `FrameExecutor`,
+which runs its frames."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from pipelines.engine.buckets import buckets_for
 from pipelines.engine.state import PagedKV, SlotState
 from pipelines.engine.turns import CHUNK_FRAMES, FIRST_FRAMES
 
-#: Rows of every batch on CPU: with one shape for all batches, no row's bits depend on how many rows there
-#: are.
+#: Rows of every batch on a CPU: with one shape, a row's bits do not depend on the number of rows.
 CPU_ROWS = 32
 
 
@@ -35,37 +34,36 @@ class EngineOptions:
     pages: int = 1024
     page_size: int = 64
     max_context: int = 8192
-    #: Positions of one prefill chunk, and of all chunks of one turn.
+    #: Maximum positions of one prefill chunk, and of all chunks of one turn.
     prefill_chunk: int = 256
     prefill_tokens: int = 2048
-    #: Frames that a request must have room for before it is let in beside others.
+    #: Frames that a request must have room for to be admitted beside others.
     reserve_frames: int = 64
-    #: Frames a scheduling turn; more hide the host, and waste up to that many when a request ends. One while
-    #: a stream is alive.
+    #: Frames of a turn; more of them hide the host's work, and waste up to as many when a request ends. One
+    #: while a stream is alive.
     frames_per_turn: int = 1
-    #: Turns that whole utterances may wait for company while most slots are taken: one prefill of many costs
-    #: little more than one of one.
+    #: Maximum turns that whole utterances wait for others while most slots are taken: a prefill of many costs
+    #: little more than a prefill of one.
     admit_turns: int = 1
-    #: Frames that the codec decodes in one batch; None: its own maximum.
+    #: Maximum frames of the codec's batches; None: the codec's default.
     decode_frames: int | None = None
-    #: The speech in a frame.
+    #: Seconds of speech in a frame.
     frame_seconds: float = 0.08
-    #: Slots that whole utterances leave free for streams.
+    #: Slots reserved for streams.
     stream_slots: int = 0
-    #: Slots beside `slots` whose requests are prefilled and have no row in a frame yet: one of them takes, in
-    #: the next turn, the row of a request that has ended.
+    #: Additional slots for prefilled requests that have no row in a frame yet; one of them takes the row of a
+    #: request that has ended, in the next turn.
     spare_slots: int = 0
-    #: Whether the executor "auto" may have persistent kernels: there is memory for the weights that they
-    #: read.
+    #: Whether there is memory for the weights of persistent kernels, so that the executor "auto" may use them.
     persistent: bool = True
-    #: Sizes of a stream's chunks, and those of them that the first one may have; see `TurnPlanner`.
+    #: Sizes of a stream's chunks, and possible sizes of its first one; see `TurnPlanner`.
     chunk_frames: tuple[int, ...] = CHUNK_FRAMES
     first_frames: tuple[int, ...] = FIRST_FRAMES
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillRun:
-    """New positions of one request: embeddings [n, hidden] from position `start` on."""
+    """Embeddings [n, hidden] of one request's positions from `start` on."""
 
     slot: int
     start: int
@@ -74,27 +72,25 @@ class PrefillRun:
 
 @dataclass(frozen=True, slots=True)
 class FrameSettings:
-    """What the host knows of a batch: its longest context after this frame and what its samplers need."""
+    """The longest context of a batch after this frame, and the flags of its samplers."""
 
     max_length: int
     first: DrawFlags
     residual: DrawFlags
 
     def later(self, frames: int) -> FrameSettings:
-        """The settings that many frames on."""
+        """The settings `frames` frames later."""
         return replace(self, max_length=self.max_length + frames)
 
 
 class FrameModel:
-    """An LM that makes one frame of codes a step. Stateless but for its weights: what runs lives in
-    `SlotState` and `PagedKV`.
+    """An LM that makes one frame of codes a step. Requests' states are in `SlotState` and `PagedKV`.
 
-    A family derives from it: it fills in the tensors and says how a prompt is embedded.
+    Families derive from it: they provide the tensors and embed prompts.
     """
 
     def __init__(self, tensors: FrameTensors, pad_text: int | None = None) -> None:
-        """`pad_text`: the text id that is fed once a request's own are used up; None where no text follows
-        a prompt."""
+        """`pad_text`: the text id that follows the end of a request's text; None if no text follows a prompt."""
         self.tensors = tensors
         self.codebooks = tensors.codebooks
         self.dtype = tensors.head.dtype
@@ -102,25 +98,25 @@ class FrameModel:
         self._pad_text = pad_text
 
     def embed(self, prompt: Any, /) -> Tensor:
-        """Embeddings [length, hidden] of a prompt; also makes ready what its trailing text needs."""
+        """Embeddings [length, hidden] of a prompt; also prepares its trailing text."""
         raise NotImplementedError
 
     def embed_all(self, prompts: Sequence[Any]) -> list[Tensor]:
-        """`embed` of each. A family whose prompts come often can do it in a few launches for all of them."""
+        """Embeds several prompts. Families can override it to use fewer launches."""
         return [self.embed(prompt) for prompt in prompts]
 
     def take_text(self, ids: NDArray[np.int64]) -> None:
-        """Makes ready what text that comes later needs. Nothing, where no text follows a prompt."""
+        """Prepares text ids that follow a prompt."""
 
     def make_kv(self, pages: int, page_size: int) -> PagedKV:
-        """Pages for keys and values of the backbone."""
+        """Makes the pages for keys and values of the backbone."""
         stack = self.tensors.backbone
         return PagedKV(
             len(stack.layers), pages, stack.kv_heads, page_size, stack.head_dim, self.dtype, self.device
         )
 
     def make_state(self, slots: int, max_pages: int, max_trailing: int) -> SlotState:
-        """The device side of so many slots."""
+        """Makes the device's state of `slots` slots."""
         tensors = self.tensors
         trailing = 0 if self._pad_text is None else max_trailing
         return SlotState(
@@ -129,8 +125,8 @@ class FrameModel:
         )  # fmt: skip
 
     def prefill(self, runs: Sequence[PrefillRun], state: SlotState, kv: PagedKV) -> None:
-        """Writes keys and values of packed runs of prompt positions; nothing is computed beyond the last
-        layer's keys and values."""
+        """Writes keys and values of packed runs of prompt positions; computes nothing after the last layer's
+        keys and values."""
         counts, starts = [len(run.embeddings) for run in runs], [run.start for run in runs]
         owner = np.repeat(np.arange(len(runs)), counts)
         places = np.concatenate([np.arange(start, start + count) for start, count in zip(starts, counts)])
@@ -160,10 +156,9 @@ class FrameModel:
         kv: PagedKV,
         forced: Tensor | None = None,
     ) -> FrameOutput:
-        """One frame of the slots `rows` [n] (filled up with the dead slot): backbone, draws, next input;
-        updates `state`.
+        """Makes one frame of the slots `rows` [n] (padded with the dead slot) and updates `state`.
 
-        `forced` [n, codebooks] stands in for the drawn codes wherever they are fed back.
+        `forced` [n, codebooks] replaces the drawn codes wherever they are fed back.
         """
         return run_frame(
             self.tensors,
@@ -180,7 +175,7 @@ class FrameModel:
 
 @dataclass(frozen=True, slots=True)
 class FrameCodes:
-    """Frames on the host. codes: int64 [frames, rows, codebooks]; flags: uint8 [frames, rows] of `ENDED`,
+    """Frames on the host. codes: int64 [frames, rows, codebooks]; flags: uint8 [frames, rows] of `ENDED` and
     `NOT_FINITE`."""
 
     codes: NDArray[np.int64]
@@ -192,23 +187,23 @@ PendingFrames = Callable[[], FrameCodes]
 
 
 class FrameExecutor:
-    """Makes frames of a model, of the slots of a `SlotState`."""
+    """Runs frames of a model for the slots of a `SlotState`."""
 
     name: str
-    #: What its kernels are made with: `fused CUDA`, `Triton`, or `plain` for PyTorch's own.
+    #: The kind of its kernels: `fused CUDA`, `Triton`, or `plain` for PyTorch's own.
     kernels: str = "plain"
-    #: Whether graphs prefill prompts one after the other in one row, without padding.
+    #: Whether graphs prefill prompts one after another in one row, without padding.
     packed: bool = False
-    #: The CUDA stream that its caller should be on; None: any.
+    #: The CUDA stream for its caller; None: any.
     stream: torch.cuda.Stream | None = None
-    #: Numbers of rows that batches are filled up to, in order.
+    #: Numbers of rows that batches are padded to, ascending.
     batch_sizes: Sequence[int]
-    #: Turns that may be under way before the oldest is read: 0 where frames are made at once, 1 to hide the
-    #: host behind a GPU.
+    #: Maximum pending turns before the oldest is read: 0 if frames are made synchronously, 1 to overlap the
+    #: host's work with a GPU's.
     lag: int = 1
 
     def __init__(self, model: FrameModel, sizes: EngineOptions, reproducible: bool) -> None:
-        """`reproducible`: whether a request's codes are the same bits alone and in any company."""
+        """`reproducible`: whether the bits of a request's codes do not depend on its batch."""
         self.reproducible = reproducible
         self._model = model
         self.kv = model.make_kv(sizes.pages, sizes.page_size)
@@ -222,34 +217,33 @@ class FrameExecutor:
         return self._model.embed(prompt)
 
     def embed_all(self, prompts: Sequence[Any]) -> list[Tensor]:
-        """`embed` of each, where a device allows it in a few launches for all of them."""
+        """Embeds several prompts, in fewer launches if possible."""
         return [self.embed(prompt) for prompt in prompts]
 
     @torch.inference_mode()
     def take_text(self, ids: NDArray[np.int64]) -> None:
-        """Makes ready what text ids need that come after their request's prompt."""
+        """Prepares text ids that follow a prompt."""
         self._model.take_text(ids)
 
     def prefill(self, runs: Sequence[PrefillRun]) -> None:
-        """Writes keys and values of prompt positions; a slot's pages are already in its table."""
+        """Writes keys and values of prompt positions; the slots' pages are already in their tables."""
         raise NotImplementedError
 
     def frames(self, slots: Sequence[int], count: int, settings: FrameSettings) -> PendingFrames:
-        """Starts `count` frames of these slots; `settings.max_length` holds for the first and grows by one
-        a frame."""
+        """Starts `count` frames of these slots; `settings` are those of the first frame."""
         raise NotImplementedError
 
     def prepare(self) -> bool:
-        """Makes one thing ready that later batches are faster with, while nothing else is to do; False
-        when there is nothing left."""
+        """Prepares one thing that makes later batches faster, for an idle engine. Returns False if nothing is
+        left."""
         return False
 
 
 class EagerExecutor(FrameExecutor):
-    """PyTorch ops one by one, on any device: the oracle of the other executors.
+    """Runs PyTorch ops one by one, on any device; the reference for the other executors.
 
-    On CPU a batch always has `CPU_ROWS` rows (more slots make several batches) and every prompt is
-    prefilled alone, so that a request's codes are the same bits alone and in any company.
+    On a CPU every batch has `CPU_ROWS` rows (more slots make several batches) and every prompt is prefilled
+    alone, so that the bits of a request's codes do not depend on its batch.
     """
 
     name = "eager"
@@ -297,7 +291,7 @@ class EagerExecutor(FrameExecutor):
 
 
 def _read(made: Sequence[Tensor], event: torch.cuda.Event | None = None) -> FrameCodes:
-    """Codes and flags that are on their way to the host."""
+    """Reads codes and flags once their transfer is complete."""
     if event is not None:
         event.synchronize()
     codes, flags = made

@@ -1,5 +1,4 @@
-"""Frames as CUDA graphs: one graph for each size of the batch, replayed once a frame, with all state on
-the device."""
+"""Frames as CUDA graphs: one graph for each batch size, replayed once a frame, with all state on the device."""
 
 from __future__ import annotations
 
@@ -28,17 +27,16 @@ from pipelines.engine.executor import (
 from pipelines.engine.prefill import PackedPrefills, PaddedPrefills, packed_sizes
 from pipelines.engine.state import SCRATCH_PAGE
 
-#: Bytes between what kernels write for the host: flags, then codes.
+#: Alignment in bytes of the codes after the flags in a frame's output.
 _ALIGNED = 128
 
 
 class GraphExecutor(FrameExecutor):
-    """The `FrameExecutor` for a GPU: the frame of `model` in fused kernels, captured once a bucket.
+    """The `FrameExecutor` for a GPU: the frame of `model` in fused kernels, captured once for each bucket.
 
-    `warm` captures a few graphs, which serve every batch; `Buckets` says when others follow.
-    `reproducible` runs every batch in one bucket, so with the same splits, and prefills chunks of one size
-    and place in one shape: every row meets the same kernels, and its codes are the same bits alone and in
-    any company.
+    `warm` captures a few graphs, which are enough for every batch; `Buckets` chooses when to capture others.
+    If `reproducible`, every batch runs in one bucket with the same splits, and chunks of one size and position
+    are prefilled in one shape: every row runs in the same kernels, so its bits do not depend on its batch.
     """
 
     name = "graph"
@@ -50,25 +48,25 @@ class GraphExecutor(FrameExecutor):
         reproducible: bool = False,
         first_on_device: bool = False,
     ) -> None:
-        """`first_on_device`: its work goes before that of other CUDA streams."""
+        """`first_on_device`: its work has priority over other CUDA streams."""
         super().__init__(model, sizes, reproducible)
         buckets = buckets_for(sizes.slots)
         largest = buckets[-1]
         self.batch_sizes = (largest,) if reproducible else buckets
-        #: A frame keeps what its graph reads and writes.
+        #: A frame holds the tensors that its graph reads and writes.
         self._graphs: Buckets[tuple[torch.cuda.CUDAGraph, FusedFrame]] = Buckets(self.batch_sizes)
         tensors = self.tensors = model.tensors
         self.kernels = "fused CUDA" if runs_cuda(tensors, self.kv.k) else "Triton"
         with torch.inference_mode():
             self._rows = torch.full((largest,), self.state.dead, device=model.device)
-            # One after the other, so that one copy takes both to the host.
+            # In one tensor, so that one copy sends both to the host.
             self._codes_from = -(-largest // _ALIGNED) * _ALIGNED
             self._made = torch.zeros(
                 self._codes_from + 8 * largest * model.codebooks, dtype=torch.uint8, device=model.device
             )
             self._flags = self._made[:largest]
             self._codes = self._made[self._codes_from :].view(torch.int64).view(largest, model.codebooks)
-        #: Pinned buffers of one frame each that no frame is on its way to.
+        #: Free pinned buffers, each for one frame.
         self._buffers: list[Tensor] = []
         self._running: list[int] = []
         priority = FRAME_PRIORITY if first_on_device else 0
@@ -79,7 +77,7 @@ class GraphExecutor(FrameExecutor):
         self.prefills = prefills_of(self, packed_sizes(sizes.slots))
 
     def embed_all(self, prompts: Sequence[object]) -> list[Tensor]:
-        # The order of a sum may depend on the positions of all prompts together.
+        # The order of a sum can depend on the total number of positions.
         if self.reproducible:
             return super().embed_all(prompts)
         with torch.inference_mode():
@@ -93,7 +91,7 @@ class GraphExecutor(FrameExecutor):
 
     @torch.inference_mode()
     def frames(self, slots: Sequence[int], count: int, settings: FrameSettings) -> PendingFrames:
-        """Starts `count` frames; `settings` is not needed, since the kernels read every row's own."""
+        """Starts `count` frames; ignores `settings`, since the kernels read those of every row."""
         bucket = self._graphs.choose(len(slots), self._capture) or self._graphs.sizes[-1]
         graph, _ = self._graphs.of(bucket, self._capture)
         self._write_rows([*slots, *[self.state.dead] * (bucket - len(slots))])
@@ -113,13 +111,12 @@ class GraphExecutor(FrameExecutor):
         return partial(self._read, used, event, len(slots))
 
     def _read(self, used: list[Tensor], event: torch.cuda.Event, rows: int) -> FrameCodes:
-        """Flags and codes of frames on their way to pinned memory, one buffer a frame, which is free after
-        that."""
+        """Reads flags and codes from pinned buffers, one for each frame, and frees the buffers."""
         event.synchronize()
         codebooks = self._codes.shape[1]
         made = [buffer.numpy() for buffer in used]
         ends = self._codes_from + 8 * rows * codebooks
-        # Copies: a request keeps its codes.
+        # `stack` copies, so that a request can keep its codes.
         codes = np.stack(
             [frame[self._codes_from : ends].view(np.int64).reshape(rows, codebooks) for frame in made]
         )
@@ -129,15 +126,13 @@ class GraphExecutor(FrameExecutor):
 
     @torch.inference_mode()
     def warm(self, everything: bool = False) -> None:
-        """Captures the graphs without which a first batch would wait, or every graph, so that no request
-        ever waits for one."""
+        """Captures the graphs that the first batches need, or every graph, so that no request waits for one."""
         for bucket in self._graphs.first:
             self._graphs.of(bucket, self._capture)
         self.prefills.warm()
         while everything and self.prepare():
             pass
-        # What ran before the captures took memory that later batches do not need; the engine's thread may be
-        # on another stream.
+        # Frees memory that was only needed before the captures; the engine's thread may use another stream.
         torch.cuda.current_stream().synchronize()
         torch.cuda.empty_cache()
 
@@ -158,14 +153,14 @@ class GraphExecutor(FrameExecutor):
         return capture(lambda: frame.run(rows, codes, flags), self.pool, self.aside), frame
 
     def _new_frame(self, bucket: int) -> FusedFrame:
-        """What runs frames of a bucket."""
+        """Makes the frame of a bucket."""
         plan = plan_for(bucket, self.tensors.backbone.hidden)
         return FusedFrame(self.tensors, self.state.tensors(), self.kv.k, self.kv.v, bucket, plan)
 
 
 def prefills_of(executor: GraphExecutor, sizes: Sequence[int]) -> PackedPrefills | PaddedPrefills:
-    """How an executor prefills prompts; `sizes`: positions of the rows of packed ones. It keeps the
-    executor's parts, not the executor."""
+    """Makes the prefills of an executor; `sizes`: positions of packed rows. They refer to the executor's parts
+    only, not to the executor, which would be a reference cycle."""
     stack, state, cache, pool, aside = (
         executor.tensors.backbone,
         executor.state,

@@ -1,4 +1,4 @@
-"""Frames of one or two rows with persistent kernels; everything else is the graph executor's."""
+"""Frames of one or two rows with persistent kernels; all others run as in the graph executor."""
 
 from __future__ import annotations
 
@@ -26,17 +26,16 @@ log = logging.getLogger(__name__)
 
 
 class PersistentKernelError(RuntimeError):
-    """Blocks of the persistent kernel waited for each other until their patience ended."""
+    """Blocks of a persistent kernel timed out waiting for each other."""
 
 
 class MegakernelExecutor(GraphExecutor):
-    """The graph executor whose graphs of one and two rows have a cooperative launch in the place of the
-    predictor's kernels, and one in that of the talker's layers where there is a kernel for them.
+    """A graph executor whose graphs of one and two rows replace the predictor's kernels, and the talker's layers
+    if there is a kernel for them, with one cooperative launch each.
 
-    Where there is no such kernel for a model or a device, a warning says so and all graphs are plain. When
-    a launch gives up, the frames under way raise `PersistentKernelError`, which fails requests that may be
-    tried again, and from then on all graphs are plain. Where all graphs are plain, `name` is that of the
-    graph executor.
+    If there is no such kernel for a model or a device, it logs a warning and all graphs are plain. If a launch
+    times out, the pending frames raise `PersistentKernelError`, which fails requests that can be retried, and
+    all later graphs are plain. `name` is that of the graph executor while all graphs are plain.
     """
 
     name = "megakernel"
@@ -52,7 +51,7 @@ class MegakernelExecutor(GraphExecutor):
         return partial(self._watched, super().frames(slots, count, settings))
 
     def _watched(self, pending: PendingFrames) -> FrameCodes:
-        """Frames that may turn out void."""
+        """Reads frames, and raises `PersistentKernelError` if they are invalid."""
         made = pending()
         if (made.flags & FAILED).any():
             self._give_up()
@@ -60,9 +59,9 @@ class MegakernelExecutor(GraphExecutor):
         return made
 
     def _give_up(self) -> None:
-        """Forgets the graphs with a persistent kernel, and logs who waited; plain ones take their place
-        when they are needed."""
-        torch.cuda.synchronize(self.kv.k.device)  # nothing under way may use what goes now
+        """Drops the graphs with persistent kernels, and logs their faults; plain ones are captured when
+        needed."""
+        torch.cuda.synchronize(self.kv.k.device)  # no pending work may use them
         self._turn_plain()
         for bucket in ROWS:
             _, frame = self._graphs.captured.pop(bucket, (None, None))
@@ -87,8 +86,7 @@ class MegakernelExecutor(GraphExecutor):
         if bucket not in ROWS or not self._has_kernel():
             return super()._new_frame(bucket)
         if self._predictor is None:
-            # The weights as the kernels read them. Both or none: a talker that finds no memory leaves no half
-            # of them.
+            # The weights in the kernels' layout; both or none, if there is no memory for the talker.
             talker = None if talker_config(self.tensors) is None else Talker(self.tensors)
             self._predictor, self._talker = Predictor(self.tensors), talker
         plan = plan_for(bucket, self.tensors.backbone.hidden)
@@ -102,8 +100,7 @@ class MegakernelExecutor(GraphExecutor):
         )
 
     def _has_kernel(self) -> bool:
-        """Whether frames may have a persistent kernel; the first time, a warning where there is none for
-        the model."""
+        """Whether frames can have a persistent kernel; logs a warning once if the model has none."""
         if not self._plain and predictor_config(self.tensors) is None:
             log.warning("there is no persistent kernel for this model; frames run in plain graphs")
             self._turn_plain()

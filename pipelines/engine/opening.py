@@ -1,4 +1,4 @@
-"""How an engine is opened: its sizes by the memory of a device, and the executor of a model's frames."""
+"""Opens engines: their sizes by the memory of a device, and the executor of a model's frames."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -33,68 +33,55 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: A stack of layers as it is configured, or loaded.
+#: A stack of layers, configured or loaded.
 Stack = StackConfig | StackTensors
 
-#: Executors that can be asked for.
+#: Names of executors.
 ExecutorKind = Literal["auto", "eager", "graph", "megakernel"]
 _CPU_SLOTS, _CPU_KV_BYTES = 32, 1 << 30
 _DEFAULTS = EngineOptions()
 #: Positions below which no prompt has room for a second of speech.
-_LEAST_CONTEXT = 64
-#: On a GPU: turns that a newcomer may wait while most slots are taken; frames a turn, and where there are
-#: more than 512 slots, whose frame takes longer than the host's work for it.
+_MIN_CONTEXT = 64
+#: On a GPU: maximum turns that a request waits while most slots are taken; frames of a turn, and those with more
+#: than 512 slots, whose frame takes longer than the host's work.
 _ADMIT_TURNS = 4
 _FRAMES_PER_TURN, _WIDE_FRAMES_PER_TURN = 2, 1
 #: Positions of prompts that a turn prefills for each slot, where there are more than 512.
 _WIDE_PREFILL = 12
-#: Slots for each spare one, in jobs with 512 slots or more: more than the utterances that end while newcomers
-#: wait for company.
+#: Slots for each spare one, in jobs with 512 slots or more: more spare slots than utterances that end while new
+#: requests are gathered.
 _SPARE_PART = 8
-#: Share of the free memory that an engine takes where nobody says how much; the rest is for what the
-#: allocator cannot use.
+#: Default share of the free memory that an engine takes; the rest is for what the allocator cannot use.
 DEFAULT_SHARE = 0.9
-#: Positions that the default keeps for every slot: 30 s of speech, its text and a recording of 5 s. KV pages
-#: are taken as they are needed, and an utterance that finds none starts again later.
+#: Positions for every slot by default: 30 s of speech, its text and a recording of 5 s. KV pages are taken when
+#: they are needed, and an utterance that gets none starts again later.
 TYPICAL_POSITIONS = 512
-#: Positions for every slot below which a number that was asked for is refused.
-LEAST_POSITIONS = 256
-#: The codec's largest batch takes this part of the memory, but has at least so many frames; a multiple of the
-#: step.
-_DECODE_PART, _LEAST_DECODE_FRAMES, _FRAME_STEP = 8, 512, 64
+#: Minimum positions for every slot, below which a configured number of slots is refused.
+MIN_POSITIONS = 256
+#: The codec's largest batch takes an eighth of the memory; its minimum of frames, and their step.
+_DECODE_PART, _MIN_DECODE_FRAMES, _FRAME_STEP = 8, 512, 64
 #: CUDA's context and libraries; workspaces and inputs of all graphs of an engine of 512 slots, and of each
-#: one more. Measured on an H200: 0.85 GiB, and 1.2 GiB for 19 graphs.
+#: further graph. Measured on an H200: 0.85 GiB, and 1.2 GiB for 19 graphs.
 LIBRARY_BYTES, _GRAPH_BYTES, _MORE_GRAPH_BYTES = 1 << 30, 3 << 29, 1 << 26
-#: Beyond the typical positions of all slots, where there are more than 512 by default: further pages, and
-#: what the codec's allocator keeps. A job of 1,024 slots on an H200 took 45 GB of the GPU for all but its
-#: pages.
+#: Memory that must be left for more than 512 slots by default: for further pages, and for what the codec's
+#: allocator keeps. A job of 1,024 slots on an H200 took 45 GB for all but its pages.
 _WIDE_ROOM = 32 << 30
-#: Rows of a slot in the buffers of all graphs that `MemoryNeeds.slot` counts.
+#: Rows of each slot in the buffers of all graphs that `MemoryNeeds.slot` counts.
 _SLOT_ROWS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """What a model takes of a GPU, in bytes."""
+    """The GPU memory that a model needs, in bytes."""
 
-    #: Weights of the model and of its codec, and what is derived from them.
+    #: Weights of the model and its codec, and tensors derived from them.
     weights: int
     #: A slot: its state, and its rows in the buffers of all graphs.
     slot: int
     #: A page of the KV cache.
     page: int
-    #: A frame in the codec's batch.
+    #: A frame of the codec's batch.
     decoded_frame: int
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """Sizes that fit."""
-
-    slots: int
-    pages: int
-    #: Frames of the codec's largest batch.
-    decode_frames: int
 
 
 def plan_memory(
@@ -105,28 +92,27 @@ def plan_memory(
     slots: int | None = None,
     pages: int | None = None,
     wide: bool = False,
-) -> MemoryPlan:
+) -> EngineOptions:
     """Sizes of an engine that may take `budget` bytes.
 
-    Without `slots` it has the largest bucket of which every slot has room for a typical utterance; with
-    `wide` also those above 512, where much memory is left beside them. Half of what is left becomes
-    further pages, so that long utterances fit beside each other; the other half is for batches of the
-    codec that the allocator keeps. Raises `ConfigError` (`config.invalid`) where the model, or so many
-    slots, do not fit, and says how many do.
+    Without `slots` it has the largest bucket whose slots all have room for a typical utterance; only with
+    `wide` more than 512, if much memory is left. Half of the remaining memory becomes further pages, so that
+    several long utterances fit; the other half is for batches of the codec that the allocator keeps. Raises
+    `ConfigError` (`config.invalid`) with the number of slots that fit, if the model or `slots` do not.
     """
     decode_frames = budget // _DECODE_PART // needs.decoded_frame
-    decode_frames = min(max(decode_frames - decode_frames % _FRAME_STEP, _LEAST_DECODE_FRAMES), BATCH_FRAMES)
-    # The allocator keeps blocks of batches of other lengths: the codec takes about twice its largest batch.
+    decode_frames = min(max(decode_frames - decode_frames % _FRAME_STEP, _MIN_DECODE_FRAMES), BATCH_FRAMES)
+    # The allocator keeps blocks of batches of other lengths, so the codec takes about twice its largest batch.
     free = budget - LIBRARY_BYTES - _GRAPH_BYTES - needs.weights - 2 * decode_frames * needs.decoded_frame
 
     def holds(positions: int, beside: int = 0) -> int:
-        """The largest number of slots with room for so many positions each, and so many bytes beside them."""
+        """The maximum number of slots with this many positions each, with `beside` bytes left."""
         each = math.ceil(min(positions, max_context) / page_size) * needs.page
         tried = range(1, free // (needs.slot + each) + 1)
         return bisect_right(tried, free - beside, key=lambda count: slots_bytes(needs, count) + count * each)
 
-    most = holds(LEAST_POSITIONS)
-    if most < 1:
+    maximum = holds(MIN_POSITIONS)
+    if maximum < 1:
         message = f"The model does not fit into the GPU's memory: it needs {gib(budget - free)}, and the engine may take {gib(budget)}."
         raise _cannot_run(message, "Use a larger GPU, or raise SPEECH_ENGINE__MEMORY_SHARE if that is set.")
     if slots is None:
@@ -135,27 +121,26 @@ def plan_memory(
         if wide:
             roomy = holds(TYPICAL_POSITIONS, _WIDE_ROOM)
             slots = max([slots, *(bucket for bucket in WIDE_BUCKETS if bucket <= roomy)])
-    elif slots > most:
-        message = f"{slots} slots do not fit into the GPU's memory: the engine may take {gib(budget)}, which hold {most} slots."
-        advice = f"Set SPEECH_ENGINE__SLOTS to {most} or less, or unset it; or raise SPEECH_ENGINE__MEMORY_SHARE if that is set."
+    elif slots > maximum:
+        message = f"{slots} slots do not fit into the GPU's memory: the engine may take {gib(budget)}, which hold {maximum} slots."
+        advice = f"Set SPEECH_ENGINE__SLOTS to {maximum} or less, or unset it; or raise SPEECH_ENGINE__MEMORY_SHARE if that is set."
         raise _cannot_run(message, advice)
     if pages is None:
-        # What the slots typically need, and half of the rest, up to all that they could ever need.
+        # The pages of typical utterances and half of the rest, up to the maximum that the slots can use.
         room = (free - slots_bytes(needs, slots)) // needs.page
         typical = slots * math.ceil(min(TYPICAL_POSITIONS, max_context) / page_size)
         pages = min(
             room if room <= typical else typical + (room - typical) // 2,
             slots * math.ceil(max_context / page_size),
         )
-    return MemoryPlan(slots, pages, decode_frames)
+    return EngineOptions(slots, pages, page_size, max_context, decode_frames=decode_frames)
 
 
 def slots_bytes(needs: MemoryNeeds, slots: int) -> int:
-    """Bytes of so many slots without their pages, and of what graphs take beyond those of an engine as it
-    is by default.
+    """Bytes of slots without their pages, and of the graphs beyond those of 512 slots.
 
-    Every bucket has buffers of its own. A slot counts for `_SLOT_ROWS` rows in them, which is less than
-    all buckets have where there are many large ones, or where the largest is far above the slots.
+    Every bucket has its own buffers. A slot counts for `_SLOT_ROWS` rows in them; all buckets have more if many
+    of them are large, or the largest is far above the number of slots.
     """
     buckets = buckets_for(slots)
     more = max(len(buckets) - len(BUCKETS), 0)
@@ -165,13 +150,12 @@ def slots_bytes(needs: MemoryNeeds, slots: int) -> int:
 
 
 def gib(size: int) -> str:
-    """Bytes in words."""
+    """Formats bytes as GiB."""
     return f"{size / 2**30:.1f} GiB"
 
 
 def memory_budget(device: torch.device, share: float | None) -> int:
-    """Bytes that an engine may take of a GPU now. With a share PyTorch's allocator takes no more than that
-    in this process."""
+    """Bytes of a GPU that an engine may take now. A `share` also limits PyTorch's allocator in this process."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     if share is not None:
@@ -184,9 +168,8 @@ def _budget(free: int, total: int, share: float | None) -> int:
 
 
 @contextmanager
-def memory_told() -> Iterator[None]:
-    """Around the opening of a model. Raises `SynthesisError` (`synth.oom`) for a lack of the GPU's memory
-    inside."""
+def explain_oom() -> Iterator[None]:
+    """Raises `SynthesisError` (`synth.oom`) instead of an out-of-memory error while a model is opened."""
     try:
         yield
     except RuntimeError as error:
@@ -206,8 +189,8 @@ def check_executor(
     page_size: int = 64,
     stacks: Sequence[Stack] = (),
 ) -> None:
-    """Raises `ConfigError` (`config.invalid`) for an executor that a device, or a model of these stacks,
-    cannot have, before anything is loaded."""
+    """Raises `ConfigError` (`config.invalid`) for an executor that does not work on a device or with a model of
+    these stacks, before weights are loaded."""
     on_gpu, graphs = device.type == "cuda", kind in ("graph", "megakernel")
     eager = "Set SPEECH_ENGINE__EXECUTOR to eager, or unset it"
     if graphs and not on_gpu:
@@ -216,7 +199,7 @@ def check_executor(
         advice = "Set SPEECH_ENGINE__EXECUTOR to graph, or unset it; or unset SPEECH_ENGINE__REPRODUCIBLE."
         raise _cannot_run(f"The {kind} executor is not reproducible on a GPU.", advice)
     if on_gpu and kind != "eager" and (page_size > LARGEST_PAGE or page_size & (page_size - 1)):
-        message = f"The kernels of graphs need pages of a power of two of positions, and a maximum of {LARGEST_PAGE}; page_size is {page_size}."
+        message = f"The kernels of graphs need a page_size that is a power of two up to {LARGEST_PAGE}; page_size is {page_size}."
         raise _cannot_run(message, "Leave the option page_size out, or set it to 64.")
     if on_gpu and (graphs or reproducible):
         if fault := _unknown_heads(stacks):
@@ -246,14 +229,12 @@ def open_executor(
     reproducible: bool = False,
     streams: int = 0,
 ) -> FrameExecutor:
-    """The executor of a model; "auto" means graphs on a CUDA device, persistent kernels of one and two
-    rows included where they were measured (`may_be_persistent`) and `sizes` have memory for them, else
-    eager.
+    """Opens the executor of a model. "auto" means graphs on a CUDA device, with persistent kernels for one and
+    two rows if they were measured faster (`may_be_persistent`) and `sizes` have memory for them; else eager.
 
-    The first graphs are captured before this returns; all of them where it is made for `streams`, whose
-    frames go first on the device. Where the kernels of graphs cannot be made "auto" is eager too, with a
-    warning. Raises `ConfigError` (`config.invalid`) when graphs are asked for where they cannot run, or
-    `reproducible` on a GPU without them.
+    Captures the first graphs, or all of them for `streams`, whose frames have priority on the device. If the
+    kernels of graphs cannot be made, "auto" falls back to eager with a warning. Raises `ConfigError`
+    (`config.invalid`) if graphs, or `reproducible` on a GPU, were asked for and cannot run.
     """
     device, stacks = model.device, model.tensors.stacks
     check_executor(device, kind, reproducible, sizes.page_size, stacks)
@@ -287,10 +268,10 @@ def open_executor(
 
 
 def may_be_persistent(kind: ExecutorKind, reproducible: bool, streams: bool, device: torch.device) -> bool:
-    """Whether a model may have the persistent kernels: they are asked for, or nothing is and they were
-    measured better on such a device.
+    """Whether a model may use the persistent kernels: if they are asked for, or by default if they were
+    measured faster on such a device.
 
-    For streams they were not: they keep the codec's first chunk waiting (docs/adr/0009).
+    They are not the default for streams, where they delay the codec's first chunk (docs/adr/0009).
     """
     if kind != "auto" or reproducible or streams:
         return kind == "megakernel"
@@ -306,8 +287,8 @@ def graph_executor(
     first_on_device: bool = False,
     persistent: bool = False,
 ) -> GraphExecutor:
-    """The graph executor of a model, which needs Triton and a CUDA device; see `GraphExecutor`.
-    persistent: `MegakernelExecutor`."""
+    """Makes the graph executor of a model, or the `MegakernelExecutor` if `persistent`. Needs Triton and a CUDA
+    device."""
     if persistent:
         from pipelines.engine.megakernel import MegakernelExecutor as Chosen
     else:
@@ -315,21 +296,20 @@ def graph_executor(
     return Chosen(model, sizes, reproducible, first_on_device)
 
 
-#: Requests that wait for a slot on a CPU.
+#: Maximum requests that wait for a slot on a CPU.
 _CPU_WAITING_ROOM = 64
 
 
 @dataclass(frozen=True, slots=True)
 class NativeModelOptions(ModelOptions):
-    """How a checkpoint whose LM runs on our own engine is opened; None means the best for the device."""
+    """Options of a checkpoint whose LM runs on the native engine; None means the best for the device."""
 
-    #: How frames are made: PyTorch ops one by one, or CUDA graphs of fused kernels. "megakernel": as graphs,
-    #: with persistent kernels for one or two utterances of Qwen3-TTS. "auto": graphs on a CUDA device with
-    #: Triton, and those kernels where they were measured.
+    #: "eager": PyTorch ops one by one; "graph": CUDA graphs of fused kernels; "megakernel": graphs with
+    #: persistent kernels for one or two utterances of Qwen3-TTS. "auto": graphs on a CUDA device with Triton,
+    #: with those kernels if they were measured faster.
     executor: ExecutorKind = "auto"
-    #: Streams that run at once: as many slots, but for one, are kept free of whole utterances. On a GPU
-    #: everything that they, or any request, need is compiled and captured before the pipeline is open, which
-    #: takes a while.
+    #: Maximum streams at once; this many slots are reserved for them (one is always left for whole utterances).
+    #: On a GPU all kernels and graphs are compiled and captured before the pipeline is open, which takes a while.
     streams: Annotated[int, msgspec.Meta(ge=0)] = 0
     #: KV pages of `page_size` positions.
     pages: Count | None = None
@@ -344,14 +324,14 @@ class NativeModelOptions(ModelOptions):
         frame_seconds: float = _DEFAULTS.frame_seconds,
         wide: bool = False,
     ) -> EngineOptions:
-        """Sizes of the engine of a model that is not loaded yet; `needs` are those of its weights too.
+        """Sizes of the engine of a model that is not loaded yet.
 
-        context: positions where nobody chose; wide: it may have more than 512 slots by default, and spare
-        ones, where that was measured to be faster.
+        context: default number of positions; wide: allows more than 512 slots by default, and spare slots,
+        which were measured faster for such models.
 
-        Raises `ConfigError` (`config.invalid`) for slots that the GPU's memory does not hold, and for a
-        context that is too short for any prompt, and `SynthesisError` (`synth.oom`) where it would hold
-        them if no other program filled it.
+        Raises `ConfigError` (`config.invalid`) for slots that do not fit into the GPU's memory, and for a
+        context that is too short for any prompt; `SynthesisError` (`synth.oom`) if they would fit without
+        other programs.
         """
         context = self.positions(max_positions, context)
         if device.type == "cpu":
@@ -366,27 +346,23 @@ class NativeModelOptions(ModelOptions):
                 stream_slots=min(self.streams, slots // 2),
             )
 
-        def planned(budget: int) -> MemoryPlan:
+        def planned(budget: int) -> EngineOptions:
             return plan_memory(budget, needs, self.page_size, context, self.slots, self.pages, wide)
 
         try:
             plan = planned(memory_budget(device, self.memory_share))
         except ConfigError as error:
             free, total = torch.cuda.mem_get_info(device)
-            # Raises where a GPU that nobody else uses would not do either. CUDA itself takes some of it.
+            # Raises if they would not fit into an unused GPU either, of which CUDA itself takes some memory.
             planned(_budget(total - LIBRARY_BYTES, total, self.memory_share))
             message = f"Another program fills the GPU: {gib(free)} of its {gib(total)} are free, too little for this engine."
             advice = "End that program (`nvidia-smi` shows it), use another GPU, or lower SPEECH_ENGINE__SLOTS if that is set."
             raise SynthesisError(ErrorCode.SYNTH_OOM, message, advice) from error
         many = plan.slots > BUCKETS[-1]
-        return EngineOptions(
-            plan.slots,
-            plan.pages,
-            self.page_size,
-            context,
+        return replace(
+            plan,
             frames_per_turn=_WIDE_FRAMES_PER_TURN if many else _FRAMES_PER_TURN,
             admit_turns=_ADMIT_TURNS,
-            decode_frames=plan.decode_frames,
             frame_seconds=frame_seconds,
             stream_slots=min(self.streams, plan.slots // 2),
             spare_slots=plan.slots // _SPARE_PART if wide and plan.slots >= BUCKETS[-1] else 0,
@@ -394,18 +370,18 @@ class NativeModelOptions(ModelOptions):
         )
 
     def positions(self, max_positions: int, context: int = CONTEXT) -> int:
-        """Positions of an utterance at most, of a model that has so many; `context`: where nobody chose."""
+        """The maximum positions of an utterance, up to the model's `max_positions`; `context`: the default."""
         found = min(self.context(context), max_positions)
-        if found < _LEAST_CONTEXT:
+        if found < _MIN_CONTEXT:
             message = f"A context of {found} positions is too short for a prompt and a second of speech."
-            advice = f"Set SPEECH_ENGINE__MAX_CONTEXT to {_LEAST_CONTEXT} or more, or unset it."
+            advice = f"Set SPEECH_ENGINE__MAX_CONTEXT to {_MIN_CONTEXT} or more, or unset it."
             raise _cannot_run(message, advice)
         return found
 
     def open_engine(
         self, model: FrameModel, sizes: EngineOptions, stage: CodecStage[Any], codec: str = ""
     ) -> Engine:
-        """The engine of a loaded model, whose speech goes on to `stage`. Raises as `open_executor`."""
+        """Opens the engine of a loaded model, whose codes `stage` decodes. Raises like `open_executor`."""
         executor = open_executor(model, sizes, self.executor, self.reproducible, self.streams)
         room = self.waiting_room or (sizes.slots if model.device.type == "cuda" else _CPU_WAITING_ROOM)
         return Engine(executor, sizes, room, stage, codec)

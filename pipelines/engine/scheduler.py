@@ -1,5 +1,4 @@
-"""Which requests run, and what they do next: admission, slots, pages, prefill in chunks, the prefixes that
-prompts have in common, and who makes way."""
+"""The scheduler: admission, slots, pages, prefill in chunks, shared prefixes of prompts, and preemption."""
 
 from __future__ import annotations
 
@@ -14,26 +13,25 @@ from torch import Tensor
 
 from pipelines.engine.executor import EngineOptions
 from pipelines.engine.state import PagedKV, SamplingParams
-from pipelines.engine.turns import Listening
+from pipelines.engine.turns import Playback
 from pipelines.errors import NightjarError
 
 Finish = Literal["eos", "length"]
 
-#: Full turns after a lack of memory before more requests may run: some seconds of a large batch. Doubled up
-#: to the maximum.
+#: Full turns after an out-of-memory error before more requests may run: some seconds of a large batch. Doubles
+#: up to the maximum.
 FIRST_PATIENCE, MAX_PATIENCE = 128, 1 << 14
 
 
 class FrameReceiver(Protocol):
-    """Who waits for one request. Called on the engine's thread, so it must be quick."""
+    """Receives the frames of one request. Called on the engine's thread, so it must be quick."""
 
     def frames(self, codes: NDArray[np.int64]) -> None:
-        """A chunk of a stream's frames [frames, codebooks], in order; the last ones come with `finished`
-        alone."""
+        """The next frames [frames, codebooks] of a stream, except the last ones, which only `finished` has."""
         ...
 
     def finished(self, codes: NDArray[np.int64], finish: Finish) -> None:
-        """All frames [frames, codebooks] of a request; `finish` is "length" when it did not end by itself."""
+        """All frames [frames, codebooks] of a request; `finish` is "length" if it reached its limit."""
         ...
 
     def failed(self, error: NightjarError) -> None: ...
@@ -41,53 +39,49 @@ class FrameReceiver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PromptPrefix:
-    """The first positions of a prompt, which other prompts can begin with too."""
+    """The first positions of a prompt, which other prompts can share."""
 
-    #: A digest of everything that the embeddings of these positions are made from, such as token ids and
-    #: codes.
+    #: A digest of everything that the embeddings of these positions depend on, such as token ids and codes.
     content: bytes
-    #: How many positions.
+    #: Number of positions.
     length: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationRequest:
-    """One utterance for the engine, known by its identity.
+    """One utterance for the engine, compared by identity.
 
-    `max_tokens` counts draws of codebook 0; the last one only tells whether speech has ended.
+    `max_tokens` counts draws of codebook 0; the last one only decides whether speech has ended.
     """
 
     request_id: str
-    #: As its family builds it; the engine only needs its length, and the text that follows it: `trailing`,
-    #: int64.
+    #: Built by the family; the engine only needs its length, and `trailing`, int64: the text that follows it.
     prompt: Any
     sampling: SamplingParams
     seed: int
     max_tokens: int
-    #: Whether somebody listens while it is made: its frames are handed on in chunks, and its deadlines come
-    #: before whole utterances.
+    #: Whether its frames are delivered in chunks while it runs; streams have priority over whole utterances.
     stream: bool = False
-    #: Frames of a stream before the first one that is heard, with those that the codec holds back.
+    #: Frames of a stream before the first audible one, including those that the codec holds back.
     unheard: int = 0
-    #: Whether more text follows that of the prompt: `EngineCore.append`. Of streams only.
+    #: Whether more text follows by `EngineCore.append`; only for streams.
     text_open: bool = False
     #: Codes of the prompt that the repetition penalty counts as drawn.
     drawn: Sequence[int] = ()
-    #: The first positions of the prompt, where others have them too: shorter ones before longer ones.
+    #: Prefixes of the prompt that others can share, the shortest first.
     prefixes: Sequence[PromptPrefix] = ()
-    #: What whoever asked knows it by, to end it.
+    #: The caller's object, by which it can be cancelled.
     origin: object = None
 
     @property
     def positions(self) -> int:
-        """Positions of the longest context that this request can come to."""
+        """The maximum number of positions of its context."""
         return len(self.prompt) + self.max_tokens - 1
 
     def prefix_ends(self, page_size: int) -> list[tuple[bytes, int]]:
-        """Content of each prefix, and whole pages up to its end, where these are more than those of the
-        one before.
+        """(content, whole pages up to its end) of each prefix that has more pages than the one before.
 
-        The last position of the prompt is never in them: the first frame writes it.
+        The last position of the prompt is in none of them, since the first frame writes it.
         """
         found: list[tuple[bytes, int]] = []
         for prefix in self.prefixes:
@@ -99,47 +93,46 @@ class GenerationRequest:
 
 @dataclass(eq=False, slots=True)
 class SharedPrefix:
-    """Pages whose keys and values several running requests read. Nobody writes them again."""
+    """Read-only pages whose keys and values several running requests share."""
 
     content: bytes
-    #: The shorter prefix that it goes on from. Whoever reads this one reads that one too.
-    before: SharedPrefix | None
-    #: Its own, behind those of the shorter one.
+    #: The shorter prefix that this one extends; its users are users of the parent too.
+    parent: SharedPrefix | None
+    #: Its own pages, after those of the parent.
     pages: Sequence[int]
-    #: Running requests that read it.
+    #: Number of running requests that use it.
     users: int = 1
     #: Whether it can hold NaN.
-    doubtful: bool = False
+    invalid: bool = False
 
     @property
     def chain(self) -> list[SharedPrefix]:
-        """It and the shorter ones that it goes on from, the longest first."""
+        """This prefix and its ancestors, the longest first."""
         found, one = [], self
         while one is not None:
             found.append(one)
-            one = one.before
+            one = one.parent
         return found
 
     @property
     def all_pages(self) -> list[int]:
-        """In the order of positions, from the first one on."""
+        """The pages of all its positions, in order."""
         return [page for one in reversed(self.chain) for page in one.pages]
 
 
 class PrefixCache:
-    """The prefixes whose keys and values are in pages, and the pages that are free beside them.
+    """The prefixes whose keys and values are in pages, and the free pages.
 
-    A prefix that nobody reads stays until its pages are needed; the one that was read longest ago goes
-    first. So prefixes take no page from a request, and need no bound. A prefix is known by its content,
-    its pages and the shorter prefix that it goes on from: prompts that share other numbers of pages cut
-    their chunks elsewhere, and its bits could differ. Since whoever reads a prefix reads the shorter ones
-    too, and leaves them after it, they never go before it.
+    An unused prefix stays until its pages are needed; the least recently used one is evicted first. So
+    prefixes take no page from a request and need no limit. The key of a prefix is its parent, its content and
+    its number of pages: prompts that share another number of pages are cut into other chunks, so the bits
+    could differ. A parent is never evicted before its children, since it is released after them.
     """
 
     def __init__(self, kv: PagedKV) -> None:
         self._kv = kv
         self._known: dict[tuple[SharedPrefix | None, bytes, int], SharedPrefix] = {}
-        #: Those that nobody reads, in the order in which they were left.
+        #: Prefixes without users, the least recently used first.
         self._unused: dict[SharedPrefix, None] = {}
         self._unused_pages = 0
         #: Free pages that can hold NaN.
@@ -150,12 +143,11 @@ class PrefixCache:
 
     @property
     def free(self) -> int:
-        """Pages that no running request has."""
+        """The number of pages that no running request uses."""
         return self._kv.free + self._unused_pages + len(self._unclean)
 
     def take(self, count: int) -> list[int] | None:
-        """That many pages, of prefixes that nobody reads where no others are free; None when there are
-        fewer."""
+        """Takes free pages, and evicts unused prefixes if needed. Returns None if there are too few."""
         if count > self.free:
             return None
         if self._unclean:
@@ -167,108 +159,103 @@ class PrefixCache:
         return self._kv.take(count)
 
     def use(self, prefixes: Iterable[tuple[bytes, int]]) -> SharedPrefix | None:
-        """For one more request the longest prefix that is known, with the shorter ones; None when there is
-        none.
+        """Adds a user to the longest known prefix and its ancestors, and returns it; None if none is known.
 
-        `prefixes`: each goes on from the one before it: (content, pages from the first position to its end).
+        `prefixes`: (content, pages from the first position to its end), each one the parent of the next.
         """
-        found, behind = None, 0
+        found, start = None, 0
         for content, end in prefixes:
-            longer = self._known.get((found, content, end - behind))
+            longer = self._known.get((found, content, end - start))
             if longer is None:
                 break
-            found, behind = longer, end
+            found, start = longer, end
         for prefix in found.chain if found is not None else ():
             if not prefix.users:
-                self._leave_unused(prefix)
+                self._remove_unused(prefix)
             prefix.users += 1
         return found
 
-    def keep(self, before: SharedPrefix | None, content: bytes, pages: Sequence[int]) -> SharedPrefix | None:
-        """Makes pages of a running request a prefix with this request as its user; `before`: the one that
-        they go on from, in use by it.
+    def keep(self, parent: SharedPrefix | None, content: bytes, pages: Sequence[int]) -> SharedPrefix | None:
+        """Makes pages of a running request a prefix with this request as its user, which uses `parent` too.
 
-        None when it is known already, and behind what can hold NaN.
+        Returns None if the prefix is already known, or the parent is invalid.
         """
-        key = before, content, len(pages)
-        if key in self._known or (before is not None and before.doubtful):
+        key = parent, content, len(pages)
+        if key in self._known or (parent is not None and parent.invalid):
             return None
-        prefix = self._known[key] = SharedPrefix(content, before, pages)
+        prefix = self._known[key] = SharedPrefix(content, parent, pages)
         return prefix
 
     def release(self, prefix: SharedPrefix) -> None:
-        """One user less, of the shorter ones too."""
+        """Removes a user from a prefix and its ancestors."""
         for one in prefix.chain:
             one.users -= 1
             if one.users:
                 continue
-            if one.doubtful:
+            if one.invalid:
                 self._unclean += one.pages
             else:
                 self._unused[one] = None
                 self._unused_pages += len(one.pages)
 
-    def doubt(self, prefix: SharedPrefix) -> None:
-        """Gives a prefix that can hold NaN to nobody any more, nor what it goes on from, nor what goes on
-        from that.
+    def invalidate(self, prefix: SharedPrefix) -> None:
+        """Invalidates a prefix that can hold NaN, its ancestors and all their descendants.
 
-        Those that read them go on, and the pages are zeroed after them.
+        Their users continue; the pages are zeroed once they are released.
         """
         first = prefix.chain[-1]
         for one in [one for one in self._known.values() if one.chain[-1] is first]:
-            one.doubtful = True
-            del self._known[one.before, one.content, len(one.pages)]
+            one.invalid = True
+            del self._known[one.parent, one.content, len(one.pages)]
             if not one.users:
-                self._leave_unused(one)
+                self._remove_unused(one)
                 self._unclean += one.pages
 
     def clear(self) -> None:
-        """Forgets the prefixes that nobody reads."""
+        """Evicts all unused prefixes."""
         while self._unused:
             self._evict()
 
     def _evict(self) -> None:
         prefix = next(iter(self._unused))
-        self._leave_unused(prefix)
-        del self._known[prefix.before, prefix.content, len(prefix.pages)]
+        self._remove_unused(prefix)
+        del self._known[prefix.parent, prefix.content, len(prefix.pages)]
         self._kv.give_back(list(prefix.pages))
 
-    def _leave_unused(self, prefix: SharedPrefix) -> None:
+    def _remove_unused(self, prefix: SharedPrefix) -> None:
         del self._unused[prefix]
         self._unused_pages -= len(prefix.pages)
 
 
 @dataclass(eq=False, slots=True)
 class Utterance:
-    """A request on its way through the engine."""
+    """The state of a request in the engine."""
 
     request: GenerationRequest
     receiver: FrameReceiver
     slot: int = -1
-    #: In the order of positions: those of a prefix that it shares, and how many these are, then its own, which
-    #: nobody else has.
+    #: In the order of positions: the pages of its shared prefix (`shared_pages` of them), then its own.
     pages: list[int] = field(default_factory=list)
     shared: SharedPrefix | None = None
     shared_pages: int = 0
     #: The prompt, [length, hidden], until it is prefilled.
     embeddings: Tensor | None = None
-    #: Prompt positions whose keys are written; frames that were started, and that came back, as parts
-    #: [frames, codebooks].
+    #: Number of prompt positions whose keys are written, of frames started and of frames read; the frames
+    #: read, as parts [frames, codebooks].
     prefilled: int = 0
     started: int = 0
     made: int = 0
     parts: list[NDArray[np.int64]] = field(default_factory=list)
-    #: Frames already handed on, which a restart must not hand on again.
+    #: Number of frames already delivered, which a restart must not deliver again.
     delivered: int = 0
-    #: Rises when the utterance leaves its slot: frames under way of an earlier run are then dropped.
+    #: Increases when the utterance leaves its slot, so that pending frames of an earlier run are dropped.
     run: int = 0
-    #: Of a stream; None for a whole utterance.
-    listening: Listening | None = None
-    #: int64: the text id that is added after each frame, as far as the text is known; and whether more of it
-    #: may come.
+    #: None for a whole utterance.
+    playback: Playback | None = None
+    #: int64: the known text ids, one of which is added after each frame; and whether more can follow.
     trailing: NDArray[np.int64] = field(init=False)
     text_open: bool = field(init=False)
-    #: Position of the prompt's last token, which is the first frame's input.
+    #: Position of the prompt's last token, the input of the first frame.
     last: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -278,79 +265,76 @@ class Utterance:
 
     @property
     def starved(self) -> bool:
-        """Whether the next frame needs text that has not come."""
+        """Whether the next frame needs text that is not known yet."""
         return self.text_open and self.started >= len(self.trailing)
 
     def restart(self) -> None:
-        """Begins anew, out of its slot."""
+        """Discards all frames, so that it starts from its prompt again."""
         self.embeddings = None
         self.prefilled = self.started = self.made = 0
         self.parts = []
-        if self.listening is not None:
-            self.listening.missing = self.listening.wanted + self.delivered
+        if self.playback is not None:
+            self.playback.missing = self.playback.wanted + self.delivered
 
 
 class BatchLimit:
-    """How many requests may run: all slots, and fewer for a time after the device ran out of memory.
+    """The maximum number of running requests: all slots, or fewer for a time after an out-of-memory error.
 
-    A lack of memory halves what ran. After `patience` full turns that go well the limit grows by an eighth
-    of the slots, and so on up to all of them. A lack of memory at a larger batch than the last one that
-    went well goes back to that one, and each lack doubles the patience, so that a device that stays small
-    is asked less and less often. All slots for as long make the patience short again.
+    An out-of-memory error halves the number of running requests. After `patience` successful full turns the
+    limit grows by an eighth of the slots. An error in a larger batch than the last proven limit restores that
+    limit. Each error doubles the patience, so that retries become rare; success with all slots resets it.
     """
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
-        #: Requests that may run now.
+        #: The current limit.
         self.now = slots
-        #: Full turns that a limit has to go well, and that it has gone well.
+        #: Successful full turns that a limit needs before it grows, and how many it has had.
         self._patience = FIRST_PATIENCE
-        self._quiet = 0
-        #: The last limit that went well for its time; 0 where there is none.
+        self._successes = 0
+        #: The last limit that had enough successful turns; 0: none.
         self._proven = 0
 
-    def drop(self, running: int) -> None:
-        """The device ran out of memory with so many requests."""
+    def reduce(self, running: int) -> None:
+        """Lowers the limit after an out-of-memory error with `running` requests."""
         self.now = self._proven if 0 < self._proven < running else max(running // 2, 1)
         self._proven = min(self._proven, self.now)
         self._patience = min(2 * self._patience, MAX_PATIENCE)
-        self._quiet = 0
+        self._successes = 0
 
-    def went_well(self, running: int) -> None:
-        """A turn with so many requests went well. Much smaller batches than the limit tell nothing about
-        it."""
+    def record_success(self, running: int) -> None:
+        """Counts a successful turn with `running` requests, unless that is far below the limit."""
         if running < self.now - self.now // 8:
             return
-        self._quiet += 1
-        if self._quiet < self._patience:
+        self._successes += 1
+        if self._successes < self._patience:
             return
-        self._quiet, self._proven = 0, self.now
+        self._successes, self._proven = 0, self.now
         if self.now == self.slots:
             self._patience = FIRST_PATIENCE
         self.now = min(self.now + max(self.slots // 8, 1), self.slots)
 
 
-#: Streams leave this part of all slots to whole utterances that are there, so that these go on whatever
-#: streams come.
+#: Streams leave a sixteenth of all slots to whole utterances, so that these progress at any load of streams.
 _WHOLE_PART = 16
 
 
 class Scheduler:
     """First come, first served, streams before whole utterances.
 
-    A request that ran out of pages, and a stream that finds no room, make the youngest whole utterance
-    start again later, or the youngest stream where there is none. Noise depends only on the request, so
-    one that starts again says the same.
+    A request that needs pages, and a stream that needs a slot, preempt the youngest whole utterance, or the
+    youngest stream if there is none. A preempted request starts again later, with the same result, since noise
+    depends only on the request.
     """
 
     def __init__(self, kv: PagedKV, slots: int, options: EngineOptions) -> None:
         self.kv = kv
         self.prefixes = PrefixCache(kv)
-        #: Whole utterances and streams that have no slot.
+        #: Whole utterances and streams without a slot.
         self.waiting: deque[Utterance] = deque()
         self.waiting_streams: deque[Utterance] = deque()
         self.running: list[Utterance] = []
-        #: How many of `waiting` were running before and start again.
+        #: How many of `waiting` were preempted.
         self.returned = 0
         self.limit = BatchLimit(slots)
         self._free_slots = list(range(slots - 1, -1, -1))
@@ -364,38 +348,36 @@ class Scheduler:
 
     @property
     def free_whole_slots(self) -> int:
-        """Slots that whole utterances may still take."""
+        """The number of slots free for whole utterances."""
         return min(len(self._free_slots), self._whole_slots - len(self.whole))
 
     @property
     def streams(self) -> list[Utterance]:
-        """Streams that have a slot, in the order in which they got it."""
-        return [one for one in self.running if one.listening is not None]
+        """Streams with a slot, in the order of admission."""
+        return [one for one in self.running if one.playback is not None]
 
     @property
     def whole(self) -> list[Utterance]:
-        """Whole utterances that have a slot, in the order in which they got it."""
-        return [one for one in self.running if one.listening is None]
+        """Whole utterances with a slot, in the order of admission."""
+        return [one for one in self.running if one.playback is None]
 
     def admit(self) -> list[Utterance]:
-        """Gives slots and the pages of their prompts to waiting whole utterances, in order, as long as
-        there is room beside streams."""
+        """Admits waiting whole utterances, in order, while there is room beside streams."""
         admitted: list[Utterance] = []
         room = self.free_whole_slots
-        while self.waiting and len(admitted) < room and self._let_in(self.waiting[0]):
+        while self.waiting and len(admitted) < room and self._admit(self.waiting[0]):
             utterance = self.waiting.popleft()
             self.returned -= utterance.run > 0
             admitted.append(utterance)
         return admitted
 
     def admit_streams(self) -> list[Utterance]:
-        """As `admit`, for streams: as long as there is no room, whole utterances make way, the youngest
-        first, but for the last ones."""
+        """Admits waiting streams; preempts whole utterances, the youngest first, down to their minimum."""
         admitted: list[Utterance] = []
         while self.waiting_streams:
             whole = self.whole
             kept = min(self._kept_whole, len(whole) + len(self.waiting))
-            if len(self._free_slots) + len(whole) > kept and self._let_in(self.waiting_streams[0]):
+            if len(self._free_slots) + len(whole) > kept and self._admit(self.waiting_streams[0]):
                 admitted.append(self.waiting_streams.popleft())
             elif len(whole) > kept:
                 self._preempt(whole[-1])
@@ -403,8 +385,8 @@ class Scheduler:
                 break
         return admitted
 
-    def _let_in(self, utterance: Utterance) -> bool:
-        """Gives a slot and the pages of its prompt to an utterance, if there is room."""
+    def _admit(self, utterance: Utterance) -> bool:
+        """Gives an utterance a slot and the pages of its prompt. Returns False if there is no room."""
         if not self._free_slots or len(self.running) >= self.limit.now:
             return False
         request = utterance.request
@@ -424,18 +406,17 @@ class Scheduler:
         return True
 
     def _known_prefix(self, request: GenerationRequest) -> SharedPrefix | None:
-        """For one more user the longest prefix of a request that is known."""
+        """Adds a user to the longest known prefix of a request; see `PrefixCache.use`."""
         return self.prefixes.use(request.prefix_ends(self.kv.page_size))
 
-    def adopt_prefixes(self, among: Iterable[Utterance] | None = None) -> list[Utterance]:
-        """Lets those whose prefill has not begun share prefixes that came after them; returns them, since
-        their pages are others now.
+    def adopt_prefixes(self, among: Iterable[Utterance]) -> list[Utterance]:
+        """Shares new prefixes with utterances whose prefill has not begun. Returns those with changed pages.
 
-        Nobody waits for a prefix that another one prefills: a stream would wait for a whole utterance, and
-        what is computed twice is no more than the budget of a turn.
+        No utterance waits for a prefix that another one is computing: streams would wait for whole utterances,
+        and the duplicated work is bounded by the budget of a turn.
         """
         adopted: list[Utterance] = []
-        for utterance in (self.running if among is None else among) if len(self.prefixes) else ():
+        for utterance in among if len(self.prefixes) else ():
             if utterance.prefilled or (shared := self._known_prefix(utterance.request)) is None:
                 continue
             known = shared.all_pages
@@ -449,8 +430,7 @@ class Scheduler:
         return adopted
 
     def keep_prefix(self, utterance: Utterance) -> None:
-        """Lets others share the prefixes of a request that it has prefilled, but for those behind one that
-        another request has kept."""
+        """Shares the prefilled prefixes of a request, up to the first one that is already known."""
         for content, end in utterance.request.prefix_ends(self.kv.page_size):
             held = utterance.shared_pages
             if end > held and end * self.kv.page_size <= utterance.prefilled:
@@ -459,19 +439,16 @@ class Scheduler:
                     break
                 utterance.shared, utterance.shared_pages = longer, end
 
-    def prefill(
-        self, among: Iterable[Utterance] | None = None, share: int = 1
-    ) -> list[tuple[Utterance, int]]:
-        """Whole chunks of prompts within the turn's budget, or a part of it, as (utterance, positions),
-        oldest first.
+    def prefill(self, among: Iterable[Utterance], share: int = 1) -> list[tuple[Utterance, int]]:
+        """Plans chunks of prompts as (utterance, positions), the oldest first, within the turn's budget
+        divided by `share`.
 
-        Chunks end at multiples of the chunk size from the prompt's beginning, and from each end of a
-        prefix that can be shared: what is computed for a prompt does not depend on the others, or on who
-        computed its prefixes.
+        Chunks end at multiples of the chunk size from the prompt's start and from the ends of its prefixes, so
+        that the results of a prompt do not depend on others, or on which request computed its prefixes.
         """
         chunks: list[tuple[Utterance, int]] = []
         budget = self._options.prefill_tokens // share
-        for utterance in self.running if among is None else among:
+        for utterance in among:
             at, request, size = utterance.prefilled, utterance.request, self.kv.page_size
             ends = [pages * size for _, pages in request.prefix_ends(size)] if request.prefixes else []
             while at < utterance.last and budget > 0:
@@ -483,9 +460,8 @@ class Scheduler:
         return chunks
 
     def ready(self) -> list[Utterance]:
-        """Utterances whose next frame can be started. One whose text is used up and not at its end waits
-        in its slot."""
-        # Every turn asks every row: what most rows answer alike comes without a call.
+        """Utterances whose next frame can be started. One that needs more text waits in its slot."""
+        # Runs for every row of every turn, so the common case calls no function.
         return [
             one
             for one in self.running
@@ -495,8 +471,8 @@ class Scheduler:
         ]
 
     def grow(self, batch: list[Utterance], frames: int) -> list[tuple[Utterance, list[int]]]:
-        """Gives each pages for `frames` more positions: (utterance, its new pages). The youngest make way
-        for them."""
+        """Gives each utterance pages for `frames` more positions, preempting the youngest if needed. Returns
+        (utterance, new pages)."""
         grown: list[tuple[Utterance, list[int]]] = []
         size = self.kv.page_size
         for utterance in batch:
@@ -513,23 +489,23 @@ class Scheduler:
         return grown
 
     def preempt_youngest(self) -> Utterance:
-        """Sends the whole utterance that came last, or else the stream, back to the head of its queue, to
-        start again."""
+        """Preempts and returns the youngest whole utterance, or the youngest stream if there is none."""
         youngest = (self.whole or self.running)[-1]
         self._preempt(youngest)
         return youngest
 
     def _preempt(self, utterance: Utterance) -> None:
+        """Moves an utterance back to the head of its queue, to start again."""
         self.remove(utterance)
         utterance.restart()
-        if utterance.listening is None:
+        if utterance.playback is None:
             self.waiting.appendleft(utterance)
             self.returned += 1
         else:
             self.waiting_streams.appendleft(utterance)
 
     def remove(self, utterance: Utterance) -> None:
-        """Takes an utterance out of its slot; its frames under way are void."""
+        """Takes an utterance out of its slot; its pending frames become invalid."""
         self.running.remove(utterance)
         self._free_slots.append(utterance.slot)
         self.kv.give_back(utterance.pages[utterance.shared_pages :])
@@ -539,26 +515,25 @@ class Scheduler:
         utterance.run += 1
 
     def scrub(self, utterance: Utterance) -> None:
-        """Zeroes the pages of a running utterance that can hold NaN; those of a prefix once nobody reads
-        it."""
+        """Zeroes the pages of a running utterance that can hold NaN; those of its prefix once it is unused."""
         self.kv.scrub(utterance.pages[utterance.shared_pages :])
         if utterance.shared is not None:
-            self.prefixes.doubt(utterance.shared)
+            self.prefixes.invalidate(utterance.shared)
 
-    def forget(self, utterance: Utterance) -> None:
-        """Takes an utterance that waits out of the queue."""
-        if utterance.listening is not None:
+    def remove_waiting(self, utterance: Utterance) -> None:
+        """Takes an utterance out of its queue."""
+        if utterance.playback is not None:
             self.waiting_streams.remove(utterance)
             return
         self.waiting.remove(utterance)
         self.returned -= utterance.run > 0
 
     def all(self) -> list[Utterance]:
-        """Everybody, running or waiting."""
+        """All utterances, running or waiting."""
         return [*self.running, *self.waiting_streams, *self.waiting]
 
     def find(self, which: object) -> list[Utterance]:
-        """The utterances of this request, or of all requests with this origin or id."""
+        """The utterances of this request, or of requests with this origin or id."""
         return [
             one for one in self.all() if which in (one.request, one.request.origin, one.request.request_id)
         ]

@@ -1,5 +1,4 @@
-"""The running requests on the device: one row a slot, so that a frame can be captured and replayed; their
-keys and values in pages."""
+"""The device's state of running requests: one row for each slot, and keys and values in pages."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from kernels.registry import to_device
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request draws its codes; `residual_*` for codebooks 1 and on. A temperature of 0 means
+    """Sampling settings of one request; `residual_*` are for codebooks from 1 on. A temperature of 0 means
     greedy."""
 
     temperature: float = 0.9
@@ -29,13 +28,13 @@ class SamplingParams:
     residual_temperature: float = 0.9
     residual_top_k: int = 50
     residual_top_p: float = 1.0
-    #: Codebook-0 draws that may not be the end.
+    #: Number of codebook-0 draws before the end can be drawn.
     min_new_tokens: int = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A request that goes into a slot; `embedding` [hidden] at `position` is the last of its prompt."""
+    """A request for a slot; `embedding` [hidden] at `position` is the last one of its prompt."""
 
     slot: int
     pages: Sequence[int]
@@ -49,8 +48,7 @@ class Placement:
 
 
 class SlotState:
-    """The device side of all slots. Slot `dead` is nobody's: batches are filled up with it, and it stays
-    at position 0."""
+    """The device's state of all slots. Slot `dead` is unused and pads batches; it stays at position 0."""
 
     def __init__(
         self,
@@ -64,22 +62,22 @@ class SlotState:
         device: torch.device,
         window: int = 0,
     ) -> None:
-        """`vocab`: codes that the head draws; `max_trailing`: text ids that follow a prompt, `pad_text`
-        the one after them.
+        """`vocab`: number of codes of the head; `max_trailing`: maximum text ids after a prompt; `pad_text`:
+        the id that follows them.
 
-        `window`: frames whose codes are remembered (`kernels.frame.DrawRules`).
+        `window`: number of frames whose codes are kept (`kernels.frame.DrawRules`).
         """
         rows = slots + 1
         self.dead = slots
         self.slots = slots
         self.pad_text = pad_text
-        #: [rows, hidden]: the embedding that the next frame starts from.
+        #: [rows, hidden]: the input embedding of the next frame.
         self.inputs = torch.zeros(rows, hidden, dtype=dtype, device=device)
         #: [rows, vocab]: codebook-0 tokens drawn so far.
         self.seen = torch.zeros(rows, vocab, dtype=torch.bool, device=device)
-        #: [rows, window]: the codes of the last frames, at frame % window; -1 where there is none.
+        #: [rows, window]: the codes of the last frames, at frame % window; -1 if there is none.
         self.recent = torch.full((rows, window), -1, dtype=torch.int64, device=device)
-        # All values of one type lie in one tensor, so that one launch writes what a newcomer brings.
+        # All values of one type are in one tensor, so that one launch writes a new request's values.
         self._whole, whole = _blocks(
             [(rows, max_pages), (rows, max_trailing + 1), *[(rows,)] * 6], torch.int64, device
         )
@@ -88,8 +86,8 @@ class SlotState:
         #: [rows, max_pages]; entries beyond a slot's pages are the scratch page.
         #: [rows, max_trailing + 1]: text id added after each frame; the last column is always the pad.
         self.page_table, self.trailing = whole[:2]
-        #: [rows]: the position of the next input; frames made so far; the seed of the noise; codebook-0 draws
-        #: that may not be the end.
+        #: [rows]: position of the next input; number of frames made; seed of the noise; number of draws before
+        #: the end can be drawn.
         self.positions, self.frames, self.seeds, self.min_new_tokens = whole[2:6]
         self.penalty = real[4]
         self.first = DrawTensors(real[0], whole[6], real[1], truth[0])
@@ -97,20 +95,20 @@ class SlotState:
         self.trailing.fill_(pad_text)
         self._real.fill_(1)
         self._truth.fill_(True)
-        #: Where the [rows] of each type begin, in the order in which `place` writes them.
+        #: Offsets of the [rows] of each type, in the order in which `place` writes them.
         self._at = [np.array([block.storage_offset() for block in kind]) for kind in (whole[2:], real, truth)]
-        #: By slot: entries of its page table, and of its trailing text, that an owner wrote.
+        #: For each slot: numbers of written entries of its page table and of its trailing text.
         self._used = [[0, 0] for _ in range(rows)]
         self._tensors = StateTensors(
             **{field.name: getattr(self, field.name) for field in fields(StateTensors)}
         )
 
     def tensors(self) -> StateTensors:
-        """The slots as a frame takes them: the same memory."""
+        """The same memory as the tensors of a frame."""
         return self._tensors
 
     def place(self, newcomers: Sequence[Placement]) -> None:
-        """Writes requests into their slots: one transfer, and one launch for each type of values."""
+        """Writes requests into their slots with one transfer, and one launch for each type of values."""
         cells: list[NDArray[np.int64]] = []
         values: list[NDArray[np.int64]] = []
         for one in newcomers:
@@ -122,7 +120,7 @@ class SlotState:
                     (self.trailing, trailing, self.pad_text),
                 )
             ):
-                # What an earlier owner wrote beyond them is put back.
+                # Further entries of an earlier owner are reset.
                 empty = max(self._used[one.slot][at] - len(entries), 0)
                 cells.append(_cells(table, one.slot, 0, len(entries) + empty))
                 values += [entries, np.full(empty, rest, np.int64)]
@@ -169,7 +167,7 @@ class SlotState:
         return to_device(torch.from_numpy(made), self.inputs.device)
 
     def write_pages(self, grown: Sequence[tuple[int, Sequence[int], int]]) -> None:
-        """Appends pages to slots' tables: (slot, pages, the entry that the first one goes to)."""
+        """Appends pages to slots' tables: (slot, pages, entry of the first page)."""
         for slot, pages, start in grown:
             self._used[slot][0] = start + len(pages)
         cells = np.concatenate(
@@ -189,14 +187,14 @@ class SlotState:
             self._whole[sent[0]] = sent[1]
 
 
-#: Elements between the beginnings of blocks are a multiple of this: kernels load several at once.
+#: Offsets of blocks are multiples of this number of elements, since kernels load several at once.
 _ALIGNED = 64
 
 
 def _blocks(
     shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, list[Tensor]]:
-    """One flat tensor of zeros, and parts of it in these shapes."""
+    """A flat tensor of zeros, and views of its parts in these shapes."""
     sizes = [math.prod(shape) for shape in shapes]
     starts = [0, *itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
     flat = torch.zeros(starts[-1], dtype=dtype, device=device)
@@ -204,13 +202,13 @@ def _blocks(
 
 
 def _cells(table: Tensor, row: int, column: int, count: int) -> NDArray[np.int64]:
-    """Where so many entries of a row lie in the flat tensor that the table is a part of."""
+    """Indices of a row's entries in the flat tensor that holds the table."""
     start = table.storage_offset() + row * table.shape[1] + column
     return np.arange(start, start + count)
 
 
 def _reals(drawn: SamplingParams) -> tuple[float, ...]:
-    """In the order of a slot's blocks; rows that are greedy are drawn as with a temperature of 1."""
+    """The float32 settings in the order of a slot's blocks; greedy rows have a temperature of 1."""
     return (
         drawn.temperature or 1.0,
         drawn.top_p,
@@ -220,17 +218,17 @@ def _reals(drawn: SamplingParams) -> tuple[float, ...]:
     )
 
 
-#: Page 0 belongs to nobody: rows that are not in use write there.
+#: Page 0 is never allocated; unused rows write to it.
 SCRATCH_PAGE = 0
-#: Positions of a page at most.
+#: Maximum positions of a page.
 LARGEST_PAGE = 1024
 
 
 class PagedKV:
-    """The key and value pages of all layers, and the list of free ones.
+    """The key and value pages of all layers, and the free pages.
 
-    `k`, `v`: [layers, pages, kv_heads, page_size, head_dim], zeros at first so that nothing read by
-    mistake is NaN.
+    `k`, `v`: [layers, pages, kv_heads, page_size, head_dim], initialized with zeros so that masked positions
+    are never NaN.
     """
 
     def __init__(
@@ -255,11 +253,11 @@ class PagedKV:
         return len(self._free)
 
     def pages_for(self, positions: int) -> int:
-        """Pages that hold this many positions."""
+        """The number of pages that hold this many positions."""
         return -(-positions // self.page_size)
 
     def take(self, count: int) -> list[int] | None:
-        """That many free pages, or None when there are fewer."""
+        """Takes free pages; None if there are too few."""
         if count > len(self._free):
             return None
         return [self._free.pop() for _ in range(count)]
@@ -268,8 +266,7 @@ class PagedKV:
         self._free.extend(pages)
 
     def scrub(self, pages: list[int]) -> None:
-        """Zeroes pages that hold NaN, which would reach their next owner through masked positions (0 *
-        NaN)."""
+        """Zeroes pages that hold NaN, which would affect their next owner through masked positions (0 * NaN)."""
         if pages:
             self.k[:, pages] = 0
             self.v[:, pages] = 0

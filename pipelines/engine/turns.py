@@ -1,16 +1,17 @@
-"""Who takes part in the engine's next turn: decisions on times alone. Imports no torch and reads no clock.
+"""Plans which streams, and whether whole utterances (batch work), run in the engine's next turn, from times
+alone. Imports no torch and reads no clock.
 
-A turn makes one frame for each of its rows. A stream has a listener, who began to listen when the first
-chunk was handed on. Its lead is the audio that was handed on and that the listener has not heard yet.
-While a stream is alive a turn is one of these, in this order:
+A turn makes one frame for each of its rows. A stream's playback begins when its first chunk is delivered; its
+lead is the delivered audio that is not played yet. While a stream is alive, a turn is the first of these:
 
-1. A stream waits for its first chunk, or its next chunk would come too late in turns with everybody: a turn
-   of such streams, filled up with the earliest other ones where places cost nothing. Batch work is passed
-   over `FAIR_TURNS` times in a row at most.
-2. Every stream with a lead below `DUE_SECONDS`, or every stream where few slots are free, and batch work.
-3. No batch work: every stream with a lead below `DUE_SECONDS`, and the earliest others up to a quarter of
-   all streams, `AHEAD_ROWS` at least and `MOST_AHEAD_ROWS` at most. So a newcomer waits for a short turn
-   only, and speech is still made faster than it is heard.
+1. If a stream waits for its first chunk, or its next chunk would be late in turns of all rows: a turn of such
+   streams, padded with the earliest other ones if that costs nothing. Batch work is skipped up to `FAIR_TURNS`
+   times in a row.
+2. With batch work: every stream with a lead below `DUE_SECONDS` (every stream if few slots are free), and the
+   batch work.
+3. Without batch work: every stream with a lead below `DUE_SECONDS`, and the earliest others up to a quarter of
+   all streams, between `AHEAD_ROWS` and `MAX_AHEAD_ROWS`. So a new stream waits for a short turn only, and
+   speech is still made faster than it is played.
 """
 
 from __future__ import annotations
@@ -22,50 +23,48 @@ from statistics import median
 
 from pipelines.engine.buckets import bucket_of
 
-#: Frames of a stream's chunks, one after the other, where the codec hears a frame at once; the last size
-#: repeats. Small at first for a quick start, then for fewer calls.
+#: Sizes in frames of a stream's chunks, in order, for a codec without lookahead; the last size repeats. Small at
+#: first for a quick start, then larger for fewer calls.
 CHUNK_FRAMES = (1, 2, 4, 8, 12)
-#: What a first chunk of such a stream may have.
+#: Possible sizes of the first chunk.
 FIRST_FRAMES = (1, 2, 4)
-#: What a chunk takes beside its frames: to be decoded and to reach its listener.
+#: Time to decode a chunk and deliver it.
 SPARE_SECONDS = 0.03
-#: A stream with less lead than this is urgent when its next chunk needs all of it; with more lead it is never
-#: urgent.
+#: A stream with more lead than this is never urgent; with less, it is if its next chunk needs all of the lead.
 URGENT_SECONDS = 0.4
 #: A stream with more lead is ahead.
 DUE_SECONDS = 2.0
-#: How many turns of urgent streams in a row batch work waits for.
+#: Maximum consecutive turns of urgent streams that batch work waits for.
 FAIR_TURNS = 8
-#: Rows of a turn of streams that are ahead of their listeners.
-AHEAD_ROWS, MOST_AHEAD_ROWS = 16, 64
-#: Up to so many rows a turn costs about the same.
-LEAST_ROWS = 8
-#: Turns whose time is remembered.
-_REMEMBERED = 16
+#: Minimum and maximum rows of a turn of streams that are ahead.
+AHEAD_ROWS, MAX_AHEAD_ROWS = 16, 64
+#: Turns of up to this many rows cost about the same.
+CHEAP_ROWS = 8
+#: Number of turns whose times are kept.
+_KEPT_TURNS = 16
 
 
 @dataclass(slots=True, eq=False)
-class Listening:
-    """A stream as its listener has it. Times are seconds of the engine's clock."""
+class Playback:
+    """The playback of a stream at its listener. Times are seconds of the engine's clock."""
 
-    #: When the listener has heard all that was handed on. Before the first chunk: when the request came.
+    #: When all delivered audio is played. Before the first chunk: when the request arrived.
     deadline: float
-    #: Whether the first chunk was not handed on yet.
+    #: Whether the first chunk is not delivered yet.
     awaiting: bool = True
-    #: Heard frames of the next chunk, and frames of it that are not made.
+    #: Audible frames of the next chunk, and its frames that are not made yet.
     size: int = 1
     missing: int = 1
-    #: Frames of the first chunk that nobody hears: what the model writes before the speech, and what the
-    #: codec holds back.
+    #: Inaudible frames of the first chunk: those before the speech, and those that the codec holds back.
     unheard: int = 0
 
     @property
     def wanted(self) -> int:
-        """Frames of the next chunk."""
+        """The number of frames of the next chunk."""
         return self.size + self.unheard if self.awaiting else self.size
 
-    def handed_on(self, frames: int, now: float, frame_seconds: float) -> None:
-        """A chunk of so many frames is on its way to the listener."""
+    def record_chunk(self, frames: int, now: float, frame_seconds: float) -> None:
+        """Records the delivery of a chunk."""
         if self.awaiting:
             self.deadline, frames = now, max(frames - self.unheard, 0)
         self.deadline += frames * frame_seconds
@@ -74,16 +73,16 @@ class Listening:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The next turn: which of the given streams take part, by index, and whether batch work does."""
+    """The next turn: the indices of its streams, and whether it has batch work."""
 
     streams: list[int]
     batch: bool
-    #: Whether everybody who needs a frame takes part.
+    #: Whether it has every row that needs a frame.
     together: bool
 
 
 class TurnPlanner:
-    """Plans turns, and remembers how long they took and how often batch work was passed over."""
+    """Plans turns, from the times of the last ones and the number of turns without batch work."""
 
     def __init__(
         self,
@@ -93,60 +92,60 @@ class TurnPlanner:
         chunk_frames: Sequence[int] = CHUNK_FRAMES,
         first_frames: Sequence[int] = FIRST_FRAMES,
     ) -> None:
-        """`batch_sizes`: what batches are filled up to, in order; `frame_seconds`: the speech in a frame.
+        """`batch_sizes`: the sizes that batches are padded to, ascending; `frame_seconds`: seconds of speech in
+        a frame.
 
-        `chunk_frames`: sizes of a stream's chunks, each at most twice the one before, the last one
-        repeats; `first_frames`: those of them that a first chunk may have. `reproducible`: chunks have the
-        same sizes at any load, since the codec's rounding depends on them.
+        `chunk_frames`: sizes of a stream's chunks, each up to twice the one before; the last one repeats.
+        `first_frames`: those that the first chunk can have. `reproducible`: chunks have the same sizes at any
+        load, since the codec's rounding depends on them.
         """
         self._reproducible = reproducible
         self._chunk_frames = chunk_frames
         self._first_frames = first_frames
         self._batch_sizes = batch_sizes
         self._frame_seconds = frame_seconds
-        self._passed_over = 0
-        self._together: deque[float] = deque(maxlen=_REMEMBERED)
-        self._all: deque[float] = deque(maxlen=_REMEMBERED)
-        #: The usual time of a turn, and of one with everybody.
+        #: Consecutive turns without batch work.
+        self._skipped = 0
+        self._together: deque[float] = deque(maxlen=_KEPT_TURNS)
+        self._all: deque[float] = deque(maxlen=_KEPT_TURNS)
+        #: The median time of a turn, and of one with every row that needed a frame.
         self.turn_seconds = 0.0
         self.together_seconds = 0.0
 
-    def took(self, seconds: float, together: bool) -> None:
-        """A turn of one frame took so long; `together`: everybody who needed a frame took part."""
+    def record(self, seconds: float, together: bool) -> None:
+        """Records the time of a turn of one frame; `together`: it had every row that needed a frame."""
         self._all.append(seconds)
         self.turn_seconds = median(self._all)
         if together:
             self._together.append(seconds)
             self.together_seconds = median(self._together)
 
-    def plan(self, streams: Sequence[Listening], now: float, batch: bool, crowded: bool = False) -> Plan:
-        """The next turn of streams that can make a frame; `batch`: whether there is batch work that may run.
+    def plan(self, streams: Sequence[Playback], now: float, batch: bool, crowded: bool = False) -> Plan:
+        """Plans the next turn of streams that can make a frame; `batch`: whether batch work can run.
 
-        `crowded`: few slots are free, so that all streams go on, however far ahead, and give back theirs
-        sooner.
+        `crowded`: few slots are free, so all streams run, even those far ahead, to free their slots sooner.
         """
         order = sorted(range(len(streams)), key=lambda index: streams[index].deadline)
         urgent = [index for index in order if self.is_urgent(streams[index], now)]
         due = [index for index in order if crowded or streams[index].deadline - now < DUE_SECONDS]
-        if urgent and not (batch and self._passed_over >= FAIR_TURNS):
-            self._passed_over += batch
-            first, rows = set(urgent), max(self._filled(len(urgent)), LEAST_ROWS)
+        if urgent and not (batch and self._skipped >= FAIR_TURNS):
+            self._skipped += batch
+            first, rows = set(urgent), max(self._padded(len(urgent)), CHEAP_ROWS)
             return Plan([*urgent, *(index for index in order if index not in first)][:rows], False, False)
-        self._passed_over = 0
+        self._skipped = 0
         if batch:
             return Plan(due, True, True)
-        rows = min(max(len(streams) // 4, AHEAD_ROWS), MOST_AHEAD_ROWS)
-        return Plan(order[: self._filled(max(len(due), rows))], False, bool(due))
+        rows = min(max(len(streams) // 4, AHEAD_ROWS), MAX_AHEAD_ROWS)
+        return Plan(order[: self._padded(max(len(due), rows))], False, bool(due))
 
-    def is_urgent(self, stream: Listening, now: float) -> bool:
-        """Whether a stream waits for its first chunk, or the next one would come too late in turns with
-        everybody."""
+    def is_urgent(self, stream: Playback, now: float) -> bool:
+        """Whether a stream waits for its first chunk, or its next one would be late in turns of all rows."""
         needed = 1.5 * self.together_seconds * stream.missing + SPARE_SECONDS
         return stream.awaiting or stream.deadline - now < min(needed, URGENT_SECONDS)
 
-    def next_size(self, stream: Listening, now: float) -> int:
-        """Heard frames of the next chunk of a stream: more of them step by step, as far as they come
-        before the last one is heard."""
+    def next_size(self, stream: Playback, now: float) -> int:
+        """The number of audible frames of a stream's next chunk: it grows step by step while the chunk arrives
+        before the delivered audio is played."""
         if self._reproducible:
             known = self._chunk_frames
             return (
@@ -158,23 +157,22 @@ class TurnPlanner:
             return self._first_size()
         sizes = [size for size in self._chunk_frames if size <= 2 * stream.size]
         if self.turn_seconds >= self._frame_seconds:
-            return sizes[-1]  # it cannot keep up, whatever its chunks
+            return sizes[-1]  # no size can keep up
         lead = stream.deadline - now
         return next(
             (size for size in reversed(sizes) if size * self.turn_seconds + SPARE_SECONDS <= lead), sizes[0]
         )
 
     def _first_size(self) -> int:
-        """The fewest frames of a first chunk that are heard longer than as many take; the fewest of all
-        where none are."""
+        """The smallest first chunk that plays longer than the next one of its size takes; else the smallest."""
         for size in self._first_frames:
             if size * self.turn_seconds + SPARE_SECONDS <= size * self._frame_seconds:
                 return size
         return self._first_frames[0]
 
     def whole_part(self, frames: int) -> int:
-        """The largest size of a chunk that so many frames fill; all of them where they fill none."""
+        """The largest chunk size that `frames` frames fill; all of them if they fill none."""
         return max((size for size in self._chunk_frames if size <= frames), default=frames)
 
-    def _filled(self, rows: int) -> int:
+    def _padded(self, rows: int) -> int:
         return bucket_of(rows, self._batch_sizes)

@@ -26,7 +26,6 @@ from pipelines.codec.blocks import (
     ResidualUnit,
     Snake,
     StateLayout,
-    TransformerLayer,
     UpsampleLayers,
     WindowTransformer,
     angles,
@@ -87,23 +86,14 @@ def rotary(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tenso
 
 def window_transformer(load: CodecLoader, layout: StateLayout, config: CodecStackConfig) -> WindowTransformer:
     """One of the codec's transformers: [B, T, dim] -> [B, T, dim]."""
-    norm = load("norm.weight", config.dim)
-    layers = [
-        TransformerLayer(
-            _layer(load.at(f"layers.{i}."), config),
-            layout,
-            config.head_dim,
-            config.dim,
-            config.window,
-            config.eps,
-        )
-        for i in range(config.layers)
-    ]
     return WindowTransformer(
-        layers,
-        norm,
-        config.eps,
+        [_layer(load.at(f"layers.{i}."), config) for i in range(config.layers)],
+        layout,
+        load("norm.weight", config.dim),
+        config.head_dim,
+        config.dim,
         config.window,
+        config.eps,
         lambda positions, _: rotary(positions, config.head_dim, config.rope_base),
     )
 
@@ -253,9 +243,9 @@ _FILTERS, _MAX_VALUES = 16, 1 << 22
 class ReferenceEncoder:
     """Recordings to codes, and the last ones kept by their content."""
 
-    def __init__(self, encoder: CodecEncoder, capacity: int = 1024) -> None:
+    def __init__(self, encoder: CodecEncoder) -> None:
         self._encoder = encoder
-        self._kept: RecordingCache[NDArray[np.int64]] = RecordingCache(capacity)
+        self._kept: RecordingCache[NDArray[np.int64]] = RecordingCache(1024)
 
     def prepare(self, recording: bytes) -> NDArray[np.int64]:
         """The codes int64 [frames, codebooks] of an encoded audio file within the bounds of

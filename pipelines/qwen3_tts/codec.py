@@ -19,13 +19,12 @@ from pipelines.codec.blocks import (
     LayerWeights,
     Past,
     StateLayout,
-    TransformerLayer,
     UpsampleLayers,
     WindowTransformer,
     angles,
 )
 from pipelines.codec.decoder import CausalDecoder
-from pipelines.codec.fused import FusedFront, prepared_front, prepared_stack
+from pipelines.codec.fused import FusedFront, prepared_stack
 from pipelines.nn.checkpoint import Checkpoint, Loader, TensorSource
 from pipelines.qwen3_tts.config import CodecConfig, CodecDecoderConfig
 
@@ -62,22 +61,14 @@ def rotary(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -
 
 def _transformer(load: CodecLoader, layout: StateLayout, config: CodecDecoderConfig) -> WindowTransformer:
     """The decoder's transformer at frame rate: [B, T, hidden] -> [B, T, hidden]."""
-    window, eps, kv_width = (
+    return WindowTransformer(
+        [_layer(load.at(f"layers.{i}."), config) for i in range(config.num_hidden_layers)],
+        layout,
+        load("norm.weight", config.hidden_size),
+        config.head_dim,
+        config.num_key_value_heads * config.head_dim,
         config.sliding_window,
         config.rms_norm_eps,
-        config.num_key_value_heads * config.head_dim,
-    )
-    layers = [
-        TransformerLayer(
-            _layer(load.at(f"layers.{i}."), config), layout, config.head_dim, kv_width, window, eps
-        )
-        for i in range(config.num_hidden_layers)
-    ]
-    return WindowTransformer(
-        layers,
-        load("norm.weight", config.hidden_size),
-        eps,
-        window,
         lambda positions, dtype: rotary(positions, config.head_dim, config.rope_theta, dtype),
     )
 
@@ -136,10 +127,8 @@ class CodecDecoder(CausalDecoder):
         self._exit = inside("output_proj.weight", latent, hidden), inside("output_proj.bias", latent)
         self._transformer = _transformer(inside, layout, config)
         self._upsample = UpsampleLayers(load.at("upsample."), layout, latent, config.upsampling_ratios)
-        self._front: FusedFront | None = None
-        if fused_front:
-            parts = self._pre_conv, self._entry, self._transformer, self._exit, self._upsample
-            self._front = prepared_front(*parts, self.device)
+        parts = self._pre_conv, self._entry, self._transformer, self._exit, self._upsample
+        self._front = FusedFront(*parts) if fused_front else None
         stack = ConvStack(
             load.at("decoder."), layout, latent, config.decoder_dim, config.upsample_rates, tanh=False
         )

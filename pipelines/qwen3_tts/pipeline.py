@@ -21,7 +21,7 @@ from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import Finish
 from pipelines.engine.engine import Engine
-from pipelines.engine.opening import check_executor, memory_told
+from pipelines.engine.opening import check_executor, explain_oom
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.errors import ErrorCode, InputError, NightjarError
@@ -106,7 +106,7 @@ _WARM_POSITIONS, _WARM_FRAMES = 32, 28
 MAX_TOKENS = 2048
 
 
-@memory_told()
+@explain_oom()
 def open_pipeline(folder: Path, **options: Any) -> Qwen3TTSPipeline:
     """Loads a checkpoint folder.
 

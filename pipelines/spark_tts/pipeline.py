@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.engine import Engine, NativeHost
-from pipelines.engine.opening import NativeModelOptions, check_executor, memory_told
+from pipelines.engine.opening import NativeModelOptions, check_executor, explain_oom
 from pipelines.errors import ConfigError, ErrorCode, unsupported
 from pipelines.nn.checkpoint import open_device, precision, type_name
 from pipelines.options import CONTEXT, ENGINE, TokenModelOptions, read_options, take_engine
@@ -125,7 +125,7 @@ _CODEC_BATCH = 64
 _GATHER_SECONDS = 0.05
 
 
-@memory_told()
+@explain_oom()
 def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
     """Loads a checkpoint folder. The option `engine` is `native`, `vllm` or `auto`
     (`pipelines.engine_choice`); the others are its own.

@@ -104,13 +104,11 @@ class Reference:
 class ReferenceEncoder:
     """Recordings to tokens, and the last ones kept by their content."""
 
-    def __init__(
-        self, config: SparkConfig, tokenizer: Tokenizer, features: SemanticFeatures, capacity: int = 1024
-    ) -> None:
+    def __init__(self, config: SparkConfig, tokenizer: Tokenizer, features: SemanticFeatures) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._features = features
-        self._kept: RecordingCache[Reference] = RecordingCache(capacity)
+        self._kept: RecordingCache[Reference] = RecordingCache(1024)
 
     def prepare(self, recording: bytes, with_semantic: bool) -> Reference:
         """The tokens of an encoded audio file within the bounds of `pipelines.audio`; semantic tokens only

@@ -9,7 +9,6 @@ of different lengths are zero behind their ends, as the plain module's masks mak
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.codec_ops import pack_centred_upsample
-from pipelines.codec.fused import HEADROOM, FusedUnit, codec_kernels, tap_major
+from pipelines.codec.fused import HEADROOM, FusedUnit, tap_major, uses_fused_ops
 from pipelines.spark_tts.config import WaveConfig
 
 SNAKE_EPS = 1e-9
@@ -108,18 +107,12 @@ _ops: Any = torch.ops.nightjar
 
 
 def prepared(wave: WaveGenerator, dtype: torch.dtype, fused: bool | None = None) -> WaveGenerator | FusedWave:
-    """A generator that was loaded in float32 as it runs in `dtype`: on fused ops, or converted in place.
+    """Prepares a generator that was loaded in float32 to run in `dtype`: on fused ops, or converted in place.
 
-    By default it is fused in bfloat16 on a GPU, where the ops have kernels. Raises ValueError as `FusedWave`.
+    `fused` as for `pipelines.codec.fused.uses_fused_ops`. Raises ValueError like `FusedWave`.
     """
-    on_gpu = next(wave.parameters()).device.type == "cuda"
-    if fused is None:
-        fused = on_gpu and dtype == torch.bfloat16 and codec_kernels()
-    elif fused and on_gpu:
-        import_module("kernels.codec_launch")  # gives the fused ops their kernels
-    if not fused:
-        return wave.to(dtype)
-    return FusedWave(wave, dtype)
+    device = next(wave.parameters()).device
+    return FusedWave(wave, dtype) if uses_fused_ops(device, dtype, fused) else wave.to(dtype)
 
 
 class FusedWave:

@@ -194,7 +194,7 @@ class Run:
         unused, known, free = cache._unused, set(cache._known.values()), kv._free
         users = Counter(prefix for one in running if one.shared is not None for prefix in one.shared.chain)
         assert {prefix: prefix.users for prefix in users} == users
-        assert not any(prefix.users or prefix.doubtful for prefix in unused)
+        assert not any(prefix.users or prefix.invalid for prefix in unused)
         in_use = [page for prefix in users for page in prefix.pages] + [
             page for one in running for page in one.pages[one.shared_pages :]
         ]
@@ -204,7 +204,7 @@ class Run:
         left = [page for prefix in unused for page in prefix.pages]
         assert sorted([*free, *cache._unclean, *left, *in_use]) == list(range(1, kv.pages + 1))
         assert cache.free == kv.pages - len(in_use)
-        assert {prefix for prefix in users if not prefix.doubtful} | set(unused) == known
+        assert {prefix for prefix in users if not prefix.invalid} | set(unused) == known
         assert np.isfinite(self.device.keys[free]).all(), "NaN was left in free pages"
         for one in running:
             last, found = len(one.request.prompt) - 1, self.device.context(one)

@@ -123,34 +123,34 @@ def test_a_device_that_stays_small_is_asked_less_and_less_often() -> None:
 
 def test_a_limit_falls_to_what_went_well_and_rises_by_an_eighth() -> None:
     limit = BatchLimit(64)
-    limit.drop(64)
+    limit.reduce(64)
     assert limit.now == 32
     for wanted in (40, 48):
         for _ in range(2 * FIRST_PATIENCE - 1):
-            limit.went_well(limit.now)
+            limit.record_success(limit.now)
         assert limit.now == wanted - 8, "it rose before its time"
-        limit.went_well(limit.now)
+        limit.record_success(limit.now)
         assert limit.now == wanted
-    limit.drop(48)
+    limit.reduce(48)
     assert limit.now == 40
-    limit.drop(40)
+    limit.reduce(40)
     assert limit.now == 20
     for _ in range(40):
-        limit.drop(1)
+        limit.reduce(1)
     assert limit.now == 1
 
 
 def test_small_batches_tell_nothing_and_patience_has_an_end() -> None:
     limit = BatchLimit(64)
     for _ in range(40):
-        limit.drop(limit.now)
+        limit.reduce(limit.now)
     for _ in range(MAX_PATIENCE - 1):
-        limit.went_well(1)
+        limit.record_success(1)
     assert limit.now == 1
-    limit.went_well(1)
+    limit.record_success(1)
     assert limit.now == 9
     for _ in range(2 * MAX_PATIENCE):
-        limit.went_well(7)
+        limit.record_success(7)
     assert limit.now == 9
 
 
@@ -158,15 +158,15 @@ def test_small_batches_tell_nothing_and_patience_has_an_end() -> None:
 def test_all_slots_for_long_make_the_patience_short_again(turns: int) -> None:
     limit = BatchLimit(8)
     for _ in range(5):
-        limit.drop(8)
+        limit.reduce(8)
     while limit.now < 8:
-        limit.went_well(limit.now)
+        limit.record_success(limit.now)
     for _ in range(turns):
-        limit.went_well(8)
-    limit.drop(8)
+        limit.record_success(8)
+    limit.reduce(8)
     before = limit.now
     for _ in range(2 * FIRST_PATIENCE):
-        limit.went_well(limit.now)
+        limit.record_success(limit.now)
     assert (limit.now > before) == (turns > 1)
 
 

@@ -84,7 +84,7 @@ def test_a_size_without_memory_is_served_by_larger_ones_and_never_tried_again(
     assert buckets.prepare(full)
     assert tried == [16, 2]
     assert buckets.possible == (1, 4, 8, 32, 64)
-    assert caplog.messages[0] == "there is no memory for a graph of 16 rows; others take its place"
+    assert caplog.messages[0] == "there is no memory for a graph of 16 rows; others are used instead"
     alone = Buckets[int]([4])
     assert alone.choose(1, full) is None
     assert alone.possible == (4,)

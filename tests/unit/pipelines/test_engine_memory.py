@@ -17,10 +17,10 @@ from benchmarks.shapes import Shape
 from pipelines.codec.graphs import stream_bytes, utterance_bytes
 from pipelines.engine import opening
 from pipelines.engine.buckets import BUCKETS, WIDE_BUCKETS, buckets_for
+from pipelines.engine.executor import EngineOptions
 from pipelines.engine.opening import (
     LIBRARY_BYTES,
     MemoryNeeds,
-    MemoryPlan,
     NativeModelOptions,
     check_executor,
     plan_memory,
@@ -57,18 +57,18 @@ def published_needs(folder: Path, size: str) -> MemoryNeeds:
     return memory_needs(Qwen3TTSConfig.from_folder(folder), torch.bfloat16, PAGE_SIZE, CONTEXT, weight_bytes)
 
 
-def planned(gigabytes: float, needs: MemoryNeeds, slots: int | None = None) -> MemoryPlan:
+def planned(gigabytes: float, needs: MemoryNeeds, slots: int | None = None) -> EngineOptions:
     """The plan for jobs on a GPU that is free, by the default share."""
     return plan_memory(int(0.9 * gigabytes * 1e9), needs, PAGE_SIZE, CONTEXT, slots, wide=True)
 
 
-def taken(plan: MemoryPlan, needs: MemoryNeeds) -> int:
+def taken(plan: EngineOptions, needs: MemoryNeeds) -> int:
     """Bytes of everything that a plan names."""
     return (
         needs.weights
         + plan.slots * needs.slot
         + plan.pages * needs.page
-        + plan.decode_frames * needs.decoded_frame
+        + (plan.decode_frames or 0) * needs.decoded_frame
     )
 
 
@@ -334,7 +334,7 @@ def test_a_share_bounds_slots_pages_and_the_allocator(two_gpus: FakeGpus, tmp_pa
         ({"executor": "eager", "reproducible": True}, "The eager executor is not reproducible on a GPU"),
         ({"reproducible": True}, r"The graph executor cannot run here\. Triton cannot make kernels here"),
         ({"executor": "short"}, "wrong value: Invalid enum value 'short'"),
-        ({"page_size": 48}, "pages of a power of two of positions, and a maximum of 1024; page_size is 48"),
+        ({"page_size": 48}, "a page_size that is a power of two up to 1024; page_size is 48"),
         ({"page_size": 2048, "executor": "graph"}, "page_size is 2048"),
         ({"device": "cpu", "executor": "graph"}, "The graph executor needs a CUDA device"),
         ({"dtype": "int3"}, "wrong value: Invalid enum value 'int3'"),

@@ -131,16 +131,16 @@ def test_a_prefix_with_nan_is_given_to_nobody_and_its_pages_are_zeroed_after_its
     run.step(2)
     run.add(pair[1])
     run.step(2)
-    doubtful = run.core.scheduler.running[1].shared
+    invalid = run.core.scheduler.running[1].shared
     # In the older one's own part: the other one says nothing of it.
     run.device.nan_at = 9
     run.step()
     assert run.heard.errors[pair[0]].code is ErrorCode.SYNTH_NAN
-    assert doubtful is not None
-    assert (doubtful.users, run.known) == (1, set())
+    assert invalid is not None
+    assert (invalid.users, run.known) == (1, set())
     run.add(later := request(2, 1, 8, 3, frames=9))
     run.step()
-    assert [one.shared is doubtful for one in run.core.scheduler.running] == [True, False]
+    assert [one.shared is invalid for one in run.core.scheduler.running] == [True, False]
     # In the prefix itself.
     run.device.nan_at = 2
     run.step()

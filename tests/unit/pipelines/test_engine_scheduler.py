@@ -11,7 +11,7 @@ import torch
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.scheduler import GenerationRequest, Scheduler, Utterance
 from pipelines.engine.state import PagedKV, SamplingParams
-from pipelines.engine.turns import Listening
+from pipelines.engine.turns import Playback
 
 NOBODY: Any = None
 
@@ -42,7 +42,7 @@ def test_the_chunks_of_a_prompt_do_not_depend_on_its_neighbours(budget: int) -> 
     scheduler.waiting.extend(Utterance(request(length), NOBODY) for length in lengths)
     scheduler.admit()
     chunks: dict[int, list[int]] = {length: [] for length in lengths}
-    while plan := scheduler.prefill():
+    while plan := scheduler.prefill(scheduler.running):
         for utterance, count in plan:
             chunks[len(utterance.request.prompt)].append(count)
             utterance.prefilled += count
@@ -60,9 +60,7 @@ def test_who_makes_way_is_the_first_of_its_queue() -> None:
             EngineOptions(prefill_chunk=16, prefill_tokens=64, reserve_frames=0),
         )
         everybody = [
-            Utterance(
-                request(length), NOBODY, listening=Listening(0.0) if queue == "waiting_streams" else None
-            )
+            Utterance(request(length), NOBODY, playback=Playback(0.0) if queue == "waiting_streams" else None)
             for length in range(9, 13)
         ]
         getattr(scheduler, queue).extend(everybody)

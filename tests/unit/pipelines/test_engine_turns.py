@@ -9,11 +9,11 @@ import pytest
 from pipelines.engine.buckets import BUCKETS
 from pipelines.engine.turns import (
     AHEAD_ROWS,
+    CHEAP_ROWS,
     DUE_SECONDS,
     FAIR_TURNS,
-    LEAST_ROWS,
-    MOST_AHEAD_ROWS,
-    Listening,
+    MAX_AHEAD_ROWS,
+    Playback,
     TurnPlanner,
 )
 from tests.support.simulated_engine import FRAME_SECONDS, Simulation
@@ -21,18 +21,18 @@ from tests.support.simulated_engine import FRAME_SECONDS, Simulation
 NOW = 100.0
 
 
-def stream(lead: float, missing: int = 12) -> Listening:
+def stream(lead: float, missing: int = 12) -> Playback:
     """A stream whose listener has so many seconds left to hear."""
-    return Listening(NOW + lead, False, 12, missing)
+    return Playback(NOW + lead, False, 12, missing)
 
 
-def awaiting(waited: float = 0.0) -> Listening:
-    return Listening(NOW - waited)
+def awaiting(waited: float = 0.0) -> Playback:
+    return Playback(NOW - waited)
 
 
 def planner(turn: float = 0.01) -> TurnPlanner:
     made = TurnPlanner(BUCKETS, FRAME_SECONDS)
-    made.took(turn, together=True)
+    made.record(turn, together=True)
     return made
 
 
@@ -47,7 +47,7 @@ def test_first_chunks_come_before_everything_then_the_listener_who_runs_dry_firs
     ]
     plan = planner().plan(streams, NOW, batch=True)
     assert plan.streams[:4] == [4, 2, 3, 1]
-    assert (len(plan.streams), plan.batch, plan.together) == (LEAST_ROWS, False, False)
+    assert (len(plan.streams), plan.batch, plan.together) == (CHEAP_ROWS, False, False)
     assert plan.streams[4:] == [5, 6, 7, 8], "places that cost nothing go to those who run dry next"
     assert 0 not in plan.streams
 
@@ -86,7 +86,7 @@ def test_with_nothing_else_to_do_streams_that_are_ahead_go_on_a_few_at_a_time() 
     assert plan.streams == list(range(99, 99 - 32, -1)), "a quarter of them, filled up to a bucket"
     assert not plan.together
     assert len(planner().plan(streams[:20], NOW, batch=False).streams) == AHEAD_ROWS
-    assert len(planner().plan([*streams] * 5, NOW, batch=False).streams) == MOST_AHEAD_ROWS
+    assert len(planner().plan([*streams] * 5, NOW, batch=False).streams) == MAX_AHEAD_ROWS
 
 
 def test_a_single_stream_that_is_due_takes_others_along() -> None:
@@ -112,8 +112,8 @@ def test_the_first_chunk_grows_with_the_time_of_a_turn_only(turn: float, first: 
 def test_one_slow_turn_changes_nothing() -> None:
     made = planner(0.003)
     for _ in range(4):
-        made.took(0.003, together=False)
-    made.took(9.0, together=True)
+        made.record(0.003, together=False)
+    made.record(9.0, together=True)
     assert made.next_size(awaiting(), NOW) == 1
 
 
@@ -124,7 +124,7 @@ def sizes(turn: float, count: int) -> list[int]:
     for _ in range(count):
         one.size = made.next_size(one, now)
         now += turn * one.size
-        one.handed_on(one.size, now, FRAME_SECONDS)
+        one.record_chunk(one.size, now, FRAME_SECONDS)
         found.append(one.size)
     return found
 
@@ -208,12 +208,12 @@ def test_reproducible_chunks_have_the_same_sizes_at_any_load() -> None:
     made = TurnPlanner(BUCKETS, FRAME_SECONDS, reproducible=True)
     for seconds in (0.002, 10.0):
         for _ in range(40):
-            made.took(seconds, True)
-        one, sizes = Listening(NOW), list[int]()
+            made.record(seconds, True)
+        one, sizes = Playback(NOW), list[int]()
         for _ in range(7):
             one.size = made.next_size(one, NOW)
             sizes.append(one.size)
-            one.handed_on(one.size, NOW, FRAME_SECONDS)
+            one.record_chunk(one.size, NOW, FRAME_SECONDS)
         assert sizes == [1, 2, 4, 8, 12, 12, 12]
 
 
@@ -222,36 +222,36 @@ UNHEARD, SLOW_CHUNKS, SLOW_FIRST = 52, (8, 16, 32, 64), (8, 16)
 
 
 def test_what_nobody_hears_is_no_audio_ahead_of_the_listener() -> None:
-    one = Listening(NOW, size=8, unheard=UNHEARD)
+    one = Playback(NOW, size=8, unheard=UNHEARD)
     assert one.wanted == UNHEARD + 8
-    one.handed_on(one.wanted, NOW + 1, 0.02)
+    one.record_chunk(one.wanted, NOW + 1, 0.02)
     assert one.deadline == pytest.approx(NOW + 1 + 8 * 0.02)
     assert one.wanted == 8
-    one.handed_on(one.wanted, NOW + 1.1, 0.02)
+    one.record_chunk(one.wanted, NOW + 1.1, 0.02)
     assert one.deadline == pytest.approx(NOW + 1 + 16 * 0.02), "later chunks are heard whole"
-    short = Listening(NOW, size=8, unheard=UNHEARD)
-    short.handed_on(3, NOW, 0.02)
+    short = Playback(NOW, size=8, unheard=UNHEARD)
+    short.record_chunk(3, NOW, 0.02)
     assert short.deadline == NOW
 
 
 @pytest.mark.parametrize("reproducible", [False, True])
 def test_a_family_has_chunks_of_its_own_sizes(reproducible: bool) -> None:
     made = TurnPlanner(BUCKETS, 0.02, reproducible, SLOW_CHUNKS, SLOW_FIRST)
-    made.took(0.002, together=True)
-    one, now, found = Listening(NOW, unheard=UNHEARD), NOW, []
+    made.record(0.002, together=True)
+    one, now, found = Playback(NOW, unheard=UNHEARD), NOW, []
     for _ in range(6):
         one.size = made.next_size(one, now)
         found.append(one.wanted)
         now += 0.002 * one.wanted
-        one.handed_on(one.wanted, now, 0.02)
+        one.record_chunk(one.wanted, now, 0.02)
     assert found == [UNHEARD + 8, 16, 32, 64, 64, 64]
     assert [made.whole_part(frames) for frames in (5, 8, 40, 99)] == [5, 8, 32, 64]
 
 
 def test_the_first_chunk_of_a_family_grows_within_its_own_sizes() -> None:
     made = TurnPlanner(BUCKETS, 0.02, False, SLOW_CHUNKS, SLOW_FIRST)
-    made.took(0.016, together=True)
-    assert made.next_size(Listening(NOW, unheard=UNHEARD), NOW) == 8
+    made.record(0.016, together=True)
+    assert made.next_size(Playback(NOW, unheard=UNHEARD), NOW) == 8
     made = TurnPlanner(BUCKETS, 0.02, False, SLOW_CHUNKS, SLOW_FIRST)
-    made.took(0.018, together=True)
-    assert made.next_size(Listening(NOW, unheard=UNHEARD), NOW) == 16
+    made.record(0.018, together=True)
+    assert made.next_size(Playback(NOW, unheard=UNHEARD), NOW) == 16
