@@ -175,7 +175,7 @@ def put_numbered(
     while True:
         if not isinstance(data, bytes):
             data.seek(0)
-        result = store.put(target, data, metadata)
+        result = store.put(target, data, metadata=metadata)
         # The store has hashed the data; hashing it again would take as long as encoding.
         if result.created or result.info.sha256 == (sha256 := sha256 or sha256_of(data)):
             return result
