@@ -8,12 +8,13 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import structlog
 from msgspec.structs import replace
 
-from jobs.layout import SPEC_SHA_CHARACTERS, pack_index_name, pack_key
+from jobs.layout import SPEC_SHA_CHARACTERS, pack_index_name, pack_key, put_hashed
 from jobs.ledger.records import Artifact, Done
 from jobs.store.base import ObjectStore
 from jobs.times import Times
@@ -196,13 +197,6 @@ class PackWriter:
         key = pack_key(*written_by, sha256)
         metadata = {"spec_sha": lease.job.spec_sha[:SPEC_SHA_CHARACTERS]}
 
-        def put() -> None:
-            result = self.store.put(key, data, metadata=metadata)
-            if not result.created and result.info.sha256 != sha256:
-                # Only this lease writes this key, and no item of the pack is committed, so the object is damaged.
-                self.store.delete(key)
-                self.store.put(key, data, metadata=metadata)
-
-        self.held.retrying(put)
+        self.held.retrying(partial(put_hashed, self.store, key, data, sha256, metadata))
         log.debug("pack stored", key=key, items=len(pack.items), bytes=len(data))
         return key
