@@ -333,7 +333,7 @@ class TestConfig:
         monkeypatch.setitem(METERS, "peak", meter)
         peak = SimpleNamespace(measure=lambda sample: {"peak": (float(sample.samples.max()), "")})
         monkeypatch.setitem(BUILT_IN, "peak", lambda: peak)
-        with pytest.raises(ConfigError, match=r"which nothing measures.*meters\.peak"):
+        with pytest.raises(ConfigError, match=r"but no meter measures it.*meters\.peak"):
             quality_of("basic", None, ["bounds.peak.high=0.5"])
         quality = quality_of("basic", None, ["bounds.peak.high=0.5", "meters.peak={}"])
         assert quality is not None
