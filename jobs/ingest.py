@@ -22,7 +22,7 @@ from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState, NewJob, Ne
 from jobs.line_check import GoodLine, LineChecker, ReferenceKey, aborted_by, duplicate_lines
 from jobs.packs import ahead
 from jobs.references import ReferenceReader, put_reference
-from jobs.shard_file import CONTENT_TYPE, ShardSize, compress, cut, encode_lines
+from jobs.shard_file import ShardSize, compress, cut, encode_lines
 from jobs.source import empty_input, open_source
 from jobs.spec import ResolvedSpec, resolve, spec_sha
 from jobs.store.base import ObjectStore
@@ -224,9 +224,7 @@ class _Ingest:
                 later = range(1, len(places))
                 items += [(index + turn, example_id) for turn in later]
                 turns.update({index + turn: turn for turn in later})
-        info = put_numbered(
-            self.store, input_key(self.job.id, shard_no), compress(encoded), CONTENT_TYPE
-        ).info
+        info = put_numbered(self.store, input_key(self.job.id, shard_no), compress(encoded)).info
         return NewShard(
             shard_no, tuple(items), info.key, info.sha256, sum([line.estimated_ms for line in lines]), turns
         )
