@@ -1,4 +1,4 @@
-"""From what an engine made to what a caller hears: speech as a whole, or a stream of chunks."""
+"""Turns an engine's output into whole speech or a stream of chunks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import (
+    AnyRequest,
     AudioChunk,
     Capabilities,
     Done,
@@ -21,44 +22,42 @@ from pipelines.request import (
     Failed,
     Handle,
     Listener,
+    Meta,
     OnEvent,
-    PreparedRequest,
     Speech,
     SynthesisRequest,
     check_start,
 )
 
 S = TypeVar("S")
-Meta = dict[str, str | int | float | bool]
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedCodes(Generic[S]):
-    """A whole utterance as the codec takes it."""
+    """The codes of a whole utterance."""
 
     #: int64 [frames, codebooks].
     codes: NDArray[np.int64]
-    #: How it ended, in the engine's word.
+    #: The engine's finish reason.
     finish: str
-    #: Where the codec starts; None: at its own beginning.
+    #: Initial state of the codec; None: its default.
     start: S | None = None
-    #: Text that the model itself wrote.
+    #: Text that the model wrote.
     text_out: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestInfo(Generic[S]):
-    """What is known of a request before its codes come, and how a family reads what the engine made."""
+    """Facts of a request that are known before its codes, and the family's reader of the engine's output."""
 
     text: str
     sample_rate: int
     meta: Meta
-    #: Whether speech that reached its limit without an end is handed over instead of failing with
-    #: `synth.no_eos`.
+    #: Whether speech that reaches its limit without an end is returned instead of failing with `synth.no_eos`.
     keep_unfinished: bool
 
     def read(self, *made: Any, **_: Any) -> FinishedCodes[S]:
-        """The utterance in what the engine told at the end.
+        """Reads the utterance from the engine's final output.
 
         Raises `SynthesisError`: `synth.no_eos` (`check_end`) when it did not end, `synth.no_audio`
         (`no_audio`) when it holds no speech.
@@ -66,8 +65,8 @@ class RequestInfo(Generic[S]):
         raise NotImplementedError
 
     def check_end(self, finish: str, count: int, unit: str = "frames") -> None:
-        """Raises `SynthesisError` (`synth.no_eos`) for speech that did not end by itself and is not wanted
-        without an end."""
+        """Raises `SynthesisError` (`synth.no_eos`) for speech that did not end by itself, unless unfinished
+        speech is kept."""
         if finish == "length" and not self.keep_unfinished:
             advice = "Try another seed, a shorter text or a larger max_seconds."
             raise SynthesisError(
@@ -75,7 +74,7 @@ class RequestInfo(Generic[S]):
             )
 
     def speech(self, samples: NDArray[np.float32], made: FinishedCodes[S]) -> Speech:
-        """The result, with how it ended in the engine's word."""
+        """The result, with the engine's finish reason."""
         meta = {**self.meta, "frames": len(made.codes), "finish": made.finish}
         return Speech(samples, self.sample_rate, self.text, made.text_out, meta)
 
@@ -86,14 +85,14 @@ def no_audio(message: str) -> SynthesisError:
 
 
 class Receiver(Generic[S]):
-    """Hears of one request from the engine, and has its codes decoded for a listener."""
+    """Receives the output of one request from the engine and sends it to the codec."""
 
-    #: Whether the engine hands on what it makes while a request grows.
+    #: Whether the engine delivers tokens while the request runs.
     streamed = False
-    #: Frames of a stream's first chunks; the last one repeats. Small at first for a quick start, then for
-    #: fewer calls. Empty: frames are decoded as they come.
+    #: Frames of a stream's first chunks; the last size repeats. Small sizes first for a quick start, large ones
+    #: later for fewer calls. Empty: frames are decoded as they arrive.
     chunk_frames: tuple[int, ...] = (1, 2, 4, 8, 12)
-    #: Who was asked for this speech, and for what last.
+    #: The engine of this speech, and its latest request.
     engine: SpeechEngine[Any]
     current: Any
 
@@ -103,30 +102,30 @@ class Receiver(Generic[S]):
         self._listener = listener
 
     def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
-        """The next tokens, where they are `streamed`."""
+        """Takes the next tokens; called only if `streamed`."""
 
     def finished(self, *made: Any, **_: Any) -> None:
-        """The engine has made all; what it tells is for `RequestInfo.read`."""
+        """Takes the engine's final output, for `RequestInfo.read`."""
         raise NotImplementedError
 
     def failed(self, error: NightjarError) -> None:
-        """The engine could not do it."""
+        """Ends the request with the engine's error."""
         self._listener(Failed(error))
 
-    def go_on(self, request: Any) -> None:
-        """Asks the engine for more of this speech, unless nobody listens any longer."""
+    def request_more(self, request: Any) -> None:
+        """Sends a further request of this speech to the engine, unless the speech was cancelled."""
         self.current = request
         if self._listener.is_open:
             self.engine.submit(request, self)
-        if not self._listener.is_open:  # perhaps meanwhile, before the engine knew the request
+        if not self._listener.is_open:  # perhaps cancelled before the engine knew the request
             self.engine.cancel(request)
 
     def over(self) -> None:
-        """The request has ended, or nobody listens any longer: what it holds elsewhere goes back at once."""
+        """Releases what the request holds elsewhere, at its end or when it is cancelled."""
 
 
 class Utterance(Receiver[S]):
-    """Has one whole utterance decoded."""
+    """Decodes one whole utterance."""
 
     def finished(self, *made: Any, **_: Any) -> None:
         try:
@@ -135,7 +134,7 @@ class Utterance(Receiver[S]):
             self.failed(error)
 
     def decode(self, made: FinishedCodes[S]) -> None:
-        """Has an utterance decoded; its audio ends the request."""
+        """Decodes an utterance; its audio ends the request."""
 
         def decoded(heard: NDArray[np.float32] | NightjarError) -> None:
             if isinstance(heard, NightjarError):
@@ -151,31 +150,27 @@ class Utterance(Receiver[S]):
 
 
 class Streamer(Receiver[S]):
-    """Has one utterance decoded chunk by chunk while it grows.
-
-    The end is told behind the last chunk: that of speech is known only after the audio before it is on its
-    way.
-    """
+    """Decodes one utterance chunk by chunk while it grows. The end is delivered after the last chunk."""
 
     streamed = True
-    #: Whether the codec looks ahead, so that empty codes must tell it of the end.
+    #: Whether the codec looks ahead: empty codes then mark the end.
     looks_ahead = False
 
     def __init__(
         self, info: RequestInfo[S], stage: CodecStage[S], listener: Listener, state: S | None = None
     ) -> None:
         super().__init__(info, stage, listener)
-        #: Where the codec is; frames are kept while it is not known.
+        #: State of the codec; None while it is unknown: frames are buffered.
         self._state = state
         self._buffer: list[NDArray[np.int64]] = []
         self._chunks = 0
         self._lock = threading.Lock()
-        #: Chunks that are being decoded, and the engine's end.
+        #: Pending parts: chunks that are being decoded, and the engine's end.
         self._expected = 1
         self._end: Done | Failed | None = None
 
     def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
-        """The next tokens; their frames are decoded in chunks of `chunk_frames`."""
+        """Takes the next tokens and decodes their frames in chunks of `chunk_frames`."""
         frames = self.frames_of(ids, codes)
         if self._state is None and (len(frames) or self._buffer):
             self._state = self.first_state()
@@ -184,13 +179,13 @@ class Streamer(Receiver[S]):
             self._decode_buffered(size)
 
     def frames_of(self, ids: list[int], codes: NDArray[np.int64] | None) -> NDArray[np.int64]:
-        """The frames [frames, codebooks] that are whole with these tokens; by itself those of every step."""
+        """The frames [frames, codebooks] that these tokens complete; by default the codes of every step."""
         assert codes is not None
         return codes
 
     def first_state(self) -> S | None:
-        """Where the codec starts, a state of this stream alone; None while the tokens do not say it. Asked
-        once there is a frame."""
+        """A new state of the codec for this stream; None while the tokens do not determine it. Called once
+        there is a frame."""
         return self._stage.new_state()
 
     def finished(self, *made: Any, **_: Any) -> None:
@@ -208,7 +203,7 @@ class Streamer(Receiver[S]):
         self._passed()
 
     def decode(self, codes: NDArray[np.int64], last: bool = False, deadline: float = 0.0) -> None:
-        """Has the next frames [frames, codebooks] decoded as one chunk; see `CodecStage.decode_chunk`."""
+        """Decodes the next frames [frames, codebooks] as one chunk; see `CodecStage.decode_chunk`."""
         assert self._state is not None, "a stream is decoded from a known state"
         with self._lock:
             self._expected += 1
@@ -236,7 +231,7 @@ class Streamer(Receiver[S]):
         self._passed()
 
     def _passed(self) -> None:
-        """Ends the request once the engine and all decoding have passed; a listener hears no second end."""
+        """Ends the request after the engine and all chunks have ended. A second end is ignored."""
         with self._lock:
             self._expected -= 1
             ended = not self._expected
@@ -250,7 +245,7 @@ O = TypeVar("O", bound=RequestInfo[Any])  # noqa: E741
 
 
 class SpeechEngine(Protocol[R_contra]):
-    """What a family's engine offers: `pipelines.engine.engine.Engine`, or a `pipelines.tokens.TokenHost`."""
+    """The engine of a family: `pipelines.engine.engine.Engine` or a `pipelines.tokens.TokenHost`."""
 
     def submit(self, request: R_contra, receiver: Any) -> None: ...
     def cancel(self, request: R_contra) -> None: ...
@@ -261,10 +256,9 @@ class SpeechEngine(Protocol[R_contra]):
 
 
 class SpeechPipeline(Generic[R, O]):
-    """The part of `pipelines.request.Pipeline` that is the same in every family; a family has its own
-    `_prepare`.
+    """The common part of `pipelines.request.Pipeline`; a family implements `_prepare`.
 
-    `streamer` and `utterance` make the engine's receivers of one request, streamed and whole.
+    `streamer` and `utterance` create the receiver of a streamed and of a whole request.
     """
 
     name: str
@@ -280,7 +274,7 @@ class SpeechPipeline(Generic[R, O]):
         utterance: Callable[[O, CodecStage[Any], Listener], Receiver[Any]] = Utterance,
         cuts_chunks: bool = False,
     ) -> None:
-        """`cuts_chunks`: the engine hands on a stream in the chunks that are to be decoded."""
+        """`cuts_chunks`: the engine already delivers a stream in chunks for the codec."""
         self._engine = engine
         self._stage = stage
         self._streamer = streamer
@@ -289,11 +283,8 @@ class SpeechPipeline(Generic[R, O]):
         self._lock = threading.Lock()
         self._audio_seconds = 0.0
 
-    def start(
-        self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False
-    ) -> Handle:
-        """Gives a request to the engine; see `Pipeline.start`. Chunks and speech are told on the codec's
-        threads."""
+    def start(self, request: AnyRequest, on_event: OnEvent, stream: bool = False) -> Handle:
+        """Sends a request to the engine; see `Pipeline.start`. `on_event` is called on the codec's threads."""
         check_start(self, request, stream)
         assert isinstance(request, SynthesisRequest), "a family with a frontend has its own `start`"
         return self._begin(*self._prepare(request), on_event, stream)
@@ -312,7 +303,7 @@ class SpeechPipeline(Generic[R, O]):
         self._stage.close()
 
     def _prepare(self, request: SynthesisRequest) -> tuple[R, O]:
-        """The engine's request and what its receivers must know. Raises `InputError` for what this model
+        """The engine's request, and the facts for its receiver. Raises `InputError` for what this model
         cannot do."""
         raise NotImplementedError
 

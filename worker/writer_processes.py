@@ -25,7 +25,7 @@ from jobs.settings import S3Settings
 from jobs.store import S3Store, is_remote, open_store
 from jobs.store.base import ObjectStore, PutResult
 from jobs.store.s3 import split_s3_url
-from pipelines.child_process import CalledChild, ChildEndedError, answer_calls, beside_the_engine
+from pipelines.child_process import CalledChild, ChildEndedError, answer_calls, helper_environment
 from pipelines.errors import ErrorCode, StoreError
 
 log = structlog.get_logger(__name__)
@@ -64,7 +64,7 @@ class WriterProcess(CalledChild[PutResult | None]):
         # Signals to the worker's group do not reach this process, which must work while the worker drains. It is not
         # bound to the thread that starts it, because that thread may end before the worker.
         program = ("-m", "worker.writer_processes")
-        super().__init__(program, PutResult | None, beside_the_engine(), bound=False)
+        super().__init__(program, PutResult | None, helper_environment(), bound=False)
         try:
             self._opened = self.call(_Open(_plain(settings), url))
         except ChildEndedError:

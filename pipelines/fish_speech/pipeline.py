@@ -164,7 +164,7 @@ class Turns(Receiver[CodecState]):
         self._columns = 0
         try:
             if plan.heard(frames, tokens.finish == "length"):
-                self.go_on(plan.current)
+                self.request_more(plan.current)
                 return
         except NightjarError as error:
             self.failed(error)

@@ -21,7 +21,7 @@ from pipelines.errors import ErrorCode, InputError
 from pipelines.fish_speech.config import FishConfig
 from pipelines.nn.config_keys import bad_checkpoint, read_tokenizer
 from pipelines.tokens import TokenRequest
-from pipelines.validation import is_visible, no_character
+from pipelines.validation import is_visible, not_unicode
 
 PHONEMES = ("<|phoneme_start|>", "<|phoneme_end|>")
 #: Control tokens that prompts are made of.
@@ -87,7 +87,7 @@ def clean(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise no_character() from error
+        raise not_unicode() from error
     text = _OLD_SPEAKER.sub(r"<|speaker:\1|>", text)
     for name in _MARK.findall(_SPAN.sub("", text)):
         if name in PHONEMES:

@@ -19,7 +19,7 @@ from pipelines.errors import ErrorCode, InputError
 from pipelines.nn.config_keys import bad_checkpoint, read_tokenizer
 from pipelines.qwen3_tts.config import Qwen3TTSConfig, capabilities
 from pipelines.request import Generation, PreparedRequest, SynthesisRequest, TextPieces
-from pipelines.validation import MAX_TOP_K, no_character, speech_task
+from pipelines.validation import MAX_TOP_K, not_unicode, speech_task
 
 #: No id at this position.
 NONE = -1
@@ -198,7 +198,7 @@ class TextTokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise no_character() from error
+            raise not_unicode() from error
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def target(self, text: str) -> tuple[list[int], list[int]]:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from pipelines.errors import ErrorCode, InputError
 from pipelines.nn.config_keys import bad_checkpoint, read_tokenizer
 from pipelines.spark_tts.config import GENDERS, LEVELS
-from pipelines.validation import no_character
+from pipelines.validation import not_unicode
 
 _CONTROLS = (
     "task_tts",
@@ -84,7 +84,7 @@ class Vocabulary:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise no_character() from error
+            raise not_unicode() from error
         ids = self.encode(f"<|start_content|>{text}<|end_content|>")
         named = [token for token in ids[1:-1] if token in self._added]
         if named:
