@@ -7,7 +7,7 @@ import re
 import secrets
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, cast
 
@@ -24,14 +24,8 @@ class ObjectInfo:
     sha256: str = ""
     #: Time of the write in UTC epoch seconds of the store's clock; only in listings.
     modified_at: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PutResult:
-    """The object under the key. `created` is False if it existed before and was kept."""
-
-    info: ObjectInfo
-    created: bool
+    #: Whether this put created the object; False: it existed before and was kept.
+    created: bool = field(default=False, compare=False)
 
 
 class ObjectStore:
@@ -75,7 +69,7 @@ class ObjectStore:
         key: str,
         data: bytes | BinaryIO,
         metadata: Mapping[str, str] | None = None,
-    ) -> PutResult:
+    ) -> ObjectInfo:
         """Writes once: an existing object is kept, and described with `created=False`. `data` may be an open
         file that is larger than memory; the maximum of S3 is 5 GiB.
 
