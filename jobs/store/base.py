@@ -138,7 +138,6 @@ class ObjectStore:
             content, part, info = self.get(key), self.get_range(key, 2, 5), self.head(key)
         finally:
             self.delete(key)
-        wrong = advice = ""
         if again.created or content != first:
             wrong = "replaced an existing object"
             advice = (
@@ -147,10 +146,11 @@ class ObjectStore:
         elif part != first[2:7]:
             wrong = "returned other bytes than the requested range"
             advice = "Use a store that supports ranged reads (`Range`), or jobs without --pack."
-        elif info is None or info.sha256 != hashlib.sha256(first).hexdigest():
+        elif info is None or info.sha256 != sha256_of(first):
             wrong, advice = "returned other bytes than were written", "Check the store."
-        if wrong:
-            raise StoreError(ErrorCode.STORE_CONFLICT, f"The store {self.url} {wrong}.", advice)
+        else:
+            return
+        raise StoreError(ErrorCode.STORE_CONFLICT, f"The store {self.url} {wrong}.", advice)
 
 
 def sha256_of(data: bytes | BinaryIO) -> str:
