@@ -1,4 +1,4 @@
-"""From what an engine made to what a caller hears: speech as a whole, or a stream of chunks."""
+"""Delivers the results of engines to callers: whole speech, or a stream of chunks."""
 
 from __future__ import annotations
 
@@ -34,40 +34,39 @@ Meta = dict[str, str | int | float | bool]
 
 @dataclass(frozen=True, slots=True)
 class FinishedCodes(Generic[S]):
-    """A whole utterance as the codec takes it."""
+    """The codes of a whole utterance."""
 
     #: int64 [frames, codebooks].
     codes: NDArray[np.int64]
-    #: How it ended, in the engine's word.
+    #: The engine's finish reason.
     finish: str
-    #: Where the codec starts; None: at its own beginning.
+    #: The codec state that it starts from; None: the initial state.
     start: S | None = None
-    #: Text that the model itself wrote.
+    #: Text that the model wrote.
     text_out: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestInfo(Generic[S]):
-    """What is known of a request before its codes come, and how a family reads what the engine made."""
+    """The facts of a request that its results need; families read the engine's results with it."""
 
     text: str
     sample_rate: int
     meta: Meta
-    #: Whether speech that reached its limit without an end is handed over instead of failing with
-    #: `synth.no_eos`.
+    #: Whether speech that reached its limit without an end is returned instead of failing with `synth.no_eos`.
     keep_unfinished: bool
 
     def read(self, *made: Any, **_: Any) -> FinishedCodes[S]:
-        """The utterance in what the engine told at the end.
+        """Reads the utterance from the engine's result.
 
-        Raises `SynthesisError`: `synth.no_eos` (`check_end`) when it did not end, `synth.no_audio`
-        (`no_audio`) when it holds no speech.
+        Raises `SynthesisError`: `synth.no_eos` (`check_end`) if it did not end, `synth.no_audio` (`no_audio`)
+        if it has no speech.
         """
         raise NotImplementedError
 
     def check_end(self, finish: str, count: int, unit: str = "frames") -> None:
-        """Raises `SynthesisError` (`synth.no_eos`) for speech that did not end by itself and is not wanted
-        without an end."""
+        """Raises `SynthesisError` (`synth.no_eos`) for speech that reached its limit, unless
+        `keep_unfinished`."""
         if finish == "length" and not self.keep_unfinished:
             advice = "Try another seed, a shorter text or a larger max_seconds."
             raise SynthesisError(
@@ -75,25 +74,25 @@ class RequestInfo(Generic[S]):
             )
 
     def speech(self, samples: NDArray[np.float32], made: FinishedCodes[S]) -> Speech:
-        """The result, with how it ended in the engine's word."""
+        """The result, with its finish reason."""
         meta = {**self.meta, "frames": len(made.codes), "finish": made.finish}
         return Speech(samples, self.sample_rate, self.text, made.text_out, meta)
 
 
 def no_audio(message: str) -> SynthesisError:
-    """The error for a request that the model answered without speech."""
+    """The error of a request for which the model made no speech."""
     return SynthesisError(ErrorCode.SYNTH_NO_AUDIO, message, "Try another seed.")
 
 
 class Receiver(Generic[S]):
-    """Hears of one request from the engine, and has its codes decoded for a listener."""
+    """Receives the codes of one request from the engine, and sends them to the codec's stage."""
 
-    #: Whether the engine hands on what it makes while a request grows.
+    #: Whether the engine delivers tokens while the request runs.
     streamed = False
-    #: Frames of a stream's first chunks; the last one repeats. Small at first for a quick start, then for
-    #: fewer calls. Empty: frames are decoded as they come.
+    #: Sizes in frames of a stream's chunks; the last one repeats. Small at first for a quick start, then larger
+    #: for fewer calls. Empty: frames are decoded as they arrive.
     chunk_frames: tuple[int, ...] = (1, 2, 4, 8, 12)
-    #: Who was asked for this speech, and for what last.
+    #: The engine that has this request, and its last request to it.
     engine: SpeechEngine[Any]
     current: Any
 
@@ -103,30 +102,30 @@ class Receiver(Generic[S]):
         self._listener = listener
 
     def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
-        """The next tokens, where they are `streamed`."""
+        """Receives the next tokens, if they are `streamed`."""
 
     def finished(self, *made: Any, **_: Any) -> None:
-        """The engine has made all; what it tells is for `RequestInfo.read`."""
+        """Receives the engine's result, the arguments of `RequestInfo.read`."""
         raise NotImplementedError
 
     def failed(self, error: NightjarError) -> None:
-        """The engine could not do it."""
+        """Ends the request with an error."""
         self._listener(Failed(error))
 
-    def go_on(self, request: Any) -> None:
-        """Asks the engine for more of this speech, unless nobody listens any longer."""
+    def submit_next(self, request: Any) -> None:
+        """Submits the next part of this speech to the engine, unless the request was cancelled."""
         self.current = request
         if self._listener.is_open:
             self.engine.submit(request, self)
-        if not self._listener.is_open:  # perhaps meanwhile, before the engine knew the request
+        if not self._listener.is_open:  # cancelled before the engine had the request
             self.engine.cancel(request)
 
-    def over(self) -> None:
-        """The request has ended, or nobody listens any longer: what it holds elsewhere goes back at once."""
+    def release(self) -> None:
+        """Releases the resources of an ended request."""
 
 
 class Utterance(Receiver[S]):
-    """Has one whole utterance decoded."""
+    """Receives a whole utterance."""
 
     def finished(self, *made: Any, **_: Any) -> None:
         try:
@@ -135,47 +134,43 @@ class Utterance(Receiver[S]):
             self.failed(error)
 
     def decode(self, made: FinishedCodes[S]) -> None:
-        """Has an utterance decoded; its audio ends the request."""
+        """Sends the codes to the codec's stage, whose audio ends the request."""
 
-        def decoded(heard: NDArray[np.float32] | NightjarError) -> None:
-            if isinstance(heard, NightjarError):
-                self.failed(heard)
+        def decoded(outcome: NDArray[np.float32] | NightjarError) -> None:
+            if isinstance(outcome, NightjarError):
+                self.failed(outcome)
             else:
-                self.done(self._info.speech(heard, made))
+                self.done(self._info.speech(outcome, made))
 
         self._stage.decode(made.codes, decoded, made.start)
 
     def done(self, speech: Speech) -> None:
-        """Ends the request."""
+        """Ends the request with its speech."""
         self._listener(Done(speech))
 
 
 class Streamer(Receiver[S]):
-    """Has one utterance decoded chunk by chunk while it grows.
-
-    The end is told behind the last chunk: that of speech is known only after the audio before it is on its
-    way.
-    """
+    """Receives an utterance in chunks. Its end is delivered after the audio of the last chunk."""
 
     streamed = True
-    #: Whether the codec looks ahead, so that empty codes must tell it of the end.
+    #: Whether the codec looks ahead, so that empty codes must mark the end.
     looks_ahead = False
 
     def __init__(
         self, info: RequestInfo[S], stage: CodecStage[S], listener: Listener, state: S | None = None
     ) -> None:
         super().__init__(info, stage, listener)
-        #: Where the codec is; frames are kept while it is not known.
+        #: The codec's state; frames are buffered while it is None.
         self._state = state
         self._buffer: list[NDArray[np.int64]] = []
         self._chunks = 0
         self._lock = threading.Lock()
-        #: Chunks that are being decoded, and the engine's end.
+        #: Number of chunks being decoded, plus one until the engine's result.
         self._expected = 1
         self._end: Done | Failed | None = None
 
     def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
-        """The next tokens; their frames are decoded in chunks of `chunk_frames`."""
+        """Receives tokens; decodes their frames in chunks of `chunk_frames`."""
         frames = self.frames_of(ids, codes)
         if self._state is None and (len(frames) or self._buffer):
             self._state = self.first_state()
@@ -184,13 +179,13 @@ class Streamer(Receiver[S]):
             self._decode_buffered(size)
 
     def frames_of(self, ids: list[int], codes: NDArray[np.int64] | None) -> NDArray[np.int64]:
-        """The frames [frames, codebooks] that are whole with these tokens; by itself those of every step."""
+        """The frames [frames, codebooks] that these tokens complete; by default one for each step."""
         assert codes is not None
         return codes
 
     def first_state(self) -> S | None:
-        """Where the codec starts, a state of this stream alone; None while the tokens do not say it. Asked
-        once there is a frame."""
+        """The codec's initial state, owned by this stream; None while it is not known. Called once there is a
+        frame."""
         return self._stage.new_state()
 
     def finished(self, *made: Any, **_: Any) -> None:
@@ -208,13 +203,13 @@ class Streamer(Receiver[S]):
         self._passed()
 
     def decode(self, codes: NDArray[np.int64], last: bool = False, deadline: float = 0.0) -> None:
-        """Has the next frames [frames, codebooks] decoded as one chunk; see `CodecStage.decode_chunk`."""
+        """Decodes the next frames [frames, codebooks] as one chunk; see `CodecStage.decode_chunk`."""
         assert self._state is not None, "a stream is decoded from a known state"
         with self._lock:
             self._expected += 1
         self._stage.decode_chunk(codes, self._decoded, self._state, last, deadline)
 
-    def over(self) -> None:
+    def release(self) -> None:
         if self._state is not None:
             self._stage.end(self._state)
 
@@ -236,7 +231,7 @@ class Streamer(Receiver[S]):
         self._passed()
 
     def _passed(self) -> None:
-        """Ends the request once the engine and all decoding have passed; a listener hears no second end."""
+        """Ends the request after the engine's result and the last chunk; further ends are ignored."""
         with self._lock:
             self._expected -= 1
             ended = not self._expected
@@ -250,7 +245,7 @@ O = TypeVar("O", bound=RequestInfo[Any])  # noqa: E741
 
 
 class SpeechEngine(Protocol[R_contra]):
-    """What a family's engine offers: `pipelines.engine.engine.Engine`, or a `pipelines.tokens.TokenHost`."""
+    """The engine of a family: `pipelines.engine.engine.Engine`, or a `pipelines.tokens.TokenHost`."""
 
     def submit(self, request: R_contra, receiver: Any) -> None: ...
     def cancel(self, request: R_contra) -> None: ...
@@ -261,10 +256,9 @@ class SpeechEngine(Protocol[R_contra]):
 
 
 class SpeechPipeline(Generic[R, O]):
-    """The part of `pipelines.request.Pipeline` that is the same in every family; a family has its own
-    `_prepare`.
+    """The part of `pipelines.request.Pipeline` that all families share; each implements `_prepare`.
 
-    `streamer` and `utterance` make the engine's receivers of one request, streamed and whole.
+    `streamer` and `utterance` make the receivers of streams and of whole utterances.
     """
 
     name: str
@@ -280,7 +274,7 @@ class SpeechPipeline(Generic[R, O]):
         utterance: Callable[[O, CodecStage[Any], Listener], Receiver[Any]] = Utterance,
         cuts_chunks: bool = False,
     ) -> None:
-        """`cuts_chunks`: the engine hands on a stream in the chunks that are to be decoded."""
+        """`cuts_chunks`: the engine delivers a stream in the chunks to decode."""
         self._engine = engine
         self._stage = stage
         self._streamer = streamer
@@ -292,8 +286,7 @@ class SpeechPipeline(Generic[R, O]):
     def start(
         self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False
     ) -> Handle:
-        """Gives a request to the engine; see `Pipeline.start`. Chunks and speech are told on the codec's
-        threads."""
+        """Submits a request to the engine; see `Pipeline.start`. Calls `on_event` on the codec's threads."""
         check_start(self, request, stream)
         assert isinstance(request, SynthesisRequest), "a family with a frontend has its own `start`"
         return self._begin(*self._prepare(request), on_event, stream)
@@ -312,8 +305,8 @@ class SpeechPipeline(Generic[R, O]):
         self._stage.close()
 
     def _prepare(self, request: SynthesisRequest) -> tuple[R, O]:
-        """The engine's request and what its receivers must know. Raises `InputError` for what this model
-        cannot do."""
+        """The engine's request, and the facts that its results need. Raises `InputError` for a request that
+        this model cannot serve."""
         raise NotImplementedError
 
     def _begin(self, wanted: R, info: O, on_event: OnEvent, stream: bool) -> Listener:
@@ -322,7 +315,7 @@ class SpeechPipeline(Generic[R, O]):
                 self._audio_seconds += listener.seconds
             if not done:
                 self._engine.cancel(receiver.current)
-            receiver.over()
+            receiver.release()
 
         listener = Listener(on_event, over)
         receiver = (self._streamer if stream else self._utterance)(info, self._stage, listener)

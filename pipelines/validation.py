@@ -165,6 +165,20 @@ def no_character() -> InputError:
     return InputError(ErrorCode.INPUT_UNPRONOUNCEABLE, message, "Correct its encoding.")
 
 
+def check_unicode(text: str) -> None:
+    """Raises `InputError` (`input.unpronounceable`) for a text that is not Unicode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise no_character() from error
+
+
+def control_token(name: str) -> InputError:
+    """The error of a text that contains a control token (`input.unpronounceable`)."""
+    message = f"The text holds the control token {name}, which cannot be spoken."
+    return InputError(ErrorCode.INPUT_UNPRONOUNCEABLE, message, "Remove it from the text.")
+
+
 def check_room(positions: int, held: int, room: int, setting: str) -> None:
     """Raises `InputError` (`input.too_long`) for a prompt that leaves no room for speech and its end.
 

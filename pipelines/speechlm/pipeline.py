@@ -140,7 +140,9 @@ class SpeechLmUtterance(Utterance[None]):
 
     def _ask_for_audio(self) -> None:
         info = self._info
-        self.go_on(info.script.audio_request(info.config, self._before, f"{os.getpid()}-{next(_pairs)}"))
+        self.submit_next(
+            info.script.audio_request(info.config, self._before, f"{os.getpid()}-{next(_pairs)}")
+        )
 
     def _audio_finished(self, tokens: Tokens) -> None:
         ended = tokens.finish == "stop"
