@@ -1,4 +1,4 @@
-"""`nightjar doctor`: is everything there that a job needs? Each check gives one finding with advice."""
+"""`nightjar doctor`: checks what a job needs. Each check gives one finding with advice."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Health(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check saw; `advice` is empty where there is nothing to do."""
+    """The result of a check; `advice` is empty if there is nothing to do."""
 
     check: str
     health: Health
@@ -43,12 +43,12 @@ class Finding:
     advice: str = ""
 
 
-#: (message, advice) of a check; no advice where all is well. A check that fails raises `NightjarError`.
+#: (message, advice) of a check; the advice is empty if all is well. A failed check raises `NightjarError`.
 Verdict = tuple[str, str]
 
 
 def run_checks(home: str | None = None) -> Iterator[Finding]:
-    """Every finding in turn. Nothing is changed, but for a probe object in a store that is there."""
+    """Yields every finding. Nothing is changed, except for a probe object in an existing store."""
     try:
         settings = load_settings(home=home)
     except ConfigError as error:
@@ -76,14 +76,14 @@ def _ledger(settings: Settings) -> Verdict:
     from jobs.ledger import Ledger
 
     if _is_new(settings):
-        return f"none at {sqlite_path(settings.ledger_url)} yet; the first job makes it", ""
+        return f"none at {sqlite_path(settings.ledger_url)} yet; the first job creates it", ""
     with closing(Ledger.of(settings)) as ledger:
         ledger.check_schema()
         return f"{redact(ledger.url)}, tables of this version", ""
 
 
 def workers(settings: Settings) -> Verdict:
-    """Whether workers are at work."""
+    """Checks that workers are live."""
     from jobs.ledger import Ledger
 
     if _is_new(settings):
@@ -92,14 +92,14 @@ def workers(settings: Settings) -> Verdict:
         found = [row.state for row in ledger.worker_statuses() if row.silent_seconds < WORKER_SECONDS]
     live, quarantined = found.count(UP), found.count(QUARANTINED)
     if quarantined:
-        return f"{live} at work, {quarantined} quarantined.", "`nightjar workers` says why, and what to do."
+        return f"{live} live, {quarantined} quarantined.", "`nightjar workers` says why, and what to do."
     if live or settings.database_url is None:
-        return f"{live} at work", ""
-    return "No worker is at work.", "Start one with `nightjar worker`. Until then jobs wait."
+        return f"{live} live", ""
+    return "No worker is live.", "Start one with `nightjar worker`. Until then jobs wait."
 
 
 def _is_new(settings: Settings) -> bool:
-    """Whether the ledger is a file that is not there yet."""
+    """Whether the ledger is a file that does not exist yet."""
     path = sqlite_path(settings.ledger_url)
     return path is not None and not path.exists()
 
@@ -112,7 +112,7 @@ def _broker(settings: Settings) -> Verdict:
     except ServiceError as error:
         if settings.broker_url is not None:
             raise
-        advice = "`nightjar run` brings its own; `nightjar submit` and `nightjar worker` need one."
+        advice = "`nightjar run` starts its own; `nightjar submit` and `nightjar worker` need one."
         return redact(error.message), advice
     return redact(settings.effective_broker_url), ""
 
@@ -123,12 +123,12 @@ def _store(settings: Settings) -> Verdict:
     store = open_store(settings.effective_store_url, settings.s3)
     if store.root is None or store.root.exists():
         store.check()
-        return f"{store.url}, can be written, read and keeps what is there", ""
+        return f"{store.url}, can be read and written, and objects are not overwritten", ""
     parent = _existing_parent(store.root)
     if not os.access(parent, os.W_OK | os.X_OK):
         message = f"The folder {parent} cannot be written."
-        raise invalid(message, "Name another folder with --out.")
-    return f"{store.url}, made by the first job", ""
+        raise invalid(message, "Give another folder with --out.")
+    return f"{store.url}, created by the first job", ""
 
 
 def _disk(settings: Settings) -> Verdict:
@@ -136,7 +136,7 @@ def _disk(settings: Settings) -> Verdict:
     free = shutil.disk_usage(parent).free
     message = f"{free / 1e9:.1f} GB free at {parent}"
     if free < NO_DISK:
-        advice = "Free some, or name another folder with --out."
+        advice = "Free some space, or give another folder with --out."
         raise invalid(f"Only {message}.", advice)
     if free < LITTLE_DISK:
         return f"Only {message}.", "One hour of 24 kHz WAV takes 0.17 GB."
@@ -158,13 +158,13 @@ def _meters(_: Settings) -> Verdict:
     from jobs.checks import PRESETS, added_meters, known_meters, missing_libraries, missing_libraries_error
 
     strict, others = PRESETS["strict"], sorted(added_meters())
-    seen = [
+    found = [
         f"{name} needs {', '.join(missing)}" if (missing := missing_libraries(name)) else name
         for name in known_meters()
     ]
-    message = "; ".join(seen) + (f" (of other packages: {', '.join(others)})" if others else "")
-    lack = None if strict is None else missing_libraries_error(strict.meters)
-    return message, "" if lack is None else f"Only `--qa strict` needs them all. {lack.advice}"
+    message = "; ".join(found) + (f" (from other packages: {', '.join(others)})" if others else "")
+    error = None if strict is None else missing_libraries_error(strict.meters)
+    return message, "" if error is None else f"Only `--qa strict` needs them all. {error.advice}"
 
 
 _ASK_TORCH = """
@@ -177,8 +177,8 @@ print(json.dumps([torch.version.cuda, names]))
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What there is for GPUs; None for what is missing. `names` are the GPUs that torch can use, `cuda`
-    the CUDA it was built for."""
+    """The GPUs of a machine and their software; None: missing. `names`: the GPUs that torch can use, `cuda`:
+    the CUDA version it was built for."""
 
     devices: int
     driver: str | None = None
@@ -193,7 +193,7 @@ class Machine:
 
 @cache
 def inspect_machine() -> Machine:
-    """This machine. torch is asked in a process of its own, and only where there is a GPU."""
+    """Inspects this machine. torch runs in a separate process, and only if there is a GPU."""
     devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
     if not devices:
         return Machine(0)
@@ -213,50 +213,50 @@ def _installed(package: str) -> str | None:
 
 
 def check_gpu(machine: Machine) -> Verdict:
-    """Whether torch can use the GPUs."""
+    """Checks that torch can use the GPUs."""
     if not machine.devices:
-        return "none; models for the CPU run", ""
-    there = f"{machine.devices} GPUs, but torch"
+        return "none; only models for the CPU run", ""
+    gpus = f"{machine.devices} GPUs, but torch"
     if machine.torch is None:
-        return f"{there} is not installed.", "Install Nightjar with its extra `gpu` (docs/install.md)."
+        return f"{gpus} is not installed.", "Install Nightjar with its extra `gpu` (docs/install.md)."
     if machine.cuda is None:
-        return f"{there} {machine.torch} is built without CUDA.", "Install torch's build for CUDA."
+        return f"{gpus} {machine.torch} is built without CUDA.", "Install torch's build for CUDA."
     driver = f"driver {machine.driver or 'unknown'}, torch {machine.torch} for CUDA {machine.cuda}"
     if not machine.names:
-        advice = f"Install a driver for CUDA {machine.cuda} or newer; `nvidia-smi` shows the driver's."
+        advice = f"Install a driver for CUDA {machine.cuda} or newer; `nvidia-smi` shows the current one."
         return f"torch cannot use the GPUs ({driver}).", advice
     return f"{', '.join(machine.names)}; {driver}", ""
 
 
 def check_compilers(machine: Machine) -> Verdict:
-    """Whether the kernels can be made."""
+    """Checks that the kernels can be compiled."""
     if not machine.devices:
         return "not needed without a GPU", ""
     found = {"Triton": machine.triton, "A C compiler": machine.c_compiler}
     if missing := [name for name, where in found.items() if where is None]:
-        said = f"{' and '.join(missing)} missing: models run as single PyTorch ops, which is much slower."
-        return said.replace("and A", "and a"), toolchain.TRITON_ADVICE
+        message = f"{' and '.join(missing)} missing: models run as single PyTorch ops, which is much slower."
+        return message.replace("and A", "and a"), toolchain.TRITON_ADVICE
     if machine.cuda_kernels is None:
-        said = "The CUDA kernels are not prebuilt and no compiler is there: batches of few requests run on Triton's kernels, which are slower."
-        return said, toolchain.CUDA_ADVICE
+        message = "The CUDA kernels are not prebuilt and there is no compiler: small batches run on Triton's kernels, which are slower."
+        return message, toolchain.CUDA_ADVICE
     return f"triton {machine.triton}, {machine.c_compiler}, CUDA kernels: {machine.cuda_kernels}", ""
 
 
 def check_kernels() -> Verdict:
-    """Whether the package `kernels` is ours alone: Hugging Face has one of the same name, and both write
-    into one folder."""
+    """Checks that Hugging Face's package `kernels`, which writes to the same folder as ours, is not
+    installed."""
     theirs = _installed("kernels")
     if theirs is None:
         return "Nightjar's own; Hugging Face's package of that name is not installed", ""
-    said = f"Hugging Face's kernels {theirs} is installed beside Nightjar's package of the same name; they overwrite each other's files."
+    message = f"Hugging Face's kernels {theirs} is installed beside Nightjar's package of the same name; they overwrite each other's files."
     again = "Then install Nightjar again (docs/install.md), with pip's --force-reinstall --no-deps."
-    return said, f"Remove it: pip uninstall kernels. {again}"
+    return message, f"Remove it: pip uninstall kernels. {again}"
 
 
 _CHECKS: dict[str, Callable[[Settings], Verdict]] = {
     "python": lambda _: (sys.version.split()[0], ""),
     "packages": _packages,
-    "settings": lambda _: ("can be used", ""),
+    "settings": lambda _: ("valid", ""),
     "ledger": _ledger,
     "workers": workers,
     "broker": _broker,

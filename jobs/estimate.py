@@ -1,4 +1,4 @@
-"""A dry run: every line is checked as at submit, nothing is kept, and the cost is estimated."""
+"""A dry run: checks every line as a submit does, writes nothing, and estimates the cost."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ from pipelines.registry import ModelCard
 if TYPE_CHECKING:
     from jobs.settings import Settings
 
-#: Rejected lines that are kept to be shown.
+#: Rejected lines that are kept as examples.
 MAX_EXAMPLES = 100
 _BYTES_PER_SAMPLE = 2
 #: Size of FLAC against 16-bit PCM, for speech.
 _FLAC_SHARE = 0.55
-#: What a file has beside its sound.
+#: Size of a file's headers.
 _HEADER_BYTES = {"opus": 900, "mp3": 400}
 _WAV_HEADER_BYTES = 44
-#: Bits of a second of speech by sample rate, as libsndfile's settings for MP3 and Opus make of the voice
-#: `hibari`.
+#: Bits per second of speech by sample rate, measured with libsndfile's MP3 and Opus on the voice `hibari`.
 _BITS_PER_SECOND = {
     "mp3": {
         8_000: 25e3,
@@ -52,19 +51,18 @@ _BITS_PER_SECOND = {
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a submit would make. Speech lengths are the model's average pace times the text's characters."""
+    """The estimate of a job. Speech lengths are the model's average pace times the text's characters."""
 
     items: int
-    #: How the input is written.
     input_format: InputFormat
-    #: Lines that would become no item, by code.
+    #: Refused lines by code.
     rejected: dict[ErrorCode, int]
-    #: The first of those lines.
+    #: The first refused lines.
     rejected_lines: tuple[RejectedLine, ...]
     audio_seconds: float
     #: Size of the audio in the store.
     bytes: int
-    #: Time of one worker; None where the model's speed was not measured.
+    #: Time of one worker; None if the model's speed was not measured.
     engine_seconds: float | None
 
 
@@ -77,7 +75,7 @@ def dry_run(
     *,
     abort: bool = False,
 ) -> Estimate:
-    """Checks an input as `submit` does and estimates its job; writes nothing to ledger or store.
+    """Checks an input as `submit` does and estimates its job, without writing to ledger or store.
 
     Raises `InputError` for an input that cannot be read, for settings that the model refuses and, with
     `abort`, for the first bad line; `ModelError`, `StoreError`.
@@ -120,7 +118,7 @@ def _audio_bytes(items: int, seconds: float, card: ModelCard, spec: JobSpec) -> 
 def _new_ids(
     seen: sqlite3.Connection, good: Sequence[GoodLine], key: str
 ) -> tuple[list[GoodLine], list[RejectedLine]]:
-    """The lines with new ids, and the others as rejected lines; `key` is what lines call an id."""
+    """The lines with new ids, and the others as rejected lines; `key`: the name of the id in the input."""
     new: list[GoodLine] = []
     repeated: list[GoodLine] = []
     for line in good:

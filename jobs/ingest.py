@@ -1,5 +1,4 @@
-"""From an input file to a job that can be dispatched: streamed, checked, written to the store, staged in
-the ledger."""
+"""Makes a job from an input file: streams and checks it, writes it to the store, stages it in the ledger."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState, NewJob, Ne
 from jobs.line_check import GoodLine, LineChecker, ReferenceKey, aborted_by, duplicate_lines
 from jobs.packs import ahead
 from jobs.references import ReferenceReader, put_reference
-from jobs.shard_file import CONTENT_TYPE, ShardSize, compress, cut, encode_lines
+from jobs.shard_file import ShardSize, compress, cut, encode_lines
 from jobs.source import empty_input, open_source
 from jobs.spec import ResolvedSpec, resolve, spec_sha
 from jobs.store.base import ObjectStore
@@ -33,20 +32,18 @@ from pipelines.errors import ErrorCode, InputError, ServiceError
 if TYPE_CHECKING:
     from jobs.settings import Settings
 
-#: What a submit says of its job as it is.
-_SAID = ("name", "owner", "priority", "weight", "max_attempts", "max_in_flight", "error_budget")
-#: Objects written at once to a store that a network lies before.
+#: Options of a submit that the job has unchanged.
+_COPIED = ("name", "owner", "priority", "weight", "max_attempts", "max_in_flight", "error_budget")
+#: Objects written at once to a remote store.
 _S3_WRITERS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class IngestProgress:
-    """How far an ingest has come."""
+    """The progress of an ingest."""
 
     lines: int
-    items: int
-    rejected: int
-    #: Of the input as it is stored.
+    #: Bytes of the input as stored.
     bytes_read: int
     bytes_total: int
 
@@ -56,12 +53,18 @@ class SubmitResult:
     """The job of a submit."""
 
     job: Job
-    #: False: the job was there before.
+    #: False: the job existed before.
     created: bool
-    #: An ingest that had stopped half-way was taken up again.
+    #: An interrupted ingest was continued.
     resumed: bool
-    items: int
-    rejected: int
+
+    @property
+    def items(self) -> int:
+        return self.job.total_items
+
+    @property
+    def rejected(self) -> int:
+        return self.job.rejected_lines
 
 
 def submit(
@@ -74,13 +77,13 @@ def submit(
     options: SubmitOptions | None = None,
     progress: Callable[[IngestProgress], None] | None = None,
 ) -> SubmitResult:
-    """Makes a job of an input, or finds the job that was made of it with the same spec and store.
+    """Makes a job from an input, or finds the existing job of the same input, spec and store.
 
-    An ingest that died goes on after its last committed line. Raises `InputError` for an input that cannot
-    be read, for settings that the model refuses and, with `on_error="abort"`, for the first bad line; then
-    nothing of the job is left. Raises `ServiceError` with `ledger.state` where the idempotency key belongs
-    to a job of another input or spec. Raises `ModelError`, `StoreError` or `ServiceError` when model,
-    store or ledger fail; the same submit then goes on later.
+    An interrupted ingest continues after its last committed line. Raises `InputError` for an input that
+    cannot be read, for settings that the model refuses and, with `on_error="abort"`, for the first bad line;
+    then nothing of the job is left. Raises `ServiceError` with `ledger.state` if the idempotency key belongs
+    to a job of another input or spec. Raises `ModelError`, `StoreError` or `ServiceError` if model, store or
+    ledger fail; the same submit can continue later.
     """
     options = options or SubmitOptions()
     resolved = resolve(spec, options.input_format, voice_folder(settings))
@@ -95,16 +98,14 @@ def submit(
         labels = dict(options.labels)
         if resolved.input_format != "dialogues":
             labels[INPUT_FORMAT] = resolved.input_format
-        said: dict[str, Any] = {name: getattr(options, name) for name in _SAID}
-        about = opened.uri, opened.sha256, key, store.url, identity
-        job = ledger.begin_job(NewJob(resolved.spec, sha, *about, labels=labels, **said))
+        copied: dict[str, Any] = {name: getattr(options, name) for name in _COPIED}
+        origin = opened.uri, opened.sha256, key, store.url, identity
+        job = ledger.begin_job(NewJob(resolved.spec, sha, *origin, labels=labels, **copied))
         _refuse_another(job, opened.sha256, sha, key, resolved.input_format)
         if options.on_error == "abort":
             _refuse_skipped(ledger, store, job)
         if job.state is not JobState.INGESTING:
-            return SubmitResult(
-                job, created=False, resumed=False, items=job.total_items, rejected=job.rejected_lines
-            )
+            return SubmitResult(job, created=False, resumed=False)
         reader = ReferenceReader(opened.folder, settings.audio_roots, store, resolved.card.check_reference)
         times, measured_rtf = settings.times, ledger.measured_rtf(resolved.spec.model)
         size = ShardSize.of(resolved.card, times.shard_seconds, times.shard_items, measured_rtf)
@@ -117,21 +118,17 @@ def submit(
             _undo(ledger, store, job)
             raise
         except ServiceError as error:
-            # Another process ingests the same job, and has just sealed it.
+            # Another process ingests the same job and has just sealed it.
             if error.code is not ErrorCode.LEDGER_STATE or ledger.job(job.id).state is JobState.INGESTING:
                 raise
-    sealed = ledger.seal_job(job.id)
     resumed = job.lines_read > 0
-    return SubmitResult(
-        sealed, created=not resumed, resumed=resumed, items=sealed.total_items, rejected=sealed.rejected_lines
-    )
+    return SubmitResult(ledger.seal_job(job.id), created=not resumed, resumed=resumed)
 
 
 def check_has_work(job: Job) -> None:
-    """Raises for the job of a submit that makes nothing: `input.no_items` where no line became an item,
-    `ledger.cancelled`."""
+    """Raises `input.no_items` for a submitted job without items, `ledger.cancelled` for a cancelled one."""
     if job.state is JobState.CANCELLED:
-        advice = "To run the input again as another job, give the same command with `--idempotency-key KEY`."
+        advice = "To run the input again as a new job, add `--idempotency-key KEY` to the command."
         raise ServiceError(
             ErrorCode.LEDGER_CANCELLED,
             f"Job {job.id} of this input with these options was cancelled.",
@@ -147,7 +144,7 @@ def check_has_work(job: Job) -> None:
 
 @dataclass
 class _Ingest:
-    """One pass over the lines that are not committed yet."""
+    """A pass over the lines that are not committed yet."""
 
     ledger: Ledger
     store: ObjectStore
@@ -161,10 +158,9 @@ class _Ingest:
 
     def __post_init__(self) -> None:
         self.shards, self.items, self.lines = self.ledger.staged_shards(self.job.id)
-        self.rejected = self.job.rejected_lines
 
     def run(self) -> None:
-        """Checks a batch while the one before is written and staged, in order, in a thread of its own."""
+        """Checks a batch while another thread writes and stages the previous one, in order."""
         with (
             ThreadPoolExecutor(_S3_WRITERS, thread_name_prefix="ingest") as writers,
             ThreadPoolExecutor(1, thread_name_prefix="stage") as stager,
@@ -174,7 +170,7 @@ class _Ingest:
             for _ in ahead(stager, partial(self._stage, write_all), lines, 1):
                 if self.progress is not None:
                     done, whole = self.records.source.bytes_read, self.records.source.bytes
-                    self.progress(IngestProgress(self.lines, self.items, self.rejected, done, whole))
+                    self.progress(IngestProgress(self.lines, done, whole))
         self.records.source.check_unchanged()
 
     def _stage(
@@ -182,11 +178,10 @@ class _Ingest:
         write_all: Callable[..., Iterable[NewShard]],
         checked: tuple[int, list[GoodLine], list[RejectedLine]],
     ) -> None:
-        """Writes and stages one batch; example ids that the job has already are found by the ledger and
-        left out.
+        """Writes and stages one batch, without the example ids that the ledger already has for the job.
 
-        Where another process ingests the same job, each batch is staged by one of them, and the other one
-        goes on after it.
+        If two processes ingest the same job, each batch is staged by one of them, and the other continues
+        after it.
         """
         lines_read, good, rejected = checked
         if lines_read <= self.lines:
@@ -197,20 +192,19 @@ class _Ingest:
             runs = list(cut(good, self.size, self.items))
             firsts = accumulate((sum([line.items for line in run]) for run in runs), initial=self.items)
             shards = list(write_all(self._write, count(self.shards), firsts, runs))
-            # What the ledger names must be there after a power cut.
+            # Objects that the ledger names must survive a power cut.
             self.store.sync()
             try:
                 staged = self.ledger.stage(self.job.id, shards, rejected, lines_read)
                 break
             except DuplicateExamples as error:
-                there = set(error.example_ids)
-                repeated = [line for line in good if line.example_id in there]
+                known = set(error.example_ids)
+                repeated = [line for line in good if line.example_id in known]
                 if not repeated:
                     raise RuntimeError("The ledger reports duplicates that are not in the batch.") from error
-                good = [line for line in good if line.example_id not in there]
+                good = [line for line in good if line.example_id not in known]
                 rejected = duplicate_lines(repeated, self.checker.id_key) + rejected
                 rejected.sort(key=lambda line: line.line)
-        self.rejected += len(rejected)
         if not staged:
             self.shards, self.items, self.lines = self.ledger.staged_shards(self.job.id)
             return
@@ -230,28 +224,26 @@ class _Ingest:
                 later = range(1, len(places))
                 items += [(index + turn, example_id) for turn in later]
                 turns.update({index + turn: turn for turn in later})
-        info = put_numbered(
-            self.store, input_key(self.job.id, shard_no), compress(encoded), CONTENT_TYPE
-        ).info
+        info = put_numbered(self.store, input_key(self.job.id, shard_no), compress(encoded)).info
         return NewShard(
             shard_no, tuple(items), info.key, info.sha256, sum([line.estimated_ms for line in lines]), turns
         )
 
 
 def _refuse_skipped(ledger: Ledger, store: ObjectStore, job: Job) -> None:
-    """Raises for a bad line that an earlier submit of the same job left out; of an ingest that was not
-    ended nothing is left."""
+    """Raises for a bad line that an earlier submit of the same job left out. An unfinished ingest is
+    undone."""
     skipped = next(ledger.rejected_lines(job.id), None)
     if skipped is None:
         return
     if job.state is JobState.INGESTING:
         _undo(ledger, store, job)
         raise aborted_by(skipped, "Nothing was submitted")
-    raise aborted_by(skipped, f"Job {job.id} was made of the other lines before")
+    raise aborted_by(skipped, f"Job {job.id} was already made from the other lines")
 
 
 def _refuse_another(job: Job, input_sha256: str, sha: str, key: str, input_format: str) -> None:
-    """A key that a person chose names one input and one spec; two files must never mix in one job."""
+    """Raises if the idempotency key belongs to a job of another input or spec."""
     if (job.input_sha256, job.spec_sha, job.labels.get(INPUT_FORMAT, "dialogues")) != (
         input_sha256,
         sha,
@@ -260,28 +252,28 @@ def _refuse_another(job: Job, input_sha256: str, sha: str, key: str, input_forma
         raise ServiceError(
             ErrorCode.LEDGER_STATE,
             f"The idempotency key {key!r} belongs to job {job.id}, which was made from another input or spec.",
-            "Give this submit a key of its own, or submit what the job was made from.",
+            "Use another key, or submit the input and spec of that job.",
         )
 
 
 def _undo(ledger: Ledger, store: ObjectStore, job: Job) -> None:
-    """Leaves nothing of a job whose input turned out to be unusable."""
+    """Removes a job whose input is unusable, with its objects."""
     ledger.abandon_job(job.id)
     for info in list(store.list(job_prefix(job.id))):
         store.delete(info.key)
 
 
 def _identity_of(ledger: Ledger, store: ObjectStore) -> str:
-    """The identity of a store that can be submitted into. One that the ledger has jobs in must be there,
-    and is not made anew."""
+    """The identity of a store for a submit. A store that already has jobs of the ledger must exist and is not
+    created."""
     known, file = ledger.store_identity(store.url), ledger.database.path
-    # A ledger that lies in the store proves that this is its place.
+    # A ledger inside the store proves that it is the right store.
     within = store.root is not None and file is not None and file.absolute().is_relative_to(store.root)
     if known is None:
         return store.establish()
     if within:
         store.establish(known)
-    # Another line may be there, as of a store that was copied over this one.
+    # The identity may differ if another store was copied over this one.
     store.confirm(known)
     return known
 
@@ -300,7 +292,7 @@ def submit_for_workers(
     options: SubmitOptions,
     progress: Callable[[IngestProgress], None] | None = None,
 ) -> SubmitResult:
-    """Submits to the ledger and the store of the settings, whose workers get the first shards at once.
+    """Submits to the ledger and the store of the settings, and dispatches the first shards.
 
     Raises as `submit`, and `broker.unreachable` before anything is written.
     """
@@ -317,6 +309,6 @@ def submit_for_workers(
         result = submit(settings, ledger, store, source, spec, options=options, progress=progress)
         remember_if_embedded(result.job.id, settings)
         if not result.job.state.final:
-            # Idle workers need not wait for their own look at the ledger.
+            # Otherwise idle workers would wait for the next dispatch.
             dispatch.dispatch(ledger, settings)
     return result

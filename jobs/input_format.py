@@ -1,5 +1,5 @@
-"""How an input is written: dialogues, chat messages, an OpenAI batch, plain text, a table or Kaldi's
-`text`, told apart by its start."""
+"""The formats of inputs: dialogues, chat messages, an OpenAI batch, plain text, a table or Kaldi's `text`,
+recognized by their first bytes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from jobs.source import Source
 
 InputFormat = Literal["dialogues", "messages", "openai-batch", "text", "csv", "tsv", "kaldi", "parquet"]
-#: What a person may ask for: `auto` is one of the others, as `format_of` finds it.
+#: The values of `--input-format`; `format_of` recognizes `auto`.
 AskedFormat = Literal["auto", InputFormat]
 
-#: A format in the words of an error.
+#: The name of a format in error messages.
 WORDS: dict[InputFormat, str] = {
     "dialogues": "dialogues (JSONL)",
     "messages": "chat messages (JSONL with `role` and `content`)",
@@ -28,17 +28,17 @@ WORDS: dict[InputFormat, str] = {
     "kaldi": "Kaldi's `text`",
     "parquet": "Parquet",
 }
-#: What the first bytes of an input say for certain.
-_PLAIN: tuple[InputFormat, ...] = ("dialogues", "messages", "openai-batch", "parquet")
+#: Formats that the first bytes identify with certainty.
+_CERTAIN: tuple[InputFormat, ...] = ("dialogues", "messages", "openai-batch", "parquet")
 _BY_EXTENSION: dict[str, InputFormat] = {".txt": "text", ".csv": "csv", ".tsv": "tsv"}
 _LINES_LOOKED_AT = 64
-#: What a person does with a file whose lines end with CR alone, as old programs of the Macintosh write them.
+#: Converts a file whose lines end with CR alone, as old Macintosh programs write them.
 CONVERT_RETURNS = r"`tr '\r' '\n' < OLD > NEW`"
 _UTF_16_AND_32 = (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")
 
 
 class _Keys(msgspec.Struct, frozen=True):
-    """The keys by which kinds of JSON lines are told apart; whatever else a line holds is not read."""
+    """The keys that distinguish the kinds of JSON lines; other keys are not read."""
 
     custom_id: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -48,11 +48,11 @@ _decode_keys = msgspec.json.Decoder(_Keys).decode
 
 
 def format_of(source: Source, asked: AskedFormat) -> InputFormat:
-    """The format of an input: the one that was asked for; of `auto` by its first lines where they are JSON,
-    by its first bytes where it is Parquet, else by its name.
+    """The format of an input: the requested one; for `auto`, by its first lines if they are JSON, by its
+    first bytes if it is Parquet, else by its name.
 
-    Raises `input.wrong_format`, which says what the input looks like, where none of these decides, and for
-    one that is plainly not what it was said to be.
+    Raises `input.wrong_format`, with the likely format, if none of these decides, and for an input that is
+    clearly not in the requested format.
     """
     if asked in ("dialogues", "openai-batch"):
         return asked
@@ -61,40 +61,42 @@ def format_of(source: Source, asked: AskedFormat) -> InputFormat:
     if "parquet" not in (looks, asked):
         _check_lines(uri, head)
     if asked != "auto":
-        other = looks in _PLAIN and (asked not in _PLAIN or looks == "parquet")
+        other = looks in _CERTAIN and (asked not in _CERTAIN or looks == "parquet")
         if looks is not None and looks != asked and (other or asked == "parquet"):
             message = f"is not {WORDS[asked]}; it looks like {WORDS[looks]}"
             raise wrong_format(uri, message, f"Use --input-format {looks}, or leave it out.")
         return asked
     named = _BY_EXTENSION.get(_extension(uri))
-    if looks in _PLAIN:
+    if looks in _CERTAIN:
         return looks
     if head.startswith(_UTF_16_AND_32) or (named is None and b"\0" in head):
-        advice = "Give lines in UTF-8, as of `iconv -f UTF-16 -t UTF-8`, or another format of docs/submit.md."
+        advice = "Convert it, for example with `iconv -f UTF-16 -t UTF-8`, or use a format of docs/submit.md."
         raise wrong_format(uri, "is binary, or UTF-16 or UTF-32", advice)
     if named is not None:
         return named
     if looks is None:
-        # Nothing, or JSON of another kind: the lines themselves are refused, each with its reason.
+        # The input is empty, or other JSON, whose lines are then refused one by one, with reasons.
         return "dialogues"
     if PurePosixPath(uri).name == "text":
         looks = "kaldi"
     raise wrong_format(
-        uri, f"holds no JSON; it looks like {WORDS[looks]}", f"If it is, say so: --input-format {looks}."
+        uri, f"is not JSON; it looks like {WORDS[looks]}", f"If it is, use --input-format {looks}."
     )
 
 
 def _check_lines(uri: str, head: bytes) -> None:
-    """Raises `input.wrong_format` for an input whose records are plainly not in lines of their own."""
+    """Raises `input.wrong_format` for an input without one record per line."""
     text = head.lstrip()
     if text.startswith(b"[") and text[1:].lstrip().startswith(b"{"):
         raise wrong_format(
-            uri, "is one JSON array; one object a line is read", "Convert it: `jq -c '.[]' OLD > NEW.jsonl`."
+            uri,
+            "is one JSON array; it needs one object per line",
+            "Convert it: `jq -c '.[]' OLD > NEW.jsonl`.",
         )
     if text.partition(b"\n")[0].strip() == b"{":
         raise wrong_format(
             uri,
-            "is JSON with objects of several lines; one object a line is read",
+            "is JSON with objects of several lines; it needs one object per line",
             "Convert it: `jq -c . OLD > NEW.jsonl`.",
         )
     if b"\n" not in head and b"\r" in head.rstrip():
@@ -106,8 +108,7 @@ def _check_lines(uri: str, head: bytes) -> None:
 
 
 def _looks_like(head: bytes) -> InputFormat | None:
-    """The format that the first bytes of an input look like; None: they are empty, or JSON of no known
-    kind."""
+    """The format that the first bytes of an input look like; None: empty, or JSON of an unknown kind."""
     if head.startswith(b"PAR1"):
         return "parquet"
     lines = [line.strip() for line in head.split(b"\n")[:_LINES_LOOKED_AT]]
@@ -142,7 +143,7 @@ def _extension(uri: str) -> str:
 
 
 def wrong_format(uri: str, what: str, advice: str) -> InputError:
-    """The error of an input that is not of its format; without a name it is a person's records."""
+    """The error of an input in a wrong format; records of a Python program have no name."""
     return InputError(
         ErrorCode.INPUT_WRONG_FORMAT, f"The input {f'{uri[:300]!r} ' if uri else ''}{what}.", advice
     )

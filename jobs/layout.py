@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import BinaryIO
 
 from jobs.store.base import ObjectStore, PutResult, sha256_of
-from pipelines.audio_format import CONTENT_TYPES as AUDIO_TYPES
 
 MAX_SLUG_CHARACTERS = 60
 _NOT_SAFE = re.compile(r"[^A-Za-z0-9_-]+")
@@ -35,10 +34,6 @@ def slug(example_id: str) -> str:
 #: Length of `spec_sha` in an object's metadata. Longer metadata does not fit into an ext4 inode and needs a
 #: block per file.
 SPEC_SHA_CHARACTERS = 16
-CONTENT_TYPES: dict[str, str] = {
-    **{str(name): kind for name, kind in AUDIO_TYPES.items()},
-    "txt": "text/plain; charset=utf-8",
-}
 #: Length of the SHA-256 in a pack's key.
 PACK_SHA_CHARACTERS = 16
 
@@ -163,7 +158,6 @@ def put_numbered(
     store: ObjectStore,
     key: str,
     data: bytes | BinaryIO,
-    content_type: str,
     metadata: Mapping[str, str] | None = None,
 ) -> PutResult:
     """Puts an object that may be written again with other content, such as a manifest after `nightjar retry`
@@ -181,7 +175,7 @@ def put_numbered(
     while True:
         if not isinstance(data, bytes):
             data.seek(0)
-        result = store.put(target, data, content_type=content_type, metadata=metadata)
+        result = store.put(target, data, metadata)
         # The store has hashed the data; hashing it again would take as long as encoding.
         if result.created or result.info.sha256 == (sha256 := sha256 or sha256_of(data)):
             return result

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-CONTENT_TYPE = "application/x-tar"
 _BLOCK_BYTES = tarfile.BLOCKSIZE
 _encode = msgspec.json.Encoder().encode
 

@@ -167,7 +167,7 @@ def put_provenance(store: ObjectStore, job: Job, info: EngineInfo) -> ObjectInfo
     `ModelError`, `StoreError`."""
     record = provenance(job, "worker", model_provenance(job.spec.model), info)
     data = msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
-    return put_numbered(store, provenance_key(job.id), data, "application/json").info
+    return put_numbered(store, provenance_key(job.id), data).info
 
 
 _decode = msgspec.json.Decoder(Provenance).decode

@@ -1,5 +1,5 @@
-"""The homes of embedded jobs, so that commands find a job without options: one small file a job under
-XDG_STATE_HOME."""
+"""Remembers the folders of embedded jobs, so that commands find a job without options: one small file per job
+under XDG_STATE_HOME."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from pipelines.errors import ErrorCode, NotFoundError, StoreError
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
 
-#: Most pointers that are kept; the oldest go first.
+#: Maximum number of notes; the oldest are removed first.
 KEPT = 1000
 _JOB_ID = re.compile(r"[0-9A-Za-z-]{1,64}")
 
 
-#: What keeps a note from being read or written, which costs only the convenience.
-_AWAY = (OSError, RuntimeError, StoreError, UnicodeDecodeError)
+#: Errors of reading or writing a note, which are ignored.
+_IGNORED = (OSError, RuntimeError, StoreError, UnicodeDecodeError)
 
 
 def _folder(kind: str) -> Path:
-    """Of the notes of `jobs`, or of a running `dev`. Raises `RuntimeError` where a user has no home."""
+    """The folder for notes of `jobs`, or of a running `dev`. Raises `RuntimeError` if the user has no home."""
     base = os.environ.get("XDG_STATE_HOME")
     root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".local" / "state"
     return root / "nightjar" / kind
@@ -42,8 +42,8 @@ def _write(note: Path, home: Path) -> None:
 
 
 def remember(job_id: str, home: Path) -> None:
-    """Notes that a job lives in `home`."""
-    with suppress(*_AWAY):
+    """Notes that a job is in `home`."""
+    with suppress(*_IGNORED):
         folder = _folder("jobs")
         _write(folder / job_id, home)
         for stale in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)[KEPT:]:
@@ -51,36 +51,36 @@ def remember(job_id: str, home: Path) -> None:
 
 
 def remember_if_embedded(job_id: str, settings: Settings) -> None:
-    """Notes the home of a job that was submitted, where its ledger is in one."""
+    """Notes the home of a submitted job, if its ledger is in a home."""
     if settings.database_url is None:
         remember(job_id, settings.home)
 
 
 @contextmanager
 def registered_dev(home: Path) -> Iterator[None]:
-    """Notes that a `nightjar dev` works in `home`, where jobs of any folder are submitted to."""
+    """Notes that a `nightjar dev` is running in `home`, which gets the jobs that any folder submits."""
     name = hashlib.sha256(str(home.absolute()).encode()).hexdigest()[:16]
-    with suppress(*_AWAY):
+    with suppress(*_IGNORED):
         _write(_folder("dev") / name, home)
     try:
         yield
     finally:
-        with suppress(*_AWAY):
+        with suppress(*_IGNORED):
             (_folder("dev") / name).unlink(missing_ok=True)
 
 
 def _running_devs() -> list[str]:
-    """Their homes, the newest last. One that was killed has a note, and no broker."""
+    """The homes of running `nightjar dev`, the newest last. One that was killed has a note, but no broker."""
     homes: list[str] = []
-    with suppress(*_AWAY):
+    with suppress(*_IGNORED):
         notes = sorted(_folder("dev").iterdir(), key=lambda note: note.stat().st_mtime)
         homes = [read_own(note) for note in notes]
     return [home for home in homes if embedded_broker_url(Path(home) / STATE_FOLDER) is not None]
 
 
 def settings_for_new_job(home: str | None) -> Settings:
-    """The settings of `nightjar submit`: those given, or, where neither ledger, broker nor home is set,
-    those of the `nightjar dev` that runs, of several the newest, and before them that of the default home."""
+    """The settings of `nightjar submit`: those given, or, if neither ledger, broker nor home is set, those of
+    a running `nightjar dev`: the one in the default home, else the newest."""
     settings = load_settings(home=home)
     if (
         settings.database_url is not None
@@ -93,36 +93,35 @@ def settings_for_new_job(home: str | None) -> Settings:
 
 
 def forget(job_id: str) -> None:
-    """Removes the note of a job that is no more."""
+    """Removes the note of a deleted job."""
     if _JOB_ID.fullmatch(job_id):
-        with suppress(*_AWAY):
+        with suppress(*_IGNORED):
             (_folder("jobs") / job_id).unlink(missing_ok=True)
 
 
 def remember_moved(job_id: str, settings: Settings) -> None:
-    """Notes where a job was found whose home was moved since it was remembered. A copy does not take the
-    place of the original."""
+    """Notes the new home of a job whose home was moved. A copy does not replace the original."""
     if settings.database_url is None and _JOB_ID.fullmatch(job_id) and not homes_of(job_id):
         remember(job_id, settings.home)
 
 
 def homes_of(prefix: str) -> set[Path]:
-    """Homes whose ledger still stands, of the remembered jobs whose id starts with `prefix`."""
+    """The homes of remembered jobs whose id starts with `prefix`, if their ledger still exists."""
     prefix = prefix.strip().lower()
     homes: set[Path] = set()
     if not prefix or _JOB_ID.fullmatch(prefix):
-        with suppress(*_AWAY):
+        with suppress(*_IGNORED):
             folder = _folder("jobs")
             for pointer in [folder / name for name in os.listdir(folder) if name.startswith(prefix)]:
-                # One that cannot be read, or was removed meanwhile, hides no other.
-                with suppress(*_AWAY):
+                # A note that cannot be read, or was just removed, is skipped.
+                with suppress(*_IGNORED):
                     homes.add(Path(read_own(pointer)))
     return {home for home in homes if (home / STATE_FOLDER / "ledger.sqlite").is_file()}
 
 
 def settings_of_places(prefix: str, home: str | None) -> list[Settings]:
-    """The settings under which jobs whose id starts with `prefix` are to be found: those given, or else
-    those of every home that is remembered for one, and of the default home where it may have another."""
+    """The settings of all places that may have jobs whose id starts with `prefix`: those given, or those of
+    every remembered home, and of the default home if it has a ledger."""
     settings = load_settings(home=home)
     if settings.database_url is not None or settings.origin("home") != "default":
         return [settings]
@@ -133,9 +132,9 @@ def settings_of_places(prefix: str, home: str | None) -> list[Settings]:
 
 
 def settings_for_job(prefix: str, home: str | None) -> Settings:
-    """The settings of the place of a job: the one that is remembered for it, else the first of `settings_of_places`.
+    """The settings of the place of a job: the remembered one, else the first of `settings_of_places`.
 
-    Raises `ledger.not_found` where several are.
+    Raises `ledger.not_found` if several places are remembered.
     """
     places = settings_of_places(prefix, home)
     remembered = [settings for settings in places if settings.origin("home") != "default"]
@@ -144,21 +143,21 @@ def settings_for_job(prefix: str, home: str | None) -> Settings:
         raise NotFoundError(
             ErrorCode.LEDGER_NOT_FOUND,
             message,
-            "Give more characters of the id, or name the folder with --out.",
+            "Give a longer id, or the folder with --out.",
         )
     return (remembered or places)[0]
 
 
 @contextmanager
 def reading_ledger(settings: Settings) -> Iterator[Ledger]:
-    """The ledger, as it is: nothing is created. Raises `ledger.not_found` where there is none and
+    """Opens the ledger without creating anything. Raises `ledger.not_found` if it does not exist, and
     `ledger.schema`."""
     path = sqlite_path(settings.ledger_url)
     if path is not None and not path.exists():
         raise NotFoundError(
             ErrorCode.LEDGER_NOT_FOUND,
             f"There is no ledger at {path}.",
-            "Name the folder of the job with --out, or set SPEECH_DATABASE_URL.",
+            "Give the folder of the job with --out, or set SPEECH_DATABASE_URL.",
         )
     from jobs.ledger import Ledger
 
@@ -168,8 +167,7 @@ def reading_ledger(settings: Settings) -> Iterator[Ledger]:
 
 
 def out_option(job_id: str, ledger: Path | None) -> str:
-    """` --out HOME` for advice about a job of this SQLite ledger, or nothing where the job's id alone
-    leads there from any folder."""
+    """` --out HOME` for a command about a job of this SQLite ledger; empty if the job's id is enough."""
     home = home_of(ledger)
     if ledger is None or home is None:
         return ""

@@ -122,11 +122,11 @@ def checked_audio(data: bytes, name: str, check: Callable[[bytes], None] | None 
 
 def put_reference(store: ObjectStore, job_id: str, audio: ReferenceAudio) -> str:
     """Stores an audio file of a job, once per content; returns its key. Raises `StoreError`."""
-    key, content_type = reference_key(job_id, audio.sha256, audio.ext), f"audio/{audio.ext}"
-    if store.put(key, audio.data, content_type=content_type).info.sha256 != audio.sha256:
+    key = reference_key(job_id, audio.sha256, audio.ext)
+    if store.put(key, audio.data).info.sha256 != audio.sha256:
         # The key contains the hash, so an object with another hash is damaged, for example by a power cut.
         store.delete(key)
-        store.put(key, audio.data, content_type=content_type)
+        store.put(key, audio.data)
     return key
 
 

@@ -25,7 +25,6 @@ from jobs.export.manifest import put_manifest, put_shard_manifest
 from jobs.input_format import InputFormat
 from jobs.input_records import Records
 from jobs.layout import (
-    CONTENT_TYPES,
     job_manifest_key,
     object_metadata,
     shard_of_input,
@@ -33,7 +32,7 @@ from jobs.layout import (
 from jobs.ledger.records import INPUT_FORMAT, Artifact, ItemRow, ItemState, Job
 from jobs.packs import read_artifact
 from jobs.references import ReferenceReader, load_reference, put_reference
-from jobs.shard_file import CONTENT_TYPE, ShardLine, ShardLines, compress, encode_lines, read_shard
+from jobs.shard_file import ShardLine, ShardLines, compress, encode_lines, read_shard
 from jobs.source import open_source
 from jobs.store.base import ObjectStore
 from jobs.turns import turns_and_recordings
@@ -166,9 +165,7 @@ class _Resynthesis:
                 raise
             # There is a folder in its place; a symbolic link would have been deleted.
             return Repaired(artifact.key, row.example_id, RepairOutcome.FAILED, str(error))
-        kind = CONTENT_TYPES[artifact.key.rpartition(".")[2]]
-        metadata = object_metadata(self.job.spec_sha, artifact.seed)
-        self.store.put(artifact.key, data, content_type=kind, metadata=metadata)
+        self.store.put(artifact.key, data, object_metadata(self.job.spec_sha, artifact.seed))
         self.store.sync()
         sha256 = hashlib.sha256(data).hexdigest()
         if sha256 == artifact.sha256:
@@ -352,5 +349,5 @@ def restore_inputs(
             advice = "Submit the file again with another --idempotency-key."
             raise StoreError(ErrorCode.STORE_MISSING, message, advice)
         store.delete(key)
-        store.put(key, data, content_type=CONTENT_TYPE)
+        store.put(key, data)
     store.sync()

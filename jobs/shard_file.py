@@ -39,7 +39,6 @@ USUAL_RTF = {"native": 1 / 2000, "vllm": 1 / 700, "cpu": 0.1}
 _MIN_RTF = 1e-6
 #: Maximum bytes of lines in a shard, which a worker holds in memory.
 MAX_SHARD_BYTES = 16 << 20
-CONTENT_TYPE = "application/zstd"
 _COMPRESSION_LEVEL = 1
 
 

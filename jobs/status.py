@@ -1,5 +1,4 @@
-"""What is said of the ledger's records: figures and lines for a person, and the JSON views that `--json`
-prints.
+"""Figures, text lines and JSON views (`--json`) of the ledger's records.
 
 Each view names its schema; fields are added, never changed.
 """
@@ -19,14 +18,14 @@ from pipelines.errors import ErrorCode
 if TYPE_CHECKING:
     from jobs.provenance import Provenance
 
-#: What `status`, `watch` and `wait` say of a job that waits for a worker.
+#: The message of `status`, `watch` and `wait` for a job without a worker.
 NO_WORKER = (
     "no live worker takes this job (see `nightjar workers`); start one with `nightjar worker` or `nightjar dev`, "
-    "or give its `nightjar run` again"
+    "or repeat its `nightjar run`"
 )
-#: Fewer ended shards say nothing of how shards differ.
-FEWEST_SHARDS = 3
-#: States that go on without a person.
+#: With fewer ended shards the ETA has no error estimate.
+MIN_SHARDS = 3
+#: States that need no person to continue.
 _MOVING = frozenset({JobState.READY, JobState.RUNNING})
 
 
@@ -47,24 +46,24 @@ def elapsed_seconds(status: JobStatus) -> float:
 
 
 def busy_seconds(status: JobStatus) -> float:
-    """Time in which workers held shards of the job: without pauses, and without the time between its end
-    and a retry."""
+    """Time in which workers held shards of the job, without pauses and the time between its end and a
+    retry."""
     return elapsed_seconds(status) if status.busy_seconds is None else status.busy_seconds
 
 
 def items_per_second(status: JobStatus) -> float:
-    """Items that ended, over the time in which workers held shards."""
+    """Ended items per second in which workers held shards."""
     seconds = busy_seconds(status)
     return (status.items.done + status.items.failed) / seconds if seconds > 0 else 0.0
 
 
 def waits_for_workers(status: JobStatus) -> bool:
-    """Whether the job waits for nothing but a worker: none lives that would take its shards."""
+    """Whether the job waits only for a worker: no live worker takes its shards."""
     return status.workers == 0 and status.job.state in _MOVING and status.items.pending > 0
 
 
 def eta_seconds(status: JobStatus) -> float | None:
-    """Time the open items will take at the rate so far; 0 at the end, None while nobody can know."""
+    """Time that the pending items take at the rate so far; 0 at the end, None while unknown."""
     if status.job.state.final:
         return 0.0
     rate = items_per_second(status)
@@ -72,15 +71,15 @@ def eta_seconds(status: JobStatus) -> float | None:
 
 
 def eta_error_seconds(status: JobStatus) -> float | None:
-    """Half the width of the ETA's 95 % prediction interval; None where too few shards have ended to tell.
+    """Half the width of the ETA's 95 % prediction interval; None if too few shards have ended.
 
-    With n shards ended, k to go, and mean m and standard deviation s of an item's engine time over the
+    With n shards ended, k left, and mean m and standard deviation s of an item's engine time over the
     ended ones, the ETA's relative error is t * s / m * sqrt(1 / k + 1 / n), t from Student's distribution
-    for n - 1 degrees of freedom (the prediction interval of a mean: Hahn, 1969). It covers that shards
-    differ, not that workers come or go.
+    for n - 1 degrees of freedom (the prediction interval of a mean: Hahn, 1969). It covers differences
+    between shards, not changes in the number of workers.
     """
     eta, spread = eta_seconds(status), status.spread
-    if status.job.state.final or eta is None or spread.shards < FEWEST_SHARDS or spread.item_ms <= 0:
+    if status.job.state.final or eta is None or spread.shards < MIN_SHARDS or spread.item_ms <= 0:
         return None
     to_go = sum(
         status.shards.get(state, 0) for state in (ShardState.READY, ShardState.QUEUED, ShardState.LEASED)
@@ -103,7 +102,7 @@ def cost(status: JobStatus, price_per_gpu_hour: float | None) -> float | None:
 
 
 def cost_at_end(status: JobStatus, price_per_gpu_hour: float | None) -> float | None:
-    """What the job will have cost, where open items cost as those that ended; None while nobody can know."""
+    """The cost at the end, if pending items cost as much as ended ones; None while unknown."""
     spent, ended = cost(status, price_per_gpu_hour), status.items.done + status.items.failed
     if spent is None or not ended:
         return None
@@ -111,7 +110,7 @@ def cost_at_end(status: JobStatus, price_per_gpu_hour: float | None) -> float | 
 
 
 def rtfx(status: JobStatus) -> float | None:
-    """RTFx: seconds of audio made in a second in which workers held shards; None before there is any."""
+    """RTFx: seconds of audio per second in which workers held shards; None without audio."""
     seconds = busy_seconds(status)
     return status.audio_ms / 1000 / seconds if seconds > 0 and status.audio_ms else None
 
@@ -122,8 +121,8 @@ def status_lines(
     waits: str = NO_WORKER,
     bold: Callable[[str], str] = str,
 ) -> list[str]:
-    """A job's status in a few lines for a person; `waits`: what is said where no worker lives; `bold`
-    marks the state."""
+    """A job's status in a few lines of text; `waits`: the message if no worker is live; `bold` marks the
+    state."""
     job, items = state.job, state.items
     reason = f" ({printable(job.state_reason)})" if job.state_reason else ""
     named = f"  {printable(job.name)}" if job.name else ""
@@ -163,12 +162,12 @@ def status_lines(
 
 
 def _hours(seconds: float) -> str:
-    """`41 s`, and with the hours from ten minutes on: `20 min 5 s (0.33 h)`."""
+    """A time such as `41 s`; from ten minutes on with hours: `20 min 5 s (0.33 h)`."""
     return seconds_text(seconds) + (f" ({seconds / 3600:.2f} h)" if seconds >= 600 else "")
 
 
 def labels_text(labels: Mapping[str, str]) -> str:
-    """`corpus=evening, owner=night`, in the order of the keys."""
+    """Labels such as `corpus=evening, owner=night`, sorted by key."""
     return ", ".join(f"{key}={value}" for key, value in sorted(labels.items()))
 
 
@@ -202,7 +201,7 @@ def status_view(
         "labels": dict(job.labels),
         "items_per_second": round(items_per_second(status), 3),
         "rtfx": speed,
-        # The name of `rtfx` before RTF and RTFx were told apart.
+        # An old name of `rtfx`.
         "real_time_factor": speed,
         "eta_seconds": _rounded(eta_seconds(status)),
         "eta_error_seconds": _rounded(eta_error_seconds(status)),
@@ -221,10 +220,9 @@ def status_view(
 def job_view(
     job: Job, made_with: Sequence[Provenance] | None, command: Sequence[str], notes: Sequence[str]
 ) -> dict[str, Any]:
-    """`nightjar.job/1`: what a job is made with. `made_with`: the records of the kinds of workers that
-    took part; None: the store did not give them. `command` makes the job again, as far as `notes` do not
-    say otherwise."""
-    # The other views pay for no store.
+    """`nightjar.job/1`: the settings and versions of a job. `made_with`: the records of its kinds of workers;
+    None: they cannot be read. `command` makes the job again, except for what `notes` say."""
+    # Imported late, because the other views need no store.
     from jobs.layout import job_prefix
 
     return {
@@ -264,8 +262,7 @@ def job_view(
 
 
 def worker_view(worker: WorkerStatus) -> dict[str, Any]:
-    """`nightjar.worker/1`: a worker with the shards that it holds and what it made in the last
-    `recent.seconds` (`jobs.ledger.status`)."""
+    """`nightjar.worker/1`: a worker with its shards, and its results of the last `recent.seconds`."""
     recent = worker.recent
     held = [
         {
@@ -297,13 +294,13 @@ def worker_view(worker: WorkerStatus) -> dict[str, Any]:
     }
 
 
-#: What a view of an item says of its audio; all are null while there is none.
+#: Fields of an item's audio in its view; null without audio.
 _OF_AUDIO = ("key", "sha256", "bytes", "pack", "pack_offset", "duration_ms", "sample_rate", "seed")
 
 
 def item_view(job_id: str, item: ItemRow, line: int | None = None) -> dict[str, Any]:
-    """`nightjar.item/1`: an item with its line of the input and its audio. `id` names the turn too, where
-    several of a dialogue are spoken; `turn` counts these from 0."""
+    """`nightjar.item/1`: an item with its input line and its audio. `id` includes the turn if several turns
+    of a dialogue are spoken; `turn` counts them from 0."""
     return {
         "schema": "nightjar.item/1",
         "job": job_id,
@@ -315,7 +312,7 @@ def item_view(job_id: str, item: ItemRow, line: int | None = None) -> dict[str, 
 
 
 def line_error_view(job_id: str, line: RejectedLine) -> dict[str, Any]:
-    """`nightjar.job_error/1` of an input line that became no item."""
+    """`nightjar.job_error/1` of a refused input line."""
     of_line = {"line": line.line, "index": None, "example_id": line.example_id, "id": line.example_id}
     return {
         "schema": "nightjar.job_error/1",
@@ -327,7 +324,7 @@ def line_error_view(job_id: str, line: RejectedLine) -> dict[str, Any]:
 
 
 def item_error_view(job_id: str, item: ItemRow, line: int | None = None) -> dict[str, Any]:
-    """`nightjar.job_error/1` of an item that failed, with its line of the input."""
+    """`nightjar.job_error/1` of a failed item, with its input line."""
     of_item = {"line": line, **_fields(item, "index", "example_id", "id")}
     reason = {"code": item.error_code, "message": item.error_message}
     return {"schema": "nightjar.job_error/1", "job": job_id, "kind": "item", **of_item, **reason}

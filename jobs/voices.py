@@ -1,5 +1,5 @@
-"""Voices of a job by their names: those of its model, and stored ones, whose recordings become part of the
-job at submit."""
+"""The voices of a job: those of its model, and stored voices, whose recordings become part of the job at
+submit."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class JobVoices:
-    """What the names of voices stand for in a job of one model. A name that the model has is the model's."""
+    """The voices of a job by name. A voice of the model takes precedence over a stored one."""
 
     card: ModelCard
     folder: VoiceFolder | None = None
-    #: Stored voices that the job names.
+    #: Stored voices that the job uses.
     frozen: Mapping[str, FrozenVoice] = field(default_factory=dict[str, FrozenVoice])
-    #: Why others that it names cannot be used.
+    #: Errors of stored voices that cannot be used.
     unusable: Mapping[str, InputError] = field(default_factory=dict[str, InputError])
 
     @cached_property
     def names(self) -> Sequence[str]:
-        """The names of all stored voices that the model has none of its own for."""
+        """The names of the stored voices, without names that the model has."""
         return [] if self.folder is None else [name for name in self.folder.names() if not self._is_own(name)]
 
     @property
@@ -50,7 +50,7 @@ class JobVoices:
         return able.cloning and not able.multi_turn
 
     def with_names(self, wanted: Iterable[str | None]) -> JobVoices:
-        """With the stored voices of these names; other names are left alone."""
+        """Adds the stored voices with these names; other names are ignored."""
         if self.folder is None or not self.can_clone:
             return self
         frozen, unusable = dict(self.frozen), dict(self.unusable)
@@ -65,7 +65,7 @@ class JobVoices:
         return replace(self, frozen=frozen, unusable=unusable)
 
     def with_lines(self, records: Records) -> JobVoices:
-        """With the stored voices that the lines of an input name. Raises `InputError` for an input that
+        """Adds the stored voices that the lines of an input name. Raises `InputError` for an input that
         cannot be read."""
         return (
             self.with_names(_named_in(records, frozenset(self.names)))
@@ -78,24 +78,22 @@ class JobVoices:
         return msgspec.structs.replace(spec, stored_voices=dict(self.frozen) or msgspec.UNSET)
 
     def get(self, name: str) -> StoredVoice:
-        """The stored voice of a name that the model has not. Raises `InputError` where there is none, or
-        the model cannot clone it."""
+        """Reads a stored voice. Raises `InputError` if it does not exist or the model cannot clone it."""
         voice = self.folder.get(name) if self.folder is not None and self.can_clone else None
         if voice is None:
             raise self.refusal(name)
         return voice
 
     def check(self, name: str | None) -> None:
-        """Raises `InputError` for a name that neither the model nor the folder has, where one of them has
-        any, and for a stored voice that cannot be used."""
+        """Raises `InputError` for an unknown voice, if model or folder have any voices, and for a stored
+        voice that cannot be used."""
         if name is None or self._is_own(name) or name in self.frozen or name in OPENAI_VOICES:
             return
-        names = self.names
-        if name in self.unusable or name in names or self.card.capabilities.voices or names:
+        if name in self.unusable or self.card.capabilities.voices or self.names:
             raise self.refusal(name)
 
     def refusal(self, name: str) -> InputError:
-        """Why lines cannot ask for a name."""
+        """The error of a voice that cannot be used."""
         if (known := self.unusable.get(name)) is not None:
             return known
         stored = self.names
@@ -105,14 +103,14 @@ class JobVoices:
         voices = self.card.capabilities.voices
         has = f"It has: {', '.join(voices)}. " if voices else ""
         if self.can_clone and self.folder is not None:
-            has += f"{nearest(name, stored)}`nightjar voices list` shows the stored ones."
+            has += f"{nearest(name, stored)}`nightjar voices list` shows the stored voices."
         message = f"The model {self.card.name} has no voice {clean(name, 80)!r}."
         advice = has or "It has no named voices: remove `voice`."
         return InputError(ErrorCode.INPUT_UNKNOWN_VOICE, message, advice)
 
     def put(self, store: ObjectStore, job_id: str) -> None:
-        """Puts the recordings into the store of a job. Raises `InputError` for one that was changed since
-        it was frozen."""
+        """Puts the recordings into the store of a job. Raises `InputError` if one has changed since it was
+        frozen."""
         for name, voice in self.frozen.items():
             found = None if self.folder is None else _recorded(self.folder, name, self.card)
             if found is None or found[0] != voice:
@@ -130,7 +128,7 @@ def voice_folder(settings: Settings) -> VoiceFolder:
 
 
 def names_of(generation: Generation) -> list[str]:
-    """The voices that settings name, those of roles included."""
+    """The voices of the settings, including those of roles."""
     every = (generation, *(generation.roles or {}).values())
     return [one.voice for one in every if one.voice is not None]
 
@@ -142,18 +140,18 @@ def in_stored_voice(
     voices: Mapping[str, FrozenVoice],
     prefix: str = "",
 ) -> tuple[Sequence[Message], Generation]:
-    """The messages and the settings of a turn, in its stored voice where it has one; its recording's name
-    comes after `prefix`.
+    """The messages and the settings of a turn, with its stored voice, if it has one. `prefix`: precedes the
+    name of the recording.
 
-    A recording of the line goes before a voice of the job. `own`: the voice that the line itself asks for.
-    Raises `input.unsupported` where it asks for a stored one and has a recording too.
+    A recording of the line takes precedence over the job's voice. `own`: the voice of the line itself. Raises
+    `input.unsupported` if the line has a stored voice and a recording.
     """
     if generation.voice is None or (voice := voices.get(generation.voice)) is None:
         return messages, generation
     if not any(message.modality == "audio" for message in messages):
         return in_voice_of(messages, generation, prefix + voice.recording, voice.text)
     if own is not None:
-        message = f"The voice {generation.voice!r} has a recording, and the line another one."
+        message = f"The line has a recording and the stored voice {generation.voice!r}."
         raise unsupported(message, "Leave one of them out.")
     return messages, msgspec.structs.replace(generation, voice=None)
 
@@ -166,8 +164,8 @@ def item_request(
     seed: int,
     load: Callable[[str], bytes],
 ) -> SynthesisRequest:
-    """The request of an item, in its stored voice where it has one; `load` reads recordings of users, and
-    of that voice, by their keys in the store. Audio of other roles is not used."""
+    """The request of an item, with its stored voice, if it has one; `load` reads the recordings of users and
+    of that voice by their keys in the store. Audio of other roles is not used."""
     messages, voices = line.messages, job.spec.stored_voices
     if voices and line.role is not None:
         own, prefix = line.generation.voice, references_prefix(job.id)
@@ -182,7 +180,7 @@ def item_request(
 
 
 def stored_voice_of(line: ShardLine, spec: JobSpec) -> str | None:
-    """The name of the stored voice that speaks an item; None: it is in another voice."""
+    """The name of the stored voice that speaks an item; None: another voice."""
     if not spec.stored_voices or any(message.modality == "audio" for message in line.messages):
         return None
     name = line.generation_over(spec.generation).voice
@@ -195,8 +193,8 @@ def recording_keys(spec: JobSpec, job_id: str) -> set[str]:
 
 
 def _recorded(folder: VoiceFolder, name: str, card: ModelCard) -> tuple[FrozenVoice, ReferenceAudio] | None:
-    """A stored voice as a job has it, and its recording; None: there is none. Raises `InputError` for one
-    that cannot be used."""
+    """A stored voice for a job, with its recording; None: it does not exist. Raises `InputError` if it cannot
+    be used."""
     if (voice := folder.get(name)) is None:
         return None
     audio = checked_audio(voice.recording, f"The stored voice {name!r}", card.check_reference)
@@ -204,7 +202,7 @@ def _recorded(folder: VoiceFolder, name: str, card: ModelCard) -> tuple[FrozenVo
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """What of a dialogue names voices."""
+    """The part of a dialogue that names voices."""
 
     generation: Generation = Generation()
 
@@ -213,10 +211,10 @@ _decode = msgspec.json.Decoder(_Line).decode
 
 
 def _named_in(records: Records, known: frozenset[str]) -> set[str]:
-    """Which of the voices that are known the lines of an input name; lines that cannot be read name none."""
+    """The known voices that the lines of an input name; unreadable lines name none."""
     found: set[str] = set()
     for line in records.lines():
-        # An escape may stand for any letter.
+        # The key may be written with escapes.
         if not isinstance(line, bytes) or (b'"voice"' not in line and b"\\u" not in line):
             continue
         with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

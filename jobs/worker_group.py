@@ -23,7 +23,7 @@ from jobs.console import INVALID_INPUT
 from jobs.formatting import seconds_text
 from jobs.gpus import VISIBLE, Device, share_cores
 from jobs.settings import Settings
-from pipelines.child_process import Child, how_it_ended, signal_group
+from pipelines.child_process import Child, exit_description, signal_group
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import NightjarError
 from pipelines.ipc import ErrorRecord
@@ -135,7 +135,9 @@ class Member:
             return f"{self.plan.name} cannot open its model ({self.refusal.code.value}): {self.refusal}"
         words = f" Its last message: {self.last_words[:400]}" if self.last_words else ""
         times = f"{self.crashes} times in a row" if self.crashes > 1 else "again"
-        return f"{self.plan.name} ended {how_it_ended(self.status)}, {times} without a finished item.{words}"
+        return (
+            f"{self.plan.name} ended {exit_description(self.status)}, {times} without a finished item.{words}"
+        )
 
 
 @dataclass(eq=False)

@@ -39,21 +39,28 @@ __all__ = [
     "submit",
 ]
 
+#: The module of each name, imported at its first use.
 _MODULES = {
-    "nightjar.item": ("Item",),
-    "nightjar.job": ("Job", "Report"),
-    "jobs.job_options": ("JobOptions",),
-    "nightjar.runs": ("find_job", "run", "submit"),
-    "nightjar.voice": ("Sound", "Voice", "open_model"),
-    "pipelines.errors": ("ErrorCode", "InputError", "NightjarError"),
+    "ErrorCode": "pipelines.errors",
+    "InputError": "pipelines.errors",
+    "Item": "nightjar.item",
+    "Job": "nightjar.job",
+    "JobOptions": "jobs.job_options",
+    "NightjarError": "pipelines.errors",
+    "Report": "nightjar.job",
+    "Sound": "nightjar.voice",
+    "Voice": "nightjar.voice",
+    "find_job": "nightjar.runs",
+    "open_model": "nightjar.voice",
+    "run": "nightjar.runs",
+    "submit": "nightjar.runs",
 }
-_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'nightjar' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

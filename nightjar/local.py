@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable
 
 from jobs.console import Interrupted, Stop
 from jobs.ledger.records import Job
@@ -13,12 +12,6 @@ from jobs.local_run import LocalRun, run_locally
 from jobs.progress import Progress
 
 _LOOK_SECONDS = 0.2
-
-
-def _at_end(call: Callable[[], None]) -> None:
-    """Calls when the main thread has ended. A function of `atexit` comes too late: thread pools are closed
-    before, and a run needs them."""
-    threading._register_atexit(call)  # pyright: ignore
 
 
 class _Notes(Progress):
@@ -56,7 +49,8 @@ class LocalThread(threading.Thread):
     def until_submitted(self) -> Job:
         """Starts, and waits until the job is in the ledger. Raises what kept it from getting there."""
         self.start()
-        _at_end(self.end_with_program)
+        # Functions of `atexit` are called too late: thread pools, which a run needs, are closed before.
+        threading._register_atexit(self.end_with_program)  # pyright: ignore
         try:
             while not self._known.wait(_LOOK_SECONDS):
                 pass

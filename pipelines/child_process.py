@@ -84,10 +84,10 @@ class Child(Generic[T]):
 
     def wait(self, seconds: float | None = None) -> str:
         """How it ended, once it did. Raises `subprocess.TimeoutExpired`."""
-        return how_it_ended(self.process.wait(seconds))
+        return exit_description(self.process.wait(seconds))
 
 
-def how_it_ended(status: int) -> str:
+def exit_description(status: int) -> str:
     """The end of a process, as part of a sentence."""
     if status >= 0:
         return f"with status {status}"
@@ -95,7 +95,7 @@ def how_it_ended(status: int) -> str:
     return f"by signal {-status}{name}"
 
 
-def beside_the_engine() -> dict[str, str]:
+def helper_environment() -> dict[str, str]:
     """Variables of a child that leaves GPU and cores to the engine."""
     return {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),

@@ -1,22 +1,21 @@
-"""How a process that serves requests runs Python: few collections of garbage, and threads that give way
-soon."""
+"""Tuning of Python for processes that serve requests: rare garbage collections and short thread switches."""
 
 from __future__ import annotations
 
 import gc
 import sys
 
-#: New objects until the collector of garbage looks through them (Python's own: 700).
+#: New objects between two garbage collections (Python's default: 700).
 COLLECT_AFTER = 20_000
-#: How long a thread keeps the interpreter from others that wait for it (Python's own: 5 ms).
+#: How long a thread keeps the interpreter while others wait for it (Python's default: 5 ms).
 SWITCH_SECONDS = 0.0005
 
 
-def collect_seldom() -> None:
-    """Leaves what was loaded so far out of the collections of garbage, and collects after more objects.
+def tune_gc() -> None:
+    """Excludes all loaded objects from garbage collection, and makes collections rarer.
 
-    Requests and items make few cycles, and looking through a loaded model's library stops all threads for
-    tenths of a second.
+    Requests and items create few cycles, and a collection over a loaded model's library stops all threads
+    for tenths of a second.
     """
     gc.collect()
     gc.freeze()
@@ -24,7 +23,6 @@ def collect_seldom() -> None:
 
 
 def serve_threads() -> None:
-    """`collect_seldom`, and no thread waits for long while another computes: a first chunk crosses several
-    of them."""
-    collect_seldom()
+    """Applies `tune_gc`, and shortens thread switches: a first chunk crosses several threads."""
+    tune_gc()
     sys.setswitchinterval(SWITCH_SECONDS)

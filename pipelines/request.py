@@ -1,5 +1,4 @@
-"""What goes into a pipeline and what comes out, in the model-neutral words of a dialogue. Imports no model
-library."""
+"""The requests, results and protocols of pipelines, independent of models. Imports no model library."""
 
 from __future__ import annotations
 
@@ -20,13 +19,14 @@ if TYPE_CHECKING:
 
 Role = Literal["user", "assistant", "system"]
 Modality = Literal["text", "audio", "image", "video", "toolcall"]
-#: Whose texts can be spoken.
+#: Roles whose texts can be spoken.
 SpokenRole = Literal["user", "assistant"]
 Mode = Literal["text_only", "text_audio"]
 #: The longest recording of a voice to clone.
 MAX_REFERENCE_SECONDS = 60.0
 
 EngineState = Literal["ready", "starting", "broken"]
+Meta = dict[str, str | int | float | bool]
 
 
 class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -46,13 +46,13 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     max_seconds: float | None = None
     #: What the model writes: text alone, or text and then audio.
     mode: Mode | None = None
-    #: Of the text and of the audio, where a model writes both; each goes before `temperature` and `top_k`.
+    #: For models that write text and audio; each takes precedence over `temperature` or `top_k`.
     text_temperature: float | None = None
     audio_temperature: float | None = None
     audio_top_k: int | None = None
     #: Steps of the engine: text tokens and frames together.
     max_tokens: int | None = None
-    #: Settings of one role's turns, where a dialogue has several; each goes before the same one outside.
+    #: Settings of one role's turns; each takes precedence over the same setting outside of `roles`.
     roles: dict[SpokenRole, Generation] | None = None
 
     def of(self, role: SpokenRole) -> Generation:
@@ -83,58 +83,58 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class SynthesisRequest:
-    """One item to synthesize. Equal requests get equal noise, whatever else is in the running batch, and
-    equal bits where `EngineInfo.reproducible` says so."""
+    """One item to synthesize. Equal requests get equal noise in any batch, and equal bits if
+    `EngineInfo.reproducible` is set."""
 
     request_id: str
     messages: tuple[Message, ...]
     generation: Generation = field(default_factory=Generation)
     #: Seed of all noise of this request, 0 <= seed < 2**63.
     seed: int = 0
-    #: Whether the text goes on after its beginning here: the rest comes by `Handle.append`. For models with
-    #: `capabilities.text_in`.
+    #: Whether more text follows by `Handle.append`; for models with `capabilities.text_in`.
     text_open: bool = False
 
 
 class PreparedRequest(msgspec.Struct, frozen=True, tag=True):
-    """A request as its family's `Frontend` made it ready."""
+    """A request prepared by its family's `Frontend`."""
 
     request_id: str
     seed: int
-    #: What only the family reads.
+    #: Data that only the family reads.
     data: bytes
     #: The encoded file of the voice to clone.
     recording: bytes | None = None
 
 
-#: Turns the next piece of a text, and whether it is the last one, into the ids of its tokens that are certain
-#: and were not given before. Raises `InputError` for what the model does not take; the text may go on.
+AnyRequest = SynthesisRequest | PreparedRequest
+#: Tokenizes the next piece of a text; the flag marks the last piece. Returns the new ids that later text cannot
+#: change. Raises `InputError` for a piece that the model refuses; more text may follow.
 TextPieces = Callable[[str, bool], list[int]]
 
 
 class Frontend(Protocol):
-    """The part of a pipeline that needs neither weights nor a device. It runs where the engine does not;
-    `pipelines.registry.Family`."""
+    """The part of a pipeline that needs neither weights nor a device; it runs outside of the engine's process
+    (`pipelines.registry.Family`)."""
 
     def prepare(self, request: SynthesisRequest) -> tuple[PreparedRequest, TextPieces | None]:
-        """The request, and what takes the rest of a text that is open. Raises `InputError` for a request
+        """The prepared request, and the tokenizer of an open text's rest. Raises `InputError` for a request
         that the model cannot serve."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Speech:
-    """The result of one request. It has no samples where only text was asked for."""
+    """The result of one request. It has no samples if only text was requested."""
 
     #: float32 [samples], mono, within [-1, 1].
     samples: NDArray[np.float32]
     sample_rate: int
-    #: The text that was asked for.
+    #: The requested text.
     text: str = ""
     #: Text the model itself wrote, for models with `capabilities.text_out`.
     text_out: str | None = None
     #: Facts worth keeping beside the audio: frames, finish reason, loudness in LUFS, engine mode.
-    meta: dict[str, str | int | float | bool] = field(default_factory=dict[str, str | int | float | bool])
+    meta: Meta = field(default_factory=Meta)
 
     @property
     def duration_ms(self) -> int:
@@ -153,29 +153,29 @@ class AudioChunk:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The end of a request: all of its speech; of a stream all but the samples, which were in its chunks."""
+    """The end of a request, with its speech; a stream's samples were in its chunks."""
 
     speech: Speech
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The end of a request that came to nothing, or to no more than was heard."""
+    """The failure of a request; chunks may have been delivered before."""
 
     error: NightjarError
 
 
-#: What comes of a request: of a stream any number of chunks, then one end.
+#: An event of a request: a stream has any number of chunks, then one end.
 Event = AudioChunk | Done | Failed
-#: Is called on any thread, on one at a time, and must be quick.
+#: Called on any thread, one call at a time; must return quickly.
 OnEvent = Callable[[Event], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a pipeline can do; lines that ask for more are refused before any engine work."""
+    """The abilities of a pipeline; lines that need others are refused before any engine work."""
 
-    #: Named voices; empty: the model has none to choose from.
+    #: Named voices; empty: not selectable.
     voices: tuple[str, ...] = ()
     #: Languages; empty: not selectable.
     languages: tuple[str, ...] = ()
@@ -184,7 +184,7 @@ class Capabilities:
     needs_reference: bool = False
     #: A line with reference audio but without `reference_text` is refused.
     needs_reference_text: bool = False
-    #: Recordings that a line may give; where there are several, `reference_text` has one line for each.
+    #: Maximum recordings of a line; `reference_text` has one line for each.
     references: int = 1
     instruct: bool = False
     streaming: bool = False
@@ -204,15 +204,15 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """How a pipeline was opened: what provenance, metrics and the worker's first line say of its engine."""
+    """How a pipeline was opened; for provenance, metrics and logs."""
 
     #: Utterances that run at once, and that wait before `start` blocks.
     slots: int = 1
     waiting_room: int = 0
     device: str = ""
     dtype: str = ""
-    #: How a frame is run, and what its kernels are made with (such as `fused CUDA`, `Triton`, `plain`), then
-    #: what else was chosen that changes bits (such as `packed prefill`); empty where there is no choice.
+    #: How a frame is run; and the kind of its kernels (such as `fused CUDA`, `Triton`, `plain`) with other choices
+    #: that change bits (such as `packed prefill`). Empty without a choice.
     executor: str = ""
     kernels: str = ""
     #: Pages of the KV cache, and positions of a page; 0 where an engine has none.
@@ -220,9 +220,9 @@ class EngineInfo:
     page_size: int = 0
     #: Positions of the longest utterance, its prompt included; 0 where there is no such limit.
     max_context: int = 0
-    #: Whether equal requests give equal bits in any company.
+    #: Whether equal requests give equal bits in any batch.
     reproducible: bool = True
-    #: `native` or `vllm`; empty where nothing decodes many requests at once.
+    #: `native` or `vllm`; empty if requests are not batched.
     engine: str = ""
 
     def summary(self, model: str) -> str:
@@ -241,7 +241,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A moment of an engine's life; counters rise from the start of the process."""
+    """The current state of an engine; counters start with its process."""
 
     running: int = 0
     waiting: int = 0
@@ -250,24 +250,23 @@ class EngineStats:
     audio_seconds: float = 0.0
     #: Share of KV cache in use, 0 to 1; 0 where an engine has none.
     kv_use: float = 0.0
-    #: `starting`: there is no pipeline yet; `broken`: the engine is gone, and the pipeline must be opened anew.
+    #: `starting`: no pipeline is open yet; `broken`: the engine has ended, and the pipeline must be reopened.
     state: EngineState = "ready"
 
 
 class Handle(Protocol):
-    """A request that was started. Its methods may be called from any thread, and wait for nothing."""
+    """A started request. Its methods may be called from any thread and do not block."""
 
     def append(self, text: str | list[int], final: bool) -> None:
-        """More of a text that is open; `final` ends it. What comes after that, or after the request's end,
-        is ignored.
+        """Appends to an open text; `final` ends it. Text after that, or after the request's end, is ignored.
 
-        Of a `PreparedRequest` it is the ids of the frontend's `TextPieces`. Raises `InputError` for what
-        the model does not take; the request goes on.
+        For a `PreparedRequest` the text is ids from the frontend's `TextPieces`. Raises `InputError` for text
+        that the model refuses; the request continues.
         """
         ...
 
     def cancel(self) -> None:
-        """Ends the request: nothing is heard of it any more but a chunk that is on its way. Does nothing
+        """Ends the request. After this at most one chunk that is being delivered still arrives. Does nothing
         after the end."""
         ...
 
@@ -278,22 +277,20 @@ class Pipeline(Protocol):
     name: str
     sample_rate: int
     capabilities: Capabilities
-    #: Whether `start` of a stream waits for nothing, so that an event loop may call it.
+    #: Whether `start` of a stream never blocks, so that an event loop may call it.
     starts_at_once: bool
 
     @property
     def info(self) -> EngineInfo: ...
 
-    def start(
-        self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False
-    ) -> Handle:
-        """Starts a request, whose speech comes whole or as a `stream` of chunks; `submit` and `stream` are
-        for those who wait for it.
+    def start(self, request: AnyRequest, on_event: OnEvent, stream: bool = False) -> Handle:
+        """Starts a request, whose speech is delivered whole or as a `stream` of chunks. The functions `submit`
+        and `stream` wait for it.
 
-        Blocks while the waiting room is full, but not for a stream: whoever asks for streams bounds them.
-        `PreparedRequest` comes only to families with a `Frontend`. Raises `NightjarError` for a request
-        that is refused: `InputError` for one that the model cannot serve, before any engine work, and
-        `SynthesisError` (`synth.aborted`) once the pipeline is closed.
+        Blocks while the waiting room is full, except for a stream: callers must bound their streams. Only
+        families with a `Frontend` take a `PreparedRequest`. Raises `NightjarError` for a refused request:
+        `InputError` for one that the model cannot serve, before any engine work, and `SynthesisError`
+        (`synth.aborted`) after the pipeline is closed.
         """
         ...
 
@@ -334,9 +331,9 @@ def stream(pipeline: Pipeline, request: SynthesisRequest) -> Iterator[AudioChunk
         handle.cancel()
 
 
-def check_start(pipeline: Pipeline, request: SynthesisRequest | PreparedRequest, stream: bool) -> None:
-    """Raises `InputError` (`input.unsupported`) for a stream, or a text in pieces, that the model cannot
-    do."""
+def check_start(pipeline: Pipeline, request: AnyRequest, stream: bool) -> None:
+    """Raises `InputError` (`input.unsupported`) for a stream or an open text that the model does not
+    support."""
     able, text_open = pipeline.capabilities, isinstance(request, SynthesisRequest) and request.text_open
     if stream and not able.streaming:
         lacks, advice = "cannot stream", "Ask for whole speech."
@@ -348,18 +345,17 @@ def check_start(pipeline: Pipeline, request: SynthesisRequest | PreparedRequest,
 
 
 class Listener:
-    """Hands on what comes of one request until its end, in order, whichever threads it comes from. A
-    `Handle` of a text that is whole."""
+    """Delivers the events of one request in order, from any threads, until its end. It is the `Handle` of a
+    request whose text is complete."""
 
     def __init__(self, on_event: OnEvent, over: Callable[[bool], None]) -> None:
-        """`over` is called once, after the end, with whether the request is done: not so after an error or
-        `cancel`."""
+        """`over` is called once after the end, with True after `Done` and False after an error or `cancel`."""
         self._on_event = on_event
         self._over = over
         self._order = threading.RLock()
         self._lock = threading.Lock()
         self._open = True
-        #: Of the audio that was handed on.
+        #: Seconds of audio that were delivered.
         self.seconds = 0.0
 
     def __call__(self, event: Event) -> None:
@@ -376,17 +372,17 @@ class Listener:
                     self._over(isinstance(event, Done))
 
     def append(self, text: str | list[int], final: bool) -> None:
-        """The text is whole: raises ValueError."""
-        raise ValueError("The text of this request is whole.")
+        """Raises ValueError: the text is complete."""
+        raise ValueError("The text of this request is complete.")
 
     def cancel(self) -> None:
-        """Nothing is handed on any more. Does not wait for a chunk that is being handed on."""
+        """Stops the delivery of events. Does not wait for a chunk that is being delivered."""
         if self._end():
             self._over(False)
 
     @property
     def is_open(self) -> bool:
-        """Whether the request goes on."""
+        """Whether the request has not ended."""
         return self._open
 
     def _end(self) -> bool:

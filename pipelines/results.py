@@ -1,4 +1,4 @@
-"""Delivers the results of engines to callers: whole speech, or a stream of chunks."""
+"""Turns an engine's output into whole speech or a stream of chunks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import (
+    AnyRequest,
     AudioChunk,
     Capabilities,
     Done,
@@ -21,15 +22,14 @@ from pipelines.request import (
     Failed,
     Handle,
     Listener,
+    Meta,
     OnEvent,
-    PreparedRequest,
     Speech,
     SynthesisRequest,
     check_start,
 )
 
 S = TypeVar("S")
-Meta = dict[str, str | int | float | bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class FinishedCodes(Generic[S]):
     codes: NDArray[np.int64]
     #: The engine's finish reason.
     finish: str
-    #: The codec state that it starts from; None: the initial state.
+    #: Initial state of the codec; None: its default.
     start: S | None = None
     #: Text that the model wrote.
     text_out: str | None = None
@@ -48,25 +48,25 @@ class FinishedCodes(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class RequestInfo(Generic[S]):
-    """The facts of a request that its results need; families read the engine's results with it."""
+    """Facts of a request that are known before its codes, and the family's reader of the engine's output."""
 
     text: str
     sample_rate: int
     meta: Meta
-    #: Whether speech that reached its limit without an end is returned instead of failing with `synth.no_eos`.
+    #: Whether speech that reaches its limit without an end is returned instead of failing with `synth.no_eos`.
     keep_unfinished: bool
 
     def read(self, *made: Any, **_: Any) -> FinishedCodes[S]:
-        """Reads the utterance from the engine's result.
+        """Reads the utterance from the engine's final output.
 
-        Raises `SynthesisError`: `synth.no_eos` (`check_end`) if it did not end, `synth.no_audio` (`no_audio`)
-        if it has no speech.
+        Raises `SynthesisError`: `synth.no_eos` (`check_end`) when it did not end, `synth.no_audio`
+        (`no_audio`) when it holds no speech.
         """
         raise NotImplementedError
 
     def check_end(self, finish: str, count: int, unit: str = "frames") -> None:
-        """Raises `SynthesisError` (`synth.no_eos`) for speech that reached its limit, unless
-        `keep_unfinished`."""
+        """Raises `SynthesisError` (`synth.no_eos`) for speech that did not end by itself, unless unfinished
+        speech is kept."""
         if finish == "length" and not self.keep_unfinished:
             advice = "Try another seed, a shorter text or a larger max_seconds."
             raise SynthesisError(
@@ -74,25 +74,25 @@ class RequestInfo(Generic[S]):
             )
 
     def speech(self, samples: NDArray[np.float32], made: FinishedCodes[S]) -> Speech:
-        """The result, with its finish reason."""
+        """The result, with the engine's finish reason."""
         meta = {**self.meta, "frames": len(made.codes), "finish": made.finish}
         return Speech(samples, self.sample_rate, self.text, made.text_out, meta)
 
 
 def no_audio(message: str) -> SynthesisError:
-    """The error of a request for which the model made no speech."""
+    """The error for a request that the model answered without speech."""
     return SynthesisError(ErrorCode.SYNTH_NO_AUDIO, message, "Try another seed.")
 
 
 class Receiver(Generic[S]):
-    """Receives the codes of one request from the engine, and sends them to the codec's stage."""
+    """Receives the output of one request from the engine and sends it to the codec."""
 
     #: Whether the engine delivers tokens while the request runs.
     streamed = False
-    #: Sizes in frames of a stream's chunks; the last one repeats. Small at first for a quick start, then larger
-    #: for fewer calls. Empty: frames are decoded as they arrive.
+    #: Frames of a stream's first chunks; the last size repeats. Small sizes first for a quick start, large ones
+    #: later for fewer calls. Empty: frames are decoded as they arrive.
     chunk_frames: tuple[int, ...] = (1, 2, 4, 8, 12)
-    #: The engine that has this request, and its last request to it.
+    #: The engine of this speech, and its latest request.
     engine: SpeechEngine[Any]
     current: Any
 
@@ -102,30 +102,30 @@ class Receiver(Generic[S]):
         self._listener = listener
 
     def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
-        """Receives the next tokens, if they are `streamed`."""
+        """Takes the next tokens; called only if `streamed`."""
 
     def finished(self, *made: Any, **_: Any) -> None:
-        """Receives the engine's result, the arguments of `RequestInfo.read`."""
+        """Takes the engine's final output, for `RequestInfo.read`."""
         raise NotImplementedError
 
     def failed(self, error: NightjarError) -> None:
-        """Ends the request with an error."""
+        """Ends the request with the engine's error."""
         self._listener(Failed(error))
 
-    def submit_next(self, request: Any) -> None:
-        """Submits the next part of this speech to the engine, unless the request was cancelled."""
+    def request_more(self, request: Any) -> None:
+        """Sends a further request of this speech to the engine, unless the speech was cancelled."""
         self.current = request
         if self._listener.is_open:
             self.engine.submit(request, self)
-        if not self._listener.is_open:  # cancelled before the engine had the request
+        if not self._listener.is_open:  # perhaps cancelled before the engine knew the request
             self.engine.cancel(request)
 
-    def release(self) -> None:
-        """Releases the resources of an ended request."""
+    def over(self) -> None:
+        """Releases what the request holds elsewhere, at its end or when it is cancelled."""
 
 
 class Utterance(Receiver[S]):
-    """Receives a whole utterance."""
+    """Decodes one whole utterance."""
 
     def finished(self, *made: Any, **_: Any) -> None:
         try:
@@ -134,43 +134,43 @@ class Utterance(Receiver[S]):
             self.failed(error)
 
     def decode(self, made: FinishedCodes[S]) -> None:
-        """Sends the codes to the codec's stage, whose audio ends the request."""
+        """Decodes an utterance; its audio ends the request."""
 
-        def decoded(outcome: NDArray[np.float32] | NightjarError) -> None:
-            if isinstance(outcome, NightjarError):
-                self.failed(outcome)
+        def decoded(heard: NDArray[np.float32] | NightjarError) -> None:
+            if isinstance(heard, NightjarError):
+                self.failed(heard)
             else:
-                self.done(self._info.speech(outcome, made))
+                self.done(self._info.speech(heard, made))
 
         self._stage.decode(made.codes, decoded, made.start)
 
     def done(self, speech: Speech) -> None:
-        """Ends the request with its speech."""
+        """Ends the request."""
         self._listener(Done(speech))
 
 
 class Streamer(Receiver[S]):
-    """Receives an utterance in chunks. Its end is delivered after the audio of the last chunk."""
+    """Decodes one utterance chunk by chunk while it grows. The end is delivered after the last chunk."""
 
     streamed = True
-    #: Whether the codec looks ahead, so that empty codes must mark the end.
+    #: Whether the codec looks ahead: empty codes then mark the end.
     looks_ahead = False
 
     def __init__(
         self, info: RequestInfo[S], stage: CodecStage[S], listener: Listener, state: S | None = None
     ) -> None:
         super().__init__(info, stage, listener)
-        #: The codec's state; frames are buffered while it is None.
+        #: State of the codec; None while it is unknown: frames are buffered.
         self._state = state
         self._buffer: list[NDArray[np.int64]] = []
         self._chunks = 0
         self._lock = threading.Lock()
-        #: Number of chunks being decoded, plus one until the engine's result.
+        #: Pending parts: chunks that are being decoded, and the engine's end.
         self._expected = 1
         self._end: Done | Failed | None = None
 
     def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
-        """Receives tokens; decodes their frames in chunks of `chunk_frames`."""
+        """Takes the next tokens and decodes their frames in chunks of `chunk_frames`."""
         frames = self.frames_of(ids, codes)
         if self._state is None and (len(frames) or self._buffer):
             self._state = self.first_state()
@@ -179,13 +179,13 @@ class Streamer(Receiver[S]):
             self._decode_buffered(size)
 
     def frames_of(self, ids: list[int], codes: NDArray[np.int64] | None) -> NDArray[np.int64]:
-        """The frames [frames, codebooks] that these tokens complete; by default one for each step."""
+        """The frames [frames, codebooks] that these tokens complete; by default the codes of every step."""
         assert codes is not None
         return codes
 
     def first_state(self) -> S | None:
-        """The codec's initial state, owned by this stream; None while it is not known. Called once there is a
-        frame."""
+        """A new state of the codec for this stream; None while the tokens do not determine it. Called once
+        there is a frame."""
         return self._stage.new_state()
 
     def finished(self, *made: Any, **_: Any) -> None:
@@ -209,7 +209,7 @@ class Streamer(Receiver[S]):
             self._expected += 1
         self._stage.decode_chunk(codes, self._decoded, self._state, last, deadline)
 
-    def release(self) -> None:
+    def over(self) -> None:
         if self._state is not None:
             self._stage.end(self._state)
 
@@ -231,7 +231,7 @@ class Streamer(Receiver[S]):
         self._passed()
 
     def _passed(self) -> None:
-        """Ends the request after the engine's result and the last chunk; further ends are ignored."""
+        """Ends the request after the engine and all chunks have ended. A second end is ignored."""
         with self._lock:
             self._expected -= 1
             ended = not self._expected
@@ -245,7 +245,7 @@ O = TypeVar("O", bound=RequestInfo[Any])  # noqa: E741
 
 
 class SpeechEngine(Protocol[R_contra]):
-    """The engine of a family: `pipelines.engine.engine.Engine`, or a `pipelines.tokens.TokenHost`."""
+    """The engine of a family: `pipelines.engine.engine.Engine` or a `pipelines.tokens.TokenHost`."""
 
     def submit(self, request: R_contra, receiver: Any) -> None: ...
     def cancel(self, request: R_contra) -> None: ...
@@ -256,9 +256,9 @@ class SpeechEngine(Protocol[R_contra]):
 
 
 class SpeechPipeline(Generic[R, O]):
-    """The part of `pipelines.request.Pipeline` that all families share; each implements `_prepare`.
+    """The common part of `pipelines.request.Pipeline`; a family implements `_prepare`.
 
-    `streamer` and `utterance` make the receivers of streams and of whole utterances.
+    `streamer` and `utterance` create the receiver of a streamed and of a whole request.
     """
 
     name: str
@@ -274,7 +274,7 @@ class SpeechPipeline(Generic[R, O]):
         utterance: Callable[[O, CodecStage[Any], Listener], Receiver[Any]] = Utterance,
         cuts_chunks: bool = False,
     ) -> None:
-        """`cuts_chunks`: the engine delivers a stream in the chunks to decode."""
+        """`cuts_chunks`: the engine already delivers a stream in chunks for the codec."""
         self._engine = engine
         self._stage = stage
         self._streamer = streamer
@@ -283,10 +283,8 @@ class SpeechPipeline(Generic[R, O]):
         self._lock = threading.Lock()
         self._audio_seconds = 0.0
 
-    def start(
-        self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False
-    ) -> Handle:
-        """Submits a request to the engine; see `Pipeline.start`. Calls `on_event` on the codec's threads."""
+    def start(self, request: AnyRequest, on_event: OnEvent, stream: bool = False) -> Handle:
+        """Sends a request to the engine; see `Pipeline.start`. `on_event` is called on the codec's threads."""
         check_start(self, request, stream)
         assert isinstance(request, SynthesisRequest), "a family with a frontend has its own `start`"
         return self._begin(*self._prepare(request), on_event, stream)
@@ -305,8 +303,8 @@ class SpeechPipeline(Generic[R, O]):
         self._stage.close()
 
     def _prepare(self, request: SynthesisRequest) -> tuple[R, O]:
-        """The engine's request, and the facts that its results need. Raises `InputError` for a request that
-        this model cannot serve."""
+        """The engine's request, and the facts for its receiver. Raises `InputError` for what this model
+        cannot do."""
         raise NotImplementedError
 
     def _begin(self, wanted: R, info: O, on_event: OnEvent, stream: bool) -> Listener:
@@ -315,7 +313,7 @@ class SpeechPipeline(Generic[R, O]):
                 self._audio_seconds += listener.seconds
             if not done:
                 self._engine.cancel(receiver.current)
-            receiver.release()
+            receiver.over()
 
         listener = Listener(on_event, over)
         receiver = (self._streamer if stream else self._utterance)(info, self._stage, listener)

@@ -13,7 +13,7 @@ from pipelines.errors import ErrorCode, InputError
 from pipelines.nn.config_keys import Drawing
 from pipelines.request import Generation
 from pipelines.results import SpeechEngine
-from pipelines.validation import MAX_TOP_K, bounded, either
+from pipelines.validation import MAX_TOP_K, bounded, or_default
 
 Finish = Literal["stop", "length"]
 #: The highest temperature that vLLM takes.
@@ -84,16 +84,16 @@ def token_sampling(
 
     Raises `InputError` (`input.bad_generation`) for a temperature that vLLM would refuse.
     """
-    temperature = either(generation.temperature, defaults.temperature)
+    temperature = or_default(generation.temperature, defaults.temperature)
     if temperature > MAX_TEMPERATURE:
         message = f"`temperature` is {temperature!r}; this model takes 0 to {MAX_TEMPERATURE:g}."
         raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Correct the `generation` object.")
     return TokenSampling(
         max_tokens=max_tokens,
         temperature=bounded(temperature),
-        top_k=min(either(generation.top_k, defaults.top_k), MAX_TOP_K),
-        top_p=either(generation.top_p, defaults.top_p),
-        repetition_penalty=bounded(either(generation.repetition_penalty, defaults.repetition_penalty)),
+        top_k=min(or_default(generation.top_k, defaults.top_k), MAX_TOP_K),
+        top_p=or_default(generation.top_p, defaults.top_p),
+        repetition_penalty=bounded(or_default(generation.repetition_penalty, defaults.repetition_penalty)),
         seed=seed,
         stop_ids=stops,
     )

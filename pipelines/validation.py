@@ -1,5 +1,5 @@
-"""The rules that turn a dialogue into one task for a speech model. Imports no model library: ingest calls
-it for every line."""
+"""Validation of dialogues: turns one into a task for a speech model. Imports no model library, because ingest
+validates every line."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pipelines.errors import ErrorCode, InputError, unsupported
 from pipelines.languages import language_of
 from pipelines.request import Capabilities, Generation, Message
 
-# Visible ASCII, or letters and digits of any script without the fillers that Unicode counts as letters but
-# nobody sees.
+# Visible ASCII, or letters and digits of any script without the invisible fillers that Unicode counts as
+# letters.
 _VISIBLE = re.compile("[!-~]|[^\\W_\u115f\u1160\u3164\uffa0]")
 _INVISIBLE_SYMBOLS = frozenset("\u2800\u115f\u1160\u3164\uffa0")
 _INVISIBLE_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Cn", "Co", "Zs", "Zl", "Zp", "Mn", "Me"})
-#: What clients of OpenAI call voices; each stands for the same voice of a model at all times.
+#: OpenAI's voice names; each always selects the same voice of a model.
 OPENAI_VOICES = (
     "alloy",
     "ash",
@@ -38,7 +38,7 @@ OPENAI_VOICES = (
     "verse",
 )
 _TINY, _HUGE = math.nextafter(0, 1), sys.float_info.max
-#: The least and the most that each setting may be, and how that is said.
+#: Minimum and maximum of each setting, and the text of the error.
 _RANGES: dict[str, tuple[float, float, str]] = {
     "seed": (0, 2**63 - 1, "a whole number from 0 to 2**63 - 1"),
     "top_p": (_TINY, 1, "above 0 and at most 1"),
@@ -47,14 +47,14 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     **dict.fromkeys(("temperature", "top_k", "cfg"), (0, _HUGE, "0 or more")),
     **dict.fromkeys(("text_temperature", "audio_temperature", "audio_top_k"), (0, _HUGE, "0 or more")),
 }
-#: Where float32 stays finite and an int32 can count. Settings beyond say the same, and would harm others of
-#: the batch.
+#: Bounds within which float32 stays finite. Values beyond have the same effect, but would harm other requests
+#: of the batch.
 _MIN_SETTING, _MAX_SETTING = 1e-4, 1e4
-#: A larger top_k is taken for this one.
+#: A larger top_k is clamped to this.
 MAX_TOP_K = 2**31 - 1
-#: Of a frame: seconds that are whole frames must not become one more.
+#: Tolerance in frames: seconds that are whole frames must not be rounded up.
 _ROUNDING = 1e-6
-#: Settings, the ability that they need, what a model without it is said to lack, and what others do.
+#: Settings, the capability that they need, and for the error: what the model lacks, and what others have.
 _NEEDS = (
     (("reference_text",), "cloning", "cannot clone a voice", "that clones"),
     (("instruct",), "instruct", "takes no instructions", "that follows instructions"),
@@ -77,12 +77,11 @@ T = TypeVar("T")
 
 
 class SpeechTask(msgspec.Struct, frozen=True):
-    """What a model is asked to do with one dialogue, with voice and language in the spelling of its
-    capabilities."""
+    """The task that a model gets for one dialogue; voice and language are spelled as in its capabilities."""
 
-    #: What is spoken, without white space around it. Empty only where a `multi_turn` model is spoken to.
+    #: The text to speak, stripped. Empty only for a `multi_turn` model and audio.
     text: str
-    #: How it is spoken; None where the line says nothing or the model takes no instructions.
+    #: The instruction; None without one, or for a model that takes none.
     instruct: str | None = None
     voice: str | None = None
     language: str | None = None
@@ -94,14 +93,13 @@ class SpeechTask(msgspec.Struct, frozen=True):
 
     @property
     def recording(self) -> bytes:
-        """The encoded file of the voice to clone. Raises `InputError` (`input.audio_missing`) where it was
-        not loaded."""
+        """The encoded file of the voice to clone. Raises `InputError` (`input.audio_missing`) if it is not
+        loaded."""
         return _loaded(self.reference_audio)
 
     @property
     def references(self) -> list[tuple[bytes, str]]:
-        """The encoded file of every voice to clone, and its text ("" where there is none). Raises as
-        `recording`."""
+        """The encoded file of every voice to clone, and its text ("" without one). Raises as `recording`."""
         if self.reference_audio is None:
             return []
         said = self.reference_text or ""
@@ -113,15 +111,15 @@ class SpeechTask(msgspec.Struct, frozen=True):
 def speech_task(
     messages: Sequence[Message], generation: Generation, capabilities: Capabilities, seed: int = 0
 ) -> SpeechTask:
-    """The task of one dialogue for a model with these capabilities; `seed`: that of a request.
+    """The task of one dialogue for a model with these capabilities; `seed`: the seed of a request.
 
-    The text of the one user turn is spoken; user audio in that turn is the voice to clone, or the voices;
-    system text is the instruction where the model takes one, unless `generation.instruct` says otherwise;
-    assistant messages are ground truth and skipped. For a model with `multi_turn` the text is all user
-    texts, one a line, and user audio stays in the dialogue.
+    The text of the single user turn is spoken, and its user audio is the voice to clone, or the voices.
+    System text is the instruction if the model takes one; `generation.instruct` takes precedence. Assistant
+    messages are ground truth and skipped. For a `multi_turn` model the text is all user texts, one per line,
+    and user audio stays in the dialogue.
 
-    Raises `InputError` with an `input.*` code for everything that the model cannot do. Nothing asked for
-    is dropped in silence, apart from system text for a model that takes no instructions.
+    Raises `InputError` with an `input.*` code for everything that the model cannot do. Nothing is ignored
+    silently, except system text for a model that takes no instructions.
     """
     check_generation(generation, seed)
     text, audio, system = _said(messages, capabilities)
@@ -150,8 +148,8 @@ def speech_task(
 
 
 def check_generation(generation: Generation, seed: int = 0) -> None:
-    """Raises `InputError` (`input.bad_generation`) that names a setting outside its range, `_RANGES`, or the
-    seed of a request."""
+    """Raises `InputError` (`input.bad_generation`) for a setting outside its range in `_RANGES`, or such a
+    seed of a request. The error names the setting."""
     for name, value in (("seed", seed), *((name, getattr(generation, name)) for name in _RANGES)):
         least, most, allowed = _RANGES[name]
         if value is not None and not least <= value <= most:
@@ -159,8 +157,8 @@ def check_generation(generation: Generation, seed: int = 0) -> None:
             raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Correct the `generation` object.")
 
 
-def no_character() -> InputError:
-    """The error for a text that is no Unicode."""
+def not_unicode() -> InputError:
+    """The error for a text that is not valid Unicode."""
     message = "The text holds half of a surrogate pair, which is not a character."
     return InputError(ErrorCode.INPUT_UNPRONOUNCEABLE, message, "Correct its encoding.")
 
@@ -170,7 +168,7 @@ def check_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise no_character() from error
+        raise not_unicode() from error
 
 
 def control_token(name: str) -> InputError:
@@ -182,8 +180,8 @@ def control_token(name: str) -> InputError:
 def check_room(positions: int, held: int, room: int, setting: str) -> None:
     """Raises `InputError` (`input.too_long`) for a prompt that leaves no room for speech and its end.
 
-    `positions` are those of the prompt, `held` those of the engine, `room` the tokens that fit behind the
-    prompt; `setting` is what gives the engine more.
+    `positions`: length of the prompt; `held`: positions of the engine; `room`: tokens that fit after the
+    prompt; `setting`: the setting that gives the engine more positions.
     """
     if room < 2:
         raise InputError(
@@ -194,23 +192,23 @@ def check_room(positions: int, held: int, room: int, setting: str) -> None:
 
 
 def frames_within(seconds: float, frames_per_second: float, most: int) -> int:
-    """Frames of speech of at most `seconds`, rounded up: 1 to `most`, however long it is."""
+    """The frames of `seconds` of speech, rounded up, within 1 and `most`."""
     return max(math.ceil(min(seconds * frames_per_second - _ROUNDING, most)), 1)
 
 
 def bounded(setting: float) -> float:
-    """A temperature, penalty or scale as an engine takes it: 0, or 1e-4 to 1e4, whatever a request says."""
+    """A temperature, penalty or scale, clamped for an engine: 0, or 1e-4 to 1e4."""
     return setting and min(max(setting, _MIN_SETTING), _MAX_SETTING)
 
 
-def either(*settings: T | None) -> T:
-    """The first that is set: what a request asks for, or else the model's own."""
+def or_default(*settings: T | None) -> T:
+    """The first value that is set: the request's, else the model's default."""
     return next(setting for setting in settings if setting is not None)
 
 
 def is_visible(text: str) -> bool:
-    """Whether any character of `text` leaves a mark on paper; white space, control, format and filler
-    characters do not."""
+    """Whether `text` has a visible character; white space, control, format and filler characters are
+    invisible."""
     return _VISIBLE.search(text) is not None or any(
         character not in _INVISIBLE_SYMBOLS and unicodedata.category(character) not in _INVISIBLE_CATEGORIES
         for character in text
@@ -225,8 +223,8 @@ def _loaded(audio: str | bytes | None) -> bytes:
 
 
 def _said(messages: Sequence[Message], able: Capabilities) -> tuple[str, list[str | bytes], str | None]:
-    """What the user writes, a text a line, what the user brings as audio, and the system text. Raises where
-    there is nothing to speak or to answer, and for more than one user turn where the model takes one."""
+    """The user's texts, one per line, the user's audio, and the system text. Raises `InputError` for a
+    dialogue without a user text or audio, and for several user turns if the model takes one."""
     written: list[str] = []
     audio: list[str | bytes] = []
     system: list[str] = []
@@ -291,15 +289,15 @@ def _check_abilities(audio: Sequence[str | bytes], generation: Generation, able:
         )
         advice = "Give one line of `reference_text` for each recording, in their order."
     elif audio and able.needs_reference_text and not all(map(is_visible, lines)):
-        message = "This model clones a voice by its words too, and a recording has no `reference_text`."
-        advice = "Say in `generation.reference_text` what the recording says."
+        message = "This model needs the words of a recording, and one has no `reference_text`."
+        advice = "Write the words of the recording into `generation.reference_text`."
     if message:
         raise InputError(ErrorCode.INPUT_REFERENCE_TEXT, message, advice)
 
 
 def own_voice(asked: str, voices: tuple[str, ...]) -> str | None:
-    """The voice of a model that is asked for, up to case and white space around it, or by one of
-    `OPENAI_VOICES`; None: the model has none of this name."""
+    """The model's voice with this name, ignoring case and surrounding white space, or the one for a name of
+    `OPENAI_VOICES`; None: the model has none."""
     if asked in voices:
         return asked
     folded = asked.strip().casefold()
@@ -312,7 +310,8 @@ def own_voice(asked: str, voices: tuple[str, ...]) -> str | None:
 
 
 def _voice(asked: str, able: Capabilities) -> str | None:
-    """None for the model's own: a name of OpenAI's where there are no voices to choose from."""
+    """The model's voice; None for its only one, if the name is OpenAI's and there are no voices to choose
+    from. Raises `InputError` (`input.unknown_voice`)."""
     voices = able.voices
     if (voice := own_voice(asked, voices)) is not None:
         return voice

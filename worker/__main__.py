@@ -18,7 +18,7 @@ from jobs.settings import Settings, load_settings
 from jobs.worker_group import WorkerGroup, WorkerPlan, WorkerReport, plan_workers
 from pipelines.child_process import Child
 from pipelines.errors import NightjarError
-from worker.supervisor import is_supervised, report_end, wait_for_release
+from worker.supervisor import is_supervised, report_end, run_group, wait_for_release
 
 log = structlog.get_logger(__name__)
 
@@ -96,7 +96,7 @@ def run(
         from jobs.gpus import choose_gpus
 
         devices = None if gpus is None else choose_gpus(gpus, os.environ.get(VISIBLE))
-        sys.exit(supervise(_group(settings, plan_workers(settings, devices), model, preload)))
+        sys.exit(run_group(_group(settings, plan_workers(settings, devices), model, preload)))
     from worker.models import Preload
 
     # Started before the import of Celery, since both take seconds.

@@ -29,7 +29,7 @@ from jobs.dispatch import RUN_SHARD, make_celery
 from jobs.ledger.records import Ticket
 from jobs.settings import Settings
 from pipelines.errors import NightjarError, invalid
-from pipelines.interpreter import collect_seldom
+from pipelines.interpreter import tune_gc
 from worker.admission import MAX_SHARDS
 from worker.runtime import Handling, Runtime, WorkerOptions
 from worker.supervisor import report_end
@@ -152,7 +152,7 @@ class EnginePool(TaskPool):
             signal.signal(number, partial(_end, end))
         try:
             runtime.start()
-            collect_seldom()
+            tune_gc()
         except NightjarError as error:
             # The caller reports the error; Celery would log a traceback.
             runtime.failure = error

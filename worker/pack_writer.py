@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from jobs.layout import SPEC_SHA_CHARACTERS, pack_index_name, pack_key
 from jobs.ledger.records import Artifact, Done
-from jobs.packs import CONTENT_TYPE, PackBuilder
+from jobs.packs import PackBuilder
 from jobs.store.base import ObjectStore
 from jobs.times import Times
 from worker.leases import Clock, HeldLease
@@ -139,11 +139,11 @@ class PackWriter:
         metadata = {"spec_sha": lease.job.spec_sha[:SPEC_SHA_CHARACTERS]}
 
         def put() -> None:
-            result = self.store.put(key, data, content_type=CONTENT_TYPE, metadata=metadata)
+            result = self.store.put(key, data, metadata)
             if not result.created and result.info.sha256 != sha256:
                 # Only this lease writes this key, and no item of the pack is committed, so the object is damaged.
                 self.store.delete(key)
-                self.store.put(key, data, content_type=CONTENT_TYPE, metadata=metadata)
+                self.store.put(key, data, metadata)
 
         self.held.retrying(put)
         log.debug("pack stored", key=key, items=len(pack.items), bytes=len(data))

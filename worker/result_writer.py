@@ -14,7 +14,7 @@ import msgspec
 
 from jobs.checks import Quality
 from jobs.dialogue import spoken_text
-from jobs.layout import CONTENT_TYPES, item_key, object_metadata, put_numbered
+from jobs.layout import item_key, object_metadata, put_numbered
 from jobs.ledger.records import QUARANTINE, Artifact, Done, Failed, Outcome, Score
 from jobs.shard_file import ShardLine
 from jobs.store.base import ObjectStore
@@ -243,10 +243,7 @@ def _stored(
         return shard.packs.add(outcome, made, line.example_id)
     stored: list[Artifact] = []
     for artifact, data in made:
-        content_type = CONTENT_TYPES[artifact.key.rpartition(".")[2]]
         metadata = object_metadata(job.spec_sha, seed)
-        put = shard.held.retrying(
-            partial(put_numbered, shard.store, artifact.key, data, content_type, metadata)
-        )
+        put = shard.held.retrying(partial(put_numbered, shard.store, artifact.key, data, metadata))
         stored.append(msgspec.structs.replace(artifact, key=put.info.key, sha256=put.info.sha256))
     return msgspec.structs.replace(outcome, artifacts=tuple(stored))

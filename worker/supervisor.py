@@ -17,7 +17,7 @@ POLL_SECONDS = 0.2
 _MAX_CHARACTERS = 2000
 
 
-def supervise(group: WorkerGroup) -> int:
+def run_group(group: WorkerGroup) -> int:
     """Keeps the workers running until a signal, or until all are quarantined. Returns the exit status: 0
     after a drain, 1 if a worker is quarantined."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from jobs.settings import S3Settings
 from jobs.store import S3Store, is_remote, open_store
-from jobs.store.base import BYTES, ObjectStore, PutResult
+from jobs.store.base import ObjectStore, PutResult
 from jobs.store.s3 import split_s3_url
-from pipelines.child_process import CalledChild, ChildEndedError, answer_calls, beside_the_engine
+from pipelines.child_process import CalledChild, ChildEndedError, answer_calls, helper_environment
 from pipelines.errors import ErrorCode, StoreError
 
 log = structlog.get_logger(__name__)
@@ -54,7 +54,6 @@ class _Put(msgspec.Struct, frozen=True, tag="put"):
 
     url: str
     key: str
-    content_type: str
     metadata: dict[str, str]
 
 
@@ -65,7 +64,7 @@ class WriterProcess(CalledChild[PutResult | None]):
         # Signals to the worker's group do not reach this process, which must work while the worker drains. It is not
         # bound to the thread that starts it, because that thread may end before the worker.
         program = ("-m", "worker.writer_processes")
-        super().__init__(program, PutResult | None, beside_the_engine(), bound=False)
+        super().__init__(program, PutResult | None, helper_environment(), bound=False)
         try:
             self._opened = self.call(_Open(_plain(settings), url))
         except ChildEndedError:
@@ -174,13 +173,11 @@ class ProcessStore(S3Store):
         self,
         key: str,
         data: bytes | BinaryIO,
-        *,
-        content_type: str = BYTES,
         metadata: Mapping[str, str] | None = None,
     ) -> PutResult:
         """Writes once, as `ObjectStore.put`. After the death of a process the put is repeated by another one, which may
         find the object."""
-        put = _Put(self.url, key, content_type, dict(metadata or {}))
+        put = _Put(self.url, key, dict(metadata or {}))
         for _ in range(TRIES):
             process = self._processes.least_busy(self.url)
             if process is None or not isinstance(data, bytes):
@@ -190,7 +187,7 @@ class ProcessStore(S3Store):
                 assert result is not None
                 return result
         with self._processes.own_put():
-            return super().put(key, data, content_type=content_type, metadata=metadata)
+            return super().put(key, data, metadata)
 
 
 def default_processes() -> int:
@@ -222,7 +219,7 @@ class _Stores:
         if isinstance(asked, _Open):
             return None
         store = self._open[asked.url]
-        return store.put(asked.key, data.tobytes(), content_type=asked.content_type, metadata=asked.metadata)
+        return store.put(asked.key, data.tobytes(), asked.metadata)
 
 
 def _failure(error: Exception) -> StoreError:

@@ -13,9 +13,6 @@ from typing import Any, BinaryIO, ClassVar, cast
 
 from pipelines.errors import ErrorCode, StoreError
 
-#: The default content type.
-BYTES = "application/octet-stream"
-
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
@@ -77,14 +74,12 @@ class ObjectStore:
         self,
         key: str,
         data: bytes | BinaryIO,
-        *,
-        content_type: str = BYTES,
         metadata: Mapping[str, str] | None = None,
     ) -> PutResult:
         """Writes once: an existing object is kept, and described with `created=False`. `data` may be an open
         file that is larger than memory; the maximum of S3 is 5 GiB.
 
-        A bucket stores `content_type` and `metadata` with the object; a folder ignores them.
+        A bucket stores `metadata`, and a content type by the key's extension; a folder does not.
         """
         raise NotImplementedError
 

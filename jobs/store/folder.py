@@ -16,7 +16,6 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, ClassVar, cast
 
 from jobs.store.base import (
-    BYTES,
     IDENTITY_KEY,
     ObjectInfo,
     ObjectStore,
@@ -96,8 +95,6 @@ class FolderStore(ObjectStore):
         self,
         key: str,
         data: bytes | BinaryIO,
-        *,
-        content_type: str = BYTES,
         metadata: Mapping[str, str] | None = None,
     ) -> PutResult:
         *folders, name = split_key(key)

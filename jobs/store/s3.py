@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, TypeVar, cast
 from urllib.parse import quote, urlsplit
 
 from jobs.store.base import (
-    BYTES,
     IDENTITY_KEY,
     ObjectInfo,
     ObjectStore,
@@ -22,6 +21,7 @@ from jobs.store.base import (
     split_prefix,
     store_unavailable,
 )
+from pipelines.audio_format import CONTENT_TYPES as AUDIO_TYPES
 from pipelines.errors import ConfigError, ErrorCode, StoreError
 
 if TYPE_CHECKING:
@@ -30,6 +30,16 @@ if TYPE_CHECKING:
     from jobs.settings import S3Settings
 
 
+#: Content types by the extension of the key.
+CONTENT_TYPES: Mapping[str, str] = {
+    **AUDIO_TYPES,
+    "ogg": "audio/ogg",
+    "txt": "text/plain; charset=utf-8",
+    "json": "application/json",
+    "jsonl": "application/x-ndjson",
+    "tar": "application/x-tar",
+    "zst": "application/zstd",
+}
 #: Error codes by the name of an S3 error or its status.
 _CODES: Mapping[ErrorCode, set[str | int]] = {
     ErrorCode.STORE_FULL: {
@@ -215,8 +225,6 @@ class S3Store(ObjectStore):
         self,
         key: str,
         data: bytes | BinaryIO,
-        *,
-        content_type: str = BYTES,
         metadata: Mapping[str, str] | None = None,
     ) -> PutResult:
         sha256 = sha256_of(data)
@@ -226,7 +234,7 @@ class S3Store(ObjectStore):
             "Key": self._name(key),
             "IfNoneMatch": "*",
             "ChecksumSHA256": base64.b64encode(bytes.fromhex(sha256)).decode(),
-            "ContentType": content_type,
+            "ContentType": CONTENT_TYPES.get(key.rpartition(".")[2], "application/octet-stream"),
             "Metadata": {name: quote(value, safe=_METADATA_SAFE) for name, value in (metadata or {}).items()},
         }
         for attempt in range(CONFLICT_ATTEMPTS):

@@ -1,4 +1,4 @@
-"""The pipeline of an engine process, as the process that started it sees it. Imports no model library."""
+"""The client of an engine process: a pipeline whose model is in a child process. Imports no model library."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from pipelines.child_process import Child
 from pipelines.engine_process.messages import (
+    Accepted,
     Append,
     Cancel,
     ChunkMessage,
@@ -30,7 +31,6 @@ from pipelines.engine_process.messages import (
     SpeechMessage,
     Start,
     Stats,
-    Taken,
     ToClient,
 )
 from pipelines.errors import (
@@ -46,6 +46,7 @@ from pipelines.errors import (
 from pipelines.ipc import read_shared
 from pipelines.registry import open_frontend
 from pipelines.request import (
+    AnyRequest,
     AudioChunk,
     Done,
     EngineInfo,
@@ -64,19 +65,19 @@ from pipelines.request import (
     TextPieces,
     check_start,
 )
-from pipelines.validation import no_character
+from pipelines.validation import not_unicode
 
 log = logging.getLogger(__name__)
 
-#: The child's program, behind the interpreter.
+#: The child's program: arguments of the interpreter.
 PROGRAM = ("-m", "pipelines.engine_process.server")
 
-#: Whole utterances on their way to the child's `start`, before that of the client blocks. Enough that the
-#: child never waits for one.
-ON_THE_WAY = 32
-#: Of the recordings used last, which the child keeps.
+#: Maximum whole utterances that are sent but not yet accepted by the child's pipeline; then `start` blocks.
+#: Enough that the child never waits for one.
+MAX_PENDING = 32
+#: Maximum bytes of the recently used recordings that the child keeps.
 RECORDING_BYTES = 64 << 20
-#: How long `close` waits for the child, which may hang, before it kills it.
+#: How long `close` waits for the child before it kills it.
 CLOSE_SECONDS = 5.0
 
 
@@ -84,9 +85,9 @@ class EngineProcess:
     """Implements `pipelines.request.Pipeline` with a child process that opens the model.
 
     The constructor returns when the model is open. It raises what `open_pipeline` raised in the child, and
-    `EngineCrashError` where the child died. When the child dies later, requests in it fail with
-    `EngineCrashError` (`worker.crash`), `stats` says `broken`, and `start` raises `ModelError`
-    (`model.unreachable`). The child ends with this process, however that ends.
+    `EngineCrashError` if the child died. If the child dies later, its requests fail with `EngineCrashError`
+    (`worker.crash`), the state in `stats` is `broken`, and `start` raises `ModelError`
+    (`model.unreachable`). The child always ends with this process.
     """
 
     starts_at_once = True
@@ -97,22 +98,22 @@ class EngineProcess:
         self._program = program
         self._numbers = itertools.count(1)
         self._changed = threading.Condition()
-        #: Requests without an end.
+        #: Requests that have not ended.
         self._requests: dict[int, Listener] = {}
-        #: Those that the child keeps, by their bytes.
+        #: Numbers of the recordings that the child keeps, by their bytes.
         self._recordings = RecentRecordings[bytes, int](RECORDING_BYTES)
-        #: Those that the child's pipeline has not accepted.
-        self._on_the_way: set[int] = set()
+        #: Whole utterances that the child's pipeline has not accepted.
+        self._pending: set[int] = set()
         self._stats = EngineStats()
-        #: What the child said of its engine last.
+        #: The latest description of the child's engine.
         self.info = EngineInfo()
-        #: Why the child is gone, while its requests hear of it.
-        self._gone: NightjarError | None = None
-        #: Why `start` takes nothing more.
-        self._over: NightjarError | None = None
+        #: Why the child ended; set before its requests are notified.
+        self._ended: NightjarError | None = None
+        #: Why `start` accepts no more requests.
+        self._closed: NightjarError | None = None
         self._opened: Future[Opened] = Future()
         self._child: Child[ToClient] | None = None
-        # The kernel ends the child together with this thread.
+        # The kernel kills the child when this thread ends.
         self._host = threading.Thread(
             target=self._run,
             args=(Open(model, options or {}, RECORDING_BYTES),),
@@ -122,7 +123,7 @@ class EngineProcess:
         self._host.start()
         self._frontend: Frontend | None = None
         try:
-            # What is wrong with the model is the child's to say.
+            # Faults of the model are reported by the child.
             with suppress(NightjarError):
                 self._frontend = open_frontend(model)
             opened = self._opened.result()
@@ -138,14 +139,12 @@ class EngineProcess:
         """The child's process id."""
         return None if self._child is None else self._child.pid
 
-    def start(
-        self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False
-    ) -> Handle:
-        """Sends a request to the child, prepared as far as its family can do that here; see `Pipeline.start`.
+    def start(self, request: AnyRequest, on_event: OnEvent, stream: bool = False) -> Handle:
+        """Sends a request to the child, prepared by the family's frontend if it has one; see `Pipeline.start`.
 
-        Raises `InputError` for what is refused here; what the child refuses is told as `Failed`. Raises
-        `ModelError` (`model.unreachable`) when the child is gone. `on_event` is called on the host's
-        thread.
+        Raises `InputError` for a request that is refused here; one that the child refuses ends with `Failed`.
+        Raises `ModelError` (`model.unreachable`) after the child has ended. `on_event` is called on the
+        host's thread.
         """
         check_start(self, request, stream)
         text_open = isinstance(request, SynthesisRequest) and request.text_open
@@ -154,50 +153,50 @@ class EngineProcess:
             request, pieces = self._frontend.prepare(request)
         record, recordings = _record_of(request)
         for recording in recordings:
-            # Python computes it once and keeps it; inside the lock it is looked up.
+            # Computed and cached before the lock is taken.
             hash(recording)
-        heard = Listener(on_event, lambda _done: self._leave(number))
+        listener = Listener(on_event, lambda _done: self._on_request_end(number))
         with self._changed:
-            # The host's thread is the one that makes room.
+            # The host's thread must not block: it makes room.
             if not stream and threading.current_thread() is not self._host:
                 self._changed.wait_for(
-                    lambda: self._over or (len(self._on_the_way) < ON_THE_WAY and self._gone is None)
+                    lambda: self._closed or (len(self._pending) < MAX_PENDING and self._ended is None)
                 )
-            if (error := self._over or self._gone) is not None:
+            if (error := self._closed or self._ended) is not None:
                 raise error
-            # Before it is sent: its first chunk may come at once.
-            self._requests[number] = heard
+            # Registered before it is sent, because its first chunk may come at once.
+            self._requests[number] = listener
             if not stream:
-                self._on_the_way.add(number)
-            # Inside the lock, so that nothing of the request overtakes it, and it no recording.
+                self._pending.add(number)
+            # Sent inside the lock, which keeps recordings, requests and their texts in order.
             try:
                 self._send(Start(number, record, stream, [self._numbered(one) for one in recordings]))
             except (ValueError, OverflowError) as error:
-                self._take_out(number)
-                # The child did not see what this request used: they are sent anew.
+                self._remove(number)
+                # The child did not see this request, so its own cache differs: all recordings are sent again.
                 self._recordings = RecentRecordings[bytes, int](RECORDING_BYTES)
                 raise _unsendable(error) from error
             self._recordings.forget()
-        return _OpenText(number, heard, pieces, self._send) if text_open else heard
+        return _OpenText(number, listener, pieces, self._send) if text_open else listener
 
     def stats(self) -> EngineStats:
-        """The child's last message about its engine; `broken` when the child is gone."""
+        """The child's latest stats; the state is `broken` after the child has ended."""
         return (
             replace(self._stats, running=0, waiting=0, state="broken")
-            if self._over is not None
+            if self._closed is not None
             else self._stats
         )
 
     def close(self) -> None:
-        """Ends the child, by force when it does not end in `CLOSE_SECONDS`; see `Pipeline.close`."""
+        """Ends the child, and kills it after `CLOSE_SECONDS`; see `Pipeline.close`."""
         with self._changed:
-            self._over = self._over or engine_closed()
+            self._closed = self._closed or engine_closed()
             entries = list(self._requests.values())
             self._requests.clear()
             self._changed.notify_all()
         self._send(Close())
         for entry in entries:
-            _tell(entry, Failed(engine_closed()))
+            _notify(entry, Failed(engine_closed()))
         self._host.join(CLOSE_SECONDS)
         if self._host.is_alive():
             log.error("the engine's process did not end in time and is killed")
@@ -205,8 +204,7 @@ class EngineProcess:
             self._host.join(CLOSE_SECONDS)
 
     def _numbered(self, recording: bytes) -> int:
-        """The number of a recording, which is sent where the child does not have it. Numbers are never used
-        again."""
+        """The number of a recording, which is sent to the child if it is new. Numbers are never reused."""
         if (number := self._recordings.get(recording)) is None:
             number = next(self._numbers)
             self._send(Recording(number, recording))
@@ -215,34 +213,34 @@ class EngineProcess:
 
     def _send(self, message: Start | Recording | Append | Cancel | Close) -> None:
         if self._child is not None:
-            with suppress(OSError):  # the host's thread sees that too, and tells everyone
+            with suppress(OSError):  # the host's thread meets the same error and fails all requests
                 self._child.channel.send(message)
 
-    def _leave(self, number: int) -> None:
-        """A request is over. The child hears of it, unless it was the one to say so."""
-        if self._take_out(number) is not None:
+    def _on_request_end(self, number: int) -> None:
+        """Removes a request, and cancels it in the child unless the child has ended it."""
+        if self._remove(number) is not None:
             self._send(Cancel(number))
 
-    def _take_out(self, number: int) -> Listener | None:
-        """Takes a request out, which is no longer on its way either; None where it was cancelled."""
+    def _remove(self, number: int) -> Listener | None:
+        """Removes a request, also from the pending ones; None if it was removed before."""
         with self._changed:
-            if number in self._on_the_way:
-                self._on_the_way.discard(number)
+            if number in self._pending:
+                self._pending.discard(number)
                 self._changed.notify()
             return self._requests.pop(number, None)
 
     def _run(self, wanted: Open) -> None:
-        """The host's thread: the child's life from start to end."""
+        """Runs on the host's thread: starts the child, handles its messages, and waits for its end."""
         reason = "because it could not be started"
         try:
             child = self._child = Child[ToClient](self._program, ToClient)
             try:
                 child.channel.send(wanted)
-                if self._over is not None:
+                if self._closed is not None:
                     self._send(Close())
                 while True:
                     received = child.channel.receive()
-                    self._take(received.message, received.descriptors)
+                    self._handle(received.message, received.descriptors)
             except (EOFError, OSError, msgspec.MsgspecError) as error:
                 if not isinstance(error, EOFError | ConnectionResetError | BrokenPipeError):
                     log.warning("the channel to the engine's process broke: %s", error)
@@ -256,12 +254,12 @@ class EngineProcess:
         finally:
             self._end(reason)
 
-    def _take(self, message: ToClient, descriptors: list[int]) -> None:
+    def _handle(self, message: ToClient, descriptors: list[int]) -> None:
         """Handles a message of the child."""
         if isinstance(message, ChunkMessage):
             samples = np.frombuffer(message.samples, np.float32)
             chunk = AudioChunk(samples, message.sample_rate, message.text)
-            _tell(self._requests.get(message.number), chunk)
+            _notify(self._requests.get(message.number), chunk)
         elif isinstance(message, Stats):
             self._stats = message.stats
             self.info = message.info or self.info
@@ -270,39 +268,38 @@ class EngineProcess:
             self._opened.set_result(message)
         elif isinstance(message, NotOpened):
             self._opened.set_exception(message.error.error)
-        elif isinstance(message, Taken):
+        elif isinstance(message, Accepted):
             with self._changed:
-                self._on_the_way.discard(message.number)
+                self._pending.discard(message.number)
                 self._changed.notify()
         else:
-            _tell(self._take_out(message.number), _end_of(message, descriptors))
+            _notify(self._remove(message.number), _end_of(message, descriptors))
 
     def _kill(self) -> None:
         if self._child is not None:
             self._child.kill()
 
     def _end(self, reason: str) -> None:
-        """The child is gone. Its requests hear of it first, so that whoever had one in it knows that
-        before `start` says anything."""
-        gone = ModelError(
+        """Fails the child's requests after its end, before `start` raises."""
+        ended = ModelError(
             ErrorCode.MODEL_UNREACHABLE,
             f"The engine's process has ended {reason}.",
             "The model is opened again.",
         )
         with self._changed:
-            self._gone = gone
+            self._ended = ended
             entries = list(self._requests.values())
             self._requests.clear()
         advice = "See the log. The model may need more memory than there is."
         crash = EngineCrashError(ErrorCode.WORKER_CRASH, f"The engine's process ended {reason}.", advice)
-        if self._over is None:
+        if self._closed is None:
             log.error("the engine's process ended %s; requests in it: %d", reason, len(entries))
         if not self._opened.done():
             self._opened.set_exception(crash)
         for entry in entries:
-            _tell(entry, Failed(crash))
+            _notify(entry, Failed(crash))
         with self._changed:
-            self._over = self._over or gone
+            self._closed = self._closed or ended
             self._changed.notify_all()
 
 
@@ -310,13 +307,13 @@ class _OpenText:
     """The `pipelines.request.Handle` of a request whose text comes in pieces."""
 
     def __init__(
-        self, number: int, heard: Listener, pieces: TextPieces | None, post: Callable[[Append], None]
+        self, number: int, listener: Listener, pieces: TextPieces | None, send: Callable[[Append], None]
     ) -> None:
-        """`pieces`: makes ids of the text; None: it is sent as it is."""
+        """`pieces`: tokenizes the text; None: the text is sent."""
         self._number = number
-        self._heard = heard
+        self._listener = listener
         self._pieces = pieces
-        self._post = post
+        self._send = send
         self._complete = False
 
     def append(self, text: str | list[int], final: bool) -> None:
@@ -326,17 +323,17 @@ class _OpenText:
             text = self._pieces(text, final)
         self._complete = final
         if text or final:
-            self._post(Append(self._number, text, final))
+            self._send(Append(self._number, text, final))
 
     def cancel(self) -> None:
-        self._heard.cancel()
+        self._listener.cancel()
 
 
-def _tell(heard: Listener | None, event: Event) -> None:
-    """Tells who has not left. A listener that raises must not stop the host."""
+def _notify(listener: Listener | None, event: Event) -> None:
+    """Delivers an event, unless the request has ended. A listener that raises must not stop the host."""
     try:
-        if heard is not None:
-            heard(event)
+        if listener is not None:
+            listener(event)
     except Exception:
         log.exception("a listener of a request failed")
 
@@ -353,9 +350,9 @@ def _end_of(message: SpeechMessage | RequestFailed, descriptors: list[int]) -> D
 
 
 def _record_of(
-    request: SynthesisRequest | PreparedRequest,
+    request: AnyRequest,
 ) -> tuple[RequestRecord | PreparedRequest, list[bytes]]:
-    """A request as it travels, and its recordings."""
+    """A request without its recordings, and the recordings."""
     if isinstance(request, PreparedRequest):
         if request.recording is None:
             return request, []
@@ -371,9 +368,9 @@ def _record_of(
 
 
 def _unsendable(error: ValueError | OverflowError) -> InputError:
-    """The error of a request whose message cannot be made."""
+    """The error of a request that cannot be encoded."""
     if isinstance(error, UnicodeEncodeError):
-        return no_character()
+        return not_unicode()
     if isinstance(error, OverflowError):
         return unsupported("A number of the request has more than 64 bits.", "Give a smaller one.")
     message, advice = "The request is too long to be sent.", "Give shorter recordings."

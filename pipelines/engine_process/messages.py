@@ -1,8 +1,7 @@
-"""What an engine process and its client say to each other. A request has a number of its own, because its
-id may come twice.
+"""The messages between an engine process and its client. Requests are numbered, because ids may repeat.
 
-The recording of a voice is sent once, and requests name it by a number: a voice speaks many requests,
-sentence by sentence or item by item, and its recording is a thousand times as long as a text.
+The recording of a voice is sent once and then named by its number: many requests use the same voice, and a
+recording is a thousand times as long as a text.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ Value = TypeVar("Value")
 
 
 class RequestRecord(msgspec.Struct, frozen=True, tag=True):
-    """A `SynthesisRequest` as it travels."""
+    """A `SynthesisRequest` in a message."""
 
     request_id: str
-    #: The content is text; None: the next one of the recordings that come with the request.
+    #: The content is text; None stands for the next recording of the request.
     messages: tuple[tuple[Role, Modality, str | None], ...]
     generation: Generation
     seed: int
@@ -39,23 +38,23 @@ class RequestRecord(msgspec.Struct, frozen=True, tag=True):
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
-    """The first message: what `open_pipeline` takes."""
+    """The first message: the arguments of `open_pipeline`."""
 
     model: str
     options: dict[str, Any]
-    #: Of the recordings used last, which the child keeps.
+    #: Maximum bytes of the recordings that the child keeps.
     recording_bytes: int
 
 
 class Recording(msgspec.Struct, frozen=True, tag=True):
-    """A recording that is new, before the first request that names it."""
+    """A new recording; it precedes the first request that names it."""
 
     number: int
     data: bytes
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """What `Pipeline.start` takes."""
+    """The arguments of `Pipeline.start`."""
 
     number: int
     #: Without its recordings.
@@ -66,7 +65,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Append(msgspec.Struct, frozen=True, tag=True):
-    """What `Handle.append` takes."""
+    """The arguments of `Handle.append`."""
 
     number: int
     text: str | list[int]
@@ -74,7 +73,7 @@ class Append(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Nobody waits for this request any more."""
+    """Cancels a request."""
 
     number: int
 
@@ -100,14 +99,14 @@ class NotOpened(msgspec.Struct, frozen=True, tag=True):
     error: ErrorRecord
 
 
-class Taken(msgspec.Struct, frozen=True, tag=True):
-    """The pipeline has accepted a whole utterance: there is room for another one."""
+class Accepted(msgspec.Struct, frozen=True, tag=True):
+    """The pipeline has accepted a whole utterance; the client may send another one."""
 
     number: int
 
 
 class SpeechMessage(msgspec.Struct, frozen=True, tag=True):
-    """A `Done`; the samples of its speech, float32, come as a descriptor, where it has any."""
+    """A `Done`. Its samples, float32, are in shared memory, if there are any."""
 
     number: int
     sample_rate: int
@@ -134,17 +133,17 @@ class ChunkMessage(msgspec.Struct, frozen=True, tag=True):
 
 class Stats(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
-    #: Where it is no longer what the client was told: a persistent kernel can give up.
+    #: Set if it has changed: a persistent kernel can be given up.
     info: EngineInfo | None = None
 
 
 #: What the client receives.
-ToClient = Opened | NotOpened | Taken | SpeechMessage | RequestFailed | ChunkMessage | Stats
+ToClient = Opened | NotOpened | Accepted | SpeechMessage | RequestFailed | ChunkMessage | Stats
 
 
 class RecentRecordings(Generic[Key, Value]):
-    """The recordings that requests named last. Client and child keep the same ones, because they see the
-    same requests in the same order: the client their numbers by their bytes, the child the reverse."""
+    """A cache of the recently used recordings. Client and child keep the same ones, because they process the
+    same requests in the same order: the client maps bytes to numbers, the child numbers to bytes."""
 
     def __init__(self, maximum_bytes: int) -> None:
         self._maximum_bytes = maximum_bytes
@@ -152,19 +151,19 @@ class RecentRecordings(Generic[Key, Value]):
         self._kept: OrderedDict[Key, tuple[Value, int]] = OrderedDict()
 
     def get(self, key: Key) -> Value | None:
-        """What is kept of a recording, which was used now; None: it is new."""
+        """The value of a recording, which becomes the most recent one; None: it is new."""
         if key not in self._kept:
             return None
         self._kept.move_to_end(key)
         return self._kept[key][0]
 
     def keep(self, key: Key, value: Value, size: int) -> None:
-        """Keeps one of so many bytes, where it is new."""
+        """Adds a recording of `size` bytes, if it is new."""
         if key not in self._kept:
             self._kept[key] = value, size
             self._bytes += size
 
     def forget(self) -> None:
-        """Forgets those that are too many, once a request has all of its own."""
+        """Removes the oldest recordings beyond the limit; called after each request."""
         while self._bytes > self._maximum_bytes:
             self._bytes -= self._kept.popitem(last=False)[1][1]

@@ -1,4 +1,4 @@
-"""The child: it opens one model, and answers requests until its client closes the channel or dies."""
+"""The engine process: opens one model, and serves its client until that closes the channel or dies."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import numpy as np
 from pipelines.child_process import ORPHANED, parent_channel
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.engine_process.messages import (
+    Accepted,
     Append,
     Cancel,
     ChunkMessage,
@@ -32,7 +33,6 @@ from pipelines.engine_process.messages import (
     SpeechMessage,
     Start,
     Stats,
-    Taken,
     ToChild,
     ToClient,
 )
@@ -41,6 +41,7 @@ from pipelines.interpreter import serve_threads
 from pipelines.ipc import Channel, ErrorRecord, close_all, share
 from pipelines.registry import open_pipeline
 from pipelines.request import (
+    AnyRequest,
     AudioChunk,
     Done,
     EngineInfo,
@@ -56,10 +57,9 @@ from pipelines.request import (
 
 log = logging.getLogger(__name__)
 
-#: Between two messages with the engine's stats.
+#: Minimum time between two messages with stats.
 STATS_SECONDS = 0.02
-#: Threads that start streams whose recording is encoded first, or whose text is read here. More would only
-#: share the device.
+#: Threads that start streams with a recording to encode or a text to tokenize. More threads would not be faster.
 _STARTING_THREADS = 4
 
 
@@ -67,8 +67,7 @@ def main() -> None:
     """Serves the client at the other end of standard input, which started this process. Does not return."""
     faulthandler.enable()
     channel = parent_channel(ToChild)
-    # The client ends this process, once its work is done. A signal to all processes of a terminal or a
-    # service must not do it before.
+    # Only the client ends this process; a signal to all processes of a terminal or a service must not.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     status = 1
@@ -81,27 +80,27 @@ def main() -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        # What still runs is a library that does not end.
+        # Does not wait for threads of libraries.
         os._exit(status)
 
 
 @dataclass(slots=True)
 class _Request:
-    """A request that nobody has ended."""
+    """A request that has not ended."""
 
-    #: What the pipeline gave when it had begun.
+    #: Set once the pipeline has started the request.
     handle: Handle | None = None
-    #: Text that came before.
-    early: list[Append] = field(default_factory=list[Append])
+    #: Text that arrived before that.
+    early_text: list[Append] = field(default_factory=list[Append])
 
 
 class EngineServer:
     """One pipeline and its channel.
 
-    The reader's thread takes messages and ends the process when the client is gone. It starts streams that
-    only have to be queued; a few threads start the others. The feeder starts whole utterances, because
-    that may wait. The main thread delivers speech, so that the engine's threads do not wait for it. What
-    comes of a stream is sent by the thread that made it.
+    The reader thread handles messages, and ends the process when the client is gone. It starts streams that
+    only have to be queued; a few threads start the others. The feeder thread starts whole utterances, because
+    that may block. The main thread sends whole speech, so that the engine's threads do not wait for it. Events
+    of a stream are sent by the thread that made them.
     """
 
     def __init__(self, channel: Channel[ToChild]) -> None:
@@ -112,14 +111,14 @@ class EngineServer:
         self._requests: dict[int, _Request] = {}
         self._feeder, self._starters = DaemonThreads(1, "feeder"), DaemonThreads(_STARTING_THREADS, "starter")
         self._pipeline: Pipeline | None = None
-        #: What the client was told last.
+        #: The stats and the description that were sent last.
         self._sent = EngineStats()
         self._info = EngineInfo()
         self._stats_due_at = 0.0
 
     def run(self) -> int:
-        """Serves until the client closes; the exit status. Raises `EOFError` or `OSError` when the client
-        is gone before it says what to open."""
+        """Serves until the client closes; returns the exit status. Raises `EOFError` or `OSError` if the
+        client ends before it sends `Open`."""
         wanted = self._channel.receive().message
         if not isinstance(wanted, Open):
             return 0
@@ -157,13 +156,13 @@ class EngineServer:
                 reason = "The engine's process does not have a recording of the request."
                 error = SynthesisError(ErrorCode.SYNTH_ENGINE, reason, "See the log.")
                 log.error("request %d names an unknown recording", message.number)
-                self._heard(message.number, Failed(error), message.stream)
+                self._on_event(message.number, Failed(error), message.stream)
             elif not message.stream:
                 self._feeder.submit(self._feed, message.number, request)
             elif isinstance(request, PreparedRequest) and request.recording is None:
                 self._start(message.number, request, stream=True)
             else:
-                # A recording is encoded first, or a text that nobody has read is.
+                # A recording is encoded first, or a text is tokenized.
                 self._starters.submit(self._start, message.number, request, stream=True)
         elif isinstance(message, Recording):
             self._recordings.keep(message.number, message.data, len(message.data))
@@ -174,36 +173,38 @@ class EngineServer:
         else:
             self._answers.put(None)
 
-    def _feed(self, number: int, request: SynthesisRequest | PreparedRequest) -> None:
+    def _feed(self, number: int, request: AnyRequest) -> None:
         self._start(number, request, stream=False)
-        self._send(Taken(number))
+        self._send(Accepted(number))
 
-    def _start(self, number: int, request: SynthesisRequest | PreparedRequest, stream: bool) -> None:
+    def _start(self, number: int, request: AnyRequest, stream: bool) -> None:
         """Starts a request, unless it was cancelled meanwhile."""
         if number not in self._requests:
             return
         assert self._pipeline is not None, "requests come after the model is open"
         try:
-            handle = self._pipeline.start(request, lambda event: self._heard(number, event, stream), stream)
+            handle = self._pipeline.start(
+                request, lambda event: self._on_event(number, event, stream), stream
+            )
             self._started(number, handle)
         except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to this request
-            self._heard(number, Failed(_error_of(error, "The engine failed")), stream)
+            self._on_event(number, Failed(_error_of(error, "The engine failed")), stream)
 
     def _started(self, number: int, handle: Handle) -> None:
-        """Gives a request the text that came meanwhile, before what comes from now on."""
+        """Stores the handle of a started request, after the text that arrived meanwhile is appended."""
         while True:
             with self._lock:
                 request = self._requests.get(number)
-                early = [] if request is None else request.early
+                early_text = [] if request is None else request.early_text
                 if request is not None:
-                    request.early = []
-                    if not early:
+                    request.early_text = []
+                    if not early_text:
                         request.handle = handle
                         return
             if request is None:  # cancelled, or over
                 handle.cancel()
                 return
-            for message in early:
+            for message in early_text:
                 handle.append(message.text, message.final)
 
     def _append(self, message: Append) -> None:
@@ -213,24 +214,24 @@ class EngineServer:
                 return
             handle = request.handle
             if handle is None:
-                request.early.append(message)
+                request.early_text.append(message)
                 return
         try:
             handle.append(message.text, message.final)
         except NightjarError as error:
-            self._heard(message.number, Failed(error), stream=True)
+            self._on_event(message.number, Failed(error), stream=True)
             handle.cancel()
 
     def _cancel(self, number: int) -> None:
-        """Nobody waits. A request that has not begun does not begin; one that is being started ends when
-        it is."""
+        """Cancels a request. One that is not started yet is not started; one that is being started is
+        cancelled after that."""
         with self._lock:
             request = self._requests.pop(number, None)
         if request is not None and request.handle is not None:
             request.handle.cancel()
 
-    def _heard(self, number: int, event: Event, stream: bool) -> None:
-        """What comes of a request, on the thread that made it."""
+    def _on_event(self, number: int, event: Event, stream: bool) -> None:
+        """Handles an event of a request, on the thread that made it."""
         if isinstance(event, AudioChunk):
             if number in self._requests:
                 self._send_event(number, event)
@@ -245,8 +246,8 @@ class EngineServer:
             self._answers.put((number, event))
 
     def _deliver(self, pipeline: Pipeline) -> None:
-        """Sends answers and stats until the client closes. It waits for a client that does not read, rather
-        than gather speech."""
+        """Sends whole speech and stats until the client closes. Waits for a client that reads slowly instead
+        of buffering speech."""
         while True:
             with suppress(queue.Empty):
                 if (answer := self._answers.get(timeout=STATS_SECONDS)) is None:
@@ -260,7 +261,7 @@ class EngineServer:
                 self._info = info
 
     def _send_event(self, number: int, event: Event, wait: bool = False) -> None:
-        """Sends what came of a request; where it cannot be sent, that."""
+        """Sends an event of a request; if that fails, the failure."""
         shared: list[int] = []
         try:
             if isinstance(event, Done) and len(event.speech.samples):
@@ -273,7 +274,7 @@ class EngineServer:
             close_all(shared)
 
     def _send(self, message: ToClient, shared: Sequence[int] = (), *, wait: bool = False) -> None:
-        """Sends a message, unless the client is gone: the reader sees that too, and ends the process."""
+        """Sends a message. Does nothing if the client is gone: the reader then ends the process."""
         with suppress(ConnectionError):
             self._channel.send(message, shared)
             if wait:
@@ -281,7 +282,7 @@ class EngineServer:
 
 
 def _message_of(number: int, event: Event) -> ToClient:
-    """What came of a request as it travels, a speech without its samples."""
+    """The message of an event; of a speech without its samples."""
     if isinstance(event, AudioChunk):
         samples = np.ascontiguousarray(event.samples, np.float32).tobytes()
         return ChunkMessage(number, samples, event.sample_rate, event.text)
@@ -291,9 +292,7 @@ def _message_of(number: int, event: Event) -> ToClient:
     return RequestFailed(number, ErrorRecord.of(event.error))
 
 
-def _request_of(
-    message: Start, kept: RecentRecordings[int, bytes]
-) -> SynthesisRequest | PreparedRequest | None:
+def _request_of(message: Start, kept: RecentRecordings[int, bytes]) -> AnyRequest | None:
     """The request of a message, with its recordings; None where one of them is unknown."""
     record, found = message.request, [kept.get(number) for number in message.recordings]
     kept.forget()
@@ -311,7 +310,7 @@ def _request_of(
 
 
 def _error_of(error: Exception, what: str) -> NightjarError:
-    """An error in our words. One that is not ours is a fault of a library: the log has its traceback."""
+    """The error as a `NightjarError`. An unexpected one is logged with its traceback."""
     if isinstance(error, NightjarError):
         return error
     log.error("%s", what, exc_info=error)

@@ -159,7 +159,7 @@ class Turns(Receiver[CodecState]):
         self._columns = 0
         try:
             if plan.advance(frames, tokens.finish == "length"):
-                self.submit_next(plan.current)
+                self.request_more(plan.current)
                 return
         except NightjarError as error:
             self.failed(error)

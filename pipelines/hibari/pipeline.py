@@ -22,6 +22,7 @@ from pipelines.hibari import CAPABILITIES, SAMPLE_RATE
 from pipelines.hibari.text import EnglishReader, check_pronounceable
 from pipelines.options import Count, read_options
 from pipelines.request import (
+    AnyRequest,
     AudioChunk,
     Done,
     EngineInfo,
@@ -31,7 +32,6 @@ from pipelines.request import (
     Handle,
     Listener,
     OnEvent,
-    PreparedRequest,
     Speech,
     SynthesisRequest,
     check_start,
@@ -185,9 +185,7 @@ class HibariPipeline:
         for thread in self._threads:
             thread.start()
 
-    def start(
-        self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False
-    ) -> Handle:
+    def start(self, request: AnyRequest, on_event: OnEvent, stream: bool = False) -> Handle:
         """Queues a request; see `Pipeline.start`. One that is cancelled ends with the sentence that is
         spoken.
 

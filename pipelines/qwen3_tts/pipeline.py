@@ -39,6 +39,7 @@ from pipelines.qwen3_tts.execution import LATE_STATES, PipelineOptions, open_sta
 from pipelines.qwen3_tts.model import Qwen3TTSModel, take_weights
 from pipelines.qwen3_tts.prompt import NONE, Frontend, Prompt, TokenizedTask, build_prompt, decode
 from pipelines.request import (
+    AnyRequest,
     AudioChunk,
     Event,
     Failed,
@@ -52,7 +53,7 @@ from pipelines.request import (
     check_start,
 )
 from pipelines.results import FinishedCodes, Meta, RequestInfo, SpeechPipeline, Streamer, no_audio
-from pipelines.validation import MAX_TOP_K, bounded, check_room, either, frames_within
+from pipelines.validation import MAX_TOP_K, bounded, check_room, frames_within, or_default
 
 if TYPE_CHECKING:
     from pipelines.qwen3_tts.speaker import PreparedVoice, VoiceCache
@@ -181,9 +182,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
             except NightjarError as error:
                 log.warning("speech could not be made while the model was opened: %s", error)
 
-    def start(
-        self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False
-    ) -> Handle:
+    def start(self, request: AnyRequest, on_event: OnEvent, stream: bool = False) -> Handle:
         """See `Pipeline.start`. Of an open text, one token is read in each frame."""
         check_start(self, request, stream)
         pieces = None
@@ -310,7 +309,7 @@ def sampling_params(defaults: SamplingDefaults, generation: Generation) -> Sampl
     As in the published API they apply to the talker; the predictor keeps its own, but a temperature of 0 makes
     both greedy.
     """
-    temperature = either(generation.temperature, defaults.temperature if defaults.do_sample else 0.0)
+    temperature = or_default(generation.temperature, defaults.temperature if defaults.do_sample else 0.0)
     predictor = (
         defaults.predictor_temperature
         if defaults.predictor_do_sample and generation.temperature != 0
@@ -318,9 +317,9 @@ def sampling_params(defaults: SamplingDefaults, generation: Generation) -> Sampl
     )
     return SamplingParams(
         temperature=bounded(temperature),
-        top_k=min(either(generation.top_k, defaults.top_k), MAX_TOP_K),
-        top_p=either(generation.top_p, defaults.top_p),
-        repetition_penalty=bounded(either(generation.repetition_penalty, defaults.repetition_penalty)),
+        top_k=min(or_default(generation.top_k, defaults.top_k), MAX_TOP_K),
+        top_p=or_default(generation.top_p, defaults.top_p),
+        repetition_penalty=bounded(or_default(generation.repetition_penalty, defaults.repetition_penalty)),
         residual_temperature=bounded(predictor),
         residual_top_k=defaults.predictor_top_k,
         residual_top_p=defaults.predictor_top_p,

@@ -6,8 +6,6 @@ import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipelines.stored_voices import MAX_RECORDING_BYTES, MAX_VOICES
-
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
@@ -52,10 +50,8 @@ class ServeOptions:
     #: not sentence by sentence. None: unless the voice is cloned with the text of its recording, whose speech
     #: would begin later than that of a sentence.
     text_in: bool | None = None
-    #: Where stored voices are kept (None: there are none), how many, and the bytes of a recording.
+    #: Folder of stored voices; None: none are stored.
     voices_folder: Path | None = None
-    stored_voices: int = MAX_VOICES
-    voice_bytes: int = MAX_RECORDING_BYTES
 
 
 def is_loopback(host: str) -> bool:

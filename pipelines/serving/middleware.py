@@ -10,7 +10,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from urllib.parse import parse_qs
 
@@ -34,7 +34,6 @@ CLIENT_CLOSED = 499
 _ACCEPTED = 101
 #: In the scope of a request: the function that gives it a slot, called with whether the answer is streamed.
 ADMIT, REQUEST_ID = "nightjar.admit", "nightjar.request_id"
-Admit = Callable[[bool], Awaitable[Permit]]
 Headers = Mapping[bytes, bytes]
 
 

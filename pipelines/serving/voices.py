@@ -49,9 +49,7 @@ class Voices:
         self._able = model.card.capabilities
         self._options = options
         folder = options.voices_folder
-        self._folder = (
-            None if folder is None else VoiceFolder(folder, options.stored_voices, options.voice_bytes)
-        )
+        self._folder = None if folder is None else VoiceFolder(folder)
 
     def check_model(self, name: str | None, speaks: str | None = None) -> None:
         """Raises `ApiError` (404) for a model that is not served here; a client that names none means the

@@ -43,8 +43,8 @@ from pipelines.validation import (
     MAX_TOP_K,
     bounded,
     check_room,
-    either,
     frames_within,
+    or_default,
     speech_task,
 )
 from pipelines.vllm_engine.library import load_vllm
@@ -140,7 +140,7 @@ class SpeechLmUtterance(Utterance[None]):
 
     def _ask_for_audio(self) -> None:
         info = self._info
-        self.submit_next(
+        self.request_more(
             info.script.audio_request(info.config, self._before, f"{os.getpid()}-{next(_pairs)}")
         )
 
@@ -266,12 +266,12 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         script = Script(
             request.request_id,
             prompt.ids,
-            min(either(generation.max_tokens, _STEPS[mode]), room),
+            min(or_default(generation.max_tokens, _STEPS[mode]), room),
             request.seed,
             text,
             audio,
             with_audio=mode == "text_audio",
-            cfg=bounded(either(generation.cfg, 1.0)),
+            cfg=bounded(or_default(generation.cfg, 1.0)),
             min_rows=self._options.min_rows,
             max_rows=max_rows,
             features=[(position, rows) for (position, _), rows in zip(prompt.features, features)],
@@ -284,11 +284,11 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
 
     def _sampling(self, asked: Generation) -> tuple[StreamSampling, StreamSampling]:
         """How the text and the audio are drawn."""
-        config, top_p = self.config, either(asked.top_p, 1.0)
-        text = either(asked.text_temperature, asked.temperature, config.text_temperature)
-        audio = either(asked.audio_temperature, asked.temperature, config.audio_temperature)
-        text_top_k = either(asked.top_k, config.text_top_k)
-        audio_top_k = either(asked.audio_top_k, asked.top_k, config.audio_top_k)
+        config, top_p = self.config, or_default(asked.top_p, 1.0)
+        text = or_default(asked.text_temperature, asked.temperature, config.text_temperature)
+        audio = or_default(asked.audio_temperature, asked.temperature, config.audio_temperature)
+        text_top_k = or_default(asked.top_k, config.text_top_k)
+        audio_top_k = or_default(asked.audio_top_k, asked.top_k, config.audio_top_k)
         return (
             StreamSampling(bounded(text), min(text_top_k, MAX_TOP_K), top_p),
             StreamSampling(bounded(audio), min(audio_top_k, MAX_TOP_K), top_p),

@@ -102,7 +102,7 @@ class Opened:
         golden, host = self.golden, self.host
         heard = Heard(SpeechLmRequestInfo("", 16_000, {}, True, golden.config, golden.coder, script))
         heard.engine = host
-        heard.submit_next(script.text_request(golden.config))
+        heard.request_more(script.text_request(golden.config))
         return heard
 
     def check(self, names: Iterable[str], arrivals: list[int] | None = None) -> None:

@@ -305,8 +305,6 @@ class MemoryStore(ObjectStore):
         self,
         key: str,
         data: bytes | BinaryIO,
-        *,
-        content_type: str = "application/octet-stream",
         metadata: Mapping[str, str] | None = None,
     ) -> PutResult:
         self._maybe_fail()

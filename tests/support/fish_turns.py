@@ -38,7 +38,7 @@ class Asked(Turns, _Told):
         listener = Listener(lambda _event: None, lambda _done: host.cancel(self.current))
         super().__init__(SimpleNamespace(plan=plan, heard=heard), None, listener)  # pyright: ignore[reportArgumentType]
         self.engine = host
-        self.submit_next(plan.current)
+        self.request_more(plan.current)
 
     def cancel(self) -> None:
         """Nobody listens any more."""

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jobs.checks import METERS, Option
-from pipelines.child_process import CalledChild, ChildEndedError, answer_calls, beside_the_engine
+from pipelines.child_process import CalledChild, ChildEndedError, answer_calls, helper_environment
 from pipelines.errors import ErrorCode, ModelError, NightjarError
 from worker.quality.meters import Meter, Reading, Readings, Utterance, missing_weights, open_meter
 
@@ -107,7 +107,7 @@ class MeterProcess:
         self.close()
         # Meters run on the CPU, each process on one core, with a lower priority than the worker.
         program = ("-m", "worker.quality.process")
-        child = self._child = CalledChild(program, dict[str, Reading], beside_the_engine())
+        child = self._child = CalledChild(program, dict[str, Reading], helper_environment())
         if self._stopped:
             # `stop` was called while this process was being started.
             child.kill()

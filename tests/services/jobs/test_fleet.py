@@ -141,10 +141,10 @@ def test_doctor_warns_of_a_quarantined_worker(tmp_path: Path) -> None:
     with closing(Ledger.of(settings)) as ledger:
         ledger.migrate()
         ledger.register_worker(worker("w1"))
-        assert workers(settings) == ("1 at work", "")
+        assert workers(settings) == ("1 live", "")
         ledger.report_quarantines("here", 7, "1", {"2": BAD})
         message, advice = workers(settings)
-    assert message == "1 at work, 1 quarantined."
+    assert message == "1 live, 1 quarantined."
     assert "nightjar workers" in advice
 
 

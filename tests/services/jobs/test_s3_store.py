@@ -47,7 +47,7 @@ def store(access: S3Settings, bucket: str) -> S3Store:
 
 def test_the_first_put_stays(store: S3Store, s3: S3) -> None:
     metadata = {"seed": "7", "spec_sha": "ab" * 32, "voice": "Zoë 100 %"}
-    first = store.put("a/b.wav", b"one", content_type="audio/wav", metadata=metadata)
+    first = store.put("a/b.wav", b"one", metadata=metadata)
     second = store.put("a/b.wav", b"other")
     assert (first.created, second.created) == (True, False)
     assert second.info == first.info

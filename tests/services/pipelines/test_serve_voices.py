@@ -5,6 +5,7 @@ from __future__ import annotations
 import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +122,12 @@ def test_paths_are_no_names_where_a_voice_is_asked_for_or_deleted(tmp_path: Path
     assert outside.names() == ["secret"]
 
 
-def test_voices_are_bounded_in_count_and_bytes_and_replaced_only_when_asked(tmp_path: Path) -> None:
-    _, running = cloning(tmp_path, stored_voices=2, voice_bytes=len(RECORDING))
+def test_voices_are_bounded_in_count_and_bytes_and_replaced_only_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = partial(VoiceFolder, max_voices=2, max_bytes=len(RECORDING))
+    monkeypatch.setattr("pipelines.serving.voices.VoiceFolder", small)
+    _, running = cloning(tmp_path)
     with running as server:
         assert [post(server, name).status_code for name in ("a", "b", "c")] == [200, 200, 400]
         assert post(server, "a").status_code == 409

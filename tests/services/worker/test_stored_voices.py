@@ -236,13 +236,13 @@ def test_a_dry_run_checks_voices_and_bad_ones_are_refused_by_line(rig: Rig) -> N
     said = [refused.message for refused in estimate.rejected_lines]
     assert (
         said[0]
-        == "The model fake has no voice 'ana'. It has: Heart. Did you mean 'anna'? `nightjar voices list` shows the stored ones."
+        == "The model fake has no voice 'ana'. It has: Heart. Did you mean 'anna'? `nightjar voices list` shows the stored voices."
     )
     assert (
         said[4]
         == "The stored voice 'broken' cannot be read: its file is damaged. Delete it, and add it again."
     )
-    assert said[6] == "The voice 'anna' has a recording, and the line another one. Leave one of them out."
+    assert said[6] == "The line has a recording and the stored voice 'anna'. Leave one of them out."
     assert rig.store.objects == {}
     job = rig.submit_file(source)
     assert [refused.message for refused in rig.ledger.rejected_lines(job.id)] == said

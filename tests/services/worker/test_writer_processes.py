@@ -76,7 +76,7 @@ def own_moto(tmp_path: Path) -> Iterator[MotoS3]:
 
 def test_the_first_put_stays(s3: S3, bucket: str) -> None:
     with writers(access(s3), f"s3://{bucket}/some/prefix", 1) as (pool, store):
-        first = store.put("a/b.wav", b"one", content_type="audio/wav", metadata=METADATA)
+        first = store.put("a/b.wav", b"one", metadata=METADATA)
         second = store.put("a/b.wav", b"other")
         assert pool.pids
     assert (first.created, second.created) == (True, False)

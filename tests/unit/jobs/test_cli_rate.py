@@ -80,7 +80,7 @@ def test_only_a_long_ingest_tells_how_far_it_is(
     monkeypatch.setattr(follow, "FIRST_LINE_SECONDS", first_line_seconds)
     with Progress(quiet=False) as progress:
         for lines in (10, 20, 30):
-            progress.reading(IngestProgress(lines, lines, 0, lines * 5, 300))
+            progress.reading(IngestProgress(lines, lines * 5, 300))
     assert capsys.readouterr().err == said
 
 

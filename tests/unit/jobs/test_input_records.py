@@ -130,7 +130,7 @@ def test_lines_of_white_space_in_tsv_are_blank(tmp_path: Path) -> None:
         ("a.parquet", b"id,text\n", "looks like CSV"),
         ("a", b"id;text\na;Hello, you\nb;No\n", "--input-format csv"),
         ("a.jsonl", b"[" + DIALOGUE.strip() + b", " + DIALOGUE + b"]\n", "jq -c '.[]' OLD > NEW.jsonl"),
-        ("a.json", b"\n[\n  {\n" + DIALOGUE + b"]\n", "one object a line"),
+        ("a.json", b"\n[\n  {\n" + DIALOGUE + b"]\n", "one object per line"),
         ("a.json", b'{\n  "example_id": "a"\n}\n', "jq -c . OLD > NEW.jsonl"),
         ("a.jsonl", DIALOGUE.replace(b"\n", b"\r") * 2, r"tr '\r' '\n' < OLD > NEW"),
         ("a.csv", b"id,text\ra,Hello\r", r"tr '\r' '\n' < OLD > NEW"),

@@ -80,7 +80,7 @@ def test_put_numbered_adopts_what_is_equal_and_keeps_what_is_not(tmp_path: Path)
     store = FolderStore(tmp_path)
 
     def put(data: bytes) -> tuple[str, bool]:
-        result = put_numbered(store, "x.jsonl", data, "text/plain")
+        result = put_numbered(store, "x.jsonl", data)
         return result.info.key, result.created
 
     assert put(b"one") == ("x.jsonl", True)

@@ -14,7 +14,7 @@ from jobs.ledger.records import Job, JobState, ShardState
 from jobs.ledger.status import ItemCounts, JobStatus, ShardSpread, newest_jobs, status_and_errors, statuses_of
 from jobs.ledger.transaction import read_with_driver
 from jobs.status import (
-    FEWEST_SHARDS,
+    MIN_SHARDS,
     cost,
     cost_at_end,
     eta_error_seconds,
@@ -68,7 +68,7 @@ def test_nineteen_of_twenty_jobs_end_within_the_error(rig: Rig) -> None:
 
 def test_the_error_is_unknown_while_nothing_tells(rig: Rig) -> None:
     job = rig.submit(["a"])
-    few = status_of(job, [5.0] * (FEWEST_SHARDS - 1), 4, 1.0)
+    few = status_of(job, [5.0] * (MIN_SHARDS - 1), 4, 1.0)
     assert eta_error_seconds(few) is None
     untimed = status_of(job, [0.0] * 9, 4, 1.0)
     assert eta_error_seconds(untimed) is None

@@ -91,7 +91,7 @@ def test_a_name_is_the_models_where_it_has_it(
 
 def test_a_refusal_names_the_nearest_voices(folder: VoiceFolder) -> None:
     assert str(refused(JobVoices(CLONES, folder), "ana")).endswith(
-        "has no voice 'ana'. It has: Heart. Did you mean 'anna'? `nightjar voices list` shows the stored ones."
+        "has no voice 'ana'. It has: Heart. Did you mean 'anna'? `nightjar voices list` shows the stored voices."
     )
     plain = JobVoices(replace(CLONES, capabilities=Capabilities()), folder)
     assert refused(plain, "anna").code is ErrorCode.INPUT_UNSUPPORTED

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from pipelines.engine_process import client
-from pipelines.engine_process.client import ON_THE_WAY, EngineProcess
+from pipelines.engine_process.client import MAX_PENDING, EngineProcess
 from pipelines.engine_process.messages import Recording
 from pipelines.errors import (
     ConfigError,
@@ -263,7 +263,7 @@ def test_a_number_that_cannot_travel_is_refused_and_stops_nobody(process: Engine
 
 
 def test_submit_blocks_while_the_engine_is_full(open_process: Open) -> None:
-    room = 2 + 3 + ON_THE_WAY
+    room = 2 + 3 + MAX_PENDING
     process = open_process(slots=2, waiting_room=3)
     submitted: list[Handle] = []
     heard: list[Event] = []
@@ -322,7 +322,7 @@ def test_who_waits_for_room_hears_of_the_end_last(open_process: Open) -> None:
 
     def feed() -> None:
         try:
-            for number in range(ON_THE_WAY + 20):
+            for number in range(MAX_PENDING + 20):
                 future = submit(process, request("[[slow:6000]]", f"r{number}"))
                 future.add_done_callback(hear)
         except ModelError as error:

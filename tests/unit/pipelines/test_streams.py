@@ -184,7 +184,7 @@ def test_a_whole_utterance_that_is_cancelled_is_not_heard_and_leaves_the_engine(
     host.play = receivers.put
     heard = Heard()
     handle = pipeline.start(REQUEST, heard)
-    with pytest.raises(ValueError, match="whole"):
+    with pytest.raises(ValueError, match="complete"):
         handle.append("more", final=True)
     handle.cancel()
     receivers.get(timeout=240).finished(Tokens([1], "stop"))

@@ -66,7 +66,7 @@ from jobs.gpus import Device
 from jobs.settings import Settings
 from jobs.worker_group import WorkerGroup, WorkerPlan, WorkerReport
 from pipelines.child_process import Child
-from worker.supervisor import supervise
+from worker.supervisor import run_group
 plans = [WorkerPlan(gpu and Device(gpu, gpu)) for gpu in GPUS]
 settings = Settings(home=HOME)
 settings._times = msgspec.structs.replace(settings.times, quarantine_seconds=QUARANTINE)
@@ -77,7 +77,7 @@ group = WorkerGroup(
     (0.5, 0.05),
     on_event=lambda level, event, details: print(event, details, flush=True),
 )
-sys.exit(supervise(group))
+sys.exit(run_group(group))
 """
 
 
@@ -169,13 +169,13 @@ def test_a_signal_that_comes_while_a_worker_is_started_reaches_it(tmp_path: Path
         "from jobs.settings import Settings\n"
         "from jobs.worker_group import WorkerGroup, WorkerPlan, WorkerReport\n"
         "from pipelines.child_process import Child\n"
-        "from worker.supervisor import supervise\n"
+        "from worker.supervisor import run_group\n"
         "def start(plan):\n"
         "    child = Child(['-c', 'import time; time.sleep(600)'], WorkerReport)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    return child\n"
         f"settings = Settings(home={str(tmp_path)!r})\n"
-        "sys.exit(supervise(WorkerGroup(settings, [WorkerPlan(), WorkerPlan()], start, (0.5, 1))))\n"
+        "sys.exit(run_group(WorkerGroup(settings, [WorkerPlan(), WorkerPlan()], start, (0.5, 1))))\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=240, check=False).returncode == 0
 
