@@ -197,7 +197,7 @@ MODELS: dict[str, Callable[[torch.device, torch.dtype, bool], FrameModel]] = {
 
 @torch.inference_mode()
 def frame_of(model: FrameModel, executor: FrameExecutor, rows: int) -> Made:
-    """Prefills noise, the same for every type, and makes one frame of so many rows."""
+    """Prefills noise, the same for every type, and makes one frame of `rows` rows."""
     dice, hidden, lengths = torch.Generator().manual_seed(0), model.tensors.backbone.hidden, len(LENGTHS)
     noise = [torch.randn(LENGTHS[row % lengths], hidden, generator=dice) for row in range(rows)]
     given = [one.to(torch.bfloat16).to(model.device, model.dtype) for one in noise]
@@ -264,7 +264,9 @@ def main(given: list[str] | None = None) -> int:
     made = parser(__doc__)
     made.add_argument("--size", default="0b6")
     made.add_argument("--slots", type=int, default=128)
-    made.add_argument("--agreement", type=words, metavar="MODELS", help="frames of these, instead of bits")
+    made.add_argument(
+        "--agreement", type=words, metavar="MODELS", help="compares frames of these models instead of bits"
+    )
     made.add_argument("--rows", type=numbers, default="1,8,64,256", help="of --agreement")
     options = made.parse_args(given)
     if not options.agreement:

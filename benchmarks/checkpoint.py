@@ -179,7 +179,7 @@ def dummy_model(
     size: str, device: torch.device, dtype: torch.dtype, max_context: int = 4096, ends: bool = False
 ) -> Qwen3TTSModel:
     """A model of this size on the device; with `ends`, one that draws the end wherever `min_new_tokens`
-    lets it."""
+    allows it."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(qwen3_config(size)), encoding="utf-8")
         config = Qwen3TTSConfig.from_folder(folder)
@@ -227,7 +227,7 @@ def codec_values(name: str, noise: Tensor) -> Tensor:
 
 
 def ends_when_allowed(end: int, never: bool = False) -> Rule:
-    """Values of a model that draws the id `end` wherever `min_new_tokens` lets it, or `never`.
+    """Values of a model that draws the id `end` wherever `min_new_tokens` allows it, or `never`.
 
     Channel 0 of the residual stream holds a constant that every code adds to and no layer changes; only
     the end's logit reads it.
@@ -312,7 +312,7 @@ def fish_config(folder: Path, tiny: bool = False) -> FishConfig:
     )
     first = text + 3 + len(FISH_CONTROLS)
     shared = {"rope_base": 1_000_000, "norm_eps": 1e-6}
-    # The published vocabulary has two spare ids behind the semantic tokens.
+    # The published vocabulary has two spare ids after the semantic tokens.
     text_config = {
         **slow,
         **shared,
@@ -344,7 +344,7 @@ def dummy_fish_codec(
 def dummy_fish_frames(
     config: FishConfig, slots: int, device: torch.device, dtype: torch.dtype, graphed: bool = True
 ) -> EngineFrames:
-    """What draws the frames of so many slots on vLLM, every slot with a request's default sampling and a
+    """Draws the frames of `slots` slots on vLLM, every slot with a request's default sampling and a
     seed of its own."""
     weights = Loader(DummyWeights(device, _keeping_variance), "", dtype, device)
     norm = torch.ones(config.slow.hidden, dtype=dtype, device=device)
@@ -380,7 +380,7 @@ def token_letters(text: str) -> list[int]:
 
 
 def numbered_words(count: int, names: Sequence[str]) -> Tokenizer:
-    """A vocabulary of so many words, and tokens behind them."""
+    """A vocabulary of `count` words, followed by the tokens `names`."""
     tokenizer = Tokenizer(WordLevel({f"w{index}": index for index in range(count)}, unk_token="w0"))
     tokenizer.add_tokens([AddedToken(name, normalized=False) for name in names])
     return tokenizer

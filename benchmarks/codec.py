@@ -5,8 +5,8 @@
 
 `errors`: the audio of each way through the stage against float32, beside that of plain bfloat16. `decode`: whole
 utterances of one length, us a frame: launched, as a graph, and with plain ops. `ways`: utterances of one length and of 3
-to 15 s with 512 on their way, gathered into batches and as a continuous batch of so many rows and frames a step, the
-front plain and fused; `thread_share` is what the stage's threads take of a core.
+to 15 s with 512 on their way, gathered into batches and as a continuous batch of a number of rows and frames a step,
+the front plain and fused; `thread_share` is what the stage's threads take of a core.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BATCHES, TINY_BATCHES = ((32, 100), (1, 100), (8, 100), (64, 64), (16, 256)), ((
 
 
 def spoken(decoder: CodecDecoder, codes: Sequence[Tensor]) -> Tensor:
-    """All samples of these utterances, through the stage."""
+    """All samples of the utterances, through the stage."""
     stage = open_stage(decoder)
     heard: list[SimpleQueue[NDArray[np.float32] | NightjarError]] = [SimpleQueue() for _ in codes]
     for one, place in zip(codes, heard, strict=True):

@@ -141,15 +141,8 @@ def ingest(folder: Path, lines: int, postgres: str | None) -> list[Figure]:
             ("PostgreSQL", new_database(postgres, "ingest"), "100,000", lambda: _bare_postgres(bare, lines))
         )
     for name, url, aim, bare_rate in databases:
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.cpu",
-            "ingest-once",
-            url,
-            str(folder / name),
-            str(source),
-        ]
+        words = "benchmarks.cpu", "ingest-once", url, str(folder / name), str(source)
+        command = [sys.executable, "-m", *words]
         done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
         result, limit = json.loads(done.stdout), bare_rate()
         rate, bare_name = lines / result["seconds"], "bare insert of the item rows"
@@ -470,7 +463,7 @@ def learned_paces(ledger: Ledger, store: ObjectStore, job: Job) -> tuple[Pace, .
 
 
 def fit_pace(lengths: list[_Length], voice: str = "", language: str = "") -> Pace:
-    """The pace of these lengths: the line after Theil and Sen, drawn again without those that are
+    """The pace of `lengths`: the line after Theil and Sen, drawn again without those that are
     `_OUTLIER` times off it."""
     units, seconds = np.array([length[1:] for length in sorted(lengths)]).T
     base, slope = _line(units, seconds)

@@ -7,8 +7,8 @@ real engine.
 A closed loop keeps every slot taken with utterances of 3 to 15 seconds. Each has its length from the start, but the
 engine does not know it: the weights draw the end at the first frame that `min_new_tokens` allows. Measured, once twice
 as many utterances are out as there are slots: the whole, the language model without the codec, and the codec alone;
-each row has its share of the floor. What is quoted is sustained: the smaller of what the language model made and what
-was heard. `split_ms` cuts a frame of all slots: `prefill` and `idle` as the engine's stream had them, `codec` as the
+each row has its share of the floor. The quoted rate is sustained: the smaller of the frames that the language model made and
+those that were heard. `split_ms` cuts a frame of all slots: `prefill` and `idle` as the engine's stream had them, `codec` as the
 codec takes alone, where it was measured, and `lm` the rest.
 """
 
@@ -66,7 +66,7 @@ Pool = Sequence[tuple[GenerationRequest, int]]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked for: seconds of the shortest and the longest utterance, and of a window that is measured."""
+    """Seconds of the shortest and the longest utterance, and of a window that is measured."""
 
     shortest: float
     longest: float
@@ -80,7 +80,7 @@ class Load:
         return round(self.longest * (FRAMES_PER_SECOND + TOKENS_PER_SECOND)) + 32 + self.more_text
 
     def lengths(self, count: int, seed: int = 0) -> list[int]:
-        """Frames of so many utterances."""
+        """Frames of `count` utterances."""
         draw = np.random.default_rng(seed)
         drawn = (float(draw.uniform(self.shortest, self.longest)) for _ in range(count))
         return [max(round(seconds * FRAMES_PER_SECOND), 3) for seconds in drawn]
@@ -202,7 +202,7 @@ class Watched(FrameExecutor):
 
 @dataclass(slots=True)
 class Tally:
-    """What came out so far. Threads add to it under its lock; reading one field needs none."""
+    """Counts of what came out. Threads add to it under its lock; reading one field needs none."""
 
     utterances: int = 0
     frames: int = 0
@@ -284,7 +284,7 @@ class Mark:
 
 
 def rates(marks: Sequence[Mark], slots: int) -> dict[str, Any]:
-    """What is sustained over the windows between marks: no more than was made, and no more than was heard."""
+    """The sustained rate over the windows between marks: the smaller one of frames made and frames heard."""
     first, last = marks[0], marks[-1]
     seconds = last.at - first.at
     made, heard = last.made - first.made, last.heard - first.heard
@@ -307,7 +307,7 @@ def rates(marks: Sequence[Mark], slots: int) -> dict[str, Any]:
 class ClosedLoop:
     """Keeps every slot taken with requests of a pool, over and over, until it is drained or closed.
 
-    The engine rests while the codec is behind, as in the real pipeline, and a bounded number is on its way at a time.
+    The engine pauses while the codec is late, as in the real pipeline, and the number of requests in flight is bounded.
     With the codec, every `probe_every`-th request is the pool's first one with one seed.
     """
 
@@ -324,7 +324,7 @@ class ClosedLoop:
         self.room = threading.Semaphore(self._places)
         self._probe_every, self._executor = probe_every, executor
         self._stage = None if decoder is None else open_stage(decoder)
-        # As many requests wait as a pipeline lets wait on a GPU.
+        # As many requests wait as in a pipeline on a GPU.
         self.engine = Engine(executor, options, options.slots, self._stage)
         self._stop = threading.Event()
         self._feeder = threading.Thread(target=self._feed, args=(pool,), name="feeder")
@@ -361,7 +361,7 @@ class ClosedLoop:
         return self.tally.utterances >= utterances and self.tally.wrong == 0
 
     def measure(self, seconds: float, windows: int) -> dict[str, Any]:
-        """The figures of so many windows one after the other."""
+        """The figures of `windows` windows one after the other."""
         use, threads, began = GpuUse(self._executor.device), ThreadUse(), time.process_time()
         self._executor.start()
         marks = [self.mark()]
@@ -381,14 +381,14 @@ class ClosedLoop:
         }
 
     def drain(self, most_seconds: float) -> bool:
-        """Asks for nothing more and waits for what is on its way; whether all of it came."""
+        """Sends no more requests and waits for those in flight; whether all of them ended."""
         self._stop.set()
         until = time.perf_counter() + most_seconds
         left = (max(until - time.perf_counter(), 0.001) for _ in range(self._places))
         return all(self.room.acquire(timeout=seconds) for seconds in left)
 
     def close(self) -> None:
-        """Ends everything; what is on its way is dropped."""
+        """Ends everything; requests in flight are dropped."""
         self._stop.set()
         self.engine.close()
         if self._stage is not None:
@@ -400,7 +400,7 @@ class ClosedLoop:
 def codec_alone(
     decoder: CodecDecoder, lengths: Sequence[int], seconds: float, at_once: int = 512
 ) -> dict[str, Any]:
-    """Whole utterances of these frames from codes on the host to samples on the host, through the engine's own
+    """Whole utterances of `lengths` frames from codes on the host to samples on the host, through the engine's own
     stage, which always has more to do."""
     draw, size = np.random.default_rng(0), decoder.config.codebook_size
     codes = [draw.integers(0, size, (frames, decoder.config.num_quantizers)) for frames in lengths]
@@ -468,7 +468,7 @@ class Throughput:
         self.decoder = dummy_decoder(self.config, bench.device, bench.dtype)
         self.limits = device_named(bench.found["device"])
         self.model = dummy_model(size, bench.device, bench.dtype, MAX_CONTEXT, ends=True)
-        #: What the codec takes alone, where it was measured.
+        #: Microseconds a frame of the codec alone, where it was measured.
         self.codec_us: float | None = None
         chosen = (one.partition("=") for one in bench.options.option)
         self.overrides = {name: int(number) for name, _, number in chosen}
@@ -482,7 +482,7 @@ class Throughput:
         reproducible: bool = False,
         more_text: int = 0,
     ) -> None:
-        """Rows of the parts "all" (with the codec) and "lm" (without it) with so many slots."""
+        """Rows of the parts "all" (with the codec) and "lm" (without it) with `slots` slots."""
         gc.collect()
         self.bench.clean()
         load = replace(self.load, more_text=more_text)
@@ -508,7 +508,7 @@ class Throughput:
     def open(
         self, slots: int, load: Load, reproducible: bool = False, wide: bool = True
     ) -> tuple[Watched, EngineOptions, float]:
-        """The executor of so many slots with pages for this load, its sizes, and the seconds it took. `wide`: as a
+        """The executor of `slots` slots with pages for this load, its sizes, and the seconds it took. `wide`: as a
         job has it, with spare slots."""
         each, model = -(-load.positions // PAGE_SIZE), self.model
         asked = NativeModelOptions(
@@ -557,8 +557,7 @@ def share(row: Row) -> float | None:
 
 
 def headlines(rows: Sequence[Row]) -> list[str]:
-    """What the rows say together: against the reference at the best of its batches that were measured, and what
-    reproducible mode costs."""
+    """Summaries of all rows: the speed against the best batch of the reference, and the cost of reproducible mode."""
     lines: list[str] = []
     known = [row for row in rows if "audio_s_per_s" in row and not row.get("more_text")]
     for size in dict.fromkeys(row["size"] for row in known if row["size"]):
@@ -597,7 +596,7 @@ def main() -> int:
         "--option", nargs="*", default=[], metavar="NAME=NUMBER", help="options of the engine: admit_turns=2"
     )
     made.add_argument(
-        "--also", nargs="*", type=Path, default=[], help="results whose rows stand first: the reference's"
+        "--also", nargs="*", type=Path, default=[], help="results whose rows come first: the reference's"
     )
     options = made.parse_args()
     load = Load(0.3, 0.8, 0.5) if options.tiny else Load(3.0, 15.0, options.seconds)

@@ -60,7 +60,7 @@ CACHES = (
     "CUDA_CACHE_PATH",
     "XDG_CACHE_HOME",
 )
-#: Seconds that a part should have left at least to be begun, and that an interrupted command gets to end.
+#: The least time in seconds for which a part is started, and the time that an interrupted command gets to end.
 LEAST_SECONDS, DRAIN_SECONDS = 25.0, 20.0
 COLUMNS = (
     "path", "size", "gpus", "slots", "start", "job_audio_s_per_s", "engine_audio_s_per_s", "share", "times_one_gpu",
@@ -79,7 +79,7 @@ class Commit:
 
 @dataclass(slots=True)
 class Made:
-    """What came of a command, and what a ledger says of its one job."""
+    """The result of a command, and what the ledger has of its one job."""
 
     status: int
     seconds: float
@@ -88,8 +88,8 @@ class Made:
     commits: list[Commit]
     failed: int
     repeated: int
-    #: Lines of the worker's log that say how it runs.
-    said: list[str]
+    #: Lines of the worker's log about its start, and its warnings.
+    log_lines: list[str]
 
 
 def steady(commits: Sequence[Commit], slots: int) -> dict[str, Any]:
@@ -123,14 +123,14 @@ def write_input(path: Path, frames: Sequence[int]) -> None:
             file.write(json.dumps({"example_id": f"utterance-{number:07d}", "messages": messages}) + "\n")
 
 
-def slots_of(said: Sequence[str]) -> int | None:
-    """The slots of a worker's engine by its own words, `engine ready: ..., 512 slots`; None where it does not say."""
-    found = (re.search(r"engine ready: .*?(\d+) slots", line) for line in said)
+def slots_of(log_lines: Sequence[str]) -> int | None:
+    """The slots of a worker's engine by its log, `engine ready: ..., 512 slots`; None where the log has no such line."""
+    found = (re.search(r"engine ready: .*?(\d+) slots", line) for line in log_lines)
     return next((int(one[1]) for one in found if one), None)
 
 
 def start_lines(log: Path) -> list[str]:
-    """What a worker says of itself before its first shard, and its warnings."""
+    """Lines of a worker's log before its first shard, and its warnings."""
     words = ("worker up", "model ready", "model open", "engine", "warning", "error")
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     return [line[:400] for line in lines if any(word in line for word in words)][:12]
@@ -185,12 +185,12 @@ def made_of(
     words of one that made nothing."""
     found = execute(_COMMITS).fetchall() if execute is not None else []
     if not found:
-        said = "\n".join(log.read_text(encoding="utf-8", errors="replace")[-2000:] for log in logs)
-        raise RuntimeError(f"The command ended with status {status} and made nothing: {said}")
+        ends = "\n".join(log.read_text(encoding="utf-8", errors="replace")[-2000:] for log in logs)
+        raise RuntimeError(f"The command ended with status {status} and made nothing: {ends}")
     commits = [Commit(float(at), int(items), float(audio)) for at, items, audio in found]
     failed, repeated = (int(execute(text).fetchone()[0]) for text in (_FAILED, _REPEATED))
-    said = [line for log in logs for line in start_lines(log)]
-    return Made(status, command.seconds, command.first_audio, command.use, commits, failed, repeated, said)
+    lines = [line for log in logs for line in start_lines(log)]
+    return Made(status, command.seconds, command.first_audio, command.use, commits, failed, repeated, lines)
 
 
 class JobBench:
@@ -286,7 +286,7 @@ class JobBench:
             caches = {one: str(folder / "cache" / one) for one in CACHES} if cold else {}
             run = self._with_services if path == "s3" else self._into_folder
             made = run(folder, size, gpus, self.environment | caches)
-        row: Row = {"path": path, "size": size, "gpus": gpus, "slots": slots_of(made.said), "qa": "off"}
+        row: Row = {"path": path, "size": size, "gpus": gpus, "slots": slots_of(made.log_lines), "qa": "off"}
         row |= {
             "start": "cold" if cold else "warm",
             "items": len(frames),
@@ -300,7 +300,7 @@ class JobBench:
             row |= {name: value for name, value in found.items() if name not in ("since", "until")}
             row |= made.use.between(found["since"], found["until"])
             row |= {f"{name}_per_gpu": row[name] / gpus for name in ("cpu_cores", "memory_gib")}
-        self.add(row | {"worker_said": made.said})
+        self.add(row | {"worker_said": made.log_lines})
 
     def add(self, row: Row) -> None:
         """Keeps a row, beside what the engine alone and one GPU do where that was measured."""

@@ -7,7 +7,7 @@
 skinny kernel, and those of `kernels/lm_products.py`; `norm` has the norm around it too, which starts early where a
 kernel of ours lets it. `attention`: of the talker and the predictor, and what stands between products. `frame`: whole
 frames, ms, by plan: the one in force, the same with cuBLAS alone, and for one or two rows the persistent kernels.
-`prefill`: a row of so many positions that is filled with prompts of one length. `unit`: the codec's residual units of
+`prefill`: a row of positions that is filled with prompts of one length. `unit`: the codec's residual units of
 whole utterances, us a frame, Triton's kernel beside CUDA C++. `tests/gpu` compares all of them with their twins.
 """
 
@@ -39,7 +39,7 @@ LAYERS, EPS, PAGE = 28, 1e-6, 64
 SIZES = {"0.6B": SMALL, "1.7B": LARGE, "spark": SPARK, "fish": FISH}
 #: Rows of a part, and seconds after which it is given up: a kernel that does not end takes the process along.
 ROWS, SECONDS = (1, 8, 32, 64, 128, 256, 512, 1024), 90
-#: Up to so many rows a product has kernels of its own.
+#: The maximum number of rows for which a product has kernels of its own.
 FEW_ROWS = 64
 DILATIONS = (1, 3, 9)
 #: Rows, frames, and steps of a codec's frame at a width, of the units.
@@ -49,7 +49,7 @@ Ways = dict[str, Callable[[], None]]
 
 
 def products(shape: Shape) -> dict[str, tuple[int, int, int]]:
-    """Outputs, inner size and epilogue of the products of a layer, and of a head of the codebooks behind."""
+    """Outputs, inner size and epilogue of the products of a layer, and of a head of the further codebooks."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     found = {"qkv": (q + 2 * kv, shape.hidden, PLAIN), "o": (shape.hidden, q, RESIDUAL)}
     found |= {"gate_up": (shape.inter, shape.hidden, SWIGLU), "down": (shape.hidden, shape.inter, RESIDUAL)}

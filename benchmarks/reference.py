@@ -1,4 +1,4 @@
-"""What Nightjar is compared with, on random weights of the published sizes: frames and audio a second by batch.
+"""The loops that Nightjar is compared with, on random weights of the published sizes: frames and audio a second by batch.
 
     NIGHTJAR_REFERENCE_SITE=reference python -m benchmarks.reference qwen3 --sizes 0b6 1b7 --batches 256 512
     python -m benchmarks.reference spark --batches 256 1024

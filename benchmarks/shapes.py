@@ -44,7 +44,7 @@ class Shape:
     head_norms: bool = True
     depth_head_norms: bool = True
     wide_rope: bool = False
-    #: Whether all codebooks behind code 0 share one head and one table of inputs.
+    #: Whether all codebooks after code 0 share one head and one table of inputs.
     one_head: bool = False
     ends: int = 1
     nucleus_first: bool = False

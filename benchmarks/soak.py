@@ -46,7 +46,7 @@ def sample(loop: ClosedLoop, device: torch.device, began: float) -> dict[str, fl
 def verdict(
     samples: Sequence[dict[str, float]], count: int, slots: int, pages: int, end: dict[str, Any]
 ) -> dict[str, Any]:
-    """What the samples say, and what is wrong, in words. `end` is the state after draining."""
+    """Figures of the samples, and the problems in words. `end` is the state after draining."""
     third = max(len(samples) // 3, 1)
     early, late = samples[:third], samples[-third:]
 

@@ -85,8 +85,8 @@ CONTEXT, PAGE_SIZE = 1024, 64
 VOICES, REFERENCE_SECONDS = 16, 6.0
 TEXT = "The rain falls on the quiet street, and nobody walks. "
 PROMPT_TOKENS = 120
-#: Requests of a steady run for each slot; and for so many slots one more request is under way, to enter the LM or to
-#: be decoded.
+#: Requests of a steady run for each slot; and the number of slots for which one more request is in flight, to enter the
+#: LM or to be decoded.
 TURNS, BESIDE = 4, 4
 #: Streams of a run for each one that is under way, and the least number of all: the first of each place are not
 #: counted.
@@ -117,7 +117,7 @@ class Family:
     rate: float
     prompt: int
     sample_rate: int
-    #: What is said in the recording of a voice.
+    #: The text of the recording of a voice.
     reference_text: str | None = None
     drawn: SamplingParams
     sampling: TokenSampling
@@ -281,7 +281,7 @@ class Native:
         prepare_all(self.executor, self.bench.device)
         self.watched = Watched(self.executor)
         prefill = "packed" if self.executor.packed else "padded"
-        #: What rows say of it.
+        #: Facts of it in rows.
         self.about = {"executor": self.executor.name, "prefill": prefill}
 
     def pipeline(self, turns: int = 0) -> Pipeline:
@@ -292,7 +292,7 @@ class Native:
         return self.family.pipeline(host, stage)
 
     def frame_part(self, rows: Sequence[int], context: int) -> None:
-        """A frame of so many rows at this context; the slots must be free."""
+        """A frame of each number of rows at this context; the slots must be free."""
         with on_device(self.bench.device), torch.cuda.stream(self.executor.stream):
             for number in rows:
                 self._frames(number, context)
@@ -388,7 +388,7 @@ class Speaking:
             self.bench.timed("LM alone", number, 1000 * took, audio, engine=self.engine, slots=number, **more)
 
     def speech(self, watched: Watched | None = None) -> None:
-        """Request to samples: all at once, then so many kept under way, of lengths from half to whole."""
+        """Request to samples: all at once, then a constant number in flight, of lengths from half to whole."""
         self.warm_up()
         whole = self.options.seconds
         lengths = [whole * (0.5 + 0.5 * step / 7) for step in range(8)]
@@ -450,7 +450,7 @@ class Speaking:
         return {"ms": 1000 * took, "audio_seconds": audio, "under_way": under_way, **found}
 
     def streams(self) -> None:
-        """First chunks of so many streams back to back: median and 95th of 100, without the first stream of each
+        """First chunks of each number of streams back to back: median and 95th of 100, without the first stream of each
         place."""
         seconds, request = min(4.0, self.options.seconds), self.family.request
         for number in self.options.streams:
@@ -472,7 +472,7 @@ def prompt_ids(index: int, vocabulary: int) -> list[int]:
 
 
 def first_chunks(pipeline: Pipeline, at_once: int, total: int, make: Make) -> list[float]:
-    """Milliseconds from each request to its first samples, with so many streams at once; those that random weights
+    """Milliseconds from each request to its first samples, with `at_once` streams; those that random weights
     ended before it are left out. Raises the error of a stream that failed otherwise."""
     ended: Queue[NightjarError | None] = Queue()
     waits: dict[int, float] = {}

@@ -262,7 +262,7 @@ sys.setprofile(note)
 
 def line(number: int) -> dict[str, Any]:
     """A line of the input; each has another text."""
-    text = f"This is line {number}, and it goes on for a bit."
+    text = f"This is line {number}, and it continues for a bit."
     messages = [["system", "text", "A calm voice."], ["user", "text", text]]
     return {"example_id": f"item-{number}", "messages": messages}
 
@@ -297,8 +297,8 @@ def calls(model: str, items: int) -> Counter[tuple[str, str]]:
             command, cwd=folder, env=environment, capture_output=True, text=True, check=False
         )
         if done.returncode:
-            said = done.stderr[-2000:]
-            raise click.ClickException(f"The run with {model} ended with {done.returncode}:\n{said}")
+            error = done.stderr[-2000:]
+            raise click.ClickException(f"The run with {model} ended with {done.returncode}:\n{error}")
         found = Counter[tuple[str, str]]()
         for path in notes.iterdir():
             for file, first, function, count in (text.split("\t") for text in path.read_text().splitlines()):

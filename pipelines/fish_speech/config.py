@@ -62,7 +62,7 @@ class CodecConfig:
     sample_rate: Size = 44_100
     encoder_dim: Size = 64
     encoder_rates: Sizes = (2, 4, 8, 8)
-    #: The transformer behind each of the encoder's blocks; None: it has none.
+    #: The transformer after each of the encoder's blocks; None: it has none.
     encoder_stacks: tuple[CodecStackConfig | None, ...] = (
         None,
         None,
@@ -97,8 +97,7 @@ class CodecConfig:
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults(Drawing):
-    """The published server's own sampling; repetition-aware sampling stands beside it, whatever is asked
-    for."""
+    """The published server's sampling; repetition-aware sampling always applies too."""
 
     temperature: float = 0.8
     top_k: int = 30
