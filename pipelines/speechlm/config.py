@@ -10,7 +10,6 @@ from pipelines.nn.config_keys import Keys, Size, StackConfig, Whole, revision
 from pipelines.registry import ModelCard
 from pipelines.request import Capabilities
 
-MODEL_TYPES = ("speechlm", "bagpiper")
 #: Whole seconds of audio that the position table of the tower has room for: 3000 mel frames, 10 ms each.
 TOWER_SECONDS = 30
 
