@@ -154,6 +154,16 @@ def numbered_key(key: str, number: int) -> str:
     return f"{folder}{slash}{stem}.{number}{dot}{extensions}"
 
 
+def put_hashed(
+    store: ObjectStore, key: str, data: bytes, sha256: str, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Puts an object whose key contains its hash. An existing object with another hash is damaged, for example by a
+    power cut, and is replaced."""
+    if store.put(key, data, metadata=metadata).info.sha256 != sha256:
+        store.delete(key)
+        store.put(key, data, metadata=metadata)
+
+
 def put_numbered(
     store: ObjectStore,
     key: str,
@@ -175,7 +185,7 @@ def put_numbered(
     while True:
         if not isinstance(data, bytes):
             data.seek(0)
-        result = store.put(target, data, metadata)
+        result = store.put(target, data, metadata=metadata)
         # The store has hashed the data; hashing it again would take as long as encoding.
         if result.created or result.info.sha256 == (sha256 := sha256 or sha256_of(data)):
             return result

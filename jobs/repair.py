@@ -165,7 +165,7 @@ class _Resynthesis:
                 raise
             # There is a folder in its place; a symbolic link would have been deleted.
             return Repaired(artifact.key, row.example_id, RepairOutcome.FAILED, str(error))
-        self.store.put(artifact.key, data, object_metadata(self.job.spec_sha, artifact.seed))
+        self.store.put(artifact.key, data, metadata=object_metadata(self.job.spec_sha, artifact.seed))
         self.store.sync()
         sha256 = hashlib.sha256(data).hexdigest()
         if sha256 == artifact.sha256:

@@ -78,11 +78,12 @@ class WriterProcess(CalledChild[PutResult | None]):
 class WriterProcesses:
     """Up to `maximum` processes, started as needed: when each existing one has `busy_puts` puts in progress.
 
+    The default is one per two cores of this process, to leave cores to the engine and the worker.
     Until the first one is up, and after too many failed starts, the worker's own threads put.
     """
 
-    def __init__(self, maximum: int, settings: S3Settings | None, busy_puts: int = BUSY_PUTS) -> None:
-        self.maximum = maximum
+    def __init__(self, maximum: int | None, settings: S3Settings | None, busy_puts: int = BUSY_PUTS) -> None:
+        self.maximum = min(MAX_PROCESSES, len(os.sched_getaffinity(0)) // 2) if maximum is None else maximum
         self._settings = settings
         self._busy_puts = busy_puts
         self.processes: list[WriterProcess] = []
@@ -91,11 +92,6 @@ class WriterProcesses:
         self._failed_starts = 0
         self._closed = False
         self._lock = threading.Lock()
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the processes that are up."""
-        return [one.pid for one in self.processes if one.up and not one.ended]
 
     def open(self, url: str) -> ObjectStore:
         """The store at `url`; a remote one puts through these processes. Raises as `open_store`."""
@@ -188,11 +184,6 @@ class ProcessStore(S3Store):
                 return result
         with self._processes.own_put():
             return super().put(key, data, metadata)
-
-
-def default_processes() -> int:
-    """The default maximum: one per two cores of this process, to leave cores to the engine and the worker."""
-    return min(MAX_PROCESSES, len(os.sched_getaffinity(0)) // 2)
 
 
 def _plain(settings: S3Settings | None) -> dict[str, str | None] | None:
