@@ -58,14 +58,6 @@ class SubmitResult:
     #: An interrupted ingest was continued.
     resumed: bool
 
-    @property
-    def items(self) -> int:
-        return self.job.total_items
-
-    @property
-    def rejected(self) -> int:
-        return self.job.rejected_lines
-
 
 def submit(
     settings: Settings,
