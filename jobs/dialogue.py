@@ -1,5 +1,5 @@
-"""One line of an input file: a dialogue of ESPnet with its optional `generation` object, strictly decoded;
-and chat messages, requests of an OpenAI batch and rows of a table, which become one."""
+"""The lines of an input: dialogues in ESPnet's format with an optional `generation` object, strictly decoded;
+and chat messages, requests of an OpenAI batch and rows of a table, which are converted to dialogues."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 MAX_EXAMPLE_ID_CHARACTERS = 1000
 #: PostgreSQL cannot index longer values.
 MAX_EXAMPLE_ID_BYTES = 2000
-#: Python reads no longer integers (`sys.get_int_max_str_digits`): a line that has one could be exported, but
-#: not read again.
+#: Python cannot parse longer integers (`sys.get_int_max_str_digits`), so an exported line could not be read
+#: again.
 MAX_INTEGER_DIGITS = 4300
 _LONG_NUMBER = re.compile(rb"\d{%d}" % (MAX_INTEGER_DIGITS + 1))
-#: What msgspec says of JSON of another shape, with a code of its own and what to do.
+#: Patterns of msgspec's messages for wrong JSON, each with its error code and advice.
 Faults = tuple[tuple[re.Pattern[str], ErrorCode, str], ...]
 _FAULTS: Faults = (
     (
@@ -49,15 +49,14 @@ _SHAPE = "A line is one JSON object with `example_id` or `id` (text) and `messag
 
 
 class Dialogue(msgspec.Struct, frozen=True, gc=False):
-    """A decoded line. Keys that Nightjar does not know stay in the line and come back in exports."""
+    """A decoded line. Unknown keys stay in the line and are in exports."""
 
     example_id: str
     messages: tuple[tuple[Role, Modality, str], ...]
     generation: Generation | None = None
 
     def typed_messages(self, references: Mapping[int, str] | None = None) -> tuple[Message, ...]:
-        """The messages in the words of a request; audio content is the line's path, or, by its place, a key
-        of the store."""
+        """The messages of a request; audio content is the line's path, or a key of the store by place."""
         keys = references or {}
         return tuple(
             [
@@ -68,7 +67,7 @@ class Dialogue(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Line(msgspec.Struct, frozen=True, gc=False):
-    """A line as a person writes it: `id` may stand in the place of `example_id`."""
+    """A line as it is written, with `id` or `example_id`."""
 
     messages: tuple[tuple[Role, Modality, str], ...]
     example_id: str | msgspec.UnsetType = msgspec.UNSET
@@ -82,8 +81,8 @@ Decoded = TypeVar("Decoded")
 
 
 def decode_line(decode: Callable[[bytes], Decoded], line: bytes, shape: str, faults: Faults = ()) -> Decoded:
-    """A line of UTF-8 JSON by a decoder of msgspec. Raises `input.bad_json`, and for JSON that the decoder
-    does not take the code of its fault, or `input.bad_line` with the shape that a line has."""
+    """Decodes a line of UTF-8 JSON with a msgspec decoder. Raises `input.bad_json`; for JSON that the decoder
+    refuses, the code of its fault, or `input.bad_line` with the expected shape."""
     try:
         found = decode(line)
         if not line.isascii():
@@ -97,12 +96,12 @@ def decode_line(decode: Callable[[bytes], Decoded], line: bytes, shape: str, fau
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
         message = f"The line is not JSON: {clean(reason)}."
-        raise InputError(ErrorCode.INPUT_BAD_JSON, message, "Write one JSON object a line.") from None
+        raise InputError(ErrorCode.INPUT_BAD_JSON, message, "Write one JSON object per line.") from None
     return found
 
 
 def parse_line(raw: bytes) -> tuple[Dialogue, bytes]:
-    """The dialogue of one line of UTF-8 JSON, and the line with its `example_id`, which it may call `id`.
+    """Decodes the dialogue of a line of UTF-8 JSON; returns it and the line, with `example_id` if it has `id`.
 
     Raises `InputError`: `input.bad_json`, `input.bad_line`, `input.bad_role`, `input.bad_modality` or
     `input.bad_generation`. Ranges of `generation` are `pipelines.validation`'s to check.
@@ -129,20 +128,20 @@ def parse_line(raw: bytes) -> tuple[Dialogue, bytes]:
 
 
 def chosen_id(example_id: object, other: object) -> str | None:
-    """The id of a record that may call it `example_id` or `id`; None: it has neither. Raises
-    `input.bad_line` where they differ."""
+    """The id of a record from `example_id` or `id`; None: it has neither. Raises `input.bad_line` if they
+    differ."""
     ids = [
         str(one) for one in (example_id, other) if isinstance(one, str | int) and not isinstance(one, bool)
     ]
     if len(set(ids)) > 1:
         both = " and ".join(f"{clean(one, 100)!r}" for one in ids)
-        advice = "Leave one of them out; of a table `--column id=NAME` takes one."
+        advice = "Leave one of them out; for a table, `--column id=NAME` selects one."
         raise bad_line(f"`example_id` and `id` differ: {both}.", advice)
     return ids[0] if ids else None
 
 
 def spoken_text(messages: Sequence[Message]) -> str:
-    """The user's texts of a dialogue, one a line."""
+    """The user's texts of a dialogue, one per line."""
     return "\n".join(
         message.content.strip()
         for message in messages
@@ -151,8 +150,8 @@ def spoken_text(messages: Sequence[Message]) -> str:
 
 
 def speech_position(messages: Sequence[Sequence[str]]) -> int:
-    """Where the speech of a dialogue stands among its messages, given as (role, modality, ...): the place
-    of the first assistant audio message, or after the last message where there is none."""
+    """The place of a dialogue's speech among its messages, given as (role, modality, ...): that of the first
+    assistant audio message, or after the last message."""
     for place, message in enumerate(messages):
         if message[0] == "assistant" and message[1] == "audio":
             return place
@@ -160,24 +159,25 @@ def speech_position(messages: Sequence[Sequence[str]]) -> int:
 
 
 def clean(text: str, limit: int = 500) -> str:
-    """Text of an input made fit for a ledger and a terminal: control characters escaped, length bounded."""
+    """Makes text of an input safe for a ledger and a terminal: escapes control characters, bounds the
+    length."""
     return printable(text if len(text) <= limit else f"{text[:limit]}...")
 
 
 def check_example_id(example_id: str, key: str) -> None:
-    """Raises `input.bad_line` for an id that cannot be an item's, or that databases cannot store; `key` is
-    what the line calls it."""
+    """Raises `input.bad_line` for an id that is empty or that databases cannot store; `key`: its name in the
+    line."""
     if (
         not example_id
         or "\0" in example_id
         or len(example_id) > MAX_EXAMPLE_ID_CHARACTERS
         or len(example_id.encode()) > MAX_EXAMPLE_ID_BYTES
     ):
-        most = f"{MAX_EXAMPLE_ID_CHARACTERS:,} characters or {MAX_EXAMPLE_ID_BYTES:,} bytes"
-        raise bad_line(f"The `{key}` is empty, longer than {most}, or holds a NUL.", "Give the line another.")
+        limits = f"{MAX_EXAMPLE_ID_CHARACTERS:,} characters or {MAX_EXAMPLE_ID_BYTES:,} bytes"
+        message = f"The `{key}` is empty, longer than {limits}, or contains a NUL."
+        raise bad_line(message, "Give the line another id.")
 
 
-#: Of chat messages.
 _CHAT_SHAPE = "A line is one JSON object with `messages`, a list of objects with `role` and `content`."
 _CHAT_FAULTS: Faults = (
     (
@@ -206,7 +206,7 @@ class _Chat(msgspec.Struct, frozen=True):
 
 
 class _Row(msgspec.Struct, frozen=True):
-    """A dialogue as it is written for a line of another kind."""
+    """A dialogue that is made from another kind of line."""
 
     example_id: str
     messages: Sequence[tuple[str, str, str]]
@@ -217,8 +217,8 @@ _decode_chat = msgspec.json.Decoder(_Chat).decode
 
 
 def chat_dialogue(line: bytes, number: int) -> bytes:
-    """The dialogue of a line of chat messages, as JSON; `example_id` or `id` is its id, else its number.
-    Raises `InputError`.
+    """Converts a line of chat messages to a dialogue, as JSON, with the id `example_id` or `id`, else its
+    number. Raises `InputError`.
 
         {"id": "a1", "messages": [{"role": "user", "content": "Good evening."}, {"role": "assistant", "content": "Hello."}]}
 
@@ -235,7 +235,7 @@ def chat_dialogue(line: bytes, number: int) -> bytes:
     return _encode(_Row(f"line-{number}" if named is None else named, messages, found.generation))
 
 
-#: What lines of an OpenAI batch call the id of an example, and the requests that they may hold.
+#: The key of an example's id in an OpenAI batch, and the supported request.
 CUSTOM_ID = "custom_id"
 URL = "/v1/audio/speech"
 _FORMATS = f"--format makes one of: {', '.join(AUDIO_FORMATS)}."
@@ -247,7 +247,7 @@ _BATCH_FAULTS: Faults = (
     (
         re.compile("Object contains unknown field.*"),
         ErrorCode.INPUT_UNSUPPORTED,
-        "It would have no effect; remove it from the line.",
+        "It has no effect; remove it from the line.",
     ),
 )
 
@@ -278,22 +278,22 @@ _decode_id = msgspec.json.Decoder(_CustomId).decode
 
 
 def batch_dialogue(line: bytes, card: ModelCard, encoding: str) -> bytes:
-    """The dialogue of a line of an OpenAI batch for `/v1/audio/speech`, for a job with this model and
-    encoding of its audio: `custom_id` is its `example_id`, `input` the user's text, `voice` and
-    `instructions` its generation.
+    """Converts a line of an OpenAI batch for `/v1/audio/speech` to a dialogue, for a job with this model and
+    audio format: `custom_id` becomes `example_id`, `input` the user's text, `voice` and `instructions` the
+    generation.
 
         {"custom_id": "a1", "method": "POST", "url": "/v1/audio/speech",
          "body": {"model": "hibari", "input": "Good evening.", "voice": "heart", "response_format": "wav", "instructions": "Calm."}}
 
     Source: https://platform.openai.com/docs/api-reference/batch/request-input and .../audio/createSpeech.
-    A line that asks for something that the job cannot do is an error, so that nobody gets speech other
-    than the requested one. Raises `InputError`: `input.bad_json`, `input.bad_line`, `input.empty_text`, and
-    `input.unsupported`. Messages use the keys of a batch.
+    A line with a request that differs from the job is an error, so that all speech is as requested. Raises
+    `input.bad_json`, `input.bad_line`, `input.empty_text`, and `input.unsupported`. Messages use the keys of
+    a batch.
     """
     request = decode_line(_decode_request, line, _BATCH_SHAPE, _BATCH_FAULTS)
     body = request.body
     check_example_id(request.custom_id, CUSTOM_ID)
-    # Key, what the line asks for, what the job can do, and what else a person may do.
+    # Key, requested value, supported values, and advice.
     asked: tuple[tuple[str, object, tuple[object, ...], str], ...] = (
         ("request", f"{request.method} {request.url}", (f"POST {URL}",), "No other is supported."),
         # A checkpoint folder may be named by its last part.
@@ -304,7 +304,7 @@ def batch_dialogue(line: bytes, card: ModelCard, encoding: str) -> bytes:
     )
     for key, value, able, advice in asked:
         if value not in able:
-            message = f"The line asks for {key} {clean(str(value), 100)!r}, and this job has {able[0]!r}."
+            message = f"The line has {key} {clean(str(value), 100)!r}, but this job has {able[0]!r}."
             raise unsupported(message, advice)
     if not is_visible(body.input):
         message = "The `input` has no text to speak."
@@ -317,7 +317,7 @@ def batch_dialogue(line: bytes, card: ModelCard, encoding: str) -> bytes:
 
 
 def custom_id(line: bytes) -> str | None:
-    """The `custom_id` of a line of a batch, even if the rest of the line is invalid."""
+    """The `custom_id` of a batch line, even if the rest of the line is invalid."""
     try:
         found = _decode_id(line).custom_id
         check_example_id(found, CUSTOM_ID)
@@ -332,8 +332,8 @@ _GENERATION = ("voice", "language", "instruct", "seed", "reference_text")
 def row_dialogue(
     values: Mapping[str, str], number: int = 0, voices: Mapping[str, str] | None = None
 ) -> bytes:
-    """The dialogue of the fields of a row, as JSON; an empty one counts as none. `number` is its id where it
-    has none; `voices`: those of speakers. Raises `InputError`."""
+    """Makes a dialogue from the fields of a row, as JSON; empty fields are ignored. `number`: the id if the row
+    has none; `voices`: the voices of speakers. Raises `InputError`."""
     messages = [("user", "text", values["text"])]
     if audio := values.get("reference_audio"):
         messages.insert(0, ("user", "audio", audio))

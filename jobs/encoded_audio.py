@@ -1,5 +1,4 @@
-"""The audio file of an item: made of its speech as the job's spec says, at the worker and wherever it is
-made again."""
+"""Encodes the audio file of an item from its speech, by the job's spec."""
 
 from __future__ import annotations
 
@@ -18,13 +17,13 @@ from pipelines.audio_format import LOSSY, AudioFormat
 from pipelines.errors import ErrorCode, SynthesisError
 from pipelines.request import Speech
 
-#: What libopus and LAME write of themselves into a file.
+#: The names and versions that libopus and LAME write into a file.
 _ENCODERS = re.compile(rb"libopus [0-9A-Za-z.-]+|LAME[0-9.]+")
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedAudio:
-    """An audio file with the facts of what its readers get."""
+    """An audio file, with its properties after decoding."""
 
     data: bytes
     #: In Hz.
@@ -34,10 +33,9 @@ class EncodedAudio:
 
 
 def encoded_audio(speech: Speech, spec: JobSpec) -> EncodedAudio:
-    """The file of a job's speech, in the job's format and at its sample rate; without one, at that of the
-    speech.
+    """Encodes speech in the job's format and at its sample rate; without one, at that of the speech.
 
-    Raises `SynthesisError` for speech that is no audio, or has less than a sample at the job's rate.
+    Raises `SynthesisError` for invalid audio, or less than one sample at the job's rate.
     """
     audio_format = cast("AudioFormat", spec.format)
     rate = spec.sample_rate or speech.sample_rate
@@ -52,16 +50,16 @@ def encoded_audio(speech: Speech, spec: JobSpec) -> EncodedAudio:
 
 
 def encoded(samples: np.ndarray, rate: int, audio_format: AudioFormat) -> EncodedAudio:
-    """The file of samples at this rate."""
+    """Encodes samples at this rate."""
     data = encode(samples, rate, audio_format)
-    # What a reader gets of MP3 and Opus is the codec's to say.
+    # MP3 and Opus decode to another number of samples.
     heard = soundfile.info(io.BytesIO(data)).frames if audio_format in LOSSY else len(samples)
     return EncodedAudio(data, rate, heard, round(heard * 1000 / rate))
 
 
 @cache
 def encoder(audio_format: str) -> str | None:
-    """What encodes a lossy format here, with versions; None for the formats that keep every sample."""
+    """The encoder of a lossy format, with versions; None for lossless formats."""
     if audio_format not in LOSSY:
         return None
     found = _ENCODERS.search(encode(np.zeros(4_800, np.float32), 48_000, cast("AudioFormat", audio_format)))

@@ -1,5 +1,5 @@
-"""What people read, in commands, errors, reports and logs: counts, times and sizes; no passwords; nothing
-that drives a terminal."""
+"""Text for people, in commands, errors, reports and logs: counts, times and sizes; without passwords and
+terminal control characters."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import re
 from itertools import pairwise
 from typing import Any
 
-#: Takes the place of a secret.
+#: Replaces a secret.
 MASK = "********"
-# A password may hold any sign but white space, also `@` and `/`: all up to the last `@` of the word is
-# hidden.
+# A password may contain any character except white space, also `@` and `/`: everything up to the last `@` of the
+# word is hidden.
 _PASSWORD = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s:/@'\"]*):\S*@", re.IGNORECASE)
-#: Also with one slash, as it is typed by mistake, and as a path has it that was made of an address.
+#: Also with one slash, a common mistake, which conversion to a path makes too.
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 _PARAMETER = re.compile(
     r"([?&;](?:\w*password|[\w-]*secret[\w-]*|[\w-]*token|[\w-]*signature)=)[^&\s'\"]*", re.IGNORECASE
@@ -22,20 +22,19 @@ _PARAMETER = re.compile(
 
 
 def redact(text: str) -> str:
-    """`text` with the password of every URL in it masked, and every query parameter that is a secret by
-    its name."""
+    """Masks the passwords of all URLs in a text, and all query parameters with the name of a secret."""
     if "://" not in text:
         return text
     return _PARAMETER.sub(rf"\1{MASK}", _PASSWORD.sub(rf"\1:{MASK}@", text))
 
 
 def is_address(text: str) -> bool:
-    """Whether a text is an address such as `s3://bucket/prefix`, and no path of this host."""
+    """Whether a text is an address such as `s3://bucket/prefix` rather than a path."""
     return _ADDRESS.match(text) is not None
 
 
 def printable(text: str) -> str:
-    """The text with what could drive a terminal (control and format characters, newlines) escaped."""
+    """Escapes characters that can control a terminal (control and format characters, newlines)."""
     if text.isprintable():
         return text
     return "".join(
@@ -76,7 +75,7 @@ def bytes_text(count: int) -> str:
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """The docstrings that stand below the fields of a class, each on one line."""
+    """The docstrings below the fields of a class, each on one line."""
     found: Any = ast.parse(inspect.getsource(kind)).body[0]
     return {
         ast.unparse(field.target): " ".join(ast.literal_eval(text.value).split())

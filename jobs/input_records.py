@@ -1,7 +1,6 @@
-"""The records of an input, whatever its format: each a dialogue as JSON at the number of its line, those
-that were chosen.
+"""Reads the records of an input in any format: each a dialogue as JSON, with the number of its line.
 
-A row of a table, a line of text or one of Kaldi's is one text, with what says how it is spoken:
+A row of a table, a line of text or a line of Kaldi's `text` is one text with its voice settings:
 
     id,text,voice                       {"example_id": "a1", "messages": [["user", "text", "Good evening."]],
     a1,Good evening.,heart               "generation": {"voice": "heart"}}
@@ -32,8 +31,7 @@ from jobs.source import (
 from pipelines.errors import ConfigError, ErrorCode, InputError, bad_line, invalid
 from pipelines.registry import ModelCard
 
-#: Field of a row -> the columns that hold it, the first that a table has; `--column FIELD=NAME` names
-#: another.
+#: Field of a row -> its columns, of which the first that exists is used; `--column FIELD=NAME` selects another.
 FIELDS: dict[str, tuple[str, ...]] = {
     "text": ("text", "sentence", "transcription", "transcript"),
     "id": ("id",),
@@ -46,22 +44,21 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "reference_audio": ("reference_audio",),
     "reference_text": ("reference_text",),
 }
-#: A field in quotes may hold line ends; so many lines, or bytes, are looked through for its end.
+#: Maximum number of lines of a field in quotes, which may contain line ends.
 MAX_RECORD_LINES = 1000
 _ROWS = 256
 #: Kaldi's file of speakers, in the folder of its `text`.
 SPEAKERS = "utt2spk"
 ALL = Reading()
-# The csv module refuses fields of more than 128 KiB; a field may be as long as a line, and reach into the
-# line after the last full one.
+# The csv module refuses fields of more than 128 KiB by default.
 csv.field_size_limit(max(csv.field_size_limit(), 2 * MAX_LINE_BYTES))
 _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The records of one input that a job of this spec and model is made of. They can be read more than
-    once, and are the same each time."""
+    """The records of one input for a job of this spec and model. They can be read more than once, and are the
+    same each time."""
 
     source: Source
     format: InputFormat
@@ -73,7 +70,7 @@ class Records:
         return self.spec.reading or ALL
 
     def lines(self) -> Iterator[Record]:
-        """All records, blank where they were not chosen; none after the last chosen one of a limit. Raises
+        """Yields all records, blank if they were not chosen, up to the last chosen one of a limit. Raises
         `InputError` for an input that cannot be read."""
         everything = self.chosen.limit is None and self.chosen.sample is None
         return _READERS[self.format](self) if everything else self._some()
@@ -104,7 +101,7 @@ def _of_lines(
     dialogue: Callable[[bytes, int], bytes],
     id_of: Callable[[bytes], str | None] = lambda _: None,
 ) -> Iterator[Record]:
-    """The records of a format with one a line; `id_of` a line that is refused."""
+    """The records of a format with one record per line; `id_of`: reads the id of a rejected line."""
     for number, line in enumerate(records.source.lines(), 1):
         if line is None or not line or line.isspace():
             yield line
@@ -115,21 +112,9 @@ def _of_lines(
             yield rejected_line(number, error, id_of(line))
 
 
-def _batch(records: Records) -> Iterator[Record]:
-    card, encoding = records.card, records.spec.format
-    return _of_lines(records, lambda line, _: batch_dialogue(line, card, encoding), custom_id)
-
-
-def _sentences(records: Records) -> Iterator[Record]:
-    voices = records.chosen.voices
-    return _of_lines(
-        records, lambda line, number: row_dialogue({"text": one_line(line).strip()}, number, voices)
-    )
-
-
 def _kaldi(records: Records) -> Iterator[Record]:
-    """Lines of Kaldi's `text`: an utterance's id and its words; its speaker is in `utt2spk`, which has the
-    same order.
+    """The lines of Kaldi's `text`: an utterance's id and its words; its speaker is in `utt2spk`, in the same
+    order.
 
     Source: https://kaldi-asr.org/doc/data_prep.html, where both are sorted by the utterance's id as bytes.
     """
@@ -154,7 +139,7 @@ def _kaldi(records: Records) -> Iterator[Record]:
 
 
 def speakers_sha256(source: Source) -> str:
-    """Hex SHA-256 of the `utt2spk` beside an input. Raises `input.unreadable`."""
+    """Hex SHA-256 of the `utt2spk` in the folder of an input. Raises `input.unreadable`."""
     with open_source(str(source.folder / SPEAKERS)) as speakers:
         return speakers.sha256
 
@@ -172,11 +157,10 @@ def _blank(record: Record) -> bool:
 
 
 class Columns:
-    """The columns of one table, and what is made of a row."""
+    """The columns of a table, which convert its rows."""
 
     def __init__(self, names: Sequence[str], chosen: Reading, uri: str) -> None:
-        """Raises `input.wrong_format` for a table without the columns that are needed, or with two of one
-        name."""
+        """Raises `input.wrong_format` for a table without the needed columns, or with two of the same name."""
         wanted = chosen.columns or {}
         shown = ", ".join(repr(clean(name, 40)) for name in names[:20]) or "none"
         #: Field -> the column that holds it.
@@ -196,20 +180,20 @@ class Columns:
         if self.chat:
             self.of["messages"] = "messages"
         elif "text" not in self.of:
-            advice = "Name the one with the text: --column text=NAME."
+            advice = "Give the column with the text: --column text=NAME."
             raise wrong_format(uri, f"has no column `text`; its columns are: {shown}", advice)
         self._voices = chosen.voices
 
     def record(self, cell: Callable[[str], Any], number: int) -> Record:
-        """The dialogue of a row, or why there is none."""
+        """The dialogue of a row, or its rejected line."""
         try:
             return self.dialogue(cell, number)
         except InputError as error:
             return rejected_line(number, error)
 
     def dialogue(self, cell: Callable[[str], Any], number: int) -> bytes:
-        """The dialogue of a row, whose cells are read by their columns' names: a bad value is this row's
-        fault alone. Raises `InputError`."""
+        """Converts a row to a dialogue; `cell` reads a value by its column's name. Raises `InputError`, also for
+        a value that cannot be read."""
         try:
             cells = {field: cell(name) for field, name in self.of.items()}
             if self.chat:
@@ -221,20 +205,20 @@ class Columns:
             raise bad_line(f"The row cannot be read: {clean(str(error), 200)}.", "Correct it.") from None
 
 
-#: Number of a row's first line, its fields or why it has none, and how many lines of it follow; a blank line
-#: has no fields.
+#: Number of a row's first line, its fields or its error, and the number of its other lines; a blank line has no
+#: fields.
 _Row = tuple[int, list[str] | InputError, int]
 
 
 def _table(rows: Iterator[_Row], records: Records) -> Iterator[Record]:
-    """The records of a table with a header, one for each of its lines: the lines of a row after its first,
-    the header and blank lines are blank. Raises `input.wrong_format`."""
+    """The records of a table with a header, one per line; the other lines of a row, the header and blank lines
+    are blank. Raises `input.wrong_format`."""
     columns: Columns | None = None
     names: list[str] = []
     for number, fields, more in rows:
         if isinstance(fields, InputError):
             if columns is None:
-                raise wrong_format(records.source.uri, "has no header that can be read", str(fields))
+                raise wrong_format(records.source.uri, "has no readable header", str(fields))
             yield rejected_line(number, fields)
         elif not fields:
             yield b""
@@ -246,23 +230,22 @@ def _table(rows: Iterator[_Row], records: Records) -> Iterator[Record]:
             yield columns.record(dict(zip(names, fields)).__getitem__, number)
         else:
             message = f"The line has {len(fields)} fields, and the header {len(names)}."
-            advice = "Write as many, and put a text with the separator in quotes."
+            advice = "Use the same number, and put a text with the separator in quotes."
             yield rejected_line(number, bad_line(message, advice))
         for _ in range(more):
             yield b""
 
 
 def _csv(records: Records) -> Iterator[Record]:
-    """CSV with a header (RFC 4180): fields are between commas, or between semicolons, where the header has
-    these and no comma."""
+    """CSV with a header (RFC 4180), separated by commas, or by semicolons if the header has no comma."""
     header = records.source.head().lstrip().partition(b"\n")[0]
     delimiter = ";" if b";" in header and b"," not in header else ","
     return _table(_csv_rows(records.source.lines(), delimiter=delimiter), records)
 
 
 def _tsv(records: Records) -> Iterator[Record]:
-    """TSV with a header: fields are between tabs, and quotes are characters like others. A line of tabs and
-    spaces alone, as spreadsheets leave below a table, is blank."""
+    """TSV with a header, without quoting. Lines of tabs and spaces, which spreadsheets leave below a table, are
+    blank."""
     rows = _csv_rows(records.source.lines(), delimiter="\t", quoting=csv.QUOTE_NONE)
     return _table(
         (
@@ -274,7 +257,7 @@ def _tsv(records: Records) -> Iterator[Record]:
 
 
 def _parquet(records: Records) -> Iterator[Record]:
-    """The rows of a Parquet file; only the columns that are needed are read, some rows at a time.
+    """The rows of a Parquet file; only the needed columns are read, some rows at a time.
 
     Raises `input.unreadable`, `input.wrong_format`, and `config.missing_library` without pyarrow.
     """
@@ -288,7 +271,7 @@ def _parquet(records: Records) -> Iterator[Record]:
         raise ConfigError(ErrorCode.CONFIG_MISSING_LIBRARY, message, advice) from None
     try:
         file.seek(0)
-        # A stream of pages: a row group may be larger than the memory.
+        # Streamed by pages, because a row group may be larger than the memory.
         table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
         columns = Columns(table.schema_arrow.names, records.chosen, uri)
         rows = (
@@ -303,12 +286,17 @@ def _parquet(records: Records) -> Iterator[Record]:
             raise ValueError(clean(str(error), 200)) from error
 
 
-#: How the records of each format are read, with those of `limit` and `sample` among them.
+#: The readers of all formats, before `limit` and `sample`.
 _READERS: dict[InputFormat, Callable[[Records], Iterator[Record]]] = {
     "dialogues": lambda records: records.source.lines(),
     "messages": lambda records: _of_lines(records, chat_dialogue),
-    "openai-batch": _batch,
-    "text": _sentences,
+    "openai-batch": lambda records: _of_lines(
+        records, lambda line, _: batch_dialogue(line, records.card, records.spec.format), custom_id
+    ),
+    "text": lambda records: _of_lines(
+        records,
+        lambda line, number: row_dialogue({"text": one_line(line).strip()}, number, records.chosen.voices),
+    ),
     "csv": _csv,
     "tsv": _tsv,
     "kaldi": _kaldi,
@@ -317,8 +305,8 @@ _READERS: dict[InputFormat, Callable[[Records], Iterator[Record]]] = {
 
 
 def _csv_rows(lines: Iterator[bytes | None], **dialect: Any) -> Iterator[_Row]:
-    """The rows of CSV; lines of a row that turns out to be none are read again."""
-    #: To read before `lines`, the next one at the end.
+    """The rows of CSV. After an invalid row, its lines except the first are read again."""
+    #: Lines to read before `lines`, the next one last.
     again: list[bytes | None] = []
     number, reader = 1, None
     taken: list[bytes | None] = []
@@ -347,14 +335,14 @@ def _csv_rows(lines: Iterator[bytes | None], **dialect: Any) -> Iterator[_Row]:
 def _taken(
     again: list[bytes | None], lines: Iterator[bytes | None], taken: list[bytes | None]
 ) -> Iterator[str]:
-    """Lines as the `csv` module pulls them for one row, which are kept in `taken`."""
+    """Yields lines for the `csv` module, which reads one row, and keeps them in `taken`."""
     size = 0
     while True:
         if not taken:
             size = 0
         elif len(taken) >= MAX_RECORD_LINES or size > MAX_LINE_BYTES:
             raise bad_line(
-                f"A quote opens a field, and does not close within {MAX_RECORD_LINES:,} lines or {MAX_LINE_BYTES >> 20} MiB.",
+                f"A quote opens a field and is not closed within {MAX_RECORD_LINES:,} lines or {MAX_LINE_BYTES >> 20} MiB.",
                 'Close it, or double it: "".',
             )
         try:
@@ -367,11 +355,13 @@ def _taken(
 
 
 def decoded(line: bytes | None) -> str:
-    """The text of a line. Raises `InputError` for one that is too long, is not UTF-8, or holds a NUL."""
+    """The text of a line. Raises `InputError` for a line that is too long, not UTF-8, or contains a NUL."""
     if line is None:
         raise line_too_long()
     if b"\0" in line:
-        raise bad_line("The line holds a NUL byte; the file may be binary or UTF-16.", "Write it as UTF-8.")
+        raise bad_line(
+            "The line contains a NUL byte; the file may be binary or UTF-16.", "Write it as UTF-8."
+        )
     try:
         return line.decode()
     except UnicodeDecodeError as error:
@@ -381,8 +371,7 @@ def decoded(line: bytes | None) -> str:
 
 
 def one_line(line: bytes | None) -> str:
-    """As `decoded`, without the end of the line. Raises `InputError` also for one that holds ends of lines
-    of another kind."""
+    """Like `decoded`, without the line end. Also raises `InputError` for a line with other line ends inside."""
     text = decoded(line).rstrip("\r\n")
     if "\r" in text:
         raise _bare_return()
@@ -390,8 +379,10 @@ def one_line(line: bytes | None) -> str:
 
 
 def _bare_return() -> InputError:
-    message = "The line holds a carriage return (CR) that ends no line: lines end with LF, or with CR LF."
-    return bad_line(message, f"If it stands for the end of a line, convert the file: {CONVERT_RETURNS}.")
+    message = (
+        "The line contains a carriage return (CR) that is not a line end: lines end with LF, or with CR LF."
+    )
+    return bad_line(message, f"If it is meant as a line end, convert the file: {CONVERT_RETURNS}.")
 
 
 def _not_csv(error: csv.Error) -> InputError:
@@ -404,8 +395,8 @@ def _text(value: Any, name: str) -> str:
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, str | int):
-        message = f"The column {clean(name, 40)!r} holds no text but {type(value).__name__}."
-        raise bad_line(message, "Convert the column to text, or name another one with --column.")
+        message = f"The column {clean(name, 40)!r} contains {type(value).__name__}, not text."
+        raise bad_line(message, "Convert the column to text, or select another one with --column.")
     return str(value)
 
 

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 #: The variable that chooses the engine of a model that several can run.
 ENGINE = "SPEECH_ENGINE__KIND"
-#: Of the longest key of `--qa-set`, that of a limit.
+#: Dots in the longest key of `--qa-set`, that of a limit.
 _LONGEST_KEY_DOTS = 2
 
 
 def job_command(job: Job, home: str | None, engines: Sequence[str] = ()) -> list[str]:
-    """The words of the command: `nightjar run` in a home, else `nightjar submit`. While the job exists it
-    finds the job again.
+    """The words of the command: `nightjar run` in a home, else `nightjar submit`. While the job exists, the
+    command finds it.
 
-    `engines`: those that made it, of a model that several can run. A run is told the one; a submit leaves
-    it to the workers.
+    `engines`: those that made the job, if its model has a choice. A run gets the engine, if there is one; for
+    a submit, the workers choose it.
     """
     if home is None:
         program = ["nightjar", "submit", job.input_uri]
@@ -40,14 +40,14 @@ def job_command(job: Job, home: str | None, engines: Sequence[str] = ()) -> list
 
 
 def engines_of(job: Job, made_with: Iterable[Provenance]) -> list[str]:
-    """The engines that made a job, by its records; none where its model runs on one alone, or is not here."""
+    """The engines that made a job, by its records; none if its model has only one, or is not installed."""
     card = _card(job.spec.model)
     choice: set[str] = set() if card is None else set(card.engines)
     return sorted({record.model.engine for record in made_with} & choice)
 
 
 def omitted_options(job: Job, home: str | None, engines: Sequence[str] = ()) -> list[str]:
-    """What the command of `job_command` cannot say, in sentences."""
+    """Sentences about settings of the job that the command of `job_command` cannot contain."""
     notes: list[str] = []
     if len(engines) > 1:
         notes.append(
@@ -55,25 +55,25 @@ def omitted_options(job: Job, home: str | None, engines: Sequence[str] = ()) -> 
         )
     elif engines and home is None:
         notes.append(
-            f"The job was made on the engine {engines[0]}: the workers of the next one need {ENGINE}={engines[0]}."
+            f"The job was made on the engine {engines[0]}: workers of a new job need {ENGINE}={engines[0]}."
         )
     if job.input_uri == "-":
-        notes.append("The input came from standard input: give the same lines again.")
+        notes.append("The input was standard input: give the same lines again.")
     roles = (job.spec.generation.roles or {}).values()
     if any(one != Generation(voice=one.voice) for one in roles):
-        notes.append("Its generation has settings that no option has; see `spec` in the JSON.")
+        notes.append("The job has generation settings without an option; see `spec` in the JSON.")
     card, revision = _card(job.spec.model), job.spec.model_revision
     if revision and (card is None or card.revision != revision):
-        notes.append(f"The job was made with revision {revision} of the model, which is not the one here.")
+        notes.append(f"The job was made with revision {revision} of the model, which is not installed here.")
     if job.spec.stored_voices is not msgspec.UNSET:
         notes.append(
-            f"Stored voices are taken as they are then: {', '.join(sorted(job.spec.stored_voices))}."
+            f"The command uses the current recordings of stored voices: {', '.join(sorted(job.spec.stored_voices))}."
         )
     return notes
 
 
 def _card(model: str) -> ModelCard | None:
-    """The model's card; None: it is not here."""
+    """The model's card; None: not installed."""
     from pipelines.registry import describe
 
     try:
@@ -83,7 +83,7 @@ def _card(model: str) -> ModelCard | None:
 
 
 def _of_options(job: Job) -> Iterator[str]:
-    """The model, and each other option that is not as usual."""
+    """The model, and each other option that is not the default."""
     made, usual, known = options_of(job.spec, job), usual_options(), flags()
     for name, value in {**made.pop("generation"), **made}.items():
         if value is None or (value == usual.get(name) and name != "model"):
@@ -99,8 +99,8 @@ def _of_options(job: Job) -> Iterator[str]:
 
 
 def _of_quality(spec: JobSpec) -> Iterator[str]:
-    """The preset that is nearest to the checks, and their differences. A submit takes the pace from the
-    model itself."""
+    """The preset that is nearest to the checks, with the differences. A submit takes the pace from the
+    model."""
     if spec.quality is None:
         yield from ("--qa", "off")
         return
@@ -119,8 +119,7 @@ def _of_quality(spec: JobSpec) -> Iterator[str]:
 def _changes(
     before: Mapping[str, Any], after: Mapping[str, Any], path: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of each difference: `false` for a bound or a meter that is taken out, `null` for
-    a side without a limit."""
+    """Yields (dotted key, value) of each difference: `false` removes a bound or a meter, `null` a limit."""
     for key in {**before, **after}:
         here, old, new = f"{path}{key}", before.get(key), after.get(key)
         is_limit = here.count(".") == _LONGEST_KEY_DOTS

@@ -1,4 +1,4 @@
-"""Every option of a job: the one table that the command line, Python, schedules and `nightjar show` read."""
+"""The table of all job options, which the command line, Python, schedules and `nightjar show` read."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ JOB, KEYS, MESSAGES = "Job", "Keys of --set", "Messages"
 
 
 class InputOptions(TypedDict, total=False):
-    """What is read, and how the audio is written."""
+    """Options of the input and of the audio files."""
 
     format: AudioFormat
     """Audio format: wav, flac, mp3 or opus."""
     input_format: AskedFormat
-    """How INPUT is written. `auto`: as its first lines or its name say."""
+    """Format of INPUT. `auto`: recognized by its first lines or its name."""
     columns: Mapping[str, str]
     """Column of a table that holds a field, for example text=sentence. Can be given more than once."""
     limit: Annotated[int, Field(ge=1)]
@@ -48,7 +48,7 @@ class InputOptions(TypedDict, total=False):
 
 
 class ModelOptions(TypedDict, total=False):
-    """Who speaks, and how."""
+    """Options of the model and the voice."""
 
     model: str | Path
     """Name of a model, or path of a checkpoint folder. See `nightjar models`."""
@@ -64,15 +64,15 @@ class ModelOptions(TypedDict, total=False):
     """Voice for a speaker of a table, or of Kaldi's utt2spk; `*` is every other speaker. Can be given
     more than once."""
     speak: Literal["auto", "user", "assistant", "all"]
-    """Whose texts become speech. `auto`: the assistant's texts that have no audio; if the dialogue has
-    none, the user's texts."""
+    """Role whose texts become speech. `auto`: the assistant's texts without audio; if there are none, the
+    user's texts."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)]
-    """Seed of the job. The same seed gives the same noise; on a GPU equal bits need the reproducible
+    """Seed of the job. The same seed gives the same noise; on a GPU, identical audio needs the reproducible
     mode."""
 
 
 class CheckOptions(TypedDict, total=False):
-    """What the speech has to pass."""
+    """Options of the quality checks."""
 
     qa: Literal["off", "basic", "strict"]
     """Quality checks: off, basic or strict."""
@@ -83,13 +83,13 @@ class CheckOptions(TypedDict, total=False):
 
 
 class OwnOptions(TypedDict, total=False):
-    """What is said of the job itself."""
+    """Options of the job itself."""
 
     sample_rate: Annotated[int, Field(ge=8_000, le=48_000)]
     """Sample rate of the audio, 8000 to 48000. mp3 and opus hold only some rates. [default: the
     model's]"""
     pack: bool
-    """Store the audio of many items in one object, a pack (tar), for stores that charge or throttle by
+    """Store the audio of many items in one object, a pack (tar), for stores that charge or throttle per
     object."""
     name: str
     """Display name of the job."""
@@ -103,7 +103,7 @@ class OwnOptions(TypedDict, total=False):
 
 
 class SetOptions(TypedDict, total=False):
-    """What the command line takes with `--set`."""
+    """Options that the command line takes with `--set`."""
 
     weight: Annotated[int, Field(ge=1, le=1000)]
     """Share of the workers among jobs of the same priority."""
@@ -117,14 +117,13 @@ class SetOptions(TypedDict, total=False):
 
 @with_config(ConfigDict(extra="forbid"))
 class JobOptions(InputOptions, ModelOptions, CheckOptions, OwnOptions, SetOptions, total=False):
-    """What one may say about a job: the options of `nightjar run` and `nightjar submit`, with their
-    defaults. A docstring is the option's help."""
+    """The options of `nightjar run` and `nightjar submit`. The docstring of an option is its help."""
 
     generation: Mapping[str, Any]
     """Other keys of `generation`, such as `temperature` or `max_seconds`."""
 
 
-#: The options by the headings under which `nightjar run --help` has them, and other headings there, in order.
+#: The headings of `nightjar run --help`, in order, with their options.
 GROUPS: dict[str, Any] = {
     "Input and output": InputOptions,
     "Model and voice": ModelOptions,
@@ -133,7 +132,7 @@ GROUPS: dict[str, Any] = {
     KEYS: SetOptions,
     MESSAGES: None,
 }
-#: What stands for a value, where it is no NAME, number N or choice.
+#: Metavars of options other than NAME, N and choices.
 _METAVARS = {
     "model": "MODEL",
     "instruct": "TEXT",
@@ -159,27 +158,27 @@ class Flag:
     metavar: str | None
 
 
-#: Of `Generation`: what has an option of its own, and what `--set` takes.
+#: Fields of `Generation` with their own option, and those that `--set` takes.
 OWN_OPTION = ("voice", "language", "instruct")
 GENERATION = {
-    "reference_text": "What is said in the recordings that lines bring along.",
+    "reference_text": "Text of the recordings that lines refer to.",
     "temperature": "Sampling temperature.",
     "top_k": "Sample from the N most likely codes.",
     "top_p": "Sample from the smallest set of codes with this total probability.",
     "repetition_penalty": "Penalty for repeated codes; 1 is none.",
-    "cfg": "Scale of classifier-free guidance; 1 or less is none.",
+    "cfg": "Scale of classifier-free guidance; 1 or less turns it off.",
     "max_seconds": "Maximum audio seconds of an item.",
     "mode": "Output of models that write text and audio: text_only or text_audio.",
-    "text_temperature": "Their temperature for text; overrides temperature.",
-    "audio_temperature": "Their temperature for audio; overrides temperature.",
-    "audio_top_k": "Their top_k for audio; overrides top_k.",
-    "max_tokens": "Maximum steps of their answer: text tokens and audio frames together.",
+    "text_temperature": "Temperature of these models for text; overrides temperature.",
+    "audio_temperature": "Temperature of these models for audio; overrides temperature.",
+    "audio_top_k": "The top_k of these models for audio; overrides top_k.",
+    "max_tokens": "Maximum steps of an answer of these models: text tokens and audio frames together.",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class SubmitOptions:
-    """What a person may say about a job beside its input and its spec."""
+    """The options of a job other than its input and its spec."""
 
     name: str = ""
     owner: str = ""
@@ -189,16 +188,16 @@ class SubmitOptions:
     max_in_flight: int | None = None
     error_budget: float | None = None
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
-    #: What a bad line does: it is left out and listed by `nightjar errors`, or the whole submit is undone.
+    #: `skip`: bad lines are left out and listed by `nightjar errors`; `abort`: they undo the submit.
     on_error: Literal["skip", "abort"] = "skip"
-    #: How the input writes its lines, for a spec that is not resolved.
+    #: The format of the input, for a spec that is not resolved.
     input_format: AskedFormat = "dialogues"
-    #: The same key is the same job; None: made from input, spec and store.
+    #: Identifies the job; None: made from input, spec and store.
     idempotency_key: str | None = None
 
 
 class OptionError(ValueError):
-    """An option that does not exist or cannot be used, and why."""
+    """An unknown option, or one whose value cannot be used."""
 
     def __init__(self, name: str, reason: str, value: object = None, *, unknown: bool = False) -> None:
         super().__init__(reason)
@@ -217,35 +216,33 @@ def _adapter() -> TypeAdapter[JobOptions]:
 
 
 def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options as their types, texts for numbers too; None counts as not given. Raises `OptionError`."""
+    """Converts options to their types, also from text; None means not given. Raises `OptionError`."""
     given = plain_numbers({name: value for name, value in options.items() if value is not None})
     try:
         return {**_adapter().validate_python(given)}
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        # What follows the option is a key, or a type that was tried.
-        inside = isinstance(given.get(str(first["loc"][0])), Mapping)
-        name = ".".join(map(str, first["loc"][: 2 if inside else 1]))
-        said = "Input should be a list" if first["type"] == "sequence_str" else first["msg"]
-        raise OptionError(name, said, first["input"], unknown=first["type"] == "extra_forbidden") from None
+        # The option is followed by a key of a mapping, or by a type that was tried.
+        is_mapping = isinstance(given.get(str(first["loc"][0])), Mapping)
+        name = ".".join(map(str, first["loc"][: 2 if is_mapping else 1]))
+        reason = "Input should be a list" if first["type"] == "sequence_str" else first["msg"]
+        raise OptionError(name, reason, first["input"], unknown=first["type"] == "extra_forbidden") from None
 
 
 def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """As `read_options`. Raises `config.invalid`."""
+    """Like `read_options`, but raises `config.invalid`."""
     try:
         return read_options(options)
     except OptionError as fault:
         if fault.unknown:
             raise unknown_name("option", fault.name, hints()) from None
         message = f"The option {fault.name} is {fault.value!r:.100}: {fault.reason}."
-        raise invalid(message, "Correct it; docs/python.md says what the options are.") from None
+        raise invalid(message, "Correct it; docs/python.md lists the options.") from None
 
 
 def checked_generation(asked: Mapping[str, Any]) -> Generation:
-    """The settings of a `generation`, of which numbers may be texts.
-
-    Raises `config.invalid` for a key that does not exist, and for a value of a wrong type.
-    """
+    """Converts the settings of a `generation`, also from text. Raises `config.invalid` for an unknown key and
+    for a value of a wrong type."""
     try:
         return msgspec.convert(plain_numbers(asked), Generation, strict=False)
     except msgspec.ValidationError as error:
@@ -254,12 +251,12 @@ def checked_generation(asked: Mapping[str, Any]) -> Generation:
 
 
 def plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values, with NumPy's numbers as Python's: those of an array are as good as typed ones."""
+    """Converts NumPy's numbers to Python's."""
     return {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:
-    """The error of a name that there is not, with the nearest and all that there are."""
+    """The error of an unknown name, with the nearest and all known names."""
     names = list(known)
     advice = f"{nearest(name, names)}The {what.partition(' ')[0]}s are: {', '.join(names)}."
     return invalid(f"There is no {what} {name!r:.100}.", advice)
@@ -267,7 +264,7 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:
 
 @cache
 def flags() -> dict[str, Flag]:
-    """The options that have a flag of their own."""
+    """The options that have their own flag."""
     found: dict[str, Flag] = {}
     for heading, group in GROUPS.items():
         for name, kind in get_type_hints(group).items() if group not in (None, SetOptions) else ():
@@ -288,12 +285,12 @@ def help_of(name: str) -> str:
 
 
 def settable() -> dict[str, str]:
-    """What `--set` takes, with its help: options without a flag, and settings of a generation."""
+    """The keys of `--set` with their help: options without a flag, and settings of a generation."""
     return field_docs(SetOptions) | GENERATION
 
 
 def job_of(options: Mapping[str, Any], owner: str = "") -> tuple[JobSpec, SubmitOptions]:
-    """What of the options, as `read_options` gives them, is the job's spec, and what is not. Raises
+    """Divides options, as `read_options` returns them, into the job's spec and the other options. Raises
     `config.invalid`."""
     given = {"input_format": "auto", **options}
     asked = {**given.pop("generation", {}), **{key: given.pop(key) for key in OWN_OPTION if key in given}}
@@ -314,13 +311,13 @@ def job_of(options: Mapping[str, Any], owner: str = "") -> tuple[JobSpec, Submit
 
 
 def _taken(given: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Takes out the options that are fields of this type."""
+    """Removes and returns the options that are fields of this type."""
     return {name: given.pop(name) for name in kind.__struct_fields__ if name in given}
 
 
 def options_of(spec: JobSpec, job: Job | SubmitOptions) -> dict[str, Any]:
-    """The options that a job was made with, apart from those of its checks, its `on_error` and its key;
-    None for what was not said."""
+    """The options that a job was made with, except those of its checks, `on_error` and its key; None: not
+    given."""
     reading = spec.reading or Reading()
     found = {
         name: next(
@@ -348,7 +345,7 @@ def options_of(spec: JobSpec, job: Job | SubmitOptions) -> dict[str, Any]:
 
 
 def usual_options() -> dict[str, Any]:
-    """The defaults, of the options of checks and of bad lines too."""
+    """The defaults of the options."""
     return options_of(JobSpec(DEFAULT_MODEL), SubmitOptions()) | {
         "qa": DEFAULT,
         "on_error": SubmitOptions().on_error,
@@ -356,7 +353,7 @@ def usual_options() -> dict[str, Any]:
 
 
 def user_name() -> str:
-    """The name of who submits; empty: nobody knows it."""
+    """The name of the user; empty if unknown."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):

@@ -1,5 +1,5 @@
-"""Which lines of an input become items: they can be decoded, the model can do what they ask for, their
-reference audio can be read."""
+"""Checks which lines of an input become items: they can be decoded, the model supports what they need, and
+their reference audio can be read."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from pipelines.registry import ModelCard
 from pipelines.request import Generation, Message, SpokenRole
 from pipelines.validation import SpeechTask, is_visible, own_voice, speech_task
 
-#: Bad lines that an input may have, and more for each good one: a small archive can hold billions.
+#: Maximum number of bad lines, and the addition for each good one: a small archive can hold billions.
 MAX_REFUSED_LINES, MAX_REFUSED_LINES_EACH = 1_000_000, 10
-#: Faults of a line that the job's own settings cannot be blamed for.
+#: Faults of a line that the job's settings do not cause.
 _LINE_FAULTS = {ErrorCode.INPUT_AUDIO_MISSING, ErrorCode.INPUT_REFERENCE_TEXT}
 
-#: What a line lacks whose voice nobody knows.
+#: Faults of a line with an unknown voice.
 _VOICE_FAULTS = {ErrorCode.INPUT_UNKNOWN_VOICE, ErrorCode.INPUT_AUDIO_MISSING}
 
 #: The store's key for the audio content of a line; raises `InputError`.
@@ -36,7 +36,7 @@ _ROLES: dict[Speak, tuple[SpokenRole, ...]] = {"user": ("user",), "assistant": (
 
 
 class GoodLine(msgspec.Struct, frozen=True, gc=False):
-    """A line that becomes an item, or one for each of its turns that are spoken."""
+    """A line that becomes an item, or one item per spoken turn."""
 
     line: int
     example_id: str
@@ -47,7 +47,7 @@ class GoodLine(msgspec.Struct, frozen=True, gc=False):
     references: Mapping[int, str]
     #: Places of the messages that are spoken; None: the item is the whole dialogue.
     turns: tuple[int, ...] | None = None
-    #: How many items it becomes.
+    #: Number of its items.
     items: int = 1
 
 
@@ -62,11 +62,11 @@ class LineChecker:
         voices: JobVoices | None = None,
         id_key: str = "example_id",
     ) -> None:
-        """`speak`: whose turns are spoken; `answer`: a line is one item, which the model makes of the whole
-        dialogue. `voices`: with the stored ones that lines may name. `id_key`: what lines call the id of an
-        example.
+        """`speak`: the role whose turns are spoken; `answer`: a line is one item, the model's answer to the
+        whole dialogue. `voices`: with the stored voices that lines may name. `id_key`: the name of the
+        example's id in the input.
 
-        Raises `InputError` when the defaults ask for what the model cannot do.
+        Raises `InputError` if the model does not support the defaults.
         """
         self._capabilities = card.capabilities
         self._voices = JobVoices(card) if voices is None else voices
@@ -76,18 +76,18 @@ class LineChecker:
         self._speak: Speak = speak
         self.id_key = id_key
         self._ms_per_character = card.seconds_per_character * 1000
-        wholes = (
+        by_role = (
             [defaults]
             if speak == "answer"
             else [defaults.of(role) for role in _ROLES.get(speak, ("user", "assistant"))]
         )
-        # Each is looked at: any may hold what no line can mend.
-        passed = [self._passes(generation) for generation in wholes]
+        # All are checked: each may have settings that no line can correct.
+        passed = [self._passes(generation) for generation in by_role]
         self._plain_lines_pass = all(passed)
 
     def _passes(self, generation: Generation) -> bool:
-        """Whether a line of plain text passes with these settings. Raises `InputError` for what no line
-        can mend."""
+        """Whether a line of plain text passes with these settings. Raises `InputError` for settings that no
+        line can correct."""
         try:
             self._task([Message("user", "text", "a")], generation, None)
         except InputError as error:
@@ -99,25 +99,25 @@ class LineChecker:
     def checked(
         self, records: Records, reference_key: ReferenceKey, after_line: int = 0
     ) -> Iterator[tuple[int, list[GoodLine], list[RejectedLine]]]:
-        """The records after the first `after_line` lines, as `check` does of some at a time; number of the
-        last line. Raises `input.wrong_format` where hardly any line is good."""
+        """Checks the records after line `after_line` in batches; yields the number of a batch's last line and
+        its good and rejected lines. Raises `input.wrong_format` if few lines are good."""
         left = MAX_REFUSED_LINES
         for batch in batches_of(records.lines(), BATCH_LINES, BATCH_BYTES, after_line):
             good, rejected = self.check(batch, reference_key)
             left += len(good) * MAX_REFUSED_LINES_EACH - len(rejected)
             if left < 0:
-                message = f"More than {MAX_REFUSED_LINES:,} lines of the input are refused, and hardly any other is good."
-                advice = f"See what the file is. Line {rejected[-1].line}: {rejected[-1].message}"
+                message = f"More than {MAX_REFUSED_LINES:,} lines of the input are refused, and few are good."
+                advice = f"Check the file. Line {rejected[-1].line}: {rejected[-1].message}"
                 raise InputError(ErrorCode.INPUT_WRONG_FORMAT, message, advice)
             yield batch.first + len(batch.lines) - 1, good, rejected
 
     def check(
         self, batch: LineBatch, reference_key: ReferenceKey
     ) -> tuple[list[GoodLine], list[RejectedLine]]:
-        """The lines of a batch in order; blank ones are left out, and of lines with one example_id the
-        first is good.
+        """Checks the lines of a batch, in order. Blank lines are left out; of lines with the same example_id
+        only the first is good.
 
-        `reference_key` turns the audio content of a line into a key of the store, or raises `InputError`.
+        `reference_key` maps the audio content of a line to a key of the store, or raises `InputError`.
         """
         good: list[GoodLine] = []
         rejected: list[RejectedLine] = []
@@ -152,7 +152,8 @@ class LineChecker:
     def _accept(
         self, dialogue: Dialogue, reference_key: ReferenceKey
     ) -> tuple[int, Mapping[int, str], tuple[int, ...] | None]:
-        """Characters to speak, keys of the references, and the turns. Raises `InputError`."""
+        """The number of characters to speak, the keys of the references, and the turns. Raises
+        `InputError`."""
         messages, generation = dialogue.messages, dialogue.generation or _NO_GENERATION
         turns, heard = turns_and_recordings(messages, self._speak)
         if turns is None:
@@ -164,13 +165,13 @@ class LineChecker:
             others = [message[1] for message in messages if message[1] not in ("text", "audio")]
             other = f", but a message of modality {others[0]!r}" if others else ""
             what = {"user": "user text", "assistant": "assistant text"}.get(self._speak, "text to speak")
-            advice = "Give the line such a text message, or speak others with --speak."
+            advice = "Add such a text message to the line, or choose another role with --speak."
             raise InputError(ErrorCode.INPUT_EMPTY_TEXT, f"The dialogue has no {what}{other}.", advice)
         return characters, {place: reference_key(messages[place][2]) for place in heard}, turns
 
     def _characters(self, dialogue: Dialogue, generation: Generation, turn: int, numbered: bool) -> int:
-        """Characters of a turn. Raises `InputError` with what a person needs to find the turn, if
-        `numbered`, and with advice for it."""
+        """The number of characters of a turn. Raises `InputError`, with the place of the turn if
+        `numbered`."""
         role = cast("SpokenRole", dialogue.messages[turn][0])
         try:
             own = generation.of(role)
@@ -184,13 +185,13 @@ class LineChecker:
             raise InputError(error.code, f"{where}{error.message}", advice) from None
 
     def _spoken(self, task: SpeechTask) -> int:
-        """Characters of a text that the model speaks. Raises `InputError`."""
+        """The number of characters of a text that the model can speak. Raises `InputError`."""
         if self._check_text is not None:
             self._check_text(task.text)
         return len(task.text)
 
     def _task(self, messages: Sequence[Message], generation: Generation, own: str | None) -> SpeechTask:
-        """The task of a turn; `own` is the voice that its line asks for. Raises `InputError`."""
+        """The task of a turn; `own`: the voice of its line. Raises `InputError`."""
         messages, said = in_stored_voice(messages, generation, own, self._voices.frozen)
         try:
             return speech_task(messages, said, self._capabilities)
@@ -204,8 +205,8 @@ class LineChecker:
             raise
 
     def _plain_turn(self, dialogue: Dialogue) -> tuple[int] | None:
-        """The verdict of `_accept_turns` at a third of its time for what most lines are, text alone of
-        which one message is spoken and passes; None: ask there."""
+        """Does the work of `_accept` in a third of its time for most lines, which are text with one valid
+        spoken message; None: use `_accept`."""
         speak = self._speak
         if speak == "answer" or dialogue.generation is not None or not self._plain_lines_pass:
             return None
@@ -237,18 +238,18 @@ class LineChecker:
 
 
 def duplicate(example_id: str, key: str) -> InputError:
-    """The error of a line whose example_id an earlier line has; `key` is what the line calls it."""
+    """The error of a line with the example_id of an earlier line; `key`: the name of the id in the input."""
     message = f"An earlier line has the {key} {clean(example_id, 100)!r}."
-    return InputError(ErrorCode.INPUT_DUPLICATE_ID, message, "Give every line its own.")
+    return InputError(ErrorCode.INPUT_DUPLICATE_ID, message, "Give every line a unique id.")
 
 
 def duplicate_lines(lines: Sequence[GoodLine], key: str) -> list[RejectedLine]:
-    """Lines whose ids earlier lines have, as `duplicate`."""
+    """The rejected lines of lines with ids of earlier lines."""
     return [rejected_line(line.line, duplicate(line.example_id, key), line.example_id) for line in lines]
 
 
 def aborted_by(line: RejectedLine, outcome: str) -> InputError:
-    """The error of an input that one bad line refuses; `outcome` says what became of the others."""
+    """The error of an input that is refused because of one bad line; `outcome`: the fate of the others."""
     return InputError(
         line.code, f"Line {line.line}: {line.message}", f"{outcome}; `--on-error skip` leaves such lines out."
     )

@@ -1,4 +1,5 @@
-"""Packs: tar files with the audio and texts of many items, for stores that charge or throttle by object.
+"""Packs: tar files with the audio and texts of many items, for stores that charge or throttle by object. Workers
+write them (`worker.pack_writer`); this module reads them.
 
     jobs/ID/packs/000003-1-0-9f86d081884c7d65.tar
         jobs/ID/audio/00000/000000512-talk.flac     each member has the key of a separate object
@@ -12,14 +13,11 @@ takes one ranged request.
 
 from __future__ import annotations
 
-import tarfile
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, TypeVar
-
-import msgspec
 
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, StoreError
@@ -32,62 +30,6 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-_BLOCK_BYTES = tarfile.BLOCKSIZE
-_encode = msgspec.json.Encoder().encode
-
-
-class PackMember(msgspec.Struct, frozen=True):
-    """One line of a pack's index."""
-
-    #: The member's name: the key that it would have as a separate object.
-    key: str
-    #: Offset of its bytes in the pack.
-    offset: int
-    bytes: int
-    sha256: str
-    #: Index and example id of its item.
-    index: int
-    example_id: str
-
-
-class PackBuilder:
-    """Builds one pack in memory. Equal members give equal bytes: owner 0, date 1970."""
-
-    def __init__(self) -> None:
-        self._chunks: list[bytes] = []
-        self._members: list[PackMember] = []
-        #: Size so far.
-        self.bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._members)
-
-    def add(self, key: str, data: bytes, *, sha256: str, index: int, example_id: str) -> int:
-        """Adds a member. Returns the offset of its bytes in the pack."""
-        offset = self._append(key, data)
-        self._members.append(PackMember(key, offset, len(data), sha256, index, example_id))
-        return offset
-
-    def finish(self, index_name: str) -> bytes:
-        """The complete pack, with its index as the last member. The builder cannot be used again."""
-        self._append(index_name, b"".join([_encode(member) + b"\n" for member in self._members]))
-        # The end of an archive: two empty blocks.
-        self._chunks.append(bytes(2 * _BLOCK_BYTES))
-        whole = b"".join(self._chunks)
-        # Only one copy stays in memory during the put.
-        self._chunks.clear()
-        return whole
-
-    def _append(self, name: str, data: bytes) -> int:
-        member = tarfile.TarInfo(name)
-        member.size = len(data)
-        # The header has several blocks if the name is not ASCII or too long for the old format.
-        header = member.tobuf(tarfile.PAX_FORMAT)
-        padding = bytes(-len(data) % _BLOCK_BYTES)
-        self._chunks += (header, data, padding)
-        offset = self.bytes + len(header)
-        self.bytes = offset + len(data) + len(padding)
-        return offset
 
 
 def read_artifact(store: ObjectStore, artifact: StoredArtifact) -> bytes:

@@ -1,8 +1,7 @@
-"""What a job was made with: kept in the store as `jobs/<job>/provenance.json`, once for each kind of
-worker that took part.
+"""The provenance of a job, in the store as `jobs/<job>/provenance.json`: one record for each kind of worker.
 
-Equal workers write equal bytes, so the first one's record is every one's; a worker with other libraries or
-another model adds `provenance.2.json`.
+Equal workers write equal bytes, so they share a record; a worker with other libraries or another model adds
+`provenance.2.json`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from pipelines.errors import ErrorCode, ModelError, StoreError
 from pipelines.registry import describe
 from pipelines.request import EngineInfo, Pipeline
 
-#: Libraries that can change what a job's audio sounds like, or which of its draws is kept.
+#: Libraries that can change a job's audio, or the choice of its draws.
 LIBRARIES = tuple(
     sorted(
         {
@@ -53,28 +52,27 @@ class ModelFile(msgspec.Struct, frozen=True):
 
 
 class ModelProvenance(msgspec.Struct, frozen=True):
-    """The model of a job as a worker found it."""
+    """The model of a job on a worker."""
 
     name: str
     family: str
     engine: str
-    #: A hub commit, a digest of the folder or a package version; empty where nothing is known.
+    #: A hub commit, a digest of the folder or a package version; empty if unknown.
     revision: str
-    #: Of a checkpoint folder; a hub's model is pinned by its revision, a package's by its version.
+    #: Files of a checkpoint folder; a model of a hub or a package is pinned by its revision.
     files: tuple[ModelFile, ...] = ()
 
 
 class EngineProvenance(msgspec.Struct, frozen=True):
-    """What of an engine decides which bits it makes. Pages and waiting rooms do not, and are in the
-    worker's log and metrics."""
+    """The properties of an engine that decide the bits of its speech. Others are in the worker's log and
+    metrics."""
 
     executor: str
     kernels: str
     dtype: str
     #: Whether equal requests give equal bits in every batch. If not, rounding depends on the batch.
     reproducible: bool
-    #: On a GPU the largest batch, whose size decides which kernels run; 0 on a CPU, where speech does not
-    #: depend on it.
+    #: Maximum batch on a GPU, which decides the kernels; 0 on a CPU, where speech does not depend on it.
     slots: int
 
     @classmethod
@@ -84,7 +82,7 @@ class EngineProvenance(msgspec.Struct, frozen=True):
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
-    """One record. Nothing in it depends on the time or on which of several equal machines wrote it."""
+    """A record, which depends neither on the time nor on which of several equal machines wrote it."""
 
     schema: str = "nightjar.provenance/1"
     job: str
@@ -93,20 +91,19 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     spec: JobSpec
     spec_sha: str
     model: ModelProvenance
-    #: `worker` for who made the audio; `export` where no worker left a record, and libraries are the
-    #: exporter's.
+    #: `worker`: the maker of the audio; `export`: no worker left a record, and libraries are the exporter's.
     recorded_by: str
     nightjar: str
-    #: Git commit of Nightjar with `+` where its files were changed; None while not known.
+    #: Git commit of Nightjar, with `+` if its files were changed; None if unknown.
     commit: str | None
     python: str
     machine: str
     #: Name of the accelerator; empty without one.
     device: str
     libraries: dict[str, str]
-    #: None for an exporter's record, and one of an earlier version.
+    #: None in an exporter's record, and in one of an earlier version.
     engine: EngineProvenance | None = None
-    #: What encoded the audio of a job in a lossy format, whose bytes depend on its version.
+    #: Encoder of a lossy format, with its version, which decides the bytes.
     encoder: str | msgspec.UnsetType = msgspec.UNSET
     seeds: str = SEEDS
 
@@ -119,14 +116,14 @@ def provenance_key(job_id: str) -> str:
 def provenance(
     job: Job, recorded_by: str, model: ModelProvenance, info: EngineInfo | None = None
 ) -> Provenance:
-    """The record of this process; `info` is that of a worker's engine."""
+    """Makes the record of this process; `info`: the engine of a worker."""
     return Provenance(
         job=job.id,
         input_uri=job.input_uri,
         input_sha256=job.input_sha256,
         spec=job.spec,
         spec_sha=job.spec_sha,
-        # What ran it, where a model has a choice.
+        # The engine that ran the model, if it has a choice.
         model=model
         if info is None or not info.engine
         else msgspec.structs.replace(model, engine=info.engine),
@@ -143,7 +140,7 @@ def provenance(
 
 
 def model_provenance(model: str) -> ModelProvenance:
-    """The model as it is here. Hashes the files of a checkpoint folder, once a process. Raises
+    """The model on this machine. Hashes the files of a checkpoint folder, once per process. Raises
     `ModelError`."""
     card = describe(model)
     return ModelProvenance(card.name, card.family, card.engine, card.revision, _model_files(card.name))
@@ -163,26 +160,26 @@ def _model_files(model: str) -> tuple[ModelFile, ...]:
 
 
 def put_provenance(store: ObjectStore, job: Job, info: EngineInfo) -> ObjectInfo:
-    """Keeps a worker's record in the store of the job; an equal one that is there is adopted. Raises
-    `ModelError`, `StoreError`."""
+    """Puts a worker's record into the store of the job, unless an equal one exists. Raises `ModelError`,
+    `StoreError`."""
     record = provenance(job, "worker", model_provenance(job.spec.model), info)
     data = msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
-    return put_numbered(store, provenance_key(job.id), data).info
+    return put_numbered(store, provenance_key(job.id), data)
 
 
 _decode = msgspec.json.Decoder(Provenance).decode
 
 
 class ProvenanceWriter:
-    """Writes a worker's record of each job it takes part in, once for each kind of engine. May be called
-    from any thread."""
+    """Writes a worker's record of each of its jobs, once for each kind of engine; thread-safe."""
 
     def __init__(self) -> None:
         self._written: set[tuple[str, EngineProvenance]] = set()
         self._lock = threading.Lock()
 
     def note(self, store: ObjectStore, job: Job, info: EngineInfo) -> None:
-        """Raises `ModelError` and `StoreError`; the next call then tries again."""
+        """Writes the record, unless it is written already. Raises `ModelError` and `StoreError`; the next call
+        then tries again."""
         key = job.id, EngineProvenance.of(info)
         with self._lock:
             if key not in self._written:
@@ -191,15 +188,15 @@ class ProvenanceWriter:
 
 
 def read_records(store: ObjectStore, job: Job) -> list[Provenance]:
-    """The records that workers left, in order. Raises `StoreError`, `store.conflict` for an object that is
-    no record."""
+    """Reads the workers' records, in order. Raises `StoreError`, with `store.conflict` for an object that is
+    not a record."""
     found: list[Provenance] = []
     while store.head(key := numbered_key(provenance_key(job.id), len(found) + 1)) is not None:
         data = store.get(key)
         try:
             found.append(_decode(data))
         except ValueError as error:
-            message = f"The object {key} is not a record of what the job was made with."
+            message = f"The object {key} is not a provenance record."
             raise StoreError(
                 ErrorCode.STORE_CONFLICT, message, "Restore it from a backup, or remove it."
             ) from error
@@ -207,7 +204,7 @@ def read_records(store: ObjectStore, job: Job) -> list[Provenance]:
 
 
 def exporter_record(job: Job) -> Provenance:
-    """The record of a process that exports a job of which no worker left one; its model need not be here."""
+    """The record of a process that exports a job without a worker's record; its model may be missing."""
     try:
         model = model_provenance(job.spec.model)
     except ModelError:
@@ -217,8 +214,8 @@ def exporter_record(job: Job) -> Provenance:
 
 @lru_cache(maxsize=1)
 def commit() -> str | None:
-    """The commit of the running code: what pip recorded when it installed from git, or that of the
-    checkout around it."""
+    """The commit of the running code: the one that pip recorded for an installation from git, or that of the
+    checkout."""
     try:
         recorded = json.loads(distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
     except PackageNotFoundError:
@@ -258,9 +255,8 @@ def _accelerator(info: EngineInfo) -> str:
 
 @contextmanager
 def reopened_model(store: ObjectStore, job: Job, say: Callable[[str], None]) -> Iterator[Pipeline]:
-    """The model of a job, on the engine that its records name where the model has a choice. `say` gets a
-    sentence where it, or what encodes its audio, is another version by now, and where the records name more
-    than one engine: none says which one made what."""
+    """Opens the model of a job, on the recorded engine if the model has a choice. `say` gets a sentence if the
+    model or the encoder has another version now, and if the records have several engines."""
     card = describe(job.spec.model)
     made_by = [record for record in read_records(store, job) if record.recorded_by == "worker"]
     encoders = {record.encoder for record in made_by if record.encoder is not msgspec.UNSET}
@@ -270,11 +266,11 @@ def reopened_model(store: ObjectStore, job: Job, say: Callable[[str], None]) -> 
     ):
         if then - {here}:
             before = " and ".join(sorted(one or "unknown" for one in then))
-            say(f"The {what} was {before} and is {here or 'unknown'} here, which may make other bytes.")
+            say(f"The {what} was {before} and is {here or 'unknown'} here, so bytes may differ.")
     engines = sorted({record.model.engine for record in made_by} & set(card.engines))
     if len(engines) > 1:
         say(
-            f"The job was made on the engines {' and '.join(engines)}, and no record says which made what; the one here is {card.engine}."
+            f"The job was made on the engines {' and '.join(engines)}, and the records do not say which item was made on which; this machine uses {card.engine}."
         )
     options = {"engine": engines[0]} if len(engines) == 1 else {}
     with closing(registry.open_pipeline(job.spec.model, **options)) as pipeline:

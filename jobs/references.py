@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from jobs.dialogue import clean
-from jobs.layout import is_reference_key, reference_key, references_prefix
+from jobs.layout import is_reference_key, put_hashed, reference_key, references_prefix
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, InputError, StoreError
 
@@ -123,10 +123,7 @@ def checked_audio(data: bytes, name: str, check: Callable[[bytes], None] | None 
 def put_reference(store: ObjectStore, job_id: str, audio: ReferenceAudio) -> str:
     """Stores an audio file of a job, once per content; returns its key. Raises `StoreError`."""
     key = reference_key(job_id, audio.sha256, audio.ext)
-    if store.put(key, audio.data).info.sha256 != audio.sha256:
-        # The key contains the hash, so an object with another hash is damaged, for example by a power cut.
-        store.delete(key)
-        store.put(key, audio.data)
+    put_hashed(store, key, audio.data, audio.sha256)
     return key
 
 

@@ -1,5 +1,4 @@
-"""Where the lines of a job come from: a file, standard input or S3, plain or compressed, as bounded
-batches of lines."""
+"""Reads the input of a job as lines: from a file, standard input or S3, plain or compressed."""
 
 from __future__ import annotations
 
@@ -32,28 +31,27 @@ if TYPE_CHECKING:
 
 #: A longer line is refused; its bytes are skipped without being held.
 MAX_LINE_BYTES = 1 << 20
-#: Blank lines that an input may have, and more for each other line: a small archive can hold billions.
+#: Maximum number of blank lines, and the addition for each other line: a small archive can hold billions.
 MAX_BLANK_LINES, MAX_BLANK_LINES_EACH = 1_000_000, 10
-#: Of the batches in which a whole input is gone through.
+#: Size of a batch of lines.
 BATCH_LINES, BATCH_BYTES = 10_000, 16 << 20
-#: Lines that are put into a batch before its bytes are counted.
+#: Lines that are added to a batch before its bytes are counted.
 _LINES_AT_ONCE = 16
 _CHUNK_BYTES = 1 << 20
-#: zstd makes at most 128 KiB of 4 bytes, so what one piece can swell to stays below 32 MiB.
+#: zstd expands 4 bytes to 128 KiB at most, so one piece expands to less than 32 MiB.
 _ZSTD_PIECE_BYTES = 1 << 10
 _ZSTD_MAX_WINDOW_BYTES = 1 << 27
 _BOM = b"\xef\xbb\xbf"
 
 
-#: A record of an input: a line, the JSON of a dialogue, or why there is none; None: it is longer than a line
-#: may be. Blank: no record.
+#: A record of an input: a line, the JSON of a dialogue, or a rejected line; None: the line is too long. Blank:
+#: no record.
 Record = bytes | RejectedLine | None
 
 
 @dataclass(frozen=True, slots=True)
 class LineBatch:
-    """Consecutive lines, or the records that stand in their places, or rows of Parquet; `first` counts
-    from 1."""
+    """Consecutive lines, or their records, or rows of Parquet; `first` counts from 1."""
 
     first: int
     lines: Sequence[Record]
@@ -63,24 +61,24 @@ class Source:
     """An input that can be read more than once. Made by `open_source`."""
 
     def __init__(self, file: BinaryIO, uri: str, folder: Path) -> None:
-        #: The bytes as they are stored, for a format that is no lines.
+        #: The stored bytes, for formats without lines.
         self.file = file
-        #: What a person calls it: an absolute path, `-`, or an `s3://` address.
+        #: An absolute path, `-`, or an `s3://` address.
         self.uri = uri
-        #: Relative paths in its lines start here.
+        #: Base of the relative paths in its lines.
         self.folder = folder
         with input_errors(uri):
             self.bytes = os.fstat(file.fileno()).st_size
             file.seek(0)
-            #: Hex SHA-256 of the bytes as they are stored, compressed or not.
+            #: Hex SHA-256 of the stored bytes, compressed or not.
             self.sha256 = sha256_of(file)
         self._identity = self._stat()
 
     def lines(self) -> Iterator[bytes | None]:
-        """The lines, decompressed; one longer than `MAX_LINE_BYTES` is None.
+        """The lines, decompressed; a line longer than `MAX_LINE_BYTES` is None.
 
-        Raises `input.unreadable` when the content cannot be read, is a damaged archive, or is blank lines
-        for the most part.
+        Raises `input.unreadable` if the content cannot be read, is a damaged archive, or consists mostly of
+        blank lines.
         """
         return chain.from_iterable(self._pieces())
 
@@ -92,7 +90,7 @@ class Source:
                 blank = len([line for line in lines if line is not None and (not line or line.isspace())])
                 blank_left += (len(lines) - blank) * MAX_BLANK_LINES_EACH - blank
                 if blank_left < 0:
-                    reason = f"has more than {MAX_BLANK_LINES:,} blank lines, and hardly any other"
+                    reason = f"has more than {MAX_BLANK_LINES:,} blank lines, and few other lines"
                     raise _unreadable(self.uri, reason, "Remove them.")
                 yield lines
 
@@ -104,14 +102,14 @@ class Source:
 
     @property
     def bytes_read(self) -> int:
-        """How far into `bytes` the reading has come."""
+        """Number of bytes that have been read."""
         return self.file.tell()
 
     def check_unchanged(self) -> None:
-        """Raises `input.unreadable` when the file was written to since it was opened."""
+        """Raises `input.unreadable` if the file has changed since it was opened."""
         if self._stat() != self._identity:
             raise _unreadable(
-                self.uri, "changed while it was read", "Submit it again when nothing writes to it any more."
+                self.uri, "changed while it was read", "Submit it again when it is no longer written to."
             )
 
     def _stat(self) -> tuple[int, int]:
@@ -122,7 +120,7 @@ class Source:
 def batches_of(
     records: Iterator[Record], max_lines: int, max_bytes: int, after_line: int = 0
 ) -> Iterator[LineBatch]:
-    """Records after the first `after_line` ones: in batches of at most `max_lines`, of about `max_bytes`."""
+    """Yields the records after line `after_line` in batches of up to `max_lines`, and about `max_bytes`."""
     batch: list[Record] = []
     size = 0
     next(islice(records, after_line, after_line), None)
@@ -138,7 +136,7 @@ def batches_of(
 
 
 def split_lines(stream: BinaryIO) -> Iterator[list[bytes | None]]:
-    """Lines without their newlines, some at a time; a byte order mark at the start is dropped."""
+    """Yields lines without their newlines, some at a time; a byte order mark at the start is dropped."""
     tail, skipping = b"", False
     head = stream.read(_CHUNK_BYTES)
     chunk = head.removeprefix(_BOM)
@@ -161,8 +159,8 @@ def split_lines(stream: BinaryIO) -> Iterator[list[bytes | None]]:
 
 
 def decompressed(file: BinaryIO) -> BinaryIO:
-    """The content of a plain, gzip or zstd file, told apart by its first bytes; reads stay bounded
-    whatever it swells to."""
+    """The content of a plain, gzip or zstd file, recognized by its first bytes; each read is bounded,
+    whatever the compression."""
     magic = file.read(4)
     file.seek(0)
     if magic[:2] == b"\x1f\x8b":
@@ -173,7 +171,7 @@ def decompressed(file: BinaryIO) -> BinaryIO:
 
 
 class _ZstdReader:
-    """Reads all frames of a zstd file, and notices when the last one is cut off."""
+    """Reads all frames of a zstd file, and detects a truncated last frame."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -188,7 +186,7 @@ class _ZstdReader:
             piece = self._input or self._file.read(_ZSTD_PIECE_BYTES)
             if not piece:
                 if self._frame is not None:
-                    raise EOFError("the last zstd frame is cut off")
+                    raise EOFError("the last zstd frame is truncated")
                 break
             frame = self._frame or self._context.decompressobj()
             out.write(frame.decompress(piece))
@@ -199,11 +197,8 @@ class _ZstdReader:
 
 @contextmanager
 def open_source(address: str, s3: S3Settings | None = None) -> Generator[Source, None, None]:
-    """Opens a path, `-` (standard input) or `s3://bucket/key`; what cannot be read twice is first copied
-    to a temporary file.
-
-    Raises `input.unreadable`, or `StoreError` when S3 cannot be reached.
-    """
+    """Opens a path, `-` (standard input) or `s3://bucket/key`; an input that cannot be read twice is first
+    copied to a temporary file. Raises `input.unreadable`, or `StoreError` if S3 cannot be reached."""
     path = Path(address).absolute()
     uri, folder, is_file = str(path), path.parent, False
     with ExitStack() as opened:
@@ -227,8 +222,8 @@ def open_source(address: str, s3: S3Settings | None = None) -> Generator[Source,
 
 
 def check_source(source: str) -> str:
-    """The input's name, if it can be written down, read, and has an end. Raises `input.unreadable` before
-    anything is made."""
+    """Checks that the input has a valid name, can be read, and ends, and returns it. Raises
+    `input.unreadable`."""
     try:
         source.encode()
     except UnicodeEncodeError:
@@ -248,7 +243,7 @@ def check_source(source: str) -> str:
 
 
 def rejected_line(line: int, error: InputError, example_id: str | None = None) -> RejectedLine:
-    """A line that becomes no item, with its example_id if it has a good one."""
+    """A line that becomes no item, with its example_id if that is valid."""
     return RejectedLine(line, error.code, clean(str(error)), example_id)
 
 
@@ -266,13 +261,13 @@ def empty_input() -> InputError:
     return InputError(
         ErrorCode.INPUT_NO_ITEMS,
         "The input is empty.",
-        "Give at least one record: a dialogue or a sentence a line, or a row.",
+        "Give at least one record: a line with a dialogue or a sentence, or a row.",
     )
 
 
 @contextmanager
 def input_errors(uri: str) -> Generator[None, None, None]:
-    """Turns what opening and reading an input can raise into `input.unreadable`."""
+    """Raises errors of opening and reading an input as `input.unreadable`."""
     try:
         yield
     except StoreError as error:
@@ -280,12 +275,12 @@ def input_errors(uri: str) -> Generator[None, None, None]:
             raise
         raise _unreadable(uri, f"cannot be read: {error.message.rstrip('.')}", error.advice) from error
     except EOFError as error:
-        raise _unreadable(uri, "is a compressed file that is cut off", "Copy it again.") from error
+        raise _unreadable(uri, "is a truncated compressed file", "Copy it again.") from error
     except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
         raise _unreadable(uri, f"is a damaged compressed file ({error})", "Copy it again.") from error
     except IsADirectoryError as error:
         raise _unreadable(
-            uri, "is a folder", "Give one file, plain, .gz or .zst; of a Kaldi folder its `text`."
+            uri, "is a folder", "Give one file, plain, .gz or .zst; for a Kaldi folder, its `text`."
         ) from error
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -1,4 +1,4 @@
-"""The spec of a job: checked against its model and frozen at submit, and known by its hash."""
+"""The spec of a job: checked against its model, frozen at submit, and identified by its hash."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from pipelines.validation import OPENAI_VOICES, own_voice
 
 @dataclass(frozen=True)
 class ResolvedSpec:
-    """A frozen spec with its model and the check of its lines. Made by `resolve`, once for a submit or a
+    """A frozen spec with its voices and the checker of its lines. Made by `resolve`, once for a submit or a
     dry run."""
 
     spec: JobSpec
-    #: `auto` until `of_input` has seen the input.
+    #: `auto` until `of_input` recognizes the format.
     input_format: AskedFormat
     voices: JobVoices
 
@@ -46,11 +46,10 @@ class ResolvedSpec:
         return LineChecker(self.card, self.spec.generation, self.spec.speak, self.voices, id_key)
 
     def of_input(self, source: Source) -> ResolvedSpec:
-        """The spec of a job of this input: with the format that is recognized, with what is read beside
-        it, and with the stored voices that its lines name.
+        """The spec of a job of this input: with the recognized format, the hash of its list of speakers, and
+        the stored voices that its lines name.
 
-        Raises `InputError`: `input.wrong_format`, and `input.unreadable` for a list of speakers that
-        cannot be read.
+        Raises `input.wrong_format`, and `input.unreadable` for a list of speakers that cannot be read.
         """
         found = format_of(source, self.input_format)
         _check_format(found, self.spec)
@@ -62,15 +61,14 @@ class ResolvedSpec:
         return ResolvedSpec(voices.in_spec(spec), found, voices)
 
     def records(self, source: Source) -> Records:
-        """The records of an input of a format that was recognized."""
+        """The records of an input whose format was recognized."""
         return Records(source, cast("InputFormat", self.input_format), self.spec, self.card)
 
 
 def resolve(
     spec: JobSpec | ResolvedSpec, input_format: AskedFormat = "dialogues", stored: VoiceFolder | None = None
 ) -> ResolvedSpec:
-    """Checks a spec against its model and the stored voices; one that was resolved before is returned as
-    it is.
+    """Checks a spec against its model and the stored voices; a resolved spec is returned unchanged.
 
     Raises `ModelError`, `config.invalid`, and `InputError` for settings that the model refuses.
     """
@@ -89,15 +87,15 @@ def resolve(
     frozen = voices.in_spec(frozen_spec(spec, card))
     _check_format(input_format, frozen)
     resolved = ResolvedSpec(frozen, input_format, voices)
-    # Making the check refuses settings that no line can mend.
+    # The checker refuses settings that no line can correct.
     _ = resolved.checker
     return resolved
 
 
 def _check_format(format: AskedFormat, spec: JobSpec) -> None:
-    """Raises `config.invalid` for what inputs of a format cannot be asked for."""
+    """Raises `config.invalid` for options that do not apply to inputs of this format."""
     if format == "openai-batch" and spec.speak == "assistant":
-        message = "A line of an OpenAI batch is the user's; there is no assistant's turn to speak."
+        message = "An OpenAI batch has only user turns; there is no assistant turn to speak."
         raise invalid(message, "Leave `speak` out: the `input` is spoken.")
     chosen, tables = spec.reading or ALL, ("auto", "csv", "tsv", "parquet")
     if chosen.columns and format not in tables:
@@ -108,11 +106,8 @@ def _check_format(format: AskedFormat, spec: JobSpec) -> None:
 
 
 def _frozen_generation(generation: Generation, card: ModelCard) -> Generation:
-    """The settings with the model's own names of what is asked for by a code or by a name of OpenAI's;
-    others stay as they are written.
-
-    Raises `input.unknown_language`.
-    """
+    """Replaces language codes and OpenAI's voice names in the settings by the model's names. Raises
+    `input.unknown_language`."""
     able, voice, language = card.capabilities, generation.voice, generation.language
     if voice in OPENAI_VOICES and not able.multi_turn:
         voice = own_voice(voice, able.voices)
@@ -134,17 +129,16 @@ def _frozen_generation(generation: Generation, card: ModelCard) -> Generation:
 
 
 def _only_voice(card: ModelCard) -> str | None:
-    """The voice of everything that a model speaks; None: it has another choice, or none."""
+    """The only voice of a model; None: it has several, or none."""
     able = card.capabilities
     return able.voices[0] if len(able.voices) == 1 and not able.cloning and not able.multi_turn else None
 
 
 def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:
-    """The spec with the model's full name and, unless it names them, its revision, its pace, its language
-    and whose turns are spoken.
+    """Adds the model's full name to the spec and, unless given, its revision, its pace, its language and the
+    roles to speak.
 
-    Raises `config.invalid` for options that do not go together, or not with this model;
-    `jobs.job_options` has seen each by itself.
+    Raises `config.invalid` for options that exclude each other or do not apply to this model.
     """
     check_rate(spec.format, spec.sample_rate or card.sample_rate)
     speak, chosen, quality = spec.speak, spec.reading or ALL, spec.quality
@@ -158,7 +152,7 @@ def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:
     check_columns(chosen.columns or {})
     if quality is not None:
         if not quality.paces and card.pace is not None:
-            # What was learned by now stays this job's measure.
+            # Later calibrations must not change this job.
             quality = msgspec.structs.replace(quality, paces=(card.pace,))
         quality = _heard_in(quality, card.capabilities.languages)
     return msgspec.structs.replace(
@@ -172,8 +166,8 @@ def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:
 
 
 def _heard_in(quality: Quality, languages: tuple[str, ...]) -> Quality:
-    """A model of one language is heard in it, also where a line names none; elsewhere the meter finds out
-    the language."""
+    """Sets the language of the ASR meter for a model of one language; otherwise the meter detects it if a line
+    has none."""
     options = quality.meters.get("asr")
     if options is None or "language" in options or len(languages) != 1:
         return quality
@@ -192,9 +186,9 @@ def item_seed(
 ) -> int:
     """The seed of all noise of one message, 0 <= seed < 2**63.
 
-    `line_seed` is the line's own `generation.seed`: used as it is at draw 0, and in the job's place at
-    later draws. The others are the first 63 bits of BLAKE2b over the fields, each after its length, so
-    that no two rows of fields collide.
+    `line_seed` is the line's own `generation.seed`: it is the seed of draw 0, and replaces the job's seed for
+    later draws. Other seeds are the first 63 bits of BLAKE2b over the fields, each preceded by its length, so
+    that different fields do not collide.
     """
     if line_seed is not None and draw == 0:
         return line_seed

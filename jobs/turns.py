@@ -1,7 +1,7 @@
-"""Whose turn is spoken: which text messages of a dialogue become items, and what each of them needs.
+"""The spoken turns of a dialogue: the text messages that become items, and the messages that each needs.
 
-A spoken turn is one text message, known by its place among the messages. Messages are given as (role,
-modality, content).
+A spoken turn is one text message, identified by its place among the messages. Messages are (role, modality,
+content).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Literal, cast
 from pipelines.request import Message, Modality, Role
 from pipelines.validation import is_visible
 
-#: `auto`: the assistant's texts that have no audio yet; the user's where there is none. `answer`: no text of
-#: the dialogue, but what a model answers to the whole of it.
+#: `auto`: the assistant's texts without audio; if there are none, the user's. `answer`: the model's answer to
+#: the whole dialogue.
 Speak = Literal["auto", "user", "assistant", "all", "answer"]
 
 Triple = tuple[Role, Modality, str]
@@ -23,7 +23,7 @@ _NO_KEYS: Mapping[int, str] = {}
 
 
 def spoken_turns(messages: Sequence[Triple], speak: Speak) -> tuple[int, ...]:
-    """The places of the texts that are spoken, in order; a text without a visible character is none."""
+    """The places of the texts that are spoken, in order; texts without a visible character are skipped."""
     user, assistant = _places(messages, "user"), _places(messages, "assistant")
     if speak == "auto":
         silent = [place for place in assistant if not _recordings(messages, place)]
@@ -34,7 +34,7 @@ def spoken_turns(messages: Sequence[Triple], speak: Speak) -> tuple[int, ...]:
 def turns_and_recordings(
     messages: Sequence[Triple], speak: Speak
 ) -> tuple[tuple[int, ...] | None, list[int]]:
-    """Places of the messages that are spoken, None for the whole dialogue, and of the audio that they
+    """The places of the messages that are spoken (None: the whole dialogue), and of the audio that they
     need."""
     if speak == "answer":
         audio = [place for place, message in enumerate(messages) if message[1] == "audio"]
@@ -46,8 +46,8 @@ def turns_and_recordings(
 def reference_places(messages: Sequence[Triple], turn: int) -> tuple[int, ...]:
     """The places of the recordings whose voice speaks a turn.
 
-    A user's: the audio beside the text, among the user's messages that follow one another; without any,
-    that of the user's text before. The assistant's: the audio of the system messages.
+    For a user turn: the audio among the consecutive user messages around the text; without any, that of the
+    previous user text. For an assistant turn: the audio of the system messages.
     """
     if messages[turn][0] != "user":
         return tuple(_places(messages, "system", "audio"))
@@ -63,51 +63,47 @@ def reference_places(messages: Sequence[Triple], turn: int) -> tuple[int, ...]:
 def turn_messages(
     messages: Sequence[Triple], turn: int, keys: Mapping[int, str] = _NO_KEYS
 ) -> tuple[Message, ...]:
-    """A turn in the words that every pipeline speaks: system messages, reference audio as the user's, and
-    the text as the user's.
-
-    `keys` replaces audio contents by place.
-    """
+    """The messages of a turn as every pipeline expects them: system messages, reference audio and text as the
+    user's. `keys` replaces audio contents by place."""
     role, _, text = messages[turn]
     heard = reference_places(messages, turn)
     view = [Message(*message) for message in messages if message[0] == "system" and message[1] != "audio"]
     view += [Message("user", "audio", keys.get(place, messages[place][2])) for place in heard]
     if role == "user":
-        # What no model speaks is refused with the turn that it stands in.
+        # Modalities that no model supports are refused with their turn.
         first, end = _run_of_role(messages, turn)
         view += [Message(*message) for message in messages[first:end] if message[1] not in ("text", "audio")]
     return (*view, Message("user", "text", text))
 
 
 def with_audio(messages: Sequence[Sequence[str]], audio: Mapping[int, str]) -> Iterator[Sequence[str]]:
-    """The messages with the audio of spoken turns, by their places, each right behind its text and in its
-    role.
+    """Inserts the audio of spoken turns, given by their places: each directly after its text, in its role.
 
-    The audio of a dialogue's only text, if that is a user's, is the assistant's: a pair of text and
-    speech, which models are trained on and submit reads as one. It stands behind all of that turn's
-    messages, so that a voice to clone stays beside its text. A recording of the same text is left out: the
-    assistant's audio of a text that is spoken, and that of a pair.
+    The audio of a dialogue's only text, if it is the user's, is the assistant's: a pair of text and speech,
+    which models are trained on. It follows all messages of that turn, so that a voice to clone stays next to
+    its text. Earlier recordings of the same text are left out: the assistant's audio of a spoken text, and
+    that of a pair.
     """
     triples = cast("Sequence[Triple]", messages)
     replaced = {recording for turn in audio for recording in _recordings(triples, turn)}
-    behind: dict[int, tuple[Role, str]] = {}
+    after: dict[int, tuple[Role, str]] = {}
     for turn, where in audio.items():
-        if _is_the_only_text(triples, turn):
-            behind[_run_of_role(triples, turn)[1] - 1] = ("assistant", where)
+        if _is_only_text(triples, turn):
+            after[_run_of_role(triples, turn)[1] - 1] = ("assistant", where)
         else:
-            behind[turn] = (triples[turn][0], where)
+            after[turn] = (triples[turn][0], where)
     for place, message in enumerate(messages):
         if place not in replaced:
             yield message
-        if place in behind:
-            role, where = behind[place]
+        if place in after:
+            role, where = after[place]
             yield [role, "audio", where]
 
 
 def row_id(example_id: str, turn: int, *, several: bool, speaks_turns: bool) -> str:
-    """The id of an item in a dataset that has a row an item: `example_id:turn1` in a dialogue with several
-    spoken turns, else the example id. No two items of a job share one: where the job may have such
-    dialogues (`speaks_turns`), an example id that ends like a turn's gets the turn behind it too.
+    """The id of an item in a dataset with one row per item: `example_id:turn1` in a dialogue with several
+    spoken turns, else the example id. It is unique in the job: if the job may have such dialogues
+    (`speaks_turns`), an example id that ends like a turn's id gets the turn appended too.
     """
     return (
         f"{example_id}:turn{turn}"
@@ -125,13 +121,13 @@ def _places(messages: Iterable[Triple], role: Role, kind: Modality = "text") -> 
     ]
 
 
-def _is_the_only_text(messages: Sequence[Triple], turn: int) -> bool:
-    """Whether the text at a place is a user's, and neither the user nor the assistant has another."""
+def _is_only_text(messages: Sequence[Triple], turn: int) -> bool:
+    """Whether the text at a place is the user's and the only text of user and assistant."""
     return _places(messages, "user") == [turn] and not _places(messages, "assistant")
 
 
 def _run_of_role(messages: Sequence[Triple], place: int) -> tuple[int, int]:
-    """First and end of the messages of one role that follow one another around a place."""
+    """First and end of the consecutive messages of one role around a place."""
     role = messages[place][0]
     first = end = place
     while first and messages[first - 1][0] == role:
@@ -142,12 +138,12 @@ def _run_of_role(messages: Sequence[Triple], place: int) -> tuple[int, int]:
 
 
 def _recordings(messages: Sequence[Triple], turn: int) -> list[int]:
-    """The assistant's audio that says the text at a place."""
+    """The places of the assistant's recordings of a text."""
     if messages[turn][0] != "assistant":
-        return _places(messages, "assistant", "audio") if _is_the_only_text(messages, turn) else []
+        return _places(messages, "assistant", "audio") if _is_only_text(messages, turn) else []
     first, end = _run_of_role(messages, turn)
     texts = [place for place in range(first, end) if messages[place][1] == "text"]
-    # Audio follows its text; what stands before the first text is that text's.
+    # Audio follows its text; audio before the first text belongs to that text.
     after = first if turn == texts[0] else turn
     before = next((place for place in texts if place > turn), end)
     return [place for place in range(after, before) if messages[place][1] == "audio"]

@@ -1,9 +1,9 @@
 """Filters of items: comparisons of scores and facts with numbers, joined by `and`, `or` and `not`, as in
 `wer < 0.1 and distillmos > 3.5`.
 
-A comparison with what an item does not have is neither true nor false, as in SQL, and neither is its
-negation: `not wer < 0.1` is `wer >= 0.1`. An item matches only where the whole is true. The ledger answers
-a filter, see `jobs.ledger.queries`.
+A comparison with a missing score is neither true nor false, as in SQL, and neither is its negation:
+`not wer < 0.1` is `wer >= 0.1`. An item matches only if the whole filter is true. The ledger evaluates
+filters, see `jobs.ledger.queries`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import msgspec
 from jobs.checks import CHECKS
 from pipelines.errors import ConfigError, invalid, nearest
 
-#: What the ledger knows of every item beside its scores.
+#: The facts of an item other than its scores.
 FACTS = {
     "seconds": "length of the audio",
     "draw": "number of the draw that was kept; 0 is the first",
-    "attempts": "how often the item was tried",
+    "attempts": "number of attempts at the item",
 }
-#: Facts that items have without scores.
+#: Facts that items without scores have.
 OF_ALL_ITEMS = frozenset({"seconds", "attempts"})
 EXAMPLE = "wer < 0.1 and distillmos > 3.5"
 MAX_CHARACTERS, MAX_COMPARISONS = 2000, 50
@@ -35,14 +35,14 @@ MAX_CHARACTERS, MAX_COMPARISONS = 2000, 50
 _OPERATORS = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!="}
 _NEGATED = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
 _SWAPPED = str.maketrans("<>", "><")
-#: What a name in quotes may have: a path into JSON has quotes of its own.
+#: Characters of a name in quotes, without those that end a quoted JSON path.
 _QUOTED_NAME = re.compile(r"[^\"\\\x00-\x1f]{1,100}")
 _PLAIN_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A score or a fact against a number."""
+    """A comparison of a score or a fact with a number."""
 
     name: str
     #: `<`, `<=`, `>`, `>=`, `==` or `!=`.
@@ -57,7 +57,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Several conditions of which all, or one, must be true."""
+    """Conditions of which all, or at least one, must be true."""
 
     all: bool
     parts: tuple[Condition, ...]
@@ -79,7 +79,7 @@ class Where:
     condition: Condition
 
     def __str__(self) -> str:
-        """Its text in one form: filters that differ only in spaces, brackets or `not` have the same one."""
+        """The normal form: filters that differ only in spaces, brackets or `not` have the same text."""
         return str(self.condition)
 
     @property
@@ -90,17 +90,17 @@ class Where:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The scores and facts that it compares, in its order."""
+        """The compared scores and facts, in order."""
         return tuple(dict.fromkeys(comparison.name for comparison in _comparisons(self.condition)))
 
     @cached_property
     def needs_scores(self) -> bool:
-        """Whether an item that matches has scores for certain, and is done therefore."""
+        """Whether every matching item must have scores, and is therefore done."""
         return _needs(self.condition, frozenset(self.names) - OF_ALL_ITEMS)
 
 
 def _comparisons(condition: Condition) -> Iterator[Comparison]:
-    """The comparisons of a condition, in its order."""
+    """Yields the comparisons of a condition, in order."""
     if isinstance(condition, Comparison):
         yield condition
         return
@@ -109,12 +109,12 @@ def _comparisons(condition: Condition) -> Iterator[Comparison]:
 
 
 def parse_where(text: str) -> Where:
-    """The filter of a text. Raises `config.invalid` with what is wrong."""
+    """Parses a filter. Raises `config.invalid`."""
     if len(text) > MAX_CHARACTERS:
-        raise _wrong(f"has {len(text)} characters, and may have {MAX_CHARACTERS}")
+        raise _wrong(f"has {len(text)} characters; the maximum is {MAX_CHARACTERS}")
     try:
         with warnings.catch_warnings():
-            # Of `0.1and`, which is what it says.
+            # `0.1and` is valid.
             warnings.simplefilter("ignore", SyntaxWarning)
             found = Where(_condition(ast.parse(text.strip(), mode="eval").body, negated=False))
     except SyntaxError as error:
@@ -128,8 +128,7 @@ def parse_where(text: str) -> Where:
 
 
 def no_such_score(job_id: str, name: str, there: Sequence[str], meters: Collection[str]) -> ConfigError:
-    """The error of a filter of a job with these meters whose items have no such score, with the scores
-    that are there."""
+    """The error of a filter with an unknown score, in a job with these meters; `there`: its scores."""
     meter = None if name not in CHECKS else CHECKS[name].meter
     unmeasured = (
         "" if meter is None or meter.name in meters else f": the job was made without the meter {meter.name}"
@@ -137,33 +136,32 @@ def no_such_score(job_id: str, name: str, there: Sequence[str], meters: Collecti
     names = ", ".join([*there, *FACTS])
     advice = f"{'' if unmeasured else nearest(name, [*there, *FACTS])}Compare one of: {names}."
     if not there:
-        advice = f"No item of it has scores: it has no checks, or nothing passed as far as them (docs/quality.md). Without scores there are: {names}."
+        advice = f"No item of the job has scores: it has no checks, or no item reached them (docs/quality.md). Without scores you can use: {names}."
     elif unmeasured:
         advice = f"Checks with this meter are in docs/quality.md. {advice}"
     return invalid(f"No item of job {job_id} has the score {name[:80]!r}{unmeasured}.", advice)
 
 
 class FilteredOut(msgspec.Struct, frozen=True):
-    """Items with audio that a filter leaves out by one of its conditions, the first that is not true of
-    them."""
+    """The items with audio that a filter leaves out by one condition, the first that is not true for them."""
 
-    #: As text, such as `wer < 0.1`.
+    #: A text such as `wer < 0.1`.
     condition: str
     items: int
-    #: Of these: items of which it is not known, because they have no such score.
+    #: The items among them that lack the score.
     without_score: int
 
 
 def _condition(node: ast.expr, *, negated: bool) -> Condition:
-    """From the closed set of Python's syntax that a filter may use to conditions."""
+    """Converts the Python syntax that filters may use to conditions."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         return _condition(node.operand, negated=not negated)
     if isinstance(node, ast.BoolOp):
         every = isinstance(node.op, ast.And) is not negated
         return _joined(every, [_condition(value, negated=negated) for value in node.values])
-    said = ast.unparse(node)[:100]
+    text = ast.unparse(node)[:100]
     if not isinstance(node, ast.Compare):
-        raise _wrong(f"has {said!r}, which is no comparison")
+        raise _wrong(f"contains {text!r}, which is not a comparison")
     # `0 < pause < 2` are two comparisons.
     operands = [node.left, *node.comparators]
     found: list[Condition] = []
@@ -173,7 +171,7 @@ def _condition(node: ast.expr, *, negated: bool) -> Condition:
         if name is None:
             name, number, operator = _name(right), _number(left), operator.translate(_SWAPPED)
         if name is None or number is None or not math.isfinite(number) or not operator:
-            raise _wrong(f"has {said!r}, which is no comparison of a score with a number")
+            raise _wrong(f"contains {text!r}, which does not compare a score with a number")
         found.append(Comparison(name, _NEGATED[operator] if negated else operator, number))
     return _joined(not negated, found)
 
@@ -188,7 +186,7 @@ def _name(node: ast.expr) -> str | None:
 def _number(node: ast.expr) -> float | None:
     try:
         value = ast.literal_eval(node)
-        # Not -0.0, which other texts would write as 0.
+        # Makes -0.0 0.0, for one normal form.
         return None if isinstance(value, bool) or not isinstance(value, int | float) else value + 0.0
     except OverflowError:
         return math.inf
@@ -197,7 +195,7 @@ def _number(node: ast.expr) -> float | None:
 
 
 def _joined(every: bool, parts: list[Condition]) -> Condition:
-    """Conditions as one, with those of the same kind inside taken out of their brackets."""
+    """Joins conditions, and flattens inner ones of the same kind."""
     flat: list[Condition] = []
     for part in parts:
         flat.extend(part.parts if isinstance(part, Conditions) and part.all is every else (part,))
@@ -212,5 +210,5 @@ def _needs(condition: Condition, names: frozenset[str]) -> bool:
 
 
 def _wrong(what: str) -> ConfigError:
-    advice = f"Compare scores, or {', '.join(FACTS)}, with numbers, and join them by and, or, not and brackets: {EXAMPLE}."
+    advice = f"Compare scores, or {', '.join(FACTS)}, with numbers, and join comparisons by and, or, not and brackets: {EXAMPLE}."
     return invalid(f"The filter {what}.", advice)

@@ -1,4 +1,4 @@
-"""Options of a pipeline as a person names them. Imports no torch."""
+"""Options of a pipeline by name. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import msgspec
 from pipelines.engine_choice import EngineKind
 from pipelines.errors import invalid, nearest
 
-#: Of what there must be one at least.
+#: A number of 1 or more.
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 #: msgspec crashes where two threads use a class for the first time at once.
 _converting = threading.Lock()
@@ -42,7 +43,7 @@ def read_options(kind: type[T], given: Mapping[str, Any], *others: str) -> T:
 
 #: The option that chooses the engine of a model that both can run.
 ENGINE = "engine"
-#: Positions of a sequence where nobody chose: a minute of reference, a minute of speech, and their texts.
+#: Default maximum positions of a sequence: a minute of reference, a minute of speech, and their texts.
 CONTEXT = 8192
 Precision = Literal["float32", "bfloat16", "float16"]
 
@@ -52,24 +53,24 @@ class _EngineOption:
     engine: EngineKind = "auto"
 
 
-def take_engine(options: Mapping[str, Any]) -> tuple[Literal["native", "vllm"], dict[str, Any]]:
-    """The engine that the option `engine` chooses where both can run a model, and the other options.
-    Raises as `read_options`."""
+def read_model_options(options: Mapping[str, Any], native: type[T], vllm: type[U]) -> T | U:
+    """Reads the options of a model that both engines can run; the option `engine` chooses the class. Raises
+    like `read_options`."""
     rest = dict(options)
     given = {ENGINE: rest.pop(ENGINE)} if ENGINE in rest else {}
-    chosen = read_options(_EngineOption, given).engine
-    return "native" if chosen == "auto" else chosen, rest
+    kind = vllm if read_options(_EngineOption, given).engine == "vllm" else native
+    return read_options(kind, rest, ENGINE)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """How a checkpoint is opened, on either engine; None means the best for the device."""
+    """Options of a checkpoint on either engine; None means the best for the device."""
 
     #: On vLLM of the codec and the reference encoder: vLLM takes the device it was built for.
     device: str | None = None
     dtype: Precision | None = None
     codec_dtype: Precision | None = None
-    #: A request's codes are the same bits alone and in any company, for some throughput. Refused by vLLM.
+    #: Whether the bits of a request's codes must not depend on its batch, which costs throughput. vLLM refuses it.
     reproducible: bool = False
     #: Sequences that run at once, and that wait before `submit` blocks.
     slots: Count | None = None
@@ -86,15 +87,15 @@ class ModelOptions:
     threads: Count | None = None
 
     def context(self, default: int) -> int:
-        """Positions of a sequence at most; `default`: where nobody chose."""
+        """Maximum positions of a sequence; `default`: the value if none was chosen."""
         return default if self.max_context is None else self.max_context
 
 
 @dataclass(frozen=True, slots=True)
 class TokenModelOptions(ModelOptions):
-    """How a checkpoint whose LM runs on vLLM is opened; None means the best for the device."""
+    """Options of a checkpoint whose LM runs on vLLM; None means the best for the device."""
 
-    #: KV cache of the CPU build in GiB; VLLM_CPU_KVCACHE_SPACE goes before it.
+    #: KV cache of the CPU build in GiB; VLLM_CPU_KVCACHE_SPACE takes precedence.
     cpu_kv_gib: Count = 1
     #: Tokens of one engine step.
     step_tokens: Count | None = None

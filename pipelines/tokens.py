@@ -1,4 +1,4 @@
-"""Sequences of tokens: what an engine is asked for, how it is drawn, and what it tells."""
+"""Sequences of tokens: requests to an engine, their sampling, and their results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_TEMPERATURE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class TokenSampling:
-    """How tokens are drawn; temperature 0 is greedy, top_k 0 is all."""
+    """Sampling settings; temperature 0 means greedy, top_k 0 means all."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -31,7 +31,7 @@ class TokenSampling:
     repetition_penalty: float = 1.0
     seed: int = 0
     stop_ids: tuple[int, ...] = ()
-    #: Goes on past every end, to `max_tokens`.
+    #: Continues after every end, up to `max_tokens`.
     ignore_end: bool = False
 
 
@@ -47,13 +47,12 @@ class TokenRequest:
     #: int64 [positions, codebooks]: the codes at the positions of the prompt that hold frames, for models
     #: that feed whole frames back.
     prompt_codes: NDArray[np.int64] | None = None
-    #: How many positions at its start other prompts begin with too, such as those of one voice, or of the
-    #: dialogue so far: growing numbers.
+    #: Lengths of prefixes that other prompts share, ascending, such as those of a voice or of the dialogue so
+    #: far.
     shared_positions: Sequence[int] = ()
     #: Whether the codes of its steps are wanted, where a step has more than one.
     codes: bool = True
-    #: Tokens at its start that nobody hears, where it is streamed: those before the speech, and those that
-    #: the codec holds back.
+    #: Inaudible tokens at the start of a stream: those before the speech, and those that the codec holds back.
     unheard: int = 0
     #: What beside the ids its KV depends on: only prompts of equal salts share a prefix.
     cache_salt: str | None = None
@@ -73,8 +72,7 @@ class Tokens:
     codes: NDArray[np.int64] | None = None
 
 
-#: An engine of token sequences: a request in, a `Receiver` told. Families take either engine by this
-#: contract. `submit` blocks while the waiting room is full, but never on the engine's own thread; it raises
+#: An engine of token sequences, which calls a `Receiver` for each request; both engines implement it. `submit` blocks while the waiting room is full, but never on the engine's own thread; it raises
 #: `SynthesisError` (`synth.aborted`) once the engine is closed.
 TokenHost = SpeechEngine[TokenRequest]
 
@@ -82,7 +80,7 @@ TokenHost = SpeechEngine[TokenRequest]
 def token_sampling(
     defaults: Drawing, generation: Generation, max_tokens: int, seed: int, stops: tuple[int, ...]
 ) -> TokenSampling:
-    """How a request is drawn: its own settings over the model's; at most `max_tokens` tokens.
+    """The sampling of a request, whose settings override the model's; up to `max_tokens` tokens.
 
     Raises `InputError` (`input.bad_generation`) for a temperature that vLLM would refuse.
     """

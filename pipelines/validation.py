@@ -163,6 +163,20 @@ def not_unicode() -> InputError:
     return InputError(ErrorCode.INPUT_UNPRONOUNCEABLE, message, "Correct its encoding.")
 
 
+def check_unicode(text: str) -> None:
+    """Raises `InputError` (`input.unpronounceable`) for a text that is not Unicode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise not_unicode() from error
+
+
+def control_token(name: str) -> InputError:
+    """The error of a text that contains a control token (`input.unpronounceable`)."""
+    message = f"The text holds the control token {name}, which cannot be spoken."
+    return InputError(ErrorCode.INPUT_UNPRONOUNCEABLE, message, "Remove it from the text.")
+
+
 def check_room(positions: int, held: int, room: int, setting: str) -> None:
     """Raises `InputError` (`input.too_long`) for a prompt that leaves no room for speech and its end.
 

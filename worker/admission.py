@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from worker.leases import Clock, SystemClock
+from worker.leases import Clock
 
 #: Maximum number of shards in flight if it follows the engine; each has two threads.
 MAX_SHARDS = 64
@@ -57,7 +58,7 @@ class Demand:
     slots: Callable[[], int] = lambda: 0
     #: Whether no shards may start at present.
     suspended: Callable[[], bool] = lambda: False
-    clock: Clock = field(default_factory=SystemClock)
+    clock: Clock = time
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()

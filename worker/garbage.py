@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ import structlog
 
 from jobs.delete import delete_objects, objects_of
 from jobs.layout import index_of, job_prefix, packs_prefix
-from jobs.ledger.records import QUARANTINE, Artifact, Job, JobState
+from jobs.ledger.records import FINAL, QUARANTINE, Artifact, Job
 from jobs.shard_file import read_references
 from jobs.store.base import ObjectInfo, ObjectStore
 from jobs.voices import recording_keys
@@ -24,10 +25,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-GRACE_SECONDS = 24 * 3600.0
 #: Time after which a deleted job is forgotten, since no worker still writes under an old lease.
 REMEMBERED_SECONDS = 30 * 24 * 3600.0
-FINAL_STATES = tuple(state for state in JobState if state.final)
 _MAX_JOBS = 1_000_000
 
 
@@ -50,7 +49,7 @@ _Found = Iterator[tuple[int, int]]
 def sweep(
     ledger: Ledger,
     store_for: Callable[[str], ObjectStore],
-    grace_seconds: float = GRACE_SECONDS,
+    grace_seconds: float = 24 * 3600.0,
     *,
     delete: bool,
 ) -> SweepReport:
@@ -65,7 +64,7 @@ def sweep(
     before = ledger.now() - grace_seconds
     ended = [
         job
-        for job in ledger.jobs(_MAX_JOBS, FINAL_STATES)
+        for job in ledger.jobs(_MAX_JOBS, FINAL)
         if job.finished_at is not None and job.finished_at <= before
     ]
     for job in (*ended, *ledger.deleted_jobs()):
@@ -95,12 +94,9 @@ def sweep_all(settings: Settings, grace_seconds: float, *, delete: bool) -> Swee
     from jobs.ledger import Ledger
     from jobs.store import open_store
 
-    ledger = Ledger.of(settings)
-    try:
+    with closing(Ledger.of(settings)) as ledger:
         ledger.check_schema()
         return sweep(ledger, lambda url: open_store(url, settings.s3), grace_seconds, delete=delete)
-    finally:
-        ledger.close()
 
 
 def orphans(ledger: Ledger, store: ObjectStore, job: Job, before: float) -> Iterator[Orphan]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Collection
 from enum import StrEnum
 from typing import Protocol, TypeVar
@@ -13,18 +12,12 @@ from pipelines.errors import ErrorCode, NightjarError
 
 
 class Clock(Protocol):
-    """A monotonic clock in seconds, for waits inside a worker. Leases expire by the ledger's clock."""
+    """A monotonic clock in seconds, for waits inside a worker: the module `time`, except in tests. Leases expire by the
+    ledger's clock."""
 
     def monotonic(self) -> float: ...
 
     def sleep(self, seconds: float, /) -> None: ...
-
-
-class SystemClock:
-    """The clock of the machine."""
-
-    monotonic = staticmethod(time.monotonic)
-    sleep = staticmethod(time.sleep)
 
 
 T = TypeVar("T")

@@ -3,22 +3,81 @@
 from __future__ import annotations
 
 import hashlib
+import tarfile
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
+import msgspec
 import structlog
 from msgspec.structs import replace
 
-from jobs.layout import SPEC_SHA_CHARACTERS, pack_index_name, pack_key
+from jobs.layout import SPEC_SHA_CHARACTERS, pack_index_name, pack_key, put_hashed
 from jobs.ledger.records import Artifact, Done
-from jobs.packs import PackBuilder
 from jobs.store.base import ObjectStore
 from jobs.times import Times
 from worker.leases import Clock, HeldLease
 
 log = structlog.get_logger(__name__)
+
+_BLOCK_BYTES = tarfile.BLOCKSIZE
+_encode = msgspec.json.Encoder().encode
+
+
+class PackMember(msgspec.Struct, frozen=True):
+    """One line of a pack's index."""
+
+    #: The member's name: the key that it would have as a separate object.
+    key: str
+    #: Offset of its bytes in the pack.
+    offset: int
+    bytes: int
+    sha256: str
+    #: Index and example id of its item.
+    index: int
+    example_id: str
+
+
+class PackBuilder:
+    """Builds one pack in memory. Equal members give equal bytes: owner 0, date 1970."""
+
+    def __init__(self) -> None:
+        self._chunks: list[bytes] = []
+        self._members: list[PackMember] = []
+        #: Size so far.
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def add(self, key: str, data: bytes, *, sha256: str, index: int, example_id: str) -> int:
+        """Adds a member. Returns the offset of its bytes in the pack."""
+        offset = self._append(key, data)
+        self._members.append(PackMember(key, offset, len(data), sha256, index, example_id))
+        return offset
+
+    def finish(self, index_name: str) -> bytes:
+        """The complete pack, with its index as the last member. The builder cannot be used again."""
+        self._append(index_name, b"".join([_encode(member) + b"\n" for member in self._members]))
+        # The end of an archive: two empty blocks.
+        self._chunks.append(bytes(2 * _BLOCK_BYTES))
+        whole = b"".join(self._chunks)
+        # Only one copy stays in memory during the put.
+        self._chunks.clear()
+        return whole
+
+    def _append(self, name: str, data: bytes) -> int:
+        member = tarfile.TarInfo(name)
+        member.size = len(data)
+        # The header has several blocks if the name is not ASCII or too long for the old format.
+        header = member.tobuf(tarfile.PAX_FORMAT)
+        padding = bytes(-len(data) % _BLOCK_BYTES)
+        self._chunks += (header, data, padding)
+        offset = self.bytes + len(header)
+        self.bytes = offset + len(data) + len(padding)
+        return offset
 
 
 @dataclass(slots=True)
@@ -138,13 +197,6 @@ class PackWriter:
         key = pack_key(*written_by, sha256)
         metadata = {"spec_sha": lease.job.spec_sha[:SPEC_SHA_CHARACTERS]}
 
-        def put() -> None:
-            result = self.store.put(key, data, metadata)
-            if not result.created and result.info.sha256 != sha256:
-                # Only this lease writes this key, and no item of the pack is committed, so the object is damaged.
-                self.store.delete(key)
-                self.store.put(key, data, metadata)
-
-        self.held.retrying(put)
+        self.held.retrying(partial(put_hashed, self.store, key, data, sha256, metadata))
         log.debug("pack stored", key=key, items=len(pack.items), bytes=len(data))
         return key

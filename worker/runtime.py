@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from pipelines.errors import (
 )
 from pipelines.request import Pipeline
 from worker.admission import SHARDS_AT_START, Demand, ExclusiveLock
-from worker.leases import Clock, GoneReason, HeldLeases, LeaseGoneError, SystemClock
+from worker.leases import Clock, GoneReason, HeldLeases, LeaseGoneError
 from worker.maintenance import Maintenance, Manifests, report_ended_jobs
 from worker.metrics import Metrics
 from worker.models import PipelineCache, Preload, open_model
@@ -41,7 +42,7 @@ from worker.quality.pool import MeterPool
 from worker.result_writer import ResultWriter
 from worker.shard_run import ShardEnd, ShardRunner
 from worker.supervisor import is_supervised, report, report_refusal, wait_for_release
-from worker.writer_processes import WriterProcesses, default_processes
+from worker.writer_processes import WriterProcesses
 
 if TYPE_CHECKING:
     from jobs.settings import Settings
@@ -95,7 +96,7 @@ class Runtime:
     ) -> None:
         self.settings = settings
         self.options = options or WorkerOptions()
-        self._clock = clock or SystemClock()
+        self._clock = clock or time
         self._models: dict[str, str] = {}
         #: Job -> time at which this worker refused it.
         self._refused_at: dict[str, float] = {}
@@ -121,10 +122,7 @@ class Runtime:
         self._stop_serving: Callable[[], None] = lambda: None
         self.ledger = Ledger.of(settings)
         self._writer = ResultWriter(meters=MeterPool(settings.worker.meter_processes))
-        processes = settings.times.writer_processes
-        self._writer_processes = WriterProcesses(
-            default_processes() if processes is None else processes, settings.s3
-        )
+        self._writer_processes = WriterProcesses(settings.times.writer_processes, settings.s3)
         #: The store at a URL; one client each for the lifetime of the process.
         self.store_for = cache(self._writer_processes.open)
         self._exclusive = ExclusiveLock()

@@ -35,7 +35,7 @@ from pipelines.request import AudioChunk, Event, Pipeline, Speech
 from pipelines.request import Done as SpeechDone
 from worker.admission import Demand, ItemCounts
 from worker.feeding import EngineTimer, FeedingOrder, ReferenceCache, RequestBuilder
-from worker.leases import MAX_REREADS, Clock, GoneReason, HeldLease, HeldLeases, LeaseGoneError, SystemClock
+from worker.leases import MAX_REREADS, Clock, GoneReason, HeldLease, HeldLeases, LeaseGoneError
 from worker.metrics import Metrics
 from worker.models import PipelineCache
 from worker.pack_writer import PackWriter
@@ -86,7 +86,7 @@ class ShardRunner:
     writer: ResultWriter
     leases: HeldLeases
     metrics: Metrics
-    clock: Clock = field(default_factory=SystemClock)
+    clock: Clock
     provenance: ProvenanceWriter | None = None
     demand: Demand = field(default_factory=Demand)
     #: Whether no other worker runs its jobs, so that shards it cannot run are not given back.

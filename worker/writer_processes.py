@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from jobs.settings import S3Settings
 from jobs.store import S3Store, is_remote, open_store
-from jobs.store.base import ObjectStore, PutResult
+from jobs.store.base import ObjectInfo, ObjectStore
 from jobs.store.s3 import split_s3_url
 from pipelines.child_process import CalledChild, ChildEndedError, answer_calls, helper_environment
 from pipelines.errors import ErrorCode, StoreError
@@ -57,14 +57,14 @@ class _Put(msgspec.Struct, frozen=True, tag="put"):
     metadata: dict[str, str]
 
 
-class WriterProcess(CalledChild[PutResult | None]):
+class WriterProcess(CalledChild[ObjectInfo | None]):
     """A writer process."""
 
     def __init__(self, settings: S3Settings | None, url: str) -> None:
         # Signals to the worker's group do not reach this process, which must work while the worker drains. It is not
         # bound to the thread that starts it, because that thread may end before the worker.
         program = ("-m", "worker.writer_processes")
-        super().__init__(program, PutResult | None, helper_environment(), bound=False)
+        super().__init__(program, ObjectInfo | None, helper_environment(), bound=False)
         try:
             self._opened = self.call(_Open(_plain(settings), url))
         except ChildEndedError:
@@ -78,11 +78,12 @@ class WriterProcess(CalledChild[PutResult | None]):
 class WriterProcesses:
     """Up to `maximum` processes, started as needed: when each existing one has `busy_puts` puts in progress.
 
+    The default is one per two cores of this process, to leave cores to the engine and the worker.
     Until the first one is up, and after too many failed starts, the worker's own threads put.
     """
 
-    def __init__(self, maximum: int, settings: S3Settings | None, busy_puts: int = BUSY_PUTS) -> None:
-        self.maximum = maximum
+    def __init__(self, maximum: int | None, settings: S3Settings | None, busy_puts: int = BUSY_PUTS) -> None:
+        self.maximum = min(MAX_PROCESSES, len(os.sched_getaffinity(0)) // 2) if maximum is None else maximum
         self._settings = settings
         self._busy_puts = busy_puts
         self.processes: list[WriterProcess] = []
@@ -91,11 +92,6 @@ class WriterProcesses:
         self._failed_starts = 0
         self._closed = False
         self._lock = threading.Lock()
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the processes that are up."""
-        return [one.pid for one in self.processes if one.up and not one.ended]
 
     def open(self, url: str) -> ObjectStore:
         """The store at `url`; a remote one puts through these processes. Raises as `open_store`."""
@@ -174,7 +170,7 @@ class ProcessStore(S3Store):
         key: str,
         data: bytes | BinaryIO,
         metadata: Mapping[str, str] | None = None,
-    ) -> PutResult:
+    ) -> ObjectInfo:
         """Writes once, as `ObjectStore.put`. After the death of a process the put is repeated by another one, which may
         find the object."""
         put = _Put(self.url, key, dict(metadata or {}))
@@ -188,11 +184,6 @@ class ProcessStore(S3Store):
                 return result
         with self._processes.own_put():
             return super().put(key, data, metadata)
-
-
-def default_processes() -> int:
-    """The default maximum: one per two cores of this process, to leave cores to the engine and the worker."""
-    return min(MAX_PROCESSES, len(os.sched_getaffinity(0)) // 2)
 
 
 def _plain(settings: S3Settings | None) -> dict[str, str | None] | None:
@@ -210,7 +201,7 @@ class _Stores:
         self._open: dict[str, ObjectStore] = {}
         self._lock = threading.Lock()
 
-    def answer(self, asked: _Open | _Put, data: NDArray[Any]) -> PutResult | None:
+    def answer(self, asked: _Open | _Put, data: NDArray[Any]) -> ObjectInfo | None:
         if isinstance(asked, _Open) and asked.settings is not None:
             self._settings = S3Settings.model_validate(asked.settings)
         with self._lock:

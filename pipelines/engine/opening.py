@@ -24,7 +24,7 @@ from pipelines.engine.buckets import BUCKETS, WIDE_BUCKETS, buckets_for
 from pipelines.engine.engine import Engine
 from pipelines.engine.executor import EagerExecutor, EngineOptions, FrameExecutor, FrameModel
 from pipelines.engine.state import LARGEST_PAGE
-from pipelines.errors import ConfigError, ErrorCode, SynthesisError
+from pipelines.errors import ConfigError, ErrorCode, SynthesisError, invalid
 from pipelines.nn.config_keys import StackConfig
 from pipelines.options import CONTEXT, Count, ModelOptions
 
@@ -114,7 +114,7 @@ def plan_memory(
     maximum = holds(MIN_POSITIONS)
     if maximum < 1:
         message = f"The model does not fit into the GPU's memory: it needs {gib(budget - free)}, and the engine may take {gib(budget)}."
-        raise _cannot_run(message, "Use a larger GPU, or raise SPEECH_ENGINE__MEMORY_SHARE if that is set.")
+        raise invalid(message, "Use a larger GPU, or raise SPEECH_ENGINE__MEMORY_SHARE if that is set.")
     if slots is None:
         typical = max(holds(TYPICAL_POSITIONS), 1)
         slots = max(bucket for bucket in BUCKETS if bucket <= typical)
@@ -124,7 +124,7 @@ def plan_memory(
     elif slots > maximum:
         message = f"{slots} slots do not fit into the GPU's memory: the engine may take {gib(budget)}, which hold {maximum} slots."
         advice = f"Set SPEECH_ENGINE__SLOTS to {maximum} or less, or unset it; or raise SPEECH_ENGINE__MEMORY_SHARE if that is set."
-        raise _cannot_run(message, advice)
+        raise invalid(message, advice)
     if pages is None:
         # The pages of typical utterances and half of the rest, up to the maximum that the slots can use.
         room = (free - slots_bytes(needs, slots)) // needs.page
@@ -194,17 +194,17 @@ def check_executor(
     on_gpu, graphs = device.type == "cuda", kind in ("graph", "megakernel")
     eager = "Set SPEECH_ENGINE__EXECUTOR to eager, or unset it"
     if graphs and not on_gpu:
-        raise _cannot_run(f"The {kind} executor needs a CUDA device.", f"{eager}.")
+        raise invalid(f"The {kind} executor needs a CUDA device.", f"{eager}.")
     if reproducible and on_gpu and kind in ("eager", "megakernel"):
         advice = "Set SPEECH_ENGINE__EXECUTOR to graph, or unset it; or unset SPEECH_ENGINE__REPRODUCIBLE."
-        raise _cannot_run(f"The {kind} executor is not reproducible on a GPU.", advice)
+        raise invalid(f"The {kind} executor is not reproducible on a GPU.", advice)
     if on_gpu and kind != "eager" and (page_size > LARGEST_PAGE or page_size & (page_size - 1)):
         message = f"The kernels of graphs need a page_size that is a power of two up to {LARGEST_PAGE}; page_size is {page_size}."
-        raise _cannot_run(message, "Leave the option page_size out, or set it to 64.")
+        raise invalid(message, "Leave the option page_size out, or set it to 64.")
     if on_gpu and (graphs or reproducible):
         if fault := _unknown_heads(stacks):
             advice = f"{eager}, and unset SPEECH_ENGINE__REPRODUCIBLE."
-            raise _cannot_run(f"The graph executor cannot run this model. {fault}", advice)
+            raise invalid(f"The graph executor cannot run this model. {fault}", advice)
         if fault := triton_fault():
             raise _no_graphs(fault)
 
@@ -215,11 +215,7 @@ def _unknown_heads(stacks: Sequence[Stack]) -> str | None:
 
 
 def _no_graphs(fault: str) -> ConfigError:
-    return _cannot_run(f"The graph executor cannot run here. {fault}", TRITON_ADVICE)
-
-
-def _cannot_run(message: str, advice: str) -> ConfigError:
-    return ConfigError(ErrorCode.CONFIG_INVALID, message, advice)
+    return invalid(f"The graph executor cannot run here. {fault}", TRITON_ADVICE)
 
 
 def open_executor(
@@ -375,7 +371,7 @@ class NativeModelOptions(ModelOptions):
         if found < _MIN_CONTEXT:
             message = f"A context of {found} positions is too short for a prompt and a second of speech."
             advice = f"Set SPEECH_ENGINE__MAX_CONTEXT to {_MIN_CONTEXT} or more, or unset it."
-            raise _cannot_run(message, advice)
+            raise invalid(message, advice)
         return found
 
     def open_engine(

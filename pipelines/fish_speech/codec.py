@@ -148,14 +148,14 @@ class Codebook:
         self.directions = normalize(self.codes, dim=-1)
 
     def choose(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """z: [B, T, latent] -> codes int64 [B, T], and what they stand for [B, T, latent]."""
+        """z: [B, T, latent] -> codes int64 [B, T], and their vectors [B, T, latent]."""
         inner = normalize(linear(z, self.into, self.into_bias), dim=-1)
         squares = inner.square().sum(-1, keepdim=True) + self.directions.square().sum(-1)
         codes = (squares - 2 * inner @ self.directions.T).argmin(-1)
         return codes, linear(self.codes[codes], self.out, self.out_bias)
 
     def table(self) -> Tensor:
-        """What every code stands for: [codes, latent]."""
+        """The vectors of all codes: [codes, latent]."""
         return linear(self.codes, self.out, self.out_bias)
 
 
@@ -241,7 +241,7 @@ _FILTERS, _MAX_VALUES = 16, 1 << 22
 
 
 class ReferenceEncoder:
-    """Recordings to codes, and the last ones kept by their content."""
+    """Encodes recordings to codes; caches the last ones by content."""
 
     def __init__(self, encoder: CodecEncoder) -> None:
         self._encoder = encoder
@@ -296,8 +296,8 @@ def _filters(old: int, new: int) -> tuple[Tensor, int]:
 
 
 class CodecDecoder(CausalDecoder):
-    """Codes [frames, codebooks] to 44.1 kHz audio; codes beyond a codebook stand for its last one, as in
-    the published model.
+    """Codes [frames, codebooks] to 44.1 kHz audio; codes beyond a codebook mean its last one, as in the
+    published model.
 
     `fused` as for `pipelines.codec.fused.prepared_stack`, `reproducible` as for `CausalDecoder`.
     """
@@ -327,7 +327,7 @@ class CodecDecoder(CausalDecoder):
         self.state_size = layout.size
 
     def latents(self, codes: Tensor) -> Tensor:
-        """int64 [B, T, codebooks] -> [B, T, latent], what the codes stand for together."""
+        """int64 [B, T, codebooks] -> [B, T, latent], the sums of the codes' vectors."""
         return embedding(torch.minimum(codes.long(), self._last) + self._offsets, self._table).sum(dim=2)
 
     def _run(self, codes: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:

@@ -19,7 +19,6 @@ CODEC_WEIGHTS = "codec.pth"
 CODEC_SIZES = "codec_config.json"
 #: Steps that the encoder's own transformer looks back, itself included; fixed in the published code.
 ENCODER_WINDOW = 512
-_ADVICE = "Check that the folder holds an unchanged Fish Speech S2 checkpoint."
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ class CodecConfig:
     sample_rate: Size = 44_100
     encoder_dim: Size = 64
     encoder_rates: Sizes = (2, 4, 8, 8)
-    #: The transformer behind each of the encoder's blocks; None: it has none.
+    #: The transformer after each of the encoder's blocks; None: it has none.
     encoder_stacks: tuple[CodecStackConfig | None, ...] = (
         None,
         None,
@@ -97,8 +96,7 @@ class CodecConfig:
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults(Drawing):
-    """The published server's own sampling; repetition-aware sampling stands beside it, whatever is asked
-    for."""
+    """The published server's sampling; repetition-aware sampling always applies too."""
 
     temperature: float = 0.8
     top_k: int = 30
@@ -137,7 +135,7 @@ class FishConfig:
         """Reads the configs. Raises `ModelError` (`model.bad_checkpoint`) that names the file and the key
         at fault."""
         folder = Path(folder)
-        keys = Keys.read(folder / "config.json", _ADVICE)
+        keys = Keys.read(folder / "config.json")
         keys.expect(model_type=MODEL_TYPE)
         text, audio = keys.section("text_config"), keys.section("audio_decoder_config")
         text.expect(tie_word_embeddings=True, attention_qk_norm=True)
@@ -179,7 +177,7 @@ def _stack(keys: Keys, **known: float) -> DualArStack:
 def _codec(path: Path) -> CodecConfig:
     if not path.is_file():
         return CodecConfig()
-    keys = Keys.read(path, _ADVICE)
+    keys = Keys.read(path)
     config = keys.take(CodecConfig, encoder_stacks=())
     depths, general = (
         keys.value("encoder_transformer_layers", list[Whole]),

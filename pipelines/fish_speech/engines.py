@@ -1,5 +1,5 @@
-"""Fish Speech S2 on either engine: what ours takes and runs, what vLLM is told, and what prompts share
-there."""
+"""Fish Speech S2 on either engine: the native engine's sizes and prefixes, and the specification and prefix
+salts for vLLM."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def plan_sizes(
 
 
 def memory_needs(config: FishConfig, dtype: torch.dtype, page_size: int) -> MemoryNeeds:
-    """What a checkpoint takes of a GPU."""
+    """The GPU memory that a checkpoint needs."""
     slow, fast, width = config.slow, config.fast, dtype.itemsize
     with Checkpoint.open(config.folder) as checkpoint:
         values = checkpoint.values()
     span = 1 << (config.codebooks - 1).bit_length()
     # A row's keys and values of a frame in the fast AR, whose positions are filled up to a power of two;
     # other buffers take less again.
-    row = 2 * 2 * fast.layers * span * fast.kv_width * width
+    row = 2 * span * fast.cached_values * width
     # The codec's file is in float32, and its encoder stays in it. The head is a copy of rows of the
     # embeddings.
     weights = (
@@ -80,21 +80,21 @@ def memory_needs(config: FishConfig, dtype: torch.dtype, page_size: int) -> Memo
                 + 2 * max(slow.intermediate, fast.intermediate)
             )
         ),
-        page=2 * slow.layers * slow.kv_width * page_size * width,
+        page=page_size * slow.cached_values * width,
         decoded_frame=_DECODED_FRAME_BYTES,
     )
 
 
 def native_host(config: FishConfig, engine: Engine) -> NativeHost:
-    """Our engine as it takes the sequences of this model."""
+    """The host of this model's sequences on the native engine."""
     ids = np.array(drawn_ids(config), np.int64)
     prefixes = partial(shared_prefixes, semantic=config.semantic)
     return NativeHost(engine, ids, prompt_of, prefixes, config.codebooks)
 
 
 def shared_prefixes(prompt: Prompt, semantic: range) -> Sequence[PromptPrefix]:
-    """The positions that other prompts begin with too, those of its voice and of its dialogue so far,
-    known by ids and codes of frames."""
+    """The prefixes that other prompts can share: its voice, and its dialogue so far, identified by ids and
+    codes."""
     # A row a position, so that the bytes before an end do not depend on the ends before it.
     rows = np.ascontiguousarray(columns(prompt, semantic).T)
     hasher, start, prefixes = hashlib.blake2b(digest_size=_DIGEST_BYTES), 0, list[PromptPrefix]()
@@ -106,7 +106,7 @@ def shared_prefixes(prompt: Prompt, semantic: range) -> Sequence[PromptPrefix]:
 
 
 def model_spec(config: FishConfig, share_prefixes: bool | None = None, **engine: Any) -> ModelSpec:
-    """What vLLM is told, with further arguments of its engine."""
+    """The model's specification for vLLM, with further arguments of its engine."""
     return ModelSpec(
         config.folder,
         qwen3_config(config),
@@ -122,7 +122,7 @@ def model_spec(config: FishConfig, share_prefixes: bool | None = None, **engine:
 
 
 def qwen3_config(config: FishConfig) -> dict[str, Any]:
-    """The slow AR's config in transformers' words."""
+    """The slow AR's config with the keys of transformers."""
     slow = config.slow
     return {
         "vocab_size": slow.vocab,

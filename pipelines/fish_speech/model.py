@@ -22,7 +22,7 @@ from pipelines.fish_speech.prompt import Prompt
 from pipelines.nn.checkpoint import Checkpoint, Loader, StackWeights, TensorSource
 
 SLOW, FAST = "text_model.model.", "audio_decoder."
-#: Kernels take heads of a multiple of so many rows.
+#: The number of rows of a head must be a multiple of this for kernels.
 _ROW_STEP = 64
 #: Frames back in which repetition-aware sampling looks.
 _WINDOW = 10
@@ -162,8 +162,7 @@ class FishModel(FrameModel):
 
 
 def drawn_ids(config: FishConfig) -> list[int]:
-    """The ids that code 0 of a frame stands for: it counts the semantic tokens; the one after them is the
-    end."""
+    """The ids of code 0 of a frame: the semantic tokens, then the end."""
     return [*config.semantic, config.end]
 
 
@@ -172,7 +171,7 @@ def frame_tensors(
 ) -> FrameTensors:
     """The frame of a backbone; drawn: [ids, dim], the embeddings of `drawn_ids`. Views of the weights, but
     for head and depth's inputs."""
-    semantic, behind = len(config.semantic), config.codebooks - 1
+    semantic, residuals = len(config.semantic), config.codebooks - 1
     head = functional.pad(drawn, (0, 0, 0, -len(drawn) % _ROW_STEP))
     # A broken row draws any row of the head before it is noticed, so each of them has an input.
     inputs = functional.pad(fast.inputs, (0, 0, 0, max(len(head) - len(fast.inputs), 0)))
@@ -190,7 +189,7 @@ def frame_tensors(
         ),
         depth=DepthTensors(
             stack_tensors(fast.stack, config.fast, config.codebooks),
-            fast.output.expand(behind, -1, -1),
+            fast.output.expand(residuals, -1, -1),
             inputs,
             torch.zeros_like(codebook),
             fast.project,
@@ -199,7 +198,7 @@ def frame_tensors(
 
 
 def stack_tensors(weights: StackWeights, config: DualArStack, positions: int) -> StackTensors:
-    """A transformer as a frame takes it, with the published tables for so many positions."""
+    """The tensors of a transformer, with the published rotary tables for `positions` positions."""
     table = torch.cat(rotary_table(positions, config.head_dim, config.rope_theta), dim=1).to(
         weights.norm.device, weights.norm.dtype
     )

@@ -23,7 +23,6 @@ from pipelines.fish_speech.engines import model_spec, native_host, plan_sizes
 from pipelines.fish_speech.model import FishModel, load_weights
 from pipelines.fish_speech.prompt import (
     Conversation,
-    Prompt,
     Reference,
     Vocabulary,
     clean,
@@ -31,7 +30,7 @@ from pipelines.fish_speech.prompt import (
     groups,
 )
 from pipelines.nn.checkpoint import open_device, precision, type_name
-from pipelines.options import ENGINE, TokenModelOptions, read_options, take_engine
+from pipelines.options import TokenModelOptions, read_model_options
 from pipelines.request import Listener, SynthesisRequest
 from pipelines.results import (
     FinishedCodes,
@@ -47,47 +46,45 @@ from pipelines.tokens import TokenHost, TokenRequest, Tokens, TokenSampling, tok
 from pipelines.validation import check_room, frames_within, speech_task
 from pipelines.vllm_engine.library import load_vllm
 
-#: Apart by this much, the seeds of an item's turns meet those of no other turn of it (2**64 / golden ratio).
+#: Difference between the seeds of an item's turns (2**64 / golden ratio), which makes all of them distinct.
 _SEED_STEP = 0x9E3779B97F4A7C15
 _SEEDS = 1 << 63
 
 
 @dataclass(slots=True, eq=False)
 class TurnPlan:
-    """What is left to say of one item, and the sequence under way."""
+    """The remaining turns of one item, and its current sequence."""
 
     request_id: str
     conversation: Conversation
     #: The user messages.
     texts: Sequence[str]
-    #: Of every turn, with its most columns.
+    #: Sampling of every turn, with its maximum of columns.
     sampling: TokenSampling
-    #: Of all turns that are left; None: no limit.
+    #: Maximum frames of all remaining turns; None: no limit.
     frames: int | None
-    #: Positions that the engine holds.
+    #: Maximum positions of the engine.
     context: int
-    #: Whether a turn that was cut is followed by the next one.
+    #: Whether the next turn follows one that was cut.
     keep_unfinished: bool
-    #: Whether a turn has reached its limit without an end, or there was no time left for one.
+    #: Whether a turn reached its limit without an end, or no frames were left for one.
     cut: bool = False
     turn: int = 0
-    prompt: Prompt = field(init=False)
     current: TokenRequest = field(init=False)
 
     def __post_init__(self) -> None:
-        self.prompt = self._ask()
-        self.current = self._request(self.prompt)
+        self.current = self._request()
 
     @property
-    def most(self) -> int:
-        """Columns of the turn under way; the last one is the end, or is dropped."""
+    def max_columns(self) -> int:
+        """Maximum columns of the current turn; the last one is the end, or is dropped."""
         return self.current.sampling.max_tokens
 
-    def heard(self, frames: NDArray[np.int64], cut: bool) -> bool:
-        """Takes up what the turn under way has spoken, to its end or `cut`; whether there is another one,
-        which is then `current`.
+    def advance(self, frames: NDArray[np.int64], cut: bool) -> bool:
+        """Takes the frames of the current turn, which ended or was `cut`. Returns whether there is another
+        turn, which is then `current`.
 
-        Raises `InputError` (`input.too_long`) when the dialogue has outgrown the engine.
+        Raises `InputError` (`input.too_long`) if the dialogue does not fit into the engine.
         """
         self.turn += 1
         self.cut |= cut
@@ -99,8 +96,8 @@ class TurnPlan:
                 self.cut = True
                 return False
         self.conversation.answer(frames)
-        self.current = self._request(self._ask())
-        if self.most < 2:
+        self.current = self._request()
+        if self.max_columns < 2:
             raise InputError(
                 ErrorCode.INPUT_TOO_LONG,
                 f"The dialogue has outgrown the engine's {self.context} positions before its message {self.turn + 1}.",
@@ -108,15 +105,13 @@ class TurnPlan:
             )
         return True
 
-    def _ask(self) -> Prompt:
-        return self.conversation.ask(self.texts[self.turn], self.turn + 1 < len(self.texts))
-
-    def _request(self, prompt: Prompt) -> TokenRequest:
-        most = min(self.sampling.max_tokens, self.context - len(prompt.ids))
+    def _request(self) -> TokenRequest:
+        prompt = self.conversation.ask(self.texts[self.turn], self.turn + 1 < len(self.texts))
+        columns = min(self.sampling.max_tokens, self.context - len(prompt))
         if self.frames is not None:
-            most = min(most, self.frames + 1)
+            columns = min(columns, self.frames + 1)
         seed = (self.sampling.seed + self.turn * _SEED_STEP) % _SEEDS
-        sampling = replace(self.sampling, max_tokens=max(most, 1), seed=seed)
+        sampling = replace(self.sampling, max_tokens=max(columns, 1), seed=seed)
         return TokenRequest(
             self.request_id, prompt.ids, sampling, prompt_codes=prompt.codes, shared_positions=prompt.shared
         )
@@ -124,13 +119,13 @@ class TurnPlan:
 
 @dataclass(frozen=True, slots=True)
 class FishRequestInfo(RequestInfo[CodecState]):
-    """What results need to know of a request."""
+    """The facts of a request that its results need."""
 
     plan: TurnPlan
 
     def read(self, tokens: Tokens) -> FinishedCodes[CodecState]:
-        """The frames of all turns. Raises `SynthesisError`: `synth.no_eos`, `synth.no_audio` when a turn
-        has none."""
+        """The frames of all turns. Raises `SynthesisError`: `synth.no_eos`, and `synth.no_audio` if a turn has
+        no frames."""
         assert tokens.codes is not None
         self.check_end(tokens.finish, len(tokens.codes))
         if not len(tokens.codes):
@@ -139,7 +134,7 @@ class FishRequestInfo(RequestInfo[CodecState]):
 
 
 class Turns(Receiver[CodecState]):
-    """Mixed in before a receiver of one sequence: it hears of all turns as if they were one."""
+    """A mixin for receivers: they receive all turns as one sequence."""
 
     def __init__(self, info: FishRequestInfo, stage: CodecStage[CodecState], listener: Listener) -> None:
         super().__init__(info, stage, listener)
@@ -149,8 +144,8 @@ class Turns(Receiver[CodecState]):
 
     def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
         assert codes is not None
-        # Whatever the last possible column holds, it is no speech, as in the published loop.
-        whole = codes[: max(self._plan.most - 1 - self._columns, 0)]
+        # The last possible column is not speech, as in the published loop.
+        whole = codes[: max(self._plan.max_columns - 1 - self._columns, 0)]
         self._columns += len(ids)
         spoken = _spoken(whole, self._plan.current)
         if len(spoken):
@@ -159,11 +154,11 @@ class Turns(Receiver[CodecState]):
     def finished(self, tokens: Tokens) -> None:
         assert tokens.codes is not None
         plan = self._plan
-        frames = _spoken(tokens.codes[: plan.most - 1], plan.current)
+        frames = _spoken(tokens.codes[: plan.max_columns - 1], plan.current)
         self._parts.append(frames)
         self._columns = 0
         try:
-            if plan.heard(frames, tokens.finish == "length"):
+            if plan.advance(frames, tokens.finish == "length"):
                 self.request_more(plan.current)
                 return
         except NightjarError as error:
@@ -178,7 +173,7 @@ class FishUtterance(Turns, Utterance[CodecState]):
 
 
 class FishStreamer(Turns, Streamer[CodecState]):
-    """A stream of frames, 21.5 a second: the first chunk is the first frame."""
+    """A stream of frames, 21.5 per second: the first chunk is the first frame."""
 
 
 def _spoken(columns: NDArray[np.int64], request: TokenRequest) -> NDArray[np.int64]:
@@ -187,16 +182,15 @@ def _spoken(columns: NDArray[np.int64], request: TokenRequest) -> NDArray[np.int
     return columns[: ends[0] if len(ends) else len(columns), 1:]
 
 
-#: On a GPU finished utterances wait this long for company, or until there are so many of them or of their
-#: frames.
+#: On a GPU: maximum seconds that finished utterances wait, unless this many utterances or frames are waiting.
 _GATHER_SECONDS, _GATHER_UTTERANCES, _GATHER_FRAMES = 0.05, 256, 4096
 
 
 @dataclass(frozen=True, slots=True)
 class FishOptions(TokenModelOptions):
-    """How a checkpoint is opened on vLLM; None means the best for the device."""
+    """Options of a checkpoint on vLLM; None means the best for the device."""
 
-    #: Whether prompts that begin alike share their KV, as those of one voice do.
+    #: Whether prompts with equal prefixes share their KV, such as prompts of one voice.
     share_prefixes: bool | None = None
 
 
@@ -209,8 +203,7 @@ def open_pipeline(folder: Path, **options: Any) -> FishPipeline:
     is unknown or that it cannot run with, and `SynthesisError` (`synth.oom`) where other programs have
     taken the GPU's memory meanwhile.
     """
-    engine, rest = take_engine(options)
-    chosen = read_options(NativeModelOptions if engine == "native" else FishOptions, rest, ENGINE)
+    chosen = read_model_options(options, NativeModelOptions, FishOptions)
     native = isinstance(chosen, NativeModelOptions)
     if not native:
         load_vllm(chosen.cpu_kv_gib)
@@ -266,7 +259,8 @@ class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
         super().__init__(host, stage, FishStreamer, FishUtterance, cuts_chunks=info.engine == "native")
 
     def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, FishRequestInfo]:
-        """The item's turns and what delivery must know. Raises `InputError` for what this model cannot do."""
+        """The item's turns, and the facts that its results need. Raises `InputError` for a request that this
+        model cannot serve."""
         task = speech_task(request.messages, request.generation, self.capabilities, request.seed)
         if request.generation.repetition_penalty not in (None, 1.0):
             message = (
@@ -288,19 +282,19 @@ class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
         plan = TurnPlan(
             request.request_id, conversation, texts, sampling, frames, context, self._keep_unfinished
         )
-        self._check_room(len(plan.prompt.ids) + sum(words[1:]))
-        meta = {**self._meta, "prompt_positions": len(plan.prompt.ids), "turns": len(texts)}
+        positions = len(plan.current.prompt_ids)
+        self._check_room(positions + sum(words[1:]))
+        meta = {**self._meta, "prompt_positions": positions, "turns": len(texts)}
         info = FishRequestInfo(task.text, self.sample_rate, meta, self._keep_unfinished, plan)
         return plan.current, info
 
     def _check_room(self, positions: int) -> None:
-        """Raises `InputError` (`input.too_long`) where so many positions leave no room for speech."""
+        """Raises `InputError` (`input.too_long`) if a prompt leaves no room for speech."""
         check_room(positions, self._context, self._context - positions, "a larger max_context")
 
 
 def open_stage(decoder: CodecDecoder, decode_frames: int | None = None) -> CodecStage[CodecState]:
-    """The codec's decoder on threads of its own; on a GPU utterances wait for company, of which
-    `decode_frames` are decoded together."""
+    """Opens the codec's stage; on a GPU utterances are gathered into batches of up to `decode_frames` frames."""
     decoder.batch_frames = decode_frames or decoder.batch_frames
     if decoder.device.type == "cpu":
         return CodecStage(decoder)

@@ -1,8 +1,7 @@
 """Prompts of the slow AR: a conversation of a system message, and of user and assistant messages turn by
 turn.
 
-Its parts are tokenized one by one, as in training: a merge over the seam of two parts would make other
-tokens.
+Its parts are tokenized separately, as in training: a merge across two parts would give other tokens.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from pipelines.errors import ErrorCode, InputError
 from pipelines.fish_speech.config import FishConfig
 from pipelines.nn.config_keys import bad_checkpoint, read_tokenizer
 from pipelines.tokens import TokenRequest
-from pipelines.validation import is_visible, not_unicode
+from pipelines.validation import check_unicode, control_token, is_visible
 
 PHONEMES = ("<|phoneme_start|>", "<|phoneme_end|>")
-#: Control tokens that prompts are made of.
+#: Control tokens of prompts.
 _CONTROLS = ("<|im_start|>", "<|im_end|>", "<|voice|>")
 _SPEAKER = re.compile(r"<\|speaker:\d{1,4}\|>")
 _OLD_SPEAKER = re.compile(r"<speaker:(\d{1,4})>")
@@ -63,31 +62,28 @@ class Vocabulary:
         return cls(read_tokenizer(path), config, path)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a string of ours, control tokens by their names."""
+        """The ids of a string, in which control tokens have their names."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def spoken(self, text: str) -> list[int]:
-        """The ids of user text that `clean` has passed.
+        """The ids of user text after `clean`.
 
-        Raises `InputError` (`input.unpronounceable`) for a text that names a control token.
+        Raises `InputError` (`input.unpronounceable`) for a text that contains a control token.
         """
         ids = self.encode(text)
         for token in ids:
             if token in self._added and token not in self._spoken:
-                raise _control(self._added[token])
+                raise control_token(self._added[token])
         return ids
 
 
 def clean(text: str) -> str:
-    """User text with speaker tags in today's spelling.
+    """Converts speaker tags of user text to their current spelling.
 
-    Raises `InputError` (`input.unpronounceable`) for control marks other than speaker tags and phoneme
-    spans, for spans that are not closed, and for what is no Unicode.
+    Raises `InputError` (`input.unpronounceable`) for control marks other than speaker tags and phoneme spans,
+    for spans that are not closed, and for text that is not Unicode.
     """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise not_unicode() from error
+    check_unicode(text)
     text = _OLD_SPEAKER.sub(r"<|speaker:\1|>", text)
     for name in _MARK.findall(_SPAN.sub("", text)):
         if name in PHONEMES:
@@ -95,13 +91,13 @@ def clean(text: str) -> str:
             advice = "Write <|phoneme_start|>...<|phoneme_end|> around the phonemes."
             raise InputError(ErrorCode.INPUT_UNPRONOUNCEABLE, message, advice)
         if _SPEAKER.fullmatch(name) is None:
-            raise _control(name)
+            raise control_token(name)
     return text
 
 
 def clean_reference(text: str) -> str:
-    """The words of a recording, as `clean`. Raises `InputError`: as that, and `input.reference_text` for a
-    speaker tag without words."""
+    """Cleans the text of a recording. Raises `InputError` like `clean`, and `input.reference_text` for a speaker
+    tag without words."""
     text = clean(text)
     try:
         turns(text)
@@ -114,15 +110,14 @@ def clean_reference(text: str) -> str:
 
 
 def has_speaker(text: str) -> bool:
-    """Whether a text says who speaks."""
+    """Whether a text has a speaker tag."""
     return _SPEAKER.search(text) is not None
 
 
 def turns(text: str) -> list[str]:
-    """A text cut before every speaker tag, without white space around the parts; what stands before the
-    first tag is one of them.
+    """Splits a text before every speaker tag and strips the parts; text before the first tag is a part too.
 
-    Raises `InputError` (`input.empty_text`) for a speaker who says nothing.
+    Raises `InputError` (`input.empty_text`) for a speaker tag without words.
     """
     starts = [match.start() for match in _SPEAKER.finditer(text)]
     parts = [text[start:end].strip() for start, end in pairwise([*sorted({0, *starts}), len(text)])]
@@ -134,11 +129,6 @@ def turns(text: str) -> list[str]:
                 "Remove the tag, or say something.",
             )
     return [part for part in parts if part]
-
-
-def _control(name: str) -> InputError:
-    message = f"The text holds the control token {name}, which cannot be spoken."
-    return InputError(ErrorCode.INPUT_UNPRONOUNCEABLE, message, "Remove it from the text.")
 
 
 _SYSTEM, _USER, _ASSISTANT, _END = (
@@ -154,7 +144,7 @@ _SPEECH = "\n\nSpeech:\n"
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A recording to clone, as a prompt holds it."""
+    """A recording to clone, as part of a prompt."""
 
     text: str
     #: int64 [frames, codebooks].
@@ -163,14 +153,13 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The ids of a prompt, and the codes at its semantic positions in their order: int64 [semantic
-    positions, codebooks]."""
+    """The ids of a prompt, and the codes of its semantic positions in order: int64 [semantic positions,
+    codebooks]."""
 
     ids: Sequence[int]
     codes: NDArray[np.int64]
-    #: How many positions at its start other prompts begin with too: the system message with its references,
-    #: then the prompt of each turn that another one follows, but for its last position, whose keys and values
-    #: are computed with the first frame.
+    #: Lengths of prefixes that other prompts share: the system message with its references, then the prompt of
+    #: each turn but the last, without its last position, whose keys and values are computed with the first frame.
     shared: Sequence[int] = ()
     trailing = np.zeros(0, np.int64)
 
@@ -185,7 +174,7 @@ def prompt_of(request: TokenRequest) -> Prompt:
 
 
 class Conversation:
-    """What the slow AR is asked to go on with: a system message, then turns.
+    """The conversation that the slow AR continues: a system message, then turns.
 
     conversation = Conversation(vocabulary, references)
     prompt = conversation.ask(text)
@@ -193,7 +182,7 @@ class Conversation:
     """
 
     def __init__(self, vocabulary: Vocabulary, codebooks: int, references: Sequence[Reference] = ()) -> None:
-        """Raises `InputError` (`input.unpronounceable`) for a reference whose text names a control token."""
+        """Raises `InputError` (`input.unpronounceable`) for a reference text that contains a control token."""
         self._vocabulary = vocabulary
         self._ids: list[int] = []
         self._codes: list[NDArray[np.int64]] = [np.zeros((0, codebooks), np.int64)]
@@ -212,7 +201,7 @@ class Conversation:
         self._shared = [len(self._ids)]
 
     def ask(self, text: str, more: bool = False) -> Prompt:
-        """The prompt that asks for `text` next; `more`: whether another one follows. Raises `InputError`
+        """The prompt for `text` as the next turn; `more`: whether another turn follows. Raises `InputError`
         (`input.unpronounceable`)."""
         spoken = self._vocabulary.spoken(text)
         self._add(_USER)
@@ -224,7 +213,7 @@ class Conversation:
         return Prompt(tuple(self._ids), np.concatenate(self._codes), tuple(self._shared))
 
     def answer(self, codes: NDArray[np.int64]) -> None:
-        """What was spoken after the last `ask`, int64 [frames, codebooks]."""
+        """Adds the speech of the last `ask`, int64 [frames, codebooks]."""
         self._speech(codes)
         self._add(_END)
 
@@ -236,18 +225,18 @@ class Conversation:
         self._codes.append(codes)
 
 
-def groups(text: str, most_bytes: int, most_turns: int) -> list[str]:
-    """The user messages of a text: its turns, one a line, as many together as fit; a text without speaker
-    tags is never cut.
+def groups(text: str, max_bytes: int, max_turns: int) -> list[str]:
+    """Divides a text into user messages of one or more turns each, one on a line; a text without speaker tags
+    is never split.
 
-    Raises `InputError` (`input.empty_text`) for a speaker who says nothing.
+    Raises `InputError` (`input.empty_text`) for a speaker tag without words.
     """
     if not has_speaker(text):
         return [text]
     found: list[list[str]] = []
     for turn in turns(text):
         size = sum(len(one.encode()) for one in found[-1]) if found else 0
-        if found and len(found[-1]) < most_turns and size + len(turn.encode()) <= most_bytes:
+        if found and len(found[-1]) < max_turns and size + len(turn.encode()) <= max_bytes:
             found[-1].append(turn)
         else:
             found.append([turn])
@@ -255,7 +244,7 @@ def groups(text: str, most_bytes: int, most_turns: int) -> list[str]:
 
 
 def columns(prompt: Prompt, semantic: range) -> NDArray[np.int64]:
-    """A prompt as the published model takes it: int64 [1 + codebooks, positions], zeros where there is no
+    """A prompt in the published model's format: int64 [1 + codebooks, positions], zeros at positions without
     speech."""
     ids = np.array(prompt.ids, dtype=np.int64)
     table = np.zeros((1 + prompt.codes.shape[1], len(ids)), np.int64)

@@ -89,7 +89,7 @@ class FishForCausalLM(FrameModel, Qwen3ForCausalLM):
         return hidden_states
 
     def frame_tensors(self) -> FrameTensors:
-        """The frame behind the slow AR's last layer."""
+        """The frame after the slow AR's last layer."""
         slow, last = self.fish.slow, cast("nn.Module", self.model.norm)
         norm = cast("Tensor", last.weight).data
         scale = slow.head_dim**-0.5

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from kernels.frame import Layer, StackTensors
 from pipelines.engine_choice import VISIBLE, has_gpu
-from pipelines.errors import ConfigError, EngineCrashError, ErrorCode
+from pipelines.errors import EngineCrashError, ErrorCode, invalid
 from pipelines.nn.config_keys import StackConfig, bad_checkpoint, read_table
 from pipelines.options import Precision
 
@@ -34,10 +34,10 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 class TensorSource(Protocol):
-    """Where weights come from: a `TensorTable`, or anything that makes tensors by name and shape."""
+    """A source of weights: a `TensorTable`, or anything that makes tensors by name and shape."""
 
     def __contains__(self, name: str) -> bool:
-        """Whether it holds a name of which a family knows alternatives."""
+        """Whether it has this name; for tensors with alternative names."""
         ...
 
     def take(
@@ -82,7 +82,7 @@ class Loader:
         return self.source.take(self.prefix + name, shape, self.dtype, self.device)
 
     def at(self, prefix: str) -> Self:
-        """The same loader one level down."""
+        """The same loader with a longer prefix."""
         return replace(self, prefix=self.prefix + prefix)
 
     def float(self) -> Self:
@@ -91,7 +91,7 @@ class Loader:
 
 
 class TensorTable:
-    """Tensors of a folder or a file by name, taken out one by one; `finish` refuses what nobody took."""
+    """Tensors of a folder or a file by name; `finish` raises an error for those that were not taken."""
 
     def __init__(self, place: Path, names: Collection[str], read: Callable[[str], Tensor]) -> None:
         self.place = place
@@ -103,7 +103,7 @@ class TensorTable:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes what is open; tensors already taken stay valid."""
+        """Closes open files; tensors already taken stay valid."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
@@ -157,15 +157,15 @@ class TensorTable:
 
 
 def shown(names: Sequence[str]) -> str:
-    """The first of these names, and how many more there are."""
+    """The first five names, and the number of others."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def read_pickle(path: Path, wrappers: Sequence[str] = (), mmap: bool = False) -> dict[str, Tensor]:
-    """The tensors of a pickled state dictionary, of which nothing but tensors is read, never code.
+    """The tensors of a pickled state dictionary; reads only tensors, never code.
 
-    `wrappers`: keys under which the dictionary may lie; `mmap`: the file is new enough for its tensors to be
-    read when they are used. Raises `ModelError` (`model.bad_checkpoint`) that names the file.
+    `wrappers`: keys that can contain the dictionary; `mmap`: reads tensors when they are used, which old files
+    do not support. Raises `ModelError` (`model.bad_checkpoint`) that names the file.
     """
     try:
         held: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
@@ -204,8 +204,8 @@ class Checkpoint(TensorTable):
     def open(cls, folder: str | Path, stem: str = "model") -> Checkpoint:
         """Lists the tensors of a folder.
 
-        Raises `ModelError` (`model.bad_checkpoint`) that names the file when one is missing, truncated or
-        damaged, when the index leads out of the folder, and when there is nothing but pickle.
+        Raises `ModelError` (`model.bad_checkpoint`) that names the file, if one is missing, truncated or
+        damaged, if the index points out of the folder, and if there are only pickles.
         """
         folder = Path(folder)
         single, index = f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
@@ -225,7 +225,7 @@ class Checkpoint(TensorTable):
         self._contexts.close()
 
     def values(self) -> int:
-        """Numbers in all tensors together; reads no tensor."""
+        """The number of values of all tensors; reads no tensor."""
         return sum(math.prod(handle.get_slice(name).get_shape()) for name, handle in self._handles.items())
 
     def update_digest(self, digest: hashlib._Hash, prefix: str = "") -> None:
@@ -242,8 +242,7 @@ class Checkpoint(TensorTable):
             raise bad_checkpoint(f"Tensor {name} cannot be read from {self.place}: {error}.") from error
 
 
-#: Where the weight norm of a convolution may be stored: gain and direction; a plain `weight` has it folded
-#: in.
+#: Names of the gain and the direction of a convolution's weight norm; a plain `weight` has it folded in.
 _NORMS = (
     ("parametrizations.weight.original0", "parametrizations.weight.original1"),
     ("weight_g", "weight_v"),
@@ -271,11 +270,10 @@ def fill_module(
     dtype: torch.dtype = torch.float32,
     published: Mapping[str, str | Callable[[re.Match[str]], str]] = MappingProxyType({}),
 ) -> None:
-    """Fills a module made on the meta device with the tensors `prefix` + their names, of which parts may
-    be `published` otherwise.
+    """Fills a module made on the meta device with the tensors `prefix` + their names.
 
-    `published`: expressions of our names, and what stands in their place, as for `re.sub`, one after the
-    other. Weight norms that the module does not have are folded. Raises as the source does.
+    `published`: patterns of our names and their replacements in the source, applied in order by `re.sub`.
+    Weight norms that the module does not have are folded. Raises like the source.
     """
     tensors: dict[str, Tensor] = {}
     for name, empty in module.state_dict().items():
@@ -317,13 +315,13 @@ def _shards(index: Path) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class StackWeights:
-    """The tensors of a stack: its layers, and the norm behind them."""
+    """The tensors of a stack: its layers, and the final norm."""
 
     layers: tuple[Layer, ...]
     norm: Tensor
 
     def tensors(self, shape: StackConfig, rope_table: Tensor, wide_rope: bool = False) -> StackTensors:
-        """The stack as a frame takes it, with attention scaled by the root of `head_dim`."""
+        """The stack's tensors for a frame, with attention scaled by 1 / sqrt(head_dim)."""
         scale = shape.head_dim**-0.5
         return StackTensors(
             self.layers, self.norm, rope_table, shape.heads, shape.kv_heads, shape.eps, scale, wide_rope
@@ -377,9 +375,9 @@ def open_device(name: str | None, threads: int | None = None) -> torch.device:
     """The device asked for, or the best there is; sets the CPU threads: as asked for, and one where the
     CPU is the device.
 
-    On a GPU attention does without cuDNN, in the whole process: cuDNN builds a plan for every new shape,
-    for up to half a second, and batches of utterances have new shapes all the time. Raises `ConfigError`
-    (`config.invalid`) for a device that is not there, and `EngineCrashError` as `_best_device`.
+    On a GPU disables cuDNN attention in the whole process: cuDNN builds a plan for every new shape, for up to
+    half a second, and batches of utterances often have new shapes. Raises `ConfigError` (`config.invalid`) for
+    a device that does not exist, and `EngineCrashError` like `_best_device`.
     """
     device = _known_device(name or _best_device())
     if device.type == "cuda":
@@ -390,11 +388,10 @@ def open_device(name: str | None, threads: int | None = None) -> torch.device:
 
 
 def _best_device() -> str:
-    """Raises `EngineCrashError` (`worker.crash`) where this process was given a GPU that is gone.
+    """Raises `EngineCrashError` (`worker.crash`) if this process was given a GPU that is gone.
 
-    A worker that went on with the CPU would take as many items as on its GPU, and finish hardly any of
-    them. A process that was given none by name takes the CPU, with a warning where NVIDIA's driver is
-    there.
+    A worker that continued on the CPU would take as many items as on its GPU, and finish almost none of them. A
+    process without an assigned GPU uses the CPU, with a warning if NVIDIA's driver is installed.
     """
     if torch.cuda.is_available():
         return "cuda"
@@ -416,14 +413,12 @@ def _known_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID, f"There is no device {name!r}.", "Name cpu, cuda or cuda:N."
-        ) from error
+        raise invalid(f"There is no device {name!r}.", "Name cpu, cuda or cuda:N.") from error
     index, count = device.index or 0, torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type == "cuda" and (not torch.cuda.is_available() or 0 < index >= count):
+    if device.type == "cuda" and index >= count:
         message = f"There is no GPU {index}; this process sees {count}."
         advice = "Name another device, such as cpu or cuda:0, or run `nightjar doctor`."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, message, advice)
+        raise invalid(message, advice)
     return device
 
 

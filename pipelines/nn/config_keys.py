@@ -1,5 +1,5 @@
-"""The configs of a checkpoint folder, read by annotations, with errors that name file and key; and what
-tells checkpoints apart.
+"""Reads the configs of a checkpoint folder by annotations, with errors that name file and key; and digests of
+checkpoints.
 
 Imports no torch.
 """
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 _PROBES = 16
 _PROBE_BYTES = 1 << 16
-#: Of a config file at most.
+#: Maximum size of a config file.
 _CONFIG_BYTES = 4 << 20
 
-#: The `description` is what an error says that a value must be.
+#: Errors say that a value must be its `description`.
 Size = Annotated[int, msgspec.Meta(ge=1, description="a whole number above 0")]
 Whole = Annotated[int, msgspec.Meta(ge=0, description="a whole number that is not negative")]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max, description="a number above 0")]
@@ -34,7 +34,7 @@ NotNegative = Annotated[
     float, msgspec.Meta(ge=0, le=sys.float_info.max, description="a number that is not negative")
 ]
 Sizes = Annotated[tuple[Size, ...], msgspec.Meta(min_length=1, description="a list of whole numbers above 0")]
-#: What to do about most faults.
+#: The advice for most faults.
 DOWNLOAD_AGAIN = "Download the checkpoint again, or check that it belongs to this model family."
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class StackConfig:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """How a model draws by itself."""
+    """A model's default sampling."""
 
     temperature: NotNegative = 1.0
     top_k: Whole = 0
@@ -88,31 +88,30 @@ class Keys:
     """The keys of one section of a JSON or YAML file. Every method raises `ModelError`
     (`model.bad_checkpoint`) that names file and key.
 
-        config = Keys.read(folder / "config.json", advice).section("text_config").take(StackConfig)
+        config = Keys.read(folder / "config.json").section("text_config").take(StackConfig)
 
     A key that is null is absent.
     """
 
-    def __init__(self, path: Path, values: Mapping[str, Any], advice: str, prefix: str = "") -> None:
+    def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = "") -> None:
         self._path = path
         self._values = {name: value for name, value in values.items() if value is not None}
-        self._advice = advice
         self._prefix = prefix
 
     @classmethod
-    def read(cls, path: Path, advice: str) -> Keys:
-        """The top of a file; `advice` is what to do about any fault in it."""
-        return cls(path, read_table(path, advice), advice)
+    def read(cls, path: Path) -> Keys:
+        """The top level of a file."""
+        return cls(path, read_table(path))
 
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
     def section(self, key: str) -> Keys:
-        return Keys(self._path, self.value(key, dict[str, Any]), self._advice, f"{self._prefix}{key}.")
+        return Keys(self._path, self.value(key, dict[str, Any]), f"{self._prefix}{key}.")
 
     def value(self, key: str, kind: Any, default: Any = MISSING) -> Any:
-        """The value of a key as msgspec converts it to this type; with dots, of a key in a section;
-        `default`: where there is none."""
+        """The value of a key, converted to this type by msgspec; dots separate sections; `default`: the value
+        of an absent key."""
         section, _, rest = key.partition(".")
         if rest:
             return self.section(section).value(rest, kind, default)
@@ -123,27 +122,26 @@ class Keys:
         try:
             return msgspec.convert(self._values[key], kind)
         except msgspec.ValidationError as error:
-            told = [
+            descriptions = [
                 meta.description
                 for meta in getattr(kind, "__metadata__", ())
                 if isinstance(meta, msgspec.Meta)
             ]
-            what = f"must be {told[0]}" if told else f"is {self._values[key]!r}: {error}"
+            what = f"must be {descriptions[0]}" if descriptions else f"is {self._values[key]!r}: {error}"
             raise self.error(key, what) from error
 
     def take(self, kind: type[T], **known: Any) -> T:
         """A dataclass whose fields are keys of this section, and other dataclasses its sections.
 
-        A key bears the name of its field, or the one that its annotation holds:
-        `width: Annotated[Size, "sizes.width"]`. It may be absent where the field has a default. `known`:
-        fields that are not read here.
+        A key has the name of its field, or the one in its annotation: `width: Annotated[Size, "sizes.width"]`.
+        It can be absent if the field has a default. `known`: values of fields that are not read here.
         """
         types = get_type_hints(kind, include_extras=True)
         for one in fields(cast("Any", kind)):
             if one.name not in known:
                 wanted = types[one.name]
                 name = next(
-                    (told for told in getattr(wanted, "__metadata__", ()) if isinstance(told, str)), one.name
+                    (key for key in getattr(wanted, "__metadata__", ()) if isinstance(key, str)), one.name
                 )
                 section: Any = getattr(wanted, "__origin__", wanted)
                 known[one.name] = (
@@ -154,8 +152,7 @@ class Keys:
         return kind(**known)
 
     def expect(self, **values: object) -> None:
-        """Raises the error for a key that has another value than the only one that the code can run; it
-        may be absent."""
+        """Raises the error for keys with values other than the supported ones; they can be absent."""
         for key, value in values.items():
             if (found := self._values.get(key, value)) != value:
                 raise self.error(key, f"is {found!r}; only {value!r} is supported")
@@ -163,26 +160,26 @@ class Keys:
     def rope_theta(self) -> float:
         """The base of a rope that is not scaled, from the keys that releases of transformers have for it."""
         name = next((name for name in ("rope_scaling", "rope_parameters") if self._values.get(name)), None)
-        rope = self.section(name) if name else Keys(self._path, {}, self._advice, self._prefix)
+        rope = self.section(name) if name else Keys(self._path, {}, self._prefix)
         if rope.value("rope_type", str, rope.value("type", str, "default")) != "default":
             raise self.error("rope_scaling", "asks for a scaled rope, which is not supported")
         return (self if "rope_theta" in self else rope).value("rope_theta", Positive)
 
     def error(self, key: str, what: str) -> ModelError:
-        """The error that says of a key what is wrong with it."""
-        return bad_checkpoint(f"{self._path}: {self._prefix}{key} {what}.", self._advice)
+        """The error of a wrong key."""
+        return bad_checkpoint(f"{self._path}: {self._prefix}{key} {what}.")
 
     def require(self, holds: bool, what: str) -> None:
         """Raises the error that says `what` of this section, unless a relation holds that the code relies
         on."""
         if not holds:
             section = f" {self._prefix[:-1]}:" if self._prefix else ""
-            raise bad_checkpoint(f"{self._path}:{section} {what}.", self._advice)
+            raise bad_checkpoint(f"{self._path}:{section} {what}.")
 
 
 def revision(folder: Path, suffixes: Sequence[str]) -> str:
-    """A digest that tells checkpoints apart: configs and sizes whole, weights by samples (they have
-    gigabytes)."""
+    """A digest of a checkpoint's files: their names and sizes, and samples of their contents, since weights
+    have gigabytes."""
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.suffix in suffixes and path.is_file()):
         size = path.stat().st_size
@@ -194,12 +191,12 @@ def revision(folder: Path, suffixes: Sequence[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def read_table(path: Path, advice: str = DOWNLOAD_AGAIN) -> dict[str, Any]:
+def read_table(path: Path) -> dict[str, Any]:
     """A JSON or YAML file that holds a table of keys. Raises `ModelError` (`model.bad_checkpoint`) that
     names the file."""
     # A FIFO or a device would block or never end, so only a plain file is opened.
     if not path.is_file():
-        raise bad_checkpoint(f"{path} is missing.", advice)
+        raise bad_checkpoint(f"{path} is missing.")
     try:
         with path.open("rb") as file:
             data = file.read(_CONFIG_BYTES + 1)
@@ -207,11 +204,9 @@ def read_table(path: Path, advice: str = DOWNLOAD_AGAIN) -> dict[str, Any]:
             raise ValueError(f"it has over {_CONFIG_BYTES >> 20} MiB")
         values = json.loads(data) if path.suffix == ".json" else _yaml(data)
     except (OSError, ValueError, RecursionError) as error:
-        raise bad_checkpoint(
-            f"{path} cannot be read as {path.suffix[1:].upper()}: {error}.", advice
-        ) from error
+        raise bad_checkpoint(f"{path} cannot be read as {path.suffix[1:].upper()}: {error}.") from error
     if not isinstance(values, dict):
-        raise bad_checkpoint(f"{path} does not hold a table of keys.", advice)
+        raise bad_checkpoint(f"{path} does not hold a table of keys.")
     return cast("dict[str, Any]", values)
 
 

@@ -1,5 +1,5 @@
-"""The 12 Hz codec: codes in, waveform out, whole utterances or chunk by chunk, with equal results; and
-both its halves together."""
+"""The 12 Hz codec: its decoder, for whole utterances or chunk by chunk with equal results, and both halves
+together."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ USAGE_FLOOR = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class CodecLoader(Loader):
-    """The decoder's tensors: plain convolutions, and SnakeBeta with the logarithms of its parameters."""
+    """Loads the decoder's tensors: plain convolutions, and SnakeBeta with the logarithms of its parameters."""
 
     @property
     def unit_names(self) -> tuple[str, str, str, str]:
@@ -93,7 +93,7 @@ def _layer(load: CodecLoader, config: CodecDecoderConfig) -> LayerWeights:
 class CodecDecoder(CausalDecoder):
     """Codes [frames, codebooks] to 24 kHz audio. `fused` as for `pipelines.codec.fused.prepared_stack`.
 
-    `fused_front`: what stands in front of the convolution stack runs on fused ops too.
+    `fused_front`: the layers before the convolution stack run on fused ops too.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ def _code_table(config: CodecDecoderConfig, load: Loader) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """Both halves of the 12 Hz codec; the encoder where it is needed."""
+    """Both halves of the 12 Hz codec; `encoder` is None if it is not needed."""
 
     config: CodecConfig
     decoder: CodecDecoder
@@ -172,11 +172,11 @@ class Codec:
 
 
 def fuses_front(device: torch.device | str, dtype: torch.dtype, reproducible: bool, codec_rows: int) -> bool:
-    """Whether what stands in front of the convolutions runs on fused ops: on a GPU in bfloat16, where it
-    was measured faster.
+    """Whether the layers before the convolutions run on fused ops: on a GPU in bfloat16, where it was measured
+    faster.
 
-    Gathered batches of a `reproducible` decoder keep the plain modules, with which their bits were
-    compared in any company.
+    Gathered batches of a `reproducible` decoder use the plain modules, whose bits were verified not to depend
+    on the batch.
     """
     return (
         torch.device(device).type == "cuda"
@@ -197,8 +197,8 @@ def load_codec(
 
     The decoder runs in `dtype`; the encoder always in float32, since codes are not continuous.
 
-    Raises `ModelError` (`model.bad_checkpoint`) that names the tensor or file at fault when any is
-    missing, unknown or misshapen.
+    Raises `ModelError` (`model.bad_checkpoint`) with the name of a tensor or file that is missing, unknown or
+    has another shape.
     """
     config = CodecConfig.load(folder)
     with Checkpoint.open(folder) as checkpoint:

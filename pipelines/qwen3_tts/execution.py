@@ -1,4 +1,4 @@
-"""What runs Qwen3-TTS on its device: sizes of the engine, and the codec's stage."""
+"""How Qwen3-TTS runs on its device: the sizes of the engine, and the codec's stage."""
 
 from __future__ import annotations
 
@@ -28,30 +28,29 @@ from pipelines.qwen3_tts.config import CodecConfig, CodecDecoderConfig, Qwen3TTS
 
 log = logging.getLogger(__name__)
 
-#: Of the codec's decoder in bfloat16 on a GPU: what a frame of a batch takes at most. Measured: 4.6 GiB for
-#: batches of 4,096 frames.
+#: Maximum bytes of a frame of the codec's batches in bfloat16 on a GPU. Measured: 4.6 GiB for batches of 4,096
+#: frames.
 _DECODED_FRAME_BYTES = 1_300_000
-#: On a GPU: seconds that an utterance of a job waits to be decoded with others, and fewer where there are
-#: streams and in each step of a continuous batch; frames and utterances that are company enough.
+#: On a GPU: maximum seconds that an utterance waits to be decoded with others, and the shorter time beside
+#: streams and between steps of a continuous batch; frames and utterances of a full batch.
 _GATHER_SECONDS, _SHORT_GATHER_SECONDS = 0.5, 0.2
 _GATHER_FRAMES, _MAX_UTTERANCES = 16384, 256
-#: States of streams that left their slot and whose last chunk is still decoded, beside one for every slot.
+#: States for streams that left their slot while their last chunk is decoded, in addition to one for each slot.
 LATE_STATES = 128
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineOptions(NativeModelOptions):
-    """How a checkpoint is opened; None means the best for the device."""
+    """Options of a checkpoint; None means the best for the device."""
 
     dtype: Literal["float32", "bfloat16"] | None = None
     codec_dtype: Literal["float32", "bfloat16"] | None = None
-    #: On a GPU: rows of the codec's continuous batch of whole utterances, such as 256; 0: it gathers them
-    #: into batches of like lengths.
+    #: On a GPU: rows of the codec's continuous batch of whole utterances, such as 256; 0: it gathers them into
+    #: batches of similar lengths.
     codec_rows: Annotated[int, msgspec.Meta(ge=0)] = 0
-    #: Whether the whole text stands before the first frame; None: the published default of the mode.
+    #: Whether the whole text precedes the first frame; None: the published default of the mode.
     text_first: bool | None = None
-    #: Folder that keeps prepared voices for later processes, and its limit in MiB; None: they are kept in
-    #: memory alone.
+    #: Folder that keeps prepared voices for later processes, and its limit in MiB; None: only in memory.
     voice_cache: str | None = None
     voice_cache_mib: Count = 256
 
@@ -66,7 +65,7 @@ def plan_sizes(
     dtype: torch.dtype,
     codec_dtype: torch.dtype,
 ) -> EngineOptions:
-    """Sizes of the engine, before anything is loaded. Raises as `engine_options`."""
+    """Sizes of the engine, before weights are loaded. Raises like `engine_options`."""
     with (
         Checkpoint.open(config.folder) as model,
         Checkpoint.open(config.folder / "speech_tokenizer") as codec,
@@ -84,7 +83,7 @@ def plan_sizes(
     whole = partial(engine_options, config, device, dtype, options, taken + packed, state, wide)
     if options.executor == "megakernel" or not packed:
         return whole()
-    # What nobody asked for takes no slot away, and no engine that would fit without it.
+    # Persistent kernels that were not asked for must not reduce the slots, or keep the engine from fitting.
     plain = engine_options(config, device, dtype, options, taken, state, wide)
     with suppress(ConfigError, SynthesisError):
         if (found := whole()).slots == plain.slots:
@@ -103,8 +102,8 @@ def engine_options(
 ) -> EngineOptions:
     """Sizes of the engine of a model that is not loaded yet.
 
-    `taken`: bytes of its weights, the codec's too, and of the codec's graphs; `state`: those of a stream's
-    state in each slot; `wide`, and what it raises: as `NativeModelOptions.plan`.
+    `taken`: bytes of its weights, and of the codec's weights and graphs; `state`: bytes of a stream's state in
+    each slot; `wide` and errors: see `NativeModelOptions.plan`.
     """
     positions = options.positions(config.talker.max_positions)
     needs = memory_needs(config, dtype, options.page_size, positions, taken)
@@ -116,21 +115,21 @@ def engine_options(
 def memory_needs(
     config: Qwen3TTSConfig, dtype: torch.dtype, page_size: int, max_context: int, weight_bytes: int
 ) -> MemoryNeeds:
-    """What a checkpoint takes of a GPU; `weight_bytes` are those of its files in their types on the
+    """The GPU memory that a checkpoint needs; `weight_bytes`: bytes of its weights in their types on the
     device."""
     talker, predictor, width = config.talker, config.predictor, dtype.itemsize
-    # The text embeddings behind their projection, and those of the codebooks.
+    # The projected text embeddings, and the embeddings of the codebooks.
     derived = (config.text_vocab + 1) * talker.hidden * width
     if config.needs_projection:
         derived += (talker.vocab + (config.codebooks - 1) * predictor.vocab + 1) * predictor.hidden * width
-    # A row's keys and values of a frame in the predictor, whose positions are filled up to a power of two;
-    # other buffers take less again.
+    # A row's keys and values of a frame in the predictor, whose positions are padded to a power of two; other
+    # buffers take less than these.
     span = 1 << (config.codebooks - 1).bit_length()
     row = 2 * span * predictor.cached_values * width
     return MemoryNeeds(
         weights=weight_bytes + derived,
-        # The text that follows a prompt, as int64; and rows in the graphs of all buckets, which have up to
-        # three rows for a slot.
+        # The text that follows a prompt, as int64, and rows in the graphs of all buckets, up to three for each
+        # slot.
         slot=8 * max_context + 3 * row,
         page=page_size * talker.cached_values * width,
         decoded_frame=_DECODED_FRAME_BYTES,
@@ -138,8 +137,8 @@ def memory_needs(
 
 
 def codec_needs(config: CodecDecoderConfig, dtype: torch.dtype, streams: bool, rows: int) -> tuple[int, int]:
-    """Bytes of a GPU that a codec which is not loaded yet takes beside its weights, for streams and for a
-    continuous batch of so many rows of whole utterances: all of its graphs, and the state of one stream."""
+    """Bytes of all graphs of a codec that is not loaded yet, for streams and for a continuous batch of `rows`
+    rows of whole utterances; and bytes of a stream's state."""
     decoder = CodecDecoder(config, Shapes(), "meta", dtype, fused=False)
     taken = utterance_bytes(decoder.shape, rows) if rows else 0
     if not streams:
@@ -148,8 +147,8 @@ def codec_needs(config: CodecDecoderConfig, dtype: torch.dtype, streams: bool, r
 
 
 def packed_needs(config: Qwen3TTSConfig, dtype: torch.dtype) -> int:
-    """Bytes of a GPU that a model which is not loaded yet takes for the weights that persistent kernels
-    read, as they read them."""
+    """Bytes of the weights in the layout of persistent kernels, for a model that is not loaded yet; 0 if there
+    are no such kernels."""
 
     def layers(stack: StackConfig) -> int:
         heads = 2 * (stack.heads + stack.kv_heads) * stack.head_dim
@@ -158,24 +157,24 @@ def packed_needs(config: Qwen3TTSConfig, dtype: torch.dtype) -> int:
     def sizes(stack: StackConfig) -> tuple[int, ...]:
         return stack.hidden, stack.intermediate, stack.heads, stack.kv_heads, stack.head_dim
 
-    predictor, talker, behind = config.predictor, config.talker, config.codebooks - 1
+    predictor, talker, residuals = config.predictor, config.talker, config.codebooks - 1
     if (
         dtype != torch.bfloat16
-        or (*sizes(predictor), predictor.vocab, predictor.layers, behind) not in PREDICTORS
+        or (*sizes(predictor), predictor.vocab, predictor.layers, residuals) not in PREDICTORS
     ):
         return 0
-    values = layers(predictor) + behind * predictor.vocab * predictor.hidden
+    values = layers(predictor) + residuals * predictor.vocab * predictor.hidden
     if sizes(talker) in TALKERS:
         values += layers(talker)
     return values * dtype.itemsize
 
 
 def start_warming(decoder: CodecDecoder) -> Callable[[], None]:
-    """Makes the codec's decoder ready on a GPU while other parts of the model are opened. What it returns
-    waits for that."""
+    """Warms the codec's decoder on a GPU while other parts of the model are opened. Returns a function that
+    waits for it."""
 
     def warm() -> None:
-        """What fails here fails again, and is told, where speech is decoded."""
+        """Only logs errors, since they occur again when speech is decoded."""
         try:
             with on_device(decoder.device), torch.cuda.stream(torch.cuda.Stream(decoder.device)):
                 decoder.warm()
@@ -193,9 +192,9 @@ def start_warming(decoder: CodecDecoder) -> Callable[[], None]:
 def open_stage(
     decoder: CodecDecoder, decode_frames: int | None = None, streams: bool = False
 ) -> CodecStage[CodecState]:
-    """The codec's stage: on a GPU it gathers utterances into large batches, of which `decode_frames` are
-    decoded together, or has them as a continuous batch where the decoder was prepared for one. `streams`:
-    there may be streams too."""
+    """Opens the codec's stage. On a GPU it gathers utterances into batches of up to `decode_frames` frames, or
+    decodes them as a continuous batch if the decoder was prepared for one. `streams`: whether there can be
+    streams."""
     decoder.batch_frames = decode_frames or decoder.batch_frames
     if decoder.device.type == "cpu":
         return CodecStage(decoder)

@@ -52,8 +52,8 @@ class ModelWeights:
 def take_weights(
     source: TensorSource, config: Qwen3TTSConfig, dtype: torch.dtype, device: torch.device | str
 ) -> ModelWeights:
-    """Reads talker and code predictor. Raises `ModelError` (`model.bad_checkpoint`) that names the tensor
-    at fault."""
+    """Reads talker and code predictor. Raises `ModelError` (`model.bad_checkpoint`) with the name of a wrong
+    tensor."""
     vocab, hidden, text = config.talker.vocab, config.talker.hidden, config.text_hidden
     predictor, residuals = config.predictor, range(config.codebooks - 1)
 
@@ -94,12 +94,10 @@ def take_weights(
 
 
 class TextTable:
-    """Text embeddings behind `text_projection`, [text_vocab + 1, hidden]; the last row is zeros, for
-    positions without text.
+    """Projected text embeddings, [text_vocab + 1, hidden]; the last row is zeros, for positions without text.
 
-    The projection works token by token. A row's bits do not depend on the rows asked for with it: every
-    product has `ROW_BLOCK` rows. On a GPU the whole vocabulary is projected at once; on CPU rows are
-    filled in when first asked for.
+    Every product has `ROW_BLOCK` rows, so that a row's bits do not depend on the other requested rows. On a GPU
+    the whole vocabulary is projected at once; on a CPU rows are computed when first used.
     """
 
     def __init__(self, weights: ModelWeights) -> None:
@@ -114,8 +112,8 @@ class TextTable:
         self._complete = self.rows.is_cuda
 
     def ensure(self, ids: Tensor, block: int = ROW_BLOCK) -> None:
-        """Makes sure that these rows are there, made by so many at once; ids: int64 [n] on CPU, each below the
-        vocabulary."""
+        """Computes missing rows, in blocks of `block`; ids: int64 [n] on the CPU, each below the vocabulary
+        size."""
         if self._complete:
             return
         ids = ids.unique()
@@ -130,8 +128,8 @@ class TextTable:
 
 
 def predictor_inputs(weights: ModelWeights) -> Tensor:
-    """The codec table behind `small_to_mtp_projection`: [rows, predictor hidden], projected once instead
-    of at every step."""
+    """The codec table after `small_to_mtp_projection`: [rows, predictor hidden], projected once instead of at
+    every step."""
     if weights.projection is None:
         return weights.codec_table
     return torch.cat(
@@ -139,8 +137,8 @@ def predictor_inputs(weights: ModelWeights) -> Tensor:
     )
 
 
-#: Of prompts that are embedded together: the rows of all codebooks of so many take 64 MiB at the 0.6B's
-#: width.
+#: Maximum positions of prompts that are embedded together: the rows of all their codebooks take 64 MiB at the
+#: 0.6B's width.
 EMBEDDED_POSITIONS = 2048
 
 
@@ -159,14 +157,14 @@ class Qwen3TTSModel(FrameModel):
         self.text.ensure(torch.tensor([config.text_ids.tts_pad]))
 
     def embed_all(self, prompts: Sequence[Prompt]) -> list[Tensor]:
-        """`embed` of each, in one set of launches for prompts of up to so many positions together."""
+        """Embeds prompts in groups, with one set of launches for each group."""
         found: list[Tensor] = []
         for group in _groups(prompts):
             found += self.embed(*group).split([len(prompt) for prompt in group])
         return found
 
     def embed(self, *prompts: Prompt) -> Tensor:
-        """Embeddings of prompts one after the other, [positions, hidden]: projected text, plus the sum of its
+        """Embeddings of prompts one after another, [positions, hidden]: projected text, plus the sum of the
         codec embeddings, plus the voice vector."""
         text, codes, trailing = (
             torch.from_numpy(np.concatenate(parts))
@@ -194,12 +192,12 @@ class Qwen3TTSModel(FrameModel):
         return self.text.rows[rows[:, -1]] + codec
 
     def take_text(self, ids: NDArray[np.int64]) -> None:
-        """As `FrameModel` says."""
+        """See `FrameModel`."""
         self.text.ensure(torch.from_numpy(ids))
 
 
 def _groups(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
-    """Prompts in order, in groups of at most `EMBEDDED_POSITIONS` positions; a longer one is alone."""
+    """Groups prompts in order, up to `EMBEDDED_POSITIONS` positions each; a longer one is alone."""
     group: list[Prompt] = []
     room = EMBEDDED_POSITIONS
     for prompt in prompts:
@@ -215,8 +213,7 @@ def _groups(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
 def _frame_tensors(
     config: Qwen3TTSConfig, weights: ModelWeights, text: Tensor, max_context: int
 ) -> FrameTensors:
-    """Views of the weights: nothing big is copied, but for the predictor's inputs where they are
-    projected."""
+    """The frame's tensors: views of the weights, except the predictor's inputs if they are projected."""
     talker, predictor = config.talker, config.predictor
     dtype, device = weights.codec_table.dtype, weights.codec_table.device
     # Prompts are filled up to whole pages, and a context may end within one.

@@ -1,4 +1,4 @@
-"""Qwen3-TTS as a pipeline: requests in the words of a dialogue to prompts, codes to speech."""
+"""The pipeline of Qwen3-TTS: requests to prompts, and codes to speech."""
 
 from __future__ import annotations
 
@@ -61,15 +61,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FrameRequestInfo(RequestInfo[CodecState]):
-    """A request's info, and where the codec starts: after the reference's codes when cloning in context,
-    else None."""
+    """A request's info, with the codec's state after the reference's codes when cloning in context."""
 
     start: CodecState | None = None
-    #: The speech in a frame.
+    #: Seconds of speech in a frame.
     frame_seconds: float = 0.08
 
     def read(self, codes: NDArray[np.int64], finish: Finish) -> FinishedCodes[CodecState]:
-        """As `RequestInfo.read`, of codes [frames, codebooks]."""
+        """See `RequestInfo.read`; codes: [frames, codebooks]."""
         self.check_end(finish, len(codes))
         if not len(codes):
             raise no_audio("The model ended the speech before its first frame.")
@@ -77,13 +76,13 @@ class FrameRequestInfo(RequestInfo[CodecState]):
 
 
 class FrameStreamer(Streamer[CodecState]):
-    """Receives one utterance chunk by chunk, as the engine cuts it."""
+    """Receives an utterance in the engine's chunks."""
 
     def __init__(self, info: FrameRequestInfo, stage: CodecStage[CodecState], listener: Listener) -> None:
         super().__init__(info, stage, listener, info.start.copy() if info.start else stage.new_state())
         self._frame_seconds = info.frame_seconds
         self._received = 0
-        #: When the listener has heard all that came; the first chunk is due at once.
+        #: When all received audio will have been played; 0 before the first chunk, which is due at once.
         self._dry_at = 0.0
 
     def frames(self, codes: NDArray[np.int64]) -> None:
@@ -99,7 +98,7 @@ class FrameStreamer(Streamer[CodecState]):
 
 log = logging.getLogger(__name__)
 
-#: Positions and frames of what is said before the first request; a stream has chunks of every size in it.
+#: Positions and frames of the warm-up speech; as a stream it has chunks of every size.
 _WARM_POSITIONS, _WARM_FRAMES = 32, 28
 #: Hard default of the published API; a larger max_new_tokens of generation_config.json is not speech but a
 #: runaway.
@@ -110,9 +109,8 @@ MAX_TOKENS = 2048
 def open_pipeline(folder: Path, **options: Any) -> Qwen3TTSPipeline:
     """Loads a checkpoint folder.
 
-    Raises `ModelError` (`model.bad_checkpoint`), `ConfigError` for options that are unknown or that the
-    device cannot have, and `SynthesisError` (`synth.oom`) where other programs have taken the GPU's memory
-    meanwhile.
+    Raises `ModelError` (`model.bad_checkpoint`), `ConfigError` for options that are unknown or that the device
+    does not support, and `SynthesisError` (`synth.oom`) if other programs use the GPU's memory.
     """
     return Qwen3TTSPipeline(folder, read_options(PipelineOptions, options))
 
@@ -145,7 +143,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         self.sample_rate = self.codec.config.output_sample_rate
         self._frame_seconds = self.codec.decoder.samples_per_frame / self.sample_rate
         sizes = replace(sizes, frame_seconds=self._frame_seconds)
-        # The published default: the whole text stands before the first frame, but not for clones.
+        # The published default: the whole text precedes the first frame, except for clones.
         self._text_first = not config.clones if options.text_first is None else options.text_first
         self.capabilities = replace(capabilities(config), text_in=not self._text_first)
         self._keep_unfinished = options.keep_unfinished
@@ -163,8 +161,8 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
             self.warm_up()
 
     def warm_up(self) -> None:
-        """Makes speech of a made-up prompt, once as a stream and once in whole, so that no request is the
-        first on its way."""
+        """Makes speech of an artificial prompt, once as a stream and once whole, so that the first request is
+        not slower."""
         shape, pad, draws = (
             (_WARM_POSITIONS, self.config.codebooks),
             self.config.text_ids.tts_pad,
@@ -185,7 +183,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
                 log.warning("speech could not be made while the model was opened: %s", error)
 
     def start(self, request: AnyRequest, on_event: OnEvent, stream: bool = False) -> Handle:
-        """See `Pipeline.start`. Of a text that comes in pieces one token is read a frame."""
+        """See `Pipeline.start`. Of an open text, one token is read in each frame."""
         check_start(self, request, stream)
         pieces = None
         if isinstance(request, SynthesisRequest):
@@ -213,12 +211,12 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         on_event: OnEvent,
         stream: bool,
     ) -> tuple[GenerationRequest, Handle]:
-        """Gives a request to the engine with the text that is known of it."""
+        """Submits a request with its known text to the engine."""
         vector, codes, state = (voice.vector, voice.codes, voice.codec_state) if voice else (None, None, None)
         prompt = build_prompt(self.config, task, vector, codes, self._text_first)
         room = self._positions - len(prompt) + 1
         check_room(len(prompt), self._positions, room, "more pages")
-        # Draws of codebook 0: the frames asked for, and one that may be the end.
+        # Draws of codebook 0: the requested frames, and one for the end.
         draws = min(self.config.sampling.max_new_tokens, MAX_TOKENS)
         if (seconds := task.generation.max_seconds) is not None:
             draws = frames_within(seconds, 1 / self._frame_seconds, draws - 1) + 1
@@ -232,7 +230,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
             stream,
             text_open=task.text_open,
         )
-        # As it is now: one with persistent kernels goes on without them when a launch gave up.
+        # The current name, since an executor stops using persistent kernels after a fault.
         meta = {**self._meta, "executor": self.engine.core.executor.name, "prompt_positions": len(prompt)}
         info = FrameRequestInfo(
             task.text, self.sample_rate, meta, self._keep_unfinished, state, self._frame_seconds
@@ -240,15 +238,14 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         return wanted, self._begin(wanted, info, on_event, stream)
 
 
-#: Gives a request with these ids of its text to the engine; says whether they are all of it. Raises
-#: `NightjarError`.
+#: Submits a request with these text ids; the flag says whether the text is complete. Raises `NightjarError`.
 Begin = Callable[[list[int], bool], tuple[GenerationRequest, Handle]]
 
 
 class OpenText:
-    """The `pipelines.request.Handle` of a text that comes in pieces.
+    """The `pipelines.request.Handle` of an open text.
 
-    The engine hears of the request once the ids are there that stand in its prompt.
+    Submits the request once the ids of its prompt are known.
     """
 
     def __init__(
@@ -260,14 +257,14 @@ class OpenText:
         on_event: OnEvent,
         pieces: TextPieces | None = None,
     ) -> None:
-        """`first`: how many ids that is; `end_id`: the one that follows the text; `pieces`: makes ids of
-        text, None: ids come."""
+        """`first`: the number of those ids; `end_id`: the id after the text; `pieces`: tokenizes text; None:
+        `append` gets ids."""
         self._engine, self._begin, self._on_event, self._pieces = engine, begin, on_event, pieces
         self._first, self._end_id = first, end_id
         self._lock = threading.RLock()
         self._ids: list[int] = []
         self._begun: tuple[GenerationRequest, Handle] | None = None
-        #: Whether nothing more is to come: the text has ended, or the stream.
+        #: Whether the text or the stream has ended.
         self._complete = False
 
     def append(self, text: str | list[int], final: bool) -> None:
@@ -307,10 +304,10 @@ class OpenText:
 
 
 def sampling_params(defaults: SamplingDefaults, generation: Generation) -> SamplingParams:
-    """How a request is drawn: its own settings over the checkpoint's.
+    """The sampling of a request: its settings override the checkpoint's.
 
-    As in the published API they are the talker's; the predictor keeps its own, but a temperature of 0
-    makes both greedy.
+    As in the published API they apply to the talker; the predictor keeps its own, but a temperature of 0 makes
+    both greedy.
     """
     temperature = or_default(generation.temperature, defaults.temperature if defaults.do_sample else 0.0)
     predictor = (

@@ -19,21 +19,21 @@ from pipelines.errors import ErrorCode, InputError
 from pipelines.nn.config_keys import bad_checkpoint, read_tokenizer
 from pipelines.qwen3_tts.config import Qwen3TTSConfig, capabilities
 from pipelines.request import Generation, PreparedRequest, SynthesisRequest, TextPieces
-from pipelines.validation import MAX_TOP_K, not_unicode, speech_task
+from pipelines.validation import MAX_TOP_K, check_unicode, speech_task
 
-#: No id at this position.
+#: Marks positions without an id.
 NONE = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One request's input to the talker, position by position."""
+    """The talker's input of one request, by positions."""
 
-    #: int64 [length]: text id, projected; NONE where the position has no text term.
+    #: int64 [length]: text ids; NONE at positions without text.
     text: NDArray[np.int64]
-    #: int64 [length, codebooks]: codec ids that are embedded and summed; NONE where there is none.
+    #: int64 [length, codebooks]: codec ids that are embedded and summed; NONE if there is none.
     codes: NDArray[np.int64]
-    #: int64 [frames]: text id that is added to the input after each frame; tts_pad follows for ever.
+    #: int64 [frames]: the text id that is added to the input after each frame; then always tts_pad.
     trailing: NDArray[np.int64]
     #: Position of the voice vector, and the vector, float32 [hidden]; both None without one.
     voice_at: int | None = None
@@ -55,15 +55,15 @@ class TokenizedTask(msgspec.Struct, frozen=True, array_like=True):
     language: str = "auto"
     #: A named voice.
     speaker: str | None = None
-    #: Of the text of the recording that is cloned; None: its voice is cloned without it.
+    #: Ids of the cloned recording's text; None: the voice is cloned without it.
     reference_ids: list[int] | None = None
-    #: Whether more of the text follows: the prompt has its first `streamed_ids` or more, and no end. Not with
-    #: the whole text first.
+    #: Whether more of the text follows: the prompt then has at least the first `streamed_ids` ids, and no end
+    #: of the text. Not with `text_first`.
     text_open: bool = False
 
     def streamed_ids(self, codes: NDArray[np.int64] | None) -> int:
-        """Ids of the text that stand in the prompt where one text token is read a frame, behind these codes
-        of the reference: no prompt can be made of fewer."""
+        """The minimum number of text ids of a prompt, after these codes of the reference, if one text token is
+        read in each frame."""
         return 1 if codes is None else max(len(codes) + 1 - len(self.reference_ids or ()), 1)
 
 
@@ -74,16 +74,16 @@ def build_prompt(
     codes: NDArray[np.int64] | None = None,
     text_first: bool = True,
 ) -> Prompt:
-    """The prompt and the trailing text of one request, in the layout that the published wrapper makes.
+    """The prompt and the trailing text of one request, in the layout of the published wrapper.
 
-    voice: a vector, float32 [hidden], where no speaker is named; codes: int64 [frames, codebooks] of the
-    recording, to clone it in context. `text_first`: the whole text stands before the first frame
-    (`non_streaming_mode` of the published API), or one text token is read a frame.
+    voice: a vector, float32 [hidden], if no speaker is named; codes: int64 [frames, codebooks] of the
+    recording, to clone it in context. `text_first`: the whole text precedes the first frame
+    (`non_streaming_mode` of the published API); otherwise one text token is read in each frame.
     """
     ids, pad, frames = config.ids, config.text_ids.tts_pad, 0 if codes is None else len(codes)
     head = [*task.instruct_ids, *task.role_ids]
-    # Codebook-0 ids of language, voice (NONE for a vector), pad and bos. A speaker of a dialect turns Chinese
-    # and "auto" into the dialect.
+    # Codebook-0 ids of language, voice (NONE for a vector), pad and bos. A speaker of a dialect changes Chinese
+    # and "auto" to the dialect.
     language, speaker = task.language.lower(), (task.speaker or "").lower()
     if language in ("auto", "chinese"):
         language = config.dialects.get(speaker, language)
@@ -159,12 +159,10 @@ class TextTokenizer:
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def certain(self, text: str) -> int:
-        """How many characters of a text have ids that no text behind them can change; 0 where that is not
-        known.
+        """The number of characters whose ids no following text can change; 0 if that is not known.
 
-        They end before a space, or before a mark behind a word: there the split before BPE ends a part,
-        whatever follows, and the part behind it begins with a character that composes with nothing before
-        it.
+        They end before a space, or before a punctuation mark after a word: there the split before BPE always
+        ends a part, and the next part begins with a character that does not compose with earlier ones.
         """
         if not self._splits_at_words:
             return 0
@@ -176,14 +174,14 @@ class TextTokenizer:
             if (behind_word or (following == " " and not last.isspace())) and not self._in_added_token(
                 text, end
             ):
-                # The split knows letters by a table of its own.
+                # The split has its own table of letters, so its result is checked.
                 known = self._tokenizer.normalizer.normalize_str(text[: end + 1])
                 if self._tokenizer.pre_tokenizer.pre_tokenize_str(known)[-1][1][0] == len(known) - 1:
                     return end
         return 0
 
     def _in_added_token(self, text: str, at: int) -> bool:
-        """Whether this place lies within an added token, or within what may become one."""
+        """Whether this position is inside an added token, or inside the beginning of one."""
         for token in self._added:
             for begin in range(max(at - len(token) + 1, 0), at):
                 if token.startswith(text[begin : begin + len(token)]):
@@ -191,14 +189,9 @@ class TextTokenizer:
         return False
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a string that is already wrapped.
-
-        Raises `InputError` (`input.unpronounceable`) for a text that is no Unicode: half of a surrogate pair.
-        """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise not_unicode() from error
+        """The ids of a string with its template. Raises `InputError` (`input.unpronounceable`) for a text that
+        is not Unicode."""
+        check_unicode(text)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def target(self, text: str) -> tuple[list[int], list[int]]:
@@ -253,10 +246,10 @@ class Frontend:
             raise bad_checkpoint(message, "Download the checkpoint again, with its own tokenizer.")
 
     def prepare(self, request: SynthesisRequest) -> tuple[PreparedRequest, TextPieces | None]:
-        """The request as `decode` takes it; see `pipelines.request.Frontend`. Raises `InputError` for what
-        this checkpoint cannot do.
+        """Prepares a request; see `pipelines.request.Frontend`. Raises `InputError` for a request that this
+        checkpoint cannot serve.
 
-        Of a text that is open it has the ids that are certain.
+        Of an open text it has the ids that cannot change.
         """
         able, tokenizer, generation = self._capabilities, self.tokenizer, request.generation
         task = speech_task(request.messages, generation, able, request.seed)
@@ -296,21 +289,21 @@ def open_frontend(folder: Path) -> Frontend:
 
 
 class OpenTokens:
-    """The text of one utterance. `add` is a `pipelines.request.TextPieces`: the ids that it gives, joined,
-    are those of the joined text."""
+    """Tokenizes an open text piece by piece. `add` is a `pipelines.request.TextPieces`: all the ids that it
+    returns are those of the joined text."""
 
     def __init__(self, tokenizer: TextTokenizer, max_characters: int) -> None:
         self._tokenizer = tokenizer
         self._max_characters = max_characters
         self._text = ""
-        #: Ids that were given, and the characters that they are made of.
+        #: Number of ids returned, and of their characters.
         self._given = 0
         self._characters = 0
 
     def add(self, text: str, final: bool = False) -> list[int]:
-        """The ids that are certain with this text and were not given before; `final`: all of the rest.
+        """Adds text and returns the new ids that cannot change; `final`: all remaining ids.
 
-        Raises `InputError` for a text that is too long, and for one that is no Unicode.
+        Raises `InputError` for a text that is too long or not Unicode.
         """
         joined = (self._text + text).lstrip()
         if len(joined) > self._max_characters:

@@ -1,5 +1,5 @@
-"""Voices of the Base checkpoints: a recording to one vector of the talker's width and, to clone in context, to
-codes. Both encoders are networks of transformers, which take seconds to import."""
+"""Voices of the Base checkpoints: encodes a recording to a vector of the talker's width and, to clone in
+context, to codes. Both encoders are networks of transformers, which take seconds to import."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def log_mel(samples: Tensor, sample_rate: int = 24_000, bands: int = 128) -> Ten
 
 
 PREFIX = "speaker_encoder."
-#: Of how recordings are read and encoded; a higher one leaves kept voices of the one before unused.
+#: Version of reading and encoding recordings; a new version does not use voices kept by an earlier one.
 _REVISION = 2
 
 
@@ -137,8 +137,8 @@ class CodecEncoder(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class PreparedVoice:
-    """A recording as the model hears it. `codes` and `codec_state` (the decoder after those codes) only
-    for cloning in context."""
+    """A recording encoded for the model. `codes` and `codec_state` (the decoder's state after them) only for
+    cloning in context."""
 
     #: float32 [talker hidden].
     vector: NDArray[np.float32]
@@ -148,8 +148,7 @@ class PreparedVoice:
 
 
 class VoiceCache:
-    """Prepares reference recordings, and keeps the last ones by their content: in memory, and in a folder
-    where there is one."""
+    """Prepares reference recordings and caches them by content, in memory and in a folder if there is one."""
 
     def __init__(
         self,
@@ -158,14 +157,13 @@ class VoiceCache:
         codec: Codec,
         folder: str | None = None,
         folder_bytes: int = 0,
-        capacity: int = 256,
     ) -> None:
         assert codec.encoder is not None
         self._config, self._codec_config = config, codec.config
         self._speaker = speaker
         self._encoder, self._decoder = codec.encoder, codec.decoder
         self._files = None if folder is None else RecordingFiles(Path(folder), folder_bytes, self._identity())
-        self._kept: RecordingCache[PreparedVoice] = RecordingCache(capacity)
+        self._kept: RecordingCache[PreparedVoice] = RecordingCache(256)
 
     def prepare(self, recording: bytes, in_context: bool) -> PreparedVoice:
         """The voice of an encoded audio file within the bounds of `pipelines.audio`; `in_context` also
@@ -202,10 +200,10 @@ class VoiceCache:
         return found
 
     def _identity(self) -> str:
-        """What a prepared voice depends on besides its recording: the weights and sizes of both encoders, and
-        what they run on.
+        """A digest of everything that a prepared voice depends on besides its recording: the weights, sizes,
+        device and type of both encoders.
 
-        Reads their weights from the checkpoint. Raises `ModelError` as `Checkpoint`.
+        Reads their weights from the checkpoint. Raises `ModelError` like `Checkpoint`.
         """
         speaker, folder = self._speaker, self._config.folder
         sizes = _REVISION, speaker.config, self._codec_config

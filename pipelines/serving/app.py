@@ -40,8 +40,7 @@ _VOICES = "/v1/audio/voices"
 def create_app(
     model: ServedModel, options: ServeOptions, gate: AdmissionQueue, failed: Callable[[], None]
 ) -> ASGIApp:
-    """The ASGI app of one model. Its lifespan opens the model; `failed` is called when that cannot be
-    done."""
+    """The ASGI app of one model. Its lifespan opens the model; `failed` is called if that fails."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncGenerator[None]:
@@ -51,14 +50,14 @@ def create_app(
         await asyncio.gather(keeping, return_exceptions=True)
 
     serving = Serving(model, options, gate, ServerMetrics(model, gate), Voices(model, options))
-    # A redirect would lead wherever the request's Host header says.
+    # A redirect would go to the host in the request's Host header.
     app = FastAPI(
         title="Nightjar",
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        # In place of FastAPI's own answer to a wrong body.
+        # Replaces FastAPI's own answer to a wrong body.
         responses={"4XX": {"description": "An error in OpenAI's form."}},
     )
     app.router.route_class = JsonRoute
@@ -71,7 +70,7 @@ def create_app(
 
 
 def _add_info_routes(app: FastAPI, serving: Serving) -> None:
-    """Routes that cost nothing."""
+    """Adds the routes that need no slot."""
     card = serving.model.card
     facts = {
         "object": "model",
@@ -84,7 +83,7 @@ def _add_info_routes(app: FastAPI, serving: Serving) -> None:
     @app.head(HEALTH, include_in_schema=False)
     @app.get(HEALTH)
     def health() -> Response:
-        """200 while requests are taken; 503 while the engine starts, is down or stuck, or the server
+        """200 while requests are accepted; 503 while the engine starts, is broken or stuck, or the server
         drains."""
         state = "draining" if serving.gate.closed else serving.model.state
         return JSONResponse({"status": state}, 200 if state == "ready" else 503)
@@ -96,24 +95,28 @@ def _add_info_routes(app: FastAPI, serving: Serving) -> None:
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
-        """The models that are served, with their abilities and sample rates."""
+        """The served models with their capabilities and sample rates."""
         return {"object": "list", "data": [{"id": name, **facts} for name in serving.options.names]}
 
     @app.get("/v1/models/{name:path}")
     def one(name: str) -> dict[str, Any]:
-        """One of them."""
+        """One served model."""
         serving.voices.check_model(name)
         return {"id": name, **facts}
 
 
 def _add_synthesis_routes(app: FastAPI, serving: Serving) -> None:
-    """Routes that the engine answers."""
+    """Adds the routes that the engine answers."""
 
     async def reply(
         request: Request, answer: Answer, body: object, streams: bool, api_error: ErrorAnswer = as_api_error
     ) -> Response:
         permit = await request.scope[ADMIT](streams)
         return Reply(serving, permit, answer(serving, body, permit, request.scope[REQUEST_ID]), api_error)
+
+    async def tts(request: Request, body: SpeechFields) -> Response:
+        cartesia.check(serving, body)
+        return await reply(request, cartesia.answer, body, True)
 
     @app.post("/v1/audio/speech")
     async def speak(body: SpeechBody, request: Request) -> Response:
@@ -129,20 +132,18 @@ def _add_synthesis_routes(app: FastAPI, serving: Serving) -> None:
     @app.post("/tts/bytes")
     async def speech_bytes(body: SpeechFields, request: Request) -> Response:
         """Speech of a text as bytes, in Cartesia's format."""
-        cartesia.check(serving, body)
-        return await reply(request, cartesia.answer, body, True)
+        return await tts(request, body)
 
     @app.post("/tts/sse")
     async def speech_events(body: EventsRequest, request: Request) -> Response:
         """Speech of a text as events, in Cartesia's format."""
-        cartesia.check(serving, body)
-        return await reply(request, cartesia.answer, body, True)
+        return await tts(request, body)
 
     app.router.routes.append(WebSocketRoute(WEBSOCKET, WebSocketSpeech(serving)))
 
 
 def _add_voice_routes(app: FastAPI, voices: Voices) -> None:
-    """Voices of the model and stored ones, in OpenAI's words and in Cartesia's."""
+    """Adds the routes of voices, in OpenAI's and in Cartesia's format."""
     app.get(_VOICES, description="The model's voices and the stored ones.")(voices.listed)
 
     @app.post(_VOICES)
@@ -153,12 +154,12 @@ def _add_voice_routes(app: FastAPI, voices: Voices) -> None:
 
     app.delete(_VOICES + "/{name}", description="Deletes a stored voice.")(voices.delete)
 
-    app.get("/voices", description="Voices as Cartesia's clients list them.")(voices.page)
-    app.get("/voices/{name}", description="One voice, as Cartesia's clients read it.")(voices.card)
+    app.get("/voices", description="All voices in Cartesia's format.")(voices.page)
+    app.get("/voices/{name}", description="One voice in Cartesia's format.")(voices.card)
 
 
 def _add_pages(app: FastAPI, options: ServeOptions) -> None:
-    """What the server is, for who meets it: `/`, `/docs` and the schema behind it."""
+    """Adds the pages that describe the server: `/`, `/docs` and the schema."""
     schema = app.openapi()
     routes = [f"{method.upper()} {path}" for path, methods in schema["paths"].items() for method in methods]
     about = {
@@ -182,7 +183,7 @@ def _add_pages(app: FastAPI, options: ServeOptions) -> None:
 
 
 def _linked(schema: Mapping[str, Any]) -> Markup:
-    """A part of the schema as HTML, with links to the bodies that it names."""
+    """A part of the schema as HTML, with links to the bodies in it."""
     facts = {name: value for name, value in schema.items() if name != "title"}
     html = escape(json.dumps(facts), quote=False)
     linked = re.sub(r'"#/components/schemas/(\w+)"', r'<a href="#\1">\1</a>', html)

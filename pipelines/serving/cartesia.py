@@ -135,7 +135,8 @@ def check_fields(fields: SpeechFields) -> None:
 
 
 def check_speech(serving: Serving, fields: SpeechFields) -> None:
-    """Raises `ApiError` (400, 404) for what this model or this route cannot do."""
+    """Raises `ApiError` (400, 404) as `check_fields`, and for what this model or this route cannot do."""
+    check_fields(fields)
     if fields.output_format.container != "raw" and isinstance(fields, (EventsRequest, ContextMessage)):
         message = "Messages have the container `raw`; /tts/bytes sends WAV."
         raise bad_request(message, "invalid_value", "output_format.container")
@@ -143,8 +144,7 @@ def check_speech(serving: Serving, fields: SpeechFields) -> None:
 
 
 def check(serving: Serving, fields: SpeechFields) -> None:
-    """Raises as `check_fields` and `check_speech`, and for a text that is empty or too long."""
-    check_fields(fields)
+    """Raises as `check_speech`, and for a text that is empty or too long."""
     check_speech(serving, fields)
     check_text(fields.transcript, serving.options.context_characters, "transcript")
 
@@ -474,7 +474,7 @@ class _Connection:
             check_fields(parsed)
             if parsed.cancel:
                 if not await self._cancel(parsed.context_id):
-                    text = "There is no open context with this `context_id`."
+                    text = "The context is not open: it has ended or was never opened."
                     raise ApiError(404, text, "context_not_found", "context_id")
                 await self._send(done(parsed.context_id))
             elif parsed.context_id in self._contexts:

@@ -1,5 +1,4 @@
-"""The connections of a server: how many there may be, how long each may take for its headers, and which
-ones make room."""
+"""The connections of a server: their number, the time for headers, and which ones are closed to make room."""
 
 from __future__ import annotations
 
@@ -20,28 +19,27 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 
 from pipelines.serving.errors import unavailable
 
-#: In the scope of a request: when its first byte came, by the monotonic clock.
+#: In the scope of a request: the arrival of its first byte, by the monotonic clock.
 FIRST_BYTE = "nightjar.first_byte"
 log = logging.getLogger(__name__)
 
-#: Descriptors that stay free for everything that is no connection: files, the model, its threads and
-#: processes.
+#: Descriptors that are reserved for files, the model, its threads and processes.
 _RESERVED_DESCRIPTORS = 256
 _NO_ROOM_TO_ACCEPT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _LOG_SECONDS = 60.0
-#: Chunks of a body, or frames of a WebSocket, pings among them, in a second; others are read later.
+#: Maximum chunks of a body, or frames of a WebSocket (also pings), that are read in a second.
 PIECES_A_SECOND = 1000
-#: What is read of them before others have their turn: each may have 6 bytes.
+#: Bytes that are read before other clients' turn: a chunk may have only 6 bytes.
 _TURN_BYTES = 2048
-#: What the app receives between the messages when the server stops.
+#: The message that the app receives when the server stops.
 DRAIN = "nightjar.drain"
-#: What the app calls, by its scope, with whether it has nothing to do for this connection.
+#: In the scope of a WebSocket: the function that the app calls with whether the connection is idle.
 SET_IDLE = "nightjar.resting"
-#: Seconds between two pings, and for an answer. A listener that plays as it reads answers late.
+#: Interval of pings, and time for an answer. A client that reads as it plays answers late.
 PING_SECONDS, PONG_SECONDS = 20.0, 60.0
-#: Of a message.
+#: Maximum frames of a message.
 MAX_FRAMES = 1024
-#: Between two reads of what a client sends that is to hear why its connection ends.
+#: Pause between two reads of a refused client's data.
 _DISCARD_SECONDS = 0.05
 _BAD_TEXT, _TOO_BIG = 1007, 1009
 
@@ -52,32 +50,29 @@ class Connections:
     def __init__(
         self, maximum: int, header_seconds: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`maximum` connections at once. A request's headers may take `header_seconds` from the connection
-        or their first byte."""
+        """`maximum`: of open connections. The headers of a request must arrive within `header_seconds` of the
+        connection or of their first byte."""
         self.maximum = maximum
         self.header_seconds = header_seconds
         self._clock = clock
         self._open: set[Connection] = set()
-        #: Those that have sent no whole request yet, and those that wait for their next one; the oldest
-        #: first.
+        #: Connections without a complete request yet, and idle ones after an answer; the oldest first.
         self._silent: OrderedDict[Connection, None] = OrderedDict()
         self._resting: OrderedDict[Connection, None] = OrderedDict()
         self._logged_at = -float("inf")
         self._unlogged = 0
 
     def enter(self, connection: Connection) -> bool:
-        """Takes a new connection in, in the place of one without a request where all are taken; False:
-        there is no place."""
+        """Adds a connection. At the maximum one without a request is closed for it; False if there is none."""
         if len(self._open) >= self.maximum and not self._make_room():
-            self._say("All %d connections are taken by requests; a client was turned away.", self.maximum)
+            self._warn("All %d connections have requests; a client was refused.", self.maximum)
             return False
         self._open.add(connection)
         self._silent[connection] = None
         return True
 
     def change(self, connection: Connection, resting: bool) -> None:
-        """The connection is `resting`: its request is answered, and it may be closed for another; or it has a
-        whole request."""
+        """Marks a connection as idle (`resting`), so that it may be closed for another one, or as busy."""
         self._silent.pop(connection, None)
         if not resting:
             self._resting.pop(connection, None)
@@ -85,31 +80,30 @@ class Connections:
             self._resting[connection] = None
 
     def leave(self, connection: Connection) -> None:
-        """The connection is closed."""
+        """Removes a closed connection."""
         self._open.discard(connection)
         self.change(connection, False)
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """The event loop's exception handler: a socket that cannot be accepted makes room and is logged
-        once a minute."""
+        """The event loop's exception handler. A failed accept closes connections without a request, and is
+        logged once a minute."""
         error = context.get("exception")
         if isinstance(error, OSError) and error.errno in _NO_ROOM_TO_ACCEPT and "socket" in context:
-            # Half of those without a request, so that the many that may wait behind them come in.
+            # Closes half of those without a request, so that waiting clients can connect.
             for _ in range(len(self._silent) // 2 + 1):
                 self._make_room()
-            self._say(
+            self._warn(
                 "No connection can be accepted: %s. Raise the limit of descriptors (ulimit -n).",
                 error.strerror,
             )
         elif isinstance(error, ValueError) and "_start_serving" in context["message"]:
-            # asyncio tries an accept that failed again after a second, once for each of the backlog, and the
-            # socket was closed since.
+            # asyncio repeats failed accepts after a second; the socket was closed meanwhile.
             log.debug("The server stopped before a failed accept was tried again.")
         else:
             loop.default_exception_handler(context)
 
     def _make_room(self) -> bool:
-        """Ends the connection that has gone without a request for longest."""
+        """Closes the connection that has been without a request for the longest time."""
         closing = (connection for connection in self._open if connection.transport.is_closing())
         oldest = next(iter(self._silent), None) or next(iter(self._resting), None) or next(closing, None)
         if oldest is None:
@@ -118,15 +112,15 @@ class Connections:
         oldest.transport.abort()
         return True
 
-    def _say(self, message: str, *facts: object) -> None:
+    def _warn(self, message: str, *facts: object) -> None:
         self._unlogged += 1
         if self._clock() - self._logged_at >= _LOG_SECONDS:
-            log.warning(f"{message} (%d times since this was last said)", *facts, self._unlogged)
+            log.warning(f"{message} (%d times since the last warning)", *facts, self._unlogged)
             self._logged_at, self._unlogged = self._clock(), 0
 
 
 class Connection(asyncio.Protocol):
-    """A connection that is counted, and read in turn with other clients."""
+    """A counted connection whose data is read in turn with other clients."""
 
     transport: asyncio.Transport
     loop: asyncio.AbstractEventLoop
@@ -136,11 +130,11 @@ class Connection(asyncio.Protocol):
         self._all = connections
         self._unread = bytearray()
         self._turn: asyncio.TimerHandle | None = None
-        #: When what was read would have come at `PIECES_A_SECOND`.
+        #: When the data read so far would have arrived at `PIECES_A_SECOND`.
         self._due = 0.0
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Gives the place back."""
+        """Removes the connection."""
         super().connection_lost(exc)
         if self._turn is not None:
             self._turn.cancel()
@@ -157,7 +151,7 @@ class Connection(asyncio.Protocol):
     def _read_some(self) -> None:
         self._turn = None
         if not self._holds():
-            # No bytes at all would say that the client has ended.
+            # Empty data would mean that the client has ended.
             if piece := bytes(self._unread[: self._turn_bytes()]):
                 del self._unread[: len(piece)]
                 self._read(piece)
@@ -175,11 +169,11 @@ class Connection(asyncio.Protocol):
             self.transport.resume_reading()
 
     def _holds(self) -> bool:
-        """Whether nothing more is to be read for now."""
+        """Whether reading is paused."""
         raise NotImplementedError
 
     def _turn_bytes(self) -> int:
-        """What may be read at once."""
+        """Maximum bytes to read at once."""
         return _TURN_BYTES
 
     def _read(self, data: bytes) -> None:
@@ -187,8 +181,8 @@ class Connection(asyncio.Protocol):
 
 
 class HttpProtocol(Connection, H11Protocol):
-    """uvicorn's connection, closed where the headers of a request do not come in time. Of it a body in chunks
-    is read in turn, and all else at once."""
+    """uvicorn's connection with a time limit for headers. A chunked body is read in turn with other clients;
+    other data is read at once."""
 
     def __init__(self, connections: Connections, **given: Any) -> None:
         super().__init__(connections, **given)
@@ -196,7 +190,7 @@ class HttpProtocol(Connection, H11Protocol):
         self._first_byte_at: float | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Refuses with 503 where there is no place."""
+        """Refuses with 503 at the maximum of connections."""
         super().connection_made(transport)
         if self._all.enter(self):
             self._expect_headers()
@@ -205,7 +199,7 @@ class HttpProtocol(Connection, H11Protocol):
             transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """No headers are waited for."""
+        """Stops the timer of headers."""
         self._cancel_deadline()
         super().connection_lost(exc)
 
@@ -214,7 +208,7 @@ class HttpProtocol(Connection, H11Protocol):
         return gone or (self.flow.read_paused and not self._unread)
 
     def _turn_bytes(self) -> int:
-        """Where a request ends and a body in chunks begins shows only once that is read."""
+        """Limited between requests too: a chunked body may begin there."""
         in_turn = self.conn.their_state is h11.IDLE or self._in_chunks()
         return _TURN_BYTES if in_turn else len(self._unread)
 
@@ -224,7 +218,7 @@ class HttpProtocol(Connection, H11Protocol):
         )
 
     def _read(self, data: bytes) -> None:
-        """The first bytes of a request start its time."""
+        """Starts the timer at the first bytes of a request."""
         if self._idle():
             self._first_byte_at = self._first_byte_at or time.monotonic()
             if self._deadline is None:
@@ -234,7 +228,7 @@ class HttpProtocol(Connection, H11Protocol):
             self._due = max(self._due, self.loop.time()) + data.count(b"\r\n") / 2 / PIECES_A_SECOND
 
     def handle_events(self) -> None:
-        """Once a request is there its time is the guard's to bound."""
+        """Stops the timer once a request has its headers; the middleware then bounds its time."""
         before = self.cycle
         super().handle_events()
         if self.cycle is not before:
@@ -245,13 +239,13 @@ class HttpProtocol(Connection, H11Protocol):
             self._all.change(self, False)
 
     def handle_websocket_upgrade(self, event: Any) -> None:
-        """A WebSocket takes the place of its connection."""
+        """Hands the connection over to a `WebSocketProtocol`."""
         self._cancel_deadline()
         self._all.leave(self)
         super().handle_websocket_upgrade(event)
 
     def on_response_complete(self) -> None:
-        """The connection may be closed for another from now on, unless it has its next request already."""
+        """Marks the connection as idle, unless its next request has arrived."""
         self._all.change(self, True)
         super().on_response_complete()
 
@@ -268,26 +262,26 @@ class HttpProtocol(Connection, H11Protocol):
 
 
 class WebSocketProtocol(Connection, WebSocketsSansIOProtocol):
-    """uvicorn's connection, which lets the app end what is under way when the server stops, and says why
-    it closes."""
+    """uvicorn's WebSocket. When the server stops, the app may finish its contexts; a protocol error is reported
+    before closing."""
 
     def __init__(self, connections: Connections, **given: Any) -> None:
         super().__init__(connections, **given)
         self._failed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A WebSocket without a context is closed to make room, like a connection without a request."""
+        """Adds the connection, which counts as busy until the app marks it as idle."""
         super().connection_made(transport)
         self._all.enter(self)
         self._all.change(self, False)
 
     async def run_asgi(self) -> None:
-        """Runs the app, which says when it rests."""
+        """Runs the app with `SET_IDLE` in its scope."""
         self.scope[SET_IDLE] = partial(self._all.change, self)  # pyright: ignore[reportGeneralTypeIssues]
         await super().run_asgi()
 
     def data_received(self, data: bytes) -> None:
-        """What comes behind a failure is read and dropped, slowly."""
+        """After a failure data is dropped, slowly."""
         if self._failed:
             self.transport.pause_reading()
             self.loop.call_later(_DISCARD_SECONDS, self.transport.resume_reading)
@@ -295,11 +289,11 @@ class WebSocketProtocol(Connection, WebSocketsSansIOProtocol):
             super().data_received(data)
 
     def _holds(self) -> bool:
-        """The app may have yet to take what it was sent."""
+        """Paused after a failure, and while the app has not read its messages."""
         return self._failed or self.read_paused
 
     def handle_events(self) -> None:
-        """Counts the frames. A message of too many ends the connection."""
+        """Counts frames. A message with too many ends the connection."""
         self._due = max(self._due, self.loop.time()) + len(self.conn.events) / PIECES_A_SECOND
         super().handle_events()
         if len(self.frames) > MAX_FRAMES and not self.close_sent:
@@ -307,26 +301,26 @@ class WebSocketProtocol(Connection, WebSocketsSansIOProtocol):
             self.handle_parser_exception()
 
     async def receive(self) -> Any:
-        """The next message for the app; once it has all of them, more is read."""
+        """The next message for the app; then reads more."""
         message = await super().receive()
         self._read_on()
         return message
 
     def shutdown(self) -> None:
-        """Tells the app, which closes the connection when its contexts are done."""
+        """Sends `DRAIN` to the app, which closes the connection after its contexts."""
         if self.handshake_complete and not self.close_sent:
             self.queue.put_nowait({"type": DRAIN})  # pyright: ignore[reportArgumentType]
         elif self.close_sent or not self.handshake_initiated:
             super().shutdown()
 
     async def send(self, message: Any) -> None:
-        """An answer without a handshake is one too."""
+        """Sends a message; an HTTP answer ends the handshake too."""
         await super().send(message)
         self._read_on()
         self.handshake_complete |= message["type"] == "websocket.http.response.body"
 
     def send_receive_event_to_app(self) -> None:
-        """Refuses text that is not UTF-8 as a mistake of the client."""
+        """Refuses text that is not UTF-8 as a fault of the client."""
         if self.curr_msg_data_type == "text" and not self.close_sent:
             try:
                 b"".join(self.frames).decode()
@@ -338,7 +332,7 @@ class WebSocketProtocol(Connection, WebSocketsSansIOProtocol):
         super().send_receive_event_to_app()
 
     def handle_parser_exception(self) -> None:
-        """Says why, then reads on for a while what the client still sends, so that it can read that."""
+        """Sends the reason, then reads and drops data for a while, so that the client can read the reason."""
         if self.close_sent:
             return
         closing = self.conn.close_sent
@@ -347,7 +341,7 @@ class WebSocketProtocol(Connection, WebSocketsSansIOProtocol):
         )
         self.transport.write(b"".join(self.conn.data_to_send()))
         if self.transport.can_write_eof():
-            # Clients wait for the end of the connection before they say that it was closed.
+            # Clients report the end only after the connection's own end.
             self.transport.write_eof()
         self.close_sent = True
         self.stop_keepalive()
@@ -356,13 +350,12 @@ class WebSocketProtocol(Connection, WebSocketsSansIOProtocol):
         self.close_timer = self.loop.call_later(self.close_timeout, self.transport.close)
 
     def eof_received(self) -> None:
-        """A client that has sent its last byte, in a frame or not, has left."""
+        """Closes the connection of a client that has closed its side."""
         self.transport.close()
 
 
 def connection_limit(maximum: int) -> int:
-    """How many connections there may be: `maximum`, or what the limit of descriptors has room for once it
-    was raised for them."""
+    """The maximum of connections: `maximum`, or fewer if the limit of descriptors cannot be raised enough."""
     wanted = maximum + _RESERVED_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -382,7 +375,7 @@ def connection_limit(maximum: int) -> int:
 
 
 def _no_room() -> bytes:
-    error = unavailable("All connections of the server are taken. Try again.", "too_many_connections")
+    error = unavailable("The server has no free connection. Try again.", "too_many_connections")
     body = json.dumps(error.view()).encode()
     head = f"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
     return f"{head}retry-after: 5\r\nconnection: close\r\n\r\n".encode() + body

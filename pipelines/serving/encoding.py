@@ -1,5 +1,4 @@
-"""Audio of requests and answers as bytes: files that come in, whole files that go out, and pieces of a
-stream."""
+"""Encoded audio of requests and answers: files of clients, whole files, and pieces of a stream."""
 
 from __future__ import annotations
 
@@ -23,18 +22,18 @@ if TYPE_CHECKING:
 
 SpeechFormat = Literal[AudioFormat, "pcm"]
 MEDIA_TYPES: dict[SpeechFormat, str] = {**CONTENT_TYPES, "pcm": "audio/pcm"}
-#: Bare samples, as voice agents and telephony have them.
+#: Bare samples, for voice agents and telephony.
 Encoding = Literal["pcm_s16le", "pcm_f32le", "pcm_mulaw", "pcm_alaw"]
 MIN_RATE, MAX_RATE = 8_000, 48_000
 _LAWS: dict[Encoding, str] = {"pcm_mulaw": "ULAW", "pcm_alaw": "ALAW"}
-#: Of a WAV header: its format tag, and bytes a sample.
+#: Format tag of a WAV header, and bytes per sample.
 _TAGS: dict[Encoding, tuple[int, int]] = {
     "pcm_s16le": (1, 2),
     "pcm_f32le": (3, 4),
     "pcm_mulaw": (7, 1),
     "pcm_alaw": (6, 1),
 }
-#: Of an MP3 stream: 80 kbit/s at 24 kHz.
+#: Compression level of an MP3 stream: 80 kbit/s at 24 kHz.
 _MP3_LEVEL = 0.5
 
 
@@ -47,8 +46,7 @@ def whole_file(samples: NDArray[np.float32], sample_rate: int, kind: SpeechForma
 
 
 def _file_rate(sample_rate: int, kind: AudioFormat) -> int:
-    """The rate of a file of speech in Hz: that of the speech, or the highest of a format that does not
-    hold it."""
+    """The sample rate of a file in Hz: the speech's own, or the format's highest if it does not support that."""
     return sample_rate if holds_rate(kind, sample_rate) else RATES_OF[kind][-1]
 
 
@@ -66,7 +64,7 @@ def encoded(samples: NDArray[np.float32], encoding: Encoding = "pcm_s16le") -> b
 
 
 class PcmStream:
-    """The bytes of a stream of bare samples, or of a WAV."""
+    """Encodes a stream as bare samples or as a WAV."""
 
     compresses = False
 
@@ -85,8 +83,8 @@ class PcmStream:
         self.bytes_per_second = _TAGS[encoding][1] * wanted_rate
 
     def add(self, samples: NDArray[np.float32], last: bool = False) -> bytes:
-        """The bytes that are ready with a chunk [samples]; with the `last` one of an utterance all the rest,
-        as of that utterance resampled at once."""
+        """Adds a chunk [samples] and returns the bytes that are ready. The `last` chunk of an utterance
+        flushes the resampler."""
         sample_rate, wanted_rate = self._rates
         if sample_rate != wanted_rate:
             resampler = self._resampler or soxr.ResampleStream(*self._rates, 1, dtype="float32", quality="HQ")
@@ -98,16 +96,16 @@ class PcmStream:
         return head + encoded(samples, self._encoding)
 
     def end(self) -> bytes:
-        """The bytes behind the last chunk."""
+        """The bytes after the last chunk."""
         return b""
 
 
 class _Pipe(io.RawIOBase):
-    """A file that hands on what is written at its end; what the encoder goes back to write at its start
-    comes too late.
+    """A file object for a streaming encoder: it collects bytes written at the end, and drops rewrites of the
+    start, which are sent already.
 
-    `without_first`: nor the first write, which of an MP3 is a table that libsndfile goes back to at the end;
-    players take an empty one for a length of 0.
+    `without_first`: drops the first write too. In an MP3 that is a table which libsndfile fills in at the
+    end; players read an empty table as a length of 0.
     """
 
     def __init__(self, *, without_first: bool) -> None:
@@ -135,13 +133,13 @@ class _Pipe(io.RawIOBase):
         return 0
 
     def take(self) -> bytes:
-        """What was written since it was last asked for."""
+        """Returns the bytes that were written since the last call."""
         ready, self._ready = bytes(self._ready), bytearray()
         return ready
 
 
 class FileStream:
-    """As `PcmStream`, of a compressed file."""
+    """Encodes a stream as a compressed file; see `PcmStream`."""
 
     compresses = True
 
@@ -150,7 +148,7 @@ class FileStream:
         container, subtype = CONTAINERS[kind]
         rate = _file_rate(sample_rate, kind)
         self._pcm = PcmStream(sample_rate, rate)
-        # Readers without the table take the length from the bit rate, so that has to be constant.
+        # Without the table, readers compute the length from the bit rate, which must be constant.
         steady: dict[str, Any] = (
             {"bitrate_mode": "CONSTANT", "compression_level": _MP3_LEVEL} if kind == "mp3" else {}
         )
@@ -159,37 +157,37 @@ class FileStream:
         )
 
     def add(self, samples: NDArray[np.float32], _last: bool = False) -> bytes:
-        """The bytes that are ready with a chunk [samples]; all utterances are one in a file."""
+        """Adds a chunk [samples] and returns the bytes that are ready. All utterances are one in the file."""
         self._file.buffer_write(self._pcm.add(samples), "int16")
         return self._pipe.take()
 
     def end(self) -> bytes:
-        """The bytes behind the last chunk."""
+        """The bytes after the last chunk."""
         self._file.buffer_write(self._pcm.add(np.zeros(0, np.float32), last=True), "int16")
         self._file.close()
         return self._pipe.take()
 
 
 def stream_encoder(sample_rate: int, kind: SpeechFormat) -> PcmStream | FileStream:
-    """An encoder for chunks [samples] of one stream."""
+    """The encoder for chunks [samples] of one stream."""
     if kind in ("wav", "pcm"):
         return PcmStream(sample_rate, sample_rate, with_header=kind == "wav")
     return FileStream(sample_rate, kind)
 
 
-#: In libsndfile's words.
+#: Formats of clients' files, by libsndfile's names.
 _KNOWN = frozenset({"WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3"})
 _DATA_URL = re.compile(r"data:[\w.+/-]*(?:;[\w.+-]+=[\w.+-]*)*;base64,", re.ASCII)
-#: Of a data URL, up to its comma.
+#: Maximum length of a data URL up to its comma.
 _HEAD_CHARACTERS = 256
 _SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*:")
 
 
 def read_audio(text: str, max_seconds: float) -> bytes:
-    """The encoded file behind base64 or a data URL; nothing is ever fetched or opened by name.
+    """Decodes an audio file from base64 or a data URL. Nothing is fetched or opened by name.
 
-    Raises `InputError`: `input.audio_forbidden` for another URL, `input.audio_unreadable` for what is not
-    base64 or not audio; those of `pipelines.audio.read_header`.
+    Raises `InputError`: `input.audio_forbidden` for another URL, `input.audio_unreadable` for text that is
+    not base64 or not audio; others as `pipelines.audio.read_header`.
     """
     data = _decoded(text)
     header = read_header(data, max_seconds)
@@ -211,7 +209,7 @@ def _decoded(text: str) -> bytes:
                 raise _unreadable("The data URL is not base64", "Write it as data:audio/wav;base64,...")
             raise InputError(
                 ErrorCode.INPUT_AUDIO_FORBIDDEN,
-                f"The audio is the address {text[:80]!r}; none is fetched.",
+                f"The audio is the address {text[:80]!r}; addresses are not fetched.",
                 "Send the file itself, as base64 or in a data URL.",
             )
         payload = text[found.end() :]

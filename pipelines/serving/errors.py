@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API has them: a status, and `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in OpenAI's format: a status, and `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from pipelines.validation import is_visible
 
 log = logging.getLogger(__name__)
 
-#: What a client may read of an engine's failure; the rest is in the log.
-_ENGINE_SENTENCE = "The engine failed while it made this. The request may be tried again."
+#: The message of an engine's failure for clients; details are in the log.
+_ENGINE_SENTENCE = "The engine failed. The request may be tried again."
 _RETRY_SECONDS = 5
 _QUOTED = re.compile(r"`(\w+)`")
 _TYPES = {401: "authentication_error", 403: "authentication_error", 429: "rate_limit_error"}
-#: The status of an error of the pipeline; of others the request is at fault (`input.*`), or the engine.
+#: The status of errors of the pipeline. Others are 400 (`input.*`) or failures of the engine.
 _STATUSES = {
     ErrorCode.MODEL_UNKNOWN: 404,
-    # The same request would most likely meet these again: no client repeats a 422 by itself.
+    # The same request would most likely fail again, and clients do not repeat a 422.
     **dict.fromkeys(
         (ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_NO_AUDIO, ErrorCode.SYNTH_SILENT, ErrorCode.SYNTH_NAN), 422
     ),
@@ -38,7 +38,7 @@ _STATUSES = {
 
 
 class ApiError(HTTPException):
-    """An answer in OpenAI's form that is no result."""
+    """An error that is answered in OpenAI's format."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class ApiError(HTTPException):
         return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self, **headers: str) -> Response:
-        """The answer, with these headers too."""
+        """The answer, with additional headers."""
         return JSONResponse(self.view(), self.status_code, {**(self.headers or {}), **headers})
 
 
 def bad_request(message: str, code: str, param: str | None = None) -> ApiError:
-    """A 400 with its reason."""
+    """The error of a wrong request (400)."""
     return ApiError(400, message, code, param)
 
 
@@ -74,8 +74,7 @@ def empty_text(param: str) -> ApiError:
 
 
 def check_text(text: str, limit: int, param: str) -> None:
-    """Raises `ApiError` (400) for a text that no slot is worth: an empty one, and one of more than `limit`
-    characters."""
+    """Raises `ApiError` (400) for an empty text, and for one of more than `limit` characters."""
     if len(text) > limit:
         message = f"The text has {len(text):,} characters; the maximum is {limit:,}. Split it."
         raise bad_request(message, ErrorCode.INPUT_TOO_LONG, param)
@@ -84,20 +83,19 @@ def check_text(text: str, limit: int, param: str) -> None:
 
 
 def unavailable(message: str, code: str = "engine_unavailable", seconds: int = _RETRY_SECONDS) -> ApiError:
-    """A 503 that says when to come back."""
+    """The error of a server that is not ready (503), with `Retry-After`."""
     return ApiError(503, message, code, headers={"retry-after": str(seconds)})
 
 
 def as_api_error(error: Exception, param: str | None = None) -> ApiError:
-    """What a client is told of an error, whatever it is; the log has the rest. `param` names the field of
-    the request that is at fault."""
+    """The answer to any error; unexpected ones are logged. `param` names the field of the request at fault."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, (RequestValidationError, ValidationError)):
         return _of_body(error)
     if not isinstance(error, NightjarError):
         log.error("a request failed", exc_info=error)
-        return ApiError(500, "Something broke that should not; the server's log says what.", "internal_error")
+        return ApiError(500, "An unexpected error occurred; see the server's log.", "internal_error")
     code = error.code
     if code.value.startswith("input."):
         return ApiError(400, str(error), code, param)
@@ -110,12 +108,12 @@ def as_api_error(error: Exception, param: str | None = None) -> ApiError:
 
 
 def named_field(error: NightjarError, fields: Mapping[str, str]) -> str | None:
-    """The field of the request that an error is about, where it names a setting that is one."""
+    """The field of the request for the first setting that the error's message names; None without one."""
     return next((fields[name] for name in _QUOTED.findall(str(error)) if name in fields), None)
 
 
 def install(app: FastAPI) -> None:
-    """Gives every error of the app this form."""
+    """Makes the app answer every error in this format."""
     for kind in (HTTPException, RequestValidationError, NightjarError, Exception):
         app.add_exception_handler(kind, _answer)
 
@@ -135,7 +133,7 @@ async def _answer(request: Request, error: Exception) -> Response:
 
 def _of_body(error: RequestValidationError | ValidationError) -> ApiError:
     first: Mapping[str, Any] = error.errors()[0]
-    # FastAPI says first where the field was looked for.
+    # FastAPI's location starts with the part of the request.
     place = first["loc"][isinstance(error, RequestValidationError) :]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
     param = path.lstrip(".")[:200] or None
@@ -143,7 +141,7 @@ def _of_body(error: RequestValidationError | ValidationError) -> ApiError:
         message = "The body is not a JSON object. Send one, with `Content-Type: application/json`."
         return bad_request(message, "invalid_value")
     if first["type"] == "extra_forbidden":
-        message = f"There is no field `{param}` here. Remove it; docs/serving.md lists what is known."
+        message = f"There is no field `{param}` here. Remove it; docs/serving.md lists the fields."
         return bad_request(message, "unknown_field", param)
-    said = str(first["msg"]).removeprefix("Value error, ").rstrip(".")
-    return bad_request(f"`{param}`: {said}.", "invalid_value", param)
+    reason = str(first["msg"]).removeprefix("Value error, ").rstrip(".")
+    return bad_request(f"`{param}`: {reason}.", "invalid_value", param)

@@ -1,5 +1,5 @@
-"""Prometheus metrics of one server, with its engine's. Labels are few and closed: never a request, a voice
-or a text."""
+"""Prometheus metrics of one server and its engine. Labels have few, fixed values: never a request, a voice or
+a text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipelines.vllm_engine.library import VllmMetrics
 
 ROUTES = ("/health", "/metrics", "/v1/models", "/v1/audio/speech", "/v1/audio/voices", "/v1/chat/completions")
 ROUTES += ("/tts/bytes", "/tts/sse", "/tts/websocket", "/voices")
-#: Of what a listener waits for: bars are in tens of milliseconds.
+#: Buckets of latencies, in tens of milliseconds.
 _LISTENING_SECONDS = (
     0.005,
     0.0075,
@@ -45,7 +45,7 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 
 
 
 class ServerMetrics:
-    """The metrics of this process, in a registry of their own."""
+    """The metrics of this process, in their own registry."""
 
     def __init__(self, model: ServedModel, gate: AdmissionQueue) -> None:
         self._registry = registry = CollectorRegistry()
@@ -85,18 +85,18 @@ class ServerMetrics:
         model.on_underrun = self._count_underrun
 
     def answered(self, path: str, status: int, seconds: float) -> str:
-        """Counts an answer; the route it is counted under."""
+        """Counts an answer; returns the route of its label."""
         route = path if path in ROUTES else "other"
         self._answers.labels(route=route, status=str(status)).inc()
         self._seconds.labels(route=route).observe(seconds)
         return route
 
     def first_audio(self, route: str, seconds: float) -> None:
-        """Notes the first audio of a stream, once it is sent."""
+        """Records the time to the first audio of a stream."""
         self._first.labels(route=route).observe(seconds)
 
     def audio_sent(self, seconds: float) -> None:
-        """Counts speech."""
+        """Counts seconds of speech."""
         self._audio.inc(seconds)
 
     def _count_underrun(self, seconds: float) -> None:
@@ -104,5 +104,5 @@ class ServerMetrics:
         self._underrun_seconds.inc(seconds)
 
     def page(self) -> bytes:
-        """All of it in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""A server process: its socket, its signals, and the order in which it comes up and goes down."""
+"""A server process: its socket, its signals, its start and its shutdown."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from pipelines.serving.connections import (
 from pipelines.serving.model import Progress, ServedModel
 
 _BACKLOG = 2048
-#: Of a connection without a request. Clients let go of theirs sooner, so that none sends into one that is
-#: being closed.
+#: Maximum idle time of a connection. Clients close theirs sooner, so that none sends into one that is being
+#: closed.
 _KEEP_ALIVE_SECONDS = 75
-#: Requests in a pipeline that does not say how many it holds.
+#: Slots for a pipeline that does not report its own.
 _UNKNOWN_SLOTS = 256
 
 
 class Server(uvicorn.Server):
-    """One model behind one address. `run` serves until `stop` or a signal."""
+    """The server of one model. `run` serves until `stop` or a signal."""
 
     def __init__(
         self,
@@ -46,8 +46,7 @@ class Server(uvicorn.Server):
         address: str,
         port: int,
     ) -> None:
-        """Binds the address; port 0 takes a free one. Raises `ConfigError` (`config.invalid`) where it
-        cannot."""
+        """Binds the address; port 0 takes a free one. Raises `ConfigError` (`config.invalid`) if that fails."""
         self._socket = _bound(address, port)
         self._gate = AdmissionQueue(options.slots or _UNKNOWN_SLOTS, options.waiting_room)
         self._model = ServedModel(card, open_model, Progress(options.stuck_seconds), self._opened)
@@ -73,19 +72,19 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._connections = connections
-        #: The model did not end: its threads or processes may keep this process from ending by itself.
+        #: The model did not close: its threads or processes may keep this process alive.
         self.hangs = False
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The address of the server."""
         address, port = self._socket.getsockname()[:2]
         return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serves; requests that are under way at the end are finished for `drain_seconds`, then aborted.
+        """Serves. At the end running requests have `drain_seconds` to finish, then they are aborted.
 
-        Raises what kept the model from being opened.
+        Raises the error if the model could not be opened.
         """
         try:
             super().run(sockets or [self._socket])
@@ -96,10 +95,10 @@ class Server(uvicorn.Server):
             raise self._model.failure
 
     def _opened(self, pipeline: Pipeline) -> None:
-        """Lets in as many requests as the engine holds, where nobody said how many.
+        """Sets the slots to the requests that the engine holds, unless their number is configured.
 
-        Streams would wait in an engine of ours without a bound, so there they wait here, and the engine's
-        own room stays empty.
+        The native engine does not bound waiting streams, so they wait here and the engine's waiting room
+        stays empty.
         """
         info = pipeline.info
         if self._slots is None and info != EngineInfo():
@@ -107,18 +106,18 @@ class Server(uvicorn.Server):
             self._gate.resize(info.slots + (0 if waits_here else info.waiting_room))
 
     def stop(self) -> None:
-        """Takes nothing more in and ends once what is under way is done. May be called from any thread,
-        and again."""
+        """Refuses new requests and ends after the running ones. May be called from any thread, and more than
+        once."""
         self._gate.closed = self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's own, on a loop whose accept errors are the connections' to handle."""
+        """uvicorn's startup; errors of accepting connections are handled by `Connections`."""
         asyncio.get_running_loop().set_exception_handler(self._connections.on_loop_error)
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains, a second one ends at once. uvicorn does not hear of them: the process
-        ends with status 0, and not of the signal, once it has drained."""
+        """The first signal drains, a second one ends at once. uvicorn does not record them: the process ends
+        with status 0 after draining, not by the signal."""
         self.force_exit = self.should_exit
         self.should_exit = self._gate.closed = True
 
@@ -126,7 +125,7 @@ class Server(uvicorn.Server):
 def _bound(address: str, port: int) -> socket.socket:
     try:
         family, *_, where = socket.getaddrinfo(address, port, flags=socket.AI_PASSIVE)[0]
-        # From here on a client that knows the address gets an answer, if a late one.
+        # From here on clients can connect; they are answered once the server runs.
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
         listener = socket.create_server(where, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
         # Accepted connections inherit it. asyncio sets it only on sockets that name their protocol.

@@ -1,7 +1,6 @@
-"""Cuts a text, also one that comes in pieces, into units that are spoken one after the other: whole
-sentences.
+"""Cuts a text, which may come in pieces, into sentences that are spoken one after the other.
 
-Where a unit ends depends on the joined text alone, never on where its pieces begin and end.
+The cuts depend on the joined text only, not on its pieces.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-#: Of a unit. A longer sentence is cut behind a comma or between two words.
+#: Maximum length of a unit. A longer sentence is cut after a comma or between two words.
 MAX_UNIT_CHARACTERS = 400
 
 _CLOSERS = "\"'”’»›)\\]}」』】》〉）］｝"
@@ -21,51 +20,50 @@ _SPACE = re.compile(r"\s")
 _WORD = re.compile(r"[^\W_]")
 _JOINER = "\u200d"
 _MARKS = frozenset({"Mn", "Mc", "Me", "Cf"})
-#: Letters that are written into the one before them: Hangul's vowels and ends, marks of Kana, Thai and Lao;
-#: and the skin of an emoji.
+#: Letters that combine with the one before them: Hangul's vowels and finals, marks of Kana, Thai and Lao, and
+#: the skin tone of an emoji.
 _CONTINUES = re.compile("[\u1160-\u11ff\ud7b0-\ud7ff\uff9e\uff9f\u0e33\u0eb3\U0001f3fb-\U0001f3ff]")
 _FLAG_LETTERS = frozenset(map(chr, range(0x1F1E6, 0x1F200)))
-#: Above it there are scripts that put no space between sentences.
+#: First character of the scripts without spaces between sentences.
 _FIRST_WIDE = "\u2e80"
-#: Never the end of a sentence: a name follows, or what was meant.
+#: Abbreviations that never end a sentence.
 _TITLE = re.compile(
     r"adm|bzw|ca|capt|cf|col|d\.h|dr|e\.g|gen|gov|hon|i\.e|lt|messrs|mlle|mme|mr|mrs|ms|mt|pres|prof|rep|rev"
     r"|sen|sgt|st|vs|z\.b"
 )
-#: Not the end of a sentence where a number follows.
+#: Abbreviations that do not end a sentence before a number.
 _NUMBERED = re.compile(r"art|ch|figs?|nos?|nr|op|pp?|sec|vol")
-#: The end of a sentence where the next word has a capital letter.
+#: Abbreviations that end a sentence only before a capital letter.
 _SHORT_FORM = re.compile(r"co|corp|dept|est|etc|inc|jr|ltd|sr|univ|usw")
 
 
-#: A passage ends with the sentence in which it comes to so many characters, or at the first space behind the
-#: maximum.
+#: A passage ends with the sentence that reaches this length, or at the first space after the maximum.
 PASSAGE_CHARACTERS = 400
 MAX_PASSAGE_CHARACTERS = 1200
 _MAX_WORD_CHARACTERS = 200
 
-#: A piece of text, and whether the unit or passage that it belongs to ends with it.
+#: A piece of text, and whether it ends its unit or passage.
 Piece = tuple[str, bool]
 
 
 class TextUnits:
-    """The text of one speaker, which grows at its end, as units: sentences, which are given whole, or
-    `by_word` passages of some sentences each, of which a word is given once its end is there."""
+    """Cuts a growing text into units: whole sentences, or with `by_word` passages of several sentences, which
+    are returned word by word."""
 
     def __init__(self, *, by_word: bool = False) -> None:
         self._by_word = by_word
         self._unit_end = self._passage_end if by_word else _sentence_cut
-        #: The unit, how much of it was given, and where the last sentence of a passage begins.
+        #: The current unit, how much of it was returned, and where the last sentence of a passage begins.
         self._text = ""
         self._given = self._sentence = 0
 
     @property
     def pending(self) -> bool:
-        """Whether a unit has begun that has not ended yet."""
+        """Whether there is an unfinished unit."""
         return bool(self._text)
 
     def add(self, text: str, *, final: bool = False) -> list[Piece]:
-        """Pieces of units that are certain with this text; `final`: all of the rest too."""
+        """Adds text; returns the pieces that later text cannot change, and with `final` all the rest."""
         self._text = (self._text + text).lstrip()
         pieces: list[Piece] = []
         while (end := self._unit_end(self._text)) is not None:
@@ -78,8 +76,8 @@ class TextUnits:
         return pieces
 
     def cut(self) -> list[Piece]:
-        """The rest, if it ends like a sentence, else up to its last whole word: the text to come may go on
-        with what follows that, which begins the next unit."""
+        """Ends the current unit: all of it if it ends like a sentence, else up to its last complete word. The
+        remainder begins the next unit."""
         return self._end_at(
             len(self._text) if _is_sentence(self._text) else _last_gap(self._text, self._given)
         )
@@ -90,7 +88,7 @@ class TextUnits:
         return [(rest if self._by_word else rest.strip(), True)] if end else []
 
     def _passage_end(self, text: str) -> int | None:
-        """Where the passage that a text begins with ends; None where the text to come decides."""
+        """The end of the first passage of a text; None if later text decides."""
         while self._sentence < PASSAGE_CHARACTERS:
             rest = text[self._sentence : MAX_PASSAGE_CHARACTERS]
             sentence = rest.lstrip()
@@ -106,13 +104,13 @@ class TextUnits:
 
 
 def has_words(text: str) -> bool:
-    """Whether there is something to say: marks and pictures alone are nothing."""
+    """Whether there is a letter or a digit to speak."""
     return _WORD.search(text) is not None
 
 
 def _sentence_end(window: str, *, certain: bool) -> int | None:
-    """Where the first sentence of a window ends; None where the text to come decides. `certain`: that of which
-    the text to come decides does not end."""
+    """The end of the first sentence of a window; None if later text decides. `certain`: an undecided mark is no
+    end."""
     for found in _END.finditer(window):
         ends = _ends(window, found)
         if ends:
@@ -123,12 +121,12 @@ def _sentence_end(window: str, *, certain: bool) -> int | None:
 
 
 def units_of(text: str) -> list[str]:
-    """The units of a whole text that have something to say."""
+    """The units of a complete text that have words."""
     return [unit for unit, _ in TextUnits().add(text, final=True) if has_words(unit)]
 
 
 def _sentence_cut(text: str) -> int | None:
-    """Where the sentence that a text begins with ends, or is cut; None where the text to come decides."""
+    """The end or the cut of the first sentence of a text; None if later text decides."""
     window = text[: MAX_UNIT_CHARACTERS + 1]
     full = len(window) > MAX_UNIT_CHARACTERS
     end = _sentence_end(window, certain=full)
@@ -138,7 +136,7 @@ def _sentence_cut(text: str) -> int | None:
 
 
 def _ends(window: str, found: re.Match[str]) -> bool | None:
-    """Whether a unit ends at a mark; None where that is not known before more text."""
+    """Whether a unit ends at a mark; None if later text decides."""
     if found["blank"]:
         return True
     behind = window[found.end() :]
@@ -172,8 +170,8 @@ def _ends(window: str, found: re.Match[str]) -> bool | None:
 
 
 def _cut(window: str) -> int:
-    """Where a sentence that is too long is cut: behind a comma in its second half, else between words,
-    else between characters."""
+    """The cut of a sentence that is too long: after a comma in its second half, else between words, else
+    between characters."""
     half = MAX_UNIT_CHARACTERS // 2
     for pattern, least in ((_SOFT_END, half), (_SPACE, 0)):
         ends = [
@@ -186,8 +184,7 @@ def _cut(window: str) -> int:
 
 
 def _is_sentence(text: str) -> bool:
-    """Whether a text ends like a sentence. A full stop does not end what may go on behind it: a number, a
-    title, an abbreviation."""
+    """Whether a text ends like a sentence. A full stop after a number, a title or an abbreviation is no end."""
     *_, found = (None, *_END.finditer(text))
     if found is None or found["blank"] or found.end() < len(text):
         return False
@@ -199,10 +196,9 @@ def _is_sentence(text: str) -> bool:
 
 
 def _last_gap(text: str, begin: int) -> int:
-    """Where the last word of a text begins that may go on; `begin` where no word behind it is whole.
+    """The start of the last word of a text, which may be incomplete; `begin` if no word after it is complete.
 
-    A word is whole with a space behind it; in scripts without spaces, with a mark of theirs and the
-    character behind that.
+    A word is complete if a space follows; in scripts without spaces, if a mark and another character follow.
     """
     gaps = (
         found.end()
@@ -215,15 +211,15 @@ def _last_gap(text: str, begin: int) -> int:
 
 
 def _between_characters(text: str, place: int, least: int) -> int:
-    """The last place up to `place` that is not inside of what is written as one character; `place` where
-    there is none above `least`."""
+    """The last place up to `place` that is not inside of one written character; `place` if there is none
+    above `least`."""
     places = range(place, least, -1)
     return next((end for end in places if not _belong_together(text[end - 1], text[end])), place)
 
 
 def _belong_together(before: str, after: str) -> bool:
-    """Whether two characters that follow each other are written as one: a letter and its marks, syllables
-    of Hangul, an emoji."""
+    """Whether two adjacent characters are written as one: a letter and its marks, a syllable of Hangul, an
+    emoji."""
     if not before or not after:
         return False
     goes_on = unicodedata.category(after) in _MARKS or _CONTINUES.match(after) is not None

@@ -1,5 +1,4 @@
-"""The voices that clients may ask for, by the model's names and by those that they bring along from other
-services."""
+"""The voices of a server: the model's, the stored ones, and names of other services that clients send."""
 
 from __future__ import annotations
 
@@ -28,12 +27,12 @@ from pipelines.stored_voices import (
 )
 from pipelines.validation import check_generation, own_voice
 
-#: Voices that an error names.
+#: Maximum voices in an error message.
 _SHOWN = 8
 
 
 class VoiceBody(Body):
-    """What a client sends to keep a voice."""
+    """The request to store a voice."""
 
     name: str
     #: Base64 or a data URL of a WAV, FLAC, OGG or MP3 file.
@@ -43,7 +42,7 @@ class VoiceBody(Body):
 
 
 class Voices:
-    """What is known of voices; shared by all routes."""
+    """All voices of a server; shared by all routes."""
 
     def __init__(self, model: ServedModel, options: ServeOptions) -> None:
         self._able = model.card.capabilities
@@ -52,9 +51,8 @@ class Voices:
         self._folder = None if folder is None else VoiceFolder(folder)
 
     def check_model(self, name: str | None, speaks: str | None = None) -> None:
-        """Raises `ApiError` (404) for a model that is not served here; a client that names none means the
-        one that is. `speaks`: the field that names it where a text is to be spoken; 400 for a model that
-        answers dialogues."""
+        """Raises `ApiError` (404) for a model that is not served here; None means the served one. `speaks`:
+        the field that names the model in a request for speech, which is 400 for a model of dialogues."""
         if name is not None and name not in self._options.names:
             message = (
                 f"The model {name[:100]!r} is not served here. Served is: {', '.join(self._options.names)}."
@@ -73,10 +71,10 @@ class Voices:
         text: str,
         recordings: Sequence[str] = (),
     ) -> SynthesisRequest:
-        """A request for a text in the voice of this name, or in those of the recordings that it brought along.
+        """A request for a text in the named voice, or in the voices of its recordings.
 
-        Raises `InputError` for a bad setting or recording, where there are recordings and the name is that of
-        another one, and for a name that neither a model that clones nor the folder has.
+        Raises `InputError` for a bad setting or recording, for recordings together with a stored voice, and
+        for an unknown voice of a model that clones.
         """
         check_generation(generation)
 
@@ -96,17 +94,17 @@ class Voices:
                 messages, spoken = in_voice_of(messages, generation, voice.recording, voice.text)
             return SynthesisRequest(request_id, tuple(messages), spoken, seed)
 
-        # A recording is read beside the event loop; a hop between threads costs more than a request without.
+        # Recordings are read in a thread. Other requests are built here, which is faster than a thread.
         folder = None if asked is None or self._is_own(asked) else self._folder
         if recordings or (folder is not None and asked is not None and folder.has(asked)):
             return await asyncio.to_thread(build)
         return build()
 
     def named(self, asked: str | None) -> str | StoredVoice | None:
-        """What is behind a name: a voice of the model, a stored one, or None for the model's own.
+        """The voice of a name: a voice of the model, a stored one, or None for the model's default.
 
-        OpenAI's names stand for voices of the model, each for the same one at all times. A name that
-        nobody knows stays as it is.
+        Each of OpenAI's names always selects the same voice of the model. An unknown name is returned as it
+        is.
         """
         if asked is None:
             return None
@@ -117,30 +115,30 @@ class Voices:
         return None if asked in RESERVED else asked
 
     def _names(self) -> dict[str, str]:
-        """All voices that may be asked for by their own names, and whose they are."""
+        """The names of all voices, each with its kind: `model` or `stored`."""
         stored = self._folder.names() if self._folder is not None else []
         return dict.fromkeys(self._able.voices, "model") | dict.fromkeys(stored, "stored")
 
     def listed(self) -> dict[str, Any]:
-        """The model's voices and the stored ones, as OpenAI's clients list them."""
+        """All voices in OpenAI's format."""
         names = self._names()
         cards = [{"id": name, "object": "voice", "kind": kind} for name, kind in names.items()]
         return {"object": "list", "data": cards, "voices": list(names)}
 
     def page(self, starting_after: str | None = None) -> dict[str, Any]:
-        """All of them for Cartesia's clients, in one page; behind any of them there is nothing."""
+        """All voices in Cartesia's format, on one page; a page after any voice is empty."""
         cards = [] if starting_after else [_card(name, kind) for name, kind in self._names().items()]
         return {"data": cards, "has_more": False}
 
     def card(self, name: str) -> dict[str, Any]:
-        """One of them for Cartesia's clients. Raises `ApiError` (404)."""
+        """One voice in Cartesia's format. Raises `ApiError` (404)."""
         if (kind := self._names().get(name)) is None:
             raise _no_voice(name)
         return _card(name, kind)
 
     def add(self, body: VoiceBody) -> dict[str, object]:
-        """Keeps a voice. Raises `ApiError` where the model cannot clone, has the name itself or the folder
-        cannot be written, and `InputError` as `VoiceFolder.add`."""
+        """Stores a voice. Raises `ApiError` if the model cannot clone or the name is taken, `InputError` and
+        `ConfigError` as `VoiceFolder.add`."""
         if not self._able.cloning or self._folder is None:
             raise bad_request("This model clones no voices.", ErrorCode.INPUT_UNSUPPORTED, "name")
         if body.name in RESERVED or self._is_own(body.name):
@@ -162,8 +160,8 @@ class Voices:
         return {"id": voice.name, "object": "voice", "kind": "stored", "created_at": voice.created_at}
 
     def delete(self, name: str) -> dict[str, object]:
-        """Forgets a stored voice. Raises `ApiError` (404) where there is none, and `ConfigError` where the
-        folder cannot be written."""
+        """Deletes a stored voice. Raises `ApiError` (404) if there is none, and `ConfigError` if the folder
+        cannot be written."""
         if self._folder is None or not self._folder.delete(name):
             raise _no_voice(name, "stored voice")
         return {"id": name, "object": "voice", "deleted": True}

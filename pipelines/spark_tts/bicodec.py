@@ -109,8 +109,7 @@ class Prenet(nn.Module):
 
 
 class Sampling(nn.Sequential):
-    """The published sampling block at ratio 1, which returns three times its input, and the Vocos behind
-    it."""
+    """The published sampling block at ratio 1, which returns three times its input, followed by a Vocos."""
 
     def __init__(self, config: VocosConfig) -> None:
         super().__init__(nn.Identity(), Vocos(config.dim, config.dim, config.intermediate, 2))
@@ -264,22 +263,22 @@ def load_bicodec(
 BATCH_TOKENS = 8192
 #: Lengths are rounded up to multiples of this, so that convolutions meet few shapes.
 LENGTH_STEP = 32
-#: A stream's window: tokens before what is new, and tokens behind it that must be there before it is heard.
+#: A stream's window: tokens before the new ones, and tokens that must follow them before they are delivered.
 LEFT_TOKENS, RIGHT_TOKENS = 64, 12
-#: Samples over which a window fades into the next; they lie in the tokens behind.
+#: Samples over which a window fades into the next, in the tokens after the new ones.
 FADE_SAMPLES = 320
 
 
 @dataclass(slots=True, eq=False)
 class Voice:
-    """Where an utterance starts: its global tokens, int64 [tokens]; and for a stream what was sent so far."""
+    """The state of an utterance: its global tokens, int64 [tokens], and the progress of a stream."""
 
     tokens: Tensor
-    #: All semantic tokens that came.
+    #: All semantic tokens so far.
     semantic: list[int] = field(default_factory=list[int])
-    #: Tokens whose audio was handed out.
+    #: Number of tokens whose audio was delivered.
     heard: int = 0
-    #: The last window's samples behind what was handed out, to fade from.
+    #: The last window's samples after the delivered ones, to fade from.
     tail: Tensor | None = None
 
 
@@ -324,8 +323,7 @@ class BiCodecDecoder(Decoder[Voice]):
         return [settled.get(id(state), torch.zeros(0)) for state in states]
 
     def _settle(self, state: Voice, end: int, start: int, wave: Tensor) -> Tensor:
-        """Cuts what is new out of a window that starts at token `start`, and fades into it from the window
-        before."""
+        """Takes the new samples of a window that starts at token `start`, with a fade from the last window."""
         first, last = (state.heard - start) * self._samples, (end - start) * self._samples
         new = wave[first:last].clone()
         if state.tail is not None:

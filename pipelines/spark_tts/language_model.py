@@ -22,7 +22,7 @@ from pipelines.nn.checkpoint import Checkpoint, Loader, StackWeights, TensorSour
 from pipelines.spark_tts.config import BICODEC, LLM, WAV2VEC2, LmConfig, SparkConfig
 from pipelines.spark_tts.prompt import Vocabulary
 
-#: Kernels take heads of a multiple of so many rows.
+#: The number of rows of a head must be a multiple of this for kernels.
 ROW_STEP = 64
 
 

@@ -1,5 +1,4 @@
-"""SparkTTS as a pipeline: requests in the words of a dialogue to prompts, the LM on either engine, its
-tokens to speech."""
+"""The pipeline of SparkTTS: requests to prompts, the LM on either engine, and its tokens to speech."""
 
 from __future__ import annotations
 
@@ -14,9 +13,9 @@ from numpy.typing import NDArray
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.engine import Engine, NativeHost
 from pipelines.engine.opening import NativeModelOptions, check_executor, explain_oom
-from pipelines.errors import ConfigError, ErrorCode, unsupported
+from pipelines.errors import invalid, unsupported
 from pipelines.nn.checkpoint import open_device, precision, type_name
-from pipelines.options import CONTEXT, ENGINE, TokenModelOptions, read_options, take_engine
+from pipelines.options import CONTEXT, TokenModelOptions, read_model_options
 from pipelines.request import Listener, SynthesisRequest
 from pipelines.results import FinishedCodes, Meta, RequestInfo, SpeechPipeline, Streamer, no_audio
 from pipelines.spark_tts.bicodec import (
@@ -49,18 +48,18 @@ from pipelines.vllm_engine.library import ModelSpec, load_vllm
 
 @dataclass(frozen=True, slots=True)
 class SparkRequestInfo(RequestInfo[Voice]):
-    """What results need to know of a request, and how its tokens are read."""
+    """The facts of a request that its results need."""
 
     vocabulary: Vocabulary
     #: The global tokens of a cloned voice; None where the LM makes them itself.
     voice: tuple[int, ...] | None
-    #: How many global tokens a voice has.
+    #: Number of global tokens of a voice.
     voice_tokens: int
-    #: Semantic tokens of the longest speech that was asked for; None: as many as the LM may write.
+    #: Maximum semantic tokens of the speech; None: the LM's limit.
     most: int | None = None
 
     def read(self, tokens: Tokens) -> FinishedCodes[Voice]:
-        """As `RequestInfo.read`; speech is cut where the LM wrote more than was asked for."""
+        """See `RequestInfo.read`; cuts speech that is longer than requested."""
         found, finish = self.vocabulary.parse(tokens.ids), tokens.finish
         semantic = found.semantic[: self.most]
         if len(semantic) < len(found.semantic):
@@ -94,7 +93,7 @@ class SparkStreamer(Streamer[Voice]):
         return column(semantic)
 
     def first_state(self) -> Voice | None:
-        """The voice, whose tokens all stand before the first semantic one; None when it is not whole."""
+        """The voice, whose tokens precede the first semantic one; None if it is incomplete."""
         info = self._request
         voice = info.vocabulary.parse(self._ids).voice if info.voice is None else info.voice
         return Voice(torch.tensor(voice)) if len(voice) == info.voice_tokens else None
@@ -106,7 +105,7 @@ def column(semantic: tuple[int, ...] | list[int]) -> NDArray[np.int64]:
 
 
 def model_spec(config: SparkConfig) -> ModelSpec:
-    """What vLLM is told."""
+    """The model's specification for vLLM."""
     return ModelSpec(
         config.folder / LLM,
         memory_share=_MEMORY_SHARE,
@@ -115,13 +114,13 @@ def model_spec(config: SparkConfig) -> ModelSpec:
     )
 
 
-#: Tokens that a created voice writes beside its global and semantic tokens, at most and usually: pitch and
-#: speed values, and the marks around the parts.
+#: Maximum and usual tokens of a created voice besides its global and semantic tokens: pitch and speed values,
+#: and the marks around the parts.
 CREATION_EXTRAS, _USUAL_EXTRAS = 32, 8
 #: Of the GPU's memory: the LM has a billion bytes, and BiCodec and the reference encoder work beside it.
 _MEMORY_SHARE = 0.5
 _CODEC_BATCH = 64
-#: On a GPU utterances wait this long for company: a small batch costs more a token.
+#: On a GPU utterances wait this long to be decoded with others, since a small batch costs more for each token.
 _GATHER_SECONDS = 0.05
 
 
@@ -131,15 +130,11 @@ def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
     (`pipelines.engine_choice`); the others are its own.
 
     Raises `ModelError` (`model.bad_checkpoint`, `model.missing_extra`), `ConfigError` for an option that
-    is unknown or that it cannot run with, and `SynthesisError` (`synth.oom`) where other programs have
-    taken the GPU's memory meanwhile.
+    is unknown or not supported, and `SynthesisError` (`synth.oom`) if other programs use the GPU's memory.
     """
-    engine, rest = take_engine(options)
-    chosen = read_options(NativeModelOptions if engine == "native" else TokenModelOptions, rest, ENGINE)
+    chosen = read_model_options(options, NativeModelOptions, TokenModelOptions)
     if chosen.dtype == "float16":
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID, "SparkTTS does not work in float16.", "Choose bfloat16 or float32."
-        )
+        raise invalid("SparkTTS does not work in float16.", "Choose bfloat16 or float32.")
     if isinstance(chosen, TokenModelOptions):
         load_vllm(chosen.cpu_kv_gib)
     device, config = open_device(chosen.device, chosen.threads), SparkConfig.from_folder(folder)
@@ -149,8 +144,7 @@ def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
         parts = Parts.load(config, device, precision(chosen.codec_dtype, device))
         from pipelines.vllm_engine.host import VllmHost
 
-        # Last: it measures the memory that is left, and a fault of the folder shows before half a minute of
-        # its start.
+        # Opened last: it measures the remaining memory, and takes half a minute, so other faults show first.
         host = VllmHost(model_spec(config), chosen)
         return SparkPipeline(parts, open_stage(parts.codec), host, chosen.keep_unfinished)
     dtype, lm = precision(chosen.dtype, device), config.lm
@@ -190,8 +184,7 @@ class Parts:
 
 
 def open_stage(codec: BiCodec, reproducible: bool = False) -> CodecStage[Voice]:
-    """BiCodec's decoder on threads of its own; on a GPU utterances wait for company, unless their bits
-    must not depend on it."""
+    """Opens BiCodec's stage; on a GPU utterances are gathered into batches, unless `reproducible`."""
     gather = 0.0 if reproducible or codec.device.type == "cpu" else _GATHER_SECONDS
     return CodecStage(
         BiCodecDecoder(codec, alone=reproducible), _CODEC_BATCH, codec.device, gather, BATCH_TOKENS
@@ -216,13 +209,14 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
         super().__init__(host, stage, SparkStreamer, cuts_chunks=native)
 
     def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, SparkRequestInfo]:
-        """The LM's request and what delivery must know. Raises `InputError` for what this model cannot do."""
+        """The LM's request, and the facts that its results need. Raises `InputError` for a request that this
+        model cannot serve."""
         config, generation, vocabulary = self.config, request.generation, self.parts.vocabulary
         task = speech_task(request.messages, generation, self.capabilities, request.seed)
         prompt, voice = self._prompt(task)
         room = self._context - len(prompt)
         check_room(len(prompt), self._context, room, "a larger max_context")
-        # Tokens that the LM may write: speech, what stands before it, and one that may be the end.
+        # Maximum tokens of the LM: speech, the tokens before it, and one for the end.
         tokens, most, longest = config.bicodec.speaker.tokens, config.sampling.max_new_tokens, None
         if generation.max_seconds is not None:
             longest = frames_within(generation.max_seconds, config.tokens_per_second, most)

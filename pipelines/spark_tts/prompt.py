@@ -9,10 +9,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from pipelines.errors import ErrorCode, InputError
 from pipelines.nn.config_keys import bad_checkpoint, read_tokenizer
 from pipelines.spark_tts.config import GENDERS, LEVELS
-from pipelines.validation import not_unicode
+from pipelines.validation import check_unicode, control_token
 
 _CONTROLS = (
     "task_tts",
@@ -35,14 +34,14 @@ _LABELS = (
 
 @dataclass(frozen=True, slots=True)
 class SparkCodes:
-    """The tokens of BiCodec that a sequence of ids holds, in their order."""
+    """The tokens of BiCodec in a sequence of ids, in order."""
 
     semantic: tuple[int, ...]
     voice: tuple[int, ...]
 
 
 class Vocabulary:
-    """Text to ids and ids to tokens of BiCodec."""
+    """Converts text to ids, and ids to tokens of BiCodec."""
 
     def __init__(self, tokenizer: Tokenizer, semantic_codes: int, global_codes: int, file: Path) -> None:
         self._tokenizer = tokenizer
@@ -68,36 +67,30 @@ class Vocabulary:
 
     @property
     def marks(self) -> frozenset[int]:
-        """The ids of all tokens that are no pieces of text: those of BiCodec, labels, values and control
-        tokens."""
+        """The ids of all tokens that are not text: tokens of BiCodec, labels, values and control tokens."""
         return self._added.union(self.semantic, self.voice, self._controls.values())
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a string, control tokens by their names."""
+        """The ids of a string, in which control tokens have their names."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def spoken(self, text: str) -> list[int]:
-        """The ids of a text between its marks, `<|start_content|>text<|end_content|>`.
+        """The ids of `<|start_content|>text<|end_content|>`.
 
-        Raises `InputError` (`input.unpronounceable`) for a text that names a control token or is no Unicode.
+        Raises `InputError` (`input.unpronounceable`) for a text that contains a control token or is not Unicode.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise not_unicode() from error
+        check_unicode(text)
         ids = self.encode(f"<|start_content|>{text}<|end_content|>")
-        named = [token for token in ids[1:-1] if token in self._added]
-        if named:
-            name = self._tokenizer.id_to_token(named[0])
-            message = f"The text holds the control token {name}, which cannot be spoken."
-            raise InputError(ErrorCode.INPUT_UNPRONOUNCEABLE, message, "Remove it from the text.")
+        for token in ids[1:-1]:
+            if token in self._added:
+                raise control_token(self._tokenizer.id_to_token(token))
         return ids
 
     def control(self, name: str) -> int:
         return self._controls[name]
 
     def parse(self, ids: Iterable[int]) -> SparkCodes:
-        """The tokens of BiCodec among these ids, wherever they stand, as the published parser finds them."""
+        """The tokens of BiCodec among these ids, at any position, like the published parser."""
         semantic, voice = self.semantic, self.voice
         known = list(ids)
         return SparkCodes(
@@ -112,7 +105,7 @@ class Vocabulary:
         return [self.voice.start + code for code in codes]
 
     def _run(self, name: str, count: int) -> range:
-        """The ids of `<|name_0|>` and on, which must follow one another."""
+        """The ids of `<|name_0|>`, `<|name_1|>` ..., which must be consecutive."""
         ids = [self.id(f"{name}_{code}") for code in range(count)]
         run = range(ids[0], ids[0] + count)
         if ids != list(run):
@@ -129,11 +122,10 @@ def clone_prompt(
     reference_text: str | None = None,
     semantic: Sequence[int] = (),
 ) -> list[int]:
-    """The ids that ask for `text` in a voice of these global tokens.
+    """The prompt for `text` in a voice of these global tokens.
 
-    With the text of the reference the LM goes on after the reference's own semantic tokens. The two texts
-    are joined before they are tokenized, as the published code does. Raises `InputError`
-    (`input.unpronounceable`).
+    With the text of the reference the LM continues its semantic tokens. The two texts are joined before they
+    are tokenized, as in the published code. Raises `InputError` (`input.unpronounceable`).
     """
     ids = [
         vocabulary.control("task_tts"),
@@ -148,7 +140,7 @@ def clone_prompt(
 
 
 def creation_prompt(vocabulary: Vocabulary, text: str, voice: str) -> list[int]:
-    """The ids that ask for `text` in a created voice such as `female/high/moderate` (gender, pitch, speed).
+    """The prompt for `text` in a created voice such as `female/high/moderate` (gender, pitch, speed).
 
     Raises `InputError` (`input.unpronounceable`).
     """

@@ -1,8 +1,7 @@
-"""Recordings to clone: read as the published model reads them, turned into tokens, and kept by content."""
+"""Recordings to clone: read like the published model does, encoded to tokens, and cached by content."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +20,7 @@ from pipelines.spark_tts.config import SparkConfig
 
 #: Indices into hidden_states, where 0 is the output of the embedding.
 LAYERS = (11, 14, 16)
-#: One more than needed: the last recorded state lies behind the final layer norm in some versions of
-#: transformers.
+#: One more than needed: some versions of transformers apply the final layer norm to the last recorded state.
 KEPT_LAYERS = max(LAYERS) + 1
 _VARIANCE_FLOOR = 1e-7
 #: Where the published names differ from those of transformers.
@@ -93,16 +91,16 @@ _QUIET_PEAK, _PEAK_FLOOR, _HEARD, _MIN_HEARD, _LOUDNESS, _GAINS = 0.1, 1e-3, 0.0
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A recording as the model hears it."""
+    """The tokens of a recording."""
 
     #: Global tokens.
     voice: tuple[int, ...]
-    #: Semantic tokens, 50 a second; empty where they were not asked for.
+    #: Semantic tokens, 50 per second; empty if they are not needed.
     semantic: tuple[int, ...]
 
 
 class ReferenceEncoder:
-    """Recordings to tokens, and the last ones kept by their content."""
+    """Encodes recordings to tokens; caches the last ones by content."""
 
     def __init__(self, config: SparkConfig, tokenizer: Tokenizer, features: SemanticFeatures) -> None:
         self._config = config
@@ -111,14 +109,14 @@ class ReferenceEncoder:
         self._kept: RecordingCache[Reference] = RecordingCache(1024)
 
     def prepare(self, recording: bytes, with_semantic: bool) -> Reference:
-        """The tokens of an encoded audio file within the bounds of `pipelines.audio`; semantic tokens only
-        where they are needed.
+        """The tokens of an encoded audio file within the limits of `pipelines.audio`; semantic tokens only if
+        needed.
 
         Raises `InputError`: `input.audio_unreadable`, `input.reference_length`, `input.reference_silent`;
         `SynthesisError` (`synth.oom`) when the device has no room for it.
         """
         return self._kept.get(
-            recording, with_semantic, lambda: self.encode([self.read(recording)], with_semantic)[0]
+            recording, with_semantic, lambda: self.encode(self.read(recording), with_semantic)
         )
 
     def read(self, recording: bytes) -> NDArray[np.float32]:
@@ -127,23 +125,20 @@ class ReferenceEncoder:
         samples, _ = read_recording(recording, self._config.sample_rate, channel=0, quality="VHQ")
         return normalize_volume(samples).astype(np.float32) if self._config.volume_normalize else samples
 
-    def encode(
-        self, recordings: Sequence[NDArray[np.float32]], with_semantic: bool = True
-    ) -> list[Reference]:
-        """The tokens of recordings [samples] of one length, at the model's rate and volume, as one batch."""
-        device = self._features.device
-        clips = np.stack([reference_clip(samples, self._config.clip_samples) for samples in recordings])
-        voices = self._tokenizer.global_tokens(torch.from_numpy(clips).to(device)).tolist()
+    def encode(self, samples: NDArray[np.float32], with_semantic: bool = True) -> Reference:
+        """The tokens of a recording [samples] at the model's rate and volume."""
+        clip = reference_clip(samples, self._config.clip_samples)[None]
+        (voice,) = self._tokenizer.global_tokens(torch.from_numpy(clip).to(self._features.device)).tolist()
         if not with_semantic:
-            return [Reference(tuple(voice), ()) for voice in voices]
-        values = np.stack([self._features.values(samples) for samples in recordings])
-        semantic = self._tokenizer.semantic_tokens(self._features(torch.from_numpy(values))).tolist()
-        return [Reference(tuple(voice), tuple(tokens)) for voice, tokens in zip(voices, semantic)]
+            return Reference(tuple(voice), ())
+        values = torch.from_numpy(self._features.values(samples)[None])
+        (semantic,) = self._tokenizer.semantic_tokens(self._features(values)).tolist()
+        return Reference(tuple(voice), tuple(semantic))
 
 
 def normalize_volume(samples: NDArray[np.floating]) -> NDArray[np.floating]:
-    """Samples [n] scaled so that their loud part, the 90th to the 99th hundredth of what is heard, is at
-    0.2; peak at most 1."""
+    """Scales samples [n] so that the mean of their loud part (percentiles 90 to 99 of audible samples) is 0.2,
+    with a peak of up to 1."""
     levels = np.sort(np.abs(samples))
     if levels[-1] < _QUIET_PEAK:
         samples = samples / max(levels[-1], _PEAK_FLOOR) * _QUIET_PEAK
@@ -157,5 +152,5 @@ def normalize_volume(samples: NDArray[np.floating]) -> NDArray[np.floating]:
 
 
 def reference_clip(samples: NDArray[np.float32], length: int) -> NDArray[np.float32]:
-    """The first `length` samples; what is shorter is repeated."""
+    """The first `length` samples; repeats shorter recordings."""
     return np.tile(samples, -(-length // len(samples)))[:length]

@@ -24,7 +24,7 @@ _DILATIONS = (1, 3, 9)
 
 
 def masked(x: Tensor, mask: Tensor | None) -> Tensor:
-    """x: [batch, channels, steps] with zeros behind the end of each row."""
+    """x: [batch, channels, steps] with zeros after the end of each row."""
     return x if mask is None else x * mask
 
 
@@ -53,7 +53,7 @@ class ResidualUnit(nn.Module):
         )
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """x: [batch, channels, steps], zero behind the end of each row; so is the result."""
+        """x: [batch, channels, steps], zero after the end of each row, like the result."""
         first, wide, second, narrow = self.block
         return masked(x + narrow(second(wide(first(x)))), mask)
 
@@ -159,8 +159,8 @@ class FusedWave:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Who reads a result: the snake that it needs applied, float32 [channels], and the steps on either
-    side that it sees."""
+    """The op that reads a result: the snake to apply for it, float32 [channels], and the number of steps that
+    it reads on either side."""
 
     frequency: Tensor
     gain: Tensor

@@ -182,7 +182,7 @@ def _audio_prep(golden: Golden, case: Item) -> None:
 def _audio_tokens(golden: Golden, case: Item) -> None:
     arrays = golden.arrays(case["file"])
     if "audio_file" in case:
-        reference = golden.encoder.encode([golden.arrays(case["audio_file"])["audio"]])[0]
+        reference = golden.encoder.encode(golden.arrays(case["audio_file"])["audio"])
     else:
         reference = golden.reference(case["wav"])
     same("semantic ids", reference.semantic, arrays["semantic_ids"])

@@ -18,11 +18,11 @@ from jobs.ingest import SubmitOptions, submit
 from jobs.layout import item_key, pack_index_name, pack_key
 from jobs.ledger import Ledger
 from jobs.ledger.records import Artifact, Done, Draw, Failed, JobSpec, Lease, Score, WorkerInfo
-from jobs.packs import PackBuilder
 from jobs.settings import Settings
 from jobs.store import ObjectStore
 from pipelines.errors import ErrorCode
 from tests.support.times import with_times
+from worker.pack_writer import PackBuilder
 
 SAMPLE_RATE = 24_000
 Line = Mapping[str, Any]
@@ -109,7 +109,7 @@ def run_all(
                     item_key(job_id, "audio", index, example_id, extension),
                     wav(index, seconds, extension.upper(), sample_rate),
                 )
-                info = store.put(key, data).info
+                info = store.put(key, data)
                 audio[key] = data
                 samples = round(seconds * sample_rate) + index
                 made = Artifact(

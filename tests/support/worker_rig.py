@@ -17,7 +17,7 @@ from pipelines.errors import ErrorCode, ServiceError
 from pipelines.request import Pipeline
 from tests.support.fakes import FakePipeline, MemoryStore
 from tests.support.times import with_times
-from worker.leases import Clock, HeldLeases, SystemClock
+from worker.leases import Clock, HeldLeases
 from worker.metrics import Metrics
 from worker.models import PipelineCache
 from worker.result_writer import ResultWriter
@@ -42,7 +42,7 @@ class Rig:
         self.store = MemoryStore()
         self.pipeline = pipeline or FakePipeline()
         self.opened: list[str] = []
-        self.clock = clock or SystemClock()
+        self.clock = clock or time
         self.metrics = Metrics()
         self.leases = HeldLeases(self.settings.times.lease_seconds, self.clock, self.metrics.count_retry)
         self.pipelines = PipelineCache(self._open)

@@ -16,7 +16,7 @@ from jobs.export import export, format_names, parse_splits
 from jobs.export.formats import find_format
 from jobs.layout import pack_index_name, pack_key
 from jobs.ledger.records import JobSpec, JobState
-from jobs.packs import PackBuilder, read_artifact
+from jobs.packs import read_artifact
 from jobs.repair import Match, RepairOutcome, repair_objects, reproduce
 from jobs.report import write_report
 from jobs.store import FolderStore, ObjectStore, open_store
@@ -28,6 +28,7 @@ from tests.support.export_kit import Finished, finished_job, run_all
 from tests.support.ledger_kit import execute
 from tests.support.manifests import newest_job_manifest, read_manifest
 from tests.support.services import S3
+from worker.pack_writer import PackBuilder
 
 IDS = ["b", "a", "a b", "fails", "Ünder", "../x\n", "a" * 300, "last"]
 LINES = [

@@ -100,7 +100,7 @@ def test_a_passage_ends_at_a_flush_and_when_no_text_comes(
     client.say("a", "Good morning, my", more=True, flush=True, **settings(server))
     assert client.hear("a", until="flush_done")
     until(server, 0)
-    monkeypatch.setattr(cartesia, "MAX_STARVED_SECONDS", 0.05)
+    monkeypatch.setattr(cartesia, "MAX_TEXT_WAIT_SECONDS", 0.05)
     client.say("a", " friend, how", more=True)
     assert client.next("a")["type"] == "chunk"
     until(server, 0)

@@ -73,4 +73,4 @@ def test_a_dry_run_refuses_what_the_run_would(
     assert (done.exit_code, "'corpus' is not KEY=VALUE" in done.output) == (2, True), done.output
     done = CliRunner().invoke(cli, [command, str(tmp_path), "--dry-run"], standalone_mode=False)
     assert isinstance(done.exception, InputError)
-    assert "of a Kaldi folder its `text`" in done.exception.advice
+    assert "for a Kaldi folder, its `text`" in done.exception.advice

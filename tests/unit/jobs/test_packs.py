@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from jobs.layout import item_key, lease_of_pack, pack_index_name, pack_key, sha256_of_pack
 from jobs.ledger.records import Artifact
-from jobs.packs import KEPT_PIECES, PIECE_BYTES, ArtifactReader, PackBuilder, read_artifact
+from jobs.packs import KEPT_PIECES, PIECE_BYTES, ArtifactReader, read_artifact
 from pipelines.errors import ErrorCode, StoreError
 from tests.support.fakes import MemoryStore
+from worker.pack_writer import PackBuilder
 
 JOB = "01m82cxvbf9gd73qc850cvphp6"
 INDEX = pack_index_name(JOB, 3, 1, 0)

@@ -226,7 +226,7 @@ def test_what_is_refused_says_what_to_do() -> None:
     assert check(CARD, U, speak="assistant") == [
         (
             ErrorCode.INPUT_EMPTY_TEXT,
-            "The dialogue has no assistant text. Give the line such a text message, or speak others with --speak.",
+            "The dialogue has no assistant text. Add such a text message to the line, or choose another role with --speak.",
         )
     ]
     ((code, message),) = check(CLONER, HEARD, U, A)

@@ -187,7 +187,7 @@ def test_our_own_engine_hands_over_no_end() -> None:
 def test_a_dialogue_that_outgrows_the_engine_says_where() -> None:
     heard = Heard()
     host, _, plan = start(["One.", "Two."], heard, most=300, context=300)
-    assert host.sent[0][0].sampling.max_tokens == 300 - len(plan.prompt.ids)
+    assert host.sent[0][0].sampling.max_tokens == 300 - len(plan.current.prompt_ids)
     host.answer(range(24), "stop")
     host.sent.clear()
     heard = Heard()
