@@ -63,9 +63,9 @@ def server_page() -> str:
     model._pipeline = pipeline  # pyright: ignore[reportPrivateUsage]
     gate = AdmissionQueue(1, 1)
     metrics = ServerMetrics(model, gate)
-    metrics.began(metrics.answered("/v1/audio/speech", 200, 0.1), 0.1)
+    metrics.first_audio(metrics.answered("/v1/audio/speech", 200, 0.1), 0.1)
     gate.admitted(0.1)
-    model.underran(0.1)
+    model.on_underrun(0.1)
     return metrics.page().decode()
 
 
