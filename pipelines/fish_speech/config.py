@@ -19,7 +19,6 @@ CODEC_WEIGHTS = "codec.pth"
 CODEC_SIZES = "codec_config.json"
 #: Steps that the encoder's own transformer looks back, itself included; fixed in the published code.
 ENCODER_WINDOW = 512
-_ADVICE = "Check that the folder holds an unchanged Fish Speech S2 checkpoint."
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +135,7 @@ class FishConfig:
         """Reads the configs. Raises `ModelError` (`model.bad_checkpoint`) that names the file and the key
         at fault."""
         folder = Path(folder)
-        keys = Keys.read(folder / "config.json", _ADVICE)
+        keys = Keys.read(folder / "config.json")
         keys.expect(model_type=MODEL_TYPE)
         text, audio = keys.section("text_config"), keys.section("audio_decoder_config")
         text.expect(tie_word_embeddings=True, attention_qk_norm=True)
@@ -178,7 +177,7 @@ def _stack(keys: Keys, **known: float) -> DualArStack:
 def _codec(path: Path) -> CodecConfig:
     if not path.is_file():
         return CodecConfig()
-    keys = Keys.read(path, _ADVICE)
+    keys = Keys.read(path)
     config = keys.take(CodecConfig, encoder_stacks=())
     depths, general = (
         keys.value("encoder_transformer_layers", list[Whole]),

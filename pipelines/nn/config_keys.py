@@ -88,27 +88,26 @@ class Keys:
     """The keys of one section of a JSON or YAML file. Every method raises `ModelError`
     (`model.bad_checkpoint`) that names file and key.
 
-        config = Keys.read(folder / "config.json", advice).section("text_config").take(StackConfig)
+        config = Keys.read(folder / "config.json").section("text_config").take(StackConfig)
 
     A key that is null is absent.
     """
 
-    def __init__(self, path: Path, values: Mapping[str, Any], advice: str, prefix: str = "") -> None:
+    def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = "") -> None:
         self._path = path
         self._values = {name: value for name, value in values.items() if value is not None}
-        self._advice = advice
         self._prefix = prefix
 
     @classmethod
-    def read(cls, path: Path, advice: str) -> Keys:
-        """The top of a file; `advice` is what to do about any fault in it."""
-        return cls(path, read_table(path, advice), advice)
+    def read(cls, path: Path) -> Keys:
+        """The top level of a file."""
+        return cls(path, read_table(path))
 
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
     def section(self, key: str) -> Keys:
-        return Keys(self._path, self.value(key, dict[str, Any]), self._advice, f"{self._prefix}{key}.")
+        return Keys(self._path, self.value(key, dict[str, Any]), f"{self._prefix}{key}.")
 
     def value(self, key: str, kind: Any, default: Any = MISSING) -> Any:
         """The value of a key, converted to this type by msgspec; dots separate sections; `default`: the value
@@ -161,21 +160,21 @@ class Keys:
     def rope_theta(self) -> float:
         """The base of a rope that is not scaled, from the keys that releases of transformers have for it."""
         name = next((name for name in ("rope_scaling", "rope_parameters") if self._values.get(name)), None)
-        rope = self.section(name) if name else Keys(self._path, {}, self._advice, self._prefix)
+        rope = self.section(name) if name else Keys(self._path, {}, self._prefix)
         if rope.value("rope_type", str, rope.value("type", str, "default")) != "default":
             raise self.error("rope_scaling", "asks for a scaled rope, which is not supported")
         return (self if "rope_theta" in self else rope).value("rope_theta", Positive)
 
     def error(self, key: str, what: str) -> ModelError:
         """The error of a wrong key."""
-        return bad_checkpoint(f"{self._path}: {self._prefix}{key} {what}.", self._advice)
+        return bad_checkpoint(f"{self._path}: {self._prefix}{key} {what}.")
 
     def require(self, holds: bool, what: str) -> None:
         """Raises the error that says `what` of this section, unless a relation holds that the code relies
         on."""
         if not holds:
             section = f" {self._prefix[:-1]}:" if self._prefix else ""
-            raise bad_checkpoint(f"{self._path}:{section} {what}.", self._advice)
+            raise bad_checkpoint(f"{self._path}:{section} {what}.")
 
 
 def revision(folder: Path, suffixes: Sequence[str]) -> str:
@@ -192,12 +191,12 @@ def revision(folder: Path, suffixes: Sequence[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def read_table(path: Path, advice: str = DOWNLOAD_AGAIN) -> dict[str, Any]:
+def read_table(path: Path) -> dict[str, Any]:
     """A JSON or YAML file that holds a table of keys. Raises `ModelError` (`model.bad_checkpoint`) that
     names the file."""
     # A FIFO or a device would block or never end, so only a plain file is opened.
     if not path.is_file():
-        raise bad_checkpoint(f"{path} is missing.", advice)
+        raise bad_checkpoint(f"{path} is missing.")
     try:
         with path.open("rb") as file:
             data = file.read(_CONFIG_BYTES + 1)
@@ -205,11 +204,9 @@ def read_table(path: Path, advice: str = DOWNLOAD_AGAIN) -> dict[str, Any]:
             raise ValueError(f"it has over {_CONFIG_BYTES >> 20} MiB")
         values = json.loads(data) if path.suffix == ".json" else _yaml(data)
     except (OSError, ValueError, RecursionError) as error:
-        raise bad_checkpoint(
-            f"{path} cannot be read as {path.suffix[1:].upper()}: {error}.", advice
-        ) from error
+        raise bad_checkpoint(f"{path} cannot be read as {path.suffix[1:].upper()}: {error}.") from error
     if not isinstance(values, dict):
-        raise bad_checkpoint(f"{path} does not hold a table of keys.", advice)
+        raise bad_checkpoint(f"{path} does not hold a table of keys.")
     return cast("dict[str, Any]", values)
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pipelines.nn.config_keys import (
-    DOWNLOAD_AGAIN,
     Drawing,
     Keys,
     NotNegative,
@@ -27,7 +26,6 @@ from pipelines.request import Capabilities
 
 CheckpointType = Literal["base", "custom_voice", "voice_design"]
 TOKENIZER = "qwen3_tts_tokenizer_12hz"
-_ADVICE = "Check that the folder holds an unchanged Qwen3-TTS 12 Hz checkpoint."
 #: The last ids of the talker's vocabulary are control, language and speaker ids, never sampled except for the
 #: end.
 CONTROL_IDS = 1024
@@ -135,7 +133,7 @@ class Qwen3TTSConfig:
         """Reads a checkpoint folder. Raises `ModelError` (`model.bad_checkpoint`) that names the file and
         the key at fault."""
         folder = Path(folder)
-        top = Keys.read(folder / "config.json", _ADVICE)
+        top = Keys.read(folder / "config.json")
         top.expect(model_type="qwen3_tts", tokenizer_type=TOKENIZER)
         talker = top.section("talker_config")
         predictor = talker.section("code_predictor_config")
@@ -152,7 +150,7 @@ class Qwen3TTSConfig:
             speakers=_ids(talker, "spk_id"),
             dialects={name.lower(): tag.lower() for name, tag in dialects.items() if isinstance(tag, str)},
             speaker_encoder=_speaker_encoder(top),
-            sampling=Keys.read(generation, _ADVICE).take(SamplingDefaults)
+            sampling=Keys.read(generation).take(SamplingDefaults)
             if generation.is_file()
             else SamplingDefaults(),
         )
@@ -269,7 +267,7 @@ class CodecConfig:
     def load(cls, folder: str | Path) -> CodecConfig:
         """Reads `config.json` of a `speech_tokenizer` folder. Raises `ModelError` (`model.bad_checkpoint`)
         naming file and key."""
-        keys = Keys.read(Path(folder) / "config.json", DOWNLOAD_AGAIN)
+        keys = Keys.read(Path(folder) / "config.json")
         keys.expect(model_type=TOKENIZER)
         encoder = keys.section("encoder_config")
         encoder.expect(use_causal_conv=True, audio_channels=1, pad_mode="constant")

@@ -157,14 +157,13 @@ class VoiceCache:
         codec: Codec,
         folder: str | None = None,
         folder_bytes: int = 0,
-        capacity: int = 256,
     ) -> None:
         assert codec.encoder is not None
         self._config, self._codec_config = config, codec.config
         self._speaker = speaker
         self._encoder, self._decoder = codec.encoder, codec.decoder
         self._files = None if folder is None else RecordingFiles(Path(folder), folder_bytes, self._identity())
-        self._kept: RecordingCache[PreparedVoice] = RecordingCache(capacity)
+        self._kept: RecordingCache[PreparedVoice] = RecordingCache(256)
 
     def prepare(self, recording: bytes, in_context: bool) -> PreparedVoice:
         """The voice of an encoded audio file within the bounds of `pipelines.audio`; `in_context` also

@@ -14,7 +14,6 @@ from pipelines.registry import ModelCard
 from pipelines.request import Capabilities
 
 LLM, BICODEC, WAV2VEC2 = "LLM", "BiCodec", "wav2vec2-large-xlsr-53"
-_ADVICE = "Check that the folder holds an unchanged SparkTTS checkpoint."
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +132,8 @@ class SparkConfig:
         """Reads the configs. Raises `ModelError` (`model.bad_checkpoint`) that names the file and the key
         at fault."""
         folder = Path(folder)
-        top = Keys.read(folder / "config.yaml", _ADVICE)
-        bicodec = _bicodec(Keys.read(folder / BICODEC / "config.yaml", _ADVICE).section("audio_tokenizer"))
+        top = Keys.read(folder / "config.yaml")
+        bicodec = _bicodec(Keys.read(folder / BICODEC / "config.yaml").section("audio_tokenizer"))
         hop = top.value("latent_hop_length", Whole)
         if hop != bicodec.samples_per_token:
             raise top.error(
@@ -143,7 +142,7 @@ class SparkConfig:
             )
         rate = top.value("sample_rate", Size)
         clip = int(rate * top.value("ref_segment_duration", Positive)) // hop * hop
-        lm = _lm(Keys.read(folder / LLM / "config.json", _ADVICE))
+        lm = _lm(Keys.read(folder / LLM / "config.json"))
         return top.take(
             cls, folder=folder, clip_samples=clip, bicodec=bicodec, lm=lm, sampling=SamplingDefaults()
         )

@@ -10,7 +10,6 @@ from pipelines.nn.config_keys import Keys, Size, StackConfig, Whole, revision
 from pipelines.registry import ModelCard
 from pipelines.request import Capabilities
 
-_ADVICE = "Check that the folder holds an unchanged SpeechLM checkpoint."
 #: Whole seconds of audio that the position table of the tower has room for: 3000 mel frames, 10 ms each.
 TOWER_SECONDS = 30
 
@@ -74,7 +73,7 @@ class SpeechLmConfig:
     @classmethod
     def from_folder(cls, folder: Path) -> SpeechLmConfig:
         """Reads and checks config.json. Raises `ModelError` (`model.bad_checkpoint`) that names the key."""
-        keys = Keys.read(folder / "config.json", _ADVICE)
+        keys = Keys.read(folder / "config.json")
         text = keys.section("text_config")
         specials = {name: keys.value(f"{name}_token_id", Whole) for name in Specials.__dataclass_fields__}
         backbone = text.take(StackConfig, rope_theta=text.rope_theta())

@@ -144,7 +144,7 @@ def test_a_run_goes_on_without_a_worker_that_cannot_start_and_says_so(slow: Shel
     assert slow.done() == 20
     assert "The worker of GPU 1 ended with status 4, 3 times in a row without a finished item." in said
     assert f"Its last message: Metrics cannot be served on port {port}" in said
-    assert "It is quarantined: it is started again every 10 min 0 s." in said
+    assert "It is quarantined and restarted every 10 min 0 s." in said
 
 
 def test_settings_that_do_not_let_the_model_open_end_the_run_and_fail_no_item(shell: Shell) -> None:
@@ -164,7 +164,7 @@ def test_settings_that_do_not_let_the_model_open_end_the_run_and_fail_no_item(sh
         "Error config.invalid: The graph executor needs a CUDA device.\nSet SPEECH_ENGINE__EXECUTOR to eager, or unset it."
         in run.stderr
     )
-    assert "give the same command again to continue" in run.stderr
+    assert "run the same command again to continue" in run.stderr
     assert (shell.folder / "out/.nightjar/worker.log").read_text().count("worker up") == 1, (
         "another start would end in the same way"
     )

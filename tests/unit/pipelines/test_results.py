@@ -267,7 +267,7 @@ def test_a_recording_that_holds_no_voice_is_refused(seconds: float, level: float
 )
 def test_keys_name_file_section_and_key(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
-    part = Keys.read(tmp_path / name, "Get another.").section("part")
+    part = Keys.read(tmp_path / name).section("part")
     assert (
         part.value("size", Size),
         part.value("list", Sizes),
@@ -275,9 +275,10 @@ def test_keys_name_file_section_and_key(tmp_path: Path, name: str, text: str) ->
         part.value("other", Size, 7),
     ) == (3, (1, 2), True, 7)
     with pytest.raises(
-        ModelError, match=rf"{name}: part\.list must be a whole number that is not negative\. Get another\."
+        ModelError,
+        match=rf"{name}: part\.list must be a whole number that is not negative\. Download the checkpoint again",
     ):
         part.value("list", Whole)
     (tmp_path / name).write_text("[1, 2")
     with pytest.raises(ModelError, match=f"{name} cannot be read"):
-        Keys.read(tmp_path / name, "Get another.")
+        Keys.read(tmp_path / name)
