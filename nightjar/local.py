@@ -38,7 +38,7 @@ class LocalThread(threading.Thread):
         self._run = run
         self._notes = _StderrNotes(silent=quiet)
         self._job_known = threading.Event()
-        self._stop = Stop()
+        self._stop_request = Stop()
         #: The job, once its input is read.
         self.job: Job | None = None
         self.stopped = False
@@ -66,19 +66,19 @@ class LocalThread(threading.Thread):
     def stop(self) -> None:
         """Stops the run and waits for its end. Running items have some seconds to finish; a second interrupt
         ends them at once."""
-        self._stop.number = signal.SIGINT
+        self._stop_request.number = signal.SIGINT
         try:
             while self.is_alive():
                 self.join(_WAIT_SECONDS)
         except BaseException:
-            self._stop.kill()
+            self._stop_request.kill()
             raise
 
     def end_with_program(self) -> None:
         """Waits for the run, or stops it. Prints its error if the program did not get it."""
         typed = hasattr(sys, "ps1") or "IPython" in sys.modules
         if typed or getattr(sys, "last_type", None) is not None:
-            self._stop.number = signal.SIGINT
+            self._stop_request.number = signal.SIGINT
         try:
             self.join()
         except KeyboardInterrupt:
@@ -88,7 +88,7 @@ class LocalThread(threading.Thread):
 
     def run(self) -> None:
         try:
-            run_locally(self._run, self._notes, self._stop, self._submitted)
+            run_locally(self._run, self._notes, self._stop_request, self._submitted)
         except Interrupted:
             self.stopped = True
         except BaseException as error:  # noqa: BLE001 - raised again where the job is waited for
