@@ -17,16 +17,7 @@ import click
 import msgspec
 
 from jobs.formatting import is_address, printable, redact
-from pipelines.errors import (
-    ConfigError,
-    ErrorCode,
-    InputError,
-    ModelError,
-    NightjarError,
-    NotFoundError,
-    ServiceError,
-    StoreError,
-)
+from pipelines.errors import ErrorCode, NightjarError
 
 #: Environment variable with the program name for the usage line of a command that another one starts.
 PROGRAM = "NIGHTJAR_PROGRAM"
@@ -35,6 +26,7 @@ FAILED, NOT_FOUND, INVALID_INPUT, UNREACHABLE = 1, 3, 4, 5
 #: Exit codes for a cancelled job, and for `nightjar wait` when the job did not end in time.
 CANCELLED, TIMEOUT = 6, 7
 
+#: Exit codes by error code, and by the group of the code, its first word.
 _EXIT_BY_CODE = {
     ErrorCode.LEDGER_STATE: FAILED,
     ErrorCode.LEDGER_CANCELLED: CANCELLED,
@@ -42,10 +34,9 @@ _EXIT_BY_CODE = {
     ErrorCode.MODEL_UNREACHABLE: UNREACHABLE,
     ErrorCode.STORE_BAD_KEY: INVALID_INPUT,
 }
-_EXIT_BY_CLASS: dict[type[NightjarError] | tuple[type[NightjarError], ...], int] = {
-    NotFoundError: NOT_FOUND,
-    (ConfigError, InputError, ModelError): INVALID_INPUT,
-    (ServiceError, StoreError): UNREACHABLE,
+_EXIT_BY_GROUP = {
+    **dict.fromkeys(("config", "input", "model"), INVALID_INPUT),
+    **dict.fromkeys(("broker", "ledger", "server", "store"), UNREACHABLE),
 }
 
 
@@ -161,11 +152,7 @@ def exit_code(error: Exception) -> int:
     """The exit code of a command that fails with this error."""
     if not isinstance(error, NightjarError):
         return FAILED
-    if error.code in _EXIT_BY_CODE:
-        return _EXIT_BY_CODE[error.code]
-    if error.code.value.startswith("input."):
-        return INVALID_INPUT
-    return next((code for kind, code in _EXIT_BY_CLASS.items() if isinstance(error, kind)), FAILED)
+    return _EXIT_BY_CODE.get(error.code) or _EXIT_BY_GROUP.get(error.code.partition(".")[0], FAILED)
 
 
 def fail(error: BaseException, *, as_json: bool) -> None:

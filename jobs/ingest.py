@@ -58,14 +58,6 @@ class SubmitResult:
     #: An interrupted ingest was continued.
     resumed: bool
 
-    @property
-    def items(self) -> int:
-        return self.job.total_items
-
-    @property
-    def rejected(self) -> int:
-        return self.job.rejected_lines
-
 
 def submit(
     settings: Settings,
@@ -224,7 +216,7 @@ class _Ingest:
                 later = range(1, len(places))
                 items += [(index + turn, example_id) for turn in later]
                 turns.update({index + turn: turn for turn in later})
-        info = put_numbered(self.store, input_key(self.job.id, shard_no), compress(encoded)).info
+        info = put_numbered(self.store, input_key(self.job.id, shard_no), compress(encoded))
         return NewShard(
             shard_no, tuple(items), info.key, info.sha256, sum([line.estimated_ms for line in lines]), turns
         )

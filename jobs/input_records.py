@@ -112,18 +112,6 @@ def _of_lines(
             yield rejected_line(number, error, id_of(line))
 
 
-def _batch(records: Records) -> Iterator[Record]:
-    card, encoding = records.card, records.spec.format
-    return _of_lines(records, lambda line, _: batch_dialogue(line, card, encoding), custom_id)
-
-
-def _sentences(records: Records) -> Iterator[Record]:
-    voices = records.chosen.voices
-    return _of_lines(
-        records, lambda line, number: row_dialogue({"text": one_line(line).strip()}, number, voices)
-    )
-
-
 def _kaldi(records: Records) -> Iterator[Record]:
     """The lines of Kaldi's `text`: an utterance's id and its words; its speaker is in `utt2spk`, in the same
     order.
@@ -302,8 +290,13 @@ def _parquet(records: Records) -> Iterator[Record]:
 _READERS: dict[InputFormat, Callable[[Records], Iterator[Record]]] = {
     "dialogues": lambda records: records.source.lines(),
     "messages": lambda records: _of_lines(records, chat_dialogue),
-    "openai-batch": _batch,
-    "text": _sentences,
+    "openai-batch": lambda records: _of_lines(
+        records, lambda line, _: batch_dialogue(line, records.card, records.spec.format), custom_id
+    ),
+    "text": lambda records: _of_lines(
+        records,
+        lambda line, number: row_dialogue({"text": one_line(line).strip()}, number, records.chosen.voices),
+    ),
     "csv": _csv,
     "tsv": _tsv,
     "kaldi": _kaldi,

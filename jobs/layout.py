@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Mapping
 from typing import BinaryIO
 
-from jobs.store.base import ObjectStore, PutResult, sha256_of
+from jobs.store.base import ObjectInfo, ObjectStore, sha256_of
 
 MAX_SLUG_CHARACTERS = 60
 _NOT_SAFE = re.compile(r"[^A-Za-z0-9_-]+")
@@ -159,7 +159,7 @@ def put_hashed(
 ) -> None:
     """Puts an object whose key contains its hash. An existing object with another hash is damaged, for example by a
     power cut, and is replaced."""
-    if store.put(key, data, metadata=metadata).info.sha256 != sha256:
+    if store.put(key, data, metadata=metadata).sha256 != sha256:
         store.delete(key)
         store.put(key, data, metadata=metadata)
 
@@ -169,7 +169,7 @@ def put_numbered(
     key: str,
     data: bytes | BinaryIO,
     metadata: Mapping[str, str] | None = None,
-) -> PutResult:
+) -> ObjectInfo:
     """Puts an object that may be written again with other content, such as a manifest after `nightjar retry`
     or the audio of a worker that died: under `key`, or under the next number whose object is missing or has
     the same SHA-256.
@@ -187,7 +187,7 @@ def put_numbered(
             data.seek(0)
         result = store.put(target, data, metadata=metadata)
         # The store has hashed the data; hashing it again would take as long as encoding.
-        if result.created or result.info.sha256 == (sha256 := sha256 or sha256_of(data)):
+        if result.created or result.sha256 == (sha256 := sha256 or sha256_of(data)):
             return result
         number += 1
         target = numbered_key(key, number)

@@ -164,7 +164,7 @@ def put_provenance(store: ObjectStore, job: Job, info: EngineInfo) -> ObjectInfo
     `StoreError`."""
     record = provenance(job, "worker", model_provenance(job.spec.model), info)
     data = msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
-    return put_numbered(store, provenance_key(job.id), data).info
+    return put_numbered(store, provenance_key(job.id), data)
 
 
 _decode = msgspec.json.Decoder(Provenance).decode

@@ -123,6 +123,19 @@ class _Resynthesis:
     def lines(self) -> ShardLines[ShardLine]:
         return ShardLines(self.ledger, self.store, self.job.id, read_shard)
 
+    def start_of(self, expected: Expected) -> tuple[ItemRow, Artifact, Future[Speech] | NightjarError] | None:
+        """The item of an object, its artifact, and its started synthesis or error; None: it does not belong to an item."""
+        if expected.index is None:
+            return None
+        artifact = self.ledger.artifacts_of(self.job.id, expected.kind, [expected.index]).get(expected.index)
+        if artifact is None:
+            return None
+        row = next(self.ledger.items(self.job.id, after=expected.index - 1, limit=1))
+        try:
+            return row, artifact, self.start(row, artifact)
+        except NightjarError as error:
+            return row, artifact, error
+
     def start(self, row: ItemRow, artifact: Artifact) -> Future[Speech]:
         """Starts the synthesis of an artifact by the same request as the worker's. Raises `InputError` for missing
         reference audio, and `StoreError`."""
@@ -266,7 +279,7 @@ def repair_objects(
     left = iter(lost)
     try:
         while some := list(islice(left, _AT_ONCE)):
-            started = [_start(again, expected) for expected in some]
+            started = [again.start_of(expected) for expected in some]
             for expected, item in zip(some, started):
                 if item is None:
                     repaired = Repaired(
@@ -293,21 +306,6 @@ def repair_objects(
         if relisted or is_missing:
             put_manifest(ledger, store, job.id)
     return counts
-
-
-def _start(
-    again: _Resynthesis, expected: Expected
-) -> tuple[ItemRow, Artifact, Future[Speech] | NightjarError] | None:
-    """The item of an object, its artifact, and its started synthesis or error; None: it does not belong to an item."""
-    ledger, job_id, index = again.ledger, again.job.id, expected.index
-    found = {} if index is None else ledger.artifacts_of(job_id, expected.kind, [index])
-    if index is None or (artifact := found.get(index)) is None:
-        return None
-    row = next(ledger.items(job_id, after=index - 1, limit=1))
-    try:
-        return row, artifact, again.start(row, artifact)
-    except NightjarError as error:
-        return row, artifact, error
 
 
 def restore_inputs(

@@ -162,23 +162,19 @@ def read_shard(store: ObjectStore, key: str, sha256: str) -> list[ShardLine]:
     """The lines of a shard in index order. Raises `StoreError`, with `store.conflict` if the object was changed."""
     lines: list[ShardLine] = []
     for stored in read_raw_shard(store, key, sha256):
-        dialogue, turn, references = (
-            _decode_dialogue(stored.dialogue),
-            stored.message_index,
-            stored.references,
-        )
+        dialogue, turn = _decode_dialogue(stored.dialogue), stored.message_index
         generation = dialogue.generation or NO_GENERATION
         role: SpokenRole | None = None
         if turn is None:
             turn = speech_position(dialogue.messages)
-            messages = dialogue.typed_messages(references)
+            messages = dialogue.typed_messages(stored.references)
         else:
             role = "assistant" if dialogue.messages[turn][0] == "assistant" else "user"
-            messages = turn_messages(dialogue.messages, turn, references)
+            messages = turn_messages(dialogue.messages, turn, stored.references)
             if generation is not NO_GENERATION:
                 generation = generation.of(role)
-        place = stored.index, stored.line, dialogue.example_id
-        lines.append(ShardLine(*place, messages, generation, turn, role))
+        where = stored.index, stored.line, dialogue.example_id
+        lines.append(ShardLine(*where, messages, generation, turn, role))
     return lines
 
 

@@ -73,13 +73,6 @@ class WorkerPlan:
         return None if self.device is None else self.device.name
 
     @property
-    def details(self) -> dict[str, object]:
-        """GPU, cores and port for the log, if set."""
-        cores = None if self.cores is None else sorted(self.cores)
-        values = {"gpu": self.gpu, "cores": cores, "metrics_port": self.metrics_port}
-        return {name: value for name, value in values.items() if value is not None}
-
-    @property
     def environment(self) -> dict[str, str]:
         """Environment variables of the worker, in addition to those of its parent."""
         variables: dict[str, str] = {}
@@ -229,7 +222,9 @@ class WorkerGroup:
         if not self._held:
             _release(child)
         member.started_at = time.monotonic()
-        self.on_event("info", "worker started", {"pid": child.pid, **member.plan.details})
+        plan = member.plan
+        details = {"pid": child.pid, "gpu": plan.gpu, "cores": plan.cores and sorted(plan.cores)}
+        self.on_event("info", "worker started", {**details, "metrics_port": plan.metrics_port})
         if self.ending is not None:
             # The signal arrived before the process existed.
             child.process.send_signal(self.ending)

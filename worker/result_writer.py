@@ -245,5 +245,5 @@ def _stored(
     for artifact, data in made:
         metadata = object_metadata(job.spec_sha, seed)
         put = shard.held.retrying(partial(put_numbered, shard.store, artifact.key, data, metadata))
-        stored.append(msgspec.structs.replace(artifact, key=put.info.key, sha256=put.info.sha256))
+        stored.append(msgspec.structs.replace(artifact, key=put.key, sha256=put.sha256))
     return msgspec.structs.replace(outcome, artifacts=tuple(stored))

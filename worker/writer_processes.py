@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from jobs.settings import S3Settings
 from jobs.store import S3Store, is_remote, open_store
-from jobs.store.base import ObjectStore, PutResult
+from jobs.store.base import ObjectInfo, ObjectStore
 from jobs.store.s3 import split_s3_url
 from pipelines.child_process import CalledChild, ChildEndedError, answer_calls, helper_environment
 from pipelines.errors import ErrorCode, StoreError
@@ -57,14 +57,14 @@ class _Put(msgspec.Struct, frozen=True, tag="put"):
     metadata: dict[str, str]
 
 
-class WriterProcess(CalledChild[PutResult | None]):
+class WriterProcess(CalledChild[ObjectInfo | None]):
     """A writer process."""
 
     def __init__(self, settings: S3Settings | None, url: str) -> None:
         # Signals to the worker's group do not reach this process, which must work while the worker drains. It is not
         # bound to the thread that starts it, because that thread may end before the worker.
         program = ("-m", "worker.writer_processes")
-        super().__init__(program, PutResult | None, helper_environment(), bound=False)
+        super().__init__(program, ObjectInfo | None, helper_environment(), bound=False)
         try:
             self._opened = self.call(_Open(_plain(settings), url))
         except ChildEndedError:
@@ -170,7 +170,7 @@ class ProcessStore(S3Store):
         key: str,
         data: bytes | BinaryIO,
         metadata: Mapping[str, str] | None = None,
-    ) -> PutResult:
+    ) -> ObjectInfo:
         """Writes once, as `ObjectStore.put`. After the death of a process the put is repeated by another one, which may
         find the object."""
         put = _Put(self.url, key, dict(metadata or {}))
@@ -201,7 +201,7 @@ class _Stores:
         self._open: dict[str, ObjectStore] = {}
         self._lock = threading.Lock()
 
-    def answer(self, asked: _Open | _Put, data: NDArray[Any]) -> PutResult | None:
+    def answer(self, asked: _Open | _Put, data: NDArray[Any]) -> ObjectInfo | None:
         if isinstance(asked, _Open) and asked.settings is not None:
             self._settings = S3Settings.model_validate(asked.settings)
         with self._lock:

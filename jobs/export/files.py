@@ -302,7 +302,7 @@ class Destination:
         """Moves a finished local file to the destination."""
         with path.open("rb") as file:
             result = self._store.put(name, file)
-        if not result.created and result.info.sha256 != sha256:
+        if not result.created and result.sha256 != sha256:
             message = f"{self._store.uri(name)} exists with other content."
             raise StoreError(ErrorCode.STORE_CONFLICT, message, "Export to an empty prefix.")
         path.unlink()

@@ -96,7 +96,7 @@ def put_shard_manifest(
         text, index = spoken_text(line.messages), None if line.role is None else line.message_index
         entry = _entry(job, line.example_id, audio, text, line.role or "assistant", index)
         entries.append(msgspec.json.encode(entry) + b"\n")
-    info = put_numbered(store, shard_manifest_key(job.id, shard_no), b"".join(entries)).info
+    info = put_numbered(store, shard_manifest_key(job.id, shard_no), b"".join(entries))
     store.sync()
     return info.key, info.sha256
 
@@ -110,7 +110,7 @@ def put_manifest(ledger: Ledger, store: ObjectStore, job_id: str) -> ObjectInfo:
         for item in audio_items(ledger, store, job_id):
             file.write(msgspec.json.encode(_item_entry(job, item)) + b"\n")
         file.seek(0)
-        info = put_numbered(store, job_manifest_key(job.id), cast("BinaryIO", file)).info
+        info = put_numbered(store, job_manifest_key(job.id), cast("BinaryIO", file))
     store.sync()
     if job.state.final:
         ledger.note_manifest(job)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from jobs.formatting import redact
-from jobs.store.base import ObjectInfo, ObjectStore, PutResult
+from jobs.store.base import ObjectInfo, ObjectStore
 from jobs.store.folder import FolderStore
 from jobs.store.s3 import S3Store, split_s3_url
 from pipelines.errors import invalid
@@ -20,7 +20,6 @@ __all__ = [
     "FolderStore",
     "ObjectInfo",
     "ObjectStore",
-    "PutResult",
     "S3Store",
     "is_remote",
     "open_store",

@@ -7,7 +7,7 @@ import re
 import secrets
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, cast
 
@@ -24,14 +24,8 @@ class ObjectInfo:
     sha256: str = ""
     #: Time of the write in UTC epoch seconds of the store's clock; only in listings.
     modified_at: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PutResult:
-    """The object under the key. `created` is False if it existed before and was kept."""
-
-    info: ObjectInfo
-    created: bool
+    #: Whether this put created the object; False: it existed before and was kept.
+    created: bool = field(default=False, compare=False)
 
 
 class ObjectStore:
@@ -75,7 +69,7 @@ class ObjectStore:
         key: str,
         data: bytes | BinaryIO,
         metadata: Mapping[str, str] | None = None,
-    ) -> PutResult:
+    ) -> ObjectInfo:
         """Writes once: an existing object is kept, and described with `created=False`. `data` may be an open
         file that is larger than memory; the maximum of S3 is 5 GiB.
 
@@ -144,7 +138,6 @@ class ObjectStore:
             content, part, info = self.get(key), self.get_range(key, 2, 5), self.head(key)
         finally:
             self.delete(key)
-        wrong = advice = ""
         if again.created or content != first:
             wrong = "replaced an existing object"
             advice = (
@@ -153,10 +146,11 @@ class ObjectStore:
         elif part != first[2:7]:
             wrong = "returned other bytes than the requested range"
             advice = "Use a store that supports ranged reads (`Range`), or jobs without --pack."
-        elif info is None or info.sha256 != hashlib.sha256(first).hexdigest():
+        elif info is None or info.sha256 != sha256_of(first):
             wrong, advice = "returned other bytes than were written", "Check the store."
-        if wrong:
-            raise StoreError(ErrorCode.STORE_CONFLICT, f"The store {self.url} {wrong}.", advice)
+        else:
+            return
+        raise StoreError(ErrorCode.STORE_CONFLICT, f"The store {self.url} {wrong}.", advice)
 
 
 def sha256_of(data: bytes | BinaryIO) -> str:

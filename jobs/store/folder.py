@@ -19,7 +19,6 @@ from jobs.store.base import (
     IDENTITY_KEY,
     ObjectInfo,
     ObjectStore,
-    PutResult,
     missing_allowed,
     read_identity,
     split_key,
@@ -96,7 +95,7 @@ class FolderStore(ObjectStore):
         key: str,
         data: bytes | BinaryIO,
         metadata: Mapping[str, str] | None = None,
-    ) -> PutResult:
+    ) -> ObjectInfo:
         *folders, name = split_key(key)
         with self._errors(key, putting=True):
             folder = self._handles.open(folders, self._opened_top)
@@ -107,7 +106,7 @@ class FolderStore(ObjectStore):
                 info = None
             else:
                 info = self._write(key, folder.fd, name, iter(partial(data.read, _CHUNK_BYTES), b""))
-            return PutResult(info or _describe(key, folder.fd, name), created=info is not None)
+            return info or _describe(key, folder.fd, name)
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
         """Up to `length` bytes of an object, from `offset`; fewer if it ends earlier. Raises
@@ -243,7 +242,7 @@ class FolderStore(ObjectStore):
                 os.close(file)
             if temporary:
                 os.unlink(temporary, dir_fd=folder)
-        return ObjectInfo(key, size, digest.hexdigest())
+        return ObjectInfo(key, size, digest.hexdigest(), created=True)
 
     def _new_file(self, folder: int) -> tuple[int, str]:
         """An unnamed file, or one with a hidden name if the file system has no O_TMPFILE."""

@@ -13,7 +13,6 @@ from jobs.store.base import (
     IDENTITY_KEY,
     ObjectInfo,
     ObjectStore,
-    PutResult,
     missing_allowed,
     read_identity,
     sha256_of,
@@ -226,7 +225,7 @@ class S3Store(ObjectStore):
         key: str,
         data: bytes | BinaryIO,
         metadata: Mapping[str, str] | None = None,
-    ) -> PutResult:
+    ) -> ObjectInfo:
         sha256 = sha256_of(data)
         size = len(data) if isinstance(data, bytes) else data.tell()
         request = {
@@ -240,9 +239,9 @@ class S3Store(ObjectStore):
         for attempt in range(CONFLICT_ATTEMPTS):
             refused = self._call(key, lambda: self._put_once(data, request))
             if not refused:
-                return PutResult(ObjectInfo(key, size, sha256), created=True)
+                return ObjectInfo(key, size, sha256, created=True)
             if refused & _EXISTS and (info := self.head(key)) is not None:
-                return PutResult(info, created=False)
+                return info
             time.sleep(0.05 * 2**attempt)
         raise StoreError(
             ErrorCode.STORE_UNREACHABLE,

@@ -174,7 +174,7 @@ def bits(
             if one.started == frames:
                 kv = torch.stack((executor.kv.k[:, one.pages], executor.kv.v[:, one.pages]))
                 written[one.request.request_id] = (
-                    kv.transpose(2, 3).flatten(3, 4)[:, :, :, : one.context].clone()
+                    kv.transpose(2, 3).flatten(3, 4)[:, :, :, : one.last + one.started].clone()
                 )
     return {name: (heard.codes[name], written[name]) for name in heard.codes}
 

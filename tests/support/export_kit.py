@@ -109,7 +109,7 @@ def run_all(
                     item_key(job_id, "audio", index, example_id, extension),
                     wav(index, seconds, extension.upper(), sample_rate),
                 )
-                info = store.put(key, data).info
+                info = store.put(key, data)
                 audio[key] = data
                 samples = round(seconds * sample_rate) + index
                 made = Artifact(

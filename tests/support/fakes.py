@@ -21,7 +21,7 @@ from typing import BinaryIO, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from jobs.store.base import ObjectInfo, ObjectStore, PutResult, store_unavailable
+from jobs.store.base import ObjectInfo, ObjectStore, store_unavailable
 from pipelines.errors import ErrorCode, InputError, StoreError, SynthesisError
 from pipelines.request import AudioChunk, Capabilities, EngineInfo, EngineStats, Speech, SynthesisRequest
 from tests.support.called import CalledPipeline
@@ -306,7 +306,7 @@ class MemoryStore(ObjectStore):
         key: str,
         data: bytes | BinaryIO,
         metadata: Mapping[str, str] | None = None,
-    ) -> PutResult:
+    ) -> ObjectInfo:
         self._maybe_fail()
         with self._lock:
             self.puts += 1
@@ -316,7 +316,7 @@ class MemoryStore(ObjectStore):
                 content = data if isinstance(data, bytes) else data.read()
                 self.objects[key] = (bytes(content), dict(metadata or {}))
                 self.modified_at[key] = time.time()
-        return PutResult(self._info(key), created)
+        return replace(self._info(key), created=created)
 
     def get(self, key: str) -> bytes:
         self._maybe_fail()

@@ -194,7 +194,7 @@ def test_an_item_that_is_done_between_two_others_meanwhile_is_not_in_their_expor
 
     def commit(index: int) -> None:
         key, data = f"jobs/{job}/audio/00000/{index:09d}-u{index}.wav", wav(index)
-        info = started.store.put(key, data).info
+        info = started.store.put(key, data)
         audio = Artifact(
             index, "audio", key, info.sha256, info.bytes, 1000, SAMPLE_RATE, SAMPLE_RATE + index, index
         )

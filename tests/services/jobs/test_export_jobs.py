@@ -279,7 +279,7 @@ def test_answers_in_text_alone_are_in_the_file_and_splits_refuse_them(finished: 
     assert lease is not None
     ((index, (example_id, _)),) = lease.open_items.items()
     key = item_key(finished.job_id, "text", index, example_id, "txt")
-    info = finished.store.put(key, b"drei").info
+    info = finished.store.put(key, b"drei")
     finished.ledger.commit(
         lease.ticket, [Done(index, (Artifact(index, "text", key, info.sha256, 4, 0, 0, 0, 0),))]
     )

@@ -243,7 +243,7 @@ def test_a_job_that_went_on_is_another_export(finished: Finished) -> None:
     assert lease is not None
     ((index, _),) = lease.open_items.items()
     key = f"jobs/{finished.job_id}/audio/00000/late.wav"
-    info = finished.store.put(key, b"late").info
+    info = finished.store.put(key, b"late")
     finished.ledger.commit(
         lease.ticket, [Done(index, (Artifact(index, "audio", key, info.sha256, 4, 1, 1, 1, 1),))]
     )

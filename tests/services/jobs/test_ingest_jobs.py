@@ -129,7 +129,7 @@ def test_of_many_bad_lines_some_are_kept_and_all_are_counted(
     monkeypatch.setattr("jobs.ledger.ingest.KEPT_REJECTED_LINES", 12)
     source = bad_input(place, input_format, 35)
     result = place.submit(source, input_format=input_format)
-    assert (result.items, result.rejected) == (0, 35)
+    assert (result.job.total_items, result.job.rejected_lines) == (0, 35)
     kept = [one.line for one in place.ledger.rejected_lines(result.job.id)]
     assert (len(kept), kept) == (12, list(range(kept[0], kept[0] + 12)))
     assert sum(place.ledger.error_counts(result.job.id).values()) == 12
@@ -156,7 +156,7 @@ def test_bad_lines_between_good_ones_are_no_fault(
     place: Place, short_batches: None, soon_refused: None
 ) -> None:
     source = place.write([b"{" if n % 8 else line(f"a{n}") for n in range(80)])
-    assert place.submit(source).rejected == 70
+    assert place.submit(source).job.rejected_lines == 70
 
 
 def line(example_id: object, text: str = "hello", **rest: object) -> bytes:
@@ -168,7 +168,12 @@ def test_a_file_becomes_a_job(place: Place) -> None:
     source = place.write(lines)
     result = place.submit(source, name="nightly", priority=3, labels={"team": "a"})
     job = result.job
-    assert (result.created, result.resumed, result.items, result.rejected) == (True, False, 10, 0)
+    assert (result.created, result.resumed, result.job.total_items, result.job.rejected_lines) == (
+        True,
+        False,
+        10,
+        0,
+    )
     assert (job.state, job.total_items, job.total_shards, job.lines_read) == (JobState.READY, 10, 3, 10)
     assert (job.name, job.priority, job.labels, job.input_uri) == ("nightly", 3, {"team": "a"}, source)
     assert job.spec.model_revision == "r1"
@@ -190,7 +195,12 @@ def test_the_same_file_with_the_same_spec_is_the_same_job(place: Place) -> None:
     source = place.write([line("a")])
     first = place.submit(source)
     again = place.submit(source)
-    assert (again.job.id, again.created, again.resumed, again.items) == (first.job.id, False, False, 1)
+    assert (again.job.id, again.created, again.resumed, again.job.total_items) == (
+        first.job.id,
+        False,
+        False,
+        1,
+    )
     compressed = place.folder / "in.jsonl.gz"
     compressed.write_bytes(gzip.compress(line("a")))
     others = [
@@ -211,7 +221,7 @@ def test_a_key_of_ones_own_never_names_two_inputs(place: Place) -> None:
     with pytest.raises(ServiceError) as other_spec:
         place.submit(place.write([line("a")]), JobSpec("cloner", seed=1), idempotency_key="mine")
     assert {other_input.value.code, other_spec.value.code} == {ErrorCode.LEDGER_STATE}
-    assert place.submit(source, idempotency_key="mine").items == 1
+    assert place.submit(source, idempotency_key="mine").job.total_items == 1
 
 
 def test_bad_lines_are_listed_and_left_out(place: Place, short_batches: None) -> None:
@@ -227,7 +237,7 @@ def test_bad_lines_are_listed_and_left_out(place: Place, short_batches: None) ->
     ]
     lines += [line("b"), *[line(f"more {n}") for n in range(20)], line("more 3"), line("d"), line("a")]
     result = place.submit(place.write(lines))
-    assert (result.items, result.rejected) == (23, 8)
+    assert (result.job.total_items, result.job.rejected_lines) == (23, 8)
     assert [(one.line, one.code, one.example_id) for one in place.ledger.rejected_lines(result.job.id)] == [
         (2, ErrorCode.INPUT_BAD_JSON, None),
         (3, ErrorCode.INPUT_EMPTY_TEXT, "b"),
@@ -254,7 +264,7 @@ def test_abort_leaves_nothing(place: Place, short_batches: None) -> None:
     assert caught.value.message.startswith("Line 26: ")
     assert place.ledger.jobs() == []
     assert [info.key for info in place.store.list("")] == [IDENTITY_KEY]
-    assert place.submit(source).items == 25
+    assert place.submit(source).job.total_items == 25
 
 
 def test_a_file_without_a_good_line_is_a_failed_job(place: Place) -> None:
@@ -313,7 +323,7 @@ def test_an_ingest_that_died_goes_on(
     result = place.submit(source)
     assert (result.job.id, result.job.state) == (stopped.id, JobState.READY)
     assert result.resumed == (stopped.lines_read > 0)
-    assert (result.items, result.rejected) == (28, 5)
+    assert (result.job.total_items, result.job.rejected_lines) == (28, 5)
     payload = place.payload(stopped.id)
     assert [(one.index, one.line) for one in payload] == list(enumerate([n + 1 for n in range(33) if n % 7]))
     assert [one.line for one in place.ledger.rejected_lines(stopped.id)] == [1, 8, 15, 22, 29]
@@ -333,9 +343,10 @@ def test_two_processes_may_submit_the_same_file_at_once(place: Place, short_batc
     for thread in threads:
         thread.join()
     assert len(results) == 4
-    assert {(result.job.id, result.job.state, result.items, result.rejected) for result in results} == {
-        (results[0].job.id, JobState.READY, 90, 10)
-    }
+    assert {
+        (result.job.id, result.job.state, result.job.total_items, result.job.rejected_lines)
+        for result in results
+    } == {(results[0].job.id, JobState.READY, 90, 10)}
     assert [one.example_id for one in place.payload(results[0].job.id)] == [str(n) for n in range(90)]
 
 
@@ -369,7 +380,7 @@ def test_reference_audio_goes_into_the_store_once(place: Place) -> None:
         ).encode()
     ]
     result = place.submit(place.write(lines))
-    assert (result.items, result.rejected) == (6, 1)
+    assert (result.job.total_items, result.job.rejected_lines) == (6, 1)
     assert next(iter(place.ledger.rejected_lines(result.job.id))).code is ErrorCode.INPUT_AUDIO_FORBIDDEN
     (reference,) = place.store.list(f"jobs/{result.job.id}/references/")
     assert reference.key.endswith(f"/{hashlib.sha256(voice.read_bytes()).hexdigest()}.wav")
@@ -410,4 +421,4 @@ def test_a_dry_run_says_what_a_submit_would_do(place: Place, short_batches: None
     assert estimate.bytes == 250 * 16_000 * 2 + 25 * 44
     assert place.ledger.jobs() == []
     assert not place.store.root.exists()
-    assert place.submit(source).items == estimate.items
+    assert place.submit(source).job.total_items == estimate.items

@@ -72,7 +72,7 @@ def test_every_format_becomes_the_same_speech(rig: Rig, name: str) -> None:
     options = SubmitOptions(input_format="kaldi") if name == "text" else AUTO
     estimate = dry_run(rig.settings, rig.store, str(path), JobSpec("fake"), options.input_format)
     result = submit(rig.settings, rig.ledger, rig.store, str(path), JobSpec("fake"), options=options)
-    assert (result.items, result.rejected, estimate.items) == (60, 0, 60)
+    assert (result.job.total_items, result.job.rejected_lines, estimate.items) == (60, 0, 60)
     assert result.job.labels == {"input_format": estimate.input_format}
     assert list(spoken(rig, result.job.id).values()) == SENTENCES
     while not rig.ledger.job(result.job.id).state.final:
@@ -91,7 +91,7 @@ def test_what_was_chosen_is_part_of_the_job(rig: Rig) -> None:
     ]
     made = [submit(rig.settings, rig.ledger, rig.store, path, spec, options=AUTO) for spec in specs]
     assert len({result.job.id for result in made}) == 5
-    assert [result.items for result in made] == [60, 7, 8, 7, 7]
+    assert [result.job.total_items for result in made] == [60, 7, 8, 7, 7]
     again = [submit(rig.settings, rig.ledger, rig.store, path, spec, options=AUTO) for spec in specs]
     assert [(result.job.id, result.created) for result in again] == [
         (result.job.id, False) for result in made
@@ -113,7 +113,7 @@ def test_other_speakers_are_another_job(rig: Rig) -> None:
         submit(rig.settings, rig.ledger, rig.store, str(path), spec, options=options)
     (rig.folder / "utt2spk").write_text("".join(f"u{n:02} anna\n" for n in range(60)))
     first = submit(rig.settings, rig.ledger, rig.store, str(path), spec, options=options)
-    assert (first.items, first.rejected) == (60, 0)
+    assert (first.job.total_items, first.job.rejected_lines) == (60, 0)
     (rig.folder / "utt2spk").write_text("".join(f"u{n:02} ben\n" for n in range(60)))
     assert (
         submit(rig.settings, rig.ledger, rig.store, str(path), spec, options=options).job.id != first.job.id
@@ -155,7 +155,7 @@ def test_a_sample_that_was_interrupted_goes_on(rig: Rig, name: str, monkeypatch:
     with pytest.raises(ServiceError):
         submit(rig.settings, _Broken(rig), rig.store, path, spec, options=AUTO)  # type: ignore[arg-type]
     result = submit(rig.settings, rig.ledger, rig.store, path, spec, options=AUTO)
-    assert (result.resumed, result.items) == (True, 40)
+    assert (result.resumed, result.job.total_items) == (True, 40)
     assert spoken(rig, result.job.id) == spoken(rig, whole.job.id)
 
 

@@ -161,7 +161,7 @@ def test_what_cannot_be_honoured_is_a_refused_line(
     rig: Rig, bad: dict[str, Any] | bytes, code: ErrorCode, example_id: str | None, words: str
 ) -> None:
     result = submitted(rig, line("good"), bad)
-    assert (result.items, result.rejected) == (1, 1)
+    assert (result.job.total_items, result.job.rejected_lines) == (1, 1)
     (found,) = rig.ledger.rejected_lines(result.job.id)
     assert found == RejectedLine(2, code, found.message, example_id)
     assert words in found.message
@@ -193,7 +193,7 @@ def test_the_encoding_of_the_job_is_what_lines_may_ask_for(rig: Rig) -> None:
     result = submitted(
         rig, line("a", response_format="flac"), line("b", response_format="wav"), line("c"), format="flac"
     )
-    assert (result.items, result.rejected) == (2, 1)
+    assert (result.job.total_items, result.job.rejected_lines) == (2, 1)
 
 
 def test_two_lines_with_one_custom_id(rig: Rig) -> None:
@@ -207,7 +207,11 @@ def test_the_format_is_part_of_what_a_job_is(rig: Rig) -> None:
     spec = JobSpec(model="fake")
     as_batch = submit(rig.settings, rig.ledger, rig.store, path, spec, options=BATCH)
     as_dialogues = submit(rig.settings, rig.ledger, rig.store, path, spec)
-    assert (as_batch.items, as_dialogues.items, as_dialogues.rejected) == (1, 0, 1)
+    assert (as_batch.job.total_items, as_dialogues.job.total_items, as_dialogues.job.rejected_lines) == (
+        1,
+        0,
+        1,
+    )
     assert not submit(rig.settings, rig.ledger, rig.store, path, spec, options=BATCH).created
     named = SubmitOptions(input_format="openai-batch", idempotency_key="k")
     submit(rig.settings, rig.ledger, rig.store, path, spec, options=named)

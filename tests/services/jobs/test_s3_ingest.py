@@ -40,7 +40,7 @@ def test_a_file_in_a_bucket_becomes_a_job_in_a_bucket(tmp_path: Path, s3: S3, bu
     store = open_store(f"s3://{bucket}/out", settings.s3)
 
     result = submit(settings, ledger, store, f"s3://{bucket}/in/.odd name//x.jsonl.gz", JobSpec("hibari"))
-    assert (result.items, result.job.total_shards) == (100, 15)
+    assert (result.job.total_items, result.job.total_shards) == (100, 15)
     payload = [
         line
         for _, (key, sha) in sorted(ledger.shard_inputs(result.job.id).items())

@@ -105,7 +105,7 @@ def test_a_worker_whose_ledger_is_upgraded_finishes_its_shard_and_ends_with_a_se
     status = site.status(job)
     assert status.items.done == 16
     assert not status.shards.get(ShardState.LEASED)
-    assert "tables of another version" in site.log_text()
+    assert "changed to another version" in site.log_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT])

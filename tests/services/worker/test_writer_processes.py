@@ -22,7 +22,7 @@ import pytest
 from jobs.ledger.records import JobState
 from jobs.settings import S3Settings
 from jobs.store import open_store
-from jobs.store.base import ObjectStore, PutResult
+from jobs.store.base import ObjectInfo, ObjectStore
 from pipelines.errors import ErrorCode, StoreError
 from tests.support.services import S3, MotoS3, runs
 from tests.support.worker_rig import Rig
@@ -85,10 +85,10 @@ def test_the_first_put_stays(s3: S3, bucket: str) -> None:
         second = store.put("a/b.wav", b"other")
         assert pids_of(pool)
     assert (first.created, second.created) == (True, False)
-    assert first.info == second.info
+    assert first == second
     head = s3.client().head_object(Bucket=bucket, Key="some/prefix/a/b.wav")
     assert head["Metadata"] == METADATA
-    assert first.info.sha256 == hashlib.sha256(b"one").hexdigest()
+    assert first.sha256 == hashlib.sha256(b"one").hexdigest()
     assert open_store(f"s3://{bucket}/some/prefix", access(s3)).get("a/b.wav") == b"one"
 
 
@@ -126,12 +126,12 @@ def test_puts_of_a_process_that_is_killed_are_put_by_another(own_moto: MotoS3) -
         killed = pids_of(pool)
         os.kill(killed[0], signal.SIGKILL)
         own_moto.unpause()
-        results: list[PutResult] = [put.result() for put in puts]
+        results: list[ObjectInfo] = [put.result() for put in puts]
         until(lambda: len(store.put("b", b"") and pids_of(pool)) == 2)
         assert killed[0] not in pids_of(pool)
         content = [store.get(f"a/{number}") for number in range(8)]
     # An object may have been there when the second process came: it is what the first one wrote.
-    assert [one.info.sha256 for one in results] == [
+    assert [one.sha256 for one in results] == [
         hashlib.sha256(b"%d" % number).hexdigest() for number in range(8)
     ]
     assert content == [b"%d" % number for number in range(8)]

@@ -321,7 +321,7 @@ def test_a_quote_that_never_closes_costs_its_line_alone() -> None:
     assert next(records) == b""
     refused = next(records)
     assert isinstance(refused, RejectedLine)
-    assert "does not close" in refused.message
+    assert "is not closed" in refused.message
     assert lines.pulled == 1 + MAX_RECORD_LINES
     assert len([record for record in records if isinstance(record, bytes)]) == 3 * MAX_RECORD_LINES
 

@@ -81,7 +81,7 @@ def test_put_numbered_adopts_what_is_equal_and_keeps_what_is_not(tmp_path: Path)
 
     def put(data: bytes) -> tuple[str, bool]:
         result = put_numbered(store, "x.jsonl", data)
-        return result.info.key, result.created
+        return result.key, result.created
 
     assert put(b"one") == ("x.jsonl", True)
     assert put(b"one") == ("x.jsonl", False)

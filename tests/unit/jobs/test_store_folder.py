@@ -35,10 +35,10 @@ def test_the_first_put_stays(store: FolderStore) -> None:
     first = store.put("a/b/c.txt", b"one")
     second = store.put("a/b/c.txt", b"other")
     assert (first.created, second.created) == (True, False)
-    assert second.info == first.info
-    assert first.info.sha256 == hashlib.sha256(b"one").hexdigest()
+    assert second == first
+    assert first.sha256 == hashlib.sha256(b"one").hexdigest()
     assert store.get("a/b/c.txt") == b"one"
-    assert store.head("a/b/c.txt") == first.info
+    assert store.head("a/b/c.txt") == first
 
 
 def test_a_file_is_put_like_bytes(store: FolderStore, tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_a_file_is_put_like_bytes(store: FolderStore, tmp_path: Path) -> None:
         put = store.put("big", file)
     assert put.created
     assert store.get("big") == local.read_bytes()
-    assert put.info == store.head("big")
+    assert put == store.head("big")
     with local.open("rb") as file:
         assert not store.put("big", file).created
 

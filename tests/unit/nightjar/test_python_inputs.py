@@ -143,7 +143,7 @@ def test_a_limit_takes_no_more_of_an_endless_iterable(tmp_path: Path) -> None:
     [
         (7, "Record 2: A value of type int is not a text"),
         ({"words": "x"}, "Record 2: The input has no column `text`"),
-        ({"text": 1.5}, "Record 2: The column 'text' holds no text"),
+        ({"text": 1.5}, "Record 2: The column 'text' contains float, not text"),
         ({"messages": [{"role": "user"}]}, "Record 2: "),
         ({"messages": [["user", "text", object()]]}, "cannot be written"),
         ({"messages": [{"role": "user", "content": "x"}], "more": object()}, "Record 2 cannot be written"),

@@ -16,7 +16,7 @@ from jobs.checks import quality_of
 from jobs.ingest import SubmitOptions
 from jobs.layout import SPEC_SHA_CHARACTERS
 from jobs.ledger.records import ItemState, JobState, ShardState
-from jobs.store.base import PutResult
+from jobs.store.base import ObjectInfo
 from pipelines.audio import encode
 from pipelines.errors import ErrorCode, StoreError
 from pipelines.request import Speech, SynthesisRequest
@@ -233,7 +233,7 @@ def test_a_store_that_a_person_has_to_mend_ends_the_lease_and_no_item(build: Bui
     lease = rig.claim_next()
     put, puts = rig.store.put, itertools.count()
 
-    def refuse(*arguments: Any, **more: Any) -> PutResult:
+    def refuse(*arguments: Any, **more: Any) -> ObjectInfo:
         if next(puts) >= 3:
             raise StoreError(code, "It takes no more.", "Mend it.")
         return put(*arguments, **more)
