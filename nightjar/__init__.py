@@ -6,8 +6,8 @@
         for item in job:
             print(item.id, item.seconds, item.scores)
 
-The same jobs as those of the command line, by the same path: `nightjar status` shows them, and the same
-call goes on with what was interrupted. Importing this package imports no model library.
+Jobs are the same as those of the command line: `nightjar status` shows them, and the same call resumes an
+interrupted job. Importing this package imports no model library.
 """
 
 from __future__ import annotations

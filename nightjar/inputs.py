@@ -1,5 +1,5 @@
-"""What Python has instead of a file (dialogues, sentences, rows, a dataset, supervisions), written down as
-a file of dialogues."""
+"""Inputs from Python objects (dialogues, sentences, rows, a dataset, supervisions), written as a file of
+dialogues."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from jobs.own_files import own_path
 from jobs.store import is_remote
 from pipelines.errors import ErrorCode, InputError, StoreError
 
-#: Folder of a home's state for inputs that were no file.
+#: Folder of a home's state for inputs from Python objects.
 INPUTS = "inputs"
 _encode = msgspec.json.Encoder().encode
-#: The name of an input that is no file.
+#: The name of an input that is not a file.
 _NAMED = ""
 
 
 def written_input(records: Iterable[Any], chosen: Reading, state_folder: Path) -> Path:
-    """The file of these records, named by its content, so that the same records are the same job.
+    """Writes the file of these records. Its name is a hash of its content, so that equal records are the same
+    job.
 
     A record is a text, a dialogue or chat (a mapping with `messages`), a row (a mapping with a `text`, or
     the columns that `chosen` names), or an object with `id` and `text`, such as a supervision of Lhotse,
     or a cut with supervisions. Relative paths of audio start in the working directory. Raises `InputError`
-    for a record that is none of these, with its number, and for what is no collection of records, and
+    for any other record, with its number, and for an object that is not a collection of records, and
     `StoreError` (`store.forbidden`) for a folder that cannot be written.
     """
     _check_collection(records)
@@ -64,8 +65,8 @@ def written_input(records: Iterable[Any], chosen: Reading, state_folder: Path) -
 
 
 def _check_collection(records: Any) -> None:
-    """Raises `InputError` for what gives nothing, and for what gives the names of its parts where records
-    are meant: a mapping, and a table of pandas."""
+    """Raises `InputError` for an object that is not iterable, and for one that iterates over names instead of
+    records: a mapping, and a table of pandas."""
     if isinstance(records, Mapping) or hasattr(records, "iterrows") or not isinstance(records, Iterable):
         message = f"A {type(records).__name__} is not a list of records."
         advice = 'Give a path, or a list of texts or mappings: of a DatasetDict a split, of a DataFrame to_dict("records").'
@@ -73,7 +74,7 @@ def _check_collection(records: Any) -> None:
 
 
 def _lines(records: Iterable[Any], chosen: Reading) -> Iterator[bytes]:
-    # Looked up once for rows of one shape.
+    # Cached for rows with the same columns.
     columns_of = lru_cache(lambda names: Columns(names, chosen, _NAMED))
     for number, record in enumerate(_rows(records, chosen), 1):
         try:
@@ -86,8 +87,7 @@ def _lines(records: Iterable[Any], chosen: Reading) -> Iterator[bytes]:
 
 
 def _rows(records: Iterable[Any], chosen: Reading) -> Iterator[Any]:
-    """The records; of a dataset of Hugging Face without the columns that are not needed, whose audio would
-    be decoded."""
+    """The records. Unused columns of a Hugging Face dataset are removed, because their audio would be decoded."""
     if hasattr(records, "column_names") and hasattr(records, "select_columns"):
         names: Sequence[str] = records.column_names  # pyright: ignore[reportAttributeAccessIssue]
         if "messages" not in names:
@@ -103,7 +103,7 @@ def _rows(records: Iterable[Any], chosen: Reading) -> Iterator[Any]:
 def _dialogue(
     record: Any, number: int, chosen: Reading, columns_of: Callable[[tuple[str, ...]], Columns]
 ) -> bytes:
-    """The dialogue of a record as JSON. Raises `InputError`, and TypeError for what is no JSON."""
+    """The dialogue of a record as JSON. Raises `InputError`, and TypeError for values that JSON does not have."""
     if isinstance(record, str):
         return row_dialogue({"text": str(record)}, number, chosen.voices)
     if not isinstance(record, Mapping):
@@ -129,7 +129,7 @@ def _dialogue(
 
 
 def _absolute(line: bytes) -> bytes:
-    """The dialogue, with paths of audio that lead on from the working directory."""
+    """The dialogue with absolute paths of audio."""
     if b'"audio"' not in line:
         return line
     dialogue = msgspec.json.decode(line)

@@ -1,4 +1,4 @@
-"""One item of a job in Python: what is known of it, and its audio and text when they are asked for."""
+"""One item of a job: its facts, and its audio and text, which are read on demand."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Item:
-    """One item that has ended. Its text and its audio are read when they are asked for, also after
-    pickling in another process."""
+    """One item that has ended. Its text and its audio are read on demand, also after unpickling in another
+    process."""
 
     #: Unique in the job: the example id, with the turn where several are synthesized.
     id: str
@@ -31,17 +31,17 @@ class Item:
     #: Seconds of its audio.
     seconds: float
     seed: int | None
-    #: Which attempt at its speech was kept; 0 is the first.
+    #: Number of the attempt that was kept; 0 is the first.
     draw: int | None
-    #: Name of a check or meter -> what it measured of the audio; None: it could not.
+    #: Name of a check or meter -> its score of the audio; None: not measured.
     scores: Mapping[str, float | None]
-    #: Why it was not made: a code, and a sentence.
+    #: Why it failed: a code, and a sentence.
     error_code: str | None
     error: str | None
-    #: Where its audio is: a path, or an `s3://` address; None without audio, and for audio in a pack.
+    #: Path or `s3://` address of its audio; None without audio, and for audio in a pack.
     path: str | None
     source: InitVar[tuple[Job, ItemRow]]
-    #: What more is read from, of each item; no field.
+    #: The source of audio and text; not a field.
     _source: ClassVar[tuple[Job, ItemRow]]
 
     def __post_init__(self, source: tuple[Job, ItemRow]) -> None:
@@ -49,7 +49,7 @@ class Item:
 
     @property
     def audio(self) -> Sound:
-        """Its speech. Raises `store.missing` for an item without any."""
+        """Its speech. Raises `store.missing` for an item without audio."""
         job, row = self._source
         if row.artifact is None:
             message = f"The item {self.id[:100]!r} has no audio: it is {self.state}."
@@ -58,12 +58,12 @@ class Item:
 
     @property
     def text(self) -> str:
-        """The text that its audio says."""
+        """The spoken text."""
         return self._metadata.text
 
     @property
     def speaker(self) -> str:
-        """Its voice; of a cloned one `ref-` and the beginning of the recording's hash; without either the
+        """Its voice; for a cloned one `ref-` and the beginning of the recording's hash; without a voice the
         model."""
         return self._metadata.speaker
 

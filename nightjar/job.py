@@ -1,4 +1,4 @@
-"""A job in Python: its progress, its items as they finish, and its data as datasets, cuts and a report."""
+"""A job: its progress, its items as they finish, and its data as datasets, cuts and a report."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.25
 _PAGE_ITEMS = 1000
-#: Options of `jobs.export.export` that a person gives.
+#: Options of `jobs.export.export` for users.
 _EXPORT_OPTIONS = ("audio_format", "sample_rate", "splits", "audio_root", "absolute")
 _ENDED = {ItemState.DONE, ItemState.FAILED, ItemState.DEAD, ItemState.SKIPPED}
 
@@ -63,12 +63,12 @@ class Report:
 
 
 class Job:
-    """A job, here or on a fleet. Iterating gives its items as they end; a context manager ends the run of
-    a job here.
+    """A job on this machine or on workers. Iteration yields its items as they end; as a context manager it waits
+    for a local run, or stops it after an error.
 
-    Made by `nightjar.run`, `nightjar.submit` and `nightjar.find_job`. A job that was interrupted goes on
-    when the same call is made again. In another process, as after pickling, it is a handle of the same
-    job, which looks at the ledger and the store of the settings.
+    Made by `nightjar.run`, `nightjar.submit` and `nightjar.find_job`. The same call resumes an interrupted
+    job. Unpickled in another process it is a handle of the same job, which reads the ledger and the store of
+    its settings.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Job:
 
     @property
     def status(self) -> JobStatus:
-        """What the ledger says now: state, counts of items, shards, audio."""
+        """The current state, and counts of items, shards and audio, from the ledger."""
         return self._ledger.status(self.id)
 
     @property
@@ -112,14 +112,13 @@ class Job:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, and the run of a job here has cleaned up."""
+        """Whether the job has ended, and its local run has cleaned up."""
         return self.status.job.state.final and (self._thread is None or not self._thread.is_alive())
 
     def wait(self, timeout_seconds: float | None = None) -> Job:
-        """Waits until the job ends, or the time is over, and shows its progress. Ctrl-C stops the run of a
-        job here.
+        """Waits for the end of the job or of the time, and shows the progress. Ctrl-C stops a local run.
 
-        Raises the error that ended the run of a job here.
+        Raises the error of a failed local run.
         """
         if timeout_seconds is not None:
             check_type("timeout_seconds", timeout_seconds, Real, "seconds")
@@ -133,16 +132,14 @@ class Job:
         return self
 
     def stop(self) -> None:
-        """Stops the run of a job here: items in the engine have some seconds to finish, and `nightjar.run`
-        goes on with the others."""
+        """Stops a local run. Running items have some seconds to finish; `nightjar.run` resumes the job."""
         if self._thread is not None:
             self._thread.stop()
 
     def __iter__(self) -> Iterator[Item]:
-        """Every item as it ends, each once; waits for those that have not ended. Ctrl-C while it waits
-        stops the run of a job here.
+        """Every item once, as it ends. Ctrl-C while it waits stops a local run.
 
-        It holds a byte for each item, and some items of the shard that it gives.
+        Memory: one byte per item, and some items of the current shard.
         """
         given = bytearray()
         ended: dict[int, int] = {}
@@ -173,11 +170,11 @@ class Job:
     def items(
         self, *, state: str | None = None, where: str | None = None, limit: int | None = None
     ) -> Iterator[Item]:
-        """The items that have ended by now, in the order of the input; `state`: only those of one, such as
-        `done` or `failed`.
+        """The items that have ended so far, in the order of the input; `state`: only those with this state, such
+        as `done` or `failed`.
 
-        `where`: only those that match a filter, such as `wer < 0.1 and distillmos > 3.5`; the text is that
-        of `nightjar items --where`. Raises `config.invalid` for a wrong one.
+        `where`: only those that match a filter of `nightjar items --where`, such as
+        `wer < 0.1 and distillmos > 3.5`. Raises `config.invalid` for a wrong filter.
         """
         if state is not None and str(state) not in _ENDED:
             raise unknown_name("state", str(state), sorted(one.value for one in _ENDED))
@@ -189,13 +186,12 @@ class Job:
         return islice(self._items(rows), limit if limit is None else max(limit, 0))
 
     def refused(self) -> Iterator[RejectedLine]:
-        """The lines of the input that became no item, the first 10,000 of them: `line`, `code`, `message`
-        and `example_id` of each."""
+        """The first 10,000 rejected lines of the input: `line`, `code`, `message` and `example_id` of each."""
         return self._ledger.rejected_lines(self.id)
 
     def export(self, format: str, to: str | Path, *, where: str | None = None, **options: Any) -> Path:
-        """Writes the items that have audio by now, as `nightjar export`; the path. `where` is a filter, as
-        in `items`; `options` are those of `jobs.export.export`."""
+        """Exports the items with audio so far, as `nightjar export`, and returns the path. `where`: a filter as
+        in `items`; `options`: those of `jobs.export.export`."""
         from jobs.export import export, parse_splits
 
         check_type("to", to, (str, os.PathLike), "a path")
@@ -223,8 +219,8 @@ class Job:
         """The items as a dataset of Hugging Face with audio, text and metadata, read from a Parquet export
         in `to`.
 
-        `where` is a filter, as in `items`. Waits for the end of the job. Raises `config.invalid` where no
-        item is left.
+        `where`: a filter as in `items`. Waits for the end of the job. Raises `config.invalid` if no item
+        matches.
         """
         library, files = self._exported_for("datasets", "parquet", to, where, "data/*.parquet")
         return cast("datasets.Dataset", library.Dataset.from_parquet(files))
@@ -232,8 +228,8 @@ class Job:
     def to_lhotse(self, to: str | Path | None = None, *, where: str | None = None) -> lhotse.CutSet:
         """The items as cuts of Lhotse with recordings and supervisions, read from a Lhotse export in `to`.
 
-        `where` is a filter, as in `items`. Waits for the end of the job. Raises `config.invalid` where no
-        item is left.
+        `where`: a filter as in `items`. Waits for the end of the job. Raises `config.invalid` if no item
+        matches.
         """
         library, (file,) = self._exported_for(
             "lhotse", "lhotse", to, where, "*/*cuts.jsonl.gz", absolute=True
@@ -249,12 +245,12 @@ class Job:
         where: str | None = None,
         **options: Any,
     ) -> str:
-        """Pushes the items to a dataset of the Hugging Face hub, from a Parquet export in `to`; its
+        """Pushes the items to a dataset of the Hugging Face hub, from a Parquet export in `to`, and returns its
         address. Waits for the end of the job.
 
-        The token is that of `huggingface_hub`. `private`: of a dataset that is not there yet. `where` is a
-        filter, as in `items`; `options` are those of `jobs.export.export`. Raises `NightjarError`, for a
-        missing token and an unreachable hub before the export.
+        Uses the token of `huggingface_hub`. `private`: visibility of a new dataset. `where`: a filter as in
+        `items`; `options`: those of `jobs.export.export`. Raises `NightjarError`; for a missing token or an
+        unreachable hub before the export.
         """
         from jobs.export.hub import check_push, push
 
@@ -262,7 +258,7 @@ class Job:
         return push(self._exported("parquet", to, where, **options), repository, private=private)
 
     def report(self, to: str | Path | None = None) -> Report:
-        """Writes the report of what is done by now; a notebook shows it."""
+        """Writes the report of the job so far; a notebook shows it."""
         from jobs.report import default_place, write_report
 
         if to is not None:
@@ -275,8 +271,8 @@ class Job:
         return Report(Path(written.path))
 
     def delete(self, *, yes: bool = False) -> Deleted:
-        """Deletes the job, which must have ended: its objects in the store and its rows in the ledger, as
-        `nightjar delete`. Without `yes` nothing is deleted; the result says what would be.
+        """Deletes an ended job: its objects in the store and its rows in the ledger, as `nightjar delete`.
+        Without `yes` nothing is deleted, and the result says what would be.
 
         Raises `ServiceError` with `ledger.state` for a job that has not ended.
         """
@@ -292,11 +288,11 @@ class Job:
         return delete_job(self._ledger, self._confirmed(), self.id)
 
     def _confirmed(self) -> ObjectStore:
-        """The store, which is there. Raises `store.unreachable`."""
+        """The store. Raises `store.unreachable` if it does not exist."""
         return store_of(self._ledger.job(self.id), self._settings.s3)
 
     def close(self) -> None:
-        """Stops the run of a job here, and closes the ledger."""
+        """Stops a local run, and closes the ledger."""
         self.stop()
         self._ledger.close()
 
@@ -320,8 +316,8 @@ class Job:
         return f"<pre>{escape(chr(10).join(lines))}</pre>"
 
     def metadata_of(self, row: ItemRow) -> ItemMetadata:
-        """What datasets say of an item beside its audio."""
-        # The lines of the shard that was asked for last are held.
+        """The metadata of an item, as in datasets."""
+        # The lines of the latest shard are cached.
         with self._lock:
             line = self._lines.of(row)
         return item_metadata(self._ledger.job(self.id), line)
@@ -365,7 +361,7 @@ class Job:
         self.wait()
         if to is None:
             to = self._settings.export_folder(self.id, format, None if where is None else str(_filter(where)))
-            # The folder is ours: what an earlier end of the job left there is replaced.
+            # The folder is Nightjar's own: an earlier export in it is replaced.
             options = {"replaces": [self.id], **options}
         return self.export(format, to, where=where, **options)
 
@@ -374,7 +370,7 @@ class Job:
     ) -> tuple[Any, list[str]]:
         """A library that Nightjar does not install, and the files of an export that it reads.
 
-        Raises `config.missing_library`, and `config.invalid` where there are no items: no library says so.
+        Raises `config.missing_library`, and `config.invalid` without items, which the libraries do not report.
         """
         try:
             reader = import_module(library)
@@ -390,10 +386,10 @@ class Job:
         return reader, found
 
     def _check(self) -> None:
-        """Raises what ended the run of a job here."""
+        """Raises the error of a failed or stopped local run."""
         thread = self._thread
         if thread is not None and thread.error is not None:
-            thread.seen = True
+            thread.error_raised = True
             raise thread.error
         if thread is not None and thread.stopped:
             raise NightjarError(
@@ -404,7 +400,7 @@ class Job:
 
     @contextmanager
     def _stopped_by_interrupts(self) -> Iterator[None]:
-        """Stops the run of a job here when what is inside is interrupted."""
+        """Stops a local run if the block is interrupted."""
         try:
             yield
         except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""A job that runs here while the program goes on: the run of `nightjar run`, in a thread of its own."""
+"""A job that runs in a thread of this program, as `nightjar run` does."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jobs.ledger.records import Job
 from jobs.local_run import LocalRun, run_locally
 from jobs.progress import Progress
 
-_LOOK_SECONDS = 0.2
+_WAIT_SECONDS = 0.2
 
 
-class _Notes(Progress):
-    """What a run says; how far it is the job itself knows."""
+class _StderrNotes(Progress):
+    """Prints the notes of a run to standard error; the job itself shows the progress."""
 
     def __init__(self, *, silent: bool) -> None:
         super().__init__(quiet=True)
@@ -27,75 +27,75 @@ class _Notes(Progress):
 
 
 class LocalThread(threading.Thread):
-    """Runs one job. The kernel ends its workers with this thread, so that it lives until they have ended.
+    """Runs one job. The kernel kills its workers with this thread, which therefore outlives them.
 
-    A program that ends waits for it; one that ends by an error, such as Ctrl-C, and one that a person
-    types in, stop the run, which the same call goes on with.
+    A program waits for it at its end. A program that ends by an error, such as Ctrl-C, and an interactive one
+    stop the run; the same call resumes it.
     """
 
     def __init__(self, run: LocalRun, *, quiet: bool) -> None:
         super().__init__(name="nightjar-run", daemon=False)
         self._run = run
-        self._notes = _Notes(silent=quiet)
-        self._known = threading.Event()
-        self._asked = Stop()
+        self._notes = _StderrNotes(silent=quiet)
+        self._job_known = threading.Event()
+        self._stop_request = Stop()
         #: The job, once its input is read.
         self.job: Job | None = None
         self.stopped = False
         self.error: BaseException | None = None
-        #: Whether the program has seen how it ended.
-        self.seen = False
+        #: Whether the program got the error.
+        self.error_raised = False
 
     def until_submitted(self) -> Job:
-        """Starts, and waits until the job is in the ledger. Raises what kept it from getting there."""
+        """Starts the run, and waits until the job is in the ledger. Raises the error if that fails."""
         self.start()
         # Functions of `atexit` are called too late: thread pools, which a run needs, are closed before.
         threading._register_atexit(self.end_with_program)  # pyright: ignore
         try:
-            while not self._known.wait(_LOOK_SECONDS):
+            while not self._job_known.wait(_WAIT_SECONDS):
                 pass
         except BaseException:
             self.stop()
             raise
         if self.job is None:
             self.join()
-            self.seen = True
+            self.error_raised = True
             raise self.error or KeyboardInterrupt
         return self.job
 
     def stop(self) -> None:
-        """Stops the run and waits for it: items in the engine have some seconds to finish. A second
-        interrupt ends it at once."""
-        self._asked.number = signal.SIGINT
+        """Stops the run and waits for its end. Running items have some seconds to finish; a second interrupt
+        ends them at once."""
+        self._stop_request.number = signal.SIGINT
         try:
             while self.is_alive():
-                self.join(_LOOK_SECONDS)
+                self.join(_WAIT_SECONDS)
         except BaseException:
-            self._asked.kill()
+            self._stop_request.kill()
             raise
 
     def end_with_program(self) -> None:
-        """Waits for the run, or stops it; says why it failed where nobody asked."""
+        """Waits for the run, or stops it. Prints its error if the program did not get it."""
         typed = hasattr(sys, "ps1") or "IPython" in sys.modules
         if typed or getattr(sys, "last_type", None) is not None:
-            self._asked.number = signal.SIGINT
+            self._stop_request.number = signal.SIGINT
         try:
             self.join()
         except KeyboardInterrupt:
             self.stop()
-        if self.error is not None and not self.seen:
+        if self.error is not None and not self.error_raised:
             print(f"Job {self.job.id if self.job else ''} has not ended: {self.error}", file=sys.stderr)
 
     def run(self) -> None:
         try:
-            run_locally(self._run, self._notes, self._asked, self._submitted)
+            run_locally(self._run, self._notes, self._stop_request, self._submitted)
         except Interrupted:
             self.stopped = True
         except BaseException as error:  # noqa: BLE001 - raised again where the job is waited for
             self.error = error
         finally:
-            self._known.set()
+            self._job_known.set()
 
     def _submitted(self, job: Job) -> None:
         self.job = job
-        self._known.set()
+        self._job_known.set()

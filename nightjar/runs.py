@@ -1,5 +1,5 @@
-"""Jobs from Python: `run` makes one here, `submit` one for running workers, `find_job` finds one that was
-made before."""
+"""Jobs from Python: `run` runs one here, `submit` submits one to running workers, `find_job` finds an earlier
+one."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def run(
     quiet: bool = False,
     **options: Unpack[JobOptions],
 ) -> Job:
-    """Makes a job of an input and runs it on this machine, in the folder `out`; needs no other service.
+    """Runs a job of an input on this machine, in the folder `out`, without other services.
 
     `source` is a file as for `nightjar run`, or an iterable: of texts, of dialogues or rows (mappings), a
-    `datasets.Dataset`, supervisions or cuts of Lhotse. Returns when the input is read; the job goes on
-    while the program does, and the program waits for it at its end. If it is interrupted, the same call
-    goes on with it. `gpu`: `0,1` or `all`, one worker for each.
+    `datasets.Dataset`, supervisions or cuts of Lhotse. Returns when the input is read; the job runs
+    in the background, and the program waits for it at its end. The same call resumes an interrupted job.
+    `gpu`: `0,1` or `all`, one worker for each.
 
-    Raises `NightjarError`, as the command line ends: with a code, a sentence and advice.
+    Raises `NightjarError` with the code, message and advice of the command line.
     """
     if gpu is not None:
         check_type("gpu", gpu, (str, int), 'an index, "0,1" or "all"')
@@ -69,8 +69,8 @@ def submit(
     quiet: bool = False,
     **options: Unpack[JobOptions],
 ) -> Job:
-    """Makes a job of an input for running workers, with the ledger, the broker and the store of the
-    settings, as `nightjar submit`.
+    """Submits a job to running workers, as `nightjar submit`, with the ledger, the broker and the store of the
+    settings.
 
     The same input with the same options is the same job. Raises `NightjarError`.
     """
@@ -82,8 +82,8 @@ def submit(
 
 
 def find_job(job: str, *, out: str | Path | None = None) -> Job:
-    """The job of an id, or of the beginning of one; `out` is the folder of a job that ran here, where it
-    is not remembered.
+    """The job with this id, or with an id that begins with it; `out`: the folder of a local job that is not
+    remembered.
 
     Raises `NotFoundError`.
     """

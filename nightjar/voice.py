@@ -1,4 +1,4 @@
-"""A model that speaks one text: whole, or as a stream. In a notebook what it said has a player."""
+"""An open model that speaks single texts, whole or as a stream. A notebook shows the speech with a player."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def check_type(name: str, value: object, kinds: type | tuple[type, ...], words: str) -> None:
-    """Raises `config.invalid` for an argument of another type than these; True and False are no numbers."""
+    """Raises `config.invalid` for an argument of another type; True and False are not numbers."""
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
         message = f"The argument `{name}` is {value!r:.100}."
         raise invalid(message, f"Give {words}; docs/python.md says what there is.")
@@ -47,7 +47,7 @@ def check_type(name: str, value: object, kinds: type | tuple[type, ...], words: 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sound:
-    """Some speech. A notebook shows it as a player."""
+    """Speech. A notebook shows it with a player."""
 
     #: float32 [samples], mono, within [-1, 1].
     samples: NDArray[np.float32]
@@ -59,7 +59,8 @@ class Sound:
         return len(self.samples) / self.sample_rate
 
     def save(self, path: str | Path) -> Path:
-        """Writes an audio file in the format of its extension, `.wav`, `.flac`, `.mp3` or `.opus`; the path.
+        """Writes an audio file in the format of its extension: `.wav`, `.flac`, `.mp3` or `.opus`. Returns the
+        path.
 
         Raises `config.invalid` for another extension, and `StoreError` (`store.forbidden`) for a file that
         cannot be written.
@@ -102,13 +103,13 @@ class Voice:
         return Sound(speech.samples, speech.sample_rate, text)
 
     def stream(self, text: str, **asked: Any) -> Iterator[Sound]:
-        """The speech of a text in pieces, each as soon as it is made. What it asks is that of `speak`."""
+        """The speech of a text in pieces, each as soon as it is made. Takes the arguments of `speak`."""
         for chunk in stream(self._pipeline, self._request(text, asked)):
             if len(chunk.samples):
                 yield Sound(chunk.samples, chunk.sample_rate)
 
     def close(self) -> None:
-        """Gives the model's memory back; it speaks no more."""
+        """Closes the model and frees its memory."""
         self._closed = True
         self._pipeline.close()
 
@@ -150,7 +151,7 @@ class Voice:
         return SynthesisRequest(uuid.uuid4().hex, tuple(messages), generation, wanted.seed or 0)
 
     def _in_voice(self, messages: list[Message], generation: Generation) -> tuple[list[Message], Generation]:
-        """The messages and the settings in their stored voice, where they name one. Raises `InputError`."""
+        """The messages and settings with the stored voice that they name, if any. Raises `InputError`."""
         asked = generation.voice
         if (
             asked is None
@@ -158,11 +159,11 @@ class Voice:
             or asked in OPENAI_VOICES
         ):
             return messages, generation
-        # A voice may have been added since the model was opened.
+        # Read now, because a voice may have been added after the model was opened.
         stored = JobVoices(self.card, voice_folder(load_settings()))
         voice = stored.get(asked)
         if len(messages) > 1:
-            message = f"The voice {asked!r} has a recording, and `reference` is another one."
+            message = f"The voice {asked!r} has its own recording, and `reference` is another one."
             raise unsupported(message, "Leave one of them out.")
         return in_voice_of(messages, generation, voice.recording, voice.text)
 

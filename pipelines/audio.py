@@ -159,8 +159,8 @@ def encode(samples: NDArray[np.float32], sample_rate: int, audio_format: AudioFo
 
 
 def wav_header(sample_rate: int, data_bytes: int | None, tag: int = 1, width: int = 2) -> bytes:
-    """The header of a mono WAV file of this format tag and bytes a sample; None: a stream, whose length nobody
-    knows, and whose players read on to the end."""
+    """The header of a mono WAV file with this format tag and bytes per sample. `data_bytes` None: a stream of
+    unknown length, which players read to its end."""
     riff, data = (data_bytes + 36, data_bytes) if data_bytes is not None else (0xFFFFFFFF, 0xFFFFFFFF)
     facts = (16, tag, 1, sample_rate, width * sample_rate, width, 8 * width)
     return _WAV_HEADER.pack(b"RIFF", riff, b"WAVE", b"fmt ", *facts, b"data", data)
@@ -170,8 +170,8 @@ def resample(samples: NDArray[np.float32], sample_rate: int, wanted: int) -> NDA
     """Mono samples [samples] at another rate in Hz, by soxr in high quality (HQ: 20 bits, more than the 16
     that files have).
 
-    The filter may overshoot: where that raises a peak above `PEAK_LIMIT`, all samples are scaled back to
-    the peak of before, or to the limit where that was lower. Equal rates return the samples as they are.
+    The filter may overshoot: if that raises the peak above `PEAK_LIMIT`, all samples are scaled back to the
+    former peak, or to the limit if that was lower. Equal rates return the samples unchanged.
     """
     if sample_rate == wanted or not len(samples):
         return samples
@@ -187,7 +187,7 @@ def loudness(samples: NDArray[np.float32], sample_rate: int) -> float:
 
     ITU-R BS.1770-4 as pyloudnorm measures it: K-weighting, blocks of 400 ms that overlap by 75 %, the last
     of which may miss up to half a hop at the end, gates at -70 LUFS and 10 LU below the ungated level.
-    What is shorter than a block is taken as one block.
+    Shorter audio is one block.
     """
     if len(samples) == 0:
         return -math.inf
@@ -211,8 +211,7 @@ def normalize_loudness(samples: NDArray[np.float32], sample_rate: int) -> tuple[
     """Samples [samples] scaled to `TARGET_LUFS`, or to `PEAK_LIMIT` where the target would exceed it, and their
     loudness in LUFS.
 
-    Scaling is all it does: the waveform keeps its shape. Silence comes back as it is, with a loudness of
-    -inf.
+    The waveform keeps its shape. Silence is returned unchanged, with a loudness of -inf.
     """
     before = loudness(samples, sample_rate)
     if before == -math.inf:
@@ -274,11 +273,10 @@ def _filtered(
 
 
 def _with_steady_serial(data: bytes) -> bytes:
-    """An Ogg file whose stream has a number made from its content: libsndfile draws one, so that no two
-    files would be equal.
+    """An Ogg file whose stream number is a hash of its content. libsndfile's random number would make equal
+    speech different files.
 
-    The number has to differ between files, because files that are joined into one keep theirs (RFC 3533,
-    section 4).
+    The number must differ between files, because joined files keep their numbers (RFC 3533, section 4).
     """
     pages: list[bytearray] = []
     end = 0
@@ -296,8 +294,7 @@ def _with_steady_serial(data: bytes) -> bytes:
 
 
 def _ogg_checksum(page: bytearray) -> int:
-    """CRC-32 as Ogg has it: the polynomial of zlib's with the bits of each byte the other way round, from
-    0 and without inversion."""
+    """Ogg's CRC-32: zlib's polynomial with reversed bits in each byte, starting at 0, without inversion."""
     register = zlib.crc32(page.translate(_REVERSED_BITS), 0xFFFFFFFF) ^ 0xFFFFFFFF
     return int(f"{register:032b}"[::-1], 2)
 
@@ -318,15 +315,14 @@ def _too_long(max_seconds: float) -> InputError:
     )
 
 
-#: Frames in which an energy detector, which costs microseconds, looks for speech.
+#: Frame length of the energy detector of speech.
 FRAME_SECONDS = 0.02
-#: A frame is silent that is 40 dB below the loudest one, or below -60 dBFS.
+#: A frame is silent if it is 40 dB below the loudest one, or below -60 dBFS.
 _RELATIVE_POWER, _MIN_POWER = 1e-4, 1e-6
 
 
 def frame_powers(samples: NDArray[np.float32], sample_rate: int) -> NDArray[np.float32]:
-    """Mean square of each whole frame of 20 ms, [frames]; of all samples [samples] where there is not even
-    one."""
+    """Mean square of each whole frame of 20 ms, [frames]; of all samples [samples] if they are shorter."""
     length = max(1, int(FRAME_SECONDS * sample_rate))
     count = len(samples) // length
     framed = samples[: count * length].reshape(count, length) if count else samples.reshape(1, -1)
@@ -334,7 +330,7 @@ def frame_powers(samples: NDArray[np.float32], sample_rate: int) -> NDArray[np.f
 
 
 def activity(powers: NDArray[np.float32]) -> tuple[int, int, float]:
-    """(frames with sound, most frames in a row without between two with, mean power of those with) of
+    """(frames with sound, longest run of silent frames between two of them, their mean power) of
     `frame_powers`: [frames].
 
     A loop over the few frames of an utterance is quicker than the calls of numpy.
@@ -353,8 +349,7 @@ def activity(powers: NDArray[np.float32]) -> tuple[int, int, float]:
 
 
 def trim_silence(samples: NDArray[np.float32], sample_rate: int, keep_ms: int) -> NDArray[np.float32]:
-    """The samples [samples] without silence at both ends beyond `keep_ms`; as they are where there is
-    nothing but silence."""
+    """The samples [samples] with at most `keep_ms` of silence at each end; unchanged if all is silent."""
     if len(samples) == 0:
         return samples
     powers = frame_powers(samples, sample_rate)

@@ -1,7 +1,7 @@
-"""Child processes: how they are started, and how they end. None outlives its parent, however that ends.
+"""Child processes: their start and their end. No child outlives its parent.
 
-A child that runs a program of ours has a channel to its parent, which is its standard input. Where it only
-answers calls, both ends are here: `CalledChild` and `answer_calls`.
+A child that runs one of Nightjar's programs has a channel to its parent, its standard input. `CalledChild` and
+`answer_calls` are the two ends for children that only answer calls.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from pipelines.ipc import Channel, ErrorRecord, read_shared, share
 
 T = TypeVar("T")
 
-#: Exit status of a child whose parent is gone.
+#: Exit status of a child whose parent has ended.
 ORPHANED = 3
-#: The child's variables: the process id of its parent, and whether the kernel kills it with that.
+#: Variables of the child: the process id of its parent, and whether the kernel kills it with its parent.
 _PARENT_PID, _BOUND = "NIGHTJAR_PARENT_PID", "NIGHTJAR_BOUND"
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl
 
 
 class Child(Generic[T]):
-    """A child process that runs a program of ours, and the channel to it, on which it says what
-    `incoming` is.
+    """A child process with one of Nightjar's programs, and the channel to it, which receives messages of the
+    type `incoming`.
 
-    A session of its own keeps the terminal's signals away.
+    It has its own session, so that it does not receive the terminal's signals.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class Child(Generic[T]):
         output: int = 2,
         cores: frozenset[int] | None = None,
     ) -> None:
-        """`program`: what follows the interpreter; `environment`: variables over those of this process;
-        `bound`: the kernel kills it when the thread that starts it here ends; `output`: the descriptor of
-        what it prints; `cores`: the only ones that it and its children use."""
+        """`program`: arguments of the interpreter; `environment`: additional variables; `bound`: the kernel
+        kills the child when the thread that starts it ends; `output`: descriptor of its output; `cores`: the
+        CPU cores of the child and its own children."""
         flags = ["-P"] if sys.flags.safe_path else []
         own = {_PARENT_PID: str(os.getpid()), **({_BOUND: "1"} if bound else {})}
         ours, theirs = socket.socketpair()
@@ -78,17 +78,17 @@ class Child(Generic[T]):
         return self.process.poll() is None
 
     def kill(self) -> None:
-        """Kills the child and what it started. One that is gone is no error."""
+        """Kills the child and its own children. Does nothing if it has ended."""
         if self.process.returncode is None:
             signal_group(self.process, signal.SIGKILL)
 
     def wait(self, seconds: float | None = None) -> str:
-        """How it ended, once it did. Raises `subprocess.TimeoutExpired`."""
+        """Waits for its end, and describes it. Raises `subprocess.TimeoutExpired`."""
         return exit_description(self.process.wait(seconds))
 
 
 def exit_description(status: int) -> str:
-    """The end of a process, as part of a sentence."""
+    """The exit status of a process, as part of a sentence."""
     if status >= 0:
         return f"with status {status}"
     name = next((f" ({one.name})" for one in signal.Signals if one == -status), "")
@@ -96,7 +96,7 @@ def exit_description(status: int) -> str:
 
 
 def helper_environment() -> dict[str, str]:
-    """Variables of a child that leaves GPU and cores to the engine."""
+    """Variables of a child that uses no GPU and one core."""
     return {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "CUDA_VISIBLE_DEVICES": "",
@@ -105,15 +105,15 @@ def helper_environment() -> dict[str, str]:
 
 
 def has_parent() -> bool:
-    """Whether this process was started by `Child`, and has not asked for its channel yet."""
+    """Whether this process was started by `Child` and has not called `parent_channel` yet."""
     return _PARENT_PID in os.environ
 
 
 def parent_channel(incoming: type[T] | Any) -> Channel[T]:
-    """The channel to the process that started this one by `Child`; standard input is empty from here on.
+    """The channel to the parent of a process started by `Child`. Standard input is empty after the call.
 
-    The kernel kills this process when its parent ends, if the parent wants that. A thread of this process
-    would not do: a library may hold the interpreter for minutes.
+    If the parent asks for it, the kernel kills this process when the parent ends. A thread could not do that,
+    because a library may hold the interpreter for minutes.
     """
     parent = int(os.environ.pop(_PARENT_PID))
     if os.environ.pop(_BOUND, None) is not None:
@@ -127,11 +127,10 @@ def parent_channel(incoming: type[T] | Any) -> Channel[T]:
 
 
 def spawn(command: Sequence[str], log: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Starts a program that has no channel, bound to this process as `Child` is. `log`: the file of its
-    output, open for writing; it is closed here."""
+    """Starts a program without a channel that is bound to this process like a `Child`. `log`: an open
+    descriptor for its output, which is closed here."""
     parent = os.getpid()
-    # What a signal's handler raises while hooks of a fork run, such as those of logging, would be lost in
-    # them.
+    # An exception of a signal handler would be lost in the hooks that run at a fork, such as those of logging.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 
     def bind() -> None:
@@ -156,7 +155,7 @@ def spawn(command: Sequence[str], log: int, environment: Mapping[str, str]) -> s
 
 
 def end(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
-    """Asks children to end, waits up to `seconds` for all of them, and kills their groups."""
+    """Terminates children, waits up to `seconds` for all of them, and kills their groups."""
     deadline = time.monotonic() + seconds
     running = [process for process in processes if process.poll() is None and seconds > 0]
     for process in running:
@@ -170,20 +169,20 @@ def end(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
 
 
 def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """Signals the child's whole group; one that is gone is no error."""
+    """Signals the child's process group. Does nothing if it has ended."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, number)
 
 
 def die_with_parent() -> None:
-    """Has the kernel kill this process when the thread that started it ends."""
+    """Makes the kernel kill this process when the thread that started it ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 @contextmanager
 def _on_cores(cores: frozenset[int] | None) -> Generator[None]:
-    """What this thread starts inside keeps to these cores. It runs on others too if the kernel refuses,
-    for example where a container lost some meanwhile."""
+    """Restricts processes that this thread starts inside to these cores. If the kernel refuses, for example
+    because a container has lost cores, they run on all cores."""
     if cores is None:
         yield
         return
@@ -201,7 +200,7 @@ class ChildEndedError(Exception):
 
 
 class _Call(msgspec.Struct, frozen=True):
-    """What is asked; with it comes a descriptor of its data."""
+    """A call; it comes with a descriptor of its data."""
 
     number: int
     content: Any
@@ -214,7 +213,7 @@ class _Answer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CalledChild(Generic[T]):
-    """A child that answers calls, by `answer_calls`, in whatever order it is done with them."""
+    """A child that answers calls by `answer_calls`, in any order."""
 
     def __init__(
         self,
@@ -237,12 +236,12 @@ class CalledChild(Generic[T]):
 
     @property
     def waiting(self) -> int:
-        """Calls that it has not answered."""
+        """The number of unanswered calls."""
         return len(self._waiting)
 
     def call(self, content: object, data: bytes | NDArray[Any] = b"") -> Future[T]:
-        """The answer, with the error of the child's `NightjarError`, and `ChildEndedError`. Raises that
-        too, and `OSError` where there is no memory to share."""
+        """The future of the answer; it fails with the child's `NightjarError` or `ChildEndedError`. Raises
+        `ChildEndedError` after the child's end, and `OSError` without memory to share."""
         shared, answered = share(data), Future[T]()
         try:
             with self._lock:
@@ -250,7 +249,7 @@ class CalledChild(Generic[T]):
                     raise ChildEndedError
                 number = next(self._numbers)
                 self._waiting[number] = answered
-            with suppress(OSError):  # the thread that receives sees that too
+            with suppress(OSError):  # the receiving thread meets the same error
                 self._child.channel.send(_Call(number, content), [shared])
         finally:
             os.close(shared)
@@ -260,7 +259,7 @@ class CalledChild(Generic[T]):
         self._child.kill()
 
     def close(self, seconds: float = 0.0) -> str:
-        """Ends the child, by force after `seconds`; how it ended. May be called more than once."""
+        """Ends the child, and kills it after `seconds`; describes its end. May be called more than once."""
         self._child.channel.shut_down()
         with suppress(subprocess.TimeoutExpired):
             self._child.wait(seconds)
@@ -294,15 +293,15 @@ def answer_calls(
     failure: Callable[[Exception], NightjarError],
     threads: int = 1,
 ) -> None:
-    """The child's side of `CalledChild`: answers calls on so many threads until its parent ends it, or is
-    gone. `failure`: what the parent hears of an error that is not ours. Does not return."""
+    """The child's side of `CalledChild`: answers calls on `threads` threads until its parent closes the channel
+    or ends. `failure` converts unexpected errors. Does not return."""
     channel: Channel[_Call] = parent_channel(_Call)
     answering = DaemonThreads(threads, "answer")
 
     def answered(call: _Call, data: NDArray[np.uint8]) -> None:
         try:
             message = _Answer(call.number, answer(msgspec.convert(call.content, content), data))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the parent hears of it
+        except Exception as error:  # noqa: BLE001 - every error is sent to the parent
             ours = error if isinstance(error, NightjarError) else failure(error)
             message = _Answer(call.number, error=ErrorRecord.of(ours))
         with suppress(OSError):
@@ -312,5 +311,5 @@ def answer_calls(
         while True:
             call, (shared,) = channel.receive()
             answering.submit(answered, call, read_shared(shared, np.uint8))
-    # Whatever its calls wait for.
+    # Does not wait for running calls.
     os._exit(0)

@@ -1,5 +1,4 @@
-"""Threads that end with their process, whatever they do: those of `concurrent.futures` are waited for at
-its end, for ever if need be."""
+"""An executor whose threads end with their process; those of `concurrent.futures` can keep it alive forever."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ T = TypeVar("T")
 
 
 class DaemonThreads(Executor):
-    """Up to `count` threads, started as they are needed; the number may be raised."""
+    """Up to `count` daemon threads, started when needed; `count` may be raised."""
 
     def __init__(self, count: int, name: str) -> None:
         self.count = count
@@ -27,11 +26,11 @@ class DaemonThreads(Executor):
 
     @property
     def waiting(self) -> int:
-        """Calls that no thread has begun."""
+        """The number of calls that have not started."""
         return self._work.qsize()
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """As any executor's. Raises `RuntimeError` once shut down."""
+        """See `Executor.submit`. Raises `RuntimeError` after `shutdown`."""
         future: Future[T] = Future()
         with self._lock:
             if self._closed:
@@ -48,8 +47,8 @@ class DaemonThreads(Executor):
         return future
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
-        """Takes nothing more and lets the threads end after what was submitted, or cancels it. `wait`
-        returns once they ended."""
+        """Refuses new calls and ends the threads after the submitted ones, or cancels those. `wait` waits for
+        the threads."""
         with self._lock:
             self._closed = True
             waiting: list[tuple[Future[Any], Callable[[], Any]] | None] = []
@@ -70,7 +69,7 @@ class DaemonThreads(Executor):
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call())
-                except BaseException as error:  # noqa: BLE001  # whatever it is, somebody waits for it
+                except BaseException as error:  # noqa: BLE001  # the future reports it
                     future.set_exception(error)
             del work, future, call
             with self._lock:

@@ -1,4 +1,4 @@
-"""The one error tree of Nightjar: closed codes, a sentence for a person, and what to do next."""
+"""Nightjar's errors: a closed set of codes, a message, and advice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class ErrorCode(StrEnum):
     """Every code that a line, an item, a shard or a command can end with. The set is closed: ledgers and
     scripts rely on it."""
 
-    # The line or the request is at fault: never retried.
+    # Faults of a line or a request: never retried.
     INPUT_BAD_JSON = "input.bad_json"
     INPUT_BAD_LINE = "input.bad_line"
     INPUT_BAD_ROLE = "input.bad_role"
@@ -43,7 +43,7 @@ class ErrorCode(StrEnum):
     SYNTH_SILENT = "synth.silent"
     SYNTH_ABORTED = "synth.aborted"
     SYNTH_ENGINE = "synth.engine"
-    # A quality gate refused every draw.
+    # Every draw failed a quality check.
     QA_WER = "qa.wer"
     QA_DURATION = "qa.duration"
     QA_CLIPPED = "qa.clipped"
@@ -68,7 +68,7 @@ class ErrorCode(StrEnum):
     LEDGER_STATE = "ledger.state"
     LEDGER_CANCELLED = "ledger.cancelled"
     BROKER_UNREACHABLE = "broker.unreachable"
-    # A server that is asked.
+    # A remote server.
     SERVER_UNREACHABLE = "server.unreachable"
     # Workers.
     WORKER_LOST = "worker.lost"
@@ -84,12 +84,12 @@ class ErrorCode(StrEnum):
 
     @property
     def retryable(self) -> bool:
-        """Whether the same request may succeed when tried again without a change by a person."""
+        """Whether the same request may succeed when it is repeated unchanged."""
         return self in _RETRYABLE
 
     @property
     def hopeless(self) -> bool:
-        """Whether the line itself is at fault, so that it can never succeed as it is."""
+        """Whether the line is at fault and can never succeed unchanged."""
         return self.value.startswith("input.") or self is ErrorCode.STORE_BAD_KEY
 
 
@@ -114,15 +114,13 @@ _RETRYABLE = frozenset(
 
 
 def nearest(name: str, known: Iterable[str], shown: Callable[[str], str] = repr) -> str:
-    """`Did you mean 'heart'? ` with the nearest of the names that there are, and a space; empty where none
-    is near."""
+    """The hint `Did you mean 'heart'? ` with the most similar known name; empty if none is similar."""
     close = get_close_matches(name[:100].casefold(), list(known), n=1)
     return f"Did you mean {shown(close[0])}? " if close else ""
 
 
 class NightjarError(Exception):
-    """A failure with a closed `code`, one sentence that says what happened, and one that says what to do
-    (`advice`)."""
+    """A failure: a closed `code`, a `message` that says what happened, and `advice` that says what to do."""
 
     def __init__(self, code: ErrorCode, message: str, advice: str = "") -> None:
         super().__init__(code, message, advice)
@@ -144,8 +142,7 @@ class SynthesisError(NightjarError):
 
 
 class NoAudioError(SynthesisError):
-    """The model wrote text but no audio (`synth.no_audio`); `text_out` is that text, `meta` what a
-    `Speech` would say of it."""
+    """The model wrote text but no audio (`synth.no_audio`); `text_out` is the text, `meta` that of a `Speech`."""
 
     def __init__(
         self,
@@ -162,8 +159,8 @@ class NoAudioError(SynthesisError):
 
 
 class EngineCrashError(NightjarError):
-    """The process that held the engine ended with requests in it, or its GPU is gone (`worker.crash`);
-    says nothing about any request."""
+    """The engine's process ended with open requests, or its GPU failed (`worker.crash`). No request is known to
+    be the cause."""
 
 
 class StoreError(NightjarError):
@@ -175,11 +172,11 @@ class ServiceError(NightjarError):
 
 
 class NotFoundError(NightjarError):
-    """What a person named does not exist (`ledger.not_found`)."""
+    """A named job or object does not exist (`ledger.not_found`)."""
 
 
 class ModelError(NightjarError):
-    """A model that is unknown, broken or lacks an extra (`model.*`), or a meter without its library
+    """A model that is unknown, broken or needs an extra (`model.*`), or a meter whose library is missing
     (`config.missing_library`)."""
 
 

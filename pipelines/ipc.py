@@ -1,9 +1,9 @@
 """Messages between two processes: a channel over a socket pair, and memory that both can read.
 
-A message is one MessagePack object behind its length. Decoding it runs no code. Samples do not go through
-the socket: the writer puts them into a file of the memory that has no name, and sends its descriptor with
-the message. Such memory is free as soon as the last process that holds its descriptor has closed it or
-died, so a killed process leaves nothing behind.
+A message is its length and one MessagePack object. Decoding it runs no code. Samples are not sent through
+the socket: the writer puts them into an anonymous memory file and sends its descriptor with the message.
+The memory is freed when the last process with the descriptor closes it or dies, so a killed process leaks
+nothing.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _READ_BYTES = 1 << 16
 
 
 def _plain_number(value: object) -> object:
-    """Python's own number for one of NumPy."""
+    """Converts a NumPy number to a Python number."""
     if isinstance(value, np.generic):
         return value.item()
-    raise TypeError(f"{type(value).__name__} does not travel")
+    raise TypeError(f"{type(value).__name__} cannot be sent")
 
 
 _encode = msgspec.msgpack.Encoder(enc_hook=_plain_number).encode
@@ -56,9 +56,8 @@ class Received(NamedTuple, Generic[T]):
 class Channel(Generic[T]):
     """One end of a socket pair. `send` may be called from any thread, `receive` from one.
 
-    `incoming` is the type of the messages that come in: a `msgspec.Struct`, or a union of tagged ones.
-    Messages go out in the order in which they were sent, and nobody waits for that: at once where the
-    socket has room, else on a thread.
+    `incoming`: the type of received messages, a `msgspec.Struct` or a union of tagged ones. `send` keeps the
+    order of messages and does not block: it writes at once if the socket has room, else on a thread.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Channel(Generic[T]):
         self._maximum_bytes = maximum_bytes
         self._buffer = bytearray()
         self._descriptors: deque[int] = deque()
-        #: What the socket had no room for; the first one may be sent in part. Descriptors are copies.
+        #: Messages that are not sent yet, the first one perhaps in part. Descriptors are copies.
         self._left: deque[tuple[memoryview, list[int]]] = deque()
         self._changed = threading.Condition()
         self._error: OSError | None = None
@@ -80,8 +79,8 @@ class Channel(Generic[T]):
     def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
         """Sends a message and copies of descriptors, which the caller may close afterwards.
 
-        Raises `ValueError` for a message that is too long, what encoding one raises, and `OSError` when the
-        other end is gone.
+        Raises `ValueError` for a message that is too long, the encoder's errors, and `OSError` if the other
+        end is closed.
         """
         data = _encode(message)
         if len(data) > self._maximum_bytes or len(descriptors) > MAXIMUM_DESCRIPTORS:
@@ -100,15 +99,15 @@ class Channel(Generic[T]):
                 self._changed.notify_all()
 
     def flush(self) -> None:
-        """Returns when everything is sent. Raises `OSError` when the other end is gone."""
+        """Waits until everything is sent. Raises `OSError` if the other end is closed."""
         with self._changed:
             self._changed.wait_for(lambda: not self._left or self._error or self._closed)
             if self._error is not None:
                 raise self._error
 
     def receive(self, seconds: float | None = None) -> Received[T]:
-        """The next message. Raises `TimeoutError` when nothing comes for `seconds`, `EOFError` when the
-        other end is closed, and `OSError` or `msgspec.MsgspecError` where the channel is of no more use."""
+        """The next message. Raises `TimeoutError` after `seconds` without data, `EOFError` if the other end is
+        closed, and `OSError` or `msgspec.MsgspecError` if the channel is broken."""
         self._fill(_HEAD.size, seconds)
         size, count = _HEAD.unpack_from(self._buffer)
         if size > self._maximum_bytes:
@@ -118,7 +117,7 @@ class Channel(Generic[T]):
         del self._buffer[: _HEAD.size + size]
         if count > len(self._descriptors):
             raise ConnectionError("a message came without its descriptors")
-        # Descriptors come no later than the first byte of their message.
+        # Descriptors arrive with the first byte of their message at the latest.
         descriptors = [self._descriptors.popleft() for _ in range(count)]
         try:
             return Received(self._decode(data), descriptors)
@@ -127,14 +126,14 @@ class Channel(Generic[T]):
             raise
 
     def shut_down(self) -> None:
-        """Ends both directions: whoever waits in `flush` or `receive`, at either end, stops waiting. Safe
-        from any thread."""
+        """Closes both directions, which wakes `flush` and `receive` at both ends. May be called from any
+        thread."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Frees the socket, once no thread uses it; what is not sent is dropped. May be called more than
-        once."""
+        """Closes the socket, which no thread may use any more; unsent messages are dropped. May be called more
+        than once."""
         self.shut_down()
         with self._changed:
             self._closed = True
@@ -148,7 +147,7 @@ class Channel(Generic[T]):
         self._left.clear()
 
     def _fill(self, size: int, seconds: float | None) -> None:
-        """Reads until the buffer holds so many bytes."""
+        """Reads until the buffer holds `size` bytes."""
         while len(self._buffer) < size:
             room = max(_READ_BYTES, min(size - len(self._buffer), 1 << 20))
             try:
@@ -192,8 +191,8 @@ class Channel(Generic[T]):
                 self._changed.notify_all()
 
     def _sent(self, view: memoryview, descriptors: Sequence[int]) -> tuple[memoryview, Sequence[int]]:
-        """Sends as much as the socket takes; what is left. Descriptors go with the first byte. Called
-        inside the lock."""
+        """Sends as much as the socket accepts, and returns the rest. Descriptors are sent with the first byte.
+        Called inside the lock."""
         try:
             while view:
                 if descriptors:
@@ -218,11 +217,11 @@ _CLASSES = {
 
 
 class ErrorRecord(msgspec.Struct, frozen=True):
-    """A `NightjarError` as it travels."""
+    """A `NightjarError` in a message."""
 
     #: The name of its class in `pipelines.errors`, or of the nearest base class there.
     kind: str
-    #: What the class is called with.
+    #: The arguments of the class.
     arguments: list[Any]
 
     @classmethod
@@ -237,10 +236,10 @@ class ErrorRecord(msgspec.Struct, frozen=True):
 
 
 def share(data: bytes | memoryview | NDArray[Any]) -> int:
-    """Puts bytes or contiguous samples into memory without a name; its descriptor, which the caller closes
-    once it is sent.
+    """Copies bytes or contiguous samples into anonymous shared memory. Returns its descriptor, which the
+    caller closes after sending it.
 
-    Raises `OSError` where there is no memory or no descriptor left.
+    Raises `OSError` if there is no memory or no descriptor left.
     """
     descriptor = os.memfd_create("nightjar", os.MFD_CLOEXEC)
     try:
@@ -253,10 +252,9 @@ def share(data: bytes | memoryview | NDArray[Any]) -> int:
 
 
 def read_shared(descriptor: int, dtype: DTypeLike = np.float32) -> NDArray[Any]:
-    """What was shared, as an array [values] of its own, and closes the descriptor.
+    """Copies shared memory into a new array [values], and closes the descriptor.
 
-    It is copied: the mapping of Python 3.11 keeps a descriptor for as long as it lives, and costs as much
-    time. Raises `OSError`.
+    A mapping in Python 3.11 would keep a descriptor open, and takes as long. Raises `OSError`.
     """
     with open(descriptor, "rb") as file:
         file.seek(0)

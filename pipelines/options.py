@@ -18,16 +18,14 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 T = TypeVar("T")
 U = TypeVar("U")
 
-#: msgspec crashes where two threads use a class for the first time at once.
+#: msgspec crashes if two threads use a class for the first time at once.
 _converting = threading.Lock()
 
 
 def read_options(kind: type[T], given: Mapping[str, Any], *others: str) -> T:
-    """The dataclass `kind` of options by name. `others`: options that a person may give too, and that are
-    not read here.
+    """Converts options to the dataclass `kind`. `others`: further option names for the error message.
 
-    Raises `ConfigError` (`config.invalid`) for an option that it does not have, or a value that this one
-    cannot have.
+    Raises `ConfigError` (`config.invalid`) for an unknown option or a wrong value.
     """
     known = {field.name for field in fields(kind)}  # pyright: ignore[reportArgumentType]
     if unknown := sorted(set(given) - known):
@@ -41,7 +39,7 @@ def read_options(kind: type[T], given: Mapping[str, Any], *others: str) -> T:
         raise invalid(f"An option has a wrong value: {error}.", "Correct it, or leave it out.") from error
 
 
-#: The option that chooses the engine of a model that both can run.
+#: The option that selects the engine.
 ENGINE = "engine"
 #: Default maximum positions of a sequence: a minute of reference, a minute of speech, and their texts.
 CONTEXT = 8192
@@ -66,24 +64,22 @@ def read_model_options(options: Mapping[str, Any], native: type[T], vllm: type[U
 class ModelOptions:
     """Options of a checkpoint on either engine; None means the best for the device."""
 
-    #: On vLLM of the codec and the reference encoder: vLLM takes the device it was built for.
+    #: On vLLM only the device of codec and reference encoder: the LM runs on the device vLLM was built for.
     device: str | None = None
     dtype: Precision | None = None
     codec_dtype: Precision | None = None
     #: Whether the bits of a request's codes must not depend on its batch, which costs throughput. vLLM refuses it.
     reproducible: bool = False
-    #: Sequences that run at once, and that wait before `submit` blocks.
+    #: Maximum sequences that run at once, and that wait before `submit` blocks.
     slots: Count | None = None
     waiting_room: Count | None = None
-    #: Share of the GPU's memory: on our own engine for all of it, weights, KV cache, codec and graphs; on
-    #: vLLM for the LM.
+    #: Share of the GPU's memory: on the native engine for weights, KV cache, codec and graphs; on vLLM for the LM.
     memory_share: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     max_context: Count | None = None
-    #: Whether speech that reaches its limit without an end is returned (meta finish "length") instead of
-    #: failing.
+    #: Whether unfinished speech at the limit is returned (meta finish "length") instead of failing.
     keep_unfinished: bool = False
-    #: CPU threads, on vLLM of the codec and the reference encoder; results in float32 on CPU are the same
-    #: bits in any batch with one.
+    #: CPU threads; on vLLM those of codec and reference encoder. With one, results in float32 on a CPU have the
+    #: same bits in any batch.
     threads: Count | None = None
 
     def context(self, default: int) -> int:

@@ -1,7 +1,7 @@
-"""Recordings of voices to clone: what they must be, how they are read, and what a model made of them, kept in
-memory and in a folder for the processes that come later.
+"""Recordings of voices to clone: checks, decoding, and caches of what a model computes from them, in memory and
+in a folder.
 
-Imports no model library: submit looks at every recording as the models do.
+Imports no model library, because submit checks every recording.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ T = TypeVar("T")
 MIN_SECONDS = 0.5
 #: Root mean square below which a recording holds no voice (-60 dBFS).
 SILENCE = 1e-3
-#: Recordings that one cache works on at a time; each takes memory of the device.
+#: Recordings that a cache encodes at a time; each takes memory of the device.
 AT_ONCE = 4
 _SUFFIX = ".voice"
-#: Of files that are being written.
+#: Prefix of files that are being written.
 DRAFT = ".draft-"
 _DIGEST_BYTES = 32
-#: Writes between two looks at how large a folder is.
+#: Writes between two checks of a folder's size.
 _WRITES_PER_LOOK = 64
 _BEST_LENGTH = "Three to fifteen seconds of clear speech work best."
 
@@ -61,7 +61,7 @@ def decode_recording(
     channel: int | None = None,
     quality: Literal["HQ", "VHQ"] = "HQ",
 ) -> tuple[NDArray[np.float32], int]:
-    """As `pipelines.audio.decode`, with no more decoded than a recording may have: what is longer is
+    """`pipelines.audio.decode` with the maximum length of a recording; a longer one is
     `input.reference_length`."""
     from pipelines.audio import decode  # only where there is audio to read
 
@@ -111,24 +111,24 @@ def read_recording(
 
 
 class RecordingCache(Generic[T]):
-    """What was made of the last `capacity` recordings, by their content.
+    """A cache of results for the last `capacity` recordings, by their content.
 
-    A recording that is asked for again while it is worked on is waited for; others are worked on
-    meanwhile, a few at once.
+    A second call for a recording that is being encoded waits for its result. A few recordings are encoded at
+    once.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        #: Done, or worked on.
+        #: Results, finished or pending.
         self._kept: OrderedDict[tuple[str, Hashable], Future[T]] = OrderedDict()
         self._lock = threading.Lock()
         self._places = threading.BoundedSemaphore(AT_ONCE)
 
     def get(self, recording: bytes, variant: Hashable, make: Callable[[], T]) -> T:
-        """What `make` made of this recording when first asked for in this variant.
+        """The result of `make` for this recording and variant, computed at the first call.
 
-        Raises `SynthesisError` (`synth.oom`) when the device has no room for it, and what `make` raises;
-        then nothing is kept.
+        Raises `SynthesisError` (`synth.oom`) if the device runs out of memory, and what `make` raises; then
+        nothing is kept.
         """
         key = hashlib.sha256(recording).hexdigest(), variant
         with self._lock:
@@ -140,7 +140,7 @@ class RecordingCache(Generic[T]):
         try:
             with self._places:
                 made.set_result(_with_memory(make))
-        except BaseException as error:  # noqa: BLE001  # all who wait hear of it
+        except BaseException as error:  # noqa: BLE001  # all waiting calls raise it
             made.set_exception(error)
         with self._lock:
             if made.exception() is not None:
@@ -167,16 +167,15 @@ def _with_memory(make: Callable[[], T]) -> T:
 
 
 class RecordingFiles:
-    """A folder of files of up to `maximum_bytes` together, those used last; the owner alone can read and
-    write them.
+    """A cache of files in a folder, limited to `maximum_bytes`. Only their owner can read and write them.
 
-    A file is the SHA-256 of what follows, and arrays in the format safetensors. Its name is made of the
-    recording's content, the model's identity and the variant. Files that are damaged, or that others could
-    have written, are not read. Where the folder cannot be used, one warning says so and nothing is kept.
+    A file is a SHA-256 and the arrays that it covers, in the format safetensors. Its name is computed from
+    the recording's content, the model's identity and the variant. Damaged files, and files that others could
+    have written, are not read. If the folder cannot be used, one warning is logged and nothing is kept.
     """
 
     def __init__(self, folder: Path, maximum_bytes: int, identity: str) -> None:
-        """`identity` names what the arrays depend on besides the recording."""
+        """`identity`: of everything that the arrays depend on besides the recording."""
         self._folder = folder
         self._maximum_bytes = maximum_bytes
         self._identity = identity
@@ -184,8 +183,8 @@ class RecordingFiles:
         self._warned = False
 
     def get(self, recording: bytes, variant: str, make: Callable[[], Arrays]) -> Arrays:
-        """The arrays that were made of this recording in this variant, or else what `make` makes of it
-        now, which is kept. Raises what `make` raises; then nothing is kept."""
+        """The kept arrays of this recording and variant, or the result of `make`, which is then kept. Raises
+        what `make` raises; then nothing is kept."""
         from safetensors import SafetensorError
 
         model = hashlib.sha256(json.dumps([self._identity, variant]).encode()).hexdigest()
@@ -233,7 +232,7 @@ class RecordingFiles:
             self._shrink()
 
     def _shrink(self) -> None:
-        """Deletes the files that were not used for the longest time, until the rest is within the bound."""
+        """Deletes the least recently used files beyond the limit."""
         files: list[tuple[float, int, str]] = []
         with os.scandir(self._folder) as entries:
             for entry in entries:
@@ -251,8 +250,7 @@ class RecordingFiles:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Writes a file that is the owner's alone, in a folder that is made where it is missing; it is whole or
-    not there. Raises OSError."""
+    """Writes a private file atomically; a missing folder is created. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, draft = tempfile.mkstemp(prefix=DRAFT, dir=path.parent)
     try:

@@ -1,5 +1,5 @@
-"""Which models there are, and how a name or a folder becomes a pipeline. Loads no model library until one
-is opened."""
+"""The registry of models: opens a pipeline by its name or its checkpoint folder. Loads no model library until
+one is opened."""
 
 from __future__ import annotations
 
@@ -24,55 +24,50 @@ _DESCRIPTION_FILES = ("*.json",)
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What one can know about a model without loading it."""
+    """The description of a model, known without loading it."""
 
     #: What `open_pipeline` takes: a registry name, or the absolute path of a checkpoint folder.
     name: str
     family: str
-    #: What decodes its requests: `native` is ours. Where there is a choice, what is taken here if nobody
-    #: chooses.
+    #: The engine that decodes its requests, or the default one of `engines`.
     engine: Literal["cpu", "native", "vllm"]
     #: Hz of the speech it makes.
     sample_rate: int
     capabilities: Capabilities
-    #: What pins the weights: a package version, a hub commit, or a digest of a folder; empty while not known.
+    #: Identity of the weights: a package version, a hub commit, or a digest of a folder; empty if unknown.
     revision: str = ""
     #: Seconds of speech that one character of text makes, on average; estimates of audio use it.
     seconds_per_character: float = 0.07
-    #: How the engine can run a frame, by the names that its option `executor` takes; empty where there is no
-    #: choice.
+    #: Values of its option `executor`; empty without a choice.
     executors: tuple[str, ...] = ()
-    #: The engines that can run it, by the names that its option `engine` takes; empty where there is no
-    #: choice.
+    #: Values of its option `engine`; empty without a choice.
     engines: tuple[Literal["native", "vllm"], ...] = ()
-    #: RTF of one worker: engine seconds for a second of speech; None where it was not measured.
+    #: RTF of one worker: engine seconds for a second of speech; None if not measured.
     rtf: float | None = None
     #: How long its speech is, learned from much of it (`python -m benchmarks.cpu paces`); None: unknown.
     pace: Pace | None = None
-    #: What submit asks of every text, and of every recording of a voice to clone (an encoded file). Each is
-    #: cheap, loads no model and raises `InputError` for what the model would refuse; None: nothing is known
-    #: before the model looks at it.
+    #: Checks of every text, and of every recording of a voice to clone (an encoded file), at submit. They are
+    #: cheap, load no model and raise `InputError` for what the model would refuse; None: no check.
     check_text: Callable[[str], None] | None = field(default=None, compare=False)
     check_reference: Callable[[bytes], None] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Provider:
-    """A model that was found. A built-in package and an entry point of the group `nightjar.pipelines` offer
-    `describe` and `load`."""
+    """A model that was found. Built-in packages and entry points of the group `nightjar.pipelines` have the
+    functions `describe` and `load`."""
 
-    #: What its card is named.
+    #: The name of its card.
     name: str
     describe: Callable[[], ModelCard]
     load: Callable[..., Pipeline]
-    #: What prepares its requests outside of the process that it is opened in.
+    #: Opens the frontend, which prepares requests outside of the engine's process.
     frontend: Callable[[], Frontend | None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A checkpoint on the model hub. Its card says what was published; `describe` reads the checkpoint
-    itself."""
+    """A checkpoint on the model hub, with its published description; `describe` reads the checkpoint itself."""
 
     hub_id: str
     card: ModelCard
@@ -92,24 +87,24 @@ class Family:
     extra: str
     #: Values of `model_type` in the folder's config.json.
     model_types: tuple[str, ...] = ()
-    #: Subfolders that mark the family where the folder has no config.json of its own.
+    #: Subfolders that identify the family if the folder has no config.json.
     subfolders: tuple[str, ...] = ()
-    #: Checkpoints that have a name of their own.
+    #: Checkpoints that can be opened by a name.
     published: tuple[Published, ...] = ()
     #: The package; empty: `pipelines.<name>`.
     package: str = ""
-    #: Whether it has a module `prompt` with `open_frontend(folder) -> Frontend`, which imports no torch;
-    #: its pipeline takes what that prepared.
+    #: Whether it has a module `prompt` with `open_frontend(folder) -> Frontend`, which imports no torch; its
+    #: pipeline takes prepared requests.
     frontend: bool = False
-    #: The class in its module `vllm_model` that runs its LM on vLLM; empty: one of vLLM's own does, or none.
+    #: The class in its module `vllm_model` that runs its LM on vLLM; empty: a class of vLLM's, or none.
     vllm_model: str = ""
-    #: Options that not every pipeline on our own engine has, and this one has: `streams` (how many it is
-    #: prepared for), `text_first`, `voice_cache`.
+    #: Optional options that its pipeline has on the native engine: `streams` (number of prepared streams),
+    #: `text_first`, `voice_cache`.
     options: frozenset[str] = frozenset()
 
     def call(self, module: str, function: str, *arguments: Any, **options: Any) -> Any:
-        """Calls a function of a module: of one in its package, if the name begins with a point. Raises
-        `ModelError` (`model.missing_extra`) where a library is not installed."""
+        """Calls a function of a module; a name with a leading dot is relative to the family's package. Raises
+        `ModelError` (`model.missing_extra`) if a library is not installed."""
         try:
             found = importlib.import_module(module, self.package or f"pipelines.{self.name}")
             return getattr(found, function)(*arguments, **options)
@@ -135,8 +130,8 @@ def _qwen3_tts(hub_name: str, capabilities: Capabilities) -> Published:
     return Published(f"Qwen/Qwen3-TTS-12Hz-{hub_name}", card)
 
 
-# Published values of codec_language_id and spk_id in config.json; dialects are spoken by their voices and
-# cannot be asked for.
+# Published values of codec_language_id and spk_id in config.json, without dialects, which only their voices
+# speak.
 _LANGUAGES = (
     "auto",
     "chinese",
@@ -164,7 +159,7 @@ _QWEN3_TTS = (
 
 #: Models that need no checkpoint: name -> the package with `describe`, whose module `pipeline` has `load`.
 BUILT_IN: dict[str, str] = {"hibari": "pipelines.hibari"}
-#: Families of checkpoints, a row each; the first that recognises a folder reads it.
+#: Families of checkpoints; the first one that recognises a folder reads it.
 FAMILIES: tuple[Family, ...] = (
     Family(
         "qwen3_tts",
@@ -193,13 +188,12 @@ _registered: dict[str, Provider] = {}
 
 
 def has_option(card: ModelCard, option: str) -> bool:
-    """Whether a model on our own engine is opened with this option, one of those that `Family.options`
-    lists."""
+    """Whether a model on the native engine has this option of `Family.options`."""
     return any(option in family.options for family in FAMILIES if family.name == card.family)
 
 
 def register_pipeline(name: str, card: ModelCard, factory: Callable[..., Pipeline]) -> Callable[[], object]:
-    """Adds a pipeline to this process under `name`, before any other of that name. Returns a function that
+    """Adds a pipeline to this process under `name`; it replaces others of that name. Returns a function that
     removes it.
 
     `factory(**options)` is called by `open_pipeline(name, **options)`.
@@ -209,14 +203,14 @@ def register_pipeline(name: str, card: ModelCard, factory: Callable[..., Pipelin
 
 
 def is_registered(model: str) -> bool:
-    """Whether the model was added to this process by `register_pipeline`: no other process can open it."""
+    """Whether the model was added by `register_pipeline`; only this process can open it."""
     return model in _registered
 
 
 def describe(model: str) -> ModelCard:
     """The card of a registry name or a checkpoint folder, without loading weights.
 
-    For a published checkpoint it fetches the config files, unless the hub's cache has them. Raises
+    Downloads the config files of a published checkpoint, unless the hub's cache has them. Raises
     `ModelError`: `model.unknown`, `model.bad_checkpoint`, `model.missing_extra` or `model.unreachable`.
     """
     provider = _found(model, _DESCRIPTION_FILES)
@@ -226,16 +220,15 @@ def describe(model: str) -> ModelCard:
 def open_pipeline(model: str, **options: Any) -> Pipeline:
     """Loads a model by registry name or checkpoint folder; `options` are those of its family.
 
-    For a published checkpoint it downloads the weights (safetensors only), unless the hub's cache has
-    them. Raises `ModelError`: `model.unknown`, `model.bad_checkpoint`, `model.missing_extra` or
+    Downloads the weights (safetensors only) of a published checkpoint, unless the hub's cache has them. Raises `ModelError`: `model.unknown`, `model.bad_checkpoint`, `model.missing_extra` or
     `model.unreachable`.
     """
     return _found(model, _WEIGHT_FILES).load(**options)
 
 
 def open_frontend(model: str) -> Frontend | None:
-    """What prepares requests for a model, outside of the process that `open_pipeline` opened it in; None
-    where its family has none.
+    """The frontend of a model, which prepares requests outside of the engine's process; None if its family
+    has none.
 
     Raises as `open_pipeline`.
     """
@@ -249,8 +242,8 @@ def model_names() -> list[str]:
 
 
 def list_models() -> list[ModelCard]:
-    """The cards of all registry names, by name. Touches no network: published checkpoints show what was
-    published."""
+    """The cards of all registry names, sorted. Uses no network: published checkpoints have their published
+    cards."""
     return [
         PUBLISHED[name][1].card if name in PUBLISHED and name not in _registered else describe(name)
         for name in model_names()
@@ -260,7 +253,7 @@ def list_models() -> list[ModelCard]:
 def recognise(folder: Path, families: Sequence[Family]) -> Family:
     """The family of a checkpoint folder, by its config.json or its subfolders.
 
-    Raises `ModelError` (`model.bad_checkpoint`) that says what is missing or wrong.
+    Raises `ModelError` (`model.bad_checkpoint`) for an unknown or unreadable folder.
     """
     for family in families:
         if family.subfolders and all((folder / name).is_dir() for name in family.subfolders):

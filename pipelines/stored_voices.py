@@ -1,5 +1,4 @@
-"""Voices that people keep: a recording and its text under a name, one file for each in a folder of its
-owner."""
+"""Stored voices: a recording and its text under a name, one private file for each."""
 
 from __future__ import annotations
 
@@ -18,35 +17,35 @@ from pipelines.recording import DRAFT, check_encoded, write_file
 from pipelines.request import Generation, Message
 from pipelines.validation import OPENAI_VOICES
 
-#: Of a name. No path, and the same on every file system.
+#: Pattern of a name: no path, and valid on every file system.
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}", re.ASCII)
-#: Voices of a folder, bytes of a recording, and characters of its text.
+#: Maximum voices of a folder, bytes of a recording, and characters of its text.
 MAX_VOICES, MAX_RECORDING_BYTES, MAX_TEXT_CHARACTERS = 256, 8 << 20, 5000
-#: What clients send that must name a voice, to a model that has none to choose from.
+#: Name that clients send to a model without voices, if they must name one.
 DEFAULT_VOICE = "default"
-#: Names that mean something else to a server.
+#: Names that have another meaning for a server.
 RESERVED = frozenset((*OPENAI_VOICES, DEFAULT_VOICE))
 _SUFFIX = ".voice"
 
 
 class StoredVoice(msgspec.Struct, frozen=True):
-    """What a file holds."""
+    """The content of a file."""
 
     name: str
     #: The encoded file of the recording (WAV, FLAC, OGG or MP3).
     recording: bytes
-    #: What is said in it; empty where nobody wrote it down.
+    #: Its text; empty if unknown.
     text: str = ""
     #: Unix time.
     created_at: int = 0
 
 
 class VoiceExistsError(Exception):
-    """There is a voice of this name, and it was not to be replaced."""
+    """A voice of this name exists, and `replace` is not set."""
 
 
 class VoiceFolder:
-    """The voices of a folder. Several processes may use it at once; each file is whole or not there."""
+    """The voices of a folder, which several processes may use at once; files are written atomically."""
 
     def __init__(
         self, folder: Path, max_voices: int = MAX_VOICES, max_bytes: int = MAX_RECORDING_BYTES
@@ -65,12 +64,12 @@ class VoiceFolder:
         return sorted(name for name in found if NAME.fullmatch(name))
 
     def has(self, name: str) -> bool:
-        """Whether there is a voice of this name, whatever its file holds."""
+        """Whether there is a file for this name; it may be damaged."""
         return NAME.fullmatch(name) is not None and self._path(name).is_file()
 
     def get(self, name: str) -> StoredVoice | None:
-        """The voice of this name; None: there is none. Raises `input.audio_unreadable` for one that cannot
-        be read."""
+        """The voice of this name; None if there is none. Raises `input.audio_unreadable` for a file that
+        cannot be read."""
         if not NAME.fullmatch(name):
             return None
         try:
@@ -85,11 +84,11 @@ class VoiceFolder:
             ) from error
 
     def add(self, name: str, recording: bytes, text: str, *, replace: bool = True) -> StoredVoice:
-        """Keeps a voice, in the place of one with this name if `replace`.
+        """Stores a voice; `replace` overwrites one of this name.
 
-        Raises `VoiceExistsError` where it is not, `InputError` for a name with other signs or one of
-        `RESERVED`, a recording that no voice can be cloned from or that is too large, a text that is too
-        long, and where the folder is full; `ConfigError` (`config.invalid`) where it cannot be written.
+        Raises `VoiceExistsError` without `replace`; `InputError` for an invalid or reserved name, a recording
+        that is unusable or too large, a text that is too long, and a full folder; `ConfigError`
+        (`config.invalid`) if the folder cannot be written.
         """
         _check_name(name)
         text = text.strip()
@@ -108,8 +107,8 @@ class VoiceFolder:
         return voice
 
     def delete(self, name: str) -> bool:
-        """Removes a voice; False: there is none. Raises `ConfigError` (`config.invalid`) where the folder
-        cannot be written."""
+        """Deletes a voice; False if there is none. Raises `ConfigError` (`config.invalid`) if the folder cannot
+        be written."""
         try:
             if NAME.fullmatch(name):
                 self._path(name).unlink()
@@ -139,10 +138,10 @@ class VoiceFolder:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """One writer at a time, who first removes drafts that processes left which died."""
+        """Locks the folder for one writer, which first removes drafts of processes that died."""
         folder = os.open(self.path, os.O_RDONLY)
         try:
-            # A file system without locks keeps its drafts, and its writers count beside each other.
+            # Without locks, drafts are kept and the maximum of voices may be exceeded.
             with suppress(OSError):
                 fcntl.flock(folder, fcntl.LOCK_EX)
                 for draft in self.path.glob(f"{DRAFT}*"):
@@ -155,10 +154,10 @@ class VoiceFolder:
 def in_voice_of(
     messages: Sequence[Message], generation: Generation, recording: str | bytes, text: str
 ) -> tuple[list[Message], Generation]:
-    """The messages, whose last one is the text to speak, and the settings of a request in the voice of a
-    recording.
+    """The messages and settings of a request in the voice of a recording. The last message is the text to
+    speak.
 
-    `text` is what is said in it. A `reference_text` of the settings goes before it.
+    `text`: the recording's text; a `reference_text` of the settings takes precedence.
     """
     said = generation.reference_text or text or None
     cloned = [*messages[:-1], Message("user", "audio", recording), messages[-1]]

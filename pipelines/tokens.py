@@ -42,7 +42,7 @@ class TokenRequest:
     request_id: str
     prompt_ids: Sequence[int]
     sampling: TokenSampling
-    #: `extra_args` of vLLM: what samplers and schedulers of ours read.
+    #: `extra_args` of vLLM, read by Nightjar's samplers and schedulers.
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
     #: int64 [positions, codebooks]: the codes at the positions of the prompt that hold frames, for models
     #: that feed whole frames back.
@@ -50,22 +50,22 @@ class TokenRequest:
     #: Lengths of prefixes that other prompts share, ascending, such as those of a voice or of the dialogue so
     #: far.
     shared_positions: Sequence[int] = ()
-    #: Whether the codes of its steps are wanted, where a step has more than one.
+    #: Whether the codes of its steps are returned, for models with several codes a step.
     codes: bool = True
     #: Inaudible tokens at the start of a stream: those before the speech, and those that the codec holds back.
     unheard: int = 0
-    #: What beside the ids its KV depends on: only prompts of equal salts share a prefix.
+    #: Identity of what its KV depends on besides the ids: only prompts with equal salts share a prefix.
     cache_salt: str | None = None
-    #: A sequence that lives and dies with this one, such as the null branch of guidance; its tokens are
+    #: A second sequence that starts and ends with this one, such as the null branch of guidance; its tokens are
     #: dropped.
     shadow: TokenRequest | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A sequence at its end."""
+    """The result of a sequence."""
 
-    #: On vLLM the last one is the id that ended it, if one did.
+    #: On vLLM the last id is the one that ended the sequence, if any.
     ids: list[int]
     finish: Finish
     #: int64 [steps, codes_per_step] for models with more than one code a step.

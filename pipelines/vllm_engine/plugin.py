@@ -17,7 +17,7 @@ from pipelines.child_process import die_with_parent
 from pipelines.registry import FAMILIES
 from pipelines.vllm_engine.library import architecture
 
-#: The format of configs that come whole with `ModelSpec.config`, and not from the folder.
+#: The format of configs that are given by `ModelSpec.config`, not by the folder.
 CONFIG_FORMAT = "nightjar"
 #: Names of the processes that vLLM starts.
 _CHILDREN = ("EngineCore", "VllmWorker")
@@ -25,7 +25,7 @@ _CHILDREN = ("EngineCore", "VllmWorker")
 
 @register_config_parser(CONFIG_FORMAT)
 class _GivenConfig(ConfigParserBase):
-    """A config in the words of Qwen3, as our own process gives it."""
+    """A config with the keys of Qwen3, given by this process."""
 
     def parse(
         self, model: Any, *_: Any, hf_overrides: Any = None, **__: Any
@@ -34,7 +34,7 @@ class _GivenConfig(ConfigParserBase):
 
 
 def register() -> None:
-    """Makes our models known to vLLM, and its processes end with ours. May be called more than once."""
+    """Registers Nightjar's models in vLLM, and binds its processes to their parent. May be called more than once."""
     _die_with_parent()
     known = ModelRegistry.get_supported_archs()
     for family in FAMILIES:
@@ -45,7 +45,7 @@ def register() -> None:
 
 
 def _die_with_parent() -> None:
-    """Left alone by a worker that was killed, an engine core would hold its GPU for ever."""
+    """Binds an engine core to its parent: without a killed worker it would keep its GPU forever."""
     parent = multiprocessing.parent_process()
     if parent is not None and multiprocessing.current_process().name.startswith(_CHILDREN):
         die_with_parent()

@@ -1,16 +1,15 @@
-"""vLLM's scheduler with less to do for hundreds of sequences, where its own Python decides how long a step
-takes; what they may share; and guidance pairs that advance in lockstep.
+"""vLLM's scheduler with less Python work for hundreds of sequences, salted prefix caching, and guidance pairs
+that advance in lockstep.
 
-Newcomers enter in groups, since a step that holds a prompt runs without the CUDA graph of a whole step;
-and a sequence that has room in its last block of KV is not asked for a new one.
+New sequences are scheduled in groups, because a step with a prompt runs without the CUDA graph of a whole step.
+A sequence with room in its last KV block skips the allocation.
 
-vLLM finds a block of KV in its prefix cache by a hash of all ids up to its end, which do not say what the
-KV of their positions holds. Here a block of a prompt is also hashed with the salts of the positions up to
-its end (`SALTS` of a request's extras), and blocks that a request generates are never found (`PRIVATE`).
+vLLM finds KV blocks in its prefix cache by a hash of the ids, which do not determine the KV here. So blocks of a
+prompt are also hashed with the salts of their positions (`SALTS` of a request's extras), and generated blocks
+are never shared (`PRIVATE`).
 
-The halves of a pair enter whole and in one step, which has room for any pair (`ModelSpec.pairs`). Pairs
-run before all others, and the KV of their next step is made free before vLLM looks for it: it never
-preempts one half by itself.
+Both halves of a pair are scheduled whole and in one step (`ModelSpec.pairs`). Pairs run before all other
+sequences, and the KV blocks of their next step are freed in advance, so that vLLM never preempts one half.
 """
 
 # vLLM is an extra: its imports are checked where it is installed.
@@ -31,10 +30,9 @@ from vllm.v1.request import RequestStatus
 from pipelines.vllm_engine.library import AT_ONCE, PRIVATE, SALTS
 from pipelines.vllm_engine.pairs import half_of
 
-#: A group has one newcomer for so many sequences that run, so a few sequences never wait for company.
+#: Running sequences per new sequence of a group; with few running sequences nothing waits.
 GROUP_SHARE = 16
-#: No group is waited for longer than this after the last entry, nor when nobody has been added to it for the
-#: shorter time.
+#: Maximum time between two groups, and maximum time without a new sequence while a group is gathered.
 GATHER_SECONDS, QUIET_SECONDS = 0.2, 0.05
 
 
@@ -51,9 +49,9 @@ class _Grouped:
         if (allocate_slots := quick_allocation(manager)) is not None:
             manager.allocate_slots = allocate_slots
         self._last_entry = self._last_growth = float("-inf")
-        #: Newcomers that there were slots for when we last looked.
+        #: New sequences with a slot at the last check.
         self._ready = 0
-        #: The halves of every pair by its name, the main one first; one alone waits for the other.
+        #: The halves of every pair by its name, the main one first; a single half waits for the other.
         self._pairs: dict[str, list[Any]] = {}
 
     def add_request(self, request: Any) -> None:
@@ -61,7 +59,7 @@ class _Grouped:
         if request._block_hasher is not None:
             request.block_hashes[:] = salted(request.block_hashes, self.hash_block_size, extra.get(SALTS, ()))
             if extra.get(PRIVATE):
-                # Blocks behind the prompt get no hash.
+                # Blocks after the prompt get no hash.
                 request._block_hasher = None
         if (half := half_of(extra)) is not None:
             pair = self._pairs.setdefault(half.pair, [])
@@ -69,12 +67,12 @@ class _Grouped:
         super().add_request(request)
 
     def schedule(self, *arguments: Any, **keys: Any) -> Any:
-        # What is left of a pair is a request like any other: its sampler ends it.
+        # A half without its partner is an ordinary request, which its sampler ends.
         self._pairs = {
             name: pair for name, pair in self._pairs.items() if not any(half.is_finished() for half in pair)
         }
         before, most = len(self.running), self.max_num_active_reqs
-        # Newcomers enter until so many requests run.
+        # New sequences are scheduled up to this number of running ones.
         self.max_num_active_reqs = self._paired_limit() if self._pairs else self._grouped_limit()
         try:
             output = super().schedule(*arguments, **keys)
@@ -85,7 +83,7 @@ class _Grouped:
         return output
 
     def _grouped_limit(self) -> int:
-        """As many as run, unless a group is there, or one of it cannot wait, or it has waited long enough."""
+        """The limit of running sequences: the current number while a group is gathered, else the maximum."""
         ready = min(len(self.waiting), self.max_num_running_reqs - len(self.running))
         now = time.monotonic()
         if ready > self._ready:
@@ -100,12 +98,12 @@ class _Grouped:
         return self.max_num_running_reqs if enters else len(self.running)
 
     def _paired_limit(self) -> int:
-        """Puts pairs that enter before all others that wait; how many requests may run in this step.
+        """Moves pairs to the front of the queue, and returns the limit of running sequences for this step.
 
-        A pair that cannot enter lets nobody pass: slots and blocks would never be free for two at once.
+        Nothing overtakes a pair that does not fit yet, or two slots would never be free at once.
         """
         halves = {half for pair in self._pairs.values() for half in pair}
-        # vLLM gives tokens and blocks to the first ones, and takes blocks from the last ones.
+        # vLLM serves the first ones first, and preempts the last ones.
         self.running.sort(key=lambda one: one not in halves)
         if self._make_room(halves):
             return len(self.running)
@@ -125,7 +123,8 @@ class _Grouped:
         return min(limit, self.max_num_running_reqs)
 
     def _make_room(self, halves: set[Any]) -> bool:
-        """Preempts the newest requests, or pairs, until the KV of this step's pairs is free; whether any was."""
+        """Preempts the newest requests or pairs until the KV blocks of this step's pairs are free; True if any
+        was preempted."""
         preempted = False
         while self._blocks_needed(one for one in self.running if one in halves) > self._blocks_free():
             victim = self.running[-1]
@@ -140,7 +139,7 @@ class _Grouped:
         return preempted
 
     def _entering(self, waiting: list[list[Any]]) -> list[list[Any]]:
-        """The first of these pairs that have room in this step."""
+        """The first of these pairs that fit into this step."""
         slots = self.max_num_running_reqs - len(self.running)
         tokens = self.max_num_scheduled_tokens - sum(map(_left, self.running))
         free = self._blocks_free() - self._blocks_needed(self.running)
@@ -157,8 +156,8 @@ class _Grouped:
         return entering
 
     def _give_up(self, pair: list[Any]) -> None:
-        """Ends the null branch of a pair that does not fit the KV cache by itself; its sampler then ends
-        the main one as broken."""
+        """Ends the null branch of a pair that does not fit into an empty KV cache; the sampler then ends the
+        main one as broken."""
         super().finish_requests(pair[1].request_id, RequestStatus.FINISHED_ABORTED)
 
     def _blocks_needed(self, requests: Iterable[Any]) -> int:
@@ -174,8 +173,7 @@ class _Grouped:
 
 
 def _left(request: Any) -> int:
-    """Tokens of a request that are not computed; 0 for one whose last token is on its way (vLLM's own
-    rule)."""
+    """Tokens of a request that are not computed yet; 0 if its last token is pending (vLLM's own rule)."""
     placeholders = request.num_output_placeholders
     if (
         placeholders > 0
@@ -202,15 +200,14 @@ def request_extra(request: Any) -> dict[str, Any]:
 
 
 def _hashed_blocks(coordinator: Any, size: int) -> Callable[[Any, int], None]:
-    """`cache_blocks` of vLLM's coordinator, which itself takes a hash of every full block for granted."""
+    """A `cache_blocks` for vLLM's coordinator that allows blocks without a hash."""
     plain, managers = coordinator.cache_blocks, coordinator.single_type_managers
     cached = managers[0].num_cached_block if len(managers) == 1 and managers[0].block_size == size else None
 
     def cache_blocks(request: Any, num_computed_tokens: int) -> None:
         if request._block_hasher is None:
             hashes = len(request.block_hashes)
-            # Asked in every step of every sequence; once a prompt's blocks are in, there is nothing more to
-            # do.
+            # Called in every step of every sequence: nothing to do after the prompt's blocks are cached.
             if cached is not None and cached.get(request.request_id, 0) >= hashes:
                 return
             num_computed_tokens = min(num_computed_tokens, hashes * size)
@@ -220,10 +217,10 @@ def _hashed_blocks(coordinator: Any, size: int) -> Callable[[Any, int], None]:
 
 
 def quick_allocation(manager: Any) -> Callable[..., Any] | None:
-    """`allocate_slots` of a KV cache manager that does nothing where nothing is needed; None where vLLM
-    does more than blocks in it.
+    """A fast `allocate_slots` for a KV cache manager, which skips sequences with room in their last block; None
+    if vLLM's own does more than allocate blocks.
 
-    With a prefix cache a block that has become full is known to it when the next one is allocated.
+    A full block enters the prefix cache when the next one is allocated.
     """
     managers = manager.coordinator.single_type_managers
     if len(managers) != 1 or type(managers[0]) is not FullAttentionManager:

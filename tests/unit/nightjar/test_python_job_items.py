@@ -147,4 +147,4 @@ def test_a_program_that_failed_does_not_wait_for_its_run(
     thread = LocalThread(run, quiet=True)
     monkeypatch.setattr(thread, "join", lambda: None)
     thread.end_with_program()
-    assert (thread._asked.number is not None) is failed
+    assert (thread._stop_request.number is not None) is failed

@@ -148,7 +148,7 @@ def test_wide_engines_count_the_rows_of_all_their_graphs(size: str, tmp_path: Pa
             counted
             + plan.pages * needs.page
             + needs.weights
-            + 2 * plan.decode_frames * needs.decoded_frame
+            + 2 * (plan.decode_frames or 0) * needs.decoded_frame
             + LIBRARY_BYTES
             + (3 << 29)
         )
