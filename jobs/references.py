@@ -17,9 +17,9 @@ from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, InputError, StoreError
 
 MAX_REFERENCE_BYTES = 32 << 20
-#: Maximum length of audio in a line; a cloned voice has a minute (`pipelines.request.MAX_REFERENCE_SECONDS`).
+#: Maximum length of audio in a line; to clone a voice, a minute (`pipelines.request.MAX_REFERENCE_SECONDS`).
 MAX_AUDIO_SECONDS = 600.0
-#: Size of the cache of addresses, so that a voice of many lines is read once.
+#: Size of the cache by address: a recording that many lines use is read once.
 _KNOWN_PATHS = 10_000
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 _EXTENSIONS = {"WAV": "wav", "WAVEX": "wav", "FLAC": "flac", "OGG": "ogg", "MP3": "mp3"}
@@ -94,8 +94,8 @@ class ReferenceReader:
         return checked_audio(data, _named(content), self._check)
 
     def keys(self, keep: Callable[[ReferenceAudio], str]) -> Callable[[str], str]:
-        """A function from the content of an audio message to the result of `keep` for its audio, which is read
-        once per address. It raises as `read` and `keep`."""
+        """Returns a function that maps the content of an audio message to the result of `keep` for its audio,
+        and reads each address once. It raises what `read` and `keep` raise."""
         known = lru_cache(_KNOWN_PATHS)(lambda _, content: keep(self.read(content)))
         return lambda content: known(self.locate(content), content)
 

@@ -1,8 +1,9 @@
 """The frozen `Settings` of a process. Sources in order of precedence: command line, environment, `.env`, TOML file,
 defaults.
 
-A variable is named `SPEECH_` and the key, nested keys joined by two underscores (`SPEECH_WORKER__THREADS`). The file
-is `nightjar.toml` in the working directory, or that of `SPEECH_CONFIG`. An unknown key or a wrong value raises a
+The name of a variable is `SPEECH_` followed by the key; nested keys are joined by two underscores
+(`SPEECH_WORKER__THREADS`). The file is `nightjar.toml` in the working directory, or the one that
+`SPEECH_CONFIG` names. An unknown key or a wrong value raises a
 `ConfigError` with the key and its source. The docstring of a field is its line in `nightjar config list`.
 """
 
@@ -119,7 +120,7 @@ class EngineSettings(SettingsGroup):
     device and the model."""
 
     kind: EngineKind = "auto"
-    """Engine of models that both can run: `native` or `vllm`. `auto`: `native`."""
+    """Engine of models that both engines can run: `native` or `vllm`. `auto`: `native`."""
     slots: PositiveInt | None = None
     """Utterances that run at the same time. Unset: by the engine and the GPU's memory (docs/models.md)."""
     memory_share: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -153,7 +154,7 @@ class NotifySettings(SettingsGroup):
     """The operator's hook for ended jobs; a job cannot set it."""
 
     command: Annotated[tuple[str, ...], _of_text(lambda text: tuple(shlex.split(text)))] = ()
-    """Command that runs at each end of a job, without a shell. A variable is split into words as a shell
+    """Command that runs when a job ends, without a shell. A variable is split into words as a shell
     does it; a file may have a list."""
     timeout_seconds: Annotated[float, Field(gt=0, le=600)] = 30.0
     """Maximum seconds for the command."""
@@ -185,7 +186,7 @@ class ServeSettings(SettingsGroup):
     """Host names, separated by `,`, under which a server without a key answers, besides `localhost` and
     loopback addresses."""
     slots: PositiveInt | None = None
-    """Maximum requests that are handed to the engine. Unset: as many as run and wait there."""
+    """Maximum requests in the engine at once. Unset: as many as it can run and queue."""
     streams: Annotated[int, Field(ge=0)] | None = None
     """Streams that the engine `native` is prepared for before `/health` is 200. Unset: 128 on a GPU, 8 on a
     CPU."""
@@ -209,7 +210,7 @@ def _job_options(value: dict[str, Any]) -> dict[str, Any]:
 
     try:
         if own := value.keys() & {"name", "idempotency_key"}:
-            raise OptionError(own.pop(), "it is the night's", unknown=True)
+            raise OptionError(own.pop(), "each night has its own", unknown=True)
         return read_options(value)
     except OptionError as error:
         kind = "extra_forbidden" if error.unknown else "job_option"
@@ -220,8 +221,8 @@ class Schedule(SettingsGroup):
     """A job that is submitted every night; its key in `schedules` is its name."""
 
     input: str
-    """Path or `s3://` address of the night's file; strftime codes and `{date}` (ISO) stand for the
-    night."""
+    """Path or `s3://` address of the night's file; strftime codes and `{date}` (ISO) are replaced by the
+    night's date."""
     store_url: str | None = None
     """Store of this schedule. Unset: `store_url`."""
     exports: Words = ()
@@ -282,13 +283,14 @@ class Settings(SettingsGroup):
     @field_validator("home", "store_url", mode="before")
     @classmethod
     def _refuse_other_places(cls, value: object, info: ValidationInfo) -> object:
-        # An empty path would mean the working directory, and an address a folder of this name there.
+        # An empty path would mean the working directory, and an address would mean a folder with this name in
+        # it.
         text = "" if value is None else str(value)
         if isinstance(value, str) and not text.strip():
             raise ValueError("it is empty")
         if info.field_name == "home" and is_address(text):
             raise ValueError(
-                f"{text!r} is an address, and this is a folder of this host; {PREFIX}STORE_URL puts the audio into a bucket"
+                f"{text!r} is an address, but this must be a folder of this host; {PREFIX}STORE_URL puts the audio into a bucket"
             )
         if info.field_name == "store_url" and is_address(text) and "://" not in text:
             raise ValueError("an address has two slashes, such as s3://BUCKET/PREFIX")
@@ -298,7 +300,7 @@ class Settings(SettingsGroup):
     @classmethod
     def _refuse_cut_url(cls, value: SecretStr | None, info: ValidationInfo) -> SecretStr | None:
         if value is not None:
-            # The password of a database URL ends at its first `@`, others end at the last one.
+            # The password of a database URL ends at the first `@`, that of other URLs at the last one.
             _check_urls(value.get_secret_value(), max_ats=1 if info.field_name == "database_url" else None)
         return value
 

@@ -154,7 +154,7 @@ def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:
         if not quality.paces and card.pace is not None:
             # Later calibrations must not change this job.
             quality = msgspec.structs.replace(quality, paces=(card.pace,))
-        quality = _heard_in(quality, card.capabilities.languages)
+        quality = _with_asr_language(quality, card.capabilities.languages)
     return msgspec.structs.replace(
         spec,
         model=card.name,
@@ -165,7 +165,7 @@ def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:
     )
 
 
-def _heard_in(quality: Quality, languages: tuple[str, ...]) -> Quality:
+def _with_asr_language(quality: Quality, languages: tuple[str, ...]) -> Quality:
     """Sets the language of the ASR meter for a model of one language; otherwise the meter detects it if a line
     has none."""
     options = quality.meters.get("asr")

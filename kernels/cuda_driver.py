@@ -1,6 +1,6 @@
-"""The one place where the kernels of `kernels/cuda` are loaded and launched, by CUDA's driver.
+"""Loads and launches the kernels of `kernels/cuda` through CUDA's driver.
 
-That is called through ctypes, so nothing is linked.
+The driver is called through ctypes, so nothing is linked against it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _check(code: int, what: str) -> None:
 
 @cache
 def _context(device: int) -> ctypes.c_void_p:
-    """The context that torch has on a device, kept for as long as the process."""
+    """The context of a device, which torch uses too; kept until the process ends."""
     context = ctypes.c_void_p()
     _check(
         _driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), f"The context of device {device}"
@@ -74,8 +74,8 @@ def _context(device: int) -> ctypes.c_void_p:
 
 @contextmanager
 def _on(device: int) -> Iterator[None]:
-    """Makes a device current within the block, and then the thread's former one again. A thread without one
-    stays on this device."""
+    """Makes a device current within the block, and restores the thread's previous one afterwards. A thread
+    that had none keeps this device."""
     driver, wanted, current = _driver(), _context(device), ctypes.c_void_p()
     driver.cuCtxGetCurrent(ctypes.byref(current))
     if current.value == wanted.value:
@@ -90,10 +90,10 @@ def _on(device: int) -> Iterator[None]:
 
 
 _BFLOAT16, _PROMOTION_128B = 9, 2  # of CUtensorMap's enumerations
-_SWIZZLES = {32: 2, 64: 3}  # of 64 and of 128 bytes, by the last size of a box
+_SWIZZLES = {32: 2, 64: 3}  # for 64 and 128 bytes, by the last size of a box
 
 
-#: `TensorMap` of kernels/cuda/wgmma.cuh, in a structure of arguments.
+#: `TensorMap` of kernels/cuda/wgmma.cuh, as a field of a structure of arguments.
 TensorMap = ctypes.c_byte * 128
 
 
@@ -102,7 +102,7 @@ def tensor_map(
 ) -> ctypes.Array[ctypes.c_byte]:
     """A descriptor with which kernels copy boxes of a contiguous bfloat16 tensor.
 
-    sizes, box: of the last dimension, the one before it, and the first one. The last size of a box is 32
+    sizes, box: the sizes of the last, the middle and the first dimension. The last size of a box is 32
     or 64 values. Raises RuntimeError when the driver refuses.
     """
     memory = (ctypes.c_char * (2 * ctypes.sizeof(TensorMap)))()
@@ -134,7 +134,8 @@ class Module:
     def kernel(self, name: str, shared_bytes: int = 0, all_shared: bool = False) -> Kernel:
         """A kernel that is launched with this much dynamic shared memory.
 
-        all_shared: its multiprocessors use the largest shared memory, as those of the kernels around it do.
+        all_shared: multiprocessors are configured for the largest shared memory, as for the kernels before
+        and after it.
         """
         function = ctypes.c_void_p()
         what = f"{shared_bytes} bytes of shared memory for {name}"
@@ -194,8 +195,8 @@ class Kernel:
 
         programmatic: the kernel may start before earlier kernels of the stream have ended (programmatic
         dependent launch); cooperative: its blocks all run at once; cluster: this number of
-        neighbours along grid[0] can read each other's shared memory; shared_bytes: less dynamic shared memory
-        than `Module.kernel` was given.
+        neighbours along grid[0] can read each other's shared memory; shared_bytes: a smaller dynamic shared
+        memory than `Module.kernel` was given.
         """
         asked = [
             (_PROGRAMMATIC, (1,), programmatic),
@@ -260,10 +261,10 @@ class Source:
 
 @cache
 def available(device: int, *sources: Source) -> bool:
-    """Whether a device has all kernels of these sources, which load side by side.
+    """Whether a device has all kernels of these sources, which are loaded in parallel.
 
-    False where a wheel brings no code of a source for it. Where it brings some and none can be loaded, one
-    warning reports it.
+    False if the wheel has no code of a source for it. If it has code that cannot be loaded, one warning is
+    logged.
     """
     capability = torch.cuda.get_device_capability(device)
     target = binaries.HOPPER if capability == (9, 0) else binaries.NEWER
@@ -302,5 +303,5 @@ def fields(kind: Any, names: str) -> Iterator[tuple[str, Any]]:
 
 
 def addresses(*tensors: Tensor | None) -> list[int | None]:
-    """Where tensors begin, as arguments of a kernel."""
+    """The addresses of tensors, as arguments of a kernel."""
     return [None if tensor is None else tensor.data_ptr() for tensor in tensors]

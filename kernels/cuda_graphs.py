@@ -22,8 +22,8 @@ class GraphPool:
         self._handle: Any = None
 
     def handle(self) -> Any:
-        """The handle for a capture. The allocator frees a pool with its last graph, or with one that failed; then
-        a new one is made."""
+        """The handle for a capture. The allocator frees a pool together with its last graph, or after a
+        failed capture; then a new pool is made."""
         if not self._graphs:
             self._handle = torch.cuda.graph_pool_handle()
         return self._handle
@@ -34,8 +34,8 @@ class GraphPool:
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether a fault is the device's lack of memory, which drivers and libraries report in other ways
-    than PyTorch's allocator."""
+    """Whether an error means that the device has no memory left. Drivers and libraries report it differently
+    from PyTorch's allocator."""
     message = str(error).lower().replace("_", " ")
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and ("out of memory" in message or "alloc failed" in message)
@@ -52,11 +52,11 @@ def capture(work: Callable[[], None], pool: GraphPool, aside: torch.cuda.Stream)
     aside.wait_stream(current)
     try:
         with torch.cuda.stream(aside):
-            work()  # builds kernels and sets up libraries, which a capture may not do
+            work()  # builds kernels and sets up libraries, which a capture must not do
             graph = _recorded(work, pool)
             if graph is None:
-                # During a capture the allocator cannot give back what it keeps, such as what the work has
-                # just used.
+                # During a capture the allocator cannot return cached memory, such as what the work has just
+                # used.
                 torch.cuda.empty_cache()
                 graph = _recorded(work, pool, last=True)
     except RuntimeError as error:
@@ -71,8 +71,8 @@ def capture(work: Callable[[], None], pool: GraphPool, aside: torch.cuda.Stream)
 
 
 def _recorded(work: Callable[[], None], pool: GraphPool, last: bool = False) -> torch.cuda.CUDAGraph | None:
-    """A graph of this work, on the current stream; None where there is no memory for it, or an error when
-    it is the `last` try."""
+    """Captures this work on the current stream. Returns None if there is no memory for it; on the `last` try
+    it raises the error instead."""
     graph = torch.cuda.CUDAGraph()
     # Calls of other threads do not end this capture, and nothing waits for the device.
     graph.capture_begin(pool=pool.handle(), capture_error_mode="thread_local")
@@ -83,7 +83,7 @@ def _recorded(work: Callable[[], None], pool: GraphPool, last: bool = False) -> 
             with suppress(RuntimeError):  # the error of the work itself is raised
                 graph.capture_end()
             raise
-        graph.capture_end()  # makes what is launched, in the driver's memory
+        graph.capture_end()  # instantiates the graph, in the driver's memory
     except RuntimeError as error:
         if last or not lacks_memory(error):
             raise

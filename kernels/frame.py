@@ -1,9 +1,9 @@
-"""The tensors of a frame: an LM over positions (the backbone), what its head draws, and an LM over the
-other codebooks (the depth).
+"""The tensors of a frame: an LM over positions (the backbone) with its head, and an LM over the other
+codebooks (the depth).
 
-Every frame draws code 0 of each row from the head, the other codebooks from the depth, where there is one,
-and turns them into the backbone's next input. Nothing here belongs to one family of models: a family fills
-these in.
+Every frame draws code 0 of each row from the head, the other codebooks from the depth if there is one, and
+turns them into the backbone's next input. The types are the same for all families of models; each family
+fills them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-#: Maximum query heads of a kv head in the fused kernels.
+#: Maximum query heads for each kv head in the fused kernels.
 LARGEST_GROUP = 16
 
 
@@ -76,8 +76,8 @@ def fused_fault(heads: int, kv_heads: int, head_dim: int) -> str | None:
 class DepthTensors:
     """The LM over the codebooks after code 0, whose cache lives for one frame.
 
-    Its first position is the backbone's state, projected where `project` (weight [width, hidden], bias
-    [width]) is given, its next ones the codes. heads: [codebooks - 1, codes, width]; inputs: [rows,
+    Its first position is the backbone's state, projected if `project` (weight [width, hidden], bias [width])
+    is given; its next positions are the codes. heads: [codebooks - 1, codes, width]; inputs: [rows,
     width], the codes' embeddings; starts: int64 [codebooks], the first row of each codebook.
     """
 
@@ -96,22 +96,22 @@ class DrawRules:
     #: One or two codes that end the speech.
     ends: tuple[int, ...]
     suppress_from: int
-    #: Top-p over the probabilities without temperature, the code that crosses it dropped, and top-k by rank;
-    #: the temperature comes last. Else the temperature comes first, then top-k, then top-p, of which the
-    #: crossing code stays. Holds for the depth as well.
+    #: If true: top-p on the probabilities without temperature, which drops the code that crosses the limit,
+    #: then top-k by rank, then temperature. Otherwise: temperature, top-k, then top-p, which keeps the code
+    #: that crosses the limit. Applies to the depth as well.
     nucleus_first: bool = False
-    #: Frames in which a code must not be repeated: it is drawn once more with the settings of a retry. A
-    #: request's first code is not counted.
+    #: Number of last frames whose codes should not be repeated: a repeated code is drawn once more, with the
+    #: settings of a retry. A request's first code is not counted.
     window: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """The next input: (sum of `table` [rows, hidden] over all codebooks, from `starts` int64 [codebooks]
-    on + a row of `text`) * scale.
+    """The next input: (the sum of one row of `table` [rows, hidden] for each codebook + a row of `text`) *
+    scale.
 
-    text: [ids, hidden], read at the request's text id for this frame, or at code 0 where `text_by_code`;
-    None: nothing is added.
+    starts: int64 [codebooks], the first row of each codebook. text: [ids, hidden], indexed by the request's
+    text id for this frame, or by code 0 if `text_by_code`; None: no text is added.
     """
 
     table: Tensor
@@ -123,8 +123,8 @@ class Feedback:
 
 @dataclass(frozen=True, slots=True)
 class FrameTensors:
-    """All weights of a frame. head: [codes, hidden], the rows that can be drawn, filled up with rows that
-    never are."""
+    """All weights of a frame. head: [codes, hidden], the rows that can be drawn, padded with rows that are
+    never drawn."""
 
     backbone: StackTensors
     head: Tensor
@@ -143,7 +143,7 @@ class FrameTensors:
 
 @dataclass(frozen=True, slots=True)
 class DrawTensors:
-    """Sampler settings, a row a slot; `greedy` as bool or uint8."""
+    """Sampler settings, one row for each slot; `greedy` as bool or uint8."""
 
     temperature: Tensor
     top_k: Tensor

@@ -1,4 +1,5 @@
-"""The compilers of kernels on this machine: CUDA's; Triton, and the C compiler that it calls. Imports
+"""Finds the compilers of kernels on this machine: CUDA's, Triton, and the C compiler that Triton calls.
+Imports
 neither torch nor Triton."""
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def nvcc() -> str | None:
 
 
 def nvrtc() -> Path | None:
-    """The library of NVIDIA's runtime compiler, which torch's builds for CUDA bring, or None where there
+    """The library of NVIDIA's runtime compiler, which torch's builds for CUDA include, or None where there
     is none."""
     spec = find_spec("nvidia")
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
@@ -48,8 +49,8 @@ def cuda_compiler() -> str | None:
 def compile_cuda(source: Path, headers: Mapping[str, str], target: str) -> bytes:
     """Machine code of a source for a `target` such as sm_90a, or PTX for one such as compute_90.
 
-    nvcc does it, or else the runtime compiler, which needs no C compiler. The source includes nothing but
-    `headers`, texts by name. Raises RuntimeError with the message of each compiler when all fail.
+    Uses nvcc, or else the runtime compiler, which needs no C compiler. The source may include only `headers`,
+    texts by name. Raises RuntimeError with the message of each compiler when all fail.
     """
     faults: list[str] = []
     for compiler, run in ((nvcc(), _with_nvcc), (nvrtc(), _with_nvrtc)):
@@ -87,7 +88,7 @@ def _with_nvcc(program: str, source: Path, headers: Mapping[str, str], target: s
 
 
 def _with_nvrtc(library: str, source: Path, headers: Mapping[str, str], target: str) -> bytes:
-    # The compiler looks for its built-in functions by their file's name alone, so they are loaded before.
+    # The compiler looks for the library of its built-in functions by file name only, so it is loaded first.
     for part in sorted(Path(library).parent.glob("libnvrtc-builtins.so.*")):
         if ".alt." not in part.name:
             ctypes.CDLL(str(part))
@@ -129,13 +130,13 @@ def c_compiler() -> str | None:
 
 @cache
 def triton_fault() -> str | None:
-    """Why Triton makes no kernels for the current CUDA device, as a sentence; None where a small kernel is
-    made and runs."""
+    """Why Triton makes no kernels for the current CUDA device, as a sentence; None if a small kernel compiles
+    and runs."""
     if find_spec("triton") is None:
         return "Triton is not installed."
     try:
         import_module("kernels.triton_launch").check()
-    except Exception as error:  # noqa: BLE001 - whatever a compiler or a driver raises is the answer
+    except Exception as error:  # noqa: BLE001 - any error of a compiler or a driver is the answer
         return f"Triton cannot make kernels here ({first_line(error)})."
     return None
 

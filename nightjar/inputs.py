@@ -48,9 +48,7 @@ def written_input(records: Iterable[Any], chosen: Reading, state_folder: Path) -
         descriptor, name = tempfile.mkstemp(dir=folder, prefix=".writing-")
     except OSError as error:
         message = f"The folder {folder} cannot be written: {error.strerror}."
-        raise StoreError(
-            ErrorCode.STORE_FORBIDDEN, message, "Give a folder that you may write as `out`."
-        ) from error
+        raise StoreError(ErrorCode.STORE_FORBIDDEN, message, "Give a writable folder as `out`.") from error
     try:
         with os.fdopen(descriptor, "wb") as file:
             for line in islice(_lines(records, chosen), chosen.limit):
@@ -69,7 +67,7 @@ def _check_collection(records: Any) -> None:
     records: a mapping, and a table of pandas."""
     if isinstance(records, Mapping) or hasattr(records, "iterrows") or not isinstance(records, Iterable):
         message = f"A {type(records).__name__} is not a list of records."
-        advice = 'Give a path, or a list of texts or mappings: of a DatasetDict a split, of a DataFrame to_dict("records").'
+        advice = 'Give a path, or a list of texts or mappings. For a DatasetDict, give one of its splits; for a DataFrame, to_dict("records").'
         raise InputError(ErrorCode.INPUT_WRONG_FORMAT, message, advice)
 
 

@@ -116,7 +116,7 @@ class Job:
         return self.status.job.state.final and (self._thread is None or not self._thread.is_alive())
 
     def wait(self, timeout_seconds: float | None = None) -> Job:
-        """Waits for the end of the job or of the time, and shows the progress. Ctrl-C stops a local run.
+        """Waits until the job ends or the time is over, and shows the progress. Ctrl-C stops a local run.
 
         Raises the error of a failed local run.
         """
@@ -249,8 +249,8 @@ class Job:
         address. Waits for the end of the job.
 
         Uses the token of `huggingface_hub`. `private`: visibility of a new dataset. `where`: a filter as in
-        `items`; `options`: those of `jobs.export.export`. Raises `NightjarError`; for a missing token or an
-        unreachable hub before the export.
+        `items`; `options`: those of `jobs.export.export`. Raises `NightjarError`: before the export if the
+        token is missing or the hub is unreachable.
         """
         from jobs.export.hub import check_push, push
 
@@ -272,7 +272,7 @@ class Job:
 
     def delete(self, *, yes: bool = False) -> Deleted:
         """Deletes an ended job: its objects in the store and its rows in the ledger, as `nightjar delete`.
-        Without `yes` nothing is deleted, and the result says what would be.
+        Without `yes` nothing is deleted, and the result shows what would be deleted.
 
         Raises `ServiceError` with `ledger.state` for a job that has not ended.
         """
@@ -323,7 +323,7 @@ class Job:
         return item_metadata(self._ledger.job(self.id), line)
 
     def audio_of(self, artifact: Artifact) -> tuple[NDArray[np.float32], int]:
-        """Its samples, and their rate in Hz. Raises `StoreError`."""
+        """The samples of an item's audio, and their rate in Hz. Raises `StoreError`."""
         import soundfile
 
         found = soundfile.read(io.BytesIO(self._reader.read(artifact)), dtype="float32")
@@ -368,9 +368,11 @@ class Job:
     def _exported_for(
         self, library: str, format: str, to: str | Path | None, where: str | None, files: str, **options: Any
     ) -> tuple[Any, list[str]]:
-        """A library that Nightjar does not install, and the files of an export that it reads.
+        """Imports a library that Nightjar does not install, and exports; returns the library and the exported
+        files.
 
-        Raises `config.missing_library`, and `config.invalid` without items, which the libraries do not report.
+        Raises `config.missing_library`, and `config.invalid` if there are no items, which the libraries do
+        not report.
         """
         try:
             reader = import_module(library)

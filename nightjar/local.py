@@ -27,10 +27,10 @@ class _StderrNotes(Progress):
 
 
 class LocalThread(threading.Thread):
-    """Runs one job. The kernel kills its workers with this thread, which therefore outlives them.
+    """Runs one job. The kernel kills its workers when this thread ends, so the thread outlives them.
 
-    A program waits for it at its end. A program that ends by an error, such as Ctrl-C, and an interactive one
-    stop the run; the same call resumes it.
+    A program waits for the run before it ends. After an error, such as Ctrl-C, or in an interactive session
+    the run is stopped instead; the same call resumes it.
     """
 
     def __init__(self, run: LocalRun, *, quiet: bool) -> None:
@@ -49,7 +49,7 @@ class LocalThread(threading.Thread):
     def until_submitted(self) -> Job:
         """Starts the run, and waits until the job is in the ledger. Raises the error if that fails."""
         self.start()
-        # Functions of `atexit` are called too late: thread pools, which a run needs, are closed before.
+        # Functions of `atexit` are called too late: thread pools, which a run needs, are closed earlier.
         threading._register_atexit(self.end_with_program)  # pyright: ignore
         try:
             while not self._job_known.wait(_WAIT_SECONDS):
@@ -91,7 +91,7 @@ class LocalThread(threading.Thread):
             run_locally(self._run, self._notes, self._stop_request, self._submitted)
         except Interrupted:
             self.stopped = True
-        except BaseException as error:  # noqa: BLE001 - raised again where the job is waited for
+        except BaseException as error:  # noqa: BLE001 - raised again by the job's methods
             self.error = error
         finally:
             self._job_known.set()

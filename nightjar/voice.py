@@ -42,7 +42,7 @@ def check_type(name: str, value: object, kinds: type | tuple[type, ...], words: 
     """Raises `config.invalid` for an argument of another type; True and False are not numbers."""
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
         message = f"The argument `{name}` is {value!r:.100}."
-        raise invalid(message, f"Give {words}; docs/python.md says what there is.")
+        raise invalid(message, f"Give {words}; docs/python.md lists the arguments.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +72,7 @@ class Sound:
             path.write_bytes(data)
         except OSError as error:
             message = f"The file {str(path)!r:.200} cannot be written: {error.strerror}."
-            raise StoreError(ErrorCode.STORE_FORBIDDEN, message, "Give a path that you may write.") from error
+            raise StoreError(ErrorCode.STORE_FORBIDDEN, message, "Give a writable path.") from error
         return path
 
     def __repr__(self) -> str:
@@ -95,7 +95,7 @@ class Voice:
         """The speech of a text.
 
         `voice`, `language`, `instruct`, `seed` and the other keys of `generation` are those of a line of
-        an input; `voice` may be that of a stored voice. `reference` is a recording of the voice to clone,
+        an input; `voice` may be the name of a stored voice. `reference` is a recording of the voice to clone,
         a path or the bytes of an audio file. Raises `InputError` for what the model cannot do, and
         `SynthesisError` (`synth.aborted`) after `close`.
         """

@@ -22,13 +22,13 @@ from pipelines.errors import ErrorCode, InputError, SynthesisError, invalid
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-#: Loudness of everything that Nightjar writes, in LUFS (EBU R 128), and the highest peak that reaching it may
-#: cause.
+#: Target loudness of all audio that Nightjar writes, in LUFS (EBU R 128), and the maximum peak that reaching
+#: it may cause.
 TARGET_LUFS = -23.0
 PEAK_LIMIT = 0.97
 
-#: What a file may claim, whatever its length in bytes: a FLAC of silence holds a thousand times as much as it
-#: takes to send.
+#: Limits of what the header of a file may claim: a FLAC of silence is a thousand times as large when it is
+#: decoded.
 MAX_SAMPLE_RATE = 192_000
 RATES = range(1_000, MAX_SAMPLE_RATE + 1)
 MAX_CHANNELS = 8
@@ -41,19 +41,19 @@ _ABSOLUTE_GATE_LUFS, _RELATIVE_GATE_LU, _OFFSET_LUFS = -70.0, -10.0, -0.691
 #: Stages of the K-weighting: gain, frequency and quality of its shelf, frequency and quality of its high
 #: pass.
 _SHELF_DB, _SHELF_HZ, _SHELF_Q, _PASS_HZ, _PASS_Q = 4.0, 1500.0, math.sqrt(0.5), 38.0, 0.5
-#: What a filter runs over at a time.
+#: Samples that a filter processes at a time.
 _FILTERED_SAMPLES = 1 << 15
 _WAV_HEADER = struct.Struct("<4sI4s4sIHHIIHH4sI")
 WAV_HEADER_BYTES = _WAV_HEADER.size
 _MAX_WAV_SAMPLES = (2**32 - 1 - WAV_HEADER_BYTES) // 2
 
-#: Container and coding of the formats that libsndfile writes, in its words.
+#: Container and coding of the formats that libsndfile writes, by its names.
 CONTAINERS: dict[str, tuple[str, str]] = {
     "flac": ("FLAC", "PCM_16"),
     "mp3": ("MP3", "MPEG_LAYER_III"),
     "opus": ("OGG", "OPUS"),
 }
-#: Of an Ogg page: where its stream's number, its checksum and the count of its segments are.
+#: Positions in an Ogg page of the stream number, the checksum, and the number of segments.
 _OGG_SERIAL, _OGG_CHECKSUM, _OGG_SEGMENTS = slice(14, 18), slice(22, 26), 26
 _REVERSED_BITS = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
@@ -71,16 +71,16 @@ def decode(
     Channels are averaged unless one is asked for by its index. With a `sample_rate` the samples are
     resampled to it (soxr, high quality, or very high: for models whose reference does so). Decodes a block
     at a time, and nothing beyond `max_seconds` and `MAX_SAMPLES`, whatever the file claims to hold. Raises
-    `InputError`: `input.audio_unreadable` for what is no audio, is empty, holds values that are not
-    numbers or has another rate than `RATES` or more than `MAX_CHANNELS`; `input.too_long` for more than
+    `InputError`: `input.audio_unreadable` for data that is not audio, is empty, holds values that are not
+    numbers, has a rate outside `RATES`, or has more than `MAX_CHANNELS`; `input.too_long` for more than
     `max_seconds` or `MAX_SAMPLES`.
     """
     blocks: list[NDArray[np.float32]] = []
     with _opened(data, max_seconds) as file:
         rate = file.samplerate
         left = min(int(max_seconds * rate), MAX_SAMPLES // file.channels)
-        # soundfile seeks after each block, and libmpg123, which starts anew within an MP3 then, complains on
-        # standard error.
+        # An MP3 is one block: soundfile seeks after each block, and libmpg123 then restarts within the file
+        # and prints warnings to standard error.
         size = file.frames if file.format == "MP3" else BLOCK_SAMPLES // file.channels
         while len(block := np.asarray(file.read(size, dtype="float32", always_2d=True), np.float32)):
             left -= len(block)
@@ -91,7 +91,7 @@ def decode(
     if not blocks:
         raise _unreadable("The audio is empty.")
     mono = np.concatenate(blocks)
-    # A sum tells it in a tenth of the time of a look at each sample.
+    # The sum is finite only if all samples are, and takes a tenth of the time of a check of each sample.
     if not math.isfinite(float(mono.sum(dtype=np.float64))):
         raise _unreadable("The audio holds values that are not numbers.")
     if sample_rate is not None and sample_rate != rate:
@@ -125,13 +125,12 @@ def encode(samples: NDArray[np.float32], sample_rate: int, audio_format: AudioFo
     """A mono file; `wav` and `flac` have 16-bit PCM. `samples`: [samples], values outside [-1, 1] are
     clipped.
 
-    Equal samples give equal bytes, for one version of libsndfile and of the encoders in it. A reader gets
-    as many samples as were written: MP3 and Opus say in the file what the encoder added. Raises
-    `SynthesisError` (`synth.nan`) for samples that are not numbers, `ConfigError` for another format, for
-    a sample rate that the format does not hold, or for more audio than a WAV file holds.
+    Equal samples give equal bytes, for one version of libsndfile and of the encoders in it. A reader gets as
+    many samples as were written, since MP3 and Opus files record what the encoder added. Raises
+    `SynthesisError` (`synth.nan`) for samples that are not numbers, `ConfigError` for another format, for a
+    sample rate that the format does not support, or for more audio than fits into a WAV file.
     """
-    # Each call of numpy may hand the interpreter to another thread, so there are few: most speech needs no
-    # clipping.
+    # Each call of numpy may switch to another thread, so there are few calls: most speech needs no clipping.
     low, high = (float(samples.min()), float(samples.max())) if len(samples) else (0.0, 0.0)
     if not (math.isfinite(low) and math.isfinite(high)):
         raise SynthesisError(
@@ -225,7 +224,7 @@ def _k_weighting(sample_rate: int) -> tuple[NDArray[np.float64], NDArray[np.floa
     """Numerator and denominator of the K-weighting as one filter, each [5]: a single pass takes a third of
     the time of two.
 
-    Its stages are a high shelf and a high pass, as the Audio EQ Cookbook of R. Bristow-Johnson has them.
+    Its stages are a high shelf and a high pass, as defined in the Audio EQ Cookbook of R. Bristow-Johnson.
     """
     (cosine, width), gain = _angle(_SHELF_HZ, _SHELF_Q, sample_rate), 10 ** (_SHELF_DB / 40)
     more, less, edge = gain + 1, gain - 1, 2 * math.sqrt(gain) * width
@@ -253,7 +252,8 @@ def _angle(hz: float, quality: float, sample_rate: int) -> tuple[float, float]:
 def _filtered(
     numerator: NDArray[np.float64], denominator: NDArray[np.float64], samples: NDArray[np.float32]
 ) -> NDArray[np.floating[Any]]:
-    """`samples` [samples] through a recursive filter at rest, whose denominator begins with 1.
+    """Applies a recursive filter, which is initially at rest and whose denominator begins with 1, to
+    `samples` [samples].
 
     Outputs solve a triangular system with a band as wide as the denominator, a block at a time.
     `scipy.signal` has a function for it, but takes half a second to import.

@@ -200,7 +200,7 @@ class ChildEndedError(Exception):
 
 
 class _Call(msgspec.Struct, frozen=True):
-    """A call; it comes with a descriptor of its data."""
+    """A call, which is sent with a descriptor of its data."""
 
     number: int
     content: Any
@@ -241,7 +241,7 @@ class CalledChild(Generic[T]):
 
     def call(self, content: object, data: bytes | NDArray[Any] = b"") -> Future[T]:
         """The future of the answer; it fails with the child's `NightjarError` or `ChildEndedError`. Raises
-        `ChildEndedError` after the child's end, and `OSError` without memory to share."""
+        `ChildEndedError` after the child's end, and `OSError` if there is no memory to share."""
         shared, answered = share(data), Future[T]()
         try:
             with self._lock:

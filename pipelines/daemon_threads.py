@@ -47,8 +47,8 @@ class DaemonThreads(Executor):
         return future
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
-        """Refuses new calls and ends the threads after the submitted ones, or cancels those. `wait` waits for
-        the threads."""
+        """Refuses new calls, and ends the threads after the submitted calls. `cancel_futures` cancels those
+        that have not started; `wait` waits for the threads."""
         with self._lock:
             self._closed = True
             waiting: list[tuple[Future[Any], Callable[[], Any]] | None] = []

@@ -1,4 +1,4 @@
-"""How long speech should be: from a text's length in units to seconds, with bounds that were learned.
+"""How long speech should be: from a text's length in units to seconds, with learned bounds.
 Imports no library."""
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import msgspec
 
 from pipelines.languages import language_code
 
-#: Seconds that a length may always be off: breath, a pause, a codec's last frame.
+#: Deviation in seconds that is always allowed: breath, a pause, a codec's last frame.
 SLACK_SECONDS = 0.5
-#: Numbers are read in many words or few, markup is spelled out or skipped: such a text tells little of its
-#: length.
+#: Bounds for text that is not prose: numbers may be read as many or few words, and markup spelled out or
+#: skipped, so the text says little about the length.
 WIDE_LOW, WIDE_HIGH = 0.1, 4.0
 
 
 _DIGITS, _MARKS = "0123456789", ".!?;:,"
 # Patterns are compiled at first use, by `re` itself: `nightjar status` needs none.
 _IDEOGRAPHS = "[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]"
-#: What counts more than the one unit of every character, and by how many: marks, Chinese, Korean, kana.
+#: Characters that count more than one unit, and their additional units: marks, Chinese, Korean, kana.
 _FOREIGN_SIGNS = {
     "[\u2026\u3001\u3002\uff0c\uff01\uff1f\uff1b\uff1a]": 2.0,
     _IDEOGRAPHS: 2.5,
@@ -46,8 +46,8 @@ def text_units(text: str) -> float:
 
 
 def is_prose(text: str) -> bool:
-    """Whether the letters of a text tell how long its speech is: plain sentences of five words to two
-    marks or more."""
+    """Whether the letters of a text predict the length of its speech: plain sentences with at least five
+    words for every two marks."""
     if re.search(_UNLIKE_PROSE, text):
         return False
     marks = max(1, sum(map(text.count, _MARKS)))
@@ -60,8 +60,8 @@ _NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How fast a voice speaks: seconds = `base_seconds` + `seconds_per_unit` x `text_units(text)`.
 
-    Speech whose length is `low` to `high` times that, or off by no more than `slack_seconds`, is as long
-    as it should be; that of a text that is no prose, `WIDE_LOW` to `WIDE_HIGH` times.
+    Speech is as long as it should be if it takes `low` to `high` times that, or up to `slack_seconds` less or
+    more. For text that is not prose the factors are at least as wide as `WIDE_LOW` to `WIDE_HIGH`.
     """
 
     base_seconds: _NotNegative

@@ -21,7 +21,7 @@ MAX_BARS = 24
 
 
 class Bar(NamedTuple):
-    """The value of a range, which the label names."""
+    """A range, which the label names, and its value."""
 
     begin: float
     end: float
@@ -31,8 +31,8 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A bar for each value that is not zero, between two edges; with a summary in words, and the headings of
-    its table."""
+    """A bar chart, with a summary in words and the headings of its table. Each value that is not zero is a
+    bar between two edges."""
 
     key: str
     title: str
@@ -41,7 +41,7 @@ class Chart:
     heads: tuple[str, str]
     edges: Sequence[float]
     values: Sequence[float]
-    #: Size and symbol of the unit in which labels name the edges.
+    #: Size and symbol of the labels' unit.
     scale: tuple[float, str]
     #: Minimum step between the ticks of the vertical axis.
     min_step: float = 0.0
@@ -119,9 +119,9 @@ def round_step(step: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What was made in each step of the time in which workers held shards of a job."""
+    """The items and the speech made in each step of a job's busy time, in which workers held its shards."""
 
-    #: Busy seconds at the ends of the steps: float64 [steps + 1]; `scale` as in a chart.
+    #: Busy seconds at the edges of the steps: float64 [steps + 1]; `scale` as in a chart.
     edges: NDArray[np.float64]
     scale: tuple[float, str]
     #: Items that ended, and seconds of speech, in each step: float64 [steps].
@@ -151,7 +151,7 @@ def timeline(leases: Iterable[Attempt], busy: Sequence[tuple[float, float]]) -> 
     `busy`: (start, end) of the times in which workers held shards, by the ledger's clock, in order."""
     work = np.cumsum([0.0, *(end - start for start, end in busy)])
     seconds = max(float(work[-1]), 1e-3)
-    # The largest unit of which the job took two.
+    # The largest unit that fits twice into the busy time.
     scales = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
     scale = next((one for one in scales if seconds >= 2 * one[0]), scales[-1])
     step = round_step(seconds / scale[0] / MAX_BARS) * scale[0]
@@ -161,7 +161,7 @@ def timeline(leases: Iterable[Attempt], busy: Sequence[tuple[float, float]]) -> 
     items, audio, count = np.zeros(len(edges) - 1), np.zeros(len(edges) - 1), 0
     for lease in leases:
         count += 1
-        # The share of the lease before each edge. A lease without a length belongs to the step after it.
+        # The share of the lease before each edge. A lease of length zero counts in the step that contains it.
         share = np.clip((times - lease.started_at) / max(lease.ended_at - lease.started_at, 1e-9), 0, 1)
         share[-1] = 1.0
         items += (lease.done + lease.failed) * np.diff(share)

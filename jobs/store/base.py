@@ -174,7 +174,7 @@ def missing_allowed() -> Generator[None, None, None]:
 MAX_KEY_BYTES = 1024
 #: Most file systems refuse longer names.
 MAX_SEGMENT_BYTES = 255
-#: The form of nearly all keys; within both limits.
+#: Matches nearly all keys; what it matches is within both limits.
 _PLAIN = re.compile(r"(?=.{1,255}\Z)[A-Za-z0-9_-][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*", re.ASCII)
 
 
@@ -225,6 +225,6 @@ def store_unavailable(where: str, found: str | None, expected: str) -> StoreErro
     reason = "is missing" if found is None else f"contains {found[:32]!a}"
     return StoreError(
         ErrorCode.STORE_UNREACHABLE,
-        f"The store {where} is not available: its file {IDENTITY_KEY} {reason}, expected was {expected}.",
+        f"The store {where} is not available: its file {IDENTITY_KEY} {reason}, but {expected} was expected.",
         f"Mount or restart it; the work then continues. If this is the right place, write the expected line into {IDENTITY_KEY} there.",
     )

@@ -39,8 +39,9 @@ def cheapest(
 ) -> list[list[int]]:
     """Divides utterances into batches of the lowest cost, the longest first; omits empty ones.
 
-    A batch is as wide as its longest utterance and has up to `max_frames` frames; a row counts up to
-    `pass_frames`, since longer ones are decoded in passes of that length. `padding_cost`: the cost of a padded
+    A batch is as wide as its longest utterance and has up to `max_frames` frames; a row counts as up to
+    `pass_frames` frames, since longer ones are decoded in passes of that length. `padding_cost`: the cost of
+    a padded
     frame in a batch of one pass; it is 1 in batches of several passes.
     """
     order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: -lengths[i])

@@ -133,7 +133,8 @@ class CausalDecoder(Decoder[CodecState]):
         return PendingSamples(parts, event, lambda: graphs.recycle(buffers))
 
     def _launched(self, state: CodecState, codes: Tensor, last: bool) -> list[Samples]:
-        """Starts the chunk of a stream without a row, in the sizes of the graphs, so with the same kernels."""
+        """Starts the chunk of a stream without a row, in pieces of the graphs' sizes, so that the kernels are
+        the same."""
         waves: list[Tensor] = []
         for taken, filled in pieces(len(codes), last):
             part, codes = codes[:taken], codes[taken:]

@@ -46,8 +46,8 @@ log = logging.getLogger(__name__)
 
 #: Up to this number of channels one program holds all of a step, and a residual unit is one kernel.
 WIDEST_UNIT = 192
-#: The fused head clamps to 1, so inputs of tanh are scaled by this; it is far above the range where tanh reaches
-#: 1, and a power of two, which changes no digits.
+#: The fused head clamps to 1, so inputs of tanh are divided by this before it. Tanh reaches 1 far below this
+#: value, and a power of two changes no digits.
 HEADROOM = 64.0
 
 _ops = torch.ops.nightjar
@@ -326,7 +326,7 @@ class FusedFront:
     latent].
 
     The entry is folded into the convolution before it; the last norm and the exit are folded into the first
-    repetition. The ops have kernels on a GPU with Triton in bfloat16, and run as their twins otherwise.
+    repetition. The ops have kernels on a GPU with Triton in bfloat16, and run as PyTorch ops otherwise.
     """
 
     def __init__(

@@ -30,7 +30,8 @@ PACKED_SIZES = (64, 128, 256, 512, 768, 1024, 1280, 1536, 1792, 2048)
 WIDE_PACKED_SIZES = (4096, 6144)
 #: A row has room for one chunk for each 8 positions, and for 8 chunks at least; others go to the next row.
 _RUN_POSITIONS, _MIN_RUNS = 8, 8
-#: Maximum unused positions of one row instead of two rows: another replay takes about as long as these.
+#: Maximum unused positions of a row. If there were more, two rows are used: a second replay takes about as
+#: long as this many positions.
 _MAX_EMPTY = 256
 #: A row that most first prefills fit; in the longest one they would take three times as long.
 _USUAL = 2048
