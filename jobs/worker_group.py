@@ -223,8 +223,10 @@ class WorkerGroup:
             _release(child)
         member.started_at = time.monotonic()
         plan = member.plan
-        details = {"pid": child.pid, "gpu": plan.gpu, "cores": plan.cores and sorted(plan.cores)}
-        self.on_event("info", "worker started", {**details, "metrics_port": plan.metrics_port})
+        cores = None if plan.cores is None else sorted(plan.cores)
+        details = {"pid": child.pid, "gpu": plan.gpu, "cores": cores, "metrics_port": plan.metrics_port}
+        known = {name: value for name, value in details.items() if value is not None}
+        self.on_event("info", "worker started", known)
         if self.ending is not None:
             # The signal arrived before the process existed.
             child.process.send_signal(self.ending)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import signal
 import subprocess
 import sys
@@ -161,6 +162,16 @@ def test_every_gpu_has_its_process_and_signals_are_passed_on(run: Callable[..., 
     assert supervisor.end() == 0
     started = [line.partition(" cores")[0] for line in supervisor.lines()]
     assert sorted(started) == ["end 0", "end 3", "start 0", "start 3"]
+
+
+def test_a_start_is_logged_without_what_its_plan_leaves_open(run: Callable[..., Run]) -> None:
+    supervisor = run([None])
+    supervisor.wait_for(lambda: supervisor.count("start") == 1)
+    assert supervisor.end() == 0
+    (started,) = (
+        line for line in supervisor.said.read_text().splitlines() if line.startswith("worker started")
+    )
+    assert ast.literal_eval(started.removeprefix("worker started ")).keys() == {"pid"}
 
 
 def test_a_signal_that_comes_while_a_worker_is_started_reaches_it(tmp_path: Path) -> None:
