@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 #: Maximum number of objects deleted by one request, a limit of S3.
 OBJECTS_AT_ONCE = 1000
-#: A worker that lost its lease may store more objects after the listing. Later ones are left to the sweep.
+#: A worker that lost its lease may store more objects after the listing. After this many listings the sweep
+#: deletes the rest.
 MAX_PASSES = 5
 
 

@@ -177,8 +177,8 @@ print(json.dumps([torch.version.cuda, names]))
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The GPUs of a machine and their software; None: missing. `names`: the GPUs that torch can use, `cuda`:
-    the CUDA version it was built for."""
+    """The GPUs of a machine and their software; None: missing. `names`: the GPUs that torch can use; `cuda`:
+    the CUDA version that torch was built for."""
 
     devices: int
     driver: str | None = None

@@ -1,6 +1,6 @@
 """A model in a separate process, for workers and servers.
 
-`python -m jobs.engine_process LEVEL FORMAT` is that process, with the logging of its parent.
+`python -m jobs.engine_process LEVEL FORMAT` runs that process, with the logging of its parent.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def open_engine_process(
 def open_model(
     model: str, card: ModelCard, settings: Settings, options: dict[str, Any], level: str | None = None
 ) -> Pipeline:
-    """Opens a model in a separate process, so that HTTP does not share its interpreter. The engine `vllm` has its
-    own process.
+    """Opens a model in a separate process, so that HTTP does not share its interpreter. The engine `vllm`
+    already has a process of its own.
 
     Raises as `pipelines.registry.open_pipeline`, and `EngineCrashError`.
     """
@@ -46,8 +46,8 @@ def open_model(
 
 
 def engine_options(settings: Settings, card: ModelCard) -> dict[str, Any]:
-    """The options of a model for a server: those of a worker, prepared for streams if possible, and with answers that
-    reach their limit kept (`finish_reason` length)."""
+    """The options of a model for a server: those of a worker, prepared for streams if possible. Answers that
+    reach their limit are kept (`finish_reason` length)."""
     options, native = settings.engine_options(card), settings.chosen_engine(card) == "native"
     if native and has_option(card, "streams"):
         streams = settings.serve.streams

@@ -75,7 +75,7 @@ def format_of(source: Source, asked: AskedFormat) -> InputFormat:
     if named is not None:
         return named
     if looks is None:
-        # The input is empty, or other JSON, whose lines are then refused one by one, with reasons.
+        # The input is empty, or JSON of another kind, whose lines are later refused one by one with reasons.
         return "dialogues"
     if PurePosixPath(uri).name == "text":
         looks = "kaldi"

@@ -222,7 +222,7 @@ def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
         return {**_adapter().validate_python(given)}
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        # The option is followed by a key of a mapping, or by a type that was tried.
+        # In `loc` the option is followed by a key of a mapping, or by a type that was tried.
         is_mapping = isinstance(given.get(str(first["loc"][0])), Mapping)
         name = ".".join(map(str, first["loc"][: 2 if is_mapping else 1]))
         reason = "Input should be a list" if first["type"] == "sequence_str" else first["msg"]

@@ -19,7 +19,7 @@ from pipelines.registry import ModelCard
 from pipelines.request import Generation, Message, SpokenRole
 from pipelines.validation import SpeechTask, is_visible, own_voice, speech_task
 
-#: Maximum number of bad lines, and the addition for each good one: a small archive can hold billions.
+#: Maximum number of bad lines, and its increase for each good one: a small archive can contain billions.
 MAX_REFUSED_LINES, MAX_REFUSED_LINES_EACH = 1_000_000, 10
 #: Faults of a line that the job's settings do not cause.
 _LINE_FAULTS = {ErrorCode.INPUT_AUDIO_MISSING, ErrorCode.INPUT_REFERENCE_TEXT}
@@ -63,8 +63,8 @@ class LineChecker:
         id_key: str = "example_id",
     ) -> None:
         """`speak`: the role whose turns are spoken; `answer`: a line is one item, the model's answer to the
-        whole dialogue. `voices`: with the stored voices that lines may name. `id_key`: the name of the
-        example's id in the input.
+        whole dialogue. `voices`: the voices that lines may name, with the stored ones. `id_key`: the name of
+        the example's id in the input.
 
         Raises `InputError` if the model does not support the defaults.
         """
@@ -244,7 +244,7 @@ def duplicate(example_id: str, key: str) -> InputError:
 
 
 def duplicate_lines(lines: Sequence[GoodLine], key: str) -> list[RejectedLine]:
-    """The rejected lines of lines with ids of earlier lines."""
+    """The rejections of lines whose ids occur in earlier lines."""
     return [rejected_line(line.line, duplicate(line.example_id, key), line.example_id) for line in lines]
 
 

@@ -66,10 +66,11 @@ class RunResult:
 def run_locally(
     run: LocalRun, progress: Progress, stop: Stop, submitted: Callable[[Job], None] = lambda job: None
 ) -> RunResult:
-    """Submits an input, or finds its job, and runs the job to its end. The same run continues after an interrupt.
+    """Submits an input, or finds its job, and runs the job to its end. After an interruption, the same call
+    continues the job.
 
-    `submitted` gets the job once it is in the ledger. Raises `InputError` for an input without items,
-    `Interrupted` as `stop`, and the errors of a submit and of the job's services.
+    `submitted` is called with the job once it is in the ledger. Raises `InputError` for an input without
+    items, `Interrupted` once `stop` is requested, and the errors of a submit and of the job's services.
     """
     settings, spec = run.settings, run.spec
     engine = settings.chosen_engine(spec.card)
@@ -99,7 +100,7 @@ def run_locally(
                 was_started = ledger.status(job.id).items.done > 0
                 status = _follow(ledger, job, embedded, progress, stop)
                 if was_started:
-                    # A GPU may not have memory for the model of the worker and a second one.
+                    # A GPU may lack memory for a second model beside the worker's.
                     embedded.stop(DRAIN_SECONDS)
                     _repair(ledger, store, job.id, progress)
                 made = _results(ledger, store, status, embedded, progress, stop)
@@ -277,8 +278,8 @@ def _report(
 
 
 def _report_ends(ledger: Ledger, settings: Settings, progress: Progress) -> None:
-    """Reports this end and earlier unreported ends of this home to the operator's hook. A failing hook does not fail
-    the run."""
+    """Reports to the operator's hook that this job has ended, and ends in this home that are not yet
+    reported. A failing hook does not fail the run."""
     from jobs.notification import report_ends
 
     for one in report_ends(ledger, settings, again_seconds=0.0):

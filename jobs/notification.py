@@ -1,7 +1,7 @@
 """Reports of ended jobs to the operator: a command, the hook, gets the job's status on its standard input.
 
-The command is set by the installation, never by a job. Each end is reported at least once, by one process at a
-time: it is claimed in the ledger before, and recorded there after the hook has accepted it.
+The command is set by the installation, never by a job. Each end is reported at least once, by one process at
+a time: it is claimed in the ledger before the hook runs, and recorded there after the hook has accepted it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _report(ledger: Ledger, settings: Settings, end: JobEnd, again_seconds: floa
     except NotFoundError:
         return None
     if status.job.finished_at != end.finished_at:
-        # The job was retried meanwhile, so this is not its present end.
+        # The job was retried meanwhile, so this is no longer its end.
         return None
     view = status_view(status, settings.price_per_gpu_hour, errors)
     reason = ""

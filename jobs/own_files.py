@@ -34,8 +34,8 @@ _RELATIVE = "home:"
 
 
 def open_own(path: Path, flags: int, depth: int = 2, *, make_folders: bool = False) -> int:
-    """Opens an internal file such as `.nightjar/lock`; links in the last `depth` names are refused. With
-    `os.O_CREAT` a missing file is created; with `make_folders` also its folders.
+    """Opens an internal file such as `.nightjar/lock`; links in the last `depth` parts of the path are
+    refused. With `os.O_CREAT` a missing file is created; with `make_folders` also its folders.
 
     Raises `store.forbidden` for a link, or if it is not a regular file in a folder, and `OSError`.
     """
@@ -73,8 +73,8 @@ def read_own(path: Path) -> str:
 
 
 def own_path(path: Path, depth: int = 2) -> Path:
-    """`path`, checked for libraries that open files by name. Raises `store.forbidden` as `open_own`; a missing
-    file is not an error."""
+    """Checks `path` and returns it, for libraries that open files by name. Raises `store.forbidden` as
+    `open_own`; a missing file is not an error."""
     for place in (*reversed(path.parents[: depth - 1]), path):
         # A file that cannot be inspected cannot be opened either, and opening it raises the reason.
         with suppress(OSError):
@@ -140,8 +140,8 @@ def home_of(ledger: Path | None) -> Path | None:
 
 
 def embedded_broker_url(state_folder: Path) -> str | None:
-    """The address of the running broker of a home, or None. Connects to its socket, because process ids are
-    reused."""
+    """The address of the running broker of a home, or None. It is found by a connection to its socket,
+    because process ids are reused."""
     try:
         url = str(json.loads(read_own(state_folder / "broker.json"))["url"])
         with socket.socket(socket.AF_UNIX) as probe:

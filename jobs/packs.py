@@ -1,5 +1,5 @@
-"""Packs: tar files with the audio and texts of many items, for stores that charge or throttle by object. Workers
-write them (`worker.pack_writer`); this module reads them.
+"""Packs: tar files with the audio and texts of many items, for stores that charge or throttle per object.
+Workers write them (`worker.pack_writer`); this module reads them.
 
     jobs/ID/packs/000003-1-0-9f86d081884c7d65.tar
         jobs/ID/audio/00000/000000512-talk.flac     each member has the key of a separate object
@@ -55,15 +55,16 @@ def _cut_off(artifact: StoredArtifact) -> StoreError:
 
 #: Reading this many bytes takes about as long as a request; a pack of the usual size has four pieces.
 PIECE_BYTES = 4 << 20
-#: Items are read in index order but stored in the order in which the engine finished them, a few pieces apart.
+#: Items are read in index order but stored in the order in which the engine finished them, so neighbours may
+#: be a few pieces apart.
 KEPT_PIECES = 16
 
 
 class ArtifactReader:
     """Reads many artifacts of one store like `read_artifact`; thread-safe.
 
-    Packs in a remote store are read in large pieces. The last pieces are kept, so that neighbours need only one
-    request.
+    Packs in a remote store are read in large pieces. The most recently used pieces are kept, so that
+    neighbouring items need only one request.
     """
 
     def __init__(self, store: ObjectStore, piece_bytes: int = PIECE_BYTES) -> None:
@@ -112,8 +113,8 @@ def ahead(
     size: Callable[[Item], int] = lambda _: 0,
     max_bytes: int = 0,
 ) -> Iterator[tuple[Item, Result]]:
-    """Each item with the result of `get`, in order. Up to `max_items` calls, of `max_bytes` in total by
-    `size`, run ahead."""
+    """Yields each item with the result of `get`, in order. Up to `max_items` calls run ahead, for items of up
+    to `max_bytes` in total by `size`."""
     waiting: deque[tuple[Item, Future[Result]]] = deque()
     total = 0
     for item in items:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 BAR_COLUMNS = 80
 #: Interval of lines on a stream that is not a terminal.
 LINE_SECONDS = 30.0
-#: An ingest that takes longer gets a line.
+#: An ingest that takes longer than this is reported by a line.
 FIRST_LINE_SECONDS = 5.0
 #: The rate covers the last `RATE_SECONDS`, and is unknown before `MIN_RATE_SECONDS`.
 RATE_SECONDS = 60.0

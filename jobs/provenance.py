@@ -91,7 +91,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     spec: JobSpec
     spec_sha: str
     model: ModelProvenance
-    #: `worker`: the maker of the audio; `export`: no worker left a record, and libraries are the exporter's.
+    #: `worker`: the process that made the audio; `export`: the exporter, because no worker left a record.
     recorded_by: str
     nightjar: str
     #: Git commit of Nightjar, with `+` if its files were changed; None if unknown.
@@ -123,7 +123,7 @@ def provenance(
         input_sha256=job.input_sha256,
         spec=job.spec,
         spec_sha=job.spec_sha,
-        # The engine that ran the model, if it has a choice.
+        # The engine that ran the model, if the model has a choice of engines.
         model=model
         if info is None or not info.engine
         else msgspec.structs.replace(model, engine=info.engine),
@@ -255,8 +255,8 @@ def _accelerator(info: EngineInfo) -> str:
 
 @contextmanager
 def reopened_model(store: ObjectStore, job: Job, say: Callable[[str], None]) -> Iterator[Pipeline]:
-    """Opens the model of a job, on the recorded engine if the model has a choice. `say` gets a sentence if the
-    model or the encoder has another version now, and if the records have several engines."""
+    """Opens the model of a job, on the recorded engine if the model has a choice. `say` is called with a
+    sentence if the model or the encoder has another version now, and if the records have several engines."""
     card = describe(job.spec.model)
     made_by = [record for record in read_records(store, job) if record.recorded_by == "worker"]
     encoders = {record.encoder for record in made_by if record.encoder is not msgspec.UNSET}

@@ -29,7 +29,8 @@ _IGNORED = (OSError, RuntimeError, StoreError, UnicodeDecodeError)
 
 
 def _folder(kind: str) -> Path:
-    """The folder for notes of `jobs`, or of a running `dev`. Raises `RuntimeError` if the user has no home."""
+    """The folder for notes of `jobs`, or of a running `dev`. Raises `RuntimeError` if the user has no home
+    folder."""
     base = os.environ.get("XDG_STATE_HOME")
     root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".local" / "state"
     return root / "nightjar" / kind
@@ -58,7 +59,7 @@ def remember_if_embedded(job_id: str, settings: Settings) -> None:
 
 @contextmanager
 def registered_dev(home: Path) -> Iterator[None]:
-    """Notes that a `nightjar dev` is running in `home`, which gets the jobs that any folder submits."""
+    """Notes that a `nightjar dev` is running in `home`, which gets the jobs submitted from any folder."""
     name = hashlib.sha256(str(home.absolute()).encode()).hexdigest()[:16]
     with suppress(*_IGNORED):
         _write(_folder("dev") / name, home)
@@ -79,8 +80,8 @@ def _running_devs() -> list[str]:
 
 
 def settings_for_new_job(home: str | None) -> Settings:
-    """The settings of `nightjar submit`: those given, or, if neither ledger, broker nor home is set, those of
-    a running `nightjar dev`: the one in the default home, else the newest."""
+    """The settings of `nightjar submit`: those given. If neither ledger, broker nor home is set, they are
+    those of a running `nightjar dev`, the one in the default home or else the newest."""
     settings = load_settings(home=home)
     if (
         settings.database_url is not None
@@ -100,7 +101,7 @@ def forget(job_id: str) -> None:
 
 
 def remember_moved(job_id: str, settings: Settings) -> None:
-    """Notes the new home of a job whose home was moved. A copy does not replace the original."""
+    """Notes the new home of a job whose home was moved. A copy of a home does not replace the original."""
     if settings.database_url is None and _JOB_ID.fullmatch(job_id) and not homes_of(job_id):
         remember(job_id, settings.home)
 

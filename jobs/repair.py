@@ -1,5 +1,5 @@
 """Repeated synthesis of items, from their lines and recorded seeds: a sample for comparison, and the repair of lost
-or damaged objects. Inputs of shards are restored from their file."""
+or damaged objects. Inputs of shards are restored from the submitted file."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ if TYPE_CHECKING:
 
 #: Number of items in the engine at once.
 _AT_ONCE = 64
-#: Minimum signal-to-noise ratio of two recordings that differ only by rounding, by whether the format is lossy. A
-#: lossy encoder amplifies small differences: noise at -60 dB gives 19 to 33 dB after decoding. At 0 dB the
-#: difference is as loud as the speech.
+#: Whether the format is lossy -> minimum signal-to-noise ratio of two recordings that differ only by
+#: rounding. A lossy encoder amplifies small differences: noise at -60 dB gives 19 to 33 dB after decoding. At
+#: 0 dB the difference is as loud as the speech.
 CLOSE_DB = {False: 40.0, True: 10.0}
 _TIMEOUT_SECONDS = 600.0
 
@@ -79,7 +79,7 @@ class ReproducedItem:
     index: int
     example_id: str
     match: Match
-    #: Signal-to-noise ratio of the new samples; infinite for equal ones, None for another length.
+    #: Signal-to-noise ratio of the new samples; infinite for equal ones, None if the lengths differ.
     snr_db: float | None = None
     #: Why it failed.
     reason: str = ""
@@ -124,7 +124,8 @@ class _Resynthesis:
         return ShardLines(self.ledger, self.store, self.job.id, read_shard)
 
     def start_of(self, expected: Expected) -> tuple[ItemRow, Artifact, Future[Speech] | NightjarError] | None:
-        """The item of an object, its artifact, and its started synthesis or error; None: it does not belong to an item."""
+        """The item of an object, its artifact, and its started synthesis or error; None: the object does not
+        belong to an item."""
         if expected.index is None:
             return None
         artifact = self.ledger.artifacts_of(self.job.id, expected.kind, [expected.index]).get(expected.index)
@@ -162,8 +163,8 @@ class _Resynthesis:
         return dataclasses.replace(speech, samples=samples)
 
     def replace(self, row: ItemRow, artifact: Artifact, started: Future[Speech] | NightjarError) -> Repaired:
-        """Replaces an artifact by the new speech. The object is written before the ledger is updated, which happens
-        only if its bytes differ, so an interrupted repair is repeated by the next one. A member of a pack
+        """Replaces an artifact by the new speech. The object is written first. The ledger is updated after
+        it, and only if the bytes differ, so the next repair repeats an interrupted one. A member of a pack
         becomes a separate object, because packs are write-once."""
         try:
             if isinstance(started, NightjarError):
@@ -318,7 +319,8 @@ def restore_inputs(
     """
     inputs = {no: place for no, place in ledger.shard_inputs(job.id).items() if place[0] in lost}
     lines: dict[int, list[bytes]] = {no: [] for no in inputs}
-    # Of lines with equal ids the first accepted one became items; the items of a dialogue are in one shard.
+    # Among lines with equal ids only the first accepted one became items; the items of a dialogue are in one
+    # shard.
     wanted = {row.example_id: row for row in ledger.items(job.id) if row.shard_no in lines and not row.turn}
     refused = {line.line for line in ledger.rejected_lines(job.id)}
     written_as = cast("InputFormat", job.labels.get(INPUT_FORMAT, "dialogues"))

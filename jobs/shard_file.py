@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from pipelines.registry import ModelCard
 
 
-#: Engine time of a shard: long compared with its dispatch, short enough to lose.
+#: Engine time of a shard: long compared with its dispatch, short enough that little is lost with one.
 ENGINE_SECONDS = 60.0
 #: Engine time and items of the first shards of a job, which are smaller, so that a small job has shards for all
 #: workers.
 MIN_ENGINE_SECONDS = 1.0
 MIN_ITEMS = 64
-#: Number of earlier items of the job for which shards grow by one item.
+#: Shards grow by one item for each this many earlier items of the job.
 ITEMS_PER_GROWTH = 128
 #: Assumed RTF of a model without measurements, by engine; `native` and `vllm` usually run on GPUs.
 USUAL_RTF = {"native": 1 / 2000, "vllm": 1 / 700, "cpu": 0.1}
@@ -57,8 +57,9 @@ class ShardSize:
     ) -> ShardSize:
         """The size for `ENGINE_SECONDS` of work, with a maximum of `target_seconds` of audio.
 
-        The speed is `measured_rtf` from earlier jobs of the model, else that of the card, else the usual one of the
-        engine. The last may be wrong, so then the first shards are limited by their number of items.
+        The speed is `measured_rtf` from earlier jobs of the model, else that of the card, else the usual one
+        of the engine. The usual speed may be wrong, so the first shards are then limited by their number of
+        items.
         """
         known = card.rtf if measured_rtf is None else max(measured_rtf, _MIN_RTF)
         seconds = min(target_seconds, ENGINE_SECONDS / (known or USUAL_RTF[card.engine]))
@@ -67,7 +68,7 @@ class ShardSize:
 
 
 def cut(lines: Sequence[GoodLine], size: ShardSize, items_before: int = 0) -> Iterator[Sequence[GoodLine]]:
-    """Consecutive parts of `lines`, one per shard; a line that is too large for a shard is a shard alone.
+    """Consecutive parts of `lines`, one per shard; a line that is too large gets a shard of its own.
 
     The items of a line are in one shard. `items_before`: items of the job before these lines.
     """
@@ -125,7 +126,7 @@ class RawLine(msgspec.Struct, frozen=True):
     references: dict[int, str] = {}
 
 
-#: The settings of every line that has none.
+#: The settings of every line without settings of its own.
 NO_GENERATION = Generation()
 _decode_dialogue = msgspec.json.Decoder(Dialogue).decode
 _decode_raw = msgspec.json.Decoder(RawLine).decode
@@ -148,7 +149,7 @@ _compressors = threading.local()
 
 
 def compress(lines: Iterable[bytes]) -> bytes:
-    """The object of a shard. Equal lines give equal bytes."""
+    """The compressed lines of a shard, as stored. Equal lines give equal bytes."""
     compressor: zstandard.ZstdCompressor | None = getattr(_compressors, "own", None)
     if compressor is None:
         # Creating one takes longer than compressing a shard, and threads must not share one.

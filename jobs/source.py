@@ -29,9 +29,9 @@ from pipelines.errors import ErrorCode, InputError, StoreError
 if TYPE_CHECKING:
     from jobs.settings import S3Settings
 
-#: A longer line is refused; its bytes are skipped without being held.
+#: A longer line is refused; its bytes are skipped and not kept in memory.
 MAX_LINE_BYTES = 1 << 20
-#: Maximum number of blank lines, and the addition for each other line: a small archive can hold billions.
+#: Maximum number of blank lines, and its increase for each other line: a small archive can contain billions.
 MAX_BLANK_LINES, MAX_BLANK_LINES_EACH = 1_000_000, 10
 #: Size of a batch of lines.
 BATCH_LINES, BATCH_BYTES = 10_000, 16 << 20
@@ -44,8 +44,8 @@ _ZSTD_MAX_WINDOW_BYTES = 1 << 27
 _BOM = b"\xef\xbb\xbf"
 
 
-#: A record of an input: a line, the JSON of a dialogue, or a rejected line; None: the line is too long. Blank:
-#: no record.
+#: A record of an input: a line, the JSON of a dialogue, or a rejected line; None: the line is too long. A
+#: blank line is no record.
 Record = bytes | RejectedLine | None
 
 
@@ -222,7 +222,7 @@ def open_source(address: str, s3: S3Settings | None = None) -> Generator[Source,
 
 
 def check_source(source: str) -> str:
-    """Checks that the input has a valid name, can be read, and ends, and returns it. Raises
+    """Returns the input's name after checks that it is valid, can be read and is no endless device. Raises
     `input.unreadable`."""
     try:
         source.encode()

@@ -221,7 +221,7 @@ def job_view(
     job: Job, made_with: Sequence[Provenance] | None, command: Sequence[str], notes: Sequence[str]
 ) -> dict[str, Any]:
     """`nightjar.job/1`: the settings and versions of a job. `made_with`: the records of its kinds of workers;
-    None: they cannot be read. `command` makes the job again, except for what `notes` say."""
+    None: they cannot be read. `command` makes the job again, with the exceptions in `notes`."""
     # Imported late, because the other views need no store.
     from jobs.layout import job_prefix
 

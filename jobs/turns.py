@@ -79,10 +79,9 @@ def turn_messages(
 def with_audio(messages: Sequence[Sequence[str]], audio: Mapping[int, str]) -> Iterator[Sequence[str]]:
     """Inserts the audio of spoken turns, given by their places: each directly after its text, in its role.
 
-    The audio of a dialogue's only text, if it is the user's, is the assistant's: a pair of text and speech,
-    which models are trained on. It follows all messages of that turn, so that a voice to clone stays next to
-    its text. Earlier recordings of the same text are left out: the assistant's audio of a spoken text, and
-    that of a pair.
+    If a dialogue has only one text, and it is the user's, its audio becomes the assistant's: a pair of text
+    and speech, as models are trained on. It follows all messages of that turn, so that a voice to clone stays
+    next to its text. Earlier recordings of the same text by the assistant are left out.
     """
     triples = cast("Sequence[Triple]", messages)
     replaced = {recording for turn in audio for recording in _recordings(triples, turn)}
@@ -127,7 +126,8 @@ def _is_only_text(messages: Sequence[Triple], turn: int) -> bool:
 
 
 def _run_of_role(messages: Sequence[Triple], place: int) -> tuple[int, int]:
-    """First and end of the consecutive messages of one role around a place."""
+    """The first place, and the place after the last, of the consecutive messages of one role around a
+    place."""
     role = messages[place][0]
     first = end = place
     while first and messages[first - 1][0] == role:

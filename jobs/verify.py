@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _THREADS = 8
 _AHEAD = 64
-#: Size of the cache of folder listings; objects are in the order of their folders, with several packs at a time.
+#: Size of the cache of folder listings; objects are ordered by folder, but those of several packs alternate.
 _FOLDERS = 16
 
 
@@ -48,7 +48,7 @@ class Expected:
     kind: str = "input"
     #: Index of its item; None for an input.
     index: int | None = None
-    #: None if it was not read.
+    #: Id of its item; None if it was not read.
     example_id: str | None = None
     #: None for an input.
     bytes: int | None = None

@@ -28,8 +28,8 @@ from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import NightjarError
 from pipelines.ipc import ErrorRecord
 
-#: Number of consecutive ends with an exit status before it is up, after which a worker counts as unable to
-#: start.
+#: A worker counts as unable to start once it has ended this many times in a row, with an exit status, before
+#: it was up.
 FAILED_STARTS = 3
 #: Number of consecutive ends without a finished item, after which a worker is quarantined. An item that crashes
 #: its workers is found after fewer.
@@ -51,13 +51,13 @@ class WorkerReport(msgspec.Struct, frozen=True, omit_defaults=True):
     finished: bool = False
     #: Why it ends, without passwords.
     last_words: str = ""
-    #: Why no restart could open its model.
+    #: Why it cannot open its model, if a restart would not help.
     refusal: ErrorRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """How one worker is started. None: as its parent, on any device."""
+    """How one worker is started. Fields that are None: as its parent, on any device."""
 
     device: Device | None = None
     cores: frozenset[int] | None = None
@@ -148,7 +148,7 @@ class WorkerGroup:
     start_child: Callable[[WorkerPlan], Child[WorkerReport]]
     #: First and longest pause before a restart, in seconds.
     pauses: tuple[float, float]
-    #: Reads the last output of a worker that ended without last words.
+    #: Reads the last output of a worker that ended without a last message.
     last_line: Callable[[], str] = lambda: ""
     #: Gets log entries: level, event, details.
     on_event: Callable[[str, str, dict[str, object]], None] = lambda level, event, details: None

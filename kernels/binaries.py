@@ -1,6 +1,7 @@
 """Machine code of `kernels/cuda`: part of the wheel, or compiled once per machine and kept. Imports neither torch nor Triton.
 
-`python -m kernels.binaries FOLDER` writes what a wheel brings: `<source>-<target>-<digest>.cubin` and `.ptx`.
+`python -m kernels.binaries FOLDER` writes the files that a wheel contains: `<source>-<target>-<digest>.cubin`
+and `.ptx`.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ _INCLUDED = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 
 
 def targets_of(name: str) -> list[str]:
-    """The targets that a wheel brings code of a source for, from the source's first line; none where it
-    names none."""
+    """The targets for which a wheel contains code of a source, as the source's first line lists them; empty
+    if it lists none."""
     first, _, _ = _text(name).partition("\n")
     return first.removeprefix(_WHEEL).split() if first.startswith(_WHEEL) else []
 
 
 def shipped_code() -> list[tuple[str, str]]:
-    """Source and target of all code that a wheel brings."""
+    """Source and target of all code that a wheel contains."""
     names = sorted(path.stem for path in SOURCES.glob("*.cu"))
     return [(name, target) for name in names for target in targets_of(name)]
 
@@ -59,7 +60,7 @@ def cache_folder() -> Path:
 
 
 def shipped() -> bool:
-    """Whether this installation brings code of every source."""
+    """Whether this installation contains code of every source."""
     return all((SOURCES / file_name(name, target)).exists() for name, target in shipped_code())
 
 
@@ -145,7 +146,8 @@ def _alone(lock: Path) -> Iterator[None]:
 
 
 def write_shipped(folder: Path) -> list[Path]:
-    """Compiles what a wheel brings into `folder`. Raises RuntimeError with the compilers' messages."""
+    """Compiles the code that a wheel contains, and writes it into `folder`. Raises RuntimeError with the
+    compilers' messages."""
     folder.mkdir(parents=True, exist_ok=True)
 
     def write(code: tuple[str, str]) -> Path:

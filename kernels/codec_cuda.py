@@ -34,8 +34,8 @@ def _narrow_weights(weight1: Tensor, weight2: Tensor) -> Tensor:
     """The weights of a unit of 96 channels as its kernel holds them: [8 * 96 * 96], the seven taps and the
     second weight.
 
-    Of each, 8 input channels lie together: [12, 96, 8]. A thread has two columns of each 8 of a product;
-    the second weight's are in such an order that these are 8 channels of each 32.
+    Each is [12, 96, 8], with 8 input channels together. A thread has two of each 8 columns of a product. The
+    second weight's columns are ordered so that a thread has 8 consecutive channels of each 32.
     """
     second = weight2.view(96, 3, 4, 4, 2).transpose(2, 3).reshape(96, 96)
     return torch.cat((weight1, second)).view(TAPS + 1, 12, 8, 96).transpose(2, 3).reshape(-1)
@@ -46,8 +46,8 @@ def _wide_weights(weight1: Tensor, weight2: Tensor) -> Tensor:
     memory: [8 * 192 * 192].
 
     A chunk has 12 KB: 32 input channels and all columns of weight1, or 64 input channels and half of the
-    columns of weight2, as [input channels / 8, columns, 8]. A thread has two columns of each 8 of a
-    product; the second weight's are as those of 96 channels.
+    columns of weight2, as [input channels / 8, columns, 8]. A thread has two columns of each 8 of a product;
+    the second weight's columns are ordered as for 96 channels.
     """
     first = weight1.view(-1, 4, 8, 192).transpose(2, 3)
     ordered = weight2.view(192, 6, 4, 4, 2).transpose(2, 3).reshape(24, 8, 2, 96)
@@ -56,7 +56,7 @@ def _wide_weights(weight1: Tensor, weight2: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """A kernel, which is the only one of its source, and its tiles."""
+    """A kernel, the only one of its source, and the sizes of its tiles."""
 
     source: Source
     channels: int
@@ -153,7 +153,7 @@ def is_faster(a: Tensor, lead: int) -> bool:
 def aligned(
     a: Tensor, residual: Tensor, raw: Tensor | None, active: Tensor | None, active_lead: int, *_: object
 ) -> bool:
-    """Whether the kernels can read and write these, 16 bytes at a time."""
+    """Whether the kernels can read and write these tensors, 16 bytes at a time."""
     return not active_lead % 8 and all(
         tensor is None or (tensor.is_contiguous() and not tensor.data_ptr() % 16 and not tensor.stride(0) % 8)
         for tensor in (a, residual, raw, active)

@@ -34,7 +34,8 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a kernel's tile is chosen by: `kind` is conv or unit, `channels` in, `columns` out."""
+    """The properties by which a kernel's tile is chosen: `kind` is conv or unit, `channels` in, `columns`
+    out."""
 
     kind: str
     channels: int
@@ -61,7 +62,7 @@ TILES: dict[Shape, Tile] = {
 
 @lru_cache(maxsize=4096)
 def tile_for(shape: Shape, steps: int, tma: bool) -> Tile | None:
-    """The tile for a shape, None when these kernels cannot run it and the twin must."""
+    """The tile for a shape, None if these kernels cannot run it, so that the twin does."""
     tile = TILES.get(shape) or (_unit_tile(shape) if shape.kind == "unit" else _conv_tile(shape))
     if tile is None:
         return None
@@ -110,7 +111,7 @@ def _chosen_tile(kind: str, a: Tensor, lead: int, columns: int, taps: int) -> Ti
 
 
 def _place(active: Tensor | None, active_lead: int) -> tuple[Tensor | None, int]:
-    """Where an activated result starts, and the values from one row to the next."""
+    """The start of an activated result, and the number of values from one row to the next."""
     if active is None:
         return None, 0
     flat = active.view(len(active), -1)

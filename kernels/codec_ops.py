@@ -1,9 +1,9 @@
 """Ops of a codec's decoder: their interface in `torch.library`, each with its plain PyTorch twin.
 
-All activations are channels-last: [rows, steps, channels]. Every op of the convolution stack is causal:
-step t reads steps <= t, and the steps before the first one are read from `history` (the raw inputs that
-precede `x`, oldest first), or is zero when `history` is None. A history of zeros and no history are the
-same, since snake(0) = 0.
+All activations are channels-last: [rows, steps, channels]. Every op of the convolution stack is causal: step
+t reads steps <= t, and the steps before the first one are read from `history` (the raw inputs that precede
+`x`, oldest first), or are zero when `history` is None. A history of zeros and no history are the same, since
+snake(0) = 0.
 
 Snake parameters are float32: `frequency` = exp(alpha) and `gain` = 1 /
 (exp(beta) + 1e-9). Weights may have any strides; results have the dtype of `x`. The twins run on every
@@ -65,8 +65,8 @@ def codec_upsample(
 def pack_upsample(weight: Tensor) -> Tensor:
     """Packs a transposed convolution of kernel 2 * rate and stride `rate` for `codec_upsample`.
 
-    weight: [Cin, Cout, 2 * rate]. Returns [2 * Cin, rate * Cout]: the first Cin rows meet the input
-    before, the others the input at hand.
+    weight: [Cin, Cout, 2 * rate]. Returns [2 * Cin, rate * Cout]: the first Cin rows multiply the previous
+    input, the others the current one.
     """
     channels_in, channels_out, kernel = weight.shape
     halves = weight.reshape(channels_in, channels_out, 2, kernel // 2)
@@ -80,7 +80,7 @@ def pack_centred_upsample(weight: Tensor, rate: int) -> Tensor:
     three taps.
 
     weight: [Cin, Cout, kernel]. Output step t * rate + j is the sum over d in -1, 0, 1 of x[t + d] @ w[j +
-    padding - d * rate], where w has that tap. Returns [3 * Cin, rate * Cout], d = -1 first, for
+    padding - d * rate], where that tap exists. Returns [3 * Cin, rate * Cout], d = -1 first, for
     `codec_active_conv`. Raises ValueError where the padding is no whole number, is below 0, or is above
     `rate`, so that more neighbours matter.
     """
@@ -146,14 +146,14 @@ def codec_active_conv(
     snake, to `active`.
 
     a: [B, lead + T, C], already activated, `lead` steps of history in front (0 or enough for all taps);
-    weight: [taps * C, N], oldest tap first; bias, frequency, gain: float32 [N]; residual (added), raw: T *
-    N values a row; active: `active_lead` values, left alone, T * N values a row, and what may follow them,
-    left alone too. A transposed convolution of stride `rate` is the case taps = 2, N = rate * Cout.
+    weight: [taps * C, N], oldest tap first; bias, frequency, gain: float32 [N]; residual (added), raw: T * N
+    values a row; active: in each row `active_lead` values, T * N results, and perhaps more values; only the
+    results are written. A transposed convolution of stride `rate` is the case taps = 2, N = rate * Cout.
 
-    `ends` (int32 [B], in steps): `active` is zero from step ends[row] on, and `raw` may hold anything
-    there. With `open_ends` both may: steps after an end may be left unwritten, which saves work. Causal
-    readers never see them before the end. Steps of `a` and `residual` after an end do not affect steps
-    before it.
+    `ends` (int32 [B], in steps): `active` is zero from step ends[row] on, and `raw` may hold anything there.
+    With `open_ends` both may hold anything there, because steps after an end may be left unwritten to save
+    work. Causal readers never see them before the end. Steps of `a` and `residual` after an end do not affect
+    steps before it.
 
     A centred convolution reads the same number of steps on both sides: `a` has half its reach in zeros
     before the T steps and half after them, and `lead` counts both.
@@ -209,10 +209,9 @@ def codec_active_unit(
     """`codec_residual_unit` whose first snake was applied by the op before it, and which applies the next
     op's.
 
-    a: [B, lead + T, C] = snake(x) after its history; residual: x, [B, T, C]; weight1: [taps * C, C],
-    oldest tap first; weight2: [C, C], input channel first; packed: both once more, as
-    `kernels.codec_cuda.chosen` packs them for its kernels; everything else as in
-    `codec_active_conv`.
+    a: [B, lead + T, C] = snake(x) after its history; residual: x, [B, T, C]; weight1: [taps * C, C], oldest
+    tap first; weight2: [C, C], input channel first; packed: both weights again, as
+    `kernels.codec_cuda.chosen` packs them for its kernels; everything else as in `codec_active_conv`.
     """
     taps = weight1.shape[0] // a.shape[2]
     hidden = torch.empty_like(residual)
@@ -267,8 +266,8 @@ def codec_product(
     eps: float | None,
     activation: int,
 ) -> Tensor:
-    """residual + activation(norm(x) @ weight + bias), where norm is RMSNorm without a weight, and nothing
-    where `eps` is None.
+    """residual + activation(norm(x) @ weight + bias), where norm is RMSNorm without a weight, and the
+    identity if `eps` is None.
 
     x: [..., K]; weight: [K, N], input channel first; bias: float32 [N]; residual: [..., N]. For SWIGLU
     weight is [K, 2 * N], the gate's columns first, and there is no bias. Returns [..., N].
@@ -304,13 +303,13 @@ def codec_window_attention(
     kv_heads: int,
     window: int,
 ) -> Tensor:
-    """Rotary embedding and causal attention in a window: query i sees the keys i - window < j <= i, of
-    those that are there.
+    """Rotary embedding and causal attention in a window: query i sees the keys i - window < j <= i that
+    exist.
 
     qkv: [B, T, (heads + 2 * kv_heads) * D], half-split layout; cosine, sine: float32 [B or 1, T, D / 2].
-    past: [B, (window - 1) * 2 * kv_heads * D], the rotated keys, then the values, of the steps before,
-    oldest first, of which those of `positions` (int64 [B], steps decoded before) are there; kept: the same
-    for the next chunk, written. All three or none of them. Returns [B, T, heads * D].
+    past: [B, (window - 1) * 2 * kv_heads * D], the rotated keys, then the values, of the steps before, oldest
+    first; positions: int64 [B], the number of steps decoded before, of which the last window - 1 exist; kept:
+    `past` of the next chunk, which is written. All three are given, or none. Returns [B, T, heads * D].
     """
     rows, steps, width = qkv.shape
     dim, earlier = width // (heads + 2 * kv_heads), 0

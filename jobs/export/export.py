@@ -110,16 +110,16 @@ def export(
     Audio in a folder store is named by its path relative to the file that contains the name (absolute on
     standard output, in a bucket, or with `absolute`), and audio in a bucket by its `s3://` address. With
     `audio_root`, audio is named by the absolute local path `audio_root/<key>`, and copied there from the
-    store if the file is missing; audio in packs needs it. Formats that contain the audio end a file before
-    its audio, as stored, exceeds `part_bytes`. With `audio_format` (`wav`, `flac`, `mp3`, `opus`) or
-    `sample_rate` (Hz), audio that the export contains or copies is converted. With `splits`, every format is
-    a folder. The same call continues an export that was stopped. A format of dialogues writes a dialogue if
-    one of its items matches. If the job is running, the items that are done are written, and the same call
-    later replaces that export.
+    store if the file is missing; audio in packs needs it. Formats that contain the audio begin a new file
+    before the stored size of its audio exceeds `part_bytes`. With `audio_format` (`wav`, `flac`, `mp3`,
+    `opus`) or `sample_rate` (Hz), audio that the export contains or copies is converted. With `splits`, every
+    format is a folder. The same call continues an export that was stopped. A format of dialogues writes a
+    dialogue if one of its items matches. If the job is running, the items that are done are written, and the
+    same call later replaces that export.
 
     An existing file at `to` is overwritten; a folder that contains another export, or other files, is
     refused. With `replaces` (ids of jobs), an export of one of these jobs in this format is replaced, and
-    everything else is refused, including a file.
+    everything else is refused, including an existing file.
 
     Raises `config.invalid` for an unknown format, a filter or a destination that cannot be used,
     `config.missing_library` for a library that is not installed, `NotFoundError`, `StoreError`,
@@ -216,7 +216,7 @@ class _Export:
     where: Where | None
 
     def to_file(self, to: str, replaces: Collection[str] | None) -> tuple[int, LeftOut]:
-        """Writes the file of a format of lines; the number of its items, and the items left out."""
+        """Writes the file of a format of lines; returns the number of its items, and the items left out."""
         names = self._names(None if to == "-" else Path(to).absolute().parent)
         opened = output(to) if replaces is None else own_output(to, self.job.id, replaces)
         items = 0
@@ -311,7 +311,7 @@ class _Export:
         ledger, job, where, dialogues = self.ledger, self.job, self.where, self.format.whole_dialogues
         counts, running = ledger.status(job.id).items, not job.state.final
         filtered = () if where is None else tuple(ledger.filtered_out(job.id, where, dialogues=dialogues))
-        # Items of a running job may have got their audio after the export passed them.
+        # Items of a running job may get their audio after the export has passed them.
         without_audio = max(0, counts.total - items - sum(out.items for out in filtered))
         return LeftOut(without_audio, filtered, min(counts.pending, without_audio) if running else 0, running)
 
@@ -377,7 +377,8 @@ def _replace(
     replaces: Collection[str],
 ) -> None:
     """Removes an export that this one replaces, or this one itself if files are missing. `replaces`: jobs
-    whose export in this format is replaced; so is the same export of the job while it was running.
+    whose exports in this format are replaced. An earlier export of the same job, made while it was running,
+    is also replaced.
 
     Raises `config.invalid` for any other export, and removes nothing if a file was changed.
     """

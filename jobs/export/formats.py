@@ -73,7 +73,7 @@ class ExportFormat:
     #: Writes the files of one part, from each item with the bytes of its audio if `embeds_audio`, else with
     #: the path or address of its audio.
     write_part: Callable[[Part, PartFiles, Job, Iterator[tuple[AudioItem, Any]]], None] | None = None
-    #: The files contain the audio. A part then ends before its audio exceeds the size of a part.
+    #: The files contain the audio. A part then ends before its audio exceeds the maximum size of a part.
     embeds_audio: bool = False
     #: A split of any size is one part, because one of its files has a line for each item.
     one_part: bool = False
@@ -131,12 +131,12 @@ class ExportFormat:
             ),
             (
                 where is not None and failures,
-                f"The format {self.name} lists failures, which a filter does not apply to.",
+                f"The format {self.name} lists failures, to which filters do not apply.",
                 "Leave the filter out.",
             ),
             (
                 spec.pack is True and audio_root is None and named,
-                f"The format {self.name} names audio by its path, and audio in packs, as in this job, has none.",
+                f"The format {self.name} names audio by its path, and audio in packs, as in this job, has no path.",
                 f"{to_root}, or use a format that contains the audio, such as webdataset or parquet.",
             ),
             (

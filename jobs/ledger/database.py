@@ -110,7 +110,7 @@ class Database:
         return ServiceError(ErrorCode.LEDGER_SCHEMA, message, f"Run `nightjar db upgrade{where}`.")
 
     def close(self) -> None:
-        """Gives all connections back; the next use opens new ones."""
+        """Closes all connections; the next use opens new ones."""
         self.engine.dispose()
 
     @contextmanager
@@ -270,7 +270,7 @@ def _postgresql_engine(url: sa.URL) -> sa.Engine:
     ]
 
     def prepare(connection: Any, _record: object) -> None:
-        # Statements, because poolers such as PgBouncer refuse the parameter `options`.
+        # Set by statements, because poolers such as PgBouncer refuse the parameter `options`.
         connection.autocommit = True
         connection.execute("; ".join(statements))
         connection.autocommit = False

@@ -25,7 +25,7 @@ from jobs.ledger.transaction import Row, Transaction, literals, record
 from jobs.own_files import located, was_killed
 from pipelines.errors import ErrorCode, NotFoundError
 
-#: Minimum pause between two leases that counts as idle time; a shorter one is needed for dispatch.
+#: Minimum pause between two leases that counts as idle time; dispatch causes shorter ones.
 GAP_SECONDS = 10.0
 
 #: Mean engine time per item of a shard, see `ShardSpread`.
@@ -79,7 +79,7 @@ SELECT job_id, min(began), max(ended) FROM numbered GROUP BY job_id, span ORDER 
 
 #: Recent work of a worker is that of its running leases and of those that ended within this time.
 RECENT_SECONDS = 600.0
-#: Workers that were lost earlier are only shown on request.
+#: Workers that were lost longer ago are only shown on request.
 LOST_SECONDS = 24 * 3600.0
 
 _PRESENT = f"""
@@ -167,7 +167,7 @@ class JobStatus:
     bytes_out: int
     #: The ledger's clock at the time of reading.
     now: float
-    #: Why shards wait, if they do because of a service.
+    #: The failure of a service that makes shards wait, if there is one.
     outage: Outage | None = None
     spread: ShardSpread = ShardSpread()
     #: Time in which shards were leased; None: the time from the first claim to the end, or to now.

@@ -100,8 +100,8 @@ def mark_stale_workers_lost(sql: Transaction, timeout_seconds: float) -> int:
 def report_quarantines(
     sql: Transaction, host: str, pid: int, version: str, reasons: Mapping[str, str]
 ) -> None:
-    """Records the workers that a supervisor has quarantined, as GPU (empty without one) -> reason; earlier
-    quarantines of this supervisor end."""
+    """Records the workers that a supervisor has quarantined, and ends its earlier quarantines. `reasons`: GPU
+    (empty without one) -> reason."""
     places: list[str] = []
     for gpu, reason in reasons.items():
         places.append(clean(f"{host}-{pid}-quarantine-{gpu or 'none'}"))
@@ -126,8 +126,9 @@ def note_refusal(sql: Transaction, worker_id: str, reason: str) -> None:
 
 
 def end_dead_workers(sql: Transaction, host: str | None = None, pid: int | None = None) -> int:
-    """Ends the leases of dead worker processes, either all of a home or one, so that the next `reconcile`
-    need not wait for their expiry; returns their number. A worker that is alive is fenced by the epoch."""
+    """Ends the leases of dead worker processes, either all workers of homes or one process, so that the next
+    `reconcile` need not wait for their expiry; returns their number. A worker that is alive is fenced by the
+    epoch."""
     of_home = f"substr(id, 1, {len(HOME_WORKER_PREFIX)}) = '{HOME_WORKER_PREFIX}'"
     dead = f"state <> '{RETIRED}' AND {of_home if host is None else 'host = :host AND pid = :pid'}"
     process = {} if host is None else {"host": clean(host), "pid": pid}
@@ -205,8 +206,8 @@ class _Fleet:
     def __init__(self, sql: Transaction, window_factor: int) -> None:
         # Model to which workers are pinned, or `ANY_MODEL` -> shards that these workers can use in total.
         slots = dict(sql.rows(_SLOTS))
-        #: Maximum number of shards in flight of each pinned model, so that one model does not fill the window.
-        #: Empty if a live worker serves all models, or there is none.
+        #: Maximum number of shards in flight of each pinned model, so that one model does not fill the
+        #: window. Empty if a live worker serves all models, or no worker is live.
         self._rooms = {} if ANY_MODEL in slots else {name: n * window_factor for name, n in slots.items()}
         self.window = sum(slots.values()) * window_factor if slots else WINDOW_WITHOUT_WORKERS
         found = (_Job(*row) for row in sql.rows(_JOBS))
@@ -215,7 +216,8 @@ class _Fleet:
 
     @property
     def in_flight(self) -> int:
-        """Shards in flight of jobs with at least the highest priority of jobs with ready shards."""
+        """Number of shards in flight, without those of jobs whose priority is below that of a job with ready
+        shards."""
         return self.taken(max((job.priority for job in self.jobs if job.has_ready), default=-math.inf))
 
     def taken(self, priority: float) -> int:
@@ -244,9 +246,9 @@ def take_ready(sql: Transaction, limit: int, window_factor: int = 2) -> list[Tic
     """Moves up to `limit` shards from ready to queued and returns the tickets to publish.
 
     Order: priority, then the smallest share of items in flight by weight, then the older job. Jobs of the
-    highest priority with ready shards may use the whole window; others what shards in flight of higher
-    priorities leave. If every live worker is pinned to a model, only jobs of these models get shards, and
-    each model only the window of its own workers.
+    highest priority with ready shards may use the whole window; other jobs get the part that shards in flight
+    of higher priorities leave free. If every live worker is pinned to a model, only jobs of these models get
+    shards, and each model only the window of its own workers.
     """
     if limit <= 0:
         return []

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 SHOWN_ITEMS = 60
 MAX_VOICES = 5
-#: With fewer leases, charts over time show the even spread of each lease rather than what happened.
+#: With fewer leases, charts over time would mostly show items spread evenly over each lease.
 MIN_LEASES = 4
-#: Refused lines that are searched for an example of each code.
+#: Maximum number of refused lines that are searched for an example of each code.
 _EXAMPLE_LINES = 1000
 
 
@@ -73,17 +73,17 @@ def write_report(
     """Writes the report of a job to the file `to`, complete or not at all. The report of a job that has
     ended has the same bytes each time.
 
-    It reads a bounded number of items, so that time and memory do not grow with the job, and all leases.
+    It reads all leases, but a bounded number of items, so that time and memory hardly grow with the job.
     `items`: rows of the table of items. `embed`: puts short clips into the page instead of links to the
-    store's folder; audio in a bucket or in packs is always embedded. Raises `config.invalid` for a file
-    that cannot be written, `NotFoundError`, `StoreError`, `ServiceError`.
+    store's folder; audio in a bucket or in packs is always embedded. Raises `config.invalid` for a file that
+    cannot be written, `NotFoundError`, `StoreError`, `ServiceError`.
     """
     status = ledger.status(job_id)
     job, errors, busy = status.job, ledger.error_counts(job_id), ledger.busy_spans(job_id)
     sample = take_sample(ledger, store, job, items, errors)
     chosen, scores = sample.choose(items), sample.scores()
     constant = {name: found[0] for name, found in scores.items() if len(found) > 1 and len({*found}) == 1}
-    # Lines are read in order; the first ones show what is common.
+    # The first refused lines, in order, show the common errors.
     refused = [*islice(ledger.rejected_lines(job_id), _EXAMPLE_LINES)]
     examples = {line.code: f"line {line.line}: {line.message}" for line in reversed(refused)}
     examples |= {item.row.error_code: item.row.error_message for item in sample.failed}
@@ -100,7 +100,7 @@ def write_report(
         errors=[(code, count, examples.get(code) or "") for code, count in errors.items()],
         sample=sample,
         items=chosen,
-        # A player opens files, and audio in a pack has none.
+        # A player opens files, and audio in a pack has no file of its own.
         clips=Clips(store, to, embed=embed or job.spec.pack is True),
     )
     size = 0

@@ -26,7 +26,7 @@ MAX_MEASURED = 4000
 BLOCKS = 20
 #: Maximum share of failed items among the shown ones, and share that is chosen evenly over the job.
 _FAILED_SHARE, _TYPICAL_SHARE = 0.5, 0.25
-#: An item is an outlier if it is this many median deviations from the median.
+#: An item is an outlier if it is this many median absolute deviations from the median.
 OUTLIER = 3.5
 #: The speed of an item's speech; the report's own score, in `pipelines.duration.text_units` per second.
 PACE = "pace"
@@ -37,12 +37,12 @@ class SampleItem:
     """An item in the sample of a report."""
 
     row: ItemRow
-    #: Its audio; for an item that failed its checks the audio in quarantine.
+    #: Its audio; if the item failed its checks, the audio in quarantine.
     artifact: Artifact | None
     text: str = ""
     #: Requested voice; empty: none.
     voice: str = ""
-    #: Whose turn it is.
+    #: Role of its turn.
     role: str = ""
     draws: list[Draw] = field(default_factory=list[Draw])
     #: Scores of the draw whose audio is shown, and the pace.
@@ -83,7 +83,7 @@ class Sample:
             item.badness, item.reason = math.inf, code.value if code else "unknown reason"
         for name, values in self.scores().items():
             median = statistics.median(values)
-            # Where more than half of the values are equal, every other value is an outlier.
+            # If more than half of the values are equal, this is 0, and every other value would be an outlier.
             deviation = statistics.median(abs(value - median) for value in values)
             deviation = deviation or max(1e-3, abs(median) * 0.05)
             bad = CHECKS[name].bad if name in CHECKS else "both"

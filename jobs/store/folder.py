@@ -30,7 +30,7 @@ from pipelines.errors import ErrorCode, StoreError
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _WRITE = os.O_WRONLY | os.O_CLOEXEC
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-#: Enough for the audio, texts and manifests of one job.
+#: Number of folders kept open, enough for the audio, texts and manifests of one job.
 _HANDLES_PER_THREAD = 4
 _CHUNK_BYTES = 1 << 20
 _system = ctypes.CDLL(None, use_errno=True)
@@ -74,7 +74,7 @@ class FolderStore(ObjectStore):
         self._identity: str | None = None
         self._top: Handle | None = None
         self._handles = FolderHandles(self._root)
-        #: Device -> a folder on it with writes; other file systems may be mounted below the root.
+        #: Device -> a folder on it that was written to; other file systems may be mounted below the root.
         self._written: dict[int, Handle] = {}
         self._tmpfile = os.path.isdir("/proc/self/fd")
 
@@ -144,13 +144,13 @@ class FolderStore(ObjectStore):
             above.update(str(folder) for folder in list(PurePosixPath(key).parents)[:-2])
         for name in sorted(above, key=len, reverse=True):
             *folders, last = name.split("/")
-            # A folder that is not empty or missing is not an error.
+            # It is not an error if the folder is missing or not empty.
             with suppress(OSError), self._folder(folders) as parent:
                 os.rmdir(last, dir_fd=parent)
 
     def sync(self) -> None:
-        """Waits until all objects put or found by puts so far are on the disk, with their names. Raises
-        `store.unreachable` if the store is not available."""
+        """Waits until all objects that earlier puts wrote, or found existing, are on the disk with their
+        names. Raises `store.unreachable` if the store is not available."""
         self._opened_top()
         for folder in list(self._written.values()):
             with self._errors(""):

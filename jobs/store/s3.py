@@ -161,7 +161,7 @@ class S3Store(ObjectStore):
         return self.opened(key, self._name(key))
 
     def opened(self, key: str, name: str) -> BinaryIO:
-        """As `open`, by any full object name."""
+        """As `open`, for any full object name, which may be outside the prefix."""
         response = self._object(key, lambda: self._get(name))
         return cast(BinaryIO, _Body(response["Body"], f"s3://{self.bucket}/{name}"))
 
