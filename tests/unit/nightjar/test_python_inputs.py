@@ -166,7 +166,7 @@ def test_a_record_that_is_none_is_named_and_leaves_nothing(tmp_path: Path, recor
         ({"text": "Good evening."}, "A dict is not a list of records"),
         (
             datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["one"]})}),
-            "A DatasetDict is not a list.*a split",
+            "A DatasetDict is not a list.*one of its splits",
         ),
         (pandas.DataFrame({"text": ["one"], "speaker": ["anna"]}), "A DataFrame is not a list.*records"),
         (5, "A int is not a list of records"),
