@@ -47,7 +47,7 @@ class ReferenceReader:
         folder: Path,
         roots: Sequence[Path],
         store: ObjectStore,
-        check: Callable[[bytes], None] | None = None,
+        check: Callable[[bytes], object] | None = None,
     ) -> None:
         """`check` raises `InputError` for audio that the model cannot use."""
         self._check = check
@@ -100,7 +100,7 @@ class ReferenceReader:
         return lambda content: known(self.locate(content), content)
 
 
-def checked_audio(data: bytes, name: str, check: Callable[[bytes], None] | None = None) -> ReferenceAudio:
+def checked_audio(data: bytes, name: str, check: Callable[[bytes], object] | None = None) -> ReferenceAudio:
     """An audio file that can be read and passes `check`. `name`: the subject of error messages. Raises
     `InputError`."""
     from pipelines.audio import read_header  # imported only if there is audio
