@@ -28,7 +28,7 @@ from jobs.source import (
     open_source,
     rejected_line,
 )
-from pipelines.errors import ConfigError, ErrorCode, InputError, bad_line, invalid
+from pipelines.errors import ErrorCode, InputError, bad_line, invalid, missing_library
 from pipelines.registry import ModelCard
 
 #: Field of a row -> its columns, of which the first that exists is used; `--column FIELD=NAME` selects another.
@@ -266,9 +266,7 @@ def _parquet(records: Records) -> Iterator[Record]:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
-        message = "Reading Parquet needs the library pyarrow."
-        advice = "Install Nightjar with its extra `export` (docs/install.md)."
-        raise ConfigError(ErrorCode.CONFIG_MISSING_LIBRARY, message, advice) from None
+        raise missing_library("Reading Parquet", "pyarrow", "export") from None
     try:
         file.seek(0)
         # Streamed by pages, because a row group may be larger than the memory.
