@@ -251,10 +251,10 @@ KALDI = ExportFormat(
 LHOTSE = ExportFormat(
     name="lhotse", summary="Lhotse's recordings, supervisions and cuts", write_part=write_lhotse
 )
-SHAR = ExportFormat(name="shar", summary="Lhotse's archives", write_part=write_shar, embeds_audio=True)
+SHAR = ExportFormat(name="shar", summary="Lhotse's tar archives", write_part=write_shar, embeds_audio=True)
 ESPNET_DATASET = ExportFormat(
     name="espnet-dataset",
-    summary="a dataset of ESPnet SpeechLM",
+    summary="a dataset for ESPnet SpeechLM",
     write_part=write_espnet_dataset,
     local_audio=True,
     local_folder=True,

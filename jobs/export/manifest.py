@@ -81,7 +81,10 @@ def manifest_line(job: Job, item: AudioItem, where: str) -> bytes:
 
 
 MANIFEST = ExportFormat(
-    name="manifest", summary="Nightjar's manifest", item_line=manifest_line, names_audio=False
+    name="manifest",
+    summary="JSONL with text, key, hash and length of the audio",
+    item_line=manifest_line,
+    names_audio=False,
 )
 
 
