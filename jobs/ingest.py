@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -25,7 +24,7 @@ from jobs.references import ReferenceReader, put_reference
 from jobs.shard_file import ShardSize, compress, cut, encode_lines
 from jobs.source import empty_input, open_source
 from jobs.spec import ResolvedSpec, resolve, spec_sha
-from jobs.store.base import ObjectStore
+from jobs.store.base import ObjectStore, sha256_of
 from jobs.voices import voice_folder
 from pipelines.errors import ErrorCode, InputError, ServiceError
 
@@ -276,7 +275,7 @@ def _idempotency_key(input_sha256: str, sha: str, store_url: str, input_format: 
     parts = [input_sha256, sha, store_url]
     if input_format != "dialogues":
         parts.append(input_format)
-    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
+    return sha256_of(msgspec.json.encode(parts))
 
 
 def submit_for_workers(

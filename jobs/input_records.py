@@ -29,7 +29,7 @@ from jobs.source import (
     open_source,
     rejected_line,
 )
-from pipelines.errors import ConfigError, ErrorCode, InputError, bad_line, invalid
+from pipelines.errors import ErrorCode, InputError, bad_line, invalid, missing_library
 from pipelines.registry import ModelCard
 
 #: Field of a row -> names of its column. The first one that the table has is used; `--column FIELD=NAME`
@@ -268,9 +268,7 @@ def _parquet(records: Records) -> Iterator[Record]:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
-        message = "Reading Parquet needs the library pyarrow."
-        advice = "Install Nightjar with its extra `export` (docs/install.md)."
-        raise ConfigError(ErrorCode.CONFIG_MISSING_LIBRARY, message, advice) from None
+        raise missing_library("Reading Parquet", "pyarrow", "export") from None
     try:
         file.seek(0)
         # Streamed by pages, because a row group may not fit into memory.
