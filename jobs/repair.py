@@ -61,7 +61,7 @@ _TIMEOUT_SECONDS = 600.0
 
 
 class Match(StrEnum):
-    """The comparison of an item's new audio with the stored one."""
+    """The result of comparing an item's new audio with the stored audio."""
 
     #: The same file, byte for byte.
     SAME = "same"

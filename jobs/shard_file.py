@@ -31,7 +31,7 @@ ENGINE_SECONDS = 60.0
 #: so that a small job has shards for all workers.
 MIN_ENGINE_SECONDS = 1.0
 MIN_ITEMS = 64
-#: Shards grow by one item for each this many earlier items of the job.
+#: The first shards grow by one item for every `ITEMS_PER_GROWTH` earlier items of the job.
 ITEMS_PER_GROWTH = 128
 #: Assumed RTF of a model without measurements, by engine; `native` and `vllm` usually run on GPUs.
 USUAL_RTF = {"native": 1 / 2000, "vllm": 1 / 700, "cpu": 0.1}
@@ -68,7 +68,7 @@ class ShardSize:
 
 
 def cut(lines: Sequence[GoodLine], size: ShardSize, items_before: int = 0) -> Iterator[Sequence[GoodLine]]:
-    """Consecutive parts of `lines`, one per shard; a line that is too large gets a shard of its own.
+    """Splits `lines` into consecutive parts, one per shard; a line that is too large gets a shard of its own.
 
     The items of a line are in one shard. `items_before`: items of the job before these lines.
     """
@@ -152,7 +152,7 @@ def compress(lines: Iterable[bytes]) -> bytes:
     """The compressed lines of a shard, as stored. Equal lines give equal bytes."""
     compressor: zstandard.ZstdCompressor | None = getattr(_compressors, "own", None)
     if compressor is None:
-        # Creating one takes longer than compressing a shard, and threads must not share one.
+        # Creating a compressor takes longer than compressing a shard, and threads must not share one.
         compressor = _compressors.own = zstandard.ZstdCompressor(
             level=_COMPRESSION_LEVEL, write_checksum=True
         )
