@@ -19,7 +19,7 @@ from pipelines.nn.config_keys import (
     Whole,
     revision,
 )
-from pipelines.recording import check_encoded
+from pipelines.recording import read_recording
 from pipelines.registry import ModelCard
 from pipelines.request import Capabilities
 
@@ -294,7 +294,7 @@ def describe(folder: Path) -> ModelCard:
         revision=revision(folder, (".json", ".safetensors")),
         seconds_per_character=0.067,  # English read speech, for estimates
         executors=("eager", "graph", "megakernel"),
-        check_reference=check_encoded,
+        check_reference=read_recording,
     )
 
 

@@ -29,7 +29,7 @@ from pipelines.codec.decoder import CodecState
 from pipelines.nn.checkpoint import Checkpoint, TensorSource, device_name, fill_module, type_name
 from pipelines.qwen3_tts.codec import Codec
 from pipelines.qwen3_tts.config import CodecConfig, Qwen3TTSConfig, SpeakerEncoderConfig
-from pipelines.recording import RecordingCache, RecordingFiles, decode_recording, read_recording
+from pipelines.recording import RecordingCache, RecordingFiles, read_recording
 
 N_FFT = 1024
 HOP = 256
@@ -194,7 +194,7 @@ class VoiceCache:
         found = {"vector": self._speaker.embed(torch.from_numpy(samples)).float().cpu().numpy()}
         if in_context:
             if self._encoder.sample_rate != rate:
-                samples, _ = decode_recording(recording, self._encoder.sample_rate)
+                samples, _ = read_recording(recording, self._encoder.sample_rate)
             found["codes"] = self._encoder.encode(torch.from_numpy(samples)).cpu().numpy()
         return found
 

@@ -83,9 +83,9 @@ def check_text(text: str, limit: int, param: str) -> None:
         raise empty_text(param)
 
 
-def unavailable(message: str, code: str = "engine_unavailable", seconds: int = _RETRY_SECONDS) -> ApiError:
+def unavailable(message: str, code: str) -> ApiError:
     """The error of a server that is not ready (503), with `Retry-After`."""
-    return ApiError(503, message, code, headers={"retry-after": str(seconds)})
+    return ApiError(503, message, code, headers={"retry-after": str(_RETRY_SECONDS)})
 
 
 def as_api_error(error: Exception, param: str | None = None) -> ApiError:

@@ -55,28 +55,20 @@ class Progress:
     def __init__(self, stuck_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._stuck_seconds = stuck_seconds
         self._clock = clock
-        self._calls = 0
+        #: Open calls.
+        self.calls = 0
         self._seen: tuple[object, ...] = ()
         self._advanced_at = clock()
-
-    def call_started(self) -> None:
-        """Counts a call of the pipeline."""
-        self._calls += 1
 
     def advanced(self) -> None:
         """Records progress: a call returned something, or failed in the pipeline."""
         self._advanced_at = self._clock()
 
-    def call_ended(self) -> None:
-        """Counts the end of a call. That is no progress of the engine, since the client may have
-        disconnected."""
-        self._calls -= 1
-
     def is_stuck(self, stats: EngineStats) -> bool:
         """Whether there are open calls and none of them has made progress for `stuck_seconds`. Must be called
         regularly. `stats`: those of the engine."""
         counts = (stats.requests_done, stats.frames, stats.audio_seconds, stats.state)
-        if not self._calls or counts != self._seen:
+        if not self.calls or counts != self._seen:
             self._seen = counts
             self.advanced()
         return self._clock() - self._advanced_at >= self._stuck_seconds
@@ -120,7 +112,7 @@ class _Call:
         start = partial(pipeline.start, self._request, self._on_event, self._stream)
         started: Future[Handle] = Future()
         self._permit.hold()
-        self._model.progress.call_started()
+        self._model.progress.calls += 1
         try:
             if self._stream and pipeline.starts_at_once:
                 started.set_result(start())
@@ -179,7 +171,8 @@ class _Call:
         """Gives the slot back after the pipeline has finished the request, even if events are unread."""
         if not self._settled:
             self._settled = True
-            self._model.progress.call_ended()
+            # No progress of the engine: the client may have disconnected.
+            self._model.progress.calls -= 1
             self._permit.release()
             if self._stream and self._model.unread_bytes < UNREAD_BYTES:
                 self._permit.disconnect()
