@@ -1,5 +1,5 @@
-"""Repeated synthesis of items, from their lines and recorded seeds: a sample for comparison, and the repair of lost
-or damaged objects. Inputs of shards are restored from the submitted file."""
+"""Synthesizes items again, from their lines and recorded seeds, to compare a sample and to repair lost or
+damaged objects. Restores inputs of shards from the submitted file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from jobs.packs import read_artifact
 from jobs.references import ReferenceReader, load_reference, put_reference
 from jobs.shard_file import ShardLine, ShardLines, compress, encode_lines, read_shard
 from jobs.source import open_source
-from jobs.store.base import ObjectStore
+from jobs.store.base import ObjectStore, sha256_of
 from jobs.turns import turns_and_recordings
 from jobs.verify import Expected
 from jobs.voices import item_request
@@ -138,8 +138,8 @@ class _Resynthesis:
             return row, artifact, error
 
     def start(self, row: ItemRow, artifact: Artifact) -> Future[Speech]:
-        """Starts the synthesis of an artifact by the same request as the worker's. Raises `InputError` for missing
-        reference audio, and `StoreError`."""
+        """Starts the synthesis of an artifact with the same request as the worker. Raises `InputError` for
+        missing reference audio, and `StoreError`."""
         line, job = self.lines.of(row), self.job
         request_id = f"verify/{artifact.kind}/{job.id}/{line.index}"
         generation = line.generation_over(job.spec.generation)
@@ -163,7 +163,7 @@ class _Resynthesis:
         return dataclasses.replace(speech, samples=samples)
 
     def replace(self, row: ItemRow, artifact: Artifact, started: Future[Speech] | NightjarError) -> Repaired:
-        """Replaces an artifact by the new speech. The object is written first. The ledger is updated after
+        """Replaces an artifact with the new speech. The object is written first. The ledger is updated after
         it, and only if the bytes differ, so the next repair repeats an interrupted one. A member of a pack
         becomes a separate object, because packs are write-once."""
         try:
@@ -181,7 +181,7 @@ class _Resynthesis:
             return Repaired(artifact.key, row.example_id, RepairOutcome.FAILED, str(error))
         self.store.put(artifact.key, data, metadata=object_metadata(self.job.spec_sha, artifact.seed))
         self.store.sync()
-        sha256 = hashlib.sha256(data).hexdigest()
+        sha256 = sha256_of(data)
         if sha256 == artifact.sha256:
             if artifact.pack is None:
                 return Repaired(artifact.key, row.example_id, RepairOutcome.SAME)
@@ -215,7 +215,7 @@ class _Resynthesis:
 
 
 def _compared(row: ItemRow, artifact: Artifact, store: ObjectStore, data: bytes) -> ReproducedItem:
-    if hashlib.sha256(data).hexdigest() == artifact.sha256:
+    if sha256_of(data) == artifact.sha256:
         return ReproducedItem(row.index, row.example_id, Match.SAME, math.inf)
     before, rate = decode(read_artifact(store, artifact))
     after, rate_after = decode(data)
@@ -314,8 +314,9 @@ def restore_inputs(
 ) -> None:
     """Rewrites the inputs with the keys `lost`, and the reference audio of their lines.
 
-    Lines with items in the ledger are not checked again, because rules may have changed. Raises `store.missing` if
-    the lines differ from the staged ones, and `InputError` if the file or its reference audio cannot be read.
+    Lines that have items in the ledger are not checked again, because the rules may have changed. Raises
+    `store.missing` if the lines differ from the staged ones, and `InputError` if the file or its reference
+    audio cannot be read.
     """
     inputs = {no: place for no, place in ledger.shard_inputs(job.id).items() if place[0] in lost}
     lines: dict[int, list[bytes]] = {no: [] for no in inputs}
@@ -336,12 +337,12 @@ def restore_inputs(
             except InputError:
                 continue
             if (row := wanted.pop(dialogue.example_id, None)) is not None:
-                turns, heard = turns_and_recordings(dialogue.messages, job.spec.speak)
-                references = {place: key_of(dialogue.messages[place][2]) for place in heard}
+                turns, recordings = turns_and_recordings(dialogue.messages, job.spec.speak)
+                references = {place: key_of(dialogue.messages[place][2]) for place in recordings}
                 lines[row.shard_no] += encode_lines(row.index, number, raw, references, turns)
     for no, (key, sha256) in inputs.items():
         data = compress(lines[no])
-        if hashlib.sha256(data).hexdigest() != sha256:
+        if sha256_of(data) != sha256:
             message = (
                 f"The input {key} of job {job.id} is lost and cannot be restored: the file, its reference audio "
                 "or the software has changed."

@@ -49,7 +49,7 @@ class ModelCard:
     #: Checks of every text, and of every recording of a voice to clone (an encoded file), at submit. They are
     #: cheap, load no model and raise `InputError` for what the model would refuse; None: no check.
     check_text: Callable[[str], None] | None = field(default=None, compare=False)
-    check_reference: Callable[[bytes], None] | None = field(default=None, compare=False)
+    check_reference: Callable[[bytes], object] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
