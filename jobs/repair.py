@@ -1,5 +1,5 @@
-"""Repeated synthesis of items, from their lines and recorded seeds: a sample for comparison, and the repair of lost
-or damaged objects."""
+"""Synthesizes items again, from their lines and recorded seeds, to compare a sample and to repair lost or
+damaged objects."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _TIMEOUT_SECONDS = 600.0
 
 
 class Match(StrEnum):
-    """The comparison of an item's new audio with the stored one."""
+    """The result of comparing an item's new audio with the stored audio."""
 
     #: The same file, byte for byte.
     SAME = "same"
@@ -131,8 +131,8 @@ class _Resynthesis:
             return row, artifact, error
 
     def start(self, row: ItemRow, artifact: Artifact) -> Future[Speech]:
-        """Starts the synthesis of an artifact by the same request as the worker's. Raises `InputError` for missing
-        reference audio, and `StoreError`."""
+        """Starts the synthesis of an artifact with the same request as the worker. Raises `InputError` for
+        missing reference audio, and `StoreError`."""
         line, job = self.lines.of(row), self.job
         request_id = f"verify/{artifact.kind}/{job.id}/{line.index}"
         generation = line.generation_over(job.spec.generation)
@@ -156,7 +156,7 @@ class _Resynthesis:
         return dataclasses.replace(speech, samples=samples)
 
     def replace(self, row: ItemRow, artifact: Artifact, started: Future[Speech] | NightjarError) -> Repaired:
-        """Replaces an artifact by the new speech. The object is written first. The ledger is updated after
+        """Replaces an artifact with the new speech. The object is written first. The ledger is updated after
         it, and only if the bytes differ, so the next repair repeats an interrupted one. A member of a pack
         becomes a separate object, because packs are write-once."""
         try:
