@@ -19,7 +19,7 @@ from jobs.ledger import Ledger
 from jobs.ledger.ingest import DuplicateExamples
 from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState, NewJob, NewShard, RejectedLine
 from jobs.line_check import GoodLine, LineChecker, ReferenceKey, aborted_by, duplicate_lines
-from jobs.packs import ahead
+from jobs.packs import map_ahead
 from jobs.references import ReferenceReader, put_reference
 from jobs.shard_file import ShardSize, compress, cut, encode_lines
 from jobs.source import empty_input, open_source
@@ -159,7 +159,7 @@ class _Ingest:
         ):
             write_all = writers.map if self.store.remote else map
             lines = self.checker.checked(self.records, self.reference_key, self.lines)
-            for _ in ahead(stager, partial(self._stage, write_all), lines, 1):
+            for _ in map_ahead(stager, partial(self._stage, write_all), lines, 1):
                 if self.progress is not None:
                     done, whole = self.records.source.bytes_read, self.records.source.bytes
                     self.progress(IngestProgress(self.lines, done, whole))
