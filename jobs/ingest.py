@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import accumulate, count
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from jobs.job_options import SubmitOptions
 from jobs.layout import input_key, job_prefix, put_numbered
 from jobs.ledger import Ledger
 from jobs.ledger.ingest import DuplicateExamples
-from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState, NewJob, NewShard, RejectedLine
+from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState, JobTerms, NewJob, NewShard, RejectedLine
 from jobs.line_check import GoodLine, LineChecker, ReferenceKey, aborted_by, duplicate_lines
 from jobs.packs import map_ahead
 from jobs.references import ReferenceReader, put_reference
@@ -31,8 +31,6 @@ from pipelines.errors import ErrorCode, InputError, ServiceError, StoreError
 if TYPE_CHECKING:
     from jobs.settings import Settings
 
-#: Options of a submit that are copied to the job.
-_COPIED = ("name", "owner", "priority", "weight", "max_attempts", "max_in_flight", "error_budget")
 #: Number of objects that are written to a remote store at the same time.
 _S3_WRITERS = 16
 
@@ -92,9 +90,9 @@ def submit(
         labels = dict(options.labels)
         if resolved.input_format != "dialogues":
             labels[INPUT_FORMAT] = resolved.input_format
-        copied: dict[str, Any] = {name: getattr(options, name) for name in _COPIED}
+        terms: dict[str, Any] = {field.name: getattr(options, field.name) for field in fields(JobTerms)}
         origin = opened.uri, opened.sha256, key, store.url, identity
-        job = ledger.begin_job(NewJob(resolved.spec, sha, *origin, labels=labels, **copied))
+        job = ledger.begin_job(NewJob(resolved.spec, sha, *origin, **terms | {"labels": labels}))
         _refuse_another(job, opened.sha256, sha, key, resolved.input_format)
         if options.on_error == "abort":
             _refuse_skipped(ledger, store, job)

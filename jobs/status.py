@@ -265,15 +265,6 @@ def job_view(
 def worker_view(worker: WorkerStatus) -> dict[str, Any]:
     """`nightjar.worker/1`: a worker with its shards, and its results of the last `recent.seconds`."""
     recent = worker.recent
-    held = [
-        {
-            "job": one.job_id,
-            "job_name": one.job_name,
-            "shard": one.shard_no,
-            **_fields(one, "items", "ended_items", "claimed_at"),
-        }
-        for one in worker.held
-    ]
     return {
         "schema": "nightjar.worker/1",
         "worker": worker.id,
@@ -284,7 +275,10 @@ def worker_view(worker: WorkerStatus) -> dict[str, Any]:
         "reason": worker.state_reason or None,
         **_fields(worker, "started_at", "heartbeat_at"),
         "silent_seconds": round(worker.silent_seconds, 3),
-        "shards": held,
+        "shards": [
+            _fields(one, "job", "job_name", "shard", "items", "ended_items", "claimed_at")
+            for one in worker.held
+        ],
         "recent": {
             "seconds": RECENT_SECONDS,
             **_fields(recent, "items_done", "items_failed"),

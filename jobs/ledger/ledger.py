@@ -210,7 +210,7 @@ class Ledger:
         """Raises `store.full` for a ledger on a full disk, and `ServiceError` if it cannot be written;
         changes nothing."""
         self.database.check_room()
-        self.database.write(control.check_writable, job_id)
+        self.database.write(lifecycle.update_job, job_id, "priority = priority")
 
     def cancel(self, job_id: str) -> None:
         """Cancels a job and skips its pending items; several transactions."""

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -300,8 +300,7 @@ class HibariOptions:
 def load(**options: Any) -> HibariPipeline:
     """Loads the voice. Raises `ConfigError` (`config.invalid`) for an option that is none of
     `HibariOptions`, or a wrong value."""
-    chosen = read_options(HibariOptions, options)
-    return HibariPipeline(threads=chosen.threads, waiting_room=chosen.waiting_room)
+    return HibariPipeline(**asdict(read_options(HibariOptions, options)))
 
 
 def _aborted() -> SynthesisError:
