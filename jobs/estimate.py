@@ -24,12 +24,12 @@ from pipelines.registry import ModelCard
 if TYPE_CHECKING:
     from jobs.settings import Settings
 
-#: Rejected lines that are kept as examples.
+#: Maximum number of rejected lines that are kept as examples.
 MAX_EXAMPLES = 100
 _BYTES_PER_SAMPLE = 2
-#: Size of FLAC against 16-bit PCM, for speech.
+#: Size of FLAC as a share of 16-bit PCM, for speech.
 _FLAC_SHARE = 0.55
-#: Size of a file's headers.
+#: Size of a file's headers in bytes, by format.
 _HEADER_BYTES = {"opus": 900, "mp3": 400}
 _WAV_HEADER_BYTES = 44
 #: Bits per second of speech by sample rate, measured with libsndfile's MP3 and Opus on the voice `hibari`.
@@ -62,7 +62,7 @@ class Estimate:
     audio_seconds: float
     #: Size of the audio in the store.
     bytes: int
-    #: Time of one worker; None if the model's speed was not measured.
+    #: Time that one worker needs; None if the model's speed was not measured.
     engine_seconds: float | None
 
 

@@ -28,8 +28,8 @@ _ADVICE = "Use the indexes of `nvidia-smi`, for example --gpu 0,1, or --gpu all 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU or MIG instance of one worker: `name` is the value of CUDA_VISIBLE_DEVICES, `uuid` identifies it.
-    `bus_id` is its PCI address as in /sys, empty if unknown."""
+    """A GPU or MIG instance of one worker: `name` is its value in CUDA_VISIBLE_DEVICES, `uuid` its UUID.
+    `bus_id` is its PCI address as written in /sys, empty if unknown."""
 
     name: str
     uuid: str
@@ -43,8 +43,8 @@ class NotListedError(Exception):
 
 
 def list_gpus() -> list[Device]:
-    """All GPUs in the order of `nvidia-smi`, that of the PCI bus; a GPU with MIG instances is replaced by them.
-    Raises `NotListedError`.
+    """All GPUs in the order of `nvidia-smi`, which is the order on the PCI bus. A GPU with MIG instances is
+    replaced by its instances. Raises `NotListedError`.
 
     Uses `nvidia-smi`, because importing torch takes seconds and would start CUDA in the supervisor. If it fails
     because of one GPU, the GPUs that it lists are named by UUID, since CUDA may number them differently.
@@ -71,8 +71,8 @@ def list_gpus() -> list[Device]:
 
 
 def _nvidia_smi(*arguments: str) -> tuple[list[str], str]:
-    """The lines of its output, and its error message if it failed. Raises `NotListedError` if it failed and names no
-    GPU."""
+    """Runs `nvidia-smi`; returns the lines of its output, and an error message if it failed. Raises
+    `NotListedError` if it failed and lists no GPU."""
     try:
         done = subprocess.run(
             ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=LIST_SECONDS, check=False
@@ -169,10 +169,11 @@ def _refused(message: str) -> ConfigError:
 def share_cores(
     bus_ids: Sequence[str], allowed: Iterable[int] | None = None, system: Path = Path("/sys")
 ) -> list[frozenset[int] | None]:
-    """The cores of each worker, for each `bus_id` (empty: unknown); None: all cores, if there is nothing to divide.
+    """The cores for each worker, in the order of `bus_ids` (empty: unknown). None: all cores, if there is
+    only one worker or there are too few cores to divide.
 
-    `allowed`: the cores for this process. Cores near a GPU, by /sys, are divided among the workers of the GPUs
-    there; cores near no GPU among all workers.
+    `allowed`: the cores for this process. Cores that are local to GPUs, as listed in /sys, are divided among
+    the workers of those GPUs; all other cores are divided among all workers.
     """
     cores = set(os.sched_getaffinity(0) if allowed is None else allowed)
     workers = range(len(bus_ids))
@@ -181,8 +182,8 @@ def share_cores(
     devices = system / "bus/pci/devices"
     near = [frozenset(_core_list(devices / bus_id / "local_cpulist") & cores) for bus_id in bus_ids]
     groups = {local: [number for number in workers if near[number] == local] for local in near}
-    apart = sum(map(len, groups)) == len(frozenset().union(*groups))
-    if not apart or any(len(local) < MIN_CORES * len(members) for local, members in groups.items()):
+    disjoint = sum(map(len, groups)) == len(frozenset().union(*groups))
+    if not disjoint or any(len(local) < MIN_CORES * len(members) for local, members in groups.items()):
         groups = {frozenset(cores): list(workers)}
 
     def first_thread(core: int) -> tuple[int, int]:

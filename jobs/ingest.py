@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -25,16 +24,16 @@ from jobs.references import ReferenceReader, put_reference
 from jobs.shard_file import ShardSize, compress, cut, encode_lines
 from jobs.source import empty_input, open_source
 from jobs.spec import ResolvedSpec, resolve, spec_sha
-from jobs.store.base import ObjectStore
+from jobs.store.base import ObjectStore, sha256_of
 from jobs.voices import voice_folder
 from pipelines.errors import ErrorCode, InputError, ServiceError
 
 if TYPE_CHECKING:
     from jobs.settings import Settings
 
-#: Options of a submit that the job has unchanged.
+#: Options of a submit that are copied to the job.
 _COPIED = ("name", "owner", "priority", "weight", "max_attempts", "max_in_flight", "error_budget")
-#: Objects written at once to a remote store.
+#: Number of objects that are written to a remote store at the same time.
 _S3_WRITERS = 16
 
 
@@ -43,7 +42,7 @@ class IngestProgress:
     """The progress of an ingest."""
 
     lines: int
-    #: Bytes of the input as stored.
+    #: Bytes of the input file that were read, and its size, before decompression.
     bytes_read: int
     bytes_total: int
 
@@ -53,9 +52,9 @@ class SubmitResult:
     """The job of a submit."""
 
     job: Job
-    #: False: the job existed before.
+    #: Whether the job is new; False: it already existed.
     created: bool
-    #: An interrupted ingest was continued.
+    #: Whether an interrupted ingest was continued.
     resumed: bool
 
 
@@ -73,9 +72,9 @@ def submit(
 
     An interrupted ingest continues after its last committed line. Raises `InputError` for an input that
     cannot be read, for settings that the model refuses and, with `on_error="abort"`, for the first bad line;
-    then nothing of the job is left. Raises `ServiceError` with `ledger.state` if the idempotency key belongs
-    to a job of another input or spec. Raises `ModelError`, `StoreError` or `ServiceError` if model, store or
-    ledger fail; the same submit can continue later.
+    the job is then removed. Raises `ServiceError` with `ledger.state` if the idempotency key belongs to a job
+    of another input or spec. Raises `ModelError`, `StoreError` or `ServiceError` if model, store or ledger
+    fail; the same submit can continue later.
     """
     options = options or SubmitOptions()
     resolved = resolve(spec, options.input_format, voice_folder(settings))
@@ -110,7 +109,7 @@ def submit(
             _undo(ledger, store, job)
             raise
         except ServiceError as error:
-            # Another process ingests the same job and has just sealed it.
+            # It is not an error if another process, which ingests the same job, has just sealed it.
             if error.code is not ErrorCode.LEDGER_STATE or ledger.job(job.id).state is JobState.INGESTING:
                 raise
     resumed = job.lines_read > 0
@@ -136,7 +135,7 @@ def check_has_work(job: Job) -> None:
 
 @dataclass
 class _Ingest:
-    """A pass over the lines that are not committed yet."""
+    """Ingests the lines of a job that are not committed yet."""
 
     ledger: Ledger
     store: ObjectStore
@@ -152,7 +151,8 @@ class _Ingest:
         self.shards, self.items, self.lines = self.ledger.staged_shards(self.job.id)
 
     def run(self) -> None:
-        """Checks a batch while another thread writes and stages the previous one, in order."""
+        """Checks each batch while another thread writes and stages the previous one. Batches are staged in
+        order."""
         with (
             ThreadPoolExecutor(_S3_WRITERS, thread_name_prefix="ingest") as writers,
             ThreadPoolExecutor(1, thread_name_prefix="stage") as stager,
@@ -170,7 +170,8 @@ class _Ingest:
         write_all: Callable[..., Iterable[NewShard]],
         checked: tuple[int, list[GoodLine], list[RejectedLine]],
     ) -> None:
-        """Writes and stages one batch, without the example ids that the ledger already has for the job.
+        """Writes and stages one batch. Lines whose example ids the ledger already has for the job are
+        rejected.
 
         If two processes ingest the same job, each batch is staged by one of them, and the other continues
         after it.
@@ -274,7 +275,7 @@ def _idempotency_key(input_sha256: str, sha: str, store_url: str, input_format: 
     parts = [input_sha256, sha, store_url]
     if input_format != "dialogues":
         parts.append(input_format)
-    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
+    return sha256_of(msgspec.json.encode(parts))
 
 
 def submit_for_workers(
@@ -286,7 +287,7 @@ def submit_for_workers(
 ) -> SubmitResult:
     """Submits to the ledger and the store of the settings, and dispatches the first shards.
 
-    Raises as `submit`, and `broker.unreachable` before anything is written.
+    Raises the errors of `submit`, and `broker.unreachable` before anything is written.
     """
     from jobs import dispatch
     from jobs.recent_jobs import remember_if_embedded

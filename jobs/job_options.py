@@ -86,7 +86,7 @@ class OwnOptions(TypedDict, total=False):
     """Options of the job itself."""
 
     sample_rate: Annotated[int, Field(ge=8_000, le=48_000)]
-    """Sample rate of the audio, 8000 to 48000. mp3 and opus hold only some rates. [default: the
+    """Sample rate of the audio, 8000 to 48000. mp3 and opus support only some rates. [default: the
     model's]"""
     pack: bool
     """Store the audio of many items in one object, a pack (tar), for stores that charge or throttle per
@@ -151,28 +151,29 @@ _METAVARS = {
 class Flag:
     """How the command line shows an option."""
 
-    #: Its type, without its bounds.
+    #: The type of the option, without its bounds.
     kind: Any
     heading: str
     flag: str
     metavar: str | None
 
 
-#: Fields of `Generation` with their own option, and those that `--set` takes.
+#: Fields of `Generation` that have their own option. Below: the other fields, which `--set` accepts, and
+#: their help.
 OWN_OPTION = ("voice", "language", "instruct")
 GENERATION = {
     "reference_text": "Text of the recordings that lines refer to.",
     "temperature": "Sampling temperature.",
     "top_k": "Sample from the N most likely codes.",
     "top_p": "Sample from the smallest set of codes with this total probability.",
-    "repetition_penalty": "Penalty for repeated codes; 1 is none.",
+    "repetition_penalty": "Penalty for repeated codes; 1 turns it off.",
     "cfg": "Scale of classifier-free guidance; 1 or less turns it off.",
     "max_seconds": "Maximum audio seconds of an item.",
     "mode": "Output of models that write text and audio: text_only or text_audio.",
-    "text_temperature": "Temperature of these models for text; overrides temperature.",
-    "audio_temperature": "Temperature of these models for audio; overrides temperature.",
-    "audio_top_k": "The top_k of these models for audio; overrides top_k.",
-    "max_tokens": "Maximum steps of an answer of these models: text tokens and audio frames together.",
+    "text_temperature": "Temperature for text, if the model writes text and audio; overrides temperature.",
+    "audio_temperature": "Temperature for audio, if the model writes text and audio; overrides temperature.",
+    "audio_top_k": "The top_k for audio, if the model writes text and audio; overrides top_k.",
+    "max_tokens": "Maximum text tokens and audio frames of an answer together, if the model writes text and audio.",
 }
 
 
@@ -188,11 +189,11 @@ class SubmitOptions:
     max_in_flight: int | None = None
     error_budget: float | None = None
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
-    #: `skip`: bad lines are left out and listed by `nightjar errors`; `abort`: they undo the submit.
+    #: `skip`: bad lines are left out and listed by `nightjar errors`; `abort`: a bad line undoes the submit.
     on_error: Literal["skip", "abort"] = "skip"
-    #: The format of the input, for a spec that is not resolved.
+    #: The format of the input; ignored if the spec is already resolved.
     input_format: AskedFormat = "dialogues"
-    #: Identifies the job; None: made from input, spec and store.
+    #: Key that identifies the job; None: a hash of input, spec and store.
     idempotency_key: str | None = None
 
 
@@ -270,8 +271,8 @@ def flags() -> dict[str, Flag]:
         for name, kind in get_type_hints(group).items() if group not in (None, SetOptions) else ():
             is_many = get_origin(kind) is Mapping
             flag = f"--{(name.removesuffix('s') if is_many else name).replace('_', '-')}"
-            usual = None if kind is bool or get_origin(kind) is Literal else "N" if kind is int else "NAME"
-            found[name] = Flag(kind, heading, flag, _METAVARS.get(name, usual))
+            metavar = None if kind is bool or get_origin(kind) is Literal else "N" if kind is int else "NAME"
+            found[name] = Flag(kind, heading, flag, _METAVARS.get(name, metavar))
     return found
 
 
@@ -279,9 +280,9 @@ def flags() -> dict[str, Flag]:
 def help_of(name: str) -> str:
     """The help of an option, with its default."""
     helps = {key: text for group in GROUPS.values() if group for key, text in field_docs(group).items()}
-    usual = usual_options().get(name)
-    is_text = isinstance(usual, str | int) and not isinstance(usual, bool) and usual != ""
-    return f"{helps[name]} [default: {usual}]" if is_text else helps[name]
+    default = default_options().get(name)
+    is_text = isinstance(default, str | int) and not isinstance(default, bool) and default != ""
+    return f"{helps[name]} [default: {default}]" if is_text else helps[name]
 
 
 def settable() -> dict[str, str]:
@@ -304,20 +305,22 @@ def job_of(options: Mapping[str, Any], owner: str = "") -> tuple[JobSpec, Submit
     quality = quality_of(
         given.pop("qa", DEFAULT), None if config is None else Path(config), tuple(given.pop("qa_set", ()))
     )
-    reading = Reading(voices=given.pop("voice_for", None), **_taken(given, Reading))
+    reading = Reading(voices=given.pop("voice_for", None), **_pop_fields(given, Reading))
     own = {"pack": given.pop("pack", False) or msgspec.UNSET, "model": str(given.pop("model", DEFAULT_MODEL))}
-    spec = JobSpec(generation=generation, quality=quality, reading=reading, **own, **_taken(given, JobSpec))
+    spec = JobSpec(
+        generation=generation, quality=quality, reading=reading, **own, **_pop_fields(given, JobSpec)
+    )
     return spec, SubmitOptions(owner=owner, **given)
 
 
-def _taken(given: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
+def _pop_fields(given: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
     """Removes and returns the options that are fields of this type."""
     return {name: given.pop(name) for name in kind.__struct_fields__ if name in given}
 
 
 def options_of(spec: JobSpec, job: Job | SubmitOptions) -> dict[str, Any]:
-    """The options that a job was made with, except those of its checks, `on_error` and its key; None: not
-    given."""
+    """The options that a job was made with, except those of its checks, `on_error` and its idempotency key;
+    None: not given."""
     reading = spec.reading or Reading()
     found = {
         name: next(
@@ -344,7 +347,7 @@ def options_of(spec: JobSpec, job: Job | SubmitOptions) -> dict[str, Any]:
     }
 
 
-def usual_options() -> dict[str, Any]:
+def default_options() -> dict[str, Any]:
     """The defaults of the options."""
     return options_of(JobSpec(DEFAULT_MODEL), SubmitOptions()) | {
         "qa": DEFAULT,

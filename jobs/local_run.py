@@ -1,5 +1,5 @@
 """A job on this machine, from its input to its report, with ledger, broker, store and workers in one folder.
-All processes end with this one."""
+All processes of the job end with this process."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from pipelines.errors import ErrorCode, NightjarError, ServiceError, StoreError
 if TYPE_CHECKING:
     from jobs.input_format import InputFormat
 
-#: Interval of checks of the ledger and the processes.
+#: Interval at which the ledger and the processes are checked.
 POLL_SECONDS = 0.5
 #: Time without an ended item, after which the user is pointed to the log.
 STALL_SECONDS = 60.0
-#: Time without an ended item, after which the ledger is checked for being writable.
+#: Time without an ended item, after which a check finds out whether the ledger can be written.
 WRITE_SECONDS = 10.0
 
 
@@ -109,7 +109,7 @@ def run_locally(
                 made["report"] = _report(ledger, store, status, settings, progress)
                 _report_ends(ledger, settings, progress)
             except (NightjarError, OSError):
-                # A missing folder is the cause of any other error.
+                # If the home is missing, that caused the other error.
                 embedded.check_place()
                 raise
             except Interrupted:
@@ -207,7 +207,7 @@ def _results(
 ) -> dict[str, str | None]:
     """The places of the job's audio, texts and manifest. Waits for the store, so that an ended job always has its
     manifest."""
-    job_id, told = status.job.id, False
+    job_id, reported = status.job.id, False
     while True:
         try:
             made: dict[str, str | None] = {}
@@ -220,9 +220,9 @@ def _results(
             if error.code is not ErrorCode.STORE_UNREACHABLE:
                 raise
             embedded.check_place()
-            if not told:
+            if not reported:
                 progress.say(f"The manifest waits for the store. {error}")
-                told = True
+                reported = True
         time.sleep(POLL_SECONDS)
         stop.check()
 
@@ -230,8 +230,8 @@ def _results(
 def _restore(
     settings: Settings, ledger: Ledger, store: ObjectStore, job: Job, source: str, progress: Progress
 ) -> None:
-    """Rewrites missing or damaged inputs of shards. Raises `store.missing` if the file no longer has their
-    lines."""
+    """Rewrites missing or damaged inputs of shards. Raises `store.missing` if the submitted file no longer
+    has their lines."""
     from jobs.repair import restore_inputs
     from jobs.verify import ObjectCheck
 
@@ -242,7 +242,7 @@ def _restore(
 
 
 def _repair(ledger: Ledger, store: ObjectStore, job_id: str, progress: Progress) -> None:
-    """Checks that the results of earlier runs exist, and repairs missing ones. Raises `store.missing` for those that
+    """Checks that the results of earlier runs exist, and repairs missing ones. Raises `store.missing` if some
     cannot be repaired."""
     from jobs.provenance import reopened_model
     from jobs.repair import repair_objects
@@ -278,8 +278,8 @@ def _report(
 
 
 def _report_ends(ledger: Ledger, settings: Settings, progress: Progress) -> None:
-    """Reports to the operator's hook that this job has ended, and ends in this home that are not yet
-    reported. A failing hook does not fail the run."""
+    """Reports to the operator's hook that this job has ended, and the ends of earlier jobs in this home that
+    are not yet reported. A failing hook does not fail the run."""
     from jobs.notification import report_ends
 
     for one in report_ends(ledger, settings, again_seconds=0.0):

@@ -260,18 +260,16 @@ def reopened_model(store: ObjectStore, job: Job, say: Callable[[str], None]) -> 
     card = describe(job.spec.model)
     made_by = [record for record in read_records(store, job) if record.recorded_by == "worker"]
     encoders = {record.encoder for record in made_by if record.encoder is not msgspec.UNSET}
+    engines = {record.model.engine for record in made_by} & set(card.engines)
+    engine = next(iter(engines)) if len(engines) == 1 else card.engine
     for what, then, here in (
         ("revision of the model", {job.spec.model_revision}, card.revision),
         ("encoder", encoders, _encoder(job.spec)),
+        ("engine", engines, engine),
     ):
         if then - {here}:
             before = " and ".join(sorted(one or "unknown" for one in then))
             say(f"The {what} was {before} and is {here or 'unknown'} here, so bytes may differ.")
-    engines = sorted({record.model.engine for record in made_by} & set(card.engines))
-    if len(engines) > 1:
-        say(
-            f"The job was made on the engines {' and '.join(engines)}, and the records do not say which item was made on which; this machine uses {card.engine}."
-        )
-    options = {"engine": engines[0]} if len(engines) == 1 else {}
+    options = {"engine": engine} if len(engines) == 1 else {}
     with closing(registry.open_pipeline(job.spec.model, **options)) as pipeline:
         yield pipeline

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import stat
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from jobs.dialogue import clean
 from jobs.layout import is_reference_key, put_hashed, reference_key, references_prefix
-from jobs.store.base import ObjectStore
+from jobs.store.base import ObjectStore, sha256_of
 from pipelines.errors import ErrorCode, InputError, StoreError
 
 MAX_REFERENCE_BYTES = 32 << 20
@@ -47,7 +46,7 @@ class ReferenceReader:
         folder: Path,
         roots: Sequence[Path],
         store: ObjectStore,
-        check: Callable[[bytes], None] | None = None,
+        check: Callable[[bytes], object] | None = None,
     ) -> None:
         """`check` raises `InputError` for audio that the model cannot use."""
         self._check = check
@@ -100,7 +99,7 @@ class ReferenceReader:
         return lambda content: known(self.locate(content), content)
 
 
-def checked_audio(data: bytes, name: str, check: Callable[[bytes], None] | None = None) -> ReferenceAudio:
+def checked_audio(data: bytes, name: str, check: Callable[[bytes], object] | None = None) -> ReferenceAudio:
     """An audio file that can be read and passes `check`. `name`: the subject of error messages. Raises
     `InputError`."""
     from pipelines.audio import read_header  # imported only if there is audio
@@ -117,7 +116,7 @@ def checked_audio(data: bytes, name: str, check: Callable[[bytes], None] | None 
     if found.format not in _EXTENSIONS or found.frames <= 0:
         reason = f"it is {found.format} with {found.frames} samples, not WAV, FLAC, OGG or MP3"
         raise _unreadable(name, reason)
-    return ReferenceAudio(data, hashlib.sha256(data).hexdigest(), _EXTENSIONS[found.format])
+    return ReferenceAudio(data, sha256_of(data), _EXTENSIONS[found.format])
 
 
 def put_reference(store: ObjectStore, job_id: str, audio: ReferenceAudio) -> str:
@@ -145,7 +144,7 @@ def load_reference(store: ObjectStore, job_id: str, content: str) -> bytes:
             "Submit it again.",
         )
     data = _read_object(store, content, content)
-    if is_reference_key(content, job_id) and hashlib.sha256(data).hexdigest() not in content:
+    if is_reference_key(content, job_id) and sha256_of(data) not in content:
         message = f"The object {content} was changed after submit."
         raise StoreError(ErrorCode.STORE_CONFLICT, message, "Restore it, or submit the input again.")
     return data

@@ -34,7 +34,7 @@ from jobs.packs import read_artifact
 from jobs.references import ReferenceReader, load_reference, put_reference
 from jobs.shard_file import ShardLine, ShardLines, compress, encode_lines, read_shard
 from jobs.source import open_source
-from jobs.store.base import ObjectStore
+from jobs.store.base import ObjectStore, sha256_of
 from jobs.turns import turns_and_recordings
 from jobs.verify import Expected
 from jobs.voices import item_request
@@ -181,7 +181,7 @@ class _Resynthesis:
             return Repaired(artifact.key, row.example_id, RepairOutcome.FAILED, str(error))
         self.store.put(artifact.key, data, metadata=object_metadata(self.job.spec_sha, artifact.seed))
         self.store.sync()
-        sha256 = hashlib.sha256(data).hexdigest()
+        sha256 = sha256_of(data)
         if sha256 == artifact.sha256:
             if artifact.pack is None:
                 return Repaired(artifact.key, row.example_id, RepairOutcome.SAME)
@@ -215,7 +215,7 @@ class _Resynthesis:
 
 
 def _compared(row: ItemRow, artifact: Artifact, store: ObjectStore, data: bytes) -> ReproducedItem:
-    if hashlib.sha256(data).hexdigest() == artifact.sha256:
+    if sha256_of(data) == artifact.sha256:
         return ReproducedItem(row.index, row.example_id, Match.SAME, math.inf)
     before, rate = decode(read_artifact(store, artifact))
     after, rate_after = decode(data)
@@ -341,7 +341,7 @@ def restore_inputs(
                 lines[row.shard_no] += encode_lines(row.index, number, raw, references, turns)
     for no, (key, sha256) in inputs.items():
         data = compress(lines[no])
-        if hashlib.sha256(data).hexdigest() != sha256:
+        if sha256_of(data) != sha256:
             message = (
                 f"The input {key} of job {job.id} is lost and cannot be restored: the file, its reference audio "
                 "or the software has changed."

@@ -3,7 +3,6 @@ store."""
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import zstandard
 
 from jobs.dialogue import Dialogue, speech_position
 from jobs.ledger.records import ItemRow
-from jobs.store.base import ObjectStore
+from jobs.store.base import ObjectStore, sha256_of
 from jobs.turns import turn_messages
 from pipelines.errors import ErrorCode, StoreError
 from pipelines.request import Generation, Message, SpokenRole
@@ -182,7 +181,7 @@ def read_shard(store: ObjectStore, key: str, sha256: str) -> list[ShardLine]:
 def read_raw_shard(store: ObjectStore, key: str, sha256: str) -> list[RawLine]:
     """As `read_shard`, with each dialogue as submitted JSON, not decoded."""
     data = store.get(key)
-    if hashlib.sha256(data).hexdigest() != sha256:
+    if sha256_of(data) != sha256:
         raise StoreError(
             ErrorCode.STORE_CONFLICT,
             f"The object {key} was changed after submit.",

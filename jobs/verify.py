@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -154,7 +153,7 @@ class ObjectCheck:
                 )
                 if info is not None and whole and expected.end <= info.bytes:
                     return expected.sha256
-                return hashlib.sha256(artifacts.read(expected)).hexdigest()
+                return sha256_of(artifacts.read(expected))
             if not self.deep:
                 info = self.store.head(expected.key)
                 return None if info is None else info.sha256

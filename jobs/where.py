@@ -12,14 +12,13 @@ import ast
 import math
 import re
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import msgspec
 
-from jobs.checks import CHECKS
-from pipelines.errors import ConfigError, invalid, nearest
+from pipelines.errors import ConfigError, invalid
 
 #: The facts of an item other than its scores.
 FACTS = {
@@ -125,21 +124,6 @@ def parse_where(text: str) -> Where:
     if sum(1 for _ in _comparisons(found.condition)) > MAX_COMPARISONS:
         raise _wrong(f"has more than {MAX_COMPARISONS} comparisons")
     return found
-
-
-def no_such_score(job_id: str, name: str, there: Sequence[str], meters: Collection[str]) -> ConfigError:
-    """The error of a filter with an unknown score, in a job with these meters; `there`: its scores."""
-    meter = None if name not in CHECKS else CHECKS[name].meter
-    unmeasured = (
-        "" if meter is None or meter.name in meters else f": the job was made without the meter {meter.name}"
-    )
-    names = ", ".join([*there, *FACTS])
-    advice = f"{'' if unmeasured else nearest(name, [*there, *FACTS])}Compare one of: {names}."
-    if not there:
-        advice = f"No item of the job has scores: it has no checks, or no item reached them (docs/quality.md). Without scores you can use: {names}."
-    elif unmeasured:
-        advice = f"Checks with this meter are in docs/quality.md. {advice}"
-    return invalid(f"No item of job {job_id} has the score {name[:80]!r}{unmeasured}.", advice)
 
 
 class FilteredOut(msgspec.Struct, frozen=True):

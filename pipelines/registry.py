@@ -50,7 +50,7 @@ class ModelCard:
     #: Functions that check every text, and every recording of a voice to clone (an encoded file), at submit.
     #: They are cheap, load no model and raise `InputError` if the model would refuse it; None: no check.
     check_text: Callable[[str], None] | None = field(default=None, compare=False)
-    check_reference: Callable[[bytes], None] | None = field(default=None, compare=False)
+    check_reference: Callable[[bytes], object] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,13 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from pipelines.errors import ConfigError, ErrorCode, InputError, invalid
-from pipelines.recording import DRAFT, check_encoded, write_file
+from pipelines.recording import DRAFT, read_recording, write_file
 from pipelines.request import Generation, Message
 from pipelines.validation import OPENAI_VOICES
 
@@ -44,16 +45,14 @@ class VoiceExistsError(Exception):
     """A voice of this name exists, and `replace` is not set."""
 
 
+@dataclass(frozen=True, slots=True)
 class VoiceFolder:
     """The voices of a folder, which several processes may use at once; files are written atomically."""
 
-    def __init__(
-        self, folder: Path, max_voices: int = MAX_VOICES, max_bytes: int = MAX_RECORDING_BYTES
-    ) -> None:
-        """`max_voices`: maximum number of voices; `max_bytes`: maximum size of a recording."""
-        self.path = folder
-        self._max_voices = max_voices
-        self._max_bytes = max_bytes
+    path: Path
+    max_voices: int = MAX_VOICES
+    #: Maximum size of a recording.
+    max_bytes: int = MAX_RECORDING_BYTES
 
     def names(self) -> list[str]:
         """All names, sorted."""
@@ -95,10 +94,10 @@ class VoiceFolder:
         if len(text) > MAX_TEXT_CHARACTERS:
             message = f"The text of the recording has {len(text):,} characters; {MAX_TEXT_CHARACTERS:,} are the maximum."
             raise InputError(ErrorCode.INPUT_TOO_LONG, message, "Give only the words of the recording.")
-        if len(recording) > self._max_bytes:
-            message = f"The recording has {len(recording):,} bytes; {self._max_bytes:,} are the maximum."
+        if len(recording) > self.max_bytes:
+            message = f"The recording has {len(recording):,} bytes; {self.max_bytes:,} are the maximum."
             raise InputError(ErrorCode.INPUT_REFERENCE_LENGTH, message, "Give a shorter one, or FLAC.")
-        check_encoded(recording)
+        read_recording(recording)
         voice = StoredVoice(name, recording, text, int(time.time()))
         try:
             self._write(name, msgspec.msgpack.encode(voice), replace=replace)
@@ -128,7 +127,7 @@ class VoiceFolder:
             names = self.names()
             if name in names and not replace:
                 raise VoiceExistsError(name)
-            if name not in names and len(names) >= self._max_voices:
+            if name not in names and len(names) >= self.max_voices:
                 raise InputError(
                     ErrorCode.INPUT_TOO_LONG,
                     f"There are {len(names)} voices; that is the maximum.",

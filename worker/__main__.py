@@ -1,5 +1,5 @@
-"""`python -m worker run|nightly|flower|sweep`: the consumer side, started by `nightjar worker`, `nightjar nightly`
-and so on."""
+"""`python -m worker run|nightly|flower|sweep`: the commands of the consumer side, which `nightjar worker`,
+`nightjar nightly`, `nightjar flower` and `nightjar sweep` start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from worker.supervisor import is_supervised, report_end, run_group, wait_for_rel
 
 log = structlog.get_logger(__name__)
 
-#: Exit codes, as those of `nightjar wait`.
+#: Exit codes, the same as those of `nightjar wait`.
 FAILED, NOT_ENDED = 1, 7
 #: Pause before the first restart of a worker.
 FIRST_PAUSE_SECONDS = 0.5
@@ -59,7 +59,7 @@ def _settings() -> Settings:
 @click.option(
     "--preload",
     metavar="MODEL",
-    help="Open this model at once, before a job needs it. [default: that of --model]",
+    help="Open this model at once, before a job needs it. [default: the model of --model]",
 )
 @click.option(
     "--supervise",
@@ -86,12 +86,12 @@ def run(
       nightjar worker --gpu 0,1,2,3
       nightjar worker --gpu all
     """
-    # First, because the process that started this one may end at any time.
+    # Checked first, because the process that started this one may end at any time.
     supervised = is_supervised()
     settings = _settings()
     count = 0 if gpus is not None or supervised or private else count_gpus(os.environ.get(VISIBLE))
     if count > 1 and settings.vllm.tensor_parallel == 1:
-        log.warning("this worker uses one GPU; --gpu all uses every one", gpus=count)
+        log.warning("this worker uses one GPU; --gpu all uses all of them", gpus=count)
     if gpus is not None or supervise:
         from jobs.gpus import choose_gpus
 
@@ -111,7 +111,7 @@ def run(
 def _group(
     settings: Settings, plans: Sequence[WorkerPlan], model: str | None, preload: str | None
 ) -> WorkerGroup:
-    """Workers that run this program without the options of the group."""
+    """The group of workers. Each runs this program without --gpu and --supervise."""
     spec = sys.modules["__main__"].__spec__
     program = ["-m", "worker" if spec is None else spec.name.removesuffix(".__main__"), "run"]
     for option, value in (("--model", model), ("--preload", preload)):
@@ -156,7 +156,7 @@ def nightly(
 ) -> None:
     """Submit the night's file of every schedule, and write the exports of nights whose job has ended.
 
-    A night that ran is not run again. Exit codes: 0 ok; 1 a night or a dataset failed; 7 with --wait, a
+    A night that ran is not run again. Exit codes: 0 ok; 1 a night or a dataset failed; 7 with --wait: a
     job has not ended in time.
 
     \b
@@ -203,7 +203,7 @@ def flower() -> None:
 def sweep(delete: bool, grace_hours: float, as_json: bool) -> None:
     """Find orphans in the store: objects of ended jobs without an artifact in the ledger.
 
-    They remain after killed workers and cancelled jobs. Without --delete they are only counted. Exit code 1: the
+    Killed workers and cancelled jobs leave them. Without --delete they are only counted. Exit code 1: the
     store of a job failed.
 
     \b

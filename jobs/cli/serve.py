@@ -20,7 +20,7 @@ from jobs.ledger.status import RECENT_SECONDS, WorkerStatus, worker_statuses
 from jobs.recent_jobs import settings_for_new_job
 from jobs.settings import Settings, load_settings
 from jobs.status import utc, worker_view
-from pipelines.errors import ErrorCode, ModelError, NotFoundError, invalid
+from pipelines.errors import NotFoundError, invalid, missing_library
 
 if TYPE_CHECKING:
     from pipelines.registry import ModelCard
@@ -156,11 +156,7 @@ def check_extra() -> None:
     """Raises `config.missing_library` if a library of the server is not installed."""
     for library in ("fastapi", "uvicorn", "websockets"):
         if find_spec(library) is None:
-            raise ModelError(
-                ErrorCode.CONFIG_MISSING_LIBRARY,
-                f"The server needs the library {library}.",
-                "Install Nightjar with its extra `serve` (docs/install.md).",
-            )
+            raise missing_library("The server", library, "serve")
 
 
 _PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}

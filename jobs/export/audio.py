@@ -3,7 +3,6 @@ asked."""
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +17,7 @@ import msgspec
 from jobs.export.files import file_sha256, output, path_errors
 from jobs.export.items import AudioItem
 from jobs.packs import ArtifactReader, ahead
-from jobs.store.base import ObjectStore, split_key
+from jobs.store.base import ObjectStore, sha256_of, split_key
 from pipelines.audio_format import AUDIO_FORMATS, AudioFormat, check_rate
 from pipelines.errors import ErrorCode, StoreError, invalid
 
@@ -92,7 +91,7 @@ class Conversion:
         written = msgspec.structs.replace(
             artifact,
             key=f"{artifact.key.rpartition('.')[0]}.{audio_format}",
-            sha256=hashlib.sha256(made.data).hexdigest(),
+            sha256=sha256_of(made.data),
             bytes=len(made.data),
             duration_ms=made.duration_ms,
             sample_rate=rate,
@@ -145,7 +144,7 @@ class AudioReader:
     def _load(self, item: AudioItem) -> tuple[AudioItem, bytes]:
         artifact = item.artifact
         data = self._artifacts.read(artifact)
-        if hashlib.sha256(data).hexdigest() != artifact.sha256:
+        if sha256_of(data) != artifact.sha256:
             raise StoreError(
                 ErrorCode.STORE_CONFLICT,
                 f"The object {artifact.key} has changed: its SHA-256 differs from the ledger's.",

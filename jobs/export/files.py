@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import gzip
-import hashlib
 import heapq
 import os
 import shutil
@@ -318,7 +317,7 @@ class Destination:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        self.publish(name, path, hashlib.sha256(data).hexdigest())
+        self.publish(name, path, sha256_of(data))
 
     def record(self, name: str, kind: type[Record]) -> Record | None:
         """Reads a record, or returns None. Raises `config.invalid` for a file that is no record of an

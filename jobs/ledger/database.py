@@ -23,7 +23,7 @@ from jobs.ledger.records import SCHEMA_REVISION
 from jobs.ledger.schema import statements
 from jobs.ledger.transaction import Transaction
 from jobs.own_files import disk_full, has_room, home_of, open_own, own_ledger, place_of
-from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError
+from pipelines.errors import ErrorCode, NightjarError, ServiceError, invalid, missing_library
 
 if TYPE_CHECKING:
     from alembic.config import Config
@@ -186,18 +186,15 @@ def _parse(url: str) -> sa.URL:
         parsed = sa.make_url(url)
     except (exc.ArgumentError, ValueError):
         # Not chained: the parser's message may contain the password.
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID,
-            "The database URL cannot be read.",
-            "Write sqlite:///PATH or postgresql://...",
+        raise invalid(
+            "The database URL cannot be read.", "Write sqlite:///PATH or postgresql://..."
         ) from None
     backend = parsed.get_backend_name()
     if backend == "postgresql":
         return parsed.set(drivername="postgresql+psycopg")
     if backend == "sqlite" and parsed.database and parsed.database != ":memory:":
         return parsed.set(drivername="sqlite")
-    raise ConfigError(
-        ErrorCode.CONFIG_INVALID,
+    raise invalid(
         f"A ledger cannot be stored in a database of kind {backend!r}.",
         "Write sqlite:///PATH or postgresql://USER:PASSWORD@HOST/DATABASE.",
     )
@@ -256,11 +253,7 @@ def _postgresql_engine(url: sa.URL) -> sa.Engine:
             url, pool_pre_ping=True, max_overflow=-1, hide_parameters=True, connect_args=arguments
         )
     except ModuleNotFoundError:
-        raise ConfigError(
-            ErrorCode.CONFIG_MISSING_LIBRARY,
-            "A PostgreSQL ledger needs the library psycopg.",
-            "Install Nightjar with its extra `postgres` (docs/install.md).",
-        ) from None
+        raise missing_library("A PostgreSQL ledger", "psycopg", "postgres") from None
     statements = [
         set_limits(LIMITS),
         f"SET tcp_keepalives_idle = {KEEPALIVE_IDLE_SECONDS}",

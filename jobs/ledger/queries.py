@@ -26,8 +26,8 @@ from jobs.ledger.records import (
 from jobs.ledger.schema import ITEM_STATE_NUMBERS, ITEM_STATES, SCORE_COLUMNS
 from jobs.ledger.status import job_of, read_job
 from jobs.ledger.transaction import Row, Transaction, literals, record
-from jobs.where import FACTS, OF_ALL_ITEMS, Comparison, Condition, FilteredOut, Where, no_such_score
-from pipelines.errors import ErrorCode
+from jobs.where import FACTS, OF_ALL_ITEMS, Comparison, Condition, FilteredOut, Where
+from pipelines.errors import ErrorCode, invalid, nearest
 
 PAGE_ROWS = 1000
 #: If the index range of a page is larger than this factor times its items, its indexes are listed.
@@ -417,4 +417,6 @@ def check_names(job: Job, where: Where) -> None:
         return
     for name in where.names:
         if name not in FACTS and name not in known:
-            raise no_such_score(job.id, name, sorted(known), meters)
+            there = [*sorted(known), *FACTS]
+            advice = f"{nearest(name, there)}Use one of: {', '.join(there)}. Checks measure others (docs/quality.md)."
+            raise invalid(f"No item of job {job.id} has the score {name[:80]!r}.", advice)

@@ -21,6 +21,7 @@ from jobs.store.base import (
     ObjectStore,
     missing_allowed,
     read_identity,
+    sha256_of,
     split_key,
     split_prefix,
     store_unavailable,
@@ -298,7 +299,7 @@ def _open_file(folder: int, name: str) -> int:
 
 def _describe(key: str, folder: int, name: str) -> ObjectInfo:
     with os.fdopen(_open_file(folder, name), "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = sha256_of(file)
         return ObjectInfo(key, file.tell(), digest)
 
 

@@ -21,7 +21,7 @@ from jobs.store.base import (
     store_unavailable,
 )
 from pipelines.audio_format import CONTENT_TYPES as AUDIO_TYPES
-from pipelines.errors import ConfigError, ErrorCode, StoreError
+from pipelines.errors import ErrorCode, StoreError, invalid, missing_library
 
 if TYPE_CHECKING:
     from botocore.exceptions import ClientError
@@ -336,11 +336,7 @@ def make_client(settings: S3Settings | None) -> Any:
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError
     except ImportError:
-        message, advice = (
-            "S3 needs the library boto3.",
-            "Install Nightjar with its extra `s3` (docs/install.md).",
-        )
-        raise ConfigError(ErrorCode.CONFIG_MISSING_LIBRARY, message, advice) from None
+        raise missing_library("S3", "boto3", "s3") from None
     config = Config(
         signature_version="s3v4",
         connect_timeout=CONNECT_TIMEOUT_SECONDS,
@@ -365,18 +361,14 @@ def make_client(settings: S3Settings | None) -> Any:
             "s3", config=config, **{name: value for name, value in given.items() if value}
         )
     except (BotoCoreError, ValueError) as error:
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID, f"S3 cannot be set up: {error}.", "Check the `s3` settings."
-        ) from error
+        raise invalid(f"S3 cannot be set up: {error}.", "Check the `s3` settings.") from error
 
 
 def split_s3_url(url: str) -> tuple[str, str]:
     """Bucket and key (or prefix) of `s3://bucket/key`. Raises `config.invalid`."""
     parts = urlsplit(url, allow_fragments=False)
     if parts.scheme != "s3" or not parts.netloc or parts.query:
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID, f"{url[:200]!r} is not an S3 address.", "Write it as s3://BUCKET/KEY."
-        )
+        raise invalid(f"{url[:200]!r} is not an S3 address.", "Write it as s3://BUCKET/KEY.")
     return parts.netloc, parts.path.strip("/")
 
 

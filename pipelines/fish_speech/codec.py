@@ -35,7 +35,7 @@ from pipelines.codec.fused import prepared_stack
 from pipelines.fish_speech.config import CODEC_WEIGHTS, CodecConfig, CodecStackConfig, FishConfig
 from pipelines.fish_speech.model import halves
 from pipelines.nn.checkpoint import Loader, TensorSource, TensorTable, read_pickle, shown, take_normed
-from pipelines.recording import RecordingCache, decode_recording, read_recording
+from pipelines.recording import RecordingCache, read_recording
 
 log = logging.getLogger(__name__)
 
@@ -264,7 +264,7 @@ class ReferenceEncoder:
         samples, rate = read_recording(recording)
         wanted = self._encoder.config.sample_rate
         if (rate // math.gcd(rate, wanted)) * (wanted // math.gcd(rate, wanted)) > _MAX_VALUES:
-            samples, rate = decode_recording(recording, wanted, quality="VHQ")
+            samples, rate = read_recording(recording, wanted, quality="VHQ")
         return resample(torch.from_numpy(samples).to(self._encoder.device), rate, wanted)
 
 

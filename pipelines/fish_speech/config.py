@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from pipelines.nn.config_keys import Drawing, Keys, Positive, Size, Sizes, StackConfig, Whole, revision
-from pipelines.recording import check_encoded
+from pipelines.recording import read_recording
 from pipelines.registry import ModelCard
 from pipelines.request import Capabilities
 
@@ -219,5 +219,5 @@ def describe(folder: Path) -> ModelCard:
         executors=("eager", "graph"),
         engines=("native", "vllm"),
         seconds_per_character=0.067,  # English read speech, for estimates
-        check_reference=check_encoded,
+        check_reference=read_recording,
     )

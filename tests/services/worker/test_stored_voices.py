@@ -23,7 +23,7 @@ from jobs.verify import Expected
 from jobs.voices import voice_folder
 from pipelines.duration import Pace
 from pipelines.errors import ErrorCode, InputError, ServiceError
-from pipelines.recording import check_encoded
+from pipelines.recording import read_recording
 from pipelines.registry import register_pipeline
 from pipelines.request import Capabilities, Generation, Message, Speech, SynthesisRequest
 from pipelines.stored_voices import VoiceFolder
@@ -62,7 +62,7 @@ class Cloner(FakePipeline):
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
     forget = register_pipeline(
-        "fake", replace(fake_card(), capabilities=ABLE, check_reference=check_encoded), Cloner
+        "fake", replace(fake_card(), capabilities=ABLE, check_reference=read_recording), Cloner
     )
     rig = Rig(tmp_path, Cloner())
     folder(rig).add("anna", ANNA, "Anna speaks.")
