@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jobs.ledger.records import Job
 
 DEFAULT_MODEL = "hibari"
-JOB, KEYS, MESSAGES = "Job", "Keys of --set", "Messages"
+JOB, KEYS, MESSAGES = "Job", "Keys of --set", "Messages and help"
 
 
 class InputOptions(TypedDict, total=False):
@@ -38,11 +38,11 @@ class InputOptions(TypedDict, total=False):
     input_format: AskedFormat
     """Format of INPUT. `auto`: recognized by its first lines or its name."""
     columns: Mapping[str, str]
-    """Column of a table that holds a field, for example text=sentence. Can be given more than once."""
+    """Column of a table that contains FIELD, for example text=sentence. Can be given more than once."""
     limit: Annotated[int, Field(ge=1)]
-    """Use the first N lines of INPUT only."""
+    """Use only the first N lines of INPUT."""
     sample: Annotated[int, Field(ge=1)]
-    """Use N lines of INPUT only, chosen by --seed."""
+    """Use only N lines of INPUT, chosen at random by --seed."""
     on_error: Literal["skip", "abort"]
     """`skip`: leave bad lines out and list them. `abort`: refuse the whole file."""
 
@@ -61,14 +61,13 @@ class ModelOptions(TypedDict, total=False):
     voice_of: Mapping[SpokenRole, str]
     """Voice for one role, for example assistant=heart. Can be given more than once."""
     voice_for: Mapping[str, str]
-    """Voice for a speaker of a table, or of Kaldi's utt2spk; `*` is every other speaker. Can be given
-    more than once."""
+    """Voice for a speaker in a table or in Kaldi's utt2spk; `*` means all other speakers. Can be given more
+    than once."""
     speak: Literal["auto", "user", "assistant", "all"]
     """Role whose texts become speech. `auto`: the assistant's texts without audio; if there are none, the
     user's texts."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)]
-    """Seed of the job. The same seed gives the same noise; on a GPU, identical audio needs the reproducible
-    mode."""
+    """Seed of the random numbers of the job. On a GPU, identical audio also needs the reproducible mode."""
 
 
 class CheckOptions(TypedDict, total=False):
@@ -106,13 +105,13 @@ class SetOptions(TypedDict, total=False):
     """Options that the command line takes with `--set`."""
 
     weight: Annotated[int, Field(ge=1, le=1000)]
-    """Share of the workers among jobs of the same priority."""
+    """Share of the workers, relative to other jobs of the same priority."""
     max_attempts: Annotated[int, Field(ge=1, le=100)]
     """Maximum attempts per item."""
     max_in_flight: Annotated[int, Field(ge=1)]
     """Maximum shards of this job that run at the same time."""
     error_budget: Annotated[float, Field(ge=0, le=1)]
-    """Pause the job when more than this share of its items fails."""
+    """Pause the job when more than this share of its items (0 to 1) fails."""
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -162,7 +161,7 @@ class Flag:
 #: their help.
 OWN_OPTION = ("voice", "language", "instruct")
 GENERATION = {
-    "reference_text": "Text of the recordings that lines refer to.",
+    "reference_text": "Transcript of the reference recordings.",
     "temperature": "Sampling temperature.",
     "top_k": "Sample from the N most likely codes.",
     "top_p": "Sample from the smallest set of codes with this total probability.",

@@ -59,7 +59,7 @@ def _settings() -> Settings:
 @click.option(
     "--preload",
     metavar="MODEL",
-    help="Open this model at once, before a job needs it. [default: the model of --model]",
+    help="Load this model at once, before a job needs it. [default: the model of --model]",
 )
 @click.option(
     "--supervise",
@@ -76,9 +76,9 @@ def run(
 ) -> None:
     """Run a worker, which synthesizes shards until SIGTERM.
 
-    After SIGTERM it takes no new shards and finishes its items. A second signal gives unfinished items back at once.
-    With --gpu or --supervise, a worker that keeps failing is quarantined: the others continue, and the exit code
-    at the end is 1.
+    After SIGTERM it takes no new shards and finishes its items. A second signal makes it return unfinished
+    items to the queue at once. With --gpu or --supervise, a worker that keeps failing is quarantined: the
+    others continue, and the exit code at the end is 1.
 
     \b
     Examples:
@@ -132,7 +132,7 @@ def _group(
     metavar="N",
     type=click.IntRange(0, 366),
     default=0,
-    help="Also run up to N earlier nights that did not run.",
+    help="Also run up to N earlier nights that have not run yet.",
 )
 @click.option(
     "--schedule",
@@ -154,10 +154,10 @@ def _group(
 def nightly(
     night: str | None, catch_up: int, names: tuple[str, ...], wait_hours: float, again: bool, as_json: bool
 ) -> None:
-    """Submit the night's file of every schedule, and write the exports of nights whose job has ended.
+    """Submit the night's file of every schedule.
 
-    A night that ran is not run again. Exit codes: 0 ok; 1 a night or a dataset failed; 7 with --wait: a
-    job has not ended in time.
+    Also write the exports of nights whose job has ended. A night that ran is not run again. Exit codes: 0 ok;
+    1 a night or a dataset failed; 7 (only with --wait) a job did not end in time.
 
     \b
     Examples:
@@ -178,7 +178,8 @@ def nightly(
 
 @cli.command()
 def flower() -> None:
-    """Run the Flower dashboard, with a password and read-only. SPEECH_FLOWER__BASIC_AUTH sets user:password.
+    """Run the Flower dashboard, which is read-only and needs a password. SPEECH_FLOWER__BASIC_AUTH sets it,
+    as USER:PASSWORD.
 
     \b
     Examples:
@@ -201,10 +202,10 @@ def flower() -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def sweep(delete: bool, grace_hours: float, as_json: bool) -> None:
-    """Find orphans in the store: objects of ended jobs without an artifact in the ledger.
+    """Find orphans: objects in the store that no job uses.
 
-    Killed workers and cancelled jobs leave them. Without --delete they are only counted. Exit code 1: the
-    store of a job failed.
+    Killed workers and cancelled jobs leave them. Without --delete they are only counted. Exit code 1: a job could
+    not be checked.
 
     \b
     Examples:

@@ -199,8 +199,8 @@ class Runtime:
         if self._leaves_to_others(ticket.job_id):
             self._draining.wait(REFUSE_PAUSE_SECONDS)
             return Handling.REFUSED
-        on_trial = self._retrying(lambda: self.ledger.on_trial(ticket))
-        with self._exclusive.hold(bool(on_trial), lambda: self.draining) as placed:
+        should_run_alone = self._retrying(lambda: self.ledger.should_run_alone(ticket))
+        with self._exclusive.hold(bool(should_run_alone), lambda: self.draining) as placed:
             ran = placed and self._run(ticket)
         if not ran:
             return Handling.REFUSED if self.draining else Handling.DROPPED

@@ -80,7 +80,7 @@ def _note_unknown(lines: ShardLines[RawLine], output: Output) -> None:
 
 
 @click.command()
-@click.option("--by", type=click.Choice(["code"]), help="Count errors by code.")
+@click.option("--by", type=click.Choice(["code"]), help="Print the number of errors per code.")
 @code_option("Only errors with this code.")
 @limit_option
 @of_job

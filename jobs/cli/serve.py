@@ -59,7 +59,7 @@ _HEADER = (
     "names",
     multiple=True,
     metavar="NAME",
-    help="Name of the model for clients. Can be given more than once. [default: the model's name]",
+    help="Name that clients use for the model. Can be given more than once. [default: the model's name]",
 )
 @click.option("--address", metavar="ADDRESS", help="Address to listen on. [default: 127.0.0.1]")
 @click.option(
@@ -70,10 +70,11 @@ _HEADER = (
 )
 @output_options
 def serve(model: str, names: tuple[str, ...], address: str | None, port: int | None, output: Output) -> None:
-    """Serve a model over HTTP until SIGTERM. Running requests finish first.
+    """Serve a model over HTTP until SIGTERM. Requests that are running then still finish.
 
-    Routes are those of OpenAI: /v1/audio/speech, and /v1/chat/completions for models that write text and
-    audio. Clients need the key in SPEECH_SERVE__API_KEY, or one in the file SPEECH_SERVE__API_KEY_FILE.
+    The routes are those of OpenAI: /v1/audio/speech, and /v1/chat/completions for models that write text and
+    audio. Clients need the key in SPEECH_SERVE__API_KEY, or a key from the file that
+    SPEECH_SERVE__API_KEY_FILE names.
 
     \b
     Examples:
@@ -134,8 +135,8 @@ def _options(settings: Settings, card: ModelCard, names: tuple[str, ...]) -> Ser
 
 
 def read_keys(settings: Settings) -> tuple[str, ...]:
-    """Reads the keys of the API, the one of the environment first. Raises `config.invalid` for a file without
-    a key."""
+    """Reads the API keys; the one in the settings is the first, then those of the key file. Raises
+    `config.invalid` for a file without a key."""
     keys = [] if settings.serve.api_key is None else [settings.serve.api_key.get_secret_value().strip()]
     path = settings.serve.api_key_file
     if path is not None:

@@ -1,5 +1,5 @@
 """The audio of an export: named by its path, copied to a local folder, or read into the dataset; converted if
-asked."""
+requested."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pipelines.audio_format import AUDIO_FORMATS, AudioFormat, check_rate
 from pipelines.errors import ErrorCode, StoreError, invalid
 
 _THREADS = 16
-#: Limits of what is read ahead of the item that is written.
+#: Maximum number, and total size, of items whose audio is read before it is needed.
 _AHEAD_ITEMS = 64
 _AHEAD_BYTES = 64 << 20
 
@@ -71,7 +71,7 @@ class Conversion:
     def applied(self, item: AudioItem, data: bytes) -> tuple[AudioItem, bytes]:
         """Converts the audio of an item; audio that has the format and the rate already is unchanged.
 
-        Raises `config.invalid` if the format cannot hold the rate of the stored audio.
+        Raises `config.invalid` if the format does not support the rate of the stored audio.
         """
         artifact = item.artifact
         audio_format = self.format or cast("AudioFormat", item.extension)
@@ -103,8 +103,8 @@ class Conversion:
 
 
 class AudioReader:
-    """Reads the audio of items, in order; a context manager. Threads fetch ahead from a bucket and convert
-    ahead. Files of a folder are read one by one, which is faster than on threads."""
+    """Reads the audio of items, in order; a context manager. Threads read ahead if the store is a bucket or
+    audio is converted. Otherwise files are read one by one, which is faster than on threads."""
 
     def __init__(self, store: ObjectStore, root: Path | None, conversion: Conversion) -> None:
         """`root`: local folder that the audio is copied to, or None; converted copies go to a subfolder."""
@@ -121,8 +121,8 @@ class AudioReader:
         self._threads.shutdown(cancel_futures=True)
 
     def located(self, items: Iterable[AudioItem]) -> Iterator[tuple[AudioItem, str]]:
-        """Yields each item with the path or address of its audio. With a root, the file there exists and is
-        intact."""
+        """Yields each item with the path or address of its audio. With a root, the audio is copied there
+        first."""
         root = self._root
         if root is None:
             yield from ((item, self._store.uri(item.artifact.key)) for item in items)
@@ -130,7 +130,8 @@ class AudioReader:
             yield from self._ahead(items, lambda item: self._copied(root, item))
 
     def loaded(self, items: Iterable[AudioItem]) -> Iterator[tuple[AudioItem, bytes]]:
-        """Yields each item with the content of its audio file, whose hash is that in the ledger."""
+        """Yields each item with the content of its audio file. The hash of the stored file is compared with
+        the ledger's."""
         yield from self._ahead(items, self._load)
 
     def _ahead(
@@ -168,7 +169,7 @@ class AudioReader:
             # The copy must not be written through a link.
             path.unlink(missing_ok=True)
         if data is None:
-            # Before the file is created, so that lost audio leaves no file.
+            # Read before the file is created, so that lost audio leaves no file.
             data = self._load(item)[1]
         with output(str(path)) as copy:
             copy.write(data)
@@ -197,6 +198,6 @@ class AudioNames:
 
     def _relative(self, below: str) -> str:
         """The path of the store relative to a folder of the export."""
-        # `..` is relative to the target of a link.
+        # Links are resolved, because `..` is relative to the target of a link.
         folder = os.path.realpath(os.path.join(self._folder or "", below))
         return os.path.relpath(os.path.realpath(self._root or ""), folder)

@@ -233,7 +233,7 @@ def describe_formats() -> str:
             folders.append(f"{name} ({error.message})")
             continue
         (files if found.one_file(None) else folders).append(f"{name} ({found.summary})")
-    return f"One file: {', '.join(files)}. A folder: {', '.join(folders)}."
+    return f"Format of the dataset. Formats of one file: {', '.join(files)}. Formats of a folder: {', '.join(folders)}."
 
 
 def _broken(entry: EntryPoint, reason: str) -> ConfigError:

@@ -81,7 +81,10 @@ def manifest_line(job: Job, item: AudioItem, where: str) -> bytes:
 
 
 MANIFEST = ExportFormat(
-    name="manifest", summary="Nightjar's manifest", item_line=manifest_line, names_audio=False
+    name="manifest",
+    summary="JSONL with text, key, hash and length of the audio",
+    item_line=manifest_line,
+    names_audio=False,
 )
 
 
@@ -102,8 +105,8 @@ def put_shard_manifest(
 
 
 def put_manifest(ledger: Ledger, store: ObjectStore, job_id: str) -> ObjectInfo:
-    """Writes the manifest of a job in bounded memory: `manifest.jsonl`, or the next number if the content
-    has changed. If the job has ended, the ledger records it."""
+    """Writes the manifest of a job in bounded memory: `manifest.jsonl`, or the next number if the content has
+    changed. If the job has ended, the ledger records that its manifest is written."""
     job = ledger.job(job_id)
     # A file without a name, so that a killed process leaves none.
     with tempfile.TemporaryFile(prefix="nightjar-manifest-") as file:
