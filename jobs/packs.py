@@ -75,7 +75,7 @@ class ArtifactReader:
         self._lock = threading.Lock()
 
     def read(self, artifact: StoredArtifact) -> bytes:
-        """The bytes of an artifact. Raises as `read_artifact`."""
+        """The bytes of an artifact. Raises the errors of `read_artifact`."""
         pack, begin, size = artifact.pack, artifact.pack_offset, artifact.bytes
         if not self._store.remote or pack is None or begin is None or not size:
             return read_artifact(self._store, artifact)

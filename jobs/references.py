@@ -16,9 +16,10 @@ from jobs.store.base import ObjectStore, sha256_of
 from pipelines.errors import ErrorCode, InputError, StoreError
 
 MAX_REFERENCE_BYTES = 32 << 20
-#: Maximum length of audio in a line; to clone a voice, a minute (`pipelines.request.MAX_REFERENCE_SECONDS`).
+#: Maximum length of audio in a line. To clone a voice, the maximum is a minute
+#: (`pipelines.request.MAX_REFERENCE_SECONDS`).
 MAX_AUDIO_SECONDS = 600.0
-#: Size of the cache by address: a recording that many lines use is read once.
+#: Number of addresses in the cache, so that a recording of many lines is read once.
 _KNOWN_PATHS = 10_000
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 _EXTENSIONS = {"WAV": "wav", "WAVEX": "wav", "FLAC": "flac", "OGG": "ogg", "MP3": "mp3"}
@@ -127,7 +128,8 @@ def put_reference(store: ObjectStore, job_id: str, audio: ReferenceAudio) -> str
 
 
 def read_audio_file(path: Path) -> ReferenceAudio:
-    """The audio file at a path given by the user. Raises `InputError` as `ReferenceReader.read`."""
+    """The audio file at a path given by the user. Raises `InputError` in the same cases as
+    `ReferenceReader.read`."""
     return checked_audio(_read_file(os.path.realpath(path), str(path)), _named(str(path)))
 
 
@@ -161,7 +163,7 @@ def _read_object(store: ObjectStore, key: str, content: str) -> bytes:
 
 
 def _read_file(path: str, content: str) -> bytes:
-    # The path has no symbolic links; one that was created since is not followed.
+    # The path has no symbolic links; a link that was created since then is not followed.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as stream:

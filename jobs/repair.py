@@ -1,5 +1,5 @@
-"""Repeated synthesis of items, from their lines and recorded seeds: a sample for comparison, and the repair of lost
-or damaged objects. Inputs of shards are restored from the submitted file."""
+"""Synthesizes items again, from their lines and recorded seeds, to compare a sample and to repair lost or
+damaged objects. Restores inputs of shards from the submitted file."""
 
 from __future__ import annotations
 
@@ -138,8 +138,8 @@ class _Resynthesis:
             return row, artifact, error
 
     def start(self, row: ItemRow, artifact: Artifact) -> Future[Speech]:
-        """Starts the synthesis of an artifact by the same request as the worker's. Raises `InputError` for missing
-        reference audio, and `StoreError`."""
+        """Starts the synthesis of an artifact with the same request as the worker. Raises `InputError` for
+        missing reference audio, and `StoreError`."""
         line, job = self.lines.of(row), self.job
         request_id = f"verify/{artifact.kind}/{job.id}/{line.index}"
         generation = line.generation_over(job.spec.generation)
@@ -163,7 +163,7 @@ class _Resynthesis:
         return dataclasses.replace(speech, samples=samples)
 
     def replace(self, row: ItemRow, artifact: Artifact, started: Future[Speech] | NightjarError) -> Repaired:
-        """Replaces an artifact by the new speech. The object is written first. The ledger is updated after
+        """Replaces an artifact with the new speech. The object is written first. The ledger is updated after
         it, and only if the bytes differ, so the next repair repeats an interrupted one. A member of a pack
         becomes a separate object, because packs are write-once."""
         try:
@@ -314,8 +314,9 @@ def restore_inputs(
 ) -> None:
     """Rewrites the inputs with the keys `lost`, and the reference audio of their lines.
 
-    Lines with items in the ledger are not checked again, because rules may have changed. Raises `store.missing` if
-    the lines differ from the staged ones, and `InputError` if the file or its reference audio cannot be read.
+    Lines that have items in the ledger are not checked again, because the rules may have changed. Raises
+    `store.missing` if the lines differ from the staged ones, and `InputError` if the file or its reference
+    audio cannot be read.
     """
     inputs = {no: place for no, place in ledger.shard_inputs(job.id).items() if place[0] in lost}
     lines: dict[int, list[bytes]] = {no: [] for no in inputs}
@@ -336,8 +337,8 @@ def restore_inputs(
             except InputError:
                 continue
             if (row := wanted.pop(dialogue.example_id, None)) is not None:
-                turns, heard = turns_and_recordings(dialogue.messages, job.spec.speak)
-                references = {place: key_of(dialogue.messages[place][2]) for place in heard}
+                turns, recordings = turns_and_recordings(dialogue.messages, job.spec.speak)
+                references = {place: key_of(dialogue.messages[place][2]) for place in recordings}
                 lines[row.shard_no] += encode_lines(row.index, number, raw, references, turns)
     for no, (key, sha256) in inputs.items():
         data = compress(lines[no])

@@ -24,17 +24,18 @@ if TYPE_CHECKING:
     from pipelines.registry import ModelCard
 
 
-#: Engine time of a shard: long compared with its dispatch, short enough that little is lost with one.
+#: Engine time of a shard: long compared with the time of its dispatch, and short enough that little work is
+#: lost with it.
 ENGINE_SECONDS = 60.0
-#: Engine time and items of the first shards of a job, which are smaller, so that a small job has shards for all
-#: workers.
+#: Minimum engine time and number of items of the first shards of a job. They are smaller than later shards,
+#: so that a small job has shards for all workers.
 MIN_ENGINE_SECONDS = 1.0
 MIN_ITEMS = 64
 #: Shards grow by one item for each this many earlier items of the job.
 ITEMS_PER_GROWTH = 128
 #: Assumed RTF of a model without measurements, by engine; `native` and `vllm` usually run on GPUs.
 USUAL_RTF = {"native": 1 / 2000, "vllm": 1 / 700, "cpu": 0.1}
-#: Minimum measured RTF; that of a test engine may be 0.
+#: Minimum measured RTF. The measured RTF of a test engine may be 0.
 _MIN_RTF = 1e-6
 #: Maximum bytes of lines in a shard, which a worker holds in memory.
 MAX_SHARD_BYTES = 16 << 20
@@ -56,8 +57,8 @@ class ShardSize:
     ) -> ShardSize:
         """The size for `ENGINE_SECONDS` of work, with a maximum of `target_seconds` of audio.
 
-        The speed is `measured_rtf` from earlier jobs of the model, else that of the card, else the usual one
-        of the engine. The usual speed may be wrong, so the first shards are then limited by their number of
+        The RTF is `measured_rtf` from earlier jobs of the model, else the RTF of the card, else the usual RTF
+        of the engine. The usual RTF may be wrong, so the first shards are then limited by their number of
         items.
         """
         known = card.rtf if measured_rtf is None else max(measured_rtf, _MIN_RTF)
@@ -98,7 +99,7 @@ class ShardLine(msgspec.Struct, frozen=True):
     #: The messages for the pipeline: those of the spoken turn, or the whole dialogue. Audio content is a key in the
     #: store.
     messages: tuple[Message, ...]
-    #: The settings of the line, for a turn those of its role, without the job's defaults.
+    #: The settings of the line without the job's defaults; for a turn, the line's settings for its role.
     generation: Generation
     #: Index of the spoken message or the answer in the dialogue; part of the seed.
     message_index: int
@@ -179,7 +180,7 @@ def read_shard(store: ObjectStore, key: str, sha256: str) -> list[ShardLine]:
 
 
 def read_raw_shard(store: ObjectStore, key: str, sha256: str) -> list[RawLine]:
-    """As `read_shard`, with each dialogue as submitted JSON, not decoded."""
+    """Like `read_shard`, but each dialogue is the submitted JSON, not decoded."""
     data = store.get(key)
     if sha256_of(data) != sha256:
         raise StoreError(
@@ -191,15 +192,15 @@ def read_raw_shard(store: ObjectStore, key: str, sha256: str) -> list[RawLine]:
 
 
 def read_references(store: ObjectStore, key: str, sha256: str) -> set[str]:
-    """The keys of the reference audio of a shard's lines. Raises as `read_shard`."""
+    """The keys of the reference audio of a shard's lines. Raises the errors of `read_shard`."""
     return {
         reference for line in read_raw_shard(store, key, sha256) for reference in line.references.values()
     }
 
 
 class ShardLines(Generic[Line]):
-    """The lines of items that are read in order, with one shard in memory. `read` is `read_shard` or
-    `read_raw_shard`."""
+    """Reads the lines of items, which are given in order of their shards. One shard is in memory. `read` is
+    `read_shard` or `read_raw_shard`."""
 
     def __init__(
         self,
@@ -213,7 +214,7 @@ class ShardLines(Generic[Line]):
         self.inputs = ledger.shard_inputs(job_id)
         self._loaded = ("", "")
         self._lines: dict[int, Line] = {}
-        #: Why line numbers cannot be read, once that has failed.
+        #: The error of the first line number that could not be read. No numbers are read after it.
         self.failure: StoreError | None = None
 
     def of(self, item: ItemRow) -> Line:

@@ -47,22 +47,22 @@ class Expected:
     kind: str = "input"
     #: Index of its item; None for an input.
     index: int | None = None
-    #: Id of its item; None if it was not read.
+    #: Id of its item; None if the id was not read from the ledger.
     example_id: str | None = None
     #: None for an input.
     bytes: int | None = None
-    #: As in `Artifact`.
+    #: The pack that contains it, and its offset there; None: it is a separate object.
     pack: str | None = None
     pack_offset: int | None = None
 
     @property
     def object_key(self) -> str:
-        """The key of the object that contains it."""
+        """The key of the object in the store: of the pack that contains it, or its own."""
         return self.pack or self.key
 
     @property
     def end(self) -> int:
-        """The minimum size of its pack."""
+        """The offset of its end in its pack, which is at least this large."""
         return (self.pack_offset or 0) + (self.bytes or 0)
 
 
@@ -99,8 +99,8 @@ def _expected(found: Artifact, example_id: str | None = None) -> Expected:
 
 
 def listed_faults(store: ObjectStore, objects: Iterable[Expected]) -> Iterator[tuple[Expected, Fault]]:
-    """Objects that are missing or have another size in listings of the store. This is fast, but does not find damage
-    that keeps the size.
+    """Yields objects that are missing or have another size in listings of the store. This is fast, but does
+    not find damage that keeps the size.
 
     Raises `StoreError` if the store fails.
     """
@@ -144,8 +144,8 @@ class ObjectCheck:
         by_server = self.store.remote and not self.deep
 
         def sha256(expected: Expected) -> str | None:
-            """The hash of an object; None: it is missing. A member of a pack has its recorded hash if the pack's
-            checksum matches its key and the pack is long enough."""
+            """The hash of an object; None: it is missing. A member of a pack is not read if the pack's
+            checksum matches the pack's key and the pack is long enough; its hash is then the recorded one."""
             if expected.pack:
                 info = head(expected.pack) if by_server else None
                 whole = info is not None and info.sha256[:PACK_SHA_CHARACTERS] == sha256_of_pack(
