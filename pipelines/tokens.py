@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.errors import ErrorCode, InputError
-from pipelines.nn.config_keys import Drawing
+from pipelines.nn.config_keys import BaseSamplingDefaults
 from pipelines.request import Generation
 from pipelines.results import SpeechEngine
 from pipelines.validation import MAX_TOP_K, bounded, or_default
@@ -81,7 +81,7 @@ TokenHost = SpeechEngine[TokenRequest]
 
 
 def token_sampling(
-    defaults: Drawing, generation: Generation, max_tokens: int, seed: int, stops: tuple[int, ...]
+    defaults: BaseSamplingDefaults, generation: Generation, max_tokens: int, seed: int, stops: tuple[int, ...]
 ) -> TokenSampling:
     """The sampling of a request: its own settings, or the model's defaults for settings that it does not
     have.
