@@ -43,8 +43,8 @@ _ROOM = 0.9
 #: The largest number of outputs with which `add_product` was measured. With more outputs there are so many weights that
 #: all multiprocessors must read them, as cuBLAS does.
 _WIDEST = 2048
-#: The minimum share of the places in all turns of a device that the tiles of `swiglu` must fill, because a last turn
-#: with few tiles takes as long as a full one.
+#: The tiles of `swiglu` run in turns of one tile per multiprocessor. They must fill at least this share of all turns,
+#: because a last turn with few tiles takes as long as a full one.
 _FULL = 0.9
 #: Bytes of `Block` of residual_products.cu and of wide_products.cu: pipeline stages with two barriers each, the sums of
 #: a tile (only residual_products.cu), and room for alignment.
@@ -266,7 +266,7 @@ def product(
 ) -> Tensor:
     """y = epilogue(x @ weight.T), bfloat16, launched on the current stream of x's device.
 
-    x: contiguous [rows, inner], or a norm with that input; weight: contiguous [n, inner], for SWIGLU [2 * n,
+    x: contiguous [rows, inner], or a norm whose `weighted` is that; weight: contiguous [n, inner], for SWIGLU [2 * n,
     inner] with the gate's rows first; y: [rows, n]; extra: the residual for RESIDUAL, [rows, n] with y's strides (may
     be y); norm: weights [n] of a norm after RESIDUAL, whose tensors `into` are filled; pdl: programmatic dependent
     launch. A row has the same bits in every batch with the same configuration and the same `room_for`. Raises

@@ -55,7 +55,7 @@ def retry(
 @click.command()
 @of_job
 def pause(_: Settings, ledger: Ledger, job: Job, output: Output) -> None:
-    """Pause JOB: workers get no more shards. Items in the engine finish.
+    """Pause JOB: workers get no more shards. Items that are being synthesized finish.
 
     \b
     Examples:

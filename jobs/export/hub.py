@@ -1,4 +1,4 @@
-"""Pushes a Parquet export to the Hugging Face hub, by the library `datasets`.
+"""Pushes a Parquet export to the Hugging Face hub, with the library `datasets`.
 
 The token is that of `huggingface_hub`: `HF_TOKEN`, or the one that `hf auth login` stored. Only that library
 reads it.
