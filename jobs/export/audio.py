@@ -16,7 +16,7 @@ import msgspec
 
 from jobs.export.files import file_sha256, output, path_errors
 from jobs.export.items import AudioItem
-from jobs.packs import ArtifactReader, ahead
+from jobs.packs import ArtifactReader, map_ahead
 from jobs.store.base import ObjectStore, sha256_of, split_key
 from pipelines.audio_format import AUDIO_FORMATS, AudioFormat, check_rate
 from pipelines.errors import ErrorCode, StoreError, invalid
@@ -139,7 +139,9 @@ class AudioReader:
     ) -> Iterator[tuple[AudioItem, Result]]:
         if not self._store.remote and not self._conversion:
             return map(get, items)
-        found = ahead(self._threads, get, items, _AHEAD_ITEMS, lambda item: item.artifact.bytes, _AHEAD_BYTES)
+        found = map_ahead(
+            self._threads, get, items, _AHEAD_ITEMS, lambda item: item.artifact.bytes, _AHEAD_BYTES
+        )
         return (made for _, made in found)
 
     def _load(self, item: AudioItem) -> tuple[AudioItem, bytes]:
