@@ -94,8 +94,8 @@ def open_pipeline(folder: Path, **options: Any) -> SpeechLmPipeline:
         check_names(checkpoint, config)
         codec = load_codec(checkpoint, config, device, codec_dtype)
         encoder = load_tower(checkpoint, config, device, codec_dtype, chosen.normalise_audio)
-    # Opened last, because it measures the remaining memory, and because other errors should show before its
-    # half minute.
+    # Opened last, because it measures the remaining memory, and because it takes half a minute: other errors
+    # are raised before.
     from pipelines.vllm_engine.host import VllmHost
 
     host = VllmHost(model_spec(config, chosen.share_prefixes), chosen)

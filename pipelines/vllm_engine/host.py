@@ -391,7 +391,7 @@ class VllmHost:
         shadow = f"{name}s"
         prompt, parameters = self._generate_arguments(request.shadow, streamed=False)
         try:
-            # Its output is not read.
+            # The output of the null branch is not read.
             await self._llm.add_request(shadow, prompt, parameters)
             return await self._collect(name, request, receiver)
         finally:

@@ -45,7 +45,7 @@ def register() -> None:
 
 
 def _die_with_parent() -> None:
-    """Binds an engine core to its parent: without a killed worker it would keep its GPU forever."""
+    """Ends an engine core with its parent: otherwise it would keep its GPU after the worker was killed."""
     parent = multiprocessing.parent_process()
     if parent is not None and multiprocessing.current_process().name.startswith(_CHILDREN):
         die_with_parent()
