@@ -287,7 +287,7 @@ def give_back(sql: Transaction, tickets: Sequence[Ticket]) -> int:
 
 
 def _share_out(sql: Transaction, jobs: list[_Job], limit: int, remaining: dict[str, int]) -> list[Ticket]:
-    """Gives one shard at a time to the job with the smallest share, or the older job.
+    """Gives one shard at a time to the job with the smallest share; if shares are equal, to the older job.
 
     `remaining` limits the shards of its models, and is updated.
     """

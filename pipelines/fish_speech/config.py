@@ -8,7 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from pipelines.nn.config_keys import Drawing, Keys, Positive, Size, Sizes, StackConfig, Whole, revision
+from pipelines.nn.config_keys import (
+    BaseSamplingDefaults,
+    Keys,
+    Positive,
+    Size,
+    Sizes,
+    StackConfig,
+    Whole,
+    revision,
+)
 from pipelines.recording import read_recording
 from pipelines.registry import ModelCard
 from pipelines.request import Capabilities
@@ -96,7 +105,7 @@ class CodecConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingDefaults(Drawing):
+class SamplingDefaults(BaseSamplingDefaults):
     """The sampling settings of the published server, which are combined with repetition-aware sampling."""
 
     temperature: float = 0.8
