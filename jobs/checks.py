@@ -39,8 +39,7 @@ class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
     def excess(self, value: float) -> float:
-        """The distance of a value from the limit that it exceeds, as a share of the limit; 0 within the
-        limits."""
+        """How far a value is outside the limits, as a share of the limit; 0 within the limits."""
         if self.low is not None and value < self.low:
             return (self.low - value) / max(abs(self.low), 1e-3)
         if self.high is not None and value > self.high:
@@ -56,13 +55,13 @@ class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class MeterCard(NamedTuple):
-    """The facts about a built-in meter that do not need it to be opened."""
+    """Facts about a built-in meter that are known without opening it."""
 
     #: Name of the meter, also in `worker.quality.meters.BUILT_IN`.
     name: str
     #: Names of the Python packages that the meter imports.
     libraries: tuple[str, ...]
-    #: The text after "Install" in an advice: a package, with the commands that install it.
+    #: Completes the advice "Install ...": a package, with the commands that install it.
     install: str
     #: The distributions whose versions the provenance of a job lists.
     distributions: tuple[str, ...]
@@ -348,8 +347,8 @@ def quality_of(preset: str, config: Path | None = None, overrides: Sequence[str]
 
 
 def _check(quality: Quality) -> None:
-    """Refuses bounds and paces that no speech can meet, and unknown names of scores and meters, because they
-    would silently have no effect."""
+    """Refuses bounds and paces that no speech can meet, and unknown names of scores and meters, which would
+    silently have no effect."""
     for name, bound in quality.bounds.items():
         if bound.low is not None and bound.high is not None and bound.low > bound.high:
             raise invalid(

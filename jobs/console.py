@@ -26,8 +26,8 @@ FAILED, NOT_FOUND, INVALID_INPUT, UNREACHABLE = 1, 3, 4, 5
 #: Exit codes for a cancelled job, and for `nightjar wait` when the job did not end in time.
 CANCELLED, TIMEOUT = 6, 7
 
-#: Exit codes by error code. For other error codes, exit codes by group, which is the first word of the error
-#: code.
+#: Exit codes by error code. Other error codes have the exit code of their group, which is the first word of
+#: the error code.
 _EXIT_BY_CODE = {
     ErrorCode.LEDGER_STATE: FAILED,
     ErrorCode.LEDGER_CANCELLED: CANCELLED,

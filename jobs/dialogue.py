@@ -292,10 +292,11 @@ def batch_dialogue(line: bytes, card: ModelCard, encoding: str) -> bytes:
         {"custom_id": "a1", "method": "POST", "url": "/v1/audio/speech",
          "body": {"model": "hibari", "input": "Good evening.", "voice": "heart", "response_format": "wav", "instructions": "Calm."}}
 
-    Source: https://platform.openai.com/docs/api-reference/batch/request-input and .../audio/createSpeech. A
-    line that requests something else than the job makes is an error, so that all speech is as requested.
+    A line that requests something else than the job makes is an error, so that all speech is as requested.
     Raises `input.bad_json`, `input.bad_line`, `input.empty_text`, and `input.unsupported`. Error messages use
     the keys of a batch line.
+
+    Source: https://platform.openai.com/docs/api-reference/batch/request-input and .../audio/createSpeech.
     """
     request = decode_line(_decode_request, line, _BATCH_SHAPE, _BATCH_FAULTS)
     body = request.body
@@ -350,20 +351,20 @@ def row_dialogue(
     messages = [("user", "text", values["text"])]
     if audio := values.get("reference_audio"):
         messages.insert(0, ("user", "audio", audio))
-    said: dict[str, str | int] = {field: values[field] for field in _GENERATION if values.get(field)}
-    if "seed" in said:
+    generation: dict[str, str | int] = {field: values[field] for field in _GENERATION if values.get(field)}
+    if "seed" in generation:
         try:
             # `int` would also accept `1_000` and digits of other scripts.
-            seed = int(said["seed"] if re.fullmatch(r"\s*-?[0-9]+\s*", values["seed"]) else "")
+            seed = int(generation["seed"] if re.fullmatch(r"\s*-?[0-9]+\s*", values["seed"]) else "")
         except ValueError:
             message = f"The seed is {clean(values['seed'], 40)!r}."
             raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Write a whole number.") from None
         check_generation(Generation(seed=seed))
-        said["seed"] = seed
-    if voices is not None and "voice" not in said:
-        said["voice"] = _voice(values.get("speaker", ""), voices)
+        generation["seed"] = seed
+    if voices is not None and "voice" not in generation:
+        generation["voice"] = _voice(values.get("speaker", ""), voices)
     named = chosen_id(values.get("example_id") or None, values.get("id") or None)
-    return _encode(_Row(named or f"line-{number}", messages, said or msgspec.UNSET))
+    return _encode(_Row(named or f"line-{number}", messages, generation or msgspec.UNSET))
 
 
 def _voice(speaker: str, voices: Mapping[str, str]) -> str:

@@ -41,8 +41,8 @@ def message_priority(job_priority: int) -> int:
 def make_celery(settings: Settings) -> Celery:
     """The Celery app for these settings.
 
-    Messages only wake workers: no results, no ETA, JSON only, late acknowledgement, and no prefetching. Retries are
-    scheduled by the ledger (`not_before`), never by Celery.
+    Messages only wake workers: no results, no start times (`eta`), JSON only, late acknowledgement, and no
+    prefetching. Retries are scheduled by the ledger (`not_before`), never by Celery.
     """
     from celery import Celery
     from kombu.entity import Queue

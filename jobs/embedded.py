@@ -50,7 +50,8 @@ START_SECONDS = 30
 DRAIN_SECONDS = 10.0
 #: First and longest pause before a worker is restarted, in seconds.
 RESTART_PAUSES = 0.1, 2.0
-#: Folder of the broker's folders. TMPDIR may be too long: the path of a socket has a maximum of 107 bytes.
+#: The broker's folder is created here. TMPDIR may be too long: the path of a socket has a maximum of 107
+#: bytes.
 _BROKER_ROOT = "/tmp"  # noqa: S108
 _BROKER_FOLDER = "nightjar-"
 
@@ -68,7 +69,7 @@ def embedded_settings(chosen: Settings) -> Settings:
     own = chosen.state_folder / "ledger.sqlite"
     if chosen.database_url is not None and sqlite_path(chosen.ledger_url) != own:
         raise invalid(
-            f"This command keeps its ledger in {own.parent}, but database_url ({chosen.origin('database_url')}) names another one.",
+            f"This command keeps its ledger in {own.parent}, but database_url ({chosen.origin('database_url')}) names another ledger.",
             "Use `nightjar submit` for the workers of that ledger, or unset SPEECH_DATABASE_URL for this command.",
         )
     drain_is_set = chosen.origin("worker.drain_seconds") != "default"
@@ -217,7 +218,7 @@ class EmbeddedHome:
             self._requeue()
             if member.quarantined and len(self.plans) > 1:
                 self._say(member.reason)
-        if workers.over:
+        if workers.has_ended:
             raise self._no_worker(workers)
 
     def drain(self, say: Callable[[str], None]) -> None:

@@ -46,8 +46,8 @@ def open_model(
 
 
 def engine_options(settings: Settings, card: ModelCard) -> dict[str, Any]:
-    """The options of a model for a server: those of a worker, prepared for streams if possible. Answers that
-    reach their limit are kept (`finish_reason` length)."""
+    """The options of a model for a server: the same as for a worker, and prepared for streams if possible.
+    Answers that reach their limit are kept (`finish_reason` length)."""
     options, native = settings.engine_options(card), settings.chosen_engine(card) == "native"
     if native and has_option(card, "streams"):
         streams = settings.serve.streams

@@ -51,13 +51,14 @@ _BITS_PER_SECOND = {
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The estimate of a job. Speech lengths are the model's average pace times the text's characters."""
+    """The estimate of a job. The length of speech is the number of characters times the model's average
+    seconds per character."""
 
     items: int
     input_format: InputFormat
-    #: Refused lines by code.
+    #: Number of rejected lines by code.
     rejected: dict[ErrorCode, int]
-    #: The first refused lines.
+    #: The first rejected lines.
     rejected_lines: tuple[RejectedLine, ...]
     audio_seconds: float
     #: Size of the audio in the store.
@@ -78,7 +79,7 @@ def dry_run(
     """Checks an input as `submit` does and estimates its job, without writing to ledger or store.
 
     Raises `InputError` for an input that cannot be read, for settings that the model refuses and, with
-    `abort`, for the first bad line; `ModelError`, `StoreError`.
+    `abort`, for the first bad line. Also raises `ModelError` and `StoreError`.
     """
     resolved = resolve(spec, input_format, voice_folder(settings))
     card = resolved.card

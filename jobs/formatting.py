@@ -14,7 +14,7 @@ MASK = "********"
 # A password may contain any character except white space, also `@` and `/`: everything up to the last `@` of the
 # word is hidden.
 _PASSWORD = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s:/@'\"]*):\S*@", re.IGNORECASE)
-#: One slash is enough: it is a common mistake, and converting an address to a path drops the other.
+#: One slash is enough: it is a common mistake, and converting an address to a path removes the second slash.
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 _PARAMETER = re.compile(
     r"([?&;](?:\w*password|[\w-]*secret[\w-]*|[\w-]*token|[\w-]*signature)=)[^&\s'\"]*", re.IGNORECASE

@@ -93,31 +93,32 @@ def choose_gpus(
     """The devices of `--gpu`: comma-separated indexes, UUIDs and MIG ids, or `all`.
 
     `visible` is CUDA_VISIBLE_DEVICES, which limits the choice; None: not set. If the GPUs cannot be listed,
-    well-formed names are accepted unchecked. Raises `config.invalid` for anything else, with the existing GPUs.
+    well-formed names are accepted unchecked. Raises `config.invalid`, with the existing GPUs, for other
+    names.
     """
     names = [str(int(name)) if name.isdecimal() else name for name in map(str.strip, wanted.split(","))]
     for name in names:
         if names != [ALL] and _NAME.fullmatch(name) is None:
             raise _refused(f"--gpu: {name!r} is not the name of a GPU.")
     try:
-        there = listing()
+        existing = listing()
     except NotListedError as error:
         if names == [ALL]:
             raise _no_gpus(str(error)) from None
         log.warning("GPUs %s are not checked: %s.", ", ".join(names), error)
-        there, visible = [Device(name, name, shown=name) for name in dict.fromkeys(names)], None
-    allowed = there if visible is None else _allowed(there, visible)
-    there_is = f"this host has {', '.join(device.shown for device in there) or 'none'}"
+        existing, visible = [Device(name, name, shown=name) for name in dict.fromkeys(names)], None
+    allowed = existing if visible is None else _allowed(existing, visible)
+    existing_text = f"this host has {', '.join(device.shown for device in existing) or 'none'}"
     if names == [ALL]:
-        if not there:
+        if not existing:
             raise _no_gpus("`nvidia-smi` lists none")
         if not allowed:
-            raise _refused(f"No GPU can be used: {VISIBLE} is {visible!r}, and {there_is}.")
+            raise _refused(f"No GPU can be used: {VISIBLE} is {visible!r}, and {existing_text}.")
         return tuple(allowed)
     chosen: list[Device] = []
     for name in names:
-        if (device := _named(name, there)) is None:
-            raise _refused(f"GPU {name} does not exist; {there_is}.")
+        if (device := _named(name, existing)) is None:
+            raise _refused(f"GPU {name} does not exist; {existing_text}.")
         if device not in allowed:
             raise _refused(f"GPU {name} must not be used: {VISIBLE} is {visible!r}.")
         if device in chosen:
@@ -134,21 +135,22 @@ def count_gpus(visible: str | None, devices: Path = Path("/dev")) -> int:
     return len(list(devices.glob("nvidia[0-9]*")))
 
 
-def _named(name: str, there: Sequence[Device]) -> Device | None:
-    """The device that CUDA finds by a name: an index, or a UUID or MIG id or a unique prefix of one."""
+def _named(name: str, existing: Sequence[Device]) -> Device | None:
+    """The device that CUDA finds by a name: an index, a UUID, a MIG id, or a unique prefix of a UUID or MIG
+    id."""
     found = [
         device
-        for device in there
+        for device in existing
         if name == device.shown or (not name.isdecimal() and device.uuid.startswith(name))
     ]
     return found[0] if name and len(found) == 1 else None
 
 
-def _allowed(there: Sequence[Device], visible: str) -> list[Device]:
+def _allowed(existing: Sequence[Device], visible: str) -> list[Device]:
     """The devices that CUDA_VISIBLE_DEVICES allows. As in CUDA, names after an unknown one are ignored."""
     allowed: list[Device] = []
     for name in map(str.strip, visible.split(",")):
-        if (device := _named(name, there)) is None:
+        if (device := _named(name, existing)) is None:
             break
         if device not in allowed:
             allowed.append(device)
@@ -201,7 +203,7 @@ def share_cores(
 
 
 def _core_list(path: Path) -> set[int]:
-    """The cores of a file with, for example, `0-3,8`; empty if it cannot be read."""
+    """The cores that a file lists, for example as `0-3,8`; empty if it cannot be read."""
     cores: set[int] = set()
     with suppress(OSError, ValueError):
         for part in path.read_text().strip().split(","):

@@ -17,8 +17,8 @@ InputFormat = Literal["dialogues", "messages", "openai-batch", "text", "csv", "t
 #: The values of `--input-format`; `format_of` recognizes `auto`.
 AskedFormat = Literal["auto", InputFormat]
 
-#: The name of a format in error messages.
-WORDS: dict[InputFormat, str] = {
+#: Format -> its name in messages.
+FORMAT_NAMES: dict[InputFormat, str] = {
     "dialogues": "dialogues (JSONL)",
     "messages": "chat messages (JSONL with `role` and `content`)",
     "openai-batch": "an OpenAI batch",
@@ -63,7 +63,7 @@ def format_of(source: Source, asked: AskedFormat) -> InputFormat:
     if asked != "auto":
         other = looks in _CERTAIN and (asked not in _CERTAIN or looks == "parquet")
         if looks is not None and looks != asked and (other or asked == "parquet"):
-            message = f"is not {WORDS[asked]}; it looks like {WORDS[looks]}"
+            message = f"is not {FORMAT_NAMES[asked]}; it looks like {FORMAT_NAMES[looks]}"
             raise wrong_format(uri, message, f"Use --input-format {looks}, or leave it out.")
         return asked
     named = _BY_EXTENSION.get(_extension(uri))
@@ -80,7 +80,7 @@ def format_of(source: Source, asked: AskedFormat) -> InputFormat:
     if PurePosixPath(uri).name == "text":
         looks = "kaldi"
     raise wrong_format(
-        uri, f"is not JSON; it looks like {WORDS[looks]}", f"If it is, use --input-format {looks}."
+        uri, f"is not JSON; it looks like {FORMAT_NAMES[looks]}", f"If it is, use --input-format {looks}."
     )
 
 

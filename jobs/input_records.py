@@ -103,7 +103,8 @@ def _of_lines(
     dialogue: Callable[[bytes, int], bytes],
     id_of: Callable[[bytes], str | None] = lambda _: None,
 ) -> Iterator[Record]:
-    """The records of a format with one record per line; `id_of`: reads the id of a rejected line."""
+    """Yields the records of a format with one record per line. `dialogue` converts a line; `id_of` reads the
+    id of a rejected line."""
     for number, line in enumerate(records.source.lines(), 1):
         if line is None or not line or line.isspace():
             yield line
@@ -115,8 +116,8 @@ def _of_lines(
 
 
 def _kaldi(records: Records) -> Iterator[Record]:
-    """The lines of Kaldi's `text`: an utterance's id and its words; its speaker is in `utt2spk`, in the same
-    order.
+    """Yields the records of Kaldi's `text`. A line is the id and the words of an utterance; its speaker is in
+    `utt2spk`, which has the same order.
 
     Source: https://kaldi-asr.org/doc/data_prep.html, where both are sorted by the utterance's id as bytes.
     """
@@ -162,7 +163,8 @@ class Columns:
     """Finds the columns of a table, and converts its rows."""
 
     def __init__(self, names: Sequence[str], chosen: Reading, uri: str) -> None:
-        """Raises `input.wrong_format` for a table without the needed columns, or with two of the same name."""
+        """Raises `input.wrong_format` for a table without the needed columns, or with two columns of the same
+        name."""
         wanted = chosen.columns or {}
         shown = ", ".join(repr(clean(name, 40)) for name in names[:20]) or "none"
         #: Field -> name of its column.
@@ -259,7 +261,7 @@ def _tsv(records: Records) -> Iterator[Record]:
 
 
 def _parquet(records: Records) -> Iterator[Record]:
-    """The rows of a Parquet file; only the needed columns are read, some rows at a time.
+    """Yields the rows of a Parquet file as dialogues. Only the needed columns are read, some rows at a time.
 
     Raises `input.unreadable`, `input.wrong_format`, and `config.missing_library` without pyarrow.
     """
@@ -392,7 +394,7 @@ def _not_csv(error: csv.Error) -> InputError:
 
 
 def _text(value: Any, name: str) -> str:
-    """The text of a cell; a missing one is empty. Raises `InputError`."""
+    """The text of a cell; empty for a missing value. Raises `InputError`."""
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, str | int):

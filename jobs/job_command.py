@@ -74,7 +74,7 @@ def omitted_options(job: Job, home: str | None, engines: Sequence[str] = ()) -> 
 
 
 def _card(model: str) -> ModelCard | None:
-    """The model's card; None: not installed."""
+    """The model's card; None: the model is not installed."""
     from pipelines.registry import describe
 
     try:

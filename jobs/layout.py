@@ -132,7 +132,7 @@ def input_key(job_id: str, shard_no: int) -> str:
 
 
 def reference_key(job_id: str, sha256: str, ext: str) -> str:
-    """The key of reference audio, by its content."""
+    """The key of reference audio, which contains the SHA-256 of the audio."""
     return f"{references_prefix(job_id)}{sha256}.{ext}"
 
 
@@ -147,7 +147,7 @@ def job_manifest_key(job_id: str) -> str:
 
 
 def numbered_key(key: str, number: int) -> str:
-    """`a/b.jsonl.zst` for number 1, `a/b.2.jsonl.zst` for number 2."""
+    """The key with a number: `a/b.jsonl.zst` for number 1, `a/b.2.jsonl.zst` for number 2."""
     if number == 1:
         return key
     folder, slash, name = key.rpartition("/")

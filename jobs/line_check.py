@@ -19,7 +19,8 @@ from pipelines.registry import ModelCard
 from pipelines.request import Generation, Message, SpokenRole
 from pipelines.validation import SpeechTask, is_visible, own_voice, speech_task
 
-#: Maximum number of bad lines, and its increase for each good one: a small archive can contain billions.
+#: Maximum number of bad lines, and its increase for each good one: a small compressed file can contain
+#: billions.
 MAX_REFUSED_LINES, MAX_REFUSED_LINES_EACH = 1_000_000, 10
 #: Errors of a line that the job's settings do not cause.
 _LINE_FAULTS = {ErrorCode.INPUT_AUDIO_MISSING, ErrorCode.INPUT_REFERENCE_TEXT}
@@ -100,13 +101,15 @@ class LineChecker:
         self, records: Records, reference_key: ReferenceKey, after_line: int = 0
     ) -> Iterator[tuple[int, list[GoodLine], list[RejectedLine]]]:
         """Checks the records after line `after_line` in batches; yields the number of a batch's last line and
-        its good and rejected lines. Raises `input.wrong_format` if few lines are good."""
+        its good and rejected lines. Raises `input.wrong_format` if too few lines are good."""
         left = MAX_REFUSED_LINES
         for batch in batches_of(records.lines(), BATCH_LINES, BATCH_BYTES, after_line):
             good, rejected = self.check(batch, reference_key)
             left += len(good) * MAX_REFUSED_LINES_EACH - len(rejected)
             if left < 0:
-                message = f"More than {MAX_REFUSED_LINES:,} lines of the input are refused, and few are good."
+                message = (
+                    f"More than {MAX_REFUSED_LINES:,} lines of the input are refused, and too few are good."
+                )
                 advice = f"Check the file. Line {rejected[-1].line}: {rejected[-1].message}"
                 raise InputError(ErrorCode.INPUT_WRONG_FORMAT, message, advice)
             yield batch.first + len(batch.lines) - 1, good, rejected

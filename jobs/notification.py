@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 
 #: Time after the time limit of the hook, until another process may report the same end.
 _CLAIM_SLACK_SECONDS = 30.0
-#: Maximum number of tries to report one end.
+#: Maximum number of tries to report the end of a job.
 MAX_ATTEMPTS = 20
 FIRST_PAUSE_SECONDS = 5.0
 _SHOWN_BYTES = 400
 
 
 class HookError(Exception):
-    """A hook did not accept an end, for the reason in the message, which has no secrets."""
+    """A hook did not accept the report of an ended job. The message is the reason, without secrets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """The result of one try to report an end."""
+    """The result of one try to report the end of a job."""
 
     job_id: str
     attempt: int
@@ -54,8 +54,9 @@ class Reported:
 
 
 def report_ends(ledger: Ledger, settings: Settings, *, again_seconds: float | None = None) -> list[Reported]:
-    """Reports the ends that are due, if a hook is set. `again_seconds`: time until a failed report is retried; None:
-    growing pauses up to 300 s. Raises `ServiceError` if the ledger cannot be reached."""
+    """Reports the ends of jobs whose reports are due, if a hook is set. `again_seconds`: time until a failed
+    report is retried; None: growing pauses up to 300 s. Raises `ServiceError` if the ledger cannot be
+    reached."""
     if not settings.notify.command:
         return []
     found = (_report(ledger, settings, end, again_seconds) for end in ledger.unreported_ends())

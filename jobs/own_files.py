@@ -85,7 +85,8 @@ def own_path(path: Path, depth: int = 2) -> Path:
 
 
 def has_room(folder: Path) -> bool:
-    """Whether a disk has free space; also True if it cannot be written for another reason."""
+    """Whether the disk of a folder has free space. Also True if the folder cannot be written for another
+    reason."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, ROOM_BYTES)
@@ -95,7 +96,7 @@ def has_room(folder: Path) -> bool:
 
 
 def disk_full(what: object) -> StoreError:
-    """The error of a full disk where `what` could not be written."""
+    """The error of a full disk, on which `what` could not be written."""
     return StoreError(
         ErrorCode.STORE_FULL,
         f"No space left on the disk of {what}.",

@@ -44,7 +44,7 @@ _MODEL_FILES = (".safetensors", ".json", ".txt", ".jinja", ".model", ".bin", ".o
 
 
 class ModelFile(msgspec.Struct, frozen=True):
-    """A file of a checkpoint folder, by its relative path."""
+    """A file of a checkpoint folder. `name`: its path relative to the folder."""
 
     name: str
     bytes: int
@@ -189,8 +189,8 @@ class ProvenanceWriter:
 
 
 def read_records(store: ObjectStore, job: Job) -> list[Provenance]:
-    """Reads the workers' records, in order. Raises `StoreError`, with `store.conflict` for an object that is
-    not a record."""
+    """Reads the workers' records, in the order of their numbers. Raises `StoreError`, with `store.conflict`
+    for an object that is not a record."""
     found: list[Provenance] = []
     while store.head(key := numbered_key(provenance_key(job.id), len(found) + 1)) is not None:
         data = store.get(key)
@@ -216,8 +216,8 @@ def exporter_record(job: Job) -> Provenance:
 
 @lru_cache(maxsize=1)
 def commit() -> str | None:
-    """The commit of the running code: the one that pip recorded for an installation from git, or that of the
-    checkout."""
+    """The commit of the running code: recorded by pip for an installation from git, otherwise read from the
+    checkout. None if unknown."""
     try:
         recorded = json.loads(distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
     except PackageNotFoundError:

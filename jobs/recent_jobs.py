@@ -29,8 +29,8 @@ _IGNORED = (OSError, RuntimeError, StoreError, UnicodeDecodeError)
 
 
 def _folder(kind: str) -> Path:
-    """The folder for notes of `jobs`, or of a running `dev`. Raises `RuntimeError` if the user has no home
-    folder."""
+    """The folder for notes of one kind: `jobs`, or `dev` for each running `nightjar dev`. Raises
+    `RuntimeError` if the user has no home folder."""
     base = os.environ.get("XDG_STATE_HOME")
     root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".local" / "state"
     return root / "nightjar" / kind
@@ -47,9 +47,8 @@ def remember(job_id: str, home: Path) -> None:
     with suppress(*_IGNORED):
         folder = _folder("jobs")
         _write(folder / job_id, home)
-        for stale in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)[
-            MAX_NOTES:
-        ]:
+        newest = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+        for stale in newest[MAX_NOTES:]:
             stale.unlink(missing_ok=True)
 
 

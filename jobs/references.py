@@ -31,7 +31,7 @@ class ReferenceAudio:
 
     data: bytes
     sha256: str
-    #: `wav`, `flac`, `ogg` or `mp3`, by content.
+    #: `wav`, `flac`, `ogg` or `mp3`, according to the content.
     ext: str
 
 
@@ -81,7 +81,7 @@ class ReferenceReader:
         return str(path)
 
     def read(self, content: str) -> ReferenceAudio:
-        """The audio file of a line, checked to be audio.
+        """Reads the audio file that a line names, and checks that it is audio.
 
         Raises `input.audio_missing`, `input.audio_forbidden`, `input.audio_unreadable` or
         `input.too_long`; `StoreError` if the store fails.

@@ -78,7 +78,7 @@ Words = Annotated[tuple[str, ...], _of_text(lambda text: _parts(text, ","))]
 
 
 class SettingsGroup(BaseModel):
-    """A frozen group of settings without unknown keys."""
+    """A frozen group of settings that refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -117,8 +117,8 @@ class WorkerSettings(SettingsGroup):
 
 
 class EngineSettings(SettingsGroup):
-    """How a model's engine is opened, by a worker and by `nightjar serve` alike; unset: the best for the
-    device and the model."""
+    """How a worker or `nightjar serve` opens a model's engine. Unset: the best for the device and the
+    model."""
 
     kind: EngineKind = "auto"
     """Engine of models that both engines can run: `native` or `vllm`. `auto`: `native`."""

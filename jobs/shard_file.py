@@ -4,7 +4,7 @@ store."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -31,7 +31,7 @@ ENGINE_SECONDS = 60.0
 #: so that a small job has shards for all workers.
 MIN_ENGINE_SECONDS = 1.0
 MIN_ITEMS = 64
-#: Shards grow by one item for each this many earlier items of the job.
+#: The first shards grow by one item for every `ITEMS_PER_GROWTH` earlier items of the job.
 ITEMS_PER_GROWTH = 128
 #: Assumed RTF of a model without measurements, by engine; `native` and `vllm` usually run on GPUs.
 USUAL_RTF = {"native": 1 / 2000, "vllm": 1 / 700, "cpu": 0.1}
@@ -68,7 +68,7 @@ class ShardSize:
 
 
 def cut(lines: Sequence[GoodLine], size: ShardSize, items_before: int = 0) -> Iterator[Sequence[GoodLine]]:
-    """Consecutive parts of `lines`, one per shard; a line that is too large gets a shard of its own.
+    """Splits `lines` into consecutive parts, one per shard; a line that is too large gets a shard of its own.
 
     The items of a line are in one shard. `items_before`: items of the job before these lines.
     """
@@ -132,17 +132,14 @@ _decode_dialogue = msgspec.json.Decoder(Dialogue).decode
 _decode_raw = msgspec.json.Decoder(RawLine).decode
 
 
-def encode_lines(
-    first: int, line: int, raw: bytes, references: Mapping[int, str], turns: Sequence[int] | None = None
-) -> list[bytes]:
-    """The items of a dialogue as lines of a shard, with newlines: one per turn, from index `first`. Without `turns`
-    the dialogue is one item. `raw` is a valid JSON object without a newline.
-    """
-    keys = b',"references":%b' % msgspec.json.encode(references) if references else b""
-    if turns is None:
-        return [b'{"index":%d,"line":%d,"dialogue":%b%b}\n' % (first, line, raw, keys)]
+def encode_lines(first: int, line: GoodLine) -> list[bytes]:
+    """The items of a dialogue as lines of a shard, with newlines: one per turn, from index `first`."""
+    number, raw = line.line, line.raw
+    keys = b',"references":%b' % msgspec.json.encode(line.references) if line.references else b""
+    if line.turns is None:
+        return [b'{"index":%d,"line":%d,"dialogue":%b%b}\n' % (first, number, raw, keys)]
     encoded = b'{"index":%d,"line":%d,"dialogue":%b,"message":%d%b}\n'
-    return [encoded % (index, line, raw, turn, keys) for index, turn in enumerate(turns, first)]
+    return [encoded % (index, number, raw, turn, keys) for index, turn in enumerate(line.turns, first)]
 
 
 _compressors = threading.local()
@@ -152,7 +149,7 @@ def compress(lines: Iterable[bytes]) -> bytes:
     """The compressed lines of a shard, as stored. Equal lines give equal bytes."""
     compressor: zstandard.ZstdCompressor | None = getattr(_compressors, "own", None)
     if compressor is None:
-        # Creating one takes longer than compressing a shard, and threads must not share one.
+        # Creating a compressor takes longer than compressing a shard, and threads must not share one.
         compressor = _compressors.own = zstandard.ZstdCompressor(
             level=_COMPRESSION_LEVEL, write_checksum=True
         )

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 #: Maximum bytes of a line. A longer line is refused, and its bytes are not kept in memory.
 MAX_LINE_BYTES = 1 << 20
-#: Maximum number of blank lines, and its increase for each other line: a small archive can contain billions.
+#: Maximum number of blank lines, and its increase for each other line: a small compressed file can contain
+#: billions.
 MAX_BLANK_LINES, MAX_BLANK_LINES_EACH = 1_000_000, 10
 #: Size of a batch of lines.
 BATCH_LINES, BATCH_BYTES = 10_000, 16 << 20

@@ -201,7 +201,7 @@ def status_view(
         "labels": dict(job.labels),
         "items_per_second": round(items_per_second(status), 3),
         "rtfx": speed,
-        # An old name of `rtfx`.
+        # The earlier name of `rtfx`, kept for programs that read it.
         "real_time_factor": speed,
         "eta_seconds": _rounded(eta_seconds(status)),
         "eta_error_seconds": _rounded(eta_error_seconds(status)),

@@ -78,7 +78,8 @@ def turn_messages(
 
 
 def with_audio(messages: Sequence[Sequence[str]], audio: Mapping[int, str]) -> Iterator[Sequence[str]]:
-    """Inserts the audio of spoken turns, given by their places: each directly after its text, in its role.
+    """Yields the messages and the audio of spoken turns, each directly after its text and in its role.
+    `audio`: place of a turn -> its audio.
 
     If a dialogue has only one text, and it is the user's, its audio becomes the assistant's: a pair of text
     and speech, as models are trained on. It follows all messages of that turn, so that a voice to clone stays

@@ -14,7 +14,7 @@ from jobs.layout import (
     sha256_of_pack,
 )
 from jobs.ledger.records import QUARANTINE, Artifact, ItemState, Job
-from jobs.packs import ArtifactReader, ahead
+from jobs.packs import ArtifactReader, map_ahead
 from jobs.store.base import ObjectStore, sha256_of
 from jobs.where import Where
 from pipelines.errors import ErrorCode, StoreError
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 _THREADS = 8
 _AHEAD = 64
-#: Size of the cache of folder listings; objects are ordered by folder, but those of several packs alternate.
+#: Number of folder listings in the cache. Objects are ordered by folder, but objects of several packs
+#: alternate.
 _FOLDERS = 16
 
 
@@ -77,7 +78,8 @@ def expected_objects(
     *,
     dialogues: bool = False,
 ) -> Iterator[Expected]:
-    """The objects that the ledger refers to, in key order for each kind, with one page in memory.
+    """Yields the objects that the ledger refers to, in key order for each kind. Only some are in memory at
+    once.
 
     `where`: only the audio of matching items, with `dialogues` also of other items of their dialogues.
     """
@@ -125,8 +127,8 @@ def listed_faults(store: ObjectStore, objects: Iterable[Expected]) -> Iterator[t
 class ObjectCheck:
     """Iterates once over the faults of a job's inputs, audio, texts and quarantined audio, in bounded memory.
 
-    Files of a folder are read. Objects of a bucket are read with `deep`, otherwise the server's checksum is
-    compared. If the checksum of a pack differs, its members are read.
+    Files of a folder store are read. Objects of a bucket are read with `deep`, otherwise the server's
+    checksum is compared. If the checksum of a pack differs, its members are read.
     """
 
     ledger: Ledger
@@ -175,7 +177,7 @@ class ObjectCheck:
             return None if found == expected.sha256 else Fault.CHANGED
 
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="verify") as threads:
-            for expected, fault in ahead(threads, check, objects, _AHEAD):
+            for expected, fault in map_ahead(threads, check, objects, _AHEAD):
                 self.objects += 1
                 if fault is not None:
                     yield expected, fault

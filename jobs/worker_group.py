@@ -51,7 +51,7 @@ class WorkerReport(msgspec.Struct, frozen=True, omit_defaults=True):
     #: Whether it has finished items.
     finished: bool = False
     #: Why it ends, without passwords.
-    last_words: str = ""
+    last_message: str = ""
     #: Why it cannot open its model, if a restart would not help.
     refusal: ErrorRecord | None = None
 
@@ -105,7 +105,7 @@ class Member:
     child: Child[WorkerReport] | None = None
     #: From the reports of its current or last process.
     came_up: bool = False
-    last_words: str = ""
+    last_message: str = ""
     refusal: NightjarError | None = None
     started_at: float = 0.0
     restart_at: float = 0.0
@@ -128,7 +128,7 @@ class Member:
         """A sentence that says how the worker ended, with its last message."""
         if self.refusal is not None:
             return f"{self.plan.name} cannot open its model ({self.refusal.code.value}): {self.refusal}"
-        words = f" Its last message: {self.last_words[:400]}" if self.last_words else ""
+        words = f" Its last message: {self.last_message[:400]}" if self.last_message else ""
         times = f"{self.crashes} times in a row" if self.crashes > 1 else "again"
         return (
             f"{self.plan.name} ended {exit_description(self.status)}, {times} without a finished item.{words}"
@@ -171,7 +171,7 @@ class WorkerGroup:
         return [member for member in self.members if member.quarantined]
 
     @property
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether no worker runs and none is about to start: all have ended after a signal, or are
         quarantined."""
         return not self.processes and (self.ending is not None or len(self.quarantined) == len(self.members))
@@ -220,7 +220,7 @@ class WorkerGroup:
                 process.send_signal(number)
 
     def _start(self, member: Member) -> None:
-        member.came_up, member.last_words, member.refusal = False, "", None
+        member.came_up, member.last_message, member.refusal = False, "", None
         child = member.child = self.start_child(member.plan)
         if not self._held:
             _release(child)
@@ -231,7 +231,7 @@ class WorkerGroup:
         known = {name: value for name, value in details.items() if value is not None}
         self.on_event("info", "worker started", known)
         if self.ending is not None:
-            # The signal arrived before the process existed.
+            # The signal arrived before the process existed, so it is sent now.
             child.process.send_signal(self.ending)
 
     def _receive(self, member: Member, child: Child[WorkerReport]) -> None:
@@ -240,7 +240,7 @@ class WorkerGroup:
             while True:
                 report = child.channel.receive(0).message
                 member.came_up |= report.up
-                member.last_words = report.last_words or member.last_words
+                member.last_message = report.last_message or member.last_message
                 if report.refusal is not None:
                     member.refusal = report.refusal.error
                 if report.finished:
@@ -259,7 +259,7 @@ class WorkerGroup:
     def _ended(self, member: Member, child: Child[WorkerReport], now: float) -> None:
         member.child, member.status = None, child.process.returncode
         child.channel.close()
-        # Its child processes may still hold memory of the GPU.
+        # The worker's child processes may still hold GPU memory.
         signal_group(child.process, signal.SIGKILL)
         if self.ending is not None:
             return
@@ -267,7 +267,7 @@ class WorkerGroup:
             member.reset_failures(self.pauses[0])
         if not member.crashes:
             member.failing_since = now
-        member.last_words = member.last_words or self.last_line()
+        member.last_message = member.last_message or self.last_line()
         member.crashes += 1
         # Invalid settings may show only when the first model is opened.
         never_worked = member.status == INVALID_INPUT or (member.status > 0 and not member.came_up)
@@ -282,7 +282,7 @@ class WorkerGroup:
             "status": member.status,
             "came_up": member.came_up,
             "restart_seconds": round(member.pause_seconds, 2),
-            "last_words": member.last_words,
+            "last_message": member.last_message,
         }
         self.on_event("warning", "worker ended", details)
 

@@ -88,7 +88,7 @@ class ErrorCode(StrEnum):
         return self in _RETRYABLE
 
     @property
-    def hopeless(self) -> bool:
+    def permanent(self) -> bool:
         """Whether the line is at fault and can never succeed unchanged."""
         return self.value.startswith("input.") or self is ErrorCode.STORE_BAD_KEY
 

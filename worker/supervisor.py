@@ -24,10 +24,10 @@ def run_group(group: WorkerGroup) -> int:
         signal.signal(number, lambda received, _: group.send_signal(received))
     group.release()
     group.start()
-    while not group.over:
+    while not group.has_ended:
         group.poll()
         time.sleep(POLL_SECONDS)
-    # If all workers are quarantined, the last report of that remains in the ledger, where they are later shown as lost.
+    # If all workers are quarantined, the report of that stays in the ledger, which later counts them as lost.
     group.close(all_ended=group.ending is not None)
     if not group.quarantined:
         return 0
@@ -69,7 +69,7 @@ def report(message: WorkerReport) -> None:
 
 def report_end(reason: str) -> None:
     """Reports why this process ends."""
-    report(WorkerReport(last_words=_plain(reason)))
+    report(WorkerReport(last_message=_plain(reason)))
 
 
 def report_refusal(error: ConfigError | ModelError) -> None:

@@ -17,8 +17,8 @@ from jobs import DISTRIBUTION
 from jobs.console import Interrupted, OutputClosed, defer_sigint, exit_code, fail, record_interrupts
 from pipelines.errors import NightjarError
 
-#: Heading -> {command: (module under jobs.cli, one line of help)}, in the order of `nightjar --help`. The
-#: module has the command under its name.
+#: Heading -> {command: (module under jobs.cli, one line of help)}, in the order of `nightjar --help`. In the
+#: module, the function of a command has the command's name.
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Make speech": {
         "run": ("run", "Synthesize a file on this machine, without other services."),

@@ -104,8 +104,8 @@ def export(
     """Export the items of JOB that have audio, in input order.
 
     A file appears when it is complete, never in part. To continue an interrupted export to a folder, repeat
-    the command. While JOB runs, the items that are done are exported; export again later to replace this
-    export.
+    the command. If JOB is still running, only the items that are done are exported. Repeat the command later
+    to replace this export.
 
     \b
     Examples:
@@ -152,7 +152,7 @@ def export(
     output.note(f"{counted(report.items, 'item')} written{place}.{left_out}")
     if reasons.running:
         output.note(
-            f"The job is still running: {counted(reasons.pending, 'item')} pending. Export again later to replace this."
+            f"The job is still running: {counted(reasons.pending, 'item')} pending. Export again later to replace this export."
         )
     if pushed:
         output.line(pushed["pushed"])

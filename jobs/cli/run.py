@@ -37,7 +37,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Signals(Stop):
-    """Interrupts a run at the first signal; while it cleans up, the next signal ends its worker at once."""
+    """Interrupts a run at the first signal. While the run cleans up, the next signal ends its worker at
+    once."""
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
         if self.cleaning:
@@ -144,7 +145,7 @@ def _summarize(status: JobStatus, settings: Settings, made: Mapping[str, str | N
 
 
 def _near(place: str) -> str:
-    """A path relative to the working directory, if it is below it; an address unchanged."""
+    """A path below the working directory as a relative path; other paths and addresses unchanged."""
     path = Path(place)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else place
 

@@ -190,12 +190,12 @@ worker, flower, nightly, sweep = (
 @click.command()
 @click.option(
     "--all",
-    "everyone",
+    "include_ended",
     is_flag=True,
     help="Also list workers that ended, and workers that were lost more than a day ago.",
 )
 @common_options
-def workers(everyone: bool, home: str | None, output: Output) -> None:
+def workers(include_ended: bool, home: str | None, output: Output) -> None:
     """List the workers: host, state and shards of each, with the items and the speed of its last 10 minutes.
 
     A worker is `up`, `draining` (takes no more shards), `quarantined` (keeps failing) or `lost` (no heartbeat
@@ -208,7 +208,7 @@ def workers(everyone: bool, home: str | None, output: Output) -> None:
     """
     settings = settings_for_new_job(home)
     try:
-        found = read_ledger(settings, partial(worker_statuses, include_ended=everyone))
+        found = read_ledger(settings, partial(worker_statuses, include_ended=include_ended))
     except NotFoundError as error:
         output.note(f"No workers: {error}")
         return

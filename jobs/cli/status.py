@@ -171,7 +171,8 @@ def until_end(
 
 
 def exit_code_of(state: JobState) -> int:
-    """The exit code of `nightjar wait`: 0 completed, 1 with errors or failed, 6 cancelled, 7 not ended."""
+    """The exit code of `nightjar wait`: 0 completed, 1 completed with errors or failed, 6 cancelled, 7 not
+    ended."""
     return EXIT_BY_STATE.get(state, FAILED) if state.final else TIMEOUT
 
 
@@ -272,4 +273,6 @@ def show(job: str, home: str | None, output: Output) -> None:
     output.record(shown)
     for note in notes:
         output.note(note)
-    output.note("While this job exists, the command finds it. Add --idempotency-key KEY to make a new job.")
+    output.note(
+        "While this job exists, the command only finds it again. Add --idempotency-key KEY to make a new job."
+    )

@@ -16,7 +16,7 @@ import msgspec
 
 from jobs.export.files import file_sha256, output, path_errors
 from jobs.export.items import AudioItem
-from jobs.packs import ArtifactReader, ahead
+from jobs.packs import ArtifactReader, map_ahead
 from jobs.store.base import ObjectStore, sha256_of, split_key
 from pipelines.audio_format import AUDIO_FORMATS, AudioFormat, check_rate
 from pipelines.errors import ErrorCode, StoreError, invalid
@@ -45,8 +45,8 @@ class Conversion:
     def of(
         cls, audio_format: str | None, sample_rate: int | None, stored: str, stored_rate: int | None = None
     ) -> Conversion:
-        """Checks the format and the rate. `stored`, `stored_rate`: those of the audio in the store. Raises
-        `config.invalid`."""
+        """Checks the format and the rate. `stored`, `stored_rate`: format and rate of the audio in the store.
+        Raises `config.invalid`."""
         if audio_format is not None and audio_format not in AUDIO_FORMATS:
             raise invalid(
                 f"The audio format {audio_format[:40]!r} is unknown.",
@@ -139,7 +139,9 @@ class AudioReader:
     ) -> Iterator[tuple[AudioItem, Result]]:
         if not self._store.remote and not self._conversion:
             return map(get, items)
-        found = ahead(self._threads, get, items, _AHEAD_ITEMS, lambda item: item.artifact.bytes, _AHEAD_BYTES)
+        found = map_ahead(
+            self._threads, get, items, _AHEAD_ITEMS, lambda item: item.artifact.bytes, _AHEAD_BYTES
+        )
         return (made for _, made in found)
 
     def _load(self, item: AudioItem) -> tuple[AudioItem, bytes]:
@@ -177,8 +179,8 @@ class AudioReader:
 
 
 class AudioNames:
-    """Names the audio in the files of one export to `folder`. None (standard output, a bucket): paths are
-    absolute."""
+    """Makes the names by which the files of one export refer to audio. `folder`: that of the export; None
+    (standard output, a bucket): the names are absolute paths."""
 
     def __init__(self, store: ObjectStore, folder: Path | None) -> None:
         self._root = None if folder is None else store.root
@@ -191,7 +193,7 @@ class AudioNames:
         return None if self._root is None else self._prefix("")
 
     def of(self, file: str, where: str) -> str:
-        """The name of the audio at `where`, a path or an address, in `file` of the export."""
+        """The name by which `file` of the export refers to the audio at `where`, a path or an address."""
         if self._root is None or not where.startswith(f"{self._root}/"):
             return where
         return os.path.normpath(f"{self._prefix(os.path.dirname(file))}/{where[len(str(self._root)) + 1 :]}")

@@ -171,7 +171,7 @@ def _refuse_lost(
 
 
 class _Identity(msgspec.Struct, frozen=True):
-    """`_export/plan.json`: what must be equal to continue a stopped export."""
+    """The content of `_export/plan.json`. Only an export with an equal identity continues a stopped one."""
 
     job: str
     format: str
@@ -190,7 +190,7 @@ class _Identity(msgspec.Struct, frozen=True):
 
 
 class _Finished(msgspec.Struct, frozen=True):
-    """`export.json`."""
+    """The content of `export.json`, the summary of a complete export."""
 
     identity: _Identity
     items: dict[str, int]
@@ -229,7 +229,7 @@ class _Export:
         return items, LeftOut(running=not self.job.state.final) if failures else self._left_out(items)
 
     def _lines(self, audio: AudioReader, names: AudioNames) -> Iterator[tuple[int, bytes]]:
-        """Yields the lines of that file, each with the number of its items."""
+        """Yields the lines of the file, each with the number of its items."""
         job, ledger, chosen = self.job, self.ledger, self.format
         if chosen.failure_line is not None:
             failed = (ledger.items(job.id, state=state) for state in (ItemState.FAILED, ItemState.DEAD))

@@ -254,7 +254,7 @@ def _speaker(
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """The splits of a dataset: each name with the upper bound of its share of all 64-bit hashes."""
+    """The splits of a dataset. `bounds`: name -> exclusive upper bound of the 64-bit hashes in the split."""
 
     bounds: Mapping[str, int]
 

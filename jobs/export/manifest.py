@@ -91,7 +91,8 @@ MANIFEST = ExportFormat(
 def put_shard_manifest(
     store: ObjectStore, job: Job, shard_no: int, items: Iterable[Artifact], lines: Iterable[ShardLine]
 ) -> tuple[str, str]:
-    """Writes the manifest of a shard with these lines. Returns its key and SHA-256."""
+    """Writes the manifest of a shard. `items`: the audio of its items; `lines`: their input lines. Returns
+    the manifest's key and SHA-256."""
     by_index = {line.index: line for line in lines}
     entries: list[bytes] = []
     for audio in items:

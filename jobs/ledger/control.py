@@ -108,9 +108,9 @@ def retry_some(
     sql: Transaction, job_id: str, codes: Collection[ErrorCode] | None, force: bool, after: int
 ) -> tuple[int, int | None]:
     """Reopens failed and dead items with these codes (None: all) in the next shards after number `after`.
-    Items with a hopeless code are reopened only with `force`.
+    Items with a permanent error are reopened only with `force`.
 
-    Returns (number of items, last shard of this call, or None if no shards are left).
+    Returns (number of items, number of the last shard of this call; None: no shards are left).
     """
     job = lock_known_job(sql, job_id, "retried", *RETRYABLE_JOBS)
     statement = f"""
@@ -118,7 +118,7 @@ def retry_some(
     ORDER BY no LIMIT {SHARDS_AT_ONCE} FOR UPDATE
     """
     chunk = sql.rows(statement, job=job_id, after=after)
-    chosen = [code for code in (ErrorCode if codes is None else codes) if force or not code.hopeless]
+    chosen = [code for code in (ErrorCode if codes is None else codes) if force or not code.permanent]
     broken = ", ".join(str(ITEM_STATE_NUMBERS[state]) for state in BROKEN_ITEMS)
     reopen = f"""
     UPDATE items SET state = {ITEM_STATE_NUMBERS[ItemState.PENDING]}, attempts = 0, error_code = NULL, error_message = NULL
@@ -253,7 +253,8 @@ def postpone_report(sql: Transaction, end: JobEnd, seconds: float) -> None:
 
 #: `state_reason` of a job that is being deleted.
 BEING_DELETED = "being deleted"
-#: Size of the range deleted by one transaction, which takes a fraction of a second and locks only its rows.
+#: Width of the index range that one transaction deletes. This takes a fraction of a second and locks only
+#: these rows.
 ROWS_AT_ONCE = 10_000
 
 
@@ -267,7 +268,7 @@ class DeletedJob(NamedTuple):
 
 
 def check_deletable(job_id: str, state: JobState) -> None:
-    """Raises `ServiceError` with `ledger.state` for a job that has not ended."""
+    """Raises `ServiceError` with `ledger.state` unless the job has ended."""
     if not state.final:
         message = f"Job {job_id} is {state.value}, so it cannot be deleted."
         raise ServiceError(ErrorCode.LEDGER_STATE, message, f"Run `nightjar cancel {job_id}` first.")

@@ -57,7 +57,7 @@ MIGRATION_LOCK = 0x6E69676874
 
 
 class Database:
-    """The engine of one ledger. Connects at first use; every method is thread-safe."""
+    """The database of one ledger. Connects at first use; every method is thread-safe."""
 
     def __init__(self, url: str, backoff_seconds: float = 1.0) -> None:
         parsed = _parse(url)
@@ -279,7 +279,7 @@ def upgrade(database: Database) -> None:
     at once.
 
     Raises `ServiceError`: `ledger.schema` if the tables are of a newer version or another program,
-    `ledger.unreachable` otherwise; `StoreError` (`store.forbidden`) for a link in a home.
+    `ledger.unreachable` otherwise; `StoreError` (`store.forbidden`) for a symbolic link in a home.
     """
     with _one_process(database):
         current = database.read(_revision)

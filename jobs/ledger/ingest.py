@@ -122,7 +122,7 @@ def stage(
 
 
 def _add_items(sql: Transaction, job_no: int, shards: Sequence[NewShard]) -> None:
-    """Raises `IntegrityError`."""
+    """Inserts the items. Raises `IntegrityError` if an example id or an index exists already."""
     if sql.engine == "postgresql":
         _copy_items(sql, job_no, shards)
         return

@@ -220,7 +220,7 @@ class Ledger:
 
     def retry(self, job_id: str, codes: Collection[ErrorCode] | None, *, force: bool = False) -> int:
         """Reopens failed and dead items with these codes (None: all) in several transactions; returns their
-        number. Items that cannot succeed unchanged (`ErrorCode.hopeless`) need `force`.
+        number. Items that cannot succeed unchanged (`ErrorCode.permanent`) need `force`.
 
         Raises `ServiceError` with `ledger.state` for a job that is ingesting, cancelled or failed.
         """
@@ -271,7 +271,8 @@ class Ledger:
         return self.read(lambda sql: job_status.busy_spans(sql, [job_id])).get(job_id, [])
 
     def store_address(self, store_url: str) -> str:
-        """The address of a store as this ledger records it, which stays the same when its home is moved."""
+        """The address of a store as this ledger records it, which stays the same when the ledger's home is
+        moved."""
         return recorded(store_url, self.database.place)
 
     def store_identity(self, store_url: str) -> str | None:

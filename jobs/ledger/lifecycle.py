@@ -112,7 +112,7 @@ def ready_after(sql: Transaction, shard: Row, attempts_made: int, change: str = 
 
 
 def backoff(sql: Transaction, attempts: int) -> float:
-    """The backoff after `attempts`, in seconds, with jitter."""
+    """The backoff after this number of attempts, in seconds, with jitter."""
     return backoff_seconds(attempts, random.random(), sql.backoff_seconds)
 
 

@@ -81,7 +81,8 @@ def store_identity(sql: Transaction, address: str) -> str | None:
 
 
 def jobs_of_keys(sql: Transaction, first: str) -> list[Job]:
-    """The jobs whose idempotency key is `first` or begins with `first/`, in order of submit."""
+    """The jobs whose idempotency key is `first` or begins with `first/`, in the order in which they were
+    submitted."""
     statement = """
     SELECT * FROM jobs WHERE idempotency_key = :key
     OR substr(idempotency_key, 1, length(:below)) = :below ORDER BY no
@@ -147,7 +148,8 @@ def _with_audio(page: list[int], conditions: str) -> str:
             return f"{column} BETWEEN {page[0] + shift} AND {page[-1] + shift}"
         return f"{column} IN ({', '.join(str(index + shift) for index in page)})"
 
-    # The items of a dialogue have consecutive indexes, so the next item shows whether a dialogue has several.
+    # The items of a dialogue have consecutive indexes, so the next item shows whether the dialogue of an item
+    # has several turns.
     return f"""
     SELECT items.*, kind, key, sha256, bytes, duration_ms, sample_rate, samples, seed, meta, pack, pack_offset,
         items.turn > 0 OR COALESCE(following.turn, 0) > 0 AS several

@@ -53,7 +53,7 @@ class Transaction:
     """Runs statements with named parameters (`:name`; a list as `IN (:name)`) and `<now>` for the
     database's clock. Locks (`FOR UPDATE`) are removed for SQLite, which has one writer."""
 
-    #: Returns a cursor of the driver.
+    #: Runs a statement with values; returns a cursor of the driver.
     execute: Callable[[str, Any], Any]
     #: `sqlite` or `postgresql`.
     engine: str

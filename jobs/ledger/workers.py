@@ -217,8 +217,8 @@ class _Fleet:
 
     @property
     def in_flight(self) -> int:
-        """Number of shards in flight, without those of jobs whose priority is below that of a job with ready
-        shards."""
+        """Number of shards in flight. Jobs whose priority is lower than that of a job with ready shards do
+        not count."""
         return self.taken(max((job.priority for job in self.jobs if job.has_ready), default=-math.inf))
 
     def taken(self, priority: float) -> int:
@@ -287,7 +287,7 @@ def give_back(sql: Transaction, tickets: Sequence[Ticket]) -> int:
 
 
 def _share_out(sql: Transaction, jobs: list[_Job], limit: int, remaining: dict[str, int]) -> list[Ticket]:
-    """Gives one shard at a time to the job with the smallest share, or the older job.
+    """Gives one shard at a time to the job with the smallest share; if shares are equal, to the older job.
 
     `remaining` limits the shards of its models, and is updated.
     """

@@ -55,7 +55,7 @@ class ReportResult:
 
 
 def default_place(settings: Settings, job_id: str) -> Path:
-    """The default path of a job's report. Raises `store.forbidden` for a link."""
+    """The default path of a job's report. Raises `store.forbidden` if it contains a symbolic link."""
     return own_path(settings.home.absolute() / "reports" / f"{job_id}.html")
 
 
@@ -139,7 +139,7 @@ def _hash(text: str) -> str:
 
 
 def _input_name(job: Job) -> str:
-    """The file's name without its folders; empty for standard input, and for records of a Python program,
+    """The file's name without its folders; empty for standard input, and for records from a Python program,
     whose file is named by its hash."""
     folder, _, name = redact(job.input_uri).rstrip("/").rpartition("/")
     return "" if folder.endswith(f"/{STATE_FOLDER}/inputs") else name.removeprefix("-")

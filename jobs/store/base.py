@@ -217,7 +217,7 @@ _IDENTITY = re.compile(r"[0-9a-f]{32}")
 
 
 def read_identity(data: bytes) -> str:
-    """The identity in an object."""
+    """Reads the identity from the content of its object."""
     return data[:200].decode(errors="replace").strip()
 
 

@@ -348,7 +348,7 @@ def _step(folder: int, segment: str, create: bool) -> int:
 
 
 class Handle:
-    """An open folder, closed with its last reference."""
+    """An open folder, which is closed when no reference to it is left."""
 
     __slots__ = ("_identity", "_path", "device", "fd")
 
