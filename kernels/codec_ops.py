@@ -308,7 +308,7 @@ def codec_window_attention(
 
     qkv: [B, T, (heads + 2 * kv_heads) * D], half-split layout; cosine, sine: float32 [B or 1, T, D / 2].
     past: [B, (window - 1) * 2 * kv_heads * D], the rotated keys, then the values, of the steps before, oldest
-    first; positions: int64 [B], the number of steps decoded before, of which `past` has the last window - 1; kept:
+    first; positions: int64 [B], the number of steps decoded before, of which `past` has up to window - 1; kept:
     `past` of the next chunk, which is written. All three are given, or none. Returns [B, T, heads * D].
     """
     rows, steps, width = qkv.shape

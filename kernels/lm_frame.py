@@ -84,7 +84,7 @@ def runs_products(weights: FrameTensors, k_cache: Tensor) -> bool:
 
 def runs_swiglu(weights: FrameTensors) -> bool:
     """Whether `lm_products.swiglu` supports the gate and up matrices of all layers, and their device."""
-    return all(lm_products.serves_swiglu(stack.layers[0].down) for stack in weights.stacks if stack.layers)
+    return all(lm_products.supports_swiglu(stack.layers[0].down) for stack in weights.stacks if stack.layers)
 
 
 def runs_residual(weights: FrameTensors, k_cache: Tensor) -> bool:
@@ -439,6 +439,6 @@ def plan_for(rows: int, hidden: int = 1024) -> Plan:
         skinny=False,
         pdl=False,
         products=rows <= 64,
-        wide_swiglu=rows > lm_products.FEW,
-        residual_products=64 < rows <= lm_products.MANY,
+        wide_swiglu=rows > lm_products.MAX_CUBLAS_ROWS,
+        residual_products=64 < rows <= lm_products.MAX_RESIDUAL_ROWS,
     )

@@ -308,7 +308,7 @@ class HeldShard:
     job_name: str
     shard: int
     items: int
-    #: Ended items, including those of earlier leases.
+    #: Number of ended items, including items that ended under earlier leases.
     ended_items: int
     claimed_at: float
 

@@ -278,7 +278,7 @@ struct Chain : Waits<Arguments> {
         return sum;
     }
 
-    // Publishes the block's rows of a product of N rows, each pair as `value(token, column)` gives it.
+    // Publishes the block's rows of a product of N rows; `value(token, column)` returns each pair.
     template <int N, typename Value>
     __device__ __forceinline__ void publish_rows(int place, int tokens, Value value) {
         constexpr int PAIRS = S::groups(N) * 4;

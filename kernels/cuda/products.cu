@@ -24,8 +24,8 @@ constexpr int PATIENCE = 1 << 22;     // tries at a barrier before the launch is
 enum Epilogue { PLAIN = 0, RESIDUAL = 1, SWIGLU = 2 };
 
 struct Args {
-    // Of W [n, inner] (SWIGLU: [2 * n, inner], gate rows, then up rows), for boxes of 64 values x half a tile; of x, for 64 values x N
-    // rows.
+    // Maps of W [n, inner] (with SWIGLU [2 * n, inner], gate rows, then up rows) for boxes of 64 values x half a tile, and of x for boxes of
+    // 64 values x N rows.
     TensorMap weights, x;
     const bf16* extra;     // RESIDUAL: [rows, n], added to the product
     const bf16* norm;      // weights [n] of the norm after a RESIDUAL, or null
