@@ -250,7 +250,7 @@ def prefill_part(bench: Bench, name: str, shape: Shape, positions: int, length: 
     (k, v), embeddings = maker.caches(shape, pages, PAGE), maker.normal(positions, shape.hidden)
     us = graph_us(partial(prefill_packed, embeddings, prompts, stack, k, v, 0), 1, 11)
     processors = lm_products.processors(bench.device.index or 0)
-    fills = lm_products.serves_swiglu(stack.layers[0].down)
+    fills = lm_products.supports_swiglu(stack.layers[0].down)
     fills = fills and lm_products.fills(positions, shape.inter, processors)
     row = {"part": "prefill", "sizes": name, "rows": positions, "prompt": length, "fills": fills}
     bench.add({**row, "ms": us / 1000, "us_per_position": us / positions})
@@ -303,12 +303,8 @@ def main() -> int:
     def attempt(part: str, work: Callable[..., None], *given: object) -> None:
         if part in options.parts:
             signal.alarm(SECONDS)
-            bench.attempt(
-                " ".join([part, *(str(one) for one in given if not isinstance(one, Shape))]),
-                work,
-                bench,
-                *given,
-            )
+            named = " ".join([part, *(str(one) for one in given if not isinstance(one, Shape))])
+            bench.attempt(named, work, bench, *given)
             signal.alarm(0)
 
     for name in options.sizes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from jobs.source import empty_input, open_source
 from jobs.spec import ResolvedSpec, resolve, spec_sha
 from jobs.store.base import ObjectStore, sha256_of
 from jobs.voices import voice_folder
-from pipelines.errors import ErrorCode, InputError, ServiceError
+from pipelines.errors import ErrorCode, InputError, ServiceError, StoreError
 
 if TYPE_CHECKING:
     from jobs.settings import Settings
@@ -67,8 +67,11 @@ def submit(
     *,
     options: SubmitOptions | None = None,
     progress: Callable[[IngestProgress], None] | None = None,
+    lost_inputs: Callable[[Job], Collection[str]] = lambda job: (),
 ) -> SubmitResult:
     """Makes a job from an input, or finds the existing job of the same input, spec and store.
+
+    The inputs of shards with the keys `lost_inputs` of an existing job are written again.
 
     An interrupted ingest continues after its last committed line. Raises `InputError` for an input that
     cannot be read, for settings that the model refuses and, with `on_error="abort"`, for the first bad line;
@@ -95,16 +98,22 @@ def submit(
         _refuse_other_job(job, opened.sha256, sha, key, resolved.input_format)
         if options.on_error == "abort":
             _refuse_skipped(ledger, store, job)
-        if job.state is not JobState.INGESTING:
+        ingesting = job.state is JobState.INGESTING
+        lost = () if ingesting else lost_inputs(job)
+        if not ingesting and not lost:
             return SubmitResult(job, created=False, resumed=False)
         reader = ReferenceReader(opened.folder, settings.audio_roots, store, resolved.card.check_reference)
         times, measured_rtf = settings.times, ledger.measured_rtf(resolved.spec.model)
         size = ShardSize.of(resolved.card, times.shard_seconds, times.shard_items, measured_rtf)
         reference_key = reader.keys(partial(put_reference, store, job.id))
         records, abort = resolved.records(opened), options.on_error == "abort"
+        ingest = _Ingest(ledger, store, job, records, resolved.checker, reference_key, size, abort, progress)
+        if lost:
+            ingest.restore(lost)
+            return SubmitResult(job, created=False, resumed=False)
         try:
             resolved.voices.put(store, job.id)
-            _Ingest(ledger, store, job, records, resolved.checker, reference_key, size, abort, progress).run()
+            ingest.run()
         except InputError:
             _undo(ledger, store, job)
             raise
@@ -211,7 +220,7 @@ class _Ingest:
         turns: dict[int, int] = {}
         for line in lines:
             index, example_id, places = first + len(items), line.example_id, line.turns
-            encoded += encode_lines(index, line.line, line.raw, line.references, places)
+            encoded += encode_lines(index, line)
             items.append((index, example_id))
             if places is not None and len(places) > 1:
                 later = range(1, len(places))
@@ -221,6 +230,30 @@ class _Ingest:
         return NewShard(
             shard_no, tuple(items), info.key, info.sha256, sum([line.estimated_ms for line in lines]), turns
         )
+
+    def restore(self, lost: Collection[str]) -> None:
+        """Writes inputs of shards with these keys again, and the reference audio of their lines. Raises
+        `store.missing` if the lines differ from the staged ones."""
+        inputs = {
+            no: place for no, place in self.ledger.shard_inputs(self.job.id).items() if place[0] in lost
+        }
+        # The items of a dialogue are in one input. Of lines with equal ids only the first became items.
+        rows = (row for row in self.ledger.items(self.job.id) if row.shard_no in inputs and not row.turn)
+        firsts = {row.example_id: row for row in rows}
+        lines: dict[tuple[str, str], list[bytes]] = {place: [] for place in inputs.values()}
+        for _, good, _ in self.checker.checked(self.records, self.reference_key):
+            for line in good:
+                if (row := firsts.pop(line.example_id, None)) is not None:
+                    lines[inputs[row.shard_no]] += encode_lines(row.index, line)
+        for (key, sha256), encoded in lines.items():
+            data = compress(encoded)
+            if sha256_of(data) != sha256:
+                message = f"The input {key} of job {self.job.id} is lost and cannot be restored: its reference audio or the software has changed."
+                advice = "Submit the file again with another --idempotency-key."
+                raise StoreError(ErrorCode.STORE_MISSING, message, advice)
+            self.store.delete(key)
+            self.store.put(key, data)
+        self.store.sync()
 
 
 def _refuse_skipped(ledger: Ledger, store: ObjectStore, job: Job) -> None:

@@ -86,9 +86,29 @@ def run_locally(
             progress.reading(ingest)
             stop.check()
 
+        def lost_inputs(job: Job) -> list[str]:
+            from jobs.verify import ObjectCheck
+
+            # Inputs are few and small, so their content is compared.
+            lost = [expected.key for expected, _ in ObjectCheck(ledger, store, job, kinds=("input",))]
+            if lost:
+                progress.say(
+                    f"Lost or damaged: {counted(len(lost), 'shard input')} of this job. Rewriting them."
+                )
+            return lost
+
         with closing(Ledger.of(settings)) as ledger:
             ledger.migrate()
-            result = submit(settings, ledger, store, run.source, spec, options=run.options, progress=reading)
+            result = submit(
+                settings,
+                ledger,
+                store,
+                run.source,
+                spec,
+                options=run.options,
+                progress=reading,
+                lost_inputs=lost_inputs,
+            )
             job = result.job
             remember(job.id, settings.home)
             if job.state is JobState.FAILED:
@@ -96,7 +116,6 @@ def run_locally(
             _explain(ledger, job, progress, created=result.created)
             submitted(job)
             try:
-                _restore(settings, ledger, store, job, run.source, progress)
                 was_started = ledger.status(job.id).items.done > 0
                 status = _follow(ledger, job, embedded, progress, stop)
                 if was_started:
@@ -225,20 +244,6 @@ def _results(
                 reported = True
         time.sleep(POLL_SECONDS)
         stop.check()
-
-
-def _restore(
-    settings: Settings, ledger: Ledger, store: ObjectStore, job: Job, source: str, progress: Progress
-) -> None:
-    """Rewrites missing or damaged inputs of shards. Raises `store.missing` if the submitted file no longer
-    has their lines."""
-    from jobs.repair import restore_inputs
-    from jobs.verify import ObjectCheck
-
-    # Inputs are few and small, so their content is compared.
-    if lost := [expected.key for expected, _ in ObjectCheck(ledger, store, job, kinds=("input",))]:
-        progress.say(f"Lost or damaged: {counted(len(lost), 'shard input')} of this job. Rewriting them.")
-        restore_inputs(settings, ledger, store, job, source, lost)
 
 
 def _repair(ledger: Ledger, store: ObjectStore, job_id: str, progress: Progress) -> None:

@@ -1,5 +1,5 @@
 """Synthesizes items again, from their lines and recorded seeds, to compare a sample and to repair lost or
-damaged objects. Restores inputs of shards from the submitted file."""
+damaged objects."""
 
 from __future__ import annotations
 
@@ -8,47 +8,40 @@ import hashlib
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, cast
 
 import msgspec
 import numpy as np
 
-from jobs.dialogue import parse_line
 from jobs.encoded_audio import encoded_audio
 from jobs.export.manifest import put_manifest, put_shard_manifest
-from jobs.input_format import InputFormat
-from jobs.input_records import Records
 from jobs.layout import (
     job_manifest_key,
     object_metadata,
     shard_of_input,
 )
-from jobs.ledger.records import INPUT_FORMAT, Artifact, ItemRow, ItemState, Job
+from jobs.ledger.records import Artifact, ItemRow, ItemState, Job
 from jobs.packs import read_artifact
-from jobs.references import ReferenceReader, load_reference, put_reference
-from jobs.shard_file import ShardLine, ShardLines, compress, encode_lines, read_shard
-from jobs.source import open_source
+from jobs.references import load_reference
+from jobs.shard_file import ShardLine, ShardLines, read_shard
 from jobs.store.base import ObjectStore, sha256_of
-from jobs.turns import turns_and_recordings
 from jobs.verify import Expected
 from jobs.voices import item_request
 from pipelines.audio import decode, trim_silence
 from pipelines.audio_format import LOSSY
-from pipelines.errors import ErrorCode, InputError, NightjarError, StoreError, SynthesisError
-from pipelines.registry import describe
+from pipelines.errors import ErrorCode, NightjarError, StoreError, SynthesisError
 from pipelines.request import Pipeline, Speech, submit
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from jobs.ledger import Ledger
-    from jobs.settings import Settings
 
 
 #: Number of items in the engine at once.
@@ -307,48 +300,3 @@ def repair_objects(
         if entries_changed or is_missing:
             put_manifest(ledger, store, job.id)
     return counts
-
-
-def restore_inputs(
-    settings: Settings, ledger: Ledger, store: ObjectStore, job: Job, source: str, lost: Collection[str]
-) -> None:
-    """Rewrites the inputs with the keys `lost`, and the reference audio of their lines.
-
-    Lines that have items in the ledger are not checked again, because the rules may have changed. Raises
-    `store.missing` if the lines differ from the staged ones, and `InputError` if the file or its reference
-    audio cannot be read.
-    """
-    inputs = {no: place for no, place in ledger.shard_inputs(job.id).items() if place[0] in lost}
-    lines: dict[int, list[bytes]] = {no: [] for no in inputs}
-    # Among lines with equal ids only the first accepted one became items; the items of a dialogue are in one
-    # shard.
-    wanted = {row.example_id: row for row in ledger.items(job.id) if row.shard_no in lines and not row.turn}
-    refused = {line.line for line in ledger.rejected_lines(job.id)}
-    written_as = cast("InputFormat", job.labels.get(INPUT_FORMAT, "dialogues"))
-    with open_source(source, settings.s3) as opened:
-        reader = ReferenceReader(opened.folder, settings.audio_roots, store)
-        key_of = reader.keys(partial(put_reference, store, job.id))
-        records = Records(opened, written_as, job.spec, describe(job.spec.model))
-        for number, line in enumerate(records.lines(), 1):
-            if not isinstance(line, bytes) or number in refused:
-                continue
-            try:
-                dialogue, raw = parse_line(line.strip())
-            except InputError:
-                continue
-            if (row := wanted.pop(dialogue.example_id, None)) is not None:
-                turns, recordings = turns_and_recordings(dialogue.messages, job.spec.speak)
-                references = {place: key_of(dialogue.messages[place][2]) for place in recordings}
-                lines[row.shard_no] += encode_lines(row.index, number, raw, references, turns)
-    for no, (key, sha256) in inputs.items():
-        data = compress(lines[no])
-        if sha256_of(data) != sha256:
-            message = (
-                f"The input {key} of job {job.id} is lost and cannot be restored: the file, its reference audio "
-                "or the software has changed."
-            )
-            advice = "Submit the file again with another --idempotency-key."
-            raise StoreError(ErrorCode.STORE_MISSING, message, advice)
-        store.delete(key)
-        store.put(key, data)
-    store.sync()

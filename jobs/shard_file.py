@@ -4,7 +4,7 @@ store."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -132,17 +132,14 @@ _decode_dialogue = msgspec.json.Decoder(Dialogue).decode
 _decode_raw = msgspec.json.Decoder(RawLine).decode
 
 
-def encode_lines(
-    first: int, line: int, raw: bytes, references: Mapping[int, str], turns: Sequence[int] | None = None
-) -> list[bytes]:
-    """The items of a dialogue as lines of a shard, with newlines: one per turn, from index `first`. Without `turns`
-    the dialogue is one item. `raw` is a valid JSON object without a newline.
-    """
-    keys = b',"references":%b' % msgspec.json.encode(references) if references else b""
-    if turns is None:
-        return [b'{"index":%d,"line":%d,"dialogue":%b%b}\n' % (first, line, raw, keys)]
+def encode_lines(first: int, line: GoodLine) -> list[bytes]:
+    """The items of a dialogue as lines of a shard, with newlines: one per turn, from index `first`."""
+    number, raw = line.line, line.raw
+    keys = b',"references":%b' % msgspec.json.encode(line.references) if line.references else b""
+    if line.turns is None:
+        return [b'{"index":%d,"line":%d,"dialogue":%b%b}\n' % (first, number, raw, keys)]
     encoded = b'{"index":%d,"line":%d,"dialogue":%b,"message":%d%b}\n'
-    return [encoded % (index, line, raw, turn, keys) for index, turn in enumerate(turns, first)]
+    return [encoded % (index, number, raw, turn, keys) for index, turn in enumerate(line.turns, first)]
 
 
 _compressors = threading.local()

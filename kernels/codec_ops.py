@@ -52,8 +52,8 @@ def codec_upsample(
     product.
 
     x: [B, T, Cin]; history: [B, 1, Cin] or None; weight: [2 * Cin, rate * Cout] as packed by
-    `pack_upsample`; bias: [Cout]. Returns [B, T * rate, Cout]: output step t * rate + j depends on the
-    inputs t - 1 and t alone.
+    `pack_upsample`; bias: [Cout]. Returns [B, T * rate, Cout]: output step t * rate + j depends only on
+    the inputs t - 1 and t.
     """
     rows, steps, channels = x.shape
     past = x.new_zeros(rows, 1, channels) if history is None else history
@@ -147,16 +147,16 @@ def codec_active_conv(
 
     a: [B, lead + T, C], already activated, with `lead` steps of history in front (0 or enough for all taps);
     weight: [taps * C, N], oldest tap first; bias, frequency, gain: float32 [N]; residual (added), raw: T * N
-    values a row; active: in each row `active_lead` values, T * N results, and perhaps more values; only the
+    values per row; active: in each row `active_lead` values, T * N results, and perhaps more values; only the
     results are written. A transposed convolution of stride `rate` is the case taps = 2, N = rate * Cout.
 
     `ends` (int32 [B], in steps): `active` is zero from step ends[row] on, and `raw` may hold anything there.
     With `open_ends` both may hold anything there, because steps after an end may be left unwritten to save
-    work. Causal readers never see them before the end. Steps of `a` and `residual` after an end do not affect
-    steps before it.
+    work. Causal ops read them only for results after the end. Steps of `a` and `residual` after an end do not
+    affect steps before it.
 
-    A centred convolution reads the same number of steps on both sides: `a` has half its reach in zeros
-    before the T steps and half after them, and `lead` counts both.
+    A centred convolution reads the same number of steps on both sides: `a` has zeros for half of the reach
+    before the T steps and for the other half after them, and `lead` counts both.
     """
     reach = (taps - 1) * dilation
     rows, channels = a.shape[0], a.shape[2]
@@ -308,7 +308,7 @@ def codec_window_attention(
 
     qkv: [B, T, (heads + 2 * kv_heads) * D], half-split layout; cosine, sine: float32 [B or 1, T, D / 2].
     past: [B, (window - 1) * 2 * kv_heads * D], the rotated keys, then the values, of the steps before, oldest
-    first; positions: int64 [B], the number of steps decoded before, of which the last window - 1 exist; kept:
+    first; positions: int64 [B], the number of steps decoded before, of which `past` has up to window - 1; kept:
     `past` of the next chunk, which is written. All three are given, or none. Returns [B, T, heads * D].
     """
     rows, steps, width = qkv.shape

@@ -21,7 +21,7 @@ from kernels import binaries, toolchain
 
 log = logging.getLogger(__name__)
 
-# Attributes of functions and launches, by their names in CUDA's driver.
+# Attributes of functions and launches, with their names in CUDA's driver.
 _MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 _COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
@@ -91,7 +91,7 @@ def _on(device: int) -> Iterator[None]:
 
 
 _BFLOAT16, _PROMOTION_128B = 9, 2  # members of the enumerations of CUtensorMap
-_SWIZZLES = {32: 2, 64: 3}  # for 64 and 128 bytes, by the last size of a box
+_SWIZZLES = {32: 2, 64: 3}  # last size of a box in values -> swizzle mode for 64 or 128 bytes
 
 
 #: `TensorMap` of kernels/cuda/wgmma.cuh, as a field of a structure of arguments.
@@ -103,7 +103,7 @@ def tensor_map(
 ) -> ctypes.Array[ctypes.c_byte]:
     """A descriptor with which kernels copy boxes of a contiguous bfloat16 tensor.
 
-    sizes, box: the sizes of the last, the middle and the first dimension. The last size of a box is 32
+    sizes, box: the sizes of the tensor and of a box, last dimension first. The last dimension of a box has 32
     or 64 values. Raises RuntimeError if the driver refuses the descriptor.
     """
     memory = (ctypes.c_char * (2 * ctypes.sizeof(TensorMap)))()
@@ -278,7 +278,7 @@ def available(device: int, *sources: Source) -> bool:
     except (RuntimeError, OSError) as error:
         names, message = ", ".join(source.name for source in sources), toolchain.first_line(error)
         log.warning(
-            "the CUDA C++ kernels of %s cannot be made (%s); %s. %s",
+            "the CUDA C++ kernels of %s cannot be loaded (%s); %s. %s",
             names,
             message,
             sources[0].without,

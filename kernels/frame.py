@@ -101,8 +101,8 @@ class DrawRules:
     #: then top-k by rank, then temperature. Otherwise: temperature, top-k, then top-p, which keeps the code
     #: that crosses the limit. Applies to the depth as well.
     nucleus_first: bool = False
-    #: Number of last frames whose codes should not be repeated: a repeated code is drawn once more, with the
-    #: settings of a retry. A request's first code is not counted.
+    #: Number of recent frames whose code 0 should not be repeated: a repeated one is drawn once more, with the
+    #: settings of a retry. A request's first code does not count.
     window: int = 0
 
 

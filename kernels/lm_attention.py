@@ -233,7 +233,7 @@ def _predictor_attention(
     cache = (row * KV_HEADS + kv_head) * SPAN * D + at
     base = qkv + row * WIDTH
     target = out + row * HEADS * D
-    if FIRST:  # two tokens a row: all first tokens, then all second ones; the first attends to itself alone
+    if FIRST:  # two tokens per row: all first tokens, then all second ones; the first attends only to itself
         key0 = normed_rope(base + (HEADS + kv_head) * D, k_weight, table, eps, D, WIDE)
         value0 = tl.load(base + (HEADS + KV_HEADS + kv_head) * D + at)
         tl.store(k_cache + cache, key0)
@@ -298,7 +298,7 @@ def predictor_attention(
     return out
 
 
-#: Queries of a program, counting all heads of a kv head; they are the rows of a product.
+#: Queries of a program, counting all query heads of its kv head; they are the rows of a product.
 _QUERIES = 64
 #: A step reads the keys of one page, within this minimum and maximum.
 _MIN_KEYS, _MAX_KEYS = 16, 64

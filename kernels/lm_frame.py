@@ -48,10 +48,10 @@ class Plan:
     pdl: bool = True
     #: `lm_products.product` computes all products, with PDL, on a GPU and for weights that it supports.
     products: bool = False
-    #: `lm_products.swiglu` replaces cuBLAS where its tiles fill the GPU (`lm_products.fills`), for weights
-    #: that it supports.
+    #: `lm_products.swiglu` replaces cuBLAS if its tiles fill the GPU (`lm_products.fills`), for weights that it
+    #: supports.
     wide_swiglu: bool = False
-    #: `lm_products.add_product` computes O and down instead of cuBLAS where all its tiles run at once
+    #: `lm_products.add_product` replaces cuBLAS for o and down if all its tiles run at once
     #: (`lm_products.splits_for`), for weights that it supports.
     residual_products: bool = False
 
@@ -84,11 +84,11 @@ def runs_products(weights: FrameTensors, k_cache: Tensor) -> bool:
 
 def runs_swiglu(weights: FrameTensors) -> bool:
     """Whether `lm_products.swiglu` supports the gate and up matrices of all layers, and their device."""
-    return all(lm_products.serves_swiglu(stack.layers[0].down) for stack in weights.stacks if stack.layers)
+    return all(lm_products.supports_swiglu(stack.layers[0].down) for stack in weights.stacks if stack.layers)
 
 
 def runs_residual(weights: FrameTensors, k_cache: Tensor) -> bool:
-    """Whether `lm_products.add_product` supports O and down of all layers, and their device."""
+    """Whether `lm_products.add_product` supports the o and down matrices of all layers, and their device."""
     matrices = [matrix for stack in weights.stacks for matrix in _added_matrices(stack)]
     known = all(lm_products.has_residual(*matrix.shape) for matrix in matrices)
     return known and _have(k_cache, lm_products.RESIDUAL_PRODUCTS)
@@ -439,6 +439,6 @@ def plan_for(rows: int, hidden: int = 1024) -> Plan:
         skinny=False,
         pdl=False,
         products=rows <= 64,
-        wide_swiglu=rows > lm_products.FEW,
-        residual_products=64 < rows <= lm_products.MANY,
+        wide_swiglu=rows > lm_products.MAX_CUBLAS_ROWS,
+        residual_products=64 < rows <= lm_products.MAX_RESIDUAL_ROWS,
     )

@@ -27,8 +27,8 @@ ROWS = (1, 2)
 #: A bit of a frame's flags, in addition to those of `kernels.reference`: a block waited too long, so the frame is
 #: invalid, and no other frame must follow it.
 FAILED = 4
-#: Number of times that a reader polls for packets before it gives up. They take seconds on a GPU, where a frame takes
-#: a millisecond. In a launch, a block also waits for its weights for 32 clocks per poll, 80 ms in total.
+#: Number of times that a reader polls for packets before it gives up. They take seconds on a GPU, while a frame takes
+#: a millisecond. A block may wait 32 clocks per poll for its weights, which is 80 ms per launch.
 PATIENCE = 1 << 22
 #: Clocks between two copies of a block's weight stream; the fastest in measurements (docs/adr/0009).
 GAP = 1100
@@ -287,7 +287,7 @@ class PredictorRun:
         self.gap = GAP if gap is None else gap
         depth, device = predictor.depth, predictor.weights.device
         self._kernel = _Kernel(SOURCE, predictor.config, rows, trial is not None, device)
-        # A packet is two values; a row has two tokens in the first pass.
+        # A packet has two values, and a row has two tokens in the first pass.
         self.packets = torch.zeros(
             rows * (_exchanged(depth.stack) + depth.heads.shape[1]), 2, dtype=torch.int32, device=device
         )
@@ -300,10 +300,10 @@ class PredictorRun:
         if not word:
             return None
         who, wanted = f"Block {word >> 20 & 0xFF} of the {_KERNELS[word >> 30 & 1]}", _WAITS[word >> 28 & 3]
-        return f"{who} waited in vain for {wanted.format(word & 0xFFFFF)}."
+        return f"{who} waited too long for {wanted.format(word & 0xFFFFF)}."
 
     def rest(self, stack: StackTensors) -> tuple[float, ...]:
-        """`_LAST_FIELDS` of a launch."""
+        """The values of `_LAST_FIELDS` for a launch."""
         return self.patience, self.gap, *astuple(self.trial or Trial()), stack.eps, stack.scale
 
     def launch(

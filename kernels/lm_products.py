@@ -22,7 +22,7 @@ from kernels.cuda_driver import Source, TensorMap, addresses, available, fields,
 from kernels.lm_cuda import PLAIN, RESIDUAL, SWIGLU
 
 #: Rows of x per block, one number for each kernel of `product`; further rows are computed by further blocks.
-ROOMS = (32, 64, 128)
+BLOCK_ROWS = (32, 64, 128)
 #: Values of the inner size per pipeline stage, in all three kinds of products, and weight rows per block of `product`.
 PIECE = 64
 #: Rows and outputs of a tile of `add_product` and `swiglu`.
@@ -31,21 +31,21 @@ ROWS, RESIDUAL_OUTPUTS, SWIGLU_OUTPUTS = 128, 128, 96
 #: With fewer parts it is not faster than cuBLAS.
 SPLITS = (4, 8)
 #: For more rows, `add_product` has more tiles than a Hopper GPU can run at once, at every published width.
-MANY = 384
+MAX_RESIDUAL_ROWS = 384
 #: Up to this number of rows cuBLAS is faster than `swiglu` with any tiles.
-FEW = 256
+MAX_CUBLAS_ROWS = 256
 _THREADS, _WIDE_THREADS, _WIDE_STAGES = 256, 288, 5
 #: Maxima of `product`: bytes of shared memory of a block, pipeline stages, and blocks of a cluster.
 _SHARED, _MAX_STAGES, _MAX_SPLITS = 227 << 10, 16, 8
 #: The maximum share of a device's clusters that the tiles of `add_product` may need. Devices of the same kind hold a few
 #: more or fewer clusters, and must choose the same splits to give the same bits.
-_ROOM = 0.9
+_MAX_FILL = 0.9
 #: The largest number of outputs with which `add_product` was measured. With more outputs there are so many weights that
 #: all multiprocessors must read them, as cuBLAS does.
-_WIDEST = 2048
-#: The minimum share of the places in all turns of a device that the tiles of `swiglu` must fill, because a last turn
-#: with few tiles takes as long as a full one.
-_FULL = 0.9
+_MAX_RESIDUAL_OUTPUTS = 2048
+#: The tiles of `swiglu` run in turns of one tile per multiprocessor. They must fill at least this share of all turns,
+#: because a last turn with few tiles takes as long as a full one.
+_MIN_FILL = 0.9
 #: Bytes of `Block` of residual_products.cu and of wide_products.cu: pipeline stages with two barriers each, the sums of
 #: a tile (only residual_products.cu), and room for alignment.
 _RESIDUAL_BYTES = (
@@ -54,7 +54,7 @@ _RESIDUAL_BYTES = (
 _SWIGLU_BYTES = _WIDE_STAGES * ((ROWS + 2 * SWIGLU_OUTPUTS) * PIECE * 2 + 16) + 1024
 
 PRODUCTS = Source(
-    "products", {f"product_{room}": _SHARED for room in ROOMS}, "batches of 17 to 64 requests are slower", all_shared=True
+    "products", {f"product_{block_rows}": _SHARED for block_rows in BLOCK_ROWS}, "batches of 17 to 64 requests are slower", all_shared=True
 )  # fmt: skip
 RESIDUAL_PRODUCTS = Source(
     "residual_products", {f"residual_product_{splits}": _RESIDUAL_BYTES for splits in SPLITS}, "large batches are slower", all_shared=True
@@ -72,17 +72,17 @@ class TileConfig:
     splits: int
     stages: int
 
-    def shared_bytes(self, room: int, inner: int) -> int:
+    def shared_bytes(self, block_rows: int, inner: int) -> int:
         """Bytes of `Block` of the source: pipeline stages of x and the block's weights, or later its own sums; the
         sums of the cluster; barriers; scales; room for alignment."""
         sums, stages, weights = (
-            room * (PIECE + 4) * 4,
-            self.stages * room * 2 * PIECE,
+            block_rows * (PIECE + 4) * 4,
+            self.stages * block_rows * 2 * PIECE,
             PIECE * inner // self.splits * 2,
         )
-        return max(stages + weights, sums) + sums + (2 * _MAX_STAGES + 2) * 8 + room * 4 + 1024
+        return max(stages + weights, sums) + sums + (2 * _MAX_STAGES + 2) * 8 + block_rows * 4 + 1024
 
-    def fault(self, room: int, weight_rows: int, inner: int) -> str | None:
+    def fault(self, block_rows: int, weight_rows: int, inner: int) -> str | None:
         """Why a product of these sizes cannot have these tiles, or None."""
         if weight_rows % PIECE or inner % (PIECE * self.splits):
             return (
@@ -90,7 +90,7 @@ class TileConfig:
             )
         if self.splits not in (1, 2, 4, _MAX_SPLITS) or not 2 <= self.stages <= _MAX_STAGES:
             return f"a product has 1, 2, 4 or {_MAX_SPLITS} splits and 2 to {_MAX_STAGES} stages"
-        if (size := self.shared_bytes(room, inner)) > _SHARED:
+        if (size := self.shared_bytes(block_rows, inner)) > _SHARED:
             return f"{size} bytes of shared memory are more than a block has"
         return None
 
@@ -108,12 +108,12 @@ TILE_CONFIGS: dict[tuple[int, int], tuple[TileConfig, TileConfig]] = {
 
 def tile_config(rows: int, weight_rows: int, inner: int) -> TileConfig:
     """The configuration of a product that is in `TILE_CONFIGS`. For SwiGLU, the weight rows are those of gate and up."""
-    return TILE_CONFIGS[weight_rows, inner][rows > ROOMS[0]]
+    return TILE_CONFIGS[weight_rows, inner][rows > BLOCK_ROWS[0]]
 
 
-def room_for(rows: int) -> int:
+def block_rows_for(rows: int) -> int:
     """Rows of x per block of the kernel that is used for `rows` rows."""
-    return next((room for room in ROOMS if rows <= room), ROOMS[-1])
+    return next((block_rows for block_rows in BLOCK_ROWS if rows <= block_rows), BLOCK_ROWS[-1])
 
 
 def residual_fault(n: int, inner: int, splits: int) -> str | None:
@@ -129,7 +129,7 @@ def residual_fault(n: int, inner: int, splits: int) -> str | None:
 
 def has_residual(n: int, inner: int) -> bool:
     """Whether `n` outputs of `inner` values fall into whole tiles of `add_product`, and are not too many for it."""
-    return n <= _WIDEST and residual_fault(n, inner, min(SPLITS)) is None
+    return n <= _MAX_RESIDUAL_OUTPUTS and residual_fault(n, inner, min(SPLITS)) is None
 
 
 @cache
@@ -151,7 +151,7 @@ def splits_for(rows: int, n: int, inner: int, clusters: Mapping[int, int]) -> in
     fitting = [
         splits
         for splits in SPLITS
-        if residual_fault(n, inner, splits) is None and tiles <= _ROOM * clusters[splits]
+        if residual_fault(n, inner, splits) is None and tiles <= _MAX_FILL * clusters[splits]
     ]
     return max(fitting, default=None)
 
@@ -162,9 +162,9 @@ def blocks_of(rows: int, n: int, processors: int) -> int:
 
 
 def fills(rows: int, n: int, processors: int) -> bool:
-    """Whether `swiglu` is faster than cuBLAS for `rows` rows of `n` outputs: there are more than `FEW` rows, and their
-    tiles nearly fill all turns of the device."""
-    return rows > FEW and _tiles(rows, n) >= _FULL * _turns(rows, n, processors) * processors
+    """Whether `swiglu` is faster than cuBLAS for `rows` rows of `n` outputs: there are more than
+    `MAX_CUBLAS_ROWS` rows, and their tiles nearly fill all turns of the device."""
+    return rows > MAX_CUBLAS_ROWS and _tiles(rows, n) >= _MIN_FILL * _turns(rows, n, processors) * processors
 
 
 def _tiles(rows: int, n: int) -> int:
@@ -176,7 +176,7 @@ def _turns(rows: int, n: int, processors: int) -> int:
     return -(-_tiles(rows, n) // processors)
 
 
-def serves_swiglu(down: Tensor) -> bool:
+def supports_swiglu(down: Tensor) -> bool:
     """Whether `swiglu` supports the gate and up matrices of a layer whose `down` is [inner, n], and their device."""
     fits = (
         down.is_cuda
@@ -222,11 +222,9 @@ def _check(x: Tensor, weight: Tensor, y: Tensor, halves: int, step: int) -> None
     if weight.shape != (halves * n, inner) or len(y) != rows:
         raise ValueError(f"{len(weight)} weight rows do not give {len(y)} rows of {n} outputs.")
     if not (weight.is_contiguous() and x.is_contiguous()) or any(t.data_ptr() % 16 for t in (x, weight)):
-        raise ValueError(
-            "Activations and weights have to be contiguous and to start on multiples of 16 bytes."
-        )
+        raise ValueError("Activations and weights must be contiguous and start on multiples of 16 bytes.")
     if y.stride(1) != 1 or y.stride(0) % step or y.data_ptr() % (2 * step):
-        raise ValueError(f"Rows of outputs have to start on multiples of {2 * step} bytes.")
+        raise ValueError(f"Rows of outputs must start on multiples of {2 * step} bytes.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,16 +264,16 @@ def product(
 ) -> Tensor:
     """y = epilogue(x @ weight.T), bfloat16, launched on the current stream of x's device.
 
-    x: contiguous [rows, inner], or a norm with that input; weight: contiguous [n, inner], for SWIGLU [2 * n,
+    x: contiguous [rows, inner], or a norm whose `weighted` is that; weight: contiguous [n, inner], for SWIGLU [2 * n,
     inner] with the gate's rows first; y: [rows, n]; extra: the residual for RESIDUAL, [rows, n] with y's strides (may
     be y); norm: weights [n] of a norm after RESIDUAL, whose tensors `into` are filled; pdl: programmatic dependent
-    launch. A row has the same bits in every batch with the same configuration and the same `room_for`. Raises
+    launch. A row has the same bits in every batch with the same configuration and the same `block_rows_for`. Raises
     ValueError for sizes and tensors that the kernel does not support.
     """
     ahead, x = (x, x.weighted) if isinstance(x, Norm) else (None, x)
     (rows, inner), weight_rows, n = x.shape, len(weight), y.shape[1]
-    room = room_for(rows)
-    if (fault := config.fault(room, weight_rows, inner)) is not None:
+    block_rows = block_rows_for(rows)
+    if (fault := config.fault(block_rows, weight_rows, inner)) is not None:
         raise ValueError(f"There is no such product: {fault}.")
     _check(x, weight, y, 2 if epilogue == SWIGLU else 1, step=2)
     if (into is None) != (norm is None) or (
@@ -292,11 +290,11 @@ def product(
     )
     numbers = (rows, n, inner, y.stride(0), epilogue, config.splits, config.stages)
     arguments = _Arguments(
-        _maps(weight, PIECE // 2, x, room), *pointers, *numbers, 0.0 if ahead is None else ahead.eps
+        _maps(weight, PIECE // 2, x, block_rows), *pointers, *numbers, 0.0 if ahead is None else ahead.eps
     )
     PRODUCTS.launch(
-        f"product_{room}", (weight_rows // PIECE * config.splits, -(-rows // room)), _THREADS, arguments, x.device.index, programmatic=pdl,
-        cluster=config.splits, shared_bytes=config.shared_bytes(room, inner),
+        f"product_{block_rows}", (weight_rows // PIECE * config.splits, -(-rows // block_rows)), _THREADS, arguments, x.device.index, programmatic=pdl,
+        cluster=config.splits, shared_bytes=config.shared_bytes(block_rows, inner),
     )  # fmt: skip
     return y
 

@@ -104,6 +104,6 @@ def _write(
 def _fills(rows: int, down: Tensor) -> bool:
     """Whether `lm_products.swiglu` supports gate and up of a layer with this `down`, and is faster for this
     number of rows."""
-    return lm_products.serves_swiglu(down) and lm_products.fills(
+    return lm_products.supports_swiglu(down) and lm_products.fills(
         rows, down.shape[1], processors(down.device.index or 0)
     )

@@ -48,8 +48,8 @@ def cuda_compiler() -> str | None:
 def compile_cuda(source: Path, headers: Mapping[str, str], target: str) -> bytes:
     """Machine code of a source for a `target` such as sm_90a, or PTX for one such as compute_90.
 
-    Uses nvcc, or else the runtime compiler, which needs no C compiler. The source may include only `headers`,
-    texts by name. Raises RuntimeError with the message of each compiler when all fail.
+    Uses nvcc, or else the runtime compiler, which needs no C compiler. The source may include only `headers`
+    (name -> text). Raises RuntimeError with the message of each compiler if all fail.
     """
     faults: list[str] = []
     for compiler, run in ((nvcc(), _with_nvcc), (nvrtc(), _with_nvrtc)):
@@ -129,14 +129,14 @@ def c_compiler() -> str | None:
 
 @cache
 def triton_fault() -> str | None:
-    """Why Triton makes no kernels for the current CUDA device, as a sentence; None if a small kernel compiles
-    and runs."""
+    """Why Triton cannot compile kernels for the current CUDA device, as a sentence; None if a small kernel
+    compiles and runs."""
     if find_spec("triton") is None:
         return "Triton is not installed."
     try:
         import_module("kernels.triton_launch").check()
     except Exception as error:  # noqa: BLE001 - any error of a compiler or a driver is the answer
-        return f"Triton cannot make kernels here ({first_line(error)})."
+        return f"Triton cannot compile kernels here ({first_line(error)})."
     return None
 
 

@@ -1,5 +1,5 @@
-"""Launches of Triton kernels: one by one, before the previous kernel has ended, or only compiled, many in
-parallel."""
+"""Launches of Triton kernels: as usual, early (before the previous kernel has ended), or only to compile many
+kernels in parallel."""
 
 from __future__ import annotations
 

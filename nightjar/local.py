@@ -27,7 +27,7 @@ class _StderrNotes(Progress):
 
 
 class LocalThread(threading.Thread):
-    """Runs one job. The kernel kills its workers when this thread ends, so the thread outlives them.
+    """Runs one job. The operating system kills the workers when this thread ends, so the thread waits for them.
 
     A program waits for the run before it ends. After an error, such as Ctrl-C, or in an interactive session
     the run is stopped instead; the same call resumes it.

@@ -88,7 +88,7 @@ class ErrorCode(StrEnum):
         return self in _RETRYABLE
 
     @property
-    def hopeless(self) -> bool:
+    def permanent(self) -> bool:
         """Whether the line is at fault and can never succeed unchanged."""
         return self.value.startswith("input.") or self is ErrorCode.STORE_BAD_KEY
 
@@ -142,7 +142,8 @@ class SynthesisError(NightjarError):
 
 
 class NoAudioError(SynthesisError):
-    """The model wrote text but no audio (`synth.no_audio`); `text_out` is the text, `meta` that of a `Speech`."""
+    """The model wrote text but no audio (`synth.no_audio`); `text_out` is the text, and `meta` is like that
+    of a `Speech`."""
 
     def __init__(
         self,

@@ -18,11 +18,11 @@ from pipelines.recording import DRAFT, read_recording, write_file
 from pipelines.request import Generation, Message
 from pipelines.validation import OPENAI_VOICES
 
-#: Pattern of a name: no path, and valid on every file system.
+#: Pattern of names: valid as file names on every file system, and never a path.
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}", re.ASCII)
-#: Maximum voices of a folder, bytes of a recording, and characters of its text.
+#: Maximum number of voices of a folder, of bytes of a recording, and of characters of its text.
 MAX_VOICES, MAX_RECORDING_BYTES, MAX_TEXT_CHARACTERS = 256, 8 << 20, 5000
-#: Name that clients send to a model without voices, if they must name one.
+#: Name that clients send to a model without voices, if their API requires one.
 DEFAULT_VOICE = "default"
 #: Names that have another meaning for a server.
 RESERVED = frozenset((*OPENAI_VOICES, DEFAULT_VOICE))
@@ -30,12 +30,12 @@ _SUFFIX = ".voice"
 
 
 class StoredVoice(msgspec.Struct, frozen=True):
-    """The content of a file."""
+    """A stored voice, as its file holds it."""
 
     name: str
     #: The encoded file of the recording (WAV, FLAC, OGG or MP3).
     recording: bytes
-    #: Its text; empty if unknown.
+    #: The words of the recording; empty if unknown.
     text: str = ""
     #: Unix time.
     created_at: int = 0
@@ -93,9 +93,9 @@ class VoiceFolder:
         text = text.strip()
         if len(text) > MAX_TEXT_CHARACTERS:
             message = f"The text of the recording has {len(text):,} characters; {MAX_TEXT_CHARACTERS:,} are the maximum."
-            raise InputError(ErrorCode.INPUT_TOO_LONG, message, "Give what is said in it, and no more.")
+            raise InputError(ErrorCode.INPUT_TOO_LONG, message, "Give only the words of the recording.")
         if len(recording) > self.max_bytes:
-            message = f"The recording has {len(recording):,} bytes; {self.max_bytes:,} are kept."
+            message = f"The recording has {len(recording):,} bytes; {self.max_bytes:,} are the maximum."
             raise InputError(ErrorCode.INPUT_REFERENCE_LENGTH, message, "Give a shorter one, or FLAC.")
         read_recording(recording)
         voice = StoredVoice(name, recording, text, int(time.time()))
@@ -137,10 +137,11 @@ class VoiceFolder:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Locks the folder for one writer, which first removes drafts of processes that died."""
+        """Locks the folder for one writer, and deletes unfinished files of writers that died."""
         folder = os.open(self.path, os.O_RDONLY)
         try:
-            # Without locks, drafts are kept and the maximum of voices may be exceeded.
+            # On a file system without locks, unfinished files are kept and the maximum number of voices may
+            # be exceeded.
             with suppress(OSError):
                 fcntl.flock(folder, fcntl.LOCK_EX)
                 for draft in self.path.glob(f"{DRAFT}*"):
@@ -153,14 +154,14 @@ class VoiceFolder:
 def in_voice_of(
     messages: Sequence[Message], generation: Generation, recording: str | bytes, text: str
 ) -> tuple[list[Message], Generation]:
-    """The messages and settings of a request in the voice of a recording. The last message is the text to
-    speak.
+    """The messages and settings of a request that is spoken in the voice of a recording. The last message is
+    the text to speak.
 
     `text`: the recording's text; a `reference_text` of the settings takes precedence.
     """
-    said = generation.reference_text or text or None
+    reference_text = generation.reference_text or text or None
     cloned = [*messages[:-1], Message("user", "audio", recording), messages[-1]]
-    return cloned, msgspec.structs.replace(generation, voice=None, reference_text=said)
+    return cloned, msgspec.structs.replace(generation, voice=None, reference_text=reference_text)
 
 
 def _check_name(name: str) -> None:

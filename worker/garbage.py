@@ -120,14 +120,14 @@ def _sweep_ended(ledger: Ledger, store: ObjectStore, job: Job, before: float, de
             yield 1, info.bytes
 
 
-def _sweep_deleted(ledger: Ledger, store: ObjectStore, gone: DeletedJob, delete: bool) -> _Found:
+def _sweep_deleted(ledger: Ledger, store: ObjectStore, job: DeletedJob, delete: bool) -> _Found:
     """Objects that a worker without a lease stored after the deletion of its job."""
     if not delete:
-        yield from ((1, info.bytes) for info in objects_of(store, gone.id))
+        yield from ((1, info.bytes) for info in objects_of(store, job.id))
         return
-    yield delete_objects(store, gone.id)
-    if ledger.now() - gone.deleted_at > REMEMBERED_SECONDS:
-        ledger.forget_deleted(gone.id)
+    yield delete_objects(store, job.id)
+    if ledger.now() - job.deleted_at > REMEMBERED_SECONDS:
+        ledger.forget_deleted(job.id)
 
 
 def _unreferenced(ledger: Ledger, store: ObjectStore, job: Job) -> Iterator[Orphan]:

@@ -53,8 +53,8 @@ class Preload:
         )
 
     def take(self, model: str) -> Pipeline | None:
-        """The pipeline, at the first call. None at later calls, if the model has no process of its own, or if another
-        model is needed; this one is then closed.
+        """Returns the pipeline at the first call. Returns None at later calls, if the model has no process of its own,
+        or if another model is needed, in which case this one is closed.
 
         Raises the errors of `open_model`.
         """

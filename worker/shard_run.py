@@ -194,8 +194,8 @@ class ShardRun:
         retry_later = False
         if todo:
             with self._runner.pipelines.use(self._job.spec.model, self.held.check) as pipeline:
-                if (book := self._runner.provenance) is not None:
-                    retrying(lambda: book.note(store, self._job, pipeline.info))
+                if (provenance := self._runner.provenance) is not None:
+                    retrying(lambda: provenance.note(store, self._job, pipeline.info))
                 retry_later = self._synthesize(store, todo, pipeline)
         self._finish(store, lines, retry_later)
 

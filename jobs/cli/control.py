@@ -38,7 +38,7 @@ def retry(
     count = ledger.retry(job.id, codes, force=force)
     # Reopened items are no longer among the failed ones.
     failed = ledger.failed_counts(job.id).items()
-    left = {code: number for code, number in failed if code.hopeless and (codes is None or code in codes)}
+    left = {code: number for code, number in failed if code.permanent and (codes is None or code in codes)}
     text, state = f"Reopened {counted(count, 'item')} of {job.id}.", ledger.job(job.id).state
     output.result(text, "nightjar.retry/1", job=job.id, state=state, reopened=count, left=left)
     if left:
@@ -114,7 +114,9 @@ def _put_manifest(settings: Settings, ledger: Ledger, job: Job, output: Output) 
         if ledger.status(job.id).items.done:
             put_manifest(ledger, store_of(job, settings.s3), job.id)
     except NightjarError as error:
-        output.note(f"The manifest was not written: {printable(str(error))} An export writes the same lines.")
+        output.note(
+            f"The manifest was not written: {printable(str(error))} An export in the format `manifest` lists the same items."
+        )
 
 
 def _report_end(settings: Settings, ledger: Ledger, output: Output) -> None:

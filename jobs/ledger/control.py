@@ -108,7 +108,7 @@ def retry_some(
     sql: Transaction, job_id: str, codes: Collection[ErrorCode] | None, force: bool, after: int
 ) -> tuple[int, int | None]:
     """Reopens failed and dead items with these codes (None: all) in the next shards after number `after`.
-    Items with a hopeless code are reopened only with `force`.
+    Items with a permanent error are reopened only with `force`.
 
     Returns (number of items, number of the last shard of this call; None: no shards are left).
     """
@@ -118,7 +118,7 @@ def retry_some(
     ORDER BY no LIMIT {SHARDS_AT_ONCE} FOR UPDATE
     """
     chunk = sql.rows(statement, job=job_id, after=after)
-    chosen = [code for code in (ErrorCode if codes is None else codes) if force or not code.hopeless]
+    chosen = [code for code in (ErrorCode if codes is None else codes) if force or not code.permanent]
     broken = ", ".join(str(ITEM_STATE_NUMBERS[state]) for state in BROKEN_ITEMS)
     reopen = f"""
     UPDATE items SET state = {ITEM_STATE_NUMBERS[ItemState.PENDING]}, attempts = 0, error_code = NULL, error_message = NULL

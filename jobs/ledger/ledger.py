@@ -220,7 +220,7 @@ class Ledger:
 
     def retry(self, job_id: str, codes: Collection[ErrorCode] | None, *, force: bool = False) -> int:
         """Reopens failed and dead items with these codes (None: all) in several transactions; returns their
-        number. Items that cannot succeed unchanged (`ErrorCode.hopeless`) need `force`.
+        number. Items that cannot succeed unchanged (`ErrorCode.permanent`) need `force`.
 
         Raises `ServiceError` with `ledger.state` for a job that is ingesting, cancelled or failed.
         """

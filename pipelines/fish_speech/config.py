@@ -8,7 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from pipelines.nn.config_keys import Drawing, Keys, Positive, Size, Sizes, StackConfig, Whole, revision
+from pipelines.nn.config_keys import (
+    BaseSamplingDefaults,
+    Keys,
+    Positive,
+    Size,
+    Sizes,
+    StackConfig,
+    Whole,
+    revision,
+)
 from pipelines.recording import read_recording
 from pipelines.registry import ModelCard
 from pipelines.request import Capabilities
@@ -87,7 +96,7 @@ class CodecConfig:
 
     @property
     def codes(self) -> list[int]:
-        """The number of codes of each codebook; the semantic codebook comes first."""
+        """The number of codes of each codebook; the semantic codebook is the first one."""
         return [self.semantic_codes] + [self.residual_codes] * self.residual_codebooks
 
     @property
@@ -96,7 +105,7 @@ class CodecConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingDefaults(Drawing):
+class SamplingDefaults(BaseSamplingDefaults):
     """The sampling settings of the published server, which are combined with repetition-aware sampling."""
 
     temperature: float = 0.8
@@ -119,7 +128,7 @@ class FishConfig:
     sample_rate: int
     slow: DualArStack
     fast: DualArStack
-    #: Codes of a frame; the semantic code comes first.
+    #: Codes of a frame; the first one is semantic.
     codebooks: int
     #: Ids of the semantic tokens, and of the token that ends speech.
     semantic: range

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pipelines.nn.config_keys import (
-    Drawing,
+    BaseSamplingDefaults,
     Keys,
     NotNegative,
     Positive,
@@ -56,7 +56,7 @@ class CodecIds:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingDefaults(Drawing):
+class SamplingDefaults(BaseSamplingDefaults):
     """`generation_config.json`. Keys that it lacks have the defaults of the published API."""
 
     temperature: NotNegative = 0.9
@@ -166,7 +166,7 @@ def _stack(keys: Keys) -> StackConfig:
 
 
 def _ids(keys: Keys, key: str) -> dict[str, int]:
-    """Returns ids by lowercase name."""
+    """Lowercase names -> ids."""
     return {name.lower(): token for name, token in keys.value(key, dict[str, Whole]).items()}
 
 

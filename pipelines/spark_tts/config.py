@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pipelines.nn.config_keys import Drawing, Keys, Positive, Size, Sizes, StackConfig, Whole, revision
+from pipelines.nn.config_keys import (
+    BaseSamplingDefaults,
+    Keys,
+    Positive,
+    Size,
+    Sizes,
+    StackConfig,
+    Whole,
+    revision,
+)
 from pipelines.recording import read_recording
 from pipelines.registry import ModelCard
 from pipelines.request import Capabilities
@@ -100,7 +109,7 @@ class LmConfig(StackConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingDefaults(Drawing):
+class SamplingDefaults(BaseSamplingDefaults):
     """The sampling settings of the published model (cli/SparkTTS.py, `inference`)."""
 
     temperature: float = 0.8

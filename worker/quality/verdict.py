@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 REDRAWABLE = frozenset(
     {ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_NO_AUDIO, ErrorCode.SYNTH_NAN, ErrorCode.SYNTH_SILENT}
 )
-#: Those of `REDRAWABLE` that a sampling model may avoid with the next seed even if they were repeated.
+#: Those of `REDRAWABLE` that a sampling model may avoid with the next seed even after several equal failures.
 _RANDOM = frozenset({ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_NO_AUDIO})
 #: Number of failed checks that is assumed for a draw without speech, so that its rank is after all others.
 _NO_SPEECH = 1000
