@@ -82,18 +82,24 @@ def submit(
     with open_source(source, settings.s3) as opened:
         resolved = resolved.of_input(opened)
         sha = spec_sha(resolved.spec)
-        key = options.idempotency_key or _idempotency_key(
-            opened.sha256, sha, ledger.store_address(store.url), resolved.input_format
-        )
-        identity = _identity_of(ledger, store)
-        store.check()
-        labels = dict(options.labels)
+        labels, made_from = dict(options.labels), [opened.sha256, sha, ledger.store_address(store.url)]
         if resolved.input_format != "dialogues":
             labels[INPUT_FORMAT] = resolved.input_format
+            made_from.append(resolved.input_format)
+        key = options.idempotency_key or sha256_of(msgspec.json.encode(made_from))
+        identity = _identity_of(ledger, store)
+        store.check()
         terms: dict[str, Any] = {field.name: getattr(options, field.name) for field in fields(JobTerms)}
         origin = opened.uri, opened.sha256, key, store.url, identity
         job = ledger.begin_job(NewJob(resolved.spec, sha, *origin, **terms | {"labels": labels}))
-        _refuse_other_job(job, opened.sha256, sha, key, resolved.input_format)
+        if (job.input_sha256, job.spec_sha, job.labels.get(INPUT_FORMAT)) != (
+            opened.sha256,
+            sha,
+            labels.get(INPUT_FORMAT),
+        ):
+            message = f"The idempotency key {key!r} belongs to job {job.id}, which was made from another input or spec."
+            advice = "Use another key, or submit the input and spec of that job."
+            raise ServiceError(ErrorCode.LEDGER_STATE, message, advice)
         if options.on_error == "abort":
             _refuse_skipped(ledger, store, job)
         ingesting = job.state is JobState.INGESTING
@@ -266,20 +272,6 @@ def _refuse_skipped(ledger: Ledger, store: ObjectStore, job: Job) -> None:
     raise aborted_by(skipped, f"Job {job.id} was already made from the other lines")
 
 
-def _refuse_other_job(job: Job, input_sha256: str, sha: str, key: str, input_format: str) -> None:
-    """Raises if the idempotency key belongs to a job of another input or spec."""
-    if (job.input_sha256, job.spec_sha, job.labels.get(INPUT_FORMAT, "dialogues")) != (
-        input_sha256,
-        sha,
-        input_format,
-    ):
-        raise ServiceError(
-            ErrorCode.LEDGER_STATE,
-            f"The idempotency key {key!r} belongs to job {job.id}, which was made from another input or spec.",
-            "Use another key, or submit the input and spec of that job.",
-        )
-
-
 def _undo(ledger: Ledger, store: ObjectStore, job: Job) -> None:
     """Removes a job whose input is unusable, with its objects."""
     ledger.abandon_job(job.id)
@@ -300,13 +292,6 @@ def _identity_of(ledger: Ledger, store: ObjectStore) -> str:
     # The identity may differ if another store was copied over this one.
     store.confirm(known)
     return known
-
-
-def _idempotency_key(input_sha256: str, sha: str, store_url: str, input_format: str) -> str:
-    parts = [input_sha256, sha, store_url]
-    if input_format != "dialogues":
-        parts.append(input_format)
-    return sha256_of(msgspec.json.encode(parts))
 
 
 def submit_for_workers(

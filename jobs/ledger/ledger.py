@@ -124,7 +124,7 @@ class Ledger:
         """The result of `work`, in one read-only transaction."""
         return self.database.read(work)
 
-    now = _reads(queries.now)
+    now = _reads(lambda sql: sql.now)
 
     # Ingest
     begin_job = _writes(ingest.begin_job)
@@ -252,7 +252,6 @@ class Ledger:
 
     # Jobs and their status
     job = _reads(job_status.read_job)
-    job_state = _reads(queries.job_state)
     measured_rtf = _reads(queries.measured_rtf)
     jobs_of_keys = _reads(queries.jobs_of_keys)
     jobs_of_input = _reads(queries.jobs_of_input)

@@ -172,8 +172,8 @@ class JobStatus:
     #: The failure of a service that makes shards wait, if there is one.
     outage: Outage | None = None
     spread: ShardSpread = ShardSpread()
-    #: Time in which shards were leased; None: the time from the first claim to the end, or to now.
-    busy_seconds: float | None = None
+    #: Time in which shards were leased, without pauses and the time between its end and a retry.
+    busy_seconds: float = 0.0
     #: Live workers that serve the job's model; None: not counted.
     workers: int | None = None
     #: Quarantined workers that serve the job's model; None: not counted.
