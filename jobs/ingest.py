@@ -78,7 +78,7 @@ def submit(
     ledger fail; the same submit can continue later.
     """
     options = options or SubmitOptions()
-    resolved = resolve(spec, options.input_format, voice_folder(settings))
+    resolved = resolve(spec, options.input_format, voice_folder(settings, options.recordings))
     with open_source(source, settings.s3) as opened:
         resolved = resolved.of_input(opened)
         sha = spec_sha(resolved.spec)
