@@ -38,23 +38,34 @@ def commit() -> str:
     return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain") else "")
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
+def parser(doc: str | None, device: str = "cuda") -> argparse.ArgumentParser:
     """The options that all have."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--device", default="cuda")
+    made.add_argument("--device", default=device)
     made.add_argument("--tiny", action="store_true", help="tiny sizes for a CPU; the figures mean nothing")
     made.add_argument("--json", type=Path, help="the result; default: a file of its name in $OUT, or here")
     return made
 
 
-def numbers(text: str) -> list[int]:
-    """The type of an option such as `16,64`."""
-    return [int(number) for number in text.split(",")]
-
-
-def words(text: str) -> list[str]:
-    """The type of an option such as `frame,lm`."""
-    return text.split(",")
+def read(made: argparse.ArgumentParser, given: Sequence[str] | None = None, **defaults: Any) -> Any:
+    """The options of a command line, of which further ones have these defaults and their types. A list takes several
+    values, apart or with commas; a type stands for an empty list of it."""
+    lists: list[str] = []
+    for name, default in defaults.items():
+        option = "--" + name.replace("_", "-")
+        if isinstance(default, bool):
+            made.add_argument(option, action="store_true")
+        elif isinstance(default, list | type):
+            kind, values = (type(default[0]), default) if isinstance(default, list) else (default, [])
+            several = lambda text, kind=kind: [kind(one) for one in text.split(",")]  # noqa: E731
+            made.add_argument(option, nargs="*", type=several, default=[values])
+            lists.append(name)
+        else:
+            made.add_argument(option, type=str if default is None else type(default), default=default)
+    found = made.parse_args(given)
+    for name in lists:
+        setattr(found, name, [one for several in getattr(found, name) for one in several])
+    return found
 
 
 class Result:
@@ -83,10 +94,10 @@ class Result:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
 
-    def attempt(self, part: str, work: Callable[[], object]) -> None:
+    def attempt(self, part: str, work: Callable[..., object], *given: Any, **more: Any) -> None:
         """A part that fails is reported and does not stop the others."""
         try:
-            work()
+            work(*given, **more)
         except Exception:  # noqa: BLE001 - one run on a borrowed machine must bring home whatever it can
             self.faults[part] = traceback.format_exc()
             print(self.faults[part], flush=True)

@@ -9,6 +9,7 @@ import math
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import cast
@@ -32,18 +33,17 @@ PoolRecording = tuple[Path, str]
 _NO_GENERATION = Generation()
 
 
+@dataclass(frozen=True)
 class PoolFolder(VoiceFolder):
     """Stored voices together with the recordings of a pool, which take precedence."""
 
-    def __init__(self, folder: Path, recordings: Mapping[str, PoolRecording]) -> None:
-        super().__init__(folder)
-        self._recordings = recordings
+    recordings: Mapping[str, PoolRecording] = field(default_factory=dict[str, PoolRecording])
 
     def names(self) -> list[str]:
-        return sorted({*self._recordings, *super().names()})
+        return sorted({*self.recordings, *super().names()})
 
     def get(self, name: str) -> StoredVoice | None:
-        if (found := self._recordings.get(name)) is None:
+        if (found := self.recordings.get(name)) is None:
             return super().get(name)
         path, text = found
         return StoredVoice(name, read_audio_file(path).data, text)

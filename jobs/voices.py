@@ -75,7 +75,7 @@ class JobVoices:
         )
 
     def in_spec(self, spec: JobSpec) -> JobSpec:
-        """The spec with the voices."""
+        """The spec with these stored voices."""
         return msgspec.structs.replace(spec, stored_voices=dict(self.frozen) or msgspec.UNSET)
 
     def get(self, name: str) -> StoredVoice:
@@ -100,7 +100,7 @@ class JobVoices:
         stored = self.names
         if name in stored:
             message = f"{clean(name, 80)!r} is a stored voice, which the model {self.card.name} cannot clone."
-            return unsupported(message, "Use a model that clones, or a voice of this one.")
+            return unsupported(message, "Use a model that clones voices, or a voice of this model.")
         voices = self.card.capabilities.voices
         has = f"It has: {', '.join(voices)}. " if voices else ""
         if self.can_clone and self.folder is not None:
@@ -127,11 +127,11 @@ def voice_folder(settings: Settings, recordings: Mapping[str, PoolRecording] | N
     """The folder of stored voices that the settings name, which the server and the command line use too.
     `recordings`: those of a pool, which take precedence."""
     folder = settings.serve.voices_folder or settings.home / "voices"
-    return PoolFolder(folder, recordings) if recordings else VoiceFolder(folder)
+    return PoolFolder(folder, recordings=recordings) if recordings else VoiceFolder(folder)
 
 
 def names_of(generation: Generation) -> list[str]:
-    """The voices of the settings, including those of roles."""
+    """The names of the voices in the settings, including the settings of roles."""
     every = (generation, *(generation.roles or {}).values())
     return [one.voice for one in every if one.voice is not None]
 
@@ -217,7 +217,7 @@ def _named_in(records: Records, known: frozenset[str]) -> set[str]:
     """The known voices that the lines of an input name; unreadable lines name none."""
     found: set[str] = set()
     for line in records.lines():
-        # The key may be written with escapes.
+        # The word may be written with escapes.
         if not isinstance(line, bytes) or (b'"voice"' not in line and b"\\u" not in line):
             continue
         with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -88,7 +88,7 @@ class ErrorCode(StrEnum):
         return self in _RETRYABLE
 
     @property
-    def hopeless(self) -> bool:
+    def permanent(self) -> bool:
         """Whether the line is at fault and can never succeed unchanged."""
         return self.value.startswith("input.") or self is ErrorCode.STORE_BAD_KEY
 
@@ -202,3 +202,12 @@ def engine_closed() -> SynthesisError:
 def invalid(message: str, advice: str) -> ConfigError:
     """The error of a setting that cannot be used (`config.invalid`)."""
     return ConfigError(ErrorCode.CONFIG_INVALID, message, advice)
+
+
+def missing_library(what: str, library: str, extra: str) -> ConfigError:
+    """The error of a library that is not installed (`config.missing_library`)."""
+    return ConfigError(
+        ErrorCode.CONFIG_MISSING_LIBRARY,
+        f"{what} needs the library {library}.",
+        f"Install Nightjar with its extra `{extra}` (docs/install.md).",
+    )

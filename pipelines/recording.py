@@ -48,25 +48,24 @@ _WRITES_PER_CHECK = 64
 _BEST_LENGTH = "Three to fifteen seconds of clear speech work best."
 
 
-def check_encoded(recording: bytes) -> None:
-    """Raises `InputError`, like `read_recording`, for an encoded audio file from which no model can clone a
-    voice."""
-    read_recording(recording)
-
-
-def decode_recording(
+def read_recording(
     recording: bytes,
     sample_rate: int | None = None,
     *,
     channel: int | None = None,
     quality: Literal["HQ", "VHQ"] = "HQ",
 ) -> tuple[NDArray[np.float32], int]:
-    """Decodes like `pipelines.audio.decode`, but with the maximum length of a recording and the error
-    `input.reference_length` for a longer one."""
-    from pipelines.audio import decode  # only where there is audio to read
+    """Decodes an encoded audio file like `pipelines.audio.decode`; returns its samples [n] and their rate.
+
+    Raises `InputError` for a recording that cannot be read (`input.audio_unreadable`), is too short or too
+    long (`input.reference_length`) or silent (`input.reference_silent`).
+    """
+    import numpy as np  # only where there is audio to read
+
+    from pipelines.audio import decode
 
     try:
-        return decode(
+        samples, rate = decode(
             recording, sample_rate, max_seconds=MAX_REFERENCE_SECONDS, channel=channel, quality=quality
         )
     except InputError as error:
@@ -77,23 +76,6 @@ def decode_recording(
             error.message.replace("audio", "reference audio", 1),
             _BEST_LENGTH,
         ) from error
-
-
-def read_recording(
-    recording: bytes,
-    sample_rate: int | None = None,
-    *,
-    channel: int | None = None,
-    quality: Literal["HQ", "VHQ"] = "HQ",
-) -> tuple[NDArray[np.float32], int]:
-    """Decodes an encoded audio file like `decode_recording`; returns its samples [n] and their rate.
-
-    Raises `InputError` for a recording that cannot be read (`input.audio_unreadable`), is too short or too
-    long (`input.reference_length`) or silent (`input.reference_silent`).
-    """
-    import numpy as np  # only where there is audio to read
-
-    samples, rate = decode_recording(recording, sample_rate, channel=channel, quality=quality)
     seconds = len(samples) / rate
     if not MIN_SECONDS <= seconds <= MAX_REFERENCE_SECONDS:
         raise InputError(

@@ -105,7 +105,7 @@ class EngineServer:
 
     def __init__(self, channel: Channel[ToChild]) -> None:
         self._channel = channel
-        #: Ends of whole utterances to deliver; None: the client closes.
+        #: Ends of whole utterances that are to be sent; None: the client closes the pipeline.
         self._answers: queue.SimpleQueue[tuple[int, Done | Failed] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._requests: dict[int, _Request] = {}
@@ -261,7 +261,7 @@ class EngineServer:
                 self._info = info
 
     def _send_event(self, number: int, event: Event, wait: bool = False) -> None:
-        """Sends an event of a request; if that fails, the failure."""
+        """Sends an event of a request. If that fails, sends the failure instead."""
         shared: list[int] = []
         try:
             if isinstance(event, Done) and len(event.speech.samples):
@@ -282,7 +282,7 @@ class EngineServer:
 
 
 def _message_of(number: int, event: Event) -> ToClient:
-    """The message of an event; of a speech without its samples."""
+    """The message of an event; the samples of a `Done` are not in it."""
     if isinstance(event, AudioChunk):
         samples = np.ascontiguousarray(event.samples, np.float32).tobytes()
         return ChunkMessage(number, samples, event.sample_rate, event.text)
@@ -293,7 +293,7 @@ def _message_of(number: int, event: Event) -> ToClient:
 
 
 def _request_of(message: Start, kept: RecentRecordings[int, bytes]) -> AnyRequest | None:
-    """The request of a message, with its recordings; None where one of them is unknown."""
+    """The request of a message, with its recordings; None if one of them is unknown."""
     record, found = message.request, [kept.get(number) for number in message.recordings]
     kept.forget()
     recordings = [recording for recording in found if recording is not None]

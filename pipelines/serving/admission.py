@@ -10,20 +10,21 @@ from collections.abc import Callable
 
 from pipelines.serving.errors import ApiError, unavailable
 
+#: Maximum time that a refusal asks the client to wait.
 _MAX_RETRY_SECONDS = 60
-#: Weight of the last request in the mean time of a slot.
-_LATEST = 0.1
+#: Weight of the newest request in the moving average of the time that a slot is held.
+_NEWEST_WEIGHT = 0.1
 
 
 class AdmissionQueue:
-    """Hands out slots in the order of arrival. Used on the event loop only."""
+    """Assigns slots in the order of arrival. Used on the event loop only."""
 
     def __init__(self, slots: int, waiting_room: int) -> None:
         self._slots = slots
         self._room = waiting_room
         self._queue: deque[asyncio.Future[None]] = deque()
         self._mean_seconds = 1.0
-        #: Called with the seconds that each request waited for its slot.
+        #: Called for each admitted request with the seconds that it waited.
         self.admitted: Callable[[float], None] = lambda _seconds: None
         self.running = 0
         self.closed = False
@@ -50,12 +51,13 @@ class AdmissionQueue:
     async def admit(
         self, since: float | None = None, max_wait_seconds: float | None = None, *, continuing: bool = False
     ) -> Permit:
-        """A slot, at once or in the order of arrival; cancelling the call gives it back.
+        """Returns a slot, after waiting in the order of arrival if none is free. Cancelling the call gives
+        the slot back.
 
         `since`: the arrival of the request's first byte, by the monotonic clock; None: now.
-        `max_wait_seconds`: a request is refused if it is expected to wait longer, by the mean time of a
-        slot, or has waited that long. `continuing`: the next part of an admitted request, which is admitted
-        even after the queue is closed.
+        `max_wait_seconds`: a request is refused if it is expected to wait longer, by the mean time of a slot,
+        or has waited that long. `continuing`: the request is the next part of an admitted one, and is
+        admitted even after the queue is closed.
 
         Raises `ApiError`: 429 when the queue is full, 503 once closed.
         """
@@ -91,7 +93,7 @@ class AdmissionQueue:
 
     def leave(self, seconds: float) -> None:
         """Gives back a slot that was held for `seconds`."""
-        self._mean_seconds += _LATEST * (seconds - self._mean_seconds)
+        self._mean_seconds += _NEWEST_WEIGHT * (seconds - self._mean_seconds)
         self.running -= 1
         self._admit_waiting()
 
@@ -127,8 +129,8 @@ class Permit:
         self._holders += 1
 
     def disconnect(self) -> None:
-        """Ends the connection's hold: at its end, or once all of its speech is made. May be called more
-        than once."""
+        """Ends the connection's hold, when the connection ends or all of its speech is made. May be called
+        more than once."""
         if self._connected:
             self._connected = False
             self.release()

@@ -32,7 +32,8 @@ _JSON = re.compile(rb"application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 #: Status of a request whose client disconnected before its answer, as in nginx.
 CLIENT_CLOSED = 499
 _ACCEPTED = 101
-#: In the scope of a request: the function that gives it a slot, called with whether the answer is streamed.
+#: In the scope of a request: the function that gives it a slot, called with whether the answer is streamed;
+#: and the request's id.
 ADMIT, REQUEST_ID = "nightjar.admit", "nightjar.request_id"
 Headers = Mapping[bytes, bytes]
 
@@ -73,13 +74,13 @@ class RequestMiddleware:
         except asyncio.CancelledError:
             if not self._gate.closed:
                 raise
-            # The time for draining is over. An answer whose status was sent is cut off.
+            # The time for draining is over. An answer whose status is already sent is cut off.
             if status == CLIENT_CLOSED:
                 shutting_down = unavailable("The server is shutting down.", "shutting_down")
                 await shutting_down.response()(scope, receive, send_with_id)
         finally:
             seconds, path = time.monotonic() - begin, scope["path"]
-            # Contexts of a WebSocket are counted one by one, the connection itself is not.
+            # The contexts of a WebSocket are counted one by one; the connection itself is not counted.
             if status != _ACCEPTED:
                 path = self._metrics.answered(path, status, seconds)
             level = logging.DEBUG if path == HEALTH else logging.INFO
@@ -125,7 +126,7 @@ class RequestMiddleware:
             raise too_large(self._options.max_body_bytes)
         if not is_http:
             self._gate.check_open()
-        # On an unknown path a form gets 404, not 415.
+        # Other paths get 404 from the routes, whatever the type of the body.
         elif scope["method"] == "POST" and path in ROUTES:
             _check_type(headers)
 
@@ -144,8 +145,8 @@ class RequestMiddleware:
         given = [headers.get(b"x-api-key", b""), *more_keys]
         if scheme.lower() == b"bearer":
             given.append(bearer.strip())
-        fitting = [hmac.compare_digest(_digest(key), known) for key in given for known in self._keys]
-        if not any(fitting):
+        matches = [hmac.compare_digest(_digest(key), known) for key in given for known in self._keys]
+        if not any(matches):
             message = (
                 "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`, or as `X-API-Key`."
             )

@@ -13,7 +13,7 @@ import pytest
 
 from jobs.embedded import EmbeddedHome, _open_log, _write_own
 from jobs.ledger import Ledger
-from jobs.ledger.records import ShardState
+from jobs.ledger.records import JobSpec, ShardState
 from jobs.ledger.status import newest_jobs
 from jobs.ledger.transaction import read_with_driver
 from jobs.recent_jobs import homes_of, remember

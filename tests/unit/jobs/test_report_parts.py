@@ -131,12 +131,12 @@ def test_a_timeline_keeps_every_item_and_its_time() -> None:
     assert (line.edges[-1], line.leases) == (pytest.approx(120.0), 3)
     assert sum(line.items) == pytest.approx(131)
     assert sum(line.audio_seconds) == pytest.approx(150.001)
-    chart = line.chart("k", "Throughput", "items a second", line.items)
+    chart = line.chart("k", "Throughput", "items per second", line.items)
     assert chart.bars[0].value == pytest.approx(0.5)
     assert chart.bars[-2].value == pytest.approx(100 / 60)
     assert (chart.bars[0].begin, chart.bars[-1].end) == (0, pytest.approx(120.0))
     assert chart.bars[0].label.endswith(" min")
-    assert f"average {charts.number(131 / 120)} items a second" in chart.summary
+    assert f"average {charts.number(131 / 120)} items per second" in chart.summary
 
 
 def test_the_clock_of_work_stands_still_between_leases() -> None:

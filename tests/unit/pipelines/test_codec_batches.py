@@ -15,9 +15,9 @@ from pipelines.codec.batches import (
     LENGTH_STEP,
     MIN_FRAMES,
     PADDING_COST,
-    alike,
     cheapest,
     round_up,
+    same_length_batches,
 )
 from pipelines.qwen3_tts.codec import CodecDecoder, load_codec
 
@@ -88,7 +88,7 @@ def test_many_utterances_come_once_each_and_stay_in_their_budget() -> None:
 
 def test_alike_utterances_meet_one_shape() -> None:
     lengths = [5, 8, 9, 0, 16, 700, *[33] * 20]
-    found = alike(lengths)
+    found = same_length_batches(lengths)
     assert sorted(i for batch in found for i in batch) == [i for i, length in enumerate(lengths) if length]
     for batch in found:
         assert len(batch) <= FIXED_ROWS

@@ -63,7 +63,7 @@ def test_a_shard_whose_next_crash_decides_runs_with_no_other_beside_it(
                 time.sleep(0.002)
         told.append(f"end {lease.shard_no}")
 
-    monkeypatch.setattr(runtime.ledger, "on_trial", lambda ticket: ticket.shard_no == 1)
+    monkeypatch.setattr(runtime.ledger, "should_run_alone", lambda ticket: ticket.shard_no == 1)
 
     def claim(ticket: Ticket, *_: object) -> Any:
         return SimpleNamespace(ticket=ticket, shard_no=ticket.shard_no, epoch=1, open_items={})
