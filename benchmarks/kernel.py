@@ -303,12 +303,8 @@ def main() -> int:
     def attempt(part: str, work: Callable[..., None], *given: object) -> None:
         if part in options.parts:
             signal.alarm(SECONDS)
-            bench.attempt(
-                " ".join([part, *(str(one) for one in given if not isinstance(one, Shape))]),
-                work,
-                bench,
-                *given,
-            )
+            named = " ".join([part, *(str(one) for one in given if not isinstance(one, Shape))])
+            bench.attempt(named, work, bench, *given)
             signal.alarm(0)
 
     for name in options.sizes:

@@ -114,7 +114,9 @@ def _put_manifest(settings: Settings, ledger: Ledger, job: Job, output: Output) 
         if ledger.status(job.id).items.done:
             put_manifest(ledger, store_of(job, settings.s3), job.id)
     except NightjarError as error:
-        output.note(f"The manifest was not written: {printable(str(error))} An export writes the same lines.")
+        output.note(
+            f"The manifest was not written: {printable(str(error))} An export in the format `manifest` lists the same items."
+        )
 
 
 def _report_end(settings: Settings, ledger: Ledger, output: Output) -> None:

@@ -152,7 +152,7 @@ def export(
     output.note(f"{counted(report.items, 'item')} written{place}.{left_out}")
     if reasons.running:
         output.note(
-            f"The job is still running: {counted(reasons.pending, 'item')} pending. Export again later to replace this."
+            f"The job is still running: {counted(reasons.pending, 'item')} pending. Export again later to replace this export."
         )
     if pushed:
         output.line(pushed["pushed"])

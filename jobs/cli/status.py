@@ -285,4 +285,6 @@ def show(job: str, home: str | None, output: Output) -> None:
     output.record(shown)
     for note in notes:
         output.note(note)
-    output.note("While this job exists, the command finds it. Add --idempotency-key KEY to make a new job.")
+    output.note(
+        "While this job exists, the command only finds it again. Add --idempotency-key KEY to make a new job."
+    )

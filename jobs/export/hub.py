@@ -87,7 +87,7 @@ def _errors(repository: str) -> Generator[None, None, None]:
         advice = f"Use a token with write access. {_LOG_IN}"
         raise invalid(message, advice) from error
     except OfflineModeIsEnabled as error:
-        raise _unreachable("The Hugging Face hub is switched off by HF_HUB_OFFLINE.") from error
+        raise _unreachable("The Hugging Face hub cannot be used while HF_HUB_OFFLINE is set.") from error
     except (http_error, ConnectionError) as error:
         raise _unreachable("The Hugging Face hub does not answer.") from error
 

@@ -99,6 +99,6 @@ class Clips:
         cut = samples[: int(CLIP_SECONDS * rate)]
         source = f"data:audio/flac;base64,{base64.b64encode(encode(cut, rate, 'flac')).decode()}"
         if len(source) > self._left:
-            return Clip(None, drawn, "no room for more embedded audio")
+            return Clip(None, drawn, "not embedded, because the page would be too large")
         self._left -= len(source)
         return Clip(source, drawn, f"the first {CLIP_SECONDS:g} s" if len(cut) < len(samples) else "")

@@ -79,7 +79,7 @@ class Sample:
         return dict(sorted(found.items()))
 
     def rank(self) -> None:
-        """Sets `badness` and `reason`: failed items are the worst, then items that a check refused, then
+        """Sets `badness` and `reason`: failed items are the worst, then items that failed a check, then
         outliers of a score."""
         for item in self.failed:
             code = item.row.error_code
@@ -100,7 +100,7 @@ class Sample:
                     item.reason = f"{name} {item.values[name]:.3g}, median {median:.3g}"
         for item in self.done:
             if item.refused:
-                item.badness, item.reason = 1e9 + item.badness, f"refused by {', '.join(item.refused)}"
+                item.badness, item.reason = 1e9 + item.badness, f"failed checks: {', '.join(item.refused)}"
 
     def choose(self, shown: int) -> list[SampleItem]:
         """Chooses failed items, then the worst ones, then others, spread evenly over the job."""

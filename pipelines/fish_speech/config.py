@@ -96,7 +96,7 @@ class CodecConfig:
 
     @property
     def codes(self) -> list[int]:
-        """The number of codes of each codebook; the semantic codebook comes first."""
+        """The number of codes of each codebook; the semantic codebook is the first one."""
         return [self.semantic_codes] + [self.residual_codes] * self.residual_codebooks
 
     @property
@@ -128,7 +128,7 @@ class FishConfig:
     sample_rate: int
     slow: DualArStack
     fast: DualArStack
-    #: Codes of a frame; the semantic code comes first.
+    #: Codes of a frame; the first one is semantic.
     codebooks: int
     #: Ids of the semantic tokens, and of the token that ends speech.
     semantic: range

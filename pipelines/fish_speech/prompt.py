@@ -1,6 +1,7 @@
 """Prompts of the slow AR: a system message, then a user and an assistant message for each turn.
 
-Its parts are tokenized separately, as in training: a merge across two parts would give other tokens.
+The parts of a prompt are tokenized separately, as in training: a merge across two parts would give other
+tokens.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def _stack(keys: Keys) -> StackConfig:
 
 
 def _ids(keys: Keys, key: str) -> dict[str, int]:
-    """Returns ids by lowercase name."""
+    """Lowercase names -> ids."""
     return {name.lower(): token for name, token in keys.value(key, dict[str, Whole]).items()}
 
 

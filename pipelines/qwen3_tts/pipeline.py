@@ -1,4 +1,4 @@
-"""The pipeline of Qwen3-TTS: requests to prompts, and codes to speech."""
+"""The pipeline of Qwen3-TTS: makes prompts from requests, and speech from codes."""
 
 from __future__ import annotations
 
@@ -163,8 +163,8 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
             self.warm_up()
 
     def warm_up(self) -> None:
-        """Makes speech of an artificial prompt, once as a stream and once whole, so that the first request is
-        not slower."""
+        """Makes speech from an artificial prompt, once as a stream and once whole, so that the first request
+        is not slower."""
         shape, pad, draws = (
             (_WARM_POSITIONS, self.config.codebooks),
             self.config.text_ids.tts_pad,
@@ -277,7 +277,7 @@ class OpenText:
             if isinstance(text, list):
                 ids = text
             else:
-                assert self._pieces is not None, "the text of a prepared request comes as ids"
+                assert self._pieces is not None, "the text of a prepared request is ids"
                 ids = self._pieces(text, final)
             self._complete = final
             if self._begun is not None:
@@ -354,10 +354,10 @@ def _load(
 
 def _check_codec(config: Qwen3TTSConfig, codec: Codec) -> None:
     decoder = codec.config.decoder
-    most = max(config.predictor.vocab, config.talker.vocab - CONTROL_IDS)
-    if decoder.num_quantizers != config.codebooks or decoder.codebook_size < most:
+    codes = max(config.predictor.vocab, config.talker.vocab - CONTROL_IDS)
+    if decoder.num_quantizers != config.codebooks or decoder.codebook_size < codes:
         raise bad_checkpoint(
             f"{config.folder}: the speech tokenizer has {decoder.num_quantizers} codebooks of {decoder.codebook_size}, "
-            f"but the talker makes {config.codebooks} of {most}.",
+            f"but the talker makes {config.codebooks} of {codes}.",
             "Download the checkpoint again, with its own speech_tokenizer folder.",
         )

@@ -76,15 +76,15 @@ class AdmissionQueue:
         return permit
 
     async def _wait_for_slot(self, max_wait_seconds: float | None) -> None:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.append(turn)
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append(waiter)
         try:
             async with asyncio.timeout(max_wait_seconds):
-                await turn
+                await waiter
         except (TimeoutError, asyncio.CancelledError) as error:
-            if turn in self._queue:
-                self._queue.remove(turn)
-            elif turn.done() and not turn.cancelled():
+            if waiter in self._queue:
+                self._queue.remove(waiter)
+            elif waiter.done() and not waiter.cancelled():
                 self.running -= 1
                 self._admit_waiting()
             if isinstance(error, TimeoutError):
@@ -99,10 +99,10 @@ class AdmissionQueue:
 
     def _admit_waiting(self) -> None:
         while self._queue and not self.full:
-            turn = self._queue.popleft()
-            if not turn.done():
+            waiter = self._queue.popleft()
+            if not waiter.done():
                 self.running += 1
-                turn.set_result(None)
+                waiter.set_result(None)
 
     def _refusal(self) -> ApiError:
         seconds = str(min(max(math.ceil(self._expected_seconds()), 1), _MAX_RETRY_SECONDS))
@@ -117,8 +117,8 @@ class AdmissionQueue:
 class Permit:
     """One slot, held by the connection and by its requests in the pipeline. The last holder gives it back."""
 
-    def __init__(self, gate: AdmissionQueue, since: float) -> None:
-        self._gate = gate
+    def __init__(self, admission: AdmissionQueue, since: float) -> None:
+        self._admission = admission
         self._holders = 1
         self._connected = True
         #: Arrival of the request's first byte, and time of its admission.
@@ -139,4 +139,4 @@ class Permit:
         """Ends one `hold`."""
         self._holders -= 1
         if not self._holders:
-            self._gate.leave(time.monotonic() - self.began_at)
+            self._admission.leave(time.monotonic() - self.began_at)

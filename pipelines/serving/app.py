@@ -38,7 +38,7 @@ _VOICES = "/v1/audio/voices"
 
 
 def create_app(
-    model: ServedModel, options: ServeOptions, gate: AdmissionQueue, failed: Callable[[], None]
+    model: ServedModel, options: ServeOptions, admission: AdmissionQueue, failed: Callable[[], None]
 ) -> ASGIApp:
     """The ASGI app of one model. Its startup begins to open the model; `failed` is called if that fails."""
 
@@ -49,7 +49,7 @@ def create_app(
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
 
-    serving = Serving(model, options, gate, ServerMetrics(model, gate), Voices(model, options))
+    serving = Serving(model, options, admission, ServerMetrics(model, admission), Voices(model, options))
     # Off, because a redirect would lead to whatever host the request's Host header names.
     app = FastAPI(
         title="Nightjar",
@@ -66,7 +66,7 @@ def create_app(
     _add_synthesis_routes(app, serving)
     _add_voice_routes(app, serving.voices)
     _add_pages(app, options)
-    return RequestMiddleware(app, options, gate, serving.metrics)
+    return RequestMiddleware(app, options, admission, serving.metrics)
 
 
 def _add_info_routes(app: FastAPI, serving: Serving) -> None:
@@ -85,7 +85,7 @@ def _add_info_routes(app: FastAPI, serving: Serving) -> None:
     def health() -> Response:
         """200 while requests are accepted; 503 while the engine starts, is broken or stuck, or the server
         drains."""
-        state = "draining" if serving.gate.closed else serving.model.state
+        state = "draining" if serving.admission.closed else serving.model.state
         return JSONResponse({"status": state}, 200 if state == "ready" else 503)
 
     @app.get("/metrics")

@@ -335,7 +335,7 @@ class Context:
                 # The player has audio for `ahead_seconds`, and may then be silent for `stream_queue_seconds`.
                 ahead_seconds = max(self._played_until - time.monotonic(), 0.0)
                 max_wait_seconds = self._serving.options.stream_queue_seconds + ahead_seconds
-                permit = await self._serving.gate.admit(None, max_wait_seconds, continuing=True)
+                permit = await self._serving.admission.admit(None, max_wait_seconds, continuing=True)
                 seconds = self._serving.options.request_seconds
                 try:
                     async with asyncio.timeout(seconds):
@@ -493,7 +493,7 @@ class _Connection:
     async def _begin(self, message: ContextMessage) -> None:
         """Opens a context. Raises `ApiError` for too many contexts, while the server stops, and for what the
         model cannot do."""
-        self._serving.gate.check_open()
+        self._serving.admission.check_open()
         for count, limit, owner in (
             (len(self._contexts), self._options.contexts_per_connection, "connection"),
             (self._route.contexts, self._options.contexts, "server"),

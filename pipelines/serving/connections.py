@@ -30,7 +30,8 @@ _NO_ROOM_TO_ACCEPT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno
 _LOG_SECONDS = 60.0
 #: Maximum chunks of a body, or frames of a WebSocket including its pings, that are read per second.
 PIECES_PER_SECOND = 1000
-#: Maximum bytes that are read from a client before others are read. Their chunks may have only 6 bytes each.
+#: Maximum bytes that are read from a client before other clients are read. A chunk can have only 6 bytes, so
+#: they may contain hundreds of chunks.
 _TURN_BYTES = 2048
 #: The message that the app receives when the server stops.
 DRAIN = "nightjar.drain"

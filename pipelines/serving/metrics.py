@@ -48,7 +48,7 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 
 class ServerMetrics:
     """The metrics of this process, in their own registry."""
 
-    def __init__(self, model: ServedModel, gate: AdmissionQueue) -> None:
+    def __init__(self, model: ServedModel, admission: AdmissionQueue) -> None:
         self._registry = registry = CollectorRegistry()
         registry.register(VllmMetrics())
         registry.register(EngineMetrics(model.pipelines))
@@ -73,8 +73,12 @@ class ServerMetrics:
         )
         self._audio = counter("speech_audio_seconds", "Seconds of speech that were sent.")
         for name, text, value in (
-            ("speech_server_running", "Requests that hold a slot of the server.", lambda: gate.running),
-            ("speech_server_waiting", "Requests that wait for a slot of the server.", lambda: gate.waiting),
+            ("speech_server_running", "Requests that hold a slot of the server.", lambda: admission.running),
+            (
+                "speech_server_waiting",
+                "Requests that wait for a slot of the server.",
+                lambda: admission.waiting,
+            ),
             (
                 "speech_engine_up",
                 "Whether the engine takes requests.",
@@ -82,7 +86,7 @@ class ServerMetrics:
             ),
         ):
             Gauge(name, text, registry=registry).set_function(value)
-        gate.admitted = self._queue.observe
+        admission.admitted = self._queue.observe
         model.on_underrun = self._count_underrun
 
     def answered(self, path: str, status: int, seconds: float) -> str:

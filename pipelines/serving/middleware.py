@@ -42,12 +42,12 @@ class RequestMiddleware:
     """The ASGI app around the routes."""
 
     def __init__(
-        self, app: ASGIApp, options: ServeOptions, gate: AdmissionQueue, metrics: ServerMetrics
+        self, app: ASGIApp, options: ServeOptions, admission: AdmissionQueue, metrics: ServerMetrics
     ) -> None:
         self._app = app
         self._options = options
         self._keys = [_digest(key.encode()) for key in options.keys]
-        self._gate = gate
+        self._admission = admission
         self._metrics = metrics
         self._hosts = frozenset(host.lower() for host in options.allowed_hosts)
         self._memory = BodyMemory(options.max_body_bytes)
@@ -72,7 +72,7 @@ class RequestMiddleware:
         try:
             await self._answer(scope, receive, send_with_id)
         except asyncio.CancelledError:
-            if not self._gate.closed:
+            if not self._admission.closed:
                 raise
             # The time for draining is over. An answer whose status is already sent is cut off.
             if status == CLIENT_CLOSED:
@@ -125,7 +125,7 @@ class RequestMiddleware:
         if int(headers.get(b"content-length", b"0")[:20]) > self._options.max_body_bytes:
             raise too_large(self._options.max_body_bytes)
         if not is_http:
-            self._gate.check_open()
+            self._admission.check_open()
         # Other paths get 404 from the routes, whatever the type of the body.
         elif scope["method"] == "POST" and path in ROUTES:
             _check_type(headers)
@@ -160,9 +160,9 @@ class RequestMiddleware:
         max_wait_seconds = self._options.stream_queue_seconds if streams else None
 
         async def enter() -> None:
-            permits.append(await self._gate.admit(since, max_wait_seconds))
+            permits.append(await self._admission.admit(since, max_wait_seconds))
 
-        if self._gate.full:
+        if self._admission.full:
             entering = asyncio.create_task(enter())
             try:
                 if not await finishes_before_disconnect(body, entering):

@@ -24,10 +24,10 @@ from pipelines.serving.errors import ApiError, bad_request
 
 #: Limits of a client's JSON: commas and opening brackets outside of strings, and levels of brackets.
 MAX_VALUES, MAX_DEPTH = 10_000, 32
-#: Maximum number of `_MARKS` in JSON, inside and outside of strings, which limits the time to find the
+#: Maximum number of `_DELIMITERS` in JSON, inside and outside of strings, which limits the time to find the
 #: strings. A text of 50,000 characters has a tenth as many.
-MAX_MARKS = 1 << 19
-_MARKS = b'"\\[{,'
+MAX_DELIMITERS = 1 << 19
+_DELIMITERS = b'"\\[{,'
 #: Longest JSON, in bytes, that is parsed on the event loop, which takes less time than a change of thread.
 INLINE_BYTES = 1 << 16
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
@@ -53,9 +53,9 @@ class _JsonRequest(Request):
         return await read(await self.body())
 
 
-def marks(part: bytes) -> int:
-    """Counts the `_MARKS` in a part of JSON."""
-    return sum(map(part.count, _MARKS))
+def count_delimiters(part: bytes) -> int:
+    """Counts the `_DELIMITERS` in a part of JSON."""
+    return sum(map(part.count, _DELIMITERS))
 
 
 def too_complex() -> ApiError:
@@ -84,7 +84,7 @@ def parse(data: bytes) -> Any:
 
 
 def _check_shape(data: bytes) -> None:
-    if marks(data) > MAX_MARKS:
+    if count_delimiters(data) > MAX_DELIMITERS:
         raise too_complex()
     plain = data.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in data else data
     # Up to the first syntax error, every second piece between unescaped quotes is outside of strings.
@@ -132,7 +132,7 @@ class LimitedBody:
     _seconds: float
     _deadline: float | None = None
     _bytes: int = 0
-    _marks: int = 0
+    _delimiters: int = 0
     _held: int = 0
     _is_complete: bool = False
 
@@ -175,10 +175,10 @@ class LimitedBody:
 
     async def _next(self) -> Message:
         message = await self._read()
-        self._marks += marks(message.get("body", b""))
+        self._delimiters += count_delimiters(message.get("body", b""))
         if self._bytes > self._memory.max_body_bytes:
             raise too_large(self._memory.max_body_bytes)
-        if self._marks > MAX_MARKS:
+        if self._delimiters > MAX_DELIMITERS:
             raise too_complex()
         if self._bytes > INLINE_BYTES:
             self._memory.take(self._bytes - self._held)

@@ -48,13 +48,13 @@ class Server(uvicorn.Server):
     ) -> None:
         """Binds the address; port 0 takes a free one. Raises `ConfigError` (`config.invalid`) if that fails."""
         self._socket = _bound(address, port)
-        self._gate = AdmissionQueue(options.slots or _UNKNOWN_SLOTS, options.waiting_room)
+        self._admission = AdmissionQueue(options.slots or _UNKNOWN_SLOTS, options.waiting_room)
         self._model = ServedModel(card, open_model, Progress(options.stuck_seconds), self._opened)
         self._slots = options.slots
         connections = Connections(connection_limit(options.connections), options.header_seconds)
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         config = uvicorn.Config(
-            create_app(self._model, options, self._gate, self.stop),
+            create_app(self._model, options, self._admission, self.stop),
             log_config=None,
             access_log=False,
             server_header=False,
@@ -82,7 +82,8 @@ class Server(uvicorn.Server):
         return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serves until the end. Running requests then have `drain_seconds` to finish before they are aborted.
+        """Serves until `stop` or a signal. Running requests then have `drain_seconds` to finish before they
+        are aborted.
 
         Raises the error if the model could not be opened.
         """
@@ -95,7 +96,8 @@ class Server(uvicorn.Server):
             raise self._model.failure
 
     def _opened(self, pipeline: Pipeline) -> None:
-        """Sets the number of slots to the number of requests that the engine holds, unless it is configured.
+        """Sets the number of slots to the number of requests that the engine runs and queues, unless it is
+        configured.
 
         The native engine does not bound waiting streams, so they wait here and the engine's waiting room
         stays empty.
@@ -103,12 +105,12 @@ class Server(uvicorn.Server):
         info = pipeline.info
         if self._slots is None and info != EngineInfo():
             waits_here = bool(info.executor) and pipeline.capabilities.streaming
-            self._gate.resize(info.slots + (0 if waits_here else info.waiting_room))
+            self._admission.resize(info.slots + (0 if waits_here else info.waiting_room))
 
     def stop(self) -> None:
         """Refuses new requests, and ends the server after the running ones. May be called from any thread,
         and more than once."""
-        self._gate.closed = self.should_exit = True
+        self._admission.closed = self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn's startup; errors of accepting connections are handled by `Connections`."""
@@ -119,7 +121,7 @@ class Server(uvicorn.Server):
         """The first signal drains the server; a second one ends it at once. They are not recorded, because
         uvicorn would raise them again: the process ends with status 0."""
         self.force_exit = self.should_exit
-        self.should_exit = self._gate.closed = True
+        self.should_exit = self._admission.closed = True
 
 
 def _bound(address: str, port: int) -> socket.socket:

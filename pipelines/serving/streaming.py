@@ -36,7 +36,7 @@ class Serving:
 
     model: ServedModel
     options: ServeOptions
-    gate: AdmissionQueue
+    admission: AdmissionQueue
     metrics: ServerMetrics
     voices: Voices
 

@@ -310,7 +310,8 @@ class BiCodecDecoder(Decoder[Voice]):
         return self._decode([row[:, 0] for row in codes], [state.tokens for state in states])
 
     def decode_chunk(self, states: Sequence[Voice], codes: Sequence[Tensor]) -> list[Tensor]:
-        """Adds the next tokens of streams. Returns the samples that enough later tokens follow."""
+        """Adds the next tokens of streams. Returns the audio of tokens that are followed by enough later
+        ones."""
         for state, new in zip(states, codes):
             state.semantic += new[:, 0].tolist()
         ends = [len(state.semantic) - (self._right if len(new) else 0) for state, new in zip(states, codes)]

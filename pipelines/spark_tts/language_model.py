@@ -128,7 +128,7 @@ class SparkModel(FrameModel):
 #: Possible numbers of delivered tokens, 50 per second, in a stream's chunks and in its first chunk. The codec
 #: decodes up to 76 more tokens for each chunk.
 CHUNK_TOKENS, FIRST_TOKENS = (8, 16, 32, 64, 96), (8, 16, 32)
-#: Frames of a turn on a GPU, where a frame of 512 rows takes 2 ms, and a turn of the host 5 ms.
+#: Frames for each turn of the host on a GPU: a frame of 512 rows takes 2 ms, a turn takes 5 ms.
 _TOKENS_PER_TURN = 4
 #: Memory that BiCodec's decoder needs for a token in bfloat16: four tensors of its widest part. Calculated,
 #: not measured.
@@ -148,7 +148,7 @@ def plan_sizes(
         if path.suffix in (".bin", ".safetensors")
     )
     needs = MemoryNeeds(
-        # Beside the embeddings there is a head of some of their rows, for which their whole size is reserved.
+        # The head is estimated to be as large as the embeddings; it has at most their rows.
         weights=weights + lm.vocab * lm.hidden * width,
         # In the graphs of all buckets, which have up to three rows for a slot: logits in float32, and the
         # widest state of a layer.

@@ -148,8 +148,8 @@ def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
         parts = Parts.load(config, device, precision(chosen.codec_dtype, device))
         from pipelines.vllm_engine.host import VllmHost
 
-        # Opened last, because it measures the remaining memory, and because other errors should show before
-        # its half minute.
+        # Opened last, because it measures the remaining memory, and because it takes half a minute: other
+        # errors are raised before.
         host = VllmHost(model_spec(config), chosen)
         return SparkPipeline(parts, open_stage(parts.codec), host, chosen.keep_unfinished)
     dtype, lm = precision(chosen.dtype, device), config.lm

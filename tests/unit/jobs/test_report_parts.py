@@ -113,7 +113,7 @@ def test_failed_then_refused_then_odd_then_typical() -> None:
     shown = sample.choose(9)
     assert [one.row.index for one in shown[:3]] == [100, 40, 41]
     assert (len(shown), len({one.row.index for one in shown})) == (9, 9)
-    assert [one.reason for one in shown[:3]] == ["synth.nan", "refused by silence", "pace 2, median 16"]
+    assert [one.reason for one in shown[:3]] == ["synth.nan", "failed checks: silence", "pace 2, median 16"]
     spread = [one.row.index for one in shown[3:]]
     assert spread == sorted(spread)
     assert spread[-1] - spread[0] > 40

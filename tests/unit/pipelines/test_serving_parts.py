@@ -25,7 +25,7 @@ from pipelines.serving.connections import Connections
 from pipelines.serving.encoding import SpeechFormat, read_audio, stream_encoder, whole_file
 from pipelines.serving.errors import ApiError, as_api_error
 from pipelines.serving.model import Progress
-from pipelines.serving.request_body import MAX_DEPTH, MAX_MARKS, MAX_VALUES, BodyMemory, LimitedBody
+from pipelines.serving.request_body import MAX_DELIMITERS, MAX_DEPTH, MAX_VALUES, BodyMemory, LimitedBody
 from pipelines.serving.server import _bound
 from pipelines.serving.speech import SpeechBody
 from tests.support.fakes import FakeClock
@@ -345,7 +345,11 @@ def test_json_is_bounded_in_values_and_depth_and_its_texts_are_not() -> None:
     # The object is one level and one value, the comma behind its text another value.
     for given in (shaped(opened=MAX_DEPTH - 1), shaped(opened=1, values=MAX_VALUES - 3)):
         assert request_body.parse(given) == json.loads(given)
-    for given in (shaped(opened=MAX_DEPTH), shaped(opened=1, values=MAX_VALUES - 2), b'"' * (MAX_MARKS + 1)):
+    for given in (
+        shaped(opened=MAX_DEPTH),
+        shaped(opened=1, values=MAX_VALUES - 2),
+        b'"' * (MAX_DELIMITERS + 1),
+    ):
         with pytest.raises(ApiError) as caught:
             request_body.parse(given)
         assert (caught.value.code, "too many values" in str(caught.value.detail)) == ("input.bad_json", True)
