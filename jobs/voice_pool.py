@@ -64,6 +64,8 @@ def read_pool(
             rows = _of_folder(path)
         elif os.path.isfile(which):
             rows = _of_table(path)
+        elif path.suffix in (".csv", ".tsv") or os.sep in str(which):
+            raise _refused(which, "there is no such folder or file")
         else:
             rows = _of_names(str(which))
         weights: dict[str, float] = {}

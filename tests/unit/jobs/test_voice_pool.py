@@ -222,6 +222,8 @@ def test_the_recordings_become_part_of_the_spec(tmp_path: Path) -> None:
     [
         ("", "'' cannot be the name"),
         ("anna,anna", "occurs twice"),
+        ("speakers/", "no such folder or file"),
+        ("speakers.csv", "no such folder or file"),
         ("anna=0", "no weight"),
         ("anna=nan", "no weight"),
         ("anna=inf", "no weight"),
