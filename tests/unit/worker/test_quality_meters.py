@@ -95,8 +95,6 @@ class TestMeters:
             )
             is None
         )
-        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
         gone = missing_weights({"asr": {"model": "owner/model"}}, fetch=False)
         assert gone is not None
         assert gone.code is ErrorCode.MODEL_UNREACHABLE
@@ -134,7 +132,7 @@ class TestMeters:
         assert code_of(tmp_path) is ErrorCode.MODEL_BAD_CHECKPOINT
 
     def test_a_text_of_an_unnamed_language_is_heard_in_the_one_that_is_spoken(
-        self, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         asked: list[str | None] = []
 
@@ -152,9 +150,8 @@ class TestMeters:
                 return [SimpleNamespace(text=heard)], SimpleNamespace(language=language or "zh")
 
         monkeypatch.setattr("faster_whisper.WhisperModel", Whisper)
-        monkeypatch.setattr("worker.quality.meters.asr_folder", str)
         sample = Utterance(np.zeros(RATE, np.float32), RATE, "今天天气很好。")
-        meter, german = AsrMeter(), AsrMeter(language="German")
+        meter, german = AsrMeter(str(tmp_path)), AsrMeter(str(tmp_path), language="German")
         assert meter.measure(sample) == {"cer": Reading(pytest.approx(1 / 6), "今天天汽很好。", True)}
         assert set(meter.measure(replace(sample, language="zh-CN"))) == {"cer"}
         assert set(meter.measure(replace(sample, language="auto"))) == {"cer"}
