@@ -74,7 +74,7 @@ class Codec:
         if steps:
             made.prepare_utterances(*steps)
             if made.utterances is None:
-                made.utterances = UtteranceGraphs(made._run, made.shape, *steps)
+                made.utterances = UtteranceGraphs(made.run, made.shape, *steps)
                 made.utterances.prepare()
         return made
 
@@ -105,7 +105,7 @@ class Codec:
         fused, plain = self.decoder(True), self.decoder(False, fused=False)
 
         def us(decoder: CodecDecoder, codes: Tensor, graph: bool = False) -> float:
-            work = lambda: decoder._run(codes, None)  # noqa: E731
+            work = lambda: decoder.run(codes, None)  # noqa: E731
             if not bench.on_gpu:
                 return 1000 * bench.milliseconds(work)
             return graph_us(work) if graph else event_us(work)

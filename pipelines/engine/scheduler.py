@@ -155,7 +155,7 @@ class PrefixCache:
             self._kv.give_back(self._unclean)
             self._unclean = []
         while count > self._kv.free:
-            self._evict()
+            self.evict()
         return self._kv.take(count)
 
     def use(self, prefixes: Iterable[tuple[bytes, int]]) -> SharedPrefix | None:
@@ -214,9 +214,9 @@ class PrefixCache:
     def clear(self) -> None:
         """Evicts all unused prefixes."""
         while self._unused:
-            self._evict()
+            self.evict()
 
-    def _evict(self) -> None:
+    def evict(self) -> None:
         prefix = next(iter(self._unused))
         self._remove_unused(prefix)
         del self._known[prefix.parent, prefix.content, len(prefix.pages)]
@@ -380,7 +380,7 @@ class Scheduler:
             if len(self._free_slots) + len(whole) > kept and self._admit(self.waiting_streams[0]):
                 admitted.append(self.waiting_streams.popleft())
             elif len(whole) > kept:
-                self._preempt(whole[-1])
+                self.preempt(whole[-1])
             else:
                 break
         return admitted
@@ -491,10 +491,10 @@ class Scheduler:
     def preempt_youngest(self) -> Utterance:
         """Preempts and returns the youngest whole utterance, or the youngest stream if there is none."""
         youngest = (self.whole or self.running)[-1]
-        self._preempt(youngest)
+        self.preempt(youngest)
         return youngest
 
-    def _preempt(self, utterance: Utterance) -> None:
+    def preempt(self, utterance: Utterance) -> None:
         """Moves an utterance back to the head of its queue, to start again."""
         self.remove(utterance)
         utterance.restart()

@@ -168,7 +168,7 @@ class CodecEncoder:
         load, layout = CodecLoader(source, "", torch.float32, device), StateLayout()
         self.config = config
         self.device = device
-        self._codebooks = codebooks
+        self.codebooks = codebooks
         encoder, width = load.at("encoder."), config.encoder_dim
         self._stem = CausalConv(encoder.at("block.0.conv."), layout, 1, width, STEM_KERNEL)
         self._blocks = [
@@ -225,7 +225,7 @@ class CodecEncoder:
         """[B, frames, latent] -> int64 [B, frames, codebooks], each codebook choosing for what the ones
         before it left."""
         codes: list[Tensor] = []
-        for codebook in self._codebooks:
+        for codebook in self.codebooks:
             chosen, found = codebook.choose(z)
             codes.append(chosen)
             z = z - found
@@ -330,7 +330,7 @@ class CodecDecoder(CausalDecoder):
         """int64 [B, T, codebooks] -> [B, T, latent], the sums of the codes' vectors."""
         return embedding(torch.minimum(codes.long(), self._last) + self._offsets, self._table).sum(dim=2)
 
-    def _run(self, codes: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:
+    def run(self, codes: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:
         return self._stack(self.upsample(self.post(self.latents(codes), past), past), past, lengths)
 
 

@@ -40,6 +40,15 @@ def add_meter(folder: Path, code: str) -> str:
     return f"{folder}:{Path(__file__).parents[3]}"
 
 
+def children() -> set[int]:
+    """The processes that this one has started, those of all its threads."""
+    return {
+        int(child)
+        for thread in Path("/proc/self/task").iterdir()
+        for child in (thread / "children").read_text().split()
+    }
+
+
 class TestMeters:
     def test_a_name_nobody_knows(self) -> None:
         with pytest.raises(ModelError) as caught:
@@ -178,13 +187,12 @@ class TestMeters:
         process.close()
 
     def test_a_process_that_dies_or_hangs_costs_its_draw_and_no_other(self) -> None:
-        process = MeterProcess(240)
+        before, process = children(), MeterProcess(240)
         sample = Utterance(np.zeros(RATE, np.float32), RATE, "")
         process.measure({}, sample)
-        child = process._child  # pyright: ignore[reportPrivateUsage]
-        assert child is not None
-        child.kill()
-        child.close()
+        (child,) = children() - before
+        os.kill(child, signal.SIGKILL)
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
         assert process.measure({}, sample) == {}
         process.close()
 
@@ -204,11 +212,11 @@ class TestMeters:
         )
         monkeypatch.setenv("PYTHONPATH", add_meter(tmp_path, code))
         sample = Utterance(np.zeros(RATE // 10, np.float32), RATE, "well")
-        process = MeterProcess(draw_seconds=0.1, seconds_per_second=1.0)
+        before, process = children(), MeterProcess(draw_seconds=0.1, seconds_per_second=1.0)
         with pytest.raises(MeterHangError, match="more than 0 s") as caught:
             process.measure({"peak": {}}, replace(sample, text="hang"))
         assert caught.value.code is ErrorCode.QA_METER
-        assert process._child is None  # pyright: ignore[reportPrivateUsage]
+        assert children() == before
         process = MeterProcess(opening_seconds=0.5)
         with pytest.raises(ModelError, match="not open after") as slow:
             process.measure({"peak": {"slow": True}}, sample)
