@@ -95,7 +95,7 @@ soak: install-dev
 chaos: soak
 
 bench: install-dev
-	$(BIN)/python -m tests.support.services $(BIN)/python -m benchmarks
+	$(BIN)/python -m tests.support.services $(BIN)/python -m benchmarks.cpu jobs
 
 # Compiles the CUDA kernels where nvcc or nvrtc is there, and says so where the wheel has their sources only.
 wheel: install-dev

@@ -20,9 +20,9 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ from benchmarks.checkpoint import (
     dummy_model,
     fish_config,
 )
-from benchmarks.common import Bench, numbers, parser, words
+from benchmarks.common import Bench, parser, read
 from benchmarks.engine import PAGE_SIZE
 from benchmarks.speech import prepare_all
 from kernels.registry import on_device
@@ -82,9 +82,7 @@ class Heard:
     def failed(self, error: NightjarError) -> None: ...
 
 
-def varied_requests(
-    model: Qwen3TTSModel, count: int, longest: int, most_frames: int
-) -> list[GenerationRequest]:
+def varied_requests(model: Qwen3TTSModel, count: int, longest: int, most: int) -> list[GenerationRequest]:
     """Sampled requests whose prompts take every path of prefill: most of up to a page, every fourth up to
     `longest` positions."""
     draw, role = np.random.default_rng(5), [151644, 77091, 198]
@@ -93,7 +91,7 @@ def varied_requests(
         tokens = int(draw.integers(3, longest if index % 4 == 3 else 50))
         body = draw.integers(0, 150_000, tokens).tolist()
         prompt = build_prompt(model.config, TokenizedTask(role, body, language="english", speaker="ryan"))
-        sampling, frames = SamplingParams(top_p=1.0 if index % 2 else 0.9), int(draw.integers(3, most_frames))
+        sampling, frames = SamplingParams(top_p=1.0 if index % 2 else 0.9), int(draw.integers(3, most))
         made.append(GenerationRequest(str(index), prompt, sampling, index, frames))
     return made
 
@@ -168,8 +166,7 @@ def same_bits(bench: Bench, options: Any) -> bool:
     return same
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
+class Made(NamedTuple):
     """Keys and values of all prompts and frames, float32 [values]; codes [rows, codebooks]."""
 
     kept: Tensor
@@ -188,7 +185,6 @@ def fish_model(device: torch.device, dtype: torch.dtype, tiny: bool) -> FrameMod
     return FishModel(config, take_fish(DummyWeights(device), config, dtype, device), CONTEXT)
 
 
-#: A family that the engine runs has its row here.
 MODELS: dict[str, Callable[[torch.device, torch.dtype, bool], FrameModel]] = {
     "spark": spark_model,
     "fish": fish_model,
@@ -203,12 +199,8 @@ def frame_of(model: FrameModel, executor: FrameExecutor, rows: int) -> Made:
     given = [one.to(torch.bfloat16).to(model.device, model.dtype) for one in noise]
     state, kv, none = executor.state, executor.kv, np.zeros(0, np.int64)
     pages = [kv.take(kv.pages_for(len(one) + 1)) or [] for one in given]
-    state.place(
-        [
-            Placement(row, pages[row], row, GREEDY, none, one[-1], len(one) - 1)
-            for row, one in enumerate(given)
-        ]
-    )
+    for row, one in enumerate(given):
+        state.place([Placement(row, pages[row], row, GREEDY, none, one[-1], len(one) - 1)])
     executor.prefill([PrefillRun(row, 0, one[:-1]) for row, one in enumerate(given)])
     flags = DrawFlags(0, False, True)
     found = executor.frames(list(range(rows)), 1, FrameSettings(max(map(len, given)) + 1, flags, flags))()
@@ -261,20 +253,13 @@ def agreement(bench: Bench, name: str, rows: list[int], tiny: bool) -> None:
 
 
 def main(given: list[str] | None = None) -> int:
-    made = parser(__doc__)
-    made.add_argument("--size", default="0b6")
-    made.add_argument("--slots", type=int, default=128)
-    made.add_argument(
-        "--agreement", type=words, metavar="MODELS", help="compares frames of these models instead of bits"
-    )
-    made.add_argument("--rows", type=numbers, default="1,8,64,256", help="of --agreement")
-    options = made.parse_args(given)
+    options = read(parser(__doc__), given, size="0b6", slots=128, agreement=str, rows=[1, 8, 64, 256])
     if not options.agreement:
         return 0 if same_bits(Bench("qwen3_tts_bits", options), options) else 1
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     bench = Bench("engine_agreement", options)
     for name in options.agreement:
-        bench.attempt(name, lambda name=name: agreement(bench, name, options.rows, options.tiny))
+        bench.attempt(name, agreement, bench, name, options.rows, options.tiny)
     return bench.end("model", "rows", "executor", "error", "plain_error", "equal_codes", "verdict")
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.checkpoint import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder
-from benchmarks.common import Bench, event_us, graph_us, memory, parser, words
+from benchmarks.common import Bench, event_us, graph_us, memory, parser, read
 from benchmarks.engine import codec_alone
 from pipelines.codec.graphs import UtteranceGraphs
 from pipelines.errors import NightjarError
@@ -62,12 +62,8 @@ class Codec:
         self.steps = [tuple(map(int, one.split("x"))) for one in bench.options.steps]
 
     def decoder(
-        self,
-        front: bool,
-        steps: Sequence[int] = (),
-        dtype: torch.dtype | None = None,
-        fused: bool | None = None,
-    ) -> CodecDecoder:
+        self, front: bool, steps: Sequence[int] = (), dtype: torch.dtype | None = None, fused: bool | None = None
+    ) -> CodecDecoder:  # fmt: skip
         """`front`: whether it is fused; `steps`: rows and frames of a continuous batch, on a CPU too."""
         device, dtype = self.bench.device, dtype or self.bench.dtype
         made = dummy_decoder(self.config, device, dtype, fused, fused_front=front)
@@ -141,22 +137,15 @@ class Codec:
             self.bench.clean()
 
 
-def main(given: list[str] | None = None) -> int:
-    made = parser(__doc__)
-    made.add_argument("--parts", type=words, default="errors,decode,ways")
-    made.add_argument("--steps", type=words, help="continuous batches; the first one gives the errors")
-    made.add_argument("--seconds", type=float, default=3.0, help="seconds of each row of `ways`")
-    options = made.parse_args(given)
+def main() -> int:
+    options = read(parser(__doc__), parts=["errors", "decode", "ways"], steps=str, seconds=3.0)
     options.steps = options.steps or (["4x4"] if options.tiny else ["256x16", "128x32"])
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     bench = Bench("codec", options, aims_us=AIMS)
     codec = Codec(bench)
     for part in options.parts:
-        if part == "ways":
-            for front in (False, True):
-                bench.attempt(f"ways {front}", lambda front=front: codec.ways(front))
-        else:
-            bench.attempt(part, getattr(codec, part))
+        for given in ((False,), (True,)) if part == "ways" else ((),):
+            bench.attempt(" ".join(map(str, (part, *given))), getattr(codec, part), *given)
     return bench.end(
         "part", "way", "front", "lengths", "rows", "frames", "us_per_frame", "graph_us", "launched_us", "plain_us",
         "thread_share", "relative_rms", "of_plain",

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import Result, Row, numbers, parser, words  # noqa: F401
+from benchmarks.report import Result, Row, parser, read  # noqa: F401
 from pipelines.interpreter import serve_threads
 from pipelines.nn.checkpoint import open_device
 
@@ -40,8 +40,8 @@ class Bench(Result):
         device = torch.cuda.get_device_name(self.device) if self.on_gpu else processor
         super().__init__(name, options, device, torch=torch.__version__, **facts)
 
-    def attempt(self, part: str, work: Callable[[], object]) -> None:
-        super().attempt(part, work)
+    def attempt(self, part: str, work: Callable[..., object], *given: Any, **more: Any) -> None:
+        super().attempt(part, work, *given, **more)
         self.clean()
 
     def timed(

@@ -1,31 +1,31 @@
-"""The figures that need no GPU, each beside what this machine does for the bare work, measured in the same run.
+"""The figures that need no GPU.
 
-    python -m benchmarks [--postgres URL]           # the job system: ingest, ledger, the whole path, the embedded voice
+    python -m benchmarks.cpu jobs [--postgres URL]  # the job system: ingest, status, the embedded voice
     python -m benchmarks.cpu packs [--items N]      # a job with packs beside the same job without
     python -m benchmarks.cpu filters [--items N]    # filters of items beside no filter
     python -m benchmarks.cpu paces JOB              # speaking rates of a finished job's voices, as a quality configuration
 
 The first three write `benchmarks/results/cpu.json`, `packs.json` and `filters.json`. `python -m tests.support.services COMMAND` starts
-the servers: PostgreSQL, without which its figures are left out, and S3 for `packs`, which then shares the cores.
+the servers: PostgreSQL, without which its figures are left out, and S3 for `packs`, which then shares the cores. The
+voice stands beside what this machine does for the bare work in the same run. `python -m benchmarks.job --device cpu --instant 2`
+is a whole job with a voice that costs nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
 import heapq
-import io
 import json
 import os
 import shutil
-import sqlite3
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from itertools import cycle, islice
 from pathlib import Path
@@ -37,19 +37,18 @@ import numpy as np
 import sqlalchemy as sa
 
 from benchmarks import voices
-from benchmarks.report import ROOT, Figure, report
+from benchmarks.report import ROOT, Figure, new_database, report, s3_settings
 from benchmarks.stream_clients import SENTENCES
 from jobs.checks import Quality
 from jobs.export.items import audio_items, item_metadata
 from jobs.ingest import submit
 from jobs.ledger import Ledger
-from jobs.ledger.records import Artifact, Done, Job, JobSpec, NewJob, NewShard
+from jobs.ledger.records import Job, JobSpec, NewJob
 from jobs.recent_jobs import settings_for_job
 from jobs.settings import load_settings
 from jobs.store import open_store
 from jobs.store.base import ObjectStore
 from jobs.where import parse_where
-from pipelines.audio import encode
 from pipelines.duration import Pace, text_units
 from pipelines.errors import ErrorCode, NotFoundError
 
@@ -57,7 +56,6 @@ if TYPE_CHECKING:
     from hibari import Hibari
     from numpy.typing import NDArray
 
-SHARD_ITEMS, STAGE_ITEMS, COMMIT_ITEMS, COMMITTED_SHARDS = 256, 10_240, 64, 40
 #: A filter that keeps 1 % of the items of `filters`, and one with three conditions that keeps as many.
 FILTERS = {"1 %": "wer < 0.01", "1 %, three scores": "wer < 0.01 and distillmos > 1.2 and pause < 0.95"}
 #: Larger jobs are read whole only where a filter keeps few items.
@@ -65,7 +63,7 @@ WHOLE_ITEMS = 2_000_000
 #: The columns of a row of item `i` of `filters`, as both databases write them: scores that are spread evenly.
 _SPREAD = "((i * {0} + {1}) % 1000003) / 1000003.0"
 _SCORES = ", ".join(
-    (_SPREAD.format(48271, 11), f"1 + 4 * {_SPREAD.format(69621, 7)}", _SPREAD.format(39373, 5))
+    [_SPREAD.format(48271, 11), f"1 + 4 * {_SPREAD.format(69621, 7)}", _SPREAD.format(39373, 5)]
 )
 _SERIES = {
     "sqlite": "(WITH RECURSIVE series(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM series WHERE i + 1 < {0}) SELECT i FROM series)",
@@ -73,8 +71,6 @@ _SERIES = {
 }
 _NAME = {"sqlite": "printf('utterance-%09d', i)", "postgresql": "'utterance-' || lpad(i::text, 9, '0')"}
 _SHA = {"sqlite": "printf('%064d', i)", "postgresql": "lpad(i::text, 64, '0')"}
-
-
 #: A voice with fewer items has no pace of its own.
 LEAST_ITEMS = 30
 #: Of one voice; more items would change little and cost the square of their number.
@@ -93,11 +89,8 @@ def write_lines(path: Path, count: int) -> None:
     with path.open("w") as file:
         for number, text in enumerate(islice(cycle(SENTENCES), count)):
             system, audio = ["system", "text", "Read it calmly."], ["assistant", "audio", f"wav/{number}.wav"]
-            line = {
-                "example_id": f"utterance-{number:09d}",
-                "messages": [system, ["user", "text", text], audio],
-            }
-            file.write(json.dumps(line) + "\n")
+            messages = [system, ["user", "text", text], audio]
+            file.write(json.dumps({"example_id": f"utterance-{number:09d}", "messages": messages}) + "\n")
 
 
 def run_job(
@@ -119,73 +112,25 @@ def run_seconds(job: Job) -> float:
     return job.finished_at - job.started_at
 
 
-def new_database(server: str, name: str) -> str:
-    """The URL of a new empty database of a PostgreSQL server."""
-    import psycopg  # A clone in which only the paces of a job are measured may lack it.
-
-    with psycopg.connect(server, autocommit=True) as connection:
-        connection.execute(f'CREATE DATABASE "{name}"'.encode())
-    return f"{server.rpartition('/')[0]}/{name}"
-
-
 def ingest(folder: Path, lines: int, postgres: str | None) -> list[Figure]:
     """Ingest of one file into each ledger, in a process of its own; then the status query at that size."""
     source = folder / "input.jsonl"
     write_lines(source, lines)
     figures: list[Figure] = []
-    bare_sqlite = lambda: _bare_sqlite(folder / "bare.sqlite", lines)  # noqa: E731
-    databases = [("SQLite", f"sqlite:///{folder}/ledger.sqlite", "150,000", bare_sqlite)]
+    databases = {"SQLite": (f"sqlite:///{folder}/ledger.sqlite", "150,000")}
     if postgres is not None:
-        bare = new_database(postgres, "bare")
-        databases.append(
-            ("PostgreSQL", new_database(postgres, "ingest"), "100,000", lambda: _bare_postgres(bare, lines))
-        )
-    for name, url, aim, bare_rate in databases:
+        databases["PostgreSQL"] = (new_database(postgres, "ingest"), "100,000")
+    for name, (url, aim) in databases.items():
         words = "benchmarks.cpu", "ingest-once", url, str(folder / name), str(source)
         command = [sys.executable, "-m", *words]
         done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-        result, limit = json.loads(done.stdout), bare_rate()
-        rate, bare_name = lines / result["seconds"], "bare insert of the item rows"
+        result = json.loads(done.stdout)
         figures += [
-            Figure(f"ingest into {name}", rate, "lines/s", f">= {aim}", limit, bare_name),
+            Figure(f"ingest into {name}", lines / result["seconds"], "lines/s", f">= {aim}"),
             Figure(f"ingest into {name}, memory", result["rss_mb"], "MB RSS", "<= 200"),
             Figure(f"status at {lines:,} items, {name}", _status_ms(url, result["job"]), "ms", "<= 50"),
         ]
     return figures
-
-
-def _bare_sqlite(path: Path, lines: int) -> float:
-    """Rows a second of the driver's executemany into a table with the items' keys."""
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = NORMAL")
-        connection.execute(
-            "CREATE TABLE items (job INT, idx INT, example_id TEXT, UNIQUE (job, example_id), PRIMARY KEY (job, idx)) WITHOUT ROWID"
-        )
-        start = time.perf_counter()
-        for first in range(0, lines, 10_000):
-            rows = [
-                (1, index, f"utterance-{index:09d}") for index in range(first, min(first + 10_000, lines))
-            ]
-            with connection:
-                connection.executemany("INSERT INTO items VALUES (?, ?, ?)", rows)
-        return lines / (time.perf_counter() - start)
-
-
-def _bare_postgres(url: str, lines: int) -> float:
-    """Rows a second of COPY into a table with the items' keys."""
-    import psycopg
-
-    with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute(
-            "CREATE TABLE items (job INT, idx BIGINT, example_id TEXT, PRIMARY KEY (job, idx), UNIQUE (job, example_id))"
-        )
-        start = time.perf_counter()
-        for first in range(0, lines, 10_000):
-            with connection.cursor().copy("COPY items FROM STDIN") as copy:
-                for index in range(first, min(first + 10_000, lines)):
-                    copy.write_row((1, index, f"utterance-{index:09d}"))
-        return lines / (time.perf_counter() - start)
 
 
 def _status_ms(url: str, job: str) -> float:
@@ -197,81 +142,6 @@ def _status_ms(url: str, job: str) -> float:
             ledger.status(job)
             times.append((time.perf_counter() - start) * 1000)
     return statistics.median(times)
-
-
-def ledger_alone(url: str, name: str, items: int) -> list[Figure]:
-    """Staging of items, and commits of outcomes in micro-batches, in an empty database."""
-    with closing(Ledger.open(url)) as ledger:
-        ledger.migrate()
-        job = ledger.begin_job(NewJob(JobSpec("fake"), "spec", "input", "sha", "key", "file:///store"))
-        firsts = range(0, items, STAGE_ITEMS)
-        staged = sum(_stage(ledger, job.id, first, min(items, first + STAGE_ITEMS)) for first in firsts)
-        ledger.seal_job(job.id)
-        shards = min(COMMITTED_SHARDS, items // SHARD_ITEMS)
-        committed = sum(_commit_next(ledger) for _ in range(shards))
-    aim = ">= 250,000" if name == "SQLite" else ">= 200,000"
-    about = f"items committed by {COMMIT_ITEMS}, one worker, {name}"
-    return [
-        Figure(f"items staged, {name}", items / staged, "items/s", aim),
-        Figure(about, shards * SHARD_ITEMS / committed, "items/s"),
-    ]
-
-
-def _stage(ledger: Ledger, job_id: str, first: int, end: int) -> float:
-    shards = [
-        NewShard(
-            no=start // SHARD_ITEMS,
-            items=tuple((n, f"utterance-{n:09d}") for n in range(start, min(end, start + SHARD_ITEMS))),
-            input_key=f"jobs/{job_id}/input/{start // SHARD_ITEMS:06d}.jsonl.zst",
-            input_sha256="0" * 64,
-            estimated_ms=60_000,
-        )
-        for start in range(first, end, SHARD_ITEMS)
-    ]
-    start_at = time.perf_counter()
-    ledger.stage(job_id, shards, [], end)
-    return time.perf_counter() - start_at
-
-
-def _commit_next(ledger: Ledger) -> float:
-    """Seconds from claim to finish of one shard."""
-    (ticket,) = ledger.take_ready(1)
-    start_at = time.perf_counter()
-    lease = ledger.claim(ticket, "worker", 60)
-    assert lease is not None
-    audio = ("0" * 64, 480_000, 10_000, 24_000, 240_000)
-    done = [
-        Done(index, (Artifact(index, "audio", f"{index}.wav", *audio, index),)) for index in lease.open_items
-    ]
-    for first in range(0, len(done), COMMIT_ITEMS):
-        ledger.commit(lease.ticket, done[first : first + COMMIT_ITEMS])
-    ledger.finish_shard(lease.ticket)
-    return time.perf_counter() - start_at
-
-
-def whole_path(folder: Path, items: int) -> Figure:
-    """Items a second from the first claim to the end of `nightjar run` with an engine that costs nothing, on SQLite and
-    a folder."""
-    source = folder / "path.jsonl"
-    write_lines(source, items)
-    voice = voices.install(folder / "voice")
-    options = ("--model", voices.INSTANT, "--qa", "off")
-    status, job = run_job(source, folder / "home", *options, environment=voice)
-    assert status["items"]["done"] == items
-    limit, name = _bare_writes(folder / "bare", items), "encode, hash and write, one thread"
-    return Figure("whole path, free engine", items / run_seconds(job), "items/s", ">= 5,000", limit, name)
-
-
-def _bare_writes(folder: Path, items: int) -> float:
-    """Files a second of a loop that encodes, hashes and writes the same audio."""
-    folder.mkdir()
-    samples, start = voices.sound(0.12), time.perf_counter()
-    for index in range(items):
-        data = encode(samples, voices.RATE, "wav")
-        hashlib.sha256(data).hexdigest()
-        with io.FileIO(folder / f"{index}.wav", "xb") as file:
-            file.write(data)
-    return items / (time.perf_counter() - start)
 
 
 def voice_share(folder: Path, sentences: int, bare_seconds: float = 15.0) -> Figure:
@@ -292,39 +162,31 @@ def voice_share(folder: Path, sentences: int, bare_seconds: float = 15.0) -> Fig
 
 def _bare_rtfx(voice: Hibari, threads: int, seconds: float) -> float:
     """Audio seconds a second that `threads` make of separate sentences with one stock voice, and nothing else."""
-    made = [0.0] * threads
     start = time.perf_counter()
 
-    def work(number: int) -> None:
+    def work(_: int) -> float:
+        made = 0.0
         for index, text in enumerate(cycle(SENTENCES)):
             if time.perf_counter() - start >= seconds:
-                return
-            made[number] += len(voice(text, seed=index)) / voice.sample_rate
+                break
+            made += len(voice(text, seed=index)) / voice.sample_rate
+        return made
 
-    crew = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
-    for thread in crew:
-        thread.start()
-    for thread in crew:
-        thread.join()
-    return sum(made) / (time.perf_counter() - start)
+    with ThreadPoolExecutor(threads) as crew:
+        return sum(crew.map(work, range(threads))) / (time.perf_counter() - start)
 
 
-def load_figure() -> Figure:
-    return Figure(
-        "load of the machine at the end", os.getloadavg()[0], "processes", f"{os.cpu_count()} cores"
-    )
+#: What is measured of a job beside its speed, and its unit.
+PACK_FIGURES = {"verify of {}": "s", "export of {} (webdataset)": "s", "objects with audio, {}": "objects"}
 
 
 def packs_once(
     folder: Path, source: Path, items: int, variables: Mapping[str, str], *, pack: bool
 ) -> tuple[float, ...]:
     """(items a second, seconds of verify, seconds of an export, objects with audio) of one job in a new home."""
-    from benchmarks.job import s3_settings
-
     home, packed = folder / "home", ["--pack"] if pack else []
-    status, job = run_job(
-        source, home, "--model", voices.INSTANT, "--qa", "off", *packed, environment=variables
-    )
+    options = ["--model", voices.INSTANT, "--qa", "off", *packed]
+    status, job = run_job(source, home, *options, environment=variables)
     assert status["items"]["done"] == items
 
     def timed(command: str, *words: str) -> float:
@@ -355,21 +217,16 @@ def packs_figures(folder: Path, items: int, seconds: float, rounds: int) -> list
                 bucket = f"{os.environ.get('BENCH_STORE')}/{number}-{pack}"
                 variables = {**voice, **({"SPEECH_STORE_URL": bucket} if name == "S3" else {})}
                 made[pack].append(packs_once(folder, source, items, variables, pack=pack))
-        loose, packed = (
-            [statistics.median(one) for one in zip(*made[pack], strict=True)] for pack in (False, True)
-        )
         about = "one object per item"
+        loose, packed = ([statistics.median(one) for one in zip(*made[pack])] for pack in (False, True))
         figures += [
             Figure(f"{name}, {about}", loose[0], "items/s"),
             Figure(f"{name}, packs", packed[0], "items/s", "", loose[0], about),
-            Figure(f"{name}, verify of {about}", loose[1], "s"),
-            Figure(f"{name}, verify of packs", packed[1], "s"),
-            Figure(f"{name}, export of {about} (webdataset)", loose[2], "s"),
-            Figure(f"{name}, export of packs (webdataset)", packed[2], "s"),
-            Figure(f"{name}, objects with audio, one per item", loose[3], "objects"),
-            Figure(f"{name}, objects with audio, packs", packed[3], "objects"),
         ]
-    return [*figures, load_figure()]
+        for at, (what, unit) in enumerate(PACK_FIGURES.items(), 1):
+            figures.append(Figure(f"{name}, {what.format(about)}", loose[at], unit))
+            figures.append(Figure(f"{name}, {what.format('packs')}", packed[at], unit))
+    return figures
 
 
 def made_job(ledger: Ledger, items: int) -> str:
@@ -513,12 +370,8 @@ def in_folder() -> Iterator[Path]:
         yield Path(name)
 
 
-POSTGRES = click.option(
-    "--postgres",
-    envvar="BENCH_POSTGRES",
-    metavar="URL",
-    help="A PostgreSQL server, as in postgresql://user@host/postgres.",
-)
+POSTGRES = click.option("--postgres", envvar="BENCH_POSTGRES", help="As in postgresql://user@host/postgres.")
+ITEMS = {"multiple": True, "type": int, "default": (1_000_000,), "show_default": True, "help": "Of a ledger."}
 
 
 @click.group()
@@ -528,18 +381,14 @@ def main() -> None:
 
 @main.command()
 @click.option("--lines", default=1_000_000, show_default=True, help="Lines of the ingest figures.")
-@click.option("--items", default=30_000, show_default=True, help="Items of the whole path.")
 @click.option("--sentences", default=4000, show_default=True, help="Sentences of the embedded voice.")
 @click.option("--name", default="cpu", show_default=True, help="Name of the file of results.")
 @POSTGRES
-def jobs(lines: int, items: int, sentences: int, name: str, postgres: str | None) -> None:
+def jobs(lines: int, sentences: int, name: str, postgres: str | None) -> None:
     """The job system's own cost, and what a run keeps of hibari."""
     with in_folder() as folder:
         figures = ingest(folder, lines, postgres)
-        figures += ledger_alone(f"sqlite:///{folder}/alone.sqlite", "SQLite", lines)
-        if postgres is not None:
-            figures += ledger_alone(new_database(postgres, "ledger"), "PostgreSQL", lines)
-        figures += [whole_path(folder, items), voice_share(folder, sentences)]
+        figures.append(voice_share(folder, sentences))
     report("Nightjar on this machine", name, figures)
 
 
@@ -573,9 +422,7 @@ def packs(items: int, seconds: float, rounds: int, name: str) -> None:
 
 
 @main.command()
-@click.option(
-    "--items", "sizes", multiple=True, type=int, default=(1_000_000,), show_default=True, help="Of a ledger."
-)
+@click.option("--items", "sizes", **ITEMS)
 @click.option("--name", default="filters", show_default=True, help="Name of the file of results.")
 @POSTGRES
 def filters(sizes: tuple[int, ...], name: str, postgres: str | None) -> None:
@@ -586,7 +433,7 @@ def filters(sizes: tuple[int, ...], name: str, postgres: str | None) -> None:
             figures += filter_figures(f"sqlite:///{folder}/filters{items}.sqlite", items, "SQLite")
             if postgres is not None:
                 figures += filter_figures(new_database(postgres, f"filters{items}"), items, "PostgreSQL")
-    report("Filters on this machine", name, [*figures, load_figure()])
+    report("Filters on this machine", name, figures)
 
 
 @main.command()

@@ -10,17 +10,22 @@ as many utterances are out as there are slots: the whole, the language model wit
 each row has its share of the floor. The quoted rate is sustained: the smaller of the frames that the language model made and
 those that were heard. `split_ms` cuts a frame of all slots: `prefill` and `idle` as the engine's stream had them, `codec` as the
 codec takes alone, where it was measured, and `lm` the rest.
+
+`--codec` measures the codec alone first. `--sweep` are further numbers of slots, `--reproducible` those in reproducible mode
+(its codec has `--codec-rows` rows; 0: batches of one length), `--long-prompts` those at a mean context of 300, all of them
+only the whole. `--option admit_turns=2` is an option of the engine. `--also` names results whose rows come first: those of the
+reference. A row that fails is named at the end, and the others follow.
 """
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +36,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.checkpoint import FRAMES_PER_SECOND, PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, dummy_model
-from benchmarks.common import Bench, GpuUse, Row, ThreadUse, memory, parser, serves
+from benchmarks.common import Bench, GpuUse, Row, ThreadUse, memory, parser, read, serves
 from benchmarks.shapes import PUBLISHED, Device, device_named, frame_floor
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
@@ -88,8 +93,7 @@ class Load:
 
 def requests(model: Qwen3TTSModel, load: Load, count: int, most_tokens: int = MAX_TOKENS) -> Pool:
     """Requests with the frames each will have; texts as long as the speech suggests."""
-    draw = np.random.default_rng(0)
-    made: list[tuple[GenerationRequest, int]] = []
+    draw, made = np.random.default_rng(0), list[tuple[GenerationRequest, int]]()
     for index in range(count):
         seconds = float(draw.uniform(load.shortest, load.longest))
         frames = max(round(seconds * FRAMES_PER_SECOND), 3)
@@ -145,59 +149,51 @@ class Watched(FrameExecutor):
         return found | counts
 
     def embed_all(self, prompts: Sequence[object]) -> list[Tensor]:
-        begin = time.perf_counter()
-        found = self._executor.embed_all(prompts)
-        self._spent("embed", begin)
-        return found
+        with self._timed("embed"):
+            return self._executor.embed_all(prompts)
 
     def embed(self, prompt: object) -> Tensor:
-        begin = time.perf_counter()
-        found = self._executor.embed(prompt)
-        self._spent("embed", begin)
         self._admitted += 1
-        return found
+        with self._timed("embed"):
+            return self._executor.embed(prompt)
 
     def take_text(self, ids: NDArray[np.int64]) -> None:
         self._executor.take_text(ids)
 
     def prefill(self, runs: Sequence[PrefillRun]) -> None:
-        begin, first = time.perf_counter(), self._mark()
-        self._executor.prefill(runs)
-        self._between("prefill", first)
-        self._spent("prefill", begin)
+        with self._timed("prefill"):
+            self._executor.prefill(runs)
 
     def frames(self, slots: Sequence[int], count: int, settings: FrameSettings) -> PendingFrames:
-        begin, first = time.perf_counter(), self._mark()
-        pending = self._executor.frames(slots, count, settings)
-        self._between("frames", first)
-        self._spent("frames", begin)
         self._turns += 1
+        with self._timed("frames"):
+            pending = self._executor.frames(slots, count, settings)
 
         def waited() -> FrameCodes:
-            begin = time.perf_counter()
-            found = pending()
-            self._spent("wait", begin)
-            return found
+            with self._timed("wait"):
+                return pending()
 
         return waited
 
     def prepare(self) -> bool:
         return self._executor.prepare()
 
-    def _spent(self, name: str, begin: float) -> None:
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        begin, first = time.perf_counter(), self._mark(name)
+        yield
+        if first is not None and (last := self._mark(name)) is not None:
+            self._spans[name].append((first, last))
         if self._on:
             self._host[name] += time.perf_counter() - begin
 
-    def _mark(self) -> torch.cuda.Event | None:
-        if not self._on or self.device.type != "cuda":
+    def _mark(self, name: str) -> torch.cuda.Event | None:
+        """An event on the device's stream, of a name that has such spans."""
+        if not self._on or self.device.type != "cuda" or name not in self._spans:
             return None
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-    def _between(self, name: str, first: torch.cuda.Event | None) -> None:
-        if first is not None and (last := self._mark()) is not None:
-            self._spans[name].append((first, last))
 
 
 @dataclass(slots=True)
@@ -312,13 +308,8 @@ class ClosedLoop:
     """
 
     def __init__(
-        self,
-        executor: Watched,
-        options: EngineOptions,
-        pool: Pool,
-        decoder: CodecDecoder | None,
-        probe_every: int = 0,
-    ) -> None:
+        self, executor: Watched, options: EngineOptions, pool: Pool, decoder: CodecDecoder | None, probe_every: int = 0
+    ) -> None:  # fmt: skip
         self.tally, self.slots = Tally(), options.slots
         self._places = 2 * options.slots + 1024
         self.room = threading.Semaphore(self._places)
@@ -474,16 +465,9 @@ class Throughput:
         self.overrides = {name: int(number) for name, _, number in chosen}
 
     def measure(
-        self,
-        slots: int,
-        parts: Sequence[str],
-        windows: int,
-        *,
-        reproducible: bool = False,
-        more_text: int = 0,
+        self, slots: int, parts: Sequence[str], windows: int, reproducible: bool = False, more_text: int = 0
     ) -> None:
         """Rows of the parts "all" (with the codec) and "lm" (without it) with `slots` slots."""
-        gc.collect()
         self.bench.clean()
         load = replace(self.load, more_text=more_text)
         executor, options, opened = self.open(slots, load, reproducible)
@@ -511,9 +495,8 @@ class Throughput:
         """The executor of `slots` slots with pages for this load, its sizes, and the seconds it took. `wide`: as a
         job has it, with spare slots."""
         each, model = -(-load.positions // PAGE_SIZE), self.model
-        asked = NativeModelOptions(
-            slots=slots, pages=slots * each, page_size=PAGE_SIZE, max_context=MAX_CONTEXT
-        )
+        pages = {"pages": slots * each, "page_size": PAGE_SIZE}
+        asked = NativeModelOptions(slots=slots, max_context=MAX_CONTEXT, **pages)
         wide &= not reproducible
         options = engine_options(model.config, model.device, model.dtype, asked, wide=wide)
         options = replace(options, **self.overrides)
@@ -556,72 +539,33 @@ def share(row: Row) -> float | None:
     return row["floor_ms"] / row["ms_per_frame"] if row.get("floor_ms") and row.get("ms_per_frame") else None
 
 
-def headlines(rows: Sequence[Row]) -> list[str]:
-    """Summaries of all rows: the speed against the best batch of the reference, and the cost of reproducible mode."""
-    lines: list[str] = []
-    known = [row for row in rows if "audio_s_per_s" in row and not row.get("more_text")]
-    for size in dict.fromkeys(row["size"] for row in known if row["size"]):
-        ours = [row for row in known if row["size"] == size and row["part"] == "all"]
-        theirs = [row["audio_s_per_s"] for row in known if row["size"] == size and row["part"] == "reference"]
-        free = {row["slots"]: row["audio_s_per_s"] for row in ours if not row["reproducible"]}
-        if free and theirs:
-            best, other = max(free.values()), max(theirs)
-            lines.append(f"{size}: {best:,.0f} RTFx, the reference {other:,.0f}: {best / other:.1f} times")
-        for row in ours:
-            if row["reproducible"] and (usual := free.get(row["slots"])):
-                kept = row["audio_s_per_s"] / usual
-                lines.append(f"{size}, {row['slots']} slots: reproducible mode keeps {kept:.0%}")
-    return lines
-
-
 def main() -> int:
-    made = parser(__doc__)
-    made.add_argument("--sizes", nargs="*", default=["0b6", "1b7"])
-    made.add_argument("--slots", nargs="*", type=int, default=[512, 128])
-    made.add_argument("--parts", nargs="*", default=["all", "lm"], choices=("all", "lm"))
-    made.add_argument(
-        "--sweep", nargs="*", type=int, default=[], help="more numbers of slots, only the whole"
-    )
-    made.add_argument(
-        "--reproducible", nargs="*", type=int, default=[], help="the whole in reproducible mode"
-    )
-    made.add_argument("--codec-rows", type=int, default=256, help="of its codec; 0: batches of one length")
-    made.add_argument(
-        "--long-prompts", nargs="*", type=int, default=[], help="the whole at a mean context of 300"
-    )
-    made.add_argument("--codec", action="store_true", help="the codec alone first")
-    made.add_argument("--seconds", type=float, default=3.0, help="seconds of each window")
-    made.add_argument("--windows", type=int, default=5)
-    made.add_argument(
-        "--option", nargs="*", default=[], metavar="NAME=NUMBER", help="options of the engine: admit_turns=2"
-    )
-    made.add_argument(
-        "--also", nargs="*", type=Path, default=[], help="results whose rows come first: the reference's"
-    )
-    options = made.parse_args()
+    options = read(
+        parser(__doc__), sizes=["0b6", "1b7"], slots=[512, 128], parts=["all", "lm"], sweep=int, reproducible=int, codec_rows=256,
+        long_prompts=int, codec=False, seconds=3.0, windows=5, option=str, also=Path,
+    )  # fmt: skip
     load = Load(0.3, 0.8, 0.5) if options.tiny else Load(3.0, 15.0, options.seconds)
     sizes, windows = (["tiny"], 2) if options.tiny else (options.sizes, options.windows)
     about = {"shortest_s": load.shortest, "longest_s": load.longest, "window_s": load.seconds}
     bench = Bench("qwen3_tts", options, load={**about, "windows": windows}, switch_ms=serves())
-    for path in options.also:
-        for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []:
+    for path in filter(Path.exists, options.also):
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
             if row["size"] in sizes:
                 bench.add(row)
     for size in sizes:
         work = Throughput(bench, size, load)
         if options.codec:
-            work.codec()
-        for slots in options.slots:
-            work.measure(slots, options.parts, windows)
-        for slots in options.reproducible:
-            work.measure(slots, ["all"], windows, reproducible=True)
-        for slots in options.sweep:
-            work.measure(slots, ["all"], windows)
-        for slots in options.long_prompts:
-            work.measure(slots, ["all"], windows, more_text=MORE_TEXT)
+            bench.attempt(f"{size} codec", work.codec)
+        rows: list[tuple[str, list[int], list[str], dict[str, Any]]] = [
+            ("slots", options.slots, options.parts, {}),
+            ("reproducible", options.reproducible, ["all"], {"reproducible": True}),
+            ("sweep", options.sweep, ["all"], {}),
+            ("long prompts", options.long_prompts, ["all"], {"more_text": MORE_TEXT}),
+        ]
+        for name, numbers, parts, how in rows:
+            for slots in numbers:
+                bench.attempt(f"{size} {name} {slots}", work.measure, slots, parts, windows, **how)
         del work
-    bench.keep(headlines=headlines(bench.rows))
-    print("\n".join(bench.found["headlines"]))
     return bench.end(
         "size", "part", "slots", "reproducible", "more_text", "context", "audio_s_per_s", "frames_per_s",
         "ms_per_frame", "floor_ms", "floor_share", "spread", "split_ms.lm", "split_ms.codec", "peak_gib",

@@ -17,7 +17,12 @@ nothing, for the path around the engine.
 were done as the engine has slots, and the last before which one and a half times as many were left, by the ledger's own
 times; over the time between them. `first_audio_s` is the time from the start of the command to the first audio file in the
 store. Cores, memory and the use of GPUs are of the same span. With `--minutes`, what no longer fits is left out, and a job
-that does not end in time is interrupted; its row has what was committed.
+that does not end in time (`--limit` seconds) is interrupted; its row has what was committed.
+
+A job has as many items as take `--seconds` at the speed of the engine (`--expected`, audio-s/s of one GPU, with
+`--skip-engine`), or `--items`; `--slots` are those of the engine alone, and of the ramp and the tail. `--cold` is first a short
+job with new folders for every cache of kernels. `--folder` is where checkpoints and stores are written, by default a
+temporary folder.
 """
 
 from __future__ import annotations
@@ -36,16 +41,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import voices
-from benchmarks.common import Bench, Row, parser
+from benchmarks.common import Bench, Row, parser, read
 from benchmarks.engine import FRAMES_PER_SECOND, Load
-from benchmarks.report import ROOT, ProcessUse
+from benchmarks.report import ROOT, ProcessUse, new_database, s3_settings, write_random_checkpoint
 from benchmarks.stream_clients import words_of
-from jobs.settings import S3Settings
 from jobs.store import open_store
 
 _COMMITS = "SELECT made_at, count(*), sum(duration_ms) / 1000.0 FROM artifacts WHERE kind = 'audio' GROUP BY made_at ORDER BY made_at"
@@ -68,28 +71,12 @@ COLUMNS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(NamedTuple):
     """What one commit of the ledger added: items and their seconds of audio."""
 
     at: float
     items: int
     audio_seconds: float
-
-
-@dataclass(slots=True)
-class Made:
-    """The result of a command, and what the ledger has of its one job."""
-
-    status: int
-    seconds: float
-    first_audio: float | None
-    use: ProcessUse
-    commits: list[Commit]
-    failed: int
-    repeated: int
-    #: Lines of the worker's log about its start, and its warnings.
-    log_lines: list[str]
 
 
 def steady(commits: Sequence[Commit], slots: int) -> dict[str, Any]:
@@ -99,19 +86,18 @@ def steady(commits: Sequence[Commit], slots: int) -> dict[str, Any]:
     one commit gathered is never counted without its time.
     """
     total, done = sum(commit.items for commit in commits), 0
-    first = last = None
+    after_ramp, before_tail = list[int](), list[int]()
     for index, commit in enumerate(commits):
         done += commit.items
-        if first is None and done >= 2 * slots:
-            first = index
-        if total - done >= 1.5 * slots:
-            last = index
-    if first is None or last is None or last <= first:
+        (after_ramp if done >= 2 * slots else []).append(index)
+        (before_tail if total - done >= 1.5 * slots else []).append(index)
+    if not (after_ramp and before_tail and before_tail[-1] > after_ramp[0]):
         return {}
+    first, last = after_ramp[0], before_tail[-1]
     since, until, span = commits[first].at, commits[last].at, commits[first + 1 : last + 1]
+    audio, items = sum(commit.audio_seconds for commit in span), sum(commit.items for commit in span)
     found = {"since": since, "until": until, "steady_s": until - since}
-    found["job_audio_s_per_s"] = sum(commit.audio_seconds for commit in span) / (until - since)
-    return found | {"items_per_s": sum(commit.items for commit in span) / (until - since)}
+    return found | {"job_audio_s_per_s": audio / (until - since), "items_per_s": items / (until - since)}
 
 
 def write_input(path: Path, frames: Sequence[int]) -> None:
@@ -144,14 +130,9 @@ class Command:
         self, folder: Path, words: Sequence[str], environment: dict[str, str], there: Callable[[], bool]
     ) -> None:
         self.began, self.seconds, self.first_audio = time.perf_counter(), 0.0, None
+        command = [sys.executable, "-P", "-m", "jobs", *words]
         with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as error:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "jobs", *words],
-                cwd=folder,
-                env=environment,
-                stdout=out,
-                stderr=error,
-            )
+            self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=error)
         self.use, self._over = ProcessUse([self.process.pid]), threading.Event()
         self._watcher = threading.Thread(target=self._watch, args=(there,), name="first-audio", daemon=True)
         self._watcher.start()
@@ -177,20 +158,24 @@ class Command:
                 self.first_audio = time.perf_counter() - self.began
                 return
 
+    def made(
+        self, status: int, execute: Callable[[str], Any] | None, logs: Sequence[Path]
+    ) -> tuple[Row, list[Commit]]:
+        """What came of the command, which has ended, and the commits of its one job. `execute`: runs a statement on its
+        ledger. Raises `RuntimeError` with the last words of one that made nothing."""
+        found = execute(_COMMITS).fetchall() if execute is not None else []
+        if not found:
+            ends = "\n".join(log.read_text(encoding="utf-8", errors="replace")[-2000:] for log in logs)
+            raise RuntimeError(f"The command ended with status {status} and made nothing: {ends}")
+        commits = [Commit(float(at), int(items), float(audio)) for at, items, audio in found]
+        failed, repeated = (int(execute(text).fetchone()[0]) for text in (_FAILED, _REPEATED))
+        row: Row = {"status": status, "failed": failed, "repeated_draws": repeated}
+        row |= {"made_audio_s": sum(commit.audio_seconds for commit in commits)}
+        row |= {"first_audio_s": self.first_audio, "command_s": self.seconds}
+        return row | {"worker_said": [line for log in logs for line in start_lines(log)]}, commits
 
-def made_of(
-    command: Command, status: int, execute: Callable[[str], Any] | None, logs: Sequence[Path]
-) -> Made:
-    """What came of a command that has ended. `execute`: runs a statement on its ledger. Raises `RuntimeError` with the last
-    words of one that made nothing."""
-    found = execute(_COMMITS).fetchall() if execute is not None else []
-    if not found:
-        ends = "\n".join(log.read_text(encoding="utf-8", errors="replace")[-2000:] for log in logs)
-        raise RuntimeError(f"The command ended with status {status} and made nothing: {ends}")
-    commits = [Commit(float(at), int(items), float(audio)) for at, items, audio in found]
-    failed, repeated = (int(execute(text).fetchone()[0]) for text in (_FAILED, _REPEATED))
-    lines = [line for log in logs for line in start_lines(log)]
-    return Made(status, command.seconds, command.first_audio, command.use, commits, failed, repeated, lines)
+
+Run = tuple[Command, Row, list[Commit]]
 
 
 class JobBench:
@@ -202,53 +187,36 @@ class JobBench:
         if options.instant:
             self.load = Load(options.instant, options.instant, 1.0)
         self.slots = 8 if options.tiny or options.instant else options.slots
-        self.ends_at = time.monotonic() + 60 * options.minutes
         tree = options.tree.name if options.tree != ROOT else ""
         lengths = [self.load.shortest, self.load.longest]
-        self.bench = Bench("job_h200", options, tree=tree, cores=os.cpu_count(), load_s=lengths, left_out=[])
+        self.bench = Bench("job_h200", options, tree=tree, cores=os.cpu_count(), load_s=lengths)
         path = [str(folder / "voices"), str(self.tree), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
         self.engine_rates: dict[tuple[str, int], float] = {}
 
-    @property
-    def seconds_left(self) -> float:
-        return self.ends_at - time.monotonic()
-
     def attempt(self, part: str, work: Callable[..., None], *given: Any) -> None:
-        """Does a part, if there is time for it."""
-        if self.seconds_left < LEAST_SECONDS:
-            self.bench.found["left_out"].append(part)
-            self.bench.write()
-        else:
-            self.bench.attempt(part, lambda: work(*given))
+        self.bench.attempt_in_time(part, LEAST_SECONDS, work, *given)
 
     def prepare(self, size: str) -> None:
-        """Writes the checkpoint of a size in a process that leaves no memory of the device taken, and the voice that opens
-        it."""
+        """Writes the checkpoint of a size, and the voice that opens it."""
         place = self.folder / "voices"
         if self.options.instant:
             voices.install(place, seconds=self.options.instant)
             return
-        texts, checkpoint, began = self.folder / "texts", self.folder / size, time.perf_counter()
-        lengths = self.load.lengths(400)
-        lines = (words_of(one / FRAMES_PER_SECOND, number, str(one)) for number, one in enumerate(lengths))
-        texts.write_text("\n".join(lines), encoding="utf-8")
-        words = [sys.executable, "-m", "benchmarks.checkpoint", size, str(checkpoint), "--texts", str(texts)]
-        subprocess.run([*words, "--device", self.options.device], cwd=ROOT, check=True)
+        checkpoint, lengths = self.folder / size, self.load.lengths(400)
+        texts = (words_of(one / FRAMES_PER_SECOND, number, str(one)) for number, one in enumerate(lengths))
+        seconds = write_random_checkpoint(size, checkpoint, texts, self.options.device)
         device = "" if self.bench.on_gpu else "cpu"
         voices.install(place, f"planted-{size}", checkpoint, device=device)
         gigabytes = sum(file.stat().st_size for file in checkpoint.rglob("*.safetensors")) / 1e9
-        self.bench.keep(**{f"checkpoint_{size}": {"written_s": time.perf_counter() - began, "gb": gigabytes}})
+        self.bench.keep(**{f"checkpoint_{size}": {"written_s": seconds, "gb": gigabytes}})
 
     def engine(self, size: str, gpus: int) -> None:
         """The row of the engine alone: one closed loop for each GPU, all at once."""
         words = [sys.executable, "-m", "benchmarks.engine", "--device", self.options.device]
         words += ["--slots", str(self.slots), "--parts", "all"]
-        words += (
-            ["--tiny"]
-            if size == "tiny"
-            else ["--sizes", size, "--seconds", str(self.load.seconds), "--windows", "3"]
-        )
+        full = ["--sizes", size, "--seconds", str(self.load.seconds), "--windows", "3"]
+        words += ["--tiny"] if size == "tiny" else full
         found = [self.folder / f"engine-{size}-{gpus}-{gpu}.json" for gpu in range(gpus)]
         running: list[subprocess.Popen[bytes]] = []
         for gpu, path in enumerate(found):
@@ -256,7 +224,7 @@ class JobBench:
             given = {"cwd": self.tree, "env": self.environment | chosen, "stdout": subprocess.DEVNULL}
             running.append(subprocess.Popen([*words, "--json", str(path)], **given))
         try:
-            failed = [process.wait(max(self.seconds_left, 1.0)) for process in running]
+            failed = [process.wait(max(self.bench.seconds_left, 1.0)) for process in running]
         finally:
             for process in running:
                 process.kill()
@@ -266,41 +234,30 @@ class JobBench:
         rate = sum(row["audio_s_per_s"] for row in rows)
         self.engine_rates[size, gpus] = rate
         kept = ("wrong_lengths", "spread", "process_cpu_share", "gpu_busy_nvml", "open_s")
-        row: Row = {
-            "path": "engine",
-            "size": size,
-            "gpus": gpus,
-            "slots": self.slots,
-            "engine_audio_s_per_s": rate,
-        }
+        row: Row = {"path": "engine", "size": size, "gpus": gpus, "slots": self.slots}
+        row["engine_audio_s_per_s"] = rate
         self.add(row | {name: rows[0].get(name) for name in kept})
 
     def job(self, path: str, size: str, gpus: int, cold: bool = False) -> None:
         """The row of one job."""
         frames = self._lengths(size, gpus, cold)
         write_input(self.folder / "input.jsonl", frames)
-        with tempfile.TemporaryDirectory(
-            prefix=f"{path}-", dir=self.folder, ignore_cleanup_errors=True
-        ) as name:
+        place: dict[str, Any] = {"prefix": f"{path}-", "dir": self.folder, "ignore_cleanup_errors": True}
+        with tempfile.TemporaryDirectory(**place) as name:
             folder = Path(name)
             caches = {one: str(folder / "cache" / one) for one in CACHES} if cold else {}
             run = self._with_services if path == "s3" else self._into_folder
-            made = run(folder, size, gpus, self.environment | caches)
-        row: Row = {"path": path, "size": size, "gpus": gpus, "slots": slots_of(made.log_lines), "qa": "off"}
-        row |= {
-            "start": "cold" if cold else "warm",
-            "items": len(frames),
-            "status": made.status,
-            "failed": made.failed,
-        }
-        row |= {"repeated_draws": made.repeated, "asked_audio_s": sum(frames) / FRAMES_PER_SECOND}
-        row |= {"made_audio_s": sum(commit.audio_seconds for commit in made.commits)}
-        row |= {"first_audio_s": made.first_audio, "command_s": made.seconds}
-        if found := {} if cold else steady(made.commits, self.slots * gpus):
-            row |= {name: value for name, value in found.items() if name not in ("since", "until")}
-            row |= made.use.between(found["since"], found["until"])
+            command, found, commits = run(folder, size, gpus, self.environment | caches)
+        slots = slots_of(found["worker_said"])
+        row: Row = {"path": path, "size": size, "gpus": gpus, "slots": slots, "qa": "off"}
+        row |= {"start": "cold" if cold else "warm", "items": len(frames)}
+        row |= {"asked_audio_s": sum(frames) / FRAMES_PER_SECOND}
+        row |= found
+        if span := {} if cold else steady(commits, self.slots * gpus):
+            since, until = span.pop("since"), span.pop("until")
+            row |= span | command.use.between(since, until)
             row |= {f"{name}_per_gpu": row[name] / gpus for name in ("cpu_cores", "memory_gib")}
-        self.add(row | {"worker_said": made.log_lines})
+        self.add(row)
 
     def add(self, row: Row) -> None:
         """Keeps a row, beside what the engine alone and one GPU do where that was measured."""
@@ -321,7 +278,7 @@ class JobBench:
     @property
     def _limit(self) -> float:
         """Seconds that a command may take; what comes after it takes some too."""
-        return max(1.0, min(self.options.limit, self.seconds_left - LEAST_SECONDS / 2))
+        return max(1.0, min(self.options.limit, self.bench.seconds_left - LEAST_SECONDS / 2))
 
     def _lengths(self, size: str, gpus: int, cold: bool) -> list[int]:
         """Frames of each item of a job that takes the engine so long."""
@@ -336,13 +293,11 @@ class JobBench:
     def _words(self, size: str, gpus: int) -> tuple[list[str], list[str]]:
         """Options of the job, and of the worker; on a CPU several workers have GPUs in name only."""
         spoken = ["--voice", "ryan", "--language", "english"]
-        model = (
-            ["--model", voices.INSTANT] if self.options.instant else ["--model", f"planted-{size}", *spoken]
-        )
-        job = [str(self.folder / "input.jsonl"), *model, "--qa", "off", "--json"]
+        model = [voices.INSTANT] if self.options.instant else [f"planted-{size}", *spoken]
+        job = [str(self.folder / "input.jsonl"), "--model", *model, "--qa", "off", "--json"]
         return job, ["--gpu", ",".join(map(str, range(gpus)))] if gpus > 1 or self.bench.on_gpu else []
 
-    def _into_folder(self, folder: Path, size: str, gpus: int, environment: dict[str, str]) -> Made:
+    def _into_folder(self, folder: Path, size: str, gpus: int, environment: dict[str, str]) -> Run:
         """`nightjar run` with no other setting; its ledger is a SQLite file in the folder."""
         home, (job, worker) = folder / "out", self._words(size, gpus)
         words = ["run", *job, "--out", str(home), *(worker if gpus > 1 else [])]
@@ -350,20 +305,18 @@ class JobBench:
         status, state = command.wait(self._limit), home / ".nightjar"
         logs = [folder / "stderr", *sorted(state.glob("worker*.log"))]
         if not (state / "ledger.sqlite").is_file():
-            return made_of(command, status, None, logs)
+            return command, *command.made(status, None, logs)
         with closing(sqlite3.connect(f"file:{state / 'ledger.sqlite'}?mode=ro", uri=True)) as connection:
-            return made_of(command, status, connection.execute, logs)
+            return command, *command.made(status, connection.execute, logs)
 
-    def _with_services(self, folder: Path, size: str, gpus: int, environment: dict[str, str]) -> Made:
+    def _with_services(self, folder: Path, size: str, gpus: int, environment: dict[str, str]) -> Run:
         """`nightjar submit`, then `nightjar worker` until the job has ended; a database and a prefix of their own."""
         import psycopg
         import redis
 
-        name, server = folder.name.replace("_", "x"), os.environ["BENCH_POSTGRES"]
-        with psycopg.connect(server, autocommit=True) as connection:
-            connection.execute(f'CREATE DATABASE "{name}"'.encode())
+        database = new_database(os.environ["BENCH_POSTGRES"], folder.name.replace("_", "x"))
         redis.Redis.from_url(os.environ["BENCH_BROKER"]).flushall()
-        database, place = f"{server.rpartition('/')[0]}/{name}", f"{os.environ['BENCH_STORE']}/{name}"
+        place = f"{os.environ['BENCH_STORE']}/{folder.name.replace('_', 'x')}"
         environment |= {"SPEECH_DATABASE_URL": database, "SPEECH_STORE_URL": place}
         environment |= {"SPEECH_BROKER_URL": os.environ["BENCH_BROKER"]}
         store, (job, worker) = open_store(place, s3_settings()), self._words(size, gpus)
@@ -375,15 +328,12 @@ class JobBench:
             execute = lambda text: connection.execute(text.encode())  # noqa: E731
             command = Command(folder, ["worker", *worker], environment, there)
             until = command.began + self._limit
-            while (
-                command.process.poll() is None
-                and time.perf_counter() < until
-                and not execute(_ENDED).fetchall()
-            ):
+            runs = lambda: command.process.poll() is None and not execute(_ENDED).fetchall()  # noqa: E731
+            while time.perf_counter() < until and runs():
                 time.sleep(0.25)
             command.seconds = time.perf_counter() - command.began
             command.process.terminate()
-            return made_of(command, command.wait(60.0), execute, [folder / "stderr"])
+            return command, *command.made(command.wait(60.0), execute, [folder / "stderr"])
 
     def measure(self) -> int:
         options = self.options
@@ -398,46 +348,14 @@ class JobBench:
                 for path in options.paths:
                     self.attempt(f"{path} {size} {gpus}", self.job, path, size, gpus)
             shutil.rmtree(self.folder / size, ignore_errors=True)
-        print(f"left out: {', '.join(self.bench.found['left_out']) or 'nothing'}")
         return self.bench.end(*COLUMNS)
 
 
-def s3_settings() -> S3Settings:
-    """The S3 server that the environment names."""
-    names = ("endpoint_url", "access_key_id", "secret_access_key", "region")
-    return S3Settings.model_validate({name: os.environ.get(f"SPEECH_S3__{name.upper()}") for name in names})
-
-
 def main(given: Sequence[str] | None = None) -> int:
-    made = parser(__doc__)
-    add = made.add_argument
-    add("--sizes", nargs="*", default=["0b6"], choices=("0b6", "1b7"))
-    add("--gpus", nargs="*", type=int, default=[1])
-    add("--paths", nargs="*", default=["folder"], choices=("folder", "s3"))
-    add("--slots", type=int, default=1024, help="slots of the engine alone, and of the ramp and the tail")
-    add("--seconds", type=float, default=40.0, help="seconds a job would take at the engine's speed")
-    add("--items", type=int, help="items of a job, instead of --seconds")
-    add("--window-seconds", type=float, default=3.0, help="of each of three windows of the engine alone")
-    add(
-        "--expected",
-        type=float,
-        default=3000.0,
-        help="audio-s/s of one GPU, where the engine is not measured",
-    )
-    add(
-        "--instant",
-        type=float,
-        default=0.0,
-        metavar="SECONDS",
-        help="a voice that costs nothing, with so long a sound",
-    )
-    add("--minutes", type=float, default=60.0, help="minutes for everything")
-    add("--skip-engine", action="store_true", help="leave the engine alone out")
-    add("--cold", action="store_true", help="first a short job with new folders for every cache of kernels")
-    add("--limit", type=float, default=300.0, help="seconds after which a command is interrupted")
-    add("--tree", type=Path, default=ROOT, help="checkout whose packages run the jobs and the engine")
-    add("--folder", type=Path, help="where checkpoints and stores are written; default: a temporary folder")
-    options = made.parse_args(given)
+    options = read(
+        parser(__doc__), given, sizes=["0b6"], gpus=[1], paths=["folder"], slots=1024, seconds=40.0, items=0, window_seconds=3.0,
+        expected=3000.0, instant=0.0, minutes=60.0, skip_engine=False, cold=False, limit=300.0, tree=ROOT, folder=None,
+    )  # fmt: skip
     if options.tiny:
         options.items = options.items or 200
     with tempfile.TemporaryDirectory(

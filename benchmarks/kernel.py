@@ -1,6 +1,6 @@
 """The kernels of a frame on a GPU, with random weights of the published sizes; times are medians of graph replays.
 
-    python -m benchmarks.kernel [--parts product,attention,frame,prefill,unit] [--sizes 0.6B,1.7B]
+    python -m benchmarks.kernel [--parts product,attention,frame,prefill,unit] [--sizes 0b6,1b7,spark,fish]
         [--rows 1,8,32,64,128,256,512,1024] [--contexts 108,300] [--positions 2048,6144] [--prompts 36,228]
 
 `product`: microseconds of a product in a chain over the weights of 28 layers, by all that can make it: cuBLAS's, the
@@ -23,8 +23,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.common import Bench, event_us, graph_us, numbers, parser, words
-from benchmarks.shapes import FISH, LARGE, SMALL, SPARK, Maker, Shape, device_named, frame_floor
+from benchmarks.common import Bench, event_us, graph_us, parser, read
+from benchmarks.shapes import PUBLISHED, Maker, Shape, device_named, frame_floor
 from kernels import codec_cuda, codec_launch, codec_ops, lm_cuda, lm_products
 from kernels.attention import PackedPrompts
 from kernels.frame import FrameTensors, StateTensors
@@ -36,7 +36,7 @@ from kernels.lm_triton import add_norm, swiglu
 from kernels.prefill import prefill_packed
 
 LAYERS, EPS, PAGE = 28, 1e-6, 64
-SIZES = {"0.6B": SMALL, "1.7B": LARGE, "spark": SPARK, "fish": FISH}
+PARTS = ("product", "attention", "frame", "prefill", "unit")
 #: Rows of a part, and seconds after which it is given up: a kernel that does not end takes the process along.
 ROWS, SECONDS = (1, 8, 32, 64, 128, 256, 512, 1024), 90
 #: The maximum number of rows for which a product has kernels of its own.
@@ -250,7 +250,7 @@ def prefill_part(bench: Bench, name: str, shape: Shape, positions: int, length: 
     (k, v), embeddings = maker.caches(shape, pages, PAGE), maker.normal(positions, shape.hidden)
     us = graph_us(partial(prefill_packed, embeddings, prompts, stack, k, v, 0), 1, 11)
     processors = lm_products.processors(bench.device.index or 0)
-    fills = lm_products.serves_swiglu(stack.layers[0].down)
+    fills = lm_products.supports_swiglu(stack.layers[0].down)
     fills = fills and lm_products.fills(positions, shape.inter, processors)
     row = {"part": "prefill", "sizes": name, "rows": positions, "prompt": length, "fills": fills}
     bench.add({**row, "ms": us / 1000, "us_per_position": us / positions})
@@ -289,40 +289,36 @@ def unit_part(bench: Bench, channels: int) -> None:
         bench.add(row | {"us_per_frame": sum(us.values())})
 
 
-def main(given: list[str] | None = None) -> int:
-    made = parser(__doc__)
-    made.add_argument("--parts", type=words, default="product,attention,frame,prefill,unit")
-    made.add_argument("--sizes", type=words, default="0.6B,1.7B", help=f"of {', '.join(SIZES)}")
-    made.add_argument("--rows", type=numbers, default=list(ROWS))
-    made.add_argument("--contexts", type=numbers, default=[108, 300])
-    made.add_argument("--positions", type=numbers, default=[512, 2048, 6144], help="of `prefill`")
-    made.add_argument("--prompts", type=numbers, default=[36, 228], help="of `prefill`")
-    options = made.parse_args(given)
+def main() -> int:
+    options = read(
+        parser(__doc__), parts=list(PARTS), sizes=["0b6", "1b7"], rows=list(ROWS), contexts=[108, 300],
+        positions=[512, 2048, 6144], prompts=[36, 228],
+    )  # fmt: skip
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     bench = Bench("kernel", options)
     if not bench.on_gpu:
         print("These kernels need a GPU; tests/parity runs them on a CPU in emulators.")
         return 0
 
-    def attempt(work: Callable[..., None], *given: object) -> None:
-        signal.alarm(SECONDS)
-        bench.attempt(" ".join([work.__name__, *(str(one) for one in given if not isinstance(one, Shape))]),
-                      partial(work, bench, *given))  # fmt: skip
-        signal.alarm(0)
+    def attempt(part: str, work: Callable[..., None], *given: object) -> None:
+        if part in options.parts:
+            signal.alarm(SECONDS)
+            named = " ".join([part, *(str(one) for one in given if not isinstance(one, Shape))])
+            bench.attempt(named, work, bench, *given)
+            signal.alarm(0)
 
-    for name, shape in ((name, SIZES[name]) for name in options.sizes):
+    for name in options.sizes:
+        shape = PUBLISHED[name]
         for rows in options.rows:
-            if "product" in options.parts:
-                attempt(product_part, name, shape, rows)
+            attempt("product", product_part, name, shape, rows)
             for context in options.contexts:
-                for part, work in (("attention", attention_part), ("frame", frame_part)):
-                    if part in options.parts:
-                        attempt(work, name, shape, rows, context)
-        for positions in options.positions if "prefill" in options.parts else ():
+                attempt("attention", attention_part, name, shape, rows, context)
+                attempt("frame", frame_part, name, shape, rows, context)
+        for positions in options.positions:
             for length in options.prompts:
-                attempt(prefill_part, name, shape, positions, length)
-    for channels in UNIT_STEPS if "unit" in options.parts else ():
-        attempt(unit_part, channels)
+                attempt("prefill", prefill_part, name, shape, positions, length)
+    for channels in UNIT_STEPS:
+        attempt("unit", unit_part, channels)
     return bench.end(
         "part", "sizes", "rows", "context", "product", "best_ms", "floor_ms", "ms", "us_per_frame"
     )

@@ -49,7 +49,7 @@ from benchmarks.checkpoint import (
     spark_config,
     write_lm,
 )
-from benchmarks.common import Bench, Row, parser
+from benchmarks.common import Bench, Row, parser, read
 from benchmarks.report import ROOT
 
 SITE = "NIGHTJAR_REFERENCE_SITE"
@@ -291,12 +291,8 @@ def in_its_own_site(arguments: Sequence[str]) -> int:
 def main() -> int:
     made = parser(__doc__)
     made.add_argument("model", choices=("qwen3", *LOOPS))
-    made.add_argument("--sizes", nargs="*", default=["0b6", "1b7"], help="of qwen3")
-    made.add_argument("--batches", nargs="+", type=int, default=[256, 512])
-    made.add_argument("--frames", type=int, default=48, help="frames of each row of qwen3")
-    made.add_argument("--seconds", type=float, default=10.0, help="of an utterance of the loops")
     made.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
-    options = made.parse_args()
+    options = read(made, sizes=["0b6", "1b7"], batches=[256, 512], frames=48, seconds=10.0)
     batches, frames, seconds = options.batches, options.frames, options.seconds
     if options.tiny:
         batches, frames, seconds = [1, 2], 4, 0.2
@@ -306,7 +302,7 @@ def main() -> int:
         bench = Bench(f"{options.model}_loop", options, seconds=seconds)
         with tempfile.TemporaryDirectory() as folder:
             loop = LOOPS[options.model]
-            bench.attempt(options.model, lambda: loop(bench, Path(folder) / "checkpoint", batches, seconds))
+            bench.attempt(options.model, loop, bench, Path(folder) / "checkpoint", batches, seconds)
         return bench.end("part", "batch", "ms", "audio_s_per_s")
     if not options.here:
         return in_its_own_site(sys.argv[1:])
@@ -320,7 +316,7 @@ def main() -> int:
     torch.set_num_threads(1)
     bench = Bench("reference", options, transformers=transformers.__version__)
     for size in ["tiny"] if options.tiny else options.sizes:
-        bench.attempt(size, lambda size=size: qwen3(bench, size, batches, frames))
+        bench.attempt(size, qwen3, bench, size, batches, frames)
     return bench.end("size", "slots", "lm_ms_per_frame", "codec_us_per_frame", "audio_s_per_s")
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Bench, parser
+from benchmarks.common import Bench, parser, read
 from benchmarks.engine import PAGE_SIZE, ClosedLoop, Load, Throughput, requests
 
 MIB = 2**20
@@ -125,14 +125,16 @@ def soak(
 
 
 def main() -> int:
-    made = parser(__doc__)
-    made.add_argument("--size", default="0b6")
-    made.add_argument("--slots", type=int, default=512)
-    made.add_argument("--count", type=int, default=10_000)
-    made.add_argument("--seconds", type=float, default=90.0, help="seconds at most")
-    made.add_argument("--reproducible", action="store_true")
-    made.set_defaults(option=[], codec_rows=0)
-    options = made.parse_args()
+    options = read(
+        parser(__doc__),
+        size="0b6",
+        slots=512,
+        count=10_000,
+        seconds=90.0,
+        reproducible=False,
+        option=str,
+        codec_rows=0,
+    )
     bench = Bench("qwen3_tts_soak", options)
     size, slots = ("tiny", 8) if options.tiny else (options.size, options.slots)
     found = soak(bench, size, slots, options.count, options.reproducible, options.seconds)

@@ -1,26 +1,25 @@
 """SparkTTS and Fish Speech S2 on both engines in one run, at their published sizes with dummy weights.
 
-    python -m benchmarks.speech spark [--parts frame,lm,speech,streams] [--requests 64,256,512] [--engines native,vllm]
+    python -m benchmarks.speech spark [--parts lm,speech,streams] [--requests 64,256,512] [--engines native,vllm]
         [--turns 0,4] [--streams 1,64] [--seconds 10] [--codec-dtype bfloat16]
     python -m benchmarks.speech fish --requests 64,256
     python -m benchmarks.speech fish --device cpu --tiny --engines native --requests 2 --seconds 0.2
 
-`frame` is a frame of the native engine alone. Of each engine `lm` is its LM alone, and `speech` goes through the
-pipeline: text and recording in, samples out, so all stages share the GPU. `streams` are first chunks of the native one. The prompts
-of a voice share its KV. `python -m benchmarks.reference` has the loop of transformers. The engine vllm is left out where
-vLLM is not installed.
+Of each engine `lm` is its LM alone, and `speech` goes through the pipeline: text and recording in, samples out, so all stages
+share the GPU. `streams` are first chunks of the native one. `--turns` are frames a turn of the native engine; 0: its own.
+The prompts of a voice share its KV. `python -m benchmarks.kernel --parts frame` has a frame alone, `python -m benchmarks.reference`
+the loop of transformers. The engine vllm is left out where vLLM is not installed.
 """
 
 from __future__ import annotations
 
 import io
 import itertools
-import math
 import tempfile
 import threading
 import time
 import wave
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -45,16 +44,13 @@ from benchmarks.checkpoint import (
     wav2vec2,
     write_lm,
 )
-from benchmarks.common import Bench, GpuUse, ThreadUse, numbers, parser, serves, words
+from benchmarks.common import Bench, GpuUse, ThreadUse, parser, read, serves
 from benchmarks.engine import Watched
-from benchmarks.shapes import FISH, SPARK, Shape, device_named, frame_floor
 from kernels.registry import on_device
-from kernels.sampler import DrawFlags
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.engine import Engine
-from pipelines.engine.executor import FrameExecutor, FrameSettings
+from pipelines.engine.executor import FrameExecutor
 from pipelines.engine.opening import MemoryNeeds, NativeModelOptions, open_executor
-from pipelines.engine.state import Placement, SamplingParams
 from pipelines.errors import ErrorCode, NightjarError
 from pipelines.fish_speech import engines as fish_engines
 from pipelines.fish_speech import pipeline as fish_pipeline
@@ -91,8 +87,6 @@ TURNS, BESIDE = 4, 4
 #: Streams of a run for each one that is under way, and the least number of all: the first of each place are not
 #: counted.
 STREAM_TURNS, LEAST_STREAMS = 6, 60
-#: Frames of a call of the part `frame`; calls that are timed, and those before them.
-FRAMES, CALLS = 8, 7
 #: A request of a pipeline by its number.
 Make = Callable[[int], SynthesisRequest]
 
@@ -113,22 +107,18 @@ class Family:
     `spec` with dummy weights.
     """
 
-    #: Frames of a second of speech, positions before it, and a recording's samples a second.
+    #: Frames of a second of speech, and a recording's samples a second; vLLM's share of the memory.
     rate: float
-    prompt: int
     sample_rate: int
+    memory_share: float
+    sampling: TokenSampling
+    text_ids: int
     #: The text of the recording of a voice.
     reference_text: str | None = None
-    drawn: SamplingParams
-    sampling: TokenSampling
-    shape: Shape
-    #: Of vLLM.
-    memory_share: float
     #: Slots of an engine that streams are measured on, at least: some are free for whole utterances as well.
     stream_slots = 0
     #: Further fields of a sequence of the LM alone.
     fields: Mapping[str, Any] = MappingProxyType({})
-    text_ids: int
 
     def __init__(self, bench: Bench) -> None:
         self.bench, self.weights = bench, DummyWeights(bench.device)
@@ -143,20 +133,17 @@ class Family:
     def sizes(self, needs: MemoryNeeds, slots: int, streams: int) -> EngineOptions:
         """Of the native engine. `streams`: how many it is prepared for; as many slots are then kept free of whole
         utterances."""
-        asked = NativeModelOptions(
-            slots=slots, streams=streams, pages=slots * CONTEXT // PAGE_SIZE, page_size=PAGE_SIZE
-        )
+        pages = slots * CONTEXT // PAGE_SIZE
+        asked = NativeModelOptions(slots=slots, streams=streams, pages=pages, page_size=PAGE_SIZE)
         return asked.plan(needs, self.bench.device, CONTEXT, CONTEXT, frame_seconds=1 / self.rate)
 
 
 class Spark(Family):
     """SparkTTS; with `tiny` an LM that a CPU can run."""
 
-    rate, prompt, sample_rate = 50, 80, 16_000
-    drawn = SamplingParams(0.8, 50, 0.95, 1.0, 0.8, 50, 0.95)
+    rate, sample_rate = 50, 16_000
     sampling = TokenSampling(0, 0.8, 50, 0.95, ignore_end=True)
     memory_share, stream_slots = 0.4, 128
-    shape = SPARK
 
     def __init__(self, bench: Bench, folder: Path) -> None:
         super().__init__(bench)
@@ -167,10 +154,8 @@ class Spark(Family):
         tokenizer, codec = dummy_bicodec(config, bench.device, bench.options.codec_dtype)
         references = ReferenceEncoder(config, tokenizer, wav2vec2(bench.device))
         self.parts = spark_pipeline.Parts(config, self.vocabulary, references, codec)
-        self.drawable, self.text_ids = (
-            Drawable.of(self.vocabulary, config.lm),
-            min(150_000, config.lm.vocab // 2),
-        )
+        self.drawable = Drawable.of(self.vocabulary, config.lm)
+        self.text_ids = min(150_000, config.lm.vocab // 2)
         write_lm(folder / LLM, config.lm)
 
     def model(self) -> tuple[SparkModel, MemoryNeeds]:
@@ -201,11 +186,9 @@ class Spark(Family):
 class Fish(Family):
     """Fish Speech S2, of the published or of tiny sizes."""
 
-    rate, prompt, sample_rate, reference_text = 44_100 / 2048, 200, 44_100, TEXT
-    drawn = SamplingParams(0.8, 30, 0.8, 1.0, 0.8, 30, 0.8)
+    rate, sample_rate, reference_text = 44_100 / 2048, 44_100, TEXT
     sampling = TokenSampling(0, 0.8, 30, 0.8, ignore_end=True)
     memory_share = 0.6
-    shape = FISH
 
     def __init__(self, bench: Bench, folder: Path) -> None:
         super().__init__(bench)
@@ -270,19 +253,17 @@ def prepare_all(executor: FrameExecutor, device: torch.device) -> None:
 
 
 class Native:
-    """A model's executor, over which pipelines are opened one after the other, and its parts alone: without
-    scheduler, host and codec."""
+    """A model's executor, over which pipelines are opened one after the other."""
 
     def __init__(self, family: Family, slots: int, streams: int = 0) -> None:
-        self.family, self.bench = family, family.bench
+        self.family = family
         model, needs = family.model()
         self.sizes = family.sizes(needs, slots, streams)
-        self.executor = open_executor(model, self.sizes, streams=streams)
-        prepare_all(self.executor, self.bench.device)
-        self.watched = Watched(self.executor)
-        prefill = "packed" if self.executor.packed else "padded"
+        executor = open_executor(model, self.sizes, streams=streams)
+        prepare_all(executor, family.bench.device)
+        self.watched = Watched(executor)
         #: Facts of it in rows.
-        self.about = {"executor": self.executor.name, "prefill": prefill}
+        self.about = {"executor": executor.name, "prefill": "packed" if executor.packed else "padded"}
 
     def pipeline(self, turns: int = 0) -> Pipeline:
         """A pipeline with an engine of its own; `turns`: frames a scheduling turn, 0 for the engine's choice."""
@@ -290,43 +271,6 @@ class Native:
         stage = self.family.stage()
         host = self.family.host(Engine(self.watched, sizes, sizes.slots, stage))
         return self.family.pipeline(host, stage)
-
-    def frame_part(self, rows: Sequence[int], context: int) -> None:
-        """A frame of each number of rows at this context; the slots must be free."""
-        with on_device(self.bench.device), torch.cuda.stream(self.executor.stream):
-            for number in rows:
-                self._frames(number, context)
-
-    def _frames(self, rows: int, context: int) -> None:
-        bench, executor, drawn = self.bench, self.executor, self.family.drawn
-        count = FRAMES if bench.on_gpu else 1
-        sampling = replace(drawn, min_new_tokens=1 << 30)
-        state, kv = executor.state, executor.kv
-        each = math.ceil((context + CALLS * count + 1) / kv.page_size)
-        pages = kv.take(rows * each)
-        if pages is None:
-            raise ValueError(f"{rows} rows of {each} pages do not fit {kv.pages} pages")
-        hidden, none = torch.zeros_like(state.inputs[0]), np.zeros(0, np.int64)
-        held = [pages[row * each : (row + 1) * each] for row in range(rows)]
-        state.place([Placement(row, held[row], row, sampling, none, hidden, context) for row in range(rows)])
-        first = drawn.temperature, drawn.top_k, drawn.top_p
-        behind = drawn.residual_temperature, drawn.residual_top_k, drawn.residual_top_p
-        settings = FrameSettings(context + 1, DrawFlags.of([first]), DrawFlags.of([behind]))
-        slots = list(range(rows))
-
-        def frames() -> None:
-            nonlocal settings
-            executor.frames(slots, count, settings)()
-            settings = settings.later(count)
-
-        ms = bench.milliseconds(frames, CALLS - 2) / count
-        kv.give_back(pages)
-        device = None if bench.options.tiny else device_named(bench.found["device"])
-        about: dict[str, Any] = {"context": context, "executor": executor.name}
-        if device is not None:
-            about["floor_ms"] = 1000 * frame_floor(self.family.shape, rows, context, device)
-        audio = rows / self.family.rate
-        bench.timed("frame alone", rows, ms, audio, engine="native", slots=rows, **about)
 
 
 class Waiter:
@@ -356,9 +300,12 @@ class Speaking:
         self._indexes = itertools.count()
 
     def measure(self, parts: set[str], watched: Watched | None = None) -> None:
-        known = {"lm": self.lm, "speech": partial(self.speech, watched), "streams": self.streams}
-        for name in known.keys() & parts:
-            self.bench.attempt(f"{self.engine}: {name}", known[name])
+        """Does the parts, and closes the pipeline."""
+        for name in ("lm", "speech", "streams"):
+            if name in parts:
+                given = [watched] if name == "speech" else []
+                self.bench.attempt(f"{self.engine}: {name}", getattr(self, name), *given)
+        self.pipeline.close()
 
     def lm(self) -> None:
         """The LM alone, all requests at once, each of the same number of tokens; the second turn counts. No prompt
@@ -370,13 +317,8 @@ class Speaking:
             for turn in range(2):
                 waiters = [Waiter() for _ in range(number)]
                 asked = [
-                    TokenRequest(
-                        f"{number}.{turn}-{index}",
-                        prompt_ids(next(self._indexes), family.text_ids),
-                        replace(sampling, seed=index),
-                        **family.fields,
-                    )
-                    for index in range(number)
+                    self._sequence(f"{number}.{turn}-{seed}", replace(sampling, seed=seed))
+                    for seed in range(number)
                 ]
                 begin = time.perf_counter()
                 for request, waiter in zip(asked, waiters, strict=True):
@@ -387,22 +329,22 @@ class Speaking:
             audio = made / family.rate
             self.bench.timed("LM alone", number, 1000 * took, audio, engine=self.engine, slots=number, **more)
 
+    def _sequence(self, name: str, sampling: TokenSampling) -> TokenRequest:
+        index, vocabulary = next(self._indexes), self.family.text_ids
+        prompt = [(index * 131 + n * 17) % vocabulary for n in range(PROMPT_TOKENS)]
+        return TokenRequest(name, prompt, sampling, **self.family.fields)
+
     def speech(self, watched: Watched | None = None) -> None:
-        """Request to samples: all at once, then a constant number in flight, of lengths from half to whole."""
+        """Request to samples: a constant number in flight, of lengths from half to whole."""
         self.warm_up()
         whole = self.options.seconds
         lengths = [whole * (0.5 + 0.5 * step / 7) for step in range(8)]
         for number in self.options.requests:
-            begin, request = time.perf_counter(), self.family.request
-            under_way = [
-                submit(self.pipeline, request(f"burst{number}", index, whole)) for index in range(number)
-            ]
-            burst = sum(map(heard_seconds, under_way)) / (time.perf_counter() - begin)
             make = lambda n, name=f"steady{number}": self.family.request(name, n, lengths[n % 8])  # noqa: E731
             found = self.steady(number, make, watched)
             ms, audio = found.pop("ms"), found.pop("audio_seconds")
-            row = {"engine": self.engine, "slots": number, **self.about, "burst_audio_s_per_s": burst}
-            self.bench.timed("speech, end to end", number, ms, audio, **row, **found)
+            row = {"engine": self.engine, "slots": number, **self.about, **found}
+            self.bench.timed("speech, end to end", number, ms, audio, **row)
 
     def warm_up(self) -> None:
         """Every voice once; and lengths and batches that the codec has not met, which cost the compilation of a
@@ -460,15 +402,8 @@ class Speaking:
             waits = first_chunks(self.pipeline, number, total, make)[number:]
             took = 1000 * (time.perf_counter() - begin)
             p50, p95 = np.percentile(waits, (50, 95)).tolist()
-            more = {"p50_ms": p50, "p95_ms": p95, "longest_ms": max(waits), **self.about}
-            self.bench.timed(
-                "first chunk", number, took, engine=self.engine, slots=number, streams=total, **more
-            )
-
-
-def prompt_ids(index: int, vocabulary: int) -> list[int]:
-    """The LM's prompt of sequence `index`."""
-    return [(index * 131 + n * 17) % vocabulary for n in range(PROMPT_TOKENS)]
+            more = {"slots": number, "streams": total, "p50_ms": p50, "p95_ms": p95, "longest_ms": max(waits)}
+            self.bench.timed("first chunk", number, took, engine=self.engine, **more, **self.about)
 
 
 def first_chunks(pipeline: Pipeline, at_once: int, total: int, make: Make) -> list[float]:
@@ -517,19 +452,16 @@ def native(family: Family, parts: set[str]) -> None:
     bench, options = family.bench, family.bench.options
     if parts - {"streams"}:
         opened = Native(family, max(options.requests))
-        if "frame" in parts:
-            context = family.prompt + int(options.seconds * family.rate) // 2
-            rows = sorted({1, *options.requests})
-            bench.attempt("frame", lambda: opened.frame_part(rows, context))
-        for turns in options.turns if {"lm", "speech"} & parts else ():
+        for turns in options.turns:
             about = {"frames_per_turn": turns or opened.sizes.frames_per_turn, **opened.about}
-            run(family, opened.pipeline(turns), "native", about, parts - {"streams"}, opened.watched)
+            speaking = Speaking(family, opened.pipeline(turns), "native", about)
+            speaking.measure(parts - {"streams"}, opened.watched)
         del opened
         bench.clean()
     if "streams" in parts:
         slots = max(family.stream_slots if bench.on_gpu else 0, 2 * max(options.streams))
         ready = Native(family, slots, max(options.streams))
-        run(family, ready.pipeline(), "native", ready.about, {"streams"})
+        Speaking(family, ready.pipeline(), "native", ready.about).measure({"streams"})
 
 
 def vllm(family: Family, parts: set[str]) -> None:
@@ -541,42 +473,21 @@ def vllm(family: Family, parts: set[str]) -> None:
     begin = time.perf_counter()
     host = VllmHost(spec, replace(chosen, slots=slots, memory_share=family.memory_share))
     print(f"vLLM started in {time.perf_counter() - begin:.0f} s", flush=True)
-    run(family, family.pipeline(host, family.stage()), "vllm", {}, parts)
-
-
-def run(
-    family: Family, pipeline: Pipeline, engine: str, about: dict[str, Any], parts: set[str],
-    watched: Watched | None = None,
-) -> None:  # fmt: skip
-    try:
-        Speaking(family, pipeline, engine, about).measure(parts, watched)
-    finally:
-        pipeline.close()
-
-
-def codec_dtype(options: Any) -> torch.dtype:
-    """The type of the codec: by default bfloat16, on a CPU float32."""
-    return getattr(torch, options.codec_dtype or ("float32" if options.device == "cpu" else "bfloat16"))
+    Speaking(family, family.pipeline(host, family.stage()), "vllm", {}).measure(parts)
 
 
 def main(given: list[str] | None = None) -> int:
     made = parser(__doc__)
     made.add_argument("family", choices=FAMILIES)
-    made.add_argument("--parts", type=words, default="frame,lm,speech,streams")
-    made.add_argument("--engines", type=words, default="native,vllm", help="which engines, in this order")
-    made.add_argument("--requests", type=numbers, default="64,256,512")
-    made.add_argument(
-        "--turns", type=numbers, default="0", help="frames a turn of the native engine; 0: its own"
-    )
-    made.add_argument("--streams", type=numbers, default="1,64", help="streams at once")
-    made.add_argument("--seconds", type=float, default=10.0)
-    made.add_argument("--codec-dtype", choices=("float32", "bfloat16", "float16"))
-    options = made.parse_args(given)
-    options.codec_dtype = codec_dtype(options)
+    options = read(
+        made, given, parts=["lm", "speech", "streams"], engines=["native", "vllm"], requests=[64, 256, 512], turns=[0],
+        streams=[1, 64], seconds=10.0, codec_dtype="",
+    )  # fmt: skip
+    dtype = options.codec_dtype or ("float32" if options.device == "cpu" else "bfloat16")
+    options.codec_dtype = getattr(torch, dtype)
     kind = FAMILIES[options.family]
     engines = [one for one in options.engines if one == "native" or find_spec("vllm")]
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = kind is Spark
-    dtype = str(options.codec_dtype).removeprefix("torch.")
     facts: dict[str, Any] = {"codec_dtype": dtype, "seconds": options.seconds}
     if "vllm" in engines:
         from pipelines.vllm_engine.library import load_vllm
@@ -586,11 +497,10 @@ def main(given: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         family = kind(bench, Path(folder) / "checkpoint")
         for engine in engines:
-            parts = set(options.parts) - ({"frame", "streams"} if engine == "vllm" else set())
-            work = native if engine == "native" else vllm
-            bench.attempt(engine, lambda work=work, parts=parts: work(family, parts))
+            parts = set(options.parts) - ({"streams"} if engine == "vllm" else set())
+            bench.attempt(engine, native if engine == "native" else vllm, family, parts)
     return bench.end(
-        "part", "engine", "slots", "frames_per_turn", "ms", "floor_ms", "audio_s_per_s", "tokens_per_s", "p50_ms", "p95_ms"
+        "part", "engine", "slots", "frames_per_turn", "ms", "audio_s_per_s", "tokens_per_s", "p50_ms", "p95_ms"
     )  # fmt: skip
 
 

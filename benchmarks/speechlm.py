@@ -27,7 +27,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.common import Bench, parser, words
+from benchmarks.common import Bench, parser, read
 from benchmarks.report import ROOT
 from pipelines.errors import NightjarError
 from pipelines.options import TokenModelOptions
@@ -201,16 +201,10 @@ def loads(options: argparse.Namespace) -> list[Load]:
 
 
 def main() -> int:
-    made = parser(__doc__)
-    made.add_argument("--requests", type=int, default=512)
-    made.add_argument("--prompt", type=int, default=120)
-    made.add_argument("--steps", type=int, default=300)
-    made.add_argument(
-        "--parts", type=words, default="text,streams,mixed,pairs,mixed16,pairs16,mixed64,pairs64"
-    )
-    made.add_argument("--tensor-parallel", type=int, default=1)
-    made.add_argument("--memory-share", type=float, default=0.9)
-    options = made.parse_args()
+    options = read(
+        parser(__doc__), requests=512, prompt=120, steps=300, tensor_parallel=1, memory_share=0.9,
+        parts=["text", "streams", "mixed", "pairs", "mixed16", "pairs16", "mixed64", "pairs64"],
+    )  # fmt: skip
     vllm = load_vllm().__version__
     from pipelines.vllm_engine.host import VllmHost
 

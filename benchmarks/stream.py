@@ -7,26 +7,29 @@
     python -m benchmarks.stream --sizes 1b7 --parts client closed open --minutes 9
     python -m benchmarks.stream --tiny --parts closed --clients 2 --short
 
-With an address, of a server that runs; with `--sizes`, of Qwen3-TTS at full size with random weights: each size gets a
-checkpoint on disk and a server (`benchmarks.stream_server`) in a process of its own. The checkpoint never draws an end, so
-a speech is as long as its request says. Rows are written as soon as they are there.
+With an address, of a server that runs (`--peer`: any OpenAI-style one, which gets OpenAI's fields only); with `--sizes`, of
+Qwen3-TTS at full size with random weights: each size gets a checkpoint on disk and a server (`serve`, with the words of
+`--server`) in a process of its own. The checkpoint never draws an end, so a speech is as long as its request says. Rows are
+written as soon as they are there.
 
 Clients run in processes of their own, on bare sockets (`benchmarks.stream_clients`). Time zero is just before the first
-byte of a request is written, on an open connection; the end is the first PCM byte. Requests are for 2 to 8 s of speech.
-Every stream has a player that starts with its first chunk; an underrun is a moment at which it has nothing to play.
-Parts: `client` is the clients' own delay, on a server that answers at once; `closed` clients back to back; `open` Poisson
-arrivals at a rate, however many requests are under way, medians over seeds; `listen` listeners in real time; `mixed`
-streams beside whole answers of the kinds `--whole`; `cancel` the time until a cancelled stream's slot is free.
+byte of a request is written, on an open connection; the end is the first PCM byte. Requests are for 2 to 8 s of speech
+(`--seconds`; with `--text-lengths` only the text says how long). Every stream has a player that starts with its first chunk;
+an underrun is a moment at which it has nothing to play. Parts: `client` is the clients' own delay, on a server that answers at
+once; `closed` clients back to back; `open` Poisson arrivals at a rate, however many requests are under way, medians over
+`--seeds`; `listen` listeners in real time; `mixed` streams beside whole answers (`--mixed STREAMS WHOLE`). A closed point counts
+`--duration` seconds after `--warm-up`, an open one twice as long; `--short` is for a first look. `--field NAME=JSON` is a further
+field of every request. What does not fit into `--minutes` is left out and named.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import math
 import os
-import random
 import re
 import shlex
 import signal
@@ -46,25 +49,30 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from benchmarks.report import ROOT, ProcessUse, Result, Row, device_name, listener_pid, table, thread_seconds
+from benchmarks.report import (
+    ROOT,
+    ProcessUse,
+    Result,
+    Row,
+    device_name,
+    listener_pid,
+    parser,
+    read,
+    table,
+    write_random_checkpoint,
+)
 from benchmarks.stream_clients import (
-    BYTES_PER_SAMPLE,
-    CONNECTIONS,
     DRAIN_SECONDS,
-    WHOLE,
     Plan,
-    Player,
-    request_body,
+    answer_silence,
     text_of,
 )
 
-PARTS = ("client", "closed", "open", "listen", "mixed", "cancel")
-GAUGES = (
-    "speech_server_running",
-    "speech_server_waiting",
-    "speech_engine_batch_size",
-    "speech_engine_waiting",
+PARTS = ("client", "closed", "open", "listen", "mixed")
+GAUGES = tuple(
+    f"speech_{name}" for name in ("server_running", "server_waiting", "engine_batch_size", "engine_waiting")
 )
+SERVER = "--slots 256 --waiting-room 1024 --option slots=256 --option streams=128"
 #: Length of a speech whose request does not say it; and the longest wait until everything is free again.
 LONGEST_SECONDS, IDLE_SECONDS = 8.0, 30.0
 #: Time between the word to all processes of clients, which are connected, and the start.
@@ -74,24 +82,6 @@ COLUMNS = (
     "first_pcm_ms.99", "underrun_share", "underrun_ms.95", "rtf", "audio_s_per_s", "batch_audio_s_per_s", "requests", "failures",
     "left_over", "cpu_cores",
 )  # fmt: skip
-#: Names threads for the kernel too, which /proc shows; Python does so itself from 3.14 on.
-NAME_THREADS = """
-import threading
-
-_run = threading.Thread._bootstrap_inner
-
-
-def _named(self):
-    try:
-        with open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as file:
-            file.write(self.name[:15])
-    except OSError:
-        pass
-    _run(self)
-
-
-threading.Thread._bootstrap_inner = _named
-"""
 
 
 def fetch(url: str, path: str, key: str = "") -> tuple[int, str]:
@@ -131,7 +121,7 @@ def measure(plan: Plan, pid: int | None, processes: int, seeds: int = 1) -> Row:
     mode, load = ("open", "rate") if plan.rate else ("closed", "clients")
     about: Row = {"mode": mode, load: getattr(plan, load), "protocol": plan.protocol, "seeds": seeds}
     about |= {"warm_up_s": plan.warm_up, "duration_s": plan.duration, "seconds": plan.seconds}
-    about |= {name: value for name in ("listen", "batch_clients", "cancel") if (value := getattr(plan, name))}
+    about |= {name: value for name in ("listen", "batch_clients") if (value := getattr(plan, name))}
     return about | (rows[0] if seeds == 1 else _joined(rows))
 
 
@@ -152,16 +142,14 @@ def _one_seed(plan: Plan, pid: int | None, processes: int, seed: int) -> Row:
     count_from = start + plan.warm_up
     count_until = count_from + plan.duration
     time.sleep(max(count_from - time.monotonic(), 0))
-    since, before = time.time(), thread_seconds(roots)
+    since = time.time()
     time.sleep(max(count_until - time.monotonic(), 0))
-    until, after = time.time(), thread_seconds(roots)
+    until = time.time()
     found = [json.loads(worker.communicate(timeout=DRAIN_SECONDS + 60)[0]) for worker in workers]
     row = row_of(found, count_from, count_until, plan.sized and plan.protocol == "http")
     use.stop()
     if roots:
         row |= use.between(since, until)
-        span = until - since
-        row["threads"] = {name: (took - before.get(name, 0.0)) / span for name, took in after.items()}
     if plan.own:
         row["left_over"] = left_over(plan)
     return row
@@ -200,13 +188,12 @@ def percentiles_ms(seconds: Sequence[float]) -> dict[str, float | None]:
 def row_of(found: Sequence[dict[str, Any]], count_from: float, count_until: float, sized: bool = True) -> Row:
     """The figures of one load: what its processes of clients received of the requests that were sent in the span."""
     sent = [one for process in found for one in process["heard"] if count_from <= one["sent"] < count_until]
-    streams, whole = [one for one in sent if not one["kind"]], [one for one in sent if one["kind"]]
+    streams, whole = ([one for one in sent if one["whole"] == kind] for kind in (False, True))
     begun = [one for one in streams if one["first"] is not None]
     done = [one for one in streams if one["failure"] == ""]
     seconds, ended = count_until - count_from, Counter(one["failure"] for one in sent)
     waits = [wait for one in begun for wait in one["underruns"]]
     rtf = [one["took"] / one["audio"] for one in done if one["audio"]]
-    usual = ("", "cancelled", "cut off")
     row: Row = {
         "first_pcm_ms": percentiles_ms([one["first"] for one in begun]),
         "rtf": statistics.median(rtf) if rtf else None,
@@ -216,8 +203,7 @@ def row_of(found: Sequence[dict[str, Any]], count_from: float, count_until: floa
         "audio_s_per_s": sum(process["stream_audio_s"] for process in found) / seconds,
         "requests": len(sent),
         "requests_per_s": len(streams) / seconds,
-        "failures": {name: count for name, count in ended.items() if name not in usual},
-        "cancelled": ended["cancelled"],
+        "failures": {name: count for name, count in ended.items() if name not in ("", "cut off")},
         "cut_off": ended["cut off"],
         "too_short": sum(one["audio"] < 0.8 * one["asked_audio"] for one in done) if sized else 0,
         "client_late_ms": percentiles_ms([one["late"] for one in streams]),
@@ -225,16 +211,7 @@ def row_of(found: Sequence[dict[str, Any]], count_from: float, count_until: floa
     if whole:
         row["batch_audio_s_per_s"] = sum(process["batch_audio_s"] for process in found) / seconds
         row["batch_requests"] = len(whole)
-        kinds = dict.fromkeys(one["kind"] for one in whole)
-        row["whole"] = {kind: _whole([one for one in whole if one["kind"] == kind]) for kind in kinds}
     return row
-
-
-def _whole(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """First bytes and whole answers of one kind."""
-    done = [one for one in answers if one["failure"] == ""]
-    first, took = ([one[name] for one in done] for name in ("first", "took"))
-    return {"ok": len(done), "first_ms": percentiles_ms(first), "whole_ms": percentiles_ms(took)}
 
 
 def _joined(values: list[Any]) -> Any:
@@ -248,80 +225,32 @@ def _joined(values: list[Any]) -> Any:
     return sum(values) if isinstance(values[0], int) else statistics.median(values)
 
 
-def gauges(plan: Plan) -> dict[str, float]:
-    """What holds a place in the server and its engine now."""
-    page = fetch(plan.url, "/metrics", plan.key)[1]
-    found = ((name, re.search(rf"^{name} (\S+)$", page, re.MULTILINE)) for name in GAUGES)
-    return {name: float(match[1]) for name, match in found if match}
-
-
 def left_over(plan: Plan) -> int:
-    """Waits until nothing holds a place any more; how much does after `IDLE_SECONDS`."""
+    """Waits until nothing holds a place in the server and its engine any more; how much does after `IDLE_SECONDS`."""
     until = time.monotonic() + IDLE_SECONDS
-    while (left := round(sum(gauges(plan).values()))) and time.monotonic() < until:
+    while True:
+        page = fetch(plan.url, "/metrics", plan.key)[1]
+        found = (re.search(rf"^{name} (\S+)$", page, re.MULTILINE) for name in GAUGES)
+        left = round(sum(float(match[1]) for match in found if match))
+        if not left or time.monotonic() >= until:
+            return left
         time.sleep(0.02)
-    return left
-
-
-async def one_stream(plan: Plan, seconds: float, number: int, stop_at: float) -> None:
-    """One stream on a connection of its own, which is broken off when `stop_at` seconds of audio came."""
-    connection, player = CONNECTIONS[plan.protocol](plan.url, plan.key), Player()
-    await connection.open()
-
-    def on_audio(at: float, count: int) -> None:
-        player.receive(at, count / BYTES_PER_SAMPLE / plan.sample_rate)
-        if player.audio_seconds >= stop_at:
-            connection.hang_up()
-
-    try:
-        await connection.ask(request_body(plan, seconds, number), on_audio)
-    finally:
-        connection.hang_up()
-
-
-async def cancel_times(plan: Plan, count: int) -> dict[str, Any]:
-    """Streams that hang up at random points, a third of them before any audio: milliseconds until the gauges of the
-    server and of its engine are 0 again, as a client can see it; `poll_ms` is what one look takes."""
-    chance, seconds, stuck = random.Random(1), plan.seconds[1], 0
-    took: dict[str, list[float]] = {"server": [], "engine": [], "poll": []}
-    for number in range(count):
-        task = asyncio.create_task(one_stream(plan, seconds, number, chance.uniform(0.0, 0.7) * seconds))
-        if number % 3 == 0:
-            await asyncio.sleep(chance.uniform(0.002, 0.05))
-            task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await asyncio.sleep(0)  # the transport closes
-        begin, free = time.monotonic(), dict[str, float]()
-        while len(free) < 2 and time.monotonic() < begin + IDLE_SECONDS:
-            look = time.monotonic()
-            now = gauges(plan)
-            took["poll"].append(time.monotonic() - look)
-            for name, gauge in (("server", GAUGES[0]), ("engine", GAUGES[2])):
-                if not now.get(gauge):
-                    free.setdefault(name, time.monotonic() - begin)
-        stuck += len(free) < 2
-        for name, seconds_until in free.items():
-            took[name].append(seconds_until)
-    times = {f"{name}_ms": percentiles_ms(one) for name, one in took.items()}
-    return {"streams": count, "stuck": stuck} | times
 
 
 @contextmanager
-def served(words: Sequence[str], tree: Path = ROOT, seconds: float = 60.0) -> Iterator[tuple[int, str, Path]]:
-    """`benchmarks.stream_server` of a tree with these words, once it is ready: its process, its address, its log."""
+def served(words: Sequence[str], seconds: float = 60.0) -> Iterator[tuple[int, str, Path]]:
+    """A server with these words of `serve`, once it is ready: its process, its address, its log."""
     with socket.socket() as probe, tempfile.TemporaryDirectory(prefix="nightjar-server-") as name:
         probe.bind(("127.0.0.1", 0))
         port, folder = probe.getsockname()[1], Path(name)
         probe.close()
-        (folder / "sitecustomize.py").write_text(NAME_THREADS, encoding="utf-8")
-        path = [name, str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
+        path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
-        command = [sys.executable, "-m", "benchmarks.stream_server", *words, "--port", str(port)]
+        command = [sys.executable, "-m", "benchmarks.stream", "serve", *words, "--port", str(port)]
         log = folder / "server.log"
         with log.open("wb") as file:
-            process = subprocess.Popen(
-                command, cwd=tree, env=environment, stdout=file, stderr=file, start_new_session=True
-            )
+            out: dict[str, Any] = {"stdout": file, "stderr": file, "start_new_session": True}
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, **out)
         try:
             _wait_until_ready(process, f"http://127.0.0.1:{port}", log, seconds)
             yield process.pid, f"http://127.0.0.1:{port}", log
@@ -349,13 +278,13 @@ class StreamBench(Result):
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__("stream_h200", options, device_name(), server=options.server)
-        self.until, self.size = time.monotonic() + 60 * options.minutes, ""
+        self.size = ""
 
     def add(self, row: Row) -> None:
         """Prints and writes a row."""
         self.rows.append({"size": self.size, **row})
         lines = table(self.rows[-1:], COLUMNS)
-        print(f"{lines}  [{self.until - time.monotonic():.0f} s left]", flush=True)
+        print(f"{lines}  [{self.seconds_left:.0f} s left]", flush=True)
         self.write()
 
     def note(self, **facts: Any) -> None:
@@ -365,27 +294,19 @@ class StreamBench(Result):
         print(json.dumps(facts), flush=True)
         self.write()
 
-    def part(self, name: str, work: Callable[[], None], needs_s: float = 0.0) -> None:
-        """Runs a part; its failure or the lack of time is noted, and the others follow."""
-        name = f"{self.size} {name}".strip()
-        if self.until - time.monotonic() < needs_s:
-            self.faults[name] = "no time is left"
-        else:
-            self.attempt(name, work)
+    def part(self, name: str, work: Callable[..., None], *given: Any, needs_s: float = 0.0) -> None:
+        self.attempt_in_time(f"{self.size} {name}".strip(), needs_s, work, *given)
 
     def measure_size(self, size: str) -> None:
         """A checkpoint of random weights, and a server of it."""
         options, self.size = self.options, size
         with tempfile.TemporaryDirectory(prefix="nightjar-stream-", dir=options.folder) as name:
-            texts, began = Path(name, "texts"), time.monotonic()
-            texts.write_text("\n".join(text_of(5.0, number) for number in range(400)), encoding="utf-8")
-            checkpoint = str(Path(name, size))
-            words = [sys.executable, "-m", "benchmarks.checkpoint", size, checkpoint, "--texts", str(texts)]
-            words += ["--device", options.device, "--seconds", str(LONGEST_SECONDS)]
-            subprocess.run(words, cwd=ROOT, check=True)
-            self.note(checkpoint_s=round(time.monotonic() - began, 1))
-            began, given = time.monotonic(), [checkpoint, *shlex.split(options.server)]
-            with served(given, options.tree.resolve(), options.ready_seconds) as (pid, url, log):
+            checkpoint, texts = Path(name, size), (text_of(5.0, number) for number in range(400))
+            length = "--seconds", str(LONGEST_SECONDS)
+            seconds = write_random_checkpoint(size, checkpoint, texts, options.device, *length)
+            self.note(checkpoint_s=round(seconds, 1))
+            began, given = time.monotonic(), [str(checkpoint), *shlex.split(options.server)]
+            with served(given, options.ready_seconds) as (pid, url, log):
                 plan = plan_of(options, url)
                 self.note(ready_s=round(time.monotonic() - began, 1))
                 self.measure(plan, pid)
@@ -395,7 +316,7 @@ class StreamBench(Result):
     def measure(self, plan: Plan, pid: int | None) -> None:
         """The parts on a server."""
         options = self.options
-        plan = replace(plan, seconds=tuple(options.seconds), whole=options.whole, cancel=options.cancel)
+        plan = replace(plan, seconds=tuple(options.seconds))
         # The beginnings of listeners are spread over the mean length of a speech, so the warm-up is longer.
         listen = max(options.warm_up, sum(options.seconds) / 2 + 1), 1.5 * options.duration
         for part in options.parts:
@@ -406,10 +327,7 @@ class StreamBench(Result):
             elif part == "listen":
                 self._points(replace(plan, listen=True), pid, "clients", options.listeners, *listen)
             elif part == "mixed":
-                self.part(part, lambda: self._mixed(plan, pid), needs_s=5.0)
-            elif part == "cancel":
-                work = lambda: self.note(cancel=asyncio.run(cancel_times(plan, options.cancels)))  # noqa: E731
-                self.part(part, work, needs_s=5.0)
+                self.part(part, self._mixed, plan, pid, needs_s=5.0)
 
     def client(self) -> None:
         """The clients' own delay, on a server that answers at once."""
@@ -420,17 +338,21 @@ class StreamBench(Result):
             self.add({"system": "clients alone", **measure(plan, pid, options.processes)})
 
     def _points(
-        self, plan: Plan, pid: int | None, each: str, values: Sequence[float], warm_up: float = 0.0, duration: float = 0.0
+        self, plan: Plan, pid: int | None, each: str, values: Sequence[float], *span: float
     ) -> None:  # fmt: skip
+        """A row for each value. `span`: seconds of the warm-up and of what counts, other than a closed point's."""
         options = self.options
-        plan = replace(plan, warm_up=warm_up or options.warm_up, duration=duration or options.duration)
+        warm_up, duration = span or (options.warm_up, options.duration)
+        plan = replace(plan, warm_up=warm_up, duration=duration)
         seeds, mode = (options.seeds, "open") if each == "rate" else (1, "closed")
         for protocol in options.protocols:
             for value in values:
                 load = replace(plan, protocol=protocol, **{each: value})
-                point = lambda load=load: self.add(measure(load, pid, options.processes, seeds))  # noqa: E731
-                needs = seeds * (load.warm_up + load.duration + 4)
-                self.part(f"{mode} {value:g} {protocol}", point, needs_s=needs)
+                needs = seeds * (warm_up + duration + 4)
+                self.part(f"{mode} {value:g} {protocol}", self._point, load, pid, seeds, needs_s=needs)
+
+    def _point(self, load: Plan, pid: int | None, seeds: int) -> None:
+        self.add(measure(load, pid, self.options.processes, seeds))
 
     def _mixed(self, plan: Plan, pid: int | None) -> None:
         streams, whole = self.options.mixed
@@ -441,83 +363,58 @@ class StreamBench(Result):
             self.note(batch_share=round(share, 3))
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add, server = made.add_argument, "--slots 256 --waiting-room 1024 --option slots=256 --option streams=128"
-    processes = max(min((os.cpu_count() or 1) // 3, 6), 1)
-    add("url", nargs="?", default="", help="address of a server of ours")
-    add(
-        "--peer",
-        default="",
-        metavar="URL",
-        help="address of any OpenAI-style server: gets OpenAI's fields only",
-    )
-    add("--sizes", nargs="+", default=[], choices=("0b6", "1b7", "tiny"), help="servers of random weights")
-    add("--tiny", action="store_true", help="a server of a tiny model on a CPU; the figures mean nothing")
-    add("--parts", nargs="+", default=["closed"], choices=PARTS)
-    add("--protocols", nargs="+", choices=tuple(CONNECTIONS), default=["http"])
-    add("--clients", nargs="+", type=int, default=[1, 8, 32, 64, 128], help="of `closed`")
-    add("--rates", nargs="+", type=float, default=[1, 10, 20, 50, 100], help="of `open`: requests a second")
-    add("--listeners", nargs="+", type=int, default=[384, 1000], help="of `listen`")
-    add(
-        "--mixed",
-        nargs=2,
-        type=int,
-        default=[32, 192],
-        metavar=("STREAMS", "WHOLE"),
-        help="clients of each kind",
-    )
-    add("--whole", nargs="+", choices=tuple(WHOLE), default=["pcm"], help="what those ask for, in turn")
-    add(
-        "--cancel",
-        type=float,
-        default=0.0,
-        metavar="SHARE",
-        help="of the streams, to hang up at a random point",
-    )
-    add("--cancels", type=int, default=30, help="streams of `cancel`")
-    add(
-        "--seconds",
-        nargs=2,
-        type=float,
-        default=[2.0, LONGEST_SECONDS],
-        metavar=("FROM", "TO"),
-        help="of speeches",
-    )
-    add("--seeds", type=int, default=3, help="runs of an open point, each with arrivals of its own")
-    add(
-        "--warm-up",
-        type=float,
-        default=5.0,
-        help="seconds of a closed point that do not count; open: twice that",
-    )
-    add("--duration", type=float, default=15.0, help="seconds of a closed point that count; open: twice that")
-    add("--short", action="store_true", help="points of 6 s, open ones of one seed")
-    add("--field", action="append", default=[], metavar="NAME=JSON", help="a further field of every request")
-    add("--voice", help="default: the first that the server names")
-    add(
-        "--text-lengths",
-        action="store_true",
-        help="only the text, not `max_seconds`, says how long a speech is",
-    )
-    add("--processes", type=int, default=processes, help="processes of clients")
-    add("--minutes", type=float, default=60.0, help="for everything; what does not fit is left out and named")
-    add(
-        "--device",
-        default="cuda",
-        help="where checkpoints are made; a server takes the best device by itself",
-    )
-    add("--tree", type=Path, default=ROOT, help="checkout whose packages serve")
-    add("--server", default=server, help="options of benchmarks.stream_server")
-    add("--ready-seconds", type=float, default=240.0, help="time that a server gets to become ready")
-    add("--json", type=Path, help="the result; default: stream_h200.json in $OUT, or here")
-    add("--folder", type=Path, help="where checkpoints are written; default: a temporary folder")
-    return made
+def serve(given: Sequence[str]) -> None:
+    """`serve FOLDER` serves a checkpoint of random weights as `nightjar serve` does, whose speech counts as done where it did
+    not end. Without a folder a server answers every speech with silence at once. Prints its address; until SIGTERM."""
+    made = argparse.ArgumentParser(description=serve.__doc__)
+    made.add_argument("model", nargs="?")
+    made.add_argument("--option", action="append", default=[], metavar="NAME=NUMBER", help="of the pipeline")
+    options = read(made, given, port=0, slots=256, waiting_room=256)
+    if options.model is None:
+        asyncio.run(_serve_silence(options.port))
+        return
+    from jobs.engine_process import engine_options, open_model
+    from jobs.settings import load_settings
+    from pipelines.interpreter import serve_threads
+    from pipelines.registry import describe
+    from pipelines.serving import ServeOptions
+    from pipelines.serving.server import Server
+
+    card, settings = describe(options.model), load_settings()
+    asked = engine_options(settings, card)
+    asked |= {name: int(value) for name, _, value in (one.partition("=") for one in options.option)}
+    if card.engine != "cpu":
+        asked["keep_unfinished"] = True
+    room = ServeOptions((Path(card.name).name,), slots=options.slots, waiting_room=options.waiting_room)
+    model = lambda: open_model(options.model, card, settings, asked)  # noqa: E731
+    server = Server(card, model, room, "127.0.0.1", options.port)
+    print(server.url, flush=True)
+    serve_threads()
+    server.run()
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    made = parser()
-    options = made.parse_args(given)
+async def _serve_silence(port: int) -> None:
+    server = await asyncio.start_server(answer_silence, "127.0.0.1", port, backlog=2048)
+    print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
+    gc.disable()
+    await server.serve_forever()
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["serve"]:
+        serve(sys.argv[2:])
+        return 0
+    made = parser(__doc__)
+    made.add_argument("url", nargs="?", default="", help="address of a server of ours")
+    made.add_argument("--field", action="append", default=[], metavar="NAME=JSON")
+    options = read(
+        made, peer="", sizes=str, parts=["closed"], protocols=["http"], clients=[1, 8, 32, 64, 128],
+        rates=[1.0, 10.0, 20.0, 50.0, 100.0], listeners=[384, 1000], mixed=[32, 192], seconds=[2.0, LONGEST_SECONDS], seeds=3,
+        warm_up=5.0, duration=15.0, short=False, voice=None, text_lengths=False,
+        processes=max(min((os.cpu_count() or 1) // 3, 6), 1), minutes=60.0, server=SERVER, ready_seconds=240.0, folder=None,
+    )  # fmt: skip
+    if unknown := set(options.parts) - set(PARTS):
+        made.error(f"no parts: {', '.join(unknown)}")
     if options.tiny:
         options.sizes, options.device, options.seconds = ["tiny"], "cpu", [0.3, 0.6]
         options.server = "--slots 4 --waiting-room 8 --option slots=4"
@@ -539,10 +436,7 @@ def main(given: Sequence[str] | None = None) -> int:
             return 2
         bench.measure(plan, local_pid(url))
     for size in options.sizes:
-        bench.part(size, lambda size=size: bench.measure_size(size))
-    threads = (bench.rows[-1].get("threads") or {}) if bench.rows else {}
-    for name, share in sorted(threads.items(), key=lambda one: -one[1])[:8]:
-        print(f"  {share:6.1%} of a core  {name}")
+        bench.part(size, bench.measure_size, size)
     bad = any(row["failures"] or row.get("left_over") for row in bench.rows)
     return bench.end(*COLUMNS) or int(bad)
 

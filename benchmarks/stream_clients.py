@@ -15,6 +15,7 @@ import os
 import random
 import sys
 import time
+from asyncio import StreamReader, StreamWriter
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -26,8 +27,6 @@ BYTES_PER_SAMPLE, CHARACTERS_PER_SECOND = 2, 15.0
 AFTER_SECONDS, DRAIN_SECONDS = 1.0, 5.0
 #: A client that was refused waits this long before it asks again.
 _REFUSED_SECONDS = 0.1
-#: Share of the cancelled streams that end before their first audio, and within how many seconds.
-_BEFORE_AUDIO, _BEFORE_AUDIO_SECONDS = 0.3, 0.1
 #: Harvard sentences, lists 1 and 2.
 SENTENCES = (
     "The birch canoe slid on the smooth planks.",
@@ -51,23 +50,9 @@ SENTENCES = (
     "The salt breeze came across from the sea.",
     "The girl at the booth sold fifty bonds.",
 )
-SPEECH, CHAT = "/v1/audio/speech", "/v1/chat/completions"
+SPEECH = "/v1/audio/speech"
 _CARTESIA_VERSION = "2025-04-16"
 _TEXT, _CLOSE, _PING, _PONG = 1, 8, 9, 10
-_TEXT_DRAW = {"temperature": 0.6, "top_k": 20}
-_AUDIO_DRAW = {
-    "mode": "text_audio", "phase": "text", "text_temperature": 0.6, "audio_temperature": 0.8, "audio_topk": 20
-}  # fmt: skip
-#: Kinds of whole answers: the route, and what the request says. A route of chats needs a model that writes.
-WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
-    "pcm": (SPEECH, {"response_format": "pcm", "stream": False}),
-    "wav": (SPEECH, {"response_format": "wav"}),
-    "flac": (SPEECH, {"response_format": "flac"}),
-    "text": (CHAT, _TEXT_DRAW),
-    "text-stream": (CHAT, {**_TEXT_DRAW, "stream": True}),
-    "audio": (CHAT, {"temperature": 0.8, "top_k": 20, "vllm_xargs": _AUDIO_DRAW}),
-    "guided": (CHAT, {"temperature": 0.8, "top_k": 20, "vllm_xargs": {**_AUDIO_DRAW, "cfg": 3.0}}),
-}
 #: Takes the time and the number of bytes of audio that came.
 OnBytes = Callable[[float, int], None]
 
@@ -91,15 +76,12 @@ class Plan:
     #: Requests a second (open loop), or clients back to back.
     rate: float = 0.0
     clients: int = 0
-    #: Clients that ask for whole answers, back to back, and the kinds of these, in turn.
+    #: Clients that ask for whole answers, back to back.
     batch_clients: int = 0
-    whole: list[str] = field(default_factory=lambda: ["pcm"])
     #: Clients play what they received before they ask again.
     listen: bool = False
     #: Seconds of the shortest and of the longest speech.
     seconds: tuple[float, float] = (2.0, 8.0)
-    #: Share of the streams that are cancelled at a random point.
-    cancel: float = 0.0
     #: Seconds before the span that counts, and its length: audio that comes in it and requests that are sent in it.
     warm_up: float = 0.0
     duration: float = 0.0
@@ -139,15 +121,15 @@ class Answer:
     sent: float
     #: How much later than planned the request was written.
     late: float
-    #: The kind of a whole answer; "" for a stream.
-    kind: str
+    #: Whether it was a whole answer, no stream.
+    whole: bool
     asked_audio: float
     first: float | None = None
     took: float = 0.0
     audio: float = 0.0
     underruns: list[float] = field(default_factory=list[float])
-    #: "" for a whole answer, "cancelled", "cut off" at the end of the plan ("no audio in time" before any), or the
-    #: code of a failure.
+    #: "" for an answer to its end, "cut off" at the end of the plan ("no audio in time" before any), or the code of a
+    #: failure.
     failure: str = "cut off"
 
 
@@ -169,11 +151,11 @@ class HttpConnection:
         self._reader, self._writer = await asyncio.open_connection(self.host, self.port)
 
     def hang_up(self) -> None:
-        """Closes the connection in the middle of an answer, which then has the failure "cancelled"."""
+        """Closes the connection in the middle of an answer, which then has the failure "cut off"."""
         self._hung_up = True
         self._writer.transport.abort()
 
-    async def ask(self, body: dict[str, Any], on_bytes: OnBytes, route: str = SPEECH) -> str:
+    async def ask(self, body: dict[str, Any], on_bytes: OnBytes) -> str:
         """Sends a request and reads its answer: "" after a whole one, else the code or the name of what went wrong."""
 
         def on_piece(count: int) -> None:
@@ -182,17 +164,17 @@ class HttpConnection:
             on_bytes(time.monotonic(), count)
 
         try:
-            failure = await self._ask(body, on_piece, route)
+            failure = await self._ask(body, on_piece)
         except (OSError, EOFError):
             failure, self._last = "connection lost", True
         except (ValueError, IndexError, asyncio.LimitOverrunError):
             failure, self._last = "no answer of this protocol", True
-        return "cancelled" if self._hung_up else failure
+        return "cut off" if self._hung_up else failure
 
-    async def _ask(self, body: dict[str, Any], on_piece: Callable[[int], None], route: str) -> str:
+    async def _ask(self, body: dict[str, Any], on_piece: Callable[[int], None]) -> str:
         content, error = json.dumps(body).encode(), b""
         lines = "Content-Type: application/json", f"Content-Length: {len(content)}"
-        self._writer.write(self._head(f"POST {route} HTTP/1.1", *lines) + content)
+        self._writer.write(self._head(f"POST {SPEECH} HTTP/1.1", *lines) + content)
         status, headers = await self._read_head()
         async for piece in self._body(headers):
             if status == 200:
@@ -260,7 +242,7 @@ class CartesiaConnection(HttpConnection):
         if status != 101:
             raise ConnectionError(f"the WebSocket was answered with {status}")
 
-    async def _ask(self, body: dict[str, Any], on_piece: Callable[[int], None], route: str) -> str:
+    async def _ask(self, body: dict[str, Any], on_piece: Callable[[int], None]) -> str:
         self._contexts += 1
         context = f"c{self._contexts}"
         self._send(json.dumps({**body, "context_id": context}).encode())
@@ -324,23 +306,20 @@ def text_of(seconds: float, number: int) -> str:
     return words_of(seconds, number).replace(".", ",").rstrip(" ,") + "."
 
 
-def request_body(plan: Plan, seconds: float, number: int, kind: str = "") -> dict[str, Any]:
-    """What a request for a speech of a length says, in the plan's protocol; a whole answer of a kind is asked for over
-    HTTP."""
+def request_body(plan: Plan, seconds: float, number: int, whole: bool = False) -> dict[str, Any]:
+    """What a request for a speech of a length says, in the plan's protocol; a whole answer is asked for over HTTP."""
     text, voice = text_of(seconds, number), plan.voice
-    if plan.protocol == "websocket" and not kind:
+    if plan.protocol == "websocket" and not whole:
         output = {"container": "raw", "encoding": "pcm_s16le", "sample_rate": plan.sample_rate}
         body: dict[str, Any] = {"model_id": plan.model, "transcript": text, "output_format": output}
         body |= {"continue": False, "language": "en", "max_buffer_delay_ms": 0}
         body |= {"voice": {"mode": "id", "id": voice}} if voice else {}
-    elif kind and WHOLE[kind][0] == CHAT:
-        body = {"model": plan.model, "messages": [{"role": "user", "content": text}], **WHOLE[kind][1]}
     else:
-        asked = WHOLE[kind][1] if kind else {"response_format": "pcm", "stream": True}
-        body = {"model": plan.model, "input": text, **asked, **({"voice": voice} if voice else {})}
+        body = {"model": plan.model, "input": text, "response_format": "pcm", "stream": not whole}
+        body |= {"voice": voice} if voice else {}
     if plan.own:
         body["seed"] = number
-    if plan.own and plan.sized and not kind.startswith("text"):
+    if plan.own and plan.sized:
         body["max_seconds"] = round(seconds, 3)
     return body | plan.fields
 
@@ -372,8 +351,7 @@ class Clients:
         self._until = self._from + plan.duration
         self._stop = self._until + AFTER_SECONDS
         tasks = [asyncio.create_task(self._client(index)) for index in range(plan.clients)]
-        kinds = (plan.whole[index % len(plan.whole)] for index in range(plan.batch_clients))
-        tasks += [asyncio.create_task(self._batch_client(kind)) for kind in kinds]
+        tasks += [asyncio.create_task(self._batch_client()) for _ in range(plan.batch_clients)]
         if plan.rate:
             tasks.append(asyncio.create_task(self._arrivals()))
         if tasks:
@@ -384,7 +362,7 @@ class Clients:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for one in self.answers:
-            if one.failure == "cut off" and one.first is None and not one.kind:
+            if one.failure == "cut off" and one.first is None and not one.whole:
                 one.failure = "no audio in time"
         audio = self.audio_in_span
         heard = [asdict(one) for one in self.answers]
@@ -409,65 +387,53 @@ class Clients:
         await asyncio.sleep(self._start + spread * index / max(plan.clients, 1) - time.monotonic())
         while time.monotonic() < self._stop:
             answer, player = await self._one(time.monotonic())
-            if answer.failure not in ("", "cancelled"):
+            if answer.failure:
                 await asyncio.sleep(_REFUSED_SECONDS)
             elif plan.listen:
                 await asyncio.sleep(player.silent_at - time.monotonic())
 
-    async def _batch_client(self, kind: str) -> None:
+    async def _batch_client(self) -> None:
         await asyncio.sleep(self._start - time.monotonic())
         while time.monotonic() < self._stop:
-            answer, _ = await self._one(time.monotonic(), kind)
+            answer, _ = await self._one(time.monotonic(), True)
             if answer.failure:
                 await asyncio.sleep(_REFUSED_SECONDS)
 
-    async def _one(self, planned: float, kind: str = "") -> tuple[Answer, Player]:
+    async def _one(self, planned: float, whole: bool = False) -> tuple[Answer, Player]:
         """One request from its first byte to its end."""
         plan, player = self.plan, Player()
         seconds = self.chance.uniform(*plan.seconds)
-        cancelled = not kind and self.chance.random() < plan.cancel
-        answer = Answer(time.monotonic(), 0.0, kind, seconds, underruns=player.underruns)
+        answer = Answer(time.monotonic(), 0.0, whole, seconds, underruns=player.underruns)
         self.answers.append(answer)
         try:
-            connection = await self._free_connection(bool(kind))
+            connection = await self._free_connection(whole)
         except OSError as error:
             answer.failure = f"cannot connect ({type(error).__name__})"
             return answer, player
         self._number += 1
-        body, stop_at = request_body(plan, seconds, self._number, kind), self.chance.random() * seconds
+        body = request_body(plan, seconds, self._number, whole)
 
         def on_bytes(at: float, count: int) -> None:
             if answer.first is None:
                 answer.first = at - answer.sent
-            if kind not in ("", "pcm"):
-                return
             piece = count / BYTES_PER_SAMPLE / plan.sample_rate
             player.receive(at, piece)
             answer.audio += piece
             if self._from <= at < self._until:
-                self.audio_in_span[bool(kind)] += piece
-            if cancelled and player.audio_seconds >= stop_at:
-                connection.hang_up()
+                self.audio_in_span[whole] += piece
 
-        timer = None
-        if cancelled and self.chance.random() < _BEFORE_AUDIO:
-            later = self.chance.random() * _BEFORE_AUDIO_SECONDS
-            timer = asyncio.get_running_loop().call_later(later, connection.hang_up)
         self._busy.add(connection)
         answer.sent = time.monotonic()
         answer.late = answer.sent - planned
-        failure = await connection.ask(body, on_bytes, WHOLE[kind][0] if kind else SPEECH)
+        answer.failure = await connection.ask(body, on_bytes)
         answer.took = time.monotonic() - answer.sent
-        if timer is not None:
-            timer.cancel()
         self._busy.discard(connection)
-        answer.failure = "cut off" if failure == "cancelled" and not cancelled else failure
-        if failure == "" and answer.first is None:
+        if answer.failure == "" and answer.first is None:
             answer.failure = "no audio"
         if connection.closed:
             connection.hang_up()
         else:
-            self._idle[bool(kind)].append(connection)
+            self._idle[whole].append(connection)
         return answer, player
 
     async def _free_connection(self, whole: bool) -> HttpConnection:
@@ -481,6 +447,51 @@ class Clients:
         connection = CONNECTIONS["http" if whole else self.plan.protocol](self.plan.url, self.plan.key)
         await connection.open()
         return connection
+
+
+#: Of the server that answers with silence: samples a second, and frames of the first chunks and of all that follow.
+_RATE, _FRAME_SECONDS, _RAMP = 24_000, 0.08, (1, 2, 4, 8, 12)
+
+
+def chunks_of(seconds: float) -> list[bytes]:
+    """Silence of a length, cut as a server cuts a stream."""
+    left, found = max(round(seconds / _FRAME_SECONDS), 1), list[bytes]()
+    while left:
+        frames = min(_RAMP[min(len(found), len(_RAMP) - 1)], left)
+        found.append(bytes(round(frames * _FRAME_SECONDS * _RATE) * 2))
+        left -= frames
+    return found
+
+
+_CARD = {"id": "local", "owned_by": "nightjar", "sample_rate": _RATE, "capabilities": {"voices": ["calm"]}}
+_PAGES = {
+    "/v1/models": json.dumps({"data": [_CARD]}).encode(),
+    "/metrics": b"speech_server_running 0\nspeech_engine_batch_size 0\n",
+}
+
+
+async def answer_silence(reader: StreamReader, writer: StreamWriter) -> None:
+    """Answers what `benchmarks.stream` asks for over HTTP, on one connection."""
+    try:
+        while True:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+            method, path = head.split(maxsplit=2)[:2]
+            pairs = (line.partition(":") for line in head.split("\r\n")[1:])
+            headers = {name.lower(): value.strip() for name, _, value in pairs}
+            body = await reader.readexactly(int(headers.get("content-length", 0)))
+            if method != "POST":
+                content = _PAGES.get(path, b'{"status": "ready"}')
+                writer.write(b"HTTP/1.1 200 -\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content))
+                continue
+            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: audio/pcm\r\n\r\n")
+            for piece in chunks_of(json.loads(body)["max_seconds"]):
+                writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+                await writer.drain()
+            writer.write(b"0\r\n\r\n")
+    except (asyncio.IncompleteReadError, ConnectionError):
+        pass
+    finally:
+        writer.close()
 
 
 async def _run(clients: Clients) -> dict[str, Any]:

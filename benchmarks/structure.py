@@ -11,8 +11,7 @@ The path of an item is the files and functions of ours whose calls rise by one o
 `nightjar run` of few items and one of more, in any thread and process of the command: the command itself, its worker, the
 engine's process, the writers, the checks. What runs once for a command, a shard's start or a model's opening is left out.
 A function is a `def`; one that runs only while a module is imported (a decorator) is not counted, nor are lambdas,
-comprehensions and methods that a library generates. With `--runs` the figure is the median of several pairs of runs,
-because a heartbeat may or may not fall into a short run.
+comprehensions and methods that a library generates. A heartbeat may or may not fall into a short run.
 """
 
 from __future__ import annotations
@@ -79,10 +78,8 @@ def imports(module: str, path: Path, modules: set[str]) -> Iterator[tuple[str, b
             elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
                 yield from (found for other in child.orelse for found in walk(other, at_import))
             else:
-                yield from walk(
-                    child,
-                    at_import and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda),
-                )
+                later = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+                yield from walk(child, at_import and not later)
 
     found = walk(ast.parse(path.read_text(encoding="utf-8")), True)
     yield from ((name, at_import) for name, at_import in found if name in modules and name != module)
@@ -91,9 +88,7 @@ def imports(module: str, path: Path, modules: set[str]) -> Iterator[tuple[str, b
 def circles(edges: Edges) -> list[list[str]]:
     """Groups of two modules or more that reach each other."""
     reached = {module: _reached(module, edges) for module in edges}
-    groups = {
-        tuple(sorted(other for other in reached[module] if module in reached[other])) for module in edges
-    }
+    groups = {tuple(sorted(two for two in reached[one] if one in reached[two])) for one in edges}
     return sorted(list(group) for group in groups if len(group) > 1)
 
 
@@ -143,24 +138,20 @@ def surface() -> dict[str, int]:
     def commands(command: click.Command) -> int:
         return sum(map(commands, command.commands.values())) if isinstance(command, click.Group) else 1
 
-    leaves = [
-        getattr(importlib.import_module(f"jobs.cli.{module}"), name)
-        for name, (module, _) in command_line.COMMANDS.items()
-    ]
-    run = command_line.cli.get_command(click.Context(command_line.cli), "run")
-    assert run is not None
+    cli, context = command_line.cli, click.Context(command_line.cli)
+    leaves = [cli.get_command(context, name) for name in command_line.COMMANDS]
+    run = cli.get_command(context, "run")
+    options = sum(isinstance(parameter, click.Option) for parameter in run.params)
     return {
         "settings": count_settings(Settings),
         "commands": sum(map(commands, leaves)),
-        "options_of_run": sum(isinstance(parameter, click.Option) for parameter in run.params),
+        "options_of_run": options,
     }
 
 
 def sizes(tree: Path, paths: list[Path]) -> dict[str, Any]:
     """Files, lines, and the files that are small or large."""
-    lines = {
-        str(path.relative_to(tree)): len(path.read_text(encoding="utf-8").splitlines()) for path in paths
-    }
+    lines = {str(path.relative_to(tree)): len(path.read_text("utf-8").splitlines()) for path in paths}
     small = [path for path, count in lines.items() if count <= SMALL]
     return {
         "tokens": sum(map(count_tokens, paths)),
@@ -183,29 +174,21 @@ def measure(tree: Path) -> dict[str, Any]:
             anywhere[name].add(other)
             if early:
                 at_import[name].add(other)
-    pairs = [(name, other) for name in sorted(anywhere) for other in sorted(anywhere[name])]
+    upward = [
+        f"{name} -> {other}"
+        for name in sorted(anywhere)
+        for other in sorted(anywhere[name])
+        if ROOMS.index(room_of(other)) < ROOMS.index(room_of(name))
+    ]
     groups = {**{room: [room] for room in ROOMS}, "product": PRODUCT, "all": ROOMS}
     chosen = {
-        name: [path for module, path in modules.items() if room_of(module) in rooms]
-        for name, rooms in groups.items()
-    }
-
-    def pairs_that(wanted: Any) -> list[str]:
-        return [f"{name} -> {other}" for name, other in pairs if wanted(name, other)]
-
+        name: [path for module, path in modules.items() if room_of(module) in rooms] for name, rooms in groups.items()
+    }  # fmt: skip
     return {
         "rooms": {name: sizes(tree, paths) for name, paths in chosen.items() if paths},
         "circles": circles(at_import),
         "deferred_circles": circles(anywhere),
-        "imports_upward": pairs_that(
-            lambda name, other: ROOMS.index(room_of(other)) < ROOMS.index(room_of(name))
-        ),
-        "tests_importing_benchmarks": pairs_that(
-            lambda name, other: (room_of(name), room_of(other)) == ("tests", "benchmarks")
-        ),
-        "imports_of_jobs_cli": pairs_that(
-            lambda name, other: other.startswith("jobs.cli") and not name.startswith(("jobs.cli", "tests"))
-        ),
+        "imports_upward": upward,
     }
 
 
@@ -281,21 +264,9 @@ def calls(model: str, items: int) -> Counter[tuple[str, str]]:
         environment |= {"PYTHONPATH": f"{folder / 'site'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
         environment |= {"ITEM_PATH_ROOT": str(ROOT), "ITEM_PATH_INTO": str(notes)}
         given = str(Path(model).resolve()) if Path(model).is_dir() else model
-        command = [
-            sys.executable,
-            "-m",
-            "jobs",
-            "run",
-            "input.jsonl",
-            "--model",
-            given,
-            "--seed",
-            "7",
-            "--json",
-        ]
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-        )
+        words = ["run", "input.jsonl", "--model", given, "--seed", "7", "--json"]
+        given_to: dict[str, Any] = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
+        done = subprocess.run([sys.executable, "-m", "jobs", *words], check=False, **given_to)
         if done.returncode:
             error = done.stderr[-2000:]
             raise click.ClickException(f"The run with {model} ended with {done.returncode}:\n{error}")
@@ -318,10 +289,9 @@ def by_room(files: Iterable[str]) -> dict[str, int]:
     return {room: counts[room] for room in PRODUCT if counts[room]}
 
 
-def item_path(model: str, runs: int) -> dict[str, Any]:
-    """Files and functions of an item's path: the median run, by room, and how far the runs differ."""
-    paths = sorted((trace(model) for _ in range(runs)), key=len)
-    path = paths[len(paths) // 2]
+def item_path(model: str) -> dict[str, Any]:
+    """Files and functions of an item's path, by room."""
+    path = trace(model)
     files = {file for file, _ in path}
     return {
         "model": Path(model).name,
@@ -329,28 +299,21 @@ def item_path(model: str, runs: int) -> dict[str, Any]:
         "functions": len(path),
         "files_by_room": by_room(files),
         "functions_by_room": by_room(file for file, _ in path),
-        "functions_of_each_run": [len(one) for one in paths],
         "path": {file: sorted(function for of, function in path if of == file) for file in sorted(files)},
     }
 
 
 @click.command()
+@click.option("--tree", default=ROOT, type=click.Path(path_type=Path), help="The checkout to look at.")
 @click.option(
-    "--tree",
-    default=ROOT,
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="The checkout to look at.",
+    "--item", "models", multiple=True, help="Also the path of an item of a model or a checkpoint folder."
 )
-@click.option(
-    "--item", "models", multiple=True, help="Also the path of an item of this model or checkpoint folder."
-)
-@click.option("--runs", default=1, show_default=True, help="Pairs of runs of each --item.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write everything as JSON here.")
-def main(tree: Path, models: tuple[str, ...], runs: int, out: Path | None) -> None:
+def main(tree: Path, models: tuple[str, ...], out: Path | None) -> None:
     """Prints the shape of the tree. What a user meets and the path of an item are those of the code that
     runs this."""
     found = measure(tree)
-    found |= {"surface": surface(), "items": [item_path(model, runs) for model in models]}
+    found |= {"surface": surface(), "items": [item_path(model) for model in models]}
     if out is not None:
         out.write_text(json.dumps(found, indent=1) + "\n")
     table = Table(title="Python files by room")

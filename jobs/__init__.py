@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-#: The distribution that all packages of this repository are installed by.
+#: Name of the distribution that contains all packages of this repository.
 DISTRIBUTION = "nightjar-speech"
 
 
 def installed_version() -> str:
-    """The version in pyproject.toml at the time of installation; `unknown` without an installation."""
-    # Imported here: most commands never ask.
+    """The version of the installed distribution; `unknown` if it is not installed."""
+    # Imported here, because most commands do not need the version.
     from importlib.metadata import PackageNotFoundError, version
 
     try:

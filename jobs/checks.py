@@ -2,12 +2,12 @@
 
 To add a check, add a row to `CHECKS` and the class that measures it to `worker/quality/meters.py`. The
 presets of `--qa`, the checks of a job's spec, the verdict, error codes, the report, provenance,
-`nightjar doctor`, the table of docs/quality.md and the worker follow from the row. This module loads no
-meter: meters run in a process beside a worker.
+`nightjar doctor`, the table of docs/quality.md and the worker use that row. This module loads no meter, since
+meters run in a separate process of a worker.
 
 The checks that speech must pass, their bounds, and the consequence of a failure are frozen in the spec at
 submit, so the verdict on an item does not depend on its shard, on the order of the items or on a retry.
-Learned bounds are from a calibration, never from the run itself.
+Learned bounds come from a calibration, never from the run itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Option = str | int | float | bool
 
 
 class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The limits of a score; None: no limit on that side."""
+    """The limits of a score, inclusive; None: no limit on that side."""
 
     low: float | None = None
     high: float | None = None
@@ -39,7 +39,7 @@ class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
     def excess(self, value: float) -> float:
-        """The distance of a value from the limit that it breaks, as a share of the limit; 0 inside."""
+        """How far a value is outside the limits, as a share of the limit; 0 within the limits."""
         if self.low is not None and value < self.low:
             return (self.low - value) / max(abs(self.low), 1e-3)
         if self.high is not None and value > self.high:
@@ -55,19 +55,19 @@ class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class MeterCard(NamedTuple):
-    """The facts about a built-in meter that do not need it to be opened."""
+    """Facts about a built-in meter that are known without opening it."""
 
-    #: Also its name in `worker.quality.meters.BUILT_IN`.
+    #: Name of the meter, also in `worker.quality.meters.BUILT_IN`.
     name: str
-    #: The libraries it imports, by their names in Python.
+    #: Names of the Python packages that the meter imports.
     libraries: tuple[str, ...]
-    #: What to install, or the command that installs it.
+    #: Completes the advice "Install ...": a package, with the commands that install it.
     install: str
-    #: The distributions whose versions belong to a job's provenance.
+    #: The distributions whose versions the provenance of a job lists.
     distributions: tuple[str, ...]
-    #: Whether its weights come from a model hub, rather than with its libraries.
+    #: Whether its weights are downloaded from a model hub. Otherwise its libraries contain them.
     weights: bool = False
-    #: Without its libraries the worker's own measurement is used, and the score's detail says so.
+    #: Whether the worker's own measurement is used if the libraries are missing. The score's detail says so.
     optional: bool = False
 
     @property
@@ -102,19 +102,20 @@ class Check(NamedTuple):
     strict: Bound | None = None
     #: The unit that a report shows.
     unit: str = ""
-    #: Measures the score; None: the worker itself, in microseconds.
+    #: The meter that measures the score; None: the worker measures it itself, which takes microseconds.
     meter: MeterCard | None = None
-    #: The worker measures the score too; the meter's value replaces it if a job has the meter.
+    #: Whether the worker measures the score too. If a job has the meter, the meter's value replaces the
+    #: worker's.
     replaced: bool = False
 
 
 CHECKS: dict[str, Check] = {
     check.score: check
     for check in (
-        Check("ended", ErrorCode.SYNTH_NO_EOS, "1 if the model ended by itself", "low", Bound(low=1.0), Bound(low=1.0)),
-        Check("duration", ErrorCode.QA_DURATION, "length over the expected length", "both", Bound(), Bound()),
+        Check("ended", ErrorCode.SYNTH_NO_EOS, "1 if the model itself ended the speech", "low", Bound(low=1.0), Bound(low=1.0)),
+        Check("duration", ErrorCode.QA_DURATION, "length divided by the expected length", "both", Bound(), Bound()),
         Check(
-            "clipped", ErrorCode.QA_CLIPPED, "share of samples in flat tops, at any gain", "high", Bound(high=0.001), Bound(high=0.001)
+            "clipped", ErrorCode.QA_CLIPPED, "share of samples in flat peaks, at any gain", "high", Bound(high=0.001), Bound(high=0.001)
         ),
         Check(
             "silence", ErrorCode.QA_SILENCE, "share of frames without speech", "high", Bound(high=0.75), Bound(high=0.6),
@@ -129,11 +130,11 @@ CHECKS: dict[str, Check] = {
             Bound(-55.0, -5.0), Bound(-40.0, -10.0), unit="LUFS",
         ),
         Check(
-            "wer", ErrorCode.QA_WER, "word error rate of what an ASR model heard", "high",
+            "wer", ErrorCode.QA_WER, "word error rate of the transcript by an ASR model", "high",
             strict=Bound(high=0.5), meter=_ASR,
         ),
         Check(
-            "cer", ErrorCode.QA_WER, "character error rate of what an ASR model heard", "high",
+            "cer", ErrorCode.QA_WER, "character error rate of the transcript by an ASR model", "high",
             strict=Bound(high=0.3), meter=_ASR,
         ),
         Check(
@@ -149,7 +150,7 @@ CHECKS: dict[str, Check] = {
             meter=MeterCard("dnsmos", ("speechmos",), "DNSMOS with: pip install --no-deps speechmos==0.0.1.1", ("speechmos",)),
         ),
         Check(
-            "similarity", ErrorCode.QA_SPEAKER, "cosine of the voice and the reference's voice", "low",
+            "similarity", ErrorCode.QA_SPEAKER, "cosine similarity of the speaker embeddings of the speech and its reference", "low",
             meter=MeterCard(
                 "speaker", ("resemblyzer", "webrtcvad", "librosa", "torch"),
                 "Resemblyzer with: pip install --no-deps resemblyzer==0.1.4 and pip install webrtcvad-wheels librosa (and torch)",
@@ -166,7 +167,8 @@ METERS: dict[str, MeterCard] = {
 
 
 def code_of(score: str) -> ErrorCode:
-    """The error code of an item if no draw passed this score; `qa.score` for scores of other packages."""
+    """The error code of an item if no draw passes the check of this score; `qa.score` for scores of other
+    packages."""
     return CHECKS[score].code if score in CHECKS else ErrorCode.QA_SCORE
 
 
@@ -231,7 +233,7 @@ def missing_weights(meters: Mapping[str, Mapping[str, Option]], *, fetch: bool) 
 
     from pipelines.child_process import CalledChild
 
-    # Meters are slow to import, and their libraries print, so they run in a child process.
+    # Meters are slow to import, and their libraries print messages, so they run in a child process.
     with open(os.devnull, "wb") as nothing:
         child = CalledChild(("-P", "-m", "worker.quality.process"), dict, output=nothing.fileno())
     try:
@@ -247,7 +249,8 @@ def missing_meters(quality: Quality | None, say: Callable[[str], None] | None = 
     """The error for meters of a job whose libraries (`config.missing_library`) or weights
     (`model.unreachable`) are missing on this machine, or None.
 
-    `say`: for a job that runs here, downloads missing weights and gets a note about it.
+    `say`: given for a job that runs on this machine. Missing weights are then downloaded, and `say` is called
+    with a note about the download.
     """
     if quality is None:
         return None
@@ -273,11 +276,11 @@ class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trim_keep_ms: Annotated[int, msgspec.Meta(ge=0)] = 100
     #: The voice activity detector. Without Silero's library the energy detector is used, and the score says so.
     vad: Literal["energy", "silero"] = "energy"
-    #: Bounds by the name of the score; a score without a bound is only recorded. `duration` also has the bounds
-    #: of its pace.
+    #: Bounds by the name of the score; a score without a bound is only recorded. The bounds of the pace also
+    #: apply to `duration`.
     bounds: dict[str, Bound] = {}
-    #: Learned lengths; the first that matches an item's voice and language applies. Without one, length is not
-    #: checked.
+    #: Learned speaking rates; the first one that matches an item's voice and language applies. If none
+    #: matches, the length is not checked.
     paces: tuple[Pace, ...] = ()
     #: Meters to run, by name, with their options.
     meters: dict[str, dict[str, Option]] = {}
@@ -300,10 +303,11 @@ DEFAULT = "basic"
 
 
 def quality_of(preset: str, config: Path | None = None, overrides: Sequence[str] = ()) -> Quality | None:
-    """The checks of a preset, changed by a TOML file and then by `KEY=VALUE` with dotted keys
+    """The checks of a preset, changed by a TOML file and then by overrides `KEY=VALUE` with dotted keys
     (`bounds.wer.high=0.2`).
 
-    `false` removes a whole bound, or a meter with the preset's bounds of it. Raises `config.invalid`.
+    The value `false` removes a bound, or a meter and the preset's bounds of its scores. Raises
+    `config.invalid`.
     """
     base = PRESETS[preset]
     if base is None:
@@ -344,7 +348,7 @@ def quality_of(preset: str, config: Path | None = None, overrides: Sequence[str]
 
 def _check(quality: Quality) -> None:
     """Refuses bounds and paces that no speech can meet, and unknown names of scores and meters, which would
-    silently check nothing."""
+    silently have no effect."""
     for name, bound in quality.bounds.items():
         if bound.low is not None and bound.high is not None and bound.low > bound.high:
             raise invalid(
@@ -408,7 +412,7 @@ def _override(text: str) -> dict[str, Any]:
 
 
 def _merged(old: Any, new: Any) -> Any:
-    """Merges the new value into the old one if both have keys."""
+    """Merges `new` into `old` if both are tables; otherwise returns `new`."""
     if not isinstance(old, dict) or not isinstance(new, dict):
         return new
     return old | {key: _merged(old.get(key), value) for key, value in new.items()}

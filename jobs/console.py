@@ -19,14 +19,15 @@ import msgspec
 from jobs.formatting import is_address, printable, redact
 from pipelines.errors import ErrorCode, NightjarError
 
-#: Environment variable with the program name for the usage line of a command that another one starts.
+#: Environment variable with the program name in the usage line of a command that another command starts.
 PROGRAM = "NIGHTJAR_PROGRAM"
 
 FAILED, NOT_FOUND, INVALID_INPUT, UNREACHABLE = 1, 3, 4, 5
 #: Exit codes for a cancelled job, and for `nightjar wait` when the job did not end in time.
 CANCELLED, TIMEOUT = 6, 7
 
-#: Exit codes by error code, and by the group of the code, its first word.
+#: Exit codes by error code. Other error codes have the exit code of their group, which is the first word of
+#: the error code.
 _EXIT_BY_CODE = {
     ErrorCode.LEDGER_STATE: FAILED,
     ErrorCode.LEDGER_CANCELLED: CANCELLED,
@@ -51,7 +52,7 @@ class FiniteRange(click.FloatRange):
 
 
 class NamedPath(click.Path):
-    """A path that is neither empty nor an option, as an unset shell variable would make it.
+    """A path that is not empty and does not look like an option. An unset shell variable can cause both.
 
     `anywhere`: the path may be an address, which the command checks.
     """
@@ -78,7 +79,7 @@ class OutputClosed(BaseException):
 
 
 class Interrupted(BaseException):
-    """A signal asks the command to end."""
+    """A signal requested the end of the command."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -86,30 +87,30 @@ class Interrupted(BaseException):
 
 
 class Stop:
-    """Stops a run."""
+    """The request to stop a run."""
 
     def __init__(self) -> None:
         #: Ends the processes of the run at once.
         self.kill: Callable[[], None] = lambda: None
-        #: The run cleans up, and must not be interrupted.
+        #: Whether the run is cleaning up, so that it must not be interrupted.
         self.cleaning = False
-        #: The signal that stops the run, once it is received.
+        #: The number of the signal that stops the run; None: not received.
         self.number: int | None = None
 
     def check(self) -> None:
-        """Raises `Interrupted` if the run must stop, also if C code or a `__del__` swallowed the exception
-        of the signal."""
+        """Raises `Interrupted` if the run must stop, even if C code or a `__del__` swallowed the exception of
+        the signal."""
         if self.number is not None:
             raise Interrupted(self.number)
 
 
-#: Signals of Ctrl-C since the command began.
+#: The signals that Ctrl-C sent since the command began.
 _interrupts: list[int] = []
 
 
 def record_interrupts() -> None:
-    """Records each Ctrl-C as well as raising it: an exception in Python code that C code calls, as in many
-    imports, is lost."""
+    """Records each Ctrl-C in addition to raising `KeyboardInterrupt`, because that exception is lost in
+    Python code that is called by C code, as in many imports."""
     _interrupts.clear()
     if (
         threading.current_thread() is threading.main_thread()
@@ -123,6 +124,7 @@ def record_interrupts() -> None:
                 print_lost(lost)
 
         # Python prints exceptions that cannot be caught, such as those raised while an object is freed.
+        # `check_interrupts` raises a recorded Ctrl-C again, so it is not printed.
         sys.unraisablehook = hook
 
 
@@ -132,7 +134,7 @@ def _record_interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def check_interrupts() -> None:
-    """Raises `Interrupted` for a Ctrl-C that was lost."""
+    """Raises `Interrupted` if Ctrl-C was pressed, even if its exception was lost."""
     if _interrupts:
         raise Interrupted(_interrupts[-1])
 
@@ -171,7 +173,7 @@ def fail(error: BaseException, *, as_json: bool) -> None:
         click.echo(msgspec.json.encode(view), err=True)
         return
     label = click.style("Error", fg="red", bold=True)
-    # The command has ended, and with it the context that knows NO_COLOR.
+    # The command has ended, and click's context, which applies NO_COLOR, no longer exists.
     color = False if os.environ.get("NO_COLOR") else None
     text = f"{label} {code}: {printable(message)}\n{printable(advice)}".rstrip("\n")
     click.echo(text, err=True, color=color)
@@ -188,7 +190,7 @@ def _system_error(error: OSError) -> tuple[str, str]:
 
 
 class Output:
-    """Prints the output of a command, by its `--json` and `--quiet`."""
+    """Prints the output of a command. `as_json` and `quiet`: its options `--json` and `--quiet`."""
 
     def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
         self.as_json = as_json
@@ -199,8 +201,8 @@ class Output:
         sys.stdout.buffer.write(msgspec.json.encode(view) + b"\n")
 
     def result(self, text: str, view: Mapping[str, Any] | str, /, **fields: Any) -> None:
-        """Prints a result, as JSON or as a line of text. `view`: the JSON object, or its schema for one with
-        these fields."""
+        """Prints a result, as JSON or as a line of text. `view`: the JSON object, or the name of its schema
+        if `fields` are its other keys."""
         if self.as_json:
             self.data({"schema": view, **fields} if isinstance(view, str) else view)
         else:
@@ -221,7 +223,8 @@ class Output:
         found: Iterable[tuple[Mapping[str, Any], Sequence[object]]],
         nothing: str = "",
     ) -> None:
-        """Prints records, each (view, row), as JSON or as a table; without any, notes `nothing`."""
+        """Prints records, each (JSON object, table row), as JSON lines or as a table. `nothing`: the note
+        that replaces an empty table."""
         if self.as_json:
             for view, _ in found:
                 self.data(view)

@@ -1,4 +1,5 @@
-"""Deletion of a job: its objects in the store, its rows in the ledger, and its note of recent jobs.
+"""Deletion of a job: its objects in the store, its rows in the ledger, and its entry in the list of recent
+jobs.
 
 All objects of a job, including its copies of reference audio, have keys below `jobs/ID/`, so other jobs are not
 affected. An interrupted deletion continues when the command is repeated.
@@ -21,14 +22,14 @@ if TYPE_CHECKING:
 
 #: Maximum number of objects deleted by one request, a limit of S3.
 OBJECTS_AT_ONCE = 1000
-#: A worker that lost its lease may store more objects after the listing. After this many listings the sweep
-#: deletes the rest.
+#: Maximum number of listings. A worker that lost its lease may store more objects after a listing; the sweep
+#: deletes those after the last one.
 MAX_PASSES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
-    """The data that was deleted, or would be."""
+    """The data that was deleted, or would be deleted."""
 
     job_id: str
     items: int
@@ -38,7 +39,8 @@ class Deleted:
 
 
 def objects_of(store: ObjectStore, job_id: str) -> Iterator[ObjectInfo]:
-    """The objects of a job, streamed, without those of other programs. Raises `store.bad_key` for an invalid id."""
+    """Yields the objects of a job, except objects of other programs, whose keys are invalid. Raises
+    `store.bad_key` for an invalid job id."""
     prefix = job_prefix(job_id)
     if split_key(prefix.removesuffix("/")) != ["jobs", job_id]:
         raise StoreError(

@@ -56,7 +56,8 @@ class Dialogue(msgspec.Struct, frozen=True, gc=False):
     generation: Generation | None = None
 
     def typed_messages(self, references: Mapping[int, str] | None = None) -> tuple[Message, ...]:
-        """The messages of a request; audio content is the line's path, or a key of the store by place."""
+        """The messages of a request. `references`: place of an audio message -> key in the store, which
+        replaces the path in the line."""
         keys = references or {}
         return tuple(
             [
@@ -81,8 +82,9 @@ Decoded = TypeVar("Decoded")
 
 
 def decode_line(decode: Callable[[bytes], Decoded], line: bytes, shape: str, faults: Faults = ()) -> Decoded:
-    """Decodes a line of UTF-8 JSON with a msgspec decoder. Raises `input.bad_json`; for JSON that the decoder
-    refuses, the code of its fault, or `input.bad_line` with the expected shape."""
+    """Decodes a line of UTF-8 JSON with a msgspec decoder. Raises `input.bad_json` for a line that is not
+    JSON. For JSON that the decoder refuses, raises the error code of the first matching pattern in `faults`,
+    or `input.bad_line` with the expected `shape`."""
     try:
         found = decode(line)
         if not line.isascii():
@@ -101,10 +103,11 @@ def decode_line(decode: Callable[[bytes], Decoded], line: bytes, shape: str, fau
 
 
 def parse_line(raw: bytes) -> tuple[Dialogue, bytes]:
-    """Decodes the dialogue of a line of UTF-8 JSON; returns it and the line, with `example_id` if it has `id`.
+    """Decodes the dialogue of a line of UTF-8 JSON; returns it and the line. If the line has only `id`,
+    `example_id` is added to it.
 
     Raises `InputError`: `input.bad_json`, `input.bad_line`, `input.bad_role`, `input.bad_modality` or
-    `input.bad_generation`. Ranges of `generation` are `pipelines.validation`'s to check.
+    `input.bad_generation`. `pipelines.validation` checks the ranges of `generation`.
     """
     line = decode_line(_decode, raw, _SHAPE, _FAULTS)
     if len(raw) > MAX_INTEGER_DIGITS and _LONG_NUMBER.search(raw):
@@ -150,8 +153,8 @@ def spoken_text(messages: Sequence[Message]) -> str:
 
 
 def speech_position(messages: Sequence[Sequence[str]]) -> int:
-    """The place of a dialogue's speech among its messages, given as (role, modality, ...): that of the first
-    assistant audio message, or after the last message."""
+    """The place of a dialogue's speech among its messages (role, modality, ...): the place of the first
+    assistant audio message, or else the place after the last message."""
     for place, message in enumerate(messages):
         if message[0] == "assistant" and message[1] == "audio":
             return place
@@ -183,7 +186,7 @@ _CHAT_FAULTS: Faults = (
     (
         re.compile(r".*content\[.*\.type`"),
         ErrorCode.INPUT_BAD_MODALITY,
-        "Parts of chat messages are texts; write audio as a dialogue.",
+        "The parts of a chat message must be texts; audio needs the format of dialogues.",
     ),
 )
 
@@ -217,8 +220,8 @@ _decode_chat = msgspec.json.Decoder(_Chat).decode
 
 
 def chat_dialogue(line: bytes, number: int) -> bytes:
-    """Converts a line of chat messages to a dialogue, as JSON, with the id `example_id` or `id`, else its
-    number. Raises `InputError`.
+    """Converts a line of chat messages to a dialogue, as JSON. Its id is `example_id` or `id`, or else is
+    made from the line's number. Raises `InputError`.
 
         {"id": "a1", "messages": [{"role": "user", "content": "Good evening."}, {"role": "assistant", "content": "Hello."}]}
 
@@ -228,9 +231,13 @@ def chat_dialogue(line: bytes, number: int) -> bytes:
     found = decode_line(_decode_chat, line, _CHAT_SHAPE, _CHAT_FAULTS)
     named = chosen_id(found.example_id, found.id)
     messages = [
-        (message.role, "text", said if isinstance(said, str) else "\n".join(part.text for part in said))
+        (
+            message.role,
+            "text",
+            content if isinstance(content, str) else "\n".join(part.text for part in content),
+        )
         for message in found.messages
-        for said in (message.content,)
+        for content in (message.content,)
     ]
     return _encode(_Row(f"line-{number}" if named is None else named, messages, found.generation))
 
@@ -238,7 +245,7 @@ def chat_dialogue(line: bytes, number: int) -> bytes:
 #: The key of an example's id in an OpenAI batch, and the supported request.
 CUSTOM_ID = "custom_id"
 URL = "/v1/audio/speech"
-_FORMATS = f"--format makes one of: {', '.join(AUDIO_FORMATS)}."
+_FORMATS = f"Choose the job's format with --format: {', '.join(AUDIO_FORMATS)}."
 _BATCH_SHAPE = (
     "A line of a batch is one JSON object with `custom_id` (text), `method` (POST), "
     f"`url` ({URL}) and `body` (an object with `model`, `input` and `voice`)."
@@ -285,35 +292,41 @@ def batch_dialogue(line: bytes, card: ModelCard, encoding: str) -> bytes:
         {"custom_id": "a1", "method": "POST", "url": "/v1/audio/speech",
          "body": {"model": "hibari", "input": "Good evening.", "voice": "heart", "response_format": "wav", "instructions": "Calm."}}
 
+    A line that requests something else than the job makes is an error, so that all speech is as requested.
+    Raises `input.bad_json`, `input.bad_line`, `input.empty_text`, and `input.unsupported`. Error messages use
+    the keys of a batch line.
+
     Source: https://platform.openai.com/docs/api-reference/batch/request-input and .../audio/createSpeech.
-    A line with a request that differs from the job is an error, so that all speech is as requested. Raises
-    `input.bad_json`, `input.bad_line`, `input.empty_text`, and `input.unsupported`. Messages use the keys of
-    a batch.
     """
     request = decode_line(_decode_request, line, _BATCH_SHAPE, _BATCH_FAULTS)
     body = request.body
     check_example_id(request.custom_id, CUSTOM_ID)
     # Key, requested value, supported values, and advice.
     asked: tuple[tuple[str, object, tuple[object, ...], str], ...] = (
-        ("request", f"{request.method} {request.url}", (f"POST {URL}",), "No other is supported."),
-        # A checkpoint folder may be named by its last part.
-        ("model", body.model, (card.name, card.name.rpartition("/")[2]), "--model takes another."),
+        ("request", f"{request.method} {request.url}", (f"POST {URL}",), "No other request is supported."),
+        # For a checkpoint folder, the last part of its path is also accepted.
+        (
+            "model",
+            body.model,
+            (card.name, card.name.rpartition("/")[2]),
+            "Choose the job's model with --model.",
+        ),
         ("response_format", body.response_format, (encoding, None), _FORMATS),
         ("speed", body.speed, (1, None), "Leave it out."),
         ("stream_format", body.stream_format, ("audio", None), "A batch writes whole files."),
     )
-    for key, value, able, advice in asked:
-        if value not in able:
-            message = f"The line has {key} {clean(str(value), 100)!r}, but this job has {able[0]!r}."
+    for key, value, supported, advice in asked:
+        if value not in supported:
+            message = f"The line has {key} {clean(str(value), 100)!r}, but this job has {supported[0]!r}."
             raise unsupported(message, advice)
     if not is_visible(body.input):
         message = "The `input` has no text to speak."
-        raise InputError(ErrorCode.INPUT_EMPTY_TEXT, message, "Put the text there.")
+        raise InputError(ErrorCode.INPUT_EMPTY_TEXT, message, "Write the text in `input`.")
     if body.instructions and not card.capabilities.instruct:
         advice = "Leave `instructions` out, or submit with a --model that follows them."
         raise unsupported("This model does not follow instructions.", advice)
-    said = {"voice": body.voice or "", "instruct": body.instructions or ""}
-    return row_dialogue({"id": request.custom_id, "text": body.input, **said})
+    settings = {"voice": body.voice or "", "instruct": body.instructions or ""}
+    return row_dialogue({"id": request.custom_id, "text": body.input, **settings})
 
 
 def custom_id(line: bytes) -> str | None:
@@ -332,33 +345,32 @@ _GENERATION = ("voice", "language", "instruct", "seed", "reference_text")
 def row_dialogue(
     values: Mapping[str, str], number: int = 0, voices: Mapping[str, str] | None = None
 ) -> bytes:
-    """Makes a dialogue from the fields of a row, as JSON; empty fields are ignored. `number`: the id if the row
-    has none; `voices`: the voices of speakers. Raises `InputError`."""
+    """Makes a dialogue from the fields of a row, as JSON; empty fields are ignored. `number`: makes the id if
+    the row has none. `voices`: speaker -> voice, with the voice of all other speakers under `*`. Raises
+    `InputError`."""
     messages = [("user", "text", values["text"])]
     if audio := values.get("reference_audio"):
         messages.insert(0, ("user", "audio", audio))
-    said: dict[str, str | int] = {field: values[field] for field in _GENERATION if values.get(field)}
-    if "seed" in said:
+    generation: dict[str, str | int] = {field: values[field] for field in _GENERATION if values.get(field)}
+    if "seed" in generation:
         try:
-            # `int` also reads `1_000` and digits of other scripts.
-            seed = int(said["seed"] if re.fullmatch(r"\s*-?[0-9]+\s*", values["seed"]) else "")
+            # `int` would also accept `1_000` and digits of other scripts.
+            seed = int(generation["seed"] if re.fullmatch(r"\s*-?[0-9]+\s*", values["seed"]) else "")
         except ValueError:
             message = f"The seed is {clean(values['seed'], 40)!r}."
             raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Write a whole number.") from None
         check_generation(Generation(seed=seed))
-        said["seed"] = seed
-    if voices is not None and "voice" not in said:
-        said["voice"] = _voice(values.get("speaker", ""), voices)
+        generation["seed"] = seed
+    if voices is not None and "voice" not in generation:
+        generation["voice"] = _voice(values.get("speaker", ""), voices)
     named = chosen_id(values.get("example_id") or None, values.get("id") or None)
-    return _encode(_Row(named or f"line-{number}", messages, said or msgspec.UNSET))
+    return _encode(_Row(named or f"line-{number}", messages, generation or msgspec.UNSET))
 
 
 def _voice(speaker: str, voices: Mapping[str, str]) -> str:
     voice = voices.get(speaker) or voices.get("*")
     if voice is None:
-        advice = (
-            "Give it one with --voice-for SPEAKER=VOICE, or all the others one with --voice-for '*=VOICE'."
-        )
+        advice = "Set one with --voice-for SPEAKER=VOICE, or one for all other speakers with --voice-for '*=VOICE'."
         message = f"The speaker {clean(speaker, 40)!r} has no voice."
         raise InputError(ErrorCode.INPUT_UNKNOWN_VOICE, message, advice)
     return voice

@@ -39,10 +39,10 @@ def message_priority(job_priority: int) -> int:
 
 
 def make_celery(settings: Settings) -> Celery:
-    """The Celery app of the settings.
+    """The Celery app for these settings.
 
-    Messages only wake workers: no results, no ETA, JSON only, late acknowledgement, and no prefetching. Retries are
-    scheduled by the ledger (`not_before`), never by Celery.
+    Messages only wake workers: no results, no start times (`eta`), JSON only, late acknowledgement, and no
+    prefetching. Retries are scheduled by the ledger (`not_before`), never by Celery.
     """
     from celery import Celery
     from kombu.entity import Queue
@@ -51,7 +51,8 @@ def make_celery(settings: Settings) -> Celery:
     app.conf.update(
         broker_url=settings.effective_broker_url,
         broker_transport_options={
-            # For messages of killed workers. A second delivery is harmless, because a shard needs a lease.
+            # After this time messages of killed workers are delivered again. That is harmless, because a
+            # worker needs the lease of a shard.
             "visibility_timeout": 3600,
             "unacked_restore_interval": 5,
             "unacked_restore_throttle": 1,
@@ -113,7 +114,7 @@ class Publisher:
                     )
 
     def queue_depth(self) -> int:
-        """The number of messages in the broker."""
+        """The number of messages in the queue."""
         with self._connection() as connection:
             channel: Any = connection.default_channel
             return int(channel.queue_declare(QUEUE).message_count)
@@ -154,8 +155,8 @@ def check(settings: Settings) -> None:
 
 
 def dispatch(ledger: Ledger, settings: Settings, publisher: Publisher | None = None) -> int:
-    """Queues and publishes ready shards up to the window; returns their number. Any number of processes can
-    dispatch at once.
+    """Queues and publishes ready shards until the window of queued shards is full; returns their number. Any
+    number of processes can dispatch at once.
 
     The state is committed before the message is sent, so a crash in between loses only messages, which
     `Ledger.reconcile` detects. Raises `ServiceError`; shards whose messages could not be sent become ready again.

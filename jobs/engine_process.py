@@ -35,10 +35,10 @@ def open_engine_process(
 def open_model(
     model: str, card: ModelCard, settings: Settings, options: dict[str, Any], level: str | None = None
 ) -> Pipeline:
-    """Opens a model in a separate process, so that HTTP does not share its interpreter. The engine `vllm`
-    already has a process of its own.
+    """Opens a model in a separate process, so that it does not share an interpreter with the HTTP server. The
+    engine `vllm` already has a process of its own.
 
-    Raises as `pipelines.registry.open_pipeline`, and `EngineCrashError`.
+    Raises the errors of `pipelines.registry.open_pipeline`, and `EngineCrashError`.
     """
     if settings.chosen_engine(card) == "vllm" or is_registered(model):
         return open_pipeline(model, **options)
@@ -46,8 +46,8 @@ def open_model(
 
 
 def engine_options(settings: Settings, card: ModelCard) -> dict[str, Any]:
-    """The options of a model for a server: those of a worker, prepared for streams if possible. Answers that
-    reach their limit are kept (`finish_reason` length)."""
+    """The options of a model for a server: the same as for a worker, and prepared for streams if possible.
+    Answers that reach their limit are kept (`finish_reason` length)."""
     options, native = settings.engine_options(card), settings.chosen_engine(card) == "native"
     if native and has_option(card, "streams"):
         streams = settings.serve.streams

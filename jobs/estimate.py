@@ -24,12 +24,12 @@ from pipelines.registry import ModelCard
 if TYPE_CHECKING:
     from jobs.settings import Settings
 
-#: Rejected lines that are kept as examples.
+#: Maximum number of rejected lines that are kept as examples.
 MAX_EXAMPLES = 100
 _BYTES_PER_SAMPLE = 2
-#: Size of FLAC against 16-bit PCM, for speech.
+#: Size of FLAC as a share of 16-bit PCM, for speech.
 _FLAC_SHARE = 0.55
-#: Size of a file's headers.
+#: Size of a file's headers in bytes, by format.
 _HEADER_BYTES = {"opus": 900, "mp3": 400}
 _WAV_HEADER_BYTES = 44
 #: Bits per second of speech by sample rate, measured with libsndfile's MP3 and Opus on the voice `hibari`.
@@ -51,18 +51,19 @@ _BITS_PER_SECOND = {
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The estimate of a job. Speech lengths are the model's average pace times the text's characters."""
+    """The estimate of a job. The length of speech is the number of characters times the model's average
+    seconds per character."""
 
     items: int
     input_format: InputFormat
-    #: Refused lines by code.
+    #: Number of rejected lines by code.
     rejected: dict[ErrorCode, int]
-    #: The first refused lines.
+    #: The first rejected lines.
     rejected_lines: tuple[RejectedLine, ...]
     audio_seconds: float
     #: Size of the audio in the store.
     bytes: int
-    #: Time of one worker; None if the model's speed was not measured.
+    #: Time that one worker needs; None if the model's speed was not measured.
     engine_seconds: float | None
 
 
@@ -78,7 +79,7 @@ def dry_run(
     """Checks an input as `submit` does and estimates its job, without writing to ledger or store.
 
     Raises `InputError` for an input that cannot be read, for settings that the model refuses and, with
-    `abort`, for the first bad line; `ModelError`, `StoreError`.
+    `abort`, for the first bad line. Also raises `ModelError` and `StoreError`.
     """
     resolved = resolve(spec, input_format, voice_folder(settings))
     card = resolved.card

@@ -1,5 +1,5 @@
-"""Text for people, in commands, errors, reports and logs: counts, times and sizes; without passwords and
-terminal control characters."""
+"""Formats text for people, in commands, errors, reports and logs: counts, times and sizes. Hides passwords
+and escapes terminal control characters."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import re
 from itertools import pairwise
 from typing import Any
 
-#: Replaces a secret.
+#: The text that replaces a secret.
 MASK = "********"
 # A password may contain any character except white space, also `@` and `/`: everything up to the last `@` of the
 # word is hidden.
 _PASSWORD = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s:/@'\"]*):\S*@", re.IGNORECASE)
-#: One slash is enough: it is a common mistake, and converting an address to a path drops the other.
+#: One slash is enough: it is a common mistake, and converting an address to a path removes the second slash.
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 _PARAMETER = re.compile(
     r"([?&;](?:\w*password|[\w-]*secret[\w-]*|[\w-]*token|[\w-]*signature)=)[^&\s'\"]*", re.IGNORECASE
@@ -22,7 +22,8 @@ _PARAMETER = re.compile(
 
 
 def redact(text: str) -> str:
-    """Masks the passwords of all URLs in a text, and all query parameters with the name of a secret."""
+    """Masks the passwords of all URLs in a text, and the values of query parameters whose names suggest a
+    secret."""
     if "://" not in text:
         return text
     return _PARAMETER.sub(rf"\1{MASK}", _PASSWORD.sub(rf"\1:{MASK}@", text))
@@ -44,7 +45,7 @@ def printable(text: str) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """`1 line`, `2 lines`."""
+    """A count with its noun: `1 line`, `2 lines`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 

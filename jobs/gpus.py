@@ -28,8 +28,8 @@ _ADVICE = "Use the indexes of `nvidia-smi`, for example --gpu 0,1, or --gpu all 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU or MIG instance of one worker: `name` is the value of CUDA_VISIBLE_DEVICES, `uuid` identifies it.
-    `bus_id` is its PCI address as in /sys, empty if unknown."""
+    """A GPU or MIG instance of one worker: `name` is its value in CUDA_VISIBLE_DEVICES, `uuid` its UUID.
+    `bus_id` is its PCI address as written in /sys, empty if unknown."""
 
     name: str
     uuid: str
@@ -43,8 +43,8 @@ class NotListedError(Exception):
 
 
 def list_gpus() -> list[Device]:
-    """All GPUs in the order of `nvidia-smi`, that of the PCI bus; a GPU with MIG instances is replaced by them.
-    Raises `NotListedError`.
+    """All GPUs in the order of `nvidia-smi`, which is the order on the PCI bus. A GPU with MIG instances is
+    replaced by its instances. Raises `NotListedError`.
 
     Uses `nvidia-smi`, because importing torch takes seconds and would start CUDA in the supervisor. If it fails
     because of one GPU, the GPUs that it lists are named by UUID, since CUDA may number them differently.
@@ -71,8 +71,8 @@ def list_gpus() -> list[Device]:
 
 
 def _nvidia_smi(*arguments: str) -> tuple[list[str], str]:
-    """The lines of its output, and its error message if it failed. Raises `NotListedError` if it failed and names no
-    GPU."""
+    """Runs `nvidia-smi`; returns the lines of its output, and an error message if it failed. Raises
+    `NotListedError` if it failed and lists no GPU."""
     try:
         done = subprocess.run(
             ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=LIST_SECONDS, check=False
@@ -93,31 +93,32 @@ def choose_gpus(
     """The devices of `--gpu`: comma-separated indexes, UUIDs and MIG ids, or `all`.
 
     `visible` is CUDA_VISIBLE_DEVICES, which limits the choice; None: not set. If the GPUs cannot be listed,
-    well-formed names are accepted unchecked. Raises `config.invalid` for anything else, with the existing GPUs.
+    well-formed names are accepted unchecked. Raises `config.invalid`, with the existing GPUs, for other
+    names.
     """
     names = [str(int(name)) if name.isdecimal() else name for name in map(str.strip, wanted.split(","))]
     for name in names:
         if names != [ALL] and _NAME.fullmatch(name) is None:
             raise _refused(f"--gpu: {name!r} is not the name of a GPU.")
     try:
-        there = listing()
+        existing = listing()
     except NotListedError as error:
         if names == [ALL]:
             raise _no_gpus(str(error)) from None
         log.warning("GPUs %s are not checked: %s.", ", ".join(names), error)
-        there, visible = [Device(name, name, shown=name) for name in dict.fromkeys(names)], None
-    allowed = there if visible is None else _allowed(there, visible)
-    there_is = f"this host has {', '.join(device.shown for device in there) or 'none'}"
+        existing, visible = [Device(name, name, shown=name) for name in dict.fromkeys(names)], None
+    allowed = existing if visible is None else _allowed(existing, visible)
+    existing_text = f"this host has {', '.join(device.shown for device in existing) or 'none'}"
     if names == [ALL]:
-        if not there:
+        if not existing:
             raise _no_gpus("`nvidia-smi` lists none")
         if not allowed:
-            raise _refused(f"No GPU can be used: {VISIBLE} is {visible!r}, and {there_is}.")
+            raise _refused(f"No GPU can be used: {VISIBLE} is {visible!r}, and {existing_text}.")
         return tuple(allowed)
     chosen: list[Device] = []
     for name in names:
-        if (device := _named(name, there)) is None:
-            raise _refused(f"GPU {name} does not exist; {there_is}.")
+        if (device := _named(name, existing)) is None:
+            raise _refused(f"GPU {name} does not exist; {existing_text}.")
         if device not in allowed:
             raise _refused(f"GPU {name} must not be used: {VISIBLE} is {visible!r}.")
         if device in chosen:
@@ -134,21 +135,22 @@ def count_gpus(visible: str | None, devices: Path = Path("/dev")) -> int:
     return len(list(devices.glob("nvidia[0-9]*")))
 
 
-def _named(name: str, there: Sequence[Device]) -> Device | None:
-    """The device that CUDA finds by a name: an index, or a UUID or MIG id or a unique prefix of one."""
+def _named(name: str, existing: Sequence[Device]) -> Device | None:
+    """The device that CUDA finds by a name: an index, a UUID, a MIG id, or a unique prefix of a UUID or MIG
+    id."""
     found = [
         device
-        for device in there
+        for device in existing
         if name == device.shown or (not name.isdecimal() and device.uuid.startswith(name))
     ]
     return found[0] if name and len(found) == 1 else None
 
 
-def _allowed(there: Sequence[Device], visible: str) -> list[Device]:
+def _allowed(existing: Sequence[Device], visible: str) -> list[Device]:
     """The devices that CUDA_VISIBLE_DEVICES allows. As in CUDA, names after an unknown one are ignored."""
     allowed: list[Device] = []
     for name in map(str.strip, visible.split(",")):
-        if (device := _named(name, there)) is None:
+        if (device := _named(name, existing)) is None:
             break
         if device not in allowed:
             allowed.append(device)
@@ -169,10 +171,11 @@ def _refused(message: str) -> ConfigError:
 def share_cores(
     bus_ids: Sequence[str], allowed: Iterable[int] | None = None, system: Path = Path("/sys")
 ) -> list[frozenset[int] | None]:
-    """The cores of each worker, for each `bus_id` (empty: unknown); None: all cores, if there is nothing to divide.
+    """The cores for each worker, in the order of `bus_ids` (empty: unknown). None: all cores, if there is
+    only one worker or there are too few cores to divide.
 
-    `allowed`: the cores for this process. Cores near a GPU, by /sys, are divided among the workers of the GPUs
-    there; cores near no GPU among all workers.
+    `allowed`: the cores for this process. Cores that are local to GPUs, as listed in /sys, are divided among
+    the workers of those GPUs; all other cores are divided among all workers.
     """
     cores = set(os.sched_getaffinity(0) if allowed is None else allowed)
     workers = range(len(bus_ids))
@@ -181,8 +184,8 @@ def share_cores(
     devices = system / "bus/pci/devices"
     near = [frozenset(_core_list(devices / bus_id / "local_cpulist") & cores) for bus_id in bus_ids]
     groups = {local: [number for number in workers if near[number] == local] for local in near}
-    apart = sum(map(len, groups)) == len(frozenset().union(*groups))
-    if not apart or any(len(local) < MIN_CORES * len(members) for local, members in groups.items()):
+    disjoint = sum(map(len, groups)) == len(frozenset().union(*groups))
+    if not disjoint or any(len(local) < MIN_CORES * len(members) for local, members in groups.items()):
         groups = {frozenset(cores): list(workers)}
 
     def first_thread(core: int) -> tuple[int, int]:
@@ -200,7 +203,7 @@ def share_cores(
 
 
 def _core_list(path: Path) -> set[int]:
-    """The cores of a file with, for example, `0-3,8`; empty if it cannot be read."""
+    """The cores that a file lists, for example as `0-3,8`; empty if it cannot be read."""
     cores: set[int] = set()
     with suppress(OSError, ValueError):
         for part in path.read_text().strip().split(","):

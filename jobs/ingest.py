@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -20,21 +19,21 @@ from jobs.ledger import Ledger
 from jobs.ledger.ingest import DuplicateExamples
 from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState, NewJob, NewShard, RejectedLine
 from jobs.line_check import GoodLine, LineChecker, ReferenceKey, aborted_by, duplicate_lines
-from jobs.packs import ahead
+from jobs.packs import map_ahead
 from jobs.references import ReferenceReader, put_reference
 from jobs.shard_file import ShardSize, compress, cut, encode_lines
 from jobs.source import empty_input, open_source
 from jobs.spec import ResolvedSpec, resolve, spec_sha
-from jobs.store.base import ObjectStore
+from jobs.store.base import ObjectStore, sha256_of
 from jobs.voices import voice_folder
-from pipelines.errors import ErrorCode, InputError, ServiceError
+from pipelines.errors import ErrorCode, InputError, ServiceError, StoreError
 
 if TYPE_CHECKING:
     from jobs.settings import Settings
 
-#: Options of a submit that the job has unchanged.
+#: Options of a submit that are copied to the job.
 _COPIED = ("name", "owner", "priority", "weight", "max_attempts", "max_in_flight", "error_budget")
-#: Objects written at once to a remote store.
+#: Number of objects that are written to a remote store at the same time.
 _S3_WRITERS = 16
 
 
@@ -43,7 +42,7 @@ class IngestProgress:
     """The progress of an ingest."""
 
     lines: int
-    #: Bytes of the input as stored.
+    #: Bytes of the input file that were read, and its size, before decompression.
     bytes_read: int
     bytes_total: int
 
@@ -53,9 +52,9 @@ class SubmitResult:
     """The job of a submit."""
 
     job: Job
-    #: False: the job existed before.
+    #: Whether the job is new; False: it already existed.
     created: bool
-    #: An interrupted ingest was continued.
+    #: Whether an interrupted ingest was continued.
     resumed: bool
 
 
@@ -68,14 +67,17 @@ def submit(
     *,
     options: SubmitOptions | None = None,
     progress: Callable[[IngestProgress], None] | None = None,
+    lost_inputs: Callable[[Job], Collection[str]] = lambda job: (),
 ) -> SubmitResult:
     """Makes a job from an input, or finds the existing job of the same input, spec and store.
 
+    The inputs of shards with the keys `lost_inputs` of an existing job are written again.
+
     An interrupted ingest continues after its last committed line. Raises `InputError` for an input that
     cannot be read, for settings that the model refuses and, with `on_error="abort"`, for the first bad line;
-    then nothing of the job is left. Raises `ServiceError` with `ledger.state` if the idempotency key belongs
-    to a job of another input or spec. Raises `ModelError`, `StoreError` or `ServiceError` if model, store or
-    ledger fail; the same submit can continue later.
+    the job is then removed. Raises `ServiceError` with `ledger.state` if the idempotency key belongs to a job
+    of another input or spec. Raises `ModelError`, `StoreError` or `ServiceError` if model, store or ledger
+    fail; the same submit can continue later.
     """
     options = options or SubmitOptions()
     resolved = resolve(spec, options.input_format, voice_folder(settings))
@@ -96,21 +98,27 @@ def submit(
         _refuse_another(job, opened.sha256, sha, key, resolved.input_format)
         if options.on_error == "abort":
             _refuse_skipped(ledger, store, job)
-        if job.state is not JobState.INGESTING:
+        ingesting = job.state is JobState.INGESTING
+        lost = () if ingesting else lost_inputs(job)
+        if not ingesting and not lost:
             return SubmitResult(job, created=False, resumed=False)
         reader = ReferenceReader(opened.folder, settings.audio_roots, store, resolved.card.check_reference)
         times, measured_rtf = settings.times, ledger.measured_rtf(resolved.spec.model)
         size = ShardSize.of(resolved.card, times.shard_seconds, times.shard_items, measured_rtf)
         reference_key = reader.keys(partial(put_reference, store, job.id))
         records, abort = resolved.records(opened), options.on_error == "abort"
+        ingest = _Ingest(ledger, store, job, records, resolved.checker, reference_key, size, abort, progress)
+        if lost:
+            ingest.restore(lost)
+            return SubmitResult(job, created=False, resumed=False)
         try:
             resolved.voices.put(store, job.id)
-            _Ingest(ledger, store, job, records, resolved.checker, reference_key, size, abort, progress).run()
+            ingest.run()
         except InputError:
             _undo(ledger, store, job)
             raise
         except ServiceError as error:
-            # Another process ingests the same job and has just sealed it.
+            # It is not an error if another process, which ingests the same job, has just sealed it.
             if error.code is not ErrorCode.LEDGER_STATE or ledger.job(job.id).state is JobState.INGESTING:
                 raise
     resumed = job.lines_read > 0
@@ -136,7 +144,7 @@ def check_has_work(job: Job) -> None:
 
 @dataclass
 class _Ingest:
-    """A pass over the lines that are not committed yet."""
+    """Ingests the lines of a job that are not committed yet."""
 
     ledger: Ledger
     store: ObjectStore
@@ -152,14 +160,15 @@ class _Ingest:
         self.shards, self.items, self.lines = self.ledger.staged_shards(self.job.id)
 
     def run(self) -> None:
-        """Checks a batch while another thread writes and stages the previous one, in order."""
+        """Checks each batch while another thread writes and stages the previous one. Batches are staged in
+        order."""
         with (
             ThreadPoolExecutor(_S3_WRITERS, thread_name_prefix="ingest") as writers,
             ThreadPoolExecutor(1, thread_name_prefix="stage") as stager,
         ):
             write_all = writers.map if self.store.remote else map
             lines = self.checker.checked(self.records, self.reference_key, self.lines)
-            for _ in ahead(stager, partial(self._stage, write_all), lines, 1):
+            for _ in map_ahead(stager, partial(self._stage, write_all), lines, 1):
                 if self.progress is not None:
                     done, whole = self.records.source.bytes_read, self.records.source.bytes
                     self.progress(IngestProgress(self.lines, done, whole))
@@ -170,7 +179,8 @@ class _Ingest:
         write_all: Callable[..., Iterable[NewShard]],
         checked: tuple[int, list[GoodLine], list[RejectedLine]],
     ) -> None:
-        """Writes and stages one batch, without the example ids that the ledger already has for the job.
+        """Writes and stages one batch. Lines whose example ids the ledger already has for the job are
+        rejected.
 
         If two processes ingest the same job, each batch is staged by one of them, and the other continues
         after it.
@@ -210,7 +220,7 @@ class _Ingest:
         turns: dict[int, int] = {}
         for line in lines:
             index, example_id, places = first + len(items), line.example_id, line.turns
-            encoded += encode_lines(index, line.line, line.raw, line.references, places)
+            encoded += encode_lines(index, line)
             items.append((index, example_id))
             if places is not None and len(places) > 1:
                 later = range(1, len(places))
@@ -220,6 +230,30 @@ class _Ingest:
         return NewShard(
             shard_no, tuple(items), info.key, info.sha256, sum([line.estimated_ms for line in lines]), turns
         )
+
+    def restore(self, lost: Collection[str]) -> None:
+        """Writes inputs of shards with these keys again, and the reference audio of their lines. Raises
+        `store.missing` if the lines differ from the staged ones."""
+        inputs = {
+            no: place for no, place in self.ledger.shard_inputs(self.job.id).items() if place[0] in lost
+        }
+        # The items of a dialogue are in one input. Of lines with equal ids only the first became items.
+        rows = (row for row in self.ledger.items(self.job.id) if row.shard_no in inputs and not row.turn)
+        firsts = {row.example_id: row for row in rows}
+        lines: dict[tuple[str, str], list[bytes]] = {place: [] for place in inputs.values()}
+        for _, good, _ in self.checker.checked(self.records, self.reference_key):
+            for line in good:
+                if (row := firsts.pop(line.example_id, None)) is not None:
+                    lines[inputs[row.shard_no]] += encode_lines(row.index, line)
+        for (key, sha256), encoded in lines.items():
+            data = compress(encoded)
+            if sha256_of(data) != sha256:
+                message = f"The input {key} of job {self.job.id} is lost and cannot be restored: its reference audio or the software has changed."
+                advice = "Submit the file again with another --idempotency-key."
+                raise StoreError(ErrorCode.STORE_MISSING, message, advice)
+            self.store.delete(key)
+            self.store.put(key, data)
+        self.store.sync()
 
 
 def _refuse_skipped(ledger: Ledger, store: ObjectStore, job: Job) -> None:
@@ -274,7 +308,7 @@ def _idempotency_key(input_sha256: str, sha: str, store_url: str, input_format: 
     parts = [input_sha256, sha, store_url]
     if input_format != "dialogues":
         parts.append(input_format)
-    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
+    return sha256_of(msgspec.json.encode(parts))
 
 
 def submit_for_workers(
@@ -286,7 +320,7 @@ def submit_for_workers(
 ) -> SubmitResult:
     """Submits to the ledger and the store of the settings, and dispatches the first shards.
 
-    Raises as `submit`, and `broker.unreachable` before anything is written.
+    Raises the errors of `submit`, and `broker.unreachable` before anything is written.
     """
     from jobs import dispatch
     from jobs.recent_jobs import remember_if_embedded

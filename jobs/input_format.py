@@ -17,12 +17,12 @@ InputFormat = Literal["dialogues", "messages", "openai-batch", "text", "csv", "t
 #: The values of `--input-format`; `format_of` recognizes `auto`.
 AskedFormat = Literal["auto", InputFormat]
 
-#: The name of a format in error messages.
-WORDS: dict[InputFormat, str] = {
+#: Format -> its name in messages.
+FORMAT_NAMES: dict[InputFormat, str] = {
     "dialogues": "dialogues (JSONL)",
     "messages": "chat messages (JSONL with `role` and `content`)",
     "openai-batch": "an OpenAI batch",
-    "text": "plain text, a sentence a line",
+    "text": "plain text with one sentence per line",
     "csv": "CSV",
     "tsv": "TSV",
     "kaldi": "Kaldi's `text`",
@@ -31,14 +31,14 @@ WORDS: dict[InputFormat, str] = {
 #: Formats that the first bytes identify with certainty.
 _CERTAIN: tuple[InputFormat, ...] = ("dialogues", "messages", "openai-batch", "parquet")
 _BY_EXTENSION: dict[str, InputFormat] = {".txt": "text", ".csv": "csv", ".tsv": "tsv"}
-_LINES_LOOKED_AT = 64
-#: Converts a file whose lines end with CR alone, as old Macintosh programs write them.
+_EXAMINED_LINES = 64
+#: The command that converts a file whose lines end with CR alone, as old Macintosh programs write them.
 CONVERT_RETURNS = r"`tr '\r' '\n' < OLD > NEW`"
 _UTF_16_AND_32 = (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")
 
 
 class _Keys(msgspec.Struct, frozen=True):
-    """The keys that distinguish the kinds of JSON lines; other keys are not read."""
+    """The keys that distinguish the kinds of JSON lines; other keys are ignored."""
 
     custom_id: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -48,11 +48,11 @@ _decode_keys = msgspec.json.Decoder(_Keys).decode
 
 
 def format_of(source: Source, asked: AskedFormat) -> InputFormat:
-    """The format of an input: the requested one; for `auto`, by its first lines if they are JSON, by its
-    first bytes if it is Parquet, else by its name.
+    """The format of an input: the requested one, or for `auto` the recognized one. JSON is recognized by the
+    first lines, Parquet by the first bytes, and other formats by the extension of the name.
 
-    Raises `input.wrong_format`, with the likely format, if none of these decides, and for an input that is
-    clearly not in the requested format.
+    Raises `input.wrong_format`, with the likely format, if the format is not recognized, and for an input
+    that is clearly not in the requested format.
     """
     if asked in ("dialogues", "openai-batch"):
         return asked
@@ -63,14 +63,14 @@ def format_of(source: Source, asked: AskedFormat) -> InputFormat:
     if asked != "auto":
         other = looks in _CERTAIN and (asked not in _CERTAIN or looks == "parquet")
         if looks is not None and looks != asked and (other or asked == "parquet"):
-            message = f"is not {WORDS[asked]}; it looks like {WORDS[looks]}"
+            message = f"is not {FORMAT_NAMES[asked]}; it looks like {FORMAT_NAMES[looks]}"
             raise wrong_format(uri, message, f"Use --input-format {looks}, or leave it out.")
         return asked
     named = _BY_EXTENSION.get(_extension(uri))
     if looks in _CERTAIN:
         return looks
     if head.startswith(_UTF_16_AND_32) or (named is None and b"\0" in head):
-        advice = "Convert it, for example with `iconv -f UTF-16 -t UTF-8`, or use a format of docs/submit.md."
+        advice = "Convert it, for example with `iconv -f UTF-16 -t UTF-8`, or use a format that docs/submit.md lists."
         raise wrong_format(uri, "is binary, or UTF-16 or UTF-32", advice)
     if named is not None:
         return named
@@ -80,7 +80,7 @@ def format_of(source: Source, asked: AskedFormat) -> InputFormat:
     if PurePosixPath(uri).name == "text":
         looks = "kaldi"
     raise wrong_format(
-        uri, f"is not JSON; it looks like {WORDS[looks]}", f"If it is, use --input-format {looks}."
+        uri, f"is not JSON; it looks like {FORMAT_NAMES[looks]}", f"If it is, use --input-format {looks}."
     )
 
 
@@ -96,13 +96,13 @@ def _check_lines(uri: str, head: bytes) -> None:
     if text.partition(b"\n")[0].strip() == b"{":
         raise wrong_format(
             uri,
-            "is JSON with objects of several lines; it needs one object per line",
+            "is JSON with objects on several lines; it needs one object per line",
             "Convert it: `jq -c . OLD > NEW.jsonl`.",
         )
     if b"\n" not in head and b"\r" in head.rstrip():
         raise wrong_format(
             uri,
-            "has lines that end with CR alone; lines end with LF, or with CR LF",
+            "has lines that end with CR alone; lines must end with LF, or with CR LF",
             f"Convert it: {CONVERT_RETURNS}.",
         )
 
@@ -111,7 +111,7 @@ def _looks_like(head: bytes) -> InputFormat | None:
     """The format that the first bytes of an input look like; None: empty, or JSON of an unknown kind."""
     if head.startswith(b"PAR1"):
         return "parquet"
-    lines = [line.strip() for line in head.split(b"\n")[:_LINES_LOOKED_AT]]
+    lines = [line.strip() for line in head.split(b"\n")[:_EXAMINED_LINES]]
     lines = [line for line in lines if line]
     for line in lines:
         if line.startswith(b"{") and (kind := _json_kind(line)) is not None:
@@ -137,13 +137,13 @@ def _json_kind(line: bytes) -> InputFormat | None:
 
 
 def _extension(uri: str) -> str:
-    """`.csv` of `data.CSV.gz`."""
+    """The extension of a name, without that of a compression: `.csv` for `data.CSV.gz`."""
     path = PurePosixPath(uri.lower())
     return PurePosixPath(path.stem).suffix if path.suffix in (".gz", ".zst") else path.suffix
 
 
 def wrong_format(uri: str, what: str, advice: str) -> InputError:
-    """The error of an input in a wrong format; records of a Python program have no name."""
+    """The error of an input in a wrong format. `uri`: its name, empty for records of a Python program."""
     return InputError(
         ErrorCode.INPUT_WRONG_FORMAT, f"The input {f'{uri[:300]!r} ' if uri else ''}{what}.", advice
     )

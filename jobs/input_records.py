@@ -1,6 +1,7 @@
-"""Reads the records of an input in any format: each a dialogue as JSON, with the number of its line.
+"""Reads the records of an input in any format. There is one record for each line: its dialogue as JSON.
 
-A row of a table, a line of text or a line of Kaldi's `text` is one text with its voice settings:
+A row of a table, a line of text or a line of Kaldi's `text` becomes a dialogue of one text with its voice
+settings:
 
     id,text,voice                       {"example_id": "a1", "messages": [["user", "text", "Good evening."]],
     a1,Good evening.,heart               "generation": {"voice": "heart"}}
@@ -28,10 +29,11 @@ from jobs.source import (
     open_source,
     rejected_line,
 )
-from pipelines.errors import ConfigError, ErrorCode, InputError, bad_line, invalid
+from pipelines.errors import ErrorCode, InputError, bad_line, invalid, missing_library
 from pipelines.registry import ModelCard
 
-#: Field of a row -> its columns, of which the first that exists is used; `--column FIELD=NAME` selects another.
+#: Field of a row -> names of its column. The first one that the table has is used; `--column FIELD=NAME`
+#: selects another column.
 FIELDS: dict[str, tuple[str, ...]] = {
     "text": ("text", "sentence", "transcription", "transcript"),
     "id": ("id",),
@@ -44,7 +46,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "reference_audio": ("reference_audio",),
     "reference_text": ("reference_text",),
 }
-#: Maximum number of lines of a field in quotes, which may contain line ends.
+#: Maximum number of lines of a quoted field, which may contain line ends.
 MAX_RECORD_LINES = 1000
 _ROWS = 256
 #: Kaldi's file of speakers, in the folder of its `text`.
@@ -57,8 +59,8 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The records of one input for a job of this spec and model. They can be read more than once, and are the
-    same each time."""
+    """The records of one input for a job of this spec and model. They can be read more than once, with the
+    same result."""
 
     source: Source
     format: InputFormat
@@ -70,19 +72,19 @@ class Records:
         return self.spec.reading or ALL
 
     def lines(self) -> Iterator[Record]:
-        """Yields all records, blank if they were not chosen, up to the last chosen one of a limit. Raises
-        `InputError` for an input that cannot be read."""
+        """Yields the records of all lines. With `limit` or `sample`, records that are not chosen are blank,
+        and none follow the last chosen one. Raises `InputError` for an input that cannot be read."""
         everything = self.chosen.limit is None and self.chosen.sample is None
-        return _READERS[self.format](self) if everything else self._some()
+        return _READERS[self.format](self) if everything else self._chosen_lines()
 
-    def _some(self) -> Iterator[Record]:
+    def _chosen_lines(self) -> Iterator[Record]:
         limit, sample, read = self.chosen.limit, self.chosen.sample, _READERS[self.format]
         total = limit if sample is None else sum(not _blank(record) for record in read(self))
         left = total = total or 0
         if sample is not None:
             left = min(sample, total)
-        # Knuth, The Art of Computer Programming, volume 2, 3.4.2, algorithm S: any subset is as likely, in
-        # one pass.
+        # Knuth, The Art of Computer Programming, volume 2, 3.4.2, algorithm S: all subsets are equally
+        # likely, and one pass is enough.
         draw = random.Random(f"nightjar.sample:{self.spec.seed}").random
         for record in read(self):
             if _blank(record):
@@ -101,7 +103,8 @@ def _of_lines(
     dialogue: Callable[[bytes, int], bytes],
     id_of: Callable[[bytes], str | None] = lambda _: None,
 ) -> Iterator[Record]:
-    """The records of a format with one record per line; `id_of`: reads the id of a rejected line."""
+    """Yields the records of a format with one record per line. `dialogue` converts a line; `id_of` reads the
+    id of a rejected line."""
     for number, line in enumerate(records.source.lines(), 1):
         if line is None or not line or line.isspace():
             yield line
@@ -113,8 +116,8 @@ def _of_lines(
 
 
 def _kaldi(records: Records) -> Iterator[Record]:
-    """The lines of Kaldi's `text`: an utterance's id and its words; its speaker is in `utt2spk`, in the same
-    order.
+    """Yields the records of Kaldi's `text`. A line is the id and the words of an utterance; its speaker is in
+    `utt2spk`, which has the same order.
 
     Source: https://kaldi-asr.org/doc/data_prep.html, where both are sorted by the utterance's id as bytes.
     """
@@ -157,13 +160,14 @@ def _blank(record: Record) -> bool:
 
 
 class Columns:
-    """The columns of a table, which convert its rows."""
+    """Finds the columns of a table, and converts its rows."""
 
     def __init__(self, names: Sequence[str], chosen: Reading, uri: str) -> None:
-        """Raises `input.wrong_format` for a table without the needed columns, or with two of the same name."""
+        """Raises `input.wrong_format` for a table without the needed columns, or with two columns of the same
+        name."""
         wanted = chosen.columns or {}
         shown = ", ".join(repr(clean(name, 40)) for name in names[:20]) or "none"
-        #: Field -> the column that holds it.
+        #: Field -> name of its column.
         self.of: dict[str, str] = {}
         for field, usual in FIELDS.items():
             if field in wanted and wanted[field] not in names:
@@ -185,7 +189,7 @@ class Columns:
         self._voices = chosen.voices
 
     def record(self, cell: Callable[[str], Any], number: int) -> Record:
-        """The dialogue of a row, or its rejected line."""
+        """The dialogue of a row, or a rejected line if the row cannot be converted."""
         try:
             return self.dialogue(cell, number)
         except InputError as error:
@@ -197,22 +201,22 @@ class Columns:
         try:
             cells = {field: cell(name) for field, name in self.of.items()}
             if self.chat:
-                said = {field: value for field, value in cells.items() if value != ""}
-                return chat_dialogue(_encode(said), number)
+                given = {field: value for field, value in cells.items() if value != ""}
+                return chat_dialogue(_encode(given), number)
             values = {field: _text(value, self.of[field]) for field, value in cells.items()}
             return row_dialogue(values, number, self._voices)
         except (UnicodeError, TypeError, ValueError) as error:
             raise bad_line(f"The row cannot be read: {clean(str(error), 200)}.", "Correct it.") from None
 
 
-#: Number of a row's first line, its fields or its error, and the number of its other lines; a blank line has no
+#: (number of a row's first line, its fields or its error, number of its further lines); a blank line has no
 #: fields.
 _Row = tuple[int, list[str] | InputError, int]
 
 
 def _table(rows: Iterator[_Row], records: Records) -> Iterator[Record]:
-    """The records of a table with a header, one per line; the other lines of a row, the header and blank lines
-    are blank. Raises `input.wrong_format`."""
+    """Yields the records of a table with a header, one for each line: a row for its first line, and blank
+    records for its further lines, the header and blank lines. Raises `input.wrong_format`."""
     columns: Columns | None = None
     names: list[str] = []
     for number, fields, more in rows:
@@ -229,8 +233,8 @@ def _table(rows: Iterator[_Row], records: Records) -> Iterator[Record]:
         elif len(fields) == len(names):
             yield columns.record(dict(zip(names, fields)).__getitem__, number)
         else:
-            message = f"The line has {len(fields)} fields, and the header {len(names)}."
-            advice = "Use the same number, and put a text with the separator in quotes."
+            message = f"The line has {len(fields)} fields, but the header has {len(names)}."
+            advice = "Use the same number of fields, and put a text that contains the separator in quotes."
             yield rejected_line(number, bad_line(message, advice))
         for _ in range(more):
             yield b""
@@ -244,8 +248,8 @@ def _csv(records: Records) -> Iterator[Record]:
 
 
 def _tsv(records: Records) -> Iterator[Record]:
-    """TSV with a header, without quoting. Lines of tabs and spaces, which spreadsheets leave below a table, are
-    blank."""
+    """TSV with a header, without quoting. Lines of only tabs and spaces, which spreadsheets leave below a
+    table, count as blank."""
     rows = _csv_rows(records.source.lines(), delimiter="\t", quoting=csv.QUOTE_NONE)
     return _table(
         (
@@ -257,7 +261,7 @@ def _tsv(records: Records) -> Iterator[Record]:
 
 
 def _parquet(records: Records) -> Iterator[Record]:
-    """The rows of a Parquet file; only the needed columns are read, some rows at a time.
+    """Yields the rows of a Parquet file as dialogues. Only the needed columns are read, some rows at a time.
 
     Raises `input.unreadable`, `input.wrong_format`, and `config.missing_library` without pyarrow.
     """
@@ -266,12 +270,10 @@ def _parquet(records: Records) -> Iterator[Record]:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
-        message = "Reading Parquet needs the library pyarrow."
-        advice = "Install Nightjar with its extra `export` (docs/install.md)."
-        raise ConfigError(ErrorCode.CONFIG_MISSING_LIBRARY, message, advice) from None
+        raise missing_library("Reading Parquet", "pyarrow", "export") from None
     try:
         file.seek(0)
-        # Streamed by pages, because a row group may be larger than the memory.
+        # Streamed by pages, because a row group may not fit into memory.
         table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
         columns = Columns(table.schema_arrow.names, records.chosen, uri)
         rows = (
@@ -286,7 +288,7 @@ def _parquet(records: Records) -> Iterator[Record]:
             raise ValueError(clean(str(error), 200)) from error
 
 
-#: The readers of all formats, before `limit` and `sample`.
+#: Format -> the reader of all its records; `limit` and `sample` are applied afterwards.
 _READERS: dict[InputFormat, Callable[[Records], Iterator[Record]]] = {
     "dialogues": lambda records: records.source.lines(),
     "messages": lambda records: _of_lines(records, chat_dialogue),
@@ -305,14 +307,15 @@ _READERS: dict[InputFormat, Callable[[Records], Iterator[Record]]] = {
 
 
 def _csv_rows(lines: Iterator[bytes | None], **dialect: Any) -> Iterator[_Row]:
-    """The rows of CSV. After an invalid row, its lines except the first are read again."""
-    #: Lines to read before `lines`, the next one last.
+    """Yields the rows of CSV. If a row is invalid, only its first line is rejected, and its further lines are
+    read again as new rows."""
+    #: Lines to read before the next one of `lines`, in reverse order.
     again: list[bytes | None] = []
     number, reader = 1, None
     taken: list[bytes | None] = []
     while True:
         taken.clear()
-        reader = reader or csv.reader(_taken(again, lines, taken), strict=True, **dialect)
+        reader = reader or csv.reader(_recorded(again, lines, taken), strict=True, **dialect)
         try:
             found: list[str] | InputError = next(reader)
         except StopIteration:
@@ -332,10 +335,11 @@ def _csv_rows(lines: Iterator[bytes | None], **dialect: Any) -> Iterator[_Row]:
         number += len(taken)
 
 
-def _taken(
+def _recorded(
     again: list[bytes | None], lines: Iterator[bytes | None], taken: list[bytes | None]
 ) -> Iterator[str]:
-    """Yields lines for the `csv` module, which reads one row, and keeps them in `taken`."""
+    """Yields lines to the `csv` module, and appends them to `taken`, so that it has the lines of the current
+    row."""
     size = 0
     while True:
         if not taken:
@@ -371,7 +375,8 @@ def decoded(line: bytes | None) -> str:
 
 
 def one_line(line: bytes | None) -> str:
-    """Like `decoded`, without the line end. Also raises `InputError` for a line with other line ends inside."""
+    """Like `decoded`, without the line end. Also raises `InputError` for a line with a carriage return
+    inside."""
     text = decoded(line).rstrip("\r\n")
     if "\r" in text:
         raise _bare_return()
@@ -379,19 +384,17 @@ def one_line(line: bytes | None) -> str:
 
 
 def _bare_return() -> InputError:
-    message = (
-        "The line contains a carriage return (CR) that is not a line end: lines end with LF, or with CR LF."
-    )
+    message = "The line contains a carriage return (CR) that is not a line end: lines must end with LF, or with CR LF."
     return bad_line(message, f"If it is meant as a line end, convert the file: {CONVERT_RETURNS}.")
 
 
 def _not_csv(error: csv.Error) -> InputError:
     message = f"The line is not CSV: {clean(str(error), 200)}."
-    return bad_line(message, 'Double the quotes in a field in quotes: "".')
+    return bad_line(message, 'In a quoted field, write each quote twice: "".')
 
 
 def _text(value: Any, name: str) -> str:
-    """The text of a cell; a missing one is empty. Raises `InputError`."""
+    """The text of a cell; empty for a missing value. Raises `InputError`."""
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, str | int):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from jobs.checks import DEFAULT, PRESETS
-from jobs.job_options import flags, options_of, usual_options
+from jobs.job_options import default_options, flags, options_of
 from jobs.ledger.records import Job, JobSpec
 from pipelines.errors import NightjarError
 from pipelines.request import Generation
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from jobs.provenance import Provenance
     from pipelines.registry import ModelCard
 
-#: The variable that chooses the engine of a model that several can run.
+#: The variable that chooses the engine of a model that several engines can run.
 ENGINE = "SPEECH_ENGINE__KIND"
-#: Dots in the longest key of `--qa-set`, that of a limit.
+#: Number of dots in the longest keys of `--qa-set`, which name a limit (`bounds.wer.high`).
 _LONGEST_KEY_DOTS = 2
 
 
 def job_command(job: Job, home: str | None, engines: Sequence[str] = ()) -> list[str]:
-    """The words of the command: `nightjar run` in a home, else `nightjar submit`. While the job exists, the
-    command finds it.
+    """The words of the command: `nightjar run` if the job is in a home, else `nightjar submit`. While the job
+    exists, the command finds it and makes no new one.
 
-    `engines`: those that made the job, if its model has a choice. A run gets the engine, if there is one; for
-    a submit, the workers choose it.
+    `engines`: the engines that made the job, if its model has a choice. The command of a run sets the engine
+    if there is only one. A submit cannot set it, because the workers' settings decide.
     """
     if home is None:
         program = ["nightjar", "submit", job.input_uri]
@@ -40,7 +40,8 @@ def job_command(job: Job, home: str | None, engines: Sequence[str] = ()) -> list
 
 
 def engines_of(job: Job, made_with: Iterable[Provenance]) -> list[str]:
-    """The engines that made a job, by its records; none if its model has only one, or is not installed."""
+    """The engines that made a job, from its provenance records; empty if its model has only one engine, or is
+    not installed."""
     card = _card(job.spec.model)
     choice: set[str] = set() if card is None else set(card.engines)
     return sorted({record.model.engine for record in made_with} & choice)
@@ -61,7 +62,7 @@ def omitted_options(job: Job, home: str | None, engines: Sequence[str] = ()) -> 
         notes.append("The input was standard input: give the same lines again.")
     roles = (job.spec.generation.roles or {}).values()
     if any(one != Generation(voice=one.voice) for one in roles):
-        notes.append("The job has generation settings without an option; see `spec` in the JSON.")
+        notes.append("The job has generation settings that no option can set; see `spec` in the JSON.")
     card, revision = _card(job.spec.model), job.spec.model_revision
     if revision and (card is None or card.revision != revision):
         notes.append(f"The job was made with revision {revision} of the model, which is not installed here.")
@@ -73,7 +74,7 @@ def omitted_options(job: Job, home: str | None, engines: Sequence[str] = ()) -> 
 
 
 def _card(model: str) -> ModelCard | None:
-    """The model's card; None: not installed."""
+    """The model's card; None: the model is not installed."""
     from pipelines.registry import describe
 
     try:
@@ -83,10 +84,10 @@ def _card(model: str) -> ModelCard | None:
 
 
 def _of_options(job: Job) -> Iterator[str]:
-    """The model, and each other option that is not the default."""
-    made, usual, known = options_of(job.spec, job), usual_options(), flags()
+    """Yields the words of the model's option, and of each other option whose value is not the default."""
+    made, defaults, known = options_of(job.spec, job), default_options(), flags()
     for name, value in {**made.pop("generation"), **made}.items():
-        if value is None or (value == usual.get(name) and name != "model"):
+        if value is None or (value == defaults.get(name) and name != "model"):
             continue
         if name not in known:
             yield from ("--set", f"{name}={value}")
@@ -99,8 +100,8 @@ def _of_options(job: Job) -> Iterator[str]:
 
 
 def _of_quality(spec: JobSpec) -> Iterator[str]:
-    """The preset that is nearest to the checks, with the differences. A submit takes the pace from the
-    model."""
+    """Yields the options of the checks: the preset with the fewest differences, and the differences. The pace
+    of the model is left out, because a submit adds it."""
     if spec.quality is None:
         yield from ("--qa", "off")
         return

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jobs.ledger.records import Job
 
 DEFAULT_MODEL = "hibari"
-JOB, KEYS, MESSAGES = "Job", "Keys of --set", "Messages"
+JOB, KEYS, MESSAGES = "Job", "Keys of --set", "Messages and help"
 
 
 class InputOptions(TypedDict, total=False):
@@ -38,11 +38,11 @@ class InputOptions(TypedDict, total=False):
     input_format: AskedFormat
     """Format of INPUT. `auto`: recognized by its first lines or its name."""
     columns: Mapping[str, str]
-    """Column of a table that holds a field, for example text=sentence. Can be given more than once."""
+    """Column of a table that contains FIELD, for example text=sentence. Can be given more than once."""
     limit: Annotated[int, Field(ge=1)]
-    """Use the first N lines of INPUT only."""
+    """Use only the first N lines of INPUT."""
     sample: Annotated[int, Field(ge=1)]
-    """Use N lines of INPUT only, chosen by --seed."""
+    """Use only N lines of INPUT, chosen at random by --seed."""
     on_error: Literal["skip", "abort"]
     """`skip`: leave bad lines out and list them. `abort`: refuse the whole file."""
 
@@ -61,14 +61,13 @@ class ModelOptions(TypedDict, total=False):
     voice_of: Mapping[SpokenRole, str]
     """Voice for one role, for example assistant=heart. Can be given more than once."""
     voice_for: Mapping[str, str]
-    """Voice for a speaker of a table, or of Kaldi's utt2spk; `*` is every other speaker. Can be given
-    more than once."""
+    """Voice for a speaker in a table or in Kaldi's utt2spk; `*` means all other speakers. Can be given more
+    than once."""
     speak: Literal["auto", "user", "assistant", "all"]
     """Role whose texts become speech. `auto`: the assistant's texts without audio; if there are none, the
     user's texts."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)]
-    """Seed of the job. The same seed gives the same noise; on a GPU, identical audio needs the reproducible
-    mode."""
+    """Seed of the random numbers of the job. On a GPU, identical audio also needs the reproducible mode."""
 
 
 class CheckOptions(TypedDict, total=False):
@@ -86,7 +85,7 @@ class OwnOptions(TypedDict, total=False):
     """Options of the job itself."""
 
     sample_rate: Annotated[int, Field(ge=8_000, le=48_000)]
-    """Sample rate of the audio, 8000 to 48000. mp3 and opus hold only some rates. [default: the
+    """Sample rate of the audio, 8000 to 48000. mp3 and opus support only some rates. [default: the
     model's]"""
     pack: bool
     """Store the audio of many items in one object, a pack (tar), for stores that charge or throttle per
@@ -106,13 +105,13 @@ class SetOptions(TypedDict, total=False):
     """Options that the command line takes with `--set`."""
 
     weight: Annotated[int, Field(ge=1, le=1000)]
-    """Share of the workers among jobs of the same priority."""
+    """Share of the workers, relative to other jobs of the same priority."""
     max_attempts: Annotated[int, Field(ge=1, le=100)]
     """Maximum attempts per item."""
     max_in_flight: Annotated[int, Field(ge=1)]
     """Maximum shards of this job that run at the same time."""
     error_budget: Annotated[float, Field(ge=0, le=1)]
-    """Pause the job when more than this share of its items fails."""
+    """Pause the job when more than this share of its items (0 to 1) fails."""
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -151,28 +150,29 @@ _METAVARS = {
 class Flag:
     """How the command line shows an option."""
 
-    #: Its type, without its bounds.
+    #: The type of the option, without its bounds.
     kind: Any
     heading: str
     flag: str
     metavar: str | None
 
 
-#: Fields of `Generation` with their own option, and those that `--set` takes.
+#: Fields of `Generation` that have their own option. Below: the other fields, which `--set` accepts, and
+#: their help.
 OWN_OPTION = ("voice", "language", "instruct")
 GENERATION = {
-    "reference_text": "Text of the recordings that lines refer to.",
+    "reference_text": "Transcript of the reference recordings.",
     "temperature": "Sampling temperature.",
     "top_k": "Sample from the N most likely codes.",
     "top_p": "Sample from the smallest set of codes with this total probability.",
-    "repetition_penalty": "Penalty for repeated codes; 1 is none.",
+    "repetition_penalty": "Penalty for repeated codes; 1 turns it off.",
     "cfg": "Scale of classifier-free guidance; 1 or less turns it off.",
     "max_seconds": "Maximum audio seconds of an item.",
     "mode": "Output of models that write text and audio: text_only or text_audio.",
-    "text_temperature": "Temperature of these models for text; overrides temperature.",
-    "audio_temperature": "Temperature of these models for audio; overrides temperature.",
-    "audio_top_k": "The top_k of these models for audio; overrides top_k.",
-    "max_tokens": "Maximum steps of an answer of these models: text tokens and audio frames together.",
+    "text_temperature": "Temperature for text, if the model writes text and audio; overrides temperature.",
+    "audio_temperature": "Temperature for audio, if the model writes text and audio; overrides temperature.",
+    "audio_top_k": "The top_k for audio, if the model writes text and audio; overrides top_k.",
+    "max_tokens": "Maximum text tokens and audio frames of an answer together, if the model writes text and audio.",
 }
 
 
@@ -188,11 +188,11 @@ class SubmitOptions:
     max_in_flight: int | None = None
     error_budget: float | None = None
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
-    #: `skip`: bad lines are left out and listed by `nightjar errors`; `abort`: they undo the submit.
+    #: `skip`: bad lines are left out and listed by `nightjar errors`; `abort`: a bad line undoes the submit.
     on_error: Literal["skip", "abort"] = "skip"
-    #: The format of the input, for a spec that is not resolved.
+    #: The format of the input; ignored if the spec is already resolved.
     input_format: AskedFormat = "dialogues"
-    #: Identifies the job; None: made from input, spec and store.
+    #: Key that identifies the job; None: a hash of input, spec and store.
     idempotency_key: str | None = None
 
 
@@ -270,8 +270,8 @@ def flags() -> dict[str, Flag]:
         for name, kind in get_type_hints(group).items() if group not in (None, SetOptions) else ():
             is_many = get_origin(kind) is Mapping
             flag = f"--{(name.removesuffix('s') if is_many else name).replace('_', '-')}"
-            usual = None if kind is bool or get_origin(kind) is Literal else "N" if kind is int else "NAME"
-            found[name] = Flag(kind, heading, flag, _METAVARS.get(name, usual))
+            metavar = None if kind is bool or get_origin(kind) is Literal else "N" if kind is int else "NAME"
+            found[name] = Flag(kind, heading, flag, _METAVARS.get(name, metavar))
     return found
 
 
@@ -279,9 +279,9 @@ def flags() -> dict[str, Flag]:
 def help_of(name: str) -> str:
     """The help of an option, with its default."""
     helps = {key: text for group in GROUPS.values() if group for key, text in field_docs(group).items()}
-    usual = usual_options().get(name)
-    is_text = isinstance(usual, str | int) and not isinstance(usual, bool) and usual != ""
-    return f"{helps[name]} [default: {usual}]" if is_text else helps[name]
+    default = default_options().get(name)
+    is_text = isinstance(default, str | int) and not isinstance(default, bool) and default != ""
+    return f"{helps[name]} [default: {default}]" if is_text else helps[name]
 
 
 def settable() -> dict[str, str]:
@@ -304,20 +304,22 @@ def job_of(options: Mapping[str, Any], owner: str = "") -> tuple[JobSpec, Submit
     quality = quality_of(
         given.pop("qa", DEFAULT), None if config is None else Path(config), tuple(given.pop("qa_set", ()))
     )
-    reading = Reading(voices=given.pop("voice_for", None), **_taken(given, Reading))
+    reading = Reading(voices=given.pop("voice_for", None), **_pop_fields(given, Reading))
     own = {"pack": given.pop("pack", False) or msgspec.UNSET, "model": str(given.pop("model", DEFAULT_MODEL))}
-    spec = JobSpec(generation=generation, quality=quality, reading=reading, **own, **_taken(given, JobSpec))
+    spec = JobSpec(
+        generation=generation, quality=quality, reading=reading, **own, **_pop_fields(given, JobSpec)
+    )
     return spec, SubmitOptions(owner=owner, **given)
 
 
-def _taken(given: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
+def _pop_fields(given: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
     """Removes and returns the options that are fields of this type."""
     return {name: given.pop(name) for name in kind.__struct_fields__ if name in given}
 
 
 def options_of(spec: JobSpec, job: Job | SubmitOptions) -> dict[str, Any]:
-    """The options that a job was made with, except those of its checks, `on_error` and its key; None: not
-    given."""
+    """The options that a job was made with, except those of its checks, `on_error` and its idempotency key;
+    None: not given."""
     reading = spec.reading or Reading()
     found = {
         name: next(
@@ -344,7 +346,7 @@ def options_of(spec: JobSpec, job: Job | SubmitOptions) -> dict[str, Any]:
     }
 
 
-def usual_options() -> dict[str, Any]:
+def default_options() -> dict[str, Any]:
     """The defaults of the options."""
     return options_of(JobSpec(DEFAULT_MODEL), SubmitOptions()) | {
         "qa": DEFAULT,

@@ -1,4 +1,5 @@
-"""The keys of a job's objects in the store. An `example_id` is data and cannot change where a key points."""
+"""The keys of a job's objects in the store. An `example_id` comes from the input, and cannot move an object
+to another place."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _REFERENCE = re.compile(r"[0-9a-f]{64}\.[a-z0-9]+")
 def slug(example_id: str) -> str:
     """A readable form of the id: 1 to 60 ASCII letters, digits, `_` and `-`.
 
-    Different ids may have the same slug; keys differ by the item's index before it.
+    Different ids may have the same slug; keys still differ, because they contain the item's index.
     """
     head = example_id[: 4 * MAX_SLUG_CHARACTERS]
     ascii_head = (
@@ -83,7 +84,7 @@ def lease_of_pack(key: str, job_id: str) -> tuple[int, int] | None:
 
 
 def sha256_of_pack(key: str) -> str:
-    """The beginning of the SHA-256 in the key of a pack; empty: it is not such a key."""
+    """The first digits of the SHA-256 in the key of a pack; empty: it is not such a key."""
     match = _PACK.fullmatch(key.rpartition("/")[2])
     return "" if match is None else match[4]
 
@@ -131,7 +132,7 @@ def input_key(job_id: str, shard_no: int) -> str:
 
 
 def reference_key(job_id: str, sha256: str, ext: str) -> str:
-    """The key of reference audio, by its content."""
+    """The key of reference audio, which contains the SHA-256 of the audio."""
     return f"{references_prefix(job_id)}{sha256}.{ext}"
 
 
@@ -146,7 +147,7 @@ def job_manifest_key(job_id: str) -> str:
 
 
 def numbered_key(key: str, number: int) -> str:
-    """`a/b.jsonl.zst` for number 1, `a/b.2.jsonl.zst` for number 2."""
+    """The key with a number: `a/b.jsonl.zst` for number 1, `a/b.2.jsonl.zst` for number 2."""
     if number == 1:
         return key
     folder, slash, name = key.rpartition("/")
@@ -175,10 +176,10 @@ def put_numbered(
     the same SHA-256.
 
     Objects stay write-once, so readers never see a partial change, and damaged objects do no harm. The ledger
-    refers to the valid one; otherwise the highest number is the newest. Returns the object with its key and
-    SHA-256.
+    refers to the valid object. Without the ledger, the highest number is the newest. Returns the object with
+    its key and SHA-256.
 
-    `data` may be an open file at its start that is larger than memory.
+    `data` may be an open file, positioned at its start and larger than memory.
     """
     number, target = 1, key
     sha256 = "" if isinstance(data, bytes) else sha256_of(data)

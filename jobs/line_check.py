@@ -1,5 +1,5 @@
-"""Checks which lines of an input become items: they can be decoded, the model supports what they need, and
-their reference audio can be read."""
+"""Checks which lines of an input become items: those that can be decoded, that the model supports, and whose
+reference audio can be read."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from pipelines.registry import ModelCard
 from pipelines.request import Generation, Message, SpokenRole
 from pipelines.validation import SpeechTask, is_visible, own_voice, speech_task
 
-#: Maximum number of bad lines, and its increase for each good one: a small archive can contain billions.
+#: Maximum number of bad lines, and its increase for each good one: a small compressed file can contain
+#: billions.
 MAX_REFUSED_LINES, MAX_REFUSED_LINES_EACH = 1_000_000, 10
-#: Faults of a line that the job's settings do not cause.
+#: Errors of a line that the job's settings do not cause.
 _LINE_FAULTS = {ErrorCode.INPUT_AUDIO_MISSING, ErrorCode.INPUT_REFERENCE_TEXT}
 
-#: Faults of a line with an unknown voice.
+#: Errors of a line with an unknown voice.
 _VOICE_FAULTS = {ErrorCode.INPUT_UNKNOWN_VOICE, ErrorCode.INPUT_AUDIO_MISSING}
 
-#: The store's key for the audio content of a line; raises `InputError`.
+#: Maps the audio content of a line to its key in the store; raises `InputError`.
 ReferenceKey = Callable[[str], str]
 
 _NO_REFERENCES: Mapping[int, str] = {}
@@ -43,7 +44,7 @@ class GoodLine(msgspec.Struct, frozen=True, gc=False):
     #: The line's JSON without white space around it.
     raw: bytes
     estimated_ms: int
-    #: Store keys of its audio, by place among the messages.
+    #: Place among the messages -> key of its audio in the store.
     references: Mapping[int, str]
     #: Places of the messages that are spoken; None: the item is the whole dialogue.
     turns: tuple[int, ...] | None = None
@@ -81,7 +82,7 @@ class LineChecker:
             if speak == "answer"
             else [defaults.of(role) for role in _ROLES.get(speak, ("user", "assistant"))]
         )
-        # All are checked: each may have settings that no line can correct.
+        # All roles are checked, because each may have settings that no line can correct.
         passed = [self._passes(generation) for generation in by_role]
         self._plain_lines_pass = all(passed)
 
@@ -100,13 +101,15 @@ class LineChecker:
         self, records: Records, reference_key: ReferenceKey, after_line: int = 0
     ) -> Iterator[tuple[int, list[GoodLine], list[RejectedLine]]]:
         """Checks the records after line `after_line` in batches; yields the number of a batch's last line and
-        its good and rejected lines. Raises `input.wrong_format` if few lines are good."""
+        its good and rejected lines. Raises `input.wrong_format` if too few lines are good."""
         left = MAX_REFUSED_LINES
         for batch in batches_of(records.lines(), BATCH_LINES, BATCH_BYTES, after_line):
             good, rejected = self.check(batch, reference_key)
             left += len(good) * MAX_REFUSED_LINES_EACH - len(rejected)
             if left < 0:
-                message = f"More than {MAX_REFUSED_LINES:,} lines of the input are refused, and few are good."
+                message = (
+                    f"More than {MAX_REFUSED_LINES:,} lines of the input are refused, and too few are good."
+                )
                 advice = f"Check the file. Line {rejected[-1].line}: {rejected[-1].message}"
                 raise InputError(ErrorCode.INPUT_WRONG_FORMAT, message, advice)
             yield batch.first + len(batch.lines) - 1, good, rejected
@@ -155,7 +158,7 @@ class LineChecker:
         """The number of characters to speak, the keys of the references, and the turns. Raises
         `InputError`."""
         messages, generation = dialogue.messages, dialogue.generation or _NO_GENERATION
-        turns, heard = turns_and_recordings(messages, self._speak)
+        turns, recordings = turns_and_recordings(messages, self._speak)
         if turns is None:
             whole = generation.over(self._defaults)
             characters = self._spoken(speech_task(dialogue.typed_messages(), whole, self._capabilities))
@@ -167,7 +170,7 @@ class LineChecker:
             what = {"user": "user text", "assistant": "assistant text"}.get(self._speak, "text to speak")
             advice = "Add such a text message to the line, or choose another role with --speak."
             raise InputError(ErrorCode.INPUT_EMPTY_TEXT, f"The dialogue has no {what}{other}.", advice)
-        return characters, {place: reference_key(messages[place][2]) for place in heard}, turns
+        return characters, {place: reference_key(messages[place][2]) for place in recordings}, turns
 
     def _characters(self, dialogue: Dialogue, generation: Generation, turn: int, numbered: bool) -> int:
         """The number of characters of a turn. Raises `InputError`, with the place of the turn if
@@ -192,21 +195,21 @@ class LineChecker:
 
     def _task(self, messages: Sequence[Message], generation: Generation, own: str | None) -> SpeechTask:
         """The task of a turn; `own`: the voice of its line. Raises `InputError`."""
-        messages, said = in_stored_voice(messages, generation, own, self._voices.frozen)
+        messages, settings = in_stored_voice(messages, generation, own, self._voices.frozen)
         try:
-            return speech_task(messages, said, self._capabilities)
+            return speech_task(messages, settings, self._capabilities)
         except InputError as error:
             if (
                 error.code in _VOICE_FAULTS
-                and said.voice is not None
-                and own_voice(said.voice, self._capabilities.voices) is None
+                and settings.voice is not None
+                and own_voice(settings.voice, self._capabilities.voices) is None
             ):
-                raise self._voices.refusal(said.voice) from None
+                raise self._voices.refusal(settings.voice) from None
             raise
 
     def _plain_turn(self, dialogue: Dialogue) -> tuple[int] | None:
-        """Does the work of `_accept` in a third of its time for most lines, which are text with one valid
-        spoken message; None: use `_accept`."""
+        """The place of the turn of a line that has only text and one valid spoken message, as most lines do.
+        None: any other line, for `_accept`, which takes three times as long."""
         speak = self._speak
         if speak == "answer" or dialogue.generation is not None or not self._plain_lines_pass:
             return None
@@ -249,7 +252,8 @@ def duplicate_lines(lines: Sequence[GoodLine], key: str) -> list[RejectedLine]:
 
 
 def aborted_by(line: RejectedLine, outcome: str) -> InputError:
-    """The error of an input that is refused because of one bad line; `outcome`: the fate of the others."""
+    """The error of an input that is refused because of one bad line; `outcome`: what happened to the other
+    lines."""
     return InputError(
         line.code, f"Line {line.line}: {line.message}", f"{outcome}; `--on-error skip` leaves such lines out."
     )

@@ -1,5 +1,5 @@
 """A job on this machine, from its input to its report, with ledger, broker, store and workers in one folder.
-All processes end with this one."""
+All processes of the job end with this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jobs.export.manifest import put_manifest
 from jobs.formatting import counted, redact
 from jobs.gpus import Device
 from jobs.ingest import IngestProgress, SubmitOptions, check_has_work, submit
-from jobs.input_format import WORDS
+from jobs.input_format import FORMAT_NAMES
 from jobs.layout import job_prefix
 from jobs.ledger import Ledger
 from jobs.ledger.records import INPUT_FORMAT, LASTING_OUTAGES, Job, JobState, ShardState
@@ -32,11 +32,11 @@ from pipelines.errors import ErrorCode, NightjarError, ServiceError, StoreError
 if TYPE_CHECKING:
     from jobs.input_format import InputFormat
 
-#: Interval of checks of the ledger and the processes.
+#: Interval at which the ledger and the processes are checked.
 POLL_SECONDS = 0.5
 #: Time without an ended item, after which the user is pointed to the log.
 STALL_SECONDS = 60.0
-#: Time without an ended item, after which the ledger is checked for being writable.
+#: Time without an ended item, after which a check finds out whether the ledger can be written.
 WRITE_SECONDS = 10.0
 
 
@@ -79,16 +79,36 @@ def run_locally(
         store = open_store(settings.effective_store_url, settings.s3)
         _explain_settings(run.chosen, store, progress)
         if engine == "native":
-            # Opening such a model takes longer than reading most inputs.
+            # Opening such a model takes longer than reading most inputs, so it begins first.
             embedded.prepare(spec.spec.model)
 
         def reading(ingest: IngestProgress) -> None:
             progress.reading(ingest)
             stop.check()
 
+        def lost_inputs(job: Job) -> list[str]:
+            from jobs.verify import ObjectCheck
+
+            # Inputs are few and small, so their content is compared.
+            lost = [expected.key for expected, _ in ObjectCheck(ledger, store, job, kinds=("input",))]
+            if lost:
+                progress.say(
+                    f"Lost or damaged: {counted(len(lost), 'shard input')} of this job. Rewriting them."
+                )
+            return lost
+
         with closing(Ledger.of(settings)) as ledger:
             ledger.migrate()
-            result = submit(settings, ledger, store, run.source, spec, options=run.options, progress=reading)
+            result = submit(
+                settings,
+                ledger,
+                store,
+                run.source,
+                spec,
+                options=run.options,
+                progress=reading,
+                lost_inputs=lost_inputs,
+            )
             job = result.job
             remember(job.id, settings.home)
             if job.state is JobState.FAILED:
@@ -96,20 +116,19 @@ def run_locally(
             _explain(ledger, job, progress, created=result.created)
             submitted(job)
             try:
-                _restore(settings, ledger, store, job, run.source, progress)
                 was_started = ledger.status(job.id).items.done > 0
                 status = _follow(ledger, job, embedded, progress, stop)
                 if was_started:
-                    # A GPU may lack memory for a second model beside the worker's.
+                    # The worker ends first, because a GPU may lack memory for a second model.
                     embedded.stop(DRAIN_SECONDS)
                     _repair(ledger, store, job.id, progress)
                 made = _results(ledger, store, status, embedded, progress, stop)
-                # The store may be elsewhere, and the report would create a missing folder.
+                # The store may be outside the home, and the report would create a missing home again.
                 embedded.check_place()
                 made["report"] = _report(ledger, store, status, settings, progress)
                 _report_ends(ledger, settings, progress)
             except (NightjarError, OSError):
-                # A missing folder is the cause of any other error.
+                # If the home is missing, that caused the other error.
                 embedded.check_place()
                 raise
             except Interrupted:
@@ -143,7 +162,7 @@ def _explain(ledger: Ledger, job: Job, progress: Progress, *, created: bool) -> 
         raise _paused(job)
     before = "" if created else ", done before" if job.state.final else ", started before"
     if INPUT_FORMAT in job.labels:
-        progress.say(f"The input is read as {WORDS[cast('InputFormat', job.labels[INPUT_FORMAT])]}.")
+        progress.say(f"The input is read as {FORMAT_NAMES[cast('InputFormat', job.labels[INPUT_FORMAT])]}.")
     progress.say(
         f"Job {job.id}: {counted(job.total_items, 'item')}, {counted(job.rejected_lines, 'line')} refused{before}."
     )
@@ -207,7 +226,7 @@ def _results(
 ) -> dict[str, str | None]:
     """The places of the job's audio, texts and manifest. Waits for the store, so that an ended job always has its
     manifest."""
-    job_id, told = status.job.id, False
+    job_id, reported = status.job.id, False
     while True:
         try:
             made: dict[str, str | None] = {}
@@ -220,29 +239,15 @@ def _results(
             if error.code is not ErrorCode.STORE_UNREACHABLE:
                 raise
             embedded.check_place()
-            if not told:
+            if not reported:
                 progress.say(f"The manifest waits for the store. {error}")
-                told = True
+                reported = True
         time.sleep(POLL_SECONDS)
         stop.check()
 
 
-def _restore(
-    settings: Settings, ledger: Ledger, store: ObjectStore, job: Job, source: str, progress: Progress
-) -> None:
-    """Rewrites missing or damaged inputs of shards. Raises `store.missing` if the file no longer has their
-    lines."""
-    from jobs.repair import restore_inputs
-    from jobs.verify import ObjectCheck
-
-    # Inputs are few and small, so their content is compared.
-    if lost := [expected.key for expected, _ in ObjectCheck(ledger, store, job, kinds=("input",))]:
-        progress.say(f"Lost or damaged: {counted(len(lost), 'shard input')} of this job. Rewriting them.")
-        restore_inputs(settings, ledger, store, job, source, lost)
-
-
 def _repair(ledger: Ledger, store: ObjectStore, job_id: str, progress: Progress) -> None:
-    """Checks that the results of earlier runs exist, and repairs missing ones. Raises `store.missing` for those that
+    """Checks that the results of earlier runs exist, and repairs missing ones. Raises `store.missing` if some
     cannot be repaired."""
     from jobs.provenance import reopened_model
     from jobs.repair import repair_objects
@@ -278,8 +283,8 @@ def _report(
 
 
 def _report_ends(ledger: Ledger, settings: Settings, progress: Progress) -> None:
-    """Reports to the operator's hook that this job has ended, and ends in this home that are not yet
-    reported. A failing hook does not fail the run."""
+    """Reports to the operator's hook that this job has ended, and the ends of earlier jobs in this home that
+    are not yet reported. A failing hook does not fail the run."""
     from jobs.notification import report_ends
 
     for one in report_ends(ledger, settings, again_seconds=0.0):

@@ -1,4 +1,4 @@
-"""Reports of ended jobs to the operator: a command, the hook, gets the job's status on its standard input.
+"""Reports ended jobs to the operator: runs a command, the hook, with the job's status on its standard input.
 
 The command is set by the installation, never by a job. Each end is reported at least once, by one process at
 a time: it is claimed in the ledger before the hook runs, and recorded there after the hook has accepted it.
@@ -29,33 +29,34 @@ if TYPE_CHECKING:
     from jobs.ledger import Ledger
     from jobs.settings import NotifySettings, Settings
 
-#: Added to the time limit of the hook, before another process may report the same end.
+#: Time after the time limit of the hook, until another process may report the same end.
 _CLAIM_SLACK_SECONDS = 30.0
-#: Maximum number of tries to report one end.
+#: Maximum number of tries to report the end of a job.
 MAX_ATTEMPTS = 20
 FIRST_PAUSE_SECONDS = 5.0
 _SHOWN_BYTES = 400
 
 
 class HookError(Exception):
-    """A hook did not accept an end, for the reason in the message, which has no secrets."""
+    """A hook did not accept the report of an ended job. The message is the reason, without secrets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """The result of one try to report an end."""
+    """The result of one try to report the end of a job."""
 
     job_id: str
     attempt: int
-    #: Why the hook did not accept it; empty: it did.
+    #: Why the hook did not accept the report; empty if it did.
     reason: str = ""
-    #: Seconds to the next try; None: there is none.
+    #: Seconds until the next try; None: there is no further try.
     again_seconds: float | None = None
 
 
 def report_ends(ledger: Ledger, settings: Settings, *, again_seconds: float | None = None) -> list[Reported]:
-    """Reports the ends that are due, if a hook is set. `again_seconds`: time until a failed report is retried; None:
-    growing pauses up to 300 s. Raises `ServiceError` if the ledger cannot be reached."""
+    """Reports the ends of jobs whose reports are due, if a hook is set. `again_seconds`: time until a failed
+    report is retried; None: growing pauses up to 300 s. Raises `ServiceError` if the ledger cannot be
+    reached."""
     if not settings.notify.command:
         return []
     found = (_report(ledger, settings, end, again_seconds) for end in ledger.unreported_ends())
@@ -77,7 +78,7 @@ def _report(ledger: Ledger, settings: Settings, end: JobEnd, again_seconds: floa
     view = status_view(status, settings.price_per_gpu_hour, errors)
     reason = ""
     try:
-        # `end` is the same for each try.
+        # A hook can recognize repeated reports by `end`, which is the same for each try.
         run_hook(notify, {**view, "end": f"{end.job_id}/{end.finished_at:.3f}"})
     except HookError as error:
         reason = str(error)
@@ -112,7 +113,7 @@ def run_hook(notify: NotifySettings, view: Mapping[str, Any]) -> None:
         try:
             status = process.wait(notify.timeout_seconds)
         except subprocess.TimeoutExpired:
-            # The group includes its child processes.
+            # The group includes the child processes of the command.
             signal_group(process, signal.SIGKILL)
             process.wait()
             raise HookError(f"the command did not end within {notify.timeout_seconds:g} s") from None

@@ -1,5 +1,5 @@
-"""Internal files of a home: its ledger, relative store addresses so that it can be moved, safe access without
-following links, and detection of a full disk.
+"""Internal files of a home: access that follows no links, the place of the ledger, store addresses relative
+to the home, so that it can be moved, and detection of a full disk.
 
 A user who can write into a home must not be able to redirect writes to other files, or to block a process.
 """
@@ -67,14 +67,14 @@ def open_own(path: Path, flags: int, depth: int = 2, *, make_folders: bool = Fal
 
 
 def read_own(path: Path) -> str:
-    """The text of an internal file. Raises as `open_own`."""
+    """The text of an internal file. Raises the errors of `open_own`."""
     with os.fdopen(open_own(path, os.O_RDONLY), errors="replace") as file:
         return file.read()
 
 
 def own_path(path: Path, depth: int = 2) -> Path:
-    """Checks `path` and returns it, for libraries that open files by name. Raises `store.forbidden` as
-    `open_own`; a missing file is not an error."""
+    """Checks `path` and returns it, for libraries that open files by name. Raises `store.forbidden` in the
+    same cases as `open_own`; a missing file is not an error."""
     for place in (*reversed(path.parents[: depth - 1]), path):
         # A file that cannot be inspected cannot be opened either, and opening it raises the reason.
         with suppress(OSError):
@@ -85,7 +85,8 @@ def own_path(path: Path, depth: int = 2) -> Path:
 
 
 def has_room(folder: Path) -> bool:
-    """Whether a disk has free space; also True if it cannot be written for another reason."""
+    """Whether the disk of a folder has free space. Also True if the folder cannot be written for another
+    reason."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, ROOM_BYTES)
@@ -95,7 +96,7 @@ def has_room(folder: Path) -> bool:
 
 
 def disk_full(what: object) -> StoreError:
-    """The error of a full disk where `what` could not be written."""
+    """The error of a full disk, on which `what` could not be written."""
     return StoreError(
         ErrorCode.STORE_FULL,
         f"No space left on the disk of {what}.",
@@ -161,7 +162,7 @@ def was_killed(place: Path | None) -> bool:
 
 
 def own_ledger(ledger: Path) -> Path:
-    """The path of a SQLite ledger. Raises `store.forbidden` if a file of an embedded one is a link."""
+    """The path of a SQLite ledger. Raises `store.forbidden` if a file of an embedded ledger is a link."""
     if home_of(ledger) is not None:
         for ending in ("", "-wal", "-shm", "-journal", ".migrate"):
             own_path(ledger.absolute().with_name(ledger.name + ending))
@@ -169,8 +170,8 @@ def own_ledger(ledger: Path) -> Path:
 
 
 def recorded(store_url: str, place: Path | None) -> str:
-    """The address of a store for the ledger: `home:` with a relative path for a folder in `place`, otherwise
-    unchanged."""
+    """The address that the ledger records for a store: `home:` with a relative path for a folder in `place`,
+    otherwise the URL itself."""
     folder = _folder(store_url)
     if place is None or folder is None or not folder.is_relative_to(place):
         return store_url
@@ -179,7 +180,7 @@ def recorded(store_url: str, place: Path | None) -> str:
 
 
 def located(address: str, place: Path | None) -> str:
-    """The URL of the store with a recorded address."""
+    """The URL of the store that has this recorded address."""
     if place is None or not address.startswith(_RELATIVE):
         return address
     return (place / unquote(address[len(_RELATIVE) :])).as_uri()

@@ -2,7 +2,7 @@
 Workers write them (`worker.pack_writer`); this module reads them.
 
     jobs/ID/packs/000003-1-0-9f86d081884c7d65.tar
-        jobs/ID/audio/00000/000000512-talk.flac     each member has the key of a separate object
+        jobs/ID/audio/00000/000000512-talk.flac     each member is named as a separate object would be
         jobs/ID/audio/00000/000000513-ask.flac
         jobs/ID/packs/000003-1-0.jsonl              last: the offsets of the others, as JSON lines
 
@@ -53,10 +53,11 @@ def _cut_off(artifact: StoredArtifact) -> StoreError:
     )
 
 
-#: Reading this many bytes takes about as long as a request; a pack of the usual size has four pieces.
+#: Bytes of a piece. Reading them takes about as long as the request itself; a pack of the usual size has four
+#: pieces.
 PIECE_BYTES = 4 << 20
-#: Items are read in index order but stored in the order in which the engine finished them, so neighbours may
-#: be a few pieces apart.
+#: Number of pieces in the cache. Items are read in index order but stored in the order in which the engine
+#: finished them, so neighbours may be a few pieces apart.
 KEPT_PIECES = 16
 
 
@@ -75,7 +76,7 @@ class ArtifactReader:
         self._lock = threading.Lock()
 
     def read(self, artifact: StoredArtifact) -> bytes:
-        """The bytes of an artifact. Raises as `read_artifact`."""
+        """The bytes of an artifact. Raises the errors of `read_artifact`."""
         pack, begin, size = artifact.pack, artifact.pack_offset, artifact.bytes
         if not self._store.remote or pack is None or begin is None or not size:
             return read_artifact(self._store, artifact)
@@ -105,7 +106,7 @@ class ArtifactReader:
         return piece.result()
 
 
-def ahead(
+def map_ahead(
     threads: Executor,
     get: Callable[[Item], Result],
     items: Iterable[Item],

@@ -19,13 +19,13 @@ from jobs.status import items_per_second, rtfx
 if TYPE_CHECKING:
     from jobs.ingest import IngestProgress
 
-#: Narrower terminals show no bar beside the counts.
+#: Narrower terminals show the counts without a bar.
 BAR_COLUMNS = 80
 #: Interval of lines on a stream that is not a terminal.
 LINE_SECONDS = 30.0
-#: An ingest that takes longer than this is reported by a line.
+#: An ingest that takes longer than this is reported in a line.
 FIRST_LINE_SECONDS = 5.0
-#: The rate covers the last `RATE_SECONDS`, and is unknown before `MIN_RATE_SECONDS`.
+#: The rate covers the last `RATE_SECONDS`. It is unknown until `MIN_RATE_SECONDS` have passed.
 RATE_SECONDS = 60.0
 MIN_RATE_SECONDS = 3.0
 
@@ -37,10 +37,10 @@ class RecentRate:
         self._seen: deque[tuple[float, int, int]] = deque()
 
     def facts(self, status: JobStatus) -> str:
-        """Failed and skipped items, rate, speed and time left, as far as they are known, as the end of a
-        sentence."""
+        """A text that continues a sentence: failed and skipped items, items per second, RTFx and time left,
+        as far as they are known."""
         items = status.items
-        rate, factor = self._take(status)
+        rate, factor = self._add(status)
         parts = [
             f"{count} {what}"
             for count, what in ((items.failed, "failed"), (items.skipped, "skipped"))
@@ -54,8 +54,9 @@ class RecentRate:
             parts.append(f"{seconds_text(items.pending / rate)} left")
         return "".join(f", {part}" for part in parts)
 
-    def _take(self, status: JobStatus) -> tuple[float, float | None]:
-        """Items and seconds of audio per second; at the job's end, those of the whole job."""
+    def _add(self, status: JobStatus) -> tuple[float, float | None]:
+        """Adds a status, and returns items and audio seconds per second in the last minute, or for an ended
+        job in its whole time."""
         ended = status.items.done + status.items.failed
         self._seen.append((status.now, ended, status.audio_ms))
         while len(self._seen) > 2 and self._seen[1][0] <= status.now - RATE_SECONDS:

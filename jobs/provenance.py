@@ -44,7 +44,7 @@ _MODEL_FILES = (".safetensors", ".json", ".txt", ".jinja", ".model", ".bin", ".o
 
 
 class ModelFile(msgspec.Struct, frozen=True):
-    """A file of a checkpoint folder, by its relative path."""
+    """A file of a checkpoint folder. `name`: its path relative to the folder."""
 
     name: str
     bytes: int
@@ -59,20 +59,20 @@ class ModelProvenance(msgspec.Struct, frozen=True):
     engine: str
     #: A hub commit, a digest of the folder or a package version; empty if unknown.
     revision: str
-    #: Files of a checkpoint folder; a model of a hub or a package is pinned by its revision.
+    #: Files of a checkpoint folder. Empty for a model of a hub or a package, which its revision identifies.
     files: tuple[ModelFile, ...] = ()
 
 
 class EngineProvenance(msgspec.Struct, frozen=True):
-    """The properties of an engine that decide the bits of its speech. Others are in the worker's log and
-    metrics."""
+    """The properties of an engine that decide the bits of its speech. Its other properties are in the
+    worker's log and metrics."""
 
     executor: str
     kernels: str
     dtype: str
     #: Whether equal requests give equal bits in every batch. If not, rounding depends on the batch.
     reproducible: bool
-    #: Maximum batch on a GPU, which decides the kernels; 0 on a CPU, where speech does not depend on it.
+    #: Maximum batch on a GPU, which decides the kernels; 0 on a CPU, where the batch does not change speech.
     slots: int
 
     @classmethod
@@ -82,7 +82,8 @@ class EngineProvenance(msgspec.Struct, frozen=True):
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
-    """A record, which depends neither on the time nor on which of several equal machines wrote it."""
+    """A record of the provenance. It does not depend on the time, nor on which of several equal machines
+    wrote it."""
 
     schema: str = "nightjar.provenance/1"
     job: str
@@ -101,7 +102,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     #: Name of the accelerator; empty without one.
     device: str
     libraries: dict[str, str]
-    #: None in an exporter's record, and in one of an earlier version.
+    #: None in an exporter's record, and in a record of an earlier version.
     engine: EngineProvenance | None = None
     #: Encoder of a lossy format, with its version, which decides the bytes.
     encoder: str | msgspec.UnsetType = msgspec.UNSET
@@ -116,7 +117,7 @@ def provenance_key(job_id: str) -> str:
 def provenance(
     job: Job, recorded_by: str, model: ModelProvenance, info: EngineInfo | None = None
 ) -> Provenance:
-    """Makes the record of this process; `info`: the engine of a worker."""
+    """Makes the record of this process; `info`: the engine, if it is a worker."""
     return Provenance(
         job=job.id,
         input_uri=job.input_uri,
@@ -140,15 +141,15 @@ def provenance(
 
 
 def model_provenance(model: str) -> ModelProvenance:
-    """The model on this machine. Hashes the files of a checkpoint folder, once per process. Raises
-    `ModelError`."""
+    """The provenance of the model on this machine. Hashes the files of a checkpoint folder, once per process.
+    Raises `ModelError`."""
     card = describe(model)
     return ModelProvenance(card.name, card.family, card.engine, card.revision, _model_files(card.name))
 
 
 @lru_cache(maxsize=8)
 def _model_files(model: str) -> tuple[ModelFile, ...]:
-    """The files of a checkpoint folder that a model is read from."""
+    """The model's files in a checkpoint folder; empty for a name that is not a folder."""
     folder = Path(model)
     files: list[ModelFile] = []
     for path in sorted(folder.rglob("*")) if folder.is_absolute() and folder.is_dir() else ():
@@ -160,7 +161,7 @@ def _model_files(model: str) -> tuple[ModelFile, ...]:
 
 
 def put_provenance(store: ObjectStore, job: Job, info: EngineInfo) -> ObjectInfo:
-    """Puts a worker's record into the store of the job, unless an equal one exists. Raises `ModelError`,
+    """Puts a worker's record into the store of the job, unless an equal record exists. Raises `ModelError`,
     `StoreError`."""
     record = provenance(job, "worker", model_provenance(job.spec.model), info)
     data = msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
@@ -178,8 +179,8 @@ class ProvenanceWriter:
         self._lock = threading.Lock()
 
     def note(self, store: ObjectStore, job: Job, info: EngineInfo) -> None:
-        """Writes the record, unless it is written already. Raises `ModelError` and `StoreError`; the next call
-        then tries again."""
+        """Writes the record, unless it is already written. Raises `ModelError` and `StoreError`; the next
+        call then tries again."""
         key = job.id, EngineProvenance.of(info)
         with self._lock:
             if key not in self._written:
@@ -188,8 +189,8 @@ class ProvenanceWriter:
 
 
 def read_records(store: ObjectStore, job: Job) -> list[Provenance]:
-    """Reads the workers' records, in order. Raises `StoreError`, with `store.conflict` for an object that is
-    not a record."""
+    """Reads the workers' records, in the order of their numbers. Raises `StoreError`, with `store.conflict`
+    for an object that is not a record."""
     found: list[Provenance] = []
     while store.head(key := numbered_key(provenance_key(job.id), len(found) + 1)) is not None:
         data = store.get(key)
@@ -204,7 +205,8 @@ def read_records(store: ObjectStore, job: Job) -> list[Provenance]:
 
 
 def exporter_record(job: Job) -> Provenance:
-    """The record of a process that exports a job without a worker's record; its model may be missing."""
+    """The record of a process that exports a job without a worker's record. The model may be missing on this
+    machine."""
     try:
         model = model_provenance(job.spec.model)
     except ModelError:
@@ -214,8 +216,8 @@ def exporter_record(job: Job) -> Provenance:
 
 @lru_cache(maxsize=1)
 def commit() -> str | None:
-    """The commit of the running code: the one that pip recorded for an installation from git, or that of the
-    checkout."""
+    """The commit of the running code: recorded by pip for an installation from git, otherwise read from the
+    checkout. None if unknown."""
     try:
         recorded = json.loads(distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
     except PackageNotFoundError:
@@ -236,7 +238,7 @@ def commit() -> str | None:
 def _encoder(spec: JobSpec) -> str | msgspec.UnsetType:
     if spec.format not in LOSSY:
         return msgspec.UNSET
-    from jobs.encoded_audio import encoder  # only where there is audio to encode
+    from jobs.encoded_audio import encoder  # imported only if audio is encoded
 
     return encoder(spec.format) or msgspec.UNSET
 
@@ -260,18 +262,16 @@ def reopened_model(store: ObjectStore, job: Job, say: Callable[[str], None]) -> 
     card = describe(job.spec.model)
     made_by = [record for record in read_records(store, job) if record.recorded_by == "worker"]
     encoders = {record.encoder for record in made_by if record.encoder is not msgspec.UNSET}
+    engines = {record.model.engine for record in made_by} & set(card.engines)
+    engine = next(iter(engines)) if len(engines) == 1 else card.engine
     for what, then, here in (
         ("revision of the model", {job.spec.model_revision}, card.revision),
         ("encoder", encoders, _encoder(job.spec)),
+        ("engine", engines, engine),
     ):
         if then - {here}:
             before = " and ".join(sorted(one or "unknown" for one in then))
             say(f"The {what} was {before} and is {here or 'unknown'} here, so bytes may differ.")
-    engines = sorted({record.model.engine for record in made_by} & set(card.engines))
-    if len(engines) > 1:
-        say(
-            f"The job was made on the engines {' and '.join(engines)}, and the records do not say which item was made on which; this machine uses {card.engine}."
-        )
-    options = {"engine": engines[0]} if len(engines) == 1 else {}
+    options = {"engine": engine} if len(engines) == 1 else {}
     with closing(registry.open_pipeline(job.spec.model, **options)) as pipeline:
         yield pipeline

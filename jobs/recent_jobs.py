@@ -1,5 +1,5 @@
-"""Remembers the folders of embedded jobs, so that commands find a job without options: one small file per job
-under XDG_STATE_HOME."""
+"""Remembers the folders of embedded jobs, so that commands find a job without options. There is one small
+file per job, a note, under XDG_STATE_HOME."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jobs.ledger import Ledger
 
 #: Maximum number of notes; the oldest are removed first.
-KEPT = 1000
+MAX_NOTES = 1000
 _JOB_ID = re.compile(r"[0-9A-Za-z-]{1,64}")
 
 
@@ -29,8 +29,8 @@ _IGNORED = (OSError, RuntimeError, StoreError, UnicodeDecodeError)
 
 
 def _folder(kind: str) -> Path:
-    """The folder for notes of `jobs`, or of a running `dev`. Raises `RuntimeError` if the user has no home
-    folder."""
+    """The folder for notes of one kind: `jobs`, or `dev` for each running `nightjar dev`. Raises
+    `RuntimeError` if the user has no home folder."""
     base = os.environ.get("XDG_STATE_HOME")
     root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".local" / "state"
     return root / "nightjar" / kind
@@ -47,7 +47,8 @@ def remember(job_id: str, home: Path) -> None:
     with suppress(*_IGNORED):
         folder = _folder("jobs")
         _write(folder / job_id, home)
-        for stale in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)[KEPT:]:
+        newest = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+        for stale in newest[MAX_NOTES:]:
             stale.unlink(missing_ok=True)
 
 
@@ -59,7 +60,8 @@ def remember_if_embedded(job_id: str, settings: Settings) -> None:
 
 @contextmanager
 def registered_dev(home: Path) -> Iterator[None]:
-    """Notes that a `nightjar dev` is running in `home`, which gets the jobs submitted from any folder."""
+    """Notes, during the block, that a `nightjar dev` is running in `home`. It gets the jobs submitted from
+    any folder."""
     name = hashlib.sha256(str(home.absolute()).encode()).hexdigest()[:16]
     with suppress(*_IGNORED):
         _write(_folder("dev") / name, home)
@@ -71,7 +73,8 @@ def registered_dev(home: Path) -> Iterator[None]:
 
 
 def _running_devs() -> list[str]:
-    """The homes of running `nightjar dev`, the newest last. One that was killed has a note, but no broker."""
+    """The homes in which a `nightjar dev` is running, the newest last. A killed one has left its note, but
+    has no broker."""
     homes: list[str] = []
     with suppress(*_IGNORED):
         notes = sorted(_folder("dev").iterdir(), key=lambda note: note.stat().st_mtime)
@@ -80,8 +83,8 @@ def _running_devs() -> list[str]:
 
 
 def settings_for_new_job(home: str | None) -> Settings:
-    """The settings of `nightjar submit`: those given. If neither ledger, broker nor home is set, they are
-    those of a running `nightjar dev`, the one in the default home or else the newest."""
+    """The settings for `nightjar submit`: the given ones. If they set neither ledger, broker nor home, the
+    job goes to a running `nightjar dev`: the one in the default home, else the newest one."""
     settings = load_settings(home=home)
     if (
         settings.database_url is not None
@@ -113,16 +116,17 @@ def homes_of(prefix: str) -> set[Path]:
     if not prefix or _JOB_ID.fullmatch(prefix):
         with suppress(*_IGNORED):
             folder = _folder("jobs")
-            for pointer in [folder / name for name in os.listdir(folder) if name.startswith(prefix)]:
+            for note in [folder / name for name in os.listdir(folder) if name.startswith(prefix)]:
                 # A note that cannot be read, or was just removed, is skipped.
                 with suppress(*_IGNORED):
-                    homes.add(Path(read_own(pointer)))
+                    homes.add(Path(read_own(note)))
     return {home for home in homes if (home / STATE_FOLDER / "ledger.sqlite").is_file()}
 
 
 def settings_of_places(prefix: str, home: str | None) -> list[Settings]:
-    """The settings of all places that may have jobs whose id starts with `prefix`: those given, or those of
-    every remembered home, and of the default home if it has a ledger."""
+    """The settings of all places that may have jobs whose id starts with `prefix`: the given place, if a
+    ledger or home is set; otherwise every remembered home, and the default home if it has a ledger or no home
+    is remembered."""
     settings = load_settings(home=home)
     if settings.database_url is not None or settings.origin("home") != "default":
         return [settings]
@@ -133,9 +137,9 @@ def settings_of_places(prefix: str, home: str | None) -> list[Settings]:
 
 
 def settings_for_job(prefix: str, home: str | None) -> Settings:
-    """The settings of the place of a job: the remembered one, else the first of `settings_of_places`.
+    """The settings of the place of a job: a set or remembered place, or else the default home.
 
-    Raises `ledger.not_found` if several places are remembered.
+    Raises `ledger.not_found` if several homes are remembered.
     """
     places = settings_of_places(prefix, home)
     remembered = [settings for settings in places if settings.origin("home") != "default"]
@@ -168,7 +172,8 @@ def reading_ledger(settings: Settings) -> Iterator[Ledger]:
 
 
 def out_option(job_id: str, ledger: Path | None) -> str:
-    """` --out HOME` for a command about a job of this SQLite ledger; empty if the job's id is enough."""
+    """The option ` --out HOME` for a command about a job in this SQLite ledger; empty if the command finds
+    the job by its id alone."""
     home = home_of(ledger)
     if ledger is None or home is None:
         return ""

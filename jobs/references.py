@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import stat
@@ -13,13 +12,14 @@ from pathlib import Path
 
 from jobs.dialogue import clean
 from jobs.layout import is_reference_key, put_hashed, reference_key, references_prefix
-from jobs.store.base import ObjectStore
+from jobs.store.base import ObjectStore, sha256_of
 from pipelines.errors import ErrorCode, InputError, StoreError
 
 MAX_REFERENCE_BYTES = 32 << 20
-#: Maximum length of audio in a line; to clone a voice, a minute (`pipelines.request.MAX_REFERENCE_SECONDS`).
+#: Maximum length of audio in a line. To clone a voice, the maximum is a minute
+#: (`pipelines.request.MAX_REFERENCE_SECONDS`).
 MAX_AUDIO_SECONDS = 600.0
-#: Size of the cache by address: a recording that many lines use is read once.
+#: Number of addresses in the cache, so that a recording of many lines is read once.
 _KNOWN_PATHS = 10_000
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 _EXTENSIONS = {"WAV": "wav", "WAVEX": "wav", "FLAC": "flac", "OGG": "ogg", "MP3": "mp3"}
@@ -31,7 +31,7 @@ class ReferenceAudio:
 
     data: bytes
     sha256: str
-    #: `wav`, `flac`, `ogg` or `mp3`, by content.
+    #: `wav`, `flac`, `ogg` or `mp3`, according to the content.
     ext: str
 
 
@@ -47,7 +47,7 @@ class ReferenceReader:
         folder: Path,
         roots: Sequence[Path],
         store: ObjectStore,
-        check: Callable[[bytes], None] | None = None,
+        check: Callable[[bytes], object] | None = None,
     ) -> None:
         """`check` raises `InputError` for audio that the model cannot use."""
         self._check = check
@@ -81,7 +81,7 @@ class ReferenceReader:
         return str(path)
 
     def read(self, content: str) -> ReferenceAudio:
-        """The audio file of a line, checked to be audio.
+        """Reads the audio file that a line names, and checks that it is audio.
 
         Raises `input.audio_missing`, `input.audio_forbidden`, `input.audio_unreadable` or
         `input.too_long`; `StoreError` if the store fails.
@@ -100,7 +100,7 @@ class ReferenceReader:
         return lambda content: known(self.locate(content), content)
 
 
-def checked_audio(data: bytes, name: str, check: Callable[[bytes], None] | None = None) -> ReferenceAudio:
+def checked_audio(data: bytes, name: str, check: Callable[[bytes], object] | None = None) -> ReferenceAudio:
     """An audio file that can be read and passes `check`. `name`: the subject of error messages. Raises
     `InputError`."""
     from pipelines.audio import read_header  # imported only if there is audio
@@ -117,7 +117,7 @@ def checked_audio(data: bytes, name: str, check: Callable[[bytes], None] | None 
     if found.format not in _EXTENSIONS or found.frames <= 0:
         reason = f"it is {found.format} with {found.frames} samples, not WAV, FLAC, OGG or MP3"
         raise _unreadable(name, reason)
-    return ReferenceAudio(data, hashlib.sha256(data).hexdigest(), _EXTENSIONS[found.format])
+    return ReferenceAudio(data, sha256_of(data), _EXTENSIONS[found.format])
 
 
 def put_reference(store: ObjectStore, job_id: str, audio: ReferenceAudio) -> str:
@@ -128,7 +128,8 @@ def put_reference(store: ObjectStore, job_id: str, audio: ReferenceAudio) -> str
 
 
 def read_audio_file(path: Path) -> ReferenceAudio:
-    """The audio file at a path given by the user. Raises `InputError` as `ReferenceReader.read`."""
+    """The audio file at a path given by the user. Raises `InputError` in the same cases as
+    `ReferenceReader.read`."""
     return checked_audio(_read_file(os.path.realpath(path), str(path)), _named(str(path)))
 
 
@@ -145,7 +146,7 @@ def load_reference(store: ObjectStore, job_id: str, content: str) -> bytes:
             "Submit it again.",
         )
     data = _read_object(store, content, content)
-    if is_reference_key(content, job_id) and hashlib.sha256(data).hexdigest() not in content:
+    if is_reference_key(content, job_id) and sha256_of(data) not in content:
         message = f"The object {content} was changed after submit."
         raise StoreError(ErrorCode.STORE_CONFLICT, message, "Restore it, or submit the input again.")
     return data
@@ -162,7 +163,7 @@ def _read_object(store: ObjectStore, key: str, content: str) -> bytes:
 
 
 def _read_file(path: str, content: str) -> bytes:
-    # The path has no symbolic links; one that was created since is not followed.
+    # The path has no symbolic links; a link that was created since then is not followed.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as stream:

@@ -1,5 +1,5 @@
-"""Repeated synthesis of items, from their lines and recorded seeds: a sample for comparison, and the repair of lost
-or damaged objects. Inputs of shards are restored from the submitted file."""
+"""Synthesizes items again, from their lines and recorded seeds, to compare a sample and to repair lost or
+damaged objects."""
 
 from __future__ import annotations
 
@@ -8,47 +8,40 @@ import hashlib
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, cast
 
 import msgspec
 import numpy as np
 
-from jobs.dialogue import parse_line
 from jobs.encoded_audio import encoded_audio
 from jobs.export.manifest import put_manifest, put_shard_manifest
-from jobs.input_format import InputFormat
-from jobs.input_records import Records
 from jobs.layout import (
     job_manifest_key,
     object_metadata,
     shard_of_input,
 )
-from jobs.ledger.records import INPUT_FORMAT, Artifact, ItemRow, ItemState, Job
+from jobs.ledger.records import Artifact, ItemRow, ItemState, Job
 from jobs.packs import read_artifact
-from jobs.references import ReferenceReader, load_reference, put_reference
-from jobs.shard_file import ShardLine, ShardLines, compress, encode_lines, read_shard
-from jobs.source import open_source
-from jobs.store.base import ObjectStore
-from jobs.turns import turns_and_recordings
+from jobs.references import load_reference
+from jobs.shard_file import ShardLine, ShardLines, read_shard
+from jobs.store.base import ObjectStore, sha256_of
 from jobs.verify import Expected
 from jobs.voices import item_request
 from pipelines.audio import decode, trim_silence
 from pipelines.audio_format import LOSSY
-from pipelines.errors import ErrorCode, InputError, NightjarError, StoreError, SynthesisError
-from pipelines.registry import describe
+from pipelines.errors import ErrorCode, NightjarError, StoreError, SynthesisError
 from pipelines.request import Pipeline, Speech, submit
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from jobs.ledger import Ledger
-    from jobs.settings import Settings
 
 
 #: Number of items in the engine at once.
@@ -61,7 +54,7 @@ _TIMEOUT_SECONDS = 600.0
 
 
 class Match(StrEnum):
-    """The comparison of an item's new audio with the stored one."""
+    """The result of comparing an item's new audio with the stored audio."""
 
     #: The same file, byte for byte.
     SAME = "same"
@@ -138,8 +131,8 @@ class _Resynthesis:
             return row, artifact, error
 
     def start(self, row: ItemRow, artifact: Artifact) -> Future[Speech]:
-        """Starts the synthesis of an artifact by the same request as the worker's. Raises `InputError` for missing
-        reference audio, and `StoreError`."""
+        """Starts the synthesis of an artifact with the same request as the worker. Raises `InputError` for
+        missing reference audio, and `StoreError`."""
         line, job = self.lines.of(row), self.job
         request_id = f"verify/{artifact.kind}/{job.id}/{line.index}"
         generation = line.generation_over(job.spec.generation)
@@ -163,7 +156,7 @@ class _Resynthesis:
         return dataclasses.replace(speech, samples=samples)
 
     def replace(self, row: ItemRow, artifact: Artifact, started: Future[Speech] | NightjarError) -> Repaired:
-        """Replaces an artifact by the new speech. The object is written first. The ledger is updated after
+        """Replaces an artifact with the new speech. The object is written first. The ledger is updated after
         it, and only if the bytes differ, so the next repair repeats an interrupted one. A member of a pack
         becomes a separate object, because packs are write-once."""
         try:
@@ -181,7 +174,7 @@ class _Resynthesis:
             return Repaired(artifact.key, row.example_id, RepairOutcome.FAILED, str(error))
         self.store.put(artifact.key, data, metadata=object_metadata(self.job.spec_sha, artifact.seed))
         self.store.sync()
-        sha256 = hashlib.sha256(data).hexdigest()
+        sha256 = sha256_of(data)
         if sha256 == artifact.sha256:
             if artifact.pack is None:
                 return Repaired(artifact.key, row.example_id, RepairOutcome.SAME)
@@ -215,7 +208,7 @@ class _Resynthesis:
 
 
 def _compared(row: ItemRow, artifact: Artifact, store: ObjectStore, data: bytes) -> ReproducedItem:
-    if hashlib.sha256(data).hexdigest() == artifact.sha256:
+    if sha256_of(data) == artifact.sha256:
         return ReproducedItem(row.index, row.example_id, Match.SAME, math.inf)
     before, rate = decode(read_artifact(store, artifact))
     after, rate_after = decode(data)
@@ -307,47 +300,3 @@ def repair_objects(
         if relisted or is_missing:
             put_manifest(ledger, store, job.id)
     return counts
-
-
-def restore_inputs(
-    settings: Settings, ledger: Ledger, store: ObjectStore, job: Job, source: str, lost: Collection[str]
-) -> None:
-    """Rewrites the inputs with the keys `lost`, and the reference audio of their lines.
-
-    Lines with items in the ledger are not checked again, because rules may have changed. Raises `store.missing` if
-    the lines differ from the staged ones, and `InputError` if the file or its reference audio cannot be read.
-    """
-    inputs = {no: place for no, place in ledger.shard_inputs(job.id).items() if place[0] in lost}
-    lines: dict[int, list[bytes]] = {no: [] for no in inputs}
-    # Among lines with equal ids only the first accepted one became items; the items of a dialogue are in one
-    # shard.
-    wanted = {row.example_id: row for row in ledger.items(job.id) if row.shard_no in lines and not row.turn}
-    refused = {line.line for line in ledger.rejected_lines(job.id)}
-    written_as = cast("InputFormat", job.labels.get(INPUT_FORMAT, "dialogues"))
-    with open_source(source, settings.s3) as opened:
-        reader = ReferenceReader(opened.folder, settings.audio_roots, store)
-        key_of = reader.keys(partial(put_reference, store, job.id))
-        records = Records(opened, written_as, job.spec, describe(job.spec.model))
-        for number, line in enumerate(records.lines(), 1):
-            if not isinstance(line, bytes) or number in refused:
-                continue
-            try:
-                dialogue, raw = parse_line(line.strip())
-            except InputError:
-                continue
-            if (row := wanted.pop(dialogue.example_id, None)) is not None:
-                turns, heard = turns_and_recordings(dialogue.messages, job.spec.speak)
-                references = {place: key_of(dialogue.messages[place][2]) for place in heard}
-                lines[row.shard_no] += encode_lines(row.index, number, raw, references, turns)
-    for no, (key, sha256) in inputs.items():
-        data = compress(lines[no])
-        if hashlib.sha256(data).hexdigest() != sha256:
-            message = (
-                f"The input {key} of job {job.id} is lost and cannot be restored: the file, its reference audio "
-                "or the software has changed."
-            )
-            advice = "Submit the file again with another --idempotency-key."
-            raise StoreError(ErrorCode.STORE_MISSING, message, advice)
-        store.delete(key)
-        store.put(key, data)
-    store.sync()

@@ -3,8 +3,8 @@ defaults.
 
 The name of a variable is `SPEECH_` followed by the key; nested keys are joined by two underscores
 (`SPEECH_WORKER__THREADS`). The file is `nightjar.toml` in the working directory, or the one that
-`SPEECH_CONFIG` names. An unknown key or a wrong value raises a
-`ConfigError` with the key and its source. The docstring of a field is its line in `nightjar config list`.
+`SPEECH_CONFIG` names. An unknown key or a wrong value raises a `ConfigError` with the key and its source. The
+docstring of a field is its line in `nightjar config list`.
 """
 
 from __future__ import annotations
@@ -56,13 +56,14 @@ CUT_ADDRESS = (
 #: Sources whose keys are variables.
 _VARIABLES = ("environment", ".env")
 _LISTED = "`nightjar config list` lists all settings."
-#: Settings of `engine` that only Qwen3-TTS has, and those that the engine `vllm` lacks or names differently.
+#: Settings of `engine` that apply only to Qwen3-TTS, and settings that the engine `vllm` lacks or names
+#: differently.
 _QWEN3_ONLY = {"voice_cache", "codec_rows"}
 _NATIVE_ONLY = {"executor", *_QWEN3_ONLY}
 
 
 def _of_text(read: Callable[[str], object]) -> BeforeValidator:
-    """Converts a value given as text, as in a variable; a file may have a list instead."""
+    """Converts the text of a variable with `read`. A list, which a file may have, is not converted."""
     return BeforeValidator(lambda value: read(value) if isinstance(value, str) else value)
 
 
@@ -77,7 +78,7 @@ Words = Annotated[tuple[str, ...], _of_text(lambda text: _parts(text, ","))]
 
 
 class SettingsGroup(BaseModel):
-    """A frozen group of settings without unknown keys."""
+    """A frozen group of settings that refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -105,7 +106,7 @@ class WorkerSettings(SettingsGroup):
     item_timeout_seconds: Positive = 600.0
     """Maximum seconds for one item."""
     metrics_port: Port | None = None
-    """Port of the Prometheus metrics; unset: none. The workers of `--gpu` use this port and the next
+    """Port of the Prometheus metrics; unset: no metrics. The workers of `--gpu` use this port and the next
     ones."""
     metrics_address: str = "127.0.0.1"
     """Address of the metrics. `0.0.0.0` opens it to every network."""
@@ -116,22 +117,24 @@ class WorkerSettings(SettingsGroup):
 
 
 class EngineSettings(SettingsGroup):
-    """How a model's engine is opened, by a worker and by `nightjar serve` alike; unset: the best for the
-    device and the model."""
+    """How a worker or `nightjar serve` opens a model's engine. Unset: the best for the device and the
+    model."""
 
     kind: EngineKind = "auto"
     """Engine of models that both engines can run: `native` or `vllm`. `auto`: `native`."""
     slots: PositiveInt | None = None
-    """Utterances that run at the same time. Unset: by the engine and the GPU's memory (docs/models.md)."""
+    """Utterances that run at the same time. Unset: depends on the engine and the GPU's memory
+    (docs/models.md)."""
     memory_share: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of the GPU's memory for the engine (`vllm`: for the LM). Unset: 0.9 of what is free; `vllm`:
-    by the model."""
+    """Share of the GPU's memory for the engine (`vllm`: for the LM). Unset: 0.9 of the free memory; `vllm`:
+    depends on the model."""
     reproducible: bool | None = None
     """Equal requests give equal bits in every batch, at a lower speed. On a CPU they always do."""
     max_context: PositiveInt | None = None
     """Maximum positions of an utterance: prompt and speech."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Data type of the weights, on `vllm` of the LM's. Unset: bfloat16 on a GPU, float32 on a CPU."""
+    """Data type of the weights; on `vllm` only of the LM's weights. Unset: bfloat16 on a GPU, float32 on a
+    CPU."""
     executor: Literal["auto", "eager", "graph", "megakernel"] = "auto"
     """How a frame is run. `auto`: the best for the GPU. `graph`: CUDA graphs. `eager`: single operations,
     which start faster and run slower. `megakernel`: as `graph`, and faster for one or two Qwen3-TTS
@@ -139,23 +142,23 @@ class EngineSettings(SettingsGroup):
     voice_cache: Path | None = None
     """Qwen3-TTS: folder that keeps encoded cloned voices for later starts. Unset: memory only."""
     codec_rows: Annotated[int, Field(ge=0)] = 0
-    """Qwen3-TTS on a GPU: rows of the codec's continuous batch, such as 256, which needs 7.6 GiB of the GPU.
-    0: batches of similar lengths (docs/qwen3-tts.md)."""
+    """Qwen3-TTS on a GPU: rows of the codec's continuous batch, such as 256, which needs 7.6 GiB of the GPU's
+    memory. 0: batches of similar lengths (docs/qwen3-tts.md)."""
 
 
 class VllmSettings(SettingsGroup):
     """Settings of the engine `vllm` only."""
 
     tensor_parallel: PositiveInt = 1
-    """GPUs that share one LM."""
+    """Number of GPUs that share one LM."""
 
 
 class NotifySettings(SettingsGroup):
     """The operator's hook for ended jobs; a job cannot set it."""
 
     command: Annotated[tuple[str, ...], _of_text(lambda text: tuple(shlex.split(text)))] = ()
-    """Command that runs when a job ends, without a shell. A variable is split into words as a shell
-    does it; a file may have a list."""
+    """Command that runs when a job ends, without a shell. The variable is split into words as in a shell; the
+    file may have a list of words."""
     timeout_seconds: Annotated[float, Field(gt=0, le=600)] = 30.0
     """Maximum seconds for the command."""
 
@@ -166,7 +169,7 @@ class FlowerSettings(SettingsGroup):
     basic_auth: SecretStr | None = None
     """`user:password` for Flower. Flower does not start without it."""
     address: str = "127.0.0.1"
-    """Address the dashboard listens at; `0.0.0.0` opens it to the network."""
+    """Address of the dashboard. `0.0.0.0` opens it to every network."""
     port: Port = 5555
     """Port of the dashboard."""
 
@@ -188,10 +191,10 @@ class ServeSettings(SettingsGroup):
     slots: PositiveInt | None = None
     """Maximum requests in the engine at once. Unset: as many as it can run and queue."""
     streams: Annotated[int, Field(ge=0)] | None = None
-    """Streams that the engine `native` is prepared for before `/health` is 200. Unset: 128 on a GPU, 8 on a
-    CPU."""
+    """Streams that the engine `native` is prepared for before `/health` returns 200. Unset: 128 on a GPU, 8
+    on a CPU."""
     waiting_room: Annotated[int, Field(ge=0)] = 512
-    """Maximum requests that wait in the server before they are handed to the engine. More get status
+    """Maximum requests that wait in the server before the engine gets them. Further requests get status
     429."""
     request_seconds: Positive = 600.0
     """Maximum seconds for a request, from its slot to its last byte."""
@@ -338,7 +341,8 @@ class Settings(SettingsGroup):
         return self.home.absolute() / "exports" / job_id / name
 
     def chosen_engine(self, card: ModelCard) -> Literal["cpu", "native", "vllm"]:
-        """The engine of a model. Raises `ConfigError` (`config.invalid`) if the chosen one cannot run it."""
+        """The engine of a model. Raises `ConfigError` (`config.invalid`) if the chosen engine cannot run
+        it."""
         kind = self.engine.kind
         if kind == "auto" or card.engine == "cpu":
             return card.engine
@@ -350,8 +354,8 @@ class Settings(SettingsGroup):
         return kind
 
     def engine_options(self, card: ModelCard) -> dict[str, Any]:
-        """The options of `open_pipeline` for a model: only the set ones of its engine. Raises as
-        `chosen_engine`."""
+        """The options of `open_pipeline` for a model: the settings of its engine that are set. Raises the
+        errors of `chosen_engine`."""
         engine = self.chosen_engine(card)
         if engine != "vllm" and self.vllm.tensor_parallel > 1:
             log.warning(
@@ -406,7 +410,7 @@ def _check_urls(urls: str, max_ats: int | None) -> None:
 
 
 def load_settings(**overrides: Any) -> Settings:
-    """The settings of this process. `overrides`: those of the command line (None: not given).
+    """The settings of this process. `overrides`: settings of the command line (None: not given).
 
     Raises `ConfigError` with `config.invalid`.
     """
@@ -456,7 +460,7 @@ def _dotenv() -> Mapping[str, str]:
 
 
 def _read_variables(variables: Mapping[str, str], origin: str) -> dict[str, Any]:
-    """`SPEECH_A__B=x` as `{"a": {"b": "x"}}`; values that are JSON objects are decoded."""
+    """Converts `SPEECH_A__B=x` to `{"a": {"b": "x"}}`, and decodes values that are JSON objects."""
     tree: dict[str, Any] = {}
     for name, value in sorted(variables.items()):
         variable = name.upper()
@@ -535,7 +539,7 @@ def variable_of(key: str) -> str:
 def setting_fields(
     group: type[SettingsGroup] = Settings, path: str = "", schedule: str = "NAME"
 ) -> Iterator[tuple[str, type[SettingsGroup]]]:
-    """(dotted key, group) of all settings, with those of a schedule under its name."""
+    """Yields (dotted key, group) of all settings. Keys of a schedule contain its name."""
     for name, field in group.model_fields.items():
         inner = Schedule if name == "schedules" else field.annotation
         if isinstance(inner, type) and issubclass(inner, SettingsGroup):

@@ -3,9 +3,8 @@ store."""
 
 from __future__ import annotations
 
-import hashlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -14,7 +13,7 @@ import zstandard
 
 from jobs.dialogue import Dialogue, speech_position
 from jobs.ledger.records import ItemRow
-from jobs.store.base import ObjectStore
+from jobs.store.base import ObjectStore, sha256_of
 from jobs.turns import turn_messages
 from pipelines.errors import ErrorCode, StoreError
 from pipelines.request import Generation, Message, SpokenRole
@@ -25,17 +24,18 @@ if TYPE_CHECKING:
     from pipelines.registry import ModelCard
 
 
-#: Engine time of a shard: long compared with its dispatch, short enough that little is lost with one.
+#: Engine time of a shard: long compared with the time of its dispatch, and short enough that little work is
+#: lost with it.
 ENGINE_SECONDS = 60.0
-#: Engine time and items of the first shards of a job, which are smaller, so that a small job has shards for all
-#: workers.
+#: Minimum engine time and number of items of the first shards of a job. They are smaller than later shards,
+#: so that a small job has shards for all workers.
 MIN_ENGINE_SECONDS = 1.0
 MIN_ITEMS = 64
-#: Shards grow by one item for each this many earlier items of the job.
+#: The first shards grow by one item for every `ITEMS_PER_GROWTH` earlier items of the job.
 ITEMS_PER_GROWTH = 128
 #: Assumed RTF of a model without measurements, by engine; `native` and `vllm` usually run on GPUs.
 USUAL_RTF = {"native": 1 / 2000, "vllm": 1 / 700, "cpu": 0.1}
-#: Minimum measured RTF; that of a test engine may be 0.
+#: Minimum measured RTF. The measured RTF of a test engine may be 0.
 _MIN_RTF = 1e-6
 #: Maximum bytes of lines in a shard, which a worker holds in memory.
 MAX_SHARD_BYTES = 16 << 20
@@ -57,8 +57,8 @@ class ShardSize:
     ) -> ShardSize:
         """The size for `ENGINE_SECONDS` of work, with a maximum of `target_seconds` of audio.
 
-        The speed is `measured_rtf` from earlier jobs of the model, else that of the card, else the usual one
-        of the engine. The usual speed may be wrong, so the first shards are then limited by their number of
+        The RTF is `measured_rtf` from earlier jobs of the model, else the RTF of the card, else the usual RTF
+        of the engine. The usual RTF may be wrong, so the first shards are then limited by their number of
         items.
         """
         known = card.rtf if measured_rtf is None else max(measured_rtf, _MIN_RTF)
@@ -68,7 +68,7 @@ class ShardSize:
 
 
 def cut(lines: Sequence[GoodLine], size: ShardSize, items_before: int = 0) -> Iterator[Sequence[GoodLine]]:
-    """Consecutive parts of `lines`, one per shard; a line that is too large gets a shard of its own.
+    """Splits `lines` into consecutive parts, one per shard; a line that is too large gets a shard of its own.
 
     The items of a line are in one shard. `items_before`: items of the job before these lines.
     """
@@ -99,7 +99,7 @@ class ShardLine(msgspec.Struct, frozen=True):
     #: The messages for the pipeline: those of the spoken turn, or the whole dialogue. Audio content is a key in the
     #: store.
     messages: tuple[Message, ...]
-    #: The settings of the line, for a turn those of its role, without the job's defaults.
+    #: The settings of the line without the job's defaults; for a turn, the line's settings for its role.
     generation: Generation
     #: Index of the spoken message or the answer in the dialogue; part of the seed.
     message_index: int
@@ -132,17 +132,14 @@ _decode_dialogue = msgspec.json.Decoder(Dialogue).decode
 _decode_raw = msgspec.json.Decoder(RawLine).decode
 
 
-def encode_lines(
-    first: int, line: int, raw: bytes, references: Mapping[int, str], turns: Sequence[int] | None = None
-) -> list[bytes]:
-    """The items of a dialogue as lines of a shard, with newlines: one per turn, from index `first`. Without `turns`
-    the dialogue is one item. `raw` is a valid JSON object without a newline.
-    """
-    keys = b',"references":%b' % msgspec.json.encode(references) if references else b""
-    if turns is None:
-        return [b'{"index":%d,"line":%d,"dialogue":%b%b}\n' % (first, line, raw, keys)]
+def encode_lines(first: int, line: GoodLine) -> list[bytes]:
+    """The items of a dialogue as lines of a shard, with newlines: one per turn, from index `first`."""
+    number, raw = line.line, line.raw
+    keys = b',"references":%b' % msgspec.json.encode(line.references) if line.references else b""
+    if line.turns is None:
+        return [b'{"index":%d,"line":%d,"dialogue":%b%b}\n' % (first, number, raw, keys)]
     encoded = b'{"index":%d,"line":%d,"dialogue":%b,"message":%d%b}\n'
-    return [encoded % (index, line, raw, turn, keys) for index, turn in enumerate(turns, first)]
+    return [encoded % (index, number, raw, turn, keys) for index, turn in enumerate(line.turns, first)]
 
 
 _compressors = threading.local()
@@ -152,7 +149,7 @@ def compress(lines: Iterable[bytes]) -> bytes:
     """The compressed lines of a shard, as stored. Equal lines give equal bytes."""
     compressor: zstandard.ZstdCompressor | None = getattr(_compressors, "own", None)
     if compressor is None:
-        # Creating one takes longer than compressing a shard, and threads must not share one.
+        # Creating a compressor takes longer than compressing a shard, and threads must not share one.
         compressor = _compressors.own = zstandard.ZstdCompressor(
             level=_COMPRESSION_LEVEL, write_checksum=True
         )
@@ -180,9 +177,9 @@ def read_shard(store: ObjectStore, key: str, sha256: str) -> list[ShardLine]:
 
 
 def read_raw_shard(store: ObjectStore, key: str, sha256: str) -> list[RawLine]:
-    """As `read_shard`, with each dialogue as submitted JSON, not decoded."""
+    """Like `read_shard`, but each dialogue is the submitted JSON, not decoded."""
     data = store.get(key)
-    if hashlib.sha256(data).hexdigest() != sha256:
+    if sha256_of(data) != sha256:
         raise StoreError(
             ErrorCode.STORE_CONFLICT,
             f"The object {key} was changed after submit.",
@@ -192,15 +189,15 @@ def read_raw_shard(store: ObjectStore, key: str, sha256: str) -> list[RawLine]:
 
 
 def read_references(store: ObjectStore, key: str, sha256: str) -> set[str]:
-    """The keys of the reference audio of a shard's lines. Raises as `read_shard`."""
+    """The keys of the reference audio of a shard's lines. Raises the errors of `read_shard`."""
     return {
         reference for line in read_raw_shard(store, key, sha256) for reference in line.references.values()
     }
 
 
 class ShardLines(Generic[Line]):
-    """The lines of items that are read in order, with one shard in memory. `read` is `read_shard` or
-    `read_raw_shard`."""
+    """Reads the lines of items, which are given in order of their shards. One shard is in memory. `read` is
+    `read_shard` or `read_raw_shard`."""
 
     def __init__(
         self,
@@ -214,7 +211,7 @@ class ShardLines(Generic[Line]):
         self.inputs = ledger.shard_inputs(job_id)
         self._loaded = ("", "")
         self._lines: dict[int, Line] = {}
-        #: Why line numbers cannot be read, once that has failed.
+        #: The error of the first line number that could not be read. No numbers are read after it.
         self.failure: StoreError | None = None
 
     def of(self, item: ItemRow) -> Line:

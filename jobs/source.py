@@ -29,29 +29,31 @@ from pipelines.errors import ErrorCode, InputError, StoreError
 if TYPE_CHECKING:
     from jobs.settings import S3Settings
 
-#: A longer line is refused; its bytes are skipped and not kept in memory.
+#: Maximum bytes of a line. A longer line is refused, and its bytes are not kept in memory.
 MAX_LINE_BYTES = 1 << 20
-#: Maximum number of blank lines, and its increase for each other line: a small archive can contain billions.
+#: Maximum number of blank lines, and its increase for each other line: a small compressed file can contain
+#: billions.
 MAX_BLANK_LINES, MAX_BLANK_LINES_EACH = 1_000_000, 10
 #: Size of a batch of lines.
 BATCH_LINES, BATCH_BYTES = 10_000, 16 << 20
-#: Lines that are added to a batch before its bytes are counted.
+#: Number of lines that are added to a batch before its bytes are counted again.
 _LINES_AT_ONCE = 16
 _CHUNK_BYTES = 1 << 20
-#: zstd expands 4 bytes to 128 KiB at most, so one piece expands to less than 32 MiB.
+#: zstd expands 4 bytes to at most 128 KiB, so one piece expands to less than 32 MiB.
 _ZSTD_PIECE_BYTES = 1 << 10
 _ZSTD_MAX_WINDOW_BYTES = 1 << 27
 _BOM = b"\xef\xbb\xbf"
 
 
-#: A record of an input: a line, the JSON of a dialogue, or a rejected line; None: the line is too long. A
-#: blank line is no record.
+#: One line of an input: its bytes, its dialogue as JSON, or its rejection. None: the line is too long. Blank
+#: lines are skipped.
 Record = bytes | RejectedLine | None
 
 
 @dataclass(frozen=True, slots=True)
 class LineBatch:
-    """Consecutive lines, or their records, or rows of Parquet; `first` counts from 1."""
+    """The records of consecutive lines, or rows of Parquet. `first`: the number of the first line, counted
+    from 1."""
 
     first: int
     lines: Sequence[Record]
@@ -61,24 +63,24 @@ class Source:
     """An input that can be read more than once. Made by `open_source`."""
 
     def __init__(self, file: BinaryIO, uri: str, folder: Path) -> None:
-        #: The stored bytes, for formats without lines.
+        #: The open file, not decompressed, for formats without lines.
         self.file = file
         #: An absolute path, `-`, or an `s3://` address.
         self.uri = uri
-        #: Base of the relative paths in its lines.
+        #: The folder to which paths in the lines are relative.
         self.folder = folder
         with input_errors(uri):
             self.bytes = os.fstat(file.fileno()).st_size
             file.seek(0)
-            #: Hex SHA-256 of the stored bytes, compressed or not.
+            #: Hex SHA-256 of the file, before decompression.
             self.sha256 = sha256_of(file)
         self._identity = self._stat()
 
     def lines(self) -> Iterator[bytes | None]:
         """The lines, decompressed; a line longer than `MAX_LINE_BYTES` is None.
 
-        Raises `input.unreadable` if the content cannot be read, is a damaged archive, or consists mostly of
-        blank lines.
+        Raises `input.unreadable` if the content cannot be read, is a damaged compressed file, or consists
+        mostly of blank lines.
         """
         return chain.from_iterable(self._pieces())
 
@@ -102,7 +104,7 @@ class Source:
 
     @property
     def bytes_read(self) -> int:
-        """Number of bytes that have been read."""
+        """Number of bytes that have been read, before decompression."""
         return self.file.tell()
 
     def check_unchanged(self) -> None:
@@ -136,7 +138,8 @@ def batches_of(
 
 
 def split_lines(stream: BinaryIO) -> Iterator[list[bytes | None]]:
-    """Yields lines without their newlines, some at a time; a byte order mark at the start is dropped."""
+    """Yields lists of lines, without their newlines; a line that is too long is None. A byte order mark at
+    the start is dropped."""
     tail, skipping = b"", False
     head = stream.read(_CHUNK_BYTES)
     chunk = head.removeprefix(_BOM)
@@ -159,8 +162,8 @@ def split_lines(stream: BinaryIO) -> Iterator[list[bytes | None]]:
 
 
 def decompressed(file: BinaryIO) -> BinaryIO:
-    """The content of a plain, gzip or zstd file, recognized by its first bytes; each read is bounded,
-    whatever the compression."""
+    """The content of a plain, gzip or zstd file, recognized by its first bytes. The memory of a read is
+    bounded for every ratio of compression."""
     magic = file.read(4)
     file.seek(0)
     if magic[:2] == b"\x1f\x8b":
@@ -180,7 +183,7 @@ class _ZstdReader:
         self._input = b""
 
     def read(self, size: int = -1, /) -> bytes:
-        """Some bytes, about `size`; none at the end."""
+        """Returns about `size` bytes, or all for -1; empty at the end."""
         out = io.BytesIO()
         while size < 0 or out.tell() < size:
             piece = self._input or self._file.read(_ZSTD_PIECE_BYTES)
@@ -222,7 +225,7 @@ def open_source(address: str, s3: S3Settings | None = None) -> Generator[Source,
 
 
 def check_source(source: str) -> str:
-    """Returns the input's name after checks that it is valid, can be read and is no endless device. Raises
+    """Checks that an input has a valid name, can be read and is not a device, and returns its name. Raises
     `input.unreadable`."""
     try:
         source.encode()
@@ -243,7 +246,7 @@ def check_source(source: str) -> str:
 
 
 def rejected_line(line: int, error: InputError, example_id: str | None = None) -> RejectedLine:
-    """A line that becomes no item, with its example_id if that is valid."""
+    """The record of a line that is rejected with this error. `example_id`: its id, if that is valid."""
     return RejectedLine(line, error.code, clean(str(error)), example_id)
 
 

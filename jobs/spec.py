@@ -46,8 +46,8 @@ class ResolvedSpec:
         return LineChecker(self.card, self.spec.generation, self.spec.speak, self.voices, id_key)
 
     def of_input(self, source: Source) -> ResolvedSpec:
-        """The spec of a job of this input: with the recognized format, the hash of its list of speakers, and
-        the stored voices that its lines name.
+        """The spec of a job of this input. It has the recognized format, the hash of the input's list of
+        speakers, and the stored voices that its lines name.
 
         Raises `input.wrong_format`, and `input.unreadable` for a list of speakers that cannot be read.
         """
@@ -108,18 +108,18 @@ def _check_format(format: AskedFormat, spec: JobSpec) -> None:
 def _frozen_generation(generation: Generation, card: ModelCard) -> Generation:
     """Replaces language codes and OpenAI's voice names in the settings by the model's names. Raises
     `input.unknown_language`."""
-    able, voice, language = card.capabilities, generation.voice, generation.language
-    if voice in OPENAI_VOICES and not able.multi_turn:
-        voice = own_voice(voice, able.voices)
+    capabilities, voice, language = card.capabilities, generation.voice, generation.language
+    if voice in OPENAI_VOICES and not capabilities.multi_turn:
+        voice = own_voice(voice, capabilities.voices)
     if (
         language is not None
-        and able.languages
-        and language.casefold() not in {name.casefold() for name in able.languages}
+        and capabilities.languages
+        and language.casefold() not in {name.casefold() for name in capabilities.languages}
     ):
-        if (found := language_of(language, able.languages)) is None:
+        if (found := language_of(language, capabilities.languages)) is None:
             message = f"The model {card.name} has no language {clean(language, 80)!r}."
             raise InputError(
-                ErrorCode.INPUT_UNKNOWN_LANGUAGE, message, f"It has: {', '.join(able.languages)}."
+                ErrorCode.INPUT_UNKNOWN_LANGUAGE, message, f"It has: {', '.join(capabilities.languages)}."
             )
         language = found
     roles = generation.roles and {
@@ -135,8 +135,8 @@ def _only_voice(card: ModelCard) -> str | None:
 
 
 def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:
-    """Adds the model's full name to the spec and, unless given, its revision, its pace, its language and the
-    roles to speak.
+    """Adds the model's full name to the spec, and, unless given, the model's revision, its pace, the language
+    of the ASR meter and the roles to speak.
 
     Raises `config.invalid` for options that exclude each other or do not apply to this model.
     """

@@ -25,8 +25,8 @@ NO_WORKER = (
 )
 #: With fewer ended shards the ETA has no error estimate.
 MIN_SHARDS = 3
-#: States that need no person to continue.
-_MOVING = frozenset({JobState.READY, JobState.RUNNING})
+#: States in which a job continues without a person.
+_ACTIVE = frozenset({JobState.READY, JobState.RUNNING})
 
 
 def utc(seconds: float | None) -> str | None:
@@ -59,7 +59,7 @@ def items_per_second(status: JobStatus) -> float:
 
 def waits_for_workers(status: JobStatus) -> bool:
     """Whether the job waits only for a worker: no live worker takes its shards."""
-    return status.workers == 0 and status.job.state in _MOVING and status.items.pending > 0
+    return status.workers == 0 and status.job.state in _ACTIVE and status.items.pending > 0
 
 
 def eta_seconds(status: JobStatus) -> float | None:
@@ -67,7 +67,7 @@ def eta_seconds(status: JobStatus) -> float | None:
     if status.job.state.final:
         return 0.0
     rate = items_per_second(status)
-    return status.items.pending / rate if rate > 0 and status.job.state in _MOVING else None
+    return status.items.pending / rate if rate > 0 and status.job.state in _ACTIVE else None
 
 
 def eta_error_seconds(status: JobStatus) -> float | None:
@@ -157,7 +157,7 @@ def status_lines(
     if price is not None:
         at_end = None if state.job.state.final else cost_at_end(state, price_per_gpu_hour)
         ahead = "" if at_end is None else f", about {at_end:.2f} at the end"
-        lines.append(f"cost    {price:.2f}{ahead}, at {price_per_gpu_hour:g} an engine hour")
+        lines.append(f"cost    {price:.2f}{ahead}, at {price_per_gpu_hour:g} per engine hour")
     return lines
 
 
@@ -201,7 +201,7 @@ def status_view(
         "labels": dict(job.labels),
         "items_per_second": round(items_per_second(status), 3),
         "rtfx": speed,
-        # An old name of `rtfx`.
+        # The earlier name of `rtfx`, kept for programs that read it.
         "real_time_factor": speed,
         "eta_seconds": _rounded(eta_seconds(status)),
         "eta_error_seconds": _rounded(eta_error_seconds(status)),
@@ -220,8 +220,9 @@ def status_view(
 def job_view(
     job: Job, made_with: Sequence[Provenance] | None, command: Sequence[str], notes: Sequence[str]
 ) -> dict[str, Any]:
-    """`nightjar.job/1`: the settings and versions of a job. `made_with`: the records of its kinds of workers;
-    None: they cannot be read. `command` makes the job again, with the exceptions in `notes`."""
+    """`nightjar.job/1`: the settings and versions of a job. `made_with`: the provenance records of its
+    workers, one for each kind of worker; None: they cannot be read. `command` makes the job again, with the
+    exceptions in `notes`."""
     # Imported late, because the other views need no store.
     from jobs.layout import job_prefix
 

@@ -44,7 +44,7 @@ class Times(msgspec.Struct, frozen=True):
     #: The time between two runs of the dispatcher, and of the reconciler.
     dispatch_seconds: float = 5.0
     reconcile_seconds: float = 30.0
-    #: Shards queued or leased for each shard that the live workers can use.
+    #: Maximum number of queued and leased shards, as a multiple of the shards that the live workers can run.
     window_factor: int = 2
     #: A message that no worker has claimed for this long counts as lost.
     queued_timeout_seconds: float = 600.0

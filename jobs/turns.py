@@ -18,7 +18,7 @@ from pipelines.validation import is_visible
 Speak = Literal["auto", "user", "assistant", "all", "answer"]
 
 Triple = tuple[Role, Modality, str]
-_NAMES_A_TURN = re.compile(r":turn[0-9]+\Z")
+_TURN_SUFFIX = re.compile(r":turn[0-9]+\Z")
 _NO_KEYS: Mapping[int, str] = {}
 
 
@@ -46,8 +46,9 @@ def turns_and_recordings(
 def reference_places(messages: Sequence[Triple], turn: int) -> tuple[int, ...]:
     """The places of the recordings whose voice speaks a turn.
 
-    For a user turn: the audio among the consecutive user messages around the text; without any, that of the
-    previous user text. For an assistant turn: the audio of the system messages.
+    For a user turn: the audio among the consecutive user messages around the text, or if there is none,
+    around the nearest earlier user text that has audio. For an assistant turn: the audio of the system
+    messages.
     """
     if messages[turn][0] != "user":
         return tuple(_places(messages, "system", "audio"))
@@ -63,21 +64,22 @@ def reference_places(messages: Sequence[Triple], turn: int) -> tuple[int, ...]:
 def turn_messages(
     messages: Sequence[Triple], turn: int, keys: Mapping[int, str] = _NO_KEYS
 ) -> tuple[Message, ...]:
-    """The messages of a turn as every pipeline expects them: system messages, reference audio and text as the
-    user's. `keys` replaces audio contents by place."""
+    """The messages of a turn as every pipeline expects them: system messages, then reference audio and the
+    text in the user's role. `keys` replaces audio contents by place."""
     role, _, text = messages[turn]
-    heard = reference_places(messages, turn)
+    recordings = reference_places(messages, turn)
     view = [Message(*message) for message in messages if message[0] == "system" and message[1] != "audio"]
-    view += [Message("user", "audio", keys.get(place, messages[place][2])) for place in heard]
+    view += [Message("user", "audio", keys.get(place, messages[place][2])) for place in recordings]
     if role == "user":
-        # Modalities that no model supports are refused with their turn.
+        # Other modalities, which no model supports, are kept, so that the turn is refused.
         first, end = _run_of_role(messages, turn)
         view += [Message(*message) for message in messages[first:end] if message[1] not in ("text", "audio")]
     return (*view, Message("user", "text", text))
 
 
 def with_audio(messages: Sequence[Sequence[str]], audio: Mapping[int, str]) -> Iterator[Sequence[str]]:
-    """Inserts the audio of spoken turns, given by their places: each directly after its text, in its role.
+    """Yields the messages and the audio of spoken turns, each directly after its text and in its role.
+    `audio`: place of a turn -> its audio.
 
     If a dialogue has only one text, and it is the user's, its audio becomes the assistant's: a pair of text
     and speech, as models are trained on. It follows all messages of that turn, so that a voice to clone stays
@@ -106,7 +108,7 @@ def row_id(example_id: str, turn: int, *, several: bool, speaks_turns: bool) -> 
     """
     return (
         f"{example_id}:turn{turn}"
-        if several or (speaks_turns and _NAMES_A_TURN.search(example_id))
+        if several or (speaks_turns and _TURN_SUFFIX.search(example_id))
         else example_id
     )
 

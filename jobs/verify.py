@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from jobs.layout import (
     sha256_of_pack,
 )
 from jobs.ledger.records import QUARANTINE, Artifact, ItemState, Job
-from jobs.packs import ArtifactReader, ahead
+from jobs.packs import ArtifactReader, map_ahead
 from jobs.store.base import ObjectStore, sha256_of
 from jobs.where import Where
 from pipelines.errors import ErrorCode, StoreError
@@ -26,7 +25,8 @@ if TYPE_CHECKING:
 
 _THREADS = 8
 _AHEAD = 64
-#: Size of the cache of folder listings; objects are ordered by folder, but those of several packs alternate.
+#: Number of folder listings in the cache. Objects are ordered by folder, but objects of several packs
+#: alternate.
 _FOLDERS = 16
 
 
@@ -48,22 +48,22 @@ class Expected:
     kind: str = "input"
     #: Index of its item; None for an input.
     index: int | None = None
-    #: Id of its item; None if it was not read.
+    #: Id of its item; None if the id was not read from the ledger.
     example_id: str | None = None
     #: None for an input.
     bytes: int | None = None
-    #: As in `Artifact`.
+    #: The pack that contains it, and its offset there; None: it is a separate object.
     pack: str | None = None
     pack_offset: int | None = None
 
     @property
     def object_key(self) -> str:
-        """The key of the object that contains it."""
+        """The key of the object in the store: of the pack that contains it, or its own."""
         return self.pack or self.key
 
     @property
     def end(self) -> int:
-        """The minimum size of its pack."""
+        """The offset of its end in its pack, which is at least this large."""
         return (self.pack_offset or 0) + (self.bytes or 0)
 
 
@@ -78,7 +78,8 @@ def expected_objects(
     *,
     dialogues: bool = False,
 ) -> Iterator[Expected]:
-    """The objects that the ledger refers to, in key order for each kind, with one page in memory.
+    """Yields the objects that the ledger refers to, in key order for each kind. Only some are in memory at
+    once.
 
     `where`: only the audio of matching items, with `dialogues` also of other items of their dialogues.
     """
@@ -100,8 +101,8 @@ def _expected(found: Artifact, example_id: str | None = None) -> Expected:
 
 
 def listed_faults(store: ObjectStore, objects: Iterable[Expected]) -> Iterator[tuple[Expected, Fault]]:
-    """Objects that are missing or have another size in listings of the store. This is fast, but does not find damage
-    that keeps the size.
+    """Yields objects that are missing or have another size in listings of the store. This is fast, but does
+    not find damage that keeps the size.
 
     Raises `StoreError` if the store fails.
     """
@@ -126,8 +127,8 @@ def listed_faults(store: ObjectStore, objects: Iterable[Expected]) -> Iterator[t
 class ObjectCheck:
     """Iterates once over the faults of a job's inputs, audio, texts and quarantined audio, in bounded memory.
 
-    Files of a folder are read. Objects of a bucket are read with `deep`, otherwise the server's checksum is
-    compared. If the checksum of a pack differs, its members are read.
+    Files of a folder store are read. Objects of a bucket are read with `deep`, otherwise the server's
+    checksum is compared. If the checksum of a pack differs, its members are read.
     """
 
     ledger: Ledger
@@ -145,8 +146,8 @@ class ObjectCheck:
         by_server = self.store.remote and not self.deep
 
         def sha256(expected: Expected) -> str | None:
-            """The hash of an object; None: it is missing. A member of a pack has its recorded hash if the pack's
-            checksum matches its key and the pack is long enough."""
+            """The hash of an object; None: it is missing. A member of a pack is not read if the pack's
+            checksum matches the pack's key and the pack is long enough; its hash is then the recorded one."""
             if expected.pack:
                 info = head(expected.pack) if by_server else None
                 whole = info is not None and info.sha256[:PACK_SHA_CHARACTERS] == sha256_of_pack(
@@ -154,7 +155,7 @@ class ObjectCheck:
                 )
                 if info is not None and whole and expected.end <= info.bytes:
                     return expected.sha256
-                return hashlib.sha256(artifacts.read(expected)).hexdigest()
+                return sha256_of(artifacts.read(expected))
             if not self.deep:
                 info = self.store.head(expected.key)
                 return None if info is None else info.sha256
@@ -176,7 +177,7 @@ class ObjectCheck:
             return None if found == expected.sha256 else Fault.CHANGED
 
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="verify") as threads:
-            for expected, fault in ahead(threads, check, objects, _AHEAD):
+            for expected, fault in map_ahead(threads, check, objects, _AHEAD):
                 self.objects += 1
                 if fault is not None:
                     yield expected, fault

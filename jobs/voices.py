@@ -74,7 +74,7 @@ class JobVoices:
         )
 
     def in_spec(self, spec: JobSpec) -> JobSpec:
-        """The spec with the voices."""
+        """The spec with these stored voices."""
         return msgspec.structs.replace(spec, stored_voices=dict(self.frozen) or msgspec.UNSET)
 
     def get(self, name: str) -> StoredVoice:
@@ -99,7 +99,7 @@ class JobVoices:
         stored = self.names
         if name in stored:
             message = f"{clean(name, 80)!r} is a stored voice, which the model {self.card.name} cannot clone."
-            return unsupported(message, "Use a model that clones, or a voice of this one.")
+            return unsupported(message, "Use a model that clones voices, or a voice of this model.")
         voices = self.card.capabilities.voices
         has = f"It has: {', '.join(voices)}. " if voices else ""
         if self.can_clone and self.folder is not None:
@@ -128,7 +128,7 @@ def voice_folder(settings: Settings) -> VoiceFolder:
 
 
 def names_of(generation: Generation) -> list[str]:
-    """The voices of the settings, including those of roles."""
+    """The names of the voices in the settings, including the settings of roles."""
     every = (generation, *(generation.roles or {}).values())
     return [one.voice for one in every if one.voice is not None]
 
@@ -214,7 +214,7 @@ def _named_in(records: Records, known: frozenset[str]) -> set[str]:
     """The known voices that the lines of an input name; unreadable lines name none."""
     found: set[str] = set()
     for line in records.lines():
-        # The key may be written with escapes.
+        # The word may be written with escapes.
         if not isinstance(line, bytes) or (b'"voice"' not in line and b"\\u" not in line):
             continue
         with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

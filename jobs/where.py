@@ -12,16 +12,15 @@ import ast
 import math
 import re
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import msgspec
 
-from jobs.checks import CHECKS
-from pipelines.errors import ConfigError, invalid, nearest
+from pipelines.errors import ConfigError, invalid
 
-#: The facts of an item other than its scores.
+#: The facts of an item that a filter can compare, besides its scores, with their meaning.
 FACTS = {
     "seconds": "length of the audio",
     "draw": "number of the draw that was kept; 0 is the first",
@@ -35,7 +34,7 @@ MAX_CHARACTERS, MAX_COMPARISONS = 2000, 50
 _OPERATORS = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!="}
 _NEGATED = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
 _SWAPPED = str.maketrans("<>", "><")
-#: Characters of a name in quotes, without those that end a quoted JSON path.
+#: A name in quotes. It has no characters that would end a quoted JSON path.
 _QUOTED_NAME = re.compile(r"[^\"\\\x00-\x1f]{1,100}")
 _PLAIN_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
@@ -57,7 +56,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Conditions of which all, or at least one, must be true."""
+    """Conditions that must all be true, or (`all` is False) of which at least one must be true."""
 
     all: bool
     parts: tuple[Condition, ...]
@@ -74,7 +73,7 @@ _WORDS = {"and", "or", "not"}
 
 @dataclass(frozen=True)
 class Where:
-    """A filter without negations: `parse_where` has moved them into the comparisons."""
+    """A filter without negations: `parse_where` replaces them by the opposite comparisons."""
 
     condition: Condition
 
@@ -114,7 +113,7 @@ def parse_where(text: str) -> Where:
         raise _wrong(f"has {len(text)} characters; the maximum is {MAX_CHARACTERS}")
     try:
         with warnings.catch_warnings():
-            # `0.1and` is valid.
+            # Python warns about `0.1and`, which is valid here.
             warnings.simplefilter("ignore", SyntaxWarning)
             found = Where(_condition(ast.parse(text.strip(), mode="eval").body, negated=False))
     except SyntaxError as error:
@@ -127,28 +126,14 @@ def parse_where(text: str) -> Where:
     return found
 
 
-def no_such_score(job_id: str, name: str, there: Sequence[str], meters: Collection[str]) -> ConfigError:
-    """The error of a filter with an unknown score, in a job with these meters; `there`: its scores."""
-    meter = None if name not in CHECKS else CHECKS[name].meter
-    unmeasured = (
-        "" if meter is None or meter.name in meters else f": the job was made without the meter {meter.name}"
-    )
-    names = ", ".join([*there, *FACTS])
-    advice = f"{'' if unmeasured else nearest(name, [*there, *FACTS])}Compare one of: {names}."
-    if not there:
-        advice = f"No item of the job has scores: it has no checks, or no item reached them (docs/quality.md). Without scores you can use: {names}."
-    elif unmeasured:
-        advice = f"Checks with this meter are in docs/quality.md. {advice}"
-    return invalid(f"No item of job {job_id} has the score {name[:80]!r}{unmeasured}.", advice)
-
-
 class FilteredOut(msgspec.Struct, frozen=True):
-    """The items with audio that a filter leaves out by one condition, the first that is not true for them."""
+    """The number of items with audio that a filter leaves out because of one condition. An item counts for
+    the first condition that is not true for it."""
 
     #: A text such as `wer < 0.1`.
     condition: str
     items: int
-    #: The items among them that lack the score.
+    #: How many of these items lack the score.
     without_score: int
 
 
@@ -186,7 +171,7 @@ def _name(node: ast.expr) -> str | None:
 def _number(node: ast.expr) -> float | None:
     try:
         value = ast.literal_eval(node)
-        # Makes -0.0 0.0, for one normal form.
+        # Adding 0.0 converts -0.0 to 0.0, so that equal filters have the same normal form.
         return None if isinstance(value, bool) or not isinstance(value, int | float) else value + 0.0
     except OverflowError:
         return math.inf

@@ -31,14 +31,15 @@ from pipelines.ipc import ErrorRecord
 #: A worker counts as unable to start once it has ended this many times in a row, with an exit status, before
 #: it was up.
 FAILED_STARTS = 3
-#: Number of consecutive ends without a finished item, after which a worker is quarantined. An item that crashes
-#: its workers is found after fewer.
+#: Number of consecutive ends without a finished item, after which a worker is quarantined. An item that
+#: crashes its workers is detected after fewer ends.
 CRASHES = 20
-#: The same while other workers of this host finish items, so that the cause is the GPU and not the job.
+#: The same number while other workers of this host finish items, which shows that the GPU, not the job, is
+#: the cause.
 CRASHES_BESIDE_OTHERS = 5
 #: Run time after which earlier failures are forgotten.
 HEALTHY_SECONDS = 3600.0
-#: Interval of reports; after a minute without one, a quarantine counts as lost.
+#: Interval of reports to the ledger; a quarantine without a report for a minute is no longer counted.
 REPORT_SECONDS = 15.0
 _CLOSE_SECONDS = 5.0
 
@@ -50,7 +51,7 @@ class WorkerReport(msgspec.Struct, frozen=True, omit_defaults=True):
     #: Whether it has finished items.
     finished: bool = False
     #: Why it ends, without passwords.
-    last_words: str = ""
+    last_message: str = ""
     #: Why it cannot open its model, if a restart would not help.
     refusal: ErrorRecord | None = None
 
@@ -65,7 +66,7 @@ class WorkerPlan:
 
     @property
     def name(self) -> str:
-        """`The worker`, or `The worker of GPU 0`."""
+        """The worker's name in messages: `The worker`, or `The worker of GPU 0`."""
         return "The worker" if self.device is None else f"The worker of GPU {self.device.name}"
 
     @property
@@ -77,7 +78,8 @@ class WorkerPlan:
         """Environment variables of the worker, in addition to those of its parent."""
         variables: dict[str, str] = {}
         if self.device is not None:
-            # Numbers as in `nvidia-smi`; CUDA itself would count from the fastest GPU.
+            # With this order CUDA numbers GPUs as `nvidia-smi` does; its default order begins with the
+            # fastest GPU.
             variables |= {VISIBLE: self.device.name, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         if self.metrics_port is not None:
             variables["SPEECH_WORKER__METRICS_PORT"] = str(self.metrics_port)
@@ -96,14 +98,14 @@ def plan_workers(settings: Settings, devices: Sequence[Device] | None) -> list[W
 
 @dataclass(slots=True)
 class Member:
-    """A worker process, or the time of its restart."""
+    """A worker of the group: its process or the time of its restart, and its failures."""
 
     plan: WorkerPlan
     pause_seconds: float
     child: Child[WorkerReport] | None = None
-    #: Reports of its present or last process.
+    #: From the reports of its current or last process.
     came_up: bool = False
-    last_words: str = ""
+    last_message: str = ""
     refusal: NightjarError | None = None
     started_at: float = 0.0
     restart_at: float = 0.0
@@ -123,10 +125,10 @@ class Member:
         self.pause_seconds = pause_seconds
 
     def __str__(self) -> str:
-        """How it ended, with its last words."""
+        """A sentence that says how the worker ended, with its last message."""
         if self.refusal is not None:
             return f"{self.plan.name} cannot open its model ({self.refusal.code.value}): {self.refusal}"
-        words = f" Its last message: {self.last_words[:400]}" if self.last_words else ""
+        words = f" Its last message: {self.last_message[:400]}" if self.last_message else ""
         times = f"{self.crashes} times in a row" if self.crashes > 1 else "again"
         return (
             f"{self.plan.name} ended {exit_description(self.status)}, {times} without a finished item.{words}"
@@ -135,12 +137,12 @@ class Member:
 
 @dataclass(eq=False)
 class WorkerGroup:
-    """Starts a worker for each plan, and restarts those that end, until a signal. Quarantined workers are
-    reported to the ledger.
+    """Starts a worker for each plan, and restarts workers that end, until it receives a signal. Quarantined
+    workers are reported to the ledger.
 
-    The pause before a restart doubles up to a maximum. A worker that keeps failing without finishing an
-    item, or cannot open its model with its settings, is quarantined: it is restarted only after the
-    quarantine time, until it finishes an item. The other workers continue.
+    The pause before a restart doubles up to a maximum. A worker that keeps failing without finishing an item,
+    or cannot open its model with its settings, is quarantined: from then on it is restarted only after the
+    quarantine time. Its quarantine ends when it finishes an item. The other workers continue.
     """
 
     settings: Settings
@@ -150,7 +152,7 @@ class WorkerGroup:
     pauses: tuple[float, float]
     #: Reads the last output of a worker that ended without a last message.
     last_line: Callable[[], str] = lambda: ""
-    #: Gets log entries: level, event, details.
+    #: Writes a log entry: level, event, details.
     on_event: Callable[[str, str, dict[str, object]], None] = lambda level, event, details: None
     #: The signal that ends the group, once received.
     ending: int | None = field(default=None, init=False)
@@ -169,8 +171,9 @@ class WorkerGroup:
         return [member for member in self.members if member.quarantined]
 
     @property
-    def over(self) -> bool:
-        """Whether no worker runs and none will soon: all ended after a signal, or are quarantined."""
+    def has_ended(self) -> bool:
+        """Whether no worker runs and none is about to start: all have ended after a signal, or are
+        quarantined."""
         return not self.processes and (self.ending is not None or len(self.quarantined) == len(self.members))
 
     def start(self) -> None:
@@ -217,7 +220,7 @@ class WorkerGroup:
                 process.send_signal(number)
 
     def _start(self, member: Member) -> None:
-        member.came_up, member.last_words, member.refusal = False, "", None
+        member.came_up, member.last_message, member.refusal = False, "", None
         child = member.child = self.start_child(member.plan)
         if not self._held:
             _release(child)
@@ -228,7 +231,7 @@ class WorkerGroup:
         known = {name: value for name, value in details.items() if value is not None}
         self.on_event("info", "worker started", known)
         if self.ending is not None:
-            # The signal arrived before the process existed.
+            # The signal arrived before the process existed, so it is sent now.
             child.process.send_signal(self.ending)
 
     def _receive(self, member: Member, child: Child[WorkerReport]) -> None:
@@ -237,7 +240,7 @@ class WorkerGroup:
             while True:
                 report = child.channel.receive(0).message
                 member.came_up |= report.up
-                member.last_words = report.last_words or member.last_words
+                member.last_message = report.last_message or member.last_message
                 if report.refusal is not None:
                     member.refusal = report.refusal.error
                 if report.finished:
@@ -256,7 +259,7 @@ class WorkerGroup:
     def _ended(self, member: Member, child: Child[WorkerReport], now: float) -> None:
         member.child, member.status = None, child.process.returncode
         child.channel.close()
-        # Its child processes may still hold memory of the GPU.
+        # The worker's child processes may still hold GPU memory.
         signal_group(child.process, signal.SIGKILL)
         if self.ending is not None:
             return
@@ -264,12 +267,12 @@ class WorkerGroup:
             member.reset_failures(self.pauses[0])
         if not member.crashes:
             member.failing_since = now
-        member.last_words = member.last_words or self.last_line()
+        member.last_message = member.last_message or self.last_line()
         member.crashes += 1
         # Invalid settings may show only when the first model is opened.
         never_worked = member.status == INVALID_INPUT or (member.status > 0 and not member.came_up)
         member.failed_starts = member.failed_starts + 1 if never_worked else 0
-        if member.quarantined or self._is_hopeless(member):
+        if member.quarantined or self._must_quarantine(member):
             self._quarantine(member, now)
             return
         member.pause_seconds = min(member.pause_seconds * 2, self.pauses[1])
@@ -279,11 +282,11 @@ class WorkerGroup:
             "status": member.status,
             "came_up": member.came_up,
             "restart_seconds": round(member.pause_seconds, 2),
-            "last_words": member.last_words,
+            "last_message": member.last_message,
         }
         self.on_event("warning", "worker ended", details)
 
-    def _is_hopeless(self, member: Member) -> bool:
+    def _must_quarantine(self, member: Member) -> bool:
         if member.refusal is not None or member.failed_starts >= FAILED_STARTS or member.crashes >= CRASHES:
             return True
         others = [other for other in self.members if other is not member and not other.quarantined]
@@ -297,7 +300,7 @@ class WorkerGroup:
         member.restart_at = now + seconds
         again = f"It is quarantined and restarted every {seconds_text(seconds)}."
         gpu = member.plan.gpu
-        advice = "" if member.refusal is not None else " See its last words and its log."
+        advice = "" if member.refusal is not None else " See its last message and its log."
         if advice and gpu is not None:
             advice += f" If `nvidia-smi` reports an error of GPU {gpu}, reset the GPU or restart the host. Until then, omit it from --gpu."
         member.reason = f"{member} {again}{advice}"
@@ -347,6 +350,6 @@ class QuarantineReports:
         # Imported only if there is something to report.
         from jobs.ledger import Ledger
 
-        # The log has the same, and the next report repeats this one.
+        # An error is ignored: the log has the reasons too, and the next report repeats this one.
         with suppress(NightjarError), closing(Ledger.of(self._settings)) as ledger:
             ledger.report_quarantines(socket.gethostname(), os.getpid(), installed_version(), found)

@@ -1,2 +1,2 @@
-"""Ops of the engines, registered under `torch.ops.nightjar`, each with a plain PyTorch twin. Knows nothing
-of jobs or files."""
+"""Ops of the engines, registered under `torch.ops.nightjar`, each with a twin: a plain PyTorch function that
+defines its result. Nothing here depends on jobs or files."""

@@ -1,11 +1,11 @@
-"""Attention over paged keys and values: one query a request while decoding, a run of queries a request in
-prefill.
+"""Attention over paged keys and values. A request has one query in decoding, and a run of queries (consecutive
+new positions) in prefill.
 
-In prefill, on devices where calls cost more than padding, many requests share a few calls: padded to one
-length, or packed one after the other in one row of positions.
+In prefill, on devices where calls cost more than padding, many requests share a few calls: their runs are
+padded to one length, or packed, that is, concatenated in one row of positions.
 
-Pages are [pages, kv_heads, page_size, head_dim] of one layer; a page table row lists a request's pages in
-order.
+The pages of one layer are [pages, kv_heads, page_size, head_dim]; a row of a page table lists a request's
+pages in order.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def paged_decode_attention(
     max_length: int,
     scale: float,
 ) -> Tensor:
-    """Attention of one new position a row over that row's pages, the new position included.
+    """Attention of one new position per row over that row's pages, including the new position.
 
-    q: [n, heads, head_dim]; page_table: [n, pages of a row]; lengths: [n], 0 for a row that is not in use
-    (its result means nothing); max_length: at least the largest of `lengths`; returns [n, heads *
-    head_dim]. On CPU every row is computed alone, so that a row's bits do not depend on its neighbours.
+    q: [n, heads, head_dim]; page_table: [n, pages of a row]; lengths: [n], 0 for an unused row, whose result
+    is undefined; max_length: at least the largest of `lengths`; returns [n, heads * head_dim]. On CPU every
+    row is computed separately, so that its bits do not depend on other rows.
     """
     if q.device.type == "cpu":
         out = torch.zeros_like(q)
@@ -55,7 +55,7 @@ def rows_together(
     max_length: int,
     scale: float,
 ) -> Tensor:
-    """`paged_decode_attention` for all rows in one call, over contexts filled up to `max_length`."""
+    """`paged_decode_attention` for all rows in one call, with contexts padded to `max_length`."""
     pages = page_table[:, : -(-max_length // k_cache.shape[2])]
     seen = torch.arange(max_length, device=q.device) < lengths.clamp(min=1)[:, None]
     return _attend_together(q[:, None], k_cache, v_cache, pages, seen[:, None], scale)
@@ -64,11 +64,12 @@ def rows_together(
 def _attend_together(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor, seen: Tensor, scale: float
 ) -> Tensor:
-    """Attention of runs of the same length over their pages; the heads of a group, which see the same
-    keys, stand as queries of one head.
+    """Attention of runs of the same length over their pages. The heads of a group share their keys, so their
+    queries are computed as further queries of one head.
 
     q: [runs, new, heads, head_dim]; pages: [runs, pages of a run]; seen: bool [runs or 1, new, positions],
-    of the first positions that matter. Returns [runs * new, heads * head_dim].
+    which of the first `positions` each query sees; later positions are ignored. Returns [runs * new, heads *
+    head_dim].
     """
     runs, new, heads, _ = q.shape
     k, v = (cache[pages].transpose(1, 2).flatten(2, 3)[:, :, : seen.shape[2]] for cache in (k_cache, v_cache))
@@ -91,9 +92,9 @@ def paged_prefill_attention(
 ) -> Tensor:
     """Causal attention of packed runs of new positions, each over its own pages.
 
-    q: [n, heads, head_dim], run i after run i - 1; page_table: [runs, pages of a run]; rows: new positions
-    of each run; lengths: positions of each run in its pages, the new ones included; returns [n, heads *
-    head_dim].
+    q: [n, heads, head_dim], run i after run i - 1; page_table: [runs, pages of a run]; rows: number of new
+    positions of each run; lengths: number of positions of each run in its pages, including the new ones;
+    returns [n, heads * head_dim].
     """
     parts = []
     for run, (new, length) in enumerate(zip(q.split(rows), lengths)):
@@ -128,10 +129,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) 
 def padded_places(
     pages: Tensor, counts: Tensor, new: int, start: int, page_size: int, scratch: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Position, page and offset of each of the padded new positions, [runs * new]; what a run does not
-    have goes to the scratch page.
+    """Position, page and offset of each of the padded new positions, [runs * new]; padding goes to the scratch
+    page.
 
-    pages: [runs, (start + new) / page_size]; counts: [runs], new positions of each run.
+    pages: [runs, (start + new) / page_size]; counts: [runs], number of real new positions of each run.
     """
     runs = len(pages)
     steps = torch.arange(new, device=pages.device)
@@ -146,9 +147,9 @@ def attend_padded(
 ) -> Tensor:
     """Causal attention of padded new positions over their pages.
 
-    q: [runs * new, heads, head_dim], at positions `start` and on; caches of one layer: [pages, kv_heads,
-    page_size, head_dim]; pages: [runs, (start + new) / page_size]. Returns [runs * new, heads * head_dim];
-    rows beyond a run's own positions mean nothing.
+    q: [runs * new, heads, head_dim], at the positions from `start`; caches of one layer: [pages, kv_heads,
+    page_size, head_dim]; pages: [runs, (start + new) / page_size]. Returns [runs * new, heads * head_dim],
+    which is undefined in rows of padding.
     """
     asked = q.view(len(pages), -1, *q.shape[1:])
     if not start:
@@ -164,12 +165,12 @@ def attend_padded(
 
 @dataclass(frozen=True, slots=True)
 class PackedPrompts:
-    """Chunks of prompts one after the other in one row of positions, as tensors of the device: what a
-    graph reads again at each replay.
+    """Chunks of prompts (runs), concatenated in one row of positions. The numbers are tensors of the device, so
+    that a captured graph reads them again at each replay.
 
-    table: int64 [slots, pages of a slot]; owners, starts, counts: int64 [runs], of each chunk the slot,
-    the position of its first token in the prompt, and its tokens, 0 for a run that is not in use. Any
-    start and any count will do.
+    table: int64 [slots, pages of a slot]; owners, starts, counts: int64 [runs], for each run its slot, the
+    position of its first token in the prompt, and its number of tokens, 0 for an unused run. Starts and counts
+    may have any value.
     """
 
     table: Tensor
@@ -178,12 +179,12 @@ class PackedPrompts:
     counts: Tensor
 
     def firsts(self) -> Tensor:
-        """Where each run begins in the row, and where the last one ends: int64 [runs + 1]."""
+        """The first index of each run in the row, and the end of the last run: int64 [runs + 1]."""
         return functional.pad(self.counts.cumsum(0), (1, 0))
 
     def places(self, total: int, page_size: int, scratch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Position, page and offset of each of `total` tokens, [total]; tokens after the last run go
-        to the scratch page."""
+        """Position, page and offset of each of `total` tokens, [total]; tokens after the last run go to the
+        scratch page."""
         firsts, token = self.firsts(), torch.arange(total, device=self.counts.device)
         run = torch.searchsorted(firsts[1:], token, right=True).clamp(max=len(self.counts) - 1)
         real = token < firsts[-1]
@@ -193,22 +194,21 @@ class PackedPrompts:
 
 
 class PackedRuns:
-    """Runs of new positions of several requests, packed one after the other, over pages as in
-    `paged_prefill_attention`.
+    """Causal attention of packed runs, as in `paged_prefill_attention`, in fewer calls.
 
-    Runs with similar numbers of pages are padded to one length and share a call, with the same indices for
-    all layers.
+    Runs with similar numbers of pages form a group, which is padded to one length and computed in one call. The
+    indices are computed once for all layers.
     """
 
     def __init__(self, table: Tensor, starts: Sequence[int], counts: Sequence[int], page_size: int) -> None:
-        """table: int64 [runs, pages], the pages of each run in order; starts, counts: first position and
-        number of positions of each run."""
+        """table: int64 [runs, pages], the pages of each run in order; starts, counts: the first position and the
+        number of new positions of each run."""
         start, count = np.array(starts)[:, None], np.array(counts)[:, None]
         first = np.cumsum(count)[:, None] - count
         pages = -(-(start + count) // page_size)[:, 0]
         _, sizes = np.frexp(pages)
-        #: Of each group its pages, its tokens [runs, steps], what each sees, the steps that are no padding,
-        #: and their rows in the result.
+        #: For each group: its pages, the rows of its tokens in `q` [runs, steps], which positions each token
+        #: sees, the indices of steps that are not padding, and the rows of these in the result.
         self._groups: list[tuple[Tensor, ...]] = []
         for size in np.unique(sizes):
             (runs,) = np.nonzero(sizes == size)

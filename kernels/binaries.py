@@ -1,4 +1,5 @@
-"""Machine code of `kernels/cuda`: part of the wheel, or compiled once per machine and kept. Imports neither torch nor Triton.
+"""Machine code of `kernels/cuda`: it is part of the wheel, or is compiled once per machine and cached. Imports neither
+torch nor Triton.
 
 `python -m kernels.binaries FOLDER` writes the files that a wheel contains: `<source>-<target>-<digest>.cubin`
 and `.ptx`.
@@ -22,8 +23,8 @@ from kernels import toolchain
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "cuda"
-#: What a wheel brings: machine code for Hopper, which is measured, and PTX, from which the driver of a newer
-#: GPU makes its own.
+#: Targets of a wheel's code: machine code for Hopper, on which the kernels were measured, and PTX, which the
+#: driver of a newer GPU compiles for that GPU.
 HOPPER, NEWER = "sm_90a", "compute_90"
 _WHEEL = "// wheel: "
 _INCLUDED = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
@@ -65,10 +66,10 @@ def shipped() -> bool:
 
 
 def candidates(name: str, capability: tuple[int, int]) -> Iterator[bytes]:
-    """Code of one source for a device, the best first: from the wheel, from the cache, compiled now.
+    """Yields code of one source for a device, the best first: from the wheel, from the cache, or compiled now.
 
-    A driver may refuse code of a newer compiler; then the next is tried. Raises RuntimeError with the
-    compilers' messages when none is left.
+    The caller tries the next one if the driver refuses one, for example because its compiler is newer. Raises
+    RuntimeError with the compilers' messages if none is left.
     """
     target = target_for(capability)
     kept = cache_folder() / file_name(name, target)
@@ -80,7 +81,7 @@ def candidates(name: str, capability: tuple[int, int]) -> Iterator[bytes]:
 
 
 def _compiled(name: str, target: str, kept: Path, before: bytes | None) -> bytes:
-    """Compiles code and keeps it. Of two processes that need the same code, one compiles and the other waits."""
+    """Compiles code and caches it. If two processes need the same code, one compiles it and the other waits."""
     try:
         kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _alone(kept.with_suffix(".lock")):
@@ -110,7 +111,7 @@ def _text(name: str) -> str:
 
 
 def _headers(name: str) -> dict[str, str]:
-    """Texts of the headers that a source includes, itself or by another header, by name."""
+    """Name -> text of the headers that a source includes, directly or through another header."""
     found: dict[str, str] = {}
     waiting = _INCLUDED.findall(_text(name))
     while waiting:
@@ -122,7 +123,7 @@ def _headers(name: str) -> dict[str, str]:
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether only this user can write to the folder: its files are run on the GPU."""
+    """Whether only this user can write to the folder, which matters because its files are run on the GPU."""
     try:
         status = folder.stat()
     except OSError:

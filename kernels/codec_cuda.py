@@ -1,8 +1,7 @@
-"""The codec's residual units in CUDA C++ (`kernels/cuda/codec_unit.cu` of 96 channels,
-`codec_unit_wide.cu` of 192): weights, launches.
+"""The codec's residual units in CUDA C++: packed weights and launches. `kernels/cuda/codec_unit.cu` has the kernel
+for 96 channels, `codec_unit_wide.cu` the one for 192.
 
-Each computes `kernels.codec_ops.codec_active_unit`, in the order of rounding of Triton's kernel, on
-a Hopper GPU.
+Each computes `kernels.codec_ops.codec_active_unit` on a Hopper GPU, and rounds like the Triton kernel.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ TAPS, MAX_DILATION = 7, 9
 
 
 def _narrow_weights(weight1: Tensor, weight2: Tensor) -> Tensor:
-    """The weights of a unit of 96 channels as its kernel holds them: [8 * 96 * 96], the seven taps and the
+    """Packs the weights of a unit with 96 channels as its kernel holds them: [8 * 96 * 96], the seven taps, then the
     second weight.
 
     Each is [12, 96, 8], with 8 input channels together. A thread has two of each 8 columns of a product. The
@@ -42,12 +41,12 @@ def _narrow_weights(weight1: Tensor, weight2: Tensor) -> Tensor:
 
 
 def _wide_weights(weight1: Tensor, weight2: Tensor) -> Tensor:
-    """The weights of a unit of 192 channels as chunks in the order of use, each as it lies in shared
-    memory: [8 * 192 * 192].
+    """Packs the weights of a unit with 192 channels as chunks in the order in which the kernel reads them, each in its
+    layout in shared memory: [8 * 192 * 192].
 
     A chunk has 12 KB: 32 input channels and all columns of weight1, or 64 input channels and half of the
-    columns of weight2, as [input channels / 8, columns, 8]. A thread has two columns of each 8 of a product;
-    the second weight's columns are ordered as for 96 channels.
+    columns of weight2, as [input channels / 8, columns, 8]. A thread has two of each 8 columns of a product; the
+    second weight's columns are ordered as for 96 channels.
     """
     first = weight1.view(-1, 4, 8, 192).transpose(2, 3)
     ordered = weight2.view(192, 6, 4, 4, 2).transpose(2, 3).reshape(24, 8, 2, 96)
@@ -60,10 +59,10 @@ class TileConfig:
 
     source: Source
     channels: int
-    #: Of a tile, which is copied as boxes of a tensor.
+    #: Steps of a tile, which is copied as boxes of a tensor.
     box_steps: int
     threads: int
-    #: Steps of a batch below which Triton's kernel, which has the same bits, is faster
+    #: For batches with fewer steps the Triton kernel, which gives the same bits, is faster
     #: (`results/codec_units_h200.json`).
     fewest_steps: int
     #: Packs the weights for the kernel: weight1 [7 * channels, channels], oldest tap first, and
@@ -75,15 +74,15 @@ class TileConfig:
         return next(iter(self.source.kernels))
 
 
-#: `Shared` of codec_unit.cu, from a multiple of 1,024 bytes on: weights, two tiles with their history, bias
-#: and snakes, barriers.
+#: Bytes of `Shared` of codec_unit.cu, with room to align it to 1,024 bytes: weights, two tiles with their history, bias
+#: and snake parameters, barriers.
 _NARROW_BYTES = (TAPS + 1) * 96**2 * 2 + 2 * (128 + 56) * 96 * 2 + 6 * 96 * 4 + 128 + 1024
-#: Of codec_unit_wide.cu: bias and snakes, barriers, the activations of three pieces, chunks of
-#: weights in the rest of the memory.
+#: Bytes of shared memory of codec_unit_wide.cu: bias and snake parameters, barriers, the activations of three pieces,
+#: and chunks of weights in the rest.
 _WIDE_BYTES = 226 * 1024 + 512
 _WITHOUT = "the codec's units of {} channels run on Triton's kernel, which is slower"
-#: By channels. Two warpgroups of a block multiply in turns and one warp copies; or three multiply, one
-#: streams weights and copies.
+#: Channels -> kernel. With 96 channels, two warpgroups of a block multiply in turns and one warp copies. With 192,
+#: three warpgroups multiply, and one streams weights and copies.
 TILE_CONFIGS = {
     96: TileConfig(
         Source("codec_unit", {"codec_unit_96": _NARROW_BYTES}, _WITHOUT.format(96)),
@@ -127,7 +126,7 @@ class _TensorArguments(ctypes.Structure):
 
 
 def chosen(weight1: Tensor, weight2: Tensor, dilation: int) -> Tensor | None:
-    """The packed weights of a unit that runs on one of these kernels; None for other units. weight1,
+    """The packed weights of a unit, if one of these kernels can run it on the weights' device, else None. weight1,
     weight2: as in `TileConfig.pack`."""
     channels = len(weight2)
     config = TILE_CONFIGS.get(channels)
@@ -144,7 +143,7 @@ def chosen(weight1: Tensor, weight2: Tensor, dilation: int) -> Tensor | None:
 
 
 def is_faster(a: Tensor, lead: int) -> bool:
-    """Whether there is a kernel for the width of `a`, and it is faster than Triton's for this number of
+    """Whether there is a kernel for the channels of `a`, and it is faster than the Triton kernel for this number of
     steps."""
     config, steps = TILE_CONFIGS.get(a.shape[2]), a.shape[0] * (a.shape[1] - lead)
     return config is not None and steps > 0 and steps >= config.fewest_steps
@@ -175,11 +174,11 @@ def unit(
     open_ends: bool = False,
     load_only: bool = False,
 ) -> None:
-    """`codec_active_unit` with packed weights, on the current stream of the device; `load_only`: its
-    kernel is loaded and not launched; `into` as in `kernels.codec_launch.conv`.
+    """`codec_active_unit` with packed weights, on the current stream of the device. `load_only`: the kernel is loaded
+    but not launched; `into`: as in `kernels.codec_launch.conv`.
 
-    All tensors are bfloat16 but bias, frequency and gain. Raises ValueError for what the kernels cannot
-    do: other widths, dilations above 9, tensors that are not `aligned`.
+    All tensors except bias, frequency and gain are bfloat16. Raises ValueError for other numbers of channels,
+    dilations above 9, and tensors that are not `aligned`.
     """
     rows, extended, channels = a.shape
     config = TILE_CONFIGS.get(channels)
@@ -193,7 +192,7 @@ def unit(
             "tensors of a unit have to be contiguous, and their rows to start on multiples of 16 bytes"
         )
     device, steps = index_of(a.device.index), extended - lead
-    # One for each tile, up to one for each multiprocessor.
+    # One block for each tile, up to one for each multiprocessor.
     blocks = min(rows * -(-steps // config.box_steps), processors(device))
     if load_only or blocks == 0:
         config.source.on(device)

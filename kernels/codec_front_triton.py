@@ -1,6 +1,6 @@
 # ruff: noqa: N803
-"""Triton kernels of the codec's layers before the convolution stack, and their launches on a GPU;
-references: `kernels.codec_ops`."""
+"""Triton kernels of the codec's layers before the convolution stack, and their launches on a GPU. Their twins are in
+`kernels.codec_ops`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from kernels.codec_triton import _product
 from kernels.registry import on_gpu
 from kernels.triton_launch import INTERPRETED, on_grid, pieces, power_from
 
-#: The only ones that were tried. SwiGLU has two accumulators of its columns.
+#: The tiles of products; no others were tried. SwiGLU needs two accumulators, so its tile has half the columns.
 PRODUCT, PRODUCT_SWIGLU = Tile(128, 128, 64, 3, 8), Tile(128, 64, 64, 3, 8)
-#: Queries and keys of a tile of attention; steps of a tile of the depthwise convolution; rows whose scales a
-#: block computes.
+#: Queries and keys per tile of attention; steps per tile of the depthwise convolution; rows whose scales one program
+#: computes.
 QUERIES, KEYS, STEPS, SCALED = 64, 32, 4, 8
 
 
 @triton.jit(do_not_specialize=["rows"])
 def scales_kernel(x, out, rows, eps, K: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
-    """What RMSNorm multiplies each row of [rows, K] with."""
+    """The factor by which RMSNorm multiplies each row of x [rows, K]."""
     at = tl.program_id(0) * BM + tl.arange(0, BM)
     depth = tl.arange(0, BK)
     inside = (at < rows)[:, None] & (depth < K)[None, :]
@@ -56,8 +56,8 @@ def product_kernel(
 ):
     """[rows, K] @ [K, N], then scales of the rows, bias, activation and residual.
 
-    A tile of x may feed products alone: were it read in the loop for the sum of squares as well, Triton
-    would keep one copy less of it than its products in flight need, and overwrite what they read.
+    The loop must use a tile of x for products only. If it also computed the sum of squares from it, Triton would
+    keep one buffer less than the products in flight need, and overwrite data that they still read.
     """
     n_tiles: tl.constexpr = (N + BN - 1) // BN
     width: tl.constexpr = 2 * N if GATED else N
@@ -102,8 +102,8 @@ def product_kernel(
 
 @triton.jit
 def _attend(queries_low, queries_high, low, high, values, seen, top, share, total, scale, FAST: tl.constexpr):
-    """One block of keys, both halves [BK, D / 2], and values [BK, D] into the running maximum, sum of
-    shares and weighted sum."""
+    """One step of online softmax over a block of keys, given as both halves [BK, D / 2], and values [BK, D]. Returns
+    the new maximum, the sum of weights, and the weighted sum of values."""
     score = _product(queries_low, tl.trans(low), tl.zeros(seen.shape, dtype=tl.float32), FAST)
     score = tl.where(seen, _product(queries_high, tl.trans(high), score, FAST) * scale, -1e30)
     higher = tl.maximum(top, tl.max(score, axis=1))
@@ -118,7 +118,7 @@ def _attend(queries_low, queries_high, low, high, values, seen, top, share, tota
 
 @triton.jit
 def _turned(base, at, inside, half, cosine, sine, H: tl.constexpr, WIDTH: tl.constexpr):
-    """Both halves of a rotated head: of the steps `at`, [BLOCK, H] each."""
+    """Both halves of a head after rotary embedding, for the steps `at`: [BLOCK, H] each."""
     place = base + at[:, None] * WIDTH + half[None, :]
     low = tl.load(place, mask=inside[:, None], other=0.0)
     high = tl.load(place + H, mask=inside[:, None], other=0.0)
@@ -151,10 +151,10 @@ def window_kernel(
     BK: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Rotary embedding and attention of one head over a tile of queries; the first head of a group writes
-    what the next chunk needs.
+    """Rotary embedding and attention of one head for a tile of queries. The first head of a group also writes `kept`,
+    the keys and values that the next chunk needs.
 
-    H is half a head's width.
+    H is half the width of a head.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -209,7 +209,7 @@ def window_kernel(
         (total / share[:, None]).to(out.dtype.element_ty),
         mask=inside[:, None],
     )
-    if kept is not None:  # noqa: SIM102 - known when it is compiled, what follows is not
+    if kept is not None:  # noqa: SIM102 - known at compile time, unlike the next condition
         if head % group == 0:
             new_keys = kept + row * kept_stride + kv * 2 * H
             slot = at - steps + EARLIER
@@ -247,7 +247,7 @@ def depthwise_norm_kernel(
     BM: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """A causal depthwise convolution over a tile of steps with all their channels, and LayerNorm."""
+    """A causal depthwise convolution for a tile of steps with all channels, then LayerNorm."""
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BM + tl.arange(0, BM)
     channel = tl.arange(0, BC)
@@ -288,7 +288,7 @@ def product(
     eps: float | None,
     activation: int,
 ) -> Tensor:
-    """`codec_product`, where K is a multiple of 16."""
+    """`codec_product`, for K that is a multiple of 16."""
     gated = activation == SWIGLU
     depth, wide = weight.shape
     columns = wide // 2 if gated else wide
@@ -305,7 +305,7 @@ def product(
 
 
 def _scales(x: Tensor, rows: int, depth: int, eps: float) -> Tensor:
-    """float32 [rows], from x: [rows, depth]."""
+    """The scales of RMSNorm, float32 [rows]. x: [rows, depth]."""
     out, wide = torch.empty(rows, dtype=torch.float32, device=x.device), power_from(depth)
     on_grid(scales_kernel, (pieces(rows, SCALED),))(
         x, out, rows, eps, K=depth, BM=SCALED, BK=wide, num_warps=4
@@ -331,7 +331,7 @@ def window_attention(
     kv_heads: int,
     window: int,
 ) -> Tensor:
-    """`codec_window_attention`, for heads whose width is a power of two of at least 32."""
+    """`codec_window_attention`, for heads whose width is a power of two, 32 or more."""
     rows, steps, width = qkv.shape
     dim = width // (heads + 2 * kv_heads)
     qkv, cosine, sine = qkv.contiguous(), cosine.contiguous(), sine.contiguous()

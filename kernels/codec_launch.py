@@ -1,5 +1,5 @@
-"""Launches the codec's Triton kernels: chooses their tiles, and serves the codec's ops on a GPU once this
-module is imported."""
+"""Launches the codec's Triton kernels and chooses their tiles. The import of this module registers them as the
+codec's ops on a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kernels.codec_triton import conv_kernel, head_products_kernel, head_sum_ker
 from kernels.registry import LIBRARY, on_gpu
 from kernels.triton_launch import INTERPRETED, compiling, on_grid, pieces, power_from
 
-#: Products of the last convolution kept for each step: room for this many taps.
+#: Maximum taps of the last convolution, whose products are stored for each step.
 HEAD_TAPS = 8
 
 
@@ -43,8 +43,8 @@ class Shape:
     taps: int
 
 
-#: The fastest of those that were tried on an H200 at 32 x 100 frames; other shapes get `tile_for`'s
-#: general rule.
+#: The fastest tiles of those that were tried on an H200 with 32 x 100 frames. Other shapes get a tile by the general
+#: rule of `tile_for`.
 TILES: dict[Shape, Tile] = {
     Shape("conv", 1024, 1536, 7): Tile(128, 256, 64, 3, 8),
     Shape("conv", 1536, 6144, 2): Tile(128, 256, 64, 4, 8),
@@ -62,7 +62,7 @@ TILES: dict[Shape, Tile] = {
 
 @lru_cache(maxsize=4096)
 def tile_for(shape: Shape, steps: int, tma: bool) -> Tile | None:
-    """The tile for a shape, None if these kernels cannot run it, so that the twin does."""
+    """The tile for a shape; None if these kernels cannot run it, so that the twin does."""
     tile = TILES.get(shape) or (_unit_tile(shape) if shape.kind == "unit" else _conv_tile(shape))
     if tile is None:
         return None
@@ -79,7 +79,7 @@ def _conv_tile(shape: Shape) -> Tile | None:
 
 
 def _depth(channels: int) -> int | None:
-    """The depth of a product's tiles: the largest possible divisor of the channels."""
+    """The depth of a product's tiles: the largest of 64, 32 and 16 that divides the channels, or None."""
     return next((depth for depth in (64, 32, 16) if channels % depth == 0), None)
 
 
@@ -90,7 +90,7 @@ def _unit_tile(shape: Shape) -> Tile | None:
 
 
 def split(channels: int) -> tuple[int, int]:
-    """Splits a channel count into its largest power of two and the rest: 96 -> (64, 32)."""
+    """Splits a number of channels into the largest power of two and the rest: 96 -> (64, 32)."""
     large = 1 << (channels.bit_length() - 1)
     return large, channels - large
 
@@ -131,11 +131,11 @@ def conv(
     open_ends: bool = False,
     tile: Tile | None = None,
 ) -> None:
-    """`codec_active_conv` in bfloat16 (bias, frequency and gain float32) in tiles of this size; C must be a
+    """`codec_active_conv` in bfloat16 (bias, frequency and gain are float32), with this tile. The channels must be a
     multiple of its depth.
 
-    into: raw, active, active_lead, frequency, gain. Without a tile the best one is used, or the twin where
-    there is none.
+    into: raw, active, active_lead, frequency, gain. If no tile is given, the best one is used, or the twin if there
+    is none.
     """
     rows, extended, channels = a.shape
     steps, columns = extended - lead, weight.shape[1]
@@ -175,11 +175,11 @@ def unit(
     packed: Tensor | None = None,
     tile: Tile | None = None,
 ) -> None:
-    """`codec_active_unit` in bfloat16, for widths that `split` can split and whose accumulators fit one
-    program (96, 192); `into` as in `conv`.
+    """`codec_active_unit` in bfloat16, for widths that `split` can split and whose accumulators fit into one program
+    (96, 192). `into` is as in `conv`.
 
-    `packed` weights run in CUDA C++ where that is faster. The depth of a tile divides the channels. Without
-    a tile the best one is used, or the twin where there is none.
+    With `packed` weights a CUDA C++ kernel runs if that is faster. The depth of a tile must divide the channels. If
+    no tile is given, the best one is used, or the twin if there is none.
     """
     rows, extended, channels = a.shape
     inner, (raw, active, active_lead, frequency2, gain2) = (bias1, frequency1, gain1), into
@@ -215,7 +215,7 @@ def head(a: Tensor, lead: int, weight: Tensor, bias: Tensor, *, ends: Tensor | N
     rows, extended, channels = a.shape
     steps, taps = extended - lead, weight.shape[0]
     products = torch.empty(rows * extended, HEAD_TAPS, dtype=torch.float32, device=a.device)
-    # Rows without ends are as one long one.
+    # Without ends, all rows are processed as one long row.
     count, launches = (rows * extended, 1) if ends is None else (extended, rows)
     on_grid(head_products_kernel, (pieces(count, 128), launches))(
         a,

@@ -10,8 +10,8 @@ Snake parameters are float32: `frequency` = exp(alpha) and `gain` = 1 /
 device that has no kernel.
 
 The ops before the stack (products, attention in a window, depthwise convolution) compute in float32 and
-round once, where single ops round at every step. Scales of a norm or a layer are folded into the weights of
-the next or the last product.
+round once, unlike a sequence of single ops. The scales of a norm are folded into the weights of the next
+product, and the scales of a layer into those of the previous one.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def codec_upsample(
     product.
 
     x: [B, T, Cin]; history: [B, 1, Cin] or None; weight: [2 * Cin, rate * Cout] as packed by
-    `pack_upsample`; bias: [Cout]. Returns [B, T * rate, Cout]: output step t * rate + j depends on the
-    inputs t - 1 and t alone.
+    `pack_upsample`; bias: [Cout]. Returns [B, T * rate, Cout]: output step t * rate + j depends only on
+    the inputs t - 1 and t.
     """
     rows, steps, channels = x.shape
     past = x.new_zeros(rows, 1, channels) if history is None else history
@@ -81,8 +81,8 @@ def pack_centred_upsample(weight: Tensor, rate: int) -> Tensor:
 
     weight: [Cin, Cout, kernel]. Output step t * rate + j is the sum over d in -1, 0, 1 of x[t + d] @ w[j +
     padding - d * rate], where that tap exists. Returns [3 * Cin, rate * Cout], d = -1 first, for
-    `codec_active_conv`. Raises ValueError where the padding is no whole number, is below 0, or is above
-    `rate`, so that more neighbours matter.
+    `codec_active_conv`. Raises ValueError if the padding is no whole number, is below 0, or is above `rate`, in
+    which case more than two neighbours would be read.
     """
     channels_in, channels_out, kernel = weight.shape
     padding, odd = divmod(kernel - rate, 2)
@@ -107,8 +107,8 @@ def codec_residual_unit(
     bias2: Tensor,
     dilation: int,
 ) -> Tensor:
-    """One residual unit of the decoder: x + conv1x1(snake(conv_k(snake(x)))), the k-tap convolution
-    dilated and causal.
+    """One residual unit of the decoder: x + conv1x1(snake(conv_k(snake(x)))), whose k-tap convolution is dilated
+    and causal.
 
     x: [B, T, C]; history: [B, (k - 1) * dilation, C] or None; frequency, gain, bias: [C]; weight1: [C, C,
     k]; weight2: [C, C], both with the output channel first. Returns [B, T, C].
@@ -145,18 +145,18 @@ def codec_active_conv(
     """A dilated causal convolution as one matrix product; the result goes to `raw` and, through the next
     snake, to `active`.
 
-    a: [B, lead + T, C], already activated, `lead` steps of history in front (0 or enough for all taps);
+    a: [B, lead + T, C], already activated, with `lead` steps of history in front (0 or enough for all taps);
     weight: [taps * C, N], oldest tap first; bias, frequency, gain: float32 [N]; residual (added), raw: T * N
-    values a row; active: in each row `active_lead` values, T * N results, and perhaps more values; only the
+    values per row; active: in each row `active_lead` values, T * N results, and perhaps more values; only the
     results are written. A transposed convolution of stride `rate` is the case taps = 2, N = rate * Cout.
 
     `ends` (int32 [B], in steps): `active` is zero from step ends[row] on, and `raw` may hold anything there.
     With `open_ends` both may hold anything there, because steps after an end may be left unwritten to save
-    work. Causal readers never see them before the end. Steps of `a` and `residual` after an end do not affect
-    steps before it.
+    work. Causal ops read them only for results after the end. Steps of `a` and `residual` after an end do not
+    affect steps before it.
 
-    A centred convolution reads the same number of steps on both sides: `a` has half its reach in zeros
-    before the T steps and half after them, and `lead` counts both.
+    A centred convolution reads the same number of steps on both sides: `a` has zeros for half of the reach
+    before the T steps and for the other half after them, and `lead` counts both.
     """
     reach = (taps - 1) * dilation
     rows, channels = a.shape[0], a.shape[2]
@@ -206,8 +206,8 @@ def codec_active_unit(
     open_ends: bool = False,
     packed: Tensor | None = None,
 ) -> None:
-    """`codec_residual_unit` whose first snake was applied by the op before it, and which applies the next
-    op's.
+    """`codec_residual_unit` without its first snake, which the previous op applied, and with the first snake of the
+    next op.
 
     a: [B, lead + T, C] = snake(x) after its history; residual: x, [B, T, C]; weight1: [taps * C, C], oldest
     tap first; weight2: [C, C], input channel first; packed: both weights again, as
@@ -225,7 +225,7 @@ def codec_head(a: Tensor, lead: int, weight: Tensor, bias: Tensor, *, ends: Tens
     """The last convolution: a [B, lead + T, C], activated; weight [taps, C], oldest tap first; bias [1] ->
     float32 [B, T] in [-1, 1].
 
-    Where `ends` (int32 [B], in steps) is given, the result may hold anything from step ends[row] on.
+    If `ends` (int32 [B], in steps) is given, the result may hold anything from step ends[row] on.
     """
     wave = torch.empty(a.shape[0], a.shape[1] - lead, 1, dtype=torch.float32, device=a.device)
     everything = (
@@ -247,11 +247,11 @@ def codec_head(a: Tensor, lead: int, weight: Tensor, bias: Tensor, *, ends: Tens
 
 
 def _write(value: Tensor, place: Tensor, kept: Tensor | None) -> None:
-    """Writes a result [B, T, N], except where `kept`, bool [B, T, 1], is set."""
+    """Writes a result [B, T, N] into `place`, except where `kept`, bool [B, T, 1], is true."""
     place.copy_(value if kept is None else torch.where(kept, place, value.to(place.dtype)))
 
 
-#: What `codec_product` does with its result before it adds the residual.
+#: The activation that `codec_product` applies before it adds the residual.
 PLAIN, SWIGLU, GELU = 0, 1, 2
 
 
@@ -308,7 +308,7 @@ def codec_window_attention(
 
     qkv: [B, T, (heads + 2 * kv_heads) * D], half-split layout; cosine, sine: float32 [B or 1, T, D / 2].
     past: [B, (window - 1) * 2 * kv_heads * D], the rotated keys, then the values, of the steps before, oldest
-    first; positions: int64 [B], the number of steps decoded before, of which the last window - 1 exist; kept:
+    first; positions: int64 [B], the number of steps decoded before, of which `past` has up to window - 1; kept:
     `past` of the next chunk, which is written. All three are given, or none. Returns [B, T, heads * D].
     """
     rows, steps, width = qkv.shape
@@ -340,7 +340,7 @@ def codec_window_attention(
 
 
 def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """x: [B, T, heads, D]."""
+    """Rotary embedding. x: [B, T, heads, D]; cosine, sine: [B or 1, T, D / 2]."""
     first, second = x.chunk(2, dim=-1)
     cosine, sine = cosine.unsqueeze(2), sine.unsqueeze(2)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
@@ -352,7 +352,7 @@ def codec_depthwise_norm(
 ) -> Tensor:
     """A causal depthwise convolution, then LayerNorm without weight and bias.
 
-    x: [B, T, C]; history: [B, taps - 1, C], the inputs before, or None: zeros; weight: float32 [taps, C],
+    x: [B, T, C]; history: [B, taps - 1, C], the preceding inputs, or None for zeros; weight: float32 [taps, C],
     oldest tap first; bias: float32 [C]. Returns [B, T, C].
     """
     taps, channels = weight.shape

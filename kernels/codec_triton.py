@@ -1,14 +1,14 @@
 # ruff: noqa: N803
-"""Triton kernels of the codec's convolution stack, for sm_80 and newer; on sm_90 the tensor memory
-accelerator copies the tiles.
+"""Triton kernels of the codec's convolution stack, for sm_80 and newer. On sm_90 the tensor memory accelerator
+(TMA) copies the tiles.
 
-Activations are channels-last bfloat16. Every convolution is one matrix product over (tap, channel): tile
-rows are steps of one row of the batch, shifted by (taps - 1 - tap) * dilation for each tap. Each kernel
-also applies the *next* snake and writes its result beside the raw one, so that no product evaluates a
-snake more than once a value.
+Activations are channels-last bfloat16. Every convolution is one matrix product over (tap, channel). The rows of a
+tile are steps of one row of the batch, shifted by (taps - 1 - tap) * dilation for each tap. Each kernel also applies
+the *next* snake activation and writes its result in addition to the raw one, so that the snake of each value is
+computed only once.
 
-An activated input is [rows, lead + steps, channels]: `lead` steps of history in front, or none, in which
-case what lies before the first step reads as zero (right for whole utterances, since snake(0) = 0).
+An activated input is [rows, lead + steps, channels] with `lead` steps of history in front. Steps before its first one
+read as zero, which is right for whole utterances, because snake(0) = 0.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import triton.language as tl
 def _snake(x, frequency, gain, FAST: tl.constexpr):
     phase = x * frequency
     if FAST:
-        # One special-function instruction; its absolute error, 2^-20 near zero and 2^-15 at 300, is far under
-        # bfloat16's.
+        # One special-function instruction. Its absolute error, 2^-20 near zero and 2^-15 at 300, is far below the
+        # rounding error of bfloat16.
         sine = tl.inline_asm_elementwise(
             "sin.approx.ftz.f32 $0, $1;", "=f,f", [phase], dtype=tl.float32, is_pure=True, pack=1
         )
@@ -33,7 +33,7 @@ def _snake(x, frequency, gain, FAST: tl.constexpr):
 
 @triton.jit
 def _product(a, b, total, FAST: tl.constexpr):
-    """total + a @ b; the interpreter multiplies in float32, since it cannot in bfloat16."""
+    """total + a @ b. Triton's interpreter multiplies in float32, because it cannot multiply in bfloat16."""
     return tl.dot(a, b, total) if FAST else tl.dot(a.to(tl.float32), b.to(tl.float32), total)
 
 
@@ -51,7 +51,7 @@ def _steps(
     BK: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """A [BM, BK] piece of an activated input, from step start - shift and channel k on."""
+    """The piece [BM, BK] of an activated input that begins at step start - shift and channel k."""
     if TMA:
         piece = a.load([row, lead + start - shift, k]).reshape(BM, BK)
     else:
@@ -66,7 +66,7 @@ def _steps(
 
 @triton.jit
 def _weights(w, k, n, N: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr):
-    """A [BK, BN] piece of a [K, N] matrix; columns beyond N read as zero."""
+    """The piece [BK, BN] of a [K, N] matrix that begins at row k and column n; columns beyond N read as zero."""
     if TMA:
         piece = w.load([k, n])
     else:
@@ -96,8 +96,8 @@ def _write(
     BN: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Adds bias and residual to a [BM, BN] tile of products; writes it, and its snake up to the row's end,
-    where asked for."""
+    """Adds bias and residual to a tile [BM, BN] of products. Writes the sum into `raw` and its snake into `active`, if
+    these are given; the snake is zero after the row's end."""
     at = start + tl.arange(0, BM)
     columns = n + tl.arange(0, BN)
     inside = (at < steps)[:, None] & (columns < N)[None, :]
@@ -127,16 +127,16 @@ def _after_end(ends, row, start):
 
 @triton.jit
 def _rounds(ends, row, start, count: tl.constexpr):
-    """How many pieces a tile's product is summed from: `count`, and none where the tile starts after the
-    end of its row."""
+    """The number of pieces from which a tile's product is summed: `count`, or 0 if the tile starts after the end of
+    its row."""
     rounds = count
     if ends is not None:
         rounds = tl.where(start < tl.load(ends + row), count, 0)
     return rounds
 
 
-# The batch's rows only number the programs: a kernel compiled for each kind of number would keep the first
-# batches waiting for seconds.
+# `rows` only determines the number of programs. If Triton specialized kernels by it, the first batches would wait
+# seconds for compilations.
 @triton.jit(do_not_specialize=["rows"])
 def conv_kernel(
     a,
@@ -165,10 +165,10 @@ def conv_kernel(
     TMA: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """[rows, lead + steps, C] -> [rows, steps, N]: a dilated causal convolution of TAPS taps, with bias,
-    residual and next snake.
+    """[rows, lead + steps, C] -> [rows, steps, N]: a dilated causal convolution with TAPS taps, then bias, residual
+    and the next snake.
 
-    With OPEN a tile after the end of its row is not written.
+    With OPEN a tile that starts after the end of its row is not written.
     """
     n_tiles: tl.constexpr = (N + BN - 1) // BN
     row_tiles = tl.cdiv(steps, BM)
@@ -243,8 +243,8 @@ def unit_kernel(
 ):
     """A whole residual unit: dilated convolution, snake, 1x1 convolution, residual, next snake.
 
-    All C = N0 + N1 channels of a step stay in one program, in two power-of-two pieces; w0 and w1: the
-    columns of each. OPEN as for `conv_kernel`.
+    One program has all C = N0 + N1 channels of a step, in two pieces whose widths are powers of two; w0 and w1 are
+    the columns of these. OPEN: as for `conv_kernel`.
     """
     row_tiles = tl.cdiv(steps, BM)
     pid = tl.program_id(0)
@@ -341,11 +341,11 @@ def head_products_kernel(
     ROOM: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Every step's product with every tap of the last convolution: [count, C] x [TAPS, C] -> float32
-    [count, ROOM].
+    """The product of every step with every tap of the last convolution: [count, C] x [TAPS, C] -> float32 [count,
+    ROOM].
 
-    Where rows have `ends` a launch has them on its second axis, `count` is that of each, and tiles after
-    an end are not written.
+    With `ends` the rows are on the second axis of the grid, `count` is the number of steps per row, and tiles that
+    start after an end are not written.
     """
     start = tl.program_id(0).to(tl.int64) * BM
     if ends is not None:
@@ -371,8 +371,8 @@ def head_products_kernel(
 def head_sum_kernel(
     products, bias, out, ends, steps, lead, TAPS: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Sums the products of `head_products_kernel` that meet in one step: -> float32 [rows, steps], clamped
-    to [-1, 1].
+    """For each step, sums the products of `head_products_kernel` that belong to it: float32 [rows, steps], clamped to
+    [-1, 1].
 
     Samples after `ends` may be left unwritten.
     """
@@ -386,7 +386,7 @@ def head_sum_kernel(
     for tap in tl.static_range(TAPS):
         moved = lead + at - (TAPS - 1 - tap)
         wave += tl.load(base + moved * ROOM + tap, mask=(moved >= 0) & (at < steps), other=0.0)
-    # A value that is no number stays one, so that the stage sees it.
+    # NaN is kept, so that the codec stage notices it.
     wave = tl.maximum(wave, -1.0, propagate_nan=tl.PropagateNan.ALL)
     tl.store(
         out + row.to(tl.int64) * steps + at,

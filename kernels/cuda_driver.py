@@ -21,6 +21,7 @@ from kernels import binaries, toolchain
 
 log = logging.getLogger(__name__)
 
+# Attributes of functions and launches, with their names in CUDA's driver.
 _MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 _COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
@@ -89,8 +90,8 @@ def _on(device: int) -> Iterator[None]:
             driver.cuCtxSetCurrent(current)
 
 
-_BFLOAT16, _PROMOTION_128B = 9, 2  # of CUtensorMap's enumerations
-_SWIZZLES = {32: 2, 64: 3}  # for 64 and 128 bytes, by the last size of a box
+_BFLOAT16, _PROMOTION_128B = 9, 2  # members of the enumerations of CUtensorMap
+_SWIZZLES = {32: 2, 64: 3}  # last size of a box in values -> swizzle mode for 64 or 128 bytes
 
 
 #: `TensorMap` of kernels/cuda/wgmma.cuh, as a field of a structure of arguments.
@@ -102,8 +103,8 @@ def tensor_map(
 ) -> ctypes.Array[ctypes.c_byte]:
     """A descriptor with which kernels copy boxes of a contiguous bfloat16 tensor.
 
-    sizes, box: the sizes of the last, the middle and the first dimension. The last size of a box is 32
-    or 64 values. Raises RuntimeError when the driver refuses.
+    sizes, box: the sizes of the tensor and of a box, last dimension first. The last dimension of a box has 32
+    or 64 values. Raises RuntimeError if the driver refuses the descriptor.
     """
     memory = (ctypes.c_char * (2 * ctypes.sizeof(TensorMap)))()
     offset = -ctypes.addressof(memory) % 64
@@ -118,12 +119,12 @@ def tensor_map(
 
 
 def matrix_map(matrix: Tensor, columns: int, rows: int) -> ctypes.Array[ctypes.c_byte]:
-    """`tensor_map` of a contiguous matrix whose boxes have these columns and rows."""
+    """The `tensor_map` of a contiguous matrix, for boxes with these columns and rows."""
     return tensor_map(matrix.data_ptr(), (matrix.shape[1], len(matrix), 1), (columns, rows, 1))
 
 
 class Module:
-    """Machine code on one device, and its kernels by name. Raises RuntimeError where the driver refuses it."""
+    """Machine code on one device, and its kernels by name. Raises RuntimeError if the driver refuses the code."""
 
     def __init__(self, code: bytes, device: int) -> None:
         self._device = device
@@ -132,7 +133,7 @@ class Module:
             _check(_driver().cuModuleLoadData(ctypes.byref(self._module), code), "A kernel's machine code")
 
     def kernel(self, name: str, shared_bytes: int = 0, all_shared: bool = False) -> Kernel:
-        """A kernel that is launched with this much dynamic shared memory.
+        """The kernel with this name, for launches with this much dynamic shared memory.
 
         all_shared: multiprocessors are configured for the largest shared memory, as for the kernels before
         and after it.
@@ -151,7 +152,7 @@ class Module:
 
 
 class Kernel:
-    """A kernel of a module, whose one parameter is a structure."""
+    """A kernel of a module. Its only parameter is a structure."""
 
     def __init__(self, function: ctypes.c_void_p, name: str, shared_bytes: int, device: int) -> None:
         self._function, self._name, self._shared_bytes, self._device = function, name, shared_bytes, device
@@ -190,12 +191,12 @@ class Kernel:
         cluster: int = 1,
         shared_bytes: int | None = None,
     ) -> None:
-        """Starts grid[0] x grid[1] blocks of `threads` on a stream of its device. Raises RuntimeError when
-        the driver refuses.
+        """Starts grid[0] x grid[1] blocks of `threads` threads on a stream of the kernel's device. Raises
+        RuntimeError if the driver refuses the launch.
 
         programmatic: the kernel may start before earlier kernels of the stream have ended (programmatic
-        dependent launch); cooperative: its blocks all run at once; cluster: this number of
-        neighbours along grid[0] can read each other's shared memory; shared_bytes: a smaller dynamic shared
+        dependent launch); cooperative: all its blocks run at the same time; cluster: number of consecutive
+        blocks along grid[0] that can read each other's shared memory; shared_bytes: a smaller dynamic shared
         memory than `Module.kernel` was given.
         """
         asked = [
@@ -222,15 +223,15 @@ class Source:
     name: str
     #: The kernels, with their dynamic shared memory in bytes.
     kernels: Mapping[str, int]
-    #: What is slower without them, as a sentence.
+    #: What is slower without these kernels, as a sentence.
     without: str = ""
-    #: As `Module.kernel`.
+    #: As in `Module.kernel`.
     all_shared: bool = False
 
     @cache  # noqa: B019 - sources live as long as the process
     def on(self, device: int) -> dict[str, Kernel]:
-        """The kernels on a device, from the first code that its driver accepts. Raises RuntimeError or
-        OSError where there is none."""
+        """The kernels on a device, from the first code that its driver accepts. Raises RuntimeError or OSError
+        if it accepts none."""
         fault = RuntimeError(f"there is no code of {self.name}")
         for code in binaries.candidates(self.name, torch.cuda.get_device_capability(device)):
             try:
@@ -252,7 +253,8 @@ class Source:
         device: int | None,
         **how: Any,
     ) -> None:
-        """A launch on the current stream of a device (None: the current one); `how`: as `Kernel.launch`."""
+        """Launches a kernel on the current stream of a device (None: the current device). `how`: options of
+        `Kernel.launch`."""
         index = index_of(device)
         self.on(index)[kernel].launch(
             grid, threads, arguments, torch.cuda.current_stream(index).cuda_stream, **how
@@ -261,9 +263,9 @@ class Source:
 
 @cache
 def available(device: int, *sources: Source) -> bool:
-    """Whether a device has all kernels of these sources, which are loaded in parallel.
+    """Loads all kernels of these sources on a device, in parallel. Returns whether that succeeded.
 
-    False if the wheel has no code of a source for it. If it has code that cannot be loaded, one warning is
+    False if no code of a source is meant for the device. If code cannot be loaded or compiled, one warning is
     logged.
     """
     capability = torch.cuda.get_device_capability(device)
@@ -293,12 +295,12 @@ def index_of(device: int | None) -> int:
 
 @cache
 def processors(device: int) -> int:
-    """Multiprocessors of a device."""
+    """The number of multiprocessors of a device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def fields(kind: Any, names: str) -> Iterator[tuple[str, Any]]:
-    """Fields of a structure of arguments, all of one type."""
+    """Fields of a structure of arguments that all have the type `kind`; `names` are separated by spaces."""
     return ((name, kind) for name in names.split())
 
 

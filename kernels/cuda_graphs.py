@@ -1,4 +1,4 @@
-"""Work of a CUDA device as a graph, captured while other threads use the device."""
+"""Captures work of a CUDA device as a graph while other threads use the device."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from weakref import WeakSet
 
 import torch
 
-#: Priorities of CUDA streams, where a lower number runs first: chunks that listeners wait for, then frames
-#: of an engine for streams. Everything else has 0.
+#: Priorities of CUDA streams; a stream with a lower number runs first. First the chunks that listeners wait for,
+#: then the frames of an engine that serves listeners. All other work has priority 0.
 CHUNK_PRIORITY, FRAME_PRIORITY = -2, -1
 
 
 class GraphPool:
-    """Memory that graphs of one thread share, since only one of them runs at a time."""
+    """Memory that the graphs of one thread share, because only one of them runs at a time."""
 
     def __init__(self) -> None:
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
@@ -43,10 +43,10 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def capture(work: Callable[[], None], pool: GraphPool, aside: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    """A graph of this work, which first runs once on the stream `aside`. Other threads may use the
-    device meanwhile.
+    """Runs this work once on the stream `aside`, then captures it as a graph. Other threads may use the device
+    meanwhile.
 
-    Raises `torch.OutOfMemoryError` where there is no memory for it.
+    Raises `torch.OutOfMemoryError` if there is no memory for the graph.
     """
     current = torch.cuda.current_stream(aside.device)
     aside.wait_stream(current)
@@ -64,7 +64,7 @@ def capture(work: Callable[[], None], pool: GraphPool, aside: torch.cuda.Stream)
             raise torch.OutOfMemoryError(str(error)) from error
         raise
     finally:
-        # Also after a failure: the memory that the work reads may be reused from now on.
+        # Also after a failure, because the caller may then reuse the memory that the work reads.
         current.wait_stream(aside)
     assert graph is not None
     return graph
@@ -74,7 +74,7 @@ def _recorded(work: Callable[[], None], pool: GraphPool, last: bool = False) -> 
     """Captures this work on the current stream. Returns None if there is no memory for it; on the `last` try
     it raises the error instead."""
     graph = torch.cuda.CUDAGraph()
-    # Calls of other threads do not end this capture, and nothing waits for the device.
+    # In this mode calls of other threads do not invalidate the capture.
     graph.capture_begin(pool=pool.handle(), capture_error_mode="thread_local")
     try:
         try:

@@ -19,7 +19,8 @@ LARGEST_GROUP = 16
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer; `qkv` and `gate_up` are the published matrices, concatenated along the rows."""
+    """The weights of one decoder layer. `qkv` and `gate_up` are published matrices concatenated along the
+    rows."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -27,7 +28,7 @@ class Layer:
     post_norm: Tensor
     gate_up: Tensor
     down: Tensor
-    #: RMSNorm of every head [head_dim], where the model has one.
+    #: Weights [head_dim] of the RMSNorm of every head; None if the model has none.
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     qkv_bias: Tensor | None = None
@@ -44,7 +45,7 @@ class StackTensors:
     kv_heads: int
     eps: float
     scale: float
-    #: Whether heads are rotated in float32 and rounded once; else every product is rounded.
+    #: Whether rotary embedding is computed in float32 and rounded once; otherwise every product is rounded.
     wide_rope: bool = False
 
     @property
@@ -61,7 +62,7 @@ class StackTensors:
 
 
 def fused_fault(heads: int, kv_heads: int, head_dim: int) -> str | None:
-    """Why the fused kernels cannot run a stack of these heads, in one sentence, or None."""
+    """Why the fused kernels cannot run a stack with these heads, as a sentence, or None."""
     if head_dim < 16 or head_dim & (head_dim - 1):
         return f"The fused kernels need heads whose size is a power of two, 16 or more; this model's is {head_dim}."
     if heads % kv_heads or heads // kv_heads > LARGEST_GROUP:
@@ -74,7 +75,7 @@ def fused_fault(heads: int, kv_heads: int, head_dim: int) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class DepthTensors:
-    """The LM over the codebooks after code 0, whose cache lives for one frame.
+    """The LM over the codebooks after code 0. Its cache of keys and values is kept for one frame only.
 
     Its first position is the backbone's state, projected if `project` (weight [width, hidden], bias [width])
     is given; its next positions are the codes. heads: [codebooks - 1, codes, width]; inputs: [rows,
@@ -90,8 +91,8 @@ class DepthTensors:
 
 @dataclass(frozen=True, slots=True)
 class DrawRules:
-    """How code 0 is drawn, the same for every request. Codes from `suppress_from` on are never drawn,
-    apart from the ends."""
+    """How code 0 is drawn, the same for every request. Codes from `suppress_from` on, except `ends`, are never
+    drawn."""
 
     #: One or two codes that end the speech.
     ends: tuple[int, ...]
@@ -100,8 +101,8 @@ class DrawRules:
     #: then top-k by rank, then temperature. Otherwise: temperature, top-k, then top-p, which keeps the code
     #: that crosses the limit. Applies to the depth as well.
     nucleus_first: bool = False
-    #: Number of last frames whose codes should not be repeated: a repeated code is drawn once more, with the
-    #: settings of a retry. A request's first code is not counted.
+    #: Number of recent frames whose code 0 should not be repeated: a repeated one is drawn once more, with the
+    #: settings of a retry. A request's first code does not count.
     window: int = 0
 
 
@@ -143,7 +144,7 @@ class FrameTensors:
 
 @dataclass(frozen=True, slots=True)
 class DrawTensors:
-    """Sampler settings, one row for each slot; `greedy` as bool or uint8."""
+    """Sampler settings, one row for each slot. `greedy` is bool or uint8."""
 
     temperature: Tensor
     top_k: Tensor
@@ -158,7 +159,7 @@ class DrawTensors:
 
 @dataclass(frozen=True, slots=True)
 class StateTensors:
-    """The slots on the device, as in `pipelines.engine.state.SlotState`; `seen` as bool or uint8."""
+    """The state of all slots on the device, as in `pipelines.engine.state.SlotState`. `seen` is bool or uint8."""
 
     inputs: Tensor
     positions: Tensor
@@ -171,6 +172,7 @@ class StateTensors:
     min_new_tokens: Tensor
     first: DrawTensors
     residual: DrawTensors
-    #: int64 [slots, window]: the last codes drawn, -1 where there is none.
+    #: int64 [slots, window]: the last codes 0 that were drawn, -1 for none.
     recent: Tensor
+    #: Number of the slot that no request uses.
     dead: int

@@ -1,4 +1,4 @@
-"""The pieces of a decoder layer between its matrix products."""
+"""The operations of a decoder layer other than its matrix products and attention, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch.nn import functional
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension in the order of the reference: float32, back to the input's type,
-    then the weight.
+    """RMSNorm over the last dimension with the rounding of the published model: computed in float32, rounded to
+    the input's type, then multiplied by the weight.
 
     x: [..., width]; weight: [width].
     """
@@ -19,7 +19,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of a packed product; gate_up: [..., 2 * width] -> [..., width]."""
+    """silu(gate) * up. gate_up: [..., 2 * width], the gate's values first -> [..., width]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up
 
@@ -27,15 +27,15 @@ def swiglu(gate_up: Tensor) -> Tensor:
 def rope_table(
     positions: int, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
-    """Cosines and sines side by side, [positions, head_dim]; computed in float32 and then cast, as the
-    reference does."""
+    """Cosines and sines side by side, [positions, head_dim]; computed in float32 and then cast, as in the
+    published model."""
     inverse = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * inverse
     return torch.cat((angles.cos(), angles.sin()), dim=-1).to(device=device, dtype=dtype)
 
 
 def rope(x: Tensor, table: Tensor, wide: bool = False) -> Tensor:
-    """Rotates halves of every head; `wide`: in float32, rounded once.
+    """Rotary embedding: rotates the two halves of every head. `wide`: computes in float32 and rounds once.
 
     x: [n, heads, head_dim]; table: [n, head_dim], the rows of `rope_table` for each token.
     """
@@ -59,12 +59,12 @@ def qk_norm_rope_append(
     offsets: Tensor,
     wide_rope: bool = False,
 ) -> Tensor:
-    """Norms (where there are weights) and rotates the heads of packed projections, writes keys and values
-    into their pages, returns the queries.
+    """Normalizes (if there are weights) and rotates the heads of packed projections, writes keys and values into
+    their pages, and returns the queries.
 
     qkv: [n, (heads + 2 * kv_heads) * head_dim]; angles: [n, head_dim], the rows of `rope_table` at their
-    positions; pages, offsets: [n]; k_cache, v_cache: [pages, kv_heads, page_size, head_dim] of one layer; returns [n, heads,
-    head_dim].
+    positions; pages, offsets: [n], each token's page and its place there; k_cache, v_cache: [pages, kv_heads,
+    page_size, head_dim] of one layer; returns [n, heads, head_dim].
     """
     kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
@@ -75,14 +75,14 @@ def qk_norm_rope_append(
 
 
 def head_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """RMSNorm of every head, where the model has one. x: [..., head_dim]; weight: [head_dim]."""
+    """RMSNorm of every head; x unchanged if there is no weight. x: [..., head_dim]; weight: [head_dim]."""
     return x if weight is None else rms_norm(x, weight, eps)
 
 
 def codec_embedding_sum(codes: Tensor, table: Tensor, starts: Tensor) -> Tensor:
     """Sum of the embeddings of all codebooks of a frame.
 
-    codes: [n, codebooks]; table: [rows, hidden], the tables of all codebooks one after the other; starts:
-    [codebooks], the first row of each; returns [n, hidden].
+    codes: [n, codebooks]; table: [rows, hidden], the concatenated tables of all codebooks; starts:
+    [codebooks], the first row of each table; returns [n, hidden].
     """
     return table[codes + starts].sum(dim=1)

@@ -1,9 +1,9 @@
-"""Triton kernels of attention. While frames are made: norms, rotation and append of the new heads, then
-attention over the positions.
+"""Triton kernels of attention. In decoding, one kernel computes norm and rotary embedding of the new heads,
+appends keys and values, and attends to all positions. In prefill, one kernel attends over packed prompts.
 
-Rounding points are those of `kernels.layers`; a model without norms of the heads has None as their
-weights. Launchers take `pdl` as in `kernels.lm_triton`. In prefill: packed prompts; the
-host reads nothing, so a captured launch works for any lengths, first positions and pages.
+The kernels round at the same places as `kernels.layers`. If a model has no norms of the heads, their weights are
+None. `pdl` is as in `kernels.lm_triton`. The launch for packed prompts reads no lengths, positions or pages on the
+host, so a captured launch works for any of them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 @dataclass(frozen=True, slots=True)
 class AttentionTile:
-    """How a program reads the positions of a row and kv head: positions of a step, warps, and pipeline stages.
+    """How programs read the positions of a row and kv head: positions per step, warps, and pipeline stages.
 
-    splits: programs that share a row's positions, by number of rows: the first entry whose key is at least
-    the rows.
+    splits: (maximum number of rows, number of programs that share the positions), in ascending order; the first
+    entry whose maximum is not exceeded applies.
     """
 
     block: int
@@ -39,19 +39,19 @@ class AttentionTile:
     splits: tuple[tuple[int, int], ...]
 
 
-#: Measured best (docs/adr/0007) for up to this number of query heads of a kv head, at any number of rows, and for
+#: The fastest measured tiles (docs/adr/0007): `_FEW` for up to this number of query heads per kv head, and `_MANY` for
 #: more.
 _FEW_HEADS = 2
 _FEW = AttentionTile(16, 1, 5, ((8, 8), (32, 4), (1 << 30, 1)))
 _MANY = AttentionTile(64, 4, 3, ((2, 8), (16, 4), (32, 2), (1 << 30, 1)))
-#: The minimum positions of a step, the smallest size of a product.
-_LEAST_BLOCK = 16
+#: Minimum positions per step, because it is the smallest size of a product.
+_MIN_BLOCK = 16
 
 
 def attention_tile(group: int, page_size: int) -> AttentionTile:
-    """The tile for `group` query heads of a kv head and this page size; a step has at most one page."""
+    """The tile for `group` query heads per kv head and this page size; a step has one page or less."""
     tile = _FEW if group <= _FEW_HEADS else _MANY
-    return replace(tile, block=max(_LEAST_BLOCK, min(tile.block, page_size)))
+    return replace(tile, block=max(_MIN_BLOCK, min(tile.block, page_size)))
 
 
 @triton.jit
@@ -59,11 +59,11 @@ def _attend(
     q, k_cache, v_cache, pages, start, offsets, inside, seen, top, total, mixed, scale, page_stride, head_at,
     D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values at `offsets` [BLOCK], from `start` on, into the maximum, sum of shares and weighted
-    sum of queries [ROWS, D] so far.
+    """One step of online softmax for queries `q` [ROWS, D]: adds the keys and values at `offsets` [BLOCK], which
+    begin at `start`. Returns the new maximum, the sum of weights, and the weighted sum of values.
 
-    pages: a request's pages in order; inside: [BLOCK], those that are there; seen: [ROWS or 1, BLOCK];
-    shares are powers of two.
+    pages: a request's pages in order; inside: [BLOCK], which offsets exist; seen: [ROWS or 1, BLOCK], which of them
+    each query sees. Weights are computed as powers of two.
     """
     if BLOCK <= PAGE:
         page = tl.load(pages + start // PAGE).to(tl.int64)
@@ -174,8 +174,8 @@ def _decode_attention(
 
 
 class SplitScratch:
-    """Partial results of split attention, for at most `groups` (rows * kv heads) and `splits`; shared by
-    all layers of a stream."""
+    """Memory for the partial results of split attention, for up to `groups` (rows * kv heads) and `splits`. All
+    layers of a stream share it."""
 
     def __init__(
         self, groups: int, splits: int, group_size: int, head_dim: int, device: torch.device
@@ -192,13 +192,13 @@ def decode_attention(
     page_table: Tensor, positions: Tensor, slots: Tensor, scale: float, out: Tensor, scratch: SplitScratch,
     splits: int = 1, block: int = 64, warps: int = 4, stages: int = 3, pdl: bool = False, wide_rope: bool = False,
 ) -> Tensor:  # fmt: skip
-    """q/k norm (where there are weights), rope, append of the new key and value, attention over the row's
-    pages, the new position included.
+    """Computes norm (if there are weights) and rotary embedding of queries and keys, appends the new key and value,
+    and attends over the row's pages, including the new position.
 
     qkv: [rows, (heads + 2 * kv_heads) * head_dim]; k_cache, v_cache: [pages, kv_heads, page_size,
-    head_dim] of one layer; page_table: int32 [slots, pages of a slot]; positions: int32 [slots], where the
-    new token goes; slots: int32 [rows]; splits: programs a row and kv head share its positions, their
-    results added in order; out: [rows, heads * head_dim].
+    head_dim] of one layer; page_table: int32 [slots, pages of a slot]; positions: int32 [slots], the position of
+    the new token; slots: int32 [rows]; splits: number of programs that share the positions of a row and kv head,
+    whose results are added in order; out: [rows, heads * head_dim].
     """
     _, kv_heads, page_size, head_dim = k_cache.shape
     if page_size & (page_size - 1):
@@ -233,7 +233,7 @@ def _predictor_attention(
     cache = (row * KV_HEADS + kv_head) * SPAN * D + at
     base = qkv + row * WIDTH
     target = out + row * HEADS * D
-    if FIRST:  # two tokens a row: all first tokens, then all second ones; the first attends to itself alone
+    if FIRST:  # two tokens per row: all first tokens, then all second ones; the first attends only to itself
         key0 = normed_rope(base + (HEADS + kv_head) * D, k_weight, table, eps, D, WIDE)
         value0 = tl.load(base + (HEADS + KV_HEADS + kv_head) * D + at)
         tl.store(k_cache + cache, key0)
@@ -281,12 +281,12 @@ def predictor_attention(
     qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, rope_table: Tensor, k_cache: Tensor, v_cache: Tensor,
     position: int, scale: float, out: Tensor, warps: int = 1, pdl: bool = False, wide_rope: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Attention of the depth over a frame's positions, with q/k norm (where there are weights), rope and
-    append.
+    """Attention of the depth (the code predictor) over the positions of one frame, with norm (if there are weights)
+    and rotary embedding of queries and keys, and the append of the new ones.
 
-    qkv: [rows, ...] for one token a row at `position` >= 2, or [2 * rows, ...] for the frame's first two
-    (`position` 0): all first tokens, then all second ones; k_cache, v_cache: [rows, kv_heads, span,
-    head_dim] of one layer; out has the rows of qkv.
+    qkv: [rows, ...] for one token per row at `position` >= 2; or, with `position` 0, [2 * rows, ...] for the
+    frame's first two tokens: first those of all rows at position 0, then those at position 1. k_cache, v_cache:
+    [rows, kv_heads, span, head_dim] of one layer; out has as many rows as qkv.
     """
     rows, kv_heads, span, head_dim = k_cache.shape
     rows = min(rows, qkv.shape[0] // 2 if position == 0 else qkv.shape[0])
@@ -298,21 +298,21 @@ def predictor_attention(
     return out
 
 
-#: Queries of a program, over all heads of a kv head: the rows of a product.
+#: Queries of a program, counting all query heads of its kv head; they are the rows of a product.
 _QUERIES = 64
-#: Minimum and maximum keys of a step, otherwise those of a page.
-_LEAST_KEYS, _KEYS = 16, 64
+#: A step reads the keys of one page, within this minimum and maximum.
+_MIN_KEYS, _MAX_KEYS = 16, 64
 
 
 class QueryTiles:
-    """The tokens of each program: successive ones of one run, so that they see the same pages.
+    """The tokens of each program, which are consecutive tokens of one run, so that they see the same pages.
 
-    run, at: int64 [tiles], the run and the first token; run is -1 for a program that has none. Made on the
-    device, once for all layers.
+    run, at: int64 [tiles], the run and the first token; run is -1 for a program without tokens. They are computed
+    on the device, once for all layers.
     """
 
     def __init__(self, prompts: PackedPrompts, total: int, heads: int, kv_heads: int) -> None:
-        #: Query heads of a kv head, filled up to a power of two, and tokens of a program.
+        #: Query heads per kv head, rounded up to a power of two, and tokens per program (`rows`).
         self.group = triton.next_power_of_2(heads // kv_heads)
         self.rows = max(_QUERIES // self.group, 1)
         self.firsts = prompts.firsts()
@@ -374,10 +374,10 @@ def packed_attention(
     scale: float,
     out: Tensor,
 ) -> Tensor:
-    """Causal attention of packed prompts over their pages, which hold the new positions too, into `out`
-    [total, heads * head_dim], of which it writes the tokens of runs only.
+    """Causal attention of packed prompts over their pages, which already hold the new positions. Writes into `out`
+    [total, heads * head_dim], except for rows after the last run.
 
-    q: [total, heads, head_dim]; q, caches and table contiguous; a page has a power of two of positions.
+    q: [total, heads, head_dim]. q, caches and page table are contiguous; the page size is a power of two.
     """
     _, kv_heads, page_size, head_dim = k_cache.shape
     heads = q.shape[1]
@@ -385,6 +385,6 @@ def packed_attention(
     _packed_attention[(kv_heads, len(tiles.run))](
         q, k_cache, v_cache, prompts.table, prompts.owners, prompts.starts, tiles.firsts, tiles.run, tiles.at, out, scale,
         k_cache.stride(0), k_cache.stride(1), prompts.table.stride(0), heads, kv_heads, head_dim, page_size, tiles.rows, tiles.group,
-        max(_LEAST_KEYS, min(page_size, _KEYS)), precision, num_warps=4, num_stages=2,
+        max(_MIN_KEYS, min(page_size, _MAX_KEYS)), precision, num_warps=4, num_stages=2,
     )  # fmt: skip
     return out

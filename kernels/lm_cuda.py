@@ -1,7 +1,7 @@
 """CUDA C++ kernels of decoding for few rows: supported shapes and models, and launches.
 
-Products (`kernels/cuda/skinny.cu`), the predictor's attention (`predictor_attention.cu`) and draws
-(`sampler.cu`).
+They are products (`kernels/cuda/skinny.cu`), the attention of the depth, which is also called the code predictor
+(`predictor_attention.cu`), and draws (`sampler.cu`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from torch import Tensor
 from kernels.cuda_driver import Source, addresses, fields
 from kernels.frame import FrameTensors
 
+#: What a product does with its sums: nothing, add a residual, SwiGLU, or add a bias.
 PLAIN, RESIDUAL, SWIGLU, BIAS = range(4)
+#: Which codebook of a frame a launch draws: the first, one in between, or the last.
 FIRST, MIDDLE, LAST = range(3)
 
 
 class Partition(NamedTuple):
-    """Tiles of a skinny product: groups of 8 weight rows of a block, tiles of 16 rows, warps, blocks of 32
-    inner values of a warp."""
+    """How a skinny product is divided. Per block: groups of 8 weight rows, tiles of 16 rows of x, and warps; per
+    warp: blocks of 32 values of the inner size."""
 
     groups: int
     tiles: int
@@ -31,7 +33,7 @@ class Partition(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: a block's weights, the warps' partial sums, and squares for the norm."""
+        """Dynamic shared memory of a block: its weights, the warps' partial sums, and the squares for the norm."""
         width = self.groups * 8
         padded = width if width % 32 in (8, 24) else width + 8
         return self.warps * (
@@ -39,8 +41,8 @@ class Partition(NamedTuple):
         )
 
 
-#: By (inner size, has norm, epilogue): groups; warps for up to 8 rows, and for more; tiles for more than 16
-#: rows.
+#: (inner size, has norm, epilogue) -> (groups, warps for up to 8 rows, warps for more rows, tiles for more than 16
+#: rows).
 TILE_CONFIGS: dict[tuple[int, bool, int], tuple[int, int, int, int]] = {
     (1024, True, PLAIN): (2, 8, 8, 2),
     (1024, True, SWIGLU): (6, 8, 8, 2),
@@ -51,7 +53,7 @@ TILE_CONFIGS: dict[tuple[int, bool, int], tuple[int, int, int, int]] = {
     (3072, False, RESIDUAL): (1, 12, 16, 2),
     (6144, False, RESIDUAL): (1, 16, 16, 1),
 }
-#: The shape with other groups for wide outputs, the groups, and the outputs from which on they are used.
+#: A shape that has another number of groups if the outputs are wide; that number; and the minimum outputs for it.
 _WIDE_SHAPE, _WIDE_GROUPS, WIDE_FROM = (1024, True, PLAIN), 4, 4096
 _ATTENTION_WARPS, _DRAW_EACH, _MAX_CODEBOOKS = 4, 8, 32
 #: Maximum blocks of the predictor's attention: four on each multiprocessor of an H200 or H100.
@@ -118,7 +120,7 @@ class DrawArguments(ctypes.Structure):
 
 
 def known_to_cuda(weights: FrameTensors) -> bool:
-    """Whether the CUDA C++ kernels support the frame's rules of attention, draws and feedback, at any sizes."""
+    """Whether the CUDA C++ kernels support the frame's attention, draws and feedback, regardless of sizes."""
     depth, rules, feedback = weights.depth, weights.draw, weights.feedback
     if (
         depth is None
@@ -158,11 +160,11 @@ def skinny(
     """y = epilogue(norm(x) @ weight.T) for few rows, bfloat16, launched on the current stream of x's device.
 
     x: [rows, inner]; weight: [n, inner], for SWIGLU [2 * n, inner] with the gate's rows first; y: [rows,
-    n]; norm: [inner], RMSNorm of x in the order of the reference; extra: what RESIDUAL adds, [rows, n]
-    (may be y), or BIAS, [n]; normed: [rows, inner] to keep norm(x); ahead: a weight that a later launch
-    reads, brought into the L2 meanwhile; late: the next kernel may start once the activations are here,
-    not before; pdl: programmatic dependent launch. A row's bits do not depend on its neighbours, and on
-    `rows` only by whether they are more than 8. Raises RuntimeError for a shape that has no kernel.
+    n]; norm: [inner], weight of an RMSNorm of x, which rounds like the published model; extra: the residual
+    [rows, n] for RESIDUAL (may be y), or the bias [n] for BIAS; normed: [rows, inner], receives norm(x); ahead:
+    a weight of a later launch, which is prefetched into the L2 cache; late: the next kernel may start only after
+    the activations have been read; pdl: programmatic dependent launch. A row's bits do not depend on other rows,
+    and depend on `rows` only by whether it is more than 8. Raises RuntimeError for a shape without a kernel.
     """
     rows, inner = x.shape
     width, shape = y.shape[1], (inner, norm is not None, epilogue)
@@ -196,8 +198,8 @@ def predictor_attention(
     qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, rope_table: Tensor, k_cache: Tensor, v_cache: Tensor,
     position: int, scale: float, out: Tensor, pdl: bool = True,
 ) -> Tensor:  # fmt: skip
-    """`kernels.lm_attention.predictor_attention` for one token a row at `position` 1..15: bfloat16, normed
-    heads of 128, in pairs."""
+    """`kernels.lm_attention.predictor_attention` for one token per row at `position` 1 to 15, in bfloat16, with
+    normalized heads of size 128 and two query heads per kv head."""
     if not 1 <= position < k_cache.shape[2]:
         raise RuntimeError(f"Predictor attention has no position {position}.")
     rows, kv_heads = qkv.shape[0], k_cache.shape[1]
@@ -215,8 +217,8 @@ def has_draw(vocab: int, width: int, hidden: int) -> bool:
 
 
 def draw(pointers: Sequence[Tensor], numbers: Sequence[int], stage: int, pdl: bool = True) -> None:
-    """One launch of `kernels/cuda/sampler.cu`; pointers are in the order of its `Args`, so are numbers.
-    Raises RuntimeError as `skinny`."""
+    """Launches a kernel of `kernels/cuda/sampler.cu`; pointers and numbers have the order of its `Args`. Raises
+    RuntimeError for sizes without a kernel."""
     large, small = numbers[:3], numbers[3:]
     rows, vocab, _, codebooks, width, talker, *_ = small
     if not has_draw(vocab, width, talker) or codebooks > _MAX_CODEBOOKS:

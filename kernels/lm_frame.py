@@ -1,9 +1,10 @@
 """A whole frame in few launches: the backbone's step, code 0, the other codebooks, the next input.
 
-It computes `kernels.reference.run_frame` with the same rounding points. A `Plan` chooses the kernels by the
-number of rows: for few rows (`Plan.skinny`) the time is that of reading the weights, and five launches a
-layer overlap it; for more, norms are launches of their own between cuBLAS's products, or parts of the
-products of `Plan.products`. A run allocates nothing and reads nothing from the device, so it can be captured.
+It computes `kernels.reference.run_frame` and rounds at the same places. A `Plan` chooses the kernels for a number of
+rows. For few rows (`Plan.skinny`) a frame takes as long as reading the weights, so each of five launches per layer
+already reads its weights while the previous one runs. For more rows, norms are separate launches between cuBLAS's
+products, or parts of the products of `Plan.products`. A run allocates nothing and reads nothing from the device on
+the host, so it can be captured as a graph.
 """
 
 from __future__ import annotations
@@ -35,28 +36,29 @@ from kernels.lm_triton import add_norm, swiglu
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The kernels of a frame of a given number of rows. The fields change the time of a frame; its results
-    differ by rounding only."""
+    """The choice of kernels for frames with a given number of rows. It affects the time of a frame, and the results
+    only by rounding."""
 
     #: `lm_cuda.skinny` computes all products, on a GPU and for weights that it supports, unless `products`
     #: applies.
     skinny: bool = True
-    #: Programs that share a row's positions in attention, by number of rows; None: `AttentionTile.splits`.
+    #: As `AttentionTile.splits`, which None means.
     splits: tuple[tuple[int, int], ...] | None = None
+    #: Whether kernels start early (programmatic dependent launch).
     pdl: bool = True
     #: `lm_products.product` computes all products, with PDL, on a GPU and for weights that it supports.
     products: bool = False
-    #: `lm_products.swiglu` replaces cuBLAS where its tiles fill the GPU (`lm_products.fills`), for weights
-    #: that it supports.
+    #: `lm_products.swiglu` replaces cuBLAS if its tiles fill the GPU (`lm_products.fills`), for weights that it
+    #: supports.
     wide_swiglu: bool = False
-    #: `lm_products.add_product` computes O and down instead of cuBLAS where all its tiles run at once
+    #: `lm_products.add_product` replaces cuBLAS for o and down if all its tiles run at once
     #: (`lm_products.splits_for`), for weights that it supports.
     residual_products: bool = False
 
 
 def runs_cuda(weights: FrameTensors, k_cache: Tensor) -> bool:
-    """Whether frames of these weights use the CUDA C++ kernels: products of few rows, attention of the
-    predictor, draws."""
+    """Whether frames of these weights use the CUDA C++ kernels of `kernels.lm_cuda`: products for few rows, the
+    depth's attention, and draws."""
     if not known_to_cuda(weights):
         return False
     shapes: list[tuple[int, bool, int]] = []
@@ -69,8 +71,7 @@ def runs_cuda(weights: FrameTensors, k_cache: Tensor) -> bool:
 
 
 def runs_products(weights: FrameTensors, k_cache: Tensor) -> bool:
-    """Whether `lm_products.product` supports every product of the frame and its device, and the other CUDA
-    C++ kernels run too."""
+    """Whether `lm_products.product` supports every product of the frame and the device, and `runs_cuda` is true."""
     depth = weights.depth
     if depth is None or depth.project is not None or not runs_cuda(weights, k_cache):
         return False
@@ -82,19 +83,20 @@ def runs_products(weights: FrameTensors, k_cache: Tensor) -> bool:
 
 
 def runs_swiglu(weights: FrameTensors) -> bool:
-    """Whether `lm_products.swiglu` supports gate and up of all layers, and their device."""
-    return all(lm_products.serves_swiglu(stack.layers[0].down) for stack in weights.stacks if stack.layers)
+    """Whether `lm_products.swiglu` supports the gate and up matrices of all layers, and their device."""
+    return all(lm_products.supports_swiglu(stack.layers[0].down) for stack in weights.stacks if stack.layers)
 
 
 def runs_residual(weights: FrameTensors, k_cache: Tensor) -> bool:
-    """Whether `lm_products.add_product` supports O and down of all layers, and their device."""
+    """Whether `lm_products.add_product` supports the o and down matrices of all layers, and their device."""
     matrices = [matrix for stack in weights.stacks for matrix in _added_matrices(stack)]
     known = all(lm_products.has_residual(*matrix.shape) for matrix in matrices)
     return known and _have(k_cache, lm_products.RESIDUAL_PRODUCTS)
 
 
 def _added_matrices(stack: StackTensors) -> list[Tensor]:
-    """O and down of a layer, whose products are added to its input."""
+    """The o and down matrices of the first layer, whose shapes all layers share. Their products are added to the
+    layer's input."""
     return [matrix for layer in stack.layers[:1] for matrix in (layer.o, layer.down)]
 
 
@@ -103,7 +105,7 @@ def _have(cache: Tensor, *sources: Source) -> bool:
     return on_gpu and available(index_of(cache.device.index), *sources)
 
 
-#: Attention of a layer: its number, the packed projections, and where the result goes.
+#: Computes the attention of a layer. Arguments: the layer's number, the packed projections, and the output.
 Attend = Callable[[int, Tensor, Tensor], None]
 
 
@@ -124,8 +126,8 @@ class FusedFrame:
         for stack in stacks:
             if (fault := fused_fault(stack.heads, stack.kv_heads, stack.head_dim)) is not None:
                 raise ValueError(fault)
-        # Products of other frames are cuBLAS's at every batch, which may clear memory first: no kernel can be
-        # launched early after that.
+        # If a frame's products are cuBLAS's, no kernel starts early: cuBLAS may clear memory before a product, and a
+        # kernel cannot be launched early after that.
         self._products = plan.products and runs_products(weights, k_cache)
         self._wide_swiglu = plan.wide_swiglu and runs_swiglu(weights)
         self._residual = plan.residual_products and runs_residual(weights, k_cache)
@@ -135,11 +137,12 @@ class FusedFrame:
         self.weights, self.state = weights, _as_bytes(state)
         self._keys, self._values = k_cache, v_cache
         device, dtype = k_cache.device, k_cache.dtype
-        #: What the next norm first adds to the state; the norm of the last product, where it computed one;
-        #: whether the next norm may start early although others may not: as the first of a stack and
-        #: after `lm_products.add_product`.
+        #: A product that the next norm adds to the state first.
         self._pending: Tensor | None = None
+        #: The norm that the last product computed, if it did.
         self._normed: Norm | None = None
+        #: Whether the next norm may start early although other kernels may not. It may as the first kernel of a stack
+        #: and after `lm_products.add_product`.
         self._starts_early = False
         self._cuda = runs_cuda(weights, k_cache)
         self._skinny = self._cuda and plan.skinny and not self._products
@@ -182,7 +185,7 @@ class FusedFrame:
         )
 
     def run(self, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
-        """One frame of the slots `rows` int64 [n] into codes int64 [n, codebooks] and flags uint8 [n];
+        """Computes one frame of the slots `rows` int64 [n], writes codes int64 [n, codebooks] and flags uint8 [n], and
         updates the state."""
         n = rows.shape[0]
         backbone, x = self.weights.backbone, self._x[0][:n]
@@ -190,14 +193,14 @@ class FusedFrame:
         self._draws(self._head(backbone, x, self.weights.head, self.hidden[:n]), rows, codes, flags)
 
     def draw(self, hidden: Tensor, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
-        """`run` after a backbone that runs elsewhere; hidden: [n, hidden], its states after the final
-        norm."""
+        """The part of `run` after the backbone, if that runs elsewhere. hidden: [n, hidden], the backbone's states after
+        the final norm."""
         n, head = rows.shape[0], self.weights.head
         kept = self.hidden[:n].copy_(hidden)
         self._draws(torch.mm(kept, head.t(), out=_rows(self.logits, n, len(head))), rows, codes, flags)
 
     def _draws(self, logits: Tensor, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
-        """All codes of a frame, from the logits of code 0 and the state in `hidden`."""
+        """Draws all codes of a frame, from the logits of code 0 and the state in `hidden`."""
         n, depth = rows.shape[0], self.weights.depth
         if depth is None:
             self.draw_codebook(ONLY, 0, logits, rows, codes, flags)
@@ -208,12 +211,12 @@ class FusedFrame:
         self._later_codebooks(depth, rows, codes, flags)
 
     def _backbone(self, rows: Tensor, x: Tensor) -> None:
-        """The state of the backbone's step into x [n, width], before the last norm."""
+        """Runs the backbone's step, and writes its state before the final norm into x [n, width]."""
         torch.index_select(self.state.inputs, 0, rows, out=x)
         self._stack(self.weights.backbone, x, lambda layer, qkv, out: self._attend(layer, qkv, rows, out))
 
     def _later_codebooks(self, depth: DepthTensors, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
-        """The codebooks after code 0, one after the other."""
+        """Draws the codebooks after code 0, one after the other."""
         n, x, stack, count = rows.shape[0], self._x[1], depth.stack, len(depth.heads)
         for step in range(count):
             first, position = step == 0, step + 1 if step else 0
@@ -237,8 +240,8 @@ class FusedFrame:
             self.draw_codebook(LAST if step == count - 1 else MIDDLE, step + 1, logits, rows, codes, flags)
 
     def _stack(self, stack: StackTensors, x: Tensor, attend: Attend, keep: int = 0) -> None:
-        """All layers in place on x [rows, width]; the last layer's output is computed only for the rows from
-        `keep` on."""
+        """Runs all layers in place on x [rows, width]. The last layer's output is computed only for the rows from
+        `keep`."""
         self._pending, self._normed, self._starts_early = None, None, self._residual
         for index, (layer, following) in enumerate(zip(stack.layers, [*stack.layers[1:], None])):
             qkv, mixed = (
@@ -263,7 +266,7 @@ class FusedFrame:
     def _after_attention(
         self, stack: StackTensors, layer: Layer, following: Layer | None, x: Tensor, mixed: Tensor
     ) -> None:
-        """A layer from the result of its attention on; what is not added to x yet is `_pending`."""
+        """Runs the part of a layer after attention. A product that is not yet added to x is `_pending`."""
         act, eps = _rows(self._act, len(x), stack.inner), stack.eps
         if self._skinny:
             self._thin(mixed, layer.o, x, epilogue=RESIDUAL, extra=x)
@@ -296,8 +299,7 @@ class FusedFrame:
     def _added_norm(
         self, x: Tensor, weight: Tensor, eps: float, into: Tensor | None = None, early: bool = False
     ) -> Tensor:
-        """The norm of x, to which it adds what is pending; it may start early everywhere, or as the first of a
-        stack and after `lm_products.add_product`."""
+        """Adds the pending product to x, if there is one, and returns the norm of x."""
         pdl = self.plan.pdl or (self._starts_early and x.is_cuda)
         return add_norm(
             x,
@@ -321,11 +323,11 @@ class FusedFrame:
             swiglu(both, act, pdl=self.plan.pdl)
 
     def _parts(self, width: int) -> int:
-        """Number of sums of squares of a row of this width between two products."""
+        """Number of sums of squares that a norm between two products has for a row of this width."""
         return -(-width // lm_products.PIECE)
 
     def _head(self, stack: StackTensors, x: Tensor, head: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Logits [rows, codes] of the final norm of x; `hidden` keeps the normed rows."""
+        """Logits [rows, codes] from the final norm of x, which is also written into `hidden` if that is given."""
         logits = _rows(self.logits, len(x), len(head))
         if self._pending is None and self._skinny:
             return self._thin(x, head, logits, norm=stack.norm, eps=stack.eps, normed=hidden)
@@ -339,7 +341,7 @@ class FusedFrame:
             torch.addmm(bias, hidden, weight.t(), out=x)
 
     def _thin(self, x: Tensor, weight: Tensor, y: Tensor, **options) -> Tensor:
-        late = len(x) > 16 and "norm" not in options  # measured: faster where the activations are large
+        late = len(x) > 16 and "norm" not in options  # faster in measurements if there are many activations
         return lm_cuda.skinny(x, weight, y, late=late, pdl=self.plan.pdl, **options)
 
     def _wide(self, x: Tensor | Norm, weight: Tensor, y: Tensor, **options) -> Tensor:
@@ -382,8 +384,8 @@ class FusedFrame:
 
 
 class PersistentFrame(FusedFrame):
-    """A frame of persistent kernels, for a fixed number of rows: the codebooks after code 0,
-    and the talker's layers where `talker` is given."""
+    """A frame for a fixed number of rows, in which a persistent kernel computes the codebooks after code 0, and another
+    one the talker's layers if `talker` is given."""
 
     def __init__(
         self,
@@ -419,7 +421,7 @@ def _rows(buffer: Tensor, rows: int, width: int) -> Tensor:
 
 
 def _as_bytes(state: StateTensors) -> StateTensors:
-    """The state as kernels read it: truth values are bytes."""
+    """The state as kernels read it, with bool tensors as bytes."""
 
     def draws(settings: DrawTensors) -> DrawTensors:
         return replace(settings, greedy=settings.greedy.view(torch.uint8))
@@ -430,13 +432,13 @@ def _as_bytes(state: StateTensors) -> StateTensors:
 
 
 def plan_for(rows: int, hidden: int = 1024) -> Plan:
-    """The plan for frames of `rows` rows of a talker of width `hidden`."""
+    """The plan for frames with `rows` rows of a talker (backbone) with width `hidden`."""
     if rows <= 16 or (rows <= 32 and hidden <= 1024):
         return Plan(products=rows > 16)
     return Plan(
         skinny=False,
         pdl=False,
         products=rows <= 64,
-        wide_swiglu=rows > lm_products.FEW,
-        residual_products=64 < rows <= lm_products.MANY,
+        wide_swiglu=rows > lm_products.MAX_CUBLAS_ROWS,
+        residual_products=64 < rows <= lm_products.MAX_RESIDUAL_ROWS,
     )

@@ -1,7 +1,7 @@
-"""Parts of a frame in one cooperative launch each: the code predictor's, and the talker's layers. Supported
-models, weights, launches.
+"""Persistent kernels, each of which computes a part of a frame in one cooperative launch: the code predictor, or the
+talker's layers. Their supported models, packed weights and launches.
 
-The kernels are `kernels/cuda/persistent.cuh` and `persistent_talker.cuh`; their twins
+The kernels are in `kernels/cuda/persistent.cuh` and `persistent_talker.cuh`. Their twins are
 `kernels.reference.depth_frame` and the layers of `kernels.reference.backbone_step`.
 """
 
@@ -20,20 +20,20 @@ from kernels.cuda_driver import Source, addresses, fields, index_of
 from kernels.frame import DepthTensors, FrameTensors, Layer, StackTensors, StateTensors
 from kernels.lm_cuda import known_to_cuda
 
-#: The sources in `kernels/cuda`: the predictor's, the talker's, and that of the kernels that a `Trial` needs.
+#: The sources in `kernels/cuda`: of the predictor, of the talker, and of the kernels that a `Trial` needs.
 SOURCE, TALKER_SOURCE, TESTED_SOURCE = "persistent", "persistent_talker", "persistent_tested"
-#: The numbers of rows with kernels.
+#: The numbers of rows for which there are kernels.
 ROWS = (1, 2)
-#: A bit of a frame's flags, beside those of `kernels.reference`: a block waited too long, so the frame is invalid
-#: and no other one must follow.
+#: A bit of a frame's flags, in addition to those of `kernels.reference`: a block waited too long, so the frame is
+#: invalid, and no other frame must follow it.
 FAILED = 4
-#: Times that a reader asks for packets before it gives up: seconds on a GPU, where a frame takes a
-#: millisecond. For each of them, a block also waits 32 clocks of a launch for its weights: 80 ms.
+#: Number of times that a reader polls for packets before it gives up. They take seconds on a GPU, while a frame takes
+#: a millisecond. A block may wait 32 clocks per poll for its weights, which is 80 ms per launch.
 PATIENCE = 1 << 22
-#: Clocks between two copies of a block's weight stream; measured best (docs/adr/0009).
+#: Clocks between two copies of a block's weight stream; the fastest in measurements (docs/adr/0009).
 GAP = 1100
 _FAULT = 1
-#: What a fault's word stands for: `Wait` of kernels/cuda/persistent_shape.cuh.
+#: The kernel and the wait that the word of a fault encodes, as in `Wait` of kernels/cuda/persistent_shape.cuh.
 _KERNELS = ("predictor", "talker")
 _WAITS = (
     "exchange {}",
@@ -46,7 +46,7 @@ _TILE = 256  # elements: 8 rows of 32
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """A kernel and its tiles: name, blocks, warps that compute, tiles of a warp in a chunk, shared memory."""
+    """A kernel and its tiles: name, blocks, computing warps per block, tiles per warp in a chunk, shared memory."""
 
     name: str
     blocks: int
@@ -56,18 +56,17 @@ class TileConfig:
 
     @property
     def threads(self) -> int:
-        """Of a block: the warps that compute, and the one that streams weights."""
+        """Threads of a block: those of the computing warps, and of one warp that streams weights."""
         return 32 * (self.warps + 1)
 
 
-#: The compute capability on which the interval of the weights' copies and the times of docs/adr/0009 were
-#: measured.
+#: The compute capability on which `GAP` and the times of docs/adr/0009 were measured.
 MEASURED_ON = (9, 0)
-#: By width, inner width, heads, kv heads, size of a head, codes, layers, codebooks after code 0.
+#: (width, inner width, heads, kv heads, size of a head, codes, layers, codebooks after code 0) -> kernel.
 PREDICTORS: dict[tuple[int, ...], TileConfig] = {
     (1024, 3072, 16, 8, 128, 2048, 5, 15): TileConfig("persistent_published", 128, 8, 4, 232_448)
 }
-#: By width, inner width, heads, kv heads, size of a head.
+#: (width, inner width, heads, kv heads, size of a head) -> kernel.
 TALKERS: dict[tuple[int, ...], TileConfig] = {
     (1024, 3072, 16, 8, 128): TileConfig("persistent_talker_published", 128, 8, 4, 232_448)
 }
@@ -75,10 +74,10 @@ TALKERS: dict[tuple[int, ...], TileConfig] = {
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Faults of a launch, for the kernels of tests.
+    """Faults that a test injects into a launch of its kernels.
 
-    Blocks sleep for up to `delay` short times; block `silent` sends nothing, block `starved` never receives a
-    chunk of weights, and block `keeping` frees no chunk.
+    Blocks sleep up to `delay` times for a short while, at random by `seed`; block `silent` sends nothing, block
+    `starved` never receives one of its chunks of weights, and block `keeping` frees no chunk. -1: no block.
     """
 
     delay: int = 0
@@ -88,7 +87,7 @@ class Trial:
     seed: int = 0
 
 
-#: The end of a launch's arguments.
+#: The last fields of a launch's arguments.
 _LAST_FIELDS = (
     *fields(c_int, "patience gap delay silent starved keeping"),
     ("seed", c_uint),
@@ -125,8 +124,7 @@ class TalkerArguments(ctypes.Structure):
 
 
 def predictor_config(weights: FrameTensors) -> TileConfig | None:
-    """The kernel of the predictor of these weights; None where there is none for it, or for the rules of its
-    draws."""
+    """The kernel for the predictor of these weights; None if none supports its sizes and draw rules."""
     if (depth := weights.depth) is None or weights.backbone.hidden % 8 or not _plain(weights):
         return None
     later, codes, _ = depth.heads.shape
@@ -134,7 +132,7 @@ def predictor_config(weights: FrameTensors) -> TileConfig | None:
 
 
 def talker_config(weights: FrameTensors) -> TileConfig | None:
-    """The kernel of the talker's layers of these weights; None where there is none."""
+    """The kernel for the talker's layers of these weights; None if there is none."""
     return TALKERS.get(_sizes(weights.backbone)) if _plain(weights) else None
 
 
@@ -147,8 +145,8 @@ def _sizes(stack: StackTensors) -> tuple[int, ...]:
 
 
 def _tiles(weight: Tensor, config: TileConfig, halves: int = 1) -> Tensor:
-    """A matrix [n, inner] in the order of use, [blocks, chunks, elements of a chunk]; with two halves a
-    block has rows of both."""
+    """Packs a matrix [n, inner] in the order in which the kernel reads it, [blocks, chunks, elements of a chunk].
+    halves: 2 for a matrix of two halves (gate and up) of which each block gets rows."""
     n, inner = weight.shape[0] // halves, weight.shape[1]
     groups, steps = -(-n // (8 * config.blocks)), -(-inner // (32 * config.warps))
     filled = functional.pad(
@@ -170,8 +168,8 @@ def _tiles(weight: Tensor, config: TileConfig, halves: int = 1) -> Tensor:
 
 
 def packed_layers(stack: StackTensors, config: TileConfig) -> Tensor:
-    """The matrices of a stack in the order of use, [blocks, chunks, elements of a chunk]. One
-    layer at a time exists twice."""
+    """Packs the matrices of a stack in the order in which the kernel reads them, [blocks, chunks, elements of a
+    chunk]. Needs memory for a second copy of only one layer at a time."""
 
     def layer_tiles(layer: Layer) -> Tensor:
         return torch.cat(
@@ -192,16 +190,16 @@ def packed_layers(stack: StackTensors, config: TileConfig) -> Tensor:
 
 
 def packed_weights(depth: DepthTensors, config: TileConfig) -> Tensor:
-    """All matrices of the predictor, [blocks, chunks, elements of a chunk]: those of the layers, then the
-    heads."""
+    """Packs all matrices of the predictor, [blocks, chunks, elements of a chunk]: first those of the layers, then
+    the heads."""
     return torch.cat(
         [packed_layers(depth.stack, config), *(_tiles(head, config) for head in depth.heads)], dim=1
     )
 
 
 def packed_norms(stack: StackTensors, config: TileConfig) -> Tensor:
-    """The weights of all norms one after the other, those of the state filled up to whole blocks of 32 for
-    each warp."""
+    """The concatenated weights of all norms. Those of the norms of the state are padded to a multiple of 32 values
+    per warp."""
     padding = (0, -stack.hidden % (32 * config.warps))
 
     def norms(layer: Layer) -> list[Tensor]:
@@ -219,13 +217,13 @@ def packed_norms(stack: StackTensors, config: TileConfig) -> Tensor:
 
 
 def _exchanged(stack: StackTensors) -> int:
-    """Values of a row that blocks exchange in a layer: q, k and v; attention; the state twice; the inner
-    width."""
+    """Number of values that blocks exchange per row in a layer: q, k and v; the result of attention; the state, twice;
+    the activations of the inner width."""
     return stack.layers[0].qkv.shape[0] + stack.heads * stack.head_dim + 2 * stack.hidden + stack.inner
 
 
 def kernel_name(config: TileConfig, rows: int, tested: bool = False) -> str:
-    """The name of the kernel for this number of rows; `tested`: of the one that a `Trial` needs."""
+    """The name of the kernel for this number of rows. `tested`: the name of the one that a `Trial` needs."""
     return f"{config.name}_{rows}" + ("_tested" if tested else "")
 
 
@@ -235,12 +233,12 @@ def _source(source: str, kernel: str, shared_bytes: int) -> Source:
 
 
 class _Kernel:
-    """A kernel whose blocks all run at once on its device."""
+    """A kernel whose blocks all run at the same time on its device."""
 
     def __init__(
         self, source: str, config: TileConfig, rows: int, tested: bool, device: torch.device
     ) -> None:
-        """Raises RuntimeError where there is no code, or the device does not hold all blocks at once."""
+        """Raises RuntimeError if there is no code for the device, or if it cannot hold all blocks at once."""
         self._name, self._config = kernel_name(config, rows, tested), config
         self._source = _source(TESTED_SOURCE if tested else source, self._name, config.shared_bytes)
         self._device = index_of(device.index)
@@ -258,7 +256,7 @@ class _Kernel:
 
 
 class Predictor:
-    """The packed weights of one predictor, which the launches for all numbers of rows share."""
+    """The packed weights of one predictor. Launches for all numbers of rows share them."""
 
     def __init__(self, weights: FrameTensors) -> None:
         """Raises ValueError for a predictor without a kernel (`predictor_config`)."""
@@ -270,8 +268,8 @@ class Predictor:
 
 
 class PredictorRun:
-    """Launches for one number of rows: the packets that their blocks exchange, and what they count and
-    report."""
+    """Launches the predictor's kernel for one number of rows. Holds the packets that its blocks exchange, the epochs
+    that they count, and the fault that they report."""
 
     def __init__(
         self,
@@ -281,15 +279,15 @@ class PredictorRun:
         gap: int | None = None,
         trial: Trial | None = None,
     ) -> None:
-        """`gap`: None means `GAP`; `trial`: for tests, what goes wrong in each launch.
+        """`gap`: None means `GAP`; `trial`: the faults that a test injects into each launch.
 
-        Raises RuntimeError where there is no code, or where the device does not hold all blocks at once.
+        Raises RuntimeError if there is no code for the device, or if it cannot hold all blocks at once.
         """
         self.predictor, self.rows, self.patience, self.trial = predictor, rows, patience, trial
         self.gap = GAP if gap is None else gap
         depth, device = predictor.depth, predictor.weights.device
         self._kernel = _Kernel(SOURCE, predictor.config, rows, trial is not None, device)
-        # A packet is two values; a row has two tokens in the first pass.
+        # A packet has two values, and a row has two tokens in the first pass.
         self.packets = torch.zeros(
             rows * (_exchanged(depth.stack) + depth.heads.shape[1]), 2, dtype=torch.int32, device=device
         )
@@ -297,7 +295,7 @@ class PredictorRun:
 
     @property
     def fault(self) -> str | None:
-        """The first block that waited too long in an earlier launch, and for what, or None. Waits for the device."""
+        """Which block first waited too long in an earlier launch, and what for, or None. Waits for the device."""
         word = int(self.control[_FAULT]) & 0xFFFFFFFF
         if not word:
             return None
@@ -305,7 +303,7 @@ class PredictorRun:
         return f"{who} waited in vain for {wanted.format(word & 0xFFFFF)}."
 
     def rest(self, stack: StackTensors) -> tuple[float, ...]:
-        """`_LAST_FIELDS` of a launch."""
+        """The values of `_LAST_FIELDS` for a launch."""
         return self.patience, self.gap, *astuple(self.trial or Trial()), stack.eps, stack.scale
 
     def launch(
@@ -313,10 +311,10 @@ class PredictorRun:
     ) -> None:
         """Computes `kernels.reference.run_frame` after code 0, on the current stream of the device.
 
-        x: [2 * rows, width], the talker's states, projected where the model does, then the embeddings of
-        the codes 0; rows: int64 [rows], the slots; codes: int64 [rows, codebooks] with code 0 filled in;
-        finite: int32 [rows], whether its logits were; flags: uint8 [rows]. Writes the other codes, the
-        flags (with `FAILED`), and in `state` the next inputs, positions and frames.
+        x: [2 * rows, width], the talker's states, which are projected if the model does so, then the embeddings of
+        the codes 0; rows: int64 [rows], the slots; codes: int64 [rows, codebooks], of which code 0 is set;
+        finite: int32 [rows], whether the logits of code 0 were finite; flags: uint8 [rows]. Writes the other codes,
+        the flags (`FAILED` too), and in `state` the next inputs, positions and frames.
         """
         predictor, frame, depth = self.predictor, self.predictor.frame, self.predictor.depth
         draws, feedback = state.residual, frame.feedback
@@ -330,7 +328,7 @@ class PredictorRun:
 
 
 class Talker:
-    """The packed weights of one talker, which the launches for all numbers of rows share."""
+    """The packed weights of one talker. Launches for all numbers of rows share them."""
 
     def __init__(self, weights: FrameTensors) -> None:
         """Raises ValueError for a talker without a kernel (`talker_config`)."""
@@ -341,28 +339,28 @@ class Talker:
 
 
 class TalkerRun:
-    """Launches for a predictor's number of rows; both report faults in the same place."""
+    """Launches the talker's kernel for the same number of rows as a `PredictorRun`, to which it also reports its
+    faults."""
 
     def __init__(self, talker: Talker, predictor_run: PredictorRun) -> None:
-        """Raises RuntimeError where there is no code, or where the device does not hold all blocks at
-        once."""
+        """Raises RuntimeError if there is no code for the device, or if it cannot hold all blocks at once."""
         self.talker, self.predictor_run = talker, predictor_run
         stack, config, device = talker.stack, talker.config, talker.weights.device
         self._kernel = _Kernel(
             TALKER_SOURCE, config, predictor_run.rows, predictor_run.trial is not None, device
         )
-        # Two values each, and each value of attention's parts.
+        # A packet has two values, but only one value of attention's partial results.
         packets = _exchanged(stack) // 2 + config.blocks // stack.kv_heads * stack.heads * (
             stack.head_dim + 2
         )
         self.packets = torch.zeros(predictor_run.rows * packets, 2, dtype=torch.int32, device=device)
 
     def launch(self, x: Tensor, rows: Tensor, state: StateTensors, keys: Tensor, values: Tensor) -> None:
-        """The talker's step of the slots `rows` int64 [rows] into x [rows, width], its state before the
-        last norm.
+        """Runs the talker's step of the slots `rows` int64 [rows], and writes its state before the final norm into x
+        [rows, width].
 
-        keys, values: [layers, pages, kv_heads, page_size, head_dim], to which those of the new position
-        are added.
+        keys, values: [layers, pages, kv_heads, page_size, head_dim], to which the keys and values of the new position
+        are appended.
         """
         talker, predictor_run, stack = self.talker, self.predictor_run, self.talker.stack
         pointers = addresses(

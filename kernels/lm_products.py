@@ -1,10 +1,10 @@
 """Products of decoding with Hopper's own instructions, in CUDA C++: the tiles of each, and its launch.
 
-`product` serves 17 to 64 rows (`kernels/cuda/products.cu`), `add_product` many rows that are added to a
-residual (`residual_products.cu`), `swiglu` many rows (`wide_products.cu`). Rounding points are those of
-`torch.mm` and of the kernels of `kernels.lm_triton` after it. A norm between two of the first kind is
-part of both (`Norm`): rows are rounded once, after its weights, and its scale multiplies the sums of the
-next product in float32.
+`product` is for 17 to 64 rows (`kernels/cuda/products.cu`). For many rows, `add_product` adds a product to a residual
+(`residual_products.cu`), and `swiglu` computes gate and up (`wide_products.cu`). They round at the same places as
+`torch.mm` followed by the kernels of `kernels.lm_triton`, with one exception: a norm between two `product`s is
+computed by both (`Norm`). Its input is multiplied by its weights and then rounded once, and its scale multiplies the
+float32 sums of the second product.
 """
 
 from __future__ import annotations
@@ -21,39 +21,40 @@ from torch import Tensor
 from kernels.cuda_driver import Source, TensorMap, addresses, available, fields, matrix_map, processors
 from kernels.lm_cuda import PLAIN, RESIDUAL, SWIGLU
 
-#: Rows of x in a block of each kernel of `product`; more rows take further blocks.
-ROOMS = (32, 64, 128)
-#: Values of the inner size in a stage, of all three, and weight rows of a block of `product`.
+#: Rows of x per block, one number for each kernel of `product`; further rows are computed by further blocks.
+BLOCK_ROWS = (32, 64, 128)
+#: Values of the inner size per pipeline stage, in all three kinds of products, and weight rows per block of `product`.
 PIECE = 64
-#: Rows of a tile of the two for many rows, and outputs.
+#: Rows and outputs of a tile of `add_product` and `swiglu`.
 ROWS, RESIDUAL_OUTPUTS, SWIGLU_OUTPUTS = 128, 128, 96
-#: Parts of the inner size of `add_product`, which are the blocks of a cluster. With fewer cuBLAS is as fast.
+#: Numbers of parts into which `add_product` divides the inner size; the blocks of a cluster compute one part each.
+#: With fewer parts it is not faster than cuBLAS.
 SPLITS = (4, 8)
-#: Frames of more rows have too many tiles of `add_product` for a Hopper at every published width.
-MANY = 384
-#: Up to this number of rows cuBLAS is faster than `swiglu`, whatever the tiles.
-FEW = 256
+#: For more rows, `add_product` has more tiles than a Hopper GPU can run at once, at every published width.
+MAX_RESIDUAL_ROWS = 384
+#: Up to this number of rows cuBLAS is faster than `swiglu` with any tiles.
+MAX_CUBLAS_ROWS = 256
 _THREADS, _WIDE_THREADS, _WIDE_STAGES = 256, 288, 5
-#: Of `product`: bytes of shared memory that a block may have; stages and blocks of a cluster.
+#: Maxima of `product`: bytes of shared memory of a block, pipeline stages, and blocks of a cluster.
 _SHARED, _MAX_STAGES, _MAX_SPLITS = 227 << 10, 16, 8
-#: The maximum share of a device's clusters that tiles of `add_product` fill: devices of one kind, which
-#: give the same bits, hold a few more or fewer.
-_ROOM = 0.9
-#: Outputs of the widest products with a residual that were measured. Wider ones have so many weights
-#: that all multiprocessors must read them, as with cuBLAS.
-_WIDEST = 2048
-#: The minimum share of a device's turns that tiles of `swiglu` fill: a last turn with few tiles takes as long
-#: as a full one.
-_FULL = 0.9
-#: `Block` of residual_products.cu and of wide_products.cu: stages with two barriers each, the sums of a tile,
-#: alignment.
+#: The maximum share of a device's clusters that the tiles of `add_product` may need. Devices of the same kind hold a few
+#: more or fewer clusters, and must choose the same splits to give the same bits.
+_MAX_FILL = 0.9
+#: The largest number of outputs with which `add_product` was measured. With more outputs there are so many weights that
+#: all multiprocessors must read them, as cuBLAS does.
+_MAX_RESIDUAL_OUTPUTS = 2048
+#: The tiles of `swiglu` run in turns of one tile per multiprocessor. They must fill at least this share of all turns,
+#: because a last turn with few tiles takes as long as a full one.
+_MIN_FILL = 0.9
+#: Bytes of `Block` of residual_products.cu and of wide_products.cu: pipeline stages with two barriers each, the sums of
+#: a tile (only residual_products.cu), and room for alignment.
 _RESIDUAL_BYTES = (
     _WIDE_STAGES * ((ROWS + RESIDUAL_OUTPUTS) * PIECE * 2 + 16) + ROWS * RESIDUAL_OUTPUTS * 4 + 1024
 )
 _SWIGLU_BYTES = _WIDE_STAGES * ((ROWS + 2 * SWIGLU_OUTPUTS) * PIECE * 2 + 16) + 1024
 
 PRODUCTS = Source(
-    "products", {f"product_{room}": _SHARED for room in ROOMS}, "batches of 17 to 64 requests are slower", all_shared=True
+    "products", {f"product_{block_rows}": _SHARED for block_rows in BLOCK_ROWS}, "batches of 17 to 64 requests are slower", all_shared=True
 )  # fmt: skip
 RESIDUAL_PRODUCTS = Source(
     "residual_products", {f"residual_product_{splits}": _RESIDUAL_BYTES for splits in SPLITS}, "large batches are slower", all_shared=True
@@ -65,23 +66,23 @@ WIDE_PRODUCTS = Source(
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """Tiles of `product`: parts of the inner size, which are the blocks of a cluster, and stages of x in
-    shared memory."""
+    """How `product` is divided. splits: parts of the inner size, one for each block of a cluster; stages: pipeline
+    stages of x in shared memory."""
 
     splits: int
     stages: int
 
-    def shared_bytes(self, room: int, inner: int) -> int:
-        """`Block` of the source: stages of x and the block's weights, or its own sums; the cluster's;
-        barriers; scales; alignment."""
+    def shared_bytes(self, block_rows: int, inner: int) -> int:
+        """Bytes of `Block` of the source: pipeline stages of x and the block's weights, or later its own sums; the
+        sums of the cluster; barriers; scales; room for alignment."""
         sums, stages, weights = (
-            room * (PIECE + 4) * 4,
-            self.stages * room * 2 * PIECE,
+            block_rows * (PIECE + 4) * 4,
+            self.stages * block_rows * 2 * PIECE,
             PIECE * inner // self.splits * 2,
         )
-        return max(stages + weights, sums) + sums + (2 * _MAX_STAGES + 2) * 8 + room * 4 + 1024
+        return max(stages + weights, sums) + sums + (2 * _MAX_STAGES + 2) * 8 + block_rows * 4 + 1024
 
-    def fault(self, room: int, weight_rows: int, inner: int) -> str | None:
+    def fault(self, block_rows: int, weight_rows: int, inner: int) -> str | None:
         """Why a product of these sizes cannot have these tiles, or None."""
         if weight_rows % PIECE or inner % (PIECE * self.splits):
             return (
@@ -89,12 +90,12 @@ class TileConfig:
             )
         if self.splits not in (1, 2, 4, _MAX_SPLITS) or not 2 <= self.stages <= _MAX_STAGES:
             return f"a product has 1, 2, 4 or {_MAX_SPLITS} splits and 2 to {_MAX_STAGES} stages"
-        if (size := self.shared_bytes(room, inner)) > _SHARED:
+        if (size := self.shared_bytes(block_rows, inner)) > _SHARED:
             return f"{size} bytes of shared memory are more than a block has"
         return None
 
 
-#: Measured best (docs/adr/0008) for up to 32 rows, and for more, by weight rows and inner size.
+#: (weight rows, inner size) -> the fastest measured configurations (docs/adr/0008) for up to 32 rows, and for more.
 TILE_CONFIGS: dict[tuple[int, int], tuple[TileConfig, TileConfig]] = {
     (4096, 1024): (TileConfig(4, 4), TileConfig(2, 6)),
     (1024, 2048): (TileConfig(8, 4), TileConfig(4, 3)),
@@ -106,18 +107,17 @@ TILE_CONFIGS: dict[tuple[int, int], tuple[TileConfig, TileConfig]] = {
 
 
 def tile_config(rows: int, weight_rows: int, inner: int) -> TileConfig:
-    """The configuration of a product that is in `TILE_CONFIGS`; for SwiGLU, the weights are gate's rows, then up's."""
-    return TILE_CONFIGS[weight_rows, inner][rows > ROOMS[0]]
+    """The configuration of a product that is in `TILE_CONFIGS`. For SwiGLU, the weight rows are those of gate and up."""
+    return TILE_CONFIGS[weight_rows, inner][rows > BLOCK_ROWS[0]]
 
 
-def room_for(rows: int) -> int:
-    """Rows of x of the kernel that serves `rows`."""
-    return next((room for room in ROOMS if rows <= room), ROOMS[-1])
+def block_rows_for(rows: int) -> int:
+    """Rows of x per block of the kernel that is used for `rows` rows."""
+    return next((block_rows for block_rows in BLOCK_ROWS if rows <= block_rows), BLOCK_ROWS[-1])
 
 
 def residual_fault(n: int, inner: int, splits: int) -> str | None:
-    """Why a product of `n` outputs of `inner` values that is added to a residual cannot have these
-    splits, or None."""
+    """Why `add_product` with `n` outputs of `inner` values cannot have these splits, as a sentence part, or None."""
     if splits not in SPLITS:
         return f"a product has {' or '.join(map(str, SPLITS))} splits, not {splits}"
     if n % RESIDUAL_OUTPUTS or inner % (PIECE * splits):
@@ -128,13 +128,13 @@ def residual_fault(n: int, inner: int, splits: int) -> str | None:
 
 
 def has_residual(n: int, inner: int) -> bool:
-    """Whether `n` outputs of `inner` values fall into tiles of `add_product`, and are not too many."""
-    return n <= _WIDEST and residual_fault(n, inner, min(SPLITS)) is None
+    """Whether `n` outputs of `inner` values fall into whole tiles of `add_product`, and are not too many for it."""
+    return n <= _MAX_RESIDUAL_OUTPUTS and residual_fault(n, inner, min(SPLITS)) is None
 
 
 @cache
 def clusters_of(device: int) -> dict[int, int]:
-    """How many clusters of `add_product` a device holds at once, by parts of the inner size."""
+    """Number of splits -> how many clusters of `add_product` a device holds at once."""
     kernels = RESIDUAL_PRODUCTS.on(device)
     return {
         splits: kernels[f"residual_product_{splits}"].resident_clusters(_WIDE_THREADS, splits)
@@ -143,28 +143,28 @@ def clusters_of(device: int) -> dict[int, int]:
 
 
 def splits_for(rows: int, n: int, inner: int, clusters: Mapping[int, int]) -> int | None:
-    """The largest number of parts with which all tiles run at once; None where cuBLAS is faster.
+    """The largest number of splits with which all tiles run at once; None if there is none, so that cuBLAS is faster.
 
-    clusters: how many a device holds at once, by parts (`clusters_of`).
+    clusters: the result of `clusters_of`.
     """
     tiles = -(-rows // ROWS) * (n // RESIDUAL_OUTPUTS)
     fitting = [
         splits
         for splits in SPLITS
-        if residual_fault(n, inner, splits) is None and tiles <= _ROOM * clusters[splits]
+        if residual_fault(n, inner, splits) is None and tiles <= _MAX_FILL * clusters[splits]
     ]
     return max(fitting, default=None)
 
 
 def blocks_of(rows: int, n: int, processors: int) -> int:
-    """Blocks of `swiglu`, at most one for each multiprocessor, with tiles spread evenly."""
+    """The number of blocks of `swiglu`: up to one for each multiprocessor, such that tiles are spread evenly."""
     return -(-_tiles(rows, n) // _turns(rows, n, processors))
 
 
 def fills(rows: int, n: int, processors: int) -> bool:
-    """Whether `swiglu` is faster than cuBLAS for `rows` rows of `n` outputs: more than `FEW` rows, and tiles
-    that fill their turns."""
-    return rows > FEW and _tiles(rows, n) >= _FULL * _turns(rows, n, processors) * processors
+    """Whether `swiglu` is faster than cuBLAS for `rows` rows of `n` outputs: there are more than
+    `MAX_CUBLAS_ROWS` rows, and their tiles nearly fill all turns of the device."""
+    return rows > MAX_CUBLAS_ROWS and _tiles(rows, n) >= _MIN_FILL * _turns(rows, n, processors) * processors
 
 
 def _tiles(rows: int, n: int) -> int:
@@ -172,12 +172,12 @@ def _tiles(rows: int, n: int) -> int:
 
 
 def _turns(rows: int, n: int, processors: int) -> int:
-    """Tiles that a block has, where each multiprocessor has one block."""
+    """The number of tiles that a block computes one after the other, if each multiprocessor has one block."""
     return -(-_tiles(rows, n) // processors)
 
 
-def serves_swiglu(down: Tensor) -> bool:
-    """Whether `swiglu` supports gate and up of a layer whose `down` is [inner, n], and their device."""
+def supports_swiglu(down: Tensor) -> bool:
+    """Whether `swiglu` supports the gate and up matrices of a layer whose `down` is [inner, n], and their device."""
     fits = (
         down.is_cuda
         and down.dtype == torch.bfloat16
@@ -211,13 +211,13 @@ class _WideArguments(ctypes.Structure):
 
 
 def _maps(weight: Tensor, weight_rows: int, x: Tensor, rows: int) -> ctypes.Array[ctypes.Array[c_byte]]:
-    """The maps of weights and activations, whose boxes have these rows."""
+    """The tensor maps of weights and activations, whose boxes have `weight_rows` and `rows` rows."""
     return (TensorMap * 2)(matrix_map(weight, PIECE, weight_rows), matrix_map(x, PIECE, rows))
 
 
 def _check(x: Tensor, weight: Tensor, y: Tensor, halves: int, step: int) -> None:
-    """Raises ValueError where weights of this number of halves do not give y from x, or what a kernel reads or
-    writes at once starts between multiples of 16 bytes, or, in y, of `step` values."""
+    """Raises ValueError if the shapes do not fit, if tensors are not contiguous, or if they are not aligned: x and
+    weight to 16 bytes, the rows of y to `step` values. halves: 2 if the weights are gate and up."""
     (rows, inner), n = x.shape, y.shape[1]
     if weight.shape != (halves * n, inner) or len(y) != rows:
         raise ValueError(f"{len(weight)} weight rows do not give {len(y)} rows of {n} outputs.")
@@ -233,8 +233,8 @@ def _check(x: Tensor, weight: Tensor, y: Tensor, halves: int, step: int) -> None
 class Norm:
     """RMSNorm between two products: the first fills both tensors, the second reads them.
 
-    weighted: [rows, width], its input times its weights; squares: float32 [rows, parts], whose sum is that
-    of its input's squares. Here a part is 64 values, and the width a multiple of 256.
+    weighted: [rows, width], the norm's input times its weights; squares: float32 [rows, parts], the sum of squares of
+    each part of the input. A part has 64 values, and the width must be a multiple of 256.
     """
 
     weighted: Tensor
@@ -242,7 +242,7 @@ class Norm:
     eps: float
 
     def fault(self, rows: int, width: int) -> str | None:
-        """Why it cannot be before or after a product with these rows and this width, or None."""
+        """Why this norm does not fit a product with these rows and this width, as a sentence, or None."""
         if self.squares.shape != (rows, width // PIECE) or not self.squares.is_contiguous():
             return f"The sums of squares of {rows} rows of {width} values are {rows} x {width // PIECE}."
         return (
@@ -266,16 +266,16 @@ def product(
 ) -> Tensor:
     """y = epilogue(x @ weight.T), bfloat16, launched on the current stream of x's device.
 
-    x: contiguous [rows, inner], or a norm of that; weight: contiguous [n, inner], for SWIGLU [2 * n,
-    inner] with the gate's rows first; y: [rows, n]; extra: what RESIDUAL adds, [rows, n] with y's strides
-    (may be y); norm: weights [n] of the norm after a RESIDUAL, which fills `into`; pdl: programmatic
-    dependent launch. With the same configuration and room a row has the same bits in any batch. Raises ValueError for
-    what the kernel cannot do.
+    x: contiguous [rows, inner], or a norm whose `weighted` is that; weight: contiguous [n, inner], for SWIGLU [2 * n,
+    inner] with the gate's rows first; y: [rows, n]; extra: the residual for RESIDUAL, [rows, n] with y's strides (may
+    be y); norm: weights [n] of a norm after RESIDUAL, whose tensors `into` are filled; pdl: programmatic dependent
+    launch. A row has the same bits in every batch with the same configuration and the same `block_rows_for`. Raises
+    ValueError for sizes and tensors that the kernel does not support.
     """
     ahead, x = (x, x.weighted) if isinstance(x, Norm) else (None, x)
     (rows, inner), weight_rows, n = x.shape, len(weight), y.shape[1]
-    room = room_for(rows)
-    if (fault := config.fault(room, weight_rows, inner)) is not None:
+    block_rows = block_rows_for(rows)
+    if (fault := config.fault(block_rows, weight_rows, inner)) is not None:
         raise ValueError(f"There is no such product: {fault}.")
     _check(x, weight, y, 2 if epilogue == SWIGLU else 1, step=2)
     if (into is None) != (norm is None) or (
@@ -292,11 +292,11 @@ def product(
     )
     numbers = (rows, n, inner, y.stride(0), epilogue, config.splits, config.stages)
     arguments = _Arguments(
-        _maps(weight, PIECE // 2, x, room), *pointers, *numbers, 0.0 if ahead is None else ahead.eps
+        _maps(weight, PIECE // 2, x, block_rows), *pointers, *numbers, 0.0 if ahead is None else ahead.eps
     )
     PRODUCTS.launch(
-        f"product_{room}", (weight_rows // PIECE * config.splits, -(-rows // room)), _THREADS, arguments, x.device.index, programmatic=pdl,
-        cluster=config.splits, shared_bytes=config.shared_bytes(room, inner),
+        f"product_{block_rows}", (weight_rows // PIECE * config.splits, -(-rows // block_rows)), _THREADS, arguments, x.device.index, programmatic=pdl,
+        cluster=config.splits, shared_bytes=config.shared_bytes(block_rows, inner),
     )  # fmt: skip
     return y
 
@@ -304,10 +304,10 @@ def product(
 def add_product(x: Tensor, a: Tensor, weight: Tensor, splits: int, *, pdl: bool = False) -> Tensor:
     """x += a @ weight.T, bfloat16, launched on the current stream of x's device.
 
-    x: [rows, n], its rows on multiples of 16 bytes; a: contiguous [rows, inner]; weight: contiguous [n,
-    inner]; splits: parts of the inner size; pdl: the kernel may start while the one before still runs
-    (programmatic dependent launch). The next kernel may start early. With the same splits a row has the
-    same bits in any batch. Raises ValueError for what the kernel cannot do.
+    x: [rows, n], with rows aligned to 16 bytes; a: contiguous [rows, inner]; weight: contiguous [n, inner];
+    splits: parts of the inner size; pdl: the kernel may start while the previous one still runs (programmatic
+    dependent launch). The next kernel may always start early. A row has the same bits in every batch with the same
+    splits. Raises ValueError for sizes and tensors that the kernel does not support.
     """
     (rows, inner), n = a.shape, x.shape[1]
     if (fault := residual_fault(n, inner, splits)) is not None:
@@ -327,8 +327,8 @@ def swiglu(x: Tensor, weight: Tensor, y: Tensor, *, pdl: bool = False) -> Tensor
     """y = silu(x @ gate.T) * (x @ up.T), bfloat16, launched on the current stream of x's device.
 
     x: contiguous [rows, inner]; weight: contiguous [2 * n, inner], the gate's rows first; y: [rows, n];
-    pdl: the kernel may start while the one before still runs (programmatic dependent launch). A row has the
-    same bits in any batch. Raises ValueError for what the kernel cannot do.
+    pdl: the kernel may start while the previous one still runs (programmatic dependent launch). A row has the
+    same bits in every batch. Raises ValueError for sizes and tensors that the kernel does not support.
     """
     (rows, inner), n = x.shape, y.shape[1]
     if n % SWIGLU_OUTPUTS or inner % PIECE:

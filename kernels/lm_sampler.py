@@ -1,11 +1,11 @@
 # ruff: noqa: N803
 # pyright: reportIndexIssue=false, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
-"""One launch a codebook for all rows: processors, top-k, top-p, draw, and the gather of what the drawn
-code feeds.
+"""A Triton kernel that draws one codebook of all rows in one launch: logits processors, top-k, top-p, draw, and the
+next inputs from the drawn codes.
 
-The meaning is `kernels.sampler`'s: probabilities as whole multiples of 2**-30, so that sums are exact in
-any order, and one Philox word a (seed, frame, codebook). Thresholds are found by bisection over the bits
-of ordered integers: no sort.
+`kernels.sampler` defines the results: probabilities are whole multiples of 2**-30, so that sums are exact in any
+order, and each (seed, frame, codebook) has one Philox word. Thresholds are found by bisection over the bits of
+ordered integers, without a sort.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from kernels.triton_launch import pdl_options, power_from
 _GRID = tl.constexpr(float(1 << 30))
 _WHOLE = tl.constexpr(float(1 << 23))
 _RETRY_TEMPERATURE, _RETRY_TOP_P = tl.constexpr(RETRY_TEMPERATURE), tl.constexpr(RETRY_TOP_P)
-#: Which codebook of a frame a launch draws: the first one, one between, the last one, or the only one.
+#: Which codebook of a frame a launch draws: the first, one in between, the last, or the only one.
 FIRST, MIDDLE, LAST, ONLY = 0, 1, 2, 3
-#: The row of text in the next input: none, that of the request's text id, or that of code 0.
+#: The text embedding in the next input: none, indexed by the request's text id, or indexed by code 0.
 _NO_TEXT, _TEXT_BY_ID, _TEXT_BY_CODE = 0, 1, 2
 
 
@@ -63,7 +63,7 @@ def _quantized(share, KIND: tl.constexpr = tl.int64):
 
 @triton.jit
 def _ordered(value, HALF: tl.constexpr):
-    """Whole numbers in the order of the values; HALF: of 16 bits, for bfloat16 values."""
+    """Maps values to integers in the same order. HALF: to 16 bits, which suffice for bfloat16 values."""
     bits = (value + 0.0).to(tl.int32, bitcast=True)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     if HALF:
@@ -73,10 +73,10 @@ def _ordered(value, HALF: tl.constexpr):
 
 @triton.jit
 def _weights(value, at, temperature, top_k, top_p, VOCAB: tl.constexpr):
-    """Whole-number probabilities of one row's logits `value`, -inf where there is no token: int32, which
-    holds all of a row together.
+    """`kernels.sampler.token_weights` of one row's logits `value`, which are -inf where there is no code: int32, in
+    which the sum of a row fits.
 
-    A halving ends as soon as no further step can change which codes are kept.
+    Each bisection ends as soon as no further step can change which codes are kept.
     """
     order = _ordered(tl.math.div_rn(value, tl.zeros_like(value) + temperature), False)
     count = tl.where(top_k > 0, tl.minimum(top_k, VOCAB), VOCAB).to(tl.int32)
@@ -99,8 +99,9 @@ def _weights(value, at, temperature, top_k, top_p, VOCAB: tl.constexpr):
         below = tl.full((), -1, tl.int32)
         mass, more = total * 0, total
         step = tl.full((), 1 << 30, tl.int32)
-        # Those at most `below` have no more than the limit together. With others, which have `more` together,
-        # they have more: those are one alone where they have less than two that are above `below`.
+        # The codes with a weight of `below` or less together have `mass`, which is within the limit. With the next
+        # candidates they have `more`, which exceeds it. If the difference is less than two weights above `below`, the
+        # candidates are a single code, and the bisection ends.
         while (more - mass >= 2 * (below.to(tl.int64) + 1)) & (step > 0):
             found = tl.sum(tl.where(weights <= below + step, weights, 0)).to(tl.int64)
             fits = found.to(tl.float64) <= limit
@@ -122,8 +123,8 @@ def _weights(value, at, temperature, top_k, top_p, VOCAB: tl.constexpr):
 
 @triton.jit
 def _nucleus_weights(value, at, temperature, top_k, top_p, VOCAB: tl.constexpr, HALF: tl.constexpr):
-    """`_weights` in the order of `kernels.sampler.nucleus_weights`. What is kept is a run of the sorted
-    codes: all above a value, and the first of those equal to it."""
+    """`kernels.sampler.nucleus_weights` of one row. The kept codes are the first ones of the sorted codes: all above
+    a threshold, and the first of those equal to it."""
     scaled = tl.math.div_rn(value, tl.zeros_like(value) + temperature)
     likely = tl.exp(value - tl.max(value))
     share = _quantized(likely / tl.sum(likely))
@@ -147,7 +148,7 @@ def _nucleus_weights(value, at, temperature, top_k, top_p, VOCAB: tl.constexpr, 
 
 @triton.jit
 def _too_many(share, order, least, limit, count):
-    """Whether the codes from `least` on have more than `limit` together, or are more than `count`."""
+    """Whether the codes whose order is at least `least` together have more than `limit`, or are more than `count`."""
     inside = order >= least
     return (tl.sum(tl.where(inside, share, 0)).to(tl.float64) > limit) | (tl.sum(inside.to(tl.int32)) > count)
 
@@ -221,7 +222,7 @@ def draw_code(
         word = _philox_word(tl.load(seeds + slot), frame, frame * 0 + codebook)
         place = (word * tl.sum(weights)) >> 32
         code = tl.sum((total <= place.to(weights.dtype)).to(weights.dtype)).to(tl.int64)
-        if draws_first and WINDOW > 0:  # noqa: SIM102 - what is known while it compiles stands apart
+        if draws_first and WINDOW > 0:  # noqa: SIM102 - a compile-time condition needs its own `if`
             if tl.max((latest == code).to(tl.int32)) != 0:
                 code = _drawn_again(
                     value,
@@ -301,8 +302,8 @@ def draw(
     feedback: Feedback,
     recent: Tensor,
 ) -> None:
-    """`kernels.lm_cuda.draw` in Triton, for any sizes and rules, and for float32; the same pointers and
-    numbers in the same order.
+    """`kernels.lm_cuda.draw` in Triton, for any sizes and rules, also in float32. Takes the same pointers and numbers
+    in the same order.
 
     recent: int64 [slots, window].
     """
@@ -318,6 +319,6 @@ def draw(
 
 
 def _warps(vocab: int) -> int:
-    """Warps that share the codes of a row: a maximum of 32 codes a thread, so that nearly all stays in
+    """Number of warps that share the codes of a row. A thread has up to 32 codes, so that nearly all of them stay in
     registers."""
     return min(32, max(4, 1 << ((vocab - 1) // 1024).bit_length()))

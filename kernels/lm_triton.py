@@ -1,8 +1,8 @@
 """Triton kernels between the matrix products of a decoder layer; each has its twin in `kernels.layers`.
 
-Rounding points are the reference's: every value that it stores in the model's type is rounded here at the
-same place. Launchers take `pdl`: the kernel may start while the one before it still runs and waits before
-it reads anything.
+They round at the same places as the reference, that is, every value that it stores in the model's type is
+rounded here too. With `pdl` a kernel may start while the previous one still runs; it waits for that one
+before it reads its results.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def add_norm(
     pdl: bool = False,
     early: bool = False,
 ) -> Tensor:
-    """x += y (where given, in place), then RMSNorm of x into `out`. x, y, out: contiguous [rows, width];
+    """x += y (in place, if y is given), then RMSNorm of x into `out`. x, y, out: contiguous [rows, width];
     weight: [width]; early: the next kernel may start early, even if this one does not."""
     rows, width = x.shape
     block, added = triton.next_power_of_2(width), y is not None
@@ -97,7 +97,7 @@ def swiglu(gate_up: Tensor, out: Tensor, pdl: bool = False) -> Tensor:
 
 @triton.jit
 def normed_rope(head, weight, table, eps, D: tl.constexpr, WIDE: tl.constexpr):
-    """RMSNorm over one head of D values at `head`, where there is a weight, then rope with `table` [cos |
+    """RMSNorm, if there is a weight, of one head of D values at `head`, then rotary embedding with `table` [cos |
     sin]; returns [D] in the storage type."""
     at = tl.arange(0, D)
     across = (at + D // 2) % D
@@ -122,8 +122,12 @@ def rotated(
     first=None,
     other=None,
 ):
-    """WIDE: products stay in float32 until the end, as with `StackTensors.wide_rope`; other: the weight of
-    heads that are not `first`."""
+    """Rotary embedding of `value`, after its multiplication by rstd and the norm's weight if there is a weight.
+    `turned` has, at the place of each element, the element of the head's other half.
+
+    WIDE: products stay in float32 until the end, as with `StackTensors.wide_rope`; first: the heads to which
+    `weight` belongs; other: the weight of the other heads.
+    """
     kind = value.dtype
     if weight is not None:
         scale = tl.load(weight + at)
@@ -183,8 +187,8 @@ def norm_rope_append(
     qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, rope_table: Tensor, positions: Tensor, k_cache: Tensor,
     v_cache: Tensor, pages: Tensor, offsets: Tensor, out: Tensor, wide_rope: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`qk_norm_rope_append` into `out` [n, heads, head_dim]; qkv and caches contiguous, head_dim a power
-    of two."""
+    """`qk_norm_rope_append`, which writes the queries into `out` [n, heads, head_dim]. qkv and the caches are
+    contiguous, and head_dim is a power of two."""
     _, kv_heads, page_size, head_dim = k_cache.shape
     rows, heads, _ = out.shape
     _norm_rope_append[(rows,)](

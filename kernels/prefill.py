@@ -1,4 +1,4 @@
-"""Prefill in fused kernels, padded and packed."""
+"""Prefill of padded or packed prompts in fused kernels: writes the keys and values of all layers."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ def prefill_padded(
     v_cache: Tensor,
     scratch: int,
 ) -> None:
-    """Writes keys and values of all layers; the last layer stops there.
+    """Writes the keys and values of all layers for padded prompts. The last layer computes nothing else.
 
-    embeddings: [runs, new, hidden], kept as they are; caches: [layers, pages, kv_heads, page_size, head_dim].
+    embeddings: [runs, new, hidden], which are not changed; caches: [layers, pages, kv_heads, page_size,
+    head_dim]; pages, counts, start: as in `kernels.attention.padded_places`.
     """
     runs, new, hidden = embeddings.shape
     places = padded_places(pages, counts, new, start, k_cache.shape[3], scratch)
@@ -47,16 +48,14 @@ def prefill_packed(
     v_cache: Tensor,
     scratch: int,
 ) -> None:
-    """`prefill_padded` of prompts one after the other, of any lengths and from any position on: only the
-    end of the row is padding.
+    """`prefill_padded` for packed prompts of any lengths and first positions. Only the end of the row is padding.
 
-    embeddings: [total, hidden], finite everywhere, kept as they are. What it launches depends on `total`
-    and on the number of runs only.
+    embeddings: [total, hidden], all finite, which are not changed. The launches depend only on `total` and on the
+    number of runs, so they can be captured as a graph.
     """
     places = prompts.places(len(embeddings), k_cache.shape[3], scratch)
     tiles = QueryTiles(prompts, len(embeddings), stack.heads, stack.kv_heads)
-    # Nothing is written after the last run: zeros stay there in all layers, so the scratch page stays
-    # finite.
+    # Attention writes nothing after the last run. Zeros there keep the scratch page finite in all layers.
     mixed = embeddings.new_zeros(len(embeddings), stack.heads * stack.head_dim)
 
     def attend(layer: int, q: Tensor) -> Tensor:
@@ -73,11 +72,10 @@ def _write(
     v_cache: Tensor,
     attend: Callable[[int, Tensor], Tensor],
 ) -> None:
-    """All layers over embeddings [n, hidden] at these places; attend: (layer, q [n, heads, head_dim]) ->
-    [n, heads * head_dim].
+    """Runs all layers over embeddings [n, hidden] at these places. attend: (layer, q [n, heads, head_dim]) -> [n,
+    heads * head_dim].
 
-    O and down add what they make to the residual themselves (cuBLAS's beta), with one rounding less than
-    the twin.
+    The products with `o` and `down` add to the residual within cuBLAS, which rounds once less than the twin.
     """
     positions, held, offsets = places
     x = embeddings.clone()
@@ -106,6 +104,6 @@ def _write(
 def _fills(rows: int, down: Tensor) -> bool:
     """Whether `lm_products.swiglu` supports gate and up of a layer with this `down`, and is faster for this
     number of rows."""
-    return lm_products.serves_swiglu(down) and lm_products.fills(
+    return lm_products.supports_swiglu(down) and lm_products.fills(
         rows, down.shape[1], processors(down.device.index or 0)
     )

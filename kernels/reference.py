@@ -1,5 +1,5 @@
-"""A frame in single PyTorch ops, on any device: what the eager executor runs, and what fused frames are
-tested against."""
+"""A frame in single PyTorch ops, on any device. The eager executor runs it, and fused frames are tested against
+it."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class FrameOutput:
     #: int64 [n, codebooks] and uint8 [n].
     codes: Tensor
     flags: Tensor
-    #: float32 [n, vocab], the raw logits of code 0; [n, hidden] after the final norm; float32 [codebooks -
-    #: 1, n, codes].
+    #: float32 [n, vocab], the raw logits of code 0; [n, hidden], the backbone's state after the final norm;
+    #: float32 [codebooks - 1, n, codes], the logits of the other codebooks.
     first_logits: Tensor
     hidden: Tensor
     residual_logits: Tensor
@@ -46,8 +46,7 @@ class FrameOutput:
 
 @dataclass(frozen=True, slots=True)
 class TokenPositions:
-    """The positions of n new tokens, and the page and the offset that hold their keys and values; each
-    [n]."""
+    """The positions of n new tokens, and the page and the offset there of their keys and values; each [n]."""
 
     positions: Tensor
     pages: Tensor
@@ -63,12 +62,12 @@ def run_stack(
     attend: Callable[[int, Tensor], Tensor],
     keys_only_at_the_end: bool = False,
 ) -> Tensor:
-    """All layers over n new tokens, whose keys and values are appended to their pages.
+    """Runs all layers over n new tokens, and appends their keys and values to their pages.
 
     x: [n, hidden]; k_cache, v_cache: [layers, pages, kv_heads, page_size, head_dim]; attend: (layer, q [n,
-    heads, head_dim]) -> [n, heads * head_dim]. Returns [n, hidden] before the final norm; with
-    `keys_only_at_the_end` the last layer stops once its keys and values are written, and the result means
-    nothing.
+    heads, head_dim]) -> [n, heads * head_dim]. Returns [n, hidden] before the final norm. With
+    `keys_only_at_the_end` the last layer stops after it has written its keys and values, and the result is
+    undefined.
     """
     eps, angles = stack.eps, stack.rope_table[tokens.positions]
     for index, layer in enumerate(stack.layers):
@@ -96,11 +95,11 @@ def run_frame(
     residual_flags: DrawFlags,
     forced: Tensor | None = None,
 ) -> FrameOutput:
-    """One frame of the slots `rows` int64 [n]: the backbone's step, the draws, the next input; updates the
-    state.
+    """Computes one frame of the slots `rows` int64 [n] (the backbone's step, the draws, the next input) and updates
+    the state.
 
-    max_length: at least the longest context after this frame; the flags are those of the rows' draw
-    settings. `forced` int64 [n, codebooks] replaces the drawn codes wherever they are fed back.
+    max_length: at least the longest context after this frame; first_flags, residual_flags: `DrawFlags.of` the
+    rows' settings; forced: int64 [n, codebooks], codes that are fed back instead of the drawn ones.
     """
     hidden = backbone_step(weights.backbone, state, k_cache, v_cache, rows, max_length)
     return draw_frame(weights, state, rows, hidden, first_flags, residual_flags, forced)
@@ -115,7 +114,7 @@ def draw_frame(
     residual_flags: DrawFlags,
     forced: Tensor | None = None,
 ) -> FrameOutput:
-    """A frame after the backbone's step, from its state `hidden` [n, hidden]; otherwise as `run_frame`."""
+    """The part of `run_frame` after the backbone's step. hidden: [n, hidden], the state that the step returned."""
     rules, depth = weights.draw, weights.depth
     logits = functional.linear(hidden, weights.head).float()
     frames = state.frames[rows]
@@ -138,8 +137,8 @@ def draw_frame(
 def backbone_step(
     stack: StackTensors, state: StateTensors, k_cache: Tensor, v_cache: Tensor, rows: Tensor, max_length: int
 ) -> Tensor:
-    """The backbone's state [n, hidden], after the final norm, at the position of each row's input; its
-    keys and values are appended."""
+    """Runs the backbone on the next input of each row, and appends the keys and values. Returns the state [n,
+    hidden] after the final norm."""
     page_size = k_cache.shape[3]
     positions, table = state.positions[rows], state.page_table[rows]
     pages = table.gather(1, (positions // page_size)[:, None])[:, 0]
@@ -160,7 +159,7 @@ def backbone_step(
 def draw_first(
     weights: FrameTensors, state: StateTensors, rows: Tensor, logits: Tensor, noise: Tensor, flags: DrawFlags
 ) -> Tensor:
-    """Code 0 of each row, int64 [n]."""
+    """Draws code 0 of each row, int64 [n]."""
     rules, frames = weights.draw, state.frames[rows]
     early = frames < state.min_new_tokens[rows]
     processed = process_first(
@@ -187,11 +186,12 @@ def depth_frame(
     nucleus_first: bool = False,
     forced: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draws the codebooks after code 0; the cache of a frame's positions lives only here.
+    """Draws the codebooks after code 0. The cache of the frame's positions exists only within this call.
 
     hidden: [n, hidden], the backbone's state; first: int64 [n], code 0; random: int64 [n, codebooks - 1
-    or more]; settings as in `sample`; forced: int64 [n, codebooks] to feed instead of what was drawn.
-    Returns codes int64 [n, codebooks], finite: bool [n], and float32 logits [codebooks - 1, n, codes].
+    or more]; settings: as in `sample`; forced: int64 [n, codebooks], codes that are fed instead of the drawn
+    ones. Returns codes int64 [n, codebooks], whether the logits are finite, bool [n], and logits float32
+    [codebooks - 1, n, codes].
     """
     stack, later = depth.stack, depth.heads.shape[0]
     cache = hidden.new_empty(2, len(stack.layers), hidden.shape[0], stack.kv_heads, later + 1, stack.head_dim)
@@ -220,9 +220,9 @@ def depth_frame(
 
 
 def _depth_step(x: Tensor, start: int, stack: StackTensors, cache: Tensor) -> Tensor:
-    """All layers over the new positions from `start` on; x: [n, new, width] -> [n, new, width].
+    """Runs all layers over the new positions from `start`. x: [n, new, width] -> [n, new, width].
 
-    cache: [2, layers, n, kv_heads, positions, head_dim], so a row's positions are one page.
+    cache: [2, layers, n, kv_heads, positions, head_dim], so that the positions of a row are one page.
     """
     rows, new, width = x.shape
     positions = torch.arange(start, start + new, device=x.device).repeat(rows)
@@ -250,7 +250,7 @@ def next_inputs(feedback: Feedback, codes: Tensor, text: Tensor) -> Tensor:
 
 
 def _advance(feedback: Feedback, state: StateTensors, rows: Tensor, codes: Tensor) -> None:
-    """Writes the next input, position and history of each row; the dead slot stays where it is."""
+    """Writes the next input, position and history of each row. The position of the dead slot does not change."""
     alive = (rows != state.dead).long()
     frames = state.frames[rows]
     text = state.trailing[rows, frames.clamp(max=state.trailing.shape[1] - 1)]
@@ -259,7 +259,7 @@ def _advance(feedback: Feedback, state: StateTensors, rows: Tensor, codes: Tenso
     state.frames[rows] += alive
     state.seen[rows, codes[:, 0]] = True
     if window := state.recent.shape[1]:
-        # A request's first code is never looked back at, as in the published loop.
+        # A request's first code does not count as recent, as in the published loop.
         state.recent[rows, frames % window] = torch.where(
             (frames > 0) & (rows != state.dead), codes[:, 0], -1
         )

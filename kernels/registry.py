@@ -1,5 +1,5 @@
-"""Registers ops under the namespace `nightjar`: one name and one schema each, a plain PyTorch twin for
-every device."""
+"""Registers ops under the namespace `nightjar`. Each has one name, one schema and a twin, the plain PyTorch
+function that runs on every device."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ TWINS: dict[str, Callable[..., object]] = {}
 def op(schema: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Registers the decorated twin as `torch.ops.nightjar.<name>`, with the name and types of `schema`.
 
-    The twin serves every device until a kernel is registered for one:
-    `LIBRARY.impl(name, kernel, "CUDA")`. The decorated function stays the twin itself, so that the oracle
-    never runs a kernel by accident.
+    The twin runs on every device for which no kernel is registered with
+    `LIBRARY.impl(name, kernel, "CUDA")`. The decorated function itself is returned unchanged, so that a
+    reference that calls it never runs a kernel by accident.
 
         @op("swiglu(Tensor gate_up) -> Tensor")
         def swiglu(gate_up: Tensor) -> Tensor: ...
@@ -42,8 +42,8 @@ def op(schema: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def on_gpu(name: str, fits: Callable[..., bool]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Registers the decorated launch of an op on a CUDA device for arguments that `fits` accepts; for others
-    its twin runs."""
+    """Registers the decorated function as the op's launch on CUDA devices. It runs for arguments that `fits`
+    accepts; for all others the twin runs."""
 
     def register(launch: Callable[P, R]) -> Callable[P, R]:
         def run(*args: Any, **kwargs: Any) -> object:
@@ -56,22 +56,22 @@ def on_gpu(name: str, fits: Callable[..., bool]) -> Callable[[Callable[P, R]], C
 
 
 def to_device(made: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on the device; the host does not wait for the work before it."""
+    """Copies a host tensor to the device, without waiting for earlier work of the device."""
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 
 def send(values: NDArray[np.int64], target: Tensor) -> None:
-    """Writes values of the host into a tensor of the device; the host does not wait for the work before
-    it."""
+    """Writes values of the host into a tensor of the device, without waiting for earlier work of the device."""
     made = torch.from_numpy(values)
     target.copy_(made.pin_memory() if target.is_cuda else made, non_blocking=True)
 
 
 def on_device(device: torch.device | None) -> torch.cuda.device:
-    """Makes a CUDA device the thread's current one within a `with` block: kernels, events and graphs are
-    the current device's.
+    """Makes a CUDA device the thread's current one within a `with` block, because kernels, events and graphs
+    belong to the current device.
 
-    Does nothing for another kind of device, for one without a number, which is the current one, or None.
+    Does nothing for None, for another kind of device, and for a CUDA device without an index, which already is
+    the current one.
     """
     numbered = device is not None and device.type == "cuda" and device.index is not None
     return torch.cuda.device(device if numbered else -1)

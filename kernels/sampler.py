@@ -1,9 +1,9 @@
-"""From logits to a token, for all rows at once, every row with its own settings; and the random numbers of
-the draws.
+"""Draws tokens from logits, for all rows at once with the settings of each row, and computes the random numbers
+of the draws.
 
-The order is that of the reference: repetition penalty, ban of the end, suppression, temperature, top-k,
-top-p, softmax, draw. Random numbers are counter-based: Philox4x32-10 in integer arithmetic that is equal
-on every device.
+The order is that of the published models: repetition penalty, ban of the end, suppression, temperature,
+top-k, top-p, softmax, draw. Random numbers are counter-based: Philox4x32-10 in integer arithmetic, which gives
+equal numbers on every device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: The settings of a second draw, where code 0 was drawn a moment ago (`kernels.frame.DrawRules.window`).
+#: The settings of the second draw of a code 0 that was drawn in a recent frame (`kernels.frame.DrawRules.window`).
 RETRY_TEMPERATURE, RETRY_TOP_P = 1.0, 0.9
 _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -23,7 +23,7 @@ _MASK = 0xFFFFFFFF
 
 
 def _multiply(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of factor * x, by 16-bit halves so that nothing leaves the range of int64."""
+    """High and low 32 bits of factor * x, computed from 16-bit halves so that no product exceeds int64."""
     upper = factor * (x >> 16)
     lower = factor * (x & 0xFFFF)
     middle = upper + (lower >> 16)
@@ -48,11 +48,11 @@ def philox(
 
 
 def frame_noise(seeds: Tensor, frames: Tensor, codebooks: int) -> Tensor:
-    """The random word of every codebook of one frame a row: word 0 of Philox at counter (frame, codebook,
+    """The random word of every codebook, for one frame of each row: word 0 of Philox at counter (frame, codebook,
     0, 0), key = seed.
 
-    seeds: [n] int64 >= 0; frames: [n] int64; returns int64 [n, codebooks] in [0, 2**32). Depends on
-    nothing else: not on the row, the batch, the device or the draws before.
+    seeds: [n] int64 >= 0; frames: [n] int64; returns int64 [n, codebooks] in [0, 2**32). The words depend only
+    on seed, frame and codebook, not on the row, the batch, the device or earlier draws.
     """
     codebook = torch.arange(codebooks, device=seeds.device)[None]
     zero = torch.zeros_like(codebook)
@@ -61,7 +61,7 @@ def frame_noise(seeds: Tensor, frames: Tensor, codebooks: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class DrawFlags:
-    """What a batch needs of the sampler, known on the host: the largest top_k, and shortcuts."""
+    """Properties of a batch's settings that are known on the host and let the sampler skip steps."""
 
     max_top_k: int
     any_top_p: bool
@@ -69,7 +69,7 @@ class DrawFlags:
 
     @classmethod
     def of(cls, settings: Sequence[tuple[float, int, float]]) -> DrawFlags:
-        """The flags of rows given as (temperature, top_k, top_p)."""
+        """The flags of rows, each given as (temperature, top_k, top_p)."""
         drawn = [(top_k, top_p) for temperature, top_k, top_p in settings if temperature > 0]
         return cls(
             max_top_k=max((k for k, _ in drawn), default=0),
@@ -78,8 +78,8 @@ class DrawFlags:
         )
 
 
-#: Probabilities become whole multiples of 2**-30: sums are then exact in any order, and the draw does not
-#: depend on the device.
+#: Probabilities are rounded to whole multiples of 2**-30. Their sums are then exact in any order, so that a draw
+#: does not depend on the device.
 WEIGHT_BITS = 30
 _NEVER = float("-inf")
 
@@ -87,11 +87,12 @@ _NEVER = float("-inf")
 def process_first(
     logits: Tensor, seen: Tensor, penalty: Tensor, ban_end: Tensor, ends: Sequence[int], suppress_from: int
 ) -> Tensor:
-    """Codebook-0 logits after the processors that also hold for greedy choice, in float32.
+    """Logits of codebook 0, in float32, after the steps that also apply to greedy choice: penalty, ban of the end,
+    suppression.
 
     logits: [n, vocab]; seen: bool [n, vocab], the tokens that the request has drawn so far; penalty: [n];
-    ban_end: bool [n], rows that must not end yet; tokens from `suppress_from` on are never drawn, apart
-    from `ends`.
+    ban_end: bool [n], rows that must not end yet; suppress_from: tokens from this one on, except `ends`, are
+    never drawn.
     """
     wide = logits.float()
     factor = penalty[:, None]
@@ -103,7 +104,7 @@ def process_first(
 
 
 def is_one_of(tokens: Tensor, ends: Sequence[int]) -> Tensor:
-    """Whether a token ends the speech: bool, in the shape of `tokens`."""
+    """Whether each token is one of `ends`: bool, with the shape of `tokens`."""
     found = tokens == ends[0]
     for end in ends[1:]:
         found = found | (tokens == end)
@@ -116,8 +117,8 @@ def token_weights(
     """Probabilities after temperature, top-k and top-p, as whole multiples of 2**-30: int64 [n, vocab].
 
     logits: float32 [n, vocab]; temperature, top_p: float32 [n]; top_k: int64 [n], 0 = off; max_top_k: the
-    largest top_k; any_top_p: whether a row has top_p < 1. Ties at the top-k threshold all stay, as in the
-    reference.
+    largest top_k; any_top_p: whether a row has top_p < 1. All tokens that equal the top-k threshold are kept, as
+    in the published models.
     """
     scaled = logits / temperature[:, None]
     if max_top_k:
@@ -129,8 +130,8 @@ def token_weights(
         return weights
     ascending, order = weights.sort(dim=-1, stable=True)
     total = ascending.cumsum(-1)
-    # The reference removes a token when it and all less likely ones together have at most 1 - top_p; never
-    # the likeliest.
+    # The published models remove a token if it and all less likely ones together have a probability of 1 - top_p or
+    # less, but never the likeliest.
     removed = total.double() <= (1.0 - top_p.double())[:, None] * total[:, -1:].double()
     removed &= (top_p < 1.0)[:, None]
     removed[:, -1] = False
@@ -139,11 +140,11 @@ def token_weights(
 
 
 def nucleus_weights(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """As `token_weights`, in the order of `DrawRules.nucleus_first`: int64 [n, vocab].
+    """`token_weights` in the order of `DrawRules.nucleus_first`: int64 [n, vocab].
 
-    Without the temperature, a token is removed when it and all likelier ones together have more than
-    top_p, or when top_k tokens or more are likelier; of equal tokens the first one counts as likelier. The
-    likeliest always stays.
+    By the probabilities without temperature, a token is removed if it and all likelier ones together have more
+    than top_p, or if top_k tokens or more are likelier; of equal tokens the first one counts as likelier. The
+    likeliest token is always kept.
     """
     order = logits.sort(dim=-1, descending=True, stable=True).indices
     mass = _quantized(logits.softmax(-1)).gather(1, order).cumsum(-1)
@@ -160,8 +161,8 @@ def _quantized(probabilities: Tensor) -> Tensor:
 
 
 def all_finite(logits: Tensor) -> Tensor:
-    """Whether a row is free of NaN and infinity: bool [n]. A sum shows both at a fraction of the price of
-    a look at each value."""
+    """Whether a row has neither NaN nor infinity: bool [n]. The sum of a row shows both, and takes a fraction of
+    the time of a check of each value."""
     return logits.sum(-1).isfinite()
 
 
@@ -186,12 +187,11 @@ def sample(
     all_greedy: bool,
     nucleus_first: bool = False,
 ) -> Tensor:
-    """One token a row: the likeliest where `greedy`, else a draw by `random`.
+    """One token per row: the likeliest if the row is greedy, otherwise one drawn with `random`.
 
     logits: float32 [n, vocab], already penalized and suppressed; random: int64 [n], 32 random bits;
-    greedy: bool [n]; the other settings as in `token_weights`, or with `nucleus_first` in
-    `nucleus_weights`; returns int64 [n]. A row with NaN gets some token and must be checked for by the
-    caller.
+    greedy: bool [n]; the other settings as in `token_weights`, or in `nucleus_weights` with `nucleus_first`;
+    returns int64 [n]. A row with NaN gets an arbitrary token, so the caller must check for NaN.
     """
     best = logits.argmax(-1)
     if all_greedy:

@@ -1,6 +1,5 @@
 """Finds the compilers of kernels on this machine: CUDA's, Triton, and the C compiler that Triton calls.
-Imports
-neither torch nor Triton."""
+Imports neither torch nor Triton."""
 
 from __future__ import annotations
 
@@ -25,13 +24,13 @@ def _cuda_home() -> Path:
 
 
 def nvcc() -> str | None:
-    """Path of NVIDIA's compiler, or None where there is none."""
+    """Path of NVIDIA's compiler, or None if there is none."""
     return shutil.which("nvcc") or shutil.which("nvcc", path=str(_cuda_home() / "bin"))
 
 
 def nvrtc() -> Path | None:
-    """The library of NVIDIA's runtime compiler, which torch's builds for CUDA include, or None where there
-    is none."""
+    """The library of NVIDIA's runtime compiler, which torch's builds for CUDA include, or None if there is
+    none."""
     spec = find_spec("nvidia")
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
     found: Iterable[Path] = (
@@ -42,15 +41,15 @@ def nvrtc() -> Path | None:
 
 
 def cuda_compiler() -> str | None:
-    """Path of a compiler of CUDA C++, or None where there is none."""
+    """Path of a compiler of CUDA C++, or None if there is none."""
     return nvcc() or (str(library) if (library := nvrtc()) is not None else None)
 
 
 def compile_cuda(source: Path, headers: Mapping[str, str], target: str) -> bytes:
     """Machine code of a source for a `target` such as sm_90a, or PTX for one such as compute_90.
 
-    Uses nvcc, or else the runtime compiler, which needs no C compiler. The source may include only `headers`,
-    texts by name. Raises RuntimeError with the message of each compiler when all fail.
+    Uses nvcc, or else the runtime compiler, which needs no C compiler. The source may include only `headers`
+    (name -> text). Raises RuntimeError with the message of each compiler if all fail.
     """
     faults: list[str] = []
     for compiler, run in ((nvcc(), _with_nvcc), (nvrtc(), _with_nvrtc)):
@@ -122,7 +121,7 @@ def _result(library: ctypes.CDLL, what: str, program: ctypes.c_void_p) -> bytes:
 
 
 def c_compiler() -> str | None:
-    """Path of the C compiler that Triton calls (CC, clang or gcc), or None where there is none."""
+    """Path of the C compiler that Triton calls (CC, clang or gcc), or None if there is none."""
     return shutil.which(os.environ.get("CC") or "clang") or (
         None if os.environ.get("CC") else shutil.which("gcc")
     )
@@ -130,8 +129,8 @@ def c_compiler() -> str | None:
 
 @cache
 def triton_fault() -> str | None:
-    """Why Triton makes no kernels for the current CUDA device, as a sentence; None if a small kernel compiles
-    and runs."""
+    """Why Triton cannot compile kernels for the current CUDA device, as a sentence; None if a small kernel
+    compiles and runs."""
     if find_spec("triton") is None:
         return "Triton is not installed."
     try:

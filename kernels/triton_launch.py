@@ -1,5 +1,5 @@
-"""Launches of Triton kernels: one by one, early after the kernel before, or only compiled, many in
-parallel."""
+"""Launches of Triton kernels: as usual, early (before the previous kernel has ended), or only to compile many
+kernels in parallel."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ _compiling: ContextVar[bool] = ContextVar("compiling", default=False)
 
 
 def on_grid(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
-    """The launch of a kernel on a grid, as `kernel[grid]`; within `compiled_together` it is compiled only."""
+    """The launch of a kernel on a grid, as `kernel[grid]`; within `compiled_together` the kernel is only
+    compiled."""
     return partial(kernel.run, grid=grid, warmup=compiling())
 
 
 def compiling() -> bool:
-    """Whether this thread's launches run nothing, since it is within `compiled_together`."""
+    """Whether this thread is within `compiled_together`, so that its launches run nothing."""
     return _compiling.get()
 
 
 @contextmanager
 def compiled_together() -> Iterator[None]:
-    """In the block this thread's launches through `on_grid` run nothing; their kernels are compiled, or
-    read from Triton's cache, on all cores by its end. What such launches would have written stays as it
-    was.
+    """Within the block, this thread's launches through `on_grid` run nothing and write nothing. At the end of the
+    block their kernels are compiled on all cores, or read from Triton's cache.
 
-    A first start on a machine needs dozens of kernels, and one compiler uses one core.
+    The first start on a machine needs dozens of kernels, and one compiler uses only one core.
     """
     with (
         ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compiler") as pool,
@@ -50,8 +50,8 @@ def compiled_together() -> Iterator[None]:
 
 
 def pdl_options(pdl: bool) -> dict[str, bool]:
-    """Launch options of a kernel that may start while the one before it still runs, and waits for that by
-    itself."""
+    """Launch options of a kernel that may start while the previous one still runs (programmatic dependent
+    launch), and that itself waits for the previous one's results."""
     return {"launch_pdl": True} if pdl else {}
 
 
@@ -72,8 +72,8 @@ def _write_one(out):
 
 
 def check() -> None:
-    """Compiles and runs the smallest kernel on the current CUDA device. Raises what Triton, its C compiler
-    or the driver raises."""
+    """Compiles and runs a small kernel on the current CUDA device. Raises the error of Triton, of its C compiler
+    or of the driver."""
     out = torch.zeros(1, dtype=torch.int32, device="cuda")
     _write_one[(1,)](out)
     if out.item() != 1:

@@ -21,22 +21,22 @@ from jobs.own_files import own_path
 from jobs.store import is_remote
 from pipelines.errors import ErrorCode, InputError, StoreError
 
-#: Folder of a home's state for inputs from Python objects.
+#: Name of the folder for inputs from Python objects, within the state folder.
 INPUTS = "inputs"
 _encode = msgspec.json.Encoder().encode
-#: The name of an input that is not a file.
-_NAMED = ""
+#: Inputs from Python objects have no URI.
+_NO_URI = ""
 
 
 def written_input(records: Iterable[Any], chosen: Reading, state_folder: Path) -> Path:
-    """Writes the file of these records. Its name is a hash of its content, so that equal records are the same
-    job.
+    """Writes these records into a file and returns its path. The file is named after the hash of its content, so
+    that equal records give the same job.
 
-    A record is a text, a dialogue or chat (a mapping with `messages`), a row (a mapping with a `text`, or
-    the columns that `chosen` names), or an object with `id` and `text`, such as a supervision of Lhotse,
-    or a cut with supervisions. Relative paths of audio start in the working directory. Raises `InputError`
-    for any other record, with its number, and for an object that is not a collection of records, and
-    `StoreError` (`store.forbidden`) for a folder that cannot be written.
+    A record is a text, a dialogue or chat (a mapping with `messages`), a row (a mapping with `text` or with
+    the columns that `chosen` names), an object with `id` and `text`, such as a supervision of Lhotse, or a
+    cut with supervisions. Relative paths of audio are relative to the working directory. Raises `InputError`
+    for any other record, with the record's number in the message, and for an object that is not a
+    collection of records; `StoreError` (`store.forbidden`) for a folder that cannot be written.
     """
     _check_collection(records)
     folder = state_folder / INPUTS
@@ -63,8 +63,8 @@ def written_input(records: Iterable[Any], chosen: Reading, state_folder: Path) -
 
 
 def _check_collection(records: Any) -> None:
-    """Raises `InputError` for an object that is not iterable, and for one that iterates over names instead of
-    records: a mapping, and a table of pandas."""
+    """Raises `InputError` for an object that is not iterable, and for a mapping or a pandas table, which iterate
+    over names instead of records."""
     if isinstance(records, Mapping) or hasattr(records, "iterrows") or not isinstance(records, Iterable):
         message = f"A {type(records).__name__} is not a list of records."
         advice = 'Give a path, or a list of texts or mappings. For a DatasetDict, give one of its splits; for a DataFrame, to_dict("records").'
@@ -72,8 +72,8 @@ def _check_collection(records: Any) -> None:
 
 
 def _lines(records: Iterable[Any], chosen: Reading) -> Iterator[bytes]:
-    # Cached for rows with the same columns.
-    columns_of = lru_cache(lambda names: Columns(names, chosen, _NAMED))
+    # Cached, because most rows have the same columns.
+    columns_of = lru_cache(lambda names: Columns(names, chosen, _NO_URI))
     for number, record in enumerate(_rows(records, chosen), 1):
         try:
             yield _absolute(_dialogue(record, number, chosen, columns_of)) + b"\n"
@@ -85,11 +85,12 @@ def _lines(records: Iterable[Any], chosen: Reading) -> Iterator[bytes]:
 
 
 def _rows(records: Iterable[Any], chosen: Reading) -> Iterator[Any]:
-    """The records. Unused columns of a Hugging Face dataset are removed, because their audio would be decoded."""
+    """The records, with the supervisions of a cut instead of the cut. Unused columns of a Hugging Face dataset
+    are removed, because reading them would decode their audio."""
     if hasattr(records, "column_names") and hasattr(records, "select_columns"):
         names: Sequence[str] = records.column_names  # pyright: ignore[reportAttributeAccessIssue]
         if "messages" not in names:
-            records = records.select_columns([*Columns(names, chosen, _NAMED).of.values()])  # pyright: ignore[reportAttributeAccessIssue]
+            records = records.select_columns([*Columns(names, chosen, _NO_URI).of.values()])  # pyright: ignore[reportAttributeAccessIssue]
     for record in records:
         supervisions = getattr(record, "supervisions", None)
         if supervisions is None:
@@ -101,17 +102,17 @@ def _rows(records: Iterable[Any], chosen: Reading) -> Iterator[Any]:
 def _dialogue(
     record: Any, number: int, chosen: Reading, columns_of: Callable[[tuple[str, ...]], Columns]
 ) -> bytes:
-    """The dialogue of a record as JSON. Raises `InputError`, and TypeError for values that JSON does not have."""
+    """The dialogue of a record as JSON. Raises `InputError`, and TypeError for values that JSON cannot represent."""
     if isinstance(record, str):
         return row_dialogue({"text": str(record)}, number, chosen.voices)
     if not isinstance(record, Mapping):
-        said = {key: getattr(record, key, None) or "" for key in ("text", "id", "speaker")}
+        fields = {key: getattr(record, key, None) or "" for key in ("text", "id", "speaker")}
         if not isinstance(getattr(record, "text", None), str):
             kind = type(record).__name__
             message = f"A value of type {kind} is not a text, a dialogue, a row or a supervision."
             advice = "Give texts, or mappings with `text` or `messages`."
             raise InputError(ErrorCode.INPUT_BAD_LINE, message, advice)
-        return row_dialogue({key: str(value) for key, value in said.items()}, number, chosen.voices)
+        return row_dialogue({key: str(value) for key, value in fields.items()}, number, chosen.voices)
     messages = record.get("messages")
     if messages is None:
         return columns_of(tuple(record)).dialogue(record.__getitem__, number)

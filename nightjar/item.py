@@ -1,4 +1,4 @@
-"""One item of a job: its facts, and its audio and text, which are read on demand."""
+"""One item of a job: its result, and its audio and text, which are read on demand."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ class Item:
     """One item that has ended. Its text and its audio are read on demand, also after unpickling in another
     process."""
 
-    #: Unique in the job: the example id, with the turn where several are synthesized.
+    #: Unique in the job: the example id, followed by the turn if several turns are synthesized.
     id: str
     example_id: str
-    #: Its place in the job, from 0.
+    #: Position in the job, from 0.
     index: int
     #: `done`, `failed`, `dead` or `skipped`.
     state: str
-    #: Seconds of its audio.
+    #: Length of the audio; 0 without audio.
     seconds: float
     seed: int | None
-    #: Number of the attempt that was kept; 0 is the first.
+    #: Number of the draw (the attempt) that was kept; 0 is the first. None in a job without checks.
     draw: int | None
-    #: Name of a check or meter -> its score of the audio; None: not measured.
+    #: Name of a score, such as `wer` -> its value; None: not measured.
     scores: Mapping[str, float | None]
-    #: Why it failed: a code, and a sentence.
+    #: The error code of a failed item, and its message.
     error_code: str | None
     error: str | None
-    #: Path or `s3://` address of its audio; None without audio, and for audio in a pack.
+    #: Path or `s3://` address of the audio; None if there is none or if it is in a pack.
     path: str | None
     source: InitVar[tuple[Job, ItemRow]]
-    #: The source of audio and text; not a field.
+    #: Where audio and text are read from. Not a field, so it is neither shown nor compared.
     _source: ClassVar[tuple[Job, ItemRow]]
 
     def __post_init__(self, source: tuple[Job, ItemRow]) -> None:
@@ -49,7 +49,7 @@ class Item:
 
     @property
     def audio(self) -> Sound:
-        """Its speech. Raises `store.missing` for an item without audio."""
+        """The item's speech. Raises `store.missing` for an item without audio."""
         job, row = self._source
         if row.artifact is None:
             message = f"The item {self.id[:100]!r} has no audio: it is {self.state}."
@@ -63,8 +63,8 @@ class Item:
 
     @property
     def speaker(self) -> str:
-        """Its voice; for a cloned one `ref-` and the beginning of the recording's hash; without a voice the
-        model."""
+        """The name of the voice; for a cloned voice `ref-` and the beginning of the recording's hash; without a
+        voice the name of the model."""
         return self._metadata.speaker
 
     @property

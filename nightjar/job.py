@@ -66,9 +66,9 @@ class Job:
     """A job on this machine or on workers. Iteration yields its items as they end; as a context manager it waits
     for a local run, or stops it after an error.
 
-    Made by `nightjar.run`, `nightjar.submit` and `nightjar.find_job`. The same call resumes an interrupted
-    job. Unpickled in another process it is a handle of the same job, which reads the ledger and the store of
-    its settings.
+    `nightjar.run`, `nightjar.submit` and `nightjar.find_job` return it. The same call resumes an interrupted
+    job. It can be pickled: in another process it is a handle of the same job, which reads the ledger and the
+    store of its settings.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Job:
         return self.status.job.state.final and (self._thread is None or not self._thread.is_alive())
 
     def wait(self, timeout_seconds: float | None = None) -> Job:
-        """Waits until the job ends or the time is over, and shows the progress. Ctrl-C stops a local run.
+        """Waits until the job ends or the timeout is over, and shows the progress. Ctrl-C stops a local run.
 
         Raises the error of a failed local run.
         """
@@ -137,9 +137,9 @@ class Job:
             self._thread.stop()
 
     def __iter__(self) -> Iterator[Item]:
-        """Every item once, as it ends. Ctrl-C while it waits stops a local run.
+        """Yields every item once, as it ends. Ctrl-C during the wait stops a local run.
 
-        Memory: one byte per item, and some items of the current shard.
+        Needs one byte of memory per item, and holds some items of the current shard.
         """
         given = bytearray()
         ended: dict[int, int] = {}
@@ -190,8 +190,8 @@ class Job:
         return self._ledger.rejected_lines(self.id)
 
     def export(self, format: str, to: str | Path, *, where: str | None = None, **options: Any) -> Path:
-        """Exports the items with audio so far, as `nightjar export`, and returns the path. `where`: a filter as
-        in `items`; `options`: those of `jobs.export.export`."""
+        """Exports the items that have audio so far, as `nightjar export` does, and returns the path. `where`: a
+        filter as in `items`; `options`: the options of `jobs.export.export`."""
         from jobs.export import export, parse_splits
 
         check_type("to", to, (str, os.PathLike), "a path")
@@ -216,8 +216,8 @@ class Job:
         )
 
     def to_datasets(self, to: str | Path | None = None, *, where: str | None = None) -> datasets.Dataset:
-        """The items as a dataset of Hugging Face with audio, text and metadata, read from a Parquet export
-        in `to`.
+        """The items as a Hugging Face dataset with audio, text and metadata. Writes a Parquet export to `to` and
+        reads the dataset from it.
 
         `where`: a filter as in `items`. Waits for the end of the job. Raises `config.invalid` if no item
         matches.
@@ -226,7 +226,8 @@ class Job:
         return cast("datasets.Dataset", library.Dataset.from_parquet(files))
 
     def to_lhotse(self, to: str | Path | None = None, *, where: str | None = None) -> lhotse.CutSet:
-        """The items as cuts of Lhotse with recordings and supervisions, read from a Lhotse export in `to`.
+        """The items as cuts of Lhotse with recordings and supervisions. Writes a Lhotse export to `to` and reads
+        the cuts from it.
 
         `where`: a filter as in `items`. Waits for the end of the job. Raises `config.invalid` if no item
         matches.
@@ -245,12 +246,12 @@ class Job:
         where: str | None = None,
         **options: Any,
     ) -> str:
-        """Pushes the items to a dataset of the Hugging Face hub, from a Parquet export in `to`, and returns its
-        address. Waits for the end of the job.
+        """Writes a Parquet export to `to`, pushes it to a dataset of the Hugging Face hub, and returns the address
+        of the dataset. Waits for the end of the job.
 
         Uses the token of `huggingface_hub`. `private`: visibility of a new dataset. `where`: a filter as in
-        `items`; `options`: those of `jobs.export.export`. Raises `NightjarError`: before the export if the
-        token is missing or the hub is unreachable.
+        `items`; `options`: the options of `jobs.export.export`. Raises `NightjarError`; if the token is missing
+        or the hub cannot be reached, it does so before the export.
         """
         from jobs.export.hub import check_push, push
 
@@ -258,7 +259,7 @@ class Job:
         return push(self._exported("parquet", to, where, **options), repository, private=private)
 
     def report(self, to: str | Path | None = None) -> Report:
-        """Writes the report of the job so far; a notebook shows it."""
+        """Writes the report of the job so far, which a notebook shows."""
         from jobs.report import default_place, write_report
 
         if to is not None:
@@ -271,8 +272,8 @@ class Job:
         return Report(Path(written.path))
 
     def delete(self, *, yes: bool = False) -> Deleted:
-        """Deletes an ended job: its objects in the store and its rows in the ledger, as `nightjar delete`.
-        Without `yes` nothing is deleted, and the result shows what would be deleted.
+        """Deletes an ended job, that is, its objects in the store and its rows in the ledger, as
+        `nightjar delete` does. Without `yes` nothing is deleted, and the result shows what would be deleted.
 
         Raises `ServiceError` with `ledger.state` for a job that has not ended.
         """
@@ -323,7 +324,7 @@ class Job:
         return item_metadata(self._ledger.job(self.id), line)
 
     def audio_of(self, artifact: Artifact) -> tuple[NDArray[np.float32], int]:
-        """The samples of an item's audio, and their rate in Hz. Raises `StoreError`."""
+        """The samples of an artifact, float32 [samples], and their rate in Hz. Raises `StoreError`."""
         import soundfile
 
         found = soundfile.read(io.BytesIO(self._reader.read(artifact)), dtype="float32")
@@ -361,7 +362,7 @@ class Job:
         self.wait()
         if to is None:
             to = self._settings.export_folder(self.id, format, None if where is None else str(_filter(where)))
-            # The folder is Nightjar's own: an earlier export in it is replaced.
+            # Nightjar chose the folder, so an earlier export in it may be replaced.
             options = {"replaces": [self.id], **options}
         return self.export(format, to, where=where, **options)
 

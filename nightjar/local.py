@@ -27,7 +27,7 @@ class _StderrNotes(Progress):
 
 
 class LocalThread(threading.Thread):
-    """Runs one job. The kernel kills its workers when this thread ends, so the thread outlives them.
+    """Runs one job. The operating system kills the workers when this thread ends, so the thread waits for them.
 
     A program waits for the run before it ends. After an error, such as Ctrl-C, or in an interactive session
     the run is stopped instead; the same call resumes it.
@@ -39,17 +39,17 @@ class LocalThread(threading.Thread):
         self._notes = _StderrNotes(silent=quiet)
         self._job_known = threading.Event()
         self._stop_request = Stop()
-        #: The job, once its input is read.
+        #: The job, once the run has submitted it.
         self.job: Job | None = None
         self.stopped = False
         self.error: BaseException | None = None
-        #: Whether the program got the error.
+        #: Whether `error` was raised in the program.
         self.error_raised = False
 
     def until_submitted(self) -> Job:
         """Starts the run, and waits until the job is in the ledger. Raises the error if that fails."""
         self.start()
-        # Functions of `atexit` are called too late: thread pools, which a run needs, are closed earlier.
+        # `atexit` would call the function too late: thread pools, which a run needs, are closed earlier.
         threading._register_atexit(self.end_with_program)  # pyright: ignore
         try:
             while not self._job_known.wait(_WAIT_SECONDS):
@@ -75,9 +75,10 @@ class LocalThread(threading.Thread):
             raise
 
     def end_with_program(self) -> None:
-        """Waits for the run, or stops it. Prints its error if the program did not get it."""
-        typed = hasattr(sys, "ps1") or "IPython" in sys.modules
-        if typed or getattr(sys, "last_type", None) is not None:
+        """Called when the program ends: waits for the run, or stops it after an error or in an interactive session.
+        Prints the run's error if it was not raised in the program."""
+        interactive = hasattr(sys, "ps1") or "IPython" in sys.modules
+        if interactive or getattr(sys, "last_type", None) is not None:
             self._stop_request.number = signal.SIGINT
         try:
             self.join()

@@ -1,5 +1,5 @@
-"""Jobs from Python: `run` runs one here, `submit` submits one to running workers, `find_job` finds an earlier
-one."""
+"""Jobs from Python: `run` runs a job on this machine, `submit` submits one to running workers, `find_job` finds
+an earlier one."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def run(
 ) -> Job:
     """Runs a job of an input on this machine, in the folder `out`, without other services.
 
-    `source` is a file as for `nightjar run`, or an iterable: of texts, of dialogues or rows (mappings), a
-    `datasets.Dataset`, supervisions or cuts of Lhotse. Returns when the input is read; the job runs
-    in the background, and the program waits for it at its end. The same call resumes an interrupted job.
-    `gpu`: `0,1` or `all`, one worker for each.
+    `source` is a file as for `nightjar run`, or an iterable of records: texts, dialogues or rows (mappings), the
+    rows of a `datasets.Dataset`, or supervisions or cuts of Lhotse. Returns after the input was read; the job
+    runs in the background, and the program waits for the job before it ends. The same call resumes an
+    interrupted job. `gpu`: the GPUs, such as `0,1` or `all`; each gets one worker.
 
-    Raises `NightjarError` with the code, message and advice of the command line.
+    Raises `NightjarError` with the same code, message and advice as the command line.
     """
     if gpu is not None:
         check_type("gpu", gpu, (str, int), 'an index, "0,1" or "all"')
@@ -54,8 +54,8 @@ def run(
     settings = embedded_settings(chosen)
     path, resolved, submitted, settings = _read(source, options, settings)
     say = (lambda text: None) if quiet else (lambda text: print(text, file=sys.stderr))
-    if (lack := missing_meters(resolved.spec.quality, say)) is not None:
-        raise lack
+    if (error := missing_meters(resolved.spec.quality, say)) is not None:
+        raise error
     devices = None if gpu is None else choose_gpus(str(gpu), os.environ.get(VISIBLE))
     thread = LocalThread(LocalRun(chosen, settings, path, resolved, submitted, devices), quiet=quiet)
     job = thread.until_submitted()
@@ -69,10 +69,10 @@ def submit(
     quiet: bool = False,
     **options: Unpack[JobOptions],
 ) -> Job:
-    """Submits a job to running workers, as `nightjar submit`, with the ledger, the broker and the store of the
-    settings.
+    """Submits a job to running workers, as `nightjar submit` does, with the ledger, the broker and the store of
+    the settings.
 
-    The same input with the same options is the same job. Raises `NightjarError`.
+    The same input with the same options gives the same job. Raises `NightjarError`.
     """
     settings = settings_for_new_job(None if out is None else _home(out))
     path, resolved, submitted, settings = _read(source, options, settings)
@@ -82,8 +82,8 @@ def submit(
 
 
 def find_job(job: str, *, out: str | Path | None = None) -> Job:
-    """The job with this id, or with an id that begins with it; `out`: the folder of a local job that is not
-    remembered.
+    """The job whose id is or begins with `job`. `out`: the output folder of a local job, needed only if the job
+    is not in the user's list of recent jobs.
 
     Raises `NotFoundError`.
     """
@@ -102,7 +102,7 @@ def _home(out: str | Path) -> str:
 def _read(
     source: str | Path | Iterable[Any], options: JobOptions, settings: Settings
 ) -> tuple[str, ResolvedSpec, SubmitOptions, Settings]:
-    """The file of an input, and the spec, the options and the settings of its job."""
+    """Checks an input. Returns its file, and the spec, the options and the settings of its job."""
     spec, submitted = job_of(checked_options(options), user_name())
     if isinstance(source, str | Path):
         place = str(source)

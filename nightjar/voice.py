@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def check_type(name: str, value: object, kinds: type | tuple[type, ...], words: str) -> None:
-    """Raises `config.invalid` for an argument of another type; True and False are not numbers."""
+    """Raises `config.invalid` for an argument of another type. True and False do not count as numbers."""
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
         message = f"The argument `{name}` is {value!r:.100}."
         raise invalid(message, f"Give {words}; docs/python.md lists the arguments.")
@@ -84,7 +84,7 @@ class Sound:
 
 
 class Voice:
-    """An open model. A context manager; made by `open_model`."""
+    """An open model, which `open_model` returns. As a context manager it closes the model at the end."""
 
     def __init__(self, card: ModelCard, pipeline: Pipeline) -> None:
         self.card = card
@@ -94,16 +94,16 @@ class Voice:
     def speak(self, text: str, **asked: Any) -> Sound:
         """The speech of a text.
 
-        `voice`, `language`, `instruct`, `seed` and the other keys of `generation` are those of a line of
-        an input; `voice` may be the name of a stored voice. `reference` is a recording of the voice to clone,
-        a path or the bytes of an audio file. Raises `InputError` for what the model cannot do, and
-        `SynthesisError` (`synth.aborted`) after `close`.
+        `voice`, `language`, `instruct`, `seed` and the other keys of `generation` mean the same as in a line of
+        an input; `voice` may be the name of a stored voice. `reference` is a recording of the voice to clone:
+        the path or the bytes of an audio file. Raises `InputError` for a request that the model cannot fulfil,
+        and `SynthesisError` (`synth.aborted`) after `close`.
         """
         speech = submit(self._pipeline, self._request(text, asked)).result()
         return Sound(speech.samples, speech.sample_rate, text)
 
     def stream(self, text: str, **asked: Any) -> Iterator[Sound]:
-        """The speech of a text in pieces, each as soon as it is made. Takes the arguments of `speak`."""
+        """Yields the speech of a text in chunks as they are synthesized. Takes the arguments of `speak`."""
         for chunk in stream(self._pipeline, self._request(text, asked)):
             if len(chunk.samples):
                 yield Sound(chunk.samples, chunk.sample_rate)
@@ -169,10 +169,11 @@ class Voice:
 
 
 def open_model(model: str | Path = "hibari", **options: Any) -> Voice:
-    """Opens a model by its name or the folder of its checkpoint; `options` are those of its family, such
-    as `device="cuda"`, which docs/models.md lists.
+    """Opens a model by its name or the folder of its checkpoint. `options`: the options of its family, such as
+    `device="cuda"`; docs/models.md lists them.
 
-    Raises `ModelError`, and `ConfigError` for an option that the model does not have or cannot run with here.
+    Raises `ModelError`, and `ConfigError` for an option that the model does not have or that cannot be used on
+    this machine.
     """
     check_type("model", model, (str, os.PathLike), "the name of a model, or the folder of a checkpoint")
     return Voice(describe(str(model)), open_pipeline(str(model), **options))

@@ -2,6 +2,6 @@
 
 import os
 
-# onnxruntime opens a database of telemetry below ~/.cache as it is imported, and only its environment keeps
-# it from that: its call `disable_telemetry_events` comes too late.
+# onnxruntime creates a telemetry database in ~/.cache when it is imported. Only this variable prevents that:
+# the function `disable_telemetry_events` can only be called afterwards.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

@@ -1,5 +1,4 @@
-"""Audio in and out: encoded files to mono samples, samples to encoded files, sample rates, loudness after ITU-R
-BS.1770-4, and where a recording holds speech."""
+"""Decodes, encodes, resamples, normalizes (ITU-R BS.1770-4) and trims audio, and detects silence."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 TARGET_LUFS = -23.0
 PEAK_LIMIT = 0.97
 
-#: Limits of what the header of a file may claim: a FLAC of silence is a thousand times as large when it is
+#: Limits of what a file's header may claim: a FLAC file of silence becomes a thousand times larger when it is
 #: decoded.
 MAX_SAMPLE_RATE = 192_000
 RATES = range(1_000, MAX_SAMPLE_RATE + 1)
@@ -38,16 +37,16 @@ MAX_SAMPLES = 60 * MAX_SAMPLE_RATE * MAX_CHANNELS
 BLOCK_SAMPLES = 1 << 18
 _BLOCK_SECONDS, _HOPS_PER_BLOCK = 0.4, 4
 _ABSOLUTE_GATE_LUFS, _RELATIVE_GATE_LU, _OFFSET_LUFS = -70.0, -10.0, -0.691
-#: Stages of the K-weighting: gain, frequency and quality of its shelf, frequency and quality of its high
-#: pass.
+#: The filters of the K-weighting: gain (dB), frequency (Hz) and Q of the high shelf; frequency and Q of the
+#: high pass.
 _SHELF_DB, _SHELF_HZ, _SHELF_Q, _PASS_HZ, _PASS_Q = 4.0, 1500.0, math.sqrt(0.5), 38.0, 0.5
-#: Samples that a filter processes at a time.
+#: Number of samples that a filter processes at a time.
 _FILTERED_SAMPLES = 1 << 15
 _WAV_HEADER = struct.Struct("<4sI4s4sIHHIIHH4sI")
 WAV_HEADER_BYTES = _WAV_HEADER.size
 _MAX_WAV_SAMPLES = (2**32 - 1 - WAV_HEADER_BYTES) // 2
 
-#: Container and coding of the formats that libsndfile writes, by its names.
+#: Container and coding of the formats that libsndfile writes, by libsndfile's names.
 CONTAINERS: dict[str, tuple[str, str]] = {
     "flac": ("FLAC", "PCM_16"),
     "mp3": ("MP3", "MPEG_LAYER_III"),
@@ -68,9 +67,9 @@ def decode(
 ) -> tuple[NDArray[np.float32], int]:
     """Mono samples (float32 [samples]) and their rate in Hz, from a WAV, FLAC, OGG, MP3 or AIFF file.
 
-    Channels are averaged unless one is asked for by its index. With a `sample_rate` the samples are
-    resampled to it (soxr, high quality, or very high: for models whose reference does so). Decodes a block
-    at a time, and nothing beyond `max_seconds` and `MAX_SAMPLES`, whatever the file claims to hold. Raises
+    Averages the channels, or takes only the one with the index `channel`. Resamples to `sample_rate`, if
+    given, with soxr in this `quality`; VHQ is for models whose reference implementation uses it. Decodes in
+    blocks, and never more than `max_seconds` and `MAX_SAMPLES`, whatever length the header claims. Raises
     `InputError`: `input.audio_unreadable` for data that is not audio, is empty, holds values that are not
     numbers, has a rate outside `RATES`, or has more than `MAX_CHANNELS`; `input.too_long` for more than
     `max_seconds` or `MAX_SAMPLES`.
@@ -100,8 +99,9 @@ def decode(
 
 
 def read_header(data: bytes, max_seconds: float) -> soundfile.SoundFile:
-    """An encoded file within the bounds of `decode`, closed: its format, frames, channels and samplerate.
-    Decodes nothing. Raises `InputError` as `decode` does."""
+    """Reads the header of an encoded file: the returned file is closed, but has `format`, `frames`,
+    `channels` and `samplerate`. Raises `InputError` like `decode` if the header is invalid or exceeds its
+    limits."""
     with _opened(data, max_seconds) as file:
         return file
 
@@ -112,7 +112,7 @@ def _opened(data: bytes, max_seconds: float) -> Generator[soundfile.SoundFile]:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             rate, frames, channels = file.samplerate, file.frames, file.channels
             if rate not in RATES or not 0 < channels <= MAX_CHANNELS:
-                message = f"The audio claims {channels} channels at {rate} Hz; 1 to {MAX_CHANNELS} at {RATES[0]} to {MAX_SAMPLE_RATE} Hz are read."
+                message = f"The audio has {channels} channels at {rate} Hz; 1 to {MAX_CHANNELS} channels at {RATES[0]} to {MAX_SAMPLE_RATE} Hz are supported."
                 raise _unreadable(message)
             if frames > max_seconds * rate or frames * channels > MAX_SAMPLES:
                 raise _too_long(max_seconds)
@@ -122,15 +122,16 @@ def _opened(data: bytes, max_seconds: float) -> Generator[soundfile.SoundFile]:
 
 
 def encode(samples: NDArray[np.float32], sample_rate: int, audio_format: AudioFormat) -> bytes:
-    """A mono file; `wav` and `flac` have 16-bit PCM. `samples`: [samples], values outside [-1, 1] are
-    clipped.
+    """Encodes mono samples [samples] as a file; values outside [-1, 1] are clipped. `wav` and `flac` hold
+    16-bit PCM.
 
-    Equal samples give equal bytes, for one version of libsndfile and of the encoders in it. A reader gets as
-    many samples as were written, since MP3 and Opus files record what the encoder added. Raises
-    `SynthesisError` (`synth.nan`) for samples that are not numbers, `ConfigError` for another format, for a
-    sample rate that the format does not support, or for more audio than fits into a WAV file.
+    Equal samples give equal bytes as long as the version of libsndfile and its encoders is the same. A reader
+    gets as many samples as were written, since MP3 and Opus files record what the encoder added. Raises
+    `SynthesisError` (`synth.nan`) for samples that are not numbers, `ConfigError` for an unknown format, for
+    a sample rate that the format does not support, or for more audio than fits into a WAV file.
     """
-    # Each call of numpy may switch to another thread, so there are few calls: most speech needs no clipping.
+    # Each call of NumPy may switch to another thread, so clipping, which most speech does not need, is
+    # skipped if possible.
     low, high = (float(samples.min()), float(samples.max())) if len(samples) else (0.0, 0.0)
     if not (math.isfinite(low) and math.isfinite(high)):
         raise SynthesisError(
@@ -154,7 +155,7 @@ def encode(samples: NDArray[np.float32], sample_rate: int, audio_format: AudioFo
     container, coding = CONTAINERS[audio_format]
     buffer = io.BytesIO()
     soundfile.write(buffer, pcm, sample_rate, format=container, subtype=coding)
-    return _with_steady_serial(buffer.getvalue()) if container == "OGG" else buffer.getvalue()
+    return _with_hashed_serial(buffer.getvalue()) if container == "OGG" else buffer.getvalue()
 
 
 def wav_header(sample_rate: int, data_bytes: int | None, tag: int = 1, width: int = 2) -> bytes:
@@ -166,11 +167,11 @@ def wav_header(sample_rate: int, data_bytes: int | None, tag: int = 1, width: in
 
 
 def resample(samples: NDArray[np.float32], sample_rate: int, wanted: int) -> NDArray[np.float32]:
-    """Mono samples [samples] at another rate in Hz, by soxr in high quality (HQ: 20 bits, more than the 16
-    that files have).
+    """Resamples mono samples [samples] to the rate `wanted` in Hz, with soxr in high quality (HQ: 20 bits,
+    while files have 16).
 
-    The filter may overshoot: if that raises the peak above `PEAK_LIMIT`, all samples are scaled back to the
-    former peak, or to the limit if that was lower. Equal rates return the samples unchanged.
+    The filter may overshoot: if the new peak exceeds both the former peak and `PEAK_LIMIT`, all samples are
+    scaled down to the higher one of these. If the rates are equal, the samples are returned unchanged.
     """
     if sample_rate == wanted or not len(samples):
         return samples
@@ -184,9 +185,9 @@ def resample(samples: NDArray[np.float32], sample_rate: int, wanted: int) -> NDA
 def loudness(samples: NDArray[np.float32], sample_rate: int) -> float:
     """Integrated loudness in LUFS of mono samples [samples]; -inf for silence.
 
-    ITU-R BS.1770-4 as pyloudnorm measures it: K-weighting, blocks of 400 ms that overlap by 75 %, the last
-    of which may miss up to half a hop at the end, gates at -70 LUFS and 10 LU below the ungated level.
-    Shorter audio is one block.
+    Follows ITU-R BS.1770-4 as pyloudnorm does: K-weighting, blocks of 400 ms that overlap by 75 %, and gates
+    at -70 LUFS and at 10 LU below the level after the first gate. The last block may lack up to half a hop.
+    Audio shorter than a block is one block.
     """
     if len(samples) == 0:
         return -math.inf
@@ -207,10 +208,10 @@ def loudness(samples: NDArray[np.float32], sample_rate: int) -> float:
 
 
 def normalize_loudness(samples: NDArray[np.float32], sample_rate: int) -> tuple[NDArray[np.float32], float]:
-    """Samples [samples] scaled to `TARGET_LUFS`, or to `PEAK_LIMIT` where the target would exceed it, and their
-    loudness in LUFS.
+    """Scales samples [samples] to `TARGET_LUFS`, or to a peak of `PEAK_LIMIT` if the target would exceed it.
+    Returns them and their loudness in LUFS.
 
-    The waveform keeps its shape. Silence is returned unchanged, with a loudness of -inf.
+    All samples get the same gain. Silence is returned unchanged, with a loudness of -inf.
     """
     before = loudness(samples, sample_rate)
     if before == -math.inf:
@@ -244,7 +245,8 @@ def _k_weighting(sample_rate: int) -> tuple[NDArray[np.float64], NDArray[np.floa
 
 
 def _angle(hz: float, quality: float, sample_rate: int) -> tuple[float, float]:
-    """The cosine of a filter's angle, and its sine over twice the quality: the cookbook's alpha."""
+    """The cosine of a filter's angular frequency, and the cookbook's alpha: the sine divided by twice the
+    quality."""
     angle = 2 * math.pi * hz / sample_rate
     return math.cos(angle), math.sin(angle) / (2 * quality)
 
@@ -255,8 +257,8 @@ def _filtered(
     """Applies a recursive filter, which is initially at rest and whose denominator begins with 1, to
     `samples` [samples].
 
-    Outputs solve a triangular system with a band as wide as the denominator, a block at a time.
-    `scipy.signal` has a function for it, but takes half a second to import.
+    The output is the solution of a triangular linear system with a narrow band, which BLAS solves a block at
+    a time. `scipy.signal` has a function for such filters, but takes half a second to import.
     """
     from scipy.linalg.blas import get_blas_funcs
 
@@ -272,11 +274,12 @@ def _filtered(
     return found
 
 
-def _with_steady_serial(data: bytes) -> bytes:
-    """An Ogg file whose stream number is a hash of its content. libsndfile's random number would make equal
-    speech different files.
+def _with_hashed_serial(data: bytes) -> bytes:
+    """Replaces the stream number of an Ogg file, which libsndfile chooses at random, with a hash of its
+    content, so that equal speech gives equal files.
 
-    The number must differ between files, because joined files keep their numbers (RFC 3533, section 4).
+    The number must differ between files with different content, because joined files keep their numbers (RFC
+    3533, section 4).
     """
     pages: list[bytearray] = []
     end = 0
@@ -315,14 +318,15 @@ def _too_long(max_seconds: float) -> InputError:
     )
 
 
-#: Frame length of the energy detector of speech.
+#: Length in seconds of the frames in which silence is detected.
 FRAME_SECONDS = 0.02
 #: A frame is silent if it is 40 dB below the loudest one, or below -60 dBFS.
 _RELATIVE_POWER, _MIN_POWER = 1e-4, 1e-6
 
 
 def frame_powers(samples: NDArray[np.float32], sample_rate: int) -> NDArray[np.float32]:
-    """Mean square of each whole frame of 20 ms, [frames]; of all samples [samples] if they are shorter."""
+    """The mean square of each complete frame of 20 ms, [frames]; of all samples [samples] if they are shorter
+    than a frame."""
     length = max(1, int(FRAME_SECONDS * sample_rate))
     count = len(samples) // length
     framed = samples[: count * length].reshape(count, length) if count else samples.reshape(1, -1)
@@ -330,10 +334,10 @@ def frame_powers(samples: NDArray[np.float32], sample_rate: int) -> NDArray[np.f
 
 
 def activity(powers: NDArray[np.float32]) -> tuple[int, int, float]:
-    """(frames with sound, longest run of silent frames between two of them, their mean power) of
-    `frame_powers`: [frames].
+    """Returns (number of frames with sound, longest run of silent frames between two of them, mean power of
+    the frames with sound) for the result of `frame_powers`, [frames].
 
-    A loop over the few frames of an utterance is quicker than the calls of numpy.
+    For the few frames of an utterance a Python loop is faster than NumPy.
     """
     levels: list[float] = powers.tolist()
     floor = max(max(levels) * _RELATIVE_POWER, _MIN_POWER)

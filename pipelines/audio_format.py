@@ -1,4 +1,4 @@
-"""Formats of encoded audio: their names, the sample rates that they hold, and their media types. Imports
+"""Formats of encoded audio: their names, the sample rates that they support, and their media types. Imports
 no audio library."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from pipelines.errors import invalid
 
 AudioFormat = Literal["wav", "flac", "mp3", "opus"]
-#: Each is also the extension of its files.
+#: Each name is also the extension of the format's files.
 AUDIO_FORMATS: tuple[AudioFormat, ...] = get_args(AudioFormat)
 CONTENT_TYPES: dict[AudioFormat, str] = {
     "wav": "audio/wav",
@@ -16,12 +16,12 @@ CONTENT_TYPES: dict[AudioFormat, str] = {
     "mp3": "audio/mpeg",
     "opus": "audio/ogg",
 }
-#: The only sample rates of MPEG layer III and of Opus, in Hz. The other formats hold every rate.
+#: The only sample rates of MPEG layer III and of Opus, in Hz. The other formats support every rate.
 RATES_OF: dict[str, tuple[int, ...]] = {
     "mp3": (8_000, 11_025, 12_000, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000),
     "opus": (8_000, 12_000, 16_000, 24_000, 48_000),
 }
-#: Formats whose readers get other samples than were written.
+#: Lossy formats: a reader gets other samples than were written.
 LOSSY: frozenset[str] = frozenset({"mp3", "opus"})
 
 

@@ -1,7 +1,7 @@
-"""Child processes: their start and their end. No child outlives its parent.
+"""Starts and ends child processes. No child outlives its parent.
 
-A child that runs one of Nightjar's programs has a channel to its parent, its standard input. `CalledChild` and
-`answer_calls` are the two ends for children that only answer calls.
+A child that runs one of Nightjar's programs has a channel to its parent as its standard input. `CalledChild`
+and `answer_calls` are the two ends of such a channel if the child only answers calls.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ T = TypeVar("T")
 
 #: Exit status of a child whose parent has ended.
 ORPHANED = 3
-#: Variables of the child: the process id of its parent, and whether the kernel kills it with its parent.
+#: Environment variables of the child: the process id of its parent, and whether the kernel kills the child
+#: when the parent ends.
 _PARENT_PID, _BOUND = "NIGHTJAR_PARENT_PID", "NIGHTJAR_BOUND"
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl
 
 
 class Child(Generic[T]):
-    """A child process with one of Nightjar's programs, and the channel to it, which receives messages of the
-    type `incoming`.
+    """A child process that runs one of Nightjar's programs, and the channel to it.
 
     It has its own session, so that it does not receive the terminal's signals.
     """
@@ -55,9 +55,10 @@ class Child(Generic[T]):
         output: int = 2,
         cores: frozenset[int] | None = None,
     ) -> None:
-        """`program`: arguments of the interpreter; `environment`: additional variables; `bound`: the kernel
-        kills the child when the thread that starts it ends; `output`: descriptor of its output; `cores`: the
-        CPU cores of the child and its own children."""
+        """`program`: arguments of the Python interpreter; `incoming`: the type of the child's messages;
+        `environment`: additional environment variables; `bound`: the kernel kills the child when the thread
+        that starts it ends; `output`: descriptor of its output; `cores`: the CPU cores of the child and its
+        own children."""
         flags = ["-P"] if sys.flags.safe_path else []
         own = {_PARENT_PID: str(os.getpid()), **({_BOUND: "1"} if bound else {})}
         ours, theirs = socket.socketpair()
@@ -83,12 +84,13 @@ class Child(Generic[T]):
             signal_group(self.process, signal.SIGKILL)
 
     def wait(self, seconds: float | None = None) -> str:
-        """Waits for its end, and describes it. Raises `subprocess.TimeoutExpired`."""
+        """Waits until it has ended; returns how, as `exit_description` does. Raises
+        `subprocess.TimeoutExpired`."""
         return exit_description(self.process.wait(seconds))
 
 
 def exit_description(status: int) -> str:
-    """The exit status of a process, as part of a sentence."""
+    """Describes the exit status of a process as part of a sentence, such as `by signal 9 (SIGKILL)`."""
     if status >= 0:
         return f"with status {status}"
     name = next((f" ({one.name})" for one in signal.Signals if one == -status), "")
@@ -96,7 +98,7 @@ def exit_description(status: int) -> str:
 
 
 def helper_environment() -> dict[str, str]:
-    """Variables of a child that uses no GPU and one core."""
+    """Environment variables of a child that uses one core and no GPU."""
     return {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "CUDA_VISIBLE_DEVICES": "",
@@ -112,8 +114,8 @@ def has_parent() -> bool:
 def parent_channel(incoming: type[T] | Any) -> Channel[T]:
     """The channel to the parent of a process started by `Child`. Standard input is empty after the call.
 
-    If the parent asks for it, the kernel kills this process when the parent ends. A thread could not do that,
-    because a library may hold the interpreter for minutes.
+    If the parent asks for it, the kernel kills this process when the parent ends. A thread that watches the
+    parent would not be enough, because a library may block all threads for minutes.
     """
     parent = int(os.environ.pop(_PARENT_PID))
     if os.environ.pop(_BOUND, None) is not None:
@@ -127,10 +129,10 @@ def parent_channel(incoming: type[T] | Any) -> Channel[T]:
 
 
 def spawn(command: Sequence[str], log: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Starts a program without a channel that is bound to this process like a `Child`. `log`: an open
-    descriptor for its output, which is closed here."""
+    """Starts a program without a channel. The kernel kills it when the thread that started it ends. `log`: an
+    open descriptor for its output, which this function closes."""
     parent = os.getpid()
-    # An exception of a signal handler would be lost in the hooks that run at a fork, such as those of logging.
+    # Hooks that run at a fork, such as those of logging, would discard an exception of a signal handler.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 
     def bind() -> None:
@@ -181,8 +183,8 @@ def die_with_parent() -> None:
 
 @contextmanager
 def _on_cores(cores: frozenset[int] | None) -> Generator[None]:
-    """Restricts processes that this thread starts inside to these cores. If the kernel refuses, for example
-    because a container has lost cores, they run on all cores."""
+    """Restricts processes that this thread starts inside the block to these cores. If the kernel refuses, for
+    example because a container has lost cores, they run on all cores."""
     if cores is None:
         yield
         return
@@ -200,7 +202,7 @@ class ChildEndedError(Exception):
 
 
 class _Call(msgspec.Struct, frozen=True):
-    """A call, which is sent with a descriptor of its data."""
+    """A call. It is sent with the descriptor of its data, which are in shared memory."""
 
     number: int
     content: Any
@@ -213,7 +215,7 @@ class _Answer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CalledChild(Generic[T]):
-    """A child that answers calls by `answer_calls`, in any order."""
+    """A child that runs `answer_calls`. It may answer calls in any order."""
 
     def __init__(
         self,
@@ -240,8 +242,9 @@ class CalledChild(Generic[T]):
         return len(self._waiting)
 
     def call(self, content: object, data: bytes | NDArray[Any] = b"") -> Future[T]:
-        """The future of the answer; it fails with the child's `NightjarError` or `ChildEndedError`. Raises
-        `ChildEndedError` after the child's end, and `OSError` if there is no memory to share."""
+        """Returns the future of the answer; its exception is the child's `NightjarError`, or
+        `ChildEndedError`. Raises `ChildEndedError` after the child's end, and `OSError` if there is no memory
+        to share."""
         shared, answered = share(data), Future[T]()
         try:
             with self._lock:
@@ -249,7 +252,7 @@ class CalledChild(Generic[T]):
                     raise ChildEndedError
                 number = next(self._numbers)
                 self._waiting[number] = answered
-            with suppress(OSError):  # the receiving thread meets the same error
+            with suppress(OSError):  # the receiving thread gets the same error and ends the call
                 self._child.channel.send(_Call(number, content), [shared])
         finally:
             os.close(shared)
@@ -259,7 +262,8 @@ class CalledChild(Generic[T]):
         self._child.kill()
 
     def close(self, seconds: float = 0.0) -> str:
-        """Ends the child, and kills it after `seconds`; describes its end. May be called more than once."""
+        """Ends the child, and kills it after `seconds`. Returns how it ended. May be called more than
+        once."""
         self._child.channel.shut_down()
         with suppress(subprocess.TimeoutExpired):
             self._child.wait(seconds)

@@ -1,4 +1,5 @@
-"""An executor whose threads end with their process; those of `concurrent.futures` can keep it alive forever."""
+"""An executor whose threads end with the process; the threads of `concurrent.futures` can keep it alive
+forever."""
 
 from __future__ import annotations
 

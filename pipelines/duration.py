@@ -1,5 +1,5 @@
-"""How long speech should be: from a text's length in units to seconds, with learned bounds.
-Imports no library."""
+"""The expected length of speech, computed from the length of its text, and bounds for it, which are learned
+from a model's speech."""
 
 from __future__ import annotations
 
@@ -10,38 +10,39 @@ import msgspec
 
 from pipelines.languages import language_code
 
-#: Deviation in seconds that is always allowed: breath, a pause, a codec's last frame.
+#: Deviation in seconds that is always allowed, such as a breath, a pause or a codec's last frame.
 SLACK_SECONDS = 0.5
-#: Bounds for text that is not prose: numbers may be read as many or few words, and markup spelled out or
+#: Factors for text that is not prose: numbers may be read as many or few words, and markup spelled out or
 #: skipped, so the text says little about the length.
 WIDE_LOW, WIDE_HIGH = 0.1, 4.0
 
 
 _DIGITS, _MARKS = "0123456789", ".!?;:,"
-# Patterns are compiled at first use, by `re` itself: `nightjar status` needs none.
+# Patterns are strings, which `re` compiles at first use: `nightjar status` does not use them.
 _IDEOGRAPHS = "[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]"
-#: Characters that count more than one unit, and their additional units: marks, Chinese, Korean, kana.
-_FOREIGN_SIGNS = {
+#: Patterns of characters that count more than one unit, and their additional units: punctuation, Chinese,
+#: Korean, kana.
+_EXTRA_UNITS = {
     "[\u2026\u3001\u3002\uff0c\uff01\uff1f\uff1b\uff1a]": 2.0,
     _IDEOGRAPHS: 2.5,
     "[\uac00-\ud7af]": 1.5,
     "[\u3040-\u30ff]": 1.0,
 }
-#: Numbers, signs, markup, initials, runs of one mark or of spaces, lines: what a voice may spell out, skip or
-#: shorten.
+#: Text that is not prose, since a voice may spell it out, skip it or shorten it: numbers, signs, markup, two
+#: capitals, a repeated mark, repeated white space, several lines.
 _UNLIKE_PROSE = r"[0-9\u00bc-\u00be\u2150-\u215e<>/@#&=*_{}\[\]|~^%$+\\\n]|[A-Z]{2}|([^\w\s])\1|\s\s"
 
 
 def text_units(text: str) -> float:
-    """Length of a text as it is spoken, in letters of a spaced script.
+    """The spoken length of a text, in letters of a script that separates words by spaces.
 
     A digit is read as a word and counts five, a mark is a pause and counts three; a Chinese character is a
     syllable and counts three and a half, a Hangul block two and a half, a kana two.
     """
-    # Counting is ten times as fast as a pattern, and every item's text is counted.
+    # `str.count` is ten times as fast as a pattern, and this runs for every item.
     units = len(text) + 4.0 * sum(map(text.count, _DIGITS)) + 2.0 * sum(map(text.count, _MARKS))
     if not text.isascii():
-        units += sum([extra * len(re.findall(sign, text)) for sign, extra in _FOREIGN_SIGNS.items()])
+        units += sum([extra * len(re.findall(sign, text)) for sign, extra in _EXTRA_UNITS.items()])
     return units
 
 
@@ -69,7 +70,7 @@ class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     low: _NotNegative
     high: _NotNegative
     slack_seconds: _NotNegative = SLACK_SECONDS
-    #: Only for this voice and this language; empty: for every one.
+    #: The voice and the language that it applies to; empty: all of them.
     voice: str = ""
     language: str = ""
 
@@ -89,7 +90,7 @@ class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def pace_of(paces: tuple[Pace, ...], voice: str | None, language: str | None) -> Pace | None:
-    """The first pace that is for this voice and language, or None."""
+    """The first pace that applies to this voice and language, or None."""
     code = language_code(language or "")
     for pace in paces:
         if pace.voice.casefold() in ("", (voice or "").casefold()) and language_code(pace.language) in (

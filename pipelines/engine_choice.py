@@ -1,4 +1,4 @@
-"""Which engine runs a model that more than one can run. Imports no torch."""
+"""The choice of an engine for models that both engines can run, and of a device. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import os
 from pathlib import Path
 from typing import Literal
 
-#: What `SPEECH_ENGINE__KIND` and the option `engine` of such a model take; "auto" is native.
+#: Values of `SPEECH_ENGINE__KIND` and of the option `engine` of such a model; "auto" means native.
 EngineKind = Literal["auto", "native", "vllm"]
-#: What CUDA shows a process, and the values that show it nothing; the last is that of Slurm.
+#: The environment variable that selects the GPUs of a process, and its values for no GPU; Slurm sets the last
+#: one.
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 NO_GPU = ("", "-1", "NoDevFiles")
-#: Is there where NVIDIA's driver is, and stays when a GPU is lost.
+#: Exists if NVIDIA's driver is loaded, and stays when a GPU is lost.
 DRIVER = Path("/dev/nvidiactl")
 
 
 def has_gpu() -> bool:
-    """Whether CUDA will find a device; asking it takes seconds, and memory of the device."""
+    """Whether CUDA should find a GPU. CUDA itself is not asked, because that takes seconds and device
+    memory."""
     return os.environ.get(VISIBLE, "0") not in NO_GPU and DRIVER.exists()

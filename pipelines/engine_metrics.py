@@ -1,4 +1,4 @@
-"""Prometheus metrics of engines: how they were opened, and what they do now. Labels are few and closed."""
+"""Prometheus metrics of engines: how they were opened, and their current state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LABELS = ("model", "device", "dtype", "executor", "kernels", "reproducible")
 
 class EngineMetrics(Collector):
     """Collects the metrics of this process's open pipelines at each scrape. Values of several engines are
-    summed; of the KV cache's use it reports the highest."""
+    summed; for the use of the KV cache the highest value is reported."""
 
     def __init__(self, pipelines: Callable[[], Sequence[Pipeline]]) -> None:
         self._pipelines = pipelines

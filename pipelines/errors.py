@@ -88,7 +88,7 @@ class ErrorCode(StrEnum):
         return self in _RETRYABLE
 
     @property
-    def hopeless(self) -> bool:
+    def permanent(self) -> bool:
         """Whether the line is at fault and can never succeed unchanged."""
         return self.value.startswith("input.") or self is ErrorCode.STORE_BAD_KEY
 
@@ -120,11 +120,11 @@ def nearest(name: str, known: Iterable[str], shown: Callable[[str], str] = repr)
 
 
 class NightjarError(Exception):
-    """A failure: a closed `code`, a `message` that says what happened, and `advice` that says what to do."""
+    """A failure: its `code`, a `message` that says what happened, and `advice` that says what to do."""
 
     def __init__(self, code: ErrorCode, message: str, advice: str = "") -> None:
         super().__init__(code, message, advice)
-        # Between processes it travels as text.
+        # Messages between processes carry it as text.
         self.code = ErrorCode(code)
         self.message = message
         self.advice = advice
@@ -142,7 +142,8 @@ class SynthesisError(NightjarError):
 
 
 class NoAudioError(SynthesisError):
-    """The model wrote text but no audio (`synth.no_audio`); `text_out` is the text, `meta` that of a `Speech`."""
+    """The model wrote text but no audio (`synth.no_audio`); `text_out` is the text, and `meta` is like that
+    of a `Speech`."""
 
     def __init__(
         self,
@@ -154,7 +155,7 @@ class NoAudioError(SynthesisError):
         super().__init__(ErrorCode.SYNTH_NO_AUDIO, message, advice)
         self.text_out = text_out
         self.meta = dict(meta or {})
-        # A copy, in this process or another one, is made from these.
+        # Copies, in this process or in another one, are made by a call with these arguments.
         self.args = (message, advice, text_out, self.meta)
 
 
@@ -164,7 +165,7 @@ class EngineCrashError(NightjarError):
 
 
 class StoreError(NightjarError):
-    """The object store refused or could not be reached (`store.*`)."""
+    """The object store refused a request or could not be reached (`store.*`)."""
 
 
 class ServiceError(NightjarError):
@@ -202,3 +203,12 @@ def engine_closed() -> SynthesisError:
 def invalid(message: str, advice: str) -> ConfigError:
     """The error of a setting that cannot be used (`config.invalid`)."""
     return ConfigError(ErrorCode.CONFIG_INVALID, message, advice)
+
+
+def missing_library(what: str, library: str, extra: str) -> ConfigError:
+    """The error of a library that is not installed (`config.missing_library`)."""
+    return ConfigError(
+        ErrorCode.CONFIG_MISSING_LIBRARY,
+        f"{what} needs the library {library}.",
+        f"Install Nightjar with its extra `{extra}` (docs/install.md).",
+    )

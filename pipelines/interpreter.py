@@ -1,4 +1,5 @@
-"""Tuning of Python for processes that serve requests: rare garbage collections and short thread switches."""
+"""Tunes Python for processes that serve requests: rarer garbage collections, and more frequent thread
+switches."""
 
 from __future__ import annotations
 
@@ -7,15 +8,15 @@ import sys
 
 #: New objects between two garbage collections (Python's default: 700).
 COLLECT_AFTER = 20_000
-#: How long a thread keeps the interpreter while others wait for it (Python's default: 5 ms).
+#: How long a thread may run while others wait for the interpreter (Python's default: 5 ms).
 SWITCH_SECONDS = 0.0005
 
 
 def tune_gc() -> None:
     """Excludes all loaded objects from garbage collection, and makes collections rarer.
 
-    Requests and items create few cycles, and a collection over a loaded model's library stops all threads
-    for tenths of a second.
+    Requests and items create few cycles, and a collection in a process that has loaded a model library stops
+    all threads for tenths of a second.
     """
     gc.collect()
     gc.freeze()
@@ -23,6 +24,7 @@ def tune_gc() -> None:
 
 
 def serve_threads() -> None:
-    """Applies `tune_gc`, and shortens thread switches: a first chunk crosses several threads."""
+    """Applies `tune_gc`, and lets threads switch more often: a stream's first chunk passes through several
+    threads."""
     tune_gc()
     sys.setswitchinterval(SWITCH_SECONDS)

@@ -27,11 +27,11 @@ from pipelines.errors import NightjarError
 
 T = TypeVar("T")
 
-#: Bytes of a message, and number of descriptors that come with it.
+#: The header of a message: its length in bytes, and the number of its descriptors.
 _HEAD = struct.Struct(">IB")
-#: The longest message, in bytes. The longest recordings of a voice fit well.
+#: Maximum length of a message in bytes, which is enough for recordings of voices.
 MAXIMUM_BYTES = 256 << 20
-#: The maximum number of descriptors of one message; the kernel's own limit is 253.
+#: Maximum number of descriptors of one message; the kernel's own limit is 253.
 MAXIMUM_DESCRIPTORS = 64
 _READ_BYTES = 1 << 16
 
@@ -69,7 +69,7 @@ class Channel(Generic[T]):
         self._maximum_bytes = maximum_bytes
         self._buffer = bytearray()
         self._descriptors: deque[int] = deque()
-        #: Messages that are not sent yet, the first one perhaps in part. Descriptors are copies.
+        #: Unsent messages with copies of their descriptors; the first one may be partly sent.
         self._left: deque[tuple[memoryview, list[int]]] = deque()
         self._changed = threading.Condition()
         self._error: OSError | None = None
@@ -116,7 +116,7 @@ class Channel(Generic[T]):
         data = self._buffer[_HEAD.size : _HEAD.size + size]
         del self._buffer[: _HEAD.size + size]
         if count > len(self._descriptors):
-            raise ConnectionError("a message came without its descriptors")
+            raise ConnectionError("a message arrived without its descriptors")
         # Descriptors arrive with the first byte of their message at the latest.
         descriptors = [self._descriptors.popleft() for _ in range(count)]
         try:
@@ -254,7 +254,8 @@ def share(data: bytes | memoryview | NDArray[Any]) -> int:
 def read_shared(descriptor: int, dtype: DTypeLike = np.float32) -> NDArray[Any]:
     """Copies shared memory into a new array [values], and closes the descriptor.
 
-    A mapping in Python 3.11 would keep a descriptor open, and takes as long. Raises `OSError`.
+    Does not map the memory: in Python 3.11 a mapping keeps a descriptor open, and takes as long. Raises
+    `OSError`.
     """
     with open(descriptor, "rb") as file:
         file.seek(0)

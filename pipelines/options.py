@@ -1,4 +1,4 @@
-"""Options of a pipeline by name. Imports no torch."""
+"""Options of pipelines, and how they are read. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import msgspec
 from pipelines.engine_choice import EngineKind
 from pipelines.errors import invalid, nearest
 
-#: A number of 1 or more.
+#: A whole number of 1 or more.
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
 T = TypeVar("T")
 U = TypeVar("U")
 
-#: msgspec crashes if two threads use a class for the first time at once.
+#: Held during a conversion: msgspec crashes if two threads use a class for the first time at once.
 _converting = threading.Lock()
 
 
@@ -62,39 +62,43 @@ def read_model_options(options: Mapping[str, Any], native: type[T], vllm: type[U
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Options of a checkpoint on either engine; None means the best for the device."""
+    """Options of a checkpoint on either engine; None selects the best value for the device."""
 
-    #: On vLLM only the device of codec and reference encoder: the LM runs on the device vLLM was built for.
+    #: On vLLM this is only the device of the codec and the reference encoder: the LM runs on the kind of
+    #: device that vLLM was built for.
     device: str | None = None
     dtype: Precision | None = None
     codec_dtype: Precision | None = None
-    #: Whether the bits of a request's codes must not depend on its batch, which costs throughput. vLLM refuses it.
+    #: Whether the bits of a request's codes must not depend on its batch. This costs throughput, and vLLM
+    #: does not support it.
     reproducible: bool = False
-    #: Maximum sequences that run at once, and that wait before `submit` blocks.
+    #: Maximum sequences that run at once, and maximum sequences that wait before `submit` blocks.
     slots: Count | None = None
     waiting_room: Count | None = None
-    #: Share of the GPU's memory: on the native engine for weights, KV cache, codec and graphs; on vLLM for the LM.
+    #: Share of the GPU's memory that may be used: on the native engine by weights, KV cache, codec and
+    #: graphs; on vLLM by the LM.
     memory_share: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     max_context: Count | None = None
-    #: Whether unfinished speech at the limit is returned (meta finish "length") instead of failing.
+    #: Whether speech that reaches its limit unfinished is returned (with "length" as `finish` in its meta)
+    #: instead of failing.
     keep_unfinished: bool = False
-    #: CPU threads; on vLLM those of codec and reference encoder. With one, results in float32 on a CPU have the
-    #: same bits in any batch.
+    #: Number of CPU threads; on vLLM, of the codec and the reference encoder. With one thread, results in
+    #: float32 on a CPU have the same bits in any batch.
     threads: Count | None = None
 
     def context(self, default: int) -> int:
-        """Maximum positions of a sequence; `default`: the value if none was chosen."""
+        """Maximum positions of a sequence; `default` if the option is not set."""
         return default if self.max_context is None else self.max_context
 
 
 @dataclass(frozen=True, slots=True)
 class TokenModelOptions(ModelOptions):
-    """Options of a checkpoint whose LM runs on vLLM; None means the best for the device."""
+    """Options of a checkpoint whose LM runs on vLLM; None selects the best value for the device."""
 
     #: KV cache of the CPU build in GiB; VLLM_CPU_KVCACHE_SPACE takes precedence.
     cpu_kv_gib: Count = 1
-    #: Tokens of one engine step.
+    #: Maximum tokens of one engine step.
     step_tokens: Count | None = None
     tensor_parallel: int = 1
-    #: Without compilation and CUDA graphs.
+    #: Whether the LM runs without compilation and CUDA graphs.
     eager: bool | None = None

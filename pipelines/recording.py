@@ -35,38 +35,37 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MIN_SECONDS = 0.5
-#: Root mean square below which a recording holds no voice (-60 dBFS).
+#: Root mean square below which a recording counts as silent (-60 dBFS).
 SILENCE = 1e-3
-#: Recordings that a cache encodes at a time; each takes memory of the device.
+#: Maximum recordings that a cache encodes at a time; each of them needs device memory.
 AT_ONCE = 4
 _SUFFIX = ".voice"
 #: Prefix of files that are being written.
 DRAFT = ".draft-"
 _DIGEST_BYTES = 32
-#: Writes between two checks of a folder's size.
-_WRITES_PER_LOOK = 64
+#: Number of writes between two checks of a folder's size.
+_WRITES_PER_CHECK = 64
 _BEST_LENGTH = "Three to fifteen seconds of clear speech work best."
 
 
-def check_encoded(recording: bytes) -> None:
-    """Raises `InputError` for an encoded audio file that no model can clone a voice from, as
-    `read_recording` does."""
-    read_recording(recording)
-
-
-def decode_recording(
+def read_recording(
     recording: bytes,
     sample_rate: int | None = None,
     *,
     channel: int | None = None,
     quality: Literal["HQ", "VHQ"] = "HQ",
 ) -> tuple[NDArray[np.float32], int]:
-    """`pipelines.audio.decode` with the maximum length of a recording; a longer one is
-    `input.reference_length`."""
-    from pipelines.audio import decode  # only where there is audio to read
+    """Decodes an encoded audio file like `pipelines.audio.decode`; returns its samples [n] and their rate.
+
+    Raises `InputError` for a recording that cannot be read (`input.audio_unreadable`), is too short or too
+    long (`input.reference_length`) or silent (`input.reference_silent`).
+    """
+    import numpy as np  # only where there is audio to read
+
+    from pipelines.audio import decode
 
     try:
-        return decode(
+        samples, rate = decode(
             recording, sample_rate, max_seconds=MAX_REFERENCE_SECONDS, channel=channel, quality=quality
         )
     except InputError as error:
@@ -77,28 +76,11 @@ def decode_recording(
             error.message.replace("audio", "reference audio", 1),
             _BEST_LENGTH,
         ) from error
-
-
-def read_recording(
-    recording: bytes,
-    sample_rate: int | None = None,
-    *,
-    channel: int | None = None,
-    quality: Literal["HQ", "VHQ"] = "HQ",
-) -> tuple[NDArray[np.float32], int]:
-    """Samples [n] of an encoded audio file and their rate, as `decode_recording`.
-
-    Raises `InputError` for a recording that cannot be read (`input.audio_unreadable`), is too short or too
-    long (`input.reference_length`) or silent (`input.reference_silent`).
-    """
-    import numpy as np  # only where there is audio to read
-
-    samples, rate = decode_recording(recording, sample_rate, channel=channel, quality=quality)
     seconds = len(samples) / rate
     if not MIN_SECONDS <= seconds <= MAX_REFERENCE_SECONDS:
         raise InputError(
             ErrorCode.INPUT_REFERENCE_LENGTH,
-            f"The reference audio is {seconds:.2f} s long; it must have {MIN_SECONDS:g} to {MAX_REFERENCE_SECONDS:g} s.",
+            f"The reference audio is {seconds:.2f} s long; it must be {MIN_SECONDS:g} to {MAX_REFERENCE_SECONDS:g} s long.",
             _BEST_LENGTH,
         )
     if float(np.sqrt(np.mean(np.square(samples, dtype=np.float64)))) < SILENCE:
@@ -113,13 +95,13 @@ def read_recording(
 class RecordingCache(Generic[T]):
     """A cache of results for the last `capacity` recordings, by their content.
 
-    A second call for a recording that is being encoded waits for its result. A few recordings are encoded at
-    once.
+    A second call for a recording that is being encoded waits for the result of the first one. Up to `AT_ONCE`
+    recordings are encoded at once.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        #: Results, finished or pending.
+        #: Finished and pending results, the least recently used first.
         self._kept: OrderedDict[tuple[str, Hashable], Future[T]] = OrderedDict()
         self._lock = threading.Lock()
         self._places = threading.BoundedSemaphore(AT_ONCE)
@@ -127,8 +109,8 @@ class RecordingCache(Generic[T]):
     def get(self, recording: bytes, variant: Hashable, make: Callable[[], T]) -> T:
         """The result of `make` for this recording and variant, computed at the first call.
 
-        Raises `SynthesisError` (`synth.oom`) if the device runs out of memory, and what `make` raises; then
-        nothing is kept.
+        Raises `SynthesisError` (`synth.oom`) if the device runs out of memory, and what `make` raises. A
+        failed result is not kept.
         """
         key = hashlib.sha256(recording).hexdigest(), variant
         with self._lock:
@@ -156,11 +138,11 @@ def _with_memory(make: Callable[[], T]) -> T:
     except RuntimeError as error:
         from kernels.cuda_graphs import (
             lacks_memory,
-        )  # whoever makes something of a recording has imported torch
+        )  # `make` has already imported torch
 
         if not lacks_memory(error):
             raise
-        message = f"The device ran out of memory over the reference audio: {error}."
+        message = f"The device ran out of memory while it encoded the reference audio: {error}."
         raise SynthesisError(
             ErrorCode.SYNTH_OOM, message, "Use a shorter reference or a smaller engine."
         ) from error
@@ -169,13 +151,13 @@ def _with_memory(make: Callable[[], T]) -> T:
 class RecordingFiles:
     """A cache of files in a folder, limited to `maximum_bytes`. Only their owner can read and write them.
 
-    A file is a SHA-256 and the arrays that it covers, in the format safetensors. Its name is computed from
-    the recording's content, the model's identity and the variant. Damaged files, and files that others could
-    have written, are not read. If the folder cannot be used, one warning is logged and nothing is kept.
+    A file holds arrays in the format safetensors, after their SHA-256. Its name is computed from the
+    recording's content, the model's identity and the variant. Damaged files, and files that others could have
+    written, are not read. If the folder cannot be used, one warning is logged and nothing is stored.
     """
 
     def __init__(self, folder: Path, maximum_bytes: int, identity: str) -> None:
-        """`identity`: of everything that the arrays depend on besides the recording."""
+        """`identity`: identifies everything that the arrays depend on besides recording and variant."""
         self._folder = folder
         self._maximum_bytes = maximum_bytes
         self._identity = identity
@@ -183,8 +165,8 @@ class RecordingFiles:
         self._warned = False
 
     def get(self, recording: bytes, variant: str, make: Callable[[], Arrays]) -> Arrays:
-        """The kept arrays of this recording and variant, or the result of `make`, which is then kept. Raises
-        what `make` raises; then nothing is kept."""
+        """The stored arrays of this recording and variant, or the result of `make`, which is then stored.
+        Raises what `make` raises, and stores nothing then."""
         from safetensors import SafetensorError
 
         model = hashlib.sha256(json.dumps([self._identity, variant]).encode()).hexdigest()
@@ -193,13 +175,13 @@ class RecordingFiles:
             if (found := self._read(path)) is not None:
                 return found
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-            log.info("a kept voice is damaged and is made again: %s", error)
+            log.info("a stored voice is damaged and is encoded again: %s", error)
         made = make()
         try:
             self._write(path, made)
         except OSError as error:
             if not self._warned:
-                message = "prepared voices cannot be kept in %s (%s); set SPEECH_ENGINE__VOICE_CACHE"
+                message = "encoded voices cannot be stored in %s (%s); set SPEECH_ENGINE__VOICE_CACHE"
                 log.warning(message, self._folder, error)
             self._warned = True
         return made
@@ -214,11 +196,11 @@ class RecordingFiles:
         with os.fdopen(file, "rb") as opened:
             status = os.fstat(file)
             if status.st_uid != os.geteuid() or status.st_mode & 0o077 or not stat.S_ISREG(status.st_mode):
-                raise ValueError(f"{path} may be somebody else's")
+                raise ValueError(f"{path} may have been written by another user")
             data = opened.read()
         digest, data = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
         if hashlib.sha256(data).digest() != digest:
-            raise ValueError(f"{path} is not what was written")
+            raise ValueError(f"{path} does not match its checksum")
         with suppress(OSError):
             os.utime(path)
         return dict(load(data))
@@ -228,7 +210,7 @@ class RecordingFiles:
 
         data = save(dict(arrays))
         write_file(path, hashlib.sha256(data).digest() + data)
-        if next(self._writes) % _WRITES_PER_LOOK == 0:
+        if next(self._writes) % _WRITES_PER_CHECK == 0:
             self._shrink()
 
     def _shrink(self) -> None:

@@ -1,5 +1,5 @@
-"""The registry of models: opens a pipeline by its name or its checkpoint folder. Loads no model library until
-one is opened."""
+"""The registry of models: opens a pipeline by its name or its checkpoint folder. Imports no model library
+before that."""
 
 from __future__ import annotations
 
@@ -24,38 +24,39 @@ _DESCRIPTION_FILES = ("*.json",)
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """The description of a model, known without loading it."""
+    """The description of a model, which is available without loading the model."""
 
-    #: What `open_pipeline` takes: a registry name, or the absolute path of a checkpoint folder.
+    #: The argument of `open_pipeline`: a registry name, or the absolute path of a checkpoint folder.
     name: str
     family: str
-    #: The engine that decodes its requests, or the default one of `engines`.
+    #: The engine that runs its requests, or the default one of `engines`.
     engine: Literal["cpu", "native", "vllm"]
-    #: Hz of the speech it makes.
+    #: Sample rate of its speech, in Hz.
     sample_rate: int
     capabilities: Capabilities
     #: Identity of the weights: a package version, a hub commit, or a digest of a folder; empty if unknown.
     revision: str = ""
-    #: Seconds of speech that one character of text makes, on average; estimates of audio use it.
+    #: Average seconds of speech per character of text, for estimates of the length of audio.
     seconds_per_character: float = 0.07
-    #: Values of its option `executor`; empty without a choice.
+    #: Values of its option `executor`; empty if there is no choice.
     executors: tuple[str, ...] = ()
-    #: Values of its option `engine`; empty without a choice.
+    #: Values of its option `engine`; empty if there is no choice.
     engines: tuple[Literal["native", "vllm"], ...] = ()
-    #: RTF of one worker: engine seconds for a second of speech; None if not measured.
+    #: RTF of one worker: engine seconds per second of speech; None if not measured.
     rtf: float | None = None
-    #: How long its speech is, learned from much of it (`python -m benchmarks.cpu paces`); None: unknown.
+    #: The expected length of its speech, learned from samples (`python -m benchmarks.cpu paces`); None:
+    #: unknown.
     pace: Pace | None = None
-    #: Checks of every text, and of every recording of a voice to clone (an encoded file), at submit. They are
-    #: cheap, load no model and raise `InputError` for what the model would refuse; None: no check.
+    #: Functions that check every text, and every recording of a voice to clone (an encoded file), at submit.
+    #: They are cheap, load no model and raise `InputError` if the model would refuse it; None: no check.
     check_text: Callable[[str], None] | None = field(default=None, compare=False)
-    check_reference: Callable[[bytes], None] | None = field(default=None, compare=False)
+    check_reference: Callable[[bytes], object] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Provider:
-    """A model that was found. Built-in packages and entry points of the group `nightjar.pipelines` have the
-    functions `describe` and `load`."""
+    """Describes and loads one model. Built-in packages and entry points of the group `nightjar.pipelines`
+    have the functions `describe` and `load`."""
 
     #: The name of its card.
     name: str
@@ -67,7 +68,8 @@ class Provider:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A checkpoint on the model hub, with its published description; `describe` reads the checkpoint itself."""
+    """A checkpoint on the model hub, and its card as published; `pipelines.registry.describe` reads the
+    checkpoint itself."""
 
     hub_id: str
     card: ModelCard
@@ -93,13 +95,14 @@ class Family:
     published: tuple[Published, ...] = ()
     #: The package; empty: `pipelines.<name>`.
     package: str = ""
-    #: Whether it has a module `prompt` with `open_frontend(folder) -> Frontend`, which imports no torch; its
-    #: pipeline takes prepared requests.
+    #: Whether it has a module `prompt` with `open_frontend(folder) -> Frontend`, which imports no torch. If
+    #: so, its pipeline takes prepared requests.
     frontend: bool = False
-    #: The class in its module `vllm_model` that runs its LM on vLLM; empty: a class of vLLM's, or none.
+    #: The class in its module `vllm_model` that runs its LM on vLLM; empty: vLLM has the class itself, or
+    #: does not run this family.
     vllm_model: str = ""
-    #: Optional options that its pipeline has on the native engine: `streams` (number of prepared streams),
-    #: `text_first`, `voice_cache`.
+    #: Those of the options `streams` (number of prepared streams), `text_first` and `voice_cache` that its
+    #: pipeline has on the native engine.
     options: frozenset[str] = frozenset()
 
     def call(self, module: str, function: str, *arguments: Any, **options: Any) -> Any:
@@ -130,8 +133,8 @@ def _qwen3_tts(hub_name: str, capabilities: Capabilities) -> Published:
     return Published(f"Qwen/Qwen3-TTS-12Hz-{hub_name}", card)
 
 
-# Published values of codec_language_id and spk_id in config.json, without dialects, which only their voices
-# speak.
+# Values of codec_language_id and spk_id in the published config.json. Dialects are left out, because each is
+# spoken only by its own voices.
 _LANGUAGES = (
     "auto",
     "chinese",
@@ -193,8 +196,8 @@ def has_option(card: ModelCard, option: str) -> bool:
 
 
 def register_pipeline(name: str, card: ModelCard, factory: Callable[..., Pipeline]) -> Callable[[], object]:
-    """Adds a pipeline to this process under `name`; it replaces others of that name. Returns a function that
-    removes it.
+    """Adds a pipeline to this process under `name`, in place of any other with that name. Returns a function
+    that removes it.
 
     `factory(**options)` is called by `open_pipeline(name, **options)`.
     """
@@ -220,8 +223,8 @@ def describe(model: str) -> ModelCard:
 def open_pipeline(model: str, **options: Any) -> Pipeline:
     """Loads a model by registry name or checkpoint folder; `options` are those of its family.
 
-    Downloads the weights (safetensors only) of a published checkpoint, unless the hub's cache has them. Raises `ModelError`: `model.unknown`, `model.bad_checkpoint`, `model.missing_extra` or
-    `model.unreachable`.
+    Downloads the weights (safetensors only) of a published checkpoint, unless the hub's cache has them.
+    Raises `ModelError`: `model.unknown`, `model.bad_checkpoint`, `model.missing_extra` or `model.unreachable`.
     """
     return _found(model, _WEIGHT_FILES).load(**options)
 
@@ -230,7 +233,7 @@ def open_frontend(model: str) -> Frontend | None:
     """The frontend of a model, which prepares requests outside of the engine's process; None if its family
     has none.
 
-    Raises as `open_pipeline`.
+    Raises like `open_pipeline`.
     """
     return _found(model, _WEIGHT_FILES).frontend()
 
@@ -268,7 +271,8 @@ def recognise(folder: Path, families: Sequence[Family]) -> Family:
 
 
 def _found(model: str, hub_files: Sequence[str]) -> Provider:
-    """The provider of a registry name or a checkpoint folder; of a published checkpoint, with these files."""
+    """The provider of a registry name or a checkpoint folder. Downloads files with these patterns of a
+    published checkpoint."""
     if (registered := _registered.get(model)) is not None:
         return registered
     if (package := BUILT_IN.get(model)) is not None:
@@ -296,7 +300,7 @@ def _found(model: str, hub_files: Sequence[str]) -> Provider:
 
 
 def _of_folder(name: str, family: Family, folder: Path, **known: Any) -> Provider:
-    """The provider of a checkpoint folder; `known` replaces fields of its own card."""
+    """The provider of a checkpoint folder. `known`: fields of the card that replace those of the folder."""
 
     def read(module: str, function: str) -> Any:
         try:
@@ -313,7 +317,7 @@ def _of_folder(name: str, family: Family, folder: Path, **known: Any) -> Provide
 
 
 def _folder(model: str) -> Path:
-    """The checkpoint folder that `model` names; raises `model.unknown` for anything else."""
+    """The checkpoint folder with the path `model`. Raises `model.unknown` if it is not a folder."""
     with suppress(OSError, ValueError, RuntimeError):
         if (folder := Path(model).expanduser().resolve()).is_dir():
             return folder
@@ -324,7 +328,7 @@ def _folder(model: str) -> Path:
 
 
 def _download(family: Family, hub_id: str, patterns: Sequence[str]) -> Path:
-    """The hub's snapshot folder with the files of these patterns; its name is the commit."""
+    """Downloads files with these patterns. Returns the hub's snapshot folder, whose name is the commit."""
     try:
         found = family.call("huggingface_hub", "snapshot_download", hub_id, allow_patterns=list(patterns))
         return Path(found)

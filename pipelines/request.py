@@ -22,7 +22,7 @@ Modality = Literal["text", "audio", "image", "video", "toolcall"]
 #: Roles whose texts can be spoken.
 SpokenRole = Literal["user", "assistant"]
 Mode = Literal["text_only", "text_audio"]
-#: The longest recording of a voice to clone.
+#: Maximum length of a recording of a voice to clone, in seconds.
 MAX_REFERENCE_SECONDS = 60.0
 
 EngineState = Literal["ready", "starting", "broken"]
@@ -30,7 +30,7 @@ Meta = dict[str, str | int | float | bool]
 
 
 class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The optional `generation` object of a dialogue line, and the job's defaults for it. None means: the
+    """The optional `generation` object of a dialogue line, and the job's defaults for it. None selects the
     model's own default."""
 
     voice: str | None = None
@@ -50,7 +50,7 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     text_temperature: float | None = None
     audio_temperature: float | None = None
     audio_top_k: int | None = None
-    #: Steps of the engine: text tokens and frames together.
+    #: Maximum steps of the engine: text tokens plus frames.
     max_tokens: int | None = None
     #: Settings of one role's turns; each takes precedence over the same setting outside of `roles`.
     roles: dict[SpokenRole, Generation] | None = None
@@ -58,8 +58,8 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     def of(self, role: SpokenRole) -> Generation:
         """The settings of one role's turns. `reference_text` outside of `roles` belongs to the user's
         recording."""
-        said = self.reference_text if role == "user" else None
-        whole = msgspec.structs.replace(self, roles=None, reference_text=said)
+        reference_text = self.reference_text if role == "user" else None
+        whole = msgspec.structs.replace(self, roles=None, reference_text=reference_text)
         own = None if self.roles is None else self.roles.get(role)
         return whole if own is None else own.over(whole)
 
@@ -72,8 +72,8 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 class Message(msgspec.Struct, frozen=True, array_like=True):
     """One `[role, modality, content]` of a dialogue.
 
-    `content` is the text, or for audio the path or key as the line gives it; in a `SynthesisRequest` audio
-    that was loaded is the bytes of the encoded file (WAV, FLAC, OGG or MP3).
+    `content` is the text, or for audio the path or key in the line. In a `SynthesisRequest` loaded audio is
+    the bytes of the encoded file (WAV, FLAC, OGG or MP3).
     """
 
     role: Role
@@ -108,7 +108,7 @@ class PreparedRequest(msgspec.Struct, frozen=True, tag=True):
 
 AnyRequest = SynthesisRequest | PreparedRequest
 #: Tokenizes the next piece of a text; the flag marks the last piece. Returns the new ids that later text cannot
-#: change. Raises `InputError` for a piece that the model refuses; more text may follow.
+#: change. Raises `InputError` for a piece that the model refuses; the text stays open.
 TextPieces = Callable[[str, bool], list[int]]
 
 
@@ -117,8 +117,8 @@ class Frontend(Protocol):
     (`pipelines.registry.Family`)."""
 
     def prepare(self, request: SynthesisRequest) -> tuple[PreparedRequest, TextPieces | None]:
-        """The prepared request, and the tokenizer of an open text's rest. Raises `InputError` for a request
-        that the model cannot serve."""
+        """The prepared request, and the tokenizer of further text if the text is open. Raises `InputError`
+        for a request that the model cannot serve."""
         ...
 
 
@@ -133,7 +133,7 @@ class Speech:
     text: str = ""
     #: Text the model itself wrote, for models with `capabilities.text_out`.
     text_out: str | None = None
-    #: Facts worth keeping beside the audio: frames, finish reason, loudness in LUFS, engine mode.
+    #: Facts to store with the audio: frames, finish reason, loudness in LUFS, engine mode.
     meta: Meta = field(default_factory=Meta)
 
     @property
@@ -153,7 +153,8 @@ class AudioChunk:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The end of a request, with its speech; a stream's samples were in its chunks."""
+    """The end of a request, with its speech. The speech of a stream has no samples, since its chunks had
+    them."""
 
     speech: Speech
 
@@ -173,7 +174,7 @@ OnEvent = Callable[[Event], None]
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """The abilities of a pipeline; lines that need others are refused before any engine work."""
+    """The abilities of a pipeline. Lines that need other abilities are refused before any engine work."""
 
     #: Named voices; empty: not selectable.
     voices: tuple[str, ...] = ()
@@ -184,7 +185,8 @@ class Capabilities:
     needs_reference: bool = False
     #: A line with reference audio but without `reference_text` is refused.
     needs_reference_text: bool = False
-    #: Maximum recordings of a line; `reference_text` has one line for each.
+    #: Maximum recordings of voices in a dialogue line; `reference_text` has one line of text for each
+    #: recording.
     references: int = 1
     instruct: bool = False
     streaming: bool = False
@@ -195,7 +197,7 @@ class Capabilities:
     sampling: bool = True
     text_out: bool = False
     audio_in: bool = False
-    #: What it can be asked to write, its default first; empty: not selectable.
+    #: The modes that it supports, its default first; empty: not selectable.
     modes: tuple[Mode, ...] = ()
     #: Takes the whole dialogue rather than one user turn.
     multi_turn: bool = False
@@ -206,19 +208,19 @@ class Capabilities:
 class EngineInfo:
     """How a pipeline was opened; for provenance, metrics and logs."""
 
-    #: Utterances that run at once, and that wait before `start` blocks.
+    #: Maximum utterances that run at once, and maximum utterances that wait before `start` blocks.
     slots: int = 1
     waiting_room: int = 0
     device: str = ""
     dtype: str = ""
-    #: How a frame is run; and the kind of its kernels (such as `fused CUDA`, `Triton`, `plain`) with other choices
-    #: that change bits (such as `packed prefill`). Empty without a choice.
+    #: The executor of frames, and the kind of its kernels (such as `fused CUDA`, `Triton`, `plain`) with
+    #: other choices that change the bits of results (such as `packed prefill`). Empty if there is no choice.
     executor: str = ""
     kernels: str = ""
-    #: Pages of the KV cache, and positions of a page; 0 where an engine has none.
+    #: Number of pages of the KV cache, and positions of a page; 0 if the engine has no pages.
     kv_pages: int = 0
     page_size: int = 0
-    #: Positions of the longest utterance, its prompt included; 0 where there is no such limit.
+    #: Maximum positions of an utterance, including its prompt; 0 if there is no limit.
     max_context: int = 0
     #: Whether equal requests give equal bits in any batch.
     reproducible: bool = True
@@ -241,14 +243,14 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The current state of an engine; counters start with its process."""
+    """The current state of an engine. Counters start at 0 with its process."""
 
     running: int = 0
     waiting: int = 0
     requests_done: int = 0
     frames: int = 0
     audio_seconds: float = 0.0
-    #: Share of KV cache in use, 0 to 1; 0 where an engine has none.
+    #: Share of the KV cache in use, 0 to 1; 0 if the engine has none.
     kv_use: float = 0.0
     #: `starting`: no pipeline is open yet; `broken`: the engine has ended, and the pipeline must be reopened.
     state: EngineState = "ready"
@@ -260,14 +262,14 @@ class Handle(Protocol):
     def append(self, text: str | list[int], final: bool) -> None:
         """Appends to an open text; `final` ends it. Text after that, or after the request's end, is ignored.
 
-        For a `PreparedRequest` the text is ids from the frontend's `TextPieces`. Raises `InputError` for text
-        that the model refuses; the request continues.
+        For a `PreparedRequest` the text is given as ids, which the frontend's `TextPieces` returns. Raises
+        `InputError` for text that the model refuses; the request continues.
         """
         ...
 
     def cancel(self) -> None:
-        """Ends the request. After this at most one chunk that is being delivered still arrives. Does nothing
-        after the end."""
+        """Ends the request. Only a chunk that is being delivered already can still arrive. Does nothing after
+        the end."""
         ...
 
 
@@ -284,8 +286,8 @@ class Pipeline(Protocol):
     def info(self) -> EngineInfo: ...
 
     def start(self, request: AnyRequest, on_event: OnEvent, stream: bool = False) -> Handle:
-        """Starts a request, whose speech is delivered whole or as a `stream` of chunks. The functions `submit`
-        and `stream` wait for it.
+        """Starts a request, whose speech is delivered whole or as a `stream` of chunks. The functions
+        `submit` and `stream` are easier to use.
 
         Blocks while the waiting room is full, except for a stream: callers must bound their streams. Only
         families with a `Frontend` take a `PreparedRequest`. Raises `NightjarError` for a refused request:
@@ -302,8 +304,8 @@ class Pipeline(Protocol):
 
 
 def submit(pipeline: Pipeline, request: SynthesisRequest) -> Future[Speech]:
-    """Starts a request; the future of its speech, whose exception is a `NightjarError`. Blocks and raises
-    as `Pipeline.start`."""
+    """Starts a request and returns the future of its speech; its exception is a `NightjarError`. Blocks and
+    raises like `Pipeline.start`."""
     future: Future[Speech] = Future()
     future.set_running_or_notify_cancel()
 
@@ -318,8 +320,8 @@ def submit(pipeline: Pipeline, request: SynthesisRequest) -> Future[Speech]:
 
 
 def stream(pipeline: Pipeline, request: SynthesisRequest) -> Iterator[AudioChunk]:
-    """The chunks of a stream that the first `next` starts; closing the iterator ends it. Raises as
-    `Pipeline.start`, and its failure."""
+    """Iterates over the chunks of a stream. The first `next` starts the request, and closing the iterator
+    ends it. Raises like `Pipeline.start`, and the error of a failed request."""
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     handle = pipeline.start(request, events.put, stream=True)
     try:
@@ -345,13 +347,13 @@ def check_start(pipeline: Pipeline, request: AnyRequest, stream: bool) -> None:
 
 
 class Listener:
-    """Delivers the events of one request in order, from any threads, until its end. It is the `Handle` of a
-    request whose text is complete."""
+    """Delivers the events of one request, which may come from any thread, in order until its end. It is the
+    `Handle` of a request whose text is complete."""
 
-    def __init__(self, on_event: OnEvent, over: Callable[[bool], None]) -> None:
-        """`over` is called once after the end, with True after `Done` and False after an error or `cancel`."""
+    def __init__(self, on_event: OnEvent, on_end: Callable[[bool], None]) -> None:
+        """`on_end` is called once after the end, with True after `Done` and False after an error or `cancel`."""
         self._on_event = on_event
-        self._over = over
+        self._on_end = on_end
         self._order = threading.RLock()
         self._lock = threading.Lock()
         self._open = True
@@ -363,22 +365,22 @@ class Listener:
             if not (self._open if isinstance(event, AudioChunk) else self._end()):
                 return
             if not isinstance(event, Failed):
-                heard = event.speech if isinstance(event, Done) else event
-                self.seconds += len(heard.samples) / heard.sample_rate
+                audio = event.speech if isinstance(event, Done) else event
+                self.seconds += len(audio.samples) / audio.sample_rate
             try:
                 self._on_event(event)
             finally:
                 if not isinstance(event, AudioChunk):
-                    self._over(isinstance(event, Done))
+                    self._on_end(isinstance(event, Done))
 
     def append(self, text: str | list[int], final: bool) -> None:
-        """Raises ValueError: the text is complete."""
+        """Raises `ValueError`, because the text is complete."""
         raise ValueError("The text of this request is complete.")
 
     def cancel(self) -> None:
         """Stops the delivery of events. Does not wait for a chunk that is being delivered."""
         if self._end():
-            self._over(False)
+            self._on_end(False)
 
     @property
     def is_open(self) -> bool:

@@ -40,7 +40,7 @@ class FinishedCodes(Generic[S]):
     codes: NDArray[np.int64]
     #: The engine's finish reason.
     finish: str
-    #: Initial state of the codec; None: its default.
+    #: Initial state of the codec; None: the default one.
     start: S | None = None
     #: Text that the model wrote.
     text_out: str | None = None
@@ -48,7 +48,8 @@ class FinishedCodes(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class RequestInfo(Generic[S]):
-    """Facts of a request that are known before its codes, and the family's reader of the engine's output."""
+    """Facts of a request that are known before its codes. A family adds `read`, which reads the engine's
+    output."""
 
     text: str
     sample_rate: int
@@ -59,8 +60,8 @@ class RequestInfo(Generic[S]):
     def read(self, *made: Any, **_: Any) -> FinishedCodes[S]:
         """Reads the utterance from the engine's final output.
 
-        Raises `SynthesisError`: `synth.no_eos` (`check_end`) when it did not end, `synth.no_audio`
-        (`no_audio`) when it holds no speech.
+        Raises `SynthesisError`: `synth.no_eos` (by `check_end`) if it did not end, `synth.no_audio` (by
+        `no_audio`) if it holds no speech.
         """
         raise NotImplementedError
 
@@ -87,12 +88,12 @@ def no_audio(message: str) -> SynthesisError:
 class Receiver(Generic[S]):
     """Receives the output of one request from the engine and sends it to the codec."""
 
-    #: Whether the engine delivers tokens while the request runs.
+    #: Whether the engine delivers tokens by calls of `tokens` while the request runs.
     streamed = False
     #: Frames of a stream's first chunks; the last size repeats. Small sizes first for a quick start, large ones
     #: later for fewer calls. Empty: frames are decoded as they arrive.
     chunk_frames: tuple[int, ...] = (1, 2, 4, 8, 12)
-    #: The engine of this speech, and its latest request.
+    #: The engine that makes this speech, and the latest request to it.
     engine: SpeechEngine[Any]
     current: Any
 
@@ -102,10 +103,10 @@ class Receiver(Generic[S]):
         self._listener = listener
 
     def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
-        """Takes the next tokens; called only if `streamed`."""
+        """Receives the next tokens, and their codes if the engine returns them; called only if `streamed`."""
 
     def finished(self, *made: Any, **_: Any) -> None:
-        """Takes the engine's final output, for `RequestInfo.read`."""
+        """Receives the engine's final output: the arguments of `RequestInfo.read`."""
         raise NotImplementedError
 
     def failed(self, error: NightjarError) -> None:
@@ -117,11 +118,11 @@ class Receiver(Generic[S]):
         self.current = request
         if self._listener.is_open:
             self.engine.submit(request, self)
-        if not self._listener.is_open:  # perhaps cancelled before the engine knew the request
+        if not self._listener.is_open:  # it may have been cancelled before the engine had the request
             self.engine.cancel(request)
 
-    def over(self) -> None:
-        """Releases what the request holds elsewhere, at its end or when it is cancelled."""
+    def release(self) -> None:
+        """Releases the request's resources; called once when it ends or is cancelled."""
 
 
 class Utterance(Receiver[S]):
@@ -136,11 +137,11 @@ class Utterance(Receiver[S]):
     def decode(self, made: FinishedCodes[S]) -> None:
         """Decodes an utterance; its audio ends the request."""
 
-        def decoded(heard: NDArray[np.float32] | NightjarError) -> None:
-            if isinstance(heard, NightjarError):
-                self.failed(heard)
+        def decoded(outcome: NDArray[np.float32] | NightjarError) -> None:
+            if isinstance(outcome, NightjarError):
+                self.failed(outcome)
             else:
-                self.done(self._info.speech(heard, made))
+                self.done(self._info.speech(outcome, made))
 
         self._stage.decode(made.codes, decoded, made.start)
 
@@ -153,24 +154,24 @@ class Streamer(Receiver[S]):
     """Decodes one utterance chunk by chunk while it grows. The end is delivered after the last chunk."""
 
     streamed = True
-    #: Whether the codec looks ahead: empty codes then mark the end.
+    #: Whether the codec looks ahead. If so, empty codes mark the end of the stream.
     looks_ahead = False
 
     def __init__(
         self, info: RequestInfo[S], stage: CodecStage[S], listener: Listener, state: S | None = None
     ) -> None:
         super().__init__(info, stage, listener)
-        #: State of the codec; None while it is unknown: frames are buffered.
+        #: State of the codec; None while it is unknown, so that frames are buffered.
         self._state = state
         self._buffer: list[NDArray[np.int64]] = []
         self._chunks = 0
         self._lock = threading.Lock()
-        #: Pending parts: chunks that are being decoded, and the engine's end.
+        #: Number of pending parts: the chunks that are being decoded, and the engine's end.
         self._expected = 1
         self._end: Done | Failed | None = None
 
     def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
-        """Takes the next tokens and decodes their frames in chunks of `chunk_frames`."""
+        """Receives the next tokens, and decodes their frames in chunks with the sizes of `chunk_frames`."""
         frames = self.frames_of(ids, codes)
         if self._state is None and (len(frames) or self._buffer):
             self._state = self.first_state()
@@ -200,7 +201,7 @@ class Streamer(Receiver[S]):
                 self.decode(np.zeros((0, whole.codes.shape[1]), np.int64))
             speech = self._info.speech(np.zeros(0, np.float32), replace(whole, text_out=None))
             self._end = Done(speech)
-        self._passed()
+        self._part_ended()
 
     def decode(self, codes: NDArray[np.int64], last: bool = False, deadline: float = 0.0) -> None:
         """Decodes the next frames [frames, codebooks] as one chunk; see `CodecStage.decode_chunk`."""
@@ -209,7 +210,7 @@ class Streamer(Receiver[S]):
             self._expected += 1
         self._stage.decode_chunk(codes, self._decoded, self._state, last, deadline)
 
-    def over(self) -> None:
+    def release(self) -> None:
         if self._state is not None:
             self._stage.end(self._state)
 
@@ -228,10 +229,10 @@ class Streamer(Receiver[S]):
             self.failed(outcome)
         elif len(outcome):
             self._listener(AudioChunk(outcome, self._info.sample_rate))
-        self._passed()
+        self._part_ended()
 
-    def _passed(self) -> None:
-        """Ends the request after the engine and all chunks have ended. A second end is ignored."""
+    def _part_ended(self) -> None:
+        """Ends the request once the engine has ended and all chunks are decoded. A second end is ignored."""
         with self._lock:
             self._expected -= 1
             ended = not self._expected
@@ -256,9 +257,9 @@ class SpeechEngine(Protocol[R_contra]):
 
 
 class SpeechPipeline(Generic[R, O]):
-    """The common part of `pipelines.request.Pipeline`; a family implements `_prepare`.
+    """The part of `pipelines.request.Pipeline` that families share; a family implements `_prepare`.
 
-    `streamer` and `utterance` create the receiver of a streamed and of a whole request.
+    `streamer` makes the receiver of a stream, `utterance` that of a whole utterance.
     """
 
     name: str
@@ -274,7 +275,7 @@ class SpeechPipeline(Generic[R, O]):
         utterance: Callable[[O, CodecStage[Any], Listener], Receiver[Any]] = Utterance,
         cuts_chunks: bool = False,
     ) -> None:
-        """`cuts_chunks`: the engine already delivers a stream in chunks for the codec."""
+        """`cuts_chunks`: whether the engine delivers streams in chunks of the right size for the codec."""
         self._engine = engine
         self._stage = stage
         self._streamer = streamer
@@ -303,19 +304,19 @@ class SpeechPipeline(Generic[R, O]):
         self._stage.close()
 
     def _prepare(self, request: SynthesisRequest) -> tuple[R, O]:
-        """The engine's request, and the facts for its receiver. Raises `InputError` for what this model
-        cannot do."""
+        """The engine's request, and the facts for its receiver. Raises `InputError` if the model cannot serve
+        it."""
         raise NotImplementedError
 
     def _begin(self, wanted: R, info: O, on_event: OnEvent, stream: bool) -> Listener:
-        def over(done: bool) -> None:
+        def on_end(done: bool) -> None:
             with self._lock:
                 self._audio_seconds += listener.seconds
             if not done:
                 self._engine.cancel(receiver.current)
-            receiver.over()
+            receiver.release()
 
-        listener = Listener(on_event, over)
+        listener = Listener(on_event, on_end)
         receiver = (self._streamer if stream else self._utterance)(info, self._stage, listener)
         if self._cuts_chunks:
             receiver.chunk_frames = ()

@@ -8,20 +8,21 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from pipelines.errors import ConfigError, ErrorCode, InputError, invalid
-from pipelines.recording import DRAFT, check_encoded, write_file
+from pipelines.recording import DRAFT, read_recording, write_file
 from pipelines.request import Generation, Message
 from pipelines.validation import OPENAI_VOICES
 
-#: Pattern of a name: no path, and valid on every file system.
+#: Pattern of names: valid as file names on every file system, and never a path.
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}", re.ASCII)
-#: Maximum voices of a folder, bytes of a recording, and characters of its text.
+#: Maximum number of voices of a folder, of bytes of a recording, and of characters of its text.
 MAX_VOICES, MAX_RECORDING_BYTES, MAX_TEXT_CHARACTERS = 256, 8 << 20, 5000
-#: Name that clients send to a model without voices, if they must name one.
+#: Name that clients send to a model without voices, if their API requires one.
 DEFAULT_VOICE = "default"
 #: Names that have another meaning for a server.
 RESERVED = frozenset((*OPENAI_VOICES, DEFAULT_VOICE))
@@ -29,12 +30,12 @@ _SUFFIX = ".voice"
 
 
 class StoredVoice(msgspec.Struct, frozen=True):
-    """The content of a file."""
+    """A stored voice, as its file holds it."""
 
     name: str
     #: The encoded file of the recording (WAV, FLAC, OGG or MP3).
     recording: bytes
-    #: Its text; empty if unknown.
+    #: The words of the recording; empty if unknown.
     text: str = ""
     #: Unix time.
     created_at: int = 0
@@ -44,16 +45,14 @@ class VoiceExistsError(Exception):
     """A voice of this name exists, and `replace` is not set."""
 
 
+@dataclass(frozen=True, slots=True)
 class VoiceFolder:
     """The voices of a folder, which several processes may use at once; files are written atomically."""
 
-    def __init__(
-        self, folder: Path, max_voices: int = MAX_VOICES, max_bytes: int = MAX_RECORDING_BYTES
-    ) -> None:
-        """A maximum of `max_voices` voices, with recordings of up to `max_bytes`."""
-        self.path = folder
-        self._max_voices = max_voices
-        self._max_bytes = max_bytes
+    path: Path
+    max_voices: int = MAX_VOICES
+    #: Maximum size of a recording.
+    max_bytes: int = MAX_RECORDING_BYTES
 
     def names(self) -> list[str]:
         """All names, sorted."""
@@ -94,11 +93,11 @@ class VoiceFolder:
         text = text.strip()
         if len(text) > MAX_TEXT_CHARACTERS:
             message = f"The text of the recording has {len(text):,} characters; {MAX_TEXT_CHARACTERS:,} are the maximum."
-            raise InputError(ErrorCode.INPUT_TOO_LONG, message, "Give what is said in it, and no more.")
-        if len(recording) > self._max_bytes:
-            message = f"The recording has {len(recording):,} bytes; {self._max_bytes:,} are kept."
+            raise InputError(ErrorCode.INPUT_TOO_LONG, message, "Give only the words of the recording.")
+        if len(recording) > self.max_bytes:
+            message = f"The recording has {len(recording):,} bytes; {self.max_bytes:,} are the maximum."
             raise InputError(ErrorCode.INPUT_REFERENCE_LENGTH, message, "Give a shorter one, or FLAC.")
-        check_encoded(recording)
+        read_recording(recording)
         voice = StoredVoice(name, recording, text, int(time.time()))
         try:
             self._write(name, msgspec.msgpack.encode(voice), replace=replace)
@@ -128,7 +127,7 @@ class VoiceFolder:
             names = self.names()
             if name in names and not replace:
                 raise VoiceExistsError(name)
-            if name not in names and len(names) >= self._max_voices:
+            if name not in names and len(names) >= self.max_voices:
                 raise InputError(
                     ErrorCode.INPUT_TOO_LONG,
                     f"There are {len(names)} voices; that is the maximum.",
@@ -138,10 +137,11 @@ class VoiceFolder:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Locks the folder for one writer, which first removes drafts of processes that died."""
+        """Locks the folder for one writer, and deletes unfinished files of writers that died."""
         folder = os.open(self.path, os.O_RDONLY)
         try:
-            # Without locks, drafts are kept and the maximum of voices may be exceeded.
+            # On a file system without locks, unfinished files are kept and the maximum number of voices may
+            # be exceeded.
             with suppress(OSError):
                 fcntl.flock(folder, fcntl.LOCK_EX)
                 for draft in self.path.glob(f"{DRAFT}*"):
@@ -154,14 +154,14 @@ class VoiceFolder:
 def in_voice_of(
     messages: Sequence[Message], generation: Generation, recording: str | bytes, text: str
 ) -> tuple[list[Message], Generation]:
-    """The messages and settings of a request in the voice of a recording. The last message is the text to
-    speak.
+    """The messages and settings of a request that is spoken in the voice of a recording. The last message is
+    the text to speak.
 
     `text`: the recording's text; a `reference_text` of the settings takes precedence.
     """
-    said = generation.reference_text or text or None
+    reference_text = generation.reference_text or text or None
     cloned = [*messages[:-1], Message("user", "audio", recording), messages[-1]]
-    return cloned, msgspec.structs.replace(generation, voice=None, reference_text=said)
+    return cloned, msgspec.structs.replace(generation, voice=None, reference_text=reference_text)
 
 
 def _check_name(name: str) -> None:

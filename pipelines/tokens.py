@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.errors import ErrorCode, InputError
-from pipelines.nn.config_keys import Drawing
+from pipelines.nn.config_keys import BaseSamplingDefaults
 from pipelines.request import Generation
 from pipelines.results import SpeechEngine
 from pipelines.validation import MAX_TOP_K, bounded, or_default
@@ -22,7 +22,7 @@ MAX_TEMPERATURE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class TokenSampling:
-    """Sampling settings; temperature 0 means greedy, top_k 0 means all."""
+    """Sampling settings. A temperature of 0 means greedy, a top_k of 0 means no limit."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -31,13 +31,13 @@ class TokenSampling:
     repetition_penalty: float = 1.0
     seed: int = 0
     stop_ids: tuple[int, ...] = ()
-    #: Continues after every end, up to `max_tokens`.
+    #: Whether the sequence continues after an end token, up to `max_tokens`.
     ignore_end: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenRequest:
-    """One sequence."""
+    """A request for one sequence."""
 
     request_id: str
     prompt_ids: Sequence[int]
@@ -50,11 +50,13 @@ class TokenRequest:
     #: Lengths of prefixes that other prompts share, ascending, such as those of a voice or of the dialogue so
     #: far.
     shared_positions: Sequence[int] = ()
-    #: Whether the codes of its steps are returned, for models with several codes a step.
+    #: Whether the codes of its steps are returned, for models that make several codes per step.
     codes: bool = True
-    #: Inaudible tokens at the start of a stream: those before the speech, and those that the codec holds back.
+    #: Number of inaudible tokens at the start of a stream: tokens before the speech, and tokens that the
+    #: codec holds back.
     unheard: int = 0
-    #: Identity of what its KV depends on besides the ids: only prompts with equal salts share a prefix.
+    #: Identifies everything that keys and values depend on besides the ids: only prompts with equal salts
+    #: share a prefix.
     cache_salt: str | None = None
     #: A second sequence that starts and ends with this one, such as the null branch of guidance; its tokens are
     #: dropped.
@@ -68,19 +70,21 @@ class Tokens:
     #: On vLLM the last id is the one that ended the sequence, if any.
     ids: list[int]
     finish: Finish
-    #: int64 [steps, codes_per_step] for models with more than one code a step.
+    #: int64 [steps, codes_per_step] for models that make several codes per step.
     codes: NDArray[np.int64] | None = None
 
 
-#: An engine of token sequences, which calls a `Receiver` for each request; both engines implement it. `submit` blocks while the waiting room is full, but never on the engine's own thread; it raises
+#: An engine of token sequences, which calls a `Receiver` for each request; both engines implement it.
+#: `submit` blocks while the waiting room is full, but never on the engine's own thread. It raises
 #: `SynthesisError` (`synth.aborted`) once the engine is closed.
 TokenHost = SpeechEngine[TokenRequest]
 
 
 def token_sampling(
-    defaults: Drawing, generation: Generation, max_tokens: int, seed: int, stops: tuple[int, ...]
+    defaults: BaseSamplingDefaults, generation: Generation, max_tokens: int, seed: int, stops: tuple[int, ...]
 ) -> TokenSampling:
-    """The sampling of a request, whose settings override the model's; up to `max_tokens` tokens.
+    """The sampling of a request: its own settings, or the model's defaults for settings that it does not
+    have.
 
     Raises `InputError` (`input.bad_generation`) for a temperature that vLLM would refuse.
     """

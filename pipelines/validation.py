@@ -1,5 +1,5 @@
-"""Validation of dialogues: turns one into a task for a speech model. Imports no model library, because ingest
-validates every line."""
+"""Validates dialogues, and converts each to a task for a speech model. Imports no model library, because
+ingest validates every line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OPENAI_VOICES = (
     "verse",
 )
 _TINY, _HUGE = math.nextafter(0, 1), sys.float_info.max
-#: Minimum and maximum of each setting, and the text of the error.
+#: Minimum and maximum of each setting, and their description in the error.
 _RANGES: dict[str, tuple[float, float, str]] = {
     "seed": (0, 2**63 - 1, "a whole number from 0 to 2**63 - 1"),
     "top_p": (_TINY, 1, "above 0 and at most 1"),
@@ -47,14 +47,15 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     **dict.fromkeys(("temperature", "top_k", "cfg"), (0, _HUGE, "0 or more")),
     **dict.fromkeys(("text_temperature", "audio_temperature", "audio_top_k"), (0, _HUGE, "0 or more")),
 }
-#: Bounds within which float32 stays finite. Values beyond have the same effect, but would harm other requests
-#: of the batch.
+#: Bounds of temperatures, penalties and scales within which float32 stays finite. Values beyond them would
+#: have the same effect, but also harm other requests of the batch.
 _MIN_SETTING, _MAX_SETTING = 1e-4, 1e4
 #: A larger top_k is clamped to this.
 MAX_TOP_K = 2**31 - 1
 #: Tolerance in frames: seconds that are whole frames must not be rounded up.
 _ROUNDING = 1e-6
-#: Settings, the capability that they need, and for the error: what the model lacks, and what others have.
+#: Settings, the capability that they need, and two parts of the error: what this model lacks, and which model
+#: to use.
 _NEEDS = (
     (("reference_text",), "cloning", "cannot clone a voice", "that clones"),
     (("instruct",), "instruct", "takes no instructions", "that follows instructions"),
@@ -99,11 +100,12 @@ class SpeechTask(msgspec.Struct, frozen=True):
 
     @property
     def references(self) -> list[tuple[bytes, str]]:
-        """The encoded file of every voice to clone, and its text ("" without one). Raises as `recording`."""
+        """The encoded file of every voice to clone, and its text ("" without one). Raises like
+        `recording`."""
         if self.reference_audio is None:
             return []
-        said = self.reference_text or ""
-        texts = said.split("\n") if self.more_audio else [said]
+        text = self.reference_text or ""
+        texts = text.split("\n") if self.more_audio else [text]
         audio = map(_loaded, (self.reference_audio, *self.more_audio))
         return [(recording, text.strip()) for recording, text in zip(audio, texts, strict=True)]
 
@@ -113,16 +115,16 @@ def speech_task(
 ) -> SpeechTask:
     """The task of one dialogue for a model with these capabilities; `seed`: the seed of a request.
 
-    The text of the single user turn is spoken, and its user audio is the voice to clone, or the voices.
-    System text is the instruction if the model takes one; `generation.instruct` takes precedence. Assistant
-    messages are ground truth and skipped. For a `multi_turn` model the text is all user texts, one per line,
-    and user audio stays in the dialogue.
+    The text of the single user turn is spoken, and its audio messages are the voices to clone. System text is
+    the instruction if the model takes one; `generation.instruct` takes precedence. Assistant messages are
+    ground truth and are skipped. For a `multi_turn` model the text is all user texts, one per line, and user
+    audio stays in the dialogue.
 
     Raises `InputError` with an `input.*` code for everything that the model cannot do. Nothing is ignored
     silently, except system text for a model that takes no instructions.
     """
     check_generation(generation, seed)
-    text, audio, system = _said(messages, capabilities)
+    text, audio, system = _contents(messages, capabilities)
     if capabilities.multi_turn:
         audio = []
     if len(text) > capabilities.max_text_characters:
@@ -148,11 +150,11 @@ def speech_task(
 
 
 def check_generation(generation: Generation, seed: int = 0) -> None:
-    """Raises `InputError` (`input.bad_generation`) for a setting outside its range in `_RANGES`, or such a
-    seed of a request. The error names the setting."""
+    """Raises `InputError` (`input.bad_generation`) for a setting, or a seed of a request, that is outside its
+    range in `_RANGES`. The error names the setting."""
     for name, value in (("seed", seed), *((name, getattr(generation, name)) for name in _RANGES)):
-        least, most, allowed = _RANGES[name]
-        if value is not None and not least <= value <= most:
+        minimum, maximum, allowed = _RANGES[name]
+        if value is not None and not minimum <= value <= maximum:
             message = f"`{name}` is {value!r}; it must be {allowed}."
             raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Correct the `generation` object.")
 
@@ -164,7 +166,7 @@ def not_unicode() -> InputError:
 
 
 def check_unicode(text: str) -> None:
-    """Raises `InputError` (`input.unpronounceable`) for a text that is not Unicode."""
+    """Raises `InputError` (`input.unpronounceable`) for a text that is not valid Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -180,8 +182,8 @@ def control_token(name: str) -> InputError:
 def check_room(positions: int, held: int, room: int, setting: str) -> None:
     """Raises `InputError` (`input.too_long`) for a prompt that leaves no room for speech and its end.
 
-    `positions`: length of the prompt; `held`: positions of the engine; `room`: tokens that fit after the
-    prompt; `setting`: the setting that gives the engine more positions.
+    `positions`: length of the prompt; `held`: maximum positions of a sequence in the engine; `room`: tokens
+    that fit after the prompt; `setting`: the setting that gives the engine more positions.
     """
     if room < 2:
         raise InputError(
@@ -191,18 +193,18 @@ def check_room(positions: int, held: int, room: int, setting: str) -> None:
         )
 
 
-def frames_within(seconds: float, frames_per_second: float, most: int) -> int:
-    """The frames of `seconds` of speech, rounded up, within 1 and `most`."""
-    return max(math.ceil(min(seconds * frames_per_second - _ROUNDING, most)), 1)
+def frames_within(seconds: float, frames_per_second: float, maximum: int) -> int:
+    """The number of frames of `seconds` of speech, rounded up and limited to 1 to `maximum`."""
+    return max(math.ceil(min(seconds * frames_per_second - _ROUNDING, maximum)), 1)
 
 
 def bounded(setting: float) -> float:
-    """A temperature, penalty or scale, clamped for an engine: 0, or 1e-4 to 1e4."""
+    """Clamps a temperature, penalty or scale for an engine to 1e-4 to 1e4; 0 stays 0."""
     return setting and min(max(setting, _MIN_SETTING), _MAX_SETTING)
 
 
 def or_default(*settings: T | None) -> T:
-    """The first value that is set: the request's, else the model's default."""
+    """The first of these settings that is not None."""
     return next(setting for setting in settings if setting is not None)
 
 
@@ -222,14 +224,14 @@ def _loaded(audio: str | bytes | None) -> bytes:
     raise InputError(ErrorCode.INPUT_AUDIO_MISSING, message, advice)
 
 
-def _said(messages: Sequence[Message], able: Capabilities) -> tuple[str, list[str | bytes], str | None]:
+def _contents(messages: Sequence[Message], able: Capabilities) -> tuple[str, list[str | bytes], str | None]:
     """The user's texts, one per line, the user's audio, and the system text. Raises `InputError` for a
     dialogue without a user text or audio, and for several user turns if the model takes one."""
     written: list[str] = []
     audio: list[str | bytes] = []
     system: list[str] = []
     turn_over = several = False
-    hears = able.audio_in or not able.multi_turn
+    takes_audio = able.audio_in or not able.multi_turn
     for message in messages:
         if message.role == "assistant":
             turn_over = not able.multi_turn and bool(written or audio)
@@ -240,7 +242,7 @@ def _said(messages: Sequence[Message], able: Capabilities) -> tuple[str, list[st
                 text = f"A {message.role} text message holds bytes."
                 raise InputError(ErrorCode.INPUT_BAD_LINE, text, "Give its content as text.")
             (system if message.role == "system" else written).append(message.content.strip())
-        elif message.modality == "audio" and message.role == "user" and hears:
+        elif message.modality == "audio" and message.role == "user" and takes_audio:
             audio.append(message.content)
         else:
             raise InputError(
@@ -262,8 +264,8 @@ def _check_abilities(audio: Sequence[str | bytes], generation: Generation, able:
     if generation.roles is not None:
         raise unsupported("`roles` has no meaning here.", "Give the settings for the whole line.")
     if len(audio) > able.references:
-        most = "one audio message" if able.references == 1 else f"{able.references} audio messages"
-        raise unsupported(f"The user turn has more than {most}.", "Keep only the reference voices.")
+        limit = "one audio message" if able.references == 1 else f"{able.references} audio messages"
+        raise unsupported(f"The user turn has more than {limit}.", "Keep only the reference voices.")
     if audio and not able.cloning:
         advice = "Remove the audio message beside the text, or use a model that clones."
         raise unsupported("This model cannot clone a voice.", advice)
@@ -296,8 +298,8 @@ def _check_abilities(audio: Sequence[str | bytes], generation: Generation, able:
 
 
 def own_voice(asked: str, voices: tuple[str, ...]) -> str | None:
-    """The model's voice with this name, ignoring case and surrounding white space, or the one for a name of
-    `OPENAI_VOICES`; None: the model has none."""
+    """The model's voice with this name, ignoring case and surrounding white space, or its voice for a name of
+    `OPENAI_VOICES`; None if the model has no such voice."""
     if asked in voices:
         return asked
     folded = asked.strip().casefold()
@@ -310,8 +312,8 @@ def own_voice(asked: str, voices: tuple[str, ...]) -> str | None:
 
 
 def _voice(asked: str, able: Capabilities) -> str | None:
-    """The model's voice; None for its only one, if the name is OpenAI's and there are no voices to choose
-    from. Raises `InputError` (`input.unknown_voice`)."""
+    """The model's voice; None if the name is one of OpenAI's and the model has no named voices. Raises
+    `InputError` (`input.unknown_voice`)."""
     voices = able.voices
     if (voice := own_voice(asked, voices)) is not None:
         return voice

@@ -1,5 +1,5 @@
-"""`python -m worker run|nightly|flower|sweep`: the consumer side, started by `nightjar worker`, `nightjar nightly`
-and so on."""
+"""`python -m worker run|nightly|flower|sweep`: the commands of the consumer side, which `nightjar worker`,
+`nightjar nightly`, `nightjar flower` and `nightjar sweep` start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from worker.supervisor import is_supervised, report_end, run_group, wait_for_rel
 
 log = structlog.get_logger(__name__)
 
-#: Exit codes, as those of `nightjar wait`.
+#: Exit codes, the same as those of `nightjar wait`.
 FAILED, NOT_ENDED = 1, 7
 #: Pause before the first restart of a worker.
 FIRST_PAUSE_SECONDS = 0.5
@@ -59,7 +59,7 @@ def _settings() -> Settings:
 @click.option(
     "--preload",
     metavar="MODEL",
-    help="Open this model at once, before a job needs it. [default: that of --model]",
+    help="Load this model at once, before a job needs it. [default: the model of --model]",
 )
 @click.option(
     "--supervise",
@@ -76,9 +76,9 @@ def run(
 ) -> None:
     """Run a worker, which synthesizes shards until SIGTERM.
 
-    After SIGTERM it takes no new shards and finishes its items. A second signal gives unfinished items back at once.
-    With --gpu or --supervise, a worker that keeps failing is quarantined: the others continue, and the exit code
-    at the end is 1.
+    After SIGTERM it takes no new shards and finishes its items. A second signal makes it return unfinished
+    items to the queue at once. With --gpu or --supervise, a worker that keeps failing is quarantined: the
+    others continue, and the exit code at the end is 1.
 
     \b
     Examples:
@@ -86,12 +86,12 @@ def run(
       nightjar worker --gpu 0,1,2,3
       nightjar worker --gpu all
     """
-    # First, because the process that started this one may end at any time.
+    # Checked first, because the process that started this one may end at any time.
     supervised = is_supervised()
     settings = _settings()
     count = 0 if gpus is not None or supervised or private else count_gpus(os.environ.get(VISIBLE))
     if count > 1 and settings.vllm.tensor_parallel == 1:
-        log.warning("this worker uses one GPU; --gpu all uses every one", gpus=count)
+        log.warning("this worker uses one GPU; --gpu all uses all of them", gpus=count)
     if gpus is not None or supervise:
         from jobs.gpus import choose_gpus
 
@@ -111,7 +111,7 @@ def run(
 def _group(
     settings: Settings, plans: Sequence[WorkerPlan], model: str | None, preload: str | None
 ) -> WorkerGroup:
-    """Workers that run this program without the options of the group."""
+    """The group of workers. Each runs this program without --gpu and --supervise."""
     spec = sys.modules["__main__"].__spec__
     program = ["-m", "worker" if spec is None else spec.name.removesuffix(".__main__"), "run"]
     for option, value in (("--model", model), ("--preload", preload)):
@@ -132,7 +132,7 @@ def _group(
     metavar="N",
     type=click.IntRange(0, 366),
     default=0,
-    help="Also run up to N earlier nights that did not run.",
+    help="Also run up to N earlier nights that have not run yet.",
 )
 @click.option(
     "--schedule",
@@ -154,10 +154,10 @@ def _group(
 def nightly(
     night: str | None, catch_up: int, names: tuple[str, ...], wait_hours: float, again: bool, as_json: bool
 ) -> None:
-    """Submit the night's file of every schedule, and write the exports of nights whose job has ended.
+    """Submit the night's file of every schedule.
 
-    A night that ran is not run again. Exit codes: 0 ok; 1 a night or a dataset failed; 7 with --wait, a
-    job has not ended in time.
+    Also write the exports of nights whose job has ended. A night that ran is not run again. Exit codes: 0 ok;
+    1 a night or a dataset failed; 7 (only with --wait) a job did not end in time.
 
     \b
     Examples:
@@ -178,7 +178,8 @@ def nightly(
 
 @cli.command()
 def flower() -> None:
-    """Run the Flower dashboard, with a password and read-only. SPEECH_FLOWER__BASIC_AUTH sets user:password.
+    """Run the Flower dashboard, which is read-only and needs a password. SPEECH_FLOWER__BASIC_AUTH sets it,
+    as USER:PASSWORD.
 
     \b
     Examples:
@@ -201,10 +202,10 @@ def flower() -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def sweep(delete: bool, grace_hours: float, as_json: bool) -> None:
-    """Find orphans in the store: objects of ended jobs without an artifact in the ledger.
+    """Find orphans: objects in the store that no job uses.
 
-    They remain after killed workers and cancelled jobs. Without --delete they are only counted. Exit code 1: the
-    store of a job failed.
+    Killed workers and cancelled jobs leave them. Without --delete they are only counted. Exit code 1: a job could
+    not be checked.
 
     \b
     Examples:

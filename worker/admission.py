@@ -14,34 +14,34 @@ from typing import NamedTuple
 
 from worker.leases import Clock
 
-#: Maximum number of shards in flight if it follows the engine; each has two threads.
+#: Maximum number of shards in flight if the user sets none; each shard has two threads.
 MAX_SHARDS = 64
 #: Shards in flight before an engine is open, when its slots are unknown.
 SHARDS_AT_START = 2
 #: Maximum number of messages whose shards are not yet claimed. The size of a shard is known only after its claim.
 MAX_UNCLAIMED = 4
-#: The reserve covers the time to claim and read a shard at the speed of the engine, with a maximum number of items.
+#: The reserve of items keeps the engine busy for these seconds, in which a shard is claimed and read; and its maximum.
 RESERVE_SECONDS = 2.0
 RESERVE_ITEMS = 1024
 #: While more items wait for meters or the store, no shards are taken.
 MAX_WRITING_ITEMS = 1024
-#: Interval of speed measurements; a lower speed takes effect gradually.
+#: Interval at which the engine's speed is measured. A measured speed can fall only by the factor `_DECAY` per interval.
 MEASURE_SECONDS = 0.5
 _DECAY = 0.8
 #: Number of recent shards whose median size is the estimate for the next one.
 _RECENT_SHARDS = 5
-#: Interval in which a waiting shard checks whether it must give up.
+#: Interval at which a waiting shard checks whether it must give up.
 CHECK_SECONDS = 0.5
 
 
 class ItemCounts(NamedTuple):
     """The progress of the items of a shard."""
 
-    #: To be fed, or in the engine.
+    #: Items that are in the engine or will be sent to it.
     open: int
-    #: Answered by the engine.
+    #: Items that the engine has answered.
     answered: int
-    #: Answered, without an outcome so far.
+    #: Answered items that have no outcome yet.
     writing: int
 
 
@@ -56,7 +56,7 @@ class Demand:
     fixed: int | None = None
     #: Slots of the open engine; 0 if none is open.
     slots: Callable[[], int] = lambda: 0
-    #: Whether no shards may start at present.
+    #: Whether no new shards may start at present.
     suspended: Callable[[], bool] = lambda: False
     clock: Clock = time
 
@@ -67,7 +67,7 @@ class Demand:
         #: Progress functions of the claimed shards.
         self._held: list[Callable[[], ItemCounts]] = []
         self._recent: deque[int] = deque(maxlen=_RECENT_SHARDS)
-        #: Items answered by the engine: of ended shards, and in total at the last measurement of its speed.
+        #: Items that the engine has answered: of ended shards, and in total at the last measurement of its speed.
         self._answered_before = 0
         self._answered_then = 0
         self._items_per_second = 0.0
@@ -119,7 +119,7 @@ class Demand:
                 self._answered_before += counts().answered
 
     def _messages(self) -> tuple[int, int]:
-        """The number of messages without a claimed shard, and that of all messages."""
+        """The number of messages without a claimed shard, and the number of all messages."""
         with self._lock:
             claimed = len(self._held)
             return max(0, self._taken - claimed), max(self._taken, claimed)
@@ -133,12 +133,12 @@ class Demand:
         return slots + reserve - counts.open - unclaimed * self._typical(slots)
 
     def _typical(self, slots: int) -> int:
-        """Estimated items of the next shard; before the first claim, slots and reserve."""
+        """Estimated number of items of the next shard; before the first claim, the slots and the reserve."""
         with self._lock:
             return max(1, round(statistics.median(self._recent))) if self._recent else 2 * slots
 
     def _counts(self) -> ItemCounts:
-        """The sum over all held shards, with the answered items of earlier shards."""
+        """The sum over all held shards, including the answered items of ended shards."""
         with self._lock:
             held = [ItemCounts(0, self._answered_before, 0), *[counts() for counts in self._held]]
         return ItemCounts(*map(sum, zip(*held, strict=True)))
@@ -157,8 +157,8 @@ class Demand:
 
 
 class ExclusiveLock:
-    """A lock that many can share or one holds alone. A waiting exclusive holder takes precedence over later shared
-    ones. Thread-safe.
+    """A lock that many threads share or one thread holds alone. A thread that waits to hold it alone takes precedence
+    over later threads that would share it. Thread-safe.
 
     A shard whose next crash would fail its items runs alone.
     """
@@ -171,12 +171,12 @@ class ExclusiveLock:
 
     @property
     def closed(self) -> bool:
-        """Whether there is an exclusive holder or one waits, so that no other can enter."""
+        """Whether a thread holds the lock alone or waits to do so, so that no other thread can get it."""
         return self._taken_alone or self._waiting > 0
 
     @contextmanager
     def hold(self, alone: bool, give_up: Callable[[], bool]) -> Generator[bool, None, None]:
-        """Waits for the lock and holds it inside the block. Yields False, without the lock, when `give_up`
+        """Waits for the lock and holds it inside the block. Yields True, or False without the lock once `give_up`
         returns True."""
         with self._changed:
             self._waiting += alone

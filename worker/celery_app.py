@@ -40,24 +40,24 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-#: Errors of the broker. The list of kombu also has errors that a message may cause, such as KeyError.
+#: Errors of the broker. Kombu's own list also contains errors that a message may cause, such as KeyError.
 BROKER_ERRORS = (RedisError, OSError)
 
 #: Pause before a reconnection; while the broker cannot be reached, Celery itself waits longer each time.
 PAUSE_SECONDS = 0.5
-#: Interval of checks whether the worker must end, or can use another shard.
+#: Interval at which the worker checks whether it must end, or can use another shard.
 CHECK_SECONDS = 0.1
 
-#: The runtime of the worker in this process; None: there is no worker.
+#: The runtime of the worker in this process; None if there is no worker.
 _runtime: Runtime | None = None
 
 
 def run_worker(settings: Settings, options: WorkerOptions) -> int:
     """Runs the worker until a signal; returns the exit status. Raises `NightjarError` if it cannot start."""
     global _runtime
-    # Celery warns root about pickled messages; only JSON is accepted here.
+    # Celery warns about pickled messages if it runs as root; only JSON is accepted here.
     warnings.filterwarnings("ignore", category=SecurityWarning)
-    # Celery also warns about tasks at each lost connection; this is handled.
+    # Celery also warns about running tasks at each lost connection; the ledger's leases handle those.
     warnings.filterwarnings("ignore", category=CPendingDeprecationWarning)
     _runtime = Runtime(settings, options)
     worker = create_app(settings).Worker(
@@ -79,7 +79,7 @@ def run_worker(settings: Settings, options: WorkerOptions) -> int:
 def run_flower(settings: Settings) -> None:
     """Runs Flower in this process. Raises `config.invalid` without credentials, because the dashboard shows all jobs."""
     auth = "" if settings.flower.basic_auth is None else settings.flower.basic_auth.get_secret_value()
-    # Flower accepts several, separated by commas. A lone colon would mean an empty user and password.
+    # Flower accepts several pairs, separated by commas. A colon alone would mean an empty user and password.
     if not all(
         user.strip() and password.strip()
         for user, _, password in (one.partition(":") for one in auth.split(","))
@@ -88,7 +88,7 @@ def run_flower(settings: Settings) -> None:
             "Flower does not start without a user and a password.",
             "Set SPEECH_FLOWER__BASIC_AUTH to user:password, both without commas and not empty.",
         )
-    # In the environment, because arguments are readable by every user of the machine.
+    # Passed in the environment, because every user of the machine can read arguments.
     os.environ["FLOWER_BASIC_AUTH"] = auth
     sys.argv[0] = "celery"
     create_app(settings).start(
@@ -103,7 +103,8 @@ def run_flower(settings: Settings) -> None:
 
 
 def create_app(settings: Settings) -> Celery:
-    """The app with its task. Connecting to the signal `setup_logging` prevents Celery from configuring logging."""
+    """The Celery app with its task. Connecting to the signal `setup_logging` prevents Celery from configuring
+    logging."""
     signals.setup_logging.connect(_keep_logging)
     app = make_celery(settings)
     app.conf.worker_consumer = ReconnectingConsumer
@@ -113,11 +114,11 @@ def create_app(settings: Settings) -> Celery:
 
 
 def _keep_logging(**_: object) -> None:
-    """Keeps the logging of this process."""
+    """Does nothing, so that the logging of this process stays as it is."""
 
 
 def run_shard(job: str, shard: int, epoch: int) -> str:
-    """Runs one shard. The message returns to the queue if this worker leaves it to another one."""
+    """Runs one shard. The message returns to the queue if this worker leaves the shard to another worker."""
     assert _runtime is not None
     handling = _runtime.handle(Ticket(job, shard, epoch))
     if handling is Handling.REFUSED:
@@ -142,8 +143,8 @@ class EnginePool(TaskPool):
         assert _runtime is not None
         self.runtime: Runtime = _runtime
         runtime = self.runtime
-        # SIGTERM and SIGINT drain; a second one, or SIGQUIT, stops now. The status is 0. They replace the handlers of
-        # Celery, whose cold shutdown fails for this pool and waits for its time limit (celery#9505).
+        # SIGTERM and SIGINT drain the worker; a second one, or SIGQUIT, stops it at once. The exit status is 0. These
+        # handlers replace Celery's, whose cold shutdown fails for this pool and waits for its time limit (celery#9505).
         for number, end in (
             (signal.SIGTERM, runtime.drain),
             (signal.SIGINT, runtime.drain),
@@ -181,7 +182,7 @@ class EnginePool(TaskPool):
         self.on_stop()
 
     def terminate_job(self, pid: int, signal: Any = None) -> None:
-        """Gives all shards in flight back, because threads cannot be killed (the default raises, celery#10490)."""
+        """Gives all shards in flight back, because threads cannot be killed (Celery's default raises, celery#10490)."""
         self.runtime.stop_now()
 
 
@@ -191,8 +192,8 @@ def _end(end: Callable[[], None], *_: object) -> None:
 
 
 class _AckLog:
-    """Receives kombu's message about a failed acknowledgement and logs one line, because the ledger has the result of
-    the shard."""
+    """Logs kombu's message about a failed acknowledgement as one line without a traceback, because the ledger has the
+    result of the shard."""
 
     def critical(self, message: str, *arguments: object, exc_info: object = None) -> None:
         log.warning("message not acknowledged", reason=message % arguments)
@@ -201,8 +202,8 @@ class _AckLog:
 class ShardRequest(Request):
     """A request whose late acknowledgement may fail.
 
-    After an error kombu closes the connection, and an acknowledgement raises AttributeError, for which Celery would
-    end the worker. A message that is delivered again is dropped at its claim.
+    After an error kombu closes the connection, and an acknowledgement raises AttributeError, after which Celery would
+    end the worker. If the message is delivered again, its shard cannot be claimed, and the message is dropped.
     """
 
     def acknowledge(self) -> None:
@@ -222,7 +223,7 @@ class ShardRequest(Request):
 
 
 class ReconnectingConsumer(Consumer):
-    """A consumer that reconnects after every error; that of Celery ends the worker on most errors.
+    """A consumer that reconnects after every error; Celery's own consumer ends the worker on most errors.
 
     A killed broker, or one that became a replica, raises various errors, also in kombu's cleanup. Messages that
     cannot be read are dropped and counted, since they would break other workers too. A message that the worker
@@ -295,7 +296,7 @@ class ReconnectingConsumer(Consumer):
     on_invalid_task = on_unknown_task
 
     def _drop(self, error: Exception | None, message: Any = None) -> None:
-        """Counts a dropped message, and removes it from the queue (None: the channel has removed it)."""
+        """Counts a dropped message, and removes it from the queue. `message`: None if the channel has removed it."""
         log.warning(
             "message dropped, because it cannot be read",
             reason="it names no task" if error is None else repr(error),
@@ -323,13 +324,14 @@ def _tolerant(channel: type[Any], drop: Callable[[Exception], None]) -> type[Any
     """A Redis channel that requests a message only if the worker can use one, and drops messages that cannot be read,
     because kombu removes a message from its list before parsing it.
 
-    A message whose acknowledgement fails is forgotten here. Otherwise it would occupy a slot forever, and a worker
-    without free slots would request nothing and so not notice that its connection is lost.
+    A message whose acknowledgement fails is removed from the channel's list of unacknowledged messages. Otherwise it
+    would occupy a place there forever, and a worker without free places would request nothing and so not notice that
+    its connection is lost.
     """
 
     class TolerantQoS(channel.QoS):
         def can_consume(self) -> bool:
-            # A requested message must be read, so that it is not withheld from other workers.
+            # A message that was requested must be read. Otherwise it would be withheld from other workers.
             return super().can_consume() and (bool(self.channel._in_poll) or _wants_message())
 
         def ack(self, delivery_tag: str) -> None:
@@ -353,7 +355,7 @@ def _tolerant(channel: type[Any], drop: Callable[[Exception], None]) -> type[Any
             try:
                 return super()._brpop_read(**options)
             except DataError as error:
-                # The envelope cannot be stored until its acknowledgement.
+                # The message has values that Redis cannot store until the acknowledgement.
                 drop(error)
                 return True
             except (Empty, *BROKER_ERRORS):

@@ -1,4 +1,5 @@
-"""The input of an engine: requests from the lines of shards, the order of shards, and their shares of its time."""
+"""The input of an engine: requests from the lines of shards, the order in which shards feed the engine, and each
+request's share of the engine's time."""
 
 from __future__ import annotations
 
@@ -17,19 +18,21 @@ from pipelines.request import Generation, SpokenRole, SynthesisRequest
 from worker.admission import CHECK_SECONDS
 from worker.leases import MAX_REREADS, Clock, HeldLease
 
-#: Number of shards fed at the same time; loading reference audio from a remote store takes time.
+#: Maximum number of shards that feed the engine at the same time. More do so with S3, because loading reference audio
+#: from there takes time.
 FOLDER_SHARDS, S3_SHARDS = 2, 16
 
 
 class ReferenceCache:
-    """The most recently used reference audio, up to `max_bytes`, because neighbours often clone the same voice."""
+    """The most recently used reference audio, up to `max_bytes`, because consecutive items often clone the same
+    voice."""
 
     def __init__(self, max_bytes: int = 64 << 20) -> None:
         self._kept = RecentRecordings[tuple[str, str], bytes](max_bytes)
         self._lock = threading.Lock()
 
     def get(self, store: ObjectStore, job_id: str, key: str) -> bytes:
-        """The reference audio with this key. Raises as `load_reference`."""
+        """The reference audio with this key. Raises the errors of `load_reference`."""
         name = (store.url, key)
         with self._lock:
             data = self._kept.get(name)
@@ -48,7 +51,7 @@ class RequestBuilder:
     held: HeldLease
     store: ObjectStore
     references: ReferenceCache
-    #: Role -> settings of lines without settings.
+    #: Role -> settings for lines without their own settings.
     defaults: dict[SpokenRole | None, Generation] = field(
         default_factory=dict[SpokenRole | None, Generation], init=False
     )
@@ -56,7 +59,7 @@ class RequestBuilder:
     def build(self, line: ShardLine, draw: int = 0) -> SynthesisRequest:
         """The request of a line for a draw (from 0), with its reference audio and seed.
 
-        Raises `InputError` for a missing reference, and `StoreError` for an error that is not retryable.
+        Raises `InputError` for missing reference audio, and `StoreError` for an error that is not retryable.
         """
         lease = self.held.lease
         job, spec = lease.job, lease.job.spec
@@ -75,12 +78,12 @@ class RequestBuilder:
         return item_request(line, generation, job, request_id, seed, load)
 
 
-#: Position of a shard in the order; smaller first.
+#: Position of a shard in the order; the shard with the smallest position feeds first.
 Rank = tuple[int, int]
 
 
 class FeedingOrder:
-    """Lets a few shards feed the engine at a time, by priority and then age. Thread-safe."""
+    """Gives a few shards at a time their turn to feed the engine, by priority and then by age. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -99,7 +102,8 @@ class FeedingOrder:
     def take(self, rank: Rank, give_up: Callable[[], bool]) -> bool:
         """Waits for the turn of this shard; False: `give_up` returned True first.
 
-        A shard keeps its turn, unless it is the last one with a turn and a shard before it waits.
+        A shard that has a turn keeps it, unless it is the last in the order among those that have one and a shard
+        before it waits.
         """
         with self._changed:
             if rank in self._feeding and not (
@@ -128,11 +132,11 @@ class FeedingOrder:
 
 
 class EngineTimer:
-    """Divides the time of an engine among its requests: while there are n, each gets 1/n of the time.
+    """Divides the time of an engine among its requests: while it has n requests, each gets 1/n of the time.
 
-    The sum of all shares is the time in which the engine had work. This is the virtual time of fair queueing
-    (Demers, Keshav and Shenker, 1989): it runs at the rate 1/n, and a request's share is its increase while the
-    request is in the engine.
+    The sum of all shares is the time in which the engine had work. The shares are computed from the virtual time of
+    fair queueing (Demers, Keshav and Shenker, 1989), which runs at the rate 1/n: a request's share is the increase of
+    the virtual time while the request is in the engine.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -143,8 +147,7 @@ class EngineTimer:
         self._read_at = clock.monotonic()
 
     def change(self, requests: int) -> float:
-        """Adds requests in the engine, or removes them (negative). Returns the virtual time in seconds, whose increase
-        while a request is in the engine is its share."""
+        """Adds this number of requests to the count (negative: removes them). Returns the virtual time in seconds."""
         with self._lock:
             now = self._clock.monotonic()
             if self._requests:

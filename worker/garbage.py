@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-#: Time after which a deleted job is forgotten, since no worker still writes under an old lease.
+#: Time after which the ledger forgets a deleted job. By then no worker writes under an old lease.
 REMEMBERED_SECONDS = 30 * 24 * 3600.0
 _MAX_JOBS = 1_000_000
 
@@ -40,9 +40,9 @@ class SweepReport:
     failed_jobs: int = 0
 
 
-#: An orphan, and for reference audio the inputs that were searched and do not refer to it.
+#: An orphan; for reference audio, with the inputs that were searched and do not refer to it.
 Orphan = tuple[ObjectInfo, frozenset[tuple[str, str]]]
-#: Numbers of objects with their sizes.
+#: Pairs of a number of objects and their total size in bytes.
 _Found = Iterator[tuple[int, int]]
 
 
@@ -55,9 +55,9 @@ def sweep(
 ) -> SweepReport:
     """Finds, and with `delete` deletes, orphans of all jobs that ended more than `grace_seconds` ago.
 
-    Orphans are stored results that were never committed, because the job was cancelled or the worker killed. Kept are
-    objects of jobs that may still run, objects that `nightjar retry` may adopt, objects younger than the grace time,
-    and keys that this ledger would not write. Before the deletion of an object its job is locked and its key checked
+    Orphans are stored results that were never committed, because the job was cancelled or the worker killed. Objects
+    are kept if their job may still run, if `nightjar retry` may adopt them, if they are younger than the grace time,
+    or if this ledger would not write their key. Before an object is deleted, its job is locked and its key is checked
     again. Raises `ServiceError` if the ledger cannot be reached.
     """
     objects = size = failed = 0
@@ -90,7 +90,7 @@ def sweep(
 
 
 def sweep_all(settings: Settings, grace_seconds: float, *, delete: bool) -> SweepReport:
-    """Sweeps all jobs of the settings."""
+    """Sweeps all jobs of the ledger in the settings."""
     from jobs.ledger import Ledger
     from jobs.store import open_store
 
@@ -100,12 +100,13 @@ def sweep_all(settings: Settings, grace_seconds: float, *, delete: bool) -> Swee
 
 
 def orphans(ledger: Ledger, store: ObjectStore, job: Job, before: float) -> Iterator[Orphan]:
-    """The objects of a job, older than `before`, without a reference: audio, texts and quarantined audio without an
-    artifact, packs without members, inputs without a shard, reference audio without a line. Streamed.
+    """Streams the objects of a job that are older than `before` and that nothing refers to: audio, texts and
+    quarantined audio without an artifact, packs without members, inputs without a shard, reference audio without a
+    line.
 
     Raises `StoreError` with `store.conflict` if the store does not list in key order.
     """
-    for info, read in _unnamed(ledger, store, job):
+    for info, read in _unreferenced(ledger, store, job):
         old = info.modified_at is not None and info.modified_at <= before
         if old and ledger.is_orphan(job.id, info.key, before, read):
             yield info, read
@@ -119,17 +120,17 @@ def _sweep_ended(ledger: Ledger, store: ObjectStore, job: Job, before: float, de
             yield 1, info.bytes
 
 
-def _sweep_deleted(ledger: Ledger, store: ObjectStore, gone: DeletedJob, delete: bool) -> _Found:
+def _sweep_deleted(ledger: Ledger, store: ObjectStore, job: DeletedJob, delete: bool) -> _Found:
     """Objects that a worker without a lease stored after the deletion of its job."""
     if not delete:
-        yield from ((1, info.bytes) for info in objects_of(store, gone.id))
+        yield from ((1, info.bytes) for info in objects_of(store, job.id))
         return
-    yield delete_objects(store, gone.id)
-    if ledger.now() - gone.deleted_at > REMEMBERED_SECONDS:
-        ledger.forget_deleted(gone.id)
+    yield delete_objects(store, job.id)
+    if ledger.now() - job.deleted_at > REMEMBERED_SECONDS:
+        ledger.forget_deleted(job.id)
 
 
-def _unnamed(ledger: Ledger, store: ObjectStore, job: Job) -> Iterator[Orphan]:
+def _unreferenced(ledger: Ledger, store: ObjectStore, job: Job) -> Iterator[Orphan]:
     def listed(prefix: str) -> Iterator[ObjectInfo]:
         return _in_order(store.list(prefix), store)
 
@@ -151,7 +152,7 @@ def _unnamed(ledger: Ledger, store: ObjectStore, job: Job) -> Iterator[Orphan]:
 
 
 def _in_order(objects: Iterable[ObjectInfo], store: ObjectStore) -> Iterator[ObjectInfo]:
-    """The same objects. Raises `store.conflict` if they are not in key order."""
+    """Passes the objects on. Raises `store.conflict` if they are not in key order."""
     last = ""
     for info in objects:
         if info.key <= last:
@@ -165,7 +166,7 @@ def _in_order(objects: Iterable[ObjectInfo], store: ObjectStore) -> Iterator[Obj
 
 
 def _without(objects: Iterable[ObjectInfo], artifacts: Iterable[Artifact]) -> Iterator[ObjectInfo]:
-    """Objects without an artifact with their key; objects and artifacts are both in index order."""
+    """The objects whose key no artifact has. Objects and artifacts are both in index order."""
     rows = iter(artifacts)
     row = next(rows, None)
     for info in objects:

@@ -24,7 +24,7 @@ T = TypeVar("T")
 #: Called with each error before a retry.
 OnRetry = Callable[[NightjarError], None]
 
-#: Errors that a network or disk may report temporarily for an intact object.
+#: Errors that a network or disk may temporarily report for an intact object.
 POSSIBLY_TEMPORARY = frozenset({ErrorCode.STORE_MISSING, ErrorCode.STORE_CONFLICT})
 #: Retries after such errors; with their pauses they take more than three seconds.
 MAX_REREADS = 5
@@ -33,6 +33,8 @@ LONGEST_RETRY_SECONDS = 5.0
 
 
 class GoneReason(StrEnum):
+    """Why the work under a lease must stop."""
+
     #: Another worker has the shard, or its job was cancelled.
     LOST = "lost"
     #: No heartbeat reached the ledger in time.
@@ -52,8 +54,8 @@ class LeaseGoneError(Exception):
 
 
 class HeldLease:
-    """A lease whose shard runs here. `gone` is set once and stays set; then each callback of `on_gone` is called
-    once."""
+    """A lease whose shard runs in this process. `gone` is set once and never reset; each callback of `on_gone` is then
+    called once."""
 
     def __init__(self, lease: Lease, lease_seconds: float, clock: Clock, on_retry: OnRetry) -> None:
         self.lease = lease
@@ -67,13 +69,13 @@ class HeldLease:
 
     @property
     def gone(self) -> GoneReason | None:
-        """Why the work must stop; None: it can continue."""
+        """Why the work must stop; None while it can continue."""
         if self._gone is None and self._clock.monotonic() - self._renewed_at > self._lease_seconds:
             self.give_up(GoneReason.EXPIRED)
         return self._gone
 
     def renew(self, at: float) -> None:
-        """Records that a heartbeat sent at `at` (this clock) reached the ledger."""
+        """Records that a heartbeat, sent at `at` by the clock of this process, reached the ledger."""
         self._renewed_at = max(self._renewed_at, at)
 
     def give_up(self, reason: GoneReason) -> None:
@@ -100,9 +102,9 @@ class HeldLease:
     def retrying(self, call: Callable[[], T], rereads: int = 0) -> T:
         """The result of `call`, retried with growing pauses after retryable errors until the lease ends.
 
-        A missing or changed object is read again up to `rereads` times. While the worker drains, `call` is tried
-        once, to save finished work. Raises errors that are not retryable or need a person, and `LeaseGoneError`
-        if the lease ends first.
+        A missing or changed object is read again up to `rereads` times. After a drain has ended the lease, `call` is
+        tried once, to save finished work. Raises errors that are not retryable or that a person must correct, and
+        `LeaseGoneError` if the lease ends first.
         """
         if (reason := self.gone) is not None and reason is not GoneReason.DRAINED:
             raise LeaseGoneError(reason)
@@ -152,12 +154,12 @@ class HeldLeases:
             self._held.pop(held.lease.ticket, None)
 
     def tickets(self) -> list[Ticket]:
-        """The leases to extend by a heartbeat; given-up leases expire or are released."""
+        """The tickets of the leases that a heartbeat extends; leases that were given up expire or are released."""
         with self._lock:
             return [ticket for ticket, held in self._held.items() if held.gone is None]
 
     def renewed(self, tickets: Collection[Ticket], lost: Collection[Ticket], at: float) -> None:
-        """Processes the answer to a heartbeat for these leases, sent at `at`."""
+        """Processes the answer to a heartbeat that was sent for these leases at `at`."""
         with self._lock:
             held = [self._held[ticket] for ticket in tickets if ticket in self._held]
         for one in held:
@@ -167,7 +169,7 @@ class HeldLeases:
                 one.renew(at)
 
     def drain(self) -> None:
-        """Gives up all leases, including later ones."""
+        """Gives up all leases, also those that are added later."""
         with self._lock:
             self._draining = True
             held = list(self._held.values())

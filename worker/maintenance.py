@@ -35,7 +35,8 @@ RETRY_SECONDS = 600.0
 
 
 class PeriodicTask:
-    """A task with its own thread, which runs every `seconds` and soon after `wake`. A lasting error is logged once."""
+    """A task with its own thread, which runs every `seconds` and soon after `wake`. An error that repeats is logged
+    once."""
 
     def __init__(self, name: str, seconds: float, work: Callable[[], None]) -> None:
         self._name = name
@@ -85,7 +86,7 @@ class PeriodicTask:
 class Maintenance:
     """Registers the worker, extends its leases, dispatches shards and reconciles.
 
-    Heartbeats have a separate thread, so that a hanging broker costs no lease.
+    Heartbeats have a separate thread, so that no lease expires while the broker hangs.
     """
 
     ledger: Ledger
@@ -107,10 +108,10 @@ class Maintenance:
         self._state = UP
         self._registered = False
         self._reconciled_at = self._depth_at = float("-inf")
-        #: To be woken when a shard ends, because another one may fit into the window.
+        #: Woken when a shard ends, because another one may then fit into the window of queued shards.
         self.dispatches = PeriodicTask("dispatch", times.dispatch_seconds, self.dispatch)
         self._heartbeats = PeriodicTask("heartbeats", times.heartbeat_seconds, self.send_heartbeat)
-        #: To be woken when a job may have ended, so that the hook need not wait for the next run.
+        #: Woken when a job may have ended, so that the hook need not wait for the next run.
         self.reports = PeriodicTask("reports", times.reconcile_seconds, self.report_ends)
         self._tasks = (self.dispatches, self._heartbeats, self.reports)
 
@@ -124,17 +125,17 @@ class Maintenance:
         self.reports.wake()
 
     def claimed(self) -> None:
-        """Handles a claim, after which the worker may be able to use more shards than it has reported."""
+        """Dispatches soon if the worker can use more shards, after a claim, than it has reported."""
         if self.demand.shards > self.worker.slots:
             self.dispatches.wake()
 
     def drain(self) -> None:
-        """Reports that the worker drains, and stops dispatching."""
+        """Reports to the ledger that the worker drains, and stops dispatching."""
         self._state = DRAINING
         self._heartbeats.wake()
 
     def stop(self) -> None:
-        """Ends the threads and retires the worker, if the ledger can be reached."""
+        """Ends the threads, and marks the worker as ended in the ledger if that can be reached."""
         for task in self._tasks:
             task.stop()
         if not self._registered:
@@ -171,7 +172,7 @@ class Maintenance:
             self.metrics.queue_depth.set(self.publisher.queue_depth())
 
     def _report(self, shards: int) -> None:
-        """Reports the worker with the number of shards that it can use."""
+        """Reports to the ledger the number of shards that the worker can use."""
         worker = replace(self.worker, slots=shards)
         try:
             self.ledger.worker_heartbeat(worker.id, self._state, shards)
@@ -208,8 +209,8 @@ def report_ended_jobs(ledger: Ledger, settings: Settings) -> None:
 
 @dataclass(eq=False)
 class Manifests:
-    """Writes the manifests of ended jobs; several workers may do so at once. A failure is logged and retried with each
-    pass of the reconciler, after a longer pause if it is not a failure of the store or ledger.
+    """Writes the manifests of ended jobs; several workers may do so at once. After a failure, which is logged, each pass
+    of the reconciler tries again; it waits `RETRY_SECONDS` if the error is not retryable.
     """
 
     ledger: Ledger

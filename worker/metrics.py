@@ -76,12 +76,12 @@ class Metrics:
         self.bytes_stored.inc(stored)
 
     def count_retry(self, error: NightjarError) -> None:
-        """Counts and logs an error whose call will be retried."""
+        """Counts and logs the error of a call that will be retried."""
         self.retries.labels(code=error.code.value).inc()
         log.warning("waiting for a service", code=error.code.value, error=str(error))
 
     def watch(self, leases_held: Callable[[], int], pipelines: Callable[[], Sequence[Pipeline]]) -> None:
-        """Sets the sources of gauges: shards in flight, and the open pipelines."""
+        """Sets the sources of the gauges: the number of shards in flight, and the open pipelines."""
         self.leases_held.set_function(leases_held)
         self.registry.register(EngineMetrics(pipelines))
 

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-#: Interval in which a shard that waits for a model checks whether it must give up.
+#: Interval at which a shard that waits for a model checks whether it must give up.
 CHECK_SECONDS = 0.2
 
 
 def open_model(settings: Settings, model: str) -> Pipeline:
-    """Opens a model with the settings of its engine. Raises the `NightjarError` of opening it, and
+    """Opens a model with the settings of its engine. Raises `NightjarError` if it cannot be opened, for example
     `EngineCrashError`."""
     return _engine_process(settings, model) or open_pipeline(
         model, **settings.engine_options(describe(model))
@@ -36,7 +36,7 @@ def open_model(settings: Settings, model: str) -> Pipeline:
 
 
 def _engine_process(settings: Settings, model: str) -> EngineProcess | None:
-    """Opens a model in its own process; None: it must be opened in the process of the worker."""
+    """Opens a model in its own process; None if it must be opened in the process of the worker."""
     card = describe(model)
     if settings.chosen_engine(card) != "native" or is_registered(model):
         return None
@@ -44,7 +44,7 @@ def _engine_process(settings: Settings, model: str) -> EngineProcess | None:
 
 
 class Preload:
-    """Opens a model with its own process in the background, before a shard needs it."""
+    """Opens a model in its own process, in the background, before a shard needs it."""
 
     def __init__(self, settings: Settings, model: str) -> None:
         self._model = model
@@ -53,10 +53,10 @@ class Preload:
         )
 
     def take(self, model: str) -> Pipeline | None:
-        """The pipeline, once. None: the model has no process of its own, or another model is needed, and this one was
-        closed.
+        """Returns the pipeline at the first call. Returns None at later calls, if the model has no process of its own,
+        or if another model is needed, in which case this one is closed.
 
-        Raises as `open_model`.
+        Raises the errors of `open_model`.
         """
         opened, self._opened = self._opened, None
         if opened is not None and model != self._model:
@@ -67,7 +67,7 @@ class Preload:
         return None if opened is None else opened.result()
 
     def close(self) -> None:
-        """Closes the pipeline if it was not taken."""
+        """Closes the pipeline if `take` was not called."""
         if self._opened is not None:
             self._opened.add_done_callback(_close)
             self._opened = None
@@ -99,7 +99,8 @@ class PipelineCache:
     def use(self, model: str, check: Callable[[], None] = lambda: None) -> Iterator[Pipeline]:
         """The pipeline of `model` for the block; waits while another model is in use.
 
-        `check` is called while waiting, and may raise to stop it. Raises `ModelError` if the model cannot be opened.
+        `check` is called during the wait, and may raise an error to end it. Raises `ModelError` if the model cannot be
+        opened.
         """
         loaded = self._acquire(model, check)
         try:

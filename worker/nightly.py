@@ -1,4 +1,4 @@
-"""Nightly schedules: submits the file of each night once, and writes the datasets of its job."""
+"""Nightly schedules: submits the file of each night once, and writes the datasets of the night's job."""
 
 from __future__ import annotations
 
@@ -33,25 +33,26 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 POLL_SECONDS = 1.0
-#: Final states of a job whose night counts as not run.
+#: Final states of a job after which its night counts as not run.
 ENDED_BADLY = frozenset({JobState.FAILED, JobState.CANCELLED})
-#: Codes of a missing input file; other errors count as failures.
+#: Error codes of a missing input file; other errors count as failures.
 _MISSING = {ErrorCode.INPUT_UNREADABLE, ErrorCode.STORE_MISSING}
 #: The name of the job's report among the export formats.
 REPORT = "report"
-#: The end of a path that needs an extension.
+#: A path needs an extension if it ends with a placeholder.
 _OPEN_END = re.compile(r"(\{format\}|\{date\}|%[-_0^#]?[A-Za-z])\Z")
 
 
 class NightEnd(StrEnum):
     """The outcome of a schedule's night."""
 
+    #: This run submitted the night.
     SUBMITTED = "submitted"
-    #: It was submitted before.
+    #: The night was submitted before.
     RAN = "ran"
-    #: Its file is missing; the night can be caught up.
+    #: The night's file is missing; the night can be caught up.
     MISSING = "missing"
-    #: It was not submitted, or its job failed or was cancelled; the night remains due.
+    #: The night was not submitted, or its job failed or was cancelled; the night remains due.
     FAILED = "failed"
 
 
@@ -61,7 +62,7 @@ class Dataset(msgspec.Struct, frozen=True):
     format: str
     to: str
     items: int = 0
-    #: Why it was not written; None: it exists.
+    #: Why the export was not written; None: it exists.
     reason: str | None = None
 
 
@@ -74,16 +75,16 @@ class Night:
     name: str
     night: date
     end: NightEnd = NightEnd.RAN
-    #: Its newest job.
+    #: The night's newest job.
     job: Job | None = None
-    #: Why it failed, or why its datasets are missing.
+    #: Why the night failed, or why its datasets are missing.
     reason: str = ""
     code: ErrorCode | None = None
     done_items: int = 0
-    #: Failures within a completed job.
+    #: Failed items of a completed job.
     failed_items: int = 0
     rejected_lines: int = 0
-    #: Its exports, if its job has ended.
+    #: The night's exports, if its job has ended.
     datasets: tuple[Dataset, ...] = ()
 
     def __post_init__(self) -> None:
@@ -114,7 +115,7 @@ class Night:
 
     @property
     def bad(self) -> bool:
-        """Whether it is missing or failed, has no results, or lacks a dataset."""
+        """Whether the night is missing or failed, all its items failed, or a dataset was not written."""
         no_results = self.failed_items > 0 and self.done_items == 0
         return (
             self.end in {NightEnd.FAILED, NightEnd.MISSING}
@@ -124,7 +125,7 @@ class Night:
 
     @property
     def view(self) -> dict[str, Any]:
-        """`nightjar.night/1`."""
+        """The night as JSON of the schema `nightjar.night/1`."""
         return {
             "schema": "nightjar.night/1",
             "schedule": self.name,
@@ -168,8 +169,8 @@ class Night:
             self.end = NightEnd.SUBMITTED
 
     def jobs(self) -> dict[int, Job]:
-        """Number (from 1) -> job of the night, in order, without deleted ones. All but the last failed or were
-        cancelled."""
+        """The jobs of the night by number, from 1 and in order, without deleted jobs. All but the last one failed or
+        were cancelled."""
         first = self._key(1)
         ends = [(job.idempotency_key.removeprefix(first), job) for job in self.ledger.jobs_of_keys(first)]
         return dict(sorted((int(end[1:] or 1), job) for end, job in ends if not end or end[1:].isdigit()))
@@ -182,8 +183,8 @@ class Night:
         self.job = job = status.job
         if not job.state.final or self._ended_badly():
             return job.state.final
-        # An existing dataset is kept, an interrupted one continued, and one of an earlier state of the night replaced.
-        # A failure does not affect other datasets, and foreign files are never changed.
+        # An existing dataset is kept, an interrupted one is continued, and one that an earlier job of the night wrote is
+        # replaced. A failure does not affect other datasets, and foreign files are never changed.
         jobs = list(self.jobs().values())
         self.datasets = tuple([self._written(jobs, wanted) for wanted in self.schedule.exports])
         self.done_items, self.failed_items = status.items.done, status.items.failed
@@ -199,7 +200,7 @@ class Night:
         self.reason = f"its job is {job.state.value}{why}; {resume}run this again{datasets}"
 
     def _ended_badly(self) -> bool:
-        """Whether its job failed or was cancelled; then sets the reason and advice."""
+        """Whether the night's job failed or was cancelled; if so, sets the reason and advice."""
         if self.job is None or self.state not in ENDED_BADLY:
             return False
         advice = "Correct its file and run the night again, or use --again for the same file."
@@ -222,12 +223,13 @@ class Night:
             self.ledger.schedule_forget(self.name, self.night.isoformat())
 
     def _key(self, number: int) -> str:
-        """The idempotency key of the night's job of this number, so that two processes submit only one job."""
+        """The idempotency key of the night's job with this number, so that two processes submit only one job."""
         first = f"nightly/{self.name}/{self.night.isoformat()}"
         return first if number == 1 else f"{first}/{number}"
 
     def _submit(self, number: int) -> Job:
-        """Submits the job of this number, continues its submit, or finds it. Raises `NightjarError`."""
+        """Submits the job with this number, or continues an interrupted submission, or finds the job. Raises
+        `NightjarError`."""
         from jobs.ingest import submit
 
         spec, options = _job(self.schedule)
@@ -243,7 +245,7 @@ class Night:
         return job
 
     def _has_another_file(self, job: Job) -> bool:
-        """Whether the night's file differs from that of its job. Raises `NightjarError`."""
+        """Whether the night's file differs from the file of the job. Raises `NightjarError`."""
         from jobs.source import open_source
 
         with open_source(input_of(self.schedule, self.night), self.settings.s3) as opened:
@@ -255,7 +257,7 @@ class Night:
         return open_store(self.schedule.store_url or self.settings.effective_store_url, self.settings.s3)
 
     def _written(self, jobs: Sequence[Job], format: str) -> Dataset:
-        """Writes one export. Any failure is only recorded."""
+        """Writes one export. A failure is only recorded in the result."""
         to = place_of(self.settings, self.name, format, self.night)
         try:
             return Dataset(format, to, self._write(jobs, format, to))
@@ -315,9 +317,9 @@ def run_nights(
     again: bool = False,
     now: datetime | None = None,
 ) -> NightlyReport:
-    """Submits a night and up to `catch_up` earlier ones that did not run, for all schedules or those in `names`, and
-    writes the datasets of jobs that end within `wait_seconds`. `again`: also resubmits unchanged files of nights
-    whose job failed or was cancelled.
+    """Submits a night and those of the `catch_up` nights before it that did not run, for all schedules or those in
+    `names`, and writes the datasets of jobs that end within `wait_seconds`. `again`: also resubmits unchanged files of
+    nights whose job failed or was cancelled.
 
     Raises `ConfigError` for an invalid date, an unknown schedule and impossible exports, and `ServiceError`.
     """
@@ -347,8 +349,8 @@ def run_nights(
 
 
 def _conclude(nights: Sequence[Night], deadline: float) -> None:
-    """Waits for the nights' jobs, and writes their datasets in the order of their ends. Temporary failures of the
-    ledger are tolerated."""
+    """Waits for the nights' jobs, and writes the datasets of each as it ends. Temporary failures of the ledger are
+    tolerated until the deadline."""
     left = list(nights)
     while True:
         for night in list(left):
@@ -376,8 +378,8 @@ def _job(schedule: Schedule) -> tuple[JobSpec, SubmitOptions]:
 
 
 def place_of(settings: Settings, name: str, format: str, night: date) -> str:
-    """The path of a night's export. A format of one file gets its extension, unless the path has a fixed end. Raises
-    `config.invalid` for an unknown format."""
+    """The path of a night's export. If the format is one file and the path ends with a placeholder, the format's
+    extension is added. Raises `config.invalid` for an unknown format."""
     schedule = settings.schedules[name]
     extension = ".html"
     if format != REPORT:
@@ -391,7 +393,7 @@ def place_of(settings: Settings, name: str, format: str, night: date) -> str:
 
 
 def _splits(format: str, schedule: Schedule) -> Splits | None:
-    """The splits of an export; None: it has none."""
+    """The splits of an export; None if it has none."""
     from jobs.export import find_format, parse_splits
 
     wanted = schedule.splits

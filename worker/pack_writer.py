@@ -1,4 +1,5 @@
-"""Collects the artifacts of one leased shard in packs, and stores each pack before its items count as done."""
+"""Collects the artifacts of one leased shard in packs (tar archives), and stores each pack before its items count as
+done."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class PackMember(msgspec.Struct, frozen=True):
 
     #: The member's name: the key that it would have as a separate object.
     key: str
-    #: Offset of its bytes in the pack.
+    #: Offset of the member's data in the pack.
     offset: int
     bytes: int
     sha256: str
@@ -41,19 +42,19 @@ class PackMember(msgspec.Struct, frozen=True):
 
 
 class PackBuilder:
-    """Builds one pack in memory. Equal members give equal bytes: owner 0, date 1970."""
+    """Builds one pack in memory. Equal members give equal bytes, because the owner is always 0 and the date 1970."""
 
     def __init__(self) -> None:
         self._chunks: list[bytes] = []
         self._members: list[PackMember] = []
-        #: Size so far.
+        #: Size in bytes so far.
         self.bytes = 0
 
     def __len__(self) -> int:
         return len(self._members)
 
     def add(self, key: str, data: bytes, *, sha256: str, index: int, example_id: str) -> int:
-        """Adds a member. Returns the offset of its bytes in the pack."""
+        """Adds a member. Returns the offset of its data in the pack."""
         offset = self._append(key, data)
         self._members.append(PackMember(key, offset, len(data), sha256, index, example_id))
         return offset
@@ -64,7 +65,7 @@ class PackBuilder:
         # The end of an archive: two empty blocks.
         self._chunks.append(bytes(2 * _BLOCK_BYTES))
         whole = b"".join(self._chunks)
-        # Only one copy stays in memory during the put.
+        # So that only one copy is in memory during the put.
         self._chunks.clear()
         return whole
 
@@ -96,9 +97,9 @@ class PackWriter:
     """Writes the packs of one shard under its lease; thread-safe.
 
     A pack is stored when it has `pack_bytes`, when its first item has waited for `pack_seconds`, or when no other items
-    of the shard are in progress. One pack that is being stored and one that is being filled are in memory; a thread
-    that adds to a full pack waits. The items of a pack that was stored but not committed are synthesized again, and
-    the sweep deletes it.
+    of the shard are in progress. At most two packs are in memory: one that is being stored and one that is being
+    filled; a thread that adds to a full pack waits. If a pack was stored but its items were not committed, they are
+    synthesized again, and the sweep deletes the pack.
     """
 
     held: HeldLease
@@ -107,7 +108,7 @@ class PackWriter:
     clock: Clock
     #: Runs a function on a thread that may wait for the store.
     run: Callable[[Callable[[], None]], None]
-    #: Whether this number of items in the open pack are all that are in progress.
+    #: Whether no items are in progress except those in the open pack, whose number is the argument.
     are_last: Callable[[int], bool]
 
     def __post_init__(self) -> None:
@@ -117,15 +118,15 @@ class PackWriter:
         self._packs = 0
 
     def add(self, done: Done, artifacts: Sequence[tuple[Artifact, bytes]], example_id: str) -> Future[Done]:
-        """Adds the artifacts of an item, without their SHA-256, with their bytes. The future has the outcome once they
-        are stored, or the error of the store.
+        """Adds the artifacts of an item, whose SHA-256 is not yet set, with their data. The future gets the outcome once
+        they are stored, or the error of the store.
 
-        If the pack is now full, this call stores it, so that a slow store slows down its callers.
+        If the pack is then full, this call stores it, so that a slow store slows down its callers.
         """
         stored: Future[Done] = Future()
         hashes = [hashlib.sha256(data).hexdigest() for _, data in artifacts]
         with self._changed:
-            # A full pack is stored next by the thread that stores the one before.
+            # The thread that stores the previous pack stores the full one next.
             self._changed.wait_for(
                 lambda: self._open is None or self._open.builder.bytes < self.times.pack_bytes
             )
@@ -144,14 +145,15 @@ class PackWriter:
         return stored
 
     def flush_due(self) -> None:
-        """Starts to store the open pack if it is due; does not wait."""
+        """Starts to store the open pack if it is due, and does not wait for the end."""
         with self._changed:
             due = not self._putting and self._due()
         if due:
             self.run(self._put_due)
 
     def _put_due(self) -> None:
-        """Stores the open pack if it is due, and those that are full afterwards; returns at once if another thread does."""
+        """Stores the open pack if it is due, and packs that become due meanwhile. Returns at once if another thread is
+        storing."""
         while True:
             with self._changed:
                 pack = self._open
@@ -177,7 +179,7 @@ class PackWriter:
         )
 
     def _put(self, pack: _OpenPack) -> None:
-        """Stores a pack and sets the results of its items, with the key of the pack in their artifacts."""
+        """Stores a pack and sets the futures of its items to their outcomes, with the key of the pack in each artifact."""
         try:
             key = self._put_bytes(pack)
         except Exception as error:  # noqa: BLE001 - passed to the items

@@ -31,11 +31,13 @@ from worker.quality.verdict import CheckedDraw, History, check_draw, check_speec
 if TYPE_CHECKING:
     from worker.shard_run import ShardRun
 
-#: Threads for folders need processor time; those for S3 mostly wait: 500 objects per second of 0.1 s each need 50
-#: threads.
+#: Number of threads per kind of store. Threads for folders need processor time; those for S3 mostly wait: 500 objects
+#: per second that take 0.1 s each need 50 threads.
 FOLDER_THREADS, S3_THREADS = 2, 64
-#: MP3 and Opus need a second of a core for one to two minutes of speech, so two threads would slow down a GPU.
+#: Number of threads for MP3 and Opus. Encoding one to two minutes of speech takes one second of a core, so two threads
+#: would slow down a GPU.
 LOSSY_THREADS = max(FOLDER_THREADS, len(os.sched_getaffinity(0)))
+#: Number of waiting results at which the engine gets no more requests.
 MAX_BACKLOG = 256
 
 
@@ -49,16 +51,16 @@ class ItemDraw:
     last: int = 0
     #: The earlier draws of the item.
     history: History = field(default_factory=History)
-    #: Set when it is fed.
+    #: Set when the draw is fed to the engine.
     request: SynthesisRequest = field(init=False)
-    #: Cancels it, once the pipeline has accepted it.
+    #: The handle of the request, once the pipeline has accepted it.
     handle: Handle | None = None
     #: Whether draws differ by sampling: the model samples, and the request is not greedy.
     sampled: bool = True
-    #: Start in the engine, by the worker's clock and by the engine's timer.
+    #: The start in the engine in seconds, by the worker's clock (`started_at`) and in the engine timer's virtual time.
     started_at: float = 0.0
     entered_at: float = 0.0
-    #: Its share of the engine's time.
+    #: The draw's share of the engine's time.
     engine_ms: int = 0
 
 
@@ -75,7 +77,7 @@ class ResultWriter:
         self._threads = DaemonThreads(0, "writer")
 
     def ensure_threads(self, store: ObjectStore, audio_format: str) -> None:
-        """Adds threads if more are useful for this store and audio format."""
+        """Adds threads if this store or audio format needs more."""
         wanted = S3_THREADS if store.remote else FOLDER_THREADS
         lossy = LOSSY_THREADS if audio_format in LOSSY else 0
         self._threads.count = max(self._threads.count, wanted, lossy)
@@ -86,11 +88,11 @@ class ResultWriter:
         return self._threads.waiting >= MAX_BACKLOG or self._meters.full
 
     def run(self, work: Callable[[], None]) -> None:
-        """Runs `work`, which may wait for the store and must not raise, on a thread of the writer."""
+        """Runs `work` on a thread of the writer; it may wait for the store and must not raise."""
         self._threads.submit(work)
 
     def close(self) -> None:
-        """Stores submitted results, then ends the threads. Draws that wait for meters are dropped."""
+        """Stores the submitted results, then ends the threads. Draws that wait for meters are dropped."""
         self._meters.close()
         self._threads.shutdown(wait=True)
 
@@ -101,10 +103,11 @@ class ResultWriter:
         made: Speech | NightjarError,
         measured: tuple[Mapping[str, Score], Future[Readings]] | None = None,
     ) -> None:
-        """Checks and stores a result of the engine, and passes the answer to `shard.settle`: also `LeaseGoneError` if the
-        lease ended first, `CancelledError` if the outcome is no longer needed, and any other error.
+        """Checks and stores a result of the engine, and passes the answer to `shard.settle`. An error is passed as the
+        answer too: `LeaseGoneError` if the lease ended first, `CancelledError` if the outcome is no longer needed, or any
+        other error.
 
-        `measured`: earlier scores of the draw, and the readings of meters.
+        `measured`: the scores of the checks that ran before the meters, and the readings of the meters.
         """
         try:
             answer = self._outcome(shard, draw, made, measured)
@@ -122,7 +125,7 @@ class ResultWriter:
         made: Speech | NightjarError,
         measured: tuple[Mapping[str, Score], Future[Readings]] | None,
     ) -> Outcome | History | Future[Done] | None:
-        """The answer for a result of the engine; None: meters measure it.
+        """The answer for a result of the engine; None if meters must measure it first.
 
         | the draw | the item |
         |---|---|
@@ -137,7 +140,7 @@ class ResultWriter:
             isinstance(made, Speech) and made.text_out is not None and made.meta.get("mode") == "text_only"
         )
         if isinstance(made, NightjarError):
-            # Only in a job with checks: a draw that failed them.
+            # Only jobs with checks pass failures of the engine to the writer; they count as failed draws.
             assert quality is not None
             checked = failed_draw(draw.number, seed, made)
         elif quality is None or text_only:
@@ -163,14 +166,14 @@ class ResultWriter:
             draws = [msgspec.structs.replace(one, kept=one.draw == best.record.draw) for one in draws]
             outcome = Done(index, (), after.engine_ms, tuple(draws))
         else:
-            heard = "" if best.speech is None else f"None of {len(draws)} draws passed; the best: "
+            intro = "" if best.speech is None else f"None of {len(draws)} draws passed; the best: "
             code = cast(ErrorCode, best.record.code)
-            outcome = Failed(index, code, heard + best.message, draws, (), after.engine_ms)
+            outcome = Failed(index, code, intro + best.message, draws, (), after.engine_ms)
         return _stored(shard, draw, outcome, best.speech, best.record.seed, best.record.draw)
 
     def _checked(self, shard: ShardRun, draw: ItemDraw, made: Speech, quality: Quality) -> CheckedDraw | None:
-        """The verdict of the checks without a model; None: meters measure the draw, and `work` continues with their
-        readings."""
+        """The verdict of the checks that need no model; None if the draw passed them and meters measure it next, after
+        which `work` is called with their readings."""
         job, request, line = shard.held.lease.job, draw.request, draw.line
         speech = made
         if quality.trim:
@@ -179,7 +182,7 @@ class ResultWriter:
         text = speech.text_out or speech.text or spoken_text(line.messages)
         generation = request.generation
         if job.spec.stored_voices is not msgspec.UNSET and (voice := stored_voice_of(line, job.spec)):
-            # Use the name of the stored voice, which the request has only as a recording.
+            # The request has the stored voice only as a recording, so its name is set here.
             generation = msgspec.structs.replace(generation, voice=voice)
         checked = check_draw(draw.number, request.seed, speech, quality, text, generation)
         meters = {"silero": {}, **quality.meters} if quality.vad == "silero" else quality.meters
@@ -189,7 +192,7 @@ class ResultWriter:
         utterance = Utterance(
             speech.samples, speech.sample_rate, text, generation.language or "", next(recordings, None)
         )
-        # The id of the item, because request ids differ between attempts and draws.
+        # The item has its own id here, because request ids differ between attempts and draws.
         task = MeterTask(meters, utterance, lambda: shard.abandoned, f"{job.id}/{line.index}")
         measuring, scores = self._meters.submit(task), checked.record.scores
         measuring.add_done_callback(
@@ -206,11 +209,11 @@ def _stored(
     seed: int,
     number: int,
 ) -> Outcome | Future[Done]:
-    """Stores the artifacts of the kept draw, and returns the outcome with them: the audio, if any, and the text of the
-    model, except for quarantine.
+    """Stores the artifacts of the kept draw and returns the outcome with them. They are the audio, if any, and the text
+    that the model wrote, which is not stored for a failed item.
 
-    Each is stored under its key, or under the next number if another object exists there, damaged by a power cut or
-    with other rounding. Waits for an unreachable store until the lease ends.
+    Each is stored under its key, or under the next number if that key has another object, for example one that was
+    damaged by a power cut or rounded differently. Waits for an unreachable store until the lease ends.
     """
     # Imported here, because it takes half a second and an idle worker does not need it.
     from jobs.encoded_audio import encoded_audio

@@ -1,4 +1,5 @@
-"""The runtime of one worker process: ledger, pipelines, leases, maintenance. Celery passes tickets to it."""
+"""The runtime of one worker process: ledger, pipelines, leases, maintenance. Celery passes the tickets of messages to
+it."""
 
 from __future__ import annotations
 
@@ -51,9 +52,9 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-#: Pause before the message of a job that this worker does not run is returned.
+#: Pause before this worker returns the message of a job that it does not run.
 REFUSE_PAUSE_SECONDS = 0.5
-#: Time between the drain deadline and the forced end of the process.
+#: Time from the deadline of a drain until the process is forced to end.
 EXIT_SECONDS = 20.0
 
 
@@ -61,7 +62,7 @@ class Handling(StrEnum):
     """The outcome of a message."""
 
     RAN = "ran"
-    #: Dropped: old or duplicate, or its job is paused or cancelled.
+    #: Dropped: the message is old or a duplicate, or its job is paused or cancelled.
     DROPPED = "dropped"
     #: Returned to the end of the queue, for another worker.
     REFUSED = "refused"
@@ -71,22 +72,22 @@ class Handling(StrEnum):
 class WorkerOptions:
     """The options of this process."""
 
-    #: The only model that this worker serves; None: any.
+    #: The only model that this worker serves; None: any model.
     model: str | None = None
-    #: Whether the worker belongs to one run, as with `nightjar run`. Then it ends if it cannot open a job's model with
-    #: its settings. Otherwise it leaves the job to other workers, or fails its items if there is none.
+    #: Whether the worker serves only one run, as with `nightjar run`. It then ends if it cannot open the job's model with
+    #: its settings. Any other worker leaves such a job to other workers, or fails its items if there are none.
     private: bool = False
-    #: A model that is being opened.
+    #: A model that is already being opened.
     preload: Preload | None = None
 
 
 def _indicates_bad_gpu(error: NightjarError) -> bool:
-    """Whether an engine crashed while opening or had no memory; other failures may concern one model only."""
+    """Whether an engine crashed while opening or had too little memory; other failures may concern only one model."""
     return isinstance(error, EngineCrashError) or error.code is ErrorCode.SYNTH_OOM
 
 
 class Runtime:
-    """The life of one worker process: `start`, tickets from several threads, `drain`, `stop`."""
+    """The runtime of one worker process. Call `start`, then `handle` from several threads, then `drain` and `stop`."""
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class Runtime:
         self.ledger = Ledger.of(settings)
         self._writer = ResultWriter(meters=MeterPool(settings.worker.meter_processes))
         self._writer_processes = WriterProcesses(settings.times.writer_processes, settings.s3)
-        #: The store at a URL; one client each for the lifetime of the process.
+        #: URL -> store, whose client is kept until the process ends.
         self.store_for = cache(self._writer_processes.open)
         self._exclusive = ExclusiveLock()
         self.demand = Demand(
@@ -164,7 +165,7 @@ class Runtime:
     def start(self) -> None:
         """Opens the model of `WorkerOptions` and registers this worker; waits for unreachable services until a signal.
 
-        Raises `NightjarError` if it cannot work.
+        Raises `NightjarError` if this worker cannot work.
         """
         if is_supervised():
             threading.Thread(target=self._watch_parent, name="parent-watch", daemon=True).start()
@@ -188,7 +189,7 @@ class Runtime:
             except ServiceError as error:
                 if error.code is not ErrorCode.LEDGER_SCHEMA:
                     raise
-                # The shards in flight end, and the message is left to a worker of the new version.
+                # The ledger was upgraded: the shards in flight end, and a worker of the new version gets the message.
                 self._end_with(error)
                 return Handling.REFUSED
 
@@ -198,8 +199,8 @@ class Runtime:
         if self._leaves_to_others(ticket.job_id):
             self._draining.wait(REFUSE_PAUSE_SECONDS)
             return Handling.REFUSED
-        on_trial = self._retrying(lambda: self.ledger.on_trial(ticket))
-        with self._exclusive.hold(bool(on_trial), lambda: self.draining) as placed:
+        should_run_alone = self._retrying(lambda: self.ledger.should_run_alone(ticket))
+        with self._exclusive.hold(bool(should_run_alone), lambda: self.draining) as placed:
             ran = placed and self._run(ticket)
         if not ran:
             return Handling.REFUSED if self.draining else Handling.DROPPED
@@ -208,7 +209,7 @@ class Runtime:
         return Handling.RAN
 
     def drain(self) -> None:
-        """Takes no more shards and finishes those in flight; after `drain_seconds`, or a second call, gives them back."""
+        """Takes no more shards and finishes those in flight; gives them back after `drain_seconds` or a second call."""
         if self._draining.is_set():
             self._stopping_now.set()
             return
@@ -217,7 +218,7 @@ class Runtime:
         threading.Thread(target=self._end_drain, name="drain", daemon=True).start()
 
     def stop_now(self) -> None:
-        """Drains, and gives shards in flight back at once."""
+        """Drains, but gives shards in flight back at once."""
         self.drain()
         self._stopping_now.set()
 
@@ -253,10 +254,10 @@ class Runtime:
     def _ends_worker(self, error: NightjarError) -> bool:
         """Whether an error of opening a model ends this worker.
 
-        If an engine crashes while opening or has no memory, its GPU is broken, lost or full, or the model is broken.
-        The worker would fail every shard, so it ends, and its supervisor restarts it after a pause or quarantines it.
-        Errors that no restart can solve are reported to the supervisor, and end a worker that is starting or belongs
-        to one run.
+        If an engine crashes while opening or has too little memory, its GPU is broken, lost or full, or the model is
+        broken. A supervised worker would then fail every shard, so it ends, and its supervisor restarts it after a pause
+        or quarantines it. An error that no restart can solve ends a worker that is starting or serves only one run; it
+        is reported to the supervisor.
         """
         if _indicates_bad_gpu(error):
             return is_supervised()
@@ -279,7 +280,7 @@ class Runtime:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _run(self, ticket: Ticket) -> bool:
-        """Claims a shard and runs it; False: it cannot be claimed."""
+        """Claims a shard and runs it; False if it cannot be claimed."""
         lease = self._retrying(
             lambda: self.ledger.claim(ticket, self.worker.id, self.settings.times.lease_seconds)
         )
@@ -313,7 +314,7 @@ class Runtime:
         return self._models.get(job_id, self.options.model) != self.options.model
 
     def _retrying(self, call: Callable[[], T]) -> T | None:
-        """The result of `call`, retried with growing pauses after retryable errors; None: the worker drains, or the job
+        """The result of `call`, retried with growing pauses after retryable errors; None if the worker drains or the job
         is unknown."""
         pause_seconds = 0.2
         while not self.draining:
@@ -322,7 +323,7 @@ class Runtime:
             except NotFoundError:
                 return None
             except NightjarError as error:
-                # An engine that crashes while opening, or has no memory, would do so again: the worker cannot start.
+                # A retry would fail in the same way, so the worker cannot start.
                 if not error.code.retryable or _indicates_bad_gpu(error):
                     raise
                 self.metrics.count_retry(error)
@@ -345,7 +346,7 @@ class Runtime:
         self._stopping_now.wait(self.settings.worker.drain_seconds)
         self.leases.drain()
         if not self._stopped.wait(EXIT_SECONDS):
-            # The leases were given back; some library does not end.
+            # The leases were given back, but a library keeps the process from ending.
             log.error("worker did not end in time", shards=len(self.leases))
             os._exit(0 if len(self.leases) == 0 else 1)
 

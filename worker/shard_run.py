@@ -50,29 +50,29 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 POLL_SECONDS, ROOM_POLL_SECONDS = 0.5, 0.02
-#: Time that a shard that stops early waits for results that are being stored.
+#: Maximum time that a shard that stops early waits for results that are being stored.
 WRITING_SECONDS = 5.0
-#: Errors that are not the fault of the item and end the work on its shard.
+#: Errors that are not the fault of an item, so they end the work on its shard.
 _SHARD_ERRORS = LASTING_OUTAGES | {ErrorCode.WORKER_CRASH, ErrorCode.MODEL_UNREACHABLE}
 
 
 class ShardEnd(StrEnum):
-    """The end of a run of a shard."""
+    """How a run of a shard ended."""
 
     FINISHED = "finished"
     #: The lease was lost: another worker has the shard, or its job was cancelled.
     LOST = "lost"
     #: Given back because the worker drains or the job was paused; done items stay done.
     RELEASED = "released"
-    #: Given back because this worker cannot run it and another one may.
+    #: Given back because this worker cannot run the shard and another one may.
     REFUSED = "refused"
-    #: The shard as a whole could not run.
+    #: An error ended the work on the whole shard.
     FAILED = "failed"
 
 
 @dataclass(eq=False)
 class ShardRunner:
-    """Runs leased shards with shared resources; thread-safe, one shard per thread.
+    """Runs leased shards with the resources that they share. Thread-safe; each thread runs one shard.
 
     All open items go to the pipeline, so the engine batches items of all shards in flight. Outcomes are committed in
     micro-batches, fenced by the lease's epoch. Calls to an unreachable ledger or store are retried until the lease
@@ -89,7 +89,7 @@ class ShardRunner:
     clock: Clock
     provenance: ProvenanceWriter | None = None
     demand: Demand = field(default_factory=Demand)
-    #: Whether no other worker runs its jobs, so that shards it cannot run are not given back.
+    #: Whether no other worker runs the jobs of this one, so that shards that it cannot run are not given back.
     only_worker: bool = False
     #: Called after a claimed shard is counted in `demand`.
     on_claimed: Callable[[], None] = lambda: None
@@ -120,9 +120,9 @@ class ShardRunner:
 class ShardRun:
     """A run of one leased shard. Every item gets one outcome; the state of all items is under one lock.
 
-    An item is waiting, in the engine, being written, or settled, in exactly one of these states at any time. A separate
-    thread feeds the pipeline, threads of the pipeline and the writer process the items, and the thread of `run`
-    commits.
+    At any time an item has exactly one of four states: it waits, is in the engine, is being written, or is settled. A
+    separate thread feeds the pipeline, threads of the pipeline and the writer process the items, and the thread of
+    `run` commits.
     """
 
     def __init__(self, runner: ShardRunner, held: HeldLease) -> None:
@@ -132,27 +132,27 @@ class ShardRun:
         self._job = held.lease.job
         self._clock = runner.clock
         self._times = runner.settings.times
-        #: Set by `begin`.
+        #: Set by `begin`, as are `packs`, `_builder` and `_pipeline`.
         self.store: ObjectStore
-        #: Stores the artifacts in a job with packs; None: each is a separate object.
+        #: Stores the artifacts of a job with packs; None if each artifact is a separate object.
         self.packs: PackWriter | None = None
         self._builder: RequestBuilder
         self._pipeline: Pipeline | None = None
         self._changed = threading.Condition()
-        #: Draws to feed; those after an earlier draw come first.
+        #: Draws to feed. A draw that follows a rejected one is fed before the first draws of other items.
         self._waiting: deque[ItemDraw] = deque()
         self._unsettled: set[int] = set()
-        #: Index -> draw, the oldest first.
+        #: Index of an item -> its draw in the engine, the oldest first.
         self._in_engine: dict[int, ItemDraw] = {}
-        #: The draw in the feeding thread, which may not be in the engine yet.
+        #: The draw that the feeding thread is passing to the engine, which may not have it yet.
         self._feeding: ItemDraw | None = None
         self._answered = 0
-        #: Indexes of items that left the engine and are not settled.
+        #: Indexes of items that left the engine and are not yet settled.
         self._writing: set[int] = set()
         self._outcomes: list[Outcome] = []
-        #: Whether nothing more is fed, while items in the engine may finish.
+        #: Whether feeding has stopped while items in the engine may finish.
         self._winding_down = False
-        #: Whether items in the engine are cancelled too.
+        #: Whether feeding has stopped and items in the engine are cancelled.
         self._halted = False
         #: Whether outcomes are no longer accepted.
         self._closed = False
@@ -173,7 +173,7 @@ class ShardRun:
             return self._fail(ErrorCode.WORKER_CRASH, f"The shard runner failed: {error!r}")
 
     def counts(self) -> ItemCounts:
-        """The progress of the shard; all items are open before the pipeline is."""
+        """The progress of the shard. Until the pipeline is open, all items count as open."""
         if self._pipeline is None:
             return ItemCounts(len(self._lease.open_items), 0, 0)
         waiting = 0 if self._stopped else len(self._waiting)
@@ -194,21 +194,21 @@ class ShardRun:
         retry_later = False
         if todo:
             with self._runner.pipelines.use(self._job.spec.model, self.held.check) as pipeline:
-                if (book := self._runner.provenance) is not None:
-                    retrying(lambda: book.note(store, self._job, pipeline.info))
+                if (provenance := self._runner.provenance) is not None:
+                    retrying(lambda: provenance.note(store, self._job, pipeline.info))
                 retry_later = self._synthesize(store, todo, pipeline)
         self._finish(store, lines, retry_later)
 
     def _synthesize(self, store: ObjectStore, todo: Sequence[ShardLine], pipeline: Pipeline) -> bool:
         """Synthesizes every line and commits the outcomes. Returns whether items are left for another attempt.
 
-        Raises `LeaseGoneError` if the job was paused, after items that were started are committed.
+        Raises `LeaseGoneError` if the job was paused, after the items in the engine are committed.
         """
         if self._is_paused():  # while the model was being opened
             raise LeaseGoneError(GoneReason.PAUSED)
         drawn_before: Mapping[int, int] = {}
         if self._job.spec.quality is not None:
-            # `nightjar retry` continues with the next draws; draws of a lost worker are repeated.
+            # An item of `nightjar retry` continues with its next draw; draws of a lost worker are repeated.
             places = self._job.id, todo[0].index, todo[-1].index
             drawn_before = self.held.retrying(lambda: self._runner.ledger.drawn_before(*places))
         self.begin(store, pipeline, todo, drawn_before)
@@ -228,7 +228,8 @@ class ShardRun:
         lines: Sequence[ShardLine],
         drawn_before: Mapping[int, int],
     ) -> None:
-        """Plans the first draw of each line. `drawn_before`: index -> number of earlier draws of reopened items."""
+        """Plans the first draw of each line. `drawn_before`: index of an item that was reopened -> number of its earlier
+        draws."""
         quality = self._job.spec.quality
         more = 0 if quality is None else quality.draws - 1
         for line in lines:
@@ -243,7 +244,7 @@ class ShardRun:
 
     @property
     def _stopped(self) -> bool:
-        """Whether nothing more is fed."""
+        """Whether feeding has stopped."""
         return self._halted or self._winding_down or self._error is not None or self.held.gone is not None
 
     def feed_all(self) -> None:
@@ -278,7 +279,7 @@ class ShardRun:
             order.leave(rank)
 
     def feed(self, draw: ItemDraw) -> None:
-        """Passes a draw to the pipeline, which may wait for a free slot. Only this method calls the pipeline."""
+        """Passes a draw to the pipeline; the call may wait for a free slot. Only this method starts requests."""
         pipeline, index = self._pipeline, draw.line.index
         assert pipeline is not None
         try:
@@ -308,10 +309,10 @@ class ShardRun:
         """Handles the answer of the engine."""
         assert not isinstance(event, AudioChunk), "whole utterances have no chunks"
         with self._changed:
-            # The draw was cancelled or has timed out.
             if not self._leave(draw):
+                # The draw was cancelled or has timed out.
                 return
-            # Under the same lock, so that the item is always in one state.
+            # Changed without releasing the lock in between, so that the item always has exactly one state.
             self._writing.add(draw.line.index)
             self._answered += 1
         made = event.speech if isinstance(event, SpeechDone) else event.error
@@ -326,14 +327,15 @@ class ShardRun:
             self.settle(draw, made)
 
     def _leave(self, draw: ItemDraw) -> bool:
-        """Removes a draw from the engine; False: it was not there. Call it with the lock held."""
+        """Removes a draw from those in the engine; False if it was not among them. The caller must hold the lock."""
         if self._in_engine.pop(draw.line.index, None) is None:
             return False
         draw.engine_ms = round((self._runner.timer.change(-1) - draw.entered_at) * 1000)
         return True
 
     def settle(self, draw: ItemDraw, answer: Answer) -> None:
-        """Accepts the answer for a draw: an outcome (only the first one of an item counts), another draw, or an error."""
+        """Accepts the answer for a draw: an outcome (only the first one of an item counts), a history that another draw
+        must follow, or an error."""
         index = draw.line.index
         outcome = self._judged(draw, answer) if isinstance(answer, BaseException) else answer
         with self._changed:
@@ -344,7 +346,7 @@ class ShardRun:
             elif outcome is not None and index in self._unsettled:
                 self._unsettled.discard(index)
                 self._outcomes.append(outcome)
-            # One notification is enough, because the committing thread checks before it waits.
+            # The committing thread also checks before it waits, so it is notified only once per batch.
             enough = not self._unsettled or len(self._outcomes) == self._times.commit_items
             if enough or self._halted or not isinstance(outcome, Done | Failed):
                 self._changed.notify_all()
@@ -352,9 +354,9 @@ class ShardRun:
         self._flush_packs()
 
     def _judged(self, draw: ItemDraw, error: BaseException) -> Failed | None:
-        """The outcome of an item after an error; None: it gets no outcome.
+        """The outcome of an item after an error; None if it gets no outcome.
 
-        | error | what ends |
+        | error | what the error ends |
         |---|---|
         | the lease ended, or the outcome is no longer needed | nothing: the item runs again |
         | a full store, a crashed engine, meters that cannot be opened | the work on the shard |
@@ -389,8 +391,8 @@ class ShardRun:
 
     @property
     def _over(self) -> bool:
-        """Whether every item has its outcome; while winding down, only items that were started count (being fed, in the
-        engine, or being written)."""
+        """Whether every item has its outcome. While winding down, only items that are being fed, in the engine or being
+        written count."""
         if self._winding_down:
             return not (self._feeding or self._in_engine or self._writing)
         return not self._unsettled
@@ -402,13 +404,13 @@ class ShardRun:
             return self._over and not self._outcomes
 
     def _are_last(self, packed: int) -> bool:
-        """Whether the `packed` items of the open pack are all that are in progress, and no others will follow."""
+        """Whether no items except the `packed` ones of the open pack are in progress, and no others will follow."""
         with self._changed:
             if not self._stopped:
                 return len(self._unsettled) <= packed
             # Cancelled items do not follow.
-            coming = not self._halted and (self._feeding or self._in_engine)
-            return not coming and len(self._writing) <= packed
+            others_follow = not self._halted and (self._feeding or self._in_engine)
+            return not others_follow and len(self._writing) <= packed
 
     def _flush_packs(self) -> None:
         if self.packs is not None:
@@ -451,8 +453,9 @@ class ShardRun:
         )
 
     def take(self, due_at: float, poll_seconds: float = POLL_SECONDS) -> list[Outcome]:
-        """The outcomes to commit, when there are enough, the shard is finished, or at `due_at`; empty after
-        `poll_seconds`. Raises the error that ended the work early, for example of a full store.
+        """Waits for outcomes and returns those to commit: when there are enough, when the shard is finished, or at
+        `due_at`. Returns an empty list after `poll_seconds`. Raises the error that ended the work early, for example
+        that of a full store.
         """
         maximum = self._times.commit_items
 
@@ -471,8 +474,8 @@ class ShardRun:
         return taken
 
     def expire(self) -> bool:
-        """Fails items that are in the engine for too long (`synth.timeout`) and cancels their requests. Returns whether
-        the engine is stuck: it has not accepted the next request in that time.
+        """Fails items that have been in the engine too long (`synth.timeout`) and cancels their requests. Returns
+        whether the engine is stuck, that is, it did not accept the request that is being fed within that time.
         """
         seconds = self._runner.settings.worker.item_timeout_seconds
         started_before = self._clock.monotonic() - seconds
@@ -489,14 +492,14 @@ class ShardRun:
         return stuck
 
     def wind_down(self) -> None:
-        """Stops feeding. Items that were not started, and further draws, get no outcome."""
+        """Stops feeding. Items that were not started, or that need another draw, get no outcome."""
         self._winding_down = True
         self._wake()
 
     def _close(self) -> None:
-        """Ends the work: stops feeding, cancels requests in the engine without an outcome, waits a short time for items
-        that are being written, and commits them. A failure costs only time: the items run again and adopt their
-        objects.
+        """Ends the work: stops feeding, cancels the requests in the engine, whose items get no outcome, waits a short
+        time for items that are being written, and commits those. A failure costs only time: the items run again and
+        adopt the objects that were stored.
         """
         with self._changed:
             self._halted = True
@@ -532,7 +535,7 @@ class ShardRun:
         raise LeaseGoneError(GoneReason.LOST)
 
     def _commit(self, batch: list[Outcome]) -> None:
-        """Commits outcomes, fenced by the epoch. After a failure they are put back."""
+        """Commits outcomes, fenced by the epoch. After a failure they are put back into the list of outcomes."""
         runner, retrying = self._runner, self.held.retrying
         try:
             with runner.metrics.commit_seconds.time():
@@ -589,7 +592,7 @@ class ShardRun:
 
 
 def _cancel(draws: Sequence[ItemDraw]) -> None:
-    """Cancels requests in the engine; one that still waits for a slot is cancelled when it gets it."""
+    """Cancels requests in the engine. A request that still waits for a slot is cancelled when it gets one."""
     for draw in draws:
         if draw.handle is not None:
             draw.handle.cancel()

@@ -1,5 +1,5 @@
-"""Supervision of workers: the loop that keeps a group of workers running, and a worker's messages to the process
-that started it."""
+"""Supervision of workers: the loop that keeps a group of workers running, and a worker's reports to the supervisor
+(the process that started it)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def run_group(group: WorkerGroup) -> int:
         signal.signal(number, lambda received, _: group.send_signal(received))
     group.release()
     group.start()
-    while not group.over:
+    while not group.has_ended:
         group.poll()
         time.sleep(POLL_SECONDS)
-    # If all are quarantined the last report remains, and is shown as lost later.
+    # If all workers are quarantined, the report of that stays in the ledger, which later counts them as lost.
     group.close(all_ended=group.ending is not None)
     if not group.quarantined:
         return 0
@@ -50,7 +50,7 @@ def is_supervised() -> bool:
 
 
 def wait_for_release() -> bool:
-    """Waits for the permission of the supervisor to work; False: the supervisor is gone."""
+    """Waits until the supervisor permits work; False if the supervisor has ended. True without a supervisor."""
     if not is_supervised():
         return True
     assert _parent is not None
@@ -69,11 +69,11 @@ def report(message: WorkerReport) -> None:
 
 def report_end(reason: str) -> None:
     """Reports why this process ends."""
-    report(WorkerReport(last_words=_plain(reason)))
+    report(WorkerReport(last_message=_plain(reason)))
 
 
 def report_refusal(error: ConfigError | ModelError) -> None:
-    """Reports that no restart could open the model, because a person must correct a setting or the model."""
+    """Reports that restarts cannot help, because a person must correct a setting or the model."""
     plain = type(error)(error.code, _plain(error.message), _plain(error.advice))
     report(WorkerReport(refusal=ErrorRecord.of(plain)))
 

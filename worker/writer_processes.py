@@ -1,11 +1,11 @@
 """Processes that put objects into a remote store for a worker.
 
 A put over S3 uses the interpreter for more than a millisecond (signing, HTTP). At hundreds of puts per second the
-threads that feed an engine would starve. Both ends are here, connected by a channel; objects are passed in shared
-memory.
+threads that feed an engine would starve. This module has the code of the worker and of its writer processes, which
+are connected by a channel; objects are passed in shared memory.
 
-A process always ends with its worker. If one dies, its puts are repeated by another process, which adopts existing
-objects, because objects are write-once.
+A writer process always ends with its worker. If one dies, another one repeats its puts and adopts objects that already
+exist, because objects are write-once.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from pipelines.errors import ErrorCode, StoreError
 
 log = structlog.get_logger(__name__)
 
-#: Threads per process; S3 answers after 10 to 100 ms.
+#: Threads per process. They mostly wait, because S3 answers after 10 to 100 ms.
 PUTS_AT_ONCE = 32
-#: Number of concurrent puts, of the worker itself or each process, at which another process is started.
+#: Another process is started when the worker itself, or each running process, has this number of concurrent puts.
 BUSY_PUTS = 6
-#: A process uses a core for about 500 puts per second; more than four exceed the network of most machines.
+#: A process uses one core for about 500 puts per second. More than four processes exceed the network of most machines.
 MAX_PROCESSES = 4
-#: Number of processes that may die in one put, or at their start, before the worker itself puts.
+#: After this number of processes has died during one put, or at the start, the worker puts objects itself.
 TRIES = 3
 _KILL_SECONDS = 5.0
 
 
 class _Open(msgspec.Struct, frozen=True, tag="open"):
-    """The first call, answered when the process has a client for this store."""
+    """The first call; its answer comes when the process has a client for this store."""
 
     #: The S3 settings, which may come from a file that the child does not read.
     settings: dict[str, str | None] | None
@@ -50,7 +50,7 @@ class _Open(msgspec.Struct, frozen=True, tag="open"):
 
 
 class _Put(msgspec.Struct, frozen=True, tag="put"):
-    """A put of the data of the call."""
+    """A call that puts an object, whose content is the data of the call."""
 
     url: str
     key: str
@@ -58,11 +58,11 @@ class _Put(msgspec.Struct, frozen=True, tag="put"):
 
 
 class WriterProcess(CalledChild[ObjectInfo | None]):
-    """A writer process."""
+    """A writer process, as its worker sees it."""
 
     def __init__(self, settings: S3Settings | None, url: str) -> None:
-        # Signals to the worker's group do not reach this process, which must work while the worker drains. It is not
-        # bound to the thread that starts it, because that thread may end before the worker.
+        # Signals to the worker's process group do not reach this process, because it must work while the worker drains.
+        # It is not bound to the thread that starts it, because that thread may end before the worker.
         program = ("-m", "worker.writer_processes")
         super().__init__(program, ObjectInfo | None, helper_environment(), bound=False)
         try:
@@ -78,8 +78,8 @@ class WriterProcess(CalledChild[ObjectInfo | None]):
 class WriterProcesses:
     """Up to `maximum` processes, started as needed: when each existing one has `busy_puts` puts in progress.
 
-    The default is one per two cores of this process, to leave cores to the engine and the worker.
-    Until the first one is up, and after too many failed starts, the worker's own threads put.
+    The default maximum is one process for every two cores, to leave cores to the engine and the worker. Until the first
+    process is up, and after too many failed starts, the worker's own threads put.
     """
 
     def __init__(self, maximum: int | None, settings: S3Settings | None, busy_puts: int = BUSY_PUTS) -> None:
@@ -94,7 +94,7 @@ class WriterProcesses:
         self._lock = threading.Lock()
 
     def open(self, url: str) -> ObjectStore:
-        """The store at `url`; a remote one puts through these processes. Raises as `open_store`."""
+        """The store at `url`; puts into a remote one run in these processes. Raises the errors of `open_store`."""
         return (
             ProcessStore(url, self._settings, self)
             if self.maximum and is_remote(url)
@@ -102,7 +102,8 @@ class WriterProcesses:
         )
 
     def least_busy(self, url: str) -> WriterProcess | None:
-        """The process for a put; None: the worker itself must put. Starts another process if all are busy."""
+        """The process with the fewest puts in progress; None if the worker itself must put. Starts another process if
+        all are busy."""
         with self._lock:
             self._remove_ended()
             up = [one for one in self.processes if one.up]
@@ -171,8 +172,8 @@ class ProcessStore(S3Store):
         data: bytes | BinaryIO,
         metadata: Mapping[str, str] | None = None,
     ) -> ObjectInfo:
-        """Writes once, as `ObjectStore.put`. After the death of a process the put is repeated by another one, which may
-        find the object."""
+        """Puts an object as `ObjectStore.put` does. If a process dies, another one repeats the put and may find that the
+        object already exists."""
         put = _Put(self.url, key, dict(metadata or {}))
         for _ in range(TRIES):
             process = self._processes.least_busy(self.url)

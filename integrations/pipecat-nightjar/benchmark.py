@@ -1,13 +1,13 @@
-"""What the Pipecat service adds to the bare WebSocket: the first audio of the same sentence, by turns, on
-one server.
+"""The latency that the Pipecat service adds to the bare WebSocket: the time to the first audio of one
+sentence.
 
 `make bench` starts `nightjar serve --model hibari` and writes benchmarks/results/pipecat.json of the
-checkout. A round asks once over a bare WebSocket, once through `NightjarTTSService` and once through
-Pipecat's `CartesiaTTSService`, each over a connection that is open. Time zero is the text: the moment
-before it is sent, or is given to the pipeline; the end is the first audio frame at the listener.
+checkout. A round makes one request over a bare WebSocket, one through `NightjarTTSService` and one through
+Pipecat's `CartesiaTTSService`, each over an open connection to the same server. The time starts just before
+the text is sent, or is passed to the pipeline, and ends when the listener gets the first audio frame.
 
-What a service adds is taken within one request, so that the model's own time has no part in it: from the
-text to the message that leaves, and from the first message with audio that arrives to its frame.
+The time that a service adds is measured within one request, so that it does not contain the model's time:
+from the text to the message that the service sends, and from the first message with audio to its frame.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _BARE = "bare WebSocket"
 _WARM_UP = 5
 
 
-class Wire:
-    """Notes when a service sends its first message of a request, and when the first one with audio is
-    there."""
+class TimedConnection:
+    """Records when a service sends the first message of a request, and when the first message with audio
+    arrives."""
 
     def __init__(self, service: WebsocketTTSService) -> None:
         connection: Any = service._websocket
@@ -94,9 +94,9 @@ async def bare(connection: ClientConnection, number: int) -> float:
     return first
 
 
-async def through_pipecat(conversation: Conversation, wire: Wire) -> tuple[float, float]:
-    """Seconds from a text that is given to a running pipeline to its first audio frame behind the service,
-    and those that it adds."""
+async def through_pipecat(conversation: Conversation, wire: TimedConnection) -> tuple[float, float]:
+    """Seconds from the text, which a running pipeline gets, to its first audio frame after the service; and
+    the seconds that the service adds."""
     below = conversation.below
     below.frames.clear()
     wire.sent = wire.received = 0.0
@@ -109,7 +109,7 @@ async def through_pipecat(conversation: Conversation, wire: Wire) -> tuple[float
 
 
 async def measure(server: NightjarServer, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """(milliseconds to the first audio, milliseconds added) of every round, by way."""
+    """Returns for each way the (milliseconds to the first audio, milliseconds added) of every round."""
     settings = CartesiaTTSService.Settings(model="hibari", voice="heart")
     services: dict[str, WebsocketTTSService] = {
         "NightjarTTSService": NightjarTTSService(
@@ -131,7 +131,7 @@ async def measure(server: NightjarServer, rounds: int) -> dict[str, list[tuple[f
 
     held = [asyncio.create_task(hold(name)) for name in services]
     await ready.wait()
-    wires = {name: Wire(service) for name, service in services.items()}
+    wires = {name: TimedConnection(service) for name, service in services.items()}
     found: dict[str, list[tuple[float, float]]] = {}
     async with connect(server.websocket_url, compression=None) as connection:
         for number in range(_WARM_UP + rounds):
@@ -147,7 +147,8 @@ async def measure(server: NightjarServer, rounds: int) -> dict[str, list[tuple[f
 
 
 def figures(found: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:
-    """The table: median and 95th percentile of each way to the first audio, and of what it adds."""
+    """The median and the 95th percentile of the time to the first audio and of the added time, for each
+    way."""
     table: dict[str, Any] = {}
     for name, times in found.items():
         row: dict[str, float] = {}

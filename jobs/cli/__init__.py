@@ -17,13 +17,13 @@ from jobs import DISTRIBUTION
 from jobs.console import Interrupted, OutputClosed, defer_sigint, exit_code, fail, record_interrupts
 from pipelines.errors import NightjarError
 
-#: Heading -> {command: (module under jobs.cli, one line of help)}, in the order of `nightjar --help`. The
-#: module has the command under its name.
+#: Heading -> {command: (module under jobs.cli, one line of help)}, in the order of `nightjar --help`. In the
+#: module, the function of a command has the command's name.
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Make speech": {
-        "run": ("run", "Synthesize a file on this machine; needs no other service."),
+        "run": ("run", "Synthesize a file on this machine, without other services."),
         "submit": ("run", "Submit a file as a job for running workers."),
-        "dev": ("run", "Run broker, ledger, store and worker here for `submit`, until Ctrl-C."),
+        "dev": ("run", "Run a broker, ledger, store and worker on this machine until Ctrl-C."),
         "nightly": ("serve", "Submit the scheduled jobs of the night and write their exports."),
     },
     "Jobs": {
@@ -31,18 +31,18 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "watch": ("status", "Show a job's progress until it ends."),
         "wait": ("status", "Wait until a job ends; the exit code says how it ended."),
         "list": ("status", "List jobs, newest first."),
-        "show": ("status", "Show a job's settings and versions, and the command that makes it again."),
+        "show": ("status", "Show a job's settings and versions, and the command that repeats it."),
         "items": ("items", "List a job's items and their audio files."),
         "errors": ("items", "List a job's refused lines and failed items."),
         "retry": ("control", "Run a job's failed items again."),
-        "pause": ("control", "Pause a job; items in the engine finish."),
+        "pause": ("control", "Pause a job; items that are being synthesized finish."),
         "resume": ("control", "Continue a paused job."),
         "cancel": ("control", "Cancel a job; finished items are kept."),
         "priority": ("control", "Change a job's priority."),
-        "delete": ("control", "Delete an ended job with its rows and its objects."),
+        "delete": ("control", "Delete an ended job from the ledger and the store."),
     },
     "Results": {
-        "export": ("export", "Export a job's dataset (ESPnet, Kaldi, Lhotse, WebDataset, Parquet, ...)."),
+        "export": ("export", "Export a job as a dataset (ESPnet, Kaldi, Lhotse, Parquet, ...)."),
         "report": ("export", "Write an HTML report of a job, with audio players."),
         "verify": ("export", "Check a job's files against the ledger; restore lost files."),
     },
@@ -58,7 +58,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "worker": ("serve", "Run a worker process."),
         "workers": ("serve", "List the workers with their shards and their speed."),
         "flower": ("serve", "Run the Flower dashboard."),
-        "sweep": ("serve", "Find orphaned objects in the store, and delete them on request."),
+        "sweep": ("serve", "Find and delete objects in the store that no job uses."),
         "completion": ("admin", "Print the shell completion script."),
     },
 }
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code: 0 ok, 1 failed items or another failure, 2 usage, 3 not
     found, 4 invalid input, 5 unreachable."""
     record_interrupts()
-    # Imports make many permanent objects; collecting among them takes half of a command's time.
+    # Imports make many permanent objects; garbage collection among them would take half of a command's time.
     gc.set_threshold(50_000, 20, 100)
     words = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in words

@@ -106,7 +106,7 @@ def show(home: str | None, output: Output) -> None:
 @config.command("list")
 @output_options
 def list_settings(output: Output) -> None:
-    """List every setting with its variable, default and meaning, also if the configuration is invalid.
+    """List every setting with its variable, default and meaning. Works even if the configuration is invalid.
 
     \b
     Examples:
@@ -118,7 +118,8 @@ def list_settings(output: Output) -> None:
 
 
 def leaves(group: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) of every setting, nested ones included; a schedule's options are its keys."""
+    """Yields (dotted key, value) of every setting, including nested ones. Options of a schedule are keys of
+    the schedule."""
     for name, value in group.items():
         if isinstance(value, dict) and value:
             yield from leaves(
@@ -167,8 +168,8 @@ def doctor(home: str | None, output: Output) -> int:
     return FAILED if failed else 0
 
 
-#: Shells have a builtin `jobs`, which takes precedence over the script of that name. This function passes our
-#: commands to the script, and all else to the builtin.
+#: Shells have a builtin `jobs`, which takes precedence over the installed program `jobs`. This function
+#: passes Nightjar's commands to `nightjar`, and all else to the builtin.
 _BASH = """
 function jobs {
     case "${1-}" in
@@ -210,10 +211,11 @@ _LAST = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 @click.command()
 @click.argument("shell", type=click.Choice(list(_LAST)))
 def completion(shell: str) -> None:
-    """Print the completion script for SHELL.
+    """Print the completion script for a shell.
 
-    The script completes `nightjar`. It also makes `jobs` followed by a nightjar command call nightjar;
-    `jobs` alone, `jobs -l` and `jobs %1` still call the shell's builtin.
+    The script completes `nightjar`. It also defines a function `jobs`, which calls nightjar if a nightjar
+    command follows, as in `jobs status JOB`. `jobs` alone, `jobs -l` and `jobs %1` still call the shell's
+    builtin.
 
     \b
     Examples:

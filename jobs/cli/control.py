@@ -38,7 +38,7 @@ def retry(
     count = ledger.retry(job.id, codes, force=force)
     # Reopened items are no longer among the failed ones.
     failed = ledger.failed_counts(job.id).items()
-    left = {code: number for code, number in failed if code.hopeless and (codes is None or code in codes)}
+    left = {code: number for code, number in failed if code.permanent and (codes is None or code in codes)}
     text, state = f"Reopened {counted(count, 'item')} of {job.id}.", ledger.job(job.id).state
     output.result(text, "nightjar.retry/1", job=job.id, state=state, reopened=count, left=left)
     if left:
@@ -55,7 +55,7 @@ def retry(
 @click.command()
 @of_job
 def pause(_: Settings, ledger: Ledger, job: Job, output: Output) -> None:
-    """Pause JOB: workers get no more shards. Items in the engine finish.
+    """Pause JOB: workers get no more shards. Items that are being synthesized finish.
 
     \b
     Examples:
@@ -105,8 +105,8 @@ def cancel(settings: Settings, ledger: Ledger, job: Job, output: Output) -> None
 
 
 def _put_manifest(settings: Settings, ledger: Ledger, job: Job, output: Output) -> None:
-    """Writes the manifest, as the worker that ends a job does. An unreachable store does not keep the job
-    from being cancelled."""
+    """Writes the manifest, as the worker that ends a job does. If the store is unreachable, the job is
+    cancelled anyway."""
     from jobs.export.manifest import put_manifest
     from jobs.store import store_of
 
@@ -114,12 +114,14 @@ def _put_manifest(settings: Settings, ledger: Ledger, job: Job, output: Output) 
         if ledger.status(job.id).items.done:
             put_manifest(ledger, store_of(job, settings.s3), job.id)
     except NightjarError as error:
-        output.note(f"The manifest was not written: {printable(str(error))} An export writes the same lines.")
+        output.note(
+            f"The manifest was not written: {printable(str(error))} An export in the format `manifest` lists the same items."
+        )
 
 
 def _report_end(settings: Settings, ledger: Ledger, output: Output) -> None:
-    """Runs the operator's hook in a folder of `nightjar run`, which has no worker left. In a fleet, workers
-    run it."""
+    """Runs the operator's hook if the job is in a folder of `nightjar run`, where no worker is left to run
+    it. Other jobs are reported by workers."""
     if settings.database_url is not None:
         return
     from jobs.notification import report_ends
@@ -131,7 +133,7 @@ def _report_end(settings: Settings, ledger: Ledger, output: Output) -> None:
             )
 
 
-# A negative level is not an option.
+# Otherwise a negative level would be read as an option.
 @click.command(context_settings={"ignore_unknown_options": True})
 @of_job
 @click.argument("level", type=click.IntRange(-100, 100))
@@ -156,8 +158,8 @@ def delete(settings: Settings, ledger: Ledger, job: Job, output: Output, dry_run
     """Delete JOB: its audio, inputs, packs, manifests and reference recordings in the store, and its rows
     in the ledger.
 
-    The job must have ended; cancel a running job first. Exports and reports are kept, but exports that name
-    files in the store lose them. Repeat the command to continue an interrupted deletion. The same input can
+    The job must have ended; cancel a running job first. Exports and reports are kept, but not the files in
+    the store that they refer to. Repeat the command to continue an interrupted deletion. The same input can
     be submitted again as a new job.
 
     \b

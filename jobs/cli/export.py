@@ -67,9 +67,14 @@ def _formats() -> str:
     type=click.Choice(AUDIO_FORMATS),
     help="Convert the audio that the export contains or copies (--audio-root). [default: as stored]",
 )
-@click.option("--sample-rate", metavar="HZ", type=int, help="Resample that audio: 8000 to 48000 Hz.")
+@click.option(
+    "--sample-rate",
+    metavar="HZ",
+    type=int,
+    help="Resample the audio that the export contains or copies; 8000 to 48000.",
+)
 @where_option
-@click.option("--absolute", is_flag=True, help="Write absolute paths of the audio.")
+@click.option("--absolute", is_flag=True, help="Write absolute instead of relative paths of the audio.")
 @click.option(
     "--part-mb",
     metavar="N",
@@ -79,9 +84,9 @@ def _formats() -> str:
 @click.option(
     "--push",
     metavar="ORG/NAME",
-    help="Push the parquet export to this dataset of the Hugging Face hub, with the token HF_TOKEN or a stored one.",
+    help="Push the parquet export to this dataset of the Hugging Face hub, with the token in HF_TOKEN or the stored one.",
 )
-@click.option("--private", is_flag=True, help="Make a new dataset of --push private.")
+@click.option("--private", is_flag=True, help="If --push creates the dataset, make it private.")
 @of_job
 def export(
     settings: Settings,
@@ -99,7 +104,8 @@ def export(
     """Export the items of JOB that have audio, in input order.
 
     A file appears when it is complete, never in part. To continue an interrupted export to a folder, repeat
-    the command. While JOB runs, the items that are done are exported; export again later to replace them.
+    the command. If JOB is still running, only the items that are done are exported. Repeat the command later
+    to replace this export.
 
     \b
     Examples:
@@ -112,7 +118,7 @@ def export(
     from jobs.store import store_of
 
     filtered = None if where is None else str(where)
-    # The data goes to stdout, so the summary must not.
+    # With `--to -` the data goes to stdout, so the summary must not.
     output = Output(as_json=output.as_json and (to != "-" or push is not None), quiet=output.quiet)
     if push is not None:
         if to == "-":
@@ -146,7 +152,7 @@ def export(
     output.note(f"{counted(report.items, 'item')} written{place}.{left_out}")
     if reasons.running:
         output.note(
-            f"The job is still running: {counted(reasons.pending, 'item')} pending. Export again later to replace this."
+            f"The job is still running: {counted(reasons.pending, 'item')} pending. Export again later to replace this export."
         )
     if pushed:
         output.line(pushed["pushed"])
@@ -222,7 +228,7 @@ def report(
     help="Number of items to synthesize again.",
 )
 @click.option(
-    "--deep", is_flag=True, help="In a bucket: read every object instead of comparing the server's checksums."
+    "--deep", is_flag=True, help="Read every object of a bucket, instead of trusting the server's checksums."
 )
 @click.option(
     "--repair", is_flag=True, help="Synthesize missing and changed files again, with the same seeds."
@@ -233,7 +239,8 @@ def verify(
 ) -> int:
     """Check the files of JOB against the ledger, and synthesize some items again to compare them.
 
-    Exit code 1: a file is missing or changed and was not restored, or an item came out different.
+    Exit code 1: a file is missing or changed and was not restored, or an item that was synthesized again
+    differs or failed.
 
     \b
     Examples:

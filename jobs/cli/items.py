@@ -80,7 +80,7 @@ def _note_unknown(lines: ShardLines[RawLine], output: Output) -> None:
 
 
 @click.command()
-@click.option("--by", type=click.Choice(["code"]), help="Count errors by code.")
+@click.option("--by", type=click.Choice(["code"]), help="Print the number of errors per code.")
 @code_option("Only errors with this code.")
 @limit_option
 @of_job
@@ -101,8 +101,7 @@ def errors(
       nightjar errors JOB --by code
     """
     if by:
-        counts = ledger.error_counts(job.id)
-        for code, count in sorted(counts.items(), key=lambda pair: -pair[1]):
+        for code, count in ledger.error_counts(job.id).items():
             if codes is None or code in codes:
                 text = f"{count}\t{code.value}"
                 output.result(text, "nightjar.error_count/1", job=job.id, code=code, count=count)

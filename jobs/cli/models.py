@@ -30,18 +30,18 @@ from pipelines.stored_voices import StoredVoice, VoiceExistsError
     metavar="DIR",
     help="Folder to copy config.json, tokenizer and chat template from.",
 )
-@click.option("--out", required=True, type=NamedPath(path_type=Path), metavar="DIR", help="New folder.")
+@click.option("--out", required=True, type=NamedPath(path_type=Path), metavar="DIR", help="Folder to create.")
 @click.option(
     "--dtype",
     type=click.Choice(["bfloat16", "float32", "same"]),
     default="bfloat16",
     show_default=True,
-    help="Data type of the weights.",
+    help="Data type of the weights; `same` keeps that of SOURCE.",
 )
 def convert(source: Path, like: Path, out: Path, dtype: str) -> None:
-    """Convert the SpeechLM training checkpoint SOURCE (.pt) to a folder of safetensors.
+    """Convert a SpeechLM training checkpoint to safetensors.
 
-    Only tensors are read from SOURCE; its code is not run.
+    SOURCE is a .pt file. Only tensors are read from it; its code is not run.
 
     \b
     Examples:
@@ -116,11 +116,11 @@ def _on_its_engine(card: ModelCard) -> ModelCard:
 
 
 def model_view(card: ModelCard) -> dict[str, Any]:
-    """`nightjar.model/1`."""
+    """The JSON object `nightjar.model/1`."""
     facts = {
         field.name: getattr(card, field.name) for field in fields(card) if not field.name.startswith("check_")
     }
-    # An old name of `rtf`.
+    # `realtime_factor` is the old name of `rtf`.
     return {"schema": "nightjar.model/1", **msgspec.to_builtins(facts), "realtime_factor": card.rtf}
 
 
@@ -137,13 +137,11 @@ def voices() -> None:
     """List, add and delete stored voices: named recordings with their texts.
 
     Jobs and the server use a stored voice by its name (`--voice NAME`, `generation.voice` of a line). Stored
-    voices are in SPEECH_SERVE__VOICES_FOLDER, or in the folder `voices` of DIR.
+    voices are in the folder that SPEECH_SERVE__VOICES_FOLDER names, or else in the folder `voices` of --out
+    DIR.
 
-    \b
-    Examples:
-      nightjar voices add anna anna.wav --text "What she says there."
-      nightjar voices list
-      nightjar run dialogues.jsonl --model qwen3-tts-0.6b-base --voice anna
+    \b Examples: nightjar voices add anna anna.wav --text "The words of the recording." nightjar voices list
+    nightjar run dialogues.jsonl --model qwen3-tts-0.6b-base --voice anna
     """
 
 
@@ -176,16 +174,15 @@ def _row(voice: StoredVoice) -> tuple[str, ...]:
 @click.argument("name")
 @click.argument("recording", type=NamedPath(path_type=Path))
 @click.option("--text", metavar="WORDS", default="", help="Text of the recording; some models need it.")
-@click.option("--replace", is_flag=True, help="Replace the voice with this name.")
+@click.option("--replace", is_flag=True, help="Replace the stored voice if NAME exists.")
 @common_options
 def add(name: str, recording: Path, text: str, replace: bool, home: str | None, output: Output) -> None:
-    """Store RECORDING (WAV, FLAC, OGG or MP3, up to 60 s) as the voice NAME.
+    """Store RECORDING as the voice NAME.
 
-    Submitted jobs keep the recording that they were submitted with.
+    RECORDING is a WAV, FLAC, OGG or MP3 file of up to 60 s. Jobs that were already submitted keep the
+    recording that NAME had then.
 
-    \b
-    Examples:
-      nightjar voices add anna anna.wav --text "What she says there."
+    \b Examples: nightjar voices add anna anna.wav --text "The words of the recording."
     """
     from jobs.references import read_audio_file
 
@@ -204,7 +201,7 @@ def add(name: str, recording: Path, text: str, replace: bool, home: str | None, 
 @click.argument("name")
 @common_options
 def delete(name: str, home: str | None, output: Output) -> None:
-    """Delete the stored voice NAME. Submitted jobs keep its recording.
+    """Delete the stored voice NAME. Jobs that were already submitted keep its recording.
 
     \b
     Examples:
@@ -218,7 +215,7 @@ def delete(name: str, home: str | None, output: Output) -> None:
 
 
 def _view(voice: StoredVoice) -> dict[str, object]:
-    """`nightjar.voice/1`."""
+    """The JSON object `nightjar.voice/1`."""
     return {
         "schema": "nightjar.voice/1",
         "voice": voice.name,

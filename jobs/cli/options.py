@@ -31,7 +31,7 @@ _HEADINGS = {"home": "Input and output", "gpus": "Job", "assignments": "Job", "d
 
 
 class LateHelp(click.Option):
-    """An option whose help is made when it is shown."""
+    """An option whose help text is made only when it is shown."""
 
     def __init__(self, *args: Any, about: Callable[[], str], **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -52,7 +52,8 @@ class JobCommand(click.Command):
         records: dict[str, list[tuple[str, str]]] = {heading: [] for heading in GROUPS}
         records[KEYS] = list(settable().items())
         for parameter in self.get_params(ctx):
-            if (record := parameter.get_help_record(ctx)) is not None:
+            # Arguments are explained in the text above the options.
+            if isinstance(parameter, click.Option) and (record := parameter.get_help_record(ctx)) is not None:
                 records[headings.get(parameter.name or "", MESSAGES)].append(record)
         for heading, options in records.items():
             with formatter.section(heading):
@@ -65,7 +66,7 @@ home_option = click.option(
     *("--out", "--home", "home"),
     metavar="DIR",
     type=NamedPath(anywhere=True),
-    help="Folder of the job's ledger and audio. [default: out]",
+    help="Folder with the ledger and the audio. [default: out]",
 )
 price_option = click.option(
     "--price",
@@ -102,7 +103,7 @@ def code_option(text: str) -> Callable[[F], F]:
 
 
 def output_options(function: F) -> F:
-    """Adds `--json` and `--quiet`, as one `output`."""
+    """Adds `--json` and `--quiet`, which the command gets as one `output`."""
 
     @wraps(function)
     def call(*args: Any, as_json: bool, quiet: bool, **given: Any) -> Any:
@@ -112,7 +113,7 @@ def output_options(function: F) -> F:
 
 
 def common_options(function: F) -> F:
-    """Adds `--out/--home` as `home`, and `--json` and `--quiet` as one `output`."""
+    """Adds `--out/--home`, which the command gets as `home`, and the options of `output_options`."""
     return home_option(output_options(function))
 
 
@@ -175,7 +176,8 @@ def _option(name: str, flag: Flag) -> Callable[[Any], Any]:
 
 
 def _read(given: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
-    """Parses the given options, with those of `--set`, by the table. Raises `UsageError`."""
+    """Converts the given options, including those of `--set`, to the types in the table of job options.
+    Raises `UsageError`."""
     from jobs.job_options import GENERATION, OptionError, checked_generation, flags, read_options, settable
     from pipelines.validation import check_generation
 
@@ -234,7 +236,8 @@ job_argument = click.argument("job", metavar="JOB", callback=_job_id, shell_comp
 
 
 def read_ledger(settings: Settings, work: Callable[[Transaction], T]) -> T:
-    """Reads with `work`: without SQLAlchemy if possible, else from the ledger, which reports errors."""
+    """Returns the result of `work`: read without SQLAlchemy if possible, else with `Ledger`, which raises
+    errors."""
     if (found := read_with_driver(settings.ledger_url, work)) is not None:
         return found
     with reading_ledger(settings) as ledger:

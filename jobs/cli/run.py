@@ -31,13 +31,14 @@ from jobs.source import empty_input
 from jobs.status import status_view
 from pipelines.errors import ErrorCode, InputError, invalid
 
-#: Refused lines that a dry run shows.
+#: Maximum number of refused lines that a dry run shows.
 SHOWN_LINES = 10
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Signals(Stop):
-    """Interrupts a run at the first signal; while it cleans up, the next signal ends its worker at once."""
+    """Interrupts a run at the first signal. While the run cleans up, the next signal ends its worker at
+    once."""
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
         if self.cleaning:
@@ -49,7 +50,7 @@ class Signals(Stop):
 
     @contextmanager
     def installed(self) -> Iterator[Signals]:
-        # `nohup` ignores SIGHUP, so that the run outlives its terminal.
+        # Under `nohup` SIGHUP stays ignored, so that the run outlives its terminal.
         before = {
             number: signal.signal(number, self)
             for number in _SIGNALS
@@ -85,10 +86,10 @@ def run(
 ) -> int:
     """Synthesize INPUT into DIR and wait until it is done.
 
-    INPUT is a path, `-` for standard input, or s3://BUCKET/KEY, also .gz or .zst: dialogues (JSONL), chat
-    messages, an OpenAI batch, text, CSV, TSV, Kaldi or Parquet. Needs no other service: the command starts
-    and stops its own broker and worker. To continue after an interruption, repeat the command; finished
-    items are kept.
+    INPUT is a path, s3://BUCKET/KEY, or `-` for standard input. It contains dialogues (JSONL), chat messages,
+    an OpenAI batch, text, CSV, TSV, Kaldi or Parquet, and may be compressed (.gz, .zst). No other service is
+    needed: the command starts and stops its own broker and worker. To continue after an interruption, repeat
+    the command; finished items are kept.
 
     \b
     Examples:
@@ -127,7 +128,7 @@ def run(
 
 
 def _summarize(status: JobStatus, settings: Settings, made: Mapping[str, str | None], output: Output) -> None:
-    """Prints the status, and the paths of what was made."""
+    """Prints the status, and the paths of the results."""
     job = status.job
     if output.as_json:
         output.data({**status_view(status, settings.price_per_gpu_hour), "schema": "nightjar.run/1", **made})
@@ -144,7 +145,7 @@ def _summarize(status: JobStatus, settings: Settings, made: Mapping[str, str | N
 
 
 def _near(place: str) -> str:
-    """A path relative to the working directory, if it is below it; an address unchanged."""
+    """A path below the working directory as a relative path; other paths and addresses unchanged."""
     path = Path(place)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else place
 
@@ -158,10 +159,10 @@ def submit(
 ) -> int:
     """Submit INPUT as a job and print the job's id.
 
-    INPUT is a path, `-` for standard input, or s3://BUCKET/KEY, also .gz or .zst: dialogues (JSONL), chat
-    messages, an OpenAI batch, text, CSV, TSV, Kaldi or Parquet. The same file with the same options is the
-    same job: submitting it again changes nothing. Bad lines are refused, with exit code 1, and the other
-    lines are submitted.
+    INPUT is a path, s3://BUCKET/KEY, or `-` for standard input. It contains dialogues (JSONL), chat messages,
+    an OpenAI batch, text, CSV, TSV, Kaldi or Parquet, and may be compressed (.gz, .zst). The same file with
+    the same options is the same job: submitting it again changes nothing. Bad lines are refused, and the
+    other lines are submitted; the exit code is then 1.
 
     \b
     Examples:
@@ -177,7 +178,7 @@ def submit(
 
     resolved = resolve(spec, options.input_format, voice_folder(settings))
     if (missing := missing_meters(spec.quality)) is not None:
-        # The worker may be another machine.
+        # The worker may run on another machine.
         outcome = (
             "A worker that cannot download them waits"
             if missing.code is ErrorCode.MODEL_UNREACHABLE
@@ -250,15 +251,15 @@ def dry_run_of(settings: Settings, source: str, spec: Any, output: Output, *, ab
     default="hibari",
     show_default=True,
     shell_complete=models,
-    help="Model of the server. Jobs have their own.",
+    help="Model of the server. Each job names its own model.",
 )
 @common_options
 def dev(serves: bool, model: str, home: str | None, output: Output) -> int:
     """Run a small installation on this machine until Ctrl-C: broker, ledger, store and one worker, and with
     --serve a server.
 
-    Meanwhile `nightjar submit`, `status`, `watch` and `export` work in any folder without settings. Ctrl-C
-    ends everything; unfinished jobs continue with the next `nightjar dev` in the same folder.
+    While it runs, `nightjar submit`, `status`, `watch` and `export` work in any folder without settings.
+    Ctrl-C ends everything; unfinished jobs continue with the next `nightjar dev` in the same folder.
 
     \b
     Examples:

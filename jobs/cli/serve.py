@@ -20,7 +20,7 @@ from jobs.ledger.status import RECENT_SECONDS, WorkerStatus, worker_statuses
 from jobs.recent_jobs import settings_for_new_job
 from jobs.settings import Settings, load_settings
 from jobs.status import utc, worker_view
-from pipelines.errors import ErrorCode, ModelError, NotFoundError, invalid
+from pipelines.errors import NotFoundError, invalid, missing_library
 
 if TYPE_CHECKING:
     from pipelines.registry import ModelCard
@@ -59,7 +59,7 @@ _HEADER = (
     "names",
     multiple=True,
     metavar="NAME",
-    help="Name of the model for clients. Can be given more than once. [default: the model's name]",
+    help="Name that clients use for the model. Can be given more than once. [default: the model's name]",
 )
 @click.option("--address", metavar="ADDRESS", help="Address to listen on. [default: 127.0.0.1]")
 @click.option(
@@ -70,10 +70,11 @@ _HEADER = (
 )
 @output_options
 def serve(model: str, names: tuple[str, ...], address: str | None, port: int | None, output: Output) -> None:
-    """Serve a model over HTTP until SIGTERM. Running requests finish first.
+    """Serve a model over HTTP until SIGTERM. Requests that are running then still finish.
 
-    Routes are those of OpenAI: /v1/audio/speech, and /v1/chat/completions for models that write text and
-    audio. Clients need the key in SPEECH_SERVE__API_KEY, or one in the file SPEECH_SERVE__API_KEY_FILE.
+    The routes are those of OpenAI: /v1/audio/speech, and /v1/chat/completions for models that write text and
+    audio. Clients need the key in SPEECH_SERVE__API_KEY, or a key from the file that
+    SPEECH_SERVE__API_KEY_FILE names.
 
     \b
     Examples:
@@ -134,8 +135,8 @@ def serve_options(settings: Settings, card: ModelCard, names: tuple[str, ...]) -
 
 
 def read_keys(settings: Settings) -> tuple[str, ...]:
-    """Reads the keys of the API, the one of the environment first. Raises `config.invalid` for a file without
-    a key."""
+    """Reads the API keys; the one in the settings is the first, then those of the key file. Raises
+    `config.invalid` for a file without a key."""
     keys = [] if settings.serve.api_key is None else [settings.serve.api_key.get_secret_value().strip()]
     path = settings.serve.api_key_file
     if path is not None:
@@ -156,11 +157,7 @@ def check_extra() -> None:
     """Raises `config.missing_library` if a library of the server is not installed."""
     for library in ("fastapi", "uvicorn", "websockets"):
         if find_spec(library) is None:
-            raise ModelError(
-                ErrorCode.CONFIG_MISSING_LIBRARY,
-                f"The server needs the library {library}.",
-                "Install Nightjar with its extra `serve` (docs/install.md).",
-            )
+            raise missing_library("The server", library, "serve")
 
 
 _PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
@@ -193,12 +190,12 @@ worker, flower, nightly, sweep = (
 @click.command()
 @click.option(
     "--all",
-    "everyone",
+    "include_ended",
     is_flag=True,
     help="Also list workers that ended, and workers that were lost more than a day ago.",
 )
 @common_options
-def workers(everyone: bool, home: str | None, output: Output) -> None:
+def workers(include_ended: bool, home: str | None, output: Output) -> None:
     """List the workers: host, state and shards of each, with the items and the speed of its last 10 minutes.
 
     A worker is `up`, `draining` (takes no more shards), `quarantined` (keeps failing) or `lost` (no heartbeat
@@ -211,7 +208,7 @@ def workers(everyone: bool, home: str | None, output: Output) -> None:
     """
     settings = settings_for_new_job(home)
     try:
-        found = read_ledger(settings, partial(worker_statuses, include_ended=everyone))
+        found = read_ledger(settings, partial(worker_statuses, include_ended=include_ended))
     except NotFoundError as error:
         output.note(f"No workers: {error}")
         return

@@ -82,7 +82,7 @@ def no_worker(settings: Settings) -> str:
     "labels",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Only jobs with this label. Can be given more than once: only jobs with all labels.",
+    help="Only jobs with this label. Can be given more than once; a job must have all of them.",
 )
 @click.option(
     "--limit",
@@ -96,8 +96,8 @@ def no_worker(settings: Settings) -> str:
 def list(  # noqa: A001 - the name of the command
     states: Sequence[str], labels: Sequence[str], limit: int, home: str | None, output: Output
 ) -> None:
-    """List jobs, newest first: those of the configured ledger, or of all folders that `nightjar status`
-    knows.
+    """List jobs, newest first. If neither --out nor a setting names a ledger, list the jobs of all folders
+    that you have used.
 
     \b
     Examples:
@@ -171,7 +171,8 @@ def until_end(
 
 
 def exit_code_of(state: JobState) -> int:
-    """The exit code of `nightjar wait`: 0 completed, 1 with errors or failed, 6 cancelled, 7 not ended."""
+    """The exit code of `nightjar wait`: 0 completed, 1 completed with errors or failed, 6 cancelled, 7 not
+    ended."""
     return EXIT_BY_STATE.get(state, FAILED) if state.final else TIMEOUT
 
 
@@ -207,7 +208,7 @@ def wait(settings: Settings, ledger: Ledger, job: Job, output: Output, timeout_s
 def watch(settings: Settings, ledger: Ledger, job: Job, output: Output) -> int:
     """Show the progress of JOB until it ends, then its status.
 
-    With --json, print one status per line at each change. Exit codes are those of `nightjar wait`.
+    With --json, print the status as one line at each change. Exit codes are those of `nightjar wait`.
 
     \b
     Examples:
@@ -236,8 +237,8 @@ def watch(settings: Settings, ledger: Ledger, job: Job, output: Output) -> int:
 @job_argument
 @common_options
 def show(job: str, home: str | None, output: Output) -> None:
-    """Show the frozen spec of JOB, its input and store, the versions that made it, and the command that makes
-    it again.
+    """Show the frozen spec of JOB, its input and store, the versions of the software that made it, and the
+    command that would make it again.
 
     \b
     Examples:
@@ -272,4 +273,6 @@ def show(job: str, home: str | None, output: Output) -> None:
     output.record(shown)
     for note in notes:
         output.note(note)
-    output.note("While this job exists, the command finds it. Add --idempotency-key KEY to make a new job.")
+    output.note(
+        "While this job exists, the command only finds it again. Add --idempotency-key KEY to make a new job."
+    )

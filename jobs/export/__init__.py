@@ -1,4 +1,4 @@
-"""Exports jobs as datasets; with the interface for formats of other packages."""
+"""Exports of jobs as datasets, and the interface for formats of other packages."""
 
 from jobs.export.export import ExportReport, export
 from jobs.export.files import PartFiles, own_output

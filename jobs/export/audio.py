@@ -1,9 +1,8 @@
 """The audio of an export: named by its path, copied to a local folder, or read into the dataset; converted if
-asked."""
+requested."""
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -17,13 +16,13 @@ import msgspec
 
 from jobs.export.files import file_sha256, output, path_errors
 from jobs.export.items import AudioItem
-from jobs.packs import ArtifactReader, ahead
-from jobs.store.base import ObjectStore, split_key
+from jobs.packs import ArtifactReader, map_ahead
+from jobs.store.base import ObjectStore, sha256_of, split_key
 from pipelines.audio_format import AUDIO_FORMATS, AudioFormat, check_rate
 from pipelines.errors import ErrorCode, StoreError, invalid
 
 _THREADS = 16
-#: Limits of what is read ahead of the item that is written.
+#: Maximum number, and total size, of items whose audio is read before it is needed.
 _AHEAD_ITEMS = 64
 _AHEAD_BYTES = 64 << 20
 
@@ -46,8 +45,8 @@ class Conversion:
     def of(
         cls, audio_format: str | None, sample_rate: int | None, stored: str, stored_rate: int | None = None
     ) -> Conversion:
-        """Checks the format and the rate. `stored`, `stored_rate`: those of the audio in the store. Raises
-        `config.invalid`."""
+        """Checks the format and the rate. `stored`, `stored_rate`: format and rate of the audio in the store.
+        Raises `config.invalid`."""
         if audio_format is not None and audio_format not in AUDIO_FORMATS:
             raise invalid(
                 f"The audio format {audio_format[:40]!r} is unknown.",
@@ -72,7 +71,7 @@ class Conversion:
     def applied(self, item: AudioItem, data: bytes) -> tuple[AudioItem, bytes]:
         """Converts the audio of an item; audio that has the format and the rate already is unchanged.
 
-        Raises `config.invalid` if the format cannot hold the rate of the stored audio.
+        Raises `config.invalid` if the format does not support the rate of the stored audio.
         """
         artifact = item.artifact
         audio_format = self.format or cast("AudioFormat", item.extension)
@@ -92,7 +91,7 @@ class Conversion:
         written = msgspec.structs.replace(
             artifact,
             key=f"{artifact.key.rpartition('.')[0]}.{audio_format}",
-            sha256=hashlib.sha256(made.data).hexdigest(),
+            sha256=sha256_of(made.data),
             bytes=len(made.data),
             duration_ms=made.duration_ms,
             sample_rate=rate,
@@ -104,8 +103,8 @@ class Conversion:
 
 
 class AudioReader:
-    """Reads the audio of items, in order; a context manager. Threads fetch ahead from a bucket and convert
-    ahead. Files of a folder are read one by one, which is faster than on threads."""
+    """Reads the audio of items, in order; a context manager. Threads read ahead if the store is a bucket or
+    audio is converted. Otherwise files are read one by one, which is faster than on threads."""
 
     def __init__(self, store: ObjectStore, root: Path | None, conversion: Conversion) -> None:
         """`root`: local folder that the audio is copied to, or None; converted copies go to a subfolder."""
@@ -122,8 +121,8 @@ class AudioReader:
         self._threads.shutdown(cancel_futures=True)
 
     def located(self, items: Iterable[AudioItem]) -> Iterator[tuple[AudioItem, str]]:
-        """Yields each item with the path or address of its audio. With a root, the file there exists and is
-        intact."""
+        """Yields each item with the path or address of its audio. With a root, the audio is copied there
+        first."""
         root = self._root
         if root is None:
             yield from ((item, self._store.uri(item.artifact.key)) for item in items)
@@ -131,7 +130,8 @@ class AudioReader:
             yield from self._ahead(items, lambda item: self._copied(root, item))
 
     def loaded(self, items: Iterable[AudioItem]) -> Iterator[tuple[AudioItem, bytes]]:
-        """Yields each item with the content of its audio file, whose hash is that in the ledger."""
+        """Yields each item with the content of its audio file. The hash of the stored file is compared with
+        the ledger's."""
         yield from self._ahead(items, self._load)
 
     def _ahead(
@@ -139,13 +139,15 @@ class AudioReader:
     ) -> Iterator[tuple[AudioItem, Result]]:
         if not self._store.remote and not self._conversion:
             return map(get, items)
-        found = ahead(self._threads, get, items, _AHEAD_ITEMS, lambda item: item.artifact.bytes, _AHEAD_BYTES)
+        found = map_ahead(
+            self._threads, get, items, _AHEAD_ITEMS, lambda item: item.artifact.bytes, _AHEAD_BYTES
+        )
         return (made for _, made in found)
 
     def _load(self, item: AudioItem) -> tuple[AudioItem, bytes]:
         artifact = item.artifact
         data = self._artifacts.read(artifact)
-        if hashlib.sha256(data).hexdigest() != artifact.sha256:
+        if sha256_of(data) != artifact.sha256:
             raise StoreError(
                 ErrorCode.STORE_CONFLICT,
                 f"The object {artifact.key} has changed: its SHA-256 differs from the ledger's.",
@@ -169,7 +171,7 @@ class AudioReader:
             # The copy must not be written through a link.
             path.unlink(missing_ok=True)
         if data is None:
-            # Before the file is created, so that lost audio leaves no file.
+            # Read before the file is created, so that lost audio leaves no file.
             data = self._load(item)[1]
         with output(str(path)) as copy:
             copy.write(data)
@@ -177,8 +179,8 @@ class AudioReader:
 
 
 class AudioNames:
-    """Names the audio in the files of one export to `folder`. None (standard output, a bucket): paths are
-    absolute."""
+    """Makes the names by which the files of one export refer to audio. `folder`: that of the export; None
+    (standard output, a bucket): the names are absolute paths."""
 
     def __init__(self, store: ObjectStore, folder: Path | None) -> None:
         self._root = None if folder is None else store.root
@@ -191,13 +193,13 @@ class AudioNames:
         return None if self._root is None else self._prefix("")
 
     def of(self, file: str, where: str) -> str:
-        """The name of the audio at `where`, a path or an address, in `file` of the export."""
+        """The name by which `file` of the export refers to the audio at `where`, a path or an address."""
         if self._root is None or not where.startswith(f"{self._root}/"):
             return where
         return os.path.normpath(f"{self._prefix(os.path.dirname(file))}/{where[len(str(self._root)) + 1 :]}")
 
     def _relative(self, below: str) -> str:
         """The path of the store relative to a folder of the export."""
-        # `..` is relative to the target of a link.
+        # Links are resolved, because `..` is relative to the target of a link.
         folder = os.path.realpath(os.path.join(self._folder or "", below))
         return os.path.relpath(os.path.realpath(self._root or ""), folder)

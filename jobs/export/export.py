@@ -5,8 +5,8 @@ A dataset is written part by part, so that a stopped export continues with its c
 runs, `_export/plan.json` at its destination identifies it, and `_export/train-00000.json` lists the files of
 a part. The list is written when the files are finished and before the first of them is moved to its name, so
 every file at the destination is known to belong to the export. `export.json` is written last, with the hash
-of every file. An export that replaces another first turns it into a stopped export, then removes the files
-of its lists, so it can be stopped and continued at any time.
+of every file. An export that replaces another first turns that one into a stopped export, then removes the
+files in its lists. So the replacement can also be stopped and continued at any time.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ if TYPE_CHECKING:
 VERSION = 3
 #: Number of lost objects that an error names.
 SHOWN_LOST = 5
-#: Maximum audio in one file of a dataset: few files, and little to repeat after a stop.
+#: Maximum size of the audio in one file of a dataset: a compromise between few files and little repeated work
+#: after a stop.
 PART_BYTES = 500_000_000
 
 
@@ -110,12 +111,12 @@ def export(
     Audio in a folder store is named by its path relative to the file that contains the name (absolute on
     standard output, in a bucket, or with `absolute`), and audio in a bucket by its `s3://` address. With
     `audio_root`, audio is named by the absolute local path `audio_root/<key>`, and copied there from the
-    store if the file is missing; audio in packs needs it. Formats that contain the audio begin a new file
-    before the stored size of its audio exceeds `part_bytes`. With `audio_format` (`wav`, `flac`, `mp3`,
-    `opus`) or `sample_rate` (Hz), audio that the export contains or copies is converted. With `splits`, every
-    format is a folder. The same call continues an export that was stopped. A format of dialogues writes a
-    dialogue if one of its items matches. If the job is running, the items that are done are written, and the
-    same call later replaces that export.
+    store if the file is missing; audio in packs requires `audio_root`. Formats that contain the audio begin a
+    new file before the stored size of its audio exceeds `part_bytes`. With `audio_format` (`wav`, `flac`,
+    `mp3`, `opus`) or `sample_rate` (Hz), audio that the export contains or copies is converted. With
+    `splits`, every format is a folder. The same call continues an export that was stopped. A format of
+    dialogues writes a dialogue if one of its items matches. If the job is running, the items that are done
+    are written, and the same call later replaces that export.
 
     An existing file at `to` is overwritten; a folder that contains another export, or other files, is
     refused. With `replaces` (ids of jobs), an export of one of these jobs in this format is replaced, and
@@ -170,7 +171,7 @@ def _refuse_lost(
 
 
 class _Identity(msgspec.Struct, frozen=True):
-    """`_export/plan.json`: what must be equal to continue a stopped export."""
+    """The content of `_export/plan.json`. Only an export with an equal identity continues a stopped one."""
 
     job: str
     format: str
@@ -189,7 +190,7 @@ class _Identity(msgspec.Struct, frozen=True):
 
 
 class _Finished(msgspec.Struct, frozen=True):
-    """`export.json`."""
+    """The content of `export.json`, the summary of a complete export."""
 
     identity: _Identity
     items: dict[str, int]
@@ -228,7 +229,7 @@ class _Export:
         return items, LeftOut(running=not self.job.state.final) if failures else self._left_out(items)
 
     def _lines(self, audio: AudioReader, names: AudioNames) -> Iterator[tuple[int, bytes]]:
-        """Yields the lines of that file, each with the number of its items."""
+        """Yields the lines of the file, each with the number of its items."""
         job, ledger, chosen = self.job, self.ledger, self.format
         if chosen.failure_line is not None:
             failed = (ledger.items(job.id, state=state) for state in (ItemState.FAILED, ItemState.DEAD))

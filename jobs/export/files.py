@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import gzip
-import hashlib
 import heapq
 import os
 import shutil
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 Record = TypeVar("Record")
 _BUFFER_BYTES = 1 << 20
-#: Higher levels make manifests little smaller, and the export much slower.
+#: Higher levels make manifests only a little smaller, but the export much slower.
 _GZIP_LEVEL = 3
 _SORT_BYTES = 32 << 20
 AGAIN = "Move it away; the next export writes the dataset again."
@@ -162,7 +161,7 @@ class PartFiles:
     def __init__(self, destination: Destination, names: AudioNames) -> None:
         self.destination = destination
         self._names = names
-        #: Name -> path in the scratch folder, of all files; and the open ones.
+        #: Name -> path in the scratch folder, for all files; name -> file, for the open ones.
         self._paths: dict[str, Path] = {}
         self._open: dict[str, BufferedWriter[FileIO]] = {}
 
@@ -178,16 +177,17 @@ class PartFiles:
                 raise error
 
     def audio_name(self, file: str, where: str) -> str:
-        """The name of the audio at `where` in the file `file`."""
+        """The name by which the file `file` of the dataset refers to the audio at `where`."""
         return self._names.of(file, where)
 
     def sibling_name(self, name: str) -> str:
-        """The name of the file or folder `name` in a file of the same folder of the dataset."""
+        """The name by which a file of the dataset refers to the file or folder `name` beside it."""
         relative = self._names.base is not None
         return name.rpartition("/")[2] if relative else f"{self.destination.address}/{name}"
 
     def open(self, name: str) -> IO[bytes]:
-        """Opens a new file; its name is relative to the destination. Raises `OSError`, as the file does."""
+        """Opens a new file; its name is relative to the destination. Raises `OSError`, also when the file is
+        written."""
         file = self._open[name] = BufferedWriter(FileIO(self._scratch_path(name), "w"), _BUFFER_BYTES)
         return file
 
@@ -215,7 +215,7 @@ class PartFiles:
     def publish(self, record: str) -> list[WrittenFile]:
         """Syncs every file to the disk, writes their list to `record`, and moves them to the destination.
 
-        Raises `OSError`, and as `Destination.publish`.
+        Raises `OSError` and the errors of `Destination.publish`.
         """
         for file in self._open.values():
             file.flush()
@@ -249,11 +249,11 @@ class SortedLines:
         self._runs: list[IO[bytes]] = []
 
     def add(self, line: bytes) -> None:
-        """`line` ends with its only newline."""
+        """Adds a line, which ends with its only newline."""
         self._lines.append(line)
         self._bytes += len(line)
         if self._bytes >= self._run_bytes:
-            # A file without a name is deleted with its last reference.
+            # The system deletes a file without a name when it is closed.
             self._runs.append(tempfile.TemporaryFile(dir=self._folder))  # noqa: SIM115
             self._runs[-1].writelines(sorted(self._lines))
             self._lines, self._bytes = [], 0
@@ -270,7 +270,8 @@ RECORDS = "_export"
 PLAN = f"{RECORDS}/plan.json"
 #: The summary of a complete export, written last.
 END = "export.json"
-#: Name in the scratch folder of a record that is being written. Before the first record the folder is empty.
+#: Name of a record in the scratch folder while it is written. Before the plan is written, the folder contains
+#: no other file.
 RECORD = "record"
 
 
@@ -289,7 +290,7 @@ class Destination:
         self.scratch = scratch
 
     def sizes(self, below: str = "") -> dict[str, int]:
-        """Maps the name of each file to its bytes, records included; `below`: only files in that subfolder,
+        """Name of each file, including records -> its size in bytes. `below`: only files in that subfolder,
         such as `_export/`."""
         return {info.key: info.bytes for info in self._store.list(below)}
 
@@ -318,7 +319,7 @@ class Destination:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        self.publish(name, path, hashlib.sha256(data).hexdigest())
+        self.publish(name, path, sha256_of(data))
 
     def record(self, name: str, kind: type[Record]) -> Record | None:
         """Reads a record, or returns None. Raises `config.invalid` for a file that is no record of an
@@ -331,7 +332,7 @@ class Destination:
         return None
 
     def lists(self) -> list[str]:
-        """The records that list files."""
+        """The names of the records that list files."""
         return [name for name in self.sizes(f"{RECORDS}/") if name.endswith(".json") and name != PLAN]
 
     def remove_records(self) -> None:
@@ -360,7 +361,7 @@ class FolderDestination(Destination):
         self.scratch.mkdir(parents=True)
 
     def sizes(self, below: str = "") -> dict[str, int]:
-        """A symbolic link counts as a file, wherever it points."""
+        """As `Destination.sizes`. A symbolic link counts as a file, even if it points to a folder."""
         found: dict[str, int] = {}
         with path_errors(self._folder):
             for folder, folders, files in os.walk(self._folder / below, onerror=_raise):
@@ -427,7 +428,7 @@ def open_destination(to: str, s3: S3Settings | None) -> Generator[Destination, N
 
 
 def foreign_file(address: str, name: str) -> ConfigError:
-    """The error of a file in a destination that does not belong to an export."""
+    """The error for a file in a destination that does not belong to an export."""
     return invalid(f"{address!r} contains {name!r}, which no export wrote.", AGAIN)
 
 

@@ -7,13 +7,13 @@
     ljspeech        train/metadata.csv  train/wavs/000000000-utt1.wav
     webdataset      train/shard-000000.tar: 000000000-utt1.wav  000000000-utt1.json  000000000-utt1.txt  000000001-utt2.wav  ...
 
-Sources: https://kaldi-asr.org/doc/data_prep.html and `utils/validate_data_dir.sh`: all files sorted in the
-C locale by their first field, and the same whether they are sorted by utterance or by speaker. lhotse
-1.33, `lhotse.audio.Recording`, `lhotse.supervision.SupervisionSegment`, `lhotse.cut.MonoCut` and
-`lhotse.shar`, whose archives hold for each cut its audio and then its recording as JSON.
-https://keithito.com/LJ-Speech-Dataset, and `torchaudio.datasets.LJSPEECH`, which reads
-`csv.reader(metadata, delimiter="|", quoting=csv.QUOTE_NONE)` and then `wavs/<first field>.wav`.
-https://github.com/webdataset/webdataset: what comes before the first dot of a name is the key of an
+Sources: https://kaldi-asr.org/doc/data_prep.html and `utils/validate_data_dir.sh`: all files are sorted in
+the C locale by their first field, and their order by utterance is also their order by speaker. lhotse 1.33,
+`lhotse.audio.Recording`, `lhotse.supervision.SupervisionSegment`, `lhotse.cut.MonoCut` and `lhotse.shar`,
+whose archives contain for each cut its audio and then its recording as JSON.
+https://keithito.com/LJ-Speech-Dataset, and `torchaudio.datasets.LJSPEECH`, which reads `csv.reader(metadata,
+delimiter="|", quoting=csv.QUOTE_NONE)` and then `wavs/<first field>.wav`.
+https://github.com/webdataset/webdataset: the part of a file name before the first dot is the key of an
 example.
 """
 
@@ -44,8 +44,8 @@ _BREAKS = {"Cc", "Zl", "Zp"}
 
 
 def one_line(text: str, separator: str = "") -> str:
-    """Makes a text one field of a line: control characters, line breaks and the field separator become
-    spaces."""
+    """Makes a text fit into one field of a line: control characters, line breaks and the field separator
+    become spaces."""
     return " ".join(
         "".join(
             " " if one == separator or unicodedata.category(one) in _BREAKS else one for one in text
@@ -137,7 +137,7 @@ def write_shar(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[Aud
 
 
 def _cut(id: str, job: Job, item: AudioItem, source: dict[str, Any]) -> dict[str, Any]:
-    """A cut with its recording and its supervision."""
+    """The JSON of a cut with its recording and its supervision."""
     about = facts(job, item)
     span = {"start": 0.0, "duration": item.seconds, "channel": 0}
     supervision = {"id": id, "recording_id": id, **span, "text": about["text"]}
@@ -251,10 +251,10 @@ KALDI = ExportFormat(
 LHOTSE = ExportFormat(
     name="lhotse", summary="Lhotse's recordings, supervisions and cuts", write_part=write_lhotse
 )
-SHAR = ExportFormat(name="shar", summary="Lhotse's archives", write_part=write_shar, embeds_audio=True)
+SHAR = ExportFormat(name="shar", summary="Lhotse's tar archives", write_part=write_shar, embeds_audio=True)
 ESPNET_DATASET = ExportFormat(
     name="espnet-dataset",
-    summary="a dataset of ESPnet SpeechLM",
+    summary="a dataset for ESPnet SpeechLM",
     write_part=write_espnet_dataset,
     local_audio=True,
     local_folder=True,
@@ -262,7 +262,7 @@ ESPNET_DATASET = ExportFormat(
 )
 LJSPEECH = ExportFormat(
     name="ljspeech",
-    summary="WAV files and metadata.csv, as LJ Speech",
+    summary="WAV files and metadata.csv, as in LJ Speech",
     write_part=write_ljspeech,
     embeds_audio=True,
     one_part=True,

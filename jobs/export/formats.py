@@ -21,7 +21,7 @@ import msgspec
 from jobs.formatting import is_address
 from jobs.store import is_remote
 from pipelines.audio_format import AUDIO_FORMATS
-from pipelines.errors import ConfigError, ErrorCode, invalid
+from pipelines.errors import ConfigError, ErrorCode, invalid, missing_library
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -114,11 +114,7 @@ class ExportFormat:
         """Raises `config.invalid` for a destination, a store, audio or a filter that this format does not
         support, `config.missing_library` if a library for writing is not installed. `spec`: the job's."""
         if self.library is not None and find_spec(self.library) is None:
-            raise ConfigError(
-                ErrorCode.CONFIG_MISSING_LIBRARY,
-                f"The format {self.name} needs the library {self.library}.",
-                "Install Nightjar with its extra `export` (docs/install.md).",
-            )
+            raise missing_library(f"The format {self.name}", self.library, "export")
         made = (conversion and conversion.format) or spec.format
         failures, file = self.failure_line is not None, self.one_file(splits)
         named = self.names_audio and not self.embeds_audio and not failures
@@ -237,7 +233,7 @@ def describe_formats() -> str:
             folders.append(f"{name} ({error.message})")
             continue
         (files if found.one_file(None) else folders).append(f"{name} ({found.summary})")
-    return f"One file: {', '.join(files)}. A folder: {', '.join(folders)}."
+    return f"Format of the dataset. Formats of one file: {', '.join(files)}. Formats of a folder: {', '.join(folders)}."
 
 
 def _broken(entry: EntryPoint, reason: str) -> ConfigError:

@@ -1,7 +1,7 @@
-"""Pushes a Parquet export to the Hugging Face hub, by the library `datasets`.
+"""Pushes a Parquet export to the Hugging Face hub, with the library `datasets`.
 
 The token is that of `huggingface_hub`: `HF_TOKEN`, or the one that `hf auth login` stored. Only that library
-gets it.
+reads it.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def _libraries() -> tuple[Any, Any]:
 
 @contextmanager
 def _errors(repository: str) -> Generator[None, None, None]:
-    """Raises errors of the hub's library as ours. Their texts contain addresses and request numbers, but no
-    token."""
+    """Turns errors of the hub's library into Nightjar's errors. The original texts contain addresses and
+    request numbers, but no token."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
     # The error of the HTTP library that this version uses.
@@ -87,7 +87,7 @@ def _errors(repository: str) -> Generator[None, None, None]:
         advice = f"Use a token with write access. {_LOG_IN}"
         raise invalid(message, advice) from error
     except OfflineModeIsEnabled as error:
-        raise _unreachable("The Hugging Face hub is switched off by HF_HUB_OFFLINE.") from error
+        raise _unreachable("The Hugging Face hub cannot be used while HF_HUB_OFFLINE is set.") from error
     except (http_error, ConnectionError) as error:
         raise _unreachable("The Hugging Face hub does not answer.") from error
 
@@ -96,5 +96,5 @@ def _unreachable(message: str) -> ServiceError:
     return ServiceError(
         ErrorCode.SERVER_UNREACHABLE,
         message,
-        "Check the network and HF_ENDPOINT, then give the same command.",
+        "Check the network and HF_ENDPOINT, then run the same command again.",
     )

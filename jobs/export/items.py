@@ -61,7 +61,7 @@ class AudioItem(msgspec.Struct, frozen=True):
 
     @property
     def scores(self) -> dict[str, float | None]:
-        """Its scores, by all score names of the job; None: not measured."""
+        """Name -> score, for all score names of the job; None: not measured."""
         measured = {} if self.draw is None else self.draw.scores
         return {name: measured[name].value if name in measured else None for name in self.score_names}
 
@@ -125,8 +125,8 @@ def item_metadata(job: Job, item: AudioItem | RawLine) -> ItemMetadata:
     return ItemMetadata(text, role, index, speaker, voice, generation.language, generation.instruct)
 
 
-#: The fields for how an item was made and what was measured. A job without checks has no `draw`, `scores` and
-#: `transcript`.
+#: Names of the fields that say how an item was made and what was measured. A job without checks has no
+#: `draw`, `scores` and `transcript`.
 ORIGIN = ("seed", "model", "voice", "draw", "scores", "transcript")
 
 
@@ -164,7 +164,8 @@ def picked(about: Mapping[str, Any], *names: str) -> dict[str, Any]:
 def score_names(ledger: Ledger, job: Job) -> tuple[str, ...]:
     """The names of the scores of a job; those of built-in checks first.
 
-    The scores of a meter from another package are only known from the draws, which are all read then.
+    If a meter of another package is used, all draws are read, because the names of its scores are only known
+    from them.
     """
     quality = job.spec.quality
     if quality is None:
@@ -176,7 +177,8 @@ def score_names(ledger: Ledger, job: Job) -> tuple[str, ...]:
 
 
 def exported(rows: Iterable[ItemRow], *, whole: bool = False) -> Iterator[ItemRow]:
-    """Filters items with audio, in index order. `whole`: only dialogues whose items all have audio."""
+    """Yields the items that have audio, in index order. `whole`: only items of dialogues whose items all have
+    audio."""
     for _, dialogue in groupby(rows, key=lambda row: row.example_id if whole else row.index):
         items = list(dialogue)
         if all(row.state is ItemState.DONE and row.artifact is not None for row in items):
@@ -240,7 +242,8 @@ def _pages(rows: Iterable[ItemRow]) -> Iterator[list[ItemRow]]:
 def _speaker(
     job: Job, references: Mapping[int, str], voice: str | None, recordings: Sequence[int] | None
 ) -> str:
-    """The speaker of an item. `recordings`: indexes of the messages with the voice; None: any."""
+    """The speaker of an item. `recordings`: indexes of the messages that contain the voice; None: any
+    message."""
     if voice and voice.strip():
         return voice.strip()
     keys = [references[index] for index in sorted(references) if recordings is None or index in recordings]
@@ -251,7 +254,7 @@ def _speaker(
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """The splits of a dataset: each name with the upper bound of its share of all 64-bit hashes."""
+    """The splits of a dataset. `bounds`: name -> exclusive upper bound of the 64-bit hashes in the split."""
 
     bounds: Mapping[str, int]
 
@@ -314,7 +317,7 @@ class LeftOut(msgspec.Struct, frozen=True):
 
     #: Failed, skipped or pending items; in a format of dialogues, all items of a dialogue with such an item.
     without_audio: int = 0
-    #: Items by condition of the filter, in its order.
+    #: Items per condition of the filter, in the order of the conditions.
     filtered: tuple[FilteredOut, ...] = ()
     #: Pending items among those without audio, if the job was still running.
     pending: int = 0

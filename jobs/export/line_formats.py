@@ -5,7 +5,7 @@
 text, in the same role; if a dialogue has only one text, and it is the user's, its audio becomes the
 assistant's. If a model answered the whole dialogue, its speech and text replace the assistant's. The batch
 formats are the two files of an OpenAI batch: the output file has the requests that succeeded, the error file
-those that failed. Their `custom_id` is the item's id. The body has the path or address of the audio.
+those that failed. Their `custom_id` is the item's id. The body contains the path or address of the audio.
 
 Sources: espnet2/speechlm/dataloader/multimodal_loader/dialogue_loader.py, which reads `example_id` and
 `messages`, a list of `[role, modality, content]` whose audio content is a path; NVIDIA NeMo,

@@ -81,14 +81,18 @@ def manifest_line(job: Job, item: AudioItem, where: str) -> bytes:
 
 
 MANIFEST = ExportFormat(
-    name="manifest", summary="Nightjar's manifest", item_line=manifest_line, names_audio=False
+    name="manifest",
+    summary="JSONL with text, key, hash and length of the audio",
+    item_line=manifest_line,
+    names_audio=False,
 )
 
 
 def put_shard_manifest(
     store: ObjectStore, job: Job, shard_no: int, items: Iterable[Artifact], lines: Iterable[ShardLine]
 ) -> tuple[str, str]:
-    """Writes the manifest of a shard with these lines. Returns its key and SHA-256."""
+    """Writes the manifest of a shard. `items`: the audio of its items; `lines`: their input lines. Returns
+    the manifest's key and SHA-256."""
     by_index = {line.index: line for line in lines}
     entries: list[bytes] = []
     for audio in items:
@@ -102,8 +106,8 @@ def put_shard_manifest(
 
 
 def put_manifest(ledger: Ledger, store: ObjectStore, job_id: str) -> ObjectInfo:
-    """Writes the manifest of a job in bounded memory: `manifest.jsonl`, or the next number if the content
-    has changed. If the job has ended, the ledger records it."""
+    """Writes the manifest of a job in bounded memory: `manifest.jsonl`, or the next number if the content has
+    changed. If the job has ended, the ledger records that its manifest is written."""
     job = ledger.job(job_id)
     # A file without a name, so that a killed process leaves none.
     with tempfile.TemporaryFile(prefix="nightjar-manifest-") as file:

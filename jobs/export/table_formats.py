@@ -4,8 +4,8 @@ in separate files.
     parquet      README.md  data/train-00000-of-00002.parquet  data/train-00001-of-00002.parquet
     audiofolder  README.md  data/train/00000/metadata.parquet  data/train/00000/000000000-utt1.wav ...
 
-The table of `audiofolder` is Parquet rather than CSV or JSON Lines: in these a column of nulls has no type,
-and the loader refuses tables whose columns differ. Each part of a split has its own folder.
+The table of `audiofolder` is Parquet rather than CSV or JSON Lines: there a column of nulls would have no
+type, and the loader refuses tables whose columns differ in type. Each part of a split has its own folder.
 
 Source: https://huggingface.co/docs/datasets/audio_dataset and `datasets.features.Audio`: a struct of the
 file's bytes and its path, and the features under the key `huggingface` of the schema's metadata. In an
@@ -76,7 +76,7 @@ def _write_table(
     **options: Any,
 ) -> None:
     """Writes a table whose first column is the audio or its name. `cells`: at least one item, each with its
-    cell and the size that it adds to a row group. `options`: those of `ParquetWriter`."""
+    cell and the size that it adds to a row group. `options`: arguments of `ParquetWriter`."""
     import pyarrow
     from pyarrow import parquet
 
@@ -113,7 +113,7 @@ def write_parquet(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[
         pyarrow.field("audio", pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])),
         ((item, {"bytes": data, "path": f"{item.name}.{item.extension}"}, len(data)) for item, data in items),
         GROUP_ROWS,
-        # Audio is not compressed: it shrinks little and takes long.
+        # Audio is not compressed, because that saves little space and takes long.
         compression=dict.fromkeys(_TEXTS, "zstd"),
         use_dictionary=list(_REPEATED),
         write_statistics=["index", "duration"],
@@ -169,7 +169,7 @@ def dataset_card(job: Job, plan: Plan, files: str = "data/{}-*.parquet") -> byte
 
 PARQUET = ExportFormat(
     name="parquet",
-    summary="Parquet of Hugging Face datasets",
+    summary="Parquet files for Hugging Face datasets",
     write_part=write_parquet,
     embeds_audio=True,
     card=dataset_card,
@@ -177,7 +177,7 @@ PARQUET = ExportFormat(
 )
 AUDIOFOLDER = ExportFormat(
     name="audiofolder",
-    summary="audio files and a table, as Hugging Face AudioFolder",
+    summary="audio files and a table, for the loader AudioFolder of Hugging Face datasets",
     write_part=write_audiofolder,
     embeds_audio=True,
     card=partial(dataset_card, files="data/{}/**"),

@@ -1,5 +1,5 @@
-"""User actions on jobs (pause, resume, cancel, retry, priority, delete), the nights that ran, and reports of
-ended jobs to the operator's hook."""
+"""User actions on jobs (pause, resume, cancel, retry, priority, delete), the record of nightly runs, and
+reports of ended jobs to the operator's hook."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def cancel_some(sql: Transaction, job_id: str) -> bool:
     return False
 
 
-#: Sets the totals of a job to those of its shards.
+#: Assignments that set the totals of a job from its shards.
 TOTALS = """
 total_shards = (SELECT count(*) FROM shards WHERE job_id = :job),
 total_items = (SELECT COALESCE(sum(n_items), 0) FROM shards WHERE job_id = :job)
@@ -107,10 +107,10 @@ total_items = (SELECT COALESCE(sum(n_items), 0) FROM shards WHERE job_id = :job)
 def retry_some(
     sql: Transaction, job_id: str, codes: Collection[ErrorCode] | None, force: bool, after: int
 ) -> tuple[int, int | None]:
-    """Reopens failed and dead items with these codes (None: all) in some shards above `after`; hopeless ones
-    only with `force`.
+    """Reopens failed and dead items with these codes (None: all) in the next shards after number `after`.
+    Items with a permanent error are reopened only with `force`.
 
-    Returns (number of items, last shard of this call, or None if no shards are left).
+    Returns (number of items, number of the last shard of this call; None: no shards are left).
     """
     job = lock_known_job(sql, job_id, "retried", *RETRYABLE_JOBS)
     statement = f"""
@@ -118,7 +118,7 @@ def retry_some(
     ORDER BY no LIMIT {SHARDS_AT_ONCE} FOR UPDATE
     """
     chunk = sql.rows(statement, job=job_id, after=after)
-    chosen = [code for code in (ErrorCode if codes is None else codes) if force or not code.hopeless]
+    chosen = [code for code in (ErrorCode if codes is None else codes) if force or not code.permanent]
     broken = ", ".join(str(ITEM_STATE_NUMBERS[state]) for state in BROKEN_ITEMS)
     reopen = f"""
     UPDATE items SET state = {ITEM_STATE_NUMBERS[ItemState.PENDING]}, attempts = 0, error_code = NULL, error_message = NULL
@@ -131,7 +131,7 @@ def retry_some(
             _reopen(sql, shard, count)
             opened += count
     if opened:
-        # Reopened items that failed before the last resume may fail again and must count then.
+        # Reopened items may have failed before the last resume. If they fail again, they must count.
         left = max(0, job.budget_from_failed - opened)
         update_job(sql, job_id, "budget_from_failed = :left", left=left)
         if job.state in FINAL:
@@ -174,7 +174,7 @@ def set_priority(sql: Transaction, job_id: str, priority: int) -> None:
 
 
 def schedule_ran(sql: Transaction, name: str, night: str) -> bool:
-    """Records that a night ran. False: it was recorded before."""
+    """Records that all inputs of a night were submitted. False: it was recorded before."""
     return (
         sql.insert("schedules", [{"name": name, "night": night}], "ON CONFLICT DO NOTHING", ran_at="<now>")
         == 1
@@ -191,13 +191,14 @@ def schedule_history(sql: Transaction, name: str) -> list[str]:
     return sql.column("SELECT night FROM schedules WHERE name = :name ORDER BY night", name=name)
 
 
-# Reports of ends. An end is a job with its `finished_at`; a retried job ends again.
+# Reports of job ends. An end is identified by the job and its `finished_at`, because a retried job ends
+# again.
 
-#: Older ends are not reported, such as those from before the hook was set.
+#: Ends that are older than this are not reported, such as those from before the hook was set.
 OLDEST_END_SECONDS = 24 * 3600.0
 #: Maximum number of ends reported by one pass.
 ENDS_AT_ONCE = 20
-#: A later time of the next try was written with a wrong clock.
+#: A next try that is later than this from now was scheduled with a wrong clock, and is due at once.
 _LATEST_TRY_SECONDS = 3600.0
 _UNREPORTED = f"""
 state IN ({literals(*FINAL)}) AND finished_at > <now> - {OLDEST_END_SECONDS}
@@ -208,14 +209,14 @@ _OF_END = "id = :job_id AND finished_at = :finished_at"
 
 
 class JobEnd(NamedTuple):
-    """An end of a job to report."""
+    """The end of a job, to be reported."""
 
     job_id: str
     finished_at: float
 
 
 def unreported_ends(sql: Transaction) -> list[JobEnd]:
-    """Ends whose report is due, the oldest first; not necessarily all."""
+    """Up to `ENDS_AT_ONCE` ends whose report is due, the oldest first."""
     statement = f"""
     SELECT id, finished_at FROM jobs WHERE {_UNREPORTED} ORDER BY finished_at, id LIMIT {ENDS_AT_ONCE}
     """
@@ -233,7 +234,8 @@ def claim_end(sql: Transaction, end: JobEnd, seconds: float) -> int | None:
 
 
 def note_reported(sql: Transaction, end: JobEnd) -> None:
-    """Records that an end was reported or given up; does nothing if the job was continued meanwhile."""
+    """Records that an end was reported, or that its report was given up; does nothing if the job was reopened
+    meanwhile."""
     sql.change(f"UPDATE jobs SET notified_finished_at = finished_at WHERE {_OF_END}", **end._asdict())
 
 
@@ -246,12 +248,13 @@ def postpone_report(sql: Transaction, end: JobEnd, seconds: float) -> None:
 
 # Deletion of an ended job: first the job is fenced, then its rows are deleted in ranges, one transaction each,
 # and its own row last. It becomes `cancelled`, which cannot be retried, so workers that lost their lease cannot
-# commit; a submit with its idempotency key creates another job. Its id stays in `deleted_jobs`, so that the
-# sweep finds objects that such workers still store.
+# commit; a submit with the same idempotency key creates another job. Its id stays in `deleted_jobs`, so that
+# the sweep finds objects that such workers still store.
 
 #: `state_reason` of a job that is being deleted.
 BEING_DELETED = "being deleted"
-#: Size of the range deleted by one transaction, which takes a fraction of a second and locks only its rows.
+#: Width of the index range that one transaction deletes. This takes a fraction of a second and locks only
+#: these rows.
 ROWS_AT_ONCE = 10_000
 
 
@@ -265,7 +268,7 @@ class DeletedJob(NamedTuple):
 
 
 def check_deletable(job_id: str, state: JobState) -> None:
-    """Raises `ServiceError` with `ledger.state` for a job that has not ended."""
+    """Raises `ServiceError` with `ledger.state` unless the job has ended."""
     if not state.final:
         message = f"Job {job_id} is {state.value}, so it cannot be deleted."
         raise ServiceError(ErrorCode.LEDGER_STATE, message, f"Run `nightjar cancel {job_id}` first.")
@@ -289,7 +292,8 @@ def begin_delete(sql: Transaction, job_id: str) -> None:
 def delete_some(sql: Transaction, table: str, job_id: str) -> int:
     """Deletes some rows of a job that is being deleted; returns their number, 0 if none are left."""
     column = ROWS_OF_JOBS[table]
-    # The number is looked up in the same statement: SQLite may give that of a deleted job to a new one.
+    # The job's number is looked up in the same statement, because SQLite may give the number of a deleted job
+    # to a new one.
     of_job = f"job_no = {NUMBER}" if column == "idx" else "job_id = :job"
     of_job += " AND EXISTS (SELECT 1 FROM deleted_jobs WHERE id = :job)"
     end = f"(SELECT min({column}) FROM {table} WHERE {of_job}) + {ROWS_AT_ONCE}"
@@ -302,7 +306,7 @@ def end_delete(sql: Transaction, job_id: str) -> None:
 
 
 def deleted_jobs(sql: Transaction) -> list[DeletedJob]:
-    """The deleted jobs in the ledger's memory, the oldest deletion first."""
+    """The deleted jobs that the ledger still records, the oldest deletion first."""
     rows = sql.rows("SELECT * FROM deleted_jobs ORDER BY deleted_at, id")
     return [
         DeletedJob(row.id, located(row.store_url, sql.place), row.store_identity, row.deleted_at)
@@ -311,5 +315,5 @@ def deleted_jobs(sql: Transaction) -> list[DeletedJob]:
 
 
 def forget_deleted(sql: Transaction, job_id: str) -> None:
-    """Removes a deleted job from the ledger's memory, unless it is still being deleted."""
+    """Removes the record of a deleted job, unless the job is still being deleted."""
     sql.change("DELETE FROM deleted_jobs WHERE id = :job AND id NOT IN (SELECT id FROM jobs)", job=job_id)

@@ -23,7 +23,7 @@ from jobs.ledger.records import SCHEMA_REVISION
 from jobs.ledger.schema import statements
 from jobs.ledger.transaction import Transaction
 from jobs.own_files import disk_full, has_room, home_of, open_own, own_ledger, place_of
-from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError
+from pipelines.errors import ErrorCode, NightjarError, ServiceError, invalid, missing_library
 
 if TYPE_CHECKING:
     from alembic.config import Config
@@ -41,22 +41,23 @@ TRANSACTION_TRIES = 6
 
 _READ_ONLY = "nightjar_read_only"
 #: serialization_failure, deadlock_detected
-_LOST_RACE = {"40001", "40P01"}
+_CONFLICT = {"40001", "40P01"}
 #: undefined_table, undefined_column, undefined_schema
 _WRONG_SCHEMA = {"42P01", "42703", "3F000"}
 #: lock_not_available, query_canceled
 _TIMED_OUT = {"55P03", "57014"}
 
 
-#: Time limits of a PostgreSQL session in seconds: idle transactions are rolled back, so that a stopped process
-#: does not keep its locks; waits for a lock are longer, to outlast a stopped process.
+#: Time limits of a PostgreSQL session in seconds. Idle transactions are rolled back, so that a stopped
+#: process does not keep its locks. Waits for a lock may be longer, so that a stopped process does not make
+#: others fail.
 LIMITS = {"idle_in_transaction_session_timeout": 10.0, "lock_timeout": 30.0, "statement_timeout": 3600.0}
 #: Key of the PostgreSQL advisory lock of migrations.
 MIGRATION_LOCK = 0x6E69676874
 
 
 class Database:
-    """The engine of one ledger. Connects at first use; every method is thread-safe."""
+    """The database of one ledger. Connects at first use; every method is thread-safe."""
 
     def __init__(self, url: str, backoff_seconds: float = 1.0) -> None:
         parsed = _parse(url)
@@ -69,7 +70,7 @@ class Database:
         self.place = place_of(self.path)
         self._backoff_seconds = backoff_seconds
         self._reader = self.engine.execution_options(**{_READ_ONLY: True})
-        # Threads wait for this lock in order; SQLite itself would let them poll.
+        # Threads wait for this lock; SQLite's own lock would make them poll.
         self._writing = threading.Lock() if self.is_sqlite else nullcontext()
 
     def write(self, work: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -79,7 +80,7 @@ class Database:
             try:
                 with self._writing, self._explained(), self.engine.begin() as connection:
                     return work(self._transaction(connection), *args, **kwargs)
-            except LostRaceError:
+            except ConflictError:
                 time.sleep(random.uniform(0.01, 0.05) * attempt)
         message = f"The ledger {self.display_url} is too busy."
         raise ServiceError(ErrorCode.LEDGER_UNREACHABLE, message, "Try again in a moment.")
@@ -98,13 +99,13 @@ class Database:
         return Transaction(execute, engine, self.place, self._backoff_seconds, connection)
 
     def use_write_ahead_log(self) -> None:
-        """Lets readers work while a writer does. The setting is stored in the file."""
+        """Lets readers work during a write. The setting is stored in the file."""
         with self._explained(), self.engine.connect() as connection:
             driver: Any = connection.connection.driver_connection
             driver.execute("PRAGMA journal_mode = WAL")
 
     def wrong_schema(self, message: str) -> ServiceError:
-        """The error of a ledger whose tables are of another version."""
+        """The error for a ledger whose tables have another version."""
         home = home_of(self.path)
         where = "" if home is None else f" --out {shlex.quote(str(home))}"
         return ServiceError(ErrorCode.LEDGER_SCHEMA, message, f"Run `nightjar db upgrade{where}`.")
@@ -126,8 +127,8 @@ class Database:
             raise explained from error
 
     def _explain(self, error: BaseException) -> Exception | None:
-        """The error to raise for a driver's error; None: it is not a failure of the service and is raised
-        unchanged."""
+        """The error to raise for a driver's error. None: the driver's error is not a failure of the service
+        and is raised unchanged."""
         disconnected = False
         if isinstance(error, exc.DBAPIError):
             disconnected, error = error.connection_invalidated, error.orig or error
@@ -136,8 +137,8 @@ class Database:
             return None
         sqlstate = getattr(error, "sqlstate", None)
         text = str(error).partition("\n")[0]
-        if sqlstate in _LOST_RACE:
-            return LostRaceError()
+        if sqlstate in _CONFLICT:
+            return ConflictError()
         if sqlstate in _WRONG_SCHEMA or text.startswith(("no such table", "no such column")):
             return self.wrong_schema(f"The ledger {self.name} lacks tables of this version.")
         if sqlstate in _TIMED_OUT:
@@ -175,7 +176,7 @@ class Database:
         )
 
 
-class LostRaceError(Exception):
+class ConflictError(Exception):
     """The transaction conflicted with another one; nothing was written, so it can be retried."""
 
 
@@ -186,18 +187,15 @@ def _parse(url: str) -> sa.URL:
         parsed = sa.make_url(url)
     except (exc.ArgumentError, ValueError):
         # Not chained: the parser's message may contain the password.
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID,
-            "The database URL cannot be read.",
-            "Write sqlite:///PATH or postgresql://...",
+        raise invalid(
+            "The database URL cannot be read.", "Write sqlite:///PATH or postgresql://..."
         ) from None
     backend = parsed.get_backend_name()
     if backend == "postgresql":
         return parsed.set(drivername="postgresql+psycopg")
     if backend == "sqlite" and parsed.database and parsed.database != ":memory:":
         return parsed.set(drivername="sqlite")
-    raise ConfigError(
-        ErrorCode.CONFIG_INVALID,
+    raise invalid(
         f"A ledger cannot be stored in a database of kind {backend!r}.",
         "Write sqlite:///PATH or postgresql://USER:PASSWORD@HOST/DATABASE.",
     )
@@ -233,7 +231,8 @@ def _begin(connection: sa.Connection) -> None:
 
 
 def set_limits(limits: Mapping[str, float], *, local: bool = False) -> str:
-    """The statement that sets limits of a PostgreSQL session, or with `local` of its transaction."""
+    """The statement that sets limits of a PostgreSQL session, or with `local` only of its current
+    transaction."""
     calls = (
         f"set_config('{name}', '{round(seconds * 1000)}ms', {local})" for name, seconds in limits.items()
     )
@@ -241,7 +240,7 @@ def set_limits(limits: Mapping[str, float], *, local: bool = False) -> str:
 
 
 def _postgresql_engine(url: sa.URL) -> sa.Engine:
-    # The server gets the same values below, so both ends notice a lost host equally soon.
+    # The server gets the same values below, so that both ends notice a lost host equally soon.
     defaults: dict[str, Any] = {
         "connect_timeout": CONNECT_TIMEOUT_SECONDS,
         "application_name": "nightjar",
@@ -256,11 +255,7 @@ def _postgresql_engine(url: sa.URL) -> sa.Engine:
             url, pool_pre_ping=True, max_overflow=-1, hide_parameters=True, connect_args=arguments
         )
     except ModuleNotFoundError:
-        raise ConfigError(
-            ErrorCode.CONFIG_MISSING_LIBRARY,
-            "A PostgreSQL ledger needs the library psycopg.",
-            "Install Nightjar with its extra `postgres` (docs/install.md).",
-        ) from None
+        raise missing_library("A PostgreSQL ledger", "psycopg", "postgres") from None
     statements = [
         set_limits(LIMITS),
         f"SET tcp_keepalives_idle = {KEEPALIVE_IDLE_SECONDS}",
@@ -284,7 +279,7 @@ def upgrade(database: Database) -> None:
     at once.
 
     Raises `ServiceError`: `ledger.schema` if the tables are of a newer version or another program,
-    `ledger.unreachable` otherwise; `StoreError` (`store.forbidden`) for a link in a home.
+    `ledger.unreachable` otherwise; `StoreError` (`store.forbidden`) for a symbolic link in a home.
     """
     with _one_process(database):
         current = database.read(_revision)

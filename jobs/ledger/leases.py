@@ -1,4 +1,4 @@
-"""Leases of shards: claims, heartbeats, commits, and their end by the worker."""
+"""Leases of shards: how workers claim, extend and end them, and commit outcomes under them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ UPDATE shards SET lease_until = <now> + :seconds, heartbeat_at = <now>
 WHERE job_id = :job AND no = :shard AND epoch = :epoch AND worker_id = :worker AND state = 'leased'
 AND EXISTS (SELECT 1 FROM jobs WHERE id = :job AND state IN ({literals(*WORKING)}))
 """
-_ON_TRIAL = f"""
+_LAST_ATTEMPTS = f"""
 SELECT shards.attempts, jobs.max_attempts FROM shards JOIN jobs ON jobs.id = shards.job_id
 WHERE {_QUEUED} AND shards.epoch > 0
 """
@@ -93,22 +93,22 @@ AND jobs.state IN ({literals(*WORKING)}) FOR UPDATE OF shards
 """
 _COUNTERS = ("n_done", "n_failed", "audio_ms", "engine_ms", "bytes_out")
 _COUNT = ", ".join(f"{name} = {name} + :{name}" for name in _COUNTERS)
-#: The pending items of a shard among `:indexes`.
+#: Condition for the pending items of a shard among `:indexes`.
 _OPEN = f"job_no = :job_no AND idx IN (:indexes) AND shard_no = :shard AND state = {_PENDING}"
 #: An item ends once; later commits change nothing.
 _KEPT = "ON CONFLICT DO NOTHING"
 
 
-def on_trial(sql: Transaction, ticket: Ticket) -> bool:
-    """Whether the next crash of this shard would split it or fail its item, so that it should run alone."""
-    row = sql.row(_ON_TRIAL, **of_ticket(ticket))
+def should_run_alone(sql: Transaction, ticket: Ticket) -> bool:
+    """Whether a shard should run alone, because its next crash would split it or fail its only item."""
+    row = sql.row(_LAST_ATTEMPTS, **of_ticket(ticket))
     return row is not None and last_attempt(row.attempts, row.max_attempts)
 
 
 def claim(sql: Transaction, ticket: Ticket, worker_id: str, lease_seconds: float) -> Lease | None:
     """Claims a queued shard by compare-and-set on state and epoch.
 
-    None: the message is old or a duplicate, or the job does not run; it can be dropped. Raises
+    None: the message can be dropped, because it is old or a duplicate, or the job does not run. Raises
     `ServiceError` with `ledger.schema` if the ledger was upgraded since the worker started.
     """
     job = sql.row(_STATE_OF_JOB, **of_ticket(ticket))
@@ -147,8 +147,8 @@ def claim(sql: Transaction, ticket: Ticket, worker_id: str, lease_seconds: float
 def heartbeat(
     sql: Transaction, worker_id: str, tickets: Sequence[Ticket], lease_seconds: float
 ) -> set[Ticket]:
-    """Extends the worker's leases. Returns the lost ones, whose work must stop: another worker has the
-    shard, or its job was cancelled."""
+    """Extends the worker's leases. Returns the lost ones, whose work must stop: the lease has ended, or the
+    job was cancelled."""
     # Sorted, so that two heartbeats cannot deadlock.
     return {
         ticket
@@ -221,7 +221,7 @@ def refuse(sql: Transaction, ticket: Ticket, code: ErrorCode, message: str) -> b
 
 
 def fail_shard(sql: Transaction, ticket: Ticket, code: ErrorCode, message: str) -> bool:
-    """Ends a lease whose shard could not run as a whole. False: the lease was lost.
+    """Ends a lease after an error of the whole shard rather than of single items. False: the lease was lost.
 
     An outage of a service costs only time; another retryable code counts as a crash; any other code fails
     the pending items.
@@ -249,7 +249,7 @@ def fail_shard(sql: Transaction, ticket: Ticket, code: ErrorCode, message: str) 
 def commit(sql: Transaction, ticket: Ticket, outcomes: Sequence[Outcome]) -> CommitResult:
     """Writes outcomes of pending items in one transaction, or nothing if the lease is lost.
 
-    Idempotent: an item ends once, and fails at most once under one lease.
+    Idempotent: an item ends once, and a lease counts only one failure of it.
     """
     shard = sql.row(_LEASED, **of_ticket(ticket))
     if shard is None:
@@ -284,7 +284,7 @@ def commit(sql: Transaction, ticket: Ticket, outcomes: Sequence[Outcome]) -> Com
 def _commit_done(sql: Transaction, shard: Row, done: list[Done]) -> int:
     if not done:
         return 0
-    _add_made(sql, shard, done, again=[one for one in done if one.draws and one.draws[0].draw])
+    _add_made(sql, shard, done, redrawn=[one for one in done if one.draws and one.draws[0].draw])
     add_scores(sql, shard, done)
     statement = f"""
     UPDATE items SET state = {_DONE}, attempts = attempts + 1, error_code = NULL, error_message = NULL WHERE {_OPEN}
@@ -293,14 +293,14 @@ def _commit_done(sql: Transaction, shard: Row, done: list[Done]) -> int:
     return sql.change(statement, job_no=shard.job_no, shard=shard.no, indexes=indexes)
 
 
-def _add_made(sql: Transaction, shard: Row, made: Sequence[Outcome], again: Sequence[Outcome]) -> None:
-    """Inserts the artifacts and draws of items. Quarantined artifacts of earlier draws of the items `again`
-    are deleted; the sweep removes their objects."""
-    if again:
+def _add_made(sql: Transaction, shard: Row, made: Sequence[Outcome], redrawn: Sequence[Outcome]) -> None:
+    """Inserts the artifacts and draws of items. First deletes the quarantined artifacts of the items
+    `redrawn`, which are of earlier draws; the sweep deletes their objects."""
+    if redrawn:
         sql.change(
             f"DELETE FROM artifacts WHERE job_no = :job_no AND idx IN (:indexes) AND kind = '{QUARANTINE}'",
             job_no=shard.job_no,
-            indexes=[one.index for one in again],
+            indexes=[one.index for one in redrawn],
         )
     lease = {name: getattr(shard, name) for name in ("job_no", "epoch", "worker_id", "made_at")}
     artifacts = [{**lease, **_columns(artifact)} for one in made for artifact in one.artifacts]
@@ -314,7 +314,7 @@ def _add_made(sql: Transaction, shard: Row, made: Sequence[Outcome], again: Sequ
 
 
 def _columns(artifact: Artifact) -> dict[str, object]:
-    """The columns of `artifacts`."""
+    """A row of the table `artifacts`, without the columns of its lease."""
     values = msgspec.structs.asdict(artifact)
     return {"idx": values.pop("index"), **values, "meta": _json(artifact.meta)}
 
@@ -344,8 +344,8 @@ def _scores(job_no: int, index: int, draw: Draw) -> dict[str, object]:
 def _commit_failed(
     sql: Transaction, shard: Row, failed: list[Failed], attempts: dict[int, int]
 ) -> tuple[int, int, int]:
-    """(items that failed permanently, items that wait for another attempt, engine milliseconds of failures
-    that were not recorded before)."""
+    """Records failures. Returns (items that failed permanently, items that wait for another attempt, engine
+    milliseconds of failures that were not recorded before)."""
     # Items whose failure under this lease was recorded before.
     recorded = set(
         sql.column(
@@ -377,7 +377,7 @@ def _commit_failed(
     record_errors(sql, shard, [(outcome.index, outcome.code, outcome.message) for outcome, _ in changed])
     ended = [outcome for outcome, state in changed if state is not ItemState.PENDING]
     refused = [outcome for outcome in ended if outcome.draws]
-    _add_made(sql, shard, refused, again=refused)
+    _add_made(sql, shard, refused, redrawn=refused)
     return len(ended), len(changed) - len(ended), sum(outcome.engine_ms for outcome, _ in changed)
 
 

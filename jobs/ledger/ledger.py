@@ -39,7 +39,7 @@ Row = TypeVar("Row")
 
 
 def _reads(work: Callable[Concatenate[Transaction, P], T]) -> Callable[Concatenate[Ledger, P], T]:
-    """`work` as a method that runs it in its own read-only transaction."""
+    """Turns `work` into a method that runs it in its own read-only transaction."""
 
     @wraps(work)
     def method(ledger: Ledger, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -49,7 +49,7 @@ def _reads(work: Callable[Concatenate[Transaction, P], T]) -> Callable[Concatena
 
 
 def _writes(work: Callable[Concatenate[Transaction, P], T]) -> Callable[Concatenate[Ledger, P], T]:
-    """`work` as a method that runs it in its own transaction."""
+    """Turns `work` into a method that runs it in its own transaction."""
 
     @wraps(work)
     def method(ledger: Ledger, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -61,7 +61,8 @@ def _writes(work: Callable[Concatenate[Transaction, P], T]) -> Callable[Concaten
 def _pages(
     read_page: Callable[Concatenate[Transaction, str, int, int, P], list[Row]], key: str
 ) -> Callable[Concatenate[Ledger, str, P], Iterator[Row]]:
-    """A method that iterates over the rows of a job; `read_page` returns those after a value of `key`."""
+    """Makes a method that iterates over rows of a job. `read_page` returns the next rows after a value of
+    `key`."""
 
     @wraps(read_page)
     def method(ledger: Ledger, job_id: str, *args: P.args, **kwargs: P.kwargs) -> Iterator[Row]:
@@ -77,11 +78,11 @@ class Ledger:
     """A ledger on SQLite or PostgreSQL. Methods are thread-safe; each is one transaction unless stated
     otherwise.
 
-    Times are the database's clock. Every method raises `ServiceError` with `ledger.unreachable` if the
-    database cannot be reached (the transaction is rolled back and can be repeated), and with `ledger.schema`
-    if its tables are of another version, and `StoreError` with `store.full` for a file on a full disk.
-    Methods with a job id raise `NotFoundError` for an unknown one, and `ServiceError` with `ledger.state`
-    if the job's state does not permit the action.
+    Times are those of the database's clock. Every method raises `ServiceError` with `ledger.unreachable` if
+    the database cannot be reached (the transaction is rolled back and can be repeated), and with
+    `ledger.schema` if its tables are of another version, and `StoreError` with `store.full` for a file on a
+    full disk. Methods with a job id raise `NotFoundError` for an unknown one, and `ServiceError` with
+    `ledger.state` if the job's state does not permit the action.
     """
 
     def __init__(self, database: Database) -> None:
@@ -98,7 +99,7 @@ class Ledger:
 
     @classmethod
     def of(cls, settings: Settings) -> Ledger:
-        """The ledger of the settings; raises as `open`."""
+        """The ledger of the settings; raises the same errors as `open`."""
         return cls.open(settings.ledger_url, settings.times.backoff_seconds)
 
     @property
@@ -168,7 +169,7 @@ class Ledger:
     worker_statuses = _reads(job_status.worker_statuses)
 
     # Leases
-    on_trial = _reads(leases.on_trial)
+    should_run_alone = _reads(leases.should_run_alone)
     claim = _writes(leases.claim)
     heartbeat = _writes(leases.heartbeat)
     finish_shard = _writes(leases.finish_shard)
@@ -179,18 +180,19 @@ class Ledger:
     def commit(self, ticket: Ticket, ended: Sequence[Outcome]) -> CommitResult:
         """Writes outcomes of items, fenced by the lease's epoch. Idempotent.
 
-        Pauses the job, in a second transaction, if they exceed its error budget.
+        If items failed and the job has an error budget, a second transaction pauses the job if the budget is
+        exceeded.
         """
         result = self.database.write(leases.commit, ticket, ended)
         if result.failed:
-            self.database.write(lifecycle.judge, ticket.job_id)
+            self.database.write(lifecycle.complete_or_pause, ticket.job_id)
         return result
 
     def reconcile(
         self, queued_timeout_seconds: float = 600, worker_timeout_seconds: float = 60
     ) -> reconciler.ReconcileReport:
-        """Repairs expired leases, lost messages, stale workers, wrong times, error budgets and unfinished
-        cancels; one transaction per repair."""
+        """Repairs expired leases, lost messages, stale workers, wrong times and unfinished cancels, and ends
+        or pauses jobs whose last worker did not; one transaction per repair."""
         return reconciler.reconcile(self.database, queued_timeout_seconds, worker_timeout_seconds)
 
     note_manifest = _writes(reconciler.note_manifest)
@@ -218,7 +220,7 @@ class Ledger:
 
     def retry(self, job_id: str, codes: Collection[ErrorCode] | None, *, force: bool = False) -> int:
         """Reopens failed and dead items with these codes (None: all) in several transactions; returns their
-        number. Items that cannot succeed unchanged (`ErrorCode.hopeless`) need `force`.
+        number. Items that cannot succeed unchanged (`ErrorCode.permanent`) need `force`.
 
         Raises `ServiceError` with `ledger.state` for a job that is ingesting, cancelled or failed.
         """
@@ -230,7 +232,7 @@ class Ledger:
                 return opened
             after = last
 
-    # Reports of ends
+    # Reports of job ends
     unreported_ends = _reads(control.unreported_ends)
     claim_end = _writes(control.claim_end)
     note_reported = _writes(control.note_reported)
@@ -269,7 +271,8 @@ class Ledger:
         return self.read(lambda sql: job_status.busy_spans(sql, [job_id])).get(job_id, [])
 
     def store_address(self, store_url: str) -> str:
-        """The address of a store as this ledger records it, which stays the same when its home is moved."""
+        """The address of a store as this ledger records it, which stays the same when the ledger's home is
+        moved."""
         return recorded(store_url, self.database.place)
 
     def store_identity(self, store_url: str) -> str | None:
@@ -302,8 +305,8 @@ class Ledger:
         where: Where | None = None,
         dialogues: bool = False,
     ) -> Iterator[ItemRow]:
-        """Items with an index above `after`, in index order. `dialogues`: also the other items of the
-        dialogues of items that match `where`.
+        """Items with an index above `after`, in index order. `dialogues`: `where` selects whole dialogues,
+        those with a matching item.
 
         Raises `ConfigError` with `config.invalid` for a filter on a score that the job's checks do not
         measure.
@@ -311,9 +314,9 @@ class Ledger:
         job = self.job(job_id)
         if where is not None:
             queries.check_names(job, where)
-        return self._items(job, queries.Wanted(state, codes, where, dialogues), after, limit)
+        return self._items(job, queries.Selection(state, codes, where, dialogues), after, limit)
 
-    def _items(self, job: Job, wanted: queries.Wanted, after: int, limit: int | None) -> Iterator[ItemRow]:
+    def _items(self, job: Job, wanted: queries.Selection, after: int, limit: int | None) -> Iterator[ItemRow]:
         while limit is None or limit > 0:
             rows = queries.PAGE_ROWS if limit is None else min(limit, queries.PAGE_ROWS)
             page = self.database.read(queries.items_page, job, wanted, after, rows)

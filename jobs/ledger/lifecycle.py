@@ -34,9 +34,9 @@ from pipelines.errors import ErrorCode, ServiceError
 NUMBER = "(SELECT no FROM jobs WHERE id = :job)"
 #: Condition for the items of a shard, a range of the primary key, with the parameters of `items_of`.
 ITEMS_OF = "job_no = :job_no AND idx BETWEEN :first AND :last AND shard_no = :shard"
-#: The same for items that have not ended.
+#: Condition for the items of a shard that have not ended.
 PENDING_OF = f"{ITEMS_OF} AND state = {ITEM_STATE_NUMBERS[ItemState.PENDING]}"
-#: Changes of a queued shard whose message becomes invalid.
+#: Assignments that make a queued shard ready, so that its message becomes invalid.
 UNQUEUED = "state = 'ready', enqueued_epoch = NULL, enqueued_at = NULL"
 
 
@@ -97,7 +97,7 @@ def update_shard(sql: Transaction, shard: Row, change: str, **values: object) ->
 
 
 def move_to(sql: Transaction, shard: Row, state: ShardState, change: str = "", **values: object) -> None:
-    """Moves a shard to a state without lease and message, with changes of other columns."""
+    """Moves a shard to a state in which it has neither a lease nor a message. `change` sets other columns."""
     unheld = (
         "worker_id = NULL, lease_until = NULL, heartbeat_at = NULL, enqueued_epoch = NULL, enqueued_at = NULL"
     )
@@ -112,7 +112,7 @@ def ready_after(sql: Transaction, shard: Row, attempts_made: int, change: str = 
 
 
 def backoff(sql: Transaction, attempts: int) -> float:
-    """The backoff after `attempts`, in seconds, with jitter."""
+    """The backoff after this number of attempts, in seconds, with jitter."""
     return backoff_seconds(attempts, random.random(), sql.backoff_seconds)
 
 
@@ -133,7 +133,7 @@ def end_attempt(
     code: ErrorCode | None = None,
     message: str | None = None,
 ) -> None:
-    """Ends the row of a lease in `attempts`. The end of an expired lease is its expiry, not the time of this
+    """Ends the row of a lease in `attempts`. An expired lease ends at its expiry, not at the time of this
     call."""
     # A lease does not end before its last heartbeat.
     statement = """
@@ -277,9 +277,9 @@ def complete_if_over(sql: Transaction, job_id: str) -> bool:
     return sql.change(statement, job=job_id, state=final_state(failed, rejected)) == 1
 
 
-def judge(sql: Transaction, job_id: str) -> None:
-    """Completes a job whose shards have all ended, or pauses one that is over its error budget. Not for the
-    transaction of a commit, which has locked a shard and must not lock the job after it."""
+def complete_or_pause(sql: Transaction, job_id: str) -> None:
+    """Completes a job whose shards have all ended, or pauses one that is over its error budget. Must not run
+    in the transaction of a commit, which has locked a shard and must not lock the job after it."""
     job = lock_job(sql, job_id)
     if job is not None and job.state in WORKING and not complete_if_over(sql, job_id):
         pause_if_over_budget(sql, job)
@@ -293,7 +293,7 @@ def pause_if_over_budget(sql: Transaction, job: Row) -> None:
 
 
 def spent_budget(sql: Transaction, job: Row) -> str | None:
-    """The reason to pause a dispatched job, or None."""
+    """The reason to pause a dispatched job that is over its error budget, or None."""
     if job.error_budget is None or job.state not in DISPATCHED:
         return None
     done, failed = ended_items(sql, job.id)

@@ -26,13 +26,15 @@ from jobs.ledger.records import (
 from jobs.ledger.schema import ITEM_STATE_NUMBERS, ITEM_STATES, SCORE_COLUMNS
 from jobs.ledger.status import job_of, read_job
 from jobs.ledger.transaction import Row, Transaction, literals, record
-from jobs.where import FACTS, OF_ALL_ITEMS, Comparison, Condition, FilteredOut, Where, no_such_score
-from pipelines.errors import ErrorCode
+from jobs.where import FACTS, OF_ALL_ITEMS, Comparison, Condition, FilteredOut, Where
+from pipelines.errors import ErrorCode, invalid, nearest
 
 PAGE_ROWS = 1000
-#: If the index range of a page is larger than this factor times its items, its indexes are listed.
+#: If the index range of a page is at least this factor times its number of items, a statement lists the
+#: indexes instead of the range.
 _SPARSE = 3
-#: The measured speed of a model is that of its newest jobs, if they have enough audio.
+#: The speed of a model is measured over this number of its newest jobs, if they have at least this much
+#: audio.
 _MEASURED_JOBS, _MEASURED_AUDIO_MS = 20, 600_000
 #: Facts as SQL, with the same values as in Python.
 _FACTS = {
@@ -79,7 +81,8 @@ def store_identity(sql: Transaction, address: str) -> str | None:
 
 
 def jobs_of_keys(sql: Transaction, first: str) -> list[Job]:
-    """The jobs whose idempotency key is `first` or begins with `first/`, in order of submit."""
+    """The jobs whose idempotency key is `first` or begins with `first/`, in the order in which they were
+    submitted."""
     statement = """
     SELECT * FROM jobs WHERE idempotency_key = :key
     OR substr(idempotency_key, 1, length(:below)) = :below ORDER BY no
@@ -94,26 +97,25 @@ def jobs_of_input(sql: Transaction, input_sha256: str, spec_sha: str) -> list[Jo
     return [job_of(sql, row) for row in sql.rows(statement, input=input_sha256, spec=spec_sha)]
 
 
-class Wanted(NamedTuple):
+class Selection(NamedTuple):
     """A selection of the items of a job."""
 
     state: ItemState | None = None
     codes: Collection[ErrorCode] | None = None
     where: Where | None = None
-    #: With `where`: also the other items of dialogues with a match.
+    #: Whether `where` selects whole dialogues, those with a matching item.
     dialogues: bool = False
 
 
 class ItemsPage(NamedTuple):
-    """Items in index order."""
+    """Items in index order. If the state of an item changes between pages, it may or may not be included."""
 
     items: list[ItemRow]
-    #: `after` of the next page; None: this is the last one. Items whose state changes meanwhile may be missing
-    #: or added.
+    #: The argument `after` for the next page; None: this is the last page.
     after: int | None
 
 
-def items_page(sql: Transaction, job: Job, wanted: Wanted, after: int, limit: int) -> ItemsPage:
+def items_page(sql: Transaction, job: Job, wanted: Selection, after: int, limit: int) -> ItemsPage:
     """Up to `limit` items with an index above `after`."""
     conditions = ""
     implied = wanted.where is not None and wanted.where.needs_scores and not wanted.dialogues
@@ -140,13 +142,14 @@ def _with_audio(page: list[int], conditions: str) -> str:
     """The statement that reads the items of a page with their audio."""
 
     def on_page(column: str, shift: int = 0) -> str:
-        # Each table needs the condition: PostgreSQL would read all of the job's rows of the others for each
-        # page. A range is faster than a list of nearly all of its indexes.
+        # Each table needs the condition, because PostgreSQL would otherwise read all of its rows of the job
+        # for each page. A range is faster than a list of nearly all indexes in it.
         if page[-1] - page[0] < _SPARSE * len(page):
             return f"{column} BETWEEN {page[0] + shift} AND {page[-1] + shift}"
         return f"{column} IN ({', '.join(str(index + shift) for index in page)})"
 
-    # The items of a dialogue have consecutive indexes.
+    # The items of a dialogue have consecutive indexes, so the next item shows whether the dialogue of an item
+    # has several turns.
     return f"""
     SELECT items.*, kind, key, sha256, bytes, duration_ms, sample_rate, samples, seed, meta, pack, pack_offset,
         items.turn > 0 OR COALESCE(following.turn, 0) > 0 AS several
@@ -171,7 +174,7 @@ def _item(row: Row, *, speaks_turns: bool) -> ItemRow:
     )
 
 
-#: The columns of `Artifact` but `meta`, which is slow to decode and large.
+#: The columns of `Artifact` without `meta`, which is large and slow to decode.
 _ARTIFACT = ", ".join(
     "artifacts.idx" if name == "index" else name for name in Artifact.__struct_fields__[:-1]
 )
@@ -198,7 +201,7 @@ def artifacts_page(sql: Transaction, job_id: str, after: int, limit: int, kind: 
 
 
 def artifacts_of(sql: Transaction, job_id: str, kind: str, indexes: Collection[int]) -> dict[int, Artifact]:
-    """Index -> artifact of one kind, for those of these items that have one."""
+    """Index -> artifact of one kind; items without such an artifact are missing."""
     statement = f"SELECT * FROM artifacts WHERE job_no = {NUMBER} AND kind = :kind AND idx IN (:indexes)"
     rows = sql.rows(statement, job=job_id, kind=kind, indexes=list(indexes))
     return {row.idx: record(Artifact, row, index=row.idx) for row in rows}
@@ -250,11 +253,11 @@ class Attempt:
     shard_no: int
     epoch: int
     started_at: float
-    #: Now, for a running one.
+    #: For a running lease, the time of the query.
     ended_at: float
     done: int
     failed: int
-    #: Its share of the shard's audio, by items.
+    #: Its share of the shard's audio, in proportion to its done items.
     audio_ms: float
 
 
@@ -319,12 +322,12 @@ class _Source:
                 audio = " AND recorded.kind = 'audio'" if name == "recorded" else ""
                 self.tables += f" LEFT JOIN {table} AS {name} ON {same}{audio}"
 
-    def true(self, condition: Condition) -> str:
+    def sql(self, condition: Condition) -> str:
         """A condition as SQL, which is NULL if a value is missing."""
         if isinstance(condition, Comparison):
             operator = "=" if condition.operator == "==" else condition.operator
             return f"{self.value(condition.name)} {operator} {self._parameter(condition.value)}"
-        parts = (" AND " if condition.all else " OR ").join(self.true(part) for part in condition.parts)
+        parts = (" AND " if condition.all else " OR ").join(self.sql(part) for part in condition.parts)
         return f"({parts})"
 
     def value(self, name: str) -> str:
@@ -349,7 +352,8 @@ def matching_page(
 ) -> list[int]:
     """The indexes of up to `limit` matching items above `after`, in order.
 
-    `dialogues`: also the other items of their dialogues. `conditions`: further SQL conditions on `items`.
+    `dialogues`: an item matches if any item of its dialogue does. `conditions`: further SQL conditions on
+    `items`.
     """
     dialogues = dialogues and job.speaks_turns
     if dialogues or conditions:
@@ -357,7 +361,7 @@ def matching_page(
         first, tables, true = "items", "items", _matches(source, where, dialogues=dialogues) + conditions
     else:
         source = _Source(sql, where)
-        first, tables, true = source.first, source.tables, source.true(where.condition)
+        first, tables, true = source.first, source.tables, source.sql(where.condition)
     statement = f"""
     SELECT {first}.idx FROM {tables} WHERE {first}.job_no = {NUMBER} AND {first}.idx > :after AND {true}
     ORDER BY {first}.idx LIMIT :limit
@@ -366,22 +370,23 @@ def matching_page(
 
 
 def _matches(source: _Source, where: Where, *, dialogues: bool) -> str:
-    """SQL: whether a row of `items` matches, or with `dialogues` any item of its dialogue."""
+    """The SQL condition that a row of `items` matches, or with `dialogues` any item of its dialogue."""
     same = "other.example_id = items.example_id" if dialogues else "other.idx = items.idx"
     return f"""
-    EXISTS (SELECT 1 FROM {source.tables} WHERE other.job_no = items.job_no AND {same} AND {source.true(where.condition)})
+    EXISTS (SELECT 1 FROM {source.tables} WHERE other.job_no = items.job_no AND {same} AND {source.sql(where.condition)})
     """
 
 
 def filtered_out(
     sql: Transaction, job_id: str, where: Where, *, dialogues: bool = False
 ) -> list[FilteredOut]:
-    """The numbers of items with audio that a filter excludes, by condition, in its order."""
+    """The numbers of items with audio that a filter excludes, per condition, in the order of the conditions.
+    An item counts for the first condition that is not true for it."""
     job = read_job(sql, job_id)
     source = _Source(sql, where, "items")
     cases = ""
     for number, condition in enumerate(where.conditions):
-        true = source.true(condition)
+        true = source.sql(condition)
         cases += f" WHEN ({true}) IS NULL THEN {2 * number + 1} WHEN NOT ({true}) THEN {2 * number}"
     left = ""
     if dialogues and job.speaks_turns:
@@ -413,8 +418,10 @@ def check_names(job: Job, where: Where) -> None:
     known = set() if quality is None else scores_with(quality.meters)
     meters = () if quality is None else quality.meters
     if any(meter not in METERS for meter in meters):
-        # The scores of meters of other packages are unknown before they have measured.
+        # The names of the scores of other packages' meters are not known in advance.
         return
     for name in where.names:
         if name not in FACTS and name not in known:
-            raise no_such_score(job.id, name, sorted(known), meters)
+            there = [*sorted(known), *FACTS]
+            advice = f"{nearest(name, there)}Use one of: {', '.join(there)}. Checks measure others (docs/quality.md)."
+            raise invalid(f"No item of job {job.id} has the score {name[:80]!r}.", advice)

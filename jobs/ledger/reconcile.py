@@ -13,10 +13,10 @@ from jobs.ledger.database import Database
 from jobs.ledger.lifecycle import (
     NUMBER,
     UNQUEUED,
+    complete_or_pause,
     crash,
     end_attempt,
     has_open_shards,
-    judge,
     lock_job,
     lock_shard,
     spent_budget,
@@ -43,9 +43,9 @@ from jobs.times import LONGEST_LEASE_SECONDS
 from pipelines.errors import ErrorCode
 
 _AHEAD = f"<now> + {CLOCK_SLACK_SECONDS}"
-#: (table, condition for times too far ahead, change): the times become those that would be written now. A live
-#: worker keeps its lease, and that of a dead one expires as usual; a lease of impossible length expires at
-#: once.
+#: (table, condition for times that are too far in the future, change). The changes replace such times by
+#: those that would be written now: a live worker keeps its lease, and the lease of a dead worker expires as
+#: usual. A lease of impossible length expires at once.
 _REPAIRS = (
     (
         "shards",
@@ -63,8 +63,8 @@ _REPAIRS = (
 )
 #: Maximum number of jobs without a manifest that one pass reports.
 JOBS_AT_ONCE = 10
-# Jobs that ended some time ago, or in the future by a wrong clock, and whose manifest is not recorded. They are
-# chosen at random, so that jobs whose manifest fails do not block others.
+# Jobs that ended some time ago (or, by a wrong clock, in the future) and whose manifest is not recorded. They
+# are chosen at random, so that jobs whose manifest fails do not block others.
 _WITHOUT_MANIFEST = f"""
 SELECT id FROM jobs WHERE state IN ({literals(*FINAL)})
 AND (finished_at < <now> - {MANIFEST_GRACE_SECONDS} OR finished_at > {_AHEAD})
@@ -85,8 +85,8 @@ def correct_times(sql: Transaction) -> int:
 
 
 def note_manifest(sql: Transaction, job: Job) -> None:
-    """Records that the manifest of this end of a job is written or not needed; does nothing if the job was
-    continued meanwhile."""
+    """Records that the manifest of an ended job is written or not needed; does nothing if the job was
+    reopened after `job` was read."""
     sql.change(
         "UPDATE jobs SET manifest_finished_at = finished_at WHERE id = :job AND finished_at = :finished_at",
         job=job.id,
@@ -125,8 +125,8 @@ class ReconcileReport:
 def reconcile(
     database: Database, queued_timeout_seconds: float, worker_timeout_seconds: float
 ) -> ReconcileReport:
-    """One pass, by any number of processes at once. Takes write locks only if there is something to
-    repair."""
+    """Makes one pass; any number of processes may do so at once. Takes write locks only if there is something
+    to repair."""
     expired = database.read(_shards_that, _EXPIRED)
     times_ahead = database.write(correct_times) if database.read(has_future_times) else 0
     verdicts = Counter(database.write(_expire, job_id, no) for job_id, no in expired)
@@ -136,13 +136,13 @@ def reconcile(
     )
     has_stale = database.read(has_stale_workers, worker_timeout_seconds)
     stale = database.write(mark_stale_workers_lost, worker_timeout_seconds) if has_stale else 0
-    cancelling, judged, without_manifest = database.read(_jobs_to_end)
+    cancelling, ending, without_manifest = database.read(_jobs_to_end)
     for job_id in cancelling:
         while database.write(cancel_some, job_id):
             pass
-    for job_id in judged:
-        database.write(judge, job_id)
-    touched = {job_id for job_id, _ in expired}.union(cancelling, judged)
+    for job_id in ending:
+        database.write(complete_or_pause, job_id)
+    touched = {job_id for job_id, _ in expired}.union(cancelling, ending)
     return ReconcileReport(
         expired_leases=verdicts.total() - verdicts[None],
         lost_messages=lost,
@@ -163,7 +163,8 @@ def _shards_that(sql: Transaction, condition: str, timeout_seconds: float = 0.0)
 
 
 def _jobs_to_end(sql: Transaction) -> tuple[list[str], list[str], list[str]]:
-    """The jobs that are cancelling, that may be complete or over budget, and that lack their manifest."""
+    """Three lists of jobs: those that are cancelling, those that may be complete or over budget, and those
+    without a manifest."""
     working = sql.rows(f"SELECT * FROM jobs WHERE state IN ({literals(*WORKING)}) ORDER BY id")
     return (
         sql.column("SELECT id FROM jobs WHERE state = 'cancelling'"),
@@ -186,21 +187,23 @@ def _expire(sql: Transaction, job_id: str, shard_no: int) -> Verdict | None:
 
 
 def _requeue(sql: Transaction, job_id: str, shard_no: int, timeout_seconds: float) -> int:
-    """Makes a shard ready whose message was lost. If the message arrives later, it is dropped or harmless."""
+    """Makes a shard whose message was lost ready again. If the message arrives later, it is dropped or
+    harmless."""
     statement = f"UPDATE shards SET {UNQUEUED} WHERE job_id = :job AND no = :shard AND {_LOST_MESSAGE}"
     return sql.change(statement, job=job_id, shard=shard_no, timeout=timeout_seconds)
 
 
-#: Longer than any store takes to delete an object or to give up, with all retries.
+#: Time limit for the deletion of one object. Any store has deleted it or given up before, with all retries.
 LONGEST_DELETE_SECONDS = 600
-#: Input objects by (key, SHA-256).
+#: Input objects as (key, SHA-256).
 Inputs = frozenset[tuple[str, str]]
 
 
 def is_orphan(
     sql: Transaction, job_id: str, key: str, ended_before: float, read: Inputs = frozenset()
 ) -> bool:
-    """Whether a job that ended before `ended_before` wrote `key`, and nothing refers to it or ever may.
+    """Whether an object is an orphan: it belongs to a job that ended before `ended_before`, and nothing
+    refers to it or may refer to it later.
 
     `read`: for reference audio, the inputs that were searched and do not refer to it.
     """
@@ -215,8 +218,8 @@ def is_orphan(
     if kind == "references":
         return is_reference_key(key, job.id) and read == frozenset(shard_inputs(sql, job.id).values())
     if kind == "packs":
-        return _is_unnamed_pack(sql, job, key)
-    return _is_unnamed(sql, job, kind, key)
+        return _is_unreferenced_pack(sql, job, key)
+    return _is_unreferenced(sql, job, kind, key)
 
 
 def delete_orphan(
@@ -237,10 +240,11 @@ def delete_orphan(
     return True
 
 
-def _is_unnamed(sql: Transaction, job: Row, kind: str, key: str) -> bool:
-    """Whether a key belongs to an ended item, and no artifact of the item has it.
+def _is_unreferenced(sql: Transaction, job: Row, kind: str, key: str) -> bool:
+    """Whether a key belongs to an item, but no artifact refers to it, and no retry of the item can use it.
 
-    A failed item may be retried and adopt its objects, except those of draws that are recorded as rejected.
+    A retry of a failed item may use objects that it finds, except objects of draws that are recorded as
+    rejected.
     """
     index = index_of(key)
     of_item = "job_no = :job_no AND idx = :index"
@@ -257,9 +261,9 @@ def _is_unnamed(sql: Transaction, job: Row, kind: str, key: str) -> bool:
     return sql.row(f"SELECT 1 FROM draws WHERE {of_item} AND draw = :draw", **values, draw=draw) is not None
 
 
-def _is_unnamed_pack(sql: Transaction, job: Row, key: str) -> bool:
-    """Whether a key belongs to a pack without artifacts, written under a known lease. Members of a pack are
-    adopted only by the commit of that lease; one artifact keeps a whole pack."""
+def _is_unreferenced_pack(sql: Transaction, job: Row, key: str) -> bool:
+    """Whether no artifact refers to a pack, which was written under a known lease. Only commits under that
+    lease can refer to it. One artifact keeps the whole pack."""
     lease = lease_of_pack(key, job.id)
     if lease is None:
         return False

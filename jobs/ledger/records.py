@@ -14,7 +14,7 @@ from jobs.turns import Speak, row_id
 from pipelines.errors import ErrorCode, NotFoundError
 from pipelines.request import Generation
 
-#: Label of a job whose input format is not `dialogues`.
+#: Label with the input format of a job, if that is not `dialogues`.
 INPUT_FORMAT = "input_format"
 #: Maximum number of rejected lines that the ledger keeps for a job.
 KEPT_REJECTED_LINES = 10_000
@@ -68,9 +68,9 @@ class ItemState(StrEnum):
 class Reading(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Which records of an input become a job, and which columns hold their fields."""
 
-    #: Maximum number of records, from the first: non-blank lines, or rows of a table.
+    #: Maximum number of records (non-blank lines, or rows of a table), counted from the first one.
     limit: int | None = None
-    #: Number of records to choose by the job's seed: the same ones each time, in input order.
+    #: Number of records to choose at random by the job's seed: the same ones each time, in input order.
     sample: int | None = None
     #: Field of a record -> the column of a table that holds it, if their names differ.
     columns: dict[str, str] | None = None
@@ -99,12 +99,12 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
     #: `wav`, `flac`, `mp3` or `opus`.
     format: str = "wav"
-    #: Quality checks of the speech; None: only that there is audio.
+    #: Quality checks of the speech; None: only the existence of audio is checked.
     quality: Quality | None = None
     #: Whose turns are spoken. Submit sets it to `answer` for a model that answers dialogues.
     speak: Speak = "auto"
-    #: Whether the audio and texts of many items share one object, a pack. Unset: no. Like every unset field,
-    #: it leaves the hash of the spec as it was before the field existed.
+    #: Whether the audio and texts of many items share one object, a pack. Unset: no. Unset fields are not
+    #: part of the spec's hash, so specs from before the field existed keep their hash.
     pack: bool | msgspec.UnsetType = msgspec.UNSET
     #: Which records of the input are read. Unset: all.
     reading: Reading | msgspec.UnsetType = msgspec.UNSET
@@ -151,7 +151,7 @@ class Job(NewJob):
     total_shards: int
     #: Number of rejected lines; the ledger keeps the first `KEPT_REJECTED_LINES`.
     rejected_lines: int
-    #: Committed input lines; a resumed ingest continues after them.
+    #: Number of committed input lines; a resumed ingest continues after them.
     lines_read: int
     created_at: float
     started_at: float | None
@@ -178,16 +178,16 @@ class RejectedLine:
 class NewShard:
     """A shard to stage. Items are (index, example_id); indexes are consecutive over the whole job.
 
-    The items of one dialogue are neighbours; `turns` numbers all but the first.
+    The items of one dialogue have consecutive indexes; `turns` numbers all but the first.
     """
 
     no: int
     items: tuple[tuple[int, str], ...]
     input_key: str
     input_sha256: str
-    #: Estimated total audio.
+    #: Estimated duration of the audio of all items.
     estimated_ms: int
-    #: Index -> number of the spoken turn within its dialogue, from 1; missing items are turn 0.
+    #: Index -> number of the spoken turn within its dialogue, from 1. Items that are not in it are turn 0.
     turns: Mapping[int, int] = field(default_factory=dict[int, int])
 
 
@@ -220,7 +220,7 @@ class Lease:
         return Ticket(self.job.id, self.shard_no, self.epoch)
 
 
-#: Kind of artifact with the best audio of an item none of whose draws passed its checks; never exported.
+#: Kind of an artifact that is never exported: the best audio of an item of which no draw passed the checks.
 QUARANTINE = "quarantine"
 
 
@@ -269,7 +269,7 @@ class Draw(msgspec.Struct, frozen=True):
     kept: bool
     #: 0 if the engine made no audio.
     duration_ms: int
-    #: By name: from `jobs.checks.CHECKS` and from meters of other packages.
+    #: Name -> score. The names are in `jobs.checks.CHECKS` or come from meters of other packages.
     scores: Mapping[str, Score]
 
 
@@ -285,7 +285,7 @@ class Done(msgspec.Struct, frozen=True):
 
     index: int
     artifacts: tuple[Artifact, ...]
-    #: Engine time, for cost; 0 if unknown.
+    #: Engine time, from which the cost is computed; 0 if unknown.
     engine_ms: int = 0
     #: All draws, if they were checked.
     draws: tuple[Draw, ...] = ()
@@ -301,7 +301,7 @@ class Failed(msgspec.Struct, frozen=True):
     draws: tuple[Draw, ...] = ()
     #: The audio of the best draw, in quarantine.
     artifacts: tuple[Artifact, ...] = ()
-    #: Engine time of the attempt, for cost; 0 if the engine was not used.
+    #: Engine time of the attempt, from which the cost is computed; 0 if the engine was not used.
     engine_ms: int = 0
 
 
@@ -310,9 +310,11 @@ Outcome = Done | Failed
 
 @dataclass(frozen=True, slots=True)
 class CommitResult:
-    """`lost`: the lease had ended, or the job no longer runs, and nothing was written."""
+    """The result of a commit."""
 
+    #: Number of items whose outcome was written.
     accepted: int
+    #: Nothing was written, because the lease had ended or the job no longer runs.
     lost: bool = False
     #: Items that failed permanently, if the job has an error budget.
     failed: int = field(default=0, compare=False)
@@ -332,7 +334,7 @@ class ItemRow(msgspec.Struct, frozen=True):
     #: Number of the spoken turn within its dialogue, from 0, and whether the dialogue has several.
     turn: int = 0
     several: bool = False
-    #: `Job.speaks_turns`.
+    #: See `Job.speaks_turns`.
     speaks_turns: bool = False
 
     @property
@@ -352,7 +354,7 @@ class WorkerInfo:
     #: The only model that it serves; empty: any.
     model: str
     version: str
-    #: Shards that it can use, including those it holds.
+    #: Number of shards that it can use at once, including those it holds.
     slots: int
 
 
@@ -373,17 +375,17 @@ BROKEN_ITEMS = (ItemState.FAILED, ItemState.DEAD)
 
 #: From this number of ended items, their failure rate is compared with the error budget directly.
 BUDGET_MIN_ITEMS = 100
-#: With fewer, the budget counts as spent if that many failures have at most this probability at the
-#: budget's rate.
+#: With fewer, the budget counts as exceeded if the probability of that many failures, at the failure rate
+#: that the budget allows, is less than this.
 BUDGET_CHANCE = 0.001
 MAX_BACKOFF_SECONDS = 300.0
-#: Tolerance for times ahead of the ledger's clock: one statement may read the clock shortly before another
-#: writes.
+#: Tolerance for times ahead of the ledger's clock: after a statement has read the clock, another one may
+#: write a slightly later time.
 CLOCK_SLACK_SECONDS = 10.0
-#: Time that the worker that ended a job has to write its manifest.
+#: Time for the worker that ended a job to write its manifest.
 MANIFEST_GRACE_SECONDS = 60.0
 
-#: A service is down or refuses: not the fault of the shard, so it costs no attempt.
+#: Codes for a service that is down or refuses. This is not the fault of the shard, so it costs no attempt.
 OUTAGES = frozenset(
     {
         ErrorCode.STORE_UNREACHABLE,
@@ -408,7 +410,8 @@ WORKER_FAULTS = frozenset(
 
 #: States of a worker process: working; ended normally; heartbeats stopped.
 UP, RETIRED, LOST = "up", "retired", "lost"
-#: Prefix of the ids of workers on the broker of a home, which end with that broker. No host name has it.
+#: Prefix of the ids of workers on the broker of a home, which end with that broker. No host name begins with
+#: it.
 HOME_WORKER_PREFIX = "home:"
 #: State of the GPU or host of a worker that keeps failing, reported by its supervisor.
 QUARANTINED = "quarantined"
@@ -449,8 +452,8 @@ class Verdict(StrEnum):
 
 
 def after_crash(open_items: int, attempts: int, max_attempts: int, progressed: bool) -> tuple[Verdict, int]:
-    """What to do after a crashed lease, and the new number of attempts. A lease that ended items before it
-    crashed counts as the first attempt."""
+    """What to do after a crashed lease, and the new number of attempts. If items ended under the lease before
+    it crashed, it counts as the first attempt."""
     attempts = 1 if progressed else attempts + 1
     if attempts < max_attempts:
         return Verdict.RETRY, attempts
@@ -483,9 +486,9 @@ def backoff_seconds(attempts: int, jitter: float, base_seconds: float = 1.0) -> 
 def over_budget(error_budget: float | None, done: int, failed: int, pending: int) -> bool:
     """Whether too many items have failed since the start or the last resume.
 
-    They have if the budget is exceeded even when all pending items succeed. Otherwise the ended items
-    decide: from 100 items by their failure rate, below by the probability of that many failures at the
-    budget's rate.
+    This is so if the budget is exceeded even when all pending items succeed. Otherwise it depends on the
+    ended items: for 100 or more on their failure rate, for fewer on the probability of that many failures at
+    the failure rate that the budget allows.
     """
     ended = done + failed
     if error_budget is None or not failed or failed / ended <= error_budget:

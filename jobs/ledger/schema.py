@@ -31,7 +31,8 @@ SCORE_COLUMNS = (
     "dnsmos",
     "similarity",
 )
-#: Placeholder -> SQL of each database: an auto-increment number, and a table stored in its primary key.
+#: Placeholder -> SQL of each database: an auto-increment number, and a table stored in the index of its
+#: primary key.
 DIALECTS = {
     "sqlite": {"<number>": "INTEGER", "<by key>": "WITHOUT ROWID"},
     "postgresql": {"<number>": "SERIAL", "<by key>": ""},
@@ -39,8 +40,8 @@ DIALECTS = {
 #: Statements; each ends with a semicolon at the end of a line.
 TABLES = """
 CREATE TABLE jobs (
-    -- Short key for the tables with a row per item. With the id they would be twice as large and half as
-    -- fast.
+    -- Short key for the tables with a row per item, which would be twice as large and half as fast with the
+    -- id.
     no <number> NOT NULL,
     id TEXT NOT NULL,
     name TEXT NOT NULL,
@@ -52,7 +53,7 @@ CREATE TABLE jobs (
     owner TEXT NOT NULL,
     idempotency_key TEXT NOT NULL,
     state_reason TEXT DEFAULT '' NOT NULL,
-    -- Identity in the store, see `ObjectStore.establish`.
+    -- Identity of the store, see `ObjectStore.establish`.
     store_identity TEXT,
     spec JSON NOT NULL,
     labels JSON NOT NULL,
@@ -73,10 +74,11 @@ CREATE TABLE jobs (
     finished_at DOUBLE PRECISION,
     -- The `finished_at` whose manifest is in the store. If it differs or is NULL, the manifest is missing.
     manifest_finished_at DOUBLE PRECISION,
-    -- The `finished_at` that was reported to the operator's hook; when the next try is due, or while one runs,
-    -- when it counts as lost; number of tries for the present end.
+    -- The `finished_at` that was reported to the operator's hook.
     notified_finished_at DOUBLE PRECISION,
+    -- When the next try of a report is due. While a try runs: when it counts as lost.
     notify_due_at DOUBLE PRECISION,
+    -- Number of tries to report the present end.
     notify_attempts INTEGER DEFAULT 0 NOT NULL,
     CONSTRAINT pk_jobs PRIMARY KEY (no),
     CONSTRAINT uq_jobs_id UNIQUE (id),
@@ -93,7 +95,7 @@ CREATE TABLE shards (
     job_no INTEGER NOT NULL,
     n_items INTEGER NOT NULL,
     state TEXT DEFAULT 'ready' NOT NULL,
-    -- Bounds of the indexes of its items: those in between with its number.
+    -- Bounds of the indexes of its items. Items of other shards may lie between them.
     first_index BIGINT NOT NULL,
     last_index BIGINT NOT NULL,
     estimated_ms BIGINT NOT NULL,
@@ -107,9 +109,9 @@ CREATE TABLE shards (
     -- n_done and n_failed at the start of the present lease, to see whether it made progress.
     claimed_done BIGINT DEFAULT 0 NOT NULL,
     claimed_failed BIGINT DEFAULT 0 NOT NULL,
-    -- Consecutive leases that crashed without progress, and that failed because a service was down (for
-    -- backoff only).
+    -- Number of consecutive leases that crashed without progress.
     attempts BIGINT DEFAULT 0 NOT NULL,
+    -- Number of consecutive leases that failed because a service was down; used only for the backoff.
     outages BIGINT DEFAULT 0 NOT NULL,
     enqueued_epoch BIGINT,
     not_before DOUBLE PRECISION,
@@ -141,8 +143,8 @@ CREATE TABLE items (
     attempts SMALLINT DEFAULT 0 NOT NULL,
     error_code TEXT,
     error_message TEXT,
-    -- Number of the spoken turn within its dialogue. Each dialogue has a turn 0, so turns 0 keep example ids
-    -- unique.
+    -- Number of the spoken turn within its dialogue. Each dialogue has a turn 0, so two dialogues cannot have
+    -- the same example id.
     turn INTEGER DEFAULT 0 NOT NULL,
     CONSTRAINT pk_items PRIMARY KEY (job_no, idx),
     CONSTRAINT uq_items_job_no_example_id_turn UNIQUE (job_no, example_id, turn),
@@ -165,7 +167,7 @@ CREATE TABLE artifacts (
     -- Time and worker of the commit.
     made_at DOUBLE PRECISION,
     worker_id TEXT,
-    -- Key of the pack that holds it, and the offset of its bytes there.
+    -- Key of the pack that contains the artifact, and the offset of its bytes there.
     pack TEXT,
     pack_offset BIGINT,
     CONSTRAINT pk_artifacts PRIMARY KEY (job_no, idx, kind)
@@ -212,7 +214,7 @@ CREATE TABLE attempts (
     epoch BIGINT NOT NULL,
     worker_id TEXT NOT NULL,
     started_at DOUBLE PRECISION NOT NULL,
-    -- NULL while it runs. Outcome: done, partial, released, refused, failed, expired or cancelled.
+    -- NULL while the lease runs. Outcome: done, partial, released, refused, failed, expired or cancelled.
     ended_at DOUBLE PRECISION,
     outcome TEXT,
     error_code TEXT,
@@ -256,7 +258,8 @@ CREATE TABLE workers (
     heartbeat_at DOUBLE PRECISION NOT NULL,
     CONSTRAINT pk_workers PRIMARY KEY (id)
 );
--- Jobs that were deleted, or are being deleted. A worker that lost its lease may still write objects of them.
+-- Jobs that were deleted, or are being deleted. A worker that lost its lease may still write objects of such
+-- a job.
 CREATE TABLE deleted_jobs (
     id TEXT NOT NULL,
     store_url TEXT NOT NULL,

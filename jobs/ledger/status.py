@@ -25,7 +25,7 @@ from jobs.ledger.transaction import Row, Transaction, literals, record
 from jobs.own_files import located, was_killed
 from pipelines.errors import ErrorCode, NotFoundError
 
-#: Minimum pause between two leases that counts as idle time; dispatch causes shorter ones.
+#: Minimum pause between two leases that counts as idle time; dispatch causes shorter pauses.
 GAP_SECONDS = 10.0
 
 #: Mean engine time per item of a shard, see `ShardSpread`.
@@ -47,7 +47,8 @@ SELECT error_code AS code, count(*) AS lines FROM items
 WHERE job_no = (SELECT no FROM jobs WHERE id = :job) AND state IN (2, 3) GROUP BY error_code
 """
 _REJECTED = "SELECT code, count(*) AS lines FROM rejected_lines WHERE job_id = :job GROUP BY code"
-#: Live workers, also quarantined ones, that serve :model and did not refuse :job the last time.
+#: Live workers, including quarantined ones, that serve :model. Those that refused :job at their last attempt
+#: are left out.
 _LIVE_WORKERS = f"""
 SELECT id, state FROM workers
 WHERE state NOT IN ('{RETIRED}', '{LOST}') AND heartbeat_at >= <now> - {LIVE_SECONDS} AND (model = '' OR model = :model)
@@ -93,7 +94,8 @@ JOIN jobs ON jobs.id = shards.job_id
 JOIN attempts ON attempts.job_id = shards.job_id AND attempts.shard_no = shards.no AND attempts.epoch = shards.epoch
 WHERE shards.state = 'leased' ORDER BY attempts.started_at, jobs.id, shards.no
 """
-#: The ledger counts audio by shard; a lease gets the share of its items. Overlapping times count once.
+#: The ledger counts audio per shard; a lease gets a share in proportion to its items. Overlapping times count
+#: once.
 _RECENT = f"""
 WITH leases AS (
     SELECT attempts.worker_id, n_done, audio_ms, started_at, ended_at, n_ok AS done, attempts.n_failed AS failed
@@ -286,14 +288,14 @@ def busy_spans(sql: Transaction, job_ids: Sequence[str]) -> dict[str, list[tuple
 
 
 def error_counts(sql: Transaction, job_id: str) -> dict[ErrorCode, int]:
-    """Failed and dead items and rejected lines by code, the most frequent first."""
+    """Code -> number of failed and dead items and rejected lines, the most frequent code first."""
     counts = Counter(failed_counts(sql, job_id))
     counts.update({ErrorCode(row.code): row.lines for row in sql.rows(_REJECTED, job=job_id)})
     return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])))
 
 
 def failed_counts(sql: Transaction, job_id: str) -> dict[ErrorCode, int]:
-    """Failed and dead items by code, without rejected lines. Raises `NotFoundError`."""
+    """Code -> number of failed and dead items, without rejected lines. Raises `NotFoundError`."""
     read_job(sql, job_id)
     return {ErrorCode(row.code): row.lines for row in sql.rows(_FAILED, job=job_id)}
 
@@ -306,7 +308,7 @@ class HeldShard:
     job_name: str
     shard_no: int
     items: int
-    #: Ended items, including those of earlier leases.
+    #: Number of ended items, including items that ended under earlier leases.
     ended_items: int
     claimed_at: float
 
@@ -318,7 +320,7 @@ class RecentWork:
     items_done: int = 0
     items_failed: int = 0
     audio_seconds: float = 0.0
-    #: Time in which it held at least one of them.
+    #: Time in which the worker held at least one of these leases.
     busy_seconds: float = 0.0
 
     @property

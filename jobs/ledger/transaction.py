@@ -38,7 +38,7 @@ NOW = {
 LISTS = {"sqlite": r"IN (SELECT value FROM json_each(:\1))", "postgresql": r"= ANY(:\1)"}
 _LIST = re.compile(r"IN \(:(\w+)\)")
 _LOCKS = re.compile(r"\s+FOR (UPDATE|SHARE)( OF \w+)?( SKIP LOCKED)?")
-#: A field of a job's spec. SQLite has this operator from 3.38 on, newer than the one of Ubuntu 22.04.
+#: A field of a job's spec. SQLite has this operator since 3.38, and Ubuntu 22.04 has an older SQLite.
 _FIELD = re.compile(r"spec ->> '(\w+)'")
 #: Columns with JSON.
 _JSON = frozenset({"spec", "labels", "meta", "scores"})
@@ -53,7 +53,7 @@ class Transaction:
     """Runs statements with named parameters (`:name`; a list as `IN (:name)`) and `<now>` for the
     database's clock. Locks (`FOR UPDATE`) are removed for SQLite, which has one writer."""
 
-    #: Returns a cursor of the driver.
+    #: Runs a statement with values; returns a cursor of the driver.
     execute: Callable[[str, Any], Any]
     #: `sqlite` or `postgresql`.
     engine: str
@@ -61,7 +61,7 @@ class Transaction:
     place: Path | None = None
     #: The first backoff of a failed shard.
     backoff_seconds: float = 1.0
-    #: SQLAlchemy's, for migrations.
+    #: The connection of SQLAlchemy, for migrations and COPY; None if the driver is used directly.
     connection: Any = None
 
     def rows(self, statement: str, **values: object) -> list[Row]:
@@ -142,7 +142,7 @@ def columns_of(record: DataclassInstance) -> dict[str, object]:
 
 
 def record(kind: type[T], row: Row, **changes: object) -> T:
-    """A record of the columns that are its fields, with these changes."""
+    """A record from the columns of a row that are its fields, with these changes."""
     values = row._asdict() | changes
     for name in _JSON.intersection(values):
         values[name] = decoded(values[name])
@@ -166,7 +166,7 @@ def read_with_driver(url: str, work: Callable[[Transaction], T]) -> T | None:
     except ModuleNotFoundError:
         return None
     except Exception as error:
-        # Only errors of the drivers; anything else is a bug here.
+        # Only errors of the drivers are expected; any other error is a bug.
         if type(error).__module__.partition(".")[0] not in {"sqlite3", "psycopg"}:
             raise
     return None

@@ -115,8 +115,8 @@ def report_quarantines(
 
 
 def others_may_run(sql: Transaction, job_id: str, worker_id: str) -> bool:
-    """Whether another worker may run a job: some of its items are done, or another live worker serves its
-    model and did not refuse it the last time."""
+    """Whether another worker may run a job: some of its items are done, or there is another live worker that
+    serves its model and did not refuse the job at its last attempt."""
     return bool(sql.value(_OTHERS_MAY_RUN, job=job_id, worker=worker_id))
 
 
@@ -127,8 +127,8 @@ def note_refusal(sql: Transaction, worker_id: str, reason: str) -> None:
 
 def end_dead_workers(sql: Transaction, host: str | None = None, pid: int | None = None) -> int:
     """Ends the leases of dead worker processes, either all workers of homes or one process, so that the next
-    `reconcile` need not wait for their expiry; returns their number. A worker that is alive is fenced by the
-    epoch."""
+    `reconcile` need not wait for their expiry; returns their number. If such a worker is alive after all, the
+    epoch fences it."""
     of_home = f"substr(id, 1, {len(HOME_WORKER_PREFIX)}) = '{HOME_WORKER_PREFIX}'"
     dead = f"state <> '{RETIRED}' AND {of_home if host is None else 'host = :host AND pid = :pid'}"
     process = {} if host is None else {"host": clean(host), "pid": pid}
@@ -154,14 +154,14 @@ SELECT model, CAST(sum(slots) AS BIGINT) FROM workers WHERE {_LIVE} AND state = 
 """
 _OPEN_ITEMS = "n_items - n_done - n_failed - n_skipped"
 _IS_READY = "shards.state = 'ready' AND (not_before IS NULL OR not_before <= <now>)"
-#: The jobs that are dispatched or have shards in flight, in dispatch order. Queued and leased shards are read by
-#: one statement each, with its partial index.
+#: The jobs that are dispatched or have shards in flight, in dispatch order. Queued and leased shards are read
+#: by one SELECT each, so that each uses its partial index.
 _JOBS = f"""
-WITH flying AS (
+WITH in_flight AS (
     SELECT job_id, {_OPEN_ITEMS} AS items FROM shards WHERE state = 'queued'
     UNION ALL SELECT job_id, {_OPEN_ITEMS} FROM shards WHERE state = 'leased'
 ), taken AS (
-    SELECT job_id, count(*) AS n_shards, CAST(sum(items) AS BIGINT) AS n_items FROM flying GROUP BY job_id
+    SELECT job_id, count(*) AS n_shards, CAST(sum(items) AS BIGINT) AS n_items FROM in_flight GROUP BY job_id
 )
 SELECT id, spec ->> 'model', priority, weight, max_in_flight, COALESCE(n_shards, 0), COALESCE(n_items, 0),
     state IN ({literals(*DISPATCHED)}) AND EXISTS (SELECT 1 FROM shards WHERE job_id = jobs.id AND {_IS_READY})
@@ -183,7 +183,7 @@ class _Job:
     priority: int
     weight: int
     max_in_flight: int | None
-    #: Queued and leased shards, and their pending items.
+    #: Number of queued and leased shards, and of their pending items.
     shards: int
     items: int
     has_ready: bool
@@ -192,7 +192,8 @@ class _Job:
 
     @property
     def share(self) -> float:
-        """Pending items in flight per weight; shards differ in size."""
+        """Pending items in flight divided by the weight. Shards are not counted, because they differ in
+        size."""
         return self.items / self.weight
 
     @property
@@ -208,35 +209,36 @@ class _Fleet:
         slots = dict(sql.rows(_SLOTS))
         #: Maximum number of shards in flight of each pinned model, so that one model does not fill the
         #: window. Empty if a live worker serves all models, or no worker is live.
-        self._rooms = {} if ANY_MODEL in slots else {name: n * window_factor for name, n in slots.items()}
+        self._limits = {} if ANY_MODEL in slots else {name: n * window_factor for name, n in slots.items()}
         self.window = sum(slots.values()) * window_factor if slots else WINDOW_WITHOUT_WORKERS
         found = (_Job(*row) for row in sql.rows(_JOBS))
         #: The highest priority first.
-        self.jobs = [job for job in found if not self._rooms or job.model in self._rooms]
+        self.jobs = [job for job in found if not self._limits or job.model in self._limits]
 
     @property
     def in_flight(self) -> int:
-        """Number of shards in flight, without those of jobs whose priority is below that of a job with ready
-        shards."""
+        """Number of shards in flight. Jobs whose priority is lower than that of a job with ready shards do
+        not count."""
         return self.taken(max((job.priority for job in self.jobs if job.has_ready), default=-math.inf))
 
     def taken(self, priority: float) -> int:
-        """Shards in flight of jobs with at least this priority."""
+        """Number of shards in flight of jobs with at least this priority."""
         return sum(job.shards for job in self.jobs if job.priority >= priority)
 
-    def rooms(self, priority: int) -> dict[str, int]:
-        """Model -> shards that jobs of this priority may still get, for pinned models."""
-        rooms = dict(self._rooms)
-        for job in self.jobs if rooms else ():
+    def remaining(self, priority: int) -> dict[str, int]:
+        """Pinned model -> number of shards that jobs of this priority may still get."""
+        remaining = dict(self._limits)
+        for job in self.jobs if remaining else ():
             if job.priority >= priority:
-                rooms[job.model] -= job.shards
-        return rooms
+                remaining[job.model] -= job.shards
+        return remaining
 
 
 def free_window(sql: Transaction, window_factor: int = 2) -> int:
     """The number of shards to queue: `window_factor` times the slots of live workers, minus shards in flight.
 
-    Shards of models without a worker do not count, nor do those with a lower priority than ready shards.
+    Shards of models without a worker do not count, nor do shards whose priority is lower than that of a ready
+    shard.
     """
     fleet = _Fleet(sql, window_factor)
     return max(0, fleet.window - fleet.in_flight)
@@ -259,8 +261,8 @@ def take_ready(sql: Transaction, limit: int, window_factor: int = 2) -> list[Tic
     window = limit + fleet.in_flight
     ready = (job for job in fleet.jobs if job.has_ready)
     for priority, level in groupby(ready, key=lambda job: job.priority):
-        room = min(limit - len(tickets), window - fleet.taken(priority))
-        tickets += _share_out(sql, list(level), room, fleet.rooms(priority))
+        maximum = min(limit - len(tickets), window - fleet.taken(priority))
+        tickets += _share_out(sql, list(level), maximum, fleet.remaining(priority))
     for ticket in tickets:
         # The rows were locked and ready in this transaction.
         sql.change(
@@ -274,7 +276,8 @@ def take_ready(sql: Transaction, limit: int, window_factor: int = 2) -> list[Tic
 
 
 def give_back(sql: Transaction, tickets: Sequence[Ticket]) -> int:
-    """Makes shards ready whose tickets could not be published; returns the number that were still queued."""
+    """Makes shards whose tickets could not be published ready again. Returns the number that were still
+    queued."""
     statement = f"""
     UPDATE shards SET {UNQUEUED}
     WHERE job_id = :job AND no = :shard AND enqueued_epoch = :epoch AND state = 'queued'
@@ -283,10 +286,10 @@ def give_back(sql: Transaction, tickets: Sequence[Ticket]) -> int:
     return sum(sql.change(statement, **of_ticket(ticket)) for ticket in in_order)
 
 
-def _share_out(sql: Transaction, jobs: list[_Job], limit: int, rooms: dict[str, int]) -> list[Ticket]:
-    """Gives one shard at a time to the job with the smallest share, or the older job.
+def _share_out(sql: Transaction, jobs: list[_Job], limit: int, remaining: dict[str, int]) -> list[Ticket]:
+    """Gives one shard at a time to the job with the smallest share; if shares are equal, to the older job.
 
-    `rooms` limits the shards of its models, and is updated.
+    `remaining` limits the shards of its models, and is updated.
     """
     tickets: list[Ticket] = []
     waiting = [job for job in jobs if not job.full]
@@ -294,15 +297,15 @@ def _share_out(sql: Transaction, jobs: list[_Job], limit: int, rooms: dict[str, 
         job = min(waiting, key=lambda job: job.share)
         if job.ready is None:
             job.ready = _ready_shards(sql, job.id, limit - len(tickets))
-        if not job.ready or rooms.get(job.model, 1) <= 0:
+        if not job.ready or remaining.get(job.model, 1) <= 0:
             waiting.remove(job)
             continue
         shard = job.ready.pop(0)
         tickets.append(Ticket(job.id, shard.no, shard.epoch, job.priority))
         job.shards += 1
         job.items += shard.items
-        if job.model in rooms:
-            rooms[job.model] -= 1
+        if job.model in remaining:
+            remaining[job.model] -= 1
         if job.full:
             waiting.remove(job)
     return tickets

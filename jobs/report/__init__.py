@@ -55,7 +55,7 @@ class ReportResult:
 
 
 def default_place(settings: Settings, job_id: str) -> Path:
-    """The default path of a job's report. Raises `store.forbidden` for a link."""
+    """The default path of a job's report. Raises `store.forbidden` if it contains a symbolic link."""
     return own_path(settings.home.absolute() / "reports" / f"{job_id}.html")
 
 
@@ -83,7 +83,7 @@ def write_report(
     sample = take_sample(ledger, store, job, items, errors)
     chosen, scores = sample.choose(items), sample.scores()
     constant = {name: found[0] for name, found in scores.items() if len(found) > 1 and len({*found}) == 1}
-    # The first refused lines, in order, show the common errors.
+    # The first refused lines are enough for an example of each common error.
     refused = [*islice(ledger.rejected_lines(job_id), _EXAMPLE_LINES)]
     examples = {line.code: f"line {line.line}: {line.message}" for line in reversed(refused)}
     examples |= {item.row.error_code: item.row.error_message for item in sample.failed}
@@ -111,8 +111,8 @@ def write_report(
 
 
 def _rendered(**page: Any) -> Iterable[str]:
-    """The page in pieces. Every text is escaped; styles and script are in the page, and its policy allows
-    only these."""
+    """The page in pieces. Every text is escaped. Styles and script are in the page, and its content security
+    policy allows no others."""
     style, script = _asset("report.css"), _asset("report.js")
     policy = (
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; "
@@ -139,14 +139,14 @@ def _hash(text: str) -> str:
 
 
 def _input_name(job: Job) -> str:
-    """The file's name without its folders; empty for standard input, and for records of a Python program,
+    """The file's name without its folders; empty for standard input, and for records from a Python program,
     whose file is named by its hash."""
     folder, _, name = redact(job.input_uri).rstrip("/").rpartition("/")
     return "" if folder.endswith(f"/{STATE_FOLDER}/inputs") else name.removeprefix("-")
 
 
 def _voice(job: Job, sample: Sample) -> str:
-    """The voices that the sampled items asked for; if none did, the only voice of the model."""
+    """The voices that the sampled items request; if they request none, the only voice of the model."""
     asked = sorted({item.voice for item in (*sample.done, *sample.failed) if item.voice})
     if asked:
         more = len(asked) - MAX_VOICES
@@ -162,7 +162,7 @@ def _histograms(sample: Sample, constant: Collection[str]) -> list[Chart]:
     found = [histogram("duration", "Length of an item", "s", lengths)]
     scores = sample.scores()
     for name in sorted(scores.keys() - constant, key=lambda name: (name != PACE, name)):
-        title = "Pace: letters a second" if name == PACE else f"Score: {clean(name, 60)}"
+        title = "Pace: letters per second" if name == PACE else f"Score: {clean(name, 60)}"
         unit = CHECKS[name].unit if name in CHECKS else ""
         found.append(histogram(f"score-{len(found)}", title, unit, scores[name]))
     return [chart for chart in found if chart is not None]

@@ -101,7 +101,7 @@ def histogram(key: str, title: str, unit: str, values: Sequence[float]) -> Chart
 
 
 def number(value: float) -> str:
-    """A number for a person: three significant digits, no exponent for common sizes."""
+    """A number as text for people: three significant digits, no exponent for common sizes."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else "unknown"
     if abs(value) >= 1e7 or abs(value) < 1e-4:
@@ -127,7 +127,7 @@ class Timeline:
     #: Items that ended, and seconds of speech, in each step: float64 [steps].
     items: NDArray[np.float64]
     audio_seconds: NDArray[np.float64]
-    #: Leases that it was computed from. Changes within a lease are not visible.
+    #: Number of leases from which it was computed. Changes within a lease are not visible.
     leases: int
 
     def chart(self, key: str, title: str, unit: str, values: NDArray[np.float64]) -> Chart:

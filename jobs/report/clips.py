@@ -21,13 +21,13 @@ from pipelines.errors import NightjarError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-#: Size of the waveform in pixels, which are also its units.
+#: Size of a waveform in pixels. Coordinates of the SVG are also pixels.
 WIDTH, HEIGHT = 220, 44
 _STROKE = 2
 _SILENCE_DBFS = -100.0
 #: Maximum size of a file that is drawn or embedded.
 MAX_BYTES = 32 << 20
-#: Limits of an embedded clip, and of all of them together as base64.
+#: Maximum length of an embedded clip, and maximum size of all clips together, in characters of base64.
 CLIP_SECONDS = 10.0
 MAX_EMBEDDED_BYTES = 12_000_000
 
@@ -85,7 +85,7 @@ class Clips:
         self.linked = self._root is not None
 
     def clip(self, artifact: Artifact) -> Clip:
-        """Makes the clip of an artifact. If audio cannot be read, its clip has no player but a note."""
+        """Makes the clip of an artifact. If audio cannot be read, its clip has a note instead of a player."""
         link = None if self._root is None else quote(os.path.relpath(self._root / artifact.key, self._folder))
         if artifact.bytes > MAX_BYTES:
             return Clip(link, None, f"too large to be {'drawn' if link else 'embedded'}")
@@ -99,6 +99,6 @@ class Clips:
         cut = samples[: int(CLIP_SECONDS * rate)]
         source = f"data:audio/flac;base64,{base64.b64encode(encode(cut, rate, 'flac')).decode()}"
         if len(source) > self._left:
-            return Clip(None, drawn, "no room for more embedded audio")
+            return Clip(None, drawn, "not embedded, because the page would be too large")
         self._left -= len(source)
         return Clip(source, drawn, f"the first {CLIP_SECONDS:g} s" if len(cut) < len(samples) else "")

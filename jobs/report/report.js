@@ -1,9 +1,9 @@
 "use strict";
-// Sorts a table by the column whose button was pressed; the rows' own order is the server's (the worst first).
+// Sorts a table by the column whose button was pressed. Rows with equal values keep the order of the page (worst first).
 for (const table of document.querySelectorAll("table[data-sortable]")) {
   const body = table.tBodies[0];
   const headers = [...table.tHead.rows[0].cells];
-  const news = document.getElementById(table.dataset.sortable);
+  const status = document.getElementById(table.dataset.sortable);
   const valueOf = (row, column) => {
     const text = row.cells[column].dataset.value;
     return text === undefined || text === "" ? null : text;
@@ -18,16 +18,16 @@ for (const table of document.querySelectorAll("table[data-sortable]")) {
     const button = header.querySelector("button");
     if (!button) return;
     button.addEventListener("click", () => {
-      const down = header.getAttribute("aria-sort") === "ascending";
+      const descending = header.getAttribute("aria-sort") === "ascending";
       for (const other of headers) if (other.hasAttribute("aria-sort")) other.setAttribute("aria-sort", "none");
-      header.setAttribute("aria-sort", down ? "descending" : "ascending");
-      const rows = [...body.rows].sort(compare(column, header.dataset.kind === "number", down ? -1 : 1));
+      header.setAttribute("aria-sort", descending ? "descending" : "ascending");
+      const rows = [...body.rows].sort(compare(column, header.dataset.kind === "number", descending ? -1 : 1));
       body.append(...rows);
-      news.textContent = `Sorted by ${button.textContent.trim()}, ${down ? "descending" : "ascending"}.`;
+      status.textContent = `Sorted by ${button.textContent.trim()}, ${descending ? "descending" : "ascending"}.`;
     });
   });
 }
-// One voice at a time.
+// Starting a player pauses all others.
 document.addEventListener("play", (event) => {
   for (const player of document.querySelectorAll("audio")) if (player !== event.target) player.pause();
 }, true);

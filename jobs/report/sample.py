@@ -1,4 +1,5 @@
-"""The items that a report reads and the ones it shows: bounded numbers, whatever the size of the job."""
+"""The items that a report reads, and those that it shows. Both numbers have limits that do not depend on the
+size of the job."""
 
 from __future__ import annotations
 
@@ -24,11 +25,13 @@ if TYPE_CHECKING:
 #: evenly over its items.
 MAX_MEASURED = 4000
 BLOCKS = 20
-#: Maximum share of failed items among the shown ones, and share that is chosen evenly over the job.
+#: Maximum share of failed items among the shown items, and share of the remaining ones that is chosen evenly
+#: over the job.
 _FAILED_SHARE, _TYPICAL_SHARE = 0.5, 0.25
 #: An item is an outlier if it is this many median absolute deviations from the median.
 OUTLIER = 3.5
-#: The speed of an item's speech; the report's own score, in `pipelines.duration.text_units` per second.
+#: Name of a score that only the report computes: the speed of speech, in `pipelines.duration.text_units` per
+#: second.
 PACE = "pace"
 
 
@@ -49,7 +52,7 @@ class SampleItem:
     values: dict[str, float] = field(default_factory=dict[str, float])
     #: Names of the scores that did not pass.
     refused: list[str] = field(default_factory=list[str])
-    #: How bad it is, and why; the worst are shown first.
+    #: How bad it is, and why; the worst items are shown first.
     badness: float = 0.0
     reason: str = "typical"
 
@@ -64,7 +67,7 @@ class Sample:
 
     done: Sequence[SampleItem]
     failed: Sequence[SampleItem]
-    #: Whether it holds all items with audio.
+    #: Whether it contains all items with audio.
     whole: bool
 
     def scores(self) -> dict[str, list[float]]:
@@ -76,7 +79,7 @@ class Sample:
         return dict(sorted(found.items()))
 
     def rank(self) -> None:
-        """Sets `badness` and `reason`: failed items are the worst, then items that a check refused, then
+        """Sets `badness` and `reason`: failed items are the worst, then items that failed a check, then
         outliers of a score."""
         for item in self.failed:
             code = item.row.error_code
@@ -97,7 +100,7 @@ class Sample:
                     item.reason = f"{name} {item.values[name]:.3g}, median {median:.3g}"
         for item in self.done:
             if item.refused:
-                item.badness, item.reason = 1e9 + item.badness, f"refused by {', '.join(item.refused)}"
+                item.badness, item.reason = 1e9 + item.badness, f"failed checks: {', '.join(item.refused)}"
 
     def choose(self, shown: int) -> list[SampleItem]:
         """Chooses failed items, then the worst ones, then others, spread evenly over the job."""
@@ -164,8 +167,8 @@ def _failed_rows(ledger: Ledger, job: Job, codes: Sequence[ErrorCode], limit: in
 
 
 def _score(item: SampleItem, draws: list[Draw]) -> None:
-    """Sets the draws of an item, and the scores of the draw whose audio is shown: the kept one, or the one
-    in quarantine; else the last."""
+    """Sets the draws of an item, and the scores of the draw whose audio is shown: the kept draw or the one in
+    quarantine, else the last draw."""
     item.draws = draws
     seed = None if item.artifact is None else item.artifact.seed
     shown = [draw for draw in draws if draw.kept or draw.seed == seed] or draws[-1:]

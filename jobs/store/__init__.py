@@ -36,8 +36,8 @@ def is_remote(address: str) -> bool:
 def open_store(url: str | Path, s3: S3Settings | None = None) -> ObjectStore:
     """Opens the store at `url`: a folder (a path or `file:///abs/dir`) or `s3://bucket/prefix`.
 
-    Does no I/O, so an unreachable store shows at its first use or in `check()`. Raises `config.invalid` for
-    any other address.
+    Does no I/O, so an unreachable store causes an error only at its first use or in `check()`. Raises
+    `config.invalid` for any other address.
     """
     address = str(url)
     if is_remote(address):
@@ -54,7 +54,7 @@ def open_store(url: str | Path, s3: S3Settings | None = None) -> ObjectStore:
 
 def store_of(job: Job, s3: S3Settings | None = None) -> ObjectStore:
     """The store of a job, with its identity confirmed. Raises `store.unreachable` if it is missing or another
-    store is in its place, and as `open_store`."""
+    store is in its place, and the errors of `open_store`."""
     store = open_store(job.store_url, s3)
     store.confirm(job.store_identity)
     return store

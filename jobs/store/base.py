@@ -20,7 +20,7 @@ class ObjectInfo:
 
     key: str
     bytes: int
-    #: Hex SHA-256 of the content; empty in listings, where the store would have to read the object.
+    #: Hex SHA-256 of the content; empty in listings, because the store would have to read each object.
     sha256: str = ""
     #: Time of the write in UTC epoch seconds of the store's clock; only in listings.
     modified_at: float | None = None
@@ -39,10 +39,10 @@ class ObjectStore:
     root: Path | None
 
     def establish(self, identity: str | None = None) -> str:
-        """The store's identity, which is compared from now on. A store without one gets `identity`, or a
-        new one.
+        """Returns the store's identity, and compares it from now on. A store without an identity gets
+        `identity`, or a new one.
 
-        Only for a submit, because it creates the folder of a missing store.
+        Only a submit may call this, because it creates the folder of a store if it is missing.
         """
         own = (identity or secrets.token_hex(16)).encode()
         self.put(IDENTITY_KEY, own)
@@ -60,7 +60,8 @@ class ObjectStore:
         """Checks that the store has this identity, and keeps it for later checks; None: the job has recorded
         none.
 
-        Raises `store.unreachable` if the identity is missing or differs, as for an unmounted folder.
+        Raises `store.unreachable` if the identity is missing or differs, for example because a folder is not
+        mounted.
         """
         raise NotImplementedError
 
@@ -116,8 +117,8 @@ class ObjectStore:
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Makes all objects put or found by puts so far survive a power cut; to be called before the ledger
-        refers to them."""
+        """Returns when all objects that earlier puts wrote, or found existing, would survive a power cut.
+        Must be called before the ledger refers to them."""
         raise NotImplementedError
 
     def uri(self, key: str) -> str:
@@ -174,7 +175,7 @@ def missing_allowed() -> Generator[None, None, None]:
 MAX_KEY_BYTES = 1024
 #: Most file systems refuse longer names.
 MAX_SEGMENT_BYTES = 255
-#: Matches nearly all keys; what it matches is within both limits.
+#: Matches nearly all valid keys, and no key that exceeds a limit.
 _PLAIN = re.compile(r"(?=.{1,255}\Z)[A-Za-z0-9_-][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*", re.ASCII)
 
 
@@ -216,12 +217,12 @@ _IDENTITY = re.compile(r"[0-9a-f]{32}")
 
 
 def read_identity(data: bytes) -> str:
-    """The identity in an object."""
+    """Reads the identity from the content of its object."""
     return data[:200].decode(errors="replace").strip()
 
 
 def store_unavailable(where: str, found: str | None, expected: str) -> StoreError:
-    """The error of a place without the expected identity."""
+    """The error for a store without the expected identity."""
     reason = "is missing" if found is None else f"contains {found[:32]!a}"
     return StoreError(
         ErrorCode.STORE_UNREACHABLE,

@@ -21,6 +21,7 @@ from jobs.store.base import (
     ObjectStore,
     missing_allowed,
     read_identity,
+    sha256_of,
     split_key,
     split_prefix,
     store_unavailable,
@@ -74,7 +75,8 @@ class FolderStore(ObjectStore):
         self._identity: str | None = None
         self._top: Handle | None = None
         self._handles = FolderHandles(self._root)
-        #: Device -> a folder on it that was written to; other file systems may be mounted below the root.
+        #: Device -> a folder on it that was written to. There may be several, because other file systems may
+        #: be mounted below the root.
         self._written: dict[int, Handle] = {}
         self._tmpfile = os.path.isdir("/proc/self/fd")
 
@@ -87,7 +89,7 @@ class FolderStore(ObjectStore):
     def confirm(self, identity: str | None) -> None:
         """Checks that the folder has this identity, and keeps it for later checks. Raises
         `store.unreachable`."""
-        self._top = self._compared(identity)
+        self._top = self._open_checked(identity)
         self._identity = identity or self._identity
 
     def put(
@@ -165,12 +167,12 @@ class FolderStore(ObjectStore):
         something is mounted or renamed meanwhile."""
         top = self._top
         if top is None or not top.current:
-            top = self._top = self._compared(self._identity)
+            top = self._top = self._open_checked(self._identity)
         return top
 
-    def _compared(self, identity: str | None) -> Handle:
-        """The folder now at the root's path. Raises `store.unreachable` if it is missing or has another
-        identity."""
+    def _open_checked(self, identity: str | None) -> Handle:
+        """Opens the folder that is now at the root's path, and compares its identity. Raises
+        `store.unreachable` if it is missing or has another identity."""
         with self._errors(""):
             try:
                 top = Handle(os.open(self._root, FOLDER_FLAGS), os.path.join(self._root, "."))
@@ -191,7 +193,7 @@ class FolderStore(ObjectStore):
         return top
 
     def _below(self, segments: list[str], stem: str = "") -> Iterator[ObjectInfo]:
-        # Folders of other programs may have names that are not valid in keys.
+        # Names are not checked, because folders of other programs may have names that are not valid in keys.
         for name, size, modified_at in self._entries(segments):
             if name.endswith("/") and name.startswith(stem):
                 yield from self._below([*segments, name[:-1]])
@@ -233,7 +235,7 @@ class FolderStore(ObjectStore):
             source, source_folder = (temporary, folder) if temporary else (f"/proc/self/fd/{file}", None)
             os.link(source, name, src_dir_fd=source_folder, dst_dir_fd=folder, follow_symlinks=not temporary)
         except OSError:
-            # An existing object needs no space.
+            # An error such as a full disk does not matter if the object exists.
             if not _exists(folder, name):
                 raise
             return None
@@ -298,7 +300,7 @@ def _open_file(folder: int, name: str) -> int:
 
 def _describe(key: str, folder: int, name: str) -> ObjectInfo:
     with os.fdopen(_open_file(folder, name), "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = sha256_of(file)
         return ObjectInfo(key, file.tell(), digest)
 
 
@@ -346,7 +348,7 @@ def _step(folder: int, segment: str, create: bool) -> int:
 
 
 class Handle:
-    """An open folder, closed with its last reference."""
+    """An open folder, which is closed when no reference to it is left."""
 
     __slots__ = ("_identity", "_path", "device", "fd")
 
@@ -380,8 +382,8 @@ class FolderHandles(threading.local):
         self._handles: dict[tuple[str, ...], Handle] = {}
 
     def open(self, segments: list[str], top: Callable[[], Handle]) -> Handle:
-        """The handle of a folder, which is created if missing; `top` opens the root. Raises `OSError`, and
-        as `top`."""
+        """The handle of a folder, which is created if missing; `top` opens the root. Raises `OSError` and the
+        errors of `top`."""
         name = tuple(segments)
         handle = self._handles.get(name)
         if handle is not None and handle.current:
@@ -389,7 +391,7 @@ class FolderHandles(threading.local):
         self._handles.pop(name, None)
         while len(self._handles) >= _HANDLES_PER_THREAD:
             del self._handles[next(iter(self._handles))]
-        # This reference keeps the descriptor open, because another thread may reopen the root.
+        # This variable keeps the descriptor open, because another thread may reopen the root.
         root = top()
         handle = self._handles[name] = Handle(
             walk_down(root.fd, segments, create=True), os.path.join(self._root, *segments)

@@ -21,7 +21,7 @@ from jobs.store.base import (
     store_unavailable,
 )
 from pipelines.audio_format import CONTENT_TYPES as AUDIO_TYPES
-from pipelines.errors import ConfigError, ErrorCode, StoreError
+from pipelines.errors import ErrorCode, StoreError, invalid, missing_library
 
 if TYPE_CHECKING:
     from botocore.exceptions import ClientError
@@ -62,7 +62,7 @@ _CODES: Mapping[ErrorCode, set[str | int]] = {
     ErrorCode.STORE_MISSING: {404},
     ErrorCode.STORE_BAD_KEY: {"KeyTooLongError"},
 }
-#: The key exists; another conditional write to it is in progress.
+#: Errors of a put: the key exists; another conditional write to it is in progress.
 _EXISTS: set[str | int] = {"PreconditionFailed", 412}
 _CONFLICTS: set[str | int] = {"ConditionalRequestConflict", 409}
 _ADVICE = {
@@ -79,7 +79,7 @@ def translated(error: Exception, uri: str) -> StoreError:
     from botocore.exceptions import ClientError, NoCredentialsError, PartialCredentialsError
 
     if isinstance(error, ClientError):
-        name, status = _signs(error)
+        name, status = _name_and_status(error)
         code, reason = _code_of({name, status}), f"S3 answered {name or status}"
     elif isinstance(error, NoCredentialsError | PartialCredentialsError):
         code, reason = ErrorCode.STORE_FORBIDDEN, "No S3 credentials are set"
@@ -88,11 +88,11 @@ def translated(error: Exception, uri: str) -> StoreError:
     return StoreError(code, f"{reason} for {uri[:300]}.", _ADVICE[code])
 
 
-def _code_of(signs: set[str | int]) -> ErrorCode:
-    return next((code for code, known in _CODES.items() if known & signs), ErrorCode.STORE_UNREACHABLE)
+def _code_of(identifiers: set[str | int]) -> ErrorCode:
+    return next((code for code, known in _CODES.items() if known & identifiers), ErrorCode.STORE_UNREACHABLE)
 
 
-def _signs(error: ClientError) -> tuple[str, int]:
+def _name_and_status(error: ClientError) -> tuple[str, int]:
     """The name of an error and its status."""
     response: Mapping[str, Any] = error.response
     return str(response.get("Error", {}).get("Code", "")), int(
@@ -147,7 +147,7 @@ class S3Store(ObjectStore):
             try:
                 return self._get(self._name(key), Range=wanted)["Body"].read()
             except ClientError as error:
-                if _signs(error)[1] != 416:
+                if _name_and_status(error)[1] != 416:
                     raise
                 # The object ends before the range.
                 return b""
@@ -156,8 +156,8 @@ class S3Store(ObjectStore):
         return self._object(key, read) if length else b""
 
     def open(self, key: str) -> BinaryIO:
-        """The object as a readable stream. Raises `store.missing`, and `store.unreachable` also while
-        reading."""
+        """The object as a readable stream. Raises `store.missing`. Reading from the stream may also raise
+        `store.unreachable`."""
         return self.opened(key, self._name(key))
 
     def opened(self, key: str, name: str) -> BinaryIO:
@@ -206,7 +206,8 @@ class S3Store(ObjectStore):
             raise StoreError(code, message, _ADVICE[code])
 
     def sync(self) -> None:
-        """Checks that the bucket is still the confirmed one; answered puts are durable."""
+        """Checks that the bucket is still the confirmed one. Objects need no sync, because S3 answers a put
+        only when the object is durable."""
         self.confirm(self._identity)
 
     def uri(self, key: str) -> str:
@@ -245,12 +246,13 @@ class S3Store(ObjectStore):
             time.sleep(0.05 * 2**attempt)
         raise StoreError(
             ErrorCode.STORE_UNREACHABLE,
-            f"Other writers kept {self.uri(key)} busy.",
-            "It is retried later.",
+            f"Other writers are putting {self.uri(key)} at the same time.",
+            "The work is retried later.",
         )
 
     def _put_once(self, data: bytes | BinaryIO, request: dict[str, Any]) -> set[str | int]:
-        """The error of S3 (name, status) if the key exists or another write is in progress; empty: the object was put."""
+        """Puts the object. Returns S3's error (name, status) if the key exists or another write is in
+        progress, else an empty set."""
         from botocore.exceptions import ClientError
 
         try:
@@ -258,10 +260,10 @@ class S3Store(ObjectStore):
                 data.seek(0)
             self._client.put_object(Body=data, **request)
         except ClientError as error:
-            signs = {*_signs(error)}
-            if not signs & (_EXISTS | _CONFLICTS):
+            identifiers = {*_name_and_status(error)}
+            if not identifiers & (_EXISTS | _CONFLICTS):
                 raise
-            return signs
+            return identifiers
         return set()
 
     def _object(self, key: str, request: Callable[[], Result]) -> Result:
@@ -281,7 +283,8 @@ class S3Store(ObjectStore):
             raise
 
     def _call(self, key: str, request: Callable[[], Result]) -> Result:
-        """The answer to a request that needs no object, so that 404 means a missing bucket."""
+        """The answer to a request for which no object needs to exist, so status 404 means that the bucket is
+        missing."""
         try:
             return self._answer(key, request)
         except StoreError as error:
@@ -336,11 +339,7 @@ def make_client(settings: S3Settings | None) -> Any:
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError
     except ImportError:
-        message, advice = (
-            "S3 needs the library boto3.",
-            "Install Nightjar with its extra `s3` (docs/install.md).",
-        )
-        raise ConfigError(ErrorCode.CONFIG_MISSING_LIBRARY, message, advice) from None
+        raise missing_library("S3", "boto3", "s3") from None
     config = Config(
         signature_version="s3v4",
         connect_timeout=CONNECT_TIMEOUT_SECONDS,
@@ -365,22 +364,18 @@ def make_client(settings: S3Settings | None) -> Any:
             "s3", config=config, **{name: value for name, value in given.items() if value}
         )
     except (BotoCoreError, ValueError) as error:
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID, f"S3 cannot be set up: {error}.", "Check the `s3` settings."
-        ) from error
+        raise invalid(f"S3 cannot be set up: {error}.", "Check the `s3` settings.") from error
 
 
 def split_s3_url(url: str) -> tuple[str, str]:
     """Bucket and key (or prefix) of `s3://bucket/key`. Raises `config.invalid`."""
     parts = urlsplit(url, allow_fragments=False)
     if parts.scheme != "s3" or not parts.netloc or parts.query:
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID, f"{url[:200]!r} is not an S3 address.", "Write it as s3://BUCKET/KEY."
-        )
+        raise invalid(f"{url[:200]!r} is not an S3 address.", "Write it as s3://BUCKET/KEY.")
     return parts.netloc, parts.path.strip("/")
 
 
 def open_s3_object(url: str, settings: S3Settings | None) -> BinaryIO:
-    """Any object of any bucket as a stream, with any key. Raises `StoreError`."""
+    """Opens an object of any bucket as a stream; its key is not checked. Raises `StoreError`."""
     bucket, key = split_s3_url(url)
     return S3Store(bucket, "", settings).opened(key, key)

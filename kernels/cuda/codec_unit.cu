@@ -1,11 +1,11 @@
 // wheel: sm_90a
-// The codec's residual unit of 96 channels, 7 taps: dilated convolution, snake, 1x1 convolution, residual, next snake, as
-// `codec_active_unit` of kernels/codec_ops.py. Only for sm_90a. kernels/codec_cuda.py packs the weights and launches it.
+// The codec's residual unit with 96 channels and 7 taps: dilated convolution, snake, 1x1 convolution, residual, next snake. It computes
+// `codec_active_unit` of kernels/codec_ops.py, only for sm_90a. kernels/codec_cuda.py packs the weights and launches it.
 //
-// A block keeps both weights in shared memory and takes one tile of 128 steps after the other. A thread of its last warp copies the
-// activations of a tile, with what the taps reach back for, as boxes of 32 channels x steps; there a tap is the same matrix some steps
-// further on, so that each activation is read once for all seven. Two warpgroups multiply 64 steps each, in turns, and finish them in
-// registers.
+// A block keeps both weights in shared memory and computes one tile of 128 steps after the other. A thread of its last warp copies the
+// activations of a tile, with the history that the taps read, as boxes of 32 channels x steps. In shared memory each tap reads the same
+// matrix from a later step, so that each activation is copied once for all seven taps. Two warpgroups multiply 64 steps each, in turns, and
+// finish them in registers.
 #include "common.cuh"
 #include "wgmma.cuh"
 #include "codec_tiles.cuh"
@@ -21,14 +21,14 @@ constexpr int BOX = (TILE + (TAPS - 1) * MAX_DILATION + 7) / 8 * 8 * STEP_BYTES;
 
 struct Barriers { unsigned long long weights, full[STAGES], empty[STAGES]; };
 
-// From a multiple of 1,024 bytes on, as boxes have to lie.
+// Aligned to 1,024 bytes, as boxes require.
 struct Shared {
     char weights[WEIGHT_BYTES];
     char stages[STAGES][BOXES][BOX];
     float parameters[PARAMETERS][C];
     Barriers barriers;
 };
-static_assert(WEIGHT_BYTES % 1024 == 0 && BOX % 512 == 0, "a box starts where its pattern of 16 bytes does");
+static_assert(WEIGHT_BYTES % 1024 == 0 && BOX % 512 == 0, "a box starts at the start of its swizzle pattern");
 static_assert(sizeof(Shared) + 1024 <= 232448, "the shared memory of a block");
 
 __device__ __forceinline__ void wait_for(unsigned long long* barrier, int parity) {
@@ -50,19 +50,19 @@ __device__ void copy_boxes(const Args& p, const TensorMap& map, Shared& s) {
     }
 }
 
-// A warpgroup that multiplies. Of its 64 steps a thread has two, 8 apart, and of the results three times 8 channels in each.
+// A warpgroup that multiplies. A thread has two of its 64 steps, 8 apart, and in each of them three groups of 8 channels of the results.
 struct Multiplier {
     const Args& p;
     Shared& s;
     const int warpgroup, thread, quad;
     uint4 before[2][3];  // the residual
-    float2 first[GROUPS_OF_8][3];  // bias and snake of the first product, by its columns
-    float4 second[3][3][2];        // those of the second one, by part
+    float2 first[GROUPS_OF_8][3];  // bias and snake parameters after the first product, by groups of 8 columns
+    float4 second[3][3][2];        // bias and snake parameters after the second product, by groups of 8 channels
 
     __device__ Multiplier(const Args& arguments, Shared& shared, int number)
         : p(arguments), s(shared), warpgroup(number), thread(threadIdx.x % WARPGROUP), quad(threadIdx.x % 4) {}
 
-    // The thread's first step, and where its first channels of it are in a [rows, steps, C] tensor. The second step is 8 further on.
+    // The thread's first step, and the place of its first channels of that step in a [rows, steps, C] tensor. Its second step is 8 later.
     __device__ __forceinline__ int step_of(const Tiles96& tiles) const {
         return tiles.start + warpgroup * M + thread / 32 * 16 + thread % 32 / 4;
     }
@@ -72,7 +72,7 @@ struct Multiplier {
 
     __device__ __forceinline__ void read_residual(const Tiles96& tiles) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {  // of a step that is not there it is any other one's: its result is not stored
+        for (int half = 0; half < 2; ++half) {  // a step after the last one reads the last one's, because its result is not stored
             const int step = min(step_of(tiles) + half * 8, p.steps - 1);
             const bf16* from = p.residual + (static_cast<long long>(tiles.row) * p.steps + step) * C + quad * 8;
 #pragma unroll
@@ -110,7 +110,7 @@ struct Multiplier {
                     second[part][j][i] = *reinterpret_cast<const float4*>(&s.parameters[BIAS2 + j][part * 32 + quad * 8 + i * 4]);
     }
 
-    // Bias and snake of the sums, rounded to bf16: as these lie in the registers they are what the next product takes.
+    // Applies bias and snake to the sums and rounds to bf16. The results are already in the registers where the next product reads them.
     __device__ __forceinline__ void activate(const float (&d)[C / 2], uint32_t (&hidden)[STEPS_OF_16][4]) {
 #pragma unroll
         for (int i = 0; i < GROUPS_OF_8; ++i) {
@@ -130,7 +130,7 @@ struct Multiplier {
         products_commit();
     }
 
-    // The second weight's columns lie so that of each 32 channels a thread has 8 that follow each other.
+    // Finishes and stores the results. The second weight's columns are ordered so that a thread has 8 consecutive channels of each 32.
     __device__ __forceinline__ void write(const float (&d)[C / 2], const Tiles96& tiles) {
         bf16* const raw_at = p.raw + place_of(tiles);
         bf16* const active_at = p.active + tiles.row * p.active_stride + static_cast<long long>(step_of(tiles)) * C + quad * 8;
@@ -166,7 +166,7 @@ struct Multiplier {
             store16(to + i * 8, make_uint4(0, 0, 0, 0));
     }
 
-    // Turns: one warpgroup makes its long products when those of the other are over, which finishes its steps meanwhile.
+    // Turns: one warpgroup computes its long products after those of the other, which meanwhile finishes its steps.
     __device__ __forceinline__ void await_turn() const { sync_some(1 + warpgroup, 2 * WARPGROUP); }
     __device__ __forceinline__ void pass_turn(int to) const { arrive_some(1 + to, 2 * WARPGROUP); }
 

@@ -2,11 +2,11 @@
 // The codec's residual unit of 192 channels (`kernels.codec_ops.codec_active_unit`) for sm_90a: a dilated causal convolution of 7 taps,
 // snake, a 1x1 convolution, the residual, and the next unit's snake.
 //
-// A block has three warpgroups of products and a warp that streams the weights. Each warpgroup makes 64 steps of one row of the batch at a
-// time, for which their activations and those of the 6 * dilation steps before them come into shared memory once; there the shift of a tap
-// is an address. A thread for each warpgroup copies them, as boxes of 32 channels, [box][step][32 channels]. The weights are copied in chunks
-// through a ring that the three share, in the order of use; who is done with its products goes on to its snake while the others keep the
-// tensor cores busy.
+// A block has three warpgroups that multiply, and a warp that streams the weights. Each warpgroup computes 64 steps of one row of the batch
+// at a time. The activations of these steps and of the 6 * dilation steps before them are copied into shared memory once, where the shift
+// of a tap only changes the address. One thread for each warpgroup copies them as boxes of 32 channels, [box][step][32 channels]. The
+// weights are copied in chunks, in the order of use, through a ring that the three warpgroups share. A warpgroup whose products are
+// complete computes its snake while the others keep the tensor cores busy.
 #include "common.cuh"
 #include "wgmma.cuh"
 #include "codec_tiles.cuh"
@@ -15,12 +15,12 @@ namespace {
 
 constexpr int CHANNELS = 192, TAPS = 7, GROUPS = 3, STEPS = 64, SLABS = CHANNELS / 8, HALF = CHANNELS / 2;
 constexpr int WORKERS = 128 * GROUPS, THREADS = WORKERS + 128;
-// A chunk is 32 inputs of the first product by all its outputs, or 64 inputs of the second one by half of its outputs.
+// A chunk is 32 inputs x all outputs of the first product, or 64 inputs x half of the outputs of the second one.
 constexpr int CHUNK = 32 * CHANNELS * 2, TAP_CHUNKS = CHANNELS / 32, FIRST_CHUNKS = TAPS * TAP_CHUNKS, HALF_CHUNKS = CHANNELS / 64;
-constexpr int CHUNKS = FIRST_CHUNKS + 2 * HALF_CHUNKS, MOST_STAGES = 12, SHARED_BYTES = 226 << 10;
-constexpr int PATIENCE = 1 << 25;  // looks at a barrier before the launch is given up: seconds, where a chunk takes a microsecond
+constexpr int CHUNKS = FIRST_CHUNKS + 2 * HALF_CHUNKS, MAX_STAGES = 12, SHARED_BYTES = 226 << 10;
+constexpr int PATIENCE = 1 << 25;  // tries at a barrier before the launch is aborted: seconds, while a chunk takes a microsecond
 
-// 64 steps of a row of the batch from `start` on; what is activated is zero from `end` on.
+// 64 steps of a row of the batch from `start`. Activations are zero from step `end`.
 struct Piece {
     long long row;
     int start, end;
@@ -32,24 +32,24 @@ __device__ __forceinline__ Piece piece_of(const Pieces& pieces) { return {pieces
 
 struct alignas(16) Shared {
     float parameters[PARAMETERS][CHANNELS];
-    unsigned long long full[MOST_STAGES], empty[MOST_STAGES];
-    unsigned long long brought[GROUPS], free[GROUPS];  // boxes of a warpgroup
+    unsigned long long full[MAX_STAGES], empty[MAX_STAGES];
+    unsigned long long copied[GROUPS], free[GROUPS];  // the boxes of each warpgroup
     char padding[272];
 
     __device__ __forceinline__ char* ring() { return reinterpret_cast<char*>(this + 1); }
 };
-static_assert(sizeof(Shared) % 512 == 0 && CHUNK % 512 == 0, "boxes, behind it and the ring, are on multiples of 512 bytes if it is");
+static_assert(sizeof(Shared) % 512 == 0 && CHUNK % 512 == 0, "boxes, which follow this struct and the ring, are aligned to 512 bytes if it is");
 
-// Where things are in shared memory.
+// The layout of shared memory.
 struct Plan {
     const Args& p;
-    const int reach, lines, stages;  // lines: of a box, one for each step
+    const int reach, lines, stages;  // lines: lines of a box, one for each step
 
     __device__ __forceinline__ Plan(const Args& args)
         : p(args), reach((TAPS - 1) * args.dilation), lines((STEPS + reach + 7) / 8 * 8),
-          stages(min(MOST_STAGES, (SHARED_BYTES - static_cast<int>(sizeof(Shared)) - GROUPS * activations()) / CHUNK)) {}
+          stages(min(MAX_STAGES, (SHARED_BYTES - static_cast<int>(sizeof(Shared)) - GROUPS * activations()) / CHUNK)) {}
 
-    __device__ __forceinline__ int activations() const { return SLABS * lines * 16; }  // bytes of a warpgroup's
+    __device__ __forceinline__ int activations() const { return SLABS * lines * 16; }  // bytes per warpgroup
 };
 
 __device__ __forceinline__ void wait_for(unsigned long long* barrier, uint32_t parity) {
@@ -57,7 +57,7 @@ __device__ __forceinline__ void wait_for(unsigned long long* barrier, uint32_t p
         if (tries == PATIENCE) __trap();
 }
 
-// The way of one thread through the ring.
+// The current place of one thread in the ring.
 struct Place {
     int stage = 0;
     uint32_t parity = 0;
@@ -80,7 +80,7 @@ __device__ __forceinline__ void stream_weights(const Plan& plan, Shared& s) {
         }
 }
 
-// One thread for each warpgroup copies the boxes of all its pieces, and brings the residual nearer.
+// Runs in one thread for each warpgroup: copies the boxes of all its pieces, and prefetches the residual into the L2 cache.
 __device__ __forceinline__ void copy_boxes(const Plan& plan, const TensorMap& map, Shared& s, int group) {
     const Args& p = plan.p;
     char* const to = s.ring() + plan.stages * CHUNK + group * plan.activations();
@@ -88,9 +88,9 @@ __device__ __forceinline__ void copy_boxes(const Plan& plan, const TensorMap& ma
     for (Pieces pieces(p, group); pieces.found(); pieces.next()) {
         const Piece piece = piece_of(pieces);
         wait_for(&s.free[group], parity ^ 1);
-        arrive_expecting(&s.brought[group], (STEPS + plan.reach) * CHANNELS * 2);
+        arrive_expecting(&s.copied[group], (STEPS + plan.reach) * CHANNELS * 2);
         for (int box = 0; box < TAP_CHUNKS; ++box)
-            tensor_copy(to + box * plan.lines * 64, map, box * 32, p.lead + piece.start - plan.reach, piece.row, &s.brought[group]);
+            tensor_copy(to + box * plan.lines * 64, map, box * 32, p.lead + piece.start - plan.reach, piece.row, &s.copied[group]);
         prefetch(p.residual + (piece.row * p.steps + piece.start) * CHANNELS, min(STEPS, p.steps - piece.start) * CHANNELS * 2);
         parity ^= 1;
     }
@@ -103,28 +103,28 @@ struct Worker {
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
     char* const mine;  // this warpgroup's activations
     Place place;
-    int held = -1;  // the stage whose products may be under way
+    int held = -1;  // the stage whose products may still run
     uint32_t boxes_parity = 0;
 
     __device__ Worker(const Plan& all, Shared& shared)
         : plan(all), p(all.p), s(shared), mine(s.ring() + plan.stages * CHUNK + group * plan.activations()) {}
 
-    // The activations are here, for products.
+    // Waits until the activations have been copied.
     __device__ __forceinline__ void await_activations() {
-        wait_for(&s.brought[group], boxes_parity);
+        wait_for(&s.copied[group], boxes_parity);
         boxes_parity ^= 1;
     }
-    // The products that read them are over: others may take their place.
+    // Frees the memory of the activations, after the products that read them are complete.
     __device__ __forceinline__ void leave_activations() {
         if (lane == 0) arrive(&s.free[group]);
     }
 
-    // A stage's weights are here.
+    // Waits for the weights of the current stage, and returns their matrix.
     __device__ __forceinline__ Matrix receive(int slab_bytes) {
         wait_for(&s.full[place.stage], place.parity);
         return matrix_at(s.ring() + place.stage * CHUNK, slab_bytes, 128);
     }
-    // The products of the stage before this one are over, those of this one under way.
+    // Commits the products of this stage, waits for those of the previous stage and frees it, then moves to the next stage.
     __device__ __forceinline__ void pass() {
         products_commit();
         products_wait<1>();
@@ -155,7 +155,7 @@ struct Worker {
         release();
     }
 
-    // The first snake of the sums: the left factor of the second product, as its instructions want it.
+    // Applies bias and the first snake to the sums. The results have the layout that the second product needs for its left factor.
     __device__ __forceinline__ void activate(const float (&total)[96], uint32_t (&hidden)[48]) const {
 #pragma unroll
         for (int n = 0; n < SLABS; ++n) {
@@ -185,7 +185,8 @@ struct Worker {
         }
     }
 
-    // The packed weights leave each thread 8 neighbouring channels of every 32: `at` is the first of those.
+    // Finishes and stores half of the channels. The packed weights give each thread 8 consecutive channels of every 32; `at` is their
+    // first.
     __device__ __forceinline__ void deliver(float (&total)[48], const uint4 (&residual)[6], const Piece& piece, int half) const {
         const bool kept[2] = {step_of(piece, 0) < piece.end, step_of(piece, 1) < piece.end};
         bf16* const raw_at = p.raw + (piece.row * p.steps + step_of(piece, 0)) * CHANNELS + half * HALF + q * 8;
@@ -248,7 +249,7 @@ struct Worker {
         }
     }
 
-    // Zeros for the pieces after the rows' ends.
+    // Writes zeros into the pieces after the rows' ends.
     __device__ __forceinline__ void clear() const {
         if (p.ends == nullptr || p.open_ends || p.active == nullptr) return;
         for (Pieces pieces(p, group, true); pieces.found(); pieces.next()) {
@@ -258,12 +259,12 @@ struct Worker {
                 *reinterpret_cast<uint4*>(to + i * 8) = make_uint4(0, 0, 0, 0);
         }
     }
-    // Lets the weights of a turn pass that is for others.
+    // Frees the weights of a turn in which this warpgroup has no piece.
     __device__ __forceinline__ void skip() {
 #pragma unroll 1
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             wait_for(&s.full[place.stage], place.parity);
-            __syncwarp();  // all lanes have read before the stage is filled again
+            __syncwarp();  // so that the stage is not filled again before all lanes have seen the barrier
             held = place.stage;
             release();
             place.next(plan.stages);
@@ -295,8 +296,8 @@ __device__ __forceinline__ void prepare(const Args& p, Shared& s) {
     for (int i = 0; i < PARAMETERS; ++i)
         if (threadIdx.x < CHANNELS && p.parameters[i] != nullptr) s.parameters[i][threadIdx.x] = p.parameters[i][threadIdx.x];
     if (threadIdx.x == 0) {
-        for (int i = 0; i < MOST_STAGES; ++i) arrivals_init(&s.full[i], 1), arrivals_init(&s.empty[i], WORKERS / 32);
-        for (int i = 0; i < GROUPS; ++i) arrivals_init(&s.brought[i], 1), arrivals_init(&s.free[i], 4);
+        for (int i = 0; i < MAX_STAGES; ++i) arrivals_init(&s.full[i], 1), arrivals_init(&s.empty[i], WORKERS / 32);
+        for (int i = 0; i < GROUPS; ++i) arrivals_init(&s.copied[i], 1), arrivals_init(&s.free[i], 4);
         arrivals_visible();
     }
     __syncthreads();

@@ -1,5 +1,5 @@
-// What the decoding kernels share: bf16 pairs, and the instructions of instructions.cuh. No other header is included, so that the
-// runtime compiler (nvrtc) needs nothing but these files.
+// Functions that all kernels share: pairs of bf16 values, and the instructions of instructions.cuh. Only these files are included, no
+// headers of CUDA, so that the runtime compiler (nvrtc) needs no others.
 #pragma once
 
 using uint32_t = unsigned int;

@@ -1,5 +1,6 @@
-// What all draws share, in the meaning of kernels/sampler.py: the random word, top-k, top-p and the choice, by all warps of a block
-// (sampler.cu) or by some (persistent.cuh). Probabilities are whole multiples of 2^-30, so sums are exact in any order.
+// The parts of draws that kernels share, with the results that kernels/sampler.py defines: the random word, top-k, top-p and the choice of
+// a code, by all warps of a block (sampler.cu) or by some of them (persistent.cuh). Probabilities are whole multiples of 2^-30, so that
+// their sums are exact in any order.
 #pragma once
 #include "common.cuh"
 
@@ -16,7 +17,7 @@ __device__ __forceinline__ unsigned philox_word(unsigned long long seed, unsigne
     return c0;
 }
 
-__device__ __forceinline__ unsigned ordered(float v) {  // greater float, greater integer; -0 as 0
+__device__ __forceinline__ unsigned ordered(float v) {  // integers in the order of the floats; -0 counts as 0
     const unsigned bits = __float_as_uint(v + 0.f);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
@@ -27,21 +28,21 @@ struct Add {
     template <typename T>
     __device__ T operator()(T a, T b) const { return a + b; }
 };
-struct Most {
+struct Max {
     template <typename T>
     __device__ T operator()(T a, T b) const { return a > b ? a : b; }
 };
 
 constexpr int WHOLE_BLOCK = 0;
 
-// A team of WARPS warps with a barrier of its own, or all of a block's; thread i holds the logits of codes i * EACH and on.
+// A team of WARPS warps with a separate barrier, or of all warps of a block. Thread i holds the logits of the EACH codes from i * EACH.
 template <int WARPS, int EACH>
 struct Team {
-    static constexpr int MOST_WARPS = WARPS == WHOLE_BLOCK ? 32 : WARPS;
+    static constexpr int MAX_WARPS = WARPS == WHOLE_BLOCK ? 32 : WARPS;
     struct Board {
-        unsigned long long longs[MOST_WARPS];
-        unsigned counts[2][MOST_WARPS], sums[MOST_WARPS];
-        float floats[MOST_WARPS];
+        unsigned long long longs[MAX_WARPS];
+        unsigned counts[2][MAX_WARPS], sums[MAX_WARPS];
+        float floats[MAX_WARPS];
         int code;
     };
     static_assert(32 * EACH < 1024, "three counts of a warp in one word");
@@ -65,6 +66,7 @@ struct Team {
         }
     }
 
+    // Joins the values of all threads; `places` has room for one value per warp.
     template <typename T, typename Join>
     __device__ T together(T v, T* places, Join join) const {
 #pragma unroll
@@ -77,7 +79,7 @@ struct Team {
         return v;
     }
 
-    // Sum of what threads before this one hold, and of all.
+    // The sum of the values of the threads before this one; `all`: the sum of all threads' values.
     __device__ unsigned before(unsigned mine, unsigned& all) const {
         unsigned scan = mine;
 #pragma unroll
@@ -94,15 +96,15 @@ struct Team {
         return earlier + scan - mine;
     }
 
-    // The code of the greatest logit, the first one of several.
+    // The code with the greatest logit, the first one if several are equal.
     __device__ int likeliest(const float (&logit)[EACH]) const {
         unsigned long long best = 0;
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) best = Most()(best, static_cast<unsigned long long>(ordered(logit[i])) << 32 | (0xffffffffu - code(i)));
-        return static_cast<int>(0xffffffffu - static_cast<unsigned>(together(best, board.longs, Most())));
+        for (int i = 0; i < EACH; ++i) best = Max()(best, static_cast<unsigned long long>(ordered(logit[i])) << 32 | (0xffffffffu - code(i)));
+        return static_cast<int>(0xffffffffu - static_cast<unsigned>(together(best, board.longs, Max())));
     }
 
-    // The k-th largest of all keys, two bits a round; keys differ in no bit below LOWEST.
+    // The k-th largest of all keys, found two bits per round. The bits below LOWEST must be equal in all keys.
     template <int LOWEST>
     __device__ unsigned kth_largest(const unsigned (&key)[EACH], int k) const {
         unsigned threshold = 0;
@@ -126,7 +128,8 @@ struct Team {
         return threshold;
     }
 
-    // Weights of the codes that top-p keeps: a code goes when it and all less likely ones have at most 1 - p; never the likeliest.
+    // Computes the weights of the codes that top-p keeps. A code is removed if it and all less likely ones together have 1 - p or less; the
+    // likeliest code is never removed.
     __device__ void keep_nucleus(float (&likely)[EACH], unsigned (&weight)[EACH], float top_p) const {
         unsigned long long local = 0;
         for (int i = 0; i < EACH; ++i) local += weight[i];
@@ -142,12 +145,12 @@ struct Team {
         for (int i = 0; i < EACH; ++i) {
             const bool gone = static_cast<long long>(weight[i]) <= below;
             mass += gone ? weight[i] : 0;
-            if (!gone) edge = Most()(edge, 0xffffffffull - weight[i]);
-            best = Most()(best, static_cast<unsigned long long>(weight[i]) << 32 | code(i));
+            if (!gone) edge = Max()(edge, 0xffffffffull - weight[i]);
+            best = Max()(best, static_cast<unsigned long long>(weight[i]) << 32 | code(i));
         }
         mass = together(mass, board.longs, Add());
-        edge = 0xffffffffull - together(edge, board.longs, Most());
-        best = together(best, board.longs, Most());
+        edge = 0xffffffffull - together(edge, board.longs, Max());
+        best = together(best, board.longs, Max());
         unsigned tied = 0, all = 0;
         for (int i = 0; i < EACH; ++i) tied += weight[i] == edge;
         unsigned rank = before(tied, all);
@@ -162,7 +165,8 @@ struct Team {
         for (int i = 0; i < EACH; ++i) weight[i] = quantized(likely[i] / total);
     }
 
-    // The code at the place that 32 random bits give in the sum of all weights goes to the board, which had the last code; then `sync`.
+    // Writes to the board the code at the place in the sum of all weights that 32 random bits select. Before the call, the board must have
+    // the last code of the vocabulary, which remains if all weights are zero; after it, call `sync`.
     __device__ void choose(const unsigned (&weight)[EACH], unsigned word) const {
         unsigned local = 0, all = 0;
 #pragma unroll
@@ -179,8 +183,8 @@ struct Team {
     }
 };
 
-// The next input of a slot, 8 elements from `at` on: the sum of its codes' rows in `table`, rounded, and a row of text.
-// row_of: the row of a codebook's code.
+// Writes 8 elements from `at` of a slot's next input: the rounded sum of its codes' rows in `table`, plus a row of text.
+// row_of: returns the row of a codebook's code.
 template <int UNROLL, typename Row>
 __device__ __forceinline__ void write_next_input(bf16* input, const bf16* table, const bf16* text, int width, int at, int codebooks, Row row_of) {
     float sum[8] = {};

@@ -1,8 +1,8 @@
 // The code predictor's part of a frame in one cooperative launch: all codebooks after code 0, and the next input.
 //
-// A layer has five exchanges: q, k and v; attention's result; the state after o; the inner activations; the state after down. Attention
-// is shared by the blocks of a query head: each has the keys of its head and a slice of the values in its own shared memory. The logits of
-// a codebook are one more exchange, and every block draws the code by itself.
+// A layer has five exchanges: q, k and v; attention's result; the state after o; the inner activations; the state after down. Several
+// blocks share the attention of a query head: each has the keys of the head and a slice of the values in its shared memory. The logits of a
+// codebook are one more exchange, after which every block draws the code itself.
 #pragma once
 #include "persistent_chain.cuh"
 
@@ -13,7 +13,7 @@ __device__ void stream_weights(const Args& p, Shared<S>& s) {
     const char* mine = p.weights + static_cast<long long>(blockIdx.x) * S::BLOCK_CHUNKS * S::CHUNK;
     const char* heads = mine + static_cast<long long>(S::LAYERS * S::LAYER_CHUNKS) * S::CHUNK;
     Stream<S, Shared<S>, Args, TESTED> stream(p, s);
-    for (int step = 0; step < S::BEHIND; ++step) {
+    for (int step = 0; step < S::LATER; ++step) {
         stream.send(mine, S::LAYERS * S::LAYER_CHUNKS);
         stream.send(heads + static_cast<long long>(step * S::HEAD_CHUNKS) * S::CHUNK, S::HEAD_CHUNKS);
     }
@@ -29,10 +29,10 @@ struct Consumer : Chain<S, Shared<S>, Args, TESTED> {
     __device__ Consumer(const Args& arguments, Shared<S>& memory) : Base(arguments, memory) {}
 
     __device__ __forceinline__ int row_of(int token) const { return token % S::ROWS; }
-    // The first pass has the talker's states, then the embeddings of code 0.
+    // The tokens of the first pass are the talker's states, then the embeddings of code 0.
     __device__ __forceinline__ int position_of(int step, int token) const { return step == 0 ? token / S::ROWS : step + 1; }
 
-    // Receives a query head, its keys and a slice of its values, a warp for each of a token, and keeps them.
+    // Receives and keeps, for each token, a query head, its key and a slice of its value; each of the three is received by a separate warp.
     __device__ __forceinline__ void receive_heads(int step, int layer, int tokens, const bf16* norms) {
         const int head = block / (S::BLOCKS / S::HEADS), part = block % (S::BLOCKS / S::HEADS), kv = head / (S::HEADS / S::KV);
         for (int item = warp; item < 3 * tokens; item += S::WARPS) {
@@ -99,7 +99,7 @@ struct Consumer : Chain<S, Shared<S>, Args, TESTED> {
         }
     }
 
-    // The input of a pass, for `token`: rows of the talker and of code 0, later the embedding of the code drawn last.
+    // The input of a pass for `token`: in the first pass a row of `x`, later the embedding of the code that was drawn last.
     __device__ __forceinline__ const bf16* input(int step, int token) const {
         if (step == 0) return p.x + token * S::WIDTH;
         return p.inputs + (p.starts[step] + s.codes[token][step]) * S::WIDTH;
@@ -115,7 +115,7 @@ struct Consumer : Chain<S, Shared<S>, Args, TESTED> {
             [&] { attend(step, layer, tokens, norms + 2 * S::NORM); });
     }
 
-    // Logits of the tokens that are drawn from: the last ROWS ones.
+    // Publishes the logits of the last ROWS tokens, from which codes are drawn.
     __device__ __forceinline__ void run_head(int tokens) {
         this->template multiply<S::WIDTH, S::groups(S::CODES), true>([&] { this->template receive_slice<S::WIDTH>(S::STATE_AT, tokens); }, tokens,
                                                       p.norms + S::LAYERS * S::LAYER_NORMS);
@@ -125,7 +125,7 @@ struct Consumer : Chain<S, Shared<S>, Args, TESTED> {
         });
     }
 
-    // The code that these logits, bfloat16 values, and 32 random bits give; logits beyond the codes are -infinity.
+    // The code that is drawn from these logits, which are bfloat16 values, with 32 random bits. Logits after the last code are -infinity.
     template <class Drawer, int EACH>
     __device__ int draw(const Drawer& team, const float (&logit)[EACH], const DrawSettings& settings, unsigned word) const {
         if (settings.greedy) return team.likeliest(logit);
@@ -138,7 +138,7 @@ struct Consumer : Chain<S, Shared<S>, Args, TESTED> {
             top = fmaxf(top, scaled[i]);
         }
         if (team.thread == 0) team.board.code = S::CODES - 1;
-        top = team.together(top, team.board.floats, Most());
+        top = team.together(top, team.board.floats, Max());
         const int k = settings.top_k > 0 ? min(settings.top_k, S::CODES) : S::CODES;
         const unsigned threshold = k < S::CODES ? team.template kth_largest<16>(key, k) : 0;
 #pragma unroll
@@ -160,17 +160,17 @@ struct Consumer : Chain<S, Shared<S>, Args, TESTED> {
         bool fine = true;
         epoch = p.control[EPOCH];
         this->look();
-        if (team.thread == 0) {  // block 0 changes the slots when all others may still be reading
+        if (team.thread == 0) {  // read only here, because block 0 changes the slots later, while others could still read them
             const long long slot = p.rows[row], frame = p.frames[slot], last = p.trailing_width - 1;
             s.requests[row] = {slot, frame, p.trailing[slot * p.trailing_width + (frame < last ? frame : last)],
                                static_cast<unsigned long long>(p.seeds[slot]),
                                {p.temperature[slot], p.top_p[slot], static_cast<int>(p.top_k[slot]), p.greedy[slot] != 0}};
-            s.codes[row][0] = static_cast<int>(p.codes[row * (S::BEHIND + 1)]), s.fine[row] = p.finite[row] != 0;
+            s.codes[row][0] = static_cast<int>(p.codes[row * (S::LATER + 1)]), s.fine[row] = p.finite[row] != 0;
         }
         sync();
         const Request& request = s.requests[row];
 #pragma unroll 1
-        for (int step = 0; step < S::BEHIND; ++step) {
+        for (int step = 0; step < S::LATER; ++step) {
             const int tokens = step == 0 ? S::TOKENS : S::ROWS;
             this->with_pair(tokens, [&](int token, int row) { carried = *reinterpret_cast<const uint32_t*>(input(step, token) + row); });
 #pragma unroll 1
@@ -192,7 +192,7 @@ struct Consumer : Chain<S, Shared<S>, Args, TESTED> {
             const int code = draw(team, logit, request.settings, word);
             if (team.thread == 0) {
                 s.codes[row][step + 1] = code;
-                if (block == 0) p.codes[row * (S::BEHIND + 1) + step + 1] = code;
+                if (block == 0) p.codes[row * (S::LATER + 1) + step + 1] = code;
             }
             sync();
         }
@@ -207,13 +207,13 @@ struct Consumer : Chain<S, Shared<S>, Args, TESTED> {
         }
     }
 
-    // The talker's next input, eight elements a thread.
+    // Writes the talker's next input, eight elements per thread.
     __device__ __forceinline__ void next_input() const {
         for (int i = thread; i < S::ROWS * parts(p.talker / 8, S::BLOCKS); i += S::THREADS) {
             const int row = i % S::ROWS, at = (block + S::BLOCKS * (i / S::ROWS)) * 8;
             if (at >= p.talker) continue;
-            write_next_input<S::BEHIND + 1>(p.state_inputs + s.requests[row].slot * p.talker, p.table, p.text + s.requests[row].text * p.talker,
-                                            p.talker, at, S::BEHIND + 1, [&](int book) { return p.starts[book] + s.codes[row][book]; });
+            write_next_input<S::LATER + 1>(p.state_inputs + s.requests[row].slot * p.talker, p.table, p.text + s.requests[row].text * p.talker,
+                                            p.talker, at, S::LATER + 1, [&](int book) { return p.starts[book] + s.codes[row][book]; });
         }
     }
 };
@@ -226,11 +226,11 @@ __device__ __forceinline__ void predict(const Args& p) {
 
 }  // namespace
 
-// A kernel for a number of rows: its name, its shared memory in bytes, whether it is for tests; then `Shape`.
+// Defines a kernel: its name, its shared memory in bytes, whether it is for tests; then the arguments of `Shape`, with the number of rows.
 #define PREDICTOR(NAME, BYTES, TESTED, ...)                                                                    \
     extern "C" __global__ void __launch_bounds__(Shape<__VA_ARGS__>::THREADS + 32, 1) NAME(const Args p) {     \
         static_assert(sizeof(Shared<Shape<__VA_ARGS__>>) <= BYTES, "more shared memory than the launch asks for"); \
         predict<Shape<__VA_ARGS__>, TESTED>(p);                                                                \
     }
-// width, inner, heads, kv heads, head, codes, layers, codebooks after code 0; blocks, warps, tiles a chunk, stages of the ring.
+// width, inner, heads, kv heads, head, codes, layers, codebooks after code 0; blocks, warps, tiles per chunk, stages of the ring.
 #define PUBLISHED_PREDICTOR 1024, 3072, 16, 8, 128, 2048, 5, 15, 128, 8, 4, 8

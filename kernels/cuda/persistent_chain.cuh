@@ -1,25 +1,26 @@
-// What blocks of a persistent kernel do together: a stream of weights, exchanges between blocks, products of few rows, and a decoder layer.
+// The parts that persistent kernels share: the stream of weights, exchanges between blocks, products of few rows, and a decoder layer.
 //
 // Every block owns some rows of every matrix. They are packed in the order of use, and a producer warp streams them through a ring in
-// shared memory without ever waiting for another block. What blocks tell each other travels as packets {two bf16 or a float, epoch} in
-// global memory: a reader asks until each packet has the expected epoch, so there is no barrier of the grid.
+// shared memory without ever waiting for another block. Blocks exchange data as packets {two bf16 or a float, epoch} in global memory. A
+// reader polls until each packet has the expected epoch, so that no barrier of the grid is needed.
 //
-// A packet's place is written again only by a block that has received something from every block since the place was read, so no reader
-// can be overtaken; attention's places need blocks that all own rows of the state or of the inner width (`Shape`). Epochs count exchanges
-// over all launches, modulo 2^32: each place is written in each launch, so what it holds is younger than one launch.
+// A block overwrites a packet only after it has received something from every block since that packet was read, so no reader misses a
+// packet. For attention's packets this requires that all blocks own rows of the state or of the inner width (`Shape`). Epochs count
+// exchanges over all launches, modulo 2^32. Each packet is written in each launch, so its epoch is never older than the previous launch.
 //
-// Every wait has an end. A thread that tries too often without success reports a fault, stops waiting, and continues to the end with the data
-// that it has; a thread that sees another's report does the same. So all blocks end, and the flags mark the frame as invalid. Time is counted in
-// tries, or in clocks of which few count between two tries, since a process that shares its GPU makes none while another has its turn.
+// Every wait is bounded. A thread that tries too often without success reports a fault, stops waiting, and continues to the end with the
+// data that it has; a thread that sees the report of another one does the same. So all blocks end, and the flags mark the frame as invalid.
+// Waits are measured in tries, or in clocks of which only a limited number counts between two tries, because a process that shares its GPU
+// makes no tries while another one runs.
 //
-// A cooperative launch begins when there is room for all of its blocks at once, so two of them, of two engines, never have a part of the
-// GPU each and wait for the rest of it.
+// A cooperative launch begins only when all of its blocks fit on the GPU at once. So two launches of two engines never each occupy a part
+// of the GPU while they wait for the rest.
 #pragma once
 #include "persistent_shape.cuh"
 
 namespace {
 
-// How long a thread waits in the ring, over the whole launch. rest: the remainder; `REPORTED` after any wait that failed.
+// How long a thread may wait in the ring during the whole launch. rest: the remaining tries or clocks; `REPORTED` after a wait has failed.
 template <class Arguments>
 struct Waits {
     const Arguments& p;
@@ -30,7 +31,7 @@ struct Waits {
     __device__ __forceinline__ void look() {
         if (load4_relaxed(p.control + FAULT) != 0) rest = REPORTED;
     }
-    // The first report stays; it is in memory before anything that this thread writes from here on.
+    // The first report is kept. It reaches memory before anything that this thread writes later.
     __device__ __forceinline__ void report(Wait wait, uint32_t number) {
         const uint32_t kind = 1u << 31 | Arguments::KERNEL << 30 | static_cast<uint32_t>(wait) << 28;
         atomicCAS(p.control + FAULT, 0u, kind | blockIdx.x << 20 | (number & 0xfffffu));
@@ -39,8 +40,8 @@ struct Waits {
     }
 };
 
-// The producer warp's path through a block's chunks. It waits longest, since its consumers may be waiting for packets; as they do, it
-// sees what others report. What is left to it counts looks, each after many tries.
+// The producer warp's stream of a block's chunks. It has the longest waits, because its consumers may wait for packets. Like them it sees
+// the faults that others report. Its `rest` counts looks at the fault word, each after many tries.
 template <class S, class Memory, class Arguments, bool TESTED>
 struct Stream : Waits<Arguments> {
     using Base = Waits<Arguments>;
@@ -56,12 +57,12 @@ struct Stream : Waits<Arguments> {
 #pragma unroll 1
         for (int i = 0; i < chunks; ++i, ++chunk) {
             for (int tries = 1; !broken() && !arrived(&s.empty[stage], parity); ++tries) {
-                if (tries % TRIES_A_LOOK != 0) continue;
+                if (tries % TRIES_PER_LOOK != 0) continue;
                 if (--rest <= 0) this->report(ROOM, chunk);
                 else this->look();
             }
             if (broken()) return;
-            if (p.gap > 0) {  // a stream that takes all bandwidth at once makes the packets late
+            if (p.gap > 0) {  // without gaps the stream takes all the bandwidth and delays packets
                 keep_pace();
                 next = clock64() + p.gap;
             }
@@ -71,12 +72,12 @@ struct Stream : Waits<Arguments> {
             if (++stage == S::STAGES) stage = 0, parity ^= 1;
         }
     }
-    // Until `next`, unless this block was moved to a multiprocessor whose clock is far from that of the last one.
+    // Waits until `next`, unless this block was moved to a multiprocessor whose clock differs a lot from the previous one's.
     __device__ __forceinline__ void keep_pace() const {
         for (long long left = next - clock64(); left > 0 && left <= p.gap; left = next - clock64()) {
         }
     }
-    // Waits for the last copy into each stage, whatever was reported: the shared memory of a block that has ended is another one's.
+    // Waits for the last copy into each stage, even after a fault, because the shared memory of an ended block may belong to another one.
     __device__ __forceinline__ void finish() {
 #pragma unroll 1
         for (int i = 0; i < S::STAGES; ++i) {
@@ -88,17 +89,17 @@ struct Stream : Waits<Arguments> {
     }
 };
 
-// All warps but the producer. TESTED: blocks sleep at random, and one may send nothing or free nothing.
+// The work of all warps but the producer. TESTED: blocks sleep at random, and one may send nothing or free nothing.
 template <class S, class Memory, class Arguments, bool TESTED>
 struct Chain : Waits<Arguments> {
     using Waiting = Waits<Arguments>;
     using Waiting::p, Waiting::rest, Waiting::broken;
     Memory& s;
     const int block = blockIdx.x, thread = threadIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    uint32_t epoch = 0, parity = 0, carried = 0;  // carried: this thread's pair of the state between the layers
+    uint32_t epoch = 0, parity = 0, carried = 0;  // carried: the pair of the state's values that this thread keeps between layers
     int stage = 0, half = 0;
 
-    __device__ Chain(const Arguments& arguments, Memory& memory) : Waiting{arguments, arguments.patience * CLOCKS_A_TRY}, s(memory) {}
+    __device__ Chain(const Arguments& arguments, Memory& memory) : Waiting{arguments, arguments.patience * CLOCKS_PER_TRY}, s(memory) {}
 
     __device__ __forceinline__ void sync() const { sync_some(1, S::THREADS); }
 
@@ -108,8 +109,8 @@ struct Chain : Waits<Arguments> {
         else if (tries % 64 == 63) this->look();
         return broken();
     }
-    // A block whose weights are late makes others wait for its packets, so what is left here is less than their patience.
-    // `multiply` reports that nothing is.
+    // While the weights of a block are late, other blocks wait for its packets. So `rest` allows less time here than they have. `multiply`
+    // reports a fault when it is used up.
     __device__ __forceinline__ void wait_for_weights() {
         if (arrived(&s.full[stage], parity)) return;
         for (unsigned then = clock(); rest > 0 && !arrived(&s.full[stage], parity);) {
@@ -117,10 +118,11 @@ struct Chain : Waits<Arguments> {
             rest -= min(now - then, LONGEST_TRY), then = now;
         }
     }
-    // Whoever is broken frees nothing, since its weights may still be on their way; so the producer stops.
+    // A thread whose wait has failed frees no stage, because copies into it may not have ended; therefore the producer stops.
     __device__ __forceinline__ bool frees() const { return lane == 0 && !broken() && (!TESTED || block != p.keeping); }
 
-    // Two packets each from the place `where(i)`, if it is not below 0; all are asked for together.
+    // Receives two packets from each place `where(i)` that is not negative, and passes their values to `store`. All places are polled
+    // together.
     template <int MANY, typename Where, typename Store>
     __device__ __forceinline__ void receive(Where where, Store store) {
         int from[MANY];
@@ -141,7 +143,7 @@ struct Chain : Waits<Arguments> {
             if (from[i] >= 0) store(i, make_uint2(v[i].x, v[i].z));
     }
 
-    // The next exchange begins: everything that is published from here on has its epoch.
+    // Begins the next exchange: everything that is published later has its epoch.
     __device__ __forceinline__ void next_epoch() {
         ++epoch;
         if constexpr (TESTED) {
@@ -156,10 +158,10 @@ struct Chain : Waits<Arguments> {
         store8_relaxed(p.packets + place, make_uint2(pair, epoch));
     }
 
-    // This warp's slice of vectors of INNER elements, for all tokens, into its part of shared memory.
+    // Receives this warp's slice of vectors of INNER elements, for all tokens, into its part of shared memory.
     template <int INNER>
     __device__ __forceinline__ void receive_slice(int place, int tokens) {
-        constexpr int UNITS = S::steps(INNER) * 8, MANY = most(1, S::ROWS * UNITS / 32 < 8 ? parts(S::ROWS * UNITS, 32) : 8);
+        constexpr int UNITS = S::steps(INNER) * 8, MANY = larger(1, S::ROWS * UNITS / 32 < 8 ? parts(S::ROWS * UNITS, 32) : 8);
 #pragma unroll 1
         for (int first = lane; first < tokens * UNITS; first += 32 * MANY)
             receive<MANY>(
@@ -174,7 +176,7 @@ struct Chain : Waits<Arguments> {
         clear_rest<INNER>(tokens);
         __syncwarp();
     }
-    // The same of rows that are there already.
+    // The same for vectors that are already in global memory and need no exchange.
     template <typename Row>
     __device__ __forceinline__ void read_slice(Row row, int tokens) {
         constexpr int UNITS = S::steps(S::WIDTH) * 8;
@@ -186,7 +188,7 @@ struct Chain : Waits<Arguments> {
         clear_rest<S::WIDTH>(tokens);
         __syncwarp();
     }
-    // Beyond the vector's end: zeros.
+    // Writes zeros after the end of the vectors.
     template <int INNER>
     __device__ __forceinline__ void clear_rest(int tokens) {
         constexpr int UNITS = S::steps(INNER) * 8;
@@ -196,7 +198,8 @@ struct Chain : Waits<Arguments> {
                     *reinterpret_cast<uint2*>(&s.slices[warp][unit / UNITS][unit % UNITS * 4]) = make_uint2(0, 0);
     }
 
-    // Products of this block's GROUPS * 8 rows with the vectors that `fetch` brings, as each warp's partial sums; with `norm`: of their RMSNorm.
+    // Multiplies this block's GROUPS * 8 rows with the vectors that `fetch` receives, or with their RMSNorm if NORMED, and writes the
+    // partial sums of each warp.
     template <int INNER, int GROUPS, bool NORMED, typename Fetch>
     __device__ __forceinline__ void multiply(Fetch fetch, int tokens, const bf16* norm) {
         constexpr int STEPS = S::steps(INNER);
@@ -255,7 +258,7 @@ struct Chain : Waits<Arguments> {
             }
         }
         if (this->ran_out()) this->report(WEIGHTS, epoch);
-        // Two buffers in turn: the other one may still be read by threads that have not published yet.
+        // Two buffers are used in turn, because threads that have not yet published may still read the other one.
         half ^= 1;
         if (g < tokens) {
 #pragma unroll
@@ -275,7 +278,7 @@ struct Chain : Waits<Arguments> {
         return sum;
     }
 
-    // Publishes the block's rows of a product of N rows, each pair as `value(token, column)` gives it.
+    // Publishes the block's rows of a product of N rows; `value(token, column)` returns each pair.
     template <int N, typename Value>
     __device__ __forceinline__ void publish_rows(int place, int tokens, Value value) {
         constexpr int PAIRS = S::groups(N) * 4;
@@ -294,7 +297,8 @@ struct Chain : Waits<Arguments> {
         return narrow(rounded(x / (1.f + __expf(-x))) * rounded(up.x), rounded(y / (1.f + __expf(-y))) * rounded(up.y));
     }
 
-    // What turns a head of HEAD elements, four a lane: the weights of its RMSNorm, the angles of its position. Read before the head arrives.
+    // The norm's weights and the rotation of a head of HEAD elements, four per lane, for its position. They are read before the head
+    // arrives.
     struct Turn {
         uint2 scale, cosine, sine;
     };
@@ -321,7 +325,7 @@ struct Chain : Waits<Arguments> {
         return make_uint2(mixed(h.x, other.x, by.cosine.x, by.sine.x), mixed(h.y, other.y, by.cosine.y, by.sine.y));
     }
 
-    // Calls `use(token, row)` in each thread that has a pair of the state, with its first row.
+    // Calls `use(token, row)` in each thread that has a pair of the state's values; `row` is the first of the two.
     template <typename Use>
     __device__ __forceinline__ void with_pair(int tokens, Use use) {
         constexpr int PAIRS = S::groups(S::WIDTH) * 4;
@@ -329,7 +333,8 @@ struct Chain : Waits<Arguments> {
         if (token < tokens && row < S::WIDTH) use(token, row);
     }
 
-    // A layer over the state; `first` fetches its slices, `attend` turns q, k and v into the result of attention.
+    // Runs a layer over the state. `first` fetches the slices of its input; `attend` receives q, k and v, and publishes the result of
+    // attention.
     template <typename First, typename Attend>
     __device__ __forceinline__ void run_layer(const bf16* norms, int tokens, First first, Attend attend) {
         constexpr int STATE = S::groups(S::WIDTH);
@@ -348,7 +353,7 @@ struct Chain : Waits<Arguments> {
     }
 };
 
-// Makes the ring, and gives the block's warps their work: `consume` to all but the last one, `produce` to one thread of that.
+// Initializes the ring, then runs `consume` in all warps of the block but the last, and `produce` in one thread of the last.
 template <class S, class Memory, typename Consume, typename Produce>
 __device__ __forceinline__ void run_block(Memory& s, Consume consume, Produce produce) {
     if (threadIdx.x == 0) {

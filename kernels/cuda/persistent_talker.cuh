@@ -1,9 +1,10 @@
 // The talker's layers for one position of each row, in one cooperative launch.
 //
-// A layer has six exchanges, those of persistent.cuh with one more: attention is shared by the blocks of a kv head. Each warp of them has
-// every WALKERS-th position, whose keys and values it reads before the queries arrive; a block joins what its warps found and sends it to
-// the others, as {largest score, sum of shares, values} of each query head; then each block has all parts of a few elements, and sends
-// their sum to all blocks. The new position arrives with the queries, and the warp whose turn it is writes it into its page.
+// A layer has six exchanges: those of persistent.cuh and one more, because the blocks of a kv head share its attention. Each of their warps
+// has every READERS-th position, whose keys and values it reads before the queries arrive. A block joins the results of its warps and sends
+// them to the others of the kv head as a part {values, largest score, sum of weights} for each query head. Then each block receives all
+// parts of a few elements and sends their sum to all blocks. The new key and value arrive with the queries, and the warp that has the new
+// position writes them into the page.
 #pragma once
 #include "persistent_chain.cuh"
 
@@ -11,8 +12,8 @@ namespace {
 
 template <class S>
 struct Talk {
-    static constexpr int GROUP = S::HEADS / S::KV, PARTS = S::BLOCKS / S::KV, WALKERS = PARTS * S::WARPS, AHEAD = 4 / S::ROWS;
-    static constexpr int OWN = GROUP * S::HEAD / PARTS, CELL = S::HEAD + 2, PARTS_AT = S::LOGITS_AT;  // OWN: elements that a block sums up
+    static constexpr int GROUP = S::HEADS / S::KV, PARTS = S::BLOCKS / S::KV, READERS = PARTS * S::WARPS, AHEAD = 4 / S::ROWS;
+    static constexpr int OWN = GROUP * S::HEAD / PARTS, CELL = S::HEAD + 2, PARTS_AT = S::LOGITS_AT;  // OWN: elements whose parts a block adds
     static_assert(S::BLOCKS % S::KV == 0 && PARTS <= 32 && OWN % 2 == 0 && OWN <= 64 && S::HEAD % OWN == 0, "blocks of a kv head");
     static_assert(S::TOKENS == S::ROWS && S::ROWS <= S::WARPS, "one position of each row");
 };
@@ -24,7 +25,7 @@ struct TalkShared {
     bf16 slices[S::WARPS][S::TOKENS][S::LARGEST_SLICE + 32];
     float partial[2][S::WARPS][S::TOKENS][S::OUTPUTS];
     float squares[S::WARPS][S::TOKENS];
-    float found[S::ROWS][S::WARPS][T::GROUP][T::CELL];  // of each warp: values, largest score, sum of shares
+    float found[S::ROWS][S::WARPS][T::GROUP][T::CELL];  // the result of each warp: values, largest score, sum of weights
     float parts[S::ROWS][T::PARTS][T::OWN + 2];
     unsigned long long full[S::STAGES], empty[S::STAGES];
     long long slots[S::ROWS];
@@ -38,38 +39,39 @@ struct Talker : Chain<S, TalkShared<S>, TalkArgs, TESTED> {
     using Base::p, Base::s, Base::block, Base::thread, Base::warp, Base::lane, Base::epoch, Base::carried;
     using Base::sync, Base::publish, Base::next_epoch;
     static constexpr int UNITS = S::HEAD / 4, AHEAD = T::AHEAD;
-    const int kv = blockIdx.x / T::PARTS, part = blockIdx.x % T::PARTS, walker = part * S::WARPS + threadIdx.x / 32;
+    const int kv = blockIdx.x / T::PARTS, part = blockIdx.x % T::PARTS, reader = part * S::WARPS + threadIdx.x / 32;
 
     __device__ Talker(const TalkArgs& arguments, TalkShared<S>& memory) : Base(arguments, memory) {}
 
-    // The index of a position in the keys and values of a layer, counted in heads of a position.
+    // The index of a position in the keys and values of a layer, in units of one head of one position.
     __device__ __forceinline__ int place(int row, int at) const {
         const long long page = p.page_table[s.slots[row] * p.table_width + at / p.page_size];
         return static_cast<int>((page * S::KV + kv) * p.page_size + at % p.page_size);
     }
-    // That of this warp's position number i, in elements of this lane.
+    // The index of this lane's first element of this warp's i-th position.
     __device__ __forceinline__ long long element(int row, int i) const {
-        return static_cast<long long>(i < 32 ? s.places[row][warp][i] : place(row, i * T::WALKERS + walker)) * S::HEAD + lane * 4;
+        return static_cast<long long>(i < 32 ? s.places[row][warp][i] : place(row, i * T::READERS + reader)) * S::HEAD + lane * 4;
     }
 
     struct Cached {
         uint2 keys[AHEAD], values[AHEAD];
     };
-    // AHEAD of this warp's positions from number `first` on, but the new one.
+    // Reads AHEAD of this warp's positions from its `first`-th one, except for the new one.
     __device__ __forceinline__ void read(Cached& to, int layer, int row, int first) const {
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
-            const bool there = (first + i) * T::WALKERS + walker < s.positions[row] && lane < UNITS;
+            const bool there = (first + i) * T::READERS + reader < s.positions[row] && lane < UNITS;
             const long long at = layer * p.layer_size + (there ? element(row, first + i) : 0);
             to.keys[i] = there ? *reinterpret_cast<const uint2*>(p.keys + at) : make_uint2(0, 0);
             to.values[i] = there ? *reinterpret_cast<const uint2*>(p.values + at) : make_uint2(0, 0);
         }
     }
 
-    // What a warp has found of a query head so far.
+    // A warp's result for a query head so far: the largest score, the sum of weights, and the weighted sum of values.
     struct Found {
         float top = -INFINITE, total = 0.f, mixed[4] = {};
     };
+    // Adds MANY positions to the result, of which the first `count` exist (online softmax).
     template <int MANY>
     __device__ __forceinline__ void take(Found& found, uint2 query, const uint2* keys, const uint2* values, int count) const {
         const float2 q0 = widen(query.x), q1 = widen(query.y);
@@ -97,10 +99,10 @@ struct Talker : Chain<S, TalkShared<S>, TalkArgs, TESTED> {
         }
     }
 
-    // This warp's positions of a row, of which the first ones are there already.
-    __device__ __forceinline__ void walk(Cached& cached, int layer, int row, const bf16* norms) {
+    // Attends to this warp's positions of a row. `cached` already has the first of them.
+    __device__ __forceinline__ void attend_row(Cached& cached, int layer, int row, const bf16* norms) {
         const int last = s.positions[row];
-        const bool mine = last % T::WALKERS == walker;
+        const bool mine = last % T::READERS == reader;
         const bf16* angles = p.rope + static_cast<long long>(last) * S::HEAD;
         const auto query_turn = this->turn_of(norms, angles), key_turn = this->turn_of(norms + S::HEAD, angles);
         uint2 heads[T::GROUP + 2] = {};
@@ -115,16 +117,16 @@ struct Talker : Chain<S, TalkShared<S>, TalkArgs, TESTED> {
 #pragma unroll
         for (int i = 0; i < T::GROUP; ++i) heads[i] = this->turned(heads[i], query_turn);
 #pragma unroll 1
-        for (int first = 0; first * T::WALKERS + walker < last; first += AHEAD) {
+        for (int first = 0; first * T::READERS + reader < last; first += AHEAD) {
             if (first > 0) read(cached, layer, row, first);
-            const int count = (last - walker - first * T::WALKERS + T::WALKERS - 1) / T::WALKERS;
+            const int count = (last - reader - first * T::READERS + T::READERS - 1) / T::READERS;
 #pragma unroll
             for (int i = 0; i < T::GROUP; ++i) take<AHEAD>(found[i], heads[i], cached.keys, cached.values, count);
         }
         if (mine) {
             const uint2 key = this->turned(heads[T::GROUP], key_turn), value = heads[T::GROUP + 1];
             if (lane < UNITS) {
-                const long long at = layer * p.layer_size + element(row, last / T::WALKERS);
+                const long long at = layer * p.layer_size + element(row, last / T::READERS);
                 *reinterpret_cast<uint2*>(p.keys + at) = key, *reinterpret_cast<uint2*>(p.values + at) = value;
             }
 #pragma unroll
@@ -142,7 +144,7 @@ struct Talker : Chain<S, TalkShared<S>, TalkArgs, TESTED> {
     __device__ __forceinline__ int part_place(int row, int from, int query) const {
         return T::PARTS_AT + (((row * S::KV + kv) * T::PARTS + from) * T::GROUP + query) * T::CELL;
     }
-    // What the block's warps found, as one part; a part without positions has a largest score of -infinity.
+    // Joins the results of the block's warps into one part and publishes it. The largest score of a part without positions is -infinity.
     __device__ __forceinline__ void publish_parts() {
         for (int i = thread; i < S::ROWS * T::GROUP * S::HEAD; i += S::THREADS) {
             const int row = i / (T::GROUP * S::HEAD), query = i / S::HEAD % T::GROUP, at = i % S::HEAD;
@@ -160,7 +162,7 @@ struct Talker : Chain<S, TalkShared<S>, TalkArgs, TESTED> {
             if (at < 2) publish(to + S::HEAD + at, __float_as_uint(at == 0 ? top : total));
         }
     }
-    // This lane's pair of the elements that the block sums up of a row.
+    // Receives the parts of the elements of a row that this block adds; returns this lane's pair of the sums.
     __device__ __forceinline__ uint32_t joined(int row) {
         constexpr int CELLS = T::OWN / 2 + 1;
         const int query = part * T::OWN / S::HEAD, first = part * T::OWN % S::HEAD;
@@ -195,7 +197,7 @@ struct Talker : Chain<S, TalkShared<S>, TalkArgs, TESTED> {
 
     __device__ __forceinline__ void attend(Cached (&cached)[S::ROWS], int layer, const bf16* norms) {
 #pragma unroll
-        for (int row = 0; row < S::ROWS; ++row) walk(cached[row], layer, row, norms);
+        for (int row = 0; row < S::ROWS; ++row) attend_row(cached[row], layer, row, norms);
         sync();
         next_epoch();
         publish_parts();
@@ -214,7 +216,7 @@ struct Talker : Chain<S, TalkShared<S>, TalkArgs, TESTED> {
         sync();
 #pragma unroll
         for (int row = 0; row < S::ROWS; ++row) {
-            const int at = lane * T::WALKERS + walker;
+            const int at = lane * T::READERS + reader;
             if (at <= s.positions[row]) s.places[row][warp][lane] = place(row, at);
         }
         __syncwarp();
@@ -253,7 +255,8 @@ __device__ __forceinline__ void talk(const TalkArgs& p) {
 
 }  // namespace
 
-// As PREDICTOR of persistent.cuh; of the sizes, three are those of a predictor's draws, and mean nothing here.
+// As PREDICTOR of persistent.cuh. Three of the sizes (codes, layers, codebooks after code 0) belong to a predictor and mean nothing for a
+// talker.
 #define TALKER(NAME, BYTES, TESTED, ...)                                                                           \
     extern "C" __global__ void __launch_bounds__(Shape<__VA_ARGS__>::THREADS + 32, 1) NAME(const TalkArgs p) {     \
         static_assert(sizeof(TalkShared<Shape<__VA_ARGS__>>) <= BYTES, "more shared memory than the launch asks for"); \

@@ -1,4 +1,4 @@
-// The kernels with the faults that a test asks for; they are in no wheel.
+// The kernels into which tests inject faults; wheels do not contain them.
 #include "persistent.cuh"
 #include "persistent_talker.cuh"
 

@@ -1,9 +1,11 @@
 // wheel: sm_90a compute_90
-// Attention of the code predictor for one new position (1..15): q/k norm, rope, append, and the attention over all positions so far.
+// Attention of the code predictor for one new position (1 to 15): norm and rotary embedding of q and k, append, and attention over all
+// positions so far.
 //
-// One warp a (row, kv head) with its two query heads. Half-warp h works for query head h where heads differ, and on positions of
-// parity h where they are shared; lane c of a half owns dimensions 8c..8c+7 of the head's 128. What lanes would work out alike, a score
-// and its exponential, one of them does: lane c of a half has query head c / 8 and its pair c % 8 of positions.
+// One warp computes a (row, kv head) with its two query heads. Half-warp h computes query head h where the work is per head, and the
+// positions of parity h where the heads share it. Lane c of a half owns the dimensions 8c to 8c+7 of the head's 128. A score and its
+// exponential, which several lanes need, are computed by one lane: lane c of a half has those of query head c / 8 and pair c % 8 of
+// positions.
 #include "common.cuh"
 
 namespace {
@@ -39,7 +41,8 @@ __device__ __forceinline__ uint4 shuffled(const uint4& v, int step) {
                       __shfl_xor_sync(0xffffffffu, v.z, step), __shfl_xor_sync(0xffffffffu, v.w, step));
 }
 
-// RMSNorm over a head that the half-warp holds, then rope, of whose crossed products `sine` has the sign; every rounding is the reference's.
+// RMSNorm of a head that the half-warp holds, then rotary embedding; `sine` already has the sign of the crossed products. Rounds at the
+// same places as the reference.
 __device__ __forceinline__ uint4 normed_rope(const uint4& v, const uint4& w, const uint4& cosine, const uint4& sine, float eps) {
     const float rstd = rsqrtf(half_sum(dot(v, v)) * (1.f / D) + eps);
     const uint4 h = make_uint4(normalise(v.x, rstd, w.x), normalise(v.y, rstd, w.y), normalise(v.z, rstd, w.z), normalise(v.w, rstd, w.w));
@@ -55,28 +58,29 @@ __device__ __forceinline__ uint4 normed_rope(const uint4& v, const uint4& w, con
     return make_uint4(r[0], r[1], r[2], r[3]);
 }
 
-// Of the sums a and b, each of two lanes `bit` apart: lanes without that bit get a's, the others b's.
+// Adds a and b over two lanes that differ in `bit`: lanes without that bit get the sum of a, the others the sum of b.
 __device__ __forceinline__ float shared_sum(float a, float b, int lane, int bit) {
     const bool upper = lane & bit;
     return (upper ? b : a) + __shfl_xor_sync(0xffffffffu, upper ? a : b, bit);
 }
 
-// a / b, where b is 1 or more and `inverse` 1 / b: two corrections make the rounding that of a division, if no remainder is too small.
+// a / b for b >= 1 and `inverse` = 1 / b. With two corrections the result is rounded like that of a division, unless a remainder is too
+// small.
 __device__ __forceinline__ float quotient(float a, float b, float inverse) {
     float q = a * inverse;
     q = fmaf(fmaf(-q, b, a), inverse, q);
     return fmaf(fmaf(-q, b, a), inverse, q);
 }
 
-// A warp has one kv head of every n-th row, in rounds: once it has read the keys of a row, those of its next row are on the way to
-// their place in shared memory, and the values likewise; a thread copies what it reads itself. PAIRS: as many pairs as the positions before
-// the new one are.
+// A warp computes one kv head of every n-th row, one after the other. After it has read the keys of a row, it starts to copy those of its
+// next row to the same place in shared memory, and likewise the values. Each thread copies the data that it reads itself. PAIRS: number of
+// pairs of the positions before the new one.
 template <int PAIRS>
 __device__ __forceinline__ void attention(const Args& p) {
     constexpr int THREADS = WARPS * 32;
     __shared__ uint4 memory[3 + 2 * PAIRS][THREADS];
     launch_dependents();
-    // The compiler sees of a shuffled number that all lanes have the same.
+    // The shuffle shows the compiler that all lanes have the same number.
     const int lane = threadIdx.x % 32, half = lane / 16, c = lane % 16, warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     const int kv_head = blockIdx.y, stride = gridDim.x * WARPS;
     uint4 *const query = memory[0] + threadIdx.x, *const k = query + 2 * THREADS, *const v = k + (PAIRS + 1) * THREADS;
@@ -86,10 +90,10 @@ __device__ __forceinline__ void attention(const Args& p) {
     const long long width = (GROUP + 2) * p.kv_heads * D, cache_width = p.kv_heads * SPAN * D;
     const bf16* q_from = p.qkv + row * width + (kv_head * GROUP + half) * D + c * 8;
     const bf16 *k_from = p.qkv + row * width + (GROUP * p.kv_heads + kv_head) * D + c * 8, *v_from = k_from + p.kv_heads * D;
-    bf16* keys = p.k_cache + row * cache_width + (kv_head * SPAN + half) * D + c * 8;  // of the positions of a half's parity
+    bf16* keys = p.k_cache + row * cache_width + (kv_head * SPAN + half) * D + c * 8;  // of the positions with this half's parity
     bf16* values = p.v_cache + row * cache_width + (kv_head * SPAN + half) * D + c * 8;
     bf16* target = p.out + (static_cast<long long>(row) * p.kv_heads + kv_head) * GROUP * D + half * D + c * 8;
-    const auto there = [&](int i) { return i < PAIRS - 1 || 2 * i + half < p.position; };  // of an odd number of positions one half has fewer
+    const auto there = [&](int i) { return i < PAIRS - 1 || 2 * i + half < p.position; };  // if their number is odd, one half has fewer
     const auto fetch_keys = [&] {
         copy16(query, q_from), copy16(query + THREADS, k_from);
 #pragma unroll
@@ -120,7 +124,7 @@ __device__ __forceinline__ void attention(const Args& p) {
         float s[PAIRS];
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) {
-            const uint4 one = k[i * THREADS];  // or anything, where the score does not count
+            const uint4 one = k[i * THREADS];  // undefined if the position does not exist, whose score is ignored
             s[i] = shared_sum(dot(q[0], one), dot(q[1], one), c, 8);
         }
         if (half == 0) store16(keys + p.position * D, key);
@@ -184,7 +188,7 @@ __device__ __forceinline__ void attention(const Args& p) {
 
 }  // namespace
 
-// Heads of 128, two query heads a kv head, caches of 16 positions; launched by kernels/lm_cuda.py.
+// For heads of 128, two query heads per kv head, and caches of 16 positions. kernels/lm_cuda.py launches them.
 #define KERNEL(PAIRS) \
     extern "C" __global__ void __launch_bounds__(WARPS * 32, 4) predictor_attention_##PAIRS(const Args p) { attention<PAIRS>(p); }
 KERNEL(1) KERNEL(2) KERNEL(3) KERNEL(4) KERNEL(5) KERNEL(6) KERNEL(7) KERNEL(8)

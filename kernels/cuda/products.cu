@@ -1,34 +1,38 @@
 // wheel: sm_90a
-// Products of decoding for 17 to 64 rows: y[rows, n] = epilogue(x[rows, inner] @ W[n, inner]^T), only for sm_90a. kernels/lm_products.py has
-// the tiles of each, and launches it.
+// Products of decoding for 17 to 64 rows: y[rows, n] = epilogue(x[rows, inner] @ W[n, inner]^T), only for sm_90a. kernels/lm_products.py
+// chooses their tiles and launches them.
 //
 // The weights are the rows of Hopper's products and the activations their columns, up to N rows of x at once. A block has a tile of 64
-// weight rows and a part of the inner size; the blocks of a cluster have the other parts of the same tile and add them up in shared memory, in
-// the order of their ranks, each for its share of the rows. One thread asks for all copies: first the block's weights, which depend on no
-// kernel and so come while the kernel ahead still runs (programmatic dependent launch), then pieces of 64 values of x into a ring.
+// weight rows and a part of the inner size. The other blocks of its cluster have the other parts of the same tile. They add the parts in
+// shared memory in the order of their ranks, each for its share of the rows. One thread requests all copies: first the block's weights,
+// which depend on no earlier kernel and so are copied while the previous kernel still runs (programmatic dependent launch), then pieces of
+// 64 values of x, into a ring.
 //
-// A norm between two products is no launch of its own. The one ahead (RESIDUAL) also writes its sums times the norm's weights, which the one
-// after it multiplies, and the sum of their squares by tile, from which that one computes each row's scale for its own sums.
+// A norm between two products has no launch of its own. The first product (RESIDUAL) also writes its outputs times the norm's weights,
+// which are the input of the second product, and the sums of the outputs' squares per tile, from which the second product computes the
+// scale of each row for its own sums.
 #include "common.cuh"
 #include "cluster.cuh"
 #include "wgmma.cuh"
 
 namespace {
 
-constexpr int PIECE = 64, LINE = PIECE * 2, TILE = 64, WARPGROUP = 128, THREADS = 2 * WARPGROUP, MOST_STAGES = 16;
+constexpr int PIECE = 64, LINE = PIECE * 2, TILE = 64, WARPGROUP = 128, THREADS = 2 * WARPGROUP, MAX_STAGES = 16;
 constexpr int WEIGHTS = TILE * LINE;  // bytes of a piece
-constexpr int SUM = TILE + 4;         // floats from one row of sums to the next: a warp's stores meet in no bank
-constexpr int PATIENCE = 1 << 22;     // looks at a barrier before the launch is given up: seconds, where a piece takes a microsecond
+constexpr int SUM = TILE + 4;         // floats from one row of sums to the next, such that a warp's stores have no bank conflicts
+constexpr int PATIENCE = 1 << 22;     // tries at a barrier before the launch is aborted: seconds, while a piece takes a microsecond
 enum Epilogue { PLAIN = 0, RESIDUAL = 1, SWIGLU = 2 };
 
 struct Args {
-    TensorMap weights, x;  // boxes of 64 values x half a tile of W [n, inner], SWIGLU: [2 * n, inner], gate rows then up rows; x all N rows
-    const bf16* extra;     // RESIDUAL: [rows, n] added to the product
+    // Maps of W [n, inner] (with SWIGLU [2 * n, inner], gate rows, then up rows) for boxes of 64 values x half a tile, and of x for boxes of
+    // 64 values x N rows.
+    TensorMap weights, x;
+    const bf16* extra;     // RESIDUAL: [rows, n], added to the product
     const bf16* norm;      // weights [n] of the norm after a RESIDUAL, or null
-    const float* squares;  // null, or sums of squares [rows, inner / TILE] of what a norm ahead took in, a multiple of four
-    bf16 *y, *weighted;    // [rows, n]; with `norm`, y times it
-    float* y_squares;      // with `norm`: [rows, n / TILE]
-    int rows, n, inner, y_stride, epilogue, splits, stages;  // y_stride: from one row of y, extra and weighted to the next
+    const float* squares;  // sums of squares [rows, inner / TILE] of the input of a norm before this product, or null; 4 divides inner / TILE
+    bf16 *y, *weighted;    // [rows, n]; weighted: y times `norm`, if there is one
+    float* y_squares;      // [rows, n / TILE], if there is a `norm`
+    int rows, n, inner, y_stride, epilogue, splits, stages;  // y_stride: values from one row of y, extra and weighted to the next
     float eps;
 };
 
@@ -42,10 +46,11 @@ struct Block {
     static constexpr int STAGE = N * LINE, SUMS_BYTES = N * SUM * 4;
 
     const Args& p;
-    unsigned long long *full, *empty, *landed;  // of the stages; of the weights
-    char *ring, *weights;                       // then the block's own sums are there: [N][TILE]
-    float *sums, *scales;                       // of each rank its part of this block's rows: [splits][rows of a share][TILE]; of these rows
-    const int tile, rank, first, share, share_bits, pieces, k;  // first: row of x; share: rows that a rank finishes; k: its first value
+    unsigned long long *full, *empty, *landed;  // full, empty: one per stage; landed: the weights have arrived
+    char *ring, *weights;                       // later this memory holds the block's own sums, [N][TILE]
+    float *sums, *scales;                       // sums that each rank computed for this block's share: [splits][rows][TILE]; scales of the rows
+    // first: first row of x; share: rows that each rank finishes; k: first value of the inner size
+    const int tile, rank, first, share, share_bits, pieces, k;
 
     __device__ __forceinline__ explicit Block(const Args& args)
         : p(args), tile(blockIdx.x / args.splits), rank(blockIdx.x % args.splits), first(blockIdx.y * N), share(N / args.splits),
@@ -54,7 +59,7 @@ struct Block {
         ring += -shared_address(ring) & 1023;
         weights = ring + p.stages * STAGE;
         sums = reinterpret_cast<float*>(ring + max(p.stages * STAGE + pieces * WEIGHTS, SUMS_BYTES));
-        full = reinterpret_cast<unsigned long long*>(sums + N * SUM), empty = full + MOST_STAGES, landed = empty + MOST_STAGES;
+        full = reinterpret_cast<unsigned long long*>(sums + N * SUM), empty = full + MAX_STAGES, landed = empty + MAX_STAGES;
         scales = reinterpret_cast<float*>(landed + 2);
     }
 
@@ -68,7 +73,7 @@ struct Block {
         __syncthreads();
     }
 
-    // The weight row of a row of the tile; of SWIGLU the second half are rows of up.
+    // The weight row of a row of the tile. With SWIGLU the second half of a tile are rows of up.
     __device__ __forceinline__ int weight_row(int row) const {
         if (p.epilogue != SWIGLU) return tile * TILE + row;
         return tile * (TILE / 2) + row + (row < TILE / 2 ? 0 : p.n - TILE / 2);
@@ -88,10 +93,10 @@ struct Block {
         }
     }
 
-    // What a norm ahead of this product multiplies the rows of the share with; a thread for each.
+    // Computes the factors of the norm before this product for the rows of the share, one row per thread.
     __device__ __forceinline__ void scale_rows(int thread, int threads) {
-        const int most = min(share, p.rows - first - rank * share), parts = p.inner / TILE;
-        for (int row = thread; row < most; row += threads) {
+        const int count = min(share, p.rows - first - rank * share), parts = p.inner / TILE;
+        for (int row = thread; row < count; row += threads) {
             const float* from = p.squares + static_cast<long long>(first + rank * share + row) * parts;
             float sum = 0.f;
 #pragma unroll 4
@@ -117,7 +122,7 @@ struct Block {
 #pragma unroll
             for (int i = 0; i < PIECE / 16; ++i) multiply(d, moved(a, i * 32), moved(rows, i * 32), piece + i > 0);
             products_commit();
-            products_wait<1>();  // of the piece before
+            products_wait<1>();  // for the products of the previous piece
             if (piece > 0 && threadIdx.x % 32 == 0) arrive(empty + (stage == 0 ? p.stages : stage) - 1);
             a = moved(a, WEIGHTS);
             if (++stage == p.stages) stage = 0, parity ^= 1;
@@ -125,7 +130,8 @@ struct Block {
         products_wait<0>();
     }
 
-    // Of thread t of warp w, d[4 i + 2 r + j] is weight row 16 w + t / 4 + 8 r, row 8 i + 2 (t % 4) + j of x.
+    // Stores this block's sums. In thread t of warp w, d[4 i + 2 r + j] belongs to weight row 16 w + t / 4 + 8 r and row 8 i + 2 (t % 4) +
+    // j of x.
     __device__ __forceinline__ void keep(const float (&d)[N / 2], float* to) {
         to += threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + threadIdx.x % 4 * 2 * SUM;
 #pragma unroll
@@ -133,7 +139,7 @@ struct Block {
             to[0] = d[4 * i], to[SUM] = d[4 * i + 1], to[8] = d[4 * i + 2], to[SUM + 8] = d[4 * i + 3];
     }
 
-    // Every rank gets its share of this block's sums.
+    // Sends every rank the sums of its share of the rows.
     __device__ __forceinline__ void send(const float (&d)[N / 2]) {
         if (p.splits == 1) return keep(d, sums);
         auto* own = reinterpret_cast<float*>(ring);
@@ -159,12 +165,12 @@ struct Block {
     }
 };
 
-// Pairs of outputs that a thread finishes, each at once: `row` of the block's share, `column` of its outputs.
+// The pairs of outputs that a thread finishes, by number: `row` within the block's share, `column` within its outputs.
 template <int N>
 struct Pairs {
     const Block<N>& block;
-    const int width, bits, from;  // outputs of a tile; first row of the share
-    uint32_t norm = 0;            // of a thread's column, the same in all its rows
+    const int width, bits, from;  // width: outputs of a tile; from: first row of the share
+    uint32_t norm = 0;            // the norm's weights for the thread's column, which is the same in all its pairs
 
     __device__ __forceinline__ explicit Pairs(const Block<N>& mine)
         : block(mine), width(mine.p.epilogue == SWIGLU ? TILE / 2 : TILE), bits(__ffs(width) - 2), from(mine.first + mine.rank * mine.share) {
@@ -198,7 +204,7 @@ struct Pairs {
         if (block.p.norm != nullptr) finish_for_norm(i, widen(done), widen(norm));
     }
 
-    // A warp has a row of the tile.
+    // The pairs of a warp are one row of the tile.
     __device__ __forceinline__ void finish_for_norm(int i, float2 v, float2 w) const {
         *reinterpret_cast<uint32_t*>(block.p.weighted + place(i)) = narrow(v.x * w.x, v.y * w.y);
         float squares = v.x * v.x + v.y * v.y;

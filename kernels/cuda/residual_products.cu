@@ -1,11 +1,12 @@
 // wheel: sm_90a
-// Products of decoding for many rows that are added to what they came from: x[rows, n] += a[rows, inner] @ W[n, inner]^T, only for sm_90a.
-// kernels/lm_products.py has the tiles of each, and launches it.
+// Products of decoding for many rows that are added to a residual: x[rows, n] += a[rows, inner] @ W[n, inner]^T, only for sm_90a.
+// kernels/lm_products.py chooses their tiles and launches them.
 //
-// A tile is 128 rows of a times 128 rows of the weights; the blocks of a cluster have parts of the inner size of the same tile. Each of two
-// warpgroups multiplies 64 of the rows; a thread beside them asks for pieces of 64 values of both into a ring, the first weights while the
-// kernel ahead still runs (programmatic dependent launch). A block then sends every other one the sums of the rows which that one finishes,
-// so all are added up in the order of the ranks. A row has the same bits in any batch with the same tiles.
+// A tile is the product of 128 rows of a and 128 rows of the weights. Each block of a cluster has a part of the inner size of the same
+// tile. Each of two warpgroups multiplies 64 of the rows. A thread of another warp requests copies of pieces of 64 values of both into a
+// ring; the first weights are copied while the previous kernel still runs (programmatic dependent launch). Each block then finishes a share
+// of the rows, for which the others send it their sums, and adds all sums in the order of the ranks. A row has the same bits in every batch
+// with the same tiles.
 #include "common.cuh"
 #include "cluster.cuh"
 #include "wgmma.cuh"
@@ -14,14 +15,15 @@ namespace {
 
 constexpr int PIECE = 64, LINE = PIECE * 2, WARPGROUP = 128, WORKERS = 2 * WARPGROUP;
 constexpr int ROWS = 128, OUTPUTS = 128, A = ROWS * LINE, STAGE = A + OUTPUTS * LINE, STAGES = 5;
-constexpr int BAND = 16, QUADS = OUTPUTS / 16, BAND_BYTES = BAND * OUTPUTS * 4;  // rows of a warp's sums; a thread's fours in each of two rows
+// BAND: rows of a warp's sums; QUADS: groups of four sums that a thread has in each of two rows.
+constexpr int BAND = 16, QUADS = OUTPUTS / 16, BAND_BYTES = BAND * OUTPUTS * 4;
 constexpr int SUMS_BYTES = ROWS / BAND * BAND_BYTES;
-constexpr int PATIENCE = 1 << 22;  // looks at a barrier before the launch is given up: seconds, where a piece takes a microsecond
+constexpr int PATIENCE = 1 << 22;  // tries at a barrier before the launch is aborted: seconds, while a piece takes a microsecond
 
 struct Args {
-    TensorMap weights, a;          // boxes of 64 values x the rows of a tile of W [n, inner] and of a [rows, inner]
+    TensorMap weights, a;          // of W [n, inner] and a [rows, inner], for boxes of 64 values x the rows of a tile
     bf16* x;                       // [rows, n]
-    int rows, n, inner, x_stride;  // x_stride: from one row of x to the next
+    int rows, n, inner, x_stride;  // x_stride: values from one row of x to the next
 };
 
 __device__ __forceinline__ void wait_for(unsigned long long* barrier, uint32_t parity) {
@@ -29,8 +31,8 @@ __device__ __forceinline__ void wait_for(unsigned long long* barrier, uint32_t p
         if (tries == PATIENCE) __trap();
 }
 
-// Where a band has the four sums of thread `lane` of the warp that multiplied it: of row lane / 4, or of 8 rows further down, outputs
-// 16 quad + 2 (lane % 4), the next one, and those 8 further on. Neither writes nor reads meet in a bank.
+// The place in a band of four sums of thread `lane` of the warp that multiplied it. They are the outputs 16 quad + 2 (lane % 4), the next
+// one, and the two that are 8 later, of row lane / 4, or of the row 8 below that with `down`. Neither writes nor reads have bank conflicts.
 __device__ __forceinline__ int place_in_band(int down, int quad, int lane) {
     return ((down * QUADS + quad) * 32 + (lane ^ ((quad & 1) << 2 | (quad >> 1 & 1)))) * 16;
 }
@@ -41,8 +43,8 @@ struct Block {
 
     const Args& p;
     unsigned long long *full, *empty;
-    char *ring, *sums;  // sums: of each rank its part of this block's rows, [SPLITS][BANDS] bands
-    const int rank, first, column, pieces, k, warp, lane;  // first: row of a; column: output; k: first value
+    char *ring, *sums;  // sums: those that each rank computed for this block's share of the rows, [SPLITS][BANDS] bands
+    const int rank, first, column, pieces, k, warp, lane;  // first: first row of a; column: first output; k: first value of the inner size
     int stage = 0;
     uint32_t parity = 0;
 
@@ -99,14 +101,14 @@ struct Block {
 #pragma unroll
             for (int i = 0; i < PIECE / 16; ++i) multiply(d, moved(rows, i * 32), moved(weights, i * 32), piece + i > 0);
             products_commit();
-            products_wait<1>();  // of the piece before
+            products_wait<1>();  // for the products of the previous piece
             if (piece > 0 && lane == 0) arrive(empty + before);
             before = stage;
         }
         products_wait<0>();
     }
 
-    // A warp has the sums of a band, which one rank finishes.
+    // Sends this warp's sums, which are one band, to the rank that finishes the band.
     __device__ __forceinline__ void send(const float (&d)[OUTPUTS / 2]) const {
         if (first + warp * BAND >= p.rows) return;
         const int to = warp / BANDS;
@@ -123,7 +125,7 @@ struct Block {
             }
     }
 
-    // Half a warp finishes a row of the tile, in each band of the share one: 8 outputs a thread.
+    // Half a warp finishes one row in each band of the share; a thread has 8 outputs of it.
     __device__ __forceinline__ int row(int band) const { return first + rank * SHARE + band * BAND + warp * 2 + lane / 16; }
     __device__ __forceinline__ long long place(int band) const {  // in x
         return static_cast<long long>(row(band)) * p.x_stride + column + lane % 16 * 8;
@@ -132,7 +134,7 @@ struct Block {
         return row(band) < p.rows ? load16(p.x + place(band)) : make_uint4(0, 0, 0, 0);
     }
 
-    // The product's 8 outputs. A thread adds up four of two eights, and its neighbour the others.
+    // The product's 8 outputs of this thread. Two neighbouring threads each add four outputs of both their eights, then exchange them.
     __device__ __forceinline__ uint4 total(int band) const {
         const int in_band = warp * 2 + lane / 16, line = in_band % 8 * 4 + (lane & 1) * 2, quad = lane % 16 / 2;
         const char *one = sums + band * BAND_BYTES + place_in_band(in_band / 8, quad, line);

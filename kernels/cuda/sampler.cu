@@ -1,9 +1,10 @@
 // wheel: sm_90a compute_90
-// One draw a row: processors, top-k, top-p, draw, and the gather of what the drawn code feeds. The meaning is kernels/sampler.py's.
+// Draws one code per row: logits processors, top-k, top-p, draw, and the next inputs from the drawn codes. kernels/sampler.py defines the
+// results.
 //
-// One block a row, 8 logits a thread. Probabilities are whole multiples of 2^-30, so sums are exact in any order. The top-k
-// threshold is found by bisection over ordered integers, two bits a round, with one barrier a round. The first codebook's logits are float32
-// once they are processed; the others' are bf16, of which pairs are compared at once.
+// A block computes one row, a thread 8 logits. Probabilities are whole multiples of 2^-30, so that sums are exact in any order. The top-k
+// threshold is found by bisection over ordered integers, two bits and one barrier per round. The logits of the first codebook are float32
+// after their processing; those of the others are bf16, and are compared in pairs.
 #include "draws.cuh"
 
 namespace {
@@ -36,7 +37,8 @@ struct Scratch {
     long long places[32];
 };
 
-// The k-th largest of values that are bf16, a pair a word, as the key that is `ordered`. All warps add to one board a round, whose sums were 0.
+// The key (as from `ordered`) of the k-th largest of bf16 values, of which each word has a pair. In each round all warps add to one pair of
+// sums, which start at 0.
 __device__ unsigned kth_largest_of_pairs(const uint32_t (&pairs)[EACH / 2], int k, Scratch& s) {
     unsigned threshold = 0;
 #pragma unroll
@@ -104,7 +106,8 @@ __device__ __forceinline__ void draw(const Args& p) {
         const int best = block.likeliest(value);
         if (threadIdx.x == 0) s.board.code = best;
     } else {
-        // Values of float32 may be the same once they are divided; those of bf16 are not, so only what top-k keeps is divided.
+        // Different float32 values may become equal by the division, so they are divided before top-k. Different bf16 values do not, so
+        // only those that top-k keeps are divided.
         constexpr bool DIVIDED = STAGE == FIRST;
         float likely[EACH], top = -INFINITE, total = 0.f;
         unsigned key[EACH], weight[EACH];
@@ -114,7 +117,7 @@ __device__ __forceinline__ void draw(const Args& p) {
             key[i] = ordered(value[i]);
             top = fmaxf(top, value[i]);
         }
-        top = block.together(top, s.board.floats, Most());
+        top = block.together(top, s.board.floats, Max());
         if (!DIVIDED) top = __fdiv_rn(top, temperature);
         const int k = wanted > 0 ? min(wanted, p.vocab) : p.vocab;
         unsigned threshold = 0;
@@ -168,7 +171,7 @@ __device__ __forceinline__ void draw(const Args& p) {
 
 }  // namespace
 
-// vocab is a multiple of 256 up to 4096, width and talker are multiples of 8, at most 32 codebooks; launched by kernels/lm_cuda.py.
+// vocab must be a multiple of 256 up to 4096, width and talker multiples of 8, and codebooks 32 or less. kernels/lm_cuda.py launches them.
 extern "C" __global__ void __launch_bounds__(512) draw_first(const Args p) { draw<FIRST>(p); }
 extern "C" __global__ void __launch_bounds__(512) draw_middle(const Args p) { draw<MIDDLE>(p); }
 extern "C" __global__ void __launch_bounds__(512) draw_last(const Args p) { draw<LAST>(p); }

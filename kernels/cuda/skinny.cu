@@ -1,13 +1,13 @@
 // wheel: sm_90a compute_90
-// Skinny GEMM for decoding: y[rows, N] = epilogue(norm(x)[rows, K] @ W[N, K]^T), rows <= 32 a block.
+// Skinny GEMM for decoding: y[rows, N] = epilogue(norm(x)[rows, K] @ W[N, K]^T), with up to 32 rows per block.
 //
 // One block owns NT groups of 8 weight rows over the whole K; its warps split K. Weights do not depend on earlier kernels, so
-// every lane copies the 16-byte pieces that it alone will read into shared memory BEFORE griddepcontrol.wait (programmatic
-// dependent launch): the weight stream of a kernel overlaps the arithmetic of the kernels before it. Partial sums of the warps
-// are added in warp order, so results do not depend on timing; on the number of rows only by whether they are more than 8.
+// every lane copies the 16-byte pieces that only it will read into shared memory BEFORE griddepcontrol.wait (programmatic
+// dependent launch). So the weight stream of a kernel overlaps the arithmetic of the previous kernels. Partial sums of the warps
+// are added in warp order, so results do not depend on timing. They depend on the number of rows only by whether it is more than 8.
 //
-// Inside a 32-wide block of K, lane t of a quad owns the 8 consecutive values at 8t; A and B of the mma see the same
-// permutation of k, so plain row-major weights feed 16-byte loads and need no packing.
+// Inside a 32-wide block of K, lane t of a quad owns the 8 consecutive values at 8t. A and B of the mma have the same
+// permutation of k, so plain row-major weights can be read by 16-byte loads and need no packing.
 #include "common.cuh"
 
 namespace {
@@ -21,7 +21,7 @@ struct Args {
     const bf16* extra;      // RESIDUAL: [rows, N] added to the product; BIAS: [N]
     bf16* y;                // [rows, N]
     bf16* normed;           // [rows, K] copy of norm(x), or null
-    const char* ahead;               // bytes that a later kernel will read, brought into the L2
+    const char* ahead;      // bytes that a later kernel will read, which are prefetched into the L2 cache
     long long ahead_bytes;
     int rows, n, x_stride, y_stride, late;
     float eps;
@@ -74,13 +74,13 @@ __device__ __forceinline__ void skinny(const Args& p) {
     constexpr int PAIRS = GATES * 4;
     uint32_t extra = 0;
     if constexpr (EPI == RESIDUAL || EPI == BIAS) {
-        static_assert(MT * 16 * PAIRS <= WARPS * 32, "one pair of outputs a thread");
+        static_assert(MT * 16 * PAIRS <= WARPS * 32, "one pair of outputs per thread");
         const int row = first + threadIdx.x / PAIRS, n = n0 + threadIdx.x % PAIRS * 2;
         if (threadIdx.x < MT * 16 * PAIRS && row < p.rows)
             extra = load4(EPI == BIAS ? p.extra + n : p.extra + static_cast<long long>(row) * p.y_stride + n);
     }
 
-    if constexpr (!NORM) __syncthreads();  // the assembler does not sink loads below a barrier
+    if constexpr (!NORM) __syncthreads();  // because the assembler does not move loads to after a barrier
     if constexpr (NORM) {
 #pragma unroll
         for (int m = 0; m < MT; ++m)
@@ -125,7 +125,7 @@ __device__ __forceinline__ void skinny(const Args& p) {
             }
     }
 
-    // Only now, with the activations here: what the next kernel fetches would delay their loads.
+    // Only now, after the activations were loaded, because copies of the next kernel would have delayed their loads.
     if (p.late) launch_dependents();
     if (p.ahead_bytes > 0 && threadIdx.x == 0 && blockIdx.y == 0) {
         const long long chunk = (p.ahead_bytes / gridDim.x + 127) / 128 * 128, from = chunk * blockIdx.x;
@@ -188,7 +188,7 @@ __device__ __forceinline__ void skinny(const Args& p) {
 
 }  // namespace
 
-// One kernel a partition; kernels/lm_cuda.py has the partition of each shape, its grid and its shared memory.
+// One kernel for each partition. kernels/lm_cuda.py has the partition of each shape, its grid and its shared memory.
 #define KERNEL(NT, MT, WARPS, NB, NORM, EPI)                                                                             \
     extern "C" __global__ void __launch_bounds__(WARPS * 32) skinny_##NT##_##MT##_##WARPS##_##NB##_##NORM##_##EPI(const Args p) { \
         skinny<NT, MT, WARPS, NB, NORM, EPI>(p);                                                                         \

@@ -1,11 +1,12 @@
 // wheel: sm_90a
-// SwiGLU for many rows: y[rows, n] = silu(x @ gate^T) * (x @ up^T), only for sm_90a. kernels/lm_products.py has its tiles, and
-// launches it.
+// SwiGLU for many rows: y[rows, n] = silu(x @ gate^T) * (x @ up^T), only for sm_90a. kernels/lm_products.py chooses its tiles and launches
+// it.
 //
-// A tile is 128 rows of x times 96 rows of the gate's weights and those of up for the same outputs, so that a thread has both sums in its
-// registers. Each of two warpgroups multiplies 64 of the rows; a thread beside them asks for the pieces of 64 values of both into a ring,
-// and is ahead of them, also into the next tile. The first weights depend on no kernel, so they are copied while the one before still runs
-// (programmatic dependent launch). One chain of sums over the inner size gives a row the same bits in any batch.
+// A tile is the product of 128 rows of x with 96 rows of the gate's weights and the 96 rows of up's weights for the same outputs, so that a
+// thread has both sums in its registers. Each of two warpgroups multiplies 64 of the rows. A thread of another warp requests copies of
+// pieces of 64 values of x and the weights into a ring, ahead of the products and also across tiles. The first weights depend on no earlier
+// kernel, so they are copied while the previous kernel still runs (programmatic dependent launch). The sums run over the inner size in one
+// fixed order, so that a row has the same bits in every batch.
 #include "common.cuh"
 #include "wgmma.cuh"
 
@@ -13,12 +14,12 @@ namespace {
 
 constexpr int PIECE = 64, LINE = PIECE * 2, WARPGROUP = 128, WORKERS = 2 * WARPGROUP;
 constexpr int ROWS = 128, OUTPUTS = 96, X = ROWS * LINE, HALF = OUTPUTS * LINE, STAGE = X + 2 * HALF, STAGES = 5;
-constexpr int PATIENCE = 1 << 22;  // looks at a barrier before the launch is given up: seconds, where a piece takes a microsecond
+constexpr int PATIENCE = 1 << 22;  // tries at a barrier before the launch is aborted: seconds, while a piece takes a microsecond
 
 struct Args {
-    TensorMap weights, x;          // boxes of 64 values x 96 rows of [2 * n, inner], gate first; x the rows of a tile of [rows, inner]
+    TensorMap weights, x;          // of [2 * n, inner], gate first, for boxes of 64 values x 96 rows; of [rows, inner], x 128 rows
     bf16* y;                       // [rows, n]
-    int rows, n, inner, y_stride;  // y_stride: from one row of y to the next
+    int rows, n, inner, y_stride;  // y_stride: values from one row of y to the next
 };
 
 __device__ __forceinline__ void wait_for(unsigned long long* barrier, uint32_t parity) {
@@ -32,7 +33,7 @@ struct Block {
     const Args& p;
     unsigned long long *full, *empty;
     char* ring;
-    const int groups, tiles, pieces;  // groups: tiles of the same weights, in a row
+    const int groups, tiles, pieces;  // groups: number of consecutive tiles that have the same weights
     int stage = 0;
     uint32_t parity = 0;
 
@@ -81,7 +82,7 @@ struct Block {
             }
     }
 
-    // Into a thread's sums: the gate's and those of up.
+    // Computes a thread's sums: first those of the gate, then those of up.
     __device__ __forceinline__ void multiply_all(float (&d)[OUTPUTS]) {
         const Matrix a = matrix_of_lines(ring + threadIdx.x / WARPGROUP * (X / 2)), b = matrix_of_lines(ring + X);
         int before = 0;
@@ -93,7 +94,7 @@ struct Block {
 #pragma unroll
             for (int i = 0; i < PIECE / 16; ++i) multiply(d, moved(rows, i * 32), moved(weights, i * 32), piece + i > 0);
             products_commit();
-            products_wait<1>();  // of the piece before
+            products_wait<1>();  // for the products of the previous piece
             if (piece > 0 && threadIdx.x % 32 == 0) arrive(empty + before);
             before = stage;
         }
@@ -101,14 +102,15 @@ struct Block {
         if (threadIdx.x % 32 == 0) arrive(empty + before);
     }
 
-    // Outputs 8 chunk + 2 (t % 4) and the next one of a thread's row t / 4, or of 8 rows further down. d[4 i + 2 r + j] of thread t of a
-    // warp is row t / 4 + 8 r, row 8 i + 2 (t % 4) + j of the tile's weights.
+    // The outputs 8 chunk + 2 (t % 4) and the next one, of row t / 4, or of the row 8 below that with `down`. In thread t of a warp,
+    // d[4 i + 2 r + j] belongs to row t / 4 + 8 r of x and to row 8 i + 2 (t % 4) + j of the tile's weights.
     __device__ __forceinline__ uint32_t finished(const float (&d)[OUTPUTS], int chunk, int down) const {
         const int at = chunk * 4 + down * 2, up = OUTPUTS / 2 + at;
         return narrow(silu(rounded(d[at])) * rounded(d[up]), silu(rounded(d[at + 1])) * rounded(d[up + 1]));
     }
 
-    // Neighbours exchange outputs, so that a thread stores four of one chunk at once and 4 threads store 32 bytes of a row.
+    // Stores the outputs. Neighbouring threads first exchange some, so that a thread stores four of one chunk at once, and 4 threads store
+    // 32 bytes of a row.
     __device__ __forceinline__ void deliver(const float (&d)[OUTPUTS], int first_row, int tile) const {
         const int lane = threadIdx.x % 32, odd = lane & 1, row = first_row + threadIdx.x / 32 % 4 * 16 + lane / 4;
         bf16* const to = p.y + static_cast<long long>(row) * p.y_stride + column_of(tile) + odd * 8 + (lane & 2) * 2;

@@ -6,4 +6,4 @@ down_revision = None
 
 
 def upgrade() -> None:
-    """Does nothing, because no ledger is older."""
+    """Does nothing, because no ledger is older than this revision."""

@@ -1,4 +1,5 @@
-"""Batches of utterances that a codec decodes together: of the lowest cost, or of fixed shapes."""
+"""Divides utterances into batches that a codec decodes together: batches of the lowest cost, or of fixed
+shapes."""
 
 from __future__ import annotations
 
@@ -34,15 +35,14 @@ def longest_first(lengths: Sequence[int], max_frames: int) -> list[list[int]]:
     return found
 
 
-def cheapest(
+def cheapest_batches(
     lengths: Sequence[int], max_frames: int, pass_frames: int, padding_cost: float = 1.0
 ) -> list[list[int]]:
     """Divides utterances into batches of the lowest cost, the longest first; omits empty ones.
 
     A batch is as wide as its longest utterance and has up to `max_frames` frames; a row counts as up to
     `pass_frames` frames, since longer ones are decoded in passes of that length. `padding_cost`: the cost of
-    a padded
-    frame in a batch of one pass; it is 1 in batches of several passes.
+    a padded frame in a batch of one pass; the cost is 1 in batches of several passes.
     """
     order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: -lengths[i])
     widths = [round_up(lengths[i]) for i in order]
@@ -50,7 +50,7 @@ def cheapest(
     limits = [max(max_frames // min(width, pass_frames), 1) for width in widths]
     frames = [0, *accumulate(lengths[i] for i in order)]
     # For the first `end` utterances: the lowest cost, and where their last batch begins. With hundreds of
-    # utterances this takes milliseconds, so the inner loop calls no functions.
+    # utterances this takes milliseconds, so the inner loop calls no function.
     costs, begins = [0.0], [0]
     for end in range(1, len(order) + 1):
         least, first = math.inf, end - 1
@@ -74,7 +74,7 @@ def cheapest(
     return batches[::-1]
 
 
-def alike(lengths: Sequence[int]) -> list[list[int]]:
+def same_length_batches(lengths: Sequence[int]) -> list[list[int]]:
     """Batches of up to `FIXED_ROWS` utterances of one padded length: the shape of an utterance's batch depends
     on its length only."""
     sizes: dict[int, list[int]] = {}

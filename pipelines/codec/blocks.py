@@ -250,11 +250,11 @@ class UpsampleBlock:
 class ConvStack:
     """From upsampled latents to the waveform: [B, T, latent] -> float32 [B, T * rates] in [-1, 1].
 
-    `width`: channels of the first block, halved by each. `tanh`: whether samples are limited by tanh, as in
-    training, or clamped.
+    `width`: channels of the first block's input; each block halves the number. `tanh`: whether samples are
+    limited by tanh, as in training, or clamped.
     """
 
-    #: Whether unneeded samples cost almost nothing.
+    #: Whether samples that are not needed take almost no time.
     skips_padding = False
 
     def __init__(
@@ -277,7 +277,8 @@ class ConvStack:
         self.tanh = tanh
 
     def __call__(self, x: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:
-        """`lengths`: the number of samples needed of each row; ignored here, all are made."""
+        """`lengths`: the number of samples that are needed of each row; ignored here, all samples are
+        made."""
         x = self.stem(x, past)
         for block in self.blocks:
             x = block(x, past)
@@ -307,7 +308,7 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def window_mask(queries: Tensor, keys: Tensor, window: int) -> Tensor:
-    """The mask of the keys that a query sees: key j of query i iff i - window < j <= i and j >= 0.
+    """The mask of the keys that a query attends to: key j for query i if i - window < j <= i and j >= 0.
 
     queries: positions [B, T]; keys: positions [B, K]. Returns bool [B, 1, T, K].
     """
@@ -335,7 +336,7 @@ class WindowAttention:
             seen = slice(max(0, start + earlier - window + 1), end + earlier)
             mask = window_mask(positions[:, start:end], keys[:, seen], window)
             if mask.is_cuda:
-                # As numbers to add, so that they are not converted in every layer.
+                # The mask as numbers that are added, so that it is not converted in every layer.
                 mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
                     ~mask, -torch.inf
                 )

@@ -1,5 +1,5 @@
-"""Causal codecs: codes to a waveform, batches of whole utterances or streams chunk by chunk, with equal
-results."""
+"""Causal codecs, which decode codes to a waveform: batches of whole utterances, or streams chunk by chunk,
+with equal results."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kernels.registry import on_device, to_device
 from kernels.toolchain import triton_fault
-from pipelines.codec.batches import FIXED_ROWS, PADDING_COST, alike, cheapest, round_up
+from pipelines.codec.batches import FIXED_ROWS, PADDING_COST, cheapest_batches, round_up, same_length_batches
 from pipelines.codec.blocks import Past
 from pipelines.codec.graphs import STEP_FRAMES, StreamGraphs, UtteranceGraphs, pieces
 from pipelines.codec.stage import Decoder
-from pipelines.codec.states import CodecShape, CodecState, Written
+from pipelines.codec.states import CodecShape, CodecState, WriteEvent
 from pipelines.codec.transfer import PendingSamples, Samples, pinned, recorded
 from pipelines.errors import ErrorCode, SynthesisError
 
-#: (rows, frames) of the batches that `warm` compiles kernels for. Triton compiles others for multiples of 16,
-#: and tiles depend on frames.
+#: (rows, frames) of the batches that `warm` compiles kernels for. Triton compiles different kernels for
+#: multiples of 16, and tiles depend on the number of frames.
 _WARM_BATCHES = ((3, 56), (3, 48), (3, 104), (3, 112), (16, 56), (16, 104), (16, 112))
 #: Maximum frames of one row of a pass, and of all its rows; they bound its memory.
 PASS_FRAMES, BATCH_FRAMES = 512, 4096
 
 
 class CausalDecoder(Decoder[CodecState]):
-    """Turns codes [frames, codebooks] into audio, `samples_per_frame` samples a frame, strictly causal.
+    """Decodes codes [frames, codebooks] to audio with `samples_per_frame` samples per frame; strictly causal.
 
     On a CPU every utterance is decoded alone, so that its bits do not depend on others. On a GPU utterances
     of similar length share a batch, padded on the right, which does not affect their samples; if
@@ -52,7 +52,7 @@ class CausalDecoder(Decoder[CodecState]):
         largest_code: int | None,
         reproducible: bool = False,
     ) -> None:
-        """`largest_code`: the maximum of a code; None: larger codes mean the codebook's last one."""
+        """`largest_code`: the maximum code; None: any larger code selects the codebook's last entry."""
         self.device = torch.device(device)
         self.dtype = dtype
         self.samples_per_frame = samples_per_frame
@@ -71,15 +71,16 @@ class CausalDecoder(Decoder[CodecState]):
         )
 
     def new_state(self) -> CodecState:
-        """The state before the first frame of a stream. Touches no device."""
+        """The state before the first frame of a stream. Does not use the device."""
         return CodecState()
 
     def prepare_streams(self, rows: int) -> None:
         """On a CUDA device: allocates an arena for the states of `rows` streams, and captures the graphs that
         decode their chunks.
 
-        Without it, and for further streams, chunks are launched op by op, which is slower. Must be called
-        before the first stream. Raises `torch.OutOfMemoryError` if there is no memory for the arena.
+        Without this call, and for streams beyond `rows`, chunks are launched op by op, which is slower. Must
+        be called before the first stream. Raises `torch.OutOfMemoryError` if there is no memory for the
+        arena.
         """
         if self.device.type == "cpu" or rows < 1:
             return
@@ -88,7 +89,7 @@ class CausalDecoder(Decoder[CodecState]):
 
     def prepare_utterances(self, rows: int, frames: int = STEP_FRAMES) -> None:
         """On a CUDA device: captures the graphs of a continuous batch of whole utterances, in steps of `rows`
-        rows and `frames` frames, which stages opened afterwards use instead of `decode`.
+        rows and `frames` frames. Stages that are opened afterwards use them instead of `decode`.
 
         Raises `torch.OutOfMemoryError` if there is no memory for the arena.
         """
@@ -118,10 +119,10 @@ class CausalDecoder(Decoder[CodecState]):
         self._check(codes)
         with graphs.on_stream():
             inside = [index for index, state in enumerate(states) if state.enter(graphs.arena)]
-            heard, buffers = graphs.replay(
+            samples, buffers = graphs.replay(
                 [states[i] for i in inside], [codes[i] for i in inside], [last[i] for i in inside]
             )
-            found = dict(zip(inside, heard))
+            found = dict(zip(inside, samples))
             parts = [
                 found[i] if i in found else self._launched(states[i], codes[i], last[i])
                 for i in range(len(codes))
@@ -160,15 +161,16 @@ class CausalDecoder(Decoder[CodecState]):
         """Decodes whole utterances.
 
         codes: one [frames, codebooks] of integers each, of any lengths. The utterances continue from `states`
-        (such as a cloned voice's, after its reference codes), which are not changed. Returns float32 [frames * samples_per_frame] each, in [-1, 1]. Raises `SynthesisError`
-        (`synth.engine`) on codes of another shape or outside the codebooks.
+        (such as the state after the reference codes of a cloned voice), which are not changed. Returns
+        float32 [frames * samples_per_frame] each, in [-1, 1]. Raises `SynthesisError` (`synth.engine`) for
+        codes of another shape or outside the codebooks.
         """
         self._check(codes)
         waves: list[Tensor] = [torch.empty(0, device=self.device)] * len(codes)
         warm = [states is not None and states[i].frames > 0 for i in range(len(codes))]
         lengths = [len(item) for item in codes]
         for indices in self._batches(lengths, warm):
-            # A new state takes the same path as none, so that the bits are the same.
+            # A new state is treated like no state, so that the bits are the same.
             starts = (
                 [states[i] for i in indices] if states is not None and any(warm[i] for i in indices) else None
             )
@@ -191,12 +193,12 @@ class CausalDecoder(Decoder[CodecState]):
             for indices in self._rows(list(same), frames):
                 rows = self._filled([codes[i] for i in indices])
                 past = self._past([states[i] for i in indices], len(rows))
-                decoded = self.run(self._here(torch.stack(rows)), past)
+                decoded = self.run(self._on_device(torch.stack(rows)), past)
                 kept = [
                     past.after[row].clone() if len(rows) > 1 else past.after[row]
                     for row in range(len(indices))
                 ]
-                written = Written(self.device) if self.device.type == "cuda" else None
+                written = WriteEvent(self.device) if self.device.type == "cuda" else None
                 for row, i in enumerate(indices):
                     states[i].values, states[i].written = kept[row], written
                     states[i].frames += frames
@@ -206,8 +208,8 @@ class CausalDecoder(Decoder[CodecState]):
     def run(self, codes: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:
         """One pass: [B, T, codebooks] -> float32 [B, T * samples_per_frame].
 
-        `lengths`: the number of samples needed of each row, if `skips_padding` and there is no past; the
-        others are undefined.
+        `lengths`: the number of samples that are needed of each row, if `skips_padding` is set and there is
+        no past. Later samples are undefined.
         """
         raise NotImplementedError
 
@@ -219,12 +221,12 @@ class CausalDecoder(Decoder[CodecState]):
                     ErrorCode.SYNTH_ENGINE,
                     f"The codec got codes of shape {list(item.shape)} and type {item.dtype}, not [frames, {width}] integers.",
                 )
-        # On a GPU this check would make the host wait for the device; there codes come from samplers that
-        # stay within the codebook.
-        here = [item for item in codes if not item.is_cuda and item.numel()]
-        if not here:
+        # For codes on a GPU this check would make the host wait for the device. They come from samplers,
+        # which stay within the codebook.
+        on_host = [item for item in codes if not item.is_cuda and item.numel()]
+        if not on_host:
             return
-        together = here[0] if len(here) == 1 else torch.cat(here)
+        together = on_host[0] if len(on_host) == 1 else torch.cat(on_host)
         low, high = int(together.min()), int(together.max())
         if low < 0 or (largest is not None and high > largest):
             bounds = "codes start at 0" if largest is None else f"its codebooks hold 0 to {largest}"
@@ -232,8 +234,8 @@ class CausalDecoder(Decoder[CodecState]):
                 ErrorCode.SYNTH_ENGINE, f"The codec got codes from {low} to {high}; {bounds}."
             )
 
-    def _here(self, batch: Tensor) -> Tensor:
-        """Sends a tensor to the decoder's device; the host does not wait."""
+    def _on_device(self, batch: Tensor) -> Tensor:
+        """Sends a tensor to the decoder's device, unless it is there; the host does not wait."""
         return batch if batch.device == self.device or batch.is_cuda else to_device(batch, self.device)
 
     def _batches(self, lengths: Sequence[int], warm: Sequence[bool]) -> list[list[int]]:
@@ -241,13 +243,13 @@ class CausalDecoder(Decoder[CodecState]):
         if self._alone:
             return [[i] for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]) if lengths[i]]
         if not self._fixed:
-            # Rows that continue from a state are decoded to the end of their batch.
+            # Rows that continue from a state are decoded to the padded end of their batch.
             padding = PADDING_COST if self.skips_padding and not any(warm) else 1.0
-            return cheapest(lengths, self.batch_frames, PASS_FRAMES, padding)
+            return cheapest_batches(lengths, self.batch_frames, PASS_FRAMES, padding)
         kinds = [
             [length if one is kind else 0 for length, one in zip(lengths, warm)] for kind in (False, True)
         ]
-        return [indices for kind in kinds for indices in alike(kind)]
+        return [indices for kind in kinds for indices in same_length_batches(kind)]
 
     def _filled(self, codes: list[Tensor]) -> list[Tensor]:
         """Adds silent rows up to the fixed number, if there is one."""
@@ -263,7 +265,7 @@ class CausalDecoder(Decoder[CodecState]):
     def _past(self, states: Sequence[CodecState], rows: int) -> Past:
         """The past of these streams, padded with new states to `rows` rows."""
         states = [*states, *[self.new_state() for _ in range(rows - len(states))]]
-        positions = self._here(torch.tensor([state.frames for state in states]))
+        positions = self._on_device(torch.tensor([state.frames for state in states]))
         shape = self.shape
         return Past(torch.stack([state.own_values(shape) for state in states]), positions)
 
@@ -274,7 +276,7 @@ class CausalDecoder(Decoder[CodecState]):
         longest = max(lengths)
         padded = longest if self._alone else round_up(longest)
         together = pad_sequence(self._filled(list(codes)), batch_first=True)
-        batch = self._here(pad(together, (0, 0, 0, padded - longest)))
+        batch = self._on_device(pad(together, (0, 0, 0, padded - longest)))
         if states is None and padded <= PASS_FRAMES:
             # Rows without padding have lengths too: otherwise kernels would be compiled for both cases.
             ends = self.skips_padding and not self._fixed

@@ -1,8 +1,8 @@
 """Codecs on fused ops: the `ConvStack`, and the front before it.
 
-In the stack each op applies the snake of the next one, so that every value is activated once. It does the
-arithmetic of the plain stack in the same order of rounding, but its stream states hold activated inputs, so
-they are not interchangeable with the plain stack's.
+In the stack each op applies the snake activation of the next op, so that every value is activated once. It
+does the arithmetic of the plain stack in the same order of rounding, but its stream states hold activated
+inputs, so they are not interchangeable with the plain stack's.
 
 The front has five kernels for each layer of the transformer and three for each ConvNeXt block. Consecutive
 linear maps are merged, and scales are folded into weights: the function is the same, and its states are those
@@ -44,7 +44,8 @@ from pipelines.codec.blocks import (
 
 log = logging.getLogger(__name__)
 
-#: Up to this number of channels one program holds all of a step, and a residual unit is one kernel.
+#: Maximum number of channels for which one program of a kernel holds all channels of a step, so that a
+#: residual unit is one kernel.
 WIDEST_UNIT = 192
 #: The fused head clamps to 1, so inputs of tanh are divided by this before it. Tanh reaches 1 far below this
 #: value, and a power of two changes no digits.
@@ -58,7 +59,8 @@ Linear = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Next:
-    """The snake that an op applies to its result, and the past that the next op needs."""
+    """The snake that an op applies to its result, and the part of the state that holds the past inputs of the
+    next op."""
 
     frequency: Tensor
     gain: Tensor
@@ -66,7 +68,7 @@ class _Next:
 
     @classmethod
     def of(cls, snake: Snake, span: StateSpan, rate: int = 1) -> _Next:
-        """`rate`: steps of the next op for each of this one."""
+        """`rate`: number of steps of the next op for each step of this op."""
         return cls(snake.frequency.repeat(rate), snake.gain.repeat(rate), span)
 
 
@@ -133,8 +135,8 @@ class _Block:
     def __call__(
         self, a: Tensor, lead: int, past: Past | None, before: Tensor | None, ends: Tensor | None
     ) -> tuple[Tensor, int]:
-        """Activated [B, lead + T, 2 * channels] -> the next op's activated input and its lead; `before`,
-        `ends`: the rows' ends in its input and its output."""
+        """Activated [B, lead + T, 2 * channels] -> the next op's activated input and its lead (steps of
+        history); `before`, `ends`: where the rows end in the block's input and its output."""
         rows, steps = a.shape[0], (a.shape[1] - lead) * self.rate
         x = a.new_empty(rows, steps, self.channels)
         following, ahead = _buffer(a, steps, self.channels, self.first.span, past)
@@ -168,7 +170,7 @@ class FusedStack:
         self._entry = entries[0]
         self._blocks = [_Block(block, after) for block, after in zip(stack.blocks, entries[1:])]
         rates = [block.rate for block in stack.blocks]
-        #: Samples for each step of each block's input, and of the head's.
+        #: Number of samples for each step of each block's input, and of the head's input.
         self._step_samples = [*accumulate(rates[::-1], mul, initial=1)][::-1]
         self._head_span = head.span
         self._tanh = stack.tanh
@@ -178,8 +180,8 @@ class FusedStack:
         self._head_weight, self._head_bias = weight[0].T.contiguous(), bias.float()
 
     def __call__(self, x: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:
-        """`lengths`: the number of samples needed of each row. Later samples are undefined, since their tiles
-        are skipped."""
+        """`lengths`: the number of samples that are needed of each row. Later samples are undefined, since
+        their tiles are skipped."""
         lead, ends = 0, self._ends(lengths, x.device)
         if past is not None:
             lead = self._stem_span.steps
@@ -201,7 +203,8 @@ class FusedStack:
         int32 [B] each; sent in one copy."""
         if lengths is None:
             return [None] * len(self._step_samples)
-        # Each starts at a multiple of 16 bytes; Triton would compile another kernel for other pointers.
+        # Each row of the table starts at a multiple of 16 bytes; Triton would compile another kernel for
+        # other pointers.
         table = np.zeros((len(self._step_samples), -(-len(lengths) // 4) * 4), np.int32)
         table[:, : len(lengths)] = -(-np.array(lengths) // np.array(self._step_samples)[:, None])
         return to_device(torch.from_numpy(table), device)[:, : len(lengths)].unbind()
@@ -233,8 +236,8 @@ def tap_major(weight: Tensor) -> Tensor:
 def _buffer(
     like: Tensor, steps: int, channels: int, span: StateSpan, past: Past | None
 ) -> tuple[Tensor, int]:
-    """An activated input to be filled, [B, lead + steps, channels], that starts with the history if there is a
-    past; and its lead."""
+    """A buffer for an activated input, [B, lead + steps, channels], and its lead: the steps of history that
+    it starts with if there is a past."""
     if past is None:
         return like.new_empty(like.shape[0], steps, channels), 0
     buffer = like.new_empty(like.shape[0], span.steps + steps, channels)
@@ -243,7 +246,7 @@ def _buffer(
 
 
 def _settle(a: Tensor, lead: int, span: StateSpan, past: Past | None) -> Tensor:
-    """Stores the last steps of a filled input for the next chunk; returns the input."""
+    """Stores the last steps of an activated input for the next chunk; returns the input."""
     if past is not None:
         past.after[:, span.offset : span.end].view(-1, span.steps, span.channels).copy_(
             a[:, a.shape[1] - lead :]
@@ -337,8 +340,8 @@ class FusedFront:
         exit_: Linear,
         upsample: UpsampleLayers,
     ) -> None:
-        """`conv`, then the linear map `entry`, the transformer, the linear map `exit_`, and at least one
-        upsampling."""
+        """The modules in their order: `conv`, the linear map `entry`, the transformer, the linear map
+        `exit_`, and at least one upsampling."""
         if conv.weight.is_cuda and codec_kernels():
             import_module("kernels.codec_front_triton")
         dtype, (into, into_bias), (out, out_bias) = conv.weight.dtype, entry, exit_

@@ -31,8 +31,8 @@ Run = Callable[[Tensor, Past], Tensor]
 
 #: Number of host buffers allocated in advance, one for each launch; more are allocated when needed.
 _BUFFERS = 4
-#: Bytes of a launch for a sample of one row (measured), and copies of a row's state (before, after, one
-#: layer's part).
+#: Device memory of a launch: bytes for each sample of a row (measured), and number of copies of a row's state
+#: (before, after, one layer's part).
 _SAMPLE_BYTES, _STATE_COPIES = 700, 3
 
 #: Numbers of streams and frames that graphs are captured for. Smaller batches are padded with an unused row.
@@ -45,13 +45,14 @@ GROUP_FRAMES = 512
 #: Frames of a step of whole utterances. An utterance's last step is padded, and its state is read and written
 #: once a step.
 STEP_FRAMES = 16
-#: How often the number of rows is halved for steps of fewer utterances.
+#: The number of rows is halved up to this many times for steps of fewer utterances.
 _HALVINGS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory for one launch, on the device or pinned on the host: its inputs, int64, and its samples, float32."""
+    """Memory for one launch, on the device or pinned on the host: its inputs (int64) and its samples
+    (float32)."""
 
     inputs: Tensor
     samples: Tensor
@@ -67,7 +68,7 @@ class ChunkGraphs:
     def __init__(
         self, run: Run, shape: CodecShape, states: int, rows: Mapping[int, Sequence[int]], priority: int = 0
     ) -> None:
-        """`states`: number of rows of the arena. `priority`: that of the CUDA stream.
+        """`states`: number of rows of the arena. `priority`: priority of the CUDA stream.
 
         `rows`: the numbers of rows that a launch can have, ascending, for each number of frames. Smaller
         launches are padded with an unused row.
@@ -84,7 +85,7 @@ class ChunkGraphs:
         )
         with torch.inference_mode(), self.on_stream():
             self.arena = Arena(states, shape.state_size, shape.dtype, shape.device)
-            self._here = self._buffer(shape.device)
+            self._on_device = self._buffer(shape.device)
         self._buffers = deque(self._buffer() for _ in range(_BUFFERS))
 
     def on_stream(self) -> Any:
@@ -93,7 +94,8 @@ class ChunkGraphs:
 
     @torch.inference_mode()
     def prepare(self) -> Self:
-        """Compiles the kernels and captures all graphs, the largest first, whose memory the others reuse."""
+        """Compiles the kernels and captures all graphs, the largest first, so that the others reuse its
+        memory."""
         if triton_fault() is None:
             with import_module("kernels.triton_launch").compiled_together(), self.on_stream():
                 for size in self.sizes:
@@ -103,7 +105,7 @@ class ChunkGraphs:
                 # A capture runs on the unused row.
                 inputs = np.zeros(self._inputs_of(rows, frames), np.int64)
                 inputs[:rows] = self.arena.dead
-                self._here.inputs[: len(inputs)].copy_(torch.from_numpy(inputs))
+                self._on_device.inputs[: len(inputs)].copy_(torch.from_numpy(inputs))
             work = partial(self._work, rows, frames)
             try:
                 self._graphs[rows, frames] = (
@@ -128,21 +130,21 @@ class ChunkGraphs:
     def launch(
         self, states: Sequence[CodecState], codes: Sequence[Codes], frames: int
     ) -> tuple[Buffer, list[Samples]]:
-        """Starts one launch for chunks of up to `frames` frames. Returns its buffer, and the part of it where
-        the samples of each chunk will be."""
+        """Starts one launch for chunks of up to `frames` frames. Returns its buffer, and for each chunk the
+        part of the buffer that receives its samples."""
         rows = next(rows for rows in self._rows[frames] if rows >= len(states))
         buffer = self._buffers.popleft() if self._buffers else self._buffer()
         used, each = self._inputs_of(rows, frames), self._shape.samples_per_frame
         self._pack(buffer.inputs.numpy()[:used], rows, frames, states, codes)
-        self._here.inputs[:used].copy_(buffer.inputs[:used], non_blocking=True)
+        self._on_device.inputs[:used].copy_(buffer.inputs[:used], non_blocking=True)
         (self._graphs.get((rows, frames)) or partial(self._work, rows, frames))()
         samples = len(states) * frames * each
-        buffer.samples[:samples].copy_(self._here.samples[:samples], non_blocking=True)
+        buffer.samples[:samples].copy_(self._on_device.samples[:samples], non_blocking=True)
         for state, one in zip(states, codes):
             state.frames += len(one)
-        heard = buffer.samples.numpy()
+        received = buffer.samples.numpy()
         return buffer, [
-            heard[row * frames * each : (row * frames + len(one)) * each] for row, one in enumerate(codes)
+            received[row * frames * each : (row * frames + len(one)) * each] for row, one in enumerate(codes)
         ]
 
     def _pack(
@@ -160,13 +162,13 @@ class ChunkGraphs:
     def _work(self, rows: int, frames: int) -> None:
         """The work of a graph, all of it on the device."""
         used = self._inputs_of(rows, frames)
-        numbers, positions, codes = self._here.inputs[:used].split([rows, rows, used - 2 * rows])
+        numbers, positions, codes = self._on_device.inputs[:used].split([rows, rows, used - 2 * rows])
         # The state that an earlier owner left in a row is replaced with zeros, since 0 * NaN is NaN.
         before = self.arena.values.index_select(0, numbers).masked_fill_((positions == 0)[:, None], 0)
         past = Past(before, positions)
         waves = self._run(codes.view(rows, frames, -1), past)
         self.arena.values.index_copy_(0, numbers, past.after)
-        self._here.samples[: waves.numel()].view_as(waves).copy_(waves)
+        self._on_device.samples[: waves.numel()].view_as(waves).copy_(waves)
 
     def _inputs_of(self, rows: int, frames: int) -> int:
         return rows * (2 + frames * self._shape.codes_per_frame)
@@ -214,7 +216,7 @@ class StreamGraphs(ChunkGraphs):
         super().__init__(run, shape, streams, rows, CHUNK_PRIORITY)
 
     def batch_key(self, frames: int, last: bool) -> tuple[int, int]:
-        """The number of frames of a chunk's first launch, and how many streams can share it."""
+        """The number of frames of a chunk's first launch, and how many streams can share that launch."""
         size = next((size for _, size in pieces(frames, last)), FRAMES[0])
         return size, self._rows[size][-1]
 
@@ -225,25 +227,26 @@ class StreamGraphs(ChunkGraphs):
         states.
 
         codes: one [n, codebooks] each, on the host. Returns the parts of each stream's samples, whose transfer
-        has started, and the buffers that hold them, for `recycle` once they were read.
+        has started, and the buffers that hold them, which are passed to `recycle` after the samples were
+        read.
         """
         parts: list[list[Samples]] = [[] for _ in codes]
         buffers: list[Buffer] = []
         plans = [pieces(len(one), final) for one, final in zip(codes, last)]
         left = [one.numpy() for one in codes]
         for turn in range(max(map(len, plans), default=0)):
-            alike: dict[int, list[int]] = {}
+            by_size: dict[int, list[int]] = {}
             for index, plan in enumerate(plans):
                 if turn < len(plan):
-                    alike.setdefault(plan[turn][1], []).append(index)
-            for frames, same in alike.items():
+                    by_size.setdefault(plan[turn][1], []).append(index)
+            for frames, same in by_size.items():
                 limit = self._rows[frames][-1]
                 for start in range(0, len(same), limit):
                     group = same[start : start + limit]
                     some = [left[index][: plans[index][turn][0]] for index in group]
-                    buffer, heard = self.launch([states[index] for index in group], some, frames)
+                    buffer, received = self.launch([states[index] for index in group], some, frames)
                     buffers.append(buffer)
-                    for index, one, samples in zip(group, some, heard):
+                    for index, one, samples in zip(group, some, received):
                         parts[index].append(samples)
                         left[index] = left[index][len(one) :]
         return parts, buffers
@@ -294,17 +297,17 @@ class UtteranceGraphs(ChunkGraphs):
 
     @torch.inference_mode()
     def step(self, states: Sequence[CodecState], codes: Sequence[Codes]) -> PendingSamples:
-        """Starts a step and advances the states. codes: [n, codebooks] each, where n is `frames`, or less at
-        the end of an utterance."""
+        """Starts a step and advances the states. codes: [n, codebooks] each, where n is `frames`, or less for
+        the last step of an utterance."""
         with self.on_stream():
-            buffer, heard = self.launch(states, codes, self.frames)
+            buffer, received = self.launch(states, codes, self.frames)
             event = recorded() if self._on_gpu else None
-        return PendingSamples([[samples] for samples in heard], event, lambda: self.recycle([buffer]))
+        return PendingSamples([[samples] for samples in received], event, lambda: self.recycle([buffer]))
 
 
 def _launch_bytes(shape: CodecShape, states: int, rows: int, frames: int) -> int:
-    """Bytes of device memory of an arena and of graphs; `rows` and `frames` (of all rows together): those of
-    the largest launch."""
+    """Bytes of device memory of an arena and of graphs; `rows`, `frames`: rows of the largest launch, and
+    frames of all its rows together."""
     state = shape.state_size * shape.dtype.itemsize
     return (
         (states + 1) * state + frames * shape.samples_per_frame * _SAMPLE_BYTES + rows * _STATE_COPIES * state

@@ -34,8 +34,8 @@ S = TypeVar("S")
 T = TypeVar("T")
 Done = Callable[[Samples | NightjarError], None]
 
-#: Maximum number of groups on a device at once: one that it decodes, and one that keeps it busy after that.
-#: While streams are alive, whole utterances have one.
+#: Maximum number of groups of a lane on a device at once: one that is being decoded, and one that follows
+#: without a pause. While streams are alive, whole utterances have only one.
 _MAX_STARTED = 2
 #: Maximum frames of a batch of whole utterances while streams are alive, so that the device is never occupied
 #: for long.
@@ -43,15 +43,15 @@ QUANTUM_FRAMES = 4096
 #: A lane is quiet, and starts groups without waiting for more codes, unless more than this many utterances
 #: arrived within the last second.
 QUIET_ARRIVALS = 8
-#: Streams count as alive for this long after their last chunk: the next one follows in about the time that
-#: the chunk plays.
+#: Streams count as alive for this long after their last chunk: the next chunk follows in about the time that
+#: the last one plays.
 _ALIVE_SECONDS = 1.0
 
 
 class Decoder(Generic[S]):
     """A codec's decoder, which can continue from a state. Families derive from it."""
 
-    #: Decodes steps of a continuous batch of whole utterances, if the decoder was prepared for one.
+    #: The graphs that decode whole utterances in a continuous batch, if the decoder was prepared for it.
     utterances: UtteranceGraphs | None = None
 
     def new_state(self) -> S:
@@ -59,8 +59,8 @@ class Decoder(Generic[S]):
         raise NotImplementedError
 
     def decode(self, codes: Sequence[Tensor], states: Sequence[S] | None = None) -> list[Tensor]:
-        """Decodes whole utterances [frames, codebooks] into samples [n] each; `states` are where they start,
-        and are not changed."""
+        """Decodes whole utterances [frames, codebooks] into samples [n] each; `states` are their initial
+        states, and are not changed."""
         raise NotImplementedError
 
     def decode_chunk(self, states: Sequence[S], codes: Sequence[Tensor]) -> list[Tensor]:
@@ -86,8 +86,8 @@ class _Job(Generic[S]):
 
     codes: Codes
     done: Done
-    #: The state that it starts from; None: the codec's initial state. In a continuous batch the state of its
-    #: row, while it has one.
+    #: The state from which it starts; None: the codec's initial state. In a continuous batch: the state of
+    #: its row while it has a row.
     state: S | None
     last: bool
     deadline: float
@@ -98,13 +98,13 @@ class _Job(Generic[S]):
     started: int = 0
     received: int = 0
     #: Whether its receiver was notified.
-    over: bool = False
+    notified: bool = False
 
     def notify(self, outcome: Samples | NightjarError) -> None:
         """Notifies its receiver once. A receiver that raises must not stop the lane."""
-        if self.over:
+        if self.notified:
             return
-        self.over = True
+        self.notified = True
         try:
             self.done(outcome)
         except Exception:
@@ -113,8 +113,8 @@ class _Job(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
-    """How long codes wait for others to be decoded with: maximum seconds, or until `frames` frames are
-    waiting."""
+    """How long codes wait so that more of them are decoded together: at most `seconds`, or until `frames`
+    frames are waiting."""
 
     seconds: float = 0.0
     frames: int = 4096
@@ -126,7 +126,7 @@ _NO_GATHERING = Gathering()
 
 
 class Lane(Generic[S]):
-    """The loop of all lanes. Calls `done` on its own threads."""
+    """The loop that all lanes share. Calls `done` on its own threads."""
 
     #: Names of its two threads, and the priority of its CUDA stream.
     _names = "codec-stage", "codec-samples"
@@ -136,7 +136,7 @@ class Lane(Generic[S]):
         self._device, self._gathering = device, gathering
         on_gpu = device is not None and device.type == "cuda"
         self._stream = torch.cuda.Stream(device, priority=self._priority) if on_gpu else None
-        #: In the order of arrival.
+        #: Jobs that are not started, in the order of arrival.
         self._waiting: deque[_Job[S]] = deque()
         self._waiting_frames = 0
         self._arrivals: deque[float] = deque(maxlen=QUIET_ARRIVALS + 1)
@@ -224,7 +224,7 @@ class Lane(Generic[S]):
             self._pending.put(None)
 
     def _start_next(self) -> bool:
-        """Starts a group when it is due; keeps no reference to it afterwards. Returns False once the lane is
+        """Starts a group when it is due; keeps no reference to it afterwards. Returns False if the lane is
         closed and empty."""
         with self._wake:
             while (seconds := self._seconds_until_due()) != 0:
@@ -249,7 +249,7 @@ class Lane(Generic[S]):
         return 0 if is_quiet or self._closing else max(self._gather_seconds(now), 0)
 
     def _start(self, group: list[_Job[S]]) -> None:
-        """Starts a group, or its halves if that fails: one job's fault must not fail the others."""
+        """Starts a group. If that fails, starts its halves: one faulty job must not fail the others."""
         try:
             outcome = self._decode(group)
         except Exception as error:  # noqa: BLE001 (`failure` logs it)
@@ -281,7 +281,7 @@ class Lane(Generic[S]):
         return started is not None
 
     def _deliver(self, group: Sequence[_Job[S]], outcome: PendingSamples | NightjarError) -> None:
-        """Waits for a group's samples and notifies the receivers of them, or of its error."""
+        """Waits for a group's samples, and passes them or the group's error to the receivers."""
         if isinstance(outcome, PendingSamples):
             outcome = _attempt(outcome.wait)
         self._count_started(-1)
@@ -310,8 +310,8 @@ class StreamLane(Lane[S]):
         super().__init__(device)
 
     def _take(self) -> list[_Job[S]]:
-        """The chunk with the earliest deadline, and chunks of other streams that can share its launch, in the
-        order of their deadlines."""
+        """Removes the chunk with the earliest deadline, and chunks of other streams that can share its
+        launch, in the order of their deadlines."""
         first_chunks: dict[int, _Job[S]] = {}
         for job in self._waiting:
             first_chunks.setdefault(id(job.state), job)
@@ -364,7 +364,7 @@ class UtteranceLane(Lane[S]):
         return 0 if full else self._gathering.seconds - (now - self._waiting[0].since)
 
     def _take(self) -> list[_Job[S]]:
-        """The oldest utterances, up to a full batch."""
+        """Removes the oldest utterances, up to a full batch."""
         full, small = self._gathering.frames, self._gathering.beside_streams()
         batch: list[_Job[S]] = []
         frames = 0
@@ -407,7 +407,7 @@ class ContinuousLane(Lane[CodecState]):
         return 0 if full else self._gathering.seconds - (now - self._last_start)
 
     def _take(self) -> list[_Job[CodecState]]:
-        """The jobs that waited longest, one for each free row."""
+        """Removes the jobs that waited longest, one for each free row."""
         self._last_start = time.monotonic()
         self._drop()
         return [
@@ -416,9 +416,9 @@ class ContinuousLane(Lane[CodecState]):
         ]
 
     def _drop(self) -> None:
-        """Frees the rows of jobs that have failed."""
+        """Frees the rows of failed jobs, which were notified before their end."""
         for job in self._inside:
-            if job.over:
+            if job.notified:
                 self._leave(job)
         self._inside = [job for job in self._inside if job.state is not None]
 
@@ -499,15 +499,15 @@ def failure(error: Exception) -> NightjarError:
 
 
 class CodecStage(Generic[S]):
-    """Decodes codes on its own threads: one lane for whole utterances, and one for streams that never waits
-    for the other.
+    """Decodes codes on its own threads: one lane for whole utterances, and one for streams, which never waits
+    for the other lane.
 
     Calls `done` on a thread of the lane with float32 samples [n], or with the error of that utterance. On a
     CUDA `device` each lane has its own CUDA stream; the lane of streams has priority. Whole utterances wait
     up to `gather_seconds` until `gather_frames` frames are waiting, unless the lane is quiet.
 
-    If the decoder has steps for whole utterances, they form a continuous batch, which waits up to
-    `gather_seconds` between steps until all of its rows are taken.
+    If the decoder has graphs for whole utterances (`Decoder.utterances`), these form a continuous batch,
+    which waits up to `gather_seconds` between steps until all of its rows are taken.
     """
 
     def __init__(
@@ -539,7 +539,7 @@ class CodecStage(Generic[S]):
         return self._streams.is_current or self._utterances.is_current
 
     def decode(self, codes: NDArray[np.int64], done: Done, start: S | None = None) -> None:
-        """Decodes a whole utterance [frames, codebooks], which continues from `start` when it follows a
+        """Decodes a whole utterance [frames, codebooks], from the initial state `start` if it follows a
         reference."""
         self._utterances.put(codes, done, start)
 

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 
-class Written:
-    """The CUDA stream that wrote a tensor, and an event after the write."""
+class WriteEvent:
+    """An event after the write of a tensor, and the CUDA stream of the write."""
 
     def __init__(self, device: torch.device) -> None:
         """Records an event on the device's current CUDA stream."""
         self._stream = torch.cuda.current_stream(device)
         self._event = self._stream.record_event()
 
-    def reach(self, tensor: Tensor) -> None:
+    def wait(self, tensor: Tensor) -> None:
         """Makes the current CUDA stream wait for the write, and keeps the tensor's memory until it has read
         it."""
         current = torch.cuda.current_stream(tensor.device)
@@ -30,7 +30,8 @@ class Written:
 class Row:
     """A row of an arena. It is returned once: by `release`, or when it is no longer referenced.
 
-    Takes no lock: the last reference may be dropped by a garbage collection, on a thread that holds any lock.
+    Takes no lock: the last reference may be dropped by a garbage collection on a thread that already holds a
+    lock.
     """
 
     __slots__ = ("_free", "_held", "number")
@@ -90,8 +91,8 @@ class CodecState:
     frames: int = 0
     #: Never changed in place, so that states can share it; None for a new state, and for one in an arena.
     values: Tensor | None = None
-    #: The write of `values`, on a CUDA device.
-    written: Written | None = None
+    #: The event of the write of `values`, on a CUDA device.
+    written: WriteEvent | None = None
     row: Row | None = None
     #: Whether the stream has ended, so that no further chunk of it is decoded.
     closed: bool = False
@@ -99,17 +100,18 @@ class CodecState:
     def copy(self) -> CodecState:
         """An independent copy, so that many streams can start from a voice's state. Does not use the device.
 
-        Raises ValueError for a state in an arena, which belongs to one stream.
+        Raises ValueError for a state in an arena, because its row belongs to one stream.
         """
         if self.row is not None:
             raise ValueError("a state in an arena belongs to one stream and cannot be copied")
         return CodecState(self.frames, self.values, self.written)
 
     def own_values(self, like: CodecShape) -> Tensor:
-        """[size], readable on the current CUDA stream. Raises ValueError for a state in an arena."""
+        """The values [size] of the state, which the current CUDA stream can read. Raises ValueError for a
+        state in an arena."""
         if self.row is not None:
             raise ValueError("a state in an arena is read by the arena's graphs only")
-        values = self._reached()
+        values = self._readable_values()
         return (
             torch.zeros(like.state_size, dtype=like.dtype, device=like.device) if values is None else values
         )
@@ -121,17 +123,17 @@ class CodecState:
         row = arena.take()
         if row is None:
             return False
-        if (values := self._reached()) is not None:
+        if (values := self._readable_values()) is not None:
             arena.values[row.number].copy_(values)
         self.row, self.values, self.written = row, None, None
-        if self.closed:  # by another thread, before the row was set
+        if self.closed:  # another thread closed the state before it had the row
             row.release()
         return True
 
-    def _reached(self) -> Tensor | None:
-        """`values`, readable on the current CUDA stream."""
+    def _readable_values(self) -> Tensor | None:
+        """`values`, after making the current CUDA stream wait for their write."""
         if self.values is not None and self.written is not None:
-            self.written.reach(self.values)
+            self.written.wait(self.values)
         return self.values
 
     def close(self) -> None:
@@ -144,7 +146,8 @@ class CodecState:
 
 @dataclass(frozen=True, slots=True)
 class CodecShape:
-    """A decoder's sizes: values of a stream's state, codes and samples of a frame; and its type and device."""
+    """A decoder's sizes (values of a stream's state, codes and samples of a frame), and its type and
+    device."""
 
     state_size: int
     codes_per_frame: int

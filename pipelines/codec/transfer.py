@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Samples = NDArray[np.float32]
-#: A sender's memory on the device grows in steps of this many samples.
+#: A `Sender`'s memory on the device grows in steps of this many samples.
 _STAGED_STEP = 1 << 22
 
 
@@ -39,7 +39,8 @@ class PendingSamples:
         return self
 
     def of(self, at: int, place: Samples | None = None) -> Samples:
-        """Copies the ready samples of one item of the batch to `place`, or to new memory.
+        """The ready samples of one item of the batch, copied to `place`, or to new memory if the caller does
+        not own them.
 
         Raises ValueError if `place` has another length.
         """
@@ -54,14 +55,14 @@ class PendingSamples:
 
 
 def sent(waves: Sequence[Tensor]) -> PendingSamples:
-    """Starts the transfer of samples [n] each to the host."""
+    """Starts the transfer of the samples [n] of each utterance or chunk to the host."""
     if not any(wave.is_cuda for wave in waves):
         return PendingSamples([[wave.float().numpy()] for wave in waves])
     return PendingSamples([[part] for part in pinned(waves)], recorded())
 
 
 def pinned(waves: Sequence[Tensor]) -> list[Samples]:
-    """Starts the transfer of samples to one pinned buffer; returns each one's part of it.
+    """Starts the transfer of samples to one pinned buffer; returns the part of it for each item of `waves`.
 
     One buffer for a batch is reused more often than one for each utterance, and pinning new memory makes the
     device wait.

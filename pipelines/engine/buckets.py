@@ -13,17 +13,17 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Batch sizes that CUDA graphs are captured for; other batches are padded with the dead slot. Also the usual
-#: default numbers of slots.
+#: Batch sizes that CUDA graphs are captured for; other batches are padded with the dead slot. Also the
+#: numbers of slots that are chosen by default.
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512)
-#: Larger sizes, for engines with more slots, and for jobs by default if they fit into memory.
+#: Larger sizes for engines with more than 512 slots, which some models have by default if memory suffices.
 WIDE_BUCKETS = (640, 768, 896, 1024)
-#: Above the largest, sizes are multiples of this.
+#: Sizes above the largest of these are multiples of this.
 _STEP = 128
 #: Sizes captured before the first batch, in addition to the largest.
 _FIRST = (1, 8)
-#: A size is captured after this many requests for it: a capture takes about as long as this many frames of a
-#: large batch.
+#: A size is captured when it is wanted for this many batches: a capture takes about as long as this many
+#: frames of a large batch.
 ASKS = 8
 
 
@@ -40,10 +40,10 @@ def buckets_for(slots: int) -> tuple[int, ...]:
 
 
 class Buckets(Generic[T]):
-    """Captured graphs by size. A batch is correct in any size that holds it, and fastest in the smallest.
+    """Captured graphs by size. A batch can run in any size that holds it, and is fastest in the smallest one.
 
-    So a few graphs are enough at first. A size is captured after `ASKS` requests for it, or while the engine
-    is idle.
+    So a few graphs are enough at first. A further size is captured when `ASKS` batches wanted it, or while
+    the engine is idle.
     """
 
     def __init__(self, sizes: Sequence[int], unit: str = "rows") -> None:
@@ -62,7 +62,7 @@ class Buckets(Generic[T]):
 
     @property
     def possible(self) -> tuple[int, ...]:
-        """The sizes that can be captured; all sizes if none can."""
+        """The sizes that were not refused for lack of memory; all sizes if all of them were."""
         return tuple(size for size in self.sizes if size not in self._refused) or self.sizes
 
     def of(self, size: int, capture: Callable[[int], T]) -> T:

@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 
 #: New requests are admitted at once if a sixteenth of all slots is free.
 _QUORUM = 16
-#: If fewer than an eighth of all slots are free, streams ahead of their listeners run too.
+#: If fewer than an eighth of all slots are free, streams that are far ahead of their playback run too.
 _CROWDED = 8
-#: While a stream is alive, whole utterances have a quarter of a turn's prefill.
+#: While a stream is alive, whole utterances have a quarter of a turn's prefill positions.
 _WHOLE_SHARE = 4
 
 
@@ -38,7 +38,7 @@ class _Turn:
     batch: list[tuple[Utterance, int]]
     pending: PendingFrames
     frames: int
-    #: Whether it has every row that needed a frame.
+    #: Whether every utterance that needed a frame has a row in it.
     together: bool
 
 
@@ -88,7 +88,7 @@ class EngineCore:
 
     @property
     def has_streams(self) -> bool:
-        """Whether a stream is alive, running or waiting."""
+        """Whether a stream is alive, which means running or waiting."""
         return bool(self.scheduler.waiting_streams or self.scheduler.streams)
 
     def check(self, request: GenerationRequest) -> None:
@@ -245,7 +245,7 @@ class EngineCore:
             return None
 
     def _prefill(self, among: Sequence[Utterance], share: int = 1) -> bool:
-        """Prefills the chunks that `Scheduler.prefill` plans. Returns whether there were any."""
+        """Prefills the chunks that `Scheduler.prefill` plans. Returns whether there were any chunks."""
         if adopted := self.scheduler.adopt_prefixes(among):
             self.executor.state.write_pages([(one.slot, one.pages, 0) for one in adopted])
         chunks = self.scheduler.prefill(among, share)
@@ -272,7 +272,7 @@ class EngineCore:
         return there_were_any
 
     def _start_frames(self, batch: list[Utterance], frames: int, together: bool) -> _Turn | None:
-        """Starts up to `frames` frames; `together`: no other row needs one."""
+        """Starts up to `frames` frames of a batch; `together`: no other utterance needs a frame."""
         if not batch:
             return None
         count = min(frames, min([one.request.max_tokens - one.started for one in batch]))
@@ -319,7 +319,7 @@ class EngineCore:
                 self.frames_made += count
 
     def _take(self, utterance: Utterance, codes: NDArray[np.int64], flags: NDArray[np.uint8] | None) -> None:
-        """Takes the frames of one utterance, up to its end; `flags`: None if none is set."""
+        """Receives the frames of one utterance, up to its end; `flags`: None if none is set."""
         room = utterance.request.max_tokens - utterance.made
         finish: Finish | None = None
         if len(codes) >= room:
@@ -344,7 +344,7 @@ class EngineCore:
 
     def _keep(self, utterance: Utterance, codes: NDArray[np.int64]) -> None:
         """Adds frames, and delivers whole chunks of a stream. After a restart, frames that were already
-        delivered are made again."""
+        delivered are made again, but not delivered again."""
         if not len(codes):
             return
         utterance.parts.append(codes)
@@ -359,7 +359,7 @@ class EngineCore:
             playback.size = self.planner.next_size(playback, now)
         while fresh >= playback.wanted or (fresh > 0 and utterance.starved):
             size = playback.wanted if fresh >= playback.wanted else self.planner.whole_part(fresh)
-            # Every part has at least one frame.
+            # Every part has at least one frame, so the last `fresh` frames are in the last `fresh` parts.
             chunk = np.concatenate(utterance.parts[-fresh:])[-fresh:][:size]
             utterance.delivered += len(chunk)
             fresh -= len(chunk)

@@ -1,4 +1,4 @@
-"""The engine's thread with its bounded waiting room, and a host of token sequences on it."""
+"""The engine's thread with its bounded waiting room, and a host that runs token sequences on it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from pipelines.tokens import TokenRequest, Tokens
 
 log = logging.getLogger(__name__)
 
-#: How long the engine's thread waits before it looks again: a tenth of the time of a large batch's frame.
+#: Seconds between two checks while the engine's thread waits: a tenth of the time of a large batch's frame.
 _REST_SECONDS = 0.001
-#: How long the engine is idle before the executor prepares for later batches. A request waits for one such
-#: step at most.
+#: Seconds that the engine is idle before the executor prepares for later batches. A request waits for at most
+#: one such step.
 IDLE_SECONDS = 1.0
 
 
@@ -50,8 +50,8 @@ class Engine:
     ) -> None:
         """`codec`: how the codec differs from the default, for `info`."""
         self.core = EngineCore(executor, options)
-        #: New requests, how many of them are whole utterances, and calls for earlier requests, such as more
-        #: text or a cancellation.
+        #: New requests, the number of whole utterances among them, and calls for earlier requests, such as
+        #: more text or a cancellation.
         self._arrived: list[tuple[GenerationRequest, FrameReceiver]] = []
         self._arrived_whole = 0
         self._calls: list[Callable[[], None]] = []
@@ -123,7 +123,7 @@ class Engine:
         return EngineStats(
             # Preempted requests count as running, since they take no place in the waiting room; requests in
             # spare slots wait for a row.
-            running=min(running, slots) + scheduler.returned,
+            running=min(running, slots) + scheduler.preempted,
             waiting=waiting + max(running - slots, 0),
             requests_done=self.core.requests_done,
             frames=self.core.frames_made,
@@ -147,11 +147,11 @@ class Engine:
     def _run(self) -> None:
         executor = self.core.executor
         with on_device(executor.kv.k.device), torch.cuda.stream(executor.stream):
-            while self._one():
+            while self._run_once():
                 continue
         self._stop()
 
-    def _one(self) -> bool:
+    def _run_once(self) -> bool:
         """Runs one turn, or prepares for later ones while idle. Returns False when the engine is closing."""
         with self._wake:
             idle = not self._wake.wait_for(
@@ -182,7 +182,7 @@ class Engine:
 
     @property
     def _is_paused(self) -> bool:
-        """Whether there are only whole utterances, which wait for the stage."""
+        """Whether there are only whole utterances and they must wait for the stage."""
         streams = self.core.has_streams or len(self._arrived) > self._arrived_whole
         return not (self._closing or self._calls or streams) and self._is_backlogged
 
@@ -201,7 +201,7 @@ class Engine:
             log.exception("a turn of the engine failed")
             self.core.fail_all(engine_failure(error))
         with self._wake:
-            self._waiting = len(self.core.scheduler.waiting) - self.core.scheduler.returned
+            self._waiting = len(self.core.scheduler.waiting) - self.core.scheduler.preempted
             self._wake.notify_all()
             if not (worked or self._arrived or self._calls or self._closing):
                 self._wake.wait(_REST_SECONDS)
@@ -235,8 +235,8 @@ class NativeHost:
         prefixes: Callable[[Any], Sequence[PromptPrefix]] = lambda _: (),
         codebooks: int = 1,
     ) -> None:
-        """`prompt`: makes the model's prompt of a request; `prefixes`: the prefixes that a prompt can share
-        with others; `codebooks`: their number in a frame."""
+        """`prompt`: makes the model's prompt of a request; `prefixes`: returns the prefixes that a prompt can
+        share with others; `codebooks`: number of codebooks of a frame."""
         self._engine = engine
         self._ids = ids
         #: The codes of ids, for the repetition penalty of ids in a prompt.

@@ -28,7 +28,7 @@ CPU_ROWS = 32
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Sizes of the engine. Positions are prompt positions plus frames."""
+    """Sizes of the engine. The positions of a sequence are those of its prompt and of its frames."""
 
     slots: int = 32
     pages: int = 1024
@@ -37,13 +37,13 @@ class EngineOptions:
     #: Maximum positions of one prefill chunk, and of all chunks of one turn.
     prefill_chunk: int = 256
     prefill_tokens: int = 2048
-    #: Frames that a request must have room for to be admitted beside others.
+    #: Number of frames for which there must be room to admit a request while others run.
     reserve_frames: int = 64
-    #: Frames of a turn; more of them hide the host's work, and waste up to as many when a request ends. One
-    #: while a stream is alive.
+    #: Frames of a turn; always 1 while a stream is alive. More of them hide the host's work, but all frames
+    #: of a turn after the end of a request are wasted.
     frames_per_turn: int = 1
-    #: Maximum turns that whole utterances wait for others while most slots are taken: a prefill of many costs
-    #: little more than a prefill of one.
+    #: Maximum turns that a whole utterance waits to be admitted together with others while most slots are
+    #: taken: a prefill of many costs little more than a prefill of one.
     admit_turns: int = 1
     #: Maximum frames of the codec's batches; None: the codec's default.
     decode_frames: int | None = None
@@ -51,8 +51,8 @@ class EngineOptions:
     frame_seconds: float = 0.08
     #: Slots reserved for streams.
     stream_slots: int = 0
-    #: Additional slots for prefilled requests that have no row in a frame yet; one of them takes the row of a
-    #: request that has ended, in the next turn.
+    #: Additional slots for prefilled requests that wait for a row in the frames. When a request ends, one of
+    #: them takes its row in the next turn.
     spare_slots: int = 0
     #: Whether there is memory for the weights of persistent kernels, so that the executor "auto" may use them.
     persistent: bool = True
@@ -84,13 +84,14 @@ class FrameSettings:
 
 
 class FrameModel:
-    """An LM that makes one frame of codes a step. Requests' states are in `SlotState` and `PagedKV`.
+    """An LM that makes one frame of codes per step. Requests' states are in `SlotState` and `PagedKV`.
 
     Families derive from it: they provide the tensors and embed prompts.
     """
 
     def __init__(self, tensors: FrameTensors, pad_text: int | None = None) -> None:
-        """`pad_text`: the text id that follows the end of a request's text; None if no text follows a prompt."""
+        """`pad_text`: the text id that is used after the end of a request's text; None if no text follows a
+        prompt."""
         self.tensors = tensors
         self.codebooks = tensors.codebooks
         self.dtype = tensors.head.dtype
@@ -98,7 +99,7 @@ class FrameModel:
         self._pad_text = pad_text
 
     def embed(self, prompt: Any, /) -> Tensor:
-        """Embeddings [length, hidden] of a prompt; also prepares its trailing text."""
+        """Embeddings [length, hidden] of a prompt. Also prepares the text that follows the prompt."""
         raise NotImplementedError
 
     def embed_all(self, prompts: Sequence[Any]) -> list[Tensor]:
@@ -182,7 +183,7 @@ class FrameCodes:
     flags: NDArray[np.uint8]
 
 
-#: Waits for frames that the device may still be making.
+#: Waits for frames that were started, and returns them.
 PendingFrames = Callable[[], FrameCodes]
 
 
@@ -192,14 +193,14 @@ class FrameExecutor:
     name: str
     #: The kind of its kernels: `fused CUDA`, `Triton`, or `plain` for PyTorch's own.
     kernels: str = "plain"
-    #: Whether graphs prefill prompts one after another in one row, without padding.
+    #: Whether prompts are prefilled one after another in one row, without padding.
     packed: bool = False
-    #: The CUDA stream for its caller; None: any.
+    #: The CUDA stream that its caller must use; None: any.
     stream: torch.cuda.Stream | None = None
     #: Numbers of rows that batches are padded to, ascending.
     batch_sizes: Sequence[int]
-    #: Maximum pending turns before the oldest is read: 0 if frames are made synchronously, 1 to overlap the
-    #: host's work with a GPU's.
+    #: Maximum turns that are pending after a step of the engine: 0 if frames are made synchronously, 1 to
+    #: overlap the host's work with the GPU's.
     lag: int = 1
 
     def __init__(self, model: FrameModel, sizes: EngineOptions, reproducible: bool) -> None:
@@ -234,8 +235,8 @@ class FrameExecutor:
         raise NotImplementedError
 
     def prepare(self) -> bool:
-        """Prepares one thing that makes later batches faster, for an idle engine. Returns False if nothing is
-        left."""
+        """Prepares one thing that makes later batches faster, such as a graph; called while the engine is
+        idle. Returns False if nothing is left to prepare."""
         return False
 
 

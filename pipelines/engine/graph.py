@@ -53,13 +53,13 @@ class GraphExecutor(FrameExecutor):
         buckets = buckets_for(sizes.slots)
         largest = buckets[-1]
         self.batch_sizes = (largest,) if reproducible else buckets
-        #: A frame holds the tensors that its graph reads and writes.
+        #: Each graph is kept with its frame, which holds the tensors that the graph reads and writes.
         self._graphs: Buckets[tuple[torch.cuda.CUDAGraph, FusedFrame]] = Buckets(self.batch_sizes)
         tensors = self.tensors = model.tensors
         self.kernels = "fused CUDA" if runs_cuda(tensors, self.kv.k) else "Triton"
         with torch.inference_mode():
             self._rows = torch.full((largest,), self.state.dead, device=model.device)
-            # In one tensor, so that one copy sends both to the host.
+            # Flags and codes are in one tensor, so that one copy sends both to the host.
             self._codes_from = -(-largest // _ALIGNED) * _ALIGNED
             self._made = torch.zeros(
                 self._codes_from + 8 * largest * model.codebooks, dtype=torch.uint8, device=model.device
@@ -71,7 +71,7 @@ class GraphExecutor(FrameExecutor):
         self._running: list[int] = []
         priority = FRAME_PRIORITY if first_on_device else 0
         # A graph keeps the priority of the stream on which it was captured.
-        self.pool, self.aside = GraphPool(), torch.cuda.Stream(model.device, priority=priority)
+        self.pool, self.capture_stream = GraphPool(), torch.cuda.Stream(model.device, priority=priority)
         self.stream = torch.cuda.Stream(model.device, priority=priority) if first_on_device else None
         self.packed = not reproducible
         self.prefills = prefills_of(self, packed_sizes(sizes.slots))
@@ -91,7 +91,8 @@ class GraphExecutor(FrameExecutor):
 
     @torch.inference_mode()
     def frames(self, slots: Sequence[int], count: int, settings: FrameSettings) -> PendingFrames:
-        """Starts `count` frames; ignores `settings`, since the kernels read those of every row."""
+        """Starts `count` frames; ignores `settings`, since the kernels read the settings of each row from its
+        slot."""
         bucket = self._graphs.choose(len(slots), self._capture) or self._graphs.sizes[-1]
         graph, _ = self._graphs.of(bucket, self._capture)
         self._write_rows([*slots, *[self.state.dead] * (bucket - len(slots))])
@@ -150,7 +151,7 @@ class GraphExecutor(FrameExecutor):
         self._write_rows([self.state.dead] * bucket)
         rows, codes, flags = self._rows[:bucket], self._codes[:bucket], self._flags[:bucket]
         frame = self._new_frame(bucket)
-        return capture(lambda: frame.run(rows, codes, flags), self.pool, self.aside), frame
+        return capture(lambda: frame.run(rows, codes, flags), self.pool, self.capture_stream), frame
 
     def _new_frame(self, bucket: int) -> FusedFrame:
         """Makes the frame of a bucket."""
@@ -159,18 +160,18 @@ class GraphExecutor(FrameExecutor):
 
 
 def prefills_of(executor: GraphExecutor, sizes: Sequence[int]) -> PackedPrefills | PaddedPrefills:
-    """Makes the prefills of an executor; `sizes`: positions of packed rows. They refer to the executor's parts
-    only, not to the executor, which would be a reference cycle."""
-    stack, state, cache, pool, aside = (
+    """Makes the prefills of an executor; `sizes`: numbers of positions of packed rows. They refer only to
+    parts of the executor: a reference to the executor itself would be a cycle."""
+    stack, state, cache, pool, stream = (
         executor.tensors.backbone,
         executor.state,
         executor.kv,
         executor.pool,
-        executor.aside,
+        executor.capture_stream,
     )
 
     def replayed(work: Callable[[], None]) -> Callable[[], None]:
-        return capture(work, pool, aside).replay
+        return capture(work, pool, stream).replay
 
     def packed(embeddings: Tensor, prompts: PackedPrompts) -> None:
         prefill_packed(embeddings, prompts, stack, cache.k, cache.v, SCRATCH_PAGE)

@@ -1,4 +1,4 @@
-"""Opens engines: their sizes by the memory of a device, and the executor of a model's frames."""
+"""Opens engines: chooses their sizes by the memory of the device, and the executor of a model's frames."""
 
 from __future__ import annotations
 
@@ -40,33 +40,35 @@ Stack = StackConfig | StackTensors
 ExecutorKind = Literal["auto", "eager", "graph", "megakernel"]
 _CPU_SLOTS, _CPU_KV_BYTES = 32, 1 << 30
 _DEFAULTS = EngineOptions()
-#: Positions below which no prompt has room for a second of speech.
+#: Minimum positions of a sequence; fewer have no room for a prompt and a second of speech.
 _MIN_CONTEXT = 64
-#: On a GPU: maximum turns that a request waits while most slots are taken; frames of a turn, and those with more
-#: than 512 slots, whose frame takes longer than the host's work.
+#: On a GPU: `EngineOptions.admit_turns`; frames of a turn, and frames of a turn of more than 512 slots, since
+#: such a frame takes longer than the host's work.
 _ADMIT_TURNS = 4
 _FRAMES_PER_TURN, _WIDE_FRAMES_PER_TURN = 2, 1
-#: Positions of prompts that a turn prefills for each slot, where there are more than 512.
+#: Prompt positions that a turn prefills for each slot, if there are more than 512 slots.
 _WIDE_PREFILL = 12
-#: Slots for each spare one, in jobs with 512 slots or more: more spare slots than utterances that end while new
-#: requests are gathered.
+#: Number of slots for each spare slot, if there are 512 slots or more. These are more spare slots than
+#: utterances that end while new requests are gathered.
 _SPARE_PART = 8
-#: Default share of the free memory that an engine takes; the rest is for what the allocator cannot use.
+#: Default share of the free memory that an engine takes; the rest is for memory that the allocator cannot
+#: use.
 DEFAULT_SHARE = 0.9
-#: Positions for every slot by default: 30 s of speech, its text and a recording of 5 s. KV pages are taken when
-#: they are needed, and an utterance that gets none starts again later.
+#: Positions for every slot by default: 30 s of speech, its text and a recording of 5 s. KV pages are taken
+#: when they are needed, and an utterance that gets no page is restarted later.
 TYPICAL_POSITIONS = 512
 #: Minimum positions for every slot, below which a configured number of slots is refused.
 MIN_POSITIONS = 256
-#: The codec's largest batch takes an eighth of the memory; its minimum of frames, and their step.
+#: The codec's largest batch takes an eighth of the memory. Minimum number of its frames, and the step by which
+#: that number grows.
 _DECODE_PART, _MIN_DECODE_FRAMES, _FRAME_STEP = 8, 512, 64
-#: CUDA's context and libraries; workspaces and inputs of all graphs of an engine of 512 slots, and of each
-#: further graph. Measured on an H200: 0.85 GiB, and 1.2 GiB for 19 graphs.
+#: Bytes of CUDA's context and libraries; bytes of the workspaces and inputs of all graphs of an engine of 512
+#: slots, and of each further graph. Measured on an H200: 0.85 GiB, and 1.2 GiB for 19 graphs.
 LIBRARY_BYTES, _GRAPH_BYTES, _MORE_GRAPH_BYTES = 1 << 30, 3 << 29, 1 << 26
-#: Memory that must be left for more than 512 slots by default: for further pages, and for what the codec's
-#: allocator keeps. A job of 1,024 slots on an H200 took 45 GB for all but its pages.
+#: Bytes that must be left for more than 512 slots by default: for further pages, and for memory that the
+#: allocator keeps for the codec. A job of 1,024 slots on an H200 took 45 GB without its pages.
 _WIDE_ROOM = 32 << 30
-#: Rows of each slot in the buffers of all graphs that `MemoryNeeds.slot` counts.
+#: Number of rows in the buffers of all graphs that `MemoryNeeds.slot` includes for one slot.
 _SLOT_ROWS = 3
 
 
@@ -95,10 +97,11 @@ def plan_memory(
 ) -> EngineOptions:
     """Sizes of an engine that may take `budget` bytes.
 
-    Without `slots` it has the largest bucket whose slots all have room for a typical utterance; only with
-    `wide` more than 512, if much memory is left. Half of the remaining memory becomes further pages, so that
-    several long utterances fit; the other half is for batches of the codec that the allocator keeps. Raises
-    `ConfigError` (`config.invalid`) with the number of slots that fit, if the model or `slots` do not.
+    Without `slots`, the number of slots is the largest bucket in which every slot has room for a typical
+    utterance; it exceeds 512 only if `wide` is set and much memory is left. Half of the remaining memory
+    becomes further pages, so that several long utterances fit; the other half is left for memory that the
+    allocator keeps for batches of the codec. Raises `ConfigError` (`config.invalid`) with the number of slots
+    that fit, if the model or `slots` do not fit.
     """
     decode_frames = budget // _DECODE_PART // needs.decoded_frame
     decode_frames = min(max(decode_frames - decode_frames % _FRAME_STEP, _MIN_DECODE_FRAMES), BATCH_FRAMES)
@@ -139,8 +142,8 @@ def plan_memory(
 def slots_bytes(needs: MemoryNeeds, slots: int) -> int:
     """Bytes of slots without their pages, and of the graphs beyond those of 512 slots.
 
-    Every bucket has its own buffers. A slot counts for `_SLOT_ROWS` rows in them; all buckets have more if many
-    of them are large, or the largest is far above the number of slots.
+    Every bucket has its own buffers. Their rows are counted as `_SLOT_ROWS` for each slot, or exactly if that
+    is more: many buckets may be large, or the largest one far above the number of slots.
     """
     buckets = buckets_for(slots)
     more = max(len(buckets) - len(BUCKETS), 0)
@@ -202,14 +205,14 @@ def check_executor(
         message = f"The kernels of graphs need a page_size that is a power of two up to {LARGEST_PAGE}; page_size is {page_size}."
         raise invalid(message, "Leave the option page_size out, or set it to 64.")
     if on_gpu and (graphs or reproducible):
-        if fault := _unknown_heads(stacks):
+        if fault := _unsupported_heads(stacks):
             advice = f"{eager}, and unset SPEECH_ENGINE__REPRODUCIBLE."
             raise invalid(f"The graph executor cannot run this model. {fault}", advice)
         if fault := triton_fault():
             raise _no_graphs(fault)
 
 
-def _unknown_heads(stacks: Sequence[Stack]) -> str | None:
+def _unsupported_heads(stacks: Sequence[Stack]) -> str | None:
     faults = (fused_fault(stack.heads, stack.kv_heads, stack.head_dim) for stack in stacks)
     return next((fault for fault in faults if fault is not None), None)
 
@@ -228,17 +231,17 @@ def open_executor(
     """Opens the executor of a model. "auto" means graphs on a CUDA device, with persistent kernels for one and
     two rows if they were measured faster (`may_be_persistent`) and `sizes` have memory for them; else eager.
 
-    Captures the first graphs, or all of them for `streams`, whose frames have priority on the device. If the
-    kernels of graphs cannot be made, "auto" falls back to eager with a warning. Raises `ConfigError`
-    (`config.invalid`) if graphs, or `reproducible` on a GPU, were asked for and cannot run.
+    Captures the graphs that are needed first. With `streams` captures all graphs, and gives frames priority
+    on the device. If the kernels of graphs cannot be made, "auto" falls back to eager with a warning. Raises
+    `ConfigError` (`config.invalid`) if graphs, or `reproducible` on a GPU, were asked for and cannot run.
     """
     device, stacks = model.device, model.tensors.stacks
     check_executor(device, kind, reproducible, sizes.page_size, stacks)
     if kind == "eager" or device.type != "cuda":
         return EagerExecutor(model, sizes)
     with on_device(device):
-        unknown = _unknown_heads(stacks)
-        fault = unknown or triton_fault()
+        unsupported = _unsupported_heads(stacks)
+        fault = unsupported or triton_fault()
         if fault is None:
             persistent = kind == "megakernel" or (
                 sizes.persistent
@@ -258,7 +261,7 @@ def open_executor(
         raise _no_graphs(fault)
     log.warning(
         "%s Frames run as single PyTorch ops (the eager executor) instead of one graph launch each, which is much slower. %s",
-        fault, "" if unknown else TRITON_ADVICE,
+        fault, "" if unsupported else TRITON_ADVICE,
     )  # fmt: skip
     return EagerExecutor(model, sizes)
 
@@ -298,16 +301,17 @@ _CPU_WAITING_ROOM = 64
 
 @dataclass(frozen=True, slots=True)
 class NativeModelOptions(ModelOptions):
-    """Options of a checkpoint whose LM runs on the native engine; None means the best for the device."""
+    """Options of a checkpoint whose LM runs on the native engine; None selects the best value for the
+    device."""
 
     #: "eager": PyTorch ops one by one; "graph": CUDA graphs of fused kernels; "megakernel": graphs with
     #: persistent kernels for one or two utterances of Qwen3-TTS. "auto": graphs on a CUDA device with Triton,
     #: with those kernels if they were measured faster.
     executor: ExecutorKind = "auto"
-    #: Maximum streams at once; this many slots are reserved for them (one is always left for whole utterances).
-    #: On a GPU all kernels and graphs are compiled and captured before the pipeline is open, which takes a while.
+    #: Maximum streams at once; this many slots, up to half of all slots, are reserved for them. On a GPU all
+    #: kernels and graphs are compiled and captured before the pipeline is open, which takes a while.
     streams: Annotated[int, msgspec.Meta(ge=0)] = 0
-    #: KV pages of `page_size` positions.
+    #: Number of KV pages, and positions of each page.
     pages: Count | None = None
     page_size: Count = 64
 
@@ -326,8 +330,8 @@ class NativeModelOptions(ModelOptions):
         which were measured faster for such models.
 
         Raises `ConfigError` (`config.invalid`) for slots that do not fit into the GPU's memory, and for a
-        context that is too short for any prompt; `SynthesisError` (`synth.oom`) if they would fit without
-        other programs.
+        context that is too short for any prompt; `SynthesisError` (`synth.oom`) if they would fit without the
+        other programs on the GPU.
         """
         context = self.positions(max_positions, context)
         if device.type == "cpu":
@@ -349,7 +353,8 @@ class NativeModelOptions(ModelOptions):
             plan = planned(memory_budget(device, self.memory_share))
         except ConfigError as error:
             free, total = torch.cuda.mem_get_info(device)
-            # Raises if they would not fit into an unused GPU either, of which CUDA itself takes some memory.
+            # Raises `ConfigError` if the slots would not fit into an unused GPU either, whose memory CUDA
+            # itself uses in part.
             planned(_budget(total - LIBRARY_BYTES, total, self.memory_share))
             message = f"Another program fills the GPU: {gib(free)} of its {gib(total)} are free, too little for this engine."
             advice = "End that program (`nvidia-smi` shows it), use another GPU, or lower SPEECH_ENGINE__SLOTS if that is set."

@@ -20,23 +20,25 @@ from pipelines.engine.state import PagedKV, SlotState
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 #: Prefills the embeddings [total, hidden] of packed prompts.
 PackedWork = Callable[[Tensor, PackedPrompts], None]
-#: Prefills chunks that start at one position: embeddings [runs, new, hidden], pages, numbers of new positions,
-#: the position.
+#: Prefills chunks that all start at the same position. Arguments: embeddings [runs, new, hidden], pages,
+#: numbers of new positions, start position.
 PaddedWork = Callable[[Tensor, Tensor, Tensor, int], None]
 
 #: Numbers of positions of a row, all prompts together, that packed prefills are captured for.
 PACKED_SIZES = (64, 128, 256, 512, 768, 1024, 1280, 1536, 1792, 2048)
 #: Further sizes for engines with more than 512 slots, which prefill more prompts at once.
 WIDE_PACKED_SIZES = (4096, 6144)
-#: A row has room for one chunk for each 8 positions, and for 8 chunks at least; others go to the next row.
+#: A row has room for one chunk for each 8 positions, and for at least 8 chunks; further chunks go to the next
+#: row.
 _RUN_POSITIONS, _MIN_RUNS = 8, 8
 #: Maximum unused positions of a row. If there were more, two rows are used: a second replay takes about as
 #: long as this many positions.
 _MAX_EMPTY = 256
-#: A row that most first prefills fit; in the longest one they would take three times as long.
+#: Length of a row that holds most first prefills; in the longest row they would take three times as long.
 _USUAL = 2048
 
-#: (prompts, pages of new positions, pages before them) that padded prefills are captured for.
+#: Shapes that padded prefills are captured for: (number of prompts, pages of new positions, pages before
+#: them).
 SHAPES = ((8, 1, 0), (16, 2, 0), (8, 4, 0), (4, 4, 4), (4, 4, 8), (4, 4, 12))
 
 
@@ -85,10 +87,10 @@ class PackedPrefills:
         return self._rows.prepare(self._row)
 
     def run(self, runs: Sequence[PrefillRun]) -> list[PrefillRun]:
-        """Prefills runs; returns those without a graph for lack of memory, in order."""
+        """Prefills runs. Returns, in order, those for which there is no memory for a graph."""
         left: list[PrefillRun] = []
         for group in self._groups(runs):
-            # Later pieces of a long run are left too if an earlier one is.
+            # If a group is left, later groups are left too, since they may hold later pieces of its last run.
             size = None if left else self._rows.choose(self._wanted(group), self._row)
             if size is None:
                 left += group
@@ -149,12 +151,12 @@ def _max_runs(size: int) -> int:
 
 class PaddedPrefills:
     """Prefills chunks that fit a shape. Chunks of one size and position always have the same shape, so that
-    their bits do not depend on others."""
+    their bits do not depend on other chunks."""
 
     def __init__(self, work: PaddedWork, state: SlotState, kv: PagedKV, capture: Capture) -> None:
         self._work, self._state, self._kv, self._capture = work, state, kv, capture
         self._shapes = [shape for shape in SHAPES if shape[1] + shape[2] <= state.page_table.shape[1]]
-        #: By the index of the shape.
+        #: Captured rows by the index of their shape.
         self._rows: Buckets[_Row] = Buckets(range(len(self._shapes)), "(the index of a shape)")
 
     def warm(self) -> None:

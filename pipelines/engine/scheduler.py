@@ -18,8 +18,8 @@ from pipelines.errors import NightjarError
 
 Finish = Literal["eos", "length"]
 
-#: Full turns after an out-of-memory error before more requests may run: some seconds of a large batch. Doubles
-#: up to the maximum.
+#: Number of turns with nearly the allowed number of requests that must succeed after an out-of-memory error
+#: before more requests may run: some seconds of a large batch. It doubles up to the maximum.
 FIRST_PATIENCE, MAX_PATIENCE = 128, 1 << 14
 
 
@@ -27,11 +27,13 @@ class FrameReceiver(Protocol):
     """Receives the frames of one request. Called on the engine's thread, so it must be quick."""
 
     def frames(self, codes: NDArray[np.int64]) -> None:
-        """The next frames [frames, codebooks] of a stream, except the last ones, which only `finished` has."""
+        """Receives the next frames [frames, codebooks] of a stream; only `finished` receives the last
+        ones."""
         ...
 
     def finished(self, codes: NDArray[np.int64], finish: Finish) -> None:
-        """All frames [frames, codebooks] of a request; `finish` is "length" if it reached its limit."""
+        """Receives all frames [frames, codebooks] of a request; `finish` is "length" if it reached its
+        limit."""
         ...
 
     def failed(self, error: NightjarError) -> None: ...
@@ -55,7 +57,8 @@ class GenerationRequest:
     """
 
     request_id: str
-    #: Built by the family; the engine only needs its length, and `trailing`, int64: the text that follows it.
+    #: Made by the family. The engine only uses its length, and `trailing`, int64: the text ids that follow
+    #: it.
     prompt: Any
     sampling: SamplingParams
     seed: int
@@ -70,7 +73,7 @@ class GenerationRequest:
     drawn: Sequence[int] = ()
     #: Prefixes of the prompt that others can share, the shortest first.
     prefixes: Sequence[PromptPrefix] = ()
-    #: The caller's object, by which it can be cancelled.
+    #: An object of the caller, by which the request can be cancelled.
     origin: object = None
 
     @property
@@ -81,7 +84,7 @@ class GenerationRequest:
     def prefix_ends(self, page_size: int) -> list[tuple[bytes, int]]:
         """(content, whole pages up to its end) of each prefix that has more pages than the one before.
 
-        The last position of the prompt is in none of them, since the first frame writes it.
+        The last position of the prompt is in no prefix, since the first frame writes it.
         """
         found: list[tuple[bytes, int]] = []
         for prefix in self.prefixes:
@@ -125,8 +128,8 @@ class PrefixCache:
 
     An unused prefix stays until its pages are needed; the least recently used one is evicted first. So
     prefixes take no page from a request and need no limit. The key of a prefix is its parent, its content and
-    its number of pages: prompts that share another number of pages are cut into other chunks, so the bits
-    could differ. A parent is never evicted before its children, since it is released after them.
+    its number of pages: prompts that share a different number of pages are divided into other chunks, so the
+    bits could differ. A parent is never evicted before its children, since it is released after them.
     """
 
     def __init__(self, kv: PagedKV) -> None:
@@ -176,7 +179,8 @@ class PrefixCache:
         return found
 
     def keep(self, parent: SharedPrefix | None, content: bytes, pages: Sequence[int]) -> SharedPrefix | None:
-        """Makes pages of a running request a prefix with this request as its user, which uses `parent` too.
+        """Makes pages of a running request a shared prefix. The request becomes its first user, and already
+        uses `parent`.
 
         Returns None if the prefix is already known, or the parent is invalid.
         """
@@ -238,7 +242,7 @@ class Utterance:
     pages: list[int] = field(default_factory=list)
     shared: SharedPrefix | None = None
     shared_pages: int = 0
-    #: The prompt, [length, hidden], until it is prefilled.
+    #: The prompt's embeddings [length, hidden], until it is prefilled.
     embeddings: Tensor | None = None
     #: Number of prompt positions whose keys are written, of frames started and of frames read; the frames
     #: read, as parts [frames, codebooks].
@@ -334,8 +338,8 @@ class Scheduler:
         self.waiting: deque[Utterance] = deque()
         self.waiting_streams: deque[Utterance] = deque()
         self.running: list[Utterance] = []
-        #: How many of `waiting` were preempted.
-        self.returned = 0
+        #: Number of utterances in `waiting` that were preempted.
+        self.preempted = 0
         self.limit = BatchLimit(slots)
         self._free_slots = list(range(slots - 1, -1, -1))
         self._whole_slots = max(slots - options.stream_slots, 1)
@@ -367,7 +371,7 @@ class Scheduler:
         room = self.free_whole_slots
         while self.waiting and len(admitted) < room and self._admit(self.waiting[0]):
             utterance = self.waiting.popleft()
-            self.returned -= utterance.run > 0
+            self.preempted -= utterance.run > 0
             admitted.append(utterance)
         return admitted
 
@@ -412,8 +416,8 @@ class Scheduler:
     def adopt_prefixes(self, among: Iterable[Utterance]) -> list[Utterance]:
         """Shares new prefixes with utterances whose prefill has not begun. Returns those with changed pages.
 
-        No utterance waits for a prefix that another one is computing: streams would wait for whole utterances,
-        and the duplicated work is bounded by the budget of a turn.
+        No utterance waits for a prefix that another one is computing, because streams would then wait for
+        whole utterances. The duplicated work is bounded by the budget of a turn.
         """
         adopted: list[Utterance] = []
         for utterance in among if len(self.prefixes) else ():
@@ -500,7 +504,7 @@ class Scheduler:
         utterance.restart()
         if utterance.playback is None:
             self.waiting.appendleft(utterance)
-            self.returned += 1
+            self.preempted += 1
         else:
             self.waiting_streams.appendleft(utterance)
 
@@ -526,7 +530,7 @@ class Scheduler:
             self.waiting_streams.remove(utterance)
             return
         self.waiting.remove(utterance)
-        self.returned -= utterance.run > 0
+        self.preempted -= utterance.run > 0
 
     def all(self) -> list[Utterance]:
         """All utterances, running or waiting."""

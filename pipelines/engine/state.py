@@ -34,7 +34,8 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A request for a slot; `embedding` [hidden] at `position` is the last one of its prompt."""
+    """The values that a new request writes into its slot. `embedding` [hidden] is the embedding of the last
+    position of its prompt, `position`."""
 
     slot: int
     pages: Sequence[int]
@@ -63,7 +64,7 @@ class SlotState:
         window: int = 0,
     ) -> None:
         """`vocab`: number of codes of the head; `max_trailing`: maximum text ids after a prompt; `pad_text`:
-        the id that follows them.
+        the id that is used after them.
 
         `window`: number of frames whose codes are kept (`kernels.frame.DrawRules`).
         """
@@ -78,25 +79,27 @@ class SlotState:
         #: [rows, window]: the codes of the last frames, at frame % window; -1 if there is none.
         self.recent = torch.full((rows, window), -1, dtype=torch.int64, device=device)
         # All values of one type are in one tensor, so that one launch writes a new request's values.
-        self._whole, whole = _blocks(
+        self._integers, integers = _blocks(
             [(rows, max_pages), (rows, max_trailing + 1), *[(rows,)] * 6], torch.int64, device
         )
-        self._real, real = _blocks([(rows,)] * 5, torch.float32, device)
-        self._truth, truth = _blocks([(rows,)] * 2, torch.bool, device)
+        self._floats, floats = _blocks([(rows,)] * 5, torch.float32, device)
+        self._flags, flags = _blocks([(rows,)] * 2, torch.bool, device)
         #: [rows, max_pages]; entries beyond a slot's pages are the scratch page.
         #: [rows, max_trailing + 1]: text id added after each frame; the last column is always the pad.
-        self.page_table, self.trailing = whole[:2]
+        self.page_table, self.trailing = integers[:2]
         #: [rows]: position of the next input; number of frames made; seed of the noise; number of draws before
         #: the end can be drawn.
-        self.positions, self.frames, self.seeds, self.min_new_tokens = whole[2:6]
-        self.penalty = real[4]
-        self.first = DrawTensors(real[0], whole[6], real[1], truth[0])
-        self.residual = DrawTensors(real[2], whole[7], real[3], truth[1])
+        self.positions, self.frames, self.seeds, self.min_new_tokens = integers[2:6]
+        self.penalty = floats[4]
+        self.first = DrawTensors(floats[0], integers[6], floats[1], flags[0])
+        self.residual = DrawTensors(floats[2], integers[7], floats[3], flags[1])
         self.trailing.fill_(pad_text)
-        self._real.fill_(1)
-        self._truth.fill_(True)
-        #: Offsets of the [rows] of each type, in the order in which `place` writes them.
-        self._at = [np.array([block.storage_offset() for block in kind]) for kind in (whole[2:], real, truth)]
+        self._floats.fill_(1)
+        self._flags.fill_(True)
+        #: For each type: the offsets of its [rows] tensors, in the order in which `place` writes them.
+        self._offsets = [
+            np.array([block.storage_offset() for block in kind]) for kind in (integers[2:], floats, flags)
+        ]
         #: For each slot: numbers of written entries of its page table and of its trailing text.
         self._used = [[0, 0] for _ in range(rows)]
         self._tensors = StateTensors(
@@ -104,62 +107,69 @@ class SlotState:
         )
 
     def tensors(self) -> StateTensors:
-        """The same memory as the tensors of a frame."""
+        """The state as the tensors that a frame takes; they share its memory."""
         return self._tensors
 
-    def place(self, newcomers: Sequence[Placement]) -> None:
+    def place(self, placements: Sequence[Placement]) -> None:
         """Writes requests into their slots with one transfer, and one launch for each type of values."""
         cells: list[NDArray[np.int64]] = []
         values: list[NDArray[np.int64]] = []
-        for one in newcomers:
-            drawn, trailing = one.sampling, one.trailing[: self.trailing.shape[1] - 1]
-            numbers = (one.position, 0, one.seed, drawn.min_new_tokens, drawn.top_k, drawn.residual_top_k)
+        for one in placements:
+            sampling, trailing = one.sampling, one.trailing[: self.trailing.shape[1] - 1]
+            numbers = (
+                one.position,
+                0,
+                one.seed,
+                sampling.min_new_tokens,
+                sampling.top_k,
+                sampling.residual_top_k,
+            )
             for at, (table, entries, rest) in enumerate(
                 (
                     (self.page_table, np.asarray(one.pages, np.int64), 0),
                     (self.trailing, trailing, self.pad_text),
                 )
             ):
-                # Further entries of an earlier owner are reset.
+                # Entries that an earlier request wrote after these are reset.
                 empty = max(self._used[one.slot][at] - len(entries), 0)
                 cells.append(_cells(table, one.slot, 0, len(entries) + empty))
                 values += [entries, np.full(empty, rest, np.int64)]
                 self._used[one.slot][at] = len(entries)
-            cells.append(self._at[0] + one.slot)
+            cells.append(self._offsets[0] + one.slot)
             values.append(np.array(numbers, np.int64))
-        slots = np.array([one.slot for one in newcomers], np.int64)
-        reals = np.array([_reals(one.sampling) for one in newcomers], np.float32)
+        slots = np.array([one.slot for one in placements], np.int64)
+        settings = np.array([_float_settings(one.sampling) for one in placements], np.float32)
         greedy = np.array(
-            [(one.sampling.temperature == 0, one.sampling.residual_temperature == 0) for one in newcomers]
+            [(one.sampling.temperature == 0, one.sampling.residual_temperature == 0) for one in placements]
         )
-        whole = np.concatenate(cells), np.concatenate(values)
         places = [
-            *whole,
-            (self._at[1] + slots[:, None]).ravel(),
-            (self._at[2] + slots[:, None]).ravel(),
+            np.concatenate(cells),
+            np.concatenate(values),
+            (self._offsets[1] + slots[:, None]).ravel(),
+            (self._offsets[2] + slots[:, None]).ravel(),
             slots,
         ]
         packed = [
             np.concatenate(places).view(np.uint8),
-            reals.ravel().view(np.uint8),
+            settings.ravel().view(np.uint8),
             greedy.ravel().view(np.uint8),
         ]
         sent = self._sent(np.concatenate(packed))
-        wholes, real, truth = sent.split([len(part) for part in packed])
-        at, what, at_real, at_truth, rows = wholes.view(torch.int64).split([len(part) for part in places])
-        self._whole[at] = what
-        self._real[at_real] = real.view(torch.float32)
-        self._truth[at_truth] = truth.view(torch.bool)
-        embeddings = [one.embedding for one in newcomers]
+        integers, floats, flags = sent.split([len(part) for part in packed])
+        at, what, at_floats, at_flags, rows = integers.view(torch.int64).split([len(part) for part in places])
+        self._integers[at] = what
+        self._floats[at_floats] = floats.view(torch.float32)
+        self._flags[at_flags] = flags.view(torch.bool)
+        embeddings = [one.embedding for one in placements]
         self.inputs.index_copy_(
             0, rows, torch.stack(embeddings) if len(embeddings) > 1 else embeddings[0][None]
         )
         self.seen.index_fill_(0, rows, False)
         if self.recent.shape[1]:
             self.recent.index_fill_(0, rows, -1)
-        if any(len(one.drawn) for one in newcomers):
+        if any(len(one.drawn) for one in placements):
             known = np.concatenate(
-                [one.slot * self.seen.shape[1] + np.asarray(one.drawn, np.int64) for one in newcomers]
+                [one.slot * self.seen.shape[1] + np.asarray(one.drawn, np.int64) for one in placements]
             )
             self.seen.view(-1)[self._sent(known)] = True
 
@@ -176,18 +186,18 @@ class SlotState:
         sent = self._sent(
             np.stack((cells, np.concatenate([np.asarray(pages, np.int64) for _, pages, _ in grown])))
         )
-        self._whole[sent[0]] = sent[1]
+        self._integers[sent[0]] = sent[1]
 
     def write_trailing(self, slot: int, ids: NDArray[np.int64], start: int) -> None:
-        """Adds ids to a slot's trailing text, the first one at entry `start`: one transfer."""
+        """Adds ids to a slot's trailing text, the first one at entry `start`, in one transfer."""
         ids = ids[: max(self.trailing.shape[1] - 1 - start, 0)]
         if len(ids):
             self._used[slot][1] = start + len(ids)
             sent = self._sent(np.stack((_cells(self.trailing, slot, start, len(ids)), ids)))
-            self._whole[sent[0]] = sent[1]
+            self._integers[sent[0]] = sent[1]
 
 
-#: Offsets of blocks are multiples of this number of elements, since kernels load several at once.
+#: Offsets of blocks are multiples of this number of elements, since kernels load several elements at once.
 _ALIGNED = 64
 
 
@@ -207,14 +217,14 @@ def _cells(table: Tensor, row: int, column: int, count: int) -> NDArray[np.int64
     return np.arange(start, start + count)
 
 
-def _reals(drawn: SamplingParams) -> tuple[float, ...]:
+def _float_settings(sampling: SamplingParams) -> tuple[float, ...]:
     """The float32 settings in the order of a slot's blocks; greedy rows have a temperature of 1."""
     return (
-        drawn.temperature or 1.0,
-        drawn.top_p,
-        drawn.residual_temperature or 1.0,
-        drawn.residual_top_p,
-        drawn.repetition_penalty,
+        sampling.temperature or 1.0,
+        sampling.top_p,
+        sampling.residual_temperature or 1.0,
+        sampling.residual_top_p,
+        sampling.repetition_penalty,
     )
 
 

@@ -1,17 +1,17 @@
-"""Plans which streams, and whether whole utterances (batch work), run in the engine's next turn, from times
-alone. Imports no torch and reads no clock.
+"""Plans the engine's next turn: which streams run in it, and whether whole utterances (batch work) do.
+Decides by times that it is given; imports no torch and reads no clock.
 
 A turn makes one frame for each of its rows. A stream's playback begins when its first chunk is delivered; its
 lead is the delivered audio that is not played yet. While a stream is alive, a turn is the first of these:
 
 1. If a stream waits for its first chunk, or its next chunk would be late in turns of all rows: a turn of such
-   streams, padded with the earliest other ones if that costs nothing. Batch work is skipped up to `FAIR_TURNS`
-   times in a row.
+   streams, padded with the other streams whose deadlines are earliest if that costs nothing. Batch work is
+   skipped up to `FAIR_TURNS` times in a row.
 2. With batch work: every stream with a lead below `DUE_SECONDS` (every stream if few slots are free), and the
    batch work.
-3. Without batch work: every stream with a lead below `DUE_SECONDS`, and the earliest others up to a quarter of
-   all streams, between `AHEAD_ROWS` and `MAX_AHEAD_ROWS`. So a new stream waits for a short turn only, and
-   speech is still made faster than it is played.
+3. Without batch work: every stream with a lead below `DUE_SECONDS`, and others in the order of their deadlines,
+   up to a quarter of all streams, between `AHEAD_ROWS` and `MAX_AHEAD_ROWS`. So a new stream waits only for a
+   short turn, and speech is still made faster than it is played.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from pipelines.engine.buckets import bucket_of
 CHUNK_FRAMES = (1, 2, 4, 8, 12)
 #: Possible sizes of the first chunk.
 FIRST_FRAMES = (1, 2, 4)
-#: Time to decode a chunk and deliver it.
+#: Seconds that are allowed for decoding a chunk and delivering it.
 SPARE_SECONDS = 0.03
-#: A stream with more lead than this is never urgent; with less, it is if its next chunk needs all of the lead.
+#: Lead in seconds above which a stream is never urgent. With less lead, it is urgent if its next chunk needs
+#: all of the lead.
 URGENT_SECONDS = 0.4
-#: A stream with more lead is ahead.
+#: Lead in seconds above which a stream is ahead.
 DUE_SECONDS = 2.0
 #: Maximum consecutive turns of urgent streams that batch work waits for.
 FAIR_TURNS = 8
@@ -52,10 +53,11 @@ class Playback:
     deadline: float
     #: Whether the first chunk is not delivered yet.
     awaiting: bool = True
-    #: Audible frames of the next chunk, and its frames that are not made yet.
+    #: Number of audible frames of the next chunk, and of its frames that are not made yet.
     size: int = 1
     missing: int = 1
-    #: Inaudible frames of the first chunk: those before the speech, and those that the codec holds back.
+    #: Number of inaudible frames of the first chunk: frames before the speech, and frames that the codec
+    #: holds back.
     unheard: int = 0
 
     @property
@@ -77,12 +79,12 @@ class Plan:
 
     streams: list[int]
     batch: bool
-    #: Whether it has every row that needs a frame.
+    #: Whether every utterance that needs a frame has a row in it.
     together: bool
 
 
 class TurnPlanner:
-    """Plans turns, from the times of the last ones and the number of turns without batch work."""
+    """Plans turns. Remembers the times of the last ones, and the number of turns without batch work."""
 
     def __init__(
         self,
@@ -96,7 +98,7 @@ class TurnPlanner:
         a frame.
 
         `chunk_frames`: sizes of a stream's chunks, each up to twice the one before; the last one repeats.
-        `first_frames`: those that the first chunk can have. `reproducible`: chunks have the same sizes at any
+        `first_frames`: possible sizes of the first chunk. `reproducible`: chunks have the same sizes at any
         load, since the codec's rounding depends on them.
         """
         self._reproducible = reproducible
@@ -108,12 +110,13 @@ class TurnPlanner:
         self._skipped = 0
         self._together: deque[float] = deque(maxlen=_KEPT_TURNS)
         self._all: deque[float] = deque(maxlen=_KEPT_TURNS)
-        #: The median time of a turn, and of one with every row that needed a frame.
+        #: The median time in seconds of a turn, and of a turn that is `together`.
         self.turn_seconds = 0.0
         self.together_seconds = 0.0
 
     def record(self, seconds: float, together: bool) -> None:
-        """Records the time of a turn of one frame; `together`: it had every row that needed a frame."""
+        """Records the time of a turn of one frame; `together`: every utterance that needed a frame had a row
+        in it."""
         self._all.append(seconds)
         self.turn_seconds = median(self._all)
         if together:
@@ -164,7 +167,8 @@ class TurnPlanner:
         )
 
     def _first_size(self) -> int:
-        """The smallest first chunk that plays longer than the next one of its size takes; else the smallest."""
+        """The smallest first chunk that plays longer than another chunk of its size takes to make; else the
+        smallest one."""
         for size in self._first_frames:
             if size * self.turn_seconds + SPARE_SECONDS <= size * self._frame_seconds:
                 return size

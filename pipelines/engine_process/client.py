@@ -72,8 +72,8 @@ log = logging.getLogger(__name__)
 #: The child's program: arguments of the interpreter.
 PROGRAM = ("-m", "pipelines.engine_process.server")
 
-#: Maximum whole utterances that are sent but not yet accepted by the child's pipeline; then `start` blocks.
-#: Enough that the child never waits for one.
+#: Maximum whole utterances that are sent but not yet accepted by the child's pipeline; `start` blocks at this
+#: number. It is large enough that the child never has to wait for a request.
 MAX_PENDING = 32
 #: Maximum bytes of the recently used recordings that the child keeps.
 RECORDING_BYTES = 64 << 20
@@ -113,7 +113,8 @@ class EngineProcess:
         self._closed: NightjarError | None = None
         self._opened: Future[Opened] = Future()
         self._child: Child[ToClient] | None = None
-        # The kernel kills the child when this thread ends.
+        # The host's thread starts the child and receives its messages. The kernel kills the child when this
+        # thread ends.
         self._host = threading.Thread(
             target=self._run,
             args=(Open(model, options or {}, RECORDING_BYTES),),
@@ -123,7 +124,7 @@ class EngineProcess:
         self._host.start()
         self._frontend: Frontend | None = None
         try:
-            # Faults of the model are reported by the child.
+            # If the model cannot be opened, the child reports the error.
             with suppress(NightjarError):
                 self._frontend = open_frontend(model)
             opened = self._opened.result()
@@ -142,9 +143,9 @@ class EngineProcess:
     def start(self, request: AnyRequest, on_event: OnEvent, stream: bool = False) -> Handle:
         """Sends a request to the child, prepared by the family's frontend if it has one; see `Pipeline.start`.
 
-        Raises `InputError` for a request that is refused here; one that the child refuses ends with `Failed`.
-        Raises `ModelError` (`model.unreachable`) after the child has ended. `on_event` is called on the
-        host's thread.
+        Raises `InputError` for a request that is refused in this process; a request that the child refuses
+        ends with `Failed`. Raises `ModelError` (`model.unreachable`) after the child has ended. `on_event` is
+        called on the host's thread.
         """
         check_start(self, request, stream)
         text_open = isinstance(request, SynthesisRequest) and request.text_open
@@ -153,11 +154,11 @@ class EngineProcess:
             request, pieces = self._frontend.prepare(request)
         record, recordings = _record_of(request)
         for recording in recordings:
-            # Computed and cached before the lock is taken.
+            # Computed before the lock is taken; the object caches it.
             hash(recording)
         listener = Listener(on_event, lambda _done: self._on_request_end(number))
         with self._changed:
-            # The host's thread must not block: it makes room.
+            # The host's thread must not wait: it is the one that makes room.
             if not stream and threading.current_thread() is not self._host:
                 self._changed.wait_for(
                     lambda: self._closed or (len(self._pending) < MAX_PENDING and self._ended is None)
@@ -173,7 +174,8 @@ class EngineProcess:
                 self._send(Start(number, record, stream, [self._numbered(one) for one in recordings]))
             except (ValueError, OverflowError) as error:
                 self._remove(number)
-                # The child did not see this request, so its own cache differs: all recordings are sent again.
+                # The child did not see this request, so its cache can differ from this one: all recordings
+                # are sent again.
                 self._recordings = RecentRecordings[bytes, int](RECORDING_BYTES)
                 raise _unsendable(error) from error
             self._recordings.forget()
@@ -213,7 +215,7 @@ class EngineProcess:
 
     def _send(self, message: Start | Recording | Append | Cancel | Close) -> None:
         if self._child is not None:
-            with suppress(OSError):  # the host's thread meets the same error and fails all requests
+            with suppress(OSError):  # the host's thread gets the same error and fails all requests
                 self._child.channel.send(message)
 
     def _on_request_end(self, number: int) -> None:
@@ -280,7 +282,7 @@ class EngineProcess:
             self._child.kill()
 
     def _end(self, reason: str) -> None:
-        """Fails the child's requests after its end, before `start` raises."""
+        """Fails the child's requests after its end; only then does `start` raise."""
         ended = ModelError(
             ErrorCode.MODEL_UNREACHABLE,
             f"The engine's process has ended {reason}.",
@@ -309,7 +311,7 @@ class _OpenText:
     def __init__(
         self, number: int, listener: Listener, pieces: TextPieces | None, send: Callable[[Append], None]
     ) -> None:
-        """`pieces`: tokenizes the text; None: the text is sent."""
+        """`pieces`: tokenizes the text; None: the child tokenizes it."""
         self._number = number
         self._listener = listener
         self._pieces = pieces

@@ -1,4 +1,5 @@
-"""The messages between an engine process and its client. Requests are numbered, because ids may repeat.
+"""The messages between an engine process and its client. Messages name requests by numbers, because ids may
+repeat.
 
 The recording of a voice is sent once and then named by its number: many requests use the same voice, and a
 recording is a thousand times as long as a text.
@@ -57,7 +58,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     """The arguments of `Pipeline.start`."""
 
     number: int
-    #: Without its recordings.
+    #: The request without its recordings.
     request: RequestRecord | PreparedRequest
     stream: bool
     #: The numbers of the request's recordings, in their order.
@@ -82,7 +83,7 @@ class Close(msgspec.Struct, frozen=True, tag=True):
     """The child closes the pipeline and ends."""
 
 
-#: What the child receives.
+#: Messages to the child.
 ToChild = Open | Recording | Start | Append | Cancel | Close
 
 
@@ -106,7 +107,7 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
 
 
 class SpeechMessage(msgspec.Struct, frozen=True, tag=True):
-    """A `Done`. Its samples, float32, are in shared memory, if there are any."""
+    """A `Done` in a message. Its samples (float32), if there are any, are in shared memory."""
 
     number: int
     sample_rate: int
@@ -116,14 +117,14 @@ class SpeechMessage(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestFailed(msgspec.Struct, frozen=True, tag=True):
-    """A `Failed`."""
+    """A `Failed` in a message."""
 
     number: int
     error: ErrorRecord
 
 
 class ChunkMessage(msgspec.Struct, frozen=True, tag=True):
-    """An `AudioChunk`, its samples as bytes of float32."""
+    """An `AudioChunk` in a message, with its samples as bytes of float32."""
 
     number: int
     samples: bytes
@@ -133,11 +134,11 @@ class ChunkMessage(msgspec.Struct, frozen=True, tag=True):
 
 class Stats(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
-    #: Set if it has changed: a persistent kernel can be given up.
+    #: Set if it has changed, for example because a persistent kernel was disabled.
     info: EngineInfo | None = None
 
 
-#: What the client receives.
+#: Messages to the client.
 ToClient = Opened | NotOpened | Accepted | SpeechMessage | RequestFailed | ChunkMessage | Stats
 
 

@@ -57,7 +57,7 @@ from pipelines.request import (
 
 log = logging.getLogger(__name__)
 
-#: Minimum time between two messages with stats.
+#: Minimum seconds between two messages with stats.
 STATS_SECONDS = 0.02
 #: Threads that start streams with a recording to encode or a text to tokenize. More threads would not be faster.
 _STARTING_THREADS = 4
@@ -90,7 +90,7 @@ class _Request:
 
     #: Set once the pipeline has started the request.
     handle: Handle | None = None
-    #: Text that arrived before that.
+    #: Text that arrived before the pipeline had started the request.
     early_text: list[Append] = field(default_factory=list[Append])
 
 
@@ -105,7 +105,7 @@ class EngineServer:
 
     def __init__(self, channel: Channel[ToChild]) -> None:
         self._channel = channel
-        #: Ends of whole utterances to deliver; None: the client closes.
+        #: Ends of whole utterances that are to be sent; None: the client closes the pipeline.
         self._answers: queue.SimpleQueue[tuple[int, Done | Failed] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._requests: dict[int, _Request] = {}
@@ -201,7 +201,7 @@ class EngineServer:
                     if not early_text:
                         request.handle = handle
                         return
-            if request is None:  # cancelled, or over
+            if request is None:  # it was cancelled or has ended meanwhile
                 handle.cancel()
                 return
             for message in early_text:
@@ -223,8 +223,8 @@ class EngineServer:
             handle.cancel()
 
     def _cancel(self, number: int) -> None:
-        """Cancels a request. One that is not started yet is not started; one that is being started is
-        cancelled after that."""
+        """Cancels a request. A request that is not started yet is never started; one that is being started is
+        cancelled once it has a handle."""
         with self._lock:
             request = self._requests.pop(number, None)
         if request is not None and request.handle is not None:
@@ -261,7 +261,7 @@ class EngineServer:
                 self._info = info
 
     def _send_event(self, number: int, event: Event, wait: bool = False) -> None:
-        """Sends an event of a request; if that fails, the failure."""
+        """Sends an event of a request. If that fails, sends the failure instead."""
         shared: list[int] = []
         try:
             if isinstance(event, Done) and len(event.speech.samples):
@@ -282,7 +282,7 @@ class EngineServer:
 
 
 def _message_of(number: int, event: Event) -> ToClient:
-    """The message of an event; of a speech without its samples."""
+    """The message of an event; the samples of a `Done` are not in it."""
     if isinstance(event, AudioChunk):
         samples = np.ascontiguousarray(event.samples, np.float32).tobytes()
         return ChunkMessage(number, samples, event.sample_rate, event.text)
@@ -293,7 +293,7 @@ def _message_of(number: int, event: Event) -> ToClient:
 
 
 def _request_of(message: Start, kept: RecentRecordings[int, bytes]) -> AnyRequest | None:
-    """The request of a message, with its recordings; None where one of them is unknown."""
+    """The request of a message, with its recordings; None if one of them is unknown."""
     record, found = message.request, [kept.get(number) for number in message.recordings]
     kept.forget()
     recordings = [recording for recording in found if recording is not None]

@@ -1,5 +1,5 @@
-"""The causal 44.1 kHz codec: recordings to codes, always in float32; codes to a waveform, whole utterances
-or chunk by chunk."""
+"""The causal 44.1 kHz codec. It encodes recordings, always in float32, and decodes codes to a waveform, as
+whole utterances or chunk by chunk."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from pipelines.codec.fused import prepared_stack
 from pipelines.fish_speech.config import CODEC_WEIGHTS, CodecConfig, CodecStackConfig, FishConfig
 from pipelines.fish_speech.model import halves
 from pipelines.nn.checkpoint import Loader, TensorSource, TensorTable, read_pickle, shown, take_normed
-from pipelines.recording import RecordingCache, decode_recording, read_recording
+from pipelines.recording import RecordingCache, read_recording
 
 log = logging.getLogger(__name__)
 
 STEM_KERNEL, HEAD_KERNEL = 7, 3
-#: Buffers that older files of the codec hold, and what trains it.
+#: Tensors that are not needed: buffers of older files of the codec, and tensors for its training.
 _UNUSED = ("*freqs_cis*", "*causal_mask*", "*cluster_size*", "discriminator*")
 _SNAKE_EPS = 1e-9
 
@@ -62,7 +62,8 @@ def open_codec(folder: Path) -> TensorTable:
 
 @dataclass(frozen=True, slots=True)
 class CodecLoader(Loader):
-    """The codec's tensors: weight norms folded into convolutions, and snakes with one parameter a channel."""
+    """Loads the codec's tensors: weight norms are folded into convolutions; snakes have one parameter per
+    channel."""
 
     @property
     def unit_names(self) -> tuple[str, str, str, str]:
@@ -99,7 +100,7 @@ def window_transformer(load: CodecLoader, layout: StateLayout, config: CodecStac
 
 
 def _layer(load: CodecLoader, config: CodecStackConfig) -> LayerWeights:
-    """A layer whose heads rotate neighbours, put in half-split layout."""
+    """A layer. Published heads rotate neighbouring values; here they are put into half-split layout."""
     dim, inner = config.dim, config.intermediate
     query, key, value = load("attention.wqkv.weight", 3 * dim, dim).chunk(3)
     return LayerWeights(
@@ -137,7 +138,7 @@ class EncoderBlock:
 
 
 class Codebook:
-    """A factorized codebook: vectors are compared in few dimensions, by direction (Yu et al., 2022)."""
+    """A factorized codebook, which compares the directions of vectors in few dimensions (Yu et al., 2022)."""
 
     def __init__(self, load: CodecLoader, config: CodecConfig, codes: int) -> None:
         self.into = load.at("in_proj.").kernel(config.codebook_dim, config.latent, 1).squeeze(2)
@@ -160,7 +161,7 @@ class Codebook:
 
 
 class CodecEncoder:
-    """Recordings to codes, a frame of `samples_per_frame` samples at a time."""
+    """Encodes recordings to codes; each frame has `samples_per_frame` samples."""
 
     def __init__(
         self, config: CodecConfig, source: TensorSource, codebooks: Sequence[Codebook], device: torch.device
@@ -198,12 +199,12 @@ class CodecEncoder:
 
     @torch.inference_mode()
     def encode(self, samples: Tensor) -> Tensor:
-        """float32 [samples] at the codec's rate -> int64 [frames, codebooks]; the last frame is filled up
-        with silence."""
+        """float32 [samples] at the codec's rate -> int64 [frames, codebooks]; the last frame is padded with
+        silence."""
         return self.quantize(self.latents(self.features(samples)))[0]
 
     def features(self, samples: Tensor) -> Tensor:
-        """float32 [samples] -> what the quantizer takes, [1, steps, latent]."""
+        """float32 [samples] -> the input of the quantizer, [1, steps, latent]."""
         size = self.config.samples_per_frame
         x = pad(samples.to(self.device, torch.float32), (0, -len(samples) % size))[None, :, None]
         x = self._stem(x, None)
@@ -218,12 +219,12 @@ class CodecEncoder:
         return x
 
     def latents(self, x: Tensor) -> Tensor:
-        """[B, steps, latent] -> what the codes are chosen by, [B, frames, latent]."""
+        """[B, steps, latent] -> the vectors from which codes are chosen, [B, frames, latent]."""
         return self._pre(self.downsampled(x), None)
 
     def quantize(self, z: Tensor) -> Tensor:
-        """[B, frames, latent] -> int64 [B, frames, codebooks], each codebook choosing for what the ones
-        before it left."""
+        """[B, frames, latent] -> int64 [B, frames, codebooks]. Each codebook quantizes the residual of those
+        before it."""
         codes: list[Tensor] = []
         for codebook in self.codebooks:
             chosen, found = codebook.choose(z)
@@ -235,24 +236,23 @@ class CodecEncoder:
 #: Zero crossings of the resampling filter on either side, and its cutoff as a share of the lower Nyquist
 #: frequency.
 _ZEROS, _ROLLOFF = 6, 0.99
-#: Filter banks that are kept, and the values of the largest one: rates that share next to nothing would need
-#: gigabytes.
+#: Maximum number of cached filter banks, and of values in one of them: rates with a small common divisor
+#: would need gigabytes.
 _FILTERS, _MAX_VALUES = 16, 1 << 22
 
 
 class ReferenceEncoder:
-    """Encodes recordings to codes; caches the last ones by content."""
+    """Encodes recordings to codes. Caches the most recent ones by content."""
 
     def __init__(self, encoder: CodecEncoder) -> None:
         self._encoder = encoder
         self._kept: RecordingCache[NDArray[np.int64]] = RecordingCache(1024)
 
     def prepare(self, recording: bytes) -> NDArray[np.int64]:
-        """The codes int64 [frames, codebooks] of an encoded audio file within the bounds of
-        `pipelines.audio`.
+        """The codes, int64 [frames, codebooks], of an audio file within the limits of `pipelines.audio`.
 
         Raises `InputError`: `input.audio_unreadable`, `input.reference_length`, `input.reference_silent`;
-        `SynthesisError` (`synth.oom`) when the device has no room for it.
+        `SynthesisError` (`synth.oom`) if the device has too little memory.
         """
         return self._kept.get(
             recording, None, lambda: self._encoder.encode(self.read(recording)).cpu().numpy()
@@ -264,7 +264,7 @@ class ReferenceEncoder:
         samples, rate = read_recording(recording)
         wanted = self._encoder.config.sample_rate
         if (rate // math.gcd(rate, wanted)) * (wanted // math.gcd(rate, wanted)) > _MAX_VALUES:
-            samples, rate = decode_recording(recording, wanted, quality="VHQ")
+            samples, rate = read_recording(recording, wanted, quality="VHQ")
         return resample(torch.from_numpy(samples).to(self._encoder.device), rate, wanted)
 
 
@@ -283,8 +283,8 @@ def resample(samples: Tensor, rate: int, wanted: int) -> Tensor:
 
 @lru_cache(maxsize=_FILTERS)
 def _filters(old: int, new: int) -> tuple[Tensor, int]:
-    """One filter for each phase of the output, float32 [new, 1, taps], and how many samples they look
-    back."""
+    """One filter for each phase of the output, float32 [new, 1, taps], and the number of earlier samples that
+    they read."""
     cutoff = min(old, new) * _ROLLOFF
     width = math.ceil(_ZEROS * old / cutoff)
     taps = torch.arange(-width, width + old, dtype=torch.float64) / old
@@ -296,10 +296,10 @@ def _filters(old: int, new: int) -> tuple[Tensor, int]:
 
 
 class CodecDecoder(CausalDecoder):
-    """Codes [frames, codebooks] to 44.1 kHz audio; codes beyond a codebook mean its last one, as in the
-    published model.
+    """Decodes codes [frames, codebooks] to 44.1 kHz audio. Codes above the last one of their codebook are
+    read as the last one, as in the published model.
 
-    `fused` as for `pipelines.codec.fused.prepared_stack`, `reproducible` as for `CausalDecoder`.
+    `fused`: see `pipelines.codec.fused.prepared_stack`; `reproducible`: see `CausalDecoder`.
     """
 
     def __init__(
@@ -336,7 +336,7 @@ class CodecDecoder(CausalDecoder):
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """Both halves of the codec."""
+    """The decoder and the encoder of the codec."""
 
     decoder: CodecDecoder
     encoder: CodecEncoder
@@ -348,17 +348,17 @@ def load_codec(
     dtype: torch.dtype = torch.float32,
     reproducible: bool = False,
 ) -> Codec:
-    """Loads the folder's codec. The decoder runs in `dtype`, the encoder in float32; `reproducible` as for
+    """Loads the folder's codec. The decoder runs in `dtype`, the encoder in float32; `reproducible`: see
     `CausalDecoder`.
 
-    Raises `ModelError` (`model.bad_checkpoint`) that names the tensor or file at fault.
+    Raises `ModelError` (`model.bad_checkpoint`) that names the wrong tensor or file.
     """
     table = open_codec(config.folder)
     codec = codec_from(config.codec, table, torch.device(device), dtype, reproducible=reproducible)
     table.ignore(*_UNUSED)
-    # Older codecs hold some tensors of their own.
+    # Older files of the codec have more tensors.
     if extra := table.left():
-        log.warning("%s holds tensors that the codec does not use: %s", table.place, shown(extra))
+        log.warning("%s has tensors that the codec does not use: %s", table.place, shown(extra))
     return codec
 
 
@@ -370,8 +370,8 @@ def codec_from(
     fused: bool | None = None,
     reproducible: bool = False,
 ) -> Codec:
-    """Builds the codec from any source of tensors; `fused` and `reproducible` as for `CodecDecoder`.
-    Raises as the source does."""
+    """Builds the codec from any source of tensors; `fused`, `reproducible`: see `CodecDecoder`. Raises as the
+    source does."""
     load = CodecLoader(source, "quantizer.", torch.float32, device)
     places = [
         "semantic_quantizer.quantizers.0.",

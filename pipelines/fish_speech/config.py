@@ -1,5 +1,5 @@
-"""A Fish Speech S2 checkpoint folder's own configuration: config.json, and the codec's sizes. Imports no
-torch."""
+"""The configuration of a Fish Speech S2 checkpoint folder: config.json, and the sizes of the codec. Imports
+no torch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from pipelines.nn.config_keys import Drawing, Keys, Positive, Size, Sizes, StackConfig, Whole, revision
-from pipelines.recording import check_encoded
+from pipelines.nn.config_keys import (
+    BaseSamplingDefaults,
+    Keys,
+    Positive,
+    Size,
+    Sizes,
+    StackConfig,
+    Whole,
+    revision,
+)
+from pipelines.recording import read_recording
 from pipelines.registry import ModelCard
 from pipelines.request import Capabilities
 
 MODEL_TYPE = "fish_qwen3_omni"
 CODEC_WEIGHTS = "codec.pth"
-#: Sizes of a codec that is not the published one; the published folder has no such file.
+#: File with the sizes of a codec other than the published one, whose folder has no such file.
 CODEC_SIZES = "codec_config.json"
-#: Steps that the encoder's own transformer looks back, itself included; fixed in the published code.
+#: Steps that a query in the encoder's transformer sees, including its own; a constant of the published code.
 ENCODER_WINDOW = 512
 
 
@@ -32,7 +41,7 @@ class DualArStack(StackConfig):
     eps: Annotated[Positive, "norm_eps"]
     rope_theta: Annotated[Positive, "rope_base"]
     max_positions: Annotated[Size, "max_seq_len"]
-    #: Whether queries and keys are normalized by head.
+    #: Whether the queries and keys of each head are normalized.
     qk_norm: Annotated[bool, "attention_qk_norm"] = False
 
 
@@ -45,7 +54,7 @@ class CodecStackConfig:
     heads: Annotated[Size, "config.n_head"]
     head_dim: Annotated[Size, "config.head_dim"]
     intermediate: Annotated[Size, "config.intermediate_size"]
-    #: Steps that a query sees, itself included.
+    #: Steps that a query sees, including its own.
     window: Annotated[Size, "window_size"]
     rope_base: Annotated[Positive, "config.rope_base"] = 10_000.0
     eps: Annotated[Positive, "config.norm_eps"] = 1e-5
@@ -56,12 +65,13 @@ _PUBLISHED_STACK = CodecStackConfig(8, 1024, 16, 64, 3072, 128)
 
 @dataclass(frozen=True, slots=True)
 class CodecConfig:
-    """The sizes of the codec; the defaults are those of the published one, which its folder does not say."""
+    """The sizes of the codec. The defaults are those of the published codec, whose folder does not contain
+    them."""
 
     sample_rate: Size = 44_100
     encoder_dim: Size = 64
     encoder_rates: Sizes = (2, 4, 8, 8)
-    #: The transformer after each of the encoder's blocks; None: it has none.
+    #: The transformer at the end of each of the encoder's blocks; None: the block has none.
     encoder_stacks: tuple[CodecStackConfig | None, ...] = (
         None,
         None,
@@ -86,7 +96,7 @@ class CodecConfig:
 
     @property
     def codes(self) -> list[int]:
-        """How many codes each codebook has, the semantic one first."""
+        """The number of codes of each codebook; the semantic codebook is the first one."""
         return [self.semantic_codes] + [self.residual_codes] * self.residual_codebooks
 
     @property
@@ -95,17 +105,17 @@ class CodecConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingDefaults(Drawing):
-    """The published server's sampling; repetition-aware sampling always applies too."""
+class SamplingDefaults(BaseSamplingDefaults):
+    """The sampling settings of the published server, which are combined with repetition-aware sampling."""
 
     temperature: float = 0.8
     top_k: int = 30
     top_p: float = 0.8
-    #: Accepted by the published server and not used.
+    #: The published server accepts this setting but does not use it.
     repetition_penalty: float = 1.0
-    #: Columns of one turn, the last of which is no speech.
+    #: Maximum columns of one turn; the last possible column is not speech.
     max_new_tokens: int = 2048
-    #: UTF-8 bytes and speaker turns of the groups that a long text is spoken in.
+    #: A long text is spoken in groups; their maximum UTF-8 bytes and speaker turns.
     chunk_bytes: int = 200
     chunk_turns: int = 5
 
@@ -118,7 +128,7 @@ class FishConfig:
     sample_rate: int
     slow: DualArStack
     fast: DualArStack
-    #: Codes of a frame, the semantic one first.
+    #: Codes of a frame; the first one is semantic.
     codebooks: int
     #: Ids of the semantic tokens, and of the token that ends speech.
     semantic: range
@@ -132,8 +142,8 @@ class FishConfig:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> FishConfig:
-        """Reads the configs. Raises `ModelError` (`model.bad_checkpoint`) that names the file and the key
-        at fault."""
+        """Reads the configs. Raises `ModelError` (`model.bad_checkpoint`) that names the file and the wrong
+        key."""
         folder = Path(folder)
         keys = Keys.read(folder / "config.json")
         keys.expect(model_type=MODEL_TYPE)
@@ -145,8 +155,8 @@ class FishConfig:
             audio.value("num_codebooks", Size),
         )
         audio.expect(attention_qk_norm=False, text_dim=slow.hidden)
-        # The published code gives the fast AR the base and the epsilon of the slow one, whatever its own
-        # section says.
+        # As in the published code, the fast AR has the base and the epsilon of the slow AR; its own section
+        # is ignored.
         fast = _stack(audio, rope_theta=slow.rope_theta, eps=slow.eps, max_positions=codebooks)
         if codebooks != codec.codebooks:
             raise audio.error("num_codebooks", f"is {codebooks}, but the codec has {codec.codebooks}")
@@ -169,7 +179,7 @@ def _stack(keys: Keys, **known: float) -> DualArStack:
     config = keys.take(DualArStack, **known)
     keys.require(
         not config.heads % config.kv_heads and not config.head_dim % 2,
-        "n_head and n_local_heads must divide, and head_dim be even",
+        "n_head must be a multiple of n_local_heads, and head_dim must be even",
     )
     return config
 
@@ -194,7 +204,7 @@ def _codec(path: Path) -> CodecConfig:
     return replace(config, encoder_stacks=tuple(stacks))
 
 
-#: Recordings of one line: as many speakers as a prompt of the published code joins turns of.
+#: Maximum recordings of a line: the maximum speaker turns that the published code joins in a prompt.
 MAX_REFERENCES = 5
 CAPABILITIES = Capabilities(
     cloning=True,
@@ -219,5 +229,5 @@ def describe(folder: Path) -> ModelCard:
         executors=("eager", "graph"),
         engines=("native", "vllm"),
         seconds_per_character=0.067,  # English read speech, for estimates
-        check_reference=check_encoded,
+        check_reference=read_recording,
     )

@@ -21,16 +21,16 @@ from pipelines.fish_speech.prompt import Prompt, columns, prompt_of
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.vllm_engine.library import PRIVATE, SALTS, ModelSpec
 
-#: Positions of a sequence: a dialogue of ten minutes with its references and texts.
+#: Default maximum positions of a sequence: a dialogue of ten minutes with its references and texts.
 _CONTEXT = 16_384
-#: Of the GPU's memory on vLLM: the LM has nine billion bytes, and the codec works beside it.
+#: vLLM's share of the GPU's memory. The LM has nine billion bytes; the codec needs the rest.
 _MEMORY_SHARE = 0.6
-#: Of the codec's decoder in bfloat16: four tensors of its widest part, 96 channels at every sample of a
-#: frame. Computed, not measured.
+#: Memory that the codec's decoder needs for a frame in bfloat16: four tensors of its widest part, 96 channels
+#: at every sample. Calculated, not measured.
 _DECODED_FRAME_BYTES = 4 * 2 * 96 * 2048
-#: Of a prefix: as many as make two that are equal by chance no matter.
+#: Size of a prefix's digest, large enough that different prefixes never have equal ones.
 _DIGEST_BYTES = 32
-#: Of a run of speech, for vLLM's prefix cache.
+#: Size of the digest of a run of speech, for vLLM's prefix cache.
 _SALT_BYTES = 16
 #: Key of a request's extras on vLLM: the codes at the semantic positions of its prompt, int16 [positions,
 #: codebooks] as bytes.
@@ -56,10 +56,10 @@ def memory_needs(config: FishConfig, dtype: torch.dtype, page_size: int) -> Memo
     with Checkpoint.open(config.folder) as checkpoint:
         values = checkpoint.values()
     span = 1 << (config.codebooks - 1).bit_length()
-    # A row's keys and values of a frame in the fast AR, whose positions are filled up to a power of two;
-    # other buffers take less again.
+    # A row's keys and values in the fast AR, whose positions are padded to a power of two; the row's other
+    # buffers are smaller.
     row = 2 * span * fast.cached_values * width
-    # The codec's file is in float32, and its encoder stays in it. The head is a copy of rows of the
+    # The codec's file is in float32, and its encoder stays in float32. The head is a copy of rows of the
     # embeddings.
     weights = (
         values * width
@@ -93,9 +93,9 @@ def native_host(config: FishConfig, engine: Engine) -> NativeHost:
 
 
 def shared_prefixes(prompt: Prompt, semantic: range) -> Sequence[PromptPrefix]:
-    """The prefixes that other prompts can share: its voice, and its dialogue so far, identified by ids and
-    codes."""
-    # A row a position, so that the bytes before an end do not depend on the ends before it.
+    """The prefixes of a prompt that other prompts can share: its voice, and the dialogue up to each turn.
+    Digests of ids and codes identify them."""
+    # One row for each position, so that the bytes of a prefix do not depend on its shorter prefixes.
     rows = np.ascontiguousarray(columns(prompt, semantic).T)
     hasher, start, prefixes = hashlib.blake2b(digest_size=_DIGEST_BYTES), 0, list[PromptPrefix]()
     for end in prompt.shared:
@@ -143,10 +143,11 @@ def qwen3_config(config: FishConfig) -> dict[str, Any]:
 
 
 def as_extra(prompt: Prompt, semantic: range) -> dict[str, Any]:
-    """The extras of a request with this prompt: its codes, and which of them the KV of a position depends on.
+    """The extras of a request with this prompt: its codes, and digests of those on which the KV depends.
 
     Each run of speech (the references, an answer) has a digest of its codes, so prompts that begin alike
-    share their KV. The KV of frames that a request draws is its own: other frames may have the same ids.
+    share their KV. The KV of drawn frames is private to the request, because different frames may have the
+    same ids.
     """
     codes, ids = prompt.codes.astype(np.int16), np.array(prompt.ids)
     places = np.flatnonzero((ids >= semantic.start) & (ids < semantic.stop))

@@ -1,5 +1,5 @@
-"""The dual AR of Fish Speech S2: the tensors of the slow and the fast AR by their published names, and
-both as a frame of our engine."""
+"""The dual AR of Fish Speech S2: reads the slow and the fast AR by their published names, and makes the
+tensors of a frame of the engine `native` from them."""
 
 from __future__ import annotations
 
@@ -22,26 +22,25 @@ from pipelines.fish_speech.prompt import Prompt
 from pipelines.nn.checkpoint import Checkpoint, Loader, StackWeights, TensorSource
 
 SLOW, FAST = "text_model.model.", "audio_decoder."
-#: The number of rows of a head must be a multiple of this for kernels.
+#: Kernels need a head whose number of rows is a multiple of this.
 _ROW_STEP = 64
-#: Frames back in which repetition-aware sampling looks.
+#: Number of last frames whose codes repetition-aware sampling avoids.
 _WINDOW = 10
 
 
 def halves(tensor: Tensor, head_dim: int) -> Tensor:
     """Rows [heads * head_dim, ...] with each head's even rows before its odd ones.
 
-    The published model rotates neighbours, and kernels the two halves of a head.
+    The published model rotates neighbouring values of a head; kernels rotate its two halves.
     """
     heads = tensor.unflatten(0, (-1, head_dim // 2, 2))
     return heads.transpose(1, 2).reshape(tensor.shape)
 
 
 def rotary_table(positions: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions 0 and on, [positions, head_dim / 2] each: float32 values that
-    bfloat16 can hold.
+    """Cosines and sines of the positions from 0, [positions, head_dim / 2] each: float32, rounded to bfloat16.
 
-    The published model is trained with tables that are rounded so; exact ones change its voice.
+    The published model was trained with tables that are rounded like this; exact ones change its voice.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), 1.0 / base**exponents)
@@ -53,18 +52,18 @@ class FastWeights:
     """The fast AR, and its tables."""
 
     stack: StackWeights
-    #: [codes, fast dim] each: its inputs, and its head.
+    #: [codes, fast dim] each: the embeddings of its inputs, and its head.
     inputs: Tensor
     output: Tensor
-    #: [codebooks * codes, dim]: what the codes of a frame add to the slow AR's input.
+    #: [codebooks * codes, dim]: the embeddings of a frame's codes, which are added to the slow AR's input.
     codebooks: Tensor
-    #: Weight [fast dim, dim] and bias, where it has another width than the slow AR.
+    #: Weight [fast dim, dim] and bias; None if it has the width of the slow AR.
     project: tuple[Tensor, Tensor] | None
 
 
 @dataclass(frozen=True, slots=True)
 class LmWeights:
-    """Both transformers; embeddings: [vocabulary, dim], of all ids, and the head that draws them."""
+    """Both transformers. embeddings: [vocabulary, dim], of all ids; the head has the same weights."""
 
     slow: StackWeights
     embeddings: Tensor
@@ -72,7 +71,7 @@ class LmWeights:
 
 
 def take_layers(load: Loader, stack: DualArStack) -> Iterator[Layer]:
-    """The layers of one of the two transformers, one at a time, queries and keys in the order of halves.
+    """The layers of one of the two transformers, one at a time, with queries and keys in half-split layout.
     Raises as the loader."""
     dim, inner, head_dim = stack.hidden, stack.intermediate, stack.head_dim
     for index in range(stack.layers):
@@ -102,7 +101,7 @@ def take_layers(load: Loader, stack: DualArStack) -> Iterator[Layer]:
 
 
 def take_fast(load: Loader, config: FishConfig) -> FastWeights:
-    """The fast AR. Raises as the loader."""
+    """Reads the fast AR. Raises as the loader."""
     load, slow, fast = load.at(FAST), config.slow.hidden, config.fast
     project = None
     if fast.hidden != slow:
@@ -121,8 +120,8 @@ def take_fast(load: Loader, config: FishConfig) -> FastWeights:
 def take_weights(
     source: TensorSource, config: FishConfig, dtype: torch.dtype, device: torch.device
 ) -> LmWeights:
-    """Reads both transformers. Raises `ModelError` (`model.bad_checkpoint`) that names the tensor at
-    fault."""
+    """Reads both transformers. Raises `ModelError` (`model.bad_checkpoint`) that names a missing or wrong
+    tensor."""
     load, stack = Loader(source, "", dtype, device), config.slow
     slow = load.at(SLOW)
     layers = StackWeights(tuple(take_layers(slow, stack)), slow("norm.weight", stack.hidden))
@@ -130,8 +129,8 @@ def take_weights(
 
 
 def load_weights(config: FishConfig, dtype: torch.dtype, device: torch.device) -> LmWeights:
-    """The dual AR of a checkpoint folder; on the device `meta` it is only checked. Raises as
-    `take_weights`, and for a tensor too many."""
+    """The dual AR of a checkpoint folder; on the device `meta` it is only checked. Raises as `take_weights`,
+    and for an unknown tensor."""
     with Checkpoint.open(config.folder) as checkpoint:
         weights = take_weights(checkpoint, config, dtype, device)
         checkpoint.finish()
@@ -139,10 +138,11 @@ def load_weights(config: FishConfig, dtype: torch.dtype, device: torch.device) -
 
 
 class FishModel(FrameModel):
-    """A Qwen3 whose input at speech positions is a token and the codes of its frame, all scaled."""
+    """A Qwen3 whose input at speech positions is the scaled sum of the embeddings of a token and its frame's
+    codes."""
 
     def __init__(self, config: FishConfig, weights: LmWeights, max_context: int) -> None:
-        # Prompts are filled up to whole pages, and a context may end within one.
+        # Prompts are padded to whole pages, and the maximum context may end within a page.
         backbone = stack_tensors(weights.slow, config.slow, max_context + LARGEST_PAGE)
         super().__init__(frame_tensors(config, backbone, weights.embeddings[drawn_ids(config)], weights.fast))
         self._semantic = config.semantic
@@ -169,11 +169,11 @@ def drawn_ids(config: FishConfig) -> list[int]:
 def frame_tensors(
     config: FishConfig, backbone: StackTensors, drawn: Tensor, fast: FastWeights
 ) -> FrameTensors:
-    """The frame of a backbone; drawn: [ids, dim], the embeddings of `drawn_ids`. Views of the weights, but
-    for head and depth's inputs."""
+    """The tensors of a frame with this backbone. drawn: [ids, dim], the embeddings of `drawn_ids`. Except the
+    head and the depth's inputs, they are views of the weights."""
     semantic, residuals = len(config.semantic), config.codebooks - 1
     head = functional.pad(drawn, (0, 0, 0, -len(drawn) % _ROW_STEP))
-    # A broken row draws any row of the head before it is noticed, so each of them has an input.
+    # A row with NaN may draw any row of the head before it is detected, so each of them has an input.
     inputs = functional.pad(fast.inputs, (0, 0, 0, max(len(head) - len(fast.inputs), 0)))
     codebook = torch.arange(config.codebooks, device=head.device)
     return FrameTensors(

@@ -1,6 +1,5 @@
-"""Fish Speech S2 as a pipeline: requests in the words of a dialogue to turns, the dual AR on either
-engine, its frames to speech. Every group of turns is a sequence of the engine, whose prompt holds what was
-spoken before."""
+"""The pipeline of Fish Speech S2: divides requests into turns, runs the dual AR on either engine, and makes
+speech from its frames. Every turn is a sequence of the engine, whose prompt contains the turns before it."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ class TurnPlan:
 
     request_id: str
     conversation: Conversation
-    #: The user messages.
+    #: The user messages, one for each turn.
     texts: Sequence[str]
     #: Sampling of every turn, with its maximum of columns.
     sampling: TokenSampling
@@ -65,9 +64,9 @@ class TurnPlan:
     frames: int | None
     #: Maximum positions of the engine.
     context: int
-    #: Whether the next turn follows one that was cut.
+    #: Whether the item continues after a turn that was cut.
     keep_unfinished: bool
-    #: Whether a turn reached its limit without an end, or no frames were left for one.
+    #: Whether a turn reached its limit without an end, or no frames were left for a turn.
     cut: bool = False
     turn: int = 0
     current: TokenRequest = field(init=False)
@@ -81,7 +80,7 @@ class TurnPlan:
         return self.current.sampling.max_tokens
 
     def advance(self, frames: NDArray[np.int64], cut: bool) -> bool:
-        """Takes the frames of the current turn, which ended or was `cut`. Returns whether there is another
+        """Adds the frames of the current turn, which ended or was `cut`. Returns whether there is another
         turn, which is then `current`.
 
         Raises `InputError` (`input.too_long`) if the dialogue does not fit into the engine.
@@ -100,7 +99,7 @@ class TurnPlan:
         if self.max_columns < 2:
             raise InputError(
                 ErrorCode.INPUT_TOO_LONG,
-                f"The dialogue has outgrown the engine's {self.context} positions before its message {self.turn + 1}.",
+                f"The dialogue has filled the engine's {self.context} positions before its message {self.turn + 1}.",
                 "Split it into several lines, or open the model with a larger max_context.",
             )
         return True
@@ -119,7 +118,7 @@ class TurnPlan:
 
 @dataclass(frozen=True, slots=True)
 class FishRequestInfo(RequestInfo[CodecState]):
-    """The facts of a request that its results need."""
+    """The parts of a request that its results need."""
 
     plan: TurnPlan
 
@@ -134,7 +133,7 @@ class FishRequestInfo(RequestInfo[CodecState]):
 
 
 class Turns(Receiver[CodecState]):
-    """A mixin for receivers: they receive all turns as one sequence."""
+    """A mixin for receivers, which then receive all turns as one sequence."""
 
     def __init__(self, info: FishRequestInfo, stage: CodecStage[CodecState], listener: Listener) -> None:
         super().__init__(info, stage, listener)
@@ -182,13 +181,13 @@ def _spoken(columns: NDArray[np.int64], request: TokenRequest) -> NDArray[np.int
     return columns[: ends[0] if len(ends) else len(columns), 1:]
 
 
-#: On a GPU: maximum seconds that finished utterances wait, unless this many utterances or frames are waiting.
+#: On a GPU finished utterances wait to be decoded together: maximum time, utterances and frames.
 _GATHER_SECONDS, _GATHER_UTTERANCES, _GATHER_FRAMES = 0.05, 256, 4096
 
 
 @dataclass(frozen=True, slots=True)
 class FishOptions(TokenModelOptions):
-    """Options of a checkpoint on vLLM; None means the best for the device."""
+    """Options of a checkpoint on vLLM; None means the best value for the device."""
 
     #: Whether prompts with equal prefixes share their KV, such as prompts of one voice.
     share_prefixes: bool | None = None
@@ -197,11 +196,10 @@ class FishOptions(TokenModelOptions):
 @explain_oom()
 def open_pipeline(folder: Path, **options: Any) -> FishPipeline:
     """Loads a checkpoint folder. The option `engine` is `native`, `vllm` or `auto`
-    (`pipelines.engine_choice`); the others are its own.
+    (`pipelines.engine_choice`); the other options are those of that engine.
 
-    Raises `ModelError` (`model.bad_checkpoint`, `model.missing_extra`), `ConfigError` for an option that
-    is unknown or that it cannot run with, and `SynthesisError` (`synth.oom`) where other programs have
-    taken the GPU's memory meanwhile.
+    Raises `ModelError` (`model.bad_checkpoint`, `model.missing_extra`), `ConfigError` for an option that is
+    unknown or not supported, and `SynthesisError` (`synth.oom`) if other programs use the GPU's memory.
     """
     chosen = read_model_options(options, NativeModelOptions, FishOptions)
     native = isinstance(chosen, NativeModelOptions)
@@ -221,8 +219,8 @@ def open_pipeline(folder: Path, **options: Any) -> FishPipeline:
             model = FishModel(config, load_weights(config, dtype, device), sizes.max_context)
         host = native_host(config, chosen.open_engine(model, sizes, stage))
     else:
-        # vLLM reads the tensors in a process of its own, where an error would only be a dead engine; and it
-        # measures the memory that is left, so it is the last.
+        # Checks the tensors here: vLLM reads them in another process, where an error would only end the
+        # engine. It is opened last, because it measures the remaining memory.
         load_weights(config, torch.float32, torch.device("meta"))
         from pipelines.vllm_engine.host import VllmHost
 
@@ -259,13 +257,11 @@ class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
         super().__init__(host, stage, FishStreamer, FishUtterance, cuts_chunks=info.engine == "native")
 
     def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, FishRequestInfo]:
-        """The item's turns, and the facts that its results need. Raises `InputError` for a request that this
-        model cannot serve."""
+        """The item's first turn, and the parts of the request that its results need. Raises `InputError` for
+        a request that this model cannot serve."""
         task = speech_task(request.messages, request.generation, self.capabilities, request.seed)
         if request.generation.repetition_penalty not in (None, 1.0):
-            message = (
-                "This model has no repetition penalty: its sampling looks out for repetitions by itself."
-            )
+            message = "This model has no repetition penalty: its sampling always avoids repetitions."
             raise unsupported(message, "Remove `repetition_penalty`.")
         defaults, context = self.config.sampling, self._context
         texts = groups(clean(task.text), defaults.chunk_bytes, defaults.chunk_turns)

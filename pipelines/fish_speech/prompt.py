@@ -1,7 +1,7 @@
-"""Prompts of the slow AR: a conversation of a system message, and of user and assistant messages turn by
-turn.
+"""Prompts of the slow AR: a system message, then a user and an assistant message for each turn.
 
-Its parts are tokenized separately, as in training: a merge across two parts would give other tokens.
+The parts of a prompt are tokenized separately, as in training: a merge across two parts would give other
+tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CONTROLS = ("<|im_start|>", "<|im_end|>", "<|voice|>")
 _SPEAKER = re.compile(r"<\|speaker:\d{1,4}\|>")
 _OLD_SPEAKER = re.compile(r"<speaker:(\d{1,4})>")
 _MARK = re.compile(r"<\|[^<>|]{0,80}\|>")
-#: Phonemes between their marks, without another mark.
+#: Phonemes between the two marks, with no other mark between them.
 _SPAN = re.compile(r"<\|phoneme_start\|>((?!<\|[^<>|]{0,80}\|>).)*<\|phoneme_end\|>", re.DOTALL)
 
 
@@ -49,20 +49,21 @@ class Vocabulary:
                 )
             if found != names.get(name, found):
                 raise bad_checkpoint(f"{file} gives {name} the id {found}, config.json {names[name]}.")
-        # Speakers are plain text in the published tokenizer; one that has tokens for them means the same.
+        # Speaker tags are plain text in the published tokenizer; a tokenizer with tokens for them is accepted
+        # too.
         self._spoken = frozenset(
             token for token, name in self._added.items() if name in PHONEMES or _SPEAKER.fullmatch(name)
         )
 
     @classmethod
     def from_folder(cls, config: FishConfig) -> Vocabulary:
-        """Reads `tokenizer.json`. Raises `ModelError` (`model.bad_checkpoint`) that names the file or the
-        token at fault."""
+        """Reads `tokenizer.json`. Raises `ModelError` (`model.bad_checkpoint`) that names the file or a wrong
+        token."""
         path = config.folder / "tokenizer.json"
         return cls(read_tokenizer(path), config, path)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a string, in which control tokens have their names."""
+        """The ids of a string; control tokens are written as `<|name|>` in it."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def spoken(self, text: str) -> list[int]:
@@ -87,7 +88,7 @@ def clean(text: str) -> str:
     text = _OLD_SPEAKER.sub(r"<|speaker:\1|>", text)
     for name in _MARK.findall(_SPAN.sub("", text)):
         if name in PHONEMES:
-            message = "A phoneme span of the text is not closed, not opened, or holds another mark."
+            message = "A phoneme span of the text is not closed, not opened, or contains another mark."
             advice = "Write <|phoneme_start|>...<|phoneme_end|> around the phonemes."
             raise InputError(ErrorCode.INPUT_UNPRONOUNCEABLE, message, advice)
         if _SPEAKER.fullmatch(name) is None:
@@ -102,7 +103,7 @@ def clean_reference(text: str) -> str:
     try:
         turns(text)
     except InputError as error:
-        advice = "Say in `generation.reference_text` what the recording says."
+        advice = "Write the words of the recording in `generation.reference_text`."
         raise InputError(
             ErrorCode.INPUT_REFERENCE_TEXT, "A speaker tag of `reference_text` has no words.", advice
         ) from error
@@ -126,7 +127,7 @@ def turns(text: str) -> list[str]:
             raise InputError(
                 ErrorCode.INPUT_EMPTY_TEXT,
                 f"Nothing follows the speaker tag {part}.",
-                "Remove the tag, or say something.",
+                "Remove the tag, or add words after it.",
             )
     return [part for part in parts if part]
 
@@ -158,8 +159,9 @@ class Prompt:
 
     ids: Sequence[int]
     codes: NDArray[np.int64]
-    #: Lengths of prefixes that other prompts share: the system message with its references, then the prompt of
-    #: each turn but the last, without its last position, whose keys and values are computed with the first frame.
+    #: Lengths of prefixes that other prompts share: the system message with its references, then the prompt
+    #: of each turn except the last turn. A prompt's last position is excluded, because its keys and values
+    #: are computed with the first frame.
     shared: Sequence[int] = ()
     trailing = np.zeros(0, np.int64)
 
@@ -169,14 +171,14 @@ class Prompt:
 
 def prompt_of(request: TokenRequest) -> Prompt:
     """The prompt of an engine's request."""
-    assert request.prompt_codes is not None, "a prompt of this model says its codes"
+    assert request.prompt_codes is not None, "a prompt of this model has codes"
     return Prompt(request.prompt_ids, request.prompt_codes, request.shared_positions)
 
 
 class Conversation:
     """The conversation that the slow AR continues: a system message, then turns.
 
-    conversation = Conversation(vocabulary, references)
+    conversation = Conversation(vocabulary, codebooks, references)
     prompt = conversation.ask(text)
     conversation.answer(codes)
     """
@@ -226,8 +228,8 @@ class Conversation:
 
 
 def groups(text: str, max_bytes: int, max_turns: int) -> list[str]:
-    """Divides a text into user messages of one or more turns each, one on a line; a text without speaker tags
-    is never split.
+    """Divides a text into user messages of one or more turns each, with one turn per line. A text without
+    speaker tags is not divided.
 
     Raises `InputError` (`input.empty_text`) for a speaker tag without words.
     """
@@ -235,7 +237,7 @@ def groups(text: str, max_bytes: int, max_turns: int) -> list[str]:
         return [text]
     found: list[list[str]] = []
     for turn in turns(text):
-        size = sum(len(one.encode()) for one in found[-1]) if found else 0
+        size = sum(len(part.encode()) for part in found[-1]) if found else 0
         if found and len(found[-1]) < max_turns and size + len(turn.encode()) <= max_bytes:
             found[-1].append(turn)
         else:

@@ -1,7 +1,7 @@
-"""The slow AR as a model of vLLM's: Qwen3 whose input at speech positions is token and codes, and whose
-sampler draws whole frames."""
+"""The slow AR as a model of vLLM: a Qwen3 whose input at speech positions is a token and the codes of its
+frame, and whose sampler draws whole frames."""
 
-# vLLM is an extra: its imports are checked where it is installed.
+# vLLM is an extra, so its imports are checked only if it is installed.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class FishState(EngineFrameState):
 
 
 class FishForCausalLM(FrameModel, Qwen3ForCausalLM):
-    """Qwen3's layers with the tables and the input of Fish Speech; what it does not know of the dual AR
-    lies beside them."""
+    """Qwen3's layers with the rotary tables and the input of Fish Speech. The other tensors of the dual AR
+    are additional parameters, `beside`."""
 
     state_class = FishState
 
@@ -70,12 +70,12 @@ class FishForCausalLM(FrameModel, Qwen3ForCausalLM):
         self.fish = FishConfig.from_folder(Path(vllm_config.model_config.model))
         self.width = self.fish.codebooks
         self._dtype: torch.dtype = vllm_config.model_config.dtype
-        #: The embeddings of what can be drawn, and the fast AR; the same memory as parameters, which vLLM
-        #: counts, moves and fills.
+        #: The embeddings of the ids that can be drawn, and the fast AR. Their tensors are also parameters,
+        #: because vLLM counts, moves and fills parameters.
         self.drawn = torch.empty(len(drawn_ids(self.fish)), self.fish.slow.hidden, dtype=self._dtype)
         self.fast = take_fast(Loader(Shapes(real=True), "", self._dtype, self.drawn.device), self.fish)
         self.beside = nn.ParameterList(
-            [nn.Parameter(one, requires_grad=False) for one in _tensors((self.drawn, self.fast))]
+            [nn.Parameter(tensor, requires_grad=False) for tensor in _tensors((self.drawn, self.fast))]
         )
         layers: Any = self.model.layers
         for layer in layers:
@@ -84,12 +84,12 @@ class FishForCausalLM(FrameModel, Qwen3ForCausalLM):
             rope.cos_sin_cache = rope.cos_sin_cache.bfloat16().to(rope.cos_sin_cache.dtype)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """The frame's kernels make the logits themselves, of these states."""
+        """Returns the hidden states: the frame's kernels compute the logits from them."""
         self.drawn_from = hidden_states
         return hidden_states
 
     def frame_tensors(self) -> FrameTensors:
-        """The frame after the slow AR's last layer."""
+        """The tensors of a frame after the slow AR's last layer."""
         slow, last = self.fish.slow, cast("nn.Module", self.model.norm)
         norm = cast("Tensor", last.weight).data
         scale = slow.head_dim**-0.5
@@ -99,8 +99,8 @@ class FishForCausalLM(FrameModel, Qwen3ForCausalLM):
         return frame_tensors(self.fish, backbone, self.drawn, self.fast)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Reads the folder by itself, a layer at a time. Raises `ModelError` (`model.bad_checkpoint`) that
-        names a tensor at fault."""
+        """Reads the folder instead of `weights`, one layer at a time. Raises `ModelError`
+        (`model.bad_checkpoint`) that names a missing or wrong tensor."""
         with Checkpoint.open(self.fish.folder) as checkpoint:
             load = Loader(checkpoint, "", self._dtype, torch.device("cpu"))
             loaded = super().load_weights(self._slow(load.at(SLOW)))
@@ -122,7 +122,7 @@ class FishForCausalLM(FrameModel, Qwen3ForCausalLM):
 
 
 def as_qwen3(layer: Layer, stack: DualArStack) -> dict[str, Tensor]:
-    """A layer by the names of transformers' Qwen3."""
+    """A layer's tensors, by the names of transformers' Qwen3."""
     query, key, value = layer.qkv.split([stack.q_width, stack.kv_width, stack.kv_width])
     gate, up = layer.gate_up.chunk(2)
     assert layer.q_norm is not None

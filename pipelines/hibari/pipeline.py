@@ -40,24 +40,24 @@ from pipelines.validation import speech_task
 
 log = logging.getLogger(__name__)
 
+#: Default size of the waiting room for each thread.
 _WAITING_PER_THREAD = 16
 SAMPLES_PER_FRAME = 300
-#: Speech peaks at 0.1 and above before it is normalized; what the model makes of nothing to say peaks at
-#: 0.02.
+#: Audio whose peak is lower is silent. Before normalization, speech has peaks of 0.1 and above, and the audio
+#: of a text with nothing to say has peaks of 0.02.
 _SILENT_PEAK = 0.03
-#: What a stream is multiplied by: sentences have -26.3 LUFS as the model makes them, and hardly more or less
-#: (standard deviation 0.4).
+#: Gain of streams. The model makes sentences of -26.3 LUFS, with a standard deviation of 0.4.
 STREAM_GAIN = np.float32(10 ** (3.3 / 20))
-#: A stream whose listener has more than this ahead lets whole utterances go first.
+#: Whole utterances precede a stream whose listener has more audio than this still to hear.
 DUE_SECONDS = 2.0
 
 
 class Utterance:
-    """A request and how far it is spoken. One thread at a time calls `advance`, `finish` and `tell`.
+    """A request and its progress. One thread at a time calls `advance`, `finish` and `send`.
 
-    Whole speech has the loudness of everything that Nightjar writes. A stream's pieces come as soon as
-    they are made, multiplied by `STREAM_GAIN`, and the louder ones by what keeps their peak; they begin
-    and end in silence, so they follow each other without a click.
+    A whole utterance is normalized to the loudness of all speech of Nightjar. A stream's pieces are sent as
+    soon as they are made, with the gain `STREAM_GAIN`, or a smaller one that keeps their peaks below the
+    limit. They begin and end in silence, so there is no click between them.
     """
 
     def __init__(
@@ -71,25 +71,25 @@ class Utterance:
         self.text = text
         self.listener = listener
         self.stream = stream
-        #: Phoneme ids, one list a piece of speech; may read the text as it goes.
+        #: Phoneme ids, one list for each piece of speech. A stream's text is read while these are requested.
         self.pieces: Iterator[list[int]] = iter(())
-        #: Its place in the order of arrival.
+        #: Its number in the order of arrival.
         self.arrival = 0
         self.begun = False
-        #: Samples that were made.
+        #: Number of samples that were made.
         self.samples = 0
-        #: When the listener of a stream that began with the first chunk will have heard all chunks; 0 before
-        #: the first one.
+        #: Time at which the listener of a stream, who begins with the first chunk, will have heard all
+        #: chunks; 0 before the first chunk.
         self.deadline = 0.0
         self._generator = np.random.default_rng(request.seed)
-        #: What was made and not handed on.
+        #: Audio that was made and not yet sent.
         self._parts: list[NDArray[np.float32]] = []
         self._audible = False
 
     def advance(self, voice: Hibari) -> bool:
-        """Speaks the next piece; False when there is none.
+        """Makes the speech of the next piece; False if there is none.
 
-        Raises `InputError` for a text that turns out unreadable or longer than it may be.
+        Raises `InputError` for text that the voice cannot read, and for speech longer than `max_seconds`.
         """
         self.begun = True
         piece = next(self.pieces, None)
@@ -104,55 +104,55 @@ class Utterance:
         if len(samples):
             self._parts.append(samples)
             self._audible = self._audible or peak(samples) >= _SILENT_PEAK
-        # Text that makes no speech fails without a sound, as it does in a whole utterance.
+        # Nothing is sent before audible speech, so that a text without speech fails without a sound.
         while self.stream and self._audible and self._parts:
             part = self._parts.pop(0)
             gain = min(STREAM_GAIN, np.float32(PEAK_LIMIT / max(peak(part), 1e-6)))
-            self.tell(AudioChunk(part * gain, SAMPLE_RATE))
+            self.send(AudioChunk(part * gain, SAMPLE_RATE))
             self.deadline = max(self.deadline, time.monotonic()) + len(part) / SAMPLE_RATE
         return True
 
     def finish(self) -> Speech:
-        """What ends the request, after the last piece. Raises `SynthesisError` (`synth.silent`) for speech
-        without a voice."""
+        """The result of the request, after the last piece. Raises `SynthesisError` (`synth.silent`) if no
+        speech is audible."""
         samples, lufs, more = np.zeros(0, np.float32), 0.0, dict[str, float]()
         if self._audible and not self.stream:
             samples, lufs = normalize_loudness(np.concatenate(self._parts), SAMPLE_RATE)
             more = {"loudness_lufs": round(lufs, 2)}
         if not self._audible or lufs == -math.inf:
-            message = "The voice made no audible speech of this text."
+            message = "The voice made no audible speech from this text."
             raise SynthesisError(ErrorCode.SYNTH_SILENT, message, "Check the text.")
         meta = {"frames": self.samples // SAMPLES_PER_FRAME, "finish_reason": "stop", **more}
         return Speech(samples, SAMPLE_RATE, self.text, meta=meta)
 
-    def turn(self, now: float) -> tuple[int, float, int]:
-        """When its next piece is spoken: smaller ones go first.
+    def priority(self, now: float) -> tuple[int, float, int]:
+        """The priority of its next piece; the smallest value is first.
 
-        First come streams that nobody has heard anything of, in the order of their arrival, then those
-        whose listener has at most `DUE_SECONDS` left, the one that runs dry first at the head; then whole
-        utterances, the oldest one first, and behind them the other streams.
+        The order is: streams without a chunk so far, by arrival; streams whose listener has at most
+        `DUE_SECONDS` of audio left, the least audio first; whole utterances, by arrival; other streams.
         """
         rank = 1 if not self.stream else 0 if self.deadline <= now + DUE_SECONDS else 2
         return rank, self.deadline, self.arrival
 
-    def tell(self, event: Event) -> None:
+    def send(self, event: Event) -> None:
+        """Sends an event to the listener. If the listener fails, the request is cancelled."""
         try:
             self.listener(event)
         except Exception:
-            # Whoever listens is gone; the thread serves others too.
+            # The thread must continue for other requests.
             log.exception("the listener of a request failed, and the request is ended")
             self.listener.cancel()
 
 
 class HibariPipeline:
-    """Threads that share one loaded model: inference and signal processing run outside the interpreter lock.
+    """Threads that share one loaded model: inference and signal processing run without the GIL.
 
-    Two threads on two cores make 1.9 times the speech of one, as two processes do, in half their memory
-    (240 MB). Each request is synthesized alone with its own seed, so its speech does not depend on what
-    else runs. A thread speaks one piece, mostly a sentence, and then looks again whose turn it is
-    (`Utterance.turn`). A whole utterance's text is read in `start`, so that what the voice cannot read is
-    refused there; that takes about a second for the worst text of 5,000 characters. A stream's text is
-    read by the threads, sentence by sentence.
+    Two threads on two cores make 1.9 times as much speech as one thread, like two processes, but with half
+    their memory (240 MB). Each request is synthesized alone with its own seed, so its speech does not depend
+    on other requests. A thread makes one piece, usually a sentence, and then chooses the next piece by
+    `Utterance.priority`. `start` reads the text of a whole utterance, so that it can refuse text that the
+    voice cannot read; that takes about a second for the slowest text of 5,000 characters. The threads read a
+    stream's text, sentence by sentence.
     """
 
     name = "hibari"
@@ -163,7 +163,7 @@ class HibariPipeline:
     def __init__(self, *, threads: int | None = None, waiting_room: int | None = None) -> None:
         count = threads or len(os.sched_getaffinity(0))
         self._reader = EnglishReader()
-        # What is imported and allocated by the first speech belongs to opening.
+        # Makes speech once, so that the first request does not wait for imports and allocations.
         normalize_loudness(
             self._reader.voice.from_ids(self._reader.voice.ids("həlˈO"), 1.0, np.random.default_rng(0)),
             SAMPLE_RATE,
@@ -171,7 +171,7 @@ class HibariPipeline:
         self._room = waiting_room or count * _WAITING_PER_THREAD
         self.info = EngineInfo(slots=count, waiting_room=self._room, device="cpu", dtype="float32")
         self._arrivals = itertools.count(1)
-        #: Those that wait for a thread to speak their next piece, and how many are being spoken.
+        #: Utterances whose next piece waits for a thread, and number of pieces that threads are making.
         self._queue: list[Utterance] = []
         self._speaking = 0
         self._changed = threading.Condition()
@@ -186,11 +186,10 @@ class HibariPipeline:
             thread.start()
 
     def start(self, request: AnyRequest, on_event: OnEvent, stream: bool = False) -> Handle:
-        """Queues a request; see `Pipeline.start`. One that is cancelled ends with the sentence that is
-        spoken.
+        """Queues a request; see `Pipeline.start`. A cancelled request ends after the current sentence.
 
-        Of a stream, `InputError` is raised as far as the text's characters tell; the rest of it is read
-        while it is spoken.
+        For a stream, `InputError` is raised only for characters that the voice cannot read. Its text is read
+        while it is spoken, and other errors are sent as `Failed`.
         """
         check_start(self, request, stream)
         assert isinstance(request, SynthesisRequest), "the voice has no frontend"
@@ -206,7 +205,8 @@ class HibariPipeline:
             if not stream:
                 self._changed.wait_for(
                     lambda: (
-                        self._closed or sum(not (one.stream or one.begun) for one in self._queue) < self._room
+                        self._closed
+                        or sum(not (other.stream or other.begun) for other in self._queue) < self._room
                     )
                 )
             if self._closed:
@@ -228,23 +228,24 @@ class HibariPipeline:
             )
 
     def close(self) -> None:
-        """Ends the threads; what waits or runs fails with `synth.aborted`. May be called more than once."""
+        """Ends the threads; waiting and running requests fail with `synth.aborted`. May be called more than
+        once."""
         with self._changed:
             self._closed = True
             ended, self._queue = self._queue, []
             self._changed.notify_all()
         for utterance in ended:
-            utterance.tell(Failed(_aborted()))
+            utterance.send(Failed(_aborted()))
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
 
     def _is_over(self, utterance: Utterance) -> bool:
-        """Whether nobody waits for it any more."""
+        """Whether the utterance is no longer needed."""
         return self._closed or not utterance.listener.is_open
 
     def _ended(self, utterance: Utterance) -> None:
-        """It was cancelled, or has failed."""
+        """Removes an utterance that was cancelled or has failed from the queue."""
         with self._changed:
             if utterance in self._queue:
                 self._queue.remove(utterance)
@@ -257,49 +258,48 @@ class HibariPipeline:
                 if self._closed:
                     return
                 now = time.monotonic()
-                utterance = min(self._queue, key=lambda one: one.turn(now))
+                utterance = min(self._queue, key=lambda queued: queued.priority(now))
                 self._queue.remove(utterance)
                 self._speaking += 1
                 self._changed.notify_all()
-            goes_on = self._advance(utterance)
+            has_more = self._advance(utterance)
             with self._changed:
                 self._speaking -= 1
-                ended = goes_on and self._is_over(utterance)
-                if goes_on and not ended:
+                ended = has_more and self._is_over(utterance)
+                if has_more and not ended:
                     self._queue.append(utterance)
             if ended:
-                utterance.tell(Failed(_aborted()))
+                utterance.send(Failed(_aborted()))
 
     def _advance(self, utterance: Utterance) -> bool:
-        """Speaks the next piece; False when the utterance is over, however it ended."""
+        """Makes the speech of the next piece; False if the utterance has ended, with or without success."""
         try:
             if utterance.advance(self._reader.voice):
                 return True
             if self._is_over(utterance):
                 raise _aborted()
             speech = utterance.finish()
-        except Exception as error:  # noqa: BLE001  # whatever the runtime raises ends this request, not the thread
-            utterance.tell(Failed(_failure(error)))
+        except Exception as error:  # noqa: BLE001  # any error of the runtime ends this request, not the thread
+            utterance.send(Failed(_failure(error)))
             return False
         with self._changed:
             self._requests_done += 1
             self._samples_made += utterance.samples
-        utterance.tell(Done(speech))
+        utterance.send(Done(speech))
         return False
 
 
 @dataclass(frozen=True, slots=True)
 class HibariOptions:
-    """How the voice is opened: `threads` synthesize at once (None: one a core); `waiting_room` requests
-    wait before `submit` blocks."""
+    """Options of the voice: `threads` synthesize at the same time (None: one per core); `waiting_room`
+    requests can wait before `submit` blocks."""
 
     threads: Count | None = None
     waiting_room: Count | None = None
 
 
 def load(**options: Any) -> HibariPipeline:
-    """Loads the voice. Raises `ConfigError` (`config.invalid`) for an option that is none of
-    `HibariOptions`, or a wrong value."""
+    """Loads the voice. Raises `ConfigError` (`config.invalid`) for an unknown option or a wrong value."""
     chosen = read_options(HibariOptions, options)
     return HibariPipeline(threads=chosen.threads, waiting_room=chosen.waiting_room)
 
@@ -310,7 +310,7 @@ def _aborted() -> SynthesisError:
 
 
 def _failure(error: Exception) -> NightjarError:
-    """Any error of a piece in our words."""
+    """Converts any error to a `NightjarError`."""
     if isinstance(error, NightjarError):
         return error
     if isinstance(error, MemoryError):

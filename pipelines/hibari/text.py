@@ -1,5 +1,5 @@
-"""English text to the voice's phoneme ids. What it could not read aloud is refused, never left out
-unheard."""
+"""Converts English text to the voice's phoneme ids. Text that the voice cannot read aloud is refused, never
+skipped."""
 
 from __future__ import annotations
 
@@ -21,31 +21,33 @@ from hibari.tts import MAX_PHONEMES
 
 from pipelines.errors import ErrorCode, InputError
 
-# The article alone: a vowel that the voice's lexicon lists with neither.
+# "ɐ" is the vowel of the article "a", which the lexicon has in neither set.
 _PHONES = VOWELS | CONSONANTS | {"ɐ"}
 _READ_SYMBOLS = frozenset(
     {*SYMBOLS, *CURRENCY_WORDS, *SYMBOL_PHONEMES, *CURRENCIES, *LEXICON_SYMBOLS, "ª", "º", "µ", "°"}
 )
 _GREEK_LETTER = re.compile("(?<![\u0370-\u03ff])[\u0370-\u03ff](?![\u0370-\u03ff])")
-# Emoji, dingbats and marks of punctuation say nothing aloud; mathematical and currency signs and numbers do.
+# Categories of characters that are not spoken: emoji, dingbats, punctuation. Mathematical and currency signs
+# and numbers are spoken.
 _UNSPOKEN = frozenset({"So", "Sk", "Po", "Pd", "Ps", "Pe", "Pi", "Pf", "Pc", "Zs", "Zl", "Zp", "Cc"})
 _SAME = str.maketrans(
     {"\N{MINUS SIGN}": "-", "\N{HYPHEN}": "-", "\N{NON-BREAKING HYPHEN}": "-", "\N{FRACTION SLASH}": "/"}
 )
 _INAUDIBLE = frozenset({"Cf", "Mn", "Me"})
-#: Words that are looked up together: 16 keep the worst of 5,000 characters at about a second, and a web
-#: address whole.
+#: Maximum words that are looked up together. With 16 the slowest text of 5,000 characters takes about a
+#: second, and a web address remains one group.
 MAX_GROUP_WORDS = 16
+#: Maximum characters without white space that are tokenized together.
 MAX_RUN_CHARACTERS = 200
-#: Of a text whose signs are written out; twice the longest text (`Capabilities.max_text_characters`).
+#: Maximum length of a text whose signs are written out: twice `Capabilities.max_text_characters`.
 MAX_READABLE_CHARACTERS = 10_000
 
 
 class BoundedTokenizer(Tokenizer):
-    """hibari's tokenizer, which peels marks off a run without white space one by one and looks at all of
-    the rest each time.
+    """hibari's tokenizer, in time that grows linearly with the length of the text.
 
-    A longer run than `MAX_RUN_CHARACTERS`, which no normal text has, is taken apart in pieces.
+    hibari removes the marks of a run without white space one by one, and reads the rest of the run each time.
+    A run longer than `MAX_RUN_CHARACTERS`, which no normal text has, is tokenized in pieces.
     """
 
     def split(self, s: str) -> list[str]:
@@ -55,11 +57,11 @@ class BoundedTokenizer(Tokenizer):
 
 
 class BoundedG2P(G2P):
-    """hibari's words to phonemes, in time that grows with the length of the text.
+    """hibari's conversion of words to phonemes, in time that grows linearly with the length of the text.
 
     Words without white space between them ("state-of-the-art") are one group, and hibari looks up each
-    stretch of a group: time grows with the cube of its words. A longer group than `MAX_GROUP_WORDS` is
-    read as several, with a space between.
+    sequence of words in it: its time grows with the cube of the number of words. A group longer than
+    `MAX_GROUP_WORDS` is read as several groups with spaces between them.
     """
 
     def __init__(self, words: Callable[[str], str | None]) -> None:
@@ -68,7 +70,7 @@ class BoundedG2P(G2P):
 
     @staticmethod
     def retokenize(tokens: list[Tok]) -> list[Tok | list[Tok]]:
-        """Single words, and groups of at most `MAX_GROUP_WORDS`."""
+        """Single words, and groups of up to `MAX_GROUP_WORDS` words."""
         return [
             part
             for word in G2P.retokenize(tokens)
@@ -77,8 +79,8 @@ class BoundedG2P(G2P):
 
 
 def _groups(words: list[Tok]) -> Iterator[Tok | list[Tok]]:
-    """The words of a group in runs of at most `MAX_GROUP_WORDS`, which end behind a mark where there is
-    one in their second half."""
+    """Divides a group into parts of up to `MAX_GROUP_WORDS` words. A part ends after a mark, if there is one
+    in its second half."""
     while len(words) > MAX_GROUP_WORDS:
         marks = (
             end
@@ -93,45 +95,43 @@ def _groups(words: list[Tok]) -> Iterator[Tok | list[Tok]]:
 
 
 class EnglishReader:
-    """Reads text as hibari does, with four of its gaps closed.
+    """Reads text as hibari does, except:
 
-    - Letters of other scripts, which it would drop or garble, are `input.unpronounceable`; so are
-      mathematical and currency
-      signs that it does not read. Accents it does not know are dropped from their letter (ặ is read as a), a Greek letter
-      that stands alone is read by its name, and emoji are not spoken.
-    - Unknown words longer than its word model takes are read in pieces rather than cut off.
-    - A sentence without commas is split between words, so that memory stays bounded.
-    - Time grows with the length of the text, whatever it is made of, and reading can be given up between
-      sentences.
+    - Letters of other scripts, and mathematical and currency signs that hibari does not read, raise
+      `input.unpronounceable`. hibari would drop or misread them. Unknown accents are dropped (ặ is read as a),
+      a single Greek letter is read by its name, and emoji are not spoken.
+    - Unknown words that are too long for hibari's word model are read in pieces instead of being cut.
+    - A long sentence without commas is split between words, so that memory is limited.
+    - Time grows linearly with the length of any text, and reading can be stopped between sentences.
 
     May be used from several threads.
     """
 
     def __init__(self) -> None:
         words = oov.OOV()
-        #: The loaded voice, whose `from_ids` makes speech of `pieces`.
+        #: The loaded voice; its `from_ids` makes the speech of `pieces`.
         self.voice = Hibari(g2p=BoundedG2P(_in_pieces(words, words.maxlen)))
 
-    def pieces(self, text: str, given_up: Callable[[], bool] = lambda: False) -> Iterator[list[int]]:
-        """The phoneme ids of each piece of speech, in order, each with the silences the model expects
-        around it, and each sentence when it is asked for.
+    def pieces(self, text: str, is_stopped: Callable[[], bool] = lambda: False) -> Iterator[list[int]]:
+        """Yields the phoneme ids of each piece of speech, in order, with the silences that the model expects
+        around a piece. Each sentence is read when its first piece is requested.
 
-        Between sentences it asks `given_up`; then it ends. Nothing comes of a text before the first piece
-        that can be pronounced. Raises `InputError`: `input.unpronounceable` for text without pronounceable
-        English or with a letter or sign that the voice cannot read, `input.too_long` for signs that written
-        out are too many characters.
+        Ends between two sentences once `is_stopped()` is true. Yields nothing before the first piece that can
+        be pronounced. Raises `InputError`: `input.unpronounceable` for text without pronounceable English or
+        with a letter or sign that the voice cannot read, `input.too_long` for a text that is too long once
+        its signs are written out.
         """
         held: list[str] = []
         pronounced = False
         for sentence in self.voice.split_sentences(readable(text)):
-            if given_up():
+            if is_stopped():
                 return
             held += self._phonemes(sentence)
             pronounced = pronounced or any(phoneme in _PHONES for chunk in held for phoneme in chunk)
             if pronounced:
                 yield from map(self.voice.ids, held)
                 held = []
-        if not pronounced and not given_up():
+        if not pronounced and not is_stopped():
             raise _nothing_to_say()
 
     def _phonemes(self, sentence: str) -> list[str]:
@@ -144,11 +144,11 @@ class EnglishReader:
 
 
 def check_pronounceable(text: str) -> None:
-    """The cheap part of `EnglishReader.pieces`, for submit: no model is loaded, and it costs microseconds.
+    """The fast part of the checks of `EnglishReader.pieces`: it loads no model and takes microseconds.
 
-    Raises `InputError` for a letter or sign that the voice cannot read, for text without a letter, digit
-    or sign that is spoken, and for signs that written out are too many characters. What passes may still
-    be refused by `pieces`, but rarely.
+    Raises `InputError` for a letter or sign that the voice cannot read, for text without a letter, digit or
+    sign that is spoken, and for a text that is too long once its signs are written out. `pieces` rarely
+    refuses a text that passes.
     """
     written = readable(text)
     if not any(character.isalnum() or character in _READ_SYMBOLS for character in written):
@@ -156,19 +156,21 @@ def check_pronounceable(text: str) -> None:
 
 
 def readable(text: str) -> str:
-    """The text as hibari is given it: what it would misread is written out or left out. Raises as
-    `check_pronounceable`."""
-    # "[word](link)" would give the word the phonemes or the sound of the link alone.
+    """The text for hibari: signs that it would misread are written out or removed. Raises as
+    `check_pronounceable`, except for a text without anything to say."""
+    # hibari would read the link of "[word](link)" as the pronunciation of the word.
     text = text.replace("](", "] (")
     if not text.isascii():
         text = _GREEK_LETTER.sub(_greek_name, unicodedata.normalize("NFC", text).translate(_SAME))
         unreadable = dict.fromkeys(
-            character for character in text if not character.isascii() and _spoken(character) is None
+            character for character in text if not character.isascii() and _replacement(character) is None
         )
         if unreadable:
             shown = "".join(unreadable)[:20]
             raise _unpronounceable(f"The voice reads English and cannot pronounce {shown!r}.")
-        text = "".join(character if character.isascii() else _spoken(character) or "" for character in text)
+        text = "".join(
+            character if character.isascii() else _replacement(character) or "" for character in text
+        )
     if len(text) > MAX_READABLE_CHARACTERS:
         raise InputError(
             ErrorCode.INPUT_TOO_LONG,
@@ -179,9 +181,9 @@ def readable(text: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _spoken(character: str) -> str | None:
-    """What the voice is given for a character outside ASCII; None where it would lose what the character
-    says."""
+def _replacement(character: str) -> str | None:
+    """The text that replaces a character outside ASCII for the voice; None if the voice cannot say the
+    character."""
     if character in _READ_SYMBOLS:
         return character
     category = unicodedata.category(character)
@@ -209,7 +211,7 @@ def _spoken(character: str) -> str | None:
 
 @lru_cache(maxsize=1)
 def _alphabet() -> frozenset[str]:
-    """The letters that hibari's model of unknown words takes."""
+    """The letters that hibari's model of unknown words accepts."""
     return frozenset(json.loads((Path(oov.ASSETS) / "oov.json").read_text(encoding="utf-8"))["in"])
 
 
@@ -225,8 +227,8 @@ def _in_pieces(words: Callable[[str], str | None], longest: int) -> Callable[[st
 
 
 def _between_words(phonemes: str) -> list[str]:
-    """The phonemes in pieces of at most MAX_PHONEMES, split at the last space that allows it, or within a
-    word without one."""
+    """The phonemes in pieces of up to MAX_PHONEMES, split at the last possible space, or within a word if
+    there is no space."""
     pieces: list[str] = []
     while len(phonemes) > MAX_PHONEMES:
         cut = phonemes.rfind(" ", 1, MAX_PHONEMES + 1)

@@ -1,5 +1,5 @@
-"""Checkpoints as a person opens them: device and precision; and strict reading of safetensors, never
-pickle."""
+"""Reads the tensors of checkpoints strictly, without running code from pickles, and chooses device and
+precision."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class TensorSource(Protocol):
     """A source of weights: a `TensorTable`, or anything that makes tensors by name and shape."""
 
     def __contains__(self, name: str) -> bool:
-        """Whether it has this name; for tensors with alternative names."""
+        """Whether it has a tensor of this name; used for tensors that have different names in different
+        checkpoints."""
         ...
 
     def take(
@@ -78,7 +79,7 @@ class Loader:
     device: torch.device
 
     def __call__(self, name: str, *shape: int) -> Tensor:
-        """The tensor `prefix + name`, of exactly this shape. Raises as the source does."""
+        """The tensor `prefix + name`, of exactly this shape. Raises like the source."""
         return self.source.take(self.prefix + name, shape, self.dtype, self.device)
 
     def at(self, prefix: str) -> Self:
@@ -119,8 +120,8 @@ class TensorTable:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> Tensor:
-        """Reads one tensor of exactly this shape; `dtype` None keeps the stored one. Nothing is read where
-        the device is "meta".
+        """Reads one tensor of exactly this shape; `dtype` None keeps the stored one. Nothing is read if the
+        device is "meta".
 
         Raises `ModelError` (`model.bad_checkpoint`) naming the tensor when it is absent, has another
         shape, or is stored in a type that cannot be turned into `dtype` without scales.
@@ -135,7 +136,7 @@ class TensorTable:
         plain = tensor.is_floating_point() and tensor.element_size() > 1
         if dtype is not None and dtype.is_floating_point and not plain:
             raise bad_checkpoint(f"Tensor {name} is stored as {tensor.dtype}, not as plain floating point.")
-        # What was read goes to the device as it is, and changes its type there.
+        # The tensor is sent to the device in its stored type, and converted there.
         return tensor.to(device=device).to(dtype=dtype)
 
     def ignore(self, *patterns: str) -> None:
@@ -171,7 +172,7 @@ def read_pickle(path: Path, wrappers: Sequence[str] = (), mmap: bool = False) ->
         held: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except FileNotFoundError as error:
         raise bad_checkpoint(f"{path} is missing.") from error
-    except Exception as error:  # many kinds, for a file that is none, or that holds more than tensors
+    except Exception as error:  # of many kinds, if the file is not a pickle or holds more than tensors
         raise bad_checkpoint(f"{path} cannot be read as tensors: {str(error)[:200]}.") from error
     for wrapper in wrappers:
         if isinstance(held, dict) and isinstance(inner := held.get(wrapper), dict):
@@ -301,14 +302,14 @@ def _opened(path: Path) -> Any:
 
 
 def _shards(index: Path) -> set[str]:
-    """The files that an index sends tensors to. Which tensors there are the files themselves say."""
+    """The files that an index lists. Their tensors are listed by the files themselves."""
     table = read_table(index).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise bad_checkpoint(f"{index} has no weight_map.")
     for name, file in table.items():
         if not (isinstance(file, str) and re.fullmatch(r"[^/\\]+\.safetensors", file)):
             raise bad_checkpoint(
-                f"{index} sends tensor {name} to {file!r}, which is not a safetensors file of the same folder."
+                f"{index} lists tensor {name} in {file!r}, which is not a safetensors file of the same folder."
             )
     return set(table.values())
 
@@ -372,8 +373,8 @@ def take_stack(
 
 
 def open_device(name: str | None, threads: int | None = None) -> torch.device:
-    """The device asked for, or the best there is; sets the CPU threads: as asked for, and one where the
-    CPU is the device.
+    """The device with this name, or the best one. Also sets the number of CPU threads: to `threads`, or to
+    one if the device is the CPU.
 
     On a GPU disables cuDNN attention in the whole process: cuDNN builds a plan for every new shape, for up to
     half a second, and batches of utterances often have new shapes. Raises `ConfigError` (`config.invalid`) for
@@ -400,7 +401,7 @@ def _best_device() -> str:
     given = os.environ.get(VISIBLE)
     if given is None:
         log.warning(
-            "NVIDIA's driver is here, but PyTorch finds no GPU: the model runs on the CPU. `nightjar doctor` says why."
+            "NVIDIA's driver is installed, but PyTorch finds no GPU: the model runs on the CPU. `nightjar doctor` says why."
         )
         return "cpu"
     message = f"PyTorch does not find the GPU that this process was given ({VISIBLE}={given})."
@@ -423,7 +424,7 @@ def _known_device(name: str) -> torch.device:
 
 
 def precision(asked: Precision | None, device: torch.device) -> torch.dtype:
-    """The type asked for, or the best for the device."""
+    """The type `asked` for, or the best type for the device."""
     return getattr(torch, asked or ("float32" if device.type == "cpu" else "bfloat16"))
 
 
@@ -433,5 +434,5 @@ def device_name(device: torch.device) -> str:
 
 
 def type_name(dtype: torch.dtype) -> str:
-    """`float32` of `torch.float32`."""
+    """The name of a type, such as `float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")

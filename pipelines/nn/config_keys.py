@@ -1,5 +1,5 @@
-"""Reads the configs of a checkpoint folder by annotations, with errors that name file and key; and digests of
-checkpoints.
+"""Reads the configs of a checkpoint folder into annotated dataclasses, with errors that name file and key,
+and computes digests of checkpoints.
 
 Imports no torch.
 """
@@ -26,7 +26,7 @@ _PROBE_BYTES = 1 << 16
 #: Maximum size of a config file.
 _CONFIG_BYTES = 4 << 20
 
-#: Errors say that a value must be its `description`.
+#: Types of values. An error says that the value must be the `description` of its type.
 Size = Annotated[int, msgspec.Meta(ge=1, description="a whole number above 0")]
 Whole = Annotated[int, msgspec.Meta(ge=0, description="a whole number that is not negative")]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max, description="a number above 0")]
@@ -47,7 +47,7 @@ def bad_checkpoint(message: str, advice: str = DOWNLOAD_AGAIN) -> ModelError:
 
 @dataclass(frozen=True, slots=True)
 class StackConfig:
-    """The shape of a stack of Qwen2's or Qwen3's decoder layers, by the keys of transformers."""
+    """The shape of a stack of Qwen2's or Qwen3's decoder layers, with the config keys of transformers."""
 
     hidden: Annotated[Size, "hidden_size"]
     intermediate: Annotated[Size, "intermediate_size"]
@@ -70,13 +70,13 @@ class StackConfig:
 
     @property
     def cached_values(self) -> int:
-        """Keys and values of a position in all layers."""
+        """The number of key and value elements that are cached for a position, in all layers."""
         return 2 * self.layers * self.kv_width
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
-    """A model's default sampling."""
+class BaseSamplingDefaults:
+    """A model's default sampling: the settings that all families have."""
 
     temperature: NotNegative = 1.0
     top_k: Whole = 0
@@ -131,10 +131,12 @@ class Keys:
             raise self.error(key, what) from error
 
     def take(self, kind: type[T], **known: Any) -> T:
-        """A dataclass whose fields are keys of this section, and other dataclasses its sections.
+        """Reads a dataclass whose fields are keys of this section. A field whose type is a dataclass is a
+        section of its own.
 
         A key has the name of its field, or the one in its annotation: `width: Annotated[Size, "sizes.width"]`.
-        It can be absent if the field has a default. `known`: values of fields that are not read here.
+        It can be absent if the field has a default. `known`: values of fields that are not read from the
+        file.
         """
         types = get_type_hints(kind, include_extras=True)
         for one in fields(cast("Any", kind)):
@@ -158,7 +160,8 @@ class Keys:
                 raise self.error(key, f"is {found!r}; only {value!r} is supported")
 
     def rope_theta(self) -> float:
-        """The base of a rope that is not scaled, from the keys that releases of transformers have for it."""
+        """The base of a rope that is not scaled, from the keys that different releases of transformers use
+        for it."""
         name = next((name for name in ("rope_scaling", "rope_parameters") if self._values.get(name)), None)
         rope = self.section(name) if name else Keys(self._path, {}, self._prefix)
         if rope.value("rope_type", str, rope.value("type", str, "default")) != "default":
@@ -170,16 +173,16 @@ class Keys:
         return bad_checkpoint(f"{self._path}: {self._prefix}{key} {what}.")
 
     def require(self, holds: bool, what: str) -> None:
-        """Raises the error that says `what` of this section, unless a relation holds that the code relies
-        on."""
+        """Raises an error about this section with the text `what`, unless `holds`: a relation of its values
+        that the code relies on."""
         if not holds:
             section = f" {self._prefix[:-1]}:" if self._prefix else ""
             raise bad_checkpoint(f"{self._path}:{section} {what}.")
 
 
 def revision(folder: Path, suffixes: Sequence[str]) -> str:
-    """A digest of a checkpoint's files: their names and sizes, and samples of their contents, since weights
-    have gigabytes."""
+    """A digest of a checkpoint's files: of their names and sizes, and of samples of their contents, since
+    weights have gigabytes."""
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.suffix in suffixes and path.is_file()):
         size = path.stat().st_size
@@ -192,7 +195,7 @@ def revision(folder: Path, suffixes: Sequence[str]) -> str:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """A JSON or YAML file that holds a table of keys. Raises `ModelError` (`model.bad_checkpoint`) that
+    """Reads a JSON or YAML file that holds a table of keys. Raises `ModelError` (`model.bad_checkpoint`) that
     names the file."""
     # A FIFO or a device would block or never end, so only a plain file is opened.
     if not path.is_file():
@@ -211,8 +214,8 @@ def read_table(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """A tokenizer of one file. Raises `ModelError` (`model.bad_checkpoint`) that names the file."""
-    from tokenizers import Tokenizer  # not needed to describe a model
+    """Reads a tokenizer from one file. Raises `ModelError` (`model.bad_checkpoint`) that names the file."""
+    from tokenizers import Tokenizer  # imported here, because `describe` does not need it
 
     try:
         return Tokenizer.from_file(str(path))
@@ -221,7 +224,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _yaml(data: bytes) -> Any:
-    import yaml  # an extra, and only where a family has such configs
+    import yaml  # an optional library, which only families with such configs need
 
     try:
         return yaml.safe_load(data)

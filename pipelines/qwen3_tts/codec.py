@@ -1,5 +1,4 @@
-"""The 12 Hz codec: its decoder, for whole utterances or chunk by chunk with equal results, and both halves
-together."""
+"""The 12 Hz codec of Qwen3-TTS. Its decoder gives equal results for whole utterances and for their chunks."""
 
 from __future__ import annotations
 
@@ -32,12 +31,14 @@ if TYPE_CHECKING:
     from pipelines.qwen3_tts.speaker import CodecEncoder
 
 PRE_CONV_KERNEL = 3
+#: Minimum of `cluster_usage`, which is a divisor.
 USAGE_FLOOR = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
 class CodecLoader(Loader):
-    """Loads the decoder's tensors: plain convolutions, and SnakeBeta with the logarithms of its parameters."""
+    """Loads the decoder's tensors: plain convolutions, and SnakeBeta, whose parameters are stored as
+    logarithms."""
 
     @property
     def unit_names(self) -> tuple[str, str, str, str]:
@@ -91,9 +92,10 @@ def _layer(load: CodecLoader, config: CodecDecoderConfig) -> LayerWeights:
 
 
 class CodecDecoder(CausalDecoder):
-    """Codes [frames, codebooks] to 24 kHz audio. `fused` as for `pipelines.codec.fused.prepared_stack`.
+    """Decodes codes [frames, codebooks] to 24 kHz audio.
 
-    `fused_front`: the layers before the convolution stack run on fused ops too.
+    `fused`: see `pipelines.codec.fused.prepared_stack`. `fused_front`: whether the layers before the
+    convolution stack run on fused ops too.
     """
 
     def __init__(
@@ -153,7 +155,7 @@ def _code_table(config: CodecDecoderConfig, load: Loader) -> Tensor:
     size, width, dim = config.codebook_size, config.codebook_dim // 2, config.codebook_dim
     tables: list[Tensor] = []
     for name, layers in (("rvq_first", 1), ("rvq_rest", config.num_quantizers - 1)):
-        load(f"{name}.input_proj.weight", width, dim, 1)  # part of the file, used for encoding only
+        load(f"{name}.input_proj.weight", width, dim, 1)  # in the file, but only encoding uses it
         projection = load(f"{name}.output_proj.weight", dim, width, 1).squeeze(2)
         for i in range(layers):
             codebook = load.at(f"{name}.vq.layers.{i}._codebook.")
@@ -172,11 +174,11 @@ class Codec:
 
 
 def fuses_front(device: torch.device | str, dtype: torch.dtype, reproducible: bool, codec_rows: int) -> bool:
-    """Whether the layers before the convolutions run on fused ops: on a GPU in bfloat16, where it was measured
+    """Whether the layers before the convolutions run on fused ops: on a GPU in bfloat16, where that is
     faster.
 
-    Gathered batches of a `reproducible` decoder use the plain modules, whose bits were verified not to depend
-    on the batch.
+    Gathered batches of a `reproducible` decoder use the plain modules, because tests showed that their bits
+    do not depend on the batch.
     """
     return (
         torch.device(device).type == "cuda"
@@ -193,9 +195,9 @@ def load_codec(
     fused_front: bool = False,
     encodes: bool = True,
 ) -> Codec:
-    """Loads a `speech_tokenizer` folder, with its encoder where it `encodes`.
+    """Loads a `speech_tokenizer` folder; with `encodes` also its encoder.
 
-    The decoder runs in `dtype`; the encoder always in float32, since codes are not continuous.
+    The decoder runs in `dtype`; the encoder always in float32, because a rounding error can change a code.
 
     Raises `ModelError` (`model.bad_checkpoint`) with the name of a tensor or file that is missing, unknown or
     has another shape.

@@ -1,5 +1,4 @@
-"""The configuration of a Qwen3-TTS checkpoint, read from its `config.json`; nothing about a model is known
-without it."""
+"""The configuration of a Qwen3-TTS checkpoint, read from its `config.json`."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pipelines.nn.config_keys import (
-    Drawing,
+    BaseSamplingDefaults,
     Keys,
     NotNegative,
     Positive,
@@ -20,20 +19,20 @@ from pipelines.nn.config_keys import (
     Whole,
     revision,
 )
-from pipelines.recording import check_encoded
+from pipelines.recording import read_recording
 from pipelines.registry import ModelCard
 from pipelines.request import Capabilities
 
 CheckpointType = Literal["base", "custom_voice", "voice_design"]
 TOKENIZER = "qwen3_tts_tokenizer_12hz"
-#: The last ids of the talker's vocabulary are control, language and speaker ids, never sampled except for the
-#: end.
+#: Number of control, language and speaker ids, which are the last ids of the talker's vocabulary. Of them,
+#: only the end is ever sampled.
 CONTROL_IDS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class TextIds:
-    """Ids of the text vocabulary with a meaning."""
+    """Ids of the text vocabulary that have a special meaning."""
 
     tts_pad: Annotated[Whole, "tts_pad_token_id"]
     tts_bos: Annotated[Whole, "tts_bos_token_id"]
@@ -45,7 +44,7 @@ class TextIds:
 
 @dataclass(frozen=True, slots=True)
 class CodecIds:
-    """Ids of the talker's codec vocabulary with a meaning."""
+    """Ids of the talker's codec vocabulary that have a special meaning."""
 
     pad: Annotated[Whole, "codec_pad_id"]
     bos: Annotated[Whole, "codec_bos_id"]
@@ -57,8 +56,8 @@ class CodecIds:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingDefaults(Drawing):
-    """`generation_config.json`, over the defaults of the published API."""
+class SamplingDefaults(BaseSamplingDefaults):
+    """`generation_config.json`. Keys that it lacks have the defaults of the published API."""
 
     temperature: NotNegative = 0.9
     top_k: Whole = 50
@@ -74,8 +73,8 @@ class SamplingDefaults(Drawing):
 
 @dataclass(frozen=True, slots=True)
 class SpeakerEncoderConfig:
-    """`speaker_encoder_config` of the main `config.json`, for ECAPA-TDNN of transformers; only `enc_dim` is
-    always published, the rest has the package's defaults."""
+    """`speaker_encoder_config` of the main `config.json`, for the ECAPA-TDNN of transformers. Only `enc_dim`
+    is always published; other keys have the defaults of the published package."""
 
     enc_dim: Size = 1024
     sample_rate: Size = 24_000
@@ -90,7 +89,7 @@ class SpeakerEncoderConfig:
 
 @dataclass(frozen=True, slots=True)
 class Qwen3TTSConfig:
-    """Everything of `config.json` and `generation_config.json` that inference reads."""
+    """The values of `config.json` and `generation_config.json` that inference uses."""
 
     folder: Path
     kind: Annotated[CheckpointType, "tts_model_type"]
@@ -110,8 +109,8 @@ class Qwen3TTSConfig:
 
     @property
     def takes_instructions(self) -> bool:
-        """Whether the published wrapper passes instructions on: never for voice clones, and not for named
-        voices of 0.6B."""
+        """Whether the published wrapper passes instructions to the model: not for voice clones, and not for
+        named voices of 0.6B."""
         return self.kind == "voice_design" or (self.kind == "custom_voice" and self.size != "0b6")
 
     @property
@@ -125,13 +124,13 @@ class Qwen3TTSConfig:
 
     @property
     def needs_projection(self) -> bool:
-        """Whether talker states pass `small_to_mtp_projection` on their way into the code predictor."""
+        """Whether `small_to_mtp_projection` projects talker states to the width of the code predictor."""
         return self.talker.hidden != self.predictor.hidden
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Qwen3TTSConfig:
-        """Reads a checkpoint folder. Raises `ModelError` (`model.bad_checkpoint`) that names the file and
-        the key at fault."""
+        """Reads a checkpoint folder. Raises `ModelError` (`model.bad_checkpoint`) that names the file and the
+        wrong key."""
         folder = Path(folder)
         top = Keys.read(folder / "config.json")
         top.expect(model_type="qwen3_tts", tokenizer_type=TOKENIZER)
@@ -167,7 +166,7 @@ def _stack(keys: Keys) -> StackConfig:
 
 
 def _ids(keys: Keys, key: str) -> dict[str, int]:
-    """Names, in lower case, and their ids."""
+    """Lowercase names -> ids."""
     return {name.lower(): token for name, token in keys.value(key, dict[str, Whole]).items()}
 
 
@@ -184,7 +183,7 @@ def _speaker_encoder(top: Keys) -> SpeakerEncoderConfig:
 
 
 def _check(config: Qwen3TTSConfig, top: Keys, talker: Keys, predictor: Keys) -> None:
-    """The relations between keys that the arithmetic relies on."""
+    """Checks relations between keys on which the model relies."""
     if config.codebooks < 2 or predictor.value("num_code_groups", Size) != config.codebooks:
         raise predictor.error("num_code_groups", f"does not fit the talker's {config.codebooks}")
     if config.predictor.vocab + CONTROL_IDS > config.talker.vocab:
@@ -211,7 +210,7 @@ def _check(config: Qwen3TTSConfig, top: Keys, talker: Keys, predictor: Keys) -> 
 
 @dataclass(frozen=True, slots=True)
 class CodecDecoderConfig:
-    """`decoder_config` of `speech_tokenizer/config.json`; the fields bear the names of its keys."""
+    """`decoder_config` of `speech_tokenizer/config.json`; the fields have the names of its keys."""
 
     codebook_size: Size
     codebook_dim: Size
@@ -232,13 +231,13 @@ class CodecDecoderConfig:
 
     @property
     def samples_per_frame(self) -> int:
-        """Samples that one frame of codes becomes: the product of all upsampling factors."""
+        """Samples of one frame: the product of all upsampling factors."""
         return math.prod(self.upsample_rates) * math.prod(self.upsampling_ratios)
 
     @classmethod
     def read(cls, keys: Keys) -> CodecDecoderConfig:
-        """Reads the object `decoder_config`. Raises `ModelError` (`model.bad_checkpoint`) naming the key
-        at fault."""
+        """Reads the object `decoder_config`. Raises `ModelError` (`model.bad_checkpoint`) that names the
+        wrong key."""
         keys.expect(hidden_act="silu", attention_bias=False, num_semantic_quantizers=1)
         config = keys.take(cls)
         keys.require(
@@ -266,7 +265,7 @@ class CodecConfig:
     @classmethod
     def load(cls, folder: str | Path) -> CodecConfig:
         """Reads `config.json` of a `speech_tokenizer` folder. Raises `ModelError` (`model.bad_checkpoint`)
-        naming file and key."""
+        that names the file and the wrong key."""
         keys = Keys.read(Path(folder) / "config.json")
         keys.expect(model_type=TOKENIZER)
         encoder = keys.section("encoder_config")
@@ -295,7 +294,7 @@ def describe(folder: Path) -> ModelCard:
         revision=revision(folder, (".json", ".safetensors")),
         seconds_per_character=0.067,  # English read speech, for estimates
         executors=("eager", "graph", "megakernel"),
-        check_reference=check_encoded,
+        check_reference=read_recording,
     )
 
 

@@ -28,12 +28,13 @@ from pipelines.qwen3_tts.config import CodecConfig, CodecDecoderConfig, Qwen3TTS
 
 log = logging.getLogger(__name__)
 
-#: Maximum bytes of a frame of the codec's batches in bfloat16 on a GPU. Measured: 4.6 GiB for batches of 4,096
-#: frames.
+#: Maximum memory for each frame of the codec's batches in bfloat16 on a GPU. Measured: 4.6 GiB for batches of
+#: 4,096 frames.
 _DECODED_FRAME_BYTES = 1_300_000
-#: On a GPU: maximum seconds that an utterance waits to be decoded with others, and the shorter time beside
-#: streams and between steps of a continuous batch; frames and utterances of a full batch.
+#: On a GPU: maximum time that an utterance waits to be decoded with others. The shorter time applies beside
+#: streams, and between steps of a continuous batch.
 _GATHER_SECONDS, _SHORT_GATHER_SECONDS = 0.5, 0.2
+#: Frames and utterances of a full batch.
 _GATHER_FRAMES, _MAX_UTTERANCES = 16384, 256
 #: States for streams that left their slot while their last chunk is decoded, in addition to one for each slot.
 LATE_STATES = 128
@@ -41,7 +42,7 @@ LATE_STATES = 128
 
 @dataclass(frozen=True, slots=True)
 class PipelineOptions(NativeModelOptions):
-    """Options of a checkpoint; None means the best for the device."""
+    """Options of a checkpoint; None means the best value for the device."""
 
     dtype: Literal["float32", "bfloat16"] | None = None
     codec_dtype: Literal["float32", "bfloat16"] | None = None
@@ -83,7 +84,8 @@ def plan_sizes(
     whole = partial(engine_options, config, device, dtype, options, taken + packed, state, wide)
     if options.executor == "megakernel" or not packed:
         return whole()
-    # Persistent kernels that were not asked for must not reduce the slots, or keep the engine from fitting.
+    # Persistent kernels that the user did not request must not reduce the slots or prevent the engine from
+    # fitting.
     plain = engine_options(config, device, dtype, options, taken, state, wide)
     with suppress(ConfigError, SynthesisError):
         if (found := whole()).slots == plain.slots:
@@ -122,8 +124,8 @@ def memory_needs(
     derived = (config.text_vocab + 1) * talker.hidden * width
     if config.needs_projection:
         derived += (talker.vocab + (config.codebooks - 1) * predictor.vocab + 1) * predictor.hidden * width
-    # A row's keys and values of a frame in the predictor, whose positions are padded to a power of two; other
-    # buffers take less than these.
+    # A row's keys and values in the predictor, whose positions are padded to a power of two; the row's other
+    # buffers are smaller.
     span = 1 << (config.codebooks - 1).bit_length()
     row = 2 * span * predictor.cached_values * width
     return MemoryNeeds(
@@ -171,7 +173,7 @@ def packed_needs(config: Qwen3TTSConfig, dtype: torch.dtype) -> int:
 
 def start_warming(decoder: CodecDecoder) -> Callable[[], None]:
     """Warms the codec's decoder on a GPU while other parts of the model are opened. Returns a function that
-    waits for it."""
+    waits until that is done."""
 
     def warm() -> None:
         """Only logs errors, since they occur again when speech is decoded."""
@@ -180,7 +182,7 @@ def start_warming(decoder: CodecDecoder) -> Callable[[], None]:
                 decoder.warm()
                 torch.cuda.current_stream().synchronize()
         except Exception:
-            log.warning("the codec could not be made ready", exc_info=True)
+            log.warning("the codec could not be warmed up", exc_info=True)
 
     thread = threading.Thread(target=warm, name="codec-warming", daemon=True)
     if decoder.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""The model of Qwen3-TTS: talker and code predictor as a frame's tensors, and prompts to embeddings."""
+"""The model of Qwen3-TTS: the tensors of its talker and code predictor, and the embeddings of prompts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig
 if TYPE_CHECKING:
     from pipelines.qwen3_tts.prompt import Prompt
 
-#: Rows of one matrix product where a result must not depend on how many rows are asked for together.
+#: Rows of each matrix product whose results must not depend on which rows are requested together.
 ROW_BLOCK = 32
 
 
@@ -38,9 +38,9 @@ class ModelWeights:
     #: [codec vocab, hidden].
     head: Tensor
     predictor: StackWeights
-    #: Of the predictor: [residuals, codes, hidden].
+    #: The predictor's heads: [residuals, codes, hidden].
     heads: Tensor
-    #: `small_to_mtp_projection`, None where talker and predictor are equally wide.
+    #: `small_to_mtp_projection`; None if talker and predictor have the same width.
     projection: tuple[Tensor, Tensor] | None
     #: [codec vocab + residuals * codes + 1, talker hidden]: the embeddings of all codebooks one after the
     #: other, then zeros.
@@ -179,9 +179,9 @@ class Qwen3TTSModel(FrameModel):
         codec = self.weights.codec_table[rows[:, :-1]].sum(dim=1)
         firsts = accumulate((len(prompt) for prompt in prompts), initial=0)
         places = [
-            (first + one.voice_at, one.voice)
-            for first, one in zip(firsts, prompts)
-            if one.voice_at is not None and one.voice is not None
+            (first + prompt.voice_at, prompt.voice)
+            for first, prompt in zip(firsts, prompts)
+            if prompt.voice_at is not None and prompt.voice is not None
         ]
         if places:
             at, voices = (
@@ -197,7 +197,8 @@ class Qwen3TTSModel(FrameModel):
 
 
 def _groups(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
-    """Groups prompts in order, up to `EMBEDDED_POSITIONS` positions each; a longer one is alone."""
+    """Groups prompts in order, up to `EMBEDDED_POSITIONS` positions in a group; a longer prompt has its
+    own."""
     group: list[Prompt] = []
     room = EMBEDDED_POSITIONS
     for prompt in prompts:
@@ -216,7 +217,7 @@ def _frame_tensors(
     """The frame's tensors: views of the weights, except the predictor's inputs if they are projected."""
     talker, predictor = config.talker, config.predictor
     dtype, device = weights.codec_table.dtype, weights.codec_table.device
-    # Prompts are filled up to whole pages, and a context may end within one.
+    # Prompts are padded to whole pages, and the maximum context may end within a page.
     table = rope_table(max_context + LARGEST_PAGE, talker.head_dim, talker.rope_theta, dtype, device)
     frame_table = rope_table(config.codebooks, predictor.head_dim, predictor.rope_theta, dtype, device)
     starts = weights.codec_starts

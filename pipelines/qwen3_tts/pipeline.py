@@ -1,4 +1,4 @@
-"""The pipeline of Qwen3-TTS: requests to prompts, and codes to speech."""
+"""The pipeline of Qwen3-TTS: makes prompts from requests, and speech from codes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FrameRequestInfo(RequestInfo[CodecState]):
-    """A request's info, with the codec's state after the reference's codes when cloning in context."""
+    """A request's info. `start`: when cloning in context, the codec's state after the codes of the
+    reference."""
 
     start: CodecState | None = None
     #: Seconds of speech in a frame.
@@ -76,23 +77,24 @@ class FrameRequestInfo(RequestInfo[CodecState]):
 
 
 class FrameStreamer(Streamer[CodecState]):
-    """Receives an utterance in the engine's chunks."""
+    """Decodes an utterance from the chunks that the engine makes."""
 
     def __init__(self, info: FrameRequestInfo, stage: CodecStage[CodecState], listener: Listener) -> None:
         super().__init__(info, stage, listener, info.start.copy() if info.start else stage.new_state())
         self._frame_seconds = info.frame_seconds
         self._received = 0
-        #: When all received audio will have been played; 0 before the first chunk, which is due at once.
-        self._dry_at = 0.0
+        #: Time at which all received audio will have been played; 0 before the first chunk, which is due at
+        #: once.
+        self._played_until = 0.0
 
     def frames(self, codes: NDArray[np.int64]) -> None:
         self._received += len(codes)
-        self.decode(codes, deadline=self._dry_at)
-        self._dry_at = (self._dry_at or time.monotonic()) + len(codes) * self._frame_seconds
+        self.decode(codes, deadline=self._played_until)
+        self._played_until = (self._played_until or time.monotonic()) + len(codes) * self._frame_seconds
 
     def finished(self, codes: NDArray[np.int64], finish: Finish) -> None:
         if len(rest := codes[self._received :]):
-            self.decode(rest, last=True, deadline=self._dry_at)
+            self.decode(rest, last=True, deadline=self._played_until)
         super().finished(codes, finish)
 
 
@@ -100,8 +102,8 @@ log = logging.getLogger(__name__)
 
 #: Positions and frames of the warm-up speech; as a stream it has chunks of every size.
 _WARM_POSITIONS, _WARM_FRAMES = 32, 28
-#: Hard default of the published API; a larger max_new_tokens of generation_config.json is not speech but a
-#: runaway.
+#: Default of the published API. It also limits max_new_tokens of generation_config.json: longer output is not
+#: speech.
 MAX_TOKENS = 2048
 
 
@@ -161,8 +163,8 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
             self.warm_up()
 
     def warm_up(self) -> None:
-        """Makes speech of an artificial prompt, once as a stream and once whole, so that the first request is
-        not slower."""
+        """Makes speech from an artificial prompt, once as a stream and once whole, so that the first request
+        is not slower."""
         shape, pad, draws = (
             (_WARM_POSITIONS, self.config.codebooks),
             self.config.text_ids.tts_pad,
@@ -183,7 +185,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
                 log.warning("speech could not be made while the model was opened: %s", error)
 
     def start(self, request: AnyRequest, on_event: OnEvent, stream: bool = False) -> Handle:
-        """See `Pipeline.start`. Of an open text, one token is read in each frame."""
+        """See `Pipeline.start`. The engine reads one token of an open text in each frame."""
         check_start(self, request, stream)
         pieces = None
         if isinstance(request, SynthesisRequest):
@@ -211,7 +213,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         on_event: OnEvent,
         stream: bool,
     ) -> tuple[GenerationRequest, Handle]:
-        """Submits a request with its known text to the engine."""
+        """Submits a request with its text so far to the engine."""
         vector, codes, state = (voice.vector, voice.codes, voice.codec_state) if voice else (None, None, None)
         prompt = build_prompt(self.config, task, vector, codes, self._text_first)
         room = self._positions - len(prompt) + 1
@@ -257,8 +259,8 @@ class OpenText:
         on_event: OnEvent,
         pieces: TextPieces | None = None,
     ) -> None:
-        """`first`: the number of those ids; `end_id`: the id after the text; `pieces`: tokenizes text; None:
-        `append` gets ids."""
+        """`first`: the number of text ids that the prompt needs; `end_id`: the id after the text; `pieces`:
+        tokenizes text; None: `append` receives ids."""
         self._engine, self._begin, self._on_event, self._pieces = engine, begin, on_event, pieces
         self._first, self._end_id = first, end_id
         self._lock = threading.RLock()
@@ -275,7 +277,7 @@ class OpenText:
             if isinstance(text, list):
                 ids = text
             else:
-                assert self._pieces is not None, "the text of a prepared request comes as ids"
+                assert self._pieces is not None, "the text of a prepared request is ids"
                 ids = self._pieces(text, final)
             self._complete = final
             if self._begun is not None:
@@ -306,8 +308,8 @@ class OpenText:
 def sampling_params(defaults: SamplingDefaults, generation: Generation) -> SamplingParams:
     """The sampling of a request: its settings override the checkpoint's.
 
-    As in the published API they apply to the talker; the predictor keeps its own, but a temperature of 0 makes
-    both greedy.
+    As in the published API, a request's settings apply only to the talker, except that a temperature of 0
+    makes the predictor greedy too.
     """
     temperature = or_default(generation.temperature, defaults.temperature if defaults.do_sample else 0.0)
     predictor = (
@@ -334,7 +336,7 @@ def _load(
     dtype: torch.dtype,
     max_context: int,
 ) -> tuple[Qwen3TTSModel, VoiceCache | None]:
-    """Reads the main safetensors; every tensor must be accounted for."""
+    """Reads the main safetensors. A missing or unknown tensor is an error."""
     voices = None
     with Checkpoint.open(config.folder) as checkpoint:
         weights = take_weights(checkpoint, config, dtype, device)
@@ -352,10 +354,10 @@ def _load(
 
 def _check_codec(config: Qwen3TTSConfig, codec: Codec) -> None:
     decoder = codec.config.decoder
-    most = max(config.predictor.vocab, config.talker.vocab - CONTROL_IDS)
-    if decoder.num_quantizers != config.codebooks or decoder.codebook_size < most:
+    codes = max(config.predictor.vocab, config.talker.vocab - CONTROL_IDS)
+    if decoder.num_quantizers != config.codebooks or decoder.codebook_size < codes:
         raise bad_checkpoint(
             f"{config.folder}: the speech tokenizer has {decoder.num_quantizers} codebooks of {decoder.codebook_size}, "
-            f"but the talker makes {config.codebooks} of {most}.",
+            f"but the talker makes {config.codebooks} of {codes}.",
             "Download the checkpoint again, with its own speech_tokenizer folder.",
         )

@@ -1,5 +1,5 @@
-"""From a request to the prompt of Qwen3-TTS, which needs neither weights nor a device: checks, the text's ids under
-its chat templates, codec ids, and the voice vector of each position. Imports no torch."""
+"""Turns a request into the prompt of Qwen3-TTS: checks, text ids in the chat templates, codec ids, and the
+position of the voice vector. Needs neither weights nor a device, and imports no torch."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ class Prompt:
     text: NDArray[np.int64]
     #: int64 [length, codebooks]: codec ids that are embedded and summed; NONE if there is none.
     codes: NDArray[np.int64]
-    #: int64 [frames]: the text id that is added to the input after each frame; then always tts_pad.
+    #: int64 [frames]: the text id that is added to the input after each frame; after later frames it is
+    #: tts_pad.
     trailing: NDArray[np.int64]
-    #: Position of the voice vector, and the vector, float32 [hidden]; both None without one.
+    #: Position of the voice vector, and the vector, float32 [hidden]; both None if there is none.
     voice_at: int | None = None
     voice: NDArray[np.float32] | None = None
 
@@ -44,7 +45,7 @@ class Prompt:
 
 
 class TokenizedTask(msgspec.Struct, frozen=True, array_like=True):
-    """One request, its texts as token ids."""
+    """A request whose texts are token ids."""
 
     role_ids: list[int]
     body_ids: list[int]
@@ -62,8 +63,8 @@ class TokenizedTask(msgspec.Struct, frozen=True, array_like=True):
     text_open: bool = False
 
     def streamed_ids(self, codes: NDArray[np.int64] | None) -> int:
-        """The minimum number of text ids of a prompt, after these codes of the reference, if one text token is
-        read in each frame."""
+        """The minimum number of ids of an open text in its prompt. One text token is read in each frame, so
+        the reference's ids and these must cover its `codes` and one more position."""
         return 1 if codes is None else max(len(codes) + 1 - len(self.reference_ids or ()), 1)
 
 
@@ -96,32 +97,32 @@ def build_prompt(
         think.append(NONE)
     prefix = [*think, ids.pad, ids.bos]
     text = [*head, *[pad] * (len(prefix) - 2), config.text_ids.tts_bos]
-    #: Of codebook 0.
+    # Ids of codebook 0.
     first = [NONE] * len(head) + prefix[:-1]
     body = [
         *(() if codes is None else task.reference_ids or ()),
         *task.body_ids,
         *(() if task.text_open else (config.text_ids.tts_eos,)),
     ]
-    heard = [ids.bos] + [NONE] * frames
+    reference = [ids.bos] + [NONE] * frames
     trailing: list[int] = []
     if text_first:
-        text += body + [pad] * len(heard)
+        text += body + [pad] * len(reference)
         first += [ids.pad] * len(body)
     else:
-        text += (body + [pad] * (len(heard) - len(body)))[: len(heard)]
-        trailing = body[len(heard) :]
+        text += (body + [pad] * (len(reference) - len(body)))[: len(reference)]
+        trailing = body[len(reference) :]
     rows = np.full((len(text), config.codebooks), NONE, np.int64)
-    rows[:, 0] = first + heard
+    rows[:, 0] = first + reference
     if codes is not None:
         rows[len(text) - frames :] = codes
     voice_at = None if voice is None else len(head) + len(prefix) - 3
     return Prompt(np.array(text, np.int64), rows, np.array(trailing, np.int64), voice_at, voice)
 
 
-#: The split of Qwen2 before BPE (transformers, `Qwen2Tokenizer`).
+#: Splits a text before BPE, as in Qwen2 (transformers, `Qwen2Tokenizer`).
 _SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-#: Ids of the templates around a text.
+#: Numbers of template ids: before a text, after a text to speak, and after a reference's text.
 ROLE_TOKENS, TARGET_TAIL, REFERENCE_TAIL = 3, 5, 2
 
 
@@ -168,13 +169,11 @@ class TextTokenizer:
             return 0
         for end in range(len(text) - 1, 0, -1):
             last, following = text[end - 1], text[end]
-            behind_word = (
-                unicodedata.category(last)[0] in "LN" and unicodedata.category(following)[0] in "PSZ"
-            )
-            if (behind_word or (following == " " and not last.isspace())) and not self._in_added_token(
+            after_word = unicodedata.category(last)[0] in "LN" and unicodedata.category(following)[0] in "PSZ"
+            if (after_word or (following == " " and not last.isspace())) and not self._in_added_token(
                 text, end
             ):
-                # The split has its own table of letters, so its result is checked.
+                # The tokenizer has its own Unicode table, so the split is checked.
                 known = self._tokenizer.normalizer.normalize_str(text[: end + 1])
                 if self._tokenizer.pre_tokenizer.pre_tokenize_str(known)[-1][1][0] == len(known) - 1:
                     return end
@@ -220,7 +219,7 @@ def _from_vocabulary(folder: Path) -> Tokenizer:
     added = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get(
         "added_tokens_decoder", {}
     )
-    # In the order of their ids, which must then be the ids that the library gives out.
+    # The library assigns ids in order. They must be the ids of the checkpoint.
     for token, entry in sorted((int(token), entry) for token, entry in added.items()):
         add = tokenizer.add_special_tokens if entry.get("special") else tokenizer.add_tokens
         add([AddedToken(**{"normalized": False, **entry})])
@@ -238,7 +237,7 @@ class Frontend:
     """Tokenizes requests for one checkpoint. Implements `pipelines.request.Frontend`."""
 
     def __init__(self, folder: Path, config: Qwen3TTSConfig) -> None:
-        """Raises `ModelError` (`model.bad_checkpoint`) for a tokenizer that is not the checkpoint's."""
+        """Raises `ModelError` (`model.bad_checkpoint`) for a tokenizer that does not fit the checkpoint."""
         self._capabilities = capabilities(config)
         self.tokenizer = TextTokenizer.from_folder(folder)
         if self.tokenizer.vocabulary > config.text_vocab:
@@ -249,11 +248,11 @@ class Frontend:
         """Prepares a request; see `pipelines.request.Frontend`. Raises `InputError` for a request that this
         checkpoint cannot serve.
 
-        Of an open text it has the ids that cannot change.
+        For an open text the request has only the ids that later text cannot change.
         """
         able, tokenizer, generation = self._capabilities, self.tokenizer, request.generation
         task = speech_task(request.messages, generation, able, request.seed)
-        if generation.top_k is not None:  # a message holds no larger one
+        if generation.top_k is not None:  # a larger value does not fit into a message
             generation = msgspec.structs.replace(generation, top_k=min(generation.top_k, MAX_TOP_K))
         recording = task.recording if able.cloning else None
         role, body = tokenizer.target(task.text)
@@ -289,14 +288,14 @@ def open_frontend(folder: Path) -> Frontend:
 
 
 class OpenTokens:
-    """Tokenizes an open text piece by piece. `add` is a `pipelines.request.TextPieces`: all the ids that it
-    returns are those of the joined text."""
+    """Tokenizes an open text piece by piece. `add` is a `pipelines.request.TextPieces`: together, the ids
+    that it returns are those of the whole text."""
 
     def __init__(self, tokenizer: TextTokenizer, max_characters: int) -> None:
         self._tokenizer = tokenizer
         self._max_characters = max_characters
         self._text = ""
-        #: Number of ids returned, and of their characters.
+        #: Number of ids that were returned, and of the characters that they stand for.
         self._given = 0
         self._characters = 0
 

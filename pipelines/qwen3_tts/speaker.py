@@ -29,7 +29,7 @@ from pipelines.codec.decoder import CodecState
 from pipelines.nn.checkpoint import Checkpoint, TensorSource, device_name, fill_module, type_name
 from pipelines.qwen3_tts.codec import Codec
 from pipelines.qwen3_tts.config import CodecConfig, Qwen3TTSConfig, SpeakerEncoderConfig
-from pipelines.recording import RecordingCache, RecordingFiles, decode_recording, read_recording
+from pipelines.recording import RecordingCache, RecordingFiles, read_recording
 
 N_FFT = 1024
 HOP = 256
@@ -67,7 +67,7 @@ def log_mel(samples: Tensor, sample_rate: int = 24_000, bands: int = 128) -> Ten
 
 
 PREFIX = "speaker_encoder."
-#: Version of reading and encoding recordings; a new version does not use voices kept by an earlier one.
+#: Version of the code that reads and encodes recordings. Voices that another version has cached are not used.
 _REVISION = 2
 
 
@@ -93,8 +93,8 @@ class SpeakerEncoder(ECAPA_TimeDelayNet):
 
     @torch.inference_mode()
     def embed(self, samples: Tensor) -> Tensor:
-        """The speaker vector of mono audio at the config's rate: samples float32 [n], of a recording that may
-        be cloned -> [enc_dim] in the encoder's dtype."""
+        """The speaker vector of mono audio at the config's rate: samples float32 [n] of an accepted recording
+        -> [enc_dim] in the encoder's dtype."""
         mel = log_mel(samples, self.config.sample_rate, self.config.mel_dim)
         return self(mel.to(self.device, self.dtype)[None])[0]
 
@@ -104,8 +104,8 @@ _WHOLE_PAST = 1 << 30
 
 
 class CodecEncoder(nn.Module):
-    """Turns mono audio into codes, `encode_downsample_rate` samples a frame: the encoding half of transformers'
-    Mimi (Kyutai). Runs in float32: a code is a choice, not a quantity."""
+    """Turns mono audio into codes, `encode_downsample_rate` samples for each frame: the encoder of
+    transformers' Mimi (Kyutai). Runs in float32, because a rounding error can change a code."""
 
     def __init__(self, config: CodecConfig, source: TensorSource, device: torch.device | str = "cpu") -> None:
         super().__init__()
@@ -137,8 +137,8 @@ class CodecEncoder(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class PreparedVoice:
-    """A recording encoded for the model. `codes` and `codec_state` (the decoder's state after them) only for
-    cloning in context."""
+    """A recording encoded for the model. `codes`, and `codec_state` (the decoder's state after them), are set
+    only for cloning in context."""
 
     #: float32 [talker hidden].
     vector: NDArray[np.float32]
@@ -166,11 +166,10 @@ class VoiceCache:
         self._kept: RecordingCache[PreparedVoice] = RecordingCache(256)
 
     def prepare(self, recording: bytes, in_context: bool) -> PreparedVoice:
-        """The voice of an encoded audio file within the bounds of `pipelines.audio`; `in_context` also
-        makes its codes.
+        """The voice of an audio file within the limits of `pipelines.audio`; `in_context`: also its codes.
 
         Raises `InputError`: `input.audio_unreadable`, `input.reference_length`, `input.reference_silent`;
-        `SynthesisError` (`synth.oom`) when the device has no room for it.
+        `SynthesisError` (`synth.oom`) if the device has too little memory.
         """
         return self._kept.get(recording, in_context, lambda: self._make(recording, in_context))
 
@@ -195,7 +194,7 @@ class VoiceCache:
         found = {"vector": self._speaker.embed(torch.from_numpy(samples)).float().cpu().numpy()}
         if in_context:
             if self._encoder.sample_rate != rate:
-                samples, _ = decode_recording(recording, self._encoder.sample_rate)
+                samples, _ = read_recording(recording, self._encoder.sample_rate)
             found["codes"] = self._encoder.encode(torch.from_numpy(samples)).cpu().numpy()
         return found
 

@@ -15,11 +15,11 @@ class ServeOptions:
     names: tuple[str, ...]
     #: Keys of the API; empty: no key is needed.
     keys: tuple[str, ...] = field(default=(), repr=False)
-    #: Host names that a server without a key accepts, besides those of loopback.
+    #: Host names that a server without keys accepts, besides loopback names.
     allowed_hosts: tuple[str, ...] = ()
-    #: Maximum requests in the pipeline (None: as many as it runs and queues), and maximum requests that wait for
-    #: a slot before others are refused with 429.
+    #: Maximum requests in the pipeline; None: as many as it runs and queues.
     slots: int | None = None
+    #: Maximum requests that wait for a slot; further ones are refused with 429.
     waiting_room: int = 512
     #: Maximum time that a stream waits for a slot.
     stream_queue_seconds: float = 2.0
@@ -37,8 +37,8 @@ class ServeOptions:
     stuck_seconds: float = 60.0
     #: Maximum time for running requests after SIGTERM.
     drain_seconds: float = 60.0
-    #: Limits of WebSockets: bytes of a message, contexts of one connection and of all, characters of a context,
-    #: and idle time of a context and of a connection without contexts.
+    #: Limits of WebSockets: bytes of a message, contexts of one connection and of all connections, characters
+    #: of a context, and idle time of a context and of a connection without contexts.
     message_bytes: int = 1 << 20
     contexts_per_connection: int = 32
     contexts: int = 1024

@@ -10,20 +10,21 @@ from collections.abc import Callable
 
 from pipelines.serving.errors import ApiError, unavailable
 
+#: Maximum time that a refusal asks the client to wait.
 _MAX_RETRY_SECONDS = 60
-#: Weight of the last request in the mean time of a slot.
-_LATEST = 0.1
+#: Weight of the newest request in the moving average of the time that a slot is held.
+_NEWEST_WEIGHT = 0.1
 
 
 class AdmissionQueue:
-    """Hands out slots in the order of arrival. Used on the event loop only."""
+    """Assigns slots in the order of arrival. Used on the event loop only."""
 
     def __init__(self, slots: int, waiting_room: int) -> None:
         self._slots = slots
         self._room = waiting_room
         self._queue: deque[asyncio.Future[None]] = deque()
         self._mean_seconds = 1.0
-        #: Called with the seconds that each request waited for its slot.
+        #: Called for each admitted request with the seconds that it waited.
         self.admitted: Callable[[float], None] = lambda _seconds: None
         self.running = 0
         self.closed = False
@@ -50,12 +51,13 @@ class AdmissionQueue:
     async def admit(
         self, since: float | None = None, max_wait_seconds: float | None = None, *, continuing: bool = False
     ) -> Permit:
-        """A slot, at once or in the order of arrival; cancelling the call gives it back.
+        """Returns a slot, after waiting in the order of arrival if none is free. Cancelling the call gives
+        the slot back.
 
         `since`: the arrival of the request's first byte, by the monotonic clock; None: now.
-        `max_wait_seconds`: a request is refused if it is expected to wait longer, by the mean time of a
-        slot, or has waited that long. `continuing`: the next part of an admitted request, which is admitted
-        even after the queue is closed.
+        `max_wait_seconds`: a request is refused if it is expected to wait longer, by the mean time of a slot,
+        or has waited that long. `continuing`: the request is the next part of an admitted one, and is
+        admitted even after the queue is closed.
 
         Raises `ApiError`: 429 when the queue is full, 503 once closed.
         """
@@ -74,15 +76,15 @@ class AdmissionQueue:
         return permit
 
     async def _wait_for_slot(self, max_wait_seconds: float | None) -> None:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.append(turn)
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append(waiter)
         try:
             async with asyncio.timeout(max_wait_seconds):
-                await turn
+                await waiter
         except (TimeoutError, asyncio.CancelledError) as error:
-            if turn in self._queue:
-                self._queue.remove(turn)
-            elif turn.done() and not turn.cancelled():
+            if waiter in self._queue:
+                self._queue.remove(waiter)
+            elif waiter.done() and not waiter.cancelled():
                 self.running -= 1
                 self._admit_waiting()
             if isinstance(error, TimeoutError):
@@ -91,16 +93,16 @@ class AdmissionQueue:
 
     def leave(self, seconds: float) -> None:
         """Gives back a slot that was held for `seconds`."""
-        self._mean_seconds += _LATEST * (seconds - self._mean_seconds)
+        self._mean_seconds += _NEWEST_WEIGHT * (seconds - self._mean_seconds)
         self.running -= 1
         self._admit_waiting()
 
     def _admit_waiting(self) -> None:
         while self._queue and not self.full:
-            turn = self._queue.popleft()
-            if not turn.done():
+            waiter = self._queue.popleft()
+            if not waiter.done():
                 self.running += 1
-                turn.set_result(None)
+                waiter.set_result(None)
 
     def _refusal(self) -> ApiError:
         seconds = str(min(max(math.ceil(self._expected_seconds()), 1), _MAX_RETRY_SECONDS))
@@ -115,8 +117,8 @@ class AdmissionQueue:
 class Permit:
     """One slot, held by the connection and by its requests in the pipeline. The last holder gives it back."""
 
-    def __init__(self, gate: AdmissionQueue, since: float) -> None:
-        self._gate = gate
+    def __init__(self, admission: AdmissionQueue, since: float) -> None:
+        self._admission = admission
         self._holders = 1
         self._connected = True
         #: Arrival of the request's first byte, and time of its admission.
@@ -127,8 +129,8 @@ class Permit:
         self._holders += 1
 
     def disconnect(self) -> None:
-        """Ends the connection's hold: at its end, or once all of its speech is made. May be called more
-        than once."""
+        """Ends the connection's hold, when the connection ends or all of its speech is made. May be called
+        more than once."""
         if self._connected:
             self._connected = False
             self.release()
@@ -137,4 +139,4 @@ class Permit:
         """Ends one `hold`."""
         self._holders -= 1
         if not self._holders:
-            self._gate.leave(time.monotonic() - self.began_at)
+            self._admission.leave(time.monotonic() - self.began_at)

@@ -38,9 +38,9 @@ _VOICES = "/v1/audio/voices"
 
 
 def create_app(
-    model: ServedModel, options: ServeOptions, gate: AdmissionQueue, failed: Callable[[], None]
+    model: ServedModel, options: ServeOptions, admission: AdmissionQueue, failed: Callable[[], None]
 ) -> ASGIApp:
-    """The ASGI app of one model. Its lifespan opens the model; `failed` is called if that fails."""
+    """The ASGI app of one model. Its startup begins to open the model; `failed` is called if that fails."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncGenerator[None]:
@@ -49,16 +49,16 @@ def create_app(
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
 
-    serving = Serving(model, options, gate, ServerMetrics(model, gate), Voices(model, options))
-    # A redirect would go to the host in the request's Host header.
+    serving = Serving(model, options, admission, ServerMetrics(model, admission), Voices(model, options))
+    # Off, because a redirect would lead to whatever host the request's Host header names.
     app = FastAPI(
         title="Nightjar",
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        # Replaces FastAPI's own answer to a wrong body.
-        responses={"4XX": {"description": "An error in OpenAI's form."}},
+        # Replaces FastAPI's description of the answer to an invalid body.
+        responses={"4XX": {"description": "An error in OpenAI's format."}},
     )
     app.router.route_class = JsonRoute
     errors.install(app)
@@ -66,11 +66,11 @@ def create_app(
     _add_synthesis_routes(app, serving)
     _add_voice_routes(app, serving.voices)
     _add_pages(app, options)
-    return RequestMiddleware(app, options, gate, serving.metrics)
+    return RequestMiddleware(app, options, admission, serving.metrics)
 
 
 def _add_info_routes(app: FastAPI, serving: Serving) -> None:
-    """Adds the routes that need no slot."""
+    """Adds the routes that report health, metrics and the model."""
     card = serving.model.card
     facts = {
         "object": "model",
@@ -85,7 +85,7 @@ def _add_info_routes(app: FastAPI, serving: Serving) -> None:
     def health() -> Response:
         """200 while requests are accepted; 503 while the engine starts, is broken or stuck, or the server
         drains."""
-        state = "draining" if serving.gate.closed else serving.model.state
+        state = "draining" if serving.admission.closed else serving.model.state
         return JSONResponse({"status": state}, 200 if state == "ready" else 503)
 
     @app.get("/metrics")
@@ -106,7 +106,7 @@ def _add_info_routes(app: FastAPI, serving: Serving) -> None:
 
 
 def _add_synthesis_routes(app: FastAPI, serving: Serving) -> None:
-    """Adds the routes that the engine answers."""
+    """Adds the routes that use the engine."""
 
     async def reply(
         request: Request, answer: Answer, body: object, streams: bool, api_error: ErrorAnswer = as_api_error
@@ -125,7 +125,7 @@ def _add_synthesis_routes(app: FastAPI, serving: Serving) -> None:
 
     @app.post("/v1/chat/completions")
     async def converse(body: ChatBody, request: Request) -> Response:
-        """Answers to dialogues from models that write text and audio, in OpenAI's format."""
+        """A model's answer to a dialogue, as text and audio, in OpenAI's format."""
         chat.check(serving, body)
         return await reply(request, chat.answer, body, body.stream, chat.api_error)
 
@@ -183,7 +183,7 @@ def _add_pages(app: FastAPI, options: ServeOptions) -> None:
 
 
 def _linked(schema: Mapping[str, Any]) -> Markup:
-    """A part of the schema as HTML, with links to the bodies in it."""
+    """A part of the schema as HTML, with links to the bodies that it names."""
     facts = {name: value for name, value in schema.items() if name != "title"}
     html = escape(json.dumps(facts), quote=False)
     linked = re.sub(r'"#/components/schemas/(\w+)"', r'<a href="#\1">\1</a>', html)

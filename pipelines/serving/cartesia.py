@@ -1,5 +1,5 @@
 """Cartesia's protocol: `/tts/bytes`, `/tts/sse` and `/tts/websocket`. Several contexts share a WebSocket; the
-text of each comes in pieces, and its speech is sent sentence by sentence."""
+text of each arrives in pieces, and its speech is sent while it is made."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from pipelines.serving.text_units import Piece, TextUnits, has_words, units_of
 
 log = logging.getLogger(__name__)
 
-#: Cartesia's default: how long text waits for the end of its sentence.
+#: Cartesia's default for the time that text waits for the end of its sentence.
 DEFAULT_BUFFER_MS = 3_000
 _MAX_BUFFER_MS = 60_000
 #: Maximum length of the name of a context, a voice, a language or a model.
 MAX_NAME_CHARACTERS = 200
-#: Maximum audio in one message: whole samples in every encoding. Clients accept messages of 1 MiB, and base64
-#: adds a third.
+#: Maximum bytes of audio in one message, a multiple of the sample size of every encoding. Clients accept
+#: messages of 1 MiB, and base64 adds a third.
 MAX_PIECE_BYTES = 1 << 18
 #: Maximum time that a passage holds its slot while it waits for text.
 MAX_TEXT_WAIT_SECONDS = 30.0
@@ -83,7 +83,7 @@ class OutputFormat(Body):
 
 
 class GenerationConfig(SpokenBody):
-    """Nightjar's settings, as in a line's `generation`. Cartesia's own (speed, volume, emotion) are
+    """Nightjar's settings, as in a line's `generation`. Cartesia's settings (speed, volume, emotion) are
     ignored."""
 
     model_config = _IGNORE_OTHERS
@@ -93,7 +93,7 @@ class GenerationConfig(SpokenBody):
 
 
 class SpeechFields(Body):
-    """Fields of every request for speech."""
+    """The fields of every request in Cartesia's format."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -135,7 +135,8 @@ def check_fields(fields: SpeechFields) -> None:
 
 
 def check_speech(serving: Serving, fields: SpeechFields) -> None:
-    """Raises `ApiError` (400, 404) as `check_fields`, and for what this model or this route cannot do."""
+    """Raises `ApiError`: 400 for fields that this model or this route does not support, 404 for a model that
+    is not served here."""
     check_fields(fields)
     if fields.output_format.container != "raw" and isinstance(fields, (EventsRequest, ContextMessage)):
         message = "Messages have the container `raw`; /tts/bytes sends WAV."
@@ -144,15 +145,15 @@ def check_speech(serving: Serving, fields: SpeechFields) -> None:
 
 
 def check(serving: Serving, fields: SpeechFields) -> None:
-    """Raises as `check_speech`, and for a text that is empty or too long."""
+    """Raises as `check_speech`, and 400 for a text that is empty or too long."""
     check_speech(serving, fields)
     check_text(fields.transcript, serving.options.context_characters, "transcript")
 
 
 async def request_of(serving: Serving, fields: SpeechFields, request_id: str) -> SynthesisRequest:
-    """The request with its whole transcript. Raises `InputError`."""
+    """The request for the whole transcript. Raises `InputError`."""
     config = fields.generation_config
-    # Clients also send a language to models that have none to choose from.
+    # Clients also send a language to models without a choice of languages.
     language = fields.language if serving.model.card.capabilities.languages else None
     generation = Generation(language=language, **config.settings())
     voice = None if fields.voice is None else fields.voice.id
@@ -198,17 +199,17 @@ def _message(kind: str, context_id: str | None, **facts: object) -> dict[str, An
 
 
 def chunk(context_id: str | None, data: bytes, step_ms: float) -> dict[str, Any]:
-    """A piece of speech."""
+    """The message with a piece of speech. `step_ms`: time since the previous piece, or since the start."""
     return _message("chunk", context_id, data=data, step_time=round(step_ms, 3))
 
 
 def done(context_id: str | None) -> dict[str, Any]:
-    """The end of a context."""
+    """The message that a context has ended."""
     return _message("done", context_id, done=True)
 
 
 def failure(error: Exception, context_id: str | None) -> dict[str, Any]:
-    """An error; it ends the context that it names."""
+    """The message about an error, which ends the context that it names."""
     api_error = as_api_error(error)
     status, headers = api_error.status_code, api_error.headers or {}
     facts = {"title": HTTPStatus(status).phrase, "message": str(api_error.detail), "status_code": status}
@@ -218,33 +219,33 @@ def failure(error: Exception, context_id: str | None) -> dict[str, Any]:
 
 
 class Passage:
-    """A text to speak, whole or still growing."""
+    """A text to speak, complete or still growing."""
 
     def __init__(self) -> None:
         self.text = ""
         self._complete = False
-        self._stream: Handle | None = None
+        self._handle: Handle | None = None
 
     def add(self, text: str, final: bool) -> None:
         """Adds text; `final` ends it. Raises `InputError` for text that the model refuses."""
         self.text += text
         self._complete = final
-        if self._stream is not None:
-            self._stream.append(text, final)
+        if self._handle is not None:
+            self._handle.append(text, final)
 
-    def attach(self, stream: Handle, sent_characters: int) -> None:
-        """Connects the stream that speaks this text; it already has the first `sent_characters`."""
-        self._stream = stream
+    def attach(self, handle: Handle, sent_characters: int) -> None:
+        """Sets the request that speaks this text and has its first `sent_characters`; appends the others."""
+        self._handle = handle
         if self._complete or len(self.text) > sent_characters:
-            stream.append(self.text[sent_characters:], self._complete)
+            handle.append(self.text[sent_characters:], self._complete)
 
 
 class Context:
-    """Speaks its text in order.
+    """Speaks the text of one context in order.
 
     A model with `text_in` speaks text while it grows, in passages. A passage keeps its slot while it waits
-    for text, bounded by its length and `max_buffer_delay_ms`. Other models speak sentence by sentence:
-    each sentence takes a slot, and no slot is held while the context waits for text.
+    for text, until it has its maximum length or `max_buffer_delay_ms` is over. Other models speak sentence by
+    sentence: each sentence takes a slot, and no slot is held while the context waits for text.
     """
 
     def __init__(
@@ -268,14 +269,16 @@ class Context:
         self._streams_text = streams_text
         self._text = TextUnits(by_word=streams_text)
         self._passage: Passage | None = None
-        #: Texts to speak, and numbers of flushes to report once all text before them is sent.
+        #: Texts to speak, and numbers of flushes, each of which is reported once the speech before it is
+        #: sent.
         self._queue: deque[Passage | int] = deque()
         self._changed = asyncio.Event()
         self._ended = False
         self._characters = 0
         self._flushes = 0
         self._units = 0
-        #: When a player that started with the first chunk will have played all that was sent.
+        #: The monotonic time at which a player that started with the first chunk will have played all sent
+        #: audio.
         self._played_until = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._active_at = time.monotonic()
@@ -292,7 +295,7 @@ class Context:
                 text = "The context has ended: nothing can follow `continue: false`."
                 raise bad_request(text, "context_ended", "context_id")
             return
-        # A message without text counts too: it may be a flush.
+        # A message without text counts as one character, so that flushes are limited too.
         self._characters += len(message.transcript) or 1
         if self._characters > (limit := self._serving.options.context_characters):
             text = f"The context has more than {limit:,} characters."
@@ -311,7 +314,7 @@ class Context:
         self._changed.set()
 
     def _extend(self, pieces: list[Piece]) -> None:
-        """Adds pieces to the current passage and starts new ones after it."""
+        """Adds pieces to the current passage; after a complete one a new passage begins."""
         for piece, complete in pieces:
             passage = self._passage = self._passage or Passage()
             had_words = has_words(passage.text)
@@ -329,10 +332,10 @@ class Context:
                 if isinstance(next_part, int):
                     await self._send(_message("flush_done", self.id, flush_done=True, flush_id=next_part))
                     continue
-                # The wait for a slot must not leave the listener without sound for longer.
+                # The player has audio for `ahead_seconds`, and may then be silent for `stream_queue_seconds`.
                 ahead_seconds = max(self._played_until - time.monotonic(), 0.0)
                 max_wait_seconds = self._serving.options.stream_queue_seconds + ahead_seconds
-                permit = await self._serving.gate.admit(None, max_wait_seconds, continuing=True)
+                permit = await self._serving.admission.admit(None, max_wait_seconds, continuing=True)
                 seconds = self._serving.options.request_seconds
                 try:
                     async with asyncio.timeout(seconds):
@@ -362,11 +365,11 @@ class Context:
                 self._ended = True
         return bool(self._queue)
 
-    async def _speak(self, parsed: Passage, permit: Permit) -> None:
+    async def _speak(self, passage: Passage, permit: Permit) -> None:
         step = time.monotonic()
         number, self._units = self._units, self._units + 1
-        request = replace(unit_request(self._request, parsed.text, number), text_open=self._streams_text)
-        opened = partial(parsed.attach, sent_characters=len(parsed.text)) if self._streams_text else None
+        request = replace(unit_request(self._request, passage.text, number), text_open=self._streams_text)
+        opened = partial(passage.attach, sent_characters=len(passage.text)) if self._streams_text else None
         encoder = encoder_of(self._serving, self._first.output_format)
         has_sent_audio = number > 0
         async with aclosing(speech_bytes(self._serving, [request], permit, encoder, opened)) as pieces:
@@ -382,7 +385,7 @@ class Context:
                     self._serving.metrics.first_audio(WEBSOCKET, time.monotonic() - permit.since)
 
     def _set_timer(self, seconds: float | None) -> None:
-        """Speaks an unfinished sentence after this time; None: stops the timer."""
+        """Starts the timer, unless it runs, after which an unfinished sentence is spoken. None: stops it."""
         pending = self._text.pending
         if self._timer is not None and (seconds is None or not pending):
             self._timer.cancel()
@@ -454,7 +457,7 @@ class _Connection:
         `connection_idle_seconds`, and at once when the server stops."""
         self._set_idle(not self._contexts)
         seconds = 0 if self._draining else self._options.connection_idle_seconds
-        with suppress(RuntimeError):  # it is closed meanwhile
+        with suppress(RuntimeError):  # the timeout has already ended
             now = asyncio.get_running_loop().time()
             self._idle.reschedule(None if self._contexts else now + seconds)
 
@@ -483,14 +486,14 @@ class _Connection:
                 await self._begin(parsed)
         except ClientDisconnected:
             raise
-        except Exception as error:  # noqa: BLE001  # every error is answered
+        except Exception as error:  # noqa: BLE001  # every error is reported to the client
             await self._cancel(context_id)
             await self._send(failure(error, context_id))
 
     async def _begin(self, message: ContextMessage) -> None:
         """Opens a context. Raises `ApiError` for too many contexts, while the server stops, and for what the
         model cannot do."""
-        self._serving.gate.check_open()
+        self._serving.admission.check_open()
         for count, limit, owner in (
             (len(self._contexts), self._options.contexts_per_connection, "connection"),
             (self._route.contexts, self._options.contexts, "server"),
@@ -541,5 +544,5 @@ class _Connection:
         return task is not None
 
     async def _send(self, view: dict[str, Any]) -> None:
-        """Raises `ClientDisconnected` if the client is gone."""
+        """Sends a message as JSON. Raises `ClientDisconnected` if the client is gone."""
         await self._asgi_send({"type": "websocket.send", "text": msgspec.json.encode(view).decode()})

@@ -1,5 +1,5 @@
-"""`POST /v1/chat/completions`: dialogues with models that write text and audio. The body has OpenAI's fields,
-as far as they apply, and `vllm_xargs`."""
+"""`POST /v1/chat/completions`: dialogues with models that write text and audio. The body has the fields of
+OpenAI's API that apply to such a model, and `vllm_xargs`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pipelines.serving.request_body import Body, SpokenBody
 from pipelines.serving.streaming import Head, Parts, Serving, event, event_head
 from pipelines.stored_voices import DEFAULT_VOICE
 
-#: `expires_at` of an answer's audio. The server itself keeps no audio.
+#: Time until `expires_at`, a field of OpenAI's audio. The server itself keeps no audio.
 _AUDIO_LIFE_SECONDS = 3600
 _FORMATS: dict[str, SpeechFormat] = {"wav": "wav", "flac": "flac", "pcm16": "pcm"}
 MAX_MESSAGES = 1000
@@ -44,7 +44,7 @@ class AudioUrl(Body):
 
 
 class Part(Body):
-    """A piece of text, or audio in OpenAI's or vLLM's form; `type` names the field."""
+    """A piece of text, or audio in OpenAI's or vLLM's format; `type` names the field that holds it."""
 
     type: Literal["text", "input_audio", "audio_url"]
     text: str | None = None
@@ -70,10 +70,10 @@ class ChatMessage(Body):
 
 
 class Xargs(Body):
-    """Settings of a model that writes text and audio, spelled as in its published server."""
+    """Settings of a model that writes text and audio, with the names that its published server uses."""
 
     mode: Mode | None = None
-    #: What a request starts with; text is the only choice.
+    #: The modality that an answer begins with; every answer begins with text.
     phase: Literal["text"] | None = None
     text_temperature: float | None = None
     audio_temperature: float | None = None
@@ -90,13 +90,13 @@ class AudioOut(Body):
 
 
 class StreamOptions(Body):
-    """OpenAI's."""
+    """Options of a streamed answer."""
 
     include_usage: bool = False
 
 
 class ChatBody(SpokenBody):
-    """The whole request."""
+    """The body of a request."""
 
     model: str
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -105,7 +105,7 @@ class ChatBody(SpokenBody):
     audio: AudioOut = AudioOut()
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    #: The only id accepted: text ends there anyway.
+    #: Only the id at which text always ends is accepted.
     stop_token_ids: list[Literal[3]] | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -125,8 +125,8 @@ _XARG_ONLY_WITH_AUDIO = ("audio_temperature", "audio_topk", "cfg")
 
 
 def api_error(error: NightjarError) -> ApiError:
-    """The answer to an error of the pipeline: the field at fault is the setting that its message names, else
-    the dialogue."""
+    """The answer to an error of the pipeline. It names the setting that the error's message names, else
+    `messages`."""
     return as_api_error(error, named_field(error, _FIELDS) or "messages")
 
 
@@ -146,18 +146,18 @@ async def answer(serving: Serving, body: ChatBody, permit: Permit, request_id: s
     facts["object"] = "chat.completion.chunk" if body.stream else "chat.completion"
     headers = {"x-seed": str(request.seed)}
 
-    def choices(finish: str | None, **said: dict[str, Any]) -> dict[str, Any]:
-        return {**facts, "choices": [{"index": 0, **said, "finish_reason": finish, "logprobs": None}]}
+    def choices(finish: str | None, **content: dict[str, Any]) -> dict[str, Any]:
+        return {**facts, "choices": [{"index": 0, **content, "finish_reason": finish, "logprobs": None}]}
 
-    def delta(said: dict[str, Any], finish: str | None = None) -> bytes:
-        return event(choices(finish, delta=said))
+    def delta(content: dict[str, Any], finish: str | None = None) -> bytes:
+        return event(choices(finish, delta=content))
 
     if body.stream:
         yield event_head(headers, ApiError.view)
     # Sent with the first piece.
     beginning = delta({"role": "assistant", "content": ""})
     speech: str | Speech = ""
-    async with aclosing(_written(serving, request, permit, stream=body.stream)) as pieces:
+    async with aclosing(_answer_pieces(serving, request, permit, stream=body.stream)) as pieces:
         async for speech in pieces:
             if body.stream and isinstance(speech, str):
                 yield beginning + delta({"content": speech})
@@ -179,22 +179,22 @@ async def answer(serving: Serving, body: ChatBody, permit: Permit, request_id: s
     yield data
 
 
-async def _written(
+async def _answer_pieces(
     serving: Serving, request: SynthesisRequest, permit: Permit, *, stream: bool
 ) -> AsyncGenerator[str | Speech, None]:
-    """Pieces of the text as it is written, then the result. Text without the requested audio is a result
-    too."""
-    heard = [np.zeros(0, np.float32)]
+    """Yields pieces of the text as it is written, then the result. Text without the requested audio is also a
+    result."""
+    audio = [np.zeros(0, np.float32)]
     written = ""
-    speech = Speech(heard[0], serving.model.card.sample_rate)
+    speech = Speech(audio[0], serving.model.card.sample_rate)
     try:
         async with aclosing(serving.model.chunks(request, permit, stream=stream)) as chunks:
             async for chunk in chunks:
                 if isinstance(chunk, Done):
-                    heard.append(chunk.speech.samples)
-                    speech = replace(chunk.speech, samples=np.concatenate(heard))
+                    audio.append(chunk.speech.samples)
+                    speech = replace(chunk.speech, samples=np.concatenate(audio))
                     continue
-                heard.append(chunk.samples)
+                audio.append(chunk.samples)
                 if chunk.text:
                     written += chunk.text
                     yield chunk.text
@@ -206,21 +206,21 @@ async def _written(
 
 
 def _request(serving: Serving, body: ChatBody, request_id: str) -> SynthesisRequest:
-    able, xargs = serving.model.card.capabilities, body.vllm_xargs
-    own = body.audio.voice == DEFAULT_VOICE and DEFAULT_VOICE not in able.voices
+    capabilities, xargs = serving.model.card.capabilities, body.vllm_xargs
+    is_default = body.audio.voice == DEFAULT_VOICE and DEFAULT_VOICE not in capabilities.voices
     seconds = serving.options.max_audio_seconds
     messages = tuple(message for turn in body.messages for message in _messages(turn, seconds))
-    settings = {**body.settings(), **xargs.settings(), "mode": _mode(body, able.modes)}
+    settings = {**body.settings(), **xargs.settings(), "mode": _mode(body, capabilities.modes)}
     if body.max_completion_tokens is not None:
         settings["max_tokens"] = body.max_completion_tokens
     settings["audio_top_k"] = None if xargs.audio_topk is None else max(xargs.audio_topk, 0)
-    generation = Generation(voice=None if own else body.audio.voice, **settings)
+    generation = Generation(voice=None if is_default else body.audio.voice, **settings)
     return SynthesisRequest(request_id, messages, generation, body.seed_or_new())
 
 
 def _mode(body: ChatBody, modes: Sequence[Mode]) -> Mode | None:
-    """The requested mode; the default is text alone. Raises `ApiError` for audio settings in a request
-    without audio."""
+    """The requested mode; by default text only, if the model has that mode. Raises `ApiError` for audio
+    settings in a request without audio."""
     mode = body.vllm_xargs.mode
     if mode is None and body.modalities is not None:
         mode = "text_audio" if "audio" in body.modalities else "text_only"
@@ -261,7 +261,8 @@ def _audio(speech: Speech, kind: SpeechFormat, created: int) -> dict[str, Any] |
 
 
 def _usage(speech: Speech) -> dict[str, int] | None:
-    """Positions of the prompt and steps of the engine; None if the pipeline does not report them."""
+    """OpenAI's `usage`: positions of the prompt and steps of the engine. None if the pipeline does not report
+    them."""
     if "tokens" not in speech.meta:
         return None
     prompt, made = int(speech.meta.get("prompt_positions", 0)), int(speech.meta["tokens"])

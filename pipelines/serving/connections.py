@@ -23,19 +23,22 @@ from pipelines.serving.errors import unavailable
 FIRST_BYTE = "nightjar.first_byte"
 log = logging.getLogger(__name__)
 
-#: Descriptors that are reserved for files, the model, its threads and processes.
+#: File descriptors that are reserved for files, the model, its threads and processes.
 _RESERVED_DESCRIPTORS = 256
 _NO_ROOM_TO_ACCEPT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+#: Minimum time between two warnings.
 _LOG_SECONDS = 60.0
-#: Maximum chunks of a body, or frames of a WebSocket (also pings), that are read in a second.
-PIECES_A_SECOND = 1000
-#: Bytes that are read before other clients' turn: a chunk may have only 6 bytes.
+#: Maximum chunks of a body, or frames of a WebSocket including its pings, that are read per second.
+PIECES_PER_SECOND = 1000
+#: Maximum bytes that are read from a client before other clients are read. A chunk can have only 6 bytes, so
+#: they may contain hundreds of chunks.
 _TURN_BYTES = 2048
 #: The message that the app receives when the server stops.
 DRAIN = "nightjar.drain"
 #: In the scope of a WebSocket: the function that the app calls with whether the connection is idle.
-SET_IDLE = "nightjar.resting"
-#: Interval of pings, and time for an answer. A client that reads as it plays answers late.
+SET_IDLE = "nightjar.set_idle"
+#: Interval of pings, and maximum time for an answer. A client that reads only as fast as it plays answers
+#: late.
 PING_SECONDS, PONG_SECONDS = 20.0, 60.0
 #: Maximum frames of a message.
 MAX_FRAMES = 1024
@@ -50,47 +53,49 @@ class Connections:
     def __init__(
         self, maximum: int, header_seconds: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`maximum`: of open connections. The headers of a request must arrive within `header_seconds` of the
-        connection or of their first byte."""
+        """`maximum`: open connections. The headers of a request must arrive within `header_seconds` after the
+        connection opens, or after their first byte."""
         self.maximum = maximum
         self.header_seconds = header_seconds
         self._clock = clock
         self._open: set[Connection] = set()
-        #: Connections without a complete request yet, and idle ones after an answer; the oldest first.
-        self._silent: OrderedDict[Connection, None] = OrderedDict()
-        self._resting: OrderedDict[Connection, None] = OrderedDict()
+        #: Connections that have not sent a complete request, in the order in which they opened.
+        self._without_request: OrderedDict[Connection, None] = OrderedDict()
+        #: Connections that are idle after an answer; those that are idle for the longest time come first.
+        self._idle: OrderedDict[Connection, None] = OrderedDict()
         self._logged_at = -float("inf")
         self._unlogged = 0
 
     def enter(self, connection: Connection) -> bool:
-        """Adds a connection. At the maximum one without a request is closed for it; False if there is none."""
+        """Adds a connection. At the maximum, one without a request is closed first; False if all have
+        requests."""
         if len(self._open) >= self.maximum and not self._make_room():
             self._warn("All %d connections have requests; a client was refused.", self.maximum)
             return False
         self._open.add(connection)
-        self._silent[connection] = None
+        self._without_request[connection] = None
         return True
 
-    def change(self, connection: Connection, resting: bool) -> None:
-        """Marks a connection as idle (`resting`), so that it may be closed for another one, or as busy."""
-        self._silent.pop(connection, None)
-        if not resting:
-            self._resting.pop(connection, None)
+    def set_idle(self, connection: Connection, idle: bool) -> None:
+        """Marks a connection as idle, so that it may be closed to make room, or as busy."""
+        self._without_request.pop(connection, None)
+        if not idle:
+            self._idle.pop(connection, None)
         elif connection in self._open:
-            self._resting[connection] = None
+            self._idle[connection] = None
 
     def leave(self, connection: Connection) -> None:
         """Removes a closed connection."""
         self._open.discard(connection)
-        self.change(connection, False)
+        self.set_idle(connection, False)
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """The event loop's exception handler. A failed accept closes connections without a request, and is
-        logged once a minute."""
+        """The event loop's exception handler. If no connection can be accepted, it closes connections without
+        a request, and logs that once a minute."""
         error = context.get("exception")
         if isinstance(error, OSError) and error.errno in _NO_ROOM_TO_ACCEPT and "socket" in context:
-            # Closes half of those without a request, so that waiting clients can connect.
-            for _ in range(len(self._silent) // 2 + 1):
+            # Closes half of the connections that never sent one, so that waiting clients can connect.
+            for _ in range(len(self._without_request) // 2 + 1):
                 self._make_room()
             self._warn(
                 "No connection can be accepted: %s. Raise the limit of descriptors (ulimit -n).",
@@ -103,9 +108,12 @@ class Connections:
             loop.default_exception_handler(context)
 
     def _make_room(self) -> bool:
-        """Closes the connection that has been without a request for the longest time."""
+        """Closes the connection that has been without a request for the longest time; False if there is
+        none."""
         closing = (connection for connection in self._open if connection.transport.is_closing())
-        oldest = next(iter(self._silent), None) or next(iter(self._resting), None) or next(closing, None)
+        oldest = (
+            next(iter(self._without_request), None) or next(iter(self._idle), None) or next(closing, None)
+        )
         if oldest is None:
             return False
         self.leave(oldest)
@@ -120,17 +128,17 @@ class Connections:
 
 
 class Connection(asyncio.Protocol):
-    """A counted connection whose data is read in turn with other clients."""
+    """A connection that `Connections` counts. Its data is read in turn with that of other clients."""
 
     transport: asyncio.Transport
     loop: asyncio.AbstractEventLoop
 
     def __init__(self, connections: Connections, **given: Any) -> None:
         super().__init__(**given)
-        self._all = connections
+        self._connections = connections
         self._unread = bytearray()
         self._turn: asyncio.TimerHandle | None = None
-        #: When the data read so far would have arrived at `PIECES_A_SECOND`.
+        #: Time of the event loop at which the data read so far would have arrived at `PIECES_PER_SECOND`.
         self._due = 0.0
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -138,10 +146,10 @@ class Connection(asyncio.Protocol):
         super().connection_lost(exc)
         if self._turn is not None:
             self._turn.cancel()
-        self._all.leave(self)
+        self._connections.leave(self)
 
     def data_received(self, data: bytes) -> None:
-        """Reads the first bytes, and the rest in turn with other clients."""
+        """Reads the first bytes at once, and the rest in turn with other clients."""
         self._unread += data
         if self._turn is None:
             self._read_some()
@@ -150,7 +158,7 @@ class Connection(asyncio.Protocol):
 
     def _read_some(self) -> None:
         self._turn = None
-        if not self._holds():
+        if not self._is_paused():
             # Empty data would mean that the client has ended.
             if piece := bytes(self._unread[: self._turn_bytes()]):
                 del self._unread[: len(piece)]
@@ -158,8 +166,8 @@ class Connection(asyncio.Protocol):
             self._read_on()
 
     def _read_on(self) -> None:
-        """Reads more at this client's next turn."""
-        if self._turn is not None or self._holds():
+        """Schedules this client's next turn, or resumes reading if nothing is left."""
+        if self._turn is not None or self._is_paused():
             return
         wait_seconds = self._due - self.loop.time() - 1
         if self._unread or wait_seconds > 0:
@@ -168,7 +176,7 @@ class Connection(asyncio.Protocol):
         else:
             self.transport.resume_reading()
 
-    def _holds(self) -> bool:
+    def _is_paused(self) -> bool:
         """Whether reading is paused."""
         raise NotImplementedError
 
@@ -190,12 +198,12 @@ class HttpProtocol(Connection, H11Protocol):
         self._first_byte_at: float | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Refuses with 503 at the maximum of connections."""
+        """Starts the timer of headers, or refuses with 503 if all connections have requests."""
         super().connection_made(transport)
-        if self._all.enter(self):
+        if self._connections.enter(self):
             self._expect_headers()
         else:
-            transport.write(_no_room())
+            transport.write(_refusal())
             transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -203,12 +211,12 @@ class HttpProtocol(Connection, H11Protocol):
         self._cancel_deadline()
         super().connection_lost(exc)
 
-    def _holds(self) -> bool:
+    def _is_paused(self) -> bool:
         gone = self.transport.is_closing() or self.transport.get_protocol() is not self
         return gone or (self.flow.read_paused and not self._unread)
 
     def _turn_bytes(self) -> int:
-        """Limited between requests too: a chunked body may begin there."""
+        """The limit also applies between requests, where a chunked body may begin."""
         in_turn = self.conn.their_state is h11.IDLE or self._in_chunks()
         return _TURN_BYTES if in_turn else len(self._unread)
 
@@ -225,10 +233,10 @@ class HttpProtocol(Connection, H11Protocol):
                 self._expect_headers()
         super()._read(data)
         if self._in_chunks():
-            self._due = max(self._due, self.loop.time()) + data.count(b"\r\n") / 2 / PIECES_A_SECOND
+            self._due = max(self._due, self.loop.time()) + data.count(b"\r\n") / 2 / PIECES_PER_SECOND
 
     def handle_events(self) -> None:
-        """Stops the timer once a request has its headers; the middleware then bounds its time."""
+        """Stops the timer once the headers of a request are complete; the middleware then limits its time."""
         before = self.cycle
         super().handle_events()
         if self.cycle is not before:
@@ -236,24 +244,24 @@ class HttpProtocol(Connection, H11Protocol):
             scope[FIRST_BYTE], self._first_byte_at = self._first_byte_at, None
             self._cancel_deadline()
         if not self._idle() and not self.cycle.more_body:
-            self._all.change(self, False)
+            self._connections.set_idle(self, False)
 
     def handle_websocket_upgrade(self, event: Any) -> None:
-        """Hands the connection over to a `WebSocketProtocol`."""
+        """Replaces this protocol by a `WebSocketProtocol`."""
         self._cancel_deadline()
-        self._all.leave(self)
+        self._connections.leave(self)
         super().handle_websocket_upgrade(event)
 
     def on_response_complete(self) -> None:
         """Marks the connection as idle, unless its next request has arrived."""
-        self._all.change(self, True)
+        self._connections.set_idle(self, True)
         super().on_response_complete()
 
     def _idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
     def _expect_headers(self) -> None:
-        self._deadline = self.loop.call_later(self._all.header_seconds, self.transport.abort)
+        self._deadline = self.loop.call_later(self._connections.header_seconds, self.transport.abort)
 
     def _cancel_deadline(self) -> None:
         if self._deadline is not None:
@@ -262,8 +270,8 @@ class HttpProtocol(Connection, H11Protocol):
 
 
 class WebSocketProtocol(Connection, WebSocketsSansIOProtocol):
-    """uvicorn's WebSocket. When the server stops, the app may finish its contexts; a protocol error is reported
-    before closing."""
+    """uvicorn's WebSocket. When the server stops, the app may finish its contexts. A protocol error is
+    reported to the client before the connection is closed."""
 
     def __init__(self, connections: Connections, **given: Any) -> None:
         super().__init__(connections, **given)
@@ -272,36 +280,36 @@ class WebSocketProtocol(Connection, WebSocketsSansIOProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Adds the connection, which counts as busy until the app marks it as idle."""
         super().connection_made(transport)
-        self._all.enter(self)
-        self._all.change(self, False)
+        self._connections.enter(self)
+        self._connections.set_idle(self, False)
 
     async def run_asgi(self) -> None:
         """Runs the app with `SET_IDLE` in its scope."""
-        self.scope[SET_IDLE] = partial(self._all.change, self)  # pyright: ignore[reportGeneralTypeIssues]
+        self.scope[SET_IDLE] = partial(self._connections.set_idle, self)  # pyright: ignore[reportGeneralTypeIssues]
         await super().run_asgi()
 
     def data_received(self, data: bytes) -> None:
-        """After a failure data is dropped, slowly."""
+        """Reads data; after a failure drops it, slowly."""
         if self._failed:
             self.transport.pause_reading()
             self.loop.call_later(_DISCARD_SECONDS, self.transport.resume_reading)
         else:
             super().data_received(data)
 
-    def _holds(self) -> bool:
-        """Paused after a failure, and while the app has not read its messages."""
+    def _is_paused(self) -> bool:
+        """True after a failure, and while the app has not read its messages."""
         return self._failed or self.read_paused
 
     def handle_events(self) -> None:
-        """Counts frames. A message with too many ends the connection."""
-        self._due = max(self._due, self.loop.time()) + len(self.conn.events) / PIECES_A_SECOND
+        """Counts frames. A message that has too many ends the connection."""
+        self._due = max(self._due, self.loop.time()) + len(self.conn.events) / PIECES_PER_SECOND
         super().handle_events()
         if len(self.frames) > MAX_FRAMES and not self.close_sent:
             self.conn.fail(_TOO_BIG, f"A message may have {MAX_FRAMES:,} frames.")
             self.handle_parser_exception()
 
     async def receive(self) -> Any:
-        """The next message for the app; then reads more."""
+        """Returns the next message for the app, and resumes reading."""
         message = await super().receive()
         self._read_on()
         return message
@@ -314,13 +322,13 @@ class WebSocketProtocol(Connection, WebSocketsSansIOProtocol):
             super().shutdown()
 
     async def send(self, message: Any) -> None:
-        """Sends a message; an HTTP answer ends the handshake too."""
+        """Sends a message. An HTTP answer, which refuses the WebSocket, completes the handshake too."""
         await super().send(message)
         self._read_on()
         self.handshake_complete |= message["type"] == "websocket.http.response.body"
 
     def send_receive_event_to_app(self) -> None:
-        """Refuses text that is not UTF-8 as a fault of the client."""
+        """Passes a message to the app. Text that is not UTF-8 ends the connection as the client's error."""
         if self.curr_msg_data_type == "text" and not self.close_sent:
             try:
                 b"".join(self.frames).decode()
@@ -332,7 +340,8 @@ class WebSocketProtocol(Connection, WebSocketsSansIOProtocol):
         super().send_receive_event_to_app()
 
     def handle_parser_exception(self) -> None:
-        """Sends the reason, then reads and drops data for a while, so that the client can read the reason."""
+        """Sends the reason and closes the connection a little later, so that the client can read the
+        reason."""
         if self.close_sent:
             return
         closing = self.conn.close_sent
@@ -341,7 +350,7 @@ class WebSocketProtocol(Connection, WebSocketsSansIOProtocol):
         )
         self.transport.write(b"".join(self.conn.data_to_send()))
         if self.transport.can_write_eof():
-            # Clients report the end only after the connection's own end.
+            # Clients report the reason only once the server has ended its side of the connection.
             self.transport.write_eof()
         self.close_sent = True
         self.stop_keepalive()
@@ -355,7 +364,8 @@ class WebSocketProtocol(Connection, WebSocketsSansIOProtocol):
 
 
 def connection_limit(maximum: int) -> int:
-    """The maximum of connections: `maximum`, or fewer if the limit of descriptors cannot be raised enough."""
+    """Raises the limit of file descriptors for `maximum` connections. Returns their number, which is smaller
+    if the limit cannot be raised enough."""
     wanted = maximum + _RESERVED_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -374,7 +384,7 @@ def connection_limit(maximum: int) -> int:
     return room
 
 
-def _no_room() -> bytes:
+def _refusal() -> bytes:
     error = unavailable("The server has no free connection. Try again.", "too_many_connections")
     body = json.dumps(error.view()).encode()
     head = f"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"

@@ -1,4 +1,4 @@
-"""Encoded audio of requests and answers: files of clients, whole files, and pieces of a stream."""
+"""Encoded audio: files from clients, and answers as whole files or streams."""
 
 from __future__ import annotations
 
@@ -46,12 +46,13 @@ def whole_file(samples: NDArray[np.float32], sample_rate: int, kind: SpeechForma
 
 
 def _file_rate(sample_rate: int, kind: AudioFormat) -> int:
-    """The sample rate of a file in Hz: the speech's own, or the format's highest if it does not support that."""
+    """The sample rate of a file in Hz: that of the speech, or the format's highest if the format does not
+    support it."""
     return sample_rate if holds_rate(kind, sample_rate) else RATES_OF[kind][-1]
 
 
 def encoded(samples: NDArray[np.float32], encoding: Encoding = "pcm_s16le") -> bytes:
-    """Mono samples [samples] in little-endian order. Raises `SynthesisError` (`synth.nan`)."""
+    """Mono samples [samples] as bytes in little-endian order. Raises `SynthesisError` (`synth.nan`)."""
     linear = encode(samples, MAX_RATE, "wav")[WAV_HEADER_BYTES:]
     if encoding == "pcm_s16le":
         return linear
@@ -101,11 +102,11 @@ class PcmStream:
 
 
 class _Pipe(io.RawIOBase):
-    """A file object for a streaming encoder: it collects bytes written at the end, and drops rewrites of the
-    start, which are sent already.
+    """A file object for the encoder of a stream. It collects appended bytes, and drops rewrites of earlier
+    bytes, because those are already sent.
 
-    `without_first`: drops the first write too. In an MP3 that is a table which libsndfile fills in at the
-    end; players read an empty table as a length of 0.
+    `without_first`: drops the first write too. An MP3 begins with a table that libsndfile fills in at the
+    end; with an empty table players show a length of 0.
     """
 
     def __init__(self, *, without_first: bool) -> None:
@@ -148,7 +149,7 @@ class FileStream:
         container, subtype = CONTAINERS[kind]
         rate = _file_rate(sample_rate, kind)
         self._pcm = PcmStream(sample_rate, rate)
-        # Without the table, readers compute the length from the bit rate, which must be constant.
+        # Without the table, players compute the length from the bit rate, so it must be constant.
         steady: dict[str, Any] = (
             {"bitrate_mode": "CONSTANT", "compression_level": _MP3_LEVEL} if kind == "mp3" else {}
         )
@@ -157,7 +158,8 @@ class FileStream:
         )
 
     def add(self, samples: NDArray[np.float32], _last: bool = False) -> bytes:
-        """Adds a chunk [samples] and returns the bytes that are ready. All utterances are one in the file."""
+        """Adds a chunk [samples] and returns the bytes that are ready. The file continues over all
+        utterances, so the end of one does not flush the resampler."""
         self._file.buffer_write(self._pcm.add(samples), "int16")
         return self._pipe.take()
 
@@ -169,13 +171,13 @@ class FileStream:
 
 
 def stream_encoder(sample_rate: int, kind: SpeechFormat) -> PcmStream | FileStream:
-    """The encoder for chunks [samples] of one stream."""
+    """The encoder of one stream."""
     if kind in ("wav", "pcm"):
         return PcmStream(sample_rate, sample_rate, with_header=kind == "wav")
     return FileStream(sample_rate, kind)
 
 
-#: Formats of clients' files, by libsndfile's names.
+#: Accepted formats of clients' files, as libsndfile names them.
 _KNOWN = frozenset({"WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3"})
 _DATA_URL = re.compile(r"data:[\w.+/-]*(?:;[\w.+-]+=[\w.+-]*)*;base64,", re.ASCII)
 #: Maximum length of a data URL up to its comma.
@@ -186,8 +188,8 @@ _SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*:")
 def read_audio(text: str, max_seconds: float) -> bytes:
     """Decodes an audio file from base64 or a data URL. Nothing is fetched or opened by name.
 
-    Raises `InputError`: `input.audio_forbidden` for another URL, `input.audio_unreadable` for text that is
-    not base64 or not audio; others as `pipelines.audio.read_header`.
+    Raises `InputError`: `input.audio_forbidden` for any other URL, `input.audio_unreadable` for text that is
+    not base64 or not audio; and as `pipelines.audio.read_header`.
     """
     data = _decoded(text)
     header = read_header(data, max_seconds)

@@ -19,12 +19,13 @@ from pipelines.validation import is_visible
 
 log = logging.getLogger(__name__)
 
-#: The message of an engine's failure for clients; details are in the log.
+#: The message for clients if the engine fails; details are in the log.
 _ENGINE_SENTENCE = "The engine failed. The request may be tried again."
 _RETRY_SECONDS = 5
 _QUOTED = re.compile(r"`(\w+)`")
 _TYPES = {401: "authentication_error", 403: "authentication_error", 429: "rate_limit_error"}
-#: The status of errors of the pipeline. Others are 400 (`input.*`) or failures of the engine.
+#: The HTTP statuses of the pipeline's errors. For others it is 400 (`input.*`), or 500 or 503 (a failed
+#: engine).
 _STATUSES = {
     ErrorCode.MODEL_UNKNOWN: 404,
     # The same request would most likely fail again, and clients do not repeat a 422.
@@ -82,13 +83,14 @@ def check_text(text: str, limit: int, param: str) -> None:
         raise empty_text(param)
 
 
-def unavailable(message: str, code: str = "engine_unavailable", seconds: int = _RETRY_SECONDS) -> ApiError:
+def unavailable(message: str, code: str) -> ApiError:
     """The error of a server that is not ready (503), with `Retry-After`."""
-    return ApiError(503, message, code, headers={"retry-after": str(seconds)})
+    return ApiError(503, message, code, headers={"retry-after": str(_RETRY_SECONDS)})
 
 
 def as_api_error(error: Exception, param: str | None = None) -> ApiError:
-    """The answer to any error; unexpected ones are logged. `param` names the field of the request at fault."""
+    """The answer to any error; unexpected errors are logged. `param`: the field of the request that is
+    wrong."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, (RequestValidationError, ValidationError)):
@@ -108,7 +110,8 @@ def as_api_error(error: Exception, param: str | None = None) -> ApiError:
 
 
 def named_field(error: NightjarError, fields: Mapping[str, str]) -> str | None:
-    """The field of the request for the first setting that the error's message names; None without one."""
+    """The field of the request for the first setting that the error's message names; None if it names none.
+    `fields`: setting -> field."""
     return next((fields[name] for name in _QUOTED.findall(str(error)) if name in fields), None)
 
 
@@ -133,7 +136,7 @@ async def _answer(request: Request, error: Exception) -> Response:
 
 def _of_body(error: RequestValidationError | ValidationError) -> ApiError:
     first: Mapping[str, Any] = error.errors()[0]
-    # FastAPI's location starts with the part of the request.
+    # FastAPI's location begins with the part of the request, such as `body`.
     place = first["loc"][isinstance(error, RequestValidationError) :]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
     param = path.lstrip(".")[:200] or None

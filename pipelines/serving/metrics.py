@@ -1,5 +1,5 @@
-"""Prometheus metrics of one server and its engine. Labels have few, fixed values: never a request, a voice or
-a text."""
+"""Prometheus metrics of one server and its engine. Labels have few, fixed values, and never identify a
+request, a voice or a text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipelines.vllm_engine.library import VllmMetrics
 
 ROUTES = ("/health", "/metrics", "/v1/models", "/v1/audio/speech", "/v1/audio/voices", "/v1/chat/completions")
 ROUTES += ("/tts/bytes", "/tts/sse", "/tts/websocket", "/voices")
-#: Buckets of latencies, in tens of milliseconds.
+#: Buckets of the latencies that listeners notice.
 _LISTENING_SECONDS = (
     0.005,
     0.0075,
@@ -41,13 +41,14 @@ _LISTENING_SECONDS = (
     5,
     10,
 )
+#: Buckets of the times of whole answers.
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class ServerMetrics:
     """The metrics of this process, in their own registry."""
 
-    def __init__(self, model: ServedModel, gate: AdmissionQueue) -> None:
+    def __init__(self, model: ServedModel, admission: AdmissionQueue) -> None:
         self._registry = registry = CollectorRegistry()
         registry.register(VllmMetrics())
         registry.register(EngineMetrics(model.pipelines))
@@ -72,8 +73,12 @@ class ServerMetrics:
         )
         self._audio = counter("speech_audio_seconds", "Seconds of speech that were sent.")
         for name, text, value in (
-            ("speech_server_running", "Requests that hold a slot of the server.", lambda: gate.running),
-            ("speech_server_waiting", "Requests that wait for a slot of the server.", lambda: gate.waiting),
+            ("speech_server_running", "Requests that hold a slot of the server.", lambda: admission.running),
+            (
+                "speech_server_waiting",
+                "Requests that wait for a slot of the server.",
+                lambda: admission.waiting,
+            ),
             (
                 "speech_engine_up",
                 "Whether the engine takes requests.",
@@ -81,11 +86,11 @@ class ServerMetrics:
             ),
         ):
             Gauge(name, text, registry=registry).set_function(value)
-        gate.admitted = self._queue.observe
+        admission.admitted = self._queue.observe
         model.on_underrun = self._count_underrun
 
     def answered(self, path: str, status: int, seconds: float) -> str:
-        """Counts an answer; returns the route of its label."""
+        """Counts an answer; returns its label `route`."""
         route = path if path in ROUTES else "other"
         self._answers.labels(route=route, status=str(status)).inc()
         self._seconds.labels(route=route).observe(seconds)

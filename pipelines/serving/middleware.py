@@ -32,7 +32,8 @@ _JSON = re.compile(rb"application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 #: Status of a request whose client disconnected before its answer, as in nginx.
 CLIENT_CLOSED = 499
 _ACCEPTED = 101
-#: In the scope of a request: the function that gives it a slot, called with whether the answer is streamed.
+#: In the scope of a request: the function that gives it a slot, called with whether the answer is streamed;
+#: and the request's id.
 ADMIT, REQUEST_ID = "nightjar.admit", "nightjar.request_id"
 Headers = Mapping[bytes, bytes]
 
@@ -41,12 +42,12 @@ class RequestMiddleware:
     """The ASGI app around the routes."""
 
     def __init__(
-        self, app: ASGIApp, options: ServeOptions, gate: AdmissionQueue, metrics: ServerMetrics
+        self, app: ASGIApp, options: ServeOptions, admission: AdmissionQueue, metrics: ServerMetrics
     ) -> None:
         self._app = app
         self._options = options
         self._keys = [_digest(key.encode()) for key in options.keys]
-        self._gate = gate
+        self._admission = admission
         self._metrics = metrics
         self._hosts = frozenset(host.lower() for host in options.allowed_hosts)
         self._memory = BodyMemory(options.max_body_bytes)
@@ -71,15 +72,15 @@ class RequestMiddleware:
         try:
             await self._answer(scope, receive, send_with_id)
         except asyncio.CancelledError:
-            if not self._gate.closed:
+            if not self._admission.closed:
                 raise
-            # The time for draining is over. An answer whose status was sent is cut off.
+            # The time for draining is over. An answer whose status is already sent is cut off.
             if status == CLIENT_CLOSED:
                 shutting_down = unavailable("The server is shutting down.", "shutting_down")
                 await shutting_down.response()(scope, receive, send_with_id)
         finally:
             seconds, path = time.monotonic() - begin, scope["path"]
-            # Contexts of a WebSocket are counted one by one, the connection itself is not.
+            # The contexts of a WebSocket are counted one by one; the connection itself is not counted.
             if status != _ACCEPTED:
                 path = self._metrics.answered(path, status, seconds)
             level = logging.DEBUG if path == HEALTH else logging.INFO
@@ -124,8 +125,8 @@ class RequestMiddleware:
         if int(headers.get(b"content-length", b"0")[:20]) > self._options.max_body_bytes:
             raise too_large(self._options.max_body_bytes)
         if not is_http:
-            self._gate.check_open()
-        # On an unknown path a form gets 404, not 415.
+            self._admission.check_open()
+        # Other paths get 404 from the routes, whatever the type of the body.
         elif scope["method"] == "POST" and path in ROUTES:
             _check_type(headers)
 
@@ -144,8 +145,8 @@ class RequestMiddleware:
         given = [headers.get(b"x-api-key", b""), *more_keys]
         if scheme.lower() == b"bearer":
             given.append(bearer.strip())
-        fitting = [hmac.compare_digest(_digest(key), known) for key in given for known in self._keys]
-        if not any(fitting):
+        matches = [hmac.compare_digest(_digest(key), known) for key in given for known in self._keys]
+        if not any(matches):
             message = (
                 "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`, or as `X-API-Key`."
             )
@@ -159,9 +160,9 @@ class RequestMiddleware:
         max_wait_seconds = self._options.stream_queue_seconds if streams else None
 
         async def enter() -> None:
-            permits.append(await self._gate.admit(since, max_wait_seconds))
+            permits.append(await self._admission.admit(since, max_wait_seconds))
 
-        if self._gate.full:
+        if self._admission.full:
             entering = asyncio.create_task(enter())
             try:
                 if not await finishes_before_disconnect(body, entering):

@@ -36,9 +36,10 @@ log = logging.getLogger(__name__)
 
 #: Threads that prepare requests: prompts, phonemes, reference audio. More threads would not be faster.
 SUBMIT_THREADS = 16
-#: Limit of audio that slow clients have not read. Below it a stream gives its slot back when its speech is
-#: made; above it, when the client has read all.
+#: Limit of the audio that clients have not yet read. Below it a stream gives its slot back when its speech is
+#: made; above it, when the client has read all of it.
 UNREAD_BYTES = 1 << 30
+#: Interval at which the engine's state is checked, and maximum pause between two attempts to open the model.
 _CHECK_SECONDS = 0.5
 _MAX_PAUSE_SECONDS = 60.0
 #: Maximum time for closing a pipeline.
@@ -48,34 +49,27 @@ CLOSE_SECONDS = 60.0
 class Progress:
     """Counts open calls of the pipeline and remembers when one of them, or the engine, last made progress.
 
-    Counts are changed on the event loop; `is_stuck` may be asked from any thread.
+    Calls are counted on the event loop; `is_stuck` may be called from any thread.
     """
 
     def __init__(self, stuck_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._stuck_seconds = stuck_seconds
         self._clock = clock
-        self._calls = 0
+        #: Open calls.
+        self.calls = 0
         self._seen: tuple[object, ...] = ()
         self._advanced_at = clock()
 
-    def call_started(self) -> None:
-        """Counts a call of the pipeline."""
-        self._calls += 1
-
     def advanced(self) -> None:
-        """Notes progress: a call returned something, or failed in the pipeline."""
+        """Records progress: a call returned something, or failed in the pipeline."""
         self._advanced_at = self._clock()
 
-    def call_ended(self) -> None:
-        """Ends a call. This is no progress of the engine: the client may have disconnected."""
-        self._calls -= 1
-
     def is_stuck(self, stats: EngineStats) -> bool:
-        """Whether there are open calls and none of them has made progress for `stuck_seconds`. Must be
-        called regularly. `stats`: the engine's."""
-        now = (stats.requests_done, stats.frames, stats.audio_seconds, stats.state)
-        if not self._calls or now != self._seen:
-            self._seen = now
+        """Whether there are open calls and none of them has made progress for `stuck_seconds`. Must be called
+        regularly. `stats`: those of the engine."""
+        counts = (stats.requests_done, stats.frames, stats.audio_seconds, stats.state)
+        if not self.calls or counts != self._seen:
+            self._seen = counts
             self.advanced()
         return self._clock() - self._advanced_at >= self._stuck_seconds
 
@@ -112,13 +106,13 @@ class _Call:
     _settled: bool = False
 
     async def events(self) -> AsyncGenerator[AudioChunk | Done, None]:
-        """The chunks and the end. Every event is progress of the engine, and so is every error except an
-        `InputError`, which is raised before engine work."""
+        """Yields the chunks, then `Done`. Every event counts as progress of the engine, and so does every
+        error except an `InputError`, which is raised before the engine works."""
         pipeline = self._model.ready_pipeline()
         start = partial(pipeline.start, self._request, self._on_event, self._stream)
         started: Future[Handle] = Future()
         self._permit.hold()
-        self._model.progress.call_started()
+        self._model.progress.calls += 1
         try:
             if self._stream and pipeline.starts_at_once:
                 started.set_result(start())
@@ -156,7 +150,7 @@ class _Call:
         if not self._cancelled:
             self._model.unread_bytes += _bytes(event)
             self._events.put_nowait(event)
-            # A pause in an open text is no underrun.
+            # While a text is still being written, pauses are not underruns.
             if self._on_open is None and isinstance(event, AudioChunk) and len(event.samples):
                 late_seconds = self._playback.add(self._loop.time(), len(event.samples) / event.sample_rate)
                 if late_seconds:
@@ -165,8 +159,8 @@ class _Call:
             self._settle()
 
     def _end(self, started: Future[Handle]) -> None:
-        """Cancels the started request, on the thread that starts it if that is still running. The slot is
-        given back even if the pipeline raises."""
+        """Cancels the request once it has started; if it is still being started, that thread calls this. The
+        slot is given back even if the pipeline raises."""
         try:
             if started.exception() is None:
                 started.result().cancel()
@@ -177,7 +171,8 @@ class _Call:
         """Gives the slot back after the pipeline has finished the request, even if events are unread."""
         if not self._settled:
             self._settled = True
-            self._model.progress.call_ended()
+            # No progress of the engine: the client may have disconnected.
+            self._model.progress.calls -= 1
             self._permit.release()
             if self._stream and self._model.unread_bytes < UNREAD_BYTES:
                 self._permit.disconnect()
@@ -218,7 +213,7 @@ class ServedModel:
         self.unread_bytes = 0
         #: Called with the seconds of each underrun.
         self.on_underrun: Callable[[float], None] = lambda _seconds: None
-        #: Why the first opening of the model failed, which ends the server.
+        #: The error that ends the server, if the model could not be opened for the first time.
         self.failure: BaseException | None = None
 
     @property
@@ -276,7 +271,7 @@ class ServedModel:
             return
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
-            # Also detects an engine that died without requests.
+            # Also detects an engine that died while it had no requests.
             if (state := self.state) in ("broken", "stuck"):
                 log.error("the engine is %s; the model is opened again", state)
                 await self._reopen()
@@ -290,7 +285,7 @@ class ServedModel:
             return pipeline
 
         pipeline = await asyncio.to_thread(opened)
-        # The time of `is_stuck` starts again.
+        # Restarts the time that `is_stuck` measures.
         self.progress.advanced()
         log.info("engine ready: %s", pipeline.info.summary(pipeline.name))
         self._on_open(pipeline)
@@ -310,7 +305,7 @@ class ServedModel:
 
     def close(self) -> bool:
         """Closes the pipeline; its requests fail with `synth.aborted`. May be called more than once. False if
-        it does not end in time."""
+        the pipeline does not close in time."""
         pipeline, self._pipeline = self._pipeline, None
         closing = threading.Thread(target=pipeline.close if pipeline else None, name="close", daemon=True)
         closing.start()
@@ -322,6 +317,7 @@ class ServedModel:
         return not closing.is_alive()
 
     def ready_pipeline(self) -> Pipeline:
+        """The pipeline. Raises `ApiError` (503) while no engine is ready."""
         pipeline = self._pipeline
         if pipeline is None or pipeline.stats().state != "ready":
             raise unavailable("The engine is starting. Try again.", "engine_starting")

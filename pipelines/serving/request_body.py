@@ -1,5 +1,5 @@
-"""The body of a request. Its bytes, its JSON delimiters and its time are bounded while it arrives, and the shape
-of its JSON before it is parsed. Long JSON is parsed outside the event loop."""
+"""The body of a request. Its size, its JSON delimiters and its time are limited while it arrives; the shape
+of its JSON is checked before it is parsed. Long JSON is parsed outside the event loop."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from pipelines.errors import ErrorCode
 from pipelines.request import Generation
 from pipelines.serving.errors import ApiError, bad_request
 
-#: Limits of a client's JSON: commas and brackets outside of strings, and nested brackets.
+#: Limits of a client's JSON: commas and opening brackets outside of strings, and levels of brackets.
 MAX_VALUES, MAX_DEPTH = 10_000, 32
-#: Limit of JSON's delimiters, inside and outside of strings, which bounds the cost of finding the strings. A
-#: text of 50,000 characters has a tenth.
-MAX_MARKS = 1 << 19
-_MARKS = b'"\\[{,'
-#: Longest JSON that is parsed on the event loop: it takes less time than a change of thread.
+#: Maximum number of `_DELIMITERS` in JSON, inside and outside of strings, which limits the time to find the
+#: strings. A text of 50,000 characters has a tenth as many.
+MAX_DELIMITERS = 1 << 19
+_DELIMITERS = b'"\\[{,'
+#: Longest JSON, in bytes, that is parsed on the event loop, which takes less time than a change of thread.
 INLINE_BYTES = 1 << 16
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-#: One thread, because parsing holds the interpreter: the event loop runs between two bodies.
+#: One thread, because parsing holds the GIL: the event loop can run between two bodies.
 _parser = DaemonThreads(1, "json")
 
 
@@ -53,9 +53,9 @@ class _JsonRequest(Request):
         return await read(await self.body())
 
 
-def marks(part: bytes) -> int:
-    """Counts the delimiters in a part of JSON."""
-    return sum(map(part.count, _MARKS))
+def count_delimiters(part: bytes) -> int:
+    """Counts the `_DELIMITERS` in a part of JSON."""
+    return sum(map(part.count, _DELIMITERS))
 
 
 def too_complex() -> ApiError:
@@ -74,7 +74,7 @@ async def read(text: bytes | str) -> Any:
 
 
 def parse(data: bytes) -> Any:
-    """`read`, on the calling thread."""
+    """As `read`, on the calling thread."""
     _check_shape(data)
     try:
         return msgspec.json.decode(data)
@@ -84,7 +84,7 @@ def parse(data: bytes) -> Any:
 
 
 def _check_shape(data: bytes) -> None:
-    if marks(data) > MAX_MARKS:
+    if count_delimiters(data) > MAX_DELIMITERS:
         raise too_complex()
     plain = data.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in data else data
     # Up to the first syntax error, every second piece between unescaped quotes is outside of strings.
@@ -98,12 +98,12 @@ def _check_shape(data: bytes) -> None:
             raise too_complex()
 
 
-#: Limits of reading a refused body: the client reads the error instead of meeting a reset connection.
+#: Limits of reading a refused body, which is read so that the client gets the error, not a reset connection.
 _DISCARD_BYTES = 512 << 20
 DISCARD_SECONDS = 10.0
 #: Pause between two reads of a refused body, in favour of other clients.
 _DISCARD_PAUSE_SECONDS = 0.01
-#: Maximum memory of bodies without a slot, in bodies of the maximum size.
+#: Maximum memory of bodies without a slot, as a multiple of the maximum size of a body.
 MAX_LARGE_BODIES = 8
 _CLOSE = {"connection": "close"}
 
@@ -132,13 +132,13 @@ class LimitedBody:
     _seconds: float
     _deadline: float | None = None
     _bytes: int = 0
-    _marks: int = 0
+    _delimiters: int = 0
     _held: int = 0
     _is_complete: bool = False
 
     async def __call__(self) -> Message:
-        """The next message. Raises `ApiError`: 400 for a body that exceeds a limit, 408 for a late one, 429
-        for a large one while too many others wait."""
+        """The next message. Raises `ApiError`: 400 for a body that exceeds a limit, 408 if it is late, 429 if
+        it is large and too many other large ones wait."""
         if self._is_complete:
             return await self._receive()
         self._deadline = self._deadline or asyncio.get_running_loop().time() + self._seconds
@@ -157,7 +157,7 @@ class LimitedBody:
             ) from None
 
     def release(self) -> None:
-        """Stops counting the body: it is discarded, or its request has a slot."""
+        """Stops counting the body, because it is discarded or its request has a slot."""
         self._memory.bytes -= self._held
         self._held = 0
 
@@ -175,10 +175,10 @@ class LimitedBody:
 
     async def _next(self) -> Message:
         message = await self._read()
-        self._marks += marks(message.get("body", b""))
+        self._delimiters += count_delimiters(message.get("body", b""))
         if self._bytes > self._memory.max_body_bytes:
             raise too_large(self._memory.max_body_bytes)
-        if self._marks > MAX_MARKS:
+        if self._delimiters > MAX_DELIMITERS:
             raise too_complex()
         if self._bytes > INLINE_BYTES:
             self._memory.take(self._bytes - self._held)
@@ -193,13 +193,14 @@ class LimitedBody:
 
 
 async def finishes_before_disconnect(receive: Receive, work: asyncio.Future[Any]) -> bool:
-    """Waits for the end of `work`; False if the client disconnects first. The request must be complete."""
+    """Waits for the end of `work`; False if the client disconnects first. The whole body must have been
+    read."""
 
-    async def leave() -> None:
+    async def wait_for_disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":
             continue
 
-    leaving = asyncio.create_task(leave())
+    leaving = asyncio.create_task(wait_for_disconnect())
     try:
         await asyncio.wait((work, leaving), return_when=asyncio.FIRST_COMPLETED)
         return work.done()
@@ -240,7 +241,7 @@ class Body(BaseModel):
 
 
 class SpokenBody(Body):
-    """Settings of a line's `generation` that every request for speech accepts."""
+    """The settings of a line's `generation` that every request accepts."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     temperature: float | None = None

@@ -28,10 +28,10 @@ from pipelines.serving.connections import (
 from pipelines.serving.model import Progress, ServedModel
 
 _BACKLOG = 2048
-#: Maximum idle time of a connection. Clients close theirs sooner, so that none sends into one that is being
-#: closed.
+#: Maximum idle time of a connection. It is longer than that of clients, so that no client sends a request
+#: while the server closes the connection.
 _KEEP_ALIVE_SECONDS = 75
-#: Slots for a pipeline that does not report its own.
+#: Number of slots if the pipeline does not report it.
 _UNKNOWN_SLOTS = 256
 
 
@@ -48,13 +48,13 @@ class Server(uvicorn.Server):
     ) -> None:
         """Binds the address; port 0 takes a free one. Raises `ConfigError` (`config.invalid`) if that fails."""
         self._socket = bound_socket(address, port)
-        self._gate = AdmissionQueue(options.slots or _UNKNOWN_SLOTS, options.waiting_room)
+        self._admission = AdmissionQueue(options.slots or _UNKNOWN_SLOTS, options.waiting_room)
         self._model = ServedModel(card, open_model, Progress(options.stuck_seconds), self._opened)
         self._slots = options.slots
         connections = Connections(connection_limit(options.connections), options.header_seconds)
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         config = uvicorn.Config(
-            create_app(self._model, options, self._gate, self.stop),
+            create_app(self._model, options, self._admission, self.stop),
             log_config=None,
             access_log=False,
             server_header=False,
@@ -72,7 +72,7 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._connections = connections
-        #: The model did not close: its threads or processes may keep this process alive.
+        #: Whether the model failed to close, so that its threads or processes may keep this process alive.
         self.hangs = False
 
     @property
@@ -82,7 +82,8 @@ class Server(uvicorn.Server):
         return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serves. At the end running requests have `drain_seconds` to finish, then they are aborted.
+        """Serves until `stop` or a signal. Running requests then have `drain_seconds` to finish before they
+        are aborted.
 
         Raises the error if the model could not be opened.
         """
@@ -95,7 +96,8 @@ class Server(uvicorn.Server):
             raise self._model.failure
 
     def _opened(self, pipeline: Pipeline) -> None:
-        """Sets the slots to the requests that the engine holds, unless their number is configured.
+        """Sets the number of slots to the number of requests that the engine runs and queues, unless it is
+        configured.
 
         The native engine does not bound waiting streams, so they wait here and the engine's waiting room
         stays empty.
@@ -103,12 +105,12 @@ class Server(uvicorn.Server):
         info = pipeline.info
         if self._slots is None and info != EngineInfo():
             waits_here = bool(info.executor) and pipeline.capabilities.streaming
-            self._gate.resize(info.slots + (0 if waits_here else info.waiting_room))
+            self._admission.resize(info.slots + (0 if waits_here else info.waiting_room))
 
     def stop(self) -> None:
-        """Refuses new requests and ends after the running ones. May be called from any thread, and more than
-        once."""
-        self._gate.closed = self.should_exit = True
+        """Refuses new requests, and ends the server after the running ones. May be called from any thread,
+        and more than once."""
+        self._admission.closed = self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn's startup; errors of accepting connections are handled by `Connections`."""
@@ -116,10 +118,10 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains, a second one ends at once. uvicorn does not record them: the process ends
-        with status 0 after draining, not by the signal."""
+        """The first signal drains the server; a second one ends it at once. They are not recorded, because
+        uvicorn would raise them again: the process ends with status 0."""
         self.force_exit = self.should_exit
-        self.should_exit = self._gate.closed = True
+        self.should_exit = self._admission.closed = True
 
 
 def bound_socket(address: str, port: int) -> socket.socket:
@@ -128,7 +130,7 @@ def bound_socket(address: str, port: int) -> socket.socket:
         # From here on clients can connect; they are answered once the server runs.
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
         listener = socket.create_server(where, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
-        # Accepted connections inherit it. asyncio sets it only on sockets that name their protocol.
+        # Accepted connections inherit this option. asyncio sets it only on sockets that name their protocol.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except (OSError, UnicodeError) as error:

@@ -28,7 +28,7 @@ from pipelines.serving.text_units import units_of
 
 log = logging.getLogger(__name__)
 
-#: The field at fault, by the beginning of an error's code.
+#: The beginning of an error's code -> the field of the request that is wrong.
 _PARAMS = {
     "input.unknown_voice": "voice",
     "input.unknown_language": "language",
@@ -40,7 +40,7 @@ _PARAMS = {
     "input.audio_": "reference_audio",
 }
 
-#: Advice for clients, where the error's own is for the lines of a job.
+#: Advice for clients, where the error's own advice is about the lines of a job.
 _ADVICE = {
     ErrorCode.INPUT_AUDIO_MISSING: "Name a stored voice, or send `reference_audio`.",
     ErrorCode.INPUT_BAD_GENERATION: "Correct its value.",
@@ -54,9 +54,9 @@ References = Annotated[
 
 #: Maximum length of the name of an unknown field in a header and in the log.
 _NAME_CHARACTERS = 64
-#: Fields that clients of vLLM-Omni and Nari send and that have no effect here: the checkpoint and the request
-#: decide.
-_OTHERS = frozenset(
+#: Fields that clients of vLLM-Omni and Nari send. They have no effect here: the checkpoint and other fields
+#: determine what they would set.
+_WITHOUT_EFFECT = frozenset(
     {
         "initial_codec_chunk_frames",
         "max_new_tokens",
@@ -76,7 +76,7 @@ def _voice_name(given: object) -> object:
 
 
 class SpeechBody(SpokenBody):
-    """The request: OpenAI's fields, and those of a line's `generation`.
+    """The request: OpenAI's fields, and fields of a line's `generation`.
 
     Other fields are ignored, and the header `x-ignored-fields` names them.
     """
@@ -89,7 +89,8 @@ class SpeechBody(SpokenBody):
     response_format: SpeechFormat = "mp3"
     speed: float | None = None
     instructions: str | None = None
-    #: None: bare PCM is streamed if the pipeline can; files are not.
+    #: None: if the pipeline can stream, bare PCM and answers with a `stream_format` are streamed, others are
+    #: not.
     stream: bool | None = None
     stream_format: Literal["audio", "sse"] | None = None
     language: str | None = None
@@ -108,7 +109,7 @@ _FIELDS = {**{name: name for name in SpeechBody.model_fields}, "instruct": "inst
 
 
 def api_error(error: NightjarError) -> ApiError:
-    """The answer to an error of the pipeline, with the field of the body at fault."""
+    """The answer to an error of the pipeline. It names the field of the body that is wrong."""
     error.advice = _ADVICE.get(error.code, error.advice)
     by_code = (field for begin, field in _PARAMS.items() if error.code.startswith(begin))
     return as_api_error(error, named_field(error, _FIELDS) or next(by_code, None))
@@ -117,24 +118,24 @@ def api_error(error: NightjarError) -> ApiError:
 def check(serving: Serving, body: SpeechBody) -> bool:
     """Whether the audio is streamed. Raises `ApiError` for what this model cannot do, and for a text that is
     empty or too long."""
-    able = serving.model.card.capabilities
+    capabilities = serving.model.card.capabilities
     serving.voices.check_model(body.model, "model")
     for field, asked, message in (
         ("speed", body.speed not in (None, 1.0), "This model has one speed. Remove `speed`."),
         (
             "instructions",
-            body.instructions and not able.instruct,
+            body.instructions and not capabilities.instruct,
             "This model takes no instructions. Remove `instructions`, or use a model that follows them.",
         ),
         (
             "stream",
-            body.stream and not able.streaming,
+            body.stream and not capabilities.streaming,
             "This model makes the whole speech at once. Remove `stream`.",
         ),
     ):
         if asked:
             raise bad_request(message, ErrorCode.INPUT_UNSUPPORTED, field)
-    check_text(body.input, max(able.max_text_characters, serving.options.context_characters), "input")
+    check_text(body.input, max(capabilities.max_text_characters, serving.options.context_characters), "input")
     return _streams(serving, body)
 
 
@@ -152,9 +153,9 @@ async def answer(serving: Serving, body: SpeechBody, permit: Permit, request_id:
     request = await serving.voices.request(
         request_id, body.seed_or_new(), body.voice, generation, body.input, body.reference_audio or ()
     )
-    # For playing bare PCM, and for repeating the speech with the same noise.
+    # Clients need the rate to play bare PCM, and the seed to repeat the speech.
     headers = {"x-sample-rate": str(model.card.sample_rate), "x-seed": str(request.seed)}
-    if unknown := sorted((body.model_extra or {}).keys() - _OTHERS):
+    if unknown := sorted((body.model_extra or {}).keys() - _WITHOUT_EFFECT):
         names = [name[:_NAME_CHARACTERS] for name in unknown[:10] if name.isascii() and name.isidentifier()]
         headers["x-ignored-fields"] = ", ".join(names)
         log.info("a request has unknown fields: %s", headers["x-ignored-fields"])
@@ -176,6 +177,6 @@ async def answer(serving: Serving, body: SpeechBody, permit: Permit, request_id:
         async for piece in pieces:
             yield event({"type": "speech.audio.delta", "audio": piece}) if events else piece
     if events:
-        # The model counts no tokens to bill: characters of the text take their place.
+        # The model does not count tokens, so `usage` counts characters of the text.
         usage = {"input_tokens": len(body.input), "output_tokens": 0, "total_tokens": len(body.input)}
         yield event({"type": "speech.audio.done", "usage": usage})

@@ -36,7 +36,7 @@ class Serving:
 
     model: ServedModel
     options: ServeOptions
-    gate: AdmissionQueue
+    admission: AdmissionQueue
     metrics: ServerMetrics
     voices: Voices
 
@@ -73,15 +73,16 @@ async def speech_bytes(
     encoder: PcmStream | FileStream,
     on_handle: Callable[[Handle], None] | None = None,
 ) -> AsyncGenerator[bytes, None]:
-    """The encoded speech of all requests, in order and as it is made; no piece is empty. Several requests
+    """Yields the encoded speech of all requests in order, as it is made; no piece is empty. Several requests
     hold the slot until the last one is done.
 
-    `on_handle`: as in `ServedModel.chunks`. Raises as `ServedModel.chunks`, and `synth.no_audio` where the
-    model made no audio.
+    `on_handle`: as in `ServedModel.chunks`. Raises as `ServedModel.chunks`, and `synth.no_audio` if the model
+    made no audio.
     """
 
     async def run(call: Callable[..., bytes], *given: object) -> bytes:
-        # Compressing would delay the chunks of other clients; PCM takes less time than a change of thread.
+        # On the event loop compression would delay other clients; PCM takes less time than a change of
+        # thread.
         return await asyncio.to_thread(call, *given) if encoder.compresses else call(*given)
 
     has_audio = False
@@ -118,7 +119,7 @@ class Head:
 
     media_type: str
     headers: Mapping[str, str]
-    #: For events: makes the event of an error after the first event. Other answers are cut off.
+    #: Makes the event that reports an error after the first event. None: the answer is cut off instead.
     failed: Callable[[ApiError], dict[str, Any]] | None = None
 
 
@@ -135,8 +136,9 @@ ErrorAnswer = Callable[[NightjarError], ApiError]
 
 
 class Reply(Response):
-    """Sends a `Head` and then bytes as they come, until the client disconnects or the time limit. Closing
-    the generator cancels the work. An error before the first bytes is answered with its own status."""
+    """Sends a `Head` and then bytes as they are made, until the client disconnects or the time limit is
+    reached. Then it closes the generator, which cancels the work. An error before the first bytes is answered
+    with its own status."""
 
     def __init__(
         self,
@@ -166,7 +168,7 @@ class Reply(Response):
             if not self._started:
                 raise error from None
             # The status is already sent: the answer can only be cut off.
-            log.warning("an answer broke off: %s", error)
+            log.warning("an answer was cut off: %s", error)
         finally:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)

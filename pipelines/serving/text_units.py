@@ -1,6 +1,6 @@
-"""Cuts a text, which may come in pieces, into sentences that are spoken one after the other.
+"""Cuts a text, which may arrive in pieces, into sentences that are spoken one after the other.
 
-The cuts depend on the joined text only, not on its pieces.
+The cuts depend only on the whole text, not on how it was divided into pieces.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _SPACE = re.compile(r"\s")
 _WORD = re.compile(r"[^\W_]")
 _JOINER = "\u200d"
 _MARKS = frozenset({"Mn", "Mc", "Me", "Cf"})
-#: Letters that combine with the one before them: Hangul's vowels and finals, marks of Kana, Thai and Lao, and
-#: the skin tone of an emoji.
+#: Characters that combine with the one before them: Hangul's vowels and finals, marks of Kana, Thai and Lao,
+#: and the skin tone of an emoji.
 _CONTINUES = re.compile("[\u1160-\u11ff\ud7b0-\ud7ff\uff9e\uff9f\u0e33\u0eb3\U0001f3fb-\U0001f3ff]")
 _FLAG_LETTERS = frozenset(map(chr, range(0x1F1E6, 0x1F200)))
 #: First character of the scripts without spaces between sentences.
@@ -40,6 +40,7 @@ _SHORT_FORM = re.compile(r"co|corp|dept|est|etc|inc|jr|ltd|sr|univ|usw")
 #: A passage ends with the sentence that reaches this length, or at the first space after the maximum.
 PASSAGE_CHARACTERS = 400
 MAX_PASSAGE_CHARACTERS = 1200
+#: If no space follows within this many characters after the maximum, the passage is cut inside a word.
 _MAX_WORD_CHARACTERS = 200
 
 #: A piece of text, and whether it ends its unit or passage.
@@ -53,7 +54,8 @@ class TextUnits:
     def __init__(self, *, by_word: bool = False) -> None:
         self._by_word = by_word
         self._unit_end = self._passage_end if by_word else _sentence_cut
-        #: The current unit, how much of it was returned, and where the last sentence of a passage begins.
+        #: The current unit; how many of its characters were returned; and where the last sentence of a
+        #: passage begins.
         self._text = ""
         self._given = self._sentence = 0
 
@@ -88,7 +90,7 @@ class TextUnits:
         return [(rest if self._by_word else rest.strip(), True)] if end else []
 
     def _passage_end(self, text: str) -> int | None:
-        """The end of the first passage of a text; None if later text decides."""
+        """The end of the first passage of a text; None if it depends on later text."""
         while self._sentence < PASSAGE_CHARACTERS:
             rest = text[self._sentence : MAX_PASSAGE_CHARACTERS]
             sentence = rest.lstrip()
@@ -104,13 +106,13 @@ class TextUnits:
 
 
 def has_words(text: str) -> bool:
-    """Whether there is a letter or a digit to speak."""
+    """Whether the text has a letter or a digit."""
     return _WORD.search(text) is not None
 
 
 def _sentence_end(window: str, *, certain: bool) -> int | None:
-    """The end of the first sentence of a window; None if later text decides. `certain`: an undecided mark is no
-    end."""
+    """The end of the first sentence of a window; None if it depends on later text, or there is none.
+    `certain`: a mark that depends on later text counts as no end."""
     for found in _END.finditer(window):
         ends = _ends(window, found)
         if ends:
@@ -126,7 +128,8 @@ def units_of(text: str) -> list[str]:
 
 
 def _sentence_cut(text: str) -> int | None:
-    """The end or the cut of the first sentence of a text; None if later text decides."""
+    """The end of the first sentence of a text, or the cut of one that is too long; None if it depends on
+    later text."""
     window = text[: MAX_UNIT_CHARACTERS + 1]
     full = len(window) > MAX_UNIT_CHARACTERS
     end = _sentence_end(window, certain=full)
@@ -136,21 +139,21 @@ def _sentence_cut(text: str) -> int | None:
 
 
 def _ends(window: str, found: re.Match[str]) -> bool | None:
-    """Whether a unit ends at a mark; None if later text decides."""
+    """Whether a unit ends at a mark; None if that depends on later text."""
     if found["blank"]:
         return True
-    behind = window[found.end() :]
-    if not behind:
+    after = window[found.end() :]
+    if not after:
         return None
-    if _belong_together(window[found.end() - 1], behind[0]):
+    if _belong_together(window[found.end() - 1], after[0]):
         return False
     if found["wide"]:
         return True
-    if not behind[0].isspace():
-        return behind[0] >= _FIRST_WIDE and found["stops"] != "."
+    if not after[0].isspace():
+        return after[0] >= _FIRST_WIDE and found["stops"] != "."
     if found["stops"] in ("!", "?") and not found["closed"]:
         return True
-    rest = behind.lstrip()
+    rest = after.lstrip()
     if found["stops"] != "." or found["closed"]:
         return not rest[0].islower() if rest else None
     match = _LAST_WORD.search(window, 0, found.start())
@@ -170,7 +173,7 @@ def _ends(window: str, found: re.Match[str]) -> bool | None:
 
 
 def _cut(window: str) -> int:
-    """The cut of a sentence that is too long: after a comma in its second half, else between words, else
+    """Where a sentence that is too long is cut: after a comma in its second half, else between words, else
     between characters."""
     half = MAX_UNIT_CHARACTERS // 2
     for pattern, least in ((_SOFT_END, half), (_SPACE, 0)):
@@ -211,8 +214,8 @@ def _last_gap(text: str, begin: int) -> int:
 
 
 def _between_characters(text: str, place: int, least: int) -> int:
-    """The last place up to `place` that is not inside of one written character; `place` if there is none
-    above `least`."""
+    """The last place up to `place`, and above `least`, that is not inside a written character; `place` if
+    there is none."""
     places = range(place, least, -1)
     return next((end for end in places if not _belong_together(text[end - 1], text[end])), place)
 
@@ -222,5 +225,5 @@ def _belong_together(before: str, after: str) -> bool:
     emoji."""
     if not before or not after:
         return False
-    goes_on = unicodedata.category(after) in _MARKS or _CONTINUES.match(after) is not None
-    return goes_on or before == _JOINER or (before in _FLAG_LETTERS and after in _FLAG_LETTERS)
+    continues = unicodedata.category(after) in _MARKS or _CONTINUES.match(after) is not None
+    return continues or before == _JOINER or (before in _FLAG_LETTERS and after in _FLAG_LETTERS)

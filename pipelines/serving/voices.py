@@ -1,4 +1,4 @@
-"""The voices of a server: the model's, the stored ones, and names of other services that clients send."""
+"""The voices of a server: the model's voices, stored voices, and other services' names for voices."""
 
 from __future__ import annotations
 
@@ -45,22 +45,21 @@ class Voices:
     """All voices of a server; shared by all routes."""
 
     def __init__(self, model: ServedModel, options: ServeOptions) -> None:
-        self._able = model.card.capabilities
+        self._capabilities = model.card.capabilities
         self._options = options
         folder = options.voices_folder
         self._folder = None if folder is None else VoiceFolder(folder)
 
-    def check_model(self, name: str | None, speaks: str | None = None) -> None:
-        """Raises `ApiError` (404) for a model that is not served here; None means the served one. `speaks`:
-        the field that names the model in a request for speech, which is 400 for a model of dialogues."""
+    def check_model(self, name: str | None, speech_field: str | None = None) -> None:
+        """Raises `ApiError` (404) for a model that is not served here; None means the served one.
+        `speech_field`: the field that names the model in a request for speech. Such a request raises 400 if
+        the model answers dialogues."""
         if name is not None and name not in self._options.names:
-            message = (
-                f"The model {name[:100]!r} is not served here. Served is: {', '.join(self._options.names)}."
-            )
+            message = f"The model {name[:100]!r} is not served here. The server has: {', '.join(self._options.names)}."
             raise ApiError(404, message, "model_not_found", "model")
-        if speaks and self._able.multi_turn:
+        if speech_field and self._capabilities.multi_turn:
             message = "This model answers dialogues. Use /v1/chat/completions."
-            raise bad_request(message, ErrorCode.INPUT_UNSUPPORTED, speaks)
+            raise bad_request(message, ErrorCode.INPUT_UNSUPPORTED, speech_field)
 
     async def request(
         self,
@@ -84,11 +83,16 @@ class Voices:
             messages.append(Message("user", "text", text))
             voice = self.named(asked)
             if not isinstance(voice, StoredVoice):
-                if voice is not None and not recordings and self._able.cloning and not self._is_own(voice):
+                if (
+                    voice is not None
+                    and not recordings
+                    and self._capabilities.cloning
+                    and not self._is_own(voice)
+                ):
                     raise self._unknown(voice)
                 spoken = msgspec.structs.replace(generation, voice=voice)
             elif recordings:
-                message = f"The voice {asked!r} has a recording, and the request another one."
+                message = f"The voice {asked!r} has a recording, and the request has another one."
                 raise unsupported(message, "Leave one of them out.")
             else:
                 messages, spoken = in_voice_of(messages, generation, voice.recording, voice.text)
@@ -108,7 +112,7 @@ class Voices:
         """
         if asked is None:
             return None
-        if (own := own_voice(asked, self._able.voices)) is not None:
+        if (own := own_voice(asked, self._capabilities.voices)) is not None:
             return own
         if self._folder is not None and (stored := self._folder.get(asked)) is not None:
             return stored
@@ -117,7 +121,7 @@ class Voices:
     def _names(self) -> dict[str, str]:
         """The names of all voices, each with its kind: `model` or `stored`."""
         stored = self._folder.names() if self._folder is not None else []
-        return dict.fromkeys(self._able.voices, "model") | dict.fromkeys(stored, "stored")
+        return dict.fromkeys(self._capabilities.voices, "model") | dict.fromkeys(stored, "stored")
 
     def listed(self) -> dict[str, Any]:
         """All voices in OpenAI's format."""
@@ -139,13 +143,13 @@ class Voices:
     def add(self, body: VoiceBody) -> dict[str, object]:
         """Stores a voice. Raises `ApiError` if the model cannot clone or the name is taken, `InputError` and
         `ConfigError` as `VoiceFolder.add`."""
-        if not self._able.cloning or self._folder is None:
+        if not self._capabilities.cloning or self._folder is None:
             raise bad_request("This model clones no voices.", ErrorCode.INPUT_UNSUPPORTED, "name")
         if body.name in RESERVED or self._is_own(body.name):
             raise ApiError(
                 409, f"The name {body.name!r} is taken. Choose another name.", "voice_exists", "name"
             )
-        if self._able.needs_reference_text and not body.text.strip():
+        if self._capabilities.needs_reference_text and not body.text.strip():
             raise InputError(
                 ErrorCode.INPUT_REFERENCE_TEXT,
                 "This model needs the text of a recording.",
@@ -178,7 +182,7 @@ class Voices:
 
     def _is_own(self, name: str) -> bool:
         """Whether the model has a voice of this name."""
-        return own_voice(name, self._able.voices) is not None
+        return own_voice(name, self._capabilities.voices) is not None
 
 
 def _card(name: str, kind: str) -> dict[str, Any]:

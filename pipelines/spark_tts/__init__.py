@@ -1,2 +1,2 @@
-"""SparkTTS: cloned voices and voices created from labels, a speech LM on vLLM between the two halves of
-BiCodec."""
+"""SparkTTS: cloned voices and voices created from labels. A speech LM writes tokens, which BiCodec
+decodes."""

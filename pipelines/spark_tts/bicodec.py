@@ -1,4 +1,5 @@
-"""BiCodec: features and a recording to semantic and global tokens, tokens to a waveform."""
+"""BiCodec: encodes features to semantic tokens and a recording to global tokens, and decodes both to a
+waveform."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _LAYER_NORM_EPS = 1e-6
 
 
 class AdaLayerNorm(nn.Module):
-    """A layer norm whose scale and shift are linear in a condition."""
+    """A layer norm whose scale and shift are linear functions of a condition."""
 
     def __init__(self, condition: int, dim: int) -> None:
         super().__init__()
@@ -35,8 +36,8 @@ class AdaLayerNorm(nn.Module):
 
 
 class ConvNeXt(nn.Module):
-    """A ConvNeXt block of Vocos (Siuzdak, 2023): depthwise convolution over time, then a gated
-    feed-forward by step."""
+    """A ConvNeXt block of Vocos (Siuzdak, 2023): depthwise convolution over time, then a feed-forward network
+    for each step."""
 
     def __init__(self, dim: int, intermediate: int, condition: int | None) -> None:
         super().__init__()
@@ -73,8 +74,8 @@ class Vocos(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Features of wav2vec2 to what the semantic tokens are chosen by: [batch, steps, input] -> [batch,
-    steps, output]."""
+    """Maps features of wav2vec2 to the vectors from which semantic tokens are chosen: [batch, steps, input]
+    -> [batch, steps, output]."""
 
     def __init__(self, config: VocosConfig) -> None:
         super().__init__()
@@ -90,8 +91,8 @@ class Encoder(nn.Module):
 
 
 class Prenet(nn.Module):
-    """Semantic vectors under a voice to what the wave is made of: [batch, input, steps] -> [batch, output,
-    steps]."""
+    """Maps semantic vectors, conditioned on a voice, to the input of the wave generator: [batch, input,
+    steps] -> [batch, output, steps]."""
 
     def __init__(self, config: VocosConfig, condition: int) -> None:
         super().__init__()
@@ -131,8 +132,8 @@ def _normed(norm: nn.Module, x: Tensor, condition: Tensor | None) -> Tensor:
     return norm(x, condition) if isinstance(norm, AdaLayerNorm) else norm(x)
 
 
-#: In the checkpoint but not needed to speak: training targets, a pooled speaker vector, statistics, the mel
-#: filters.
+#: Tensors of the checkpoint that synthesis does not need: training targets, a pooled speaker vector,
+#: statistics, the mel filters.
 _UNUSED = (
     "postnet.*",
     "mel_transformer.*",
@@ -144,7 +145,7 @@ _UNUSED = (
 
 
 class SemanticQuantizer(nn.Module):
-    """A factorized codebook: vectors are compared in few dimensions, by direction (Yu et al., 2022)."""
+    """A factorized codebook, which compares the directions of vectors in few dimensions (Yu et al., 2022)."""
 
     def __init__(self, dim: int, codes: int, inner: int) -> None:
         super().__init__()
@@ -163,7 +164,7 @@ class SemanticQuantizer(nn.Module):
 
 
 class Tokenizer:
-    """The encoding half, always in float32: ids must not depend on the type that the decoder runs in."""
+    """The encoder of BiCodec, always in float32, so that tokens do not depend on the dtype of the decoder."""
 
     def __init__(
         self, encoder: Encoder, quantizer: SemanticQuantizer, speaker: SpeakerEncoder, mel: MelMagnitudes
@@ -185,7 +186,7 @@ class Tokenizer:
 
 
 class BiCodec:
-    """The decoding half. Not causal: about 60 tokens on either side shape a token's audio."""
+    """The decoder of BiCodec. It is not causal: a token's audio depends on about 60 tokens on either side."""
 
     def __init__(
         self,
@@ -208,8 +209,8 @@ class BiCodec:
         """Waveforms (float32 [samples] each) of semantic tokens (int64 [steps] each) in voices (int64
         [tokens] each).
 
-        Tokens lie on the host, which does not wait for a GPU. Rows of different lengths are padded, to
-        `pad_to` steps where that is more, and masked; each comes out as it would alone.
+        Tokens are on the host, which does not wait for a GPU. Rows of different lengths are padded, to
+        `pad_to` steps if that is longer, and masked; each gets the result that it would get alone.
         """
         lengths = [len(row) for row in semantic]
         longest = max(pad_to, *lengths)
@@ -236,11 +237,12 @@ class BiCodec:
 def load_bicodec(
     config: SparkConfig, device: torch.device, dtype: torch.dtype = torch.float32, fused: bool | None = None
 ) -> tuple[Tokenizer, BiCodec]:
-    """Reads BiCodec/; prenet and wave generator run in `dtype`, all else in float32.
+    """Reads BiCodec/. Prenet and wave generator run in `dtype`, the other parts in float32.
 
-    `fused` as for `pipelines.spark_tts.wave_generator.prepared`.
+    `fused`: see `pipelines.spark_tts.wave_generator.prepared`.
 
-    Raises `ModelError` (`model.bad_checkpoint`) that names the tensor that is missing, unknown or misshapen.
+    Raises `ModelError` (`model.bad_checkpoint`) that names a tensor that is missing, unknown or of another
+    shape.
     """
     sizes = config.bicodec
     with torch.device("meta"):
@@ -258,10 +260,10 @@ def load_bicodec(
     return tokenizer, BiCodec(sizes, quantizer, speaker, prenet, prepared(wave, dtype, fused))
 
 
-#: Tokens of one batch of the decoder on a GPU, padding included; the widest tensor has 61 kB a token in
-#: bfloat16.
+#: Maximum tokens of a batch of the decoder on a GPU, including padding; the widest tensor has 61 kB per token
+#: in bfloat16.
 BATCH_TOKENS = 8192
-#: Lengths are rounded up to multiples of this, so that convolutions meet few shapes.
+#: Lengths are rounded up to multiples of this, so that convolutions run with few shapes.
 LENGTH_STEP = 32
 #: A stream's window: tokens before the new ones, and tokens that must follow them before they are delivered.
 LEFT_TOKENS, RIGHT_TOKENS = 64, 12
@@ -277,16 +279,16 @@ class Voice:
     #: All semantic tokens so far.
     semantic: list[int] = field(default_factory=list[int])
     #: Number of tokens whose audio was delivered.
-    heard: int = 0
-    #: The last window's samples after the delivered ones, to fade from.
+    delivered: int = 0
+    #: Samples of the last window after the delivered ones, which fade into the next window.
     tail: Tensor | None = None
 
 
 class BiCodecDecoder(Decoder[Voice]):
-    """Its states are voices. Codes are semantic tokens, int64 [steps, 1].
+    """Decodes semantic tokens, int64 [steps, 1], as the codes of the codec's stage. Its states are voices.
 
-    Empty codes end a stream. On the CPU, and with `alone`, every utterance is decoded by itself: the
-    rounding of a batch differs, and on a CPU it is no faster.
+    Empty codes end a stream. On the CPU, and with `alone`, every utterance is decoded by itself: in a batch it
+    is rounded differently, and on a CPU a batch is not faster.
     """
 
     def __init__(
@@ -299,32 +301,33 @@ class BiCodecDecoder(Decoder[Voice]):
         self._samples = codec.config.samples_per_token
 
     def new_state(self) -> Voice:
-        """The place of a voice for codes that come without one; no request of ours does."""
+        """A placeholder for codes without a voice, which no request has."""
         return Voice(torch.zeros(self.codec.config.speaker.tokens, dtype=torch.long))
 
     def decode(self, codes: Sequence[Tensor], states: Sequence[Voice] | None = None) -> list[Tensor]:
         """Whole utterances in the voices of `states` -> float32 samples each."""
         assert states is not None
-        return self._decode([one[:, 0] for one in codes], [state.tokens for state in states])
+        return self._decode([row[:, 0] for row in codes], [state.tokens for state in states])
 
     def decode_chunk(self, states: Sequence[Voice], codes: Sequence[Tensor]) -> list[Tensor]:
-        """The next tokens of streams -> the samples that are settled with them."""
+        """Adds the next tokens of streams. Returns the audio of tokens that are followed by enough later
+        ones."""
         for state, new in zip(states, codes):
             state.semantic += new[:, 0].tolist()
         ends = [len(state.semantic) - (self._right if len(new) else 0) for state, new in zip(states, codes)]
-        ready = [(state, end) for state, end in zip(states, ends) if end > state.heard]
-        starts = [max(0, state.heard - self._left) for state, _ in ready]
+        ready = [(state, end) for state, end in zip(states, ends) if end > state.delivered]
+        starts = [max(0, state.delivered - self._left) for state, _ in ready]
         windows = [torch.tensor(state.semantic[start:]) for (state, _), start in zip(ready, starts)]
         waves = self._decode(windows, [state.tokens for state, _ in ready]) if ready else []
-        settled = {
-            id(state): self._settle(state, end, start, wave)
+        new_samples = {
+            id(state): self._new_samples(state, end, start, wave)
             for (state, end), start, wave in zip(ready, starts, waves)
         }
-        return [settled.get(id(state), torch.zeros(0)) for state in states]
+        return [new_samples.get(id(state), torch.zeros(0)) for state in states]
 
-    def _settle(self, state: Voice, end: int, start: int, wave: Tensor) -> Tensor:
+    def _new_samples(self, state: Voice, end: int, start: int, wave: Tensor) -> Tensor:
         """Takes the new samples of a window that starts at token `start`, with a fade from the last window."""
-        first, last = (state.heard - start) * self._samples, (end - start) * self._samples
+        first, last = (state.delivered - start) * self._samples, (end - start) * self._samples
         new = wave[first:last].clone()
         if state.tail is not None:
             size = min(len(state.tail), len(new))
@@ -332,7 +335,7 @@ class BiCodecDecoder(Decoder[Voice]):
             new[:size] = new[:size] * rise + state.tail[:size] * (1 - rise)
         tail = wave[last : last + FADE_SAMPLES]
         state.tail = tail.clone() if len(tail) else None
-        state.heard = end
+        state.delivered = end
         return new
 
     def _decode(self, semantic: list[Tensor], voices: list[Tensor]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""A SparkTTS checkpoint folder's own configuration: config.yaml, BiCodec/config.yaml and LLM/config.json.
+"""The configuration of a SparkTTS checkpoint folder: config.yaml, BiCodec/config.yaml and LLM/config.json.
 Imports no torch."""
 
 from __future__ import annotations
@@ -8,8 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pipelines.nn.config_keys import Drawing, Keys, Positive, Size, Sizes, StackConfig, Whole, revision
-from pipelines.recording import check_encoded
+from pipelines.nn.config_keys import (
+    BaseSamplingDefaults,
+    Keys,
+    Positive,
+    Size,
+    Sizes,
+    StackConfig,
+    Whole,
+    revision,
+)
+from pipelines.recording import read_recording
 from pipelines.registry import ModelCard
 from pipelines.request import Capabilities
 
@@ -36,15 +45,14 @@ class MelConfig:
 
 @dataclass(frozen=True, slots=True)
 class VocosConfig:
-    """One of `encoder` and `prenet` of BiCodec/config.yaml: a stack of ConvNeXt blocks between two
-    projections."""
+    """`encoder` or `prenet` of BiCodec/config.yaml: a stack of ConvNeXt blocks between two projections."""
 
     input: Annotated[Size, "input_channels"]
     dim: Annotated[Size, "vocos_dim"]
     intermediate: Annotated[Size, "vocos_intermediate_dim"]
     layers: Annotated[Size, "vocos_num_layers"]
     output: Annotated[Size, "out_channels"]
-    #: Of sampling blocks; each is the factor 3 of the published block at ratio 1 and two ConvNeXt blocks.
+    #: The ratios of the sampling blocks, all of which are 1 (see `bicodec.Sampling`).
     ratios: Annotated[Sizes, "sample_ratios"]
 
 
@@ -88,21 +96,21 @@ class BiCodecConfig:
 
     @property
     def global_codes(self) -> int:
-        """How many values a global token can have."""
+        """The number of values that a global token can have."""
         return math.prod(self.speaker.levels)
 
 
 @dataclass(frozen=True, slots=True)
 class LmConfig(StackConfig):
-    """What we need to know of LLM/config.json: the shape of a Qwen2. vLLM reads it itself."""
+    """The shape of a Qwen2, from LLM/config.json. vLLM reads that file itself."""
 
     eos: Annotated[Whole, "eos_token_id"]
     tied: Annotated[bool, "tie_word_embeddings"] = False
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingDefaults(Drawing):
-    """The published model's own sampling (cli/SparkTTS.py, `inference`)."""
+class SamplingDefaults(BaseSamplingDefaults):
+    """The sampling settings of the published model (cli/SparkTTS.py, `inference`)."""
 
     temperature: float = 0.8
     top_k: int = 50
@@ -116,7 +124,7 @@ class SparkConfig:
 
     folder: Path
     sample_rate: Size
-    #: Samples of the clip that the global tokens are made of.
+    #: Samples of the clip from which the global tokens are made.
     clip_samples: int
     bicodec: BiCodecConfig
     lm: LmConfig
@@ -129,8 +137,8 @@ class SparkConfig:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> SparkConfig:
-        """Reads the configs. Raises `ModelError` (`model.bad_checkpoint`) that names the file and the key
-        at fault."""
+        """Reads the configs. Raises `ModelError` (`model.bad_checkpoint`) that names the file and the wrong
+        key."""
         folder = Path(folder)
         top = Keys.read(folder / "config.yaml")
         bicodec = _bicodec(Keys.read(folder / BICODEC / "config.yaml").section("audio_tokenizer"))
@@ -138,7 +146,7 @@ class SparkConfig:
         if hop != bicodec.samples_per_token:
             raise top.error(
                 "latent_hop_length",
-                f"is {hop}, but BiCodec makes {bicodec.samples_per_token} samples a token",
+                f"is {hop}, but BiCodec makes {bicodec.samples_per_token} samples per token",
             )
         rate = top.value("sample_rate", Size)
         clip = int(rate * top.value("ref_segment_duration", Positive)) // hop * hop
@@ -181,7 +189,7 @@ def _lm(keys: Keys) -> LmConfig:
 #: low).
 GENDERS = ("female", "male")
 LEVELS = ("very_low", "low", "moderate", "high", "very_high")
-#: The voice of a line that names none and has no reference audio.
+#: The voice of a line that neither names a voice nor has reference audio.
 DEFAULT_VOICE = "female/moderate/moderate"
 CAPABILITIES = Capabilities(
     voices=tuple(f"{gender}/{pitch}/{speed}" for gender in GENDERS for pitch in LEVELS for speed in LEVELS),
@@ -204,5 +212,5 @@ def describe(folder: Path) -> ModelCard:
         executors=("eager", "graph"),
         engines=("native", "vllm"),
         seconds_per_character=0.067,  # English read speech, for estimates
-        check_reference=check_encoded,
+        check_reference=read_recording,
     )

@@ -1,5 +1,4 @@
-"""The speech LM of SparkTTS on our engine: LLM/ under our names, every tensor accounted for, and one id a
-frame."""
+"""The speech LM of SparkTTS on the engine `native`, which draws one id in each frame."""
 
 from __future__ import annotations
 
@@ -22,13 +21,13 @@ from pipelines.nn.checkpoint import Checkpoint, Loader, StackWeights, TensorSour
 from pipelines.spark_tts.config import BICODEC, LLM, WAV2VEC2, LmConfig, SparkConfig
 from pipelines.spark_tts.prompt import Vocabulary
 
-#: The number of rows of a head must be a multiple of this for kernels.
+#: Kernels need a head whose number of rows is a multiple of this.
 ROW_STEP = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Drawable:
-    """The ids that the LM can write: a code of the engine is a place in them."""
+    """The ids that the LM can write. The engine's codes are indices into them."""
 
     #: int64 [codes], in order.
     ids: NDArray[np.int64]
@@ -37,18 +36,18 @@ class Drawable:
 
     @property
     def rows(self) -> int:
-        """Rows of the head, those that are never drawn included."""
+        """Rows of the head, including padding rows, which are never drawn."""
         return -(-len(self.ids) // ROW_STEP) * ROW_STEP
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, lm: LmConfig) -> Drawable:
-        """Everything but pieces of text, which the model reads and never writes: they would make its head
-        ten times as large.
+        """All ids except those of text, which the model reads but never writes. They would make its head ten
+        times as large.
 
         Raises `ModelError` (`model.bad_checkpoint`) for an id that the LM does not know.
         """
         ends = {lm.eos, vocabulary.control("end_semantic_token")}
-        ids = np.array(sorted(vocabulary.marks | ends), np.int64)
+        ids = np.array(sorted(vocabulary.non_text | ends), np.int64)
         if ids[-1] >= lm.vocab:
             raise bad_checkpoint(
                 f"The tokenizer of {LLM} has the id {ids[-1]}, but the LM knows {lm.vocab} ids."
@@ -61,8 +60,8 @@ class LmWeights:
     stack: StackWeights
     #: [vocabulary, hidden], the embeddings of all ids.
     table: Tensor
-    #: [rows, hidden]: the embeddings of what can be drawn, and the head that draws it, both filled up with
-    #: zeros; one tensor where the head is tied.
+    #: [rows, hidden]: the embeddings of the ids that can be drawn, and the head that draws them, both padded
+    #: with zeros; the same tensor if the head is tied.
     codes: Tensor
     head: Tensor
 
@@ -70,7 +69,7 @@ class LmWeights:
 def take_weights(
     source: TensorSource, lm: LmConfig, drawable: Drawable, dtype: torch.dtype, device: torch.device | str
 ) -> LmWeights:
-    """Reads the LM. Raises `ModelError` (`model.bad_checkpoint`) that names the tensor at fault."""
+    """Reads the LM. Raises `ModelError` (`model.bad_checkpoint`) that names a missing or wrong tensor."""
     load = Loader(source, "", dtype, torch.device(device))
     table = load("model.embed_tokens.weight", lm.vocab, lm.hidden)
     stack = take_stack(load.at("model."), lm, head_norm=False, qkv_bias=True)
@@ -82,7 +81,7 @@ def take_weights(
 def load_weights(
     config: SparkConfig, drawable: Drawable, dtype: torch.dtype, device: torch.device | str
 ) -> LmWeights:
-    """The LM of a checkpoint folder. Raises as `take_weights`, and for a tensor too many."""
+    """The LM of a checkpoint folder. Raises as `take_weights`, and for an unknown tensor."""
     with Checkpoint.open(config.folder / LLM) as checkpoint:
         weights = take_weights(checkpoint, config.lm, drawable, dtype, device)
         checkpoint.ignore("*rotary_emb*", *(["lm_head.weight"] if config.lm.tied else []))
@@ -91,14 +90,14 @@ def load_weights(
 
 
 def _rows(table: Tensor, drawable: Drawable) -> Tensor:
-    """The rows of a table that can be drawn, filled up with zeros: [rows, hidden]."""
+    """The rows of a table that can be drawn, padded with zeros: [rows, hidden]."""
     kept = table[torch.from_numpy(drawable.ids).to(table.device)]
     return functional.pad(kept, (0, 0, 0, drawable.rows - len(kept)))
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Ids of the vocabulary, int64 [length]; no text follows them."""
+    """Ids of the vocabulary, int64 [length]. The prompt contains the whole text, so `trailing` is empty."""
 
     ids: NDArray[np.int64]
     trailing = np.zeros(0, np.int64)
@@ -108,11 +107,11 @@ class Prompt:
 
 
 class SparkModel(FrameModel):
-    """A Qwen2 whose head has the rows that can be drawn; what was drawn is its next input."""
+    """A Qwen2 whose head has only the rows that can be drawn. The drawn id is its next input."""
 
     def __init__(self, lm: LmConfig, weights: LmWeights, drawable: Drawable, max_context: int) -> None:
         dtype, device = weights.table.dtype, weights.table.device
-        # Prompts are filled up to whole pages, and a context may end within one.
+        # Prompts are padded to whole pages, and the maximum context may end within a page.
         rope = rope_table(max_context + LARGEST_PAGE, lm.head_dim, lm.rope_theta, dtype, device)
         starts = torch.zeros(1, dtype=torch.int64, device=device)
         draw = DrawRules(drawable.ends, suppress_from=len(drawable.ids))
@@ -126,12 +125,13 @@ class SparkModel(FrameModel):
         return self._table[to_device(torch.from_numpy(prompt.ids), self.device)]
 
 
-#: Heard tokens of a stream's chunks, 50 a second, and those that the first chunk may have: a window of the
-#: codec has 76 tokens more.
+#: Possible numbers of delivered tokens, 50 per second, in a stream's chunks and in its first chunk. The codec
+#: decodes up to 76 more tokens for each chunk.
 CHUNK_TOKENS, FIRST_TOKENS = (8, 16, 32, 64, 96), (8, 16, 32)
-#: Tokens of a turn on a GPU: a frame of 512 rows takes 2 ms there, a turn of the host 5.
+#: Frames for each turn of the host on a GPU: a frame of 512 rows takes 2 ms, a turn takes 5 ms.
 _TOKENS_PER_TURN = 4
-#: Of BiCodec's decoder in bfloat16: four tensors of its widest part. Computed, not measured.
+#: Memory that BiCodec's decoder needs for a token in bfloat16: four tensors of its widest part. Calculated,
+#: not measured.
 _DECODED_TOKEN_BYTES = 4 * 61_440
 
 
@@ -148,7 +148,7 @@ def plan_sizes(
         if path.suffix in (".bin", ".safetensors")
     )
     needs = MemoryNeeds(
-        # The head is a copy of rows of the embeddings, and no larger than they.
+        # The head is estimated to be as large as the embeddings; it has at most their rows.
         weights=weights + lm.vocab * lm.hidden * width,
         # In the graphs of all buckets, which have up to three rows for a slot: logits in float32, and the
         # widest state of a layer.
@@ -161,7 +161,7 @@ def plan_sizes(
 
 
 def sized(sizes: EngineOptions, device: torch.device) -> EngineOptions:
-    """Sizes of an engine whose frames are tokens: chunks of streams, and on a GPU turns that hide the
-    host."""
+    """Sizes of an engine whose frames are tokens: its chunks of streams, and on a GPU several frames in each
+    turn, which hide the time of the host."""
     turn = _TOKENS_PER_TURN if device.type == "cuda" else sizes.frames_per_turn
     return replace(sizes, chunk_frames=CHUNK_TOKENS, first_frames=FIRST_TOKENS, frames_per_turn=turn)

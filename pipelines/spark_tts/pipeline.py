@@ -1,4 +1,5 @@
-"""The pipeline of SparkTTS: requests to prompts, the LM on either engine, and its tokens to speech."""
+"""The pipeline of SparkTTS: makes prompts from requests, runs the LM on either engine, and makes speech from
+its tokens."""
 
 from __future__ import annotations
 
@@ -48,20 +49,20 @@ from pipelines.vllm_engine.library import ModelSpec, load_vllm
 
 @dataclass(frozen=True, slots=True)
 class SparkRequestInfo(RequestInfo[Voice]):
-    """The facts of a request that its results need."""
+    """The parts of a request that its results need."""
 
     vocabulary: Vocabulary
-    #: The global tokens of a cloned voice; None where the LM makes them itself.
+    #: The global tokens of a cloned voice; None if the LM makes them.
     voice: tuple[int, ...] | None
     #: Number of global tokens of a voice.
     voice_tokens: int
     #: Maximum semantic tokens of the speech; None: the LM's limit.
-    most: int | None = None
+    max_semantic: int | None = None
 
     def read(self, tokens: Tokens) -> FinishedCodes[Voice]:
         """See `RequestInfo.read`; cuts speech that is longer than requested."""
         found, finish = self.vocabulary.parse(tokens.ids), tokens.finish
-        semantic = found.semantic[: self.most]
+        semantic = found.semantic[: self.max_semantic]
         if len(semantic) < len(found.semantic):
             finish = "length"
         self.check_end(finish, len(semantic), "speech tokens")
@@ -74,7 +75,7 @@ class SparkRequestInfo(RequestInfo[Voice]):
 
 
 class SparkStreamer(Streamer[Voice]):
-    """A stream of semantic tokens, 50 a second, and the voice before them."""
+    """A stream of semantic tokens, 50 per second. The global tokens of a created voice precede them."""
 
     chunk_frames = (20, 25, 50, 100)
     looks_ahead = True
@@ -83,7 +84,7 @@ class SparkStreamer(Streamer[Voice]):
         super().__init__(info, stage, listener)
         self._request = info
         self._ids: list[int] = []
-        self._left = info.most
+        self._left = info.max_semantic
 
     def frames_of(self, ids: list[int], codes: NDArray[np.int64] | None) -> NDArray[np.int64]:
         self._ids += ids
@@ -114,11 +115,13 @@ def model_spec(config: SparkConfig) -> ModelSpec:
     )
 
 
-#: Maximum and usual tokens of a created voice besides its global and semantic tokens: pitch and speed values,
-#: and the marks around the parts.
+#: Maximum and usual numbers of tokens of a created voice besides its global and semantic tokens: pitch and
+#: speed values, and control tokens around the parts.
 CREATION_EXTRAS, _USUAL_EXTRAS = 32, 8
-#: Of the GPU's memory: the LM has a billion bytes, and BiCodec and the reference encoder work beside it.
+#: vLLM's share of the GPU's memory. The LM has a billion bytes; BiCodec and the reference encoder need the
+#: rest.
 _MEMORY_SHARE = 0.5
+#: Maximum utterances of a batch of the codec.
 _CODEC_BATCH = 64
 #: On a GPU utterances wait this long to be decoded with others, since a small batch costs more for each token.
 _GATHER_SECONDS = 0.05
@@ -127,7 +130,7 @@ _GATHER_SECONDS = 0.05
 @explain_oom()
 def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
     """Loads a checkpoint folder. The option `engine` is `native`, `vllm` or `auto`
-    (`pipelines.engine_choice`); the others are its own.
+    (`pipelines.engine_choice`); the other options are those of that engine.
 
     Raises `ModelError` (`model.bad_checkpoint`, `model.missing_extra`), `ConfigError` for an option that
     is unknown or not supported, and `SynthesisError` (`synth.oom`) if other programs use the GPU's memory.
@@ -139,12 +142,14 @@ def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
         load_vllm(chosen.cpu_kv_gib)
     device, config = open_device(chosen.device, chosen.threads), SparkConfig.from_folder(folder)
     if isinstance(chosen, TokenModelOptions):
-        # vLLM reads the tensors in a process of its own, where an error would only be a dead engine.
+        # Checks the tensors here: vLLM reads them in another process, where an error would only end the
+        # engine.
         load_weights(config, Drawable(np.zeros(0, np.int64), ()), torch.bfloat16, "meta")
         parts = Parts.load(config, device, precision(chosen.codec_dtype, device))
         from pipelines.vllm_engine.host import VllmHost
 
-        # Opened last: it measures the remaining memory, and takes half a minute, so other faults show first.
+        # Opened last, because it measures the remaining memory, and because it takes half a minute: other
+        # errors are raised before.
         host = VllmHost(model_spec(config), chosen)
         return SparkPipeline(parts, open_stage(parts.codec), host, chosen.keep_unfinished)
     dtype, lm = precision(chosen.dtype, device), config.lm
@@ -160,13 +165,13 @@ def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
 
 
 def open_host(engine: Engine, drawable: Drawable) -> NativeHost:
-    """The LM on our own engine."""
+    """The LM on the engine `native`."""
     return NativeHost(engine, drawable.ids, lambda request: Prompt(np.asarray(request.prompt_ids, np.int64)))
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Everything but the LM."""
+    """The parts of the model except the LM."""
 
     config: SparkConfig
     vocabulary: Vocabulary
@@ -209,24 +214,24 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
         super().__init__(host, stage, SparkStreamer, cuts_chunks=native)
 
     def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, SparkRequestInfo]:
-        """The LM's request, and the facts that its results need. Raises `InputError` for a request that this
-        model cannot serve."""
+        """The LM's request, and the parts of the request that its results need. Raises `InputError` for a
+        request that this model cannot serve."""
         config, generation, vocabulary = self.config, request.generation, self.parts.vocabulary
         task = speech_task(request.messages, generation, self.capabilities, request.seed)
         prompt, voice = self._prompt(task)
         room = self._context - len(prompt)
         check_room(len(prompt), self._context, room, "a larger max_context")
-        # Maximum tokens of the LM: speech, the tokens before it, and one for the end.
-        tokens, most, longest = config.bicodec.speaker.tokens, config.sampling.max_new_tokens, None
+        # Maximum tokens that the LM writes: speech, the tokens before it, and one for the end.
+        tokens, max_tokens, max_semantic = config.bicodec.speaker.tokens, config.sampling.max_new_tokens, None
         if generation.max_seconds is not None:
-            longest = frames_within(generation.max_seconds, config.tokens_per_second, most)
+            max_semantic = frames_within(generation.max_seconds, config.tokens_per_second, max_tokens)
             before = 1 if voice is not None else tokens + CREATION_EXTRAS
-            most = min(most, before + longest + 1)
+            max_tokens = min(max_tokens, before + max_semantic + 1)
         stops = (config.lm.eos, vocabulary.control("end_semantic_token"))
-        sampling = token_sampling(config.sampling, generation, min(most, room), request.seed, stops)
+        sampling = token_sampling(config.sampling, generation, min(max_tokens, room), request.seed, stops)
         meta = {**self._meta, "prompt_positions": len(prompt)}
         info = SparkRequestInfo(
-            task.text, self.sample_rate, meta, self._keep_unfinished, vocabulary, voice, tokens, longest
+            task.text, self.sample_rate, meta, self._keep_unfinished, vocabulary, voice, tokens, max_semantic
         )
         before = tokens + _USUAL_EXTRAS if voice is None else int(task.reference_text is None)
         return TokenRequest(request.request_id, prompt, sampling, unheard=before + RIGHT_TOKENS), info

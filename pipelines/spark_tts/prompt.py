@@ -1,5 +1,5 @@
-"""Prompts of the speech LM (Spark-TTS, `process_prompt` and `process_prompt_control`): plain
-concatenation, no chat template."""
+"""Prompts of the speech LM (Spark-TTS, `process_prompt` and `process_prompt_control`), which have no chat
+template."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CONTROLS = (
     "start_semantic_token",
     "end_semantic_token",
 )
-#: Of created voices.
+#: Labels of created voices.
 _LABELS = (
     *(f"gender_{number}" for number in range(len(GENDERS))),
     *(f"{what}_label_{number}" for what in ("pitch", "speed") for number in range(len(LEVELS))),
@@ -53,8 +53,8 @@ class Vocabulary:
 
     @classmethod
     def from_folder(cls, folder: Path, semantic_codes: int, global_codes: int) -> Vocabulary:
-        """Reads `tokenizer.json`. Raises `ModelError` (`model.bad_checkpoint`) that names the file or the
-        token at fault."""
+        """Reads `tokenizer.json`. Raises `ModelError` (`model.bad_checkpoint`) that names the file or a
+        missing token."""
         path = folder / "tokenizer.json"
         return cls(read_tokenizer(path), semantic_codes, global_codes, path)
 
@@ -66,12 +66,12 @@ class Vocabulary:
         return token
 
     @property
-    def marks(self) -> frozenset[int]:
+    def non_text(self) -> frozenset[int]:
         """The ids of all tokens that are not text: tokens of BiCodec, labels, values and control tokens."""
         return self._added.union(self.semantic, self.voice, self._controls.values())
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a string, in which control tokens have their names."""
+        """The ids of a string; control tokens are written as `<|name|>` in it."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def spoken(self, text: str) -> list[int]:
@@ -122,10 +122,10 @@ def clone_prompt(
     reference_text: str | None = None,
     semantic: Sequence[int] = (),
 ) -> list[int]:
-    """The prompt for `text` in a voice of these global tokens.
+    """The prompt for `text` in the voice of these global tokens.
 
-    With the text of the reference the LM continues its semantic tokens. The two texts are joined before they
-    are tokenized, as in the published code. Raises `InputError` (`input.unpronounceable`).
+    If the text of the reference is given, the LM continues the reference's semantic tokens. The two texts are
+    joined before they are tokenized, as in the published code. Raises `InputError` (`input.unpronounceable`).
     """
     ids = [
         vocabulary.control("task_tts"),

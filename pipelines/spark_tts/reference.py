@@ -1,4 +1,4 @@
-"""Recordings to clone: read like the published model does, encoded to tokens, and cached by content."""
+"""Recordings to clone: read as the published model reads them, encoded to tokens, and cached by content."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from pipelines.recording import RecordingCache, read_recording
 from pipelines.spark_tts.bicodec import Tokenizer
 from pipelines.spark_tts.config import SparkConfig
 
-#: Indices into hidden_states, where 0 is the output of the embedding.
+#: Indices of the `hidden_states` whose mean is the features; 0 is the output of the embedding.
 LAYERS = (11, 14, 16)
 #: One more than needed: some versions of transformers apply the final layer norm to the last recorded state.
 KEPT_LAYERS = max(LAYERS) + 1
 _VARIANCE_FLOOR = 1e-7
-#: Where the published names differ from those of transformers.
+#: Patterns of transformers' names -> published names, where they differ.
 _PUBLISHED = {
     r"conv\.parametrizations\.weight\.original0": "conv.weight_g",
     r"conv\.parametrizations\.weight\.original1": "conv.weight_v",
 }
-#: Heads of the pretraining, and the vector that masks training input.
+#: Tensors that are not needed: heads of the pretraining, and the vector that masks training input.
 _UNUSED = ("quantizer.*", "project_hid.*", "project_q.*", "wav2vec2.masked_spec_embed")
 
 
 class SemanticFeatures:
-    """A recording at 16 kHz to features at 50 Hz."""
+    """Encodes recordings at 16 kHz to features at 50 Hz."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
-        """Reads a folder of wav2vec2. Raises `ModelError` (`model.bad_checkpoint`) that names the file or
-        tensor at fault."""
+        """Reads a folder of wav2vec2. Raises `ModelError` (`model.bad_checkpoint`) that names the wrong file
+        or tensor."""
         config = Wav2Vec2Config.from_dict(read_table(folder / "config.json"))
         if config.num_hidden_layers < KEPT_LAYERS:
             raise bad_checkpoint(
@@ -77,7 +77,7 @@ class SemanticFeatures:
 
 
 def _tensors(folder: Path) -> TensorTable:
-    """The tensors of a folder: safetensors, or the published pickle, of which nothing but tensors is read."""
+    """The tensors of a folder: safetensors, or the published pickle, from which only tensors are read."""
     pickled = folder / "pytorch_model.bin"
     if pickled.is_file() and not (folder / "model.safetensors").is_file():
         tensors = read_pickle(pickled)
@@ -85,8 +85,8 @@ def _tensors(folder: Path) -> TensorTable:
     return Checkpoint.open(folder)
 
 
-#: Of the published volume normalisation (utils/audio.py, `audio_volume_normalize`).
-_QUIET_PEAK, _PEAK_FLOOR, _HEARD, _MIN_HEARD, _LOUDNESS, _GAINS = 0.1, 1e-3, 0.01, 10, 0.2, (0.1, 10.0)
+#: Constants of the published volume normalization (utils/audio.py, `audio_volume_normalize`).
+_QUIET_PEAK, _PEAK_FLOOR, _AUDIBLE, _MIN_AUDIBLE, _LOUDNESS, _GAINS = 0.1, 1e-3, 0.01, 10, 0.2, (0.1, 10.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Reference:
 
 
 class ReferenceEncoder:
-    """Encodes recordings to tokens; caches the last ones by content."""
+    """Encodes recordings to tokens. Caches the most recent ones by content."""
 
     def __init__(self, config: SparkConfig, tokenizer: Tokenizer, features: SemanticFeatures) -> None:
         self._config = config
@@ -109,19 +109,19 @@ class ReferenceEncoder:
         self._kept: RecordingCache[Reference] = RecordingCache(1024)
 
     def prepare(self, recording: bytes, with_semantic: bool) -> Reference:
-        """The tokens of an encoded audio file within the limits of `pipelines.audio`; semantic tokens only if
-        needed.
+        """The tokens of an audio file within the limits of `pipelines.audio`; semantic tokens only if
+        `with_semantic`.
 
         Raises `InputError`: `input.audio_unreadable`, `input.reference_length`, `input.reference_silent`;
-        `SynthesisError` (`synth.oom`) when the device has no room for it.
+        `SynthesisError` (`synth.oom`) if the device has too little memory.
         """
         return self._kept.get(
             recording, with_semantic, lambda: self.encode(self.read(recording), with_semantic)
         )
 
     def read(self, recording: bytes) -> NDArray[np.float32]:
-        """Samples [n] at the model's rate: the first channel, resampled at very high quality, at the
-        published volume."""
+        """Samples [n] at the model's rate: the first channel, resampled at very high quality, and normalized
+        in volume if the config says so."""
         samples, _ = read_recording(recording, self._config.sample_rate, channel=0, quality="VHQ")
         return normalize_volume(samples).astype(np.float32) if self._config.volume_normalize else samples
 
@@ -142,8 +142,8 @@ def normalize_volume(samples: NDArray[np.floating]) -> NDArray[np.floating]:
     levels = np.sort(np.abs(samples))
     if levels[-1] < _QUIET_PEAK:
         samples = samples / max(levels[-1], _PEAK_FLOOR) * _QUIET_PEAK
-    levels = levels[levels > _HEARD]
-    if len(levels) <= _MIN_HEARD:
+    levels = levels[levels > _AUDIBLE]
+    if len(levels) <= _MIN_AUDIBLE:
         return samples
     loud = np.mean(levels[int(0.9 * len(levels)) : int(0.99 * len(levels))])
     samples = samples * np.clip(_LOUDNESS / loud, *_GAINS)

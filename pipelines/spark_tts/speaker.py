@@ -1,5 +1,5 @@
-"""The voice of a recording as global tokens: mel magnitudes, ECAPA-TDNN, a perceiver and a finite scalar
-quantizer (FSQ)."""
+"""Encodes the voice of a recording as global tokens: mel magnitudes, ECAPA-TDNN, a perceiver and a finite
+scalar quantizer (FSQ)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from transformers.audio_utils import mel_filter_bank
 
 from pipelines.spark_tts.config import MelConfig, SpeakerConfig
 
-#: Sizes that the published code fixes (ECAPA_TDNN_GLOB_c512, PerceiverResampler), beside the config.
+#: Sizes that are constants of the published code (ECAPA_TDNN_GLOB_c512, PerceiverResampler), not of the
+#: config.
 _WIDTH, _GROUPS, _SQUEEZED, _CONTEXT = 512, 8, 128, 1536
 _HEADS, _HEAD_DIM, _DEPTH, _FEED_FORWARD = 8, 64, 2, 4
-#: lucidrains' FSQ bounds its input a thousandth wider than the levels.
+#: The FSQ of lucidrains limits its input to a range that is a thousandth wider than the levels.
 _FSQ_WIDEN = 1.001
 
 
@@ -57,7 +58,7 @@ def tdnn(input: int, output: int, kernel: int = 1) -> nn.Sequential:
 
 
 class Res2Net(nn.Module):
-    """Each group of channels but the last is convolved on top of the one before."""
+    """Convolves each group of channels except the last, after adding the result of the group before it."""
 
     def __init__(self, channels: int, dilation: int) -> None:
         super().__init__()
@@ -76,7 +77,7 @@ class Res2Net(nn.Module):
 
 
 class SqueezeExcitation(nn.Module):
-    """Channels weighed by what all of them are on average."""
+    """Weights channels by a function of the means of all channels."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -120,7 +121,7 @@ class Ecapa(nn.Module):
 
 
 class PerceiverAttention(nn.Module):
-    """The latents look at themselves and at the context."""
+    """The latents attend to themselves and to the context."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -157,7 +158,8 @@ class RmsNorm(nn.Module):
 
 
 class Perceiver(nn.Module):
-    """A context of any length to a fixed number of latents: [batch, steps, 1536] -> [batch, latents, dim]."""
+    """Maps a context of any length to a fixed number of latents: [batch, steps, 1536] -> [batch, latents,
+    dim]."""
 
     def __init__(self, dim: int, latents: int) -> None:
         super().__init__()
@@ -205,15 +207,15 @@ class Fsq(nn.Module):
 
 @lru_cache(maxsize=8)
 def _digits(levels: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The levels of each dimension and the weight of its digit, int64; kept, since making them on a GPU
-    makes the host wait."""
+    """The levels of each dimension and the weight of its digit, int64. They are cached, because the host
+    would wait while they are made on a GPU."""
     weights = [math.prod(levels[:index]) for index in range(len(levels))]
     return torch.tensor(levels, device=device), torch.tensor(weights, device=device)
 
 
 class SpeakerEncoder(nn.Module):
-    """A recording's mel magnitudes to global tokens, and global tokens to the vector that the decoder is
-    conditioned on."""
+    """Maps a recording's mel magnitudes to global tokens, and global tokens to the vector that conditions the
+    decoder."""
 
     def __init__(self, config: SpeakerConfig) -> None:
         super().__init__()
@@ -231,6 +233,6 @@ class SpeakerEncoder(nn.Module):
         return self.speaker_encoder(mel).transpose(1, 2)
 
     def vector(self, tokens: Tensor) -> Tensor:
-        """int64 [batch, tokens] -> [batch, output]. The published projection takes the latent index first,
-        then the token's."""
+        """int64 [batch, tokens] -> [batch, output]. The published projection flattens the latent's dimension
+        before that of the tokens."""
         return self.project(self.quantizer.vectors(tokens).transpose(1, 2).flatten(1))

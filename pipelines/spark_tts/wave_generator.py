@@ -1,9 +1,9 @@
-"""BiCodec's wave generator on the codec's fused ops: channels-last, and each op applies the snake of the
-one that reads its result.
+"""BiCodec's wave generator, as a plain module and on the codec's fused ops.
 
-The ops are causal and the generator is centred, so an activated input has margins of zeros, half the reach
-wide, in front and behind; an op that takes both for history reads as far behind a step as before it. Rows
-of different lengths are zero behind their ends, as the plain module's masks make them.
+Fused ops are channels-last, and each applies the snake of the op that reads its result. They are causal, but
+the generator is centred. An activated input therefore has margins of zeros before and after its steps, and an
+op that treats both margins as history reads as many steps after a step as before it. Rows of different
+lengths are zero after their ends, as with the masks of the plain module.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ResidualUnit(nn.Module):
 
 
 class UpBlock(nn.Module):
-    """`rate` times the steps, half the channels."""
+    """Upsampling to `rate` times the steps and half the channels."""
 
     def __init__(self, channels: int, kernel: int, rate: int) -> None:
         super().__init__()
@@ -99,8 +99,8 @@ class WaveGenerator(nn.Module):
         return torch.tanh(self.model[-1](self.model[-2](x)))[:, 0]
 
 
-#: Steps on either side that a convolution of the stem, the head or a residual unit sees at dilation 1, and a
-#: transposed one.
+#: Steps that a convolution reads on either side: one of the stem, the head or a residual unit at dilation 1,
+#: and a transposed one.
 _REACH, _UP_REACH = 3, 1
 
 _ops: Any = torch.ops.nightjar
@@ -109,16 +109,16 @@ _ops: Any = torch.ops.nightjar
 def prepared(wave: WaveGenerator, dtype: torch.dtype, fused: bool | None = None) -> WaveGenerator | FusedWave:
     """Prepares a generator that was loaded in float32 to run in `dtype`: on fused ops, or converted in place.
 
-    `fused` as for `pipelines.codec.fused.uses_fused_ops`. Raises ValueError like `FusedWave`.
+    `fused`: see `pipelines.codec.fused.uses_fused_ops`. Raises ValueError like `FusedWave`.
     """
     device = next(wave.parameters()).device
     return FusedWave(wave, dtype) if uses_fused_ops(device, dtype, fused) else wave.to(dtype)
 
 
 class FusedWave:
-    """What a `WaveGenerator` in float32 makes, in `dtype`; it keeps nothing of the module.
+    """Computes the result of a `WaveGenerator` in `dtype`. Does not keep the module, which is in float32.
 
-    Raises ValueError where a transposed convolution reaches beyond an input's neighbours.
+    Raises ValueError if a transposed convolution reads more than an input and its two neighbours.
     """
 
     def __init__(self, wave: WaveGenerator, dtype: torch.dtype) -> None:
@@ -135,10 +135,10 @@ class FusedWave:
         )
 
     def __call__(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """x: [batch, input, steps]; mask as the plain module's. Returns float32 [batch, samples per step *
+        """x: [batch, input, steps]; mask: as for the plain module. Returns float32 [batch, samples per step *
         steps] within [-1, 1]."""
         steps = x.shape[2]
-        # Whole rows have ends too: kernels without them would be compiled beside those with.
+        # Full rows have ends too, so that kernels are compiled only for rows with ends.
         ends = (
             x.new_full((len(x),), steps, dtype=torch.int32)
             if mask is None
@@ -159,8 +159,8 @@ class FusedWave:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """The op that reads a result: the snake to apply for it, float32 [channels], and the number of steps that
-    it reads on either side."""
+    """The op that reads a result. The op before it applies its snake, float32 [channels]; it reads `reach`
+    steps on either side."""
 
     frequency: Tensor
     gain: Tensor
@@ -172,12 +172,13 @@ class _Reader:
         return cls(alpha, 1.0 / (alpha + SNAKE_EPS), reach)
 
     def input(self, like: Tensor, steps: int) -> Tensor:
-        """The input to be filled, [batch, reach + steps + reach, channels], its margins zero."""
+        """An input that is still to be filled, [batch, reach + steps + reach, channels]; its margins are
+        zero."""
         return _margined(like, steps, len(self.frequency), self.reach, like.dtype)
 
     @property
     def lead(self) -> int:
-        """Values of a row before its first step."""
+        """Number of values in a row before its first step."""
         return self.reach * len(self.frequency)
 
 
@@ -219,7 +220,7 @@ class _Block:
 
 @dataclass(slots=True)
 class _Weights:
-    """A residual unit as `FusedUnit` takes it."""
+    """The weights of a residual unit in the form that `FusedUnit` needs."""
 
     weight1: Tensor
     bias1: Tensor
@@ -242,8 +243,8 @@ class _Weights:
 
 
 def _margined(like: Tensor, steps: int, channels: int, margin: int, dtype: torch.dtype) -> Tensor:
-    """[batch, margin + steps + margin, channels] on the device of `like`, whose margins are zero and whose
-    steps hold anything."""
+    """[batch, margin + steps + margin, channels] on the device of `like`, with zero margins and uninitialized
+    steps."""
     made = like.new_empty(len(like), steps + 2 * margin, channels, dtype=dtype)
     made[:, :margin], made[:, margin + steps :] = 0, 0
     return made

@@ -1,2 +1,2 @@
-"""SpeechLM: a Qwen3 that hears and writes text and eight streams of codec tokens, with guidance of the
-audio."""
+"""SpeechLM: a Qwen3 that reads text and audio, and writes text and eight streams of codec tokens, with
+optional guidance of the audio."""

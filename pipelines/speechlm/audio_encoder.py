@@ -1,5 +1,5 @@
-"""Audio input: log-mel frames through the Qwen3-Omni audio tower and the adaptor, to rows of the
-backbone's width."""
+"""Audio input: the Qwen3-Omni audio tower and an adaptor encode log-mel frames to features of the backbone's
+width."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from pipelines.speechlm.weights import ADAPTOR, TOWER
 
 SAMPLE_RATE = 16_000
 _HOP = 160
-#: Samples of the shortest recording: one frame of the mel's window.
+#: Minimum samples of a recording: one window of the mel spectrogram.
 _MIN_SAMPLES = 400
 
 
 class AudioEncoder:
-    """The tower with its adaptor. Recordings are encoded one at a time, each alone: its features depend on
-    nothing else."""
+    """The tower with its adaptor. Each recording is encoded alone, so that its features depend on nothing
+    else."""
 
     def __init__(
         self, tower: nn.Module, adaptor: nn.Linear, n_window: int, window_infer: int, normalise: bool
@@ -36,7 +36,8 @@ class AudioEncoder:
         self.adaptor = adaptor
         self.n_window = n_window
         self.window_infer = window_infer
-        #: Zero mean and unit variance before the mel, as in training; the published servers do not.
+        #: Whether recordings get zero mean and unit variance before the mel, as in training. The published
+        #: servers do not do this.
         self.normalise = normalise
         self._mel = WhisperFeatureExtractor(
             feature_size=128, sampling_rate=SAMPLE_RATE, hop_length=_HOP, chunk_length=TOWER_SECONDS
@@ -60,29 +61,29 @@ class AudioEncoder:
     def encode(self, samples: NDArray[np.float32]) -> Tensor:
         """Samples [n] at 16 kHz -> features [count, hidden] on the host.
 
-        Raises `InputError`: `input.audio_unreadable` for less than a window, `input.too_long` for more
-        than the tower takes.
+        Raises `InputError`: `input.audio_unreadable` for less than a window, `input.too_long` for more than
+        the tower's maximum.
         """
         check_length(len(samples))
         device = self.adaptor.weight.device
         mel = self.mel(samples).to(device)
         frames = mel.shape[1]
-        # The library counts the features of chunks of n_window 50 only, so it is told which rows are real
-        # (only the last chunk of a recording can have others) and where attention ends.
+        # The library computes these only for n_window 50: which rows are not padding (only the last chunk of
+        # a recording is padded), and where the windows of attention end.
         ends = window_ends(frames, self.n_window, self.window_infer)
-        told = {
+        layout = {
             "feature_lens": torch.tensor([frames], device=device),
             "valid_indices": torch.arange(ends[-1], device=device),
             "cu_seqlens": torch.tensor(ends, dtype=torch.int32, device=device),
         }
         with self._lock:
-            heard: Any = self.tower(mel, **told)
-            rows = self.adaptor(heard.last_hidden_state.to(self.adaptor.weight.dtype))
+            output: Any = self.tower(mel, **layout)
+            rows = self.adaptor(output.last_hidden_state.to(self.adaptor.weight.dtype))
         return rows.cpu()
 
 
 def check_length(samples: int) -> None:
-    """Raises `InputError` for a recording that the tower was not made for. It is refused whole, never cut."""
+    """Raises `InputError` for a recording that is too short or too long for the tower. It is never cut."""
     if samples < _MIN_SAMPLES:
         raise InputError(
             ErrorCode.INPUT_AUDIO_UNREADABLE,
@@ -90,20 +91,20 @@ def check_length(samples: int) -> None:
             "Give at least 25 ms of audio.",
         )
     if samples > TOWER_SECONDS * SAMPLE_RATE:
-        message = f"The audio is {samples / SAMPLE_RATE:.1f} s long; this model hears at most {TOWER_SECONDS} s at once."
+        message = f"The audio is {samples / SAMPLE_RATE:.1f} s long; the maximum of this model is {TOWER_SECONDS} s."
         raise InputError(ErrorCode.INPUT_TOO_LONG, message, "Split it into several audio messages.")
 
 
 def feature_count(frames: int, n_window: int) -> int:
-    """Features of so many mel frames: chunks of 2 * n_window frames, each halved three times (rounding
-    up)."""
+    """The number of features of `frames` mel frames. Each chunk of 2 * n_window frames is halved three times,
+    rounding up."""
     whole, rest = divmod(frames, 2 * n_window)
     return whole * _features(2 * n_window) + _features(rest)
 
 
 def window_ends(frames: int, n_window: int, window_infer: int) -> list[int]:
-    """Where the windows of the attention end, from 0 on: each has the features of window_infer // (2 *
-    n_window) whole chunks."""
+    """The ends of the windows of attention, after a first 0. A window has the features of window_infer // (2
+    * n_window) whole chunks."""
     count = feature_count(frames, n_window)
     width = _features(2 * n_window) * (window_infer // (2 * n_window))
     return [*range(0, count, width), count]
@@ -132,11 +133,11 @@ def load_tower(
             raise ValueError("n_window_infer is less than one chunk of 2 * n_window frames")
     except (TypeError, ValueError) as error:
         raise bad_checkpoint(
-            f"{config.folder / 'config.json'}: audio_config is not a tower's: {error}."
+            f"{config.folder / 'config.json'}: audio_config does not describe a tower: {error}."
         ) from error
     fill_module(tower, checkpoint, TOWER, device, dtype)
     fill_module(adaptor, checkpoint, ADAPTOR, device, dtype)
-    # A table that is computed, not stored.
+    # This table is computed, not stored in the checkpoint.
     fresh = type(tower.positional_embedding)(sizes.max_source_positions, sizes.d_model)
     tower.positional_embedding = fresh.to(device)
     return AudioEncoder(tower, adaptor, sizes.n_window, sizes.n_window_infer, normalise)

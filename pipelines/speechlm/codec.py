@@ -1,5 +1,5 @@
-"""Xcodec's decoder: codes of eight streams to a waveform. Built from `transformers`; encoders and HuBERT
-are never loaded."""
+"""Xcodec's decoder, which decodes codes of eight streams to a waveform. It is built from `transformers`;
+encoders and HuBERT are never loaded."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from pipelines.nn.config_keys import read_table
 from pipelines.speechlm.config import SpeechLmConfig, own_keys
 from pipelines.speechlm.weights import CODEC
 
-#: Frames of one batch on a GPU, padding included.
+#: Maximum frames of a batch on a GPU, including padding.
 BATCH_FRAMES = 16_384
 
 
 class Xcodec(nn.Module):
-    """`XcodecModel.decode` alone: codebooks summed, `fc2`, and DAC's decoder without its tanh."""
+    """The part of `XcodecModel` that decodes: a sum over the codebooks, `fc2`, and DAC's decoder without its
+    tanh."""
 
     def __init__(self, config: Any, streams: int) -> None:
         super().__init__()
@@ -53,8 +54,8 @@ class Xcodec(nn.Module):
     def forward(self, codes: Tensor, lengths: Tensor | None = None) -> Tensor:
         """int64 [batch, frames, streams] -> samples [batch, frames * samples_per_frame].
 
-        With `lengths` [batch] every row sounds as it does alone in its first frames, and has zeros after
-        them.
+        With `lengths` [batch], each row has in its first frames the audio that it would have alone, and zeros
+        after them.
         """
         streams = torch.arange(len(self.codebooks), device=codes.device)
         frames = self.fc2(torch.stack(tuple(self.codebooks))[streams, codes].sum(-2)).transpose(1, 2)
@@ -62,8 +63,8 @@ class Xcodec(nn.Module):
         return self.acoustic_decoder(self._silence(None, (), frames)).squeeze(1)
 
     def _silence(self, _module: Any, _inputs: Any, output: Tensor) -> Tensor:
-        """Zeros after the end of each row [batch, channels, time]: a convolution pads a row that is alone
-        with just these."""
+        """Sets values after the end of each row to zero: [batch, channels, time]. A convolution pads a row
+        that is alone with the same zeros."""
         if self._lengths is None:
             return output
         ends = (self._lengths * output.shape[-1]).round()
@@ -73,14 +74,14 @@ class Xcodec(nn.Module):
 def load_codec(
     checkpoint: Checkpoint, config: SpeechLmConfig, device: torch.device, dtype: torch.dtype
 ) -> Xcodec:
-    """The decoder with the checkpoint's own copy of its weights, so that nothing is downloaded.
+    """The decoder with the weights that are in the checkpoint, so that nothing is downloaded.
 
     Raises `ModelError` (`model.bad_checkpoint`) that names the tensor.
     """
     sizes = _sizes(config.folder, config.xcodec)
     if sizes.codebook_size != config.codes:
         raise bad_checkpoint(
-            f"The codec has {sizes.codebook_size} codes, but config.json speaks of {config.codes}."
+            f"The codec has {sizes.codebook_size} codes, but config.json says {config.codes}."
         )
     with torch.device("meta"):
         codec = Xcodec(sizes, config.streams)
@@ -90,8 +91,8 @@ def load_codec(
 
 
 def _sizes(folder: Path, tag: str) -> Any:
-    """The codec's config: of the folder that the checkpoint brings, or else the published one's, which is
-    the library's default."""
+    """The codec's config: that of the folder in the checkpoint, or else the published one, which is the
+    library's default."""
     place = folder / tag / "config.json"
     if ".." in Path(tag).parts or not place.is_file():
         return XcodecConfig()
@@ -99,11 +100,12 @@ def _sizes(folder: Path, tag: str) -> Any:
     try:
         return XcodecConfig(**table)
     except (TypeError, ValueError) as error:
-        raise bad_checkpoint(f"{place} is not a codec's: {error}.") from error
+        raise bad_checkpoint(f"{place} does not describe a codec: {error}.") from error
 
 
 class XcodecDecoder(Decoder[None]):
-    """Decodes whole utterances. On the CPU each is decoded alone: a batch rounds otherwise there."""
+    """Decodes whole utterances. On the CPU each is decoded alone, because it is rounded differently in a
+    batch."""
 
     def __init__(self, codec: Xcodec) -> None:
         self.codec = codec
@@ -114,15 +116,15 @@ class XcodecDecoder(Decoder[None]):
     def decode(self, codes: Sequence[Tensor], states: Sequence[None] | None = None) -> list[Tensor]:
         """Codes [frames, streams] each -> float32 samples each."""
         if self.codec.device.type == "cpu":
-            return [self.codec(one[None])[0].float() for one in codes]
+            return [self.codec(row[None])[0].float() for row in codes]
         made: dict[int, Tensor] = {}
-        for batch in longest_first([len(one) for one in codes], BATCH_FRAMES):
+        for batch in longest_first([len(row) for row in codes], BATCH_FRAMES):
             made.update(zip(batch, self.decode_padded([codes[index] for index in batch])))
         return [made[index] for index in range(len(codes))]
 
     def decode_padded(self, codes: Sequence[Tensor]) -> list[Tensor]:
-        """`decode` in one batch; what stands after the end of a shorter utterance is kept out of it."""
-        lengths = [len(one) for one in codes]
+        """Decodes utterances in one batch. The padding of shorter ones does not change their audio."""
+        lengths = [len(row) for row in codes]
         padded = nn.utils.rnn.pad_sequence(list(codes), batch_first=True).to(self.codec.device)
         waves = self.codec(padded, torch.tensor(lengths, device=padded.device)).float()
         return [wave[: length * self.codec.samples_per_frame] for wave, length in zip(waves, lengths)]

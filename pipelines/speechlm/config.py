@@ -10,7 +10,7 @@ from pipelines.nn.config_keys import Keys, Size, StackConfig, Whole, revision
 from pipelines.registry import ModelCard
 from pipelines.request import Capabilities
 
-#: Whole seconds of audio that the position table of the tower has room for: 3000 mel frames, 10 ms each.
+#: Maximum seconds of audio, for which the position table of the tower has room: 3000 mel frames of 10 ms.
 TOWER_SECONDS = 30
 
 
@@ -31,21 +31,20 @@ class Specials:
 
 @dataclass(frozen=True, slots=True)
 class SpeechLmConfig:
-    """One checkpoint folder. Every offset of the vocabulary comes from here."""
+    """One checkpoint folder, with all offsets of its vocabulary."""
 
     folder: Path
     #: `text_config`: the Qwen3 decoder.
     backbone: StackConfig
     specials: Specials
-    #: Parallel streams of codec tokens, and ids of one stream: its pad, then its codes.
+    #: Number of parallel streams of codec tokens, and number of ids of a stream: its pad, then its codes.
     streams: Annotated[Size, "num_stream"]
     layer_size: Annotated[Size, "codec_layer_size"]
     codec_base: Annotated[Size, "codec_base_offset"]
     #: Text ids are `text_start` <= id < `text_end`.
     text_start: Annotated[Size, "text_token_offset"]
     text_end: Annotated[Size, "text_token_end"]
-    #: `text_config` and `audio_config` as they stand: what `transformers` builds the decoder and the tower
-    #: from.
+    #: `text_config` and `audio_config`, from which `transformers` builds the decoder and the tower.
     text: Annotated[dict[str, Any], "text_config"]
     tower: Annotated[dict[str, Any], "audio_config"]
     tower_width: Annotated[Size, "adaptor_input_dim"]
@@ -58,7 +57,7 @@ class SpeechLmConfig:
 
     @property
     def codes(self) -> int:
-        """Values that a code can have."""
+        """The number of values that a code can have."""
         return self.layer_size - 1
 
     @property
@@ -67,7 +66,7 @@ class SpeechLmConfig:
 
     @property
     def delay(self) -> int:
-        """Rows by which the last stream comes after the first."""
+        """Number of rows by which the last stream is later than the first."""
         return self.streams - 1
 
     @classmethod
@@ -78,12 +77,12 @@ class SpeechLmConfig:
         specials = {name: keys.value(f"{name}_token_id", Whole) for name in Specials.__dataclass_fields__}
         backbone = text.take(StackConfig, rope_theta=text.rope_theta())
         config = keys.take(cls, folder=folder, backbone=backbone, specials=Specials(**specials))
-        # The shapes of the tensors do not tell ranges that were swapped, so they are checked here.
+        # The shapes of tensors do not show whether ranges are swapped, so ranges are checked here.
         if max(specials.values()) >= config.text_start:
-            raise keys.error("text_token_offset", "must lie above the control tokens")
+            raise keys.error("text_token_offset", "must be above the control tokens")
         if not config.text_start < config.text_end <= config.codec_base:
             raise keys.error(
-                "text_token_end", "must lie above text_token_offset and not above codec_base_offset"
+                "text_token_end", "must be above text_token_offset and not above codec_base_offset"
             )
         if config.codec_end > backbone.vocab:
             room = f"leaves no room for {config.streams} streams of {config.layer_size} ids in the vocabulary"
@@ -94,8 +93,7 @@ class SpeechLmConfig:
 
 
 def own_keys(section: dict[str, Any]) -> dict[str, Any]:
-    """A section as a config class of `transformers` takes it, without the names by which a checkpoint
-    chooses the class."""
+    """A section for a config class of `transformers`, without the keys that name the class."""
     return {key: value for key, value in section.items() if key not in ("model_type", "architectures")}
 
 

@@ -1,7 +1,6 @@
-"""The backbone on vLLM: what it reads of a dialogue, what is asked of it for each part of a request, and
-what it writes.
+"""The backbone on vLLM: the prompt of a dialogue, the requests for its text and its audio, and their output.
 
-A prompt is that of the checkpoint's serving template: `[bos]`, then for each message role, modality,
+A prompt has the layout of the checkpoint's serving template: `[bos]`, then for each message role, modality,
 content, `[eos]`.
 """
 
@@ -28,16 +27,15 @@ from pipelines.vllm_engine.pairs import Half
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Ids of a prompt. Audio is its marker and one more of it for each feature; `features` are where those
-    go."""
+    """Ids of a prompt. Audio is its marker, then the marker once for each feature; features replace these."""
 
     ids: list[int]
-    #: (first position, features) of each recording, in order.
+    #: (first position, number of features) of each recording, in order.
     features: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
 
 class TextCoder:
-    """The checkpoint's tokenizer for plain text: what looks like a control token is text like any other."""
+    """The checkpoint's tokenizer for plain text. Text that looks like a control token is ordinary text."""
 
     def __init__(self, config: SpeechLmConfig) -> None:
         """Raises `ModelError` (`model.bad_checkpoint`) for a tokenizer that is missing or cannot be read."""
@@ -45,7 +43,7 @@ class TextCoder:
         path = config.folder / "tokenizer.json"
         try:
             table = json.loads(path.read_text(encoding="utf-8"))
-            # Without them nothing that a user writes can become a control token.
+            # Without added tokens no text of a user can become a control token.
             table["added_tokens"] = []
             table["post_processor"] = None
             self.tokenizer = Tokenizer.from_str(json.dumps(table))
@@ -53,7 +51,7 @@ class TextCoder:
             raise bad_checkpoint(f"{path} cannot be read: {error}.") from error
 
     def encode(self, text: str) -> list[int]:
-        """Text ids. Raises `InputError` (`input.unsupported`) where the tokenizer writes something else."""
+        """Text ids. Raises `InputError` (`input.unsupported`) if the tokenizer returns other ids."""
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         if any(not self._start <= token < self._end for token in ids):
             message = "This model's tokenizer turns a part of the text into control tokens."
@@ -61,14 +59,14 @@ class TextCoder:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; others than text ids are left out."""
+        """The text of ids; ids that are not text are skipped."""
         return self.tokenizer.decode([token for token in ids if self._start <= token < self._end])
 
 
 def chosen_messages(messages: Sequence[Message], mode: Mode) -> list[Message]:
-    """The messages that a prompt is made of: for audio generation the assistant's are what is asked for,
-    and skipped."""
-    return [one for one in messages if not (mode == "text_audio" and one.role == "assistant")]
+    """The messages of a prompt. For audio generation the assistant's messages are skipped, because they are
+    what the model generates."""
+    return [message for message in messages if mode != "text_audio" or message.role != "assistant"]
 
 
 def build_prompt(
@@ -76,7 +74,7 @@ def build_prompt(
 ) -> Prompt:
     """The prompt of these messages, up to the assistant's turn.
 
-    `feature_counts` are the lengths of the audio messages, in order. Source: the checkpoint's
+    `feature_counts`: the number of features of each audio message, in order. Source: the checkpoint's
     chat_template.jinja.
     """
     special = config.specials
@@ -99,9 +97,9 @@ def build_prompt(
     return Prompt(ids, features)
 
 
-#: Positions of a sequence, as the published servers have it.
+#: Default maximum positions of a sequence, as in the published servers.
 _CONTEXT = 16_384
-#: Of the GPU's memory: the tower and the codec have about 2 GB, and work beside the backbone.
+#: vLLM's share of the GPU's memory. The tower and the codec have about 2 GB, and need memory to work.
 _MEMORY_SHARE = 0.85
 
 
@@ -121,7 +119,7 @@ def model_spec(config: SpeechLmConfig, share_prefixes: bool | None = None) -> Mo
 
 
 class StreamSampling(NamedTuple):
-    """How one modality is drawn; a temperature of 0 is greedy, a top_k of 0 all."""
+    """The sampling of one modality. A temperature of 0 is greedy; a top_k of 0 does not limit."""
 
     temperature: float
     top_k: int
@@ -130,30 +128,31 @@ class StreamSampling(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """One request to the model: a text, and audio after it. Each is a sequence of the engine."""
+    """One request to the model: a text and the audio after it. Each of the two is a sequence of the
+    engine."""
 
     request_id: str
     prompt_ids: Sequence[int]
-    #: Stream-0 steps, text and audio together, with the markers that are never drawn.
+    #: Maximum steps of stream 0, for text and audio together and including markers, which are not drawn.
     max_tokens: int
     seed: int
     text: StreamSampling
     audio: StreamSampling
-    #: Whether audio follows the text, and its guidance: 1 or less is none.
+    #: Whether audio follows the text, and the scale of its guidance; 1 or less: no guidance.
     with_audio: bool = True
     cfg: float = 1.0
-    #: Rows of audio before which it may not end.
+    #: Minimum rows of audio.
     min_rows: int = 0
-    #: Rows of audio after which it must.
+    #: Maximum rows of audio.
     max_rows: int = 1 << 30
     #: (first position, features [n, hidden] on the host) of each recording.
     features: Sequence[tuple[int, Tensor]] = field(default_factory=list[tuple[int, Tensor]])
-    #: What names the recordings' content.
+    #: A digest of the recordings; None without recordings.
     salt: str | None = None
 
     def text_request(self, config: SpeechLmConfig) -> TokenRequest:
-        """The text after its marker. Nothing stands beside its tokens: the audio that follows it, and
-        others, may share its KV."""
+        """The request for the text after its marker. Its tokens have no codes, so that the audio after it,
+        and other requests, may share its KV."""
         special = config.specials
         prompt, ends = [*self.prompt_ids, special.text], (special.eos, special.eot)
         extra = {"text": self.text, **self._extra(private=False)}
@@ -167,14 +166,14 @@ class Script:
         )
 
     def audio_request(self, config: SpeechLmConfig, before: Sequence[int], pair: str) -> TokenRequest:
-        """The audio after the stream-0 ids `before`, which end with its marker; guided, a pair of this
-        name, which no other one has.
+        """The request for the audio after the stream-0 ids `before`, which end with the marker of audio. With
+        guidance it is a pair, whose unique name is `pair`.
 
-        The null branch sees zeros up to the marker of audio, and the same audio. Its prompt begins like
-        that of every other null branch.
+        The null branch reads pads up to the marker of audio, then the same audio. So all null branches begin
+        alike.
         """
         special, prompt = config.specials, [*self.prompt_ids, *before]
-        # A broken pair ends with the pad.
+        # The sampler ends a broken pair with the pad.
         sampling = self._sampling(self.max_tokens - len(before), (special.eos, special.pad))
         limits = {"min_rows": self.min_rows, "max_rows": self.max_rows}
         extra = {"audio": self.audio, **limits, **self._extra(private=True)}
@@ -186,8 +185,8 @@ class Script:
             shadow = TokenRequest(self.request_id, null, sampling, other, codes=False)
         return TokenRequest(self.request_id, prompt, sampling, extra, cache_salt=self.salt, shadow=shadow)
 
-    def _sampling(self, most: int, stops: tuple[int, ...]) -> TokenSampling:
-        return TokenSampling(most, temperature=1.0, seed=self.seed, stop_ids=stops, ignore_end=True)
+    def _sampling(self, max_tokens: int, stops: tuple[int, ...]) -> TokenSampling:
+        return TokenSampling(max_tokens, temperature=1.0, seed=self.seed, stop_ids=stops, ignore_end=True)
 
     def _extra(self, private: bool) -> dict[str, Any]:
         features = [(position, rows.float().numpy().tobytes()) for position, rows in self.features]
@@ -195,7 +194,7 @@ class Script:
         return {**extra, "noise_origin": len(self.prompt_ids), PRIVATE: private}
 
 
-#: First code of the row that ends the audio, whose token is always eos: what ended it.
+#: First code of the row that ends the audio. It says what ended it, because the row's token is always eos.
 ENDED_BY_EOT, ENDED_BY_LIMIT = 1, 2
 End = Literal["eos", "eot", "length"]
 _ENDS: tuple[End, ...] = ("eos", "eot", "length")
@@ -203,10 +202,12 @@ _ENDS: tuple[End, ...] = ("eos", "eot", "length")
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """Stream-0 ids with the markers and the end, as published models write them, and the rows of audio."""
+    """Stream-0 ids with the markers and the end, as the published model writes them, and the rows of
+    audio."""
 
     ids: list[int]
-    #: int64 [rows, streams]: 0 is a stream's pad, 1 + c its code c. None of them where no audio was asked for.
+    #: int64 [rows, streams]: 0 is a stream's pad, 1 + c its code c. There are no rows if no audio was
+    #: requested.
     rows: NDArray[np.int64]
     end: End
 
@@ -214,7 +215,7 @@ class ModelOutput:
 def read_output(
     config: SpeechLmConfig, ids: Sequence[int], codes: NDArray[np.int64] | None, *, finished: bool
 ) -> ModelOutput:
-    """Reads the ids of a request; `codes` [rows, streams] are those of its audio; `finished` unless
+    """Reads the ids of a request; `codes` [rows, streams] are those of its audio; `finished`: false if
     max_tokens ended it."""
     special, ids = config.specials, list(ids)
     ends: dict[int, End] = {special.eos: "eos", special.eot: "eot"}
@@ -226,14 +227,14 @@ def read_output(
         end, rows = _ENDS[rows[-1, 1]], rows[:-1]
         ids[-1] = special.eot if end == "eot" else special.eos
     rows[:, 0] -= config.codec_base
-    # Codes beside the token are 1 + their place in their stream's ids; a pad stands in place 0.
+    # Codes beside the token are 1 + their index in their stream's ids, where the pad has index 0.
     rows[:, 1:] -= 1
     return ModelOutput(ids, rows, end)
 
 
 def deinterleave(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Rows [n, streams], 0 a pad and 1 + c the code c, each stream one row after the one before it, to
-    codes [max(n - streams + 1, 0), streams]; a pad becomes code 0."""
+    """Converts rows [n, streams], in which 0 is a pad and 1 + c the code c, to codes [max(n - streams + 1,
+    0), streams]. In the rows each stream is one row later than the one before it. A pad becomes code 0."""
     streams = rows.shape[1]
     frames = max(len(rows) - streams + 1, 0)
     codes = np.stack([rows[stream : stream + frames, stream] for stream in range(streams)], axis=1)

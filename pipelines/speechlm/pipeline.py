@@ -1,4 +1,5 @@
-"""SpeechLM as a pipeline: dialogues to prompts, text and eight streams on vLLM, Xcodec."""
+"""The pipeline of SpeechLM: makes prompts from dialogues, text and eight streams on vLLM, and audio with
+Xcodec."""
 
 from __future__ import annotations
 
@@ -49,37 +50,38 @@ from pipelines.validation import (
 )
 from pipelines.vllm_engine.library import load_vllm
 
+#: Maximum utterances of a batch of the codec.
 _CODEC_BATCH = 64
-#: Recordings whose features are kept.
+#: Number of recordings whose features are cached.
 _RECORDINGS = 64
-#: Characters of the text that an error without audio quotes.
+#: Maximum characters of the text that are quoted by the error of an answer without audio.
 _QUOTED = 2000
-#: Times that a pair is asked for again when it broke.
+#: Maximum number of times that a broken pair is requested again.
 _REDOS = 3
-#: No pair has the name of another one.
+#: Numbers for the unique names of pairs.
 _pairs = itertools.count()
-#: Steps of an answer, as the published clients ask for them.
+#: Default maximum steps of an answer, as in the published clients.
 _STEPS: dict[Mode, int] = {"text_only": 4096, "text_audio": 12_000}
 
 
 @dataclass(frozen=True, slots=True)
 class SpeechLmOptions(TokenModelOptions):
-    """How a checkpoint is opened; None means the best for the device, or what its config.json says."""
+    """Options of a checkpoint; None means the best value for the device, or that of its config.json."""
 
-    #: Zero mean and unit variance of recordings before the tower, as in training; the published servers do
-    #: not.
+    #: Whether recordings get zero mean and unit variance before the tower, as in training. The published
+    #: servers do not do this.
     normalise_audio: bool = False
-    #: Rows of audio (50 a second) before which it may not end.
+    #: Minimum rows of audio (50 per second).
     min_rows: int = 0
-    #: Whether prompts that begin alike share their KV, as all null branches do.
+    #: Whether prompts that begin alike share their KV, such as those of all null branches.
     share_prefixes: bool | None = None
 
 
 def open_pipeline(folder: Path, **options: Any) -> SpeechLmPipeline:
     """Loads a checkpoint folder.
 
-    Raises `ModelError` (`model.bad_checkpoint`, `model.missing_extra`), `ConfigError` for an option that
-    is unknown or that the model cannot run with.
+    Raises `ModelError` (`model.bad_checkpoint`, `model.missing_extra`), `ConfigError` for an option that is
+    unknown or not supported.
     """
     chosen = read_options(SpeechLmOptions, options)
     load_vllm(chosen.cpu_kv_gib)
@@ -92,8 +94,8 @@ def open_pipeline(folder: Path, **options: Any) -> SpeechLmPipeline:
         check_names(checkpoint, config)
         codec = load_codec(checkpoint, config, device, codec_dtype)
         encoder = load_tower(checkpoint, config, device, codec_dtype, chosen.normalise_audio)
-    # Last: it measures the memory that is left, and a fault of the folder shows before half a minute of its
-    # start.
+    # Opened last, because it measures the remaining memory, and because it takes half a minute: other errors
+    # are raised before.
     from pipelines.vllm_engine.host import VllmHost
 
     host = VllmHost(model_spec(config, chosen.share_prefixes), chosen)
@@ -102,7 +104,7 @@ def open_pipeline(folder: Path, **options: Any) -> SpeechLmPipeline:
 
 @dataclass(frozen=True, slots=True)
 class SpeechLmRequestInfo(RequestInfo[None]):
-    """What delivery must know of a request, and how it asks the engine for more."""
+    """The parts of a request that its results and the request for its audio need."""
 
     config: SpeechLmConfig
     coder: TextCoder
@@ -110,10 +112,10 @@ class SpeechLmRequestInfo(RequestInfo[None]):
 
 
 class SpeechLmUtterance(Utterance[None]):
-    """Receives a request's text, and asks for the audio after it."""
+    """Receives a request's text, and then requests the audio after it."""
 
     _info: SpeechLmRequestInfo  # pyright: ignore[reportIncompatibleVariableOverride]
-    #: Stream-0 ids before the audio, once it is asked for.
+    #: Stream-0 ids before the audio, once the audio is requested.
     _before: Sequence[int] = ()
     _redone = 0
 
@@ -133,12 +135,12 @@ class SpeechLmUtterance(Utterance[None]):
             ids += [special.assistant, special.audio]
             if len(ids) < script.max_tokens:
                 self._before = ids
-                self._ask_for_audio()
+                self._request_audio()
                 return
             ended = False
         self._deliver(ids[: script.max_tokens], None, ended)
 
-    def _ask_for_audio(self) -> None:
+    def _request_audio(self) -> None:
         info = self._info
         self.request_more(
             info.script.audio_request(info.config, self._before, f"{os.getpid()}-{next(_pairs)}")
@@ -152,12 +154,12 @@ class SpeechLmUtterance(Utterance[None]):
                 message = f"The guidance pair broke {self._redone} times."
                 advice = "Open the model with more memory for its KV cache, or fewer slots."
                 raise SynthesisError(ErrorCode.SYNTH_ENGINE, message, advice)
-            self._ask_for_audio()
+            self._request_audio()
             return
         self._deliver([*self._before, *tokens.ids], tokens.codes, ended)
 
     def _deliver(self, ids: list[int], codes: NDArray[np.int64] | None, finished: bool) -> None:
-        """Text alone settles the future; audio goes to the codec first."""
+        """Delivers an answer of text at once; sends audio to the codec first."""
         info = self._info
         answer = read_output(info.config, ids, codes, finished=finished)
         text, frames = info.coder.decode(answer.ids), deinterleave(answer.rows)
@@ -168,13 +170,13 @@ class SpeechLmUtterance(Utterance[None]):
             self.done(Speech(np.zeros(0, np.float32), info.sample_rate, info.text, text, meta))
             return
         if not len(frames):
-            message = f"{_why(answer)} It wrote: {text[:_QUOTED]!r}."
+            message = f"{_no_audio_reason(answer)} It wrote: {text[:_QUOTED]!r}."
             raise NoAudioError(message, "Try another seed, or a prompt that asks for audio.", text, meta)
         info.check_end(finish, len(frames))
         self.decode(FinishedCodes(frames, finish, text_out=text))
 
 
-def _why(answer: ModelOutput) -> str:
+def _no_audio_reason(answer: ModelOutput) -> str:
     if len(answer.rows):
         return f"The model wrote {len(answer.rows)} rows of audio, too few for a frame."
     if answer.end == "length":
@@ -183,7 +185,7 @@ def _why(answer: ModelOutput) -> str:
 
 
 class SpeechLmStreamer(SpeechLmUtterance):
-    """Streams the text of a request while it is written; the audio comes whole, after it."""
+    """Streams the text of a request while it is written, and then sends all audio at once."""
 
     streamed = True
     _sent = ""
@@ -194,13 +196,14 @@ class SpeechLmStreamer(SpeechLmUtterance):
 
     def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
         config, tokenizer = self._info.config, self._info.coder.tokenizer
-        for one in ids:
-            if config.text_start <= one < config.text_end and (piece := self._decoder.step(tokenizer, one)):
+        for token in ids:
+            is_text = config.text_start <= token < config.text_end
+            if is_text and (piece := self._decoder.step(tokenizer, token)):
                 self._sent += piece
                 self._listener(self._chunk(piece))
 
     def done(self, speech: Speech) -> None:
-        """The audio after the text, and then the end."""
+        """Sends the rest of the text, the audio, and then the end."""
         rest = (speech.text_out or "").removeprefix(self._sent)
         if rest and speech.text_out == self._sent + rest:
             self._listener(self._chunk(rest))
@@ -215,8 +218,8 @@ class SpeechLmStreamer(SpeechLmUtterance):
 class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
     """A loaded checkpoint with its engine. Implements `pipelines.request.Pipeline`.
 
-    A result of mode `text_only` has no samples. A stream gives the text while it is written, and the audio
-    whole after it.
+    A result of mode `text_only` has no samples. A stream sends the text while it is written, and then all
+    audio at once.
     """
 
     def __init__(
@@ -236,7 +239,7 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         self.sample_rate = config.sample_rate
         self.capabilities = CAPABILITIES
         self._options = options
-        self._heard: RecordingCache[Tensor] = RecordingCache(_RECORDINGS)
+        self._cached_features: RecordingCache[Tensor] = RecordingCache(_RECORDINGS)
         self._frames_per_second = config.sample_rate / codec.samples_per_frame
         info = host.info
         self._context = info.max_context
@@ -245,8 +248,8 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         super().__init__(host, stage, SpeechLmStreamer, SpeechLmUtterance)  # pyright: ignore[reportArgumentType]
 
     def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, SpeechLmRequestInfo]:
-        """The engine's first request and what delivery must know. Raises `InputError` for what this model
-        cannot do."""
+        """The engine's first request, and the parts of the request that its results need. Raises `InputError`
+        for what this model cannot do."""
         generation = request.generation
         task = speech_task(request.messages, generation, self.capabilities, request.seed)
         if generation.repetition_penalty not in (None, 1.0):
@@ -255,7 +258,7 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         messages = chosen_messages(request.messages, mode)
         features, salt = self._features(messages)
         config = self.config
-        prompt = build_prompt(config, self.coder, messages, [len(one) for one in features])
+        prompt = build_prompt(config, self.coder, messages, [len(rows) for rows in features])
         room = self._context - len(prompt.ids)
         check_room(len(prompt.ids), self._context, room, "a larger max_context")
         max_rows = _STEPS["text_audio"]
@@ -283,7 +286,7 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         return script.text_request(config), info
 
     def _sampling(self, asked: Generation) -> tuple[StreamSampling, StreamSampling]:
-        """How the text and the audio are drawn."""
+        """The sampling of the text and of the audio."""
         config, top_p = self.config, or_default(asked.top_p, 1.0)
         text = or_default(asked.text_temperature, asked.temperature, config.text_temperature)
         audio = or_default(asked.audio_temperature, asked.temperature, config.audio_temperature)
@@ -295,8 +298,8 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         )
 
     def _features(self, messages: list[Message]) -> tuple[list[Tensor], str | None]:
-        """Features of every recording, in order, and a name for their content. Raises `InputError` for
-        audio that is not heard."""
+        """Features of every recording, in order, and a digest of the recordings. Raises `InputError` for
+        audio that this model cannot use."""
         features: list[Tensor] = []
         digest = hashlib.sha256()
         for message in messages:
@@ -309,12 +312,13 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
                     text,
                     "Use mode text_audio to skip the assistant's messages.",
                 )
-            features.append(self._heard.get(message.content, None, partial(self._hear, message.content)))
+            encode = partial(self._encode, message.content)
+            features.append(self._cached_features.get(message.content, None, encode))
             digest.update(hashlib.sha256(message.content).digest())
         return features, digest.hexdigest() if features else None
 
-    def _hear(self, recording: bytes) -> Tensor:
-        from pipelines.audio import decode  # only where there is audio to read
+    def _encode(self, recording: bytes) -> Tensor:
+        from pipelines.audio import decode  # only needed if there is audio
 
         samples, _ = decode(recording, SAMPLE_RATE, max_seconds=2 * TOWER_SECONDS)
         return self.encoder.encode(samples)

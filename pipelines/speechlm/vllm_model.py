@@ -1,10 +1,11 @@
-"""The backbone as a model of vLLM's: Qwen3 whose rows of one table are the streams' embeddings and heads,
-and a sampler of all streams.
+"""The backbone as a model of vLLM: a Qwen3 whose vocabulary also has the ids of the streams, and a sampler of
+all streams.
 
-The sampler draws the text or all streams of each row with its request's own noise, and guides pairs.
+For each row the sampler draws the text or all streams with the noise of the row's request. It applies
+guidance to pairs.
 """
 
-# vLLM is an extra: its imports are checked where it is installed.
+# vLLM is an extra, so its imports are checked only if it is installed.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
@@ -29,17 +30,17 @@ from pipelines.vllm_engine.frames import FrameModel, FrameState, FrameStep
 from pipelines.vllm_engine.pairs import Half, Matched, half_of, match
 
 _NEVER = float("-inf")
-#: Text ids that a row with a top_k up to this looks at.
+#: A row with a top_k up to this is drawn from this number of the likeliest text ids.
 _CANDIDATES = 64
 
 
-#: Where a request says nothing of a sampler, such as those with which vLLM warms its kernels up.
+#: The sampling of requests without settings, such as those with which vLLM warms up its kernels.
 _GREEDY = StreamSampling(0.0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """How a running request is drawn."""
+class _Settings:
+    """The sampling settings of a running request, and its half if it belongs to a pair."""
 
     text: StreamSampling = _GREEDY
     audio: StreamSampling = _GREEDY
@@ -47,45 +48,46 @@ class _Asked:
 
     @property
     def wide(self) -> bool:
-        """Whether its text is drawn among more than the likeliest."""
+        """Whether its text is drawn from all ids, not only from the likeliest."""
         return self.text.temperature > 0 and not 0 < self.text.top_k <= _CANDIDATES
 
 
 class SpeechLmState(FrameState):
-    """The running requests. Keys of `TokenRequest.extra` are those of `pipelines.speechlm.lm.Script`, and
-    of a pair's halves."""
+    """The state of the running requests. `pipelines.speechlm.lm.Script` sets the keys of
+    `TokenRequest.extra`."""
 
     def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: torch.device) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
         slots, self._config = self.max_num_reqs, model.speechlm
-        #: Seeds; where the first row of audio stands, and rows before which audio may not end; settings of
-        #: the text (`first`), and of audio (`residual`).
+        #: Seeds; positions of the first row of audio; minimum rows of audio; settings of the text (`first`)
+        #: and of audio (`residual`).
         self.drawing = SlotState(slots, 1, 1, 1, 0, 0, torch.float32, device)
         self._unused = torch.zeros(1, device=device)
-        #: By slot: the position that its noise counts from, and rows of audio after which it must end.
+        #: For each slot: the position from which its noise counts, and its maximum rows of audio.
         self.origins, self.max_rows = torch.zeros(2, slots, dtype=torch.int64, device=device)
-        #: By slot: whether it draws audio; whether its text is drawn among more than the likeliest.
+        #: For each slot: whether it draws audio; whether its text is drawn from all ids (`_Settings.wide`).
         self.speaks, self.wide = torch.zeros(2, slots, dtype=torch.bool, device=device)
         special = self._config.specials
-        #: Ids of the ends, and of all text. On the device from the start: a copy would wait.
+        #: Ids of the ends, and of all text. They are on the device from the start, because a copy would
+        #: block.
         self._ends_ids = torch.tensor((special.eos, special.eot), device=device)
         self._text_ids = torch.arange(self._config.text_start, self._config.text_end, device=device)
-        self._asked = [_Asked()] * slots
-        #: By slot: (first position, rows [n, hidden]) of the recordings in a prompt that is not computed as
-        #: far.
+        self._settings = [_Settings()] * slots
+        #: For each slot whose prompt is not computed beyond its recordings: (first position, rows [n,
+        #: hidden]) of each recording.
         self._features: dict[int, list[tuple[int, Tensor]]] = {}
 
     def admit(self, slot: int, prompt: list[int], written: int, sampling: Any) -> None:
         extra, length = sampling.extra_args or {}, len(prompt)
         text, audio = (StreamSampling(*extra.get(kind, _GREEDY)) for kind in ("text", "audio"))
-        asked = _Asked(text, audio, half_of(extra))
+        settings = _Settings(text, audio, half_of(extra))
         draws = SamplingParams(*text, 1.0, *audio, min_new_tokens=extra.get("min_rows", 0))
         seed, nothing = sampling.seed or 0, np.zeros(0, np.int64)
         self.drawing.place([Placement(slot, (), seed, draws, nothing, self._unused, length)])
-        self._asked[slot] = asked
+        self._settings[slot] = settings
         self.origins[slot] = extra.get("noise_origin", length)
         self.max_rows[slot] = extra.get("max_rows", 1)
-        self.speaks[slot], self.wide[slot] = "audio" in extra, asked.wide
+        self.speaks[slot], self.wide[slot] = "audio" in extra, settings.wide
         self._features[slot] = []
         for position, data in extra.get("features", ()):
             rows = torch.frombuffer(bytearray(data), dtype=torch.float32).view(-1, self.inputs_embeds_size)
@@ -95,7 +97,7 @@ class SpeechLmState(FrameState):
         return self.model.embed_frames(ids, codes.long())
 
     def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
-        """See vLLM's `ModelState`: features of recordings go over the embeddings of their markers."""
+        """See vLLM's `ModelState`. Features of recordings replace the embeddings of their markers."""
         inputs = super().prepare_inputs(input_batch, req_states)
         for slot, features in list(self._features.items()):
             for row in np.flatnonzero(input_batch.idx_mapping_np[: input_batch.num_reqs] == slot):
@@ -113,16 +115,16 @@ class SpeechLmState(FrameState):
 
     def draw(self, logits: Tensor, hidden: Tensor, step: FrameStep) -> tuple[Tensor, Tensor]:
         """See `FrameState.draw`."""
-        # Random words of the request's seed, its place in its own output, and the stream alone.
+        # Random words that depend only on the request's seed, the position in its output, and the stream.
         noise = frame_noise(
             self.drawing.seeds[step.slots], step.positions - self.origins[step.slots], self._config.streams
         )
-        asked = [self._asked[slot] for slot in step.slots_host.tolist()]
+        settings = [self._settings[slot] for slot in step.slots_host.tolist()]
         rows = self.model.frame_logits(hidden)
-        pairs = match([one.half for one in asked], step.positions_host, step.whole_host)
+        pairs = match([row.half for row in settings], step.positions_host, step.whole_host)
         both = self._merge(rows, pairs)
-        audio = self._draw_audio(rows, step, noise, asked)
-        text = self._draw_text(logits, step, noise[:, 0], asked)
+        audio = self._draw_audio(rows, step, noise, settings)
+        text = self._draw_text(logits, step, noise[:, 0], settings)
         full = step.positions - self.drawing.positions[step.slots] >= self.max_rows[step.slots]
         token, codes = self._assemble(self.speaks[step.slots], text, audio, full)
         if both is not None:
@@ -133,8 +135,8 @@ class SpeechLmState(FrameState):
         return token, codes
 
     def _merge(self, rows: Tensor, pairs: Matched) -> tuple[Tensor, Tensor] | None:
-        """Guides the float32 logits of main rows in place; returns the rows of both halves, where there
-        are any."""
+        """Applies guidance to the float32 logits of main rows in place. Returns the rows of both halves; None
+        if there are no pairs."""
         if not pairs.mains:
             return None
         mains, nulls, scales = (
@@ -143,33 +145,34 @@ class SpeechLmState(FrameState):
         rows[mains] = scales[:, None] * rows[mains] + (1 - scales[:, None]) * rows[nulls]
         return mains, nulls
 
-    def _draw_audio(self, rows: Tensor, step: FrameStep, noise: Tensor, asked: list[_Asked]) -> Tensor:
-        """Places [n, streams] in each stream's ids; for stream 0 one place more is eos and two is eot."""
+    def _draw_audio(self, rows: Tensor, step: FrameStep, noise: Tensor, settings: list[_Settings]) -> Tensor:
+        """Indices [n, streams] into the ids of each stream. After them, stream 0 has two more: eos and
+        eot."""
         count, streams, layer = len(rows), self._config.streams, self._config.layer_size
         logits = rows.new_full((count, streams, layer + 2), _NEVER)
         logits[:, :, :layer] = rows[:, :-2].view(count, streams, layer)
         drawing = self.drawing
         early = step.positions - drawing.positions[step.slots] < drawing.min_new_tokens[step.slots]
         logits[:, 0, layer:] = rows[:, -2:].masked_fill(early[:, None], _NEVER)
-        settings = [one.repeat_interleave(streams) for one in drawing.residual.rows(step.slots)]
-        flags = DrawFlags.of([one.audio for one in asked])
-        drawn = _sampled(logits.view(count * streams, layer + 2), noise.reshape(-1), settings, flags)
-        # Logits that are no numbers draw anything, and a code of another stream would be a row that nobody
-        # has.
+        sampling = [setting.repeat_interleave(streams) for setting in drawing.residual.rows(step.slots)]
+        flags = DrawFlags.of([row.audio for row in settings])
+        drawn = _sampled(logits.view(count * streams, layer + 2), noise.reshape(-1), sampling, flags)
+        # NaN logits may draw any index, and the embedding table may lack a row for an index beyond a stream's
+        # ids.
         drawn = drawn.view(count, streams)
         return torch.cat((drawn[:, :1], drawn[:, 1:].clamp(max=layer - 1)), 1)
 
-    def _draw_text(self, logits: Tensor, step: FrameStep, noise: Tensor, asked: list[_Asked]) -> Tensor:
-        """Text ids, eos or eot [n]. A row looks at the likeliest alone where its own top_k allows it: the
-        vocabulary is wide."""
+    def _draw_text(self, logits: Tensor, step: FrameStep, noise: Tensor, settings: list[_Settings]) -> Tensor:
+        """Text ids, eos or eot [n]. A row whose top_k allows it is drawn only from the likeliest ids, because
+        the vocabulary is large."""
         start, end = self._config.text_start, self._config.text_end
         span, ends = logits[:, start:end], logits.index_select(1, self._ends_ids)
-        flags = DrawFlags.of([one.text for one in asked])
-        # Always as many, whatever the other rows ask for: the order and the width of the candidates are part
-        # of a draw.
+        flags = DrawFlags.of([row.text for row in settings])
+        # The number does not depend on other rows, because the order and the number of candidates change a
+        # draw.
         likeliest, places = span.topk(min(_CANDIDATES, span.shape[1]), dim=-1)
         token = self._drawn(likeliest, places + start, ends, step, noise, flags)
-        if any(one.wide for one in asked):
+        if any(row.wide for row in settings):
             whole = self._drawn(span, self._text_ids.expand_as(span), ends, step, noise, flags)
             token = torch.where(self.wide[step.slots], whole, token)
         return token
@@ -183,8 +186,8 @@ class SpeechLmState(FrameState):
         return torch.cat((ids, self._ends_ids.expand(len(ids), 2)), 1).gather(1, place[:, None])[:, 0]
 
     def _assemble(self, speaks: Tensor, text: Tensor, audio: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
-        """Token [n] and codes [n, width] of each row, of its text or of its audio; `audio` holds the places
-        of its draw, `full` rows at their limit."""
+        """The token [n] and the codes [n, width] of each row, from its text or its audio. `audio`: the drawn
+        indices; `full`: whether a row has its maximum of audio."""
         eos, layer = self._config.specials.eos, self._config.layer_size
         ended = (audio[:, 0] >= layer) | full
         first = torch.where(ended, eos, audio[:, 0] + self._config.codec_base)
@@ -195,19 +198,22 @@ class SpeechLmState(FrameState):
 
 
 def _sampled(logits: Tensor, noise: Tensor, settings: Sequence[Tensor], flags: DrawFlags) -> Tensor:
-    """A place of each row [n, places], by its temperature, top_k, top_p and greediness, each [n]."""
+    """Draws an index [n] from each row of logits [n, candidates]. `settings`: temperature, top_k, top_p and
+    whether to be greedy, each [n]."""
     temperature, top_k, top_p, greedy = settings
-    most = min(flags.max_top_k, logits.shape[1])
-    return sample(logits, noise, temperature, top_k, top_p, greedy, most, flags.any_top_p, flags.all_greedy)
+    max_top_k = min(flags.max_top_k, logits.shape[1])
+    return sample(
+        logits, noise, temperature, top_k, top_p, greedy, max_top_k, flags.any_top_p, flags.all_greedy
+    )
 
 
 class SpeechLmForCausalLM(FrameModel, Qwen3ForCausalLM):
-    """The decoder. Codes beside the token are those of streams 1 and on, each 1 + its place in the
-    stream's ids; 0 is none.
+    """The decoder. The codes beside a token are those of the streams from 1 on: 1 + the index in the stream's
+    ids, or 0 for none.
 
-    The codec's rows of embedding and head are copied out, so that a step gathers and multiplies 8,202 rows
-    instead of eight times 160,392, every rank of a tensor-parallel group has them whole, and logits of
-    audio are float32 whatever the weights are.
+    The codec's rows of the embedding and the head are copied to tensors of their own. A step therefore
+    gathers and multiplies 8,202 rows instead of eight times 160,392, every rank of a tensor-parallel group
+    has all of these rows, and logits of audio are float32 for weights of any type.
     """
 
     state_class = SpeechLmState
@@ -218,12 +224,14 @@ class SpeechLmForCausalLM(FrameModel, Qwen3ForCausalLM):
         self.width = self.speechlm.streams - 1
         rows, hidden = self.speechlm.streams * self.speechlm.layer_size, self.speechlm.backbone.hidden
         dtype = vllm_config.model_config.dtype
-        #: [1 + width * layer, hidden]: row 0 is the code that is none and adds nothing.
-        self.frame_embedding = _held(torch.zeros(1 + rows - self.speechlm.layer_size, hidden, dtype=dtype))
+        #: [1 + width * layer, hidden]: row 0 is zero, for tokens without a code.
+        self.frame_embedding = _parameter(
+            torch.zeros(1 + rows - self.speechlm.layer_size, hidden, dtype=dtype)
+        )
         #: float32 [streams * layer + 2, hidden] and its bias: every stream's ids, then eos and eot for stream
         #: 0.
-        self.frame_head = _held(torch.zeros(rows + 2, hidden, dtype=torch.float32))
-        self.frame_bias = _held(torch.zeros(rows + 2, dtype=torch.float32))
+        self.frame_head = _parameter(torch.zeros(rows + 2, hidden, dtype=torch.float32))
+        self.frame_bias = _parameter(torch.zeros(rows + 2, dtype=torch.float32))
 
     def embed_frames(self, ids: Tensor, codes: Tensor) -> Tensor:
         """Sum of the embeddings of a token [n] and of its codes [n, width]: [n, hidden]."""
@@ -239,7 +247,7 @@ class SpeechLmForCausalLM(FrameModel, Qwen3ForCausalLM):
         return functional.linear(hidden.float(), self.frame_head, self.frame_bias)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Takes the decoder's tensors; the tower's and the codec's are not vLLM's."""
+        """Loads the decoder's tensors; vLLM does not run the tower and the codec."""
         held: dict[str, Tensor] = {}
 
         def decoder() -> Iterator[tuple[str, Tensor]]:
@@ -261,5 +269,5 @@ class SpeechLmForCausalLM(FrameModel, Qwen3ForCausalLM):
         return loaded | {"frame_embedding", "frame_head", "frame_bias"}
 
 
-def _held(values: Tensor) -> nn.Parameter:
+def _parameter(values: Tensor) -> nn.Parameter:
     return nn.Parameter(values, requires_grad=False)

@@ -1,5 +1,5 @@
-"""The tensors of a SpeechLM checkpoint by their published names, and the official training checkpoint
-(`.pt`) as such a folder."""
+"""The published names of the tensors of a SpeechLM checkpoint, and the conversion of the official training
+checkpoint (`.pt`) to a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ ADAPTOR = "adaptor.continuous_audio."
 CODEC = "multimodal_io_dict.discrete_audio.codec_model."
 STREAMS = "stream_emb.weight"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-#: What the codec stores: decoding needs the first three, only encoding or training the others.
+#: The parts of the codec in a checkpoint: decoding needs the first three; only encoding or training needs the
+#: others.
 _CODEC_PARTS = (
     "acoustic_decoder",
     "fc2",
@@ -32,10 +33,10 @@ _CODEC_PARTS += ("fc", "fc1")
 
 
 def check_names(checkpoint: Checkpoint, config: SpeechLmConfig) -> None:
-    """Raises `ModelError` (`model.bad_checkpoint`) naming a tensor of decoder or adaptor that is missing
-    or misshapen, or one too many.
+    """Raises `ModelError` (`model.bad_checkpoint`) that names a tensor of the decoder or the adaptor that is
+    missing or has another shape, or an unknown tensor.
 
-    Tower and codec take their own tensors strictly.
+    Tower and codec check their own tensors.
     """
     backbone, take = config.backbone, partial(checkpoint.take, device="meta")
     take_stack(Loader(checkpoint, "model.", torch.float32, torch.device("meta")), backbone)
@@ -47,9 +48,9 @@ def check_names(checkpoint: Checkpoint, config: SpeechLmConfig) -> None:
     checkpoint.finish()
 
 
-#: Weights of the training's loss; no model has them.
+#: Weights of the training loss, which no model needs.
 _DROPPED = ("vocab_weight",)
-#: What stands beside the weights in a published folder.
+#: Files of a published folder besides the weights.
 _BESIDE = (
     "config.json",
     "generation_config.json",
@@ -61,26 +62,28 @@ _PICKLES = ("*.pt", "*.pth", "*.bin", "*.ckpt")
 
 
 def refuse_pickle(folder: Path) -> None:
-    """Raises `ModelError` (`model.bad_checkpoint`) for a folder of the official shape, and says how to
-    convert it."""
+    """Raises `ModelError` (`model.bad_checkpoint`) for a folder with the official training checkpoint; the
+    error says how to convert it."""
     if any(folder.glob("*.safetensors")):
         return
     found = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if found:
         raise bad_checkpoint(
-            f"{folder} holds its weights as {found[0]}, which is not loaded.",
+            f"The weights of {folder} are in {found[0]}, which is not loaded.",
             f"Convert it once: nightjar models convert {folder / found[0]} --like FOLDER_WITH_CONFIG_AND_TOKENIZER --out NEW_FOLDER",
         )
 
 
 def convert(source: Path, like: Path, out: Path, dtype: torch.dtype | None = torch.bfloat16) -> int:
-    """Writes the tensors of `source` ({"module": state} or a bare state) and the files beside weights from
-    `like` into `out`.
+    """Writes the tensors of `source` ({"module": state} or a bare state) and the other files of `like` to
+    `out`.
 
-    Returns the number of tensors, which are in memory together. `dtype` None keeps floating point as it is.
-    `out` must not exist, and appears whole or not at all. Raises `ModelError` (`model.bad_checkpoint`) for what is no such
-    checkpoint, `InputError` (`input.unreadable`) for places that cannot be read or written. Only tensors
-    are unpickled.
+    Returns the number of tensors, all of which are in memory at once. `dtype`: type of floating-point
+    tensors; None: unchanged. `out` must not exist; a failed conversion leaves no `out`. Only tensors are
+    unpickled.
+
+    Raises `ModelError` (`model.bad_checkpoint`) for a file that is not such a checkpoint, `InputError`
+    (`input.unreadable`) for paths that cannot be read or written.
     """
     if out.exists():
         raise InputError(ErrorCode.INPUT_UNREADABLE, f"{out} exists.", "Choose a new folder.")
@@ -92,7 +95,7 @@ def convert(source: Path, like: Path, out: Path, dtype: torch.dtype | None = tor
         )
     held = read_pickle(source, ("module",), mmap=True)
     if not held:
-        raise bad_checkpoint(f"{source} holds no tensors.", "Give the official checkpoint file.")
+        raise bad_checkpoint(f"{source} contains no tensors.", "Give the official checkpoint file.")
     # Tensors of one file may share memory, which safetensors refuses: each is copied.
     tensors = {
         name: tensor.to(dtype if tensor.is_floating_point() else None, copy=True).contiguous()

@@ -1,4 +1,4 @@
-"""Frames by the native engine's kernels for a backbone that another engine runs. Imports no vLLM."""
+"""Draws frames with the native engine's kernels, for a backbone that another engine runs. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from pipelines.engine.state import PagedKV, SlotState
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """One batch size: its frame, its inputs (states, slots), its codes, and the function that holds the graph's
-    memory."""
+    """One batch size: the function that draws its frame, its inputs (states, slots), its codes, and the
+    function that holds the graph's memory."""
 
     run: Callable[[], None]
     hidden: Tensor
@@ -50,7 +50,7 @@ class EngineFrames:
         after the final norm."""
         count = len(rows)
         if not self._buckets:
-            # Settings are read per row.
+            # Each row's own settings are read, so these flags allow all of them.
             flags = DrawFlags(0, any_top_p=True, all_greedy=False)
             return draw_frame(self._tensors, self._state.tensors(), rows, hidden, flags, flags).codes
         bucket = self._bucket(bucket_of(count, self._buckets))

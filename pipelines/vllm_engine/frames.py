@@ -1,11 +1,11 @@
-"""Models with several codes a step, on vLLM's V2 runner: a frame of codes beside every token.
+"""Models with several codes per step, on vLLM's V2 runner: a frame of codes beside every token.
 
-A model mixes `FrameModel` in before its vLLM class and names a subclass of `FrameState`, which says how
-frames are embedded and drawn; `EngineFrameState` draws them as our own engine does. Its sequences run with
-`ModelSpec(model=..., codes_per_step=1 + width)`; a step's codes come back in `Tokens.codes`.
+A model inherits from `FrameModel` and then from its vLLM class. It names a subclass of `FrameState`, which
+embeds and draws frames; `EngineFrameState` draws them as the engine `native` does. Its sequences run with
+`ModelSpec(model=..., codes_per_step=1 + width)`; `Tokens.codes` contains the codes of their steps.
 """
 
-# vLLM is an extra: its imports are checked where it is installed.
+# vLLM is an extra, so its imports are checked only if it is installed.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 from __future__ import annotations
 
@@ -27,18 +27,20 @@ from pipelines.engine.state import Placement, SamplingParams, SlotState
 from pipelines.vllm_engine.engine_frames import EngineFrames
 from pipelines.vllm_engine.library import CODE_SPAN
 
-#: Kept codes of removed requests, as a multiple of the slots: more than can be preempted at a time.
+#: Maximum number of removed requests whose codes are kept, as a multiple of the slots. Fewer requests are
+#: preempted at a time.
 _KEPT = 4
 
 
 @dataclass(frozen=True, slots=True)
 class FrameStep:
-    """The rows of one step with logits, one a request in the order of the batch; `_host`: copies on the host."""
+    """The rows of one step that have logits, one per request in the order of the batch; `_host`: copies on
+    the host."""
 
     #: int64 [n].
     slots: Tensor
     slots_host: NDArray[np.int64]
-    #: Where the drawn token goes in its sequence, int64 [n].
+    #: The position of the drawn token in its sequence, int64 [n].
     positions: Tensor
     positions_host: NDArray[np.int64]
     #: bool [n]; False if the prompt continues in a later step: the draw is dropped.
@@ -47,7 +49,8 @@ class FrameStep:
 
 
 class FrameModel:
-    """A mixin before a vLLM model: keeps the hidden states of the logits, for the codes beside the token.
+    """A mixin, which precedes a model of vLLM among the bases of a class. It keeps the hidden states of the
+    logits, from which the codes beside the token are drawn.
 
     `width` is the number of codes beside the token; `state_class` the subclass of `FrameState`.
     """
@@ -59,7 +62,7 @@ class FrameModel:
         return self.state_class
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        #: [rows, hidden] of the step that is being drawn.
+        #: The hidden states [rows, hidden] of the step that is being drawn.
         self.drawn_from = hidden_states
         return super().compute_logits(hidden_states)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -67,8 +70,8 @@ class FrameModel:
 class FrameState(DefaultModelState):
     """The state of the running requests in the engine's process, one row per slot.
 
-    A subclass gives `embed` and `draw`, and `admit` where it has columns of its own. An exception in them
-    ends the engine core.
+    A subclass implements `embed` and `draw`, and `admit` if it has more data for each slot. An exception in
+    them ends the engine core.
     """
 
     model: Any
@@ -212,7 +215,7 @@ class EngineFrameState(FrameState):
     """The state of requests whose frames are drawn as on the native engine, with the noise of their seeds; vLLM
     runs the backbone.
 
-    A subclass gives `frame_tensors`, whose backbone has no layers, and `token_ids`.
+    A subclass implements `frame_tensors`, whose backbone has no layers, and `token_ids`.
     """
 
     def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: torch.device) -> None:
@@ -228,11 +231,11 @@ class EngineFrameState(FrameState):
         self._ids = torch.tensor(ids + ids[-1:] * (len(tensors.head) - len(ids)), device=device)
 
     def frame_tensors(self) -> FrameTensors:
-        """The frame of the loaded model."""
+        """The tensors of a frame of the loaded model."""
         raise NotImplementedError
 
     def token_ids(self) -> list[int]:
-        """The id of every code 0, the end last."""
+        """The ids of all values of code 0; the last one is the end."""
         raise NotImplementedError
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:

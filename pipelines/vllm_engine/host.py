@@ -4,7 +4,7 @@ room. Written for vLLM 0.32.
 Must be imported after `pipelines.vllm_engine.library.load_vllm`.
 """
 
-# vLLM is an extra: its imports are checked where it is installed.
+# vLLM is an extra, so its imports are checked only if it is installed.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
@@ -46,23 +46,26 @@ from pipelines.vllm_engine.plugin import CONFIG_FORMAT, register
 
 log = logging.getLogger(__name__)
 
+#: Default slots.
 _CPU_SEQUENCES, _GPU_SEQUENCES = 32, 512
-#: vLLM's default on a GPU is a quarter of this, with which a burst of requests needs four times as many steps.
+#: Default tokens of a step. vLLM's own default on a GPU is a quarter of this, with which a burst of requests
+#: needs four times as many steps.
 _CPU_STEP_TOKENS, _GPU_STEP_TOKENS = 2048, 8192
 #: vLLM's default limit of sequences in a CUDA graph; larger steps would be launched from Python.
 _GRAPHED_SEQUENCES = 512
-#: The largest captured size is a multiple of this.
+#: The largest batch size of a CUDA graph is a multiple of this.
 _GRAPH_STEP = 16
+#: Maximum time in which the host's thread must end.
 _STOP_SECONDS = 30.0
 #: Interval of checks of the engine core.
 _LOOK_SECONDS = 0.25
-#: Maximum waiting requests on a CPU; on a GPU as many as run.
+#: Default maximum of waiting requests on a CPU; on a GPU it is the number of slots.
 _CPU_WAITING_ROOM = 64
 
 
 def engine_arguments(spec: ModelSpec, options: TokenModelOptions) -> dict[str, Any]:
-    """The arguments of `AsyncEngineArgs`. Raises `ConfigError` (`config.invalid`) for what the model
-    cannot run with."""
+    """The arguments of `AsyncEngineArgs`. Raises `ConfigError` (`config.invalid`) for options that the model
+    does not support."""
     cpu, frames = on_cpu(), bool(spec.model)
     sequences = options.slots or (_CPU_SEQUENCES if cpu else _GPU_SEQUENCES)
     memory_share, context = spec.chosen(options)
@@ -109,10 +112,10 @@ def engine_arguments(spec: ModelSpec, options: TokenModelOptions) -> dict[str, A
 
 
 def _step_tokens(spec: ModelSpec, options: TokenModelOptions, cpu: bool, sequences: int, context: int) -> int:
-    """Tokens of a step. Raises `ConfigError` (`config.invalid`) for fewer than one a sequence, or than a whole
-    prompt if prompts must not be split."""
+    """Maximum tokens of a step. Raises `ConfigError` (`config.invalid`) for fewer than one per sequence, or
+    fewer than a whole prompt if prompts must not be split."""
     if spec.pairs:
-        # Both prompts of a pair are computed whole in one step, beside all running sequences.
+        # A step must have room for both whole prompts of a pair, beside all running sequences.
         return max(options.step_tokens or _GPU_STEP_TOKENS, 2 * context + sequences)
     # Split prompts round differently: on a CPU a step has room for a whole prompt beside all running sequences.
     tokens = options.step_tokens or (
@@ -120,7 +123,7 @@ def _step_tokens(spec: ModelSpec, options: TokenModelOptions, cpu: bool, sequenc
     )
     least = max(sequences, context) if cpu and not spec.model else sequences
     if tokens < least:
-        message = f"{tokens} tokens a step are fewer than the {least} that this model needs."
+        message = f"{tokens} tokens per step are fewer than the {least} that this model needs."
         raise invalid(message, "Raise step_tokens, or lower slots or max_context.")
     return tokens
 
@@ -211,7 +214,8 @@ class VllmHost:
     def __init__(self, spec: ModelSpec, options: TokenModelOptions | None = None) -> None:
         """Starts the engine core.
 
-        Raises `SynthesisError` (`synth.engine`), `ConfigError` for options that the model cannot run with.
+        Raises `SynthesisError` (`synth.engine`), and `ConfigError` for options that the model does not
+        support.
         """
         options = options or TokenModelOptions()
         self._spec = spec
@@ -223,6 +227,7 @@ class VllmHost:
         self._changed = threading.Condition()
         #: Running and waiting sequences.
         self._tasks: dict[TokenRequest, asyncio.Task[Tokens]] = {}
+        #: Numbers of accepted sequences that have not ended, and of ended ones.
         self._taken = self._done = 0
         self._closing = False
         self._llm: Any = None
@@ -384,9 +389,9 @@ class VllmHost:
         if request.shadow is None:
             return await self._collect(name, request, receiver)
         shadow = f"{name}s"
-        prompt, parameters = self._asked(request.shadow, streamed=False)
+        prompt, parameters = self._generate_arguments(request.shadow, streamed=False)
         try:
-            # Its output is not read.
+            # The output of the null branch is not read.
             await self._llm.add_request(shadow, prompt, parameters)
             return await self._collect(name, request, receiver)
         finally:
@@ -396,7 +401,7 @@ class VllmHost:
         ids: list[int] = []
         codes: list[NDArray[np.int64]] = []
         finish = None
-        async for output in self._llm.generate(*self._asked(request, receiver.streamed), name):
+        async for output in self._llm.generate(*self._generate_arguments(request, receiver.streamed), name):
             part = output.outputs[0]
             finish = part.finish_reason
             if not (new := list(part.token_ids)):
@@ -412,8 +417,8 @@ class VllmHost:
             raise SynthesisError(ErrorCode.SYNTH_ENGINE, message, "The request may be tried again.")
         return Tokens(ids, finish, np.concatenate(codes) if codes else None)
 
-    def _asked(self, request: TokenRequest, streamed: bool) -> tuple[dict[str, Any], Any]:
-        """The arguments of vLLM for a sequence: prompt and sampling."""
+    def _generate_arguments(self, request: TokenRequest, streamed: bool) -> tuple[dict[str, Any], Any]:
+        """The arguments of vLLM's `generate` for a sequence: prompt and sampling."""
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_ids)}
         if request.cache_salt is not None:
             prompt["cache_salt"] = request.cache_salt

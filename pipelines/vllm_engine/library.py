@@ -45,7 +45,7 @@ class ModelSpec:
     #: Nightjar's class for the model (`pipelines.registry.Family.vllm_model`), which draws frames; empty: vLLM's
     #: class.
     model: str = ""
-    #: Codes of one step, the sampled token first; more than one need the sampler of
+    #: Number of codes in a step; the sampled token is the first. More than one need the sampler of
     #: `pipelines.vllm_engine.frames`.
     codes_per_step: int = 1
     #: Whether prompts share the KV of equal prefixes; None: only on a GPU. On a CPU a hit would change the rounding,
@@ -91,7 +91,7 @@ _ENVIRONMENT = {
 def load_vllm(cpu_kv_gib: int = 1) -> Any:
     """Imports vLLM. Raises `ModelError` (`model.missing_extra`) if it is not installed.
 
-    `cpu_kv_gib`: KV cache of the CPU build, whose default takes most of the memory.
+    `cpu_kv_gib`: size of the KV cache of the CPU build, whose default takes most of the memory.
     """
     for name, value in (*_ENVIRONMENT.items(), ("VLLM_CPU_KVCACHE_SPACE", str(cpu_kv_gib))):
         os.environ.setdefault(name, value)
@@ -121,5 +121,5 @@ class VllmMetrics(Collector):
 
 
 def architecture(model: str) -> str:
-    """vLLM's name of a class of Nightjar."""
+    """The name by which vLLM knows a class of Nightjar."""
     return f"Nightjar{model}"

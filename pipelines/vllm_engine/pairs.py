@@ -1,8 +1,9 @@
 """Guidance pairs: a sequence and its null branch, which advance in lockstep. Imports no vLLM.
 
-A pair is two requests with a `Half` in their `extra`. `pipelines.vllm_engine.scheduler` keeps them in lockstep.
-Samplers find the pairs of a step with `match`, merge the logits of complete pairs and draw once. They end a row
-without its partner with a token that its owner knows, so that no row is drawn without guidance.
+A pair is two requests with a `Half` in their `extra`. `pipelines.vllm_engine.scheduler` keeps them in
+lockstep. Samplers find the pairs of a step with `match`, merge the logits of complete pairs and draw once.
+They end a row without its partner with a token that the model's pipeline recognizes, so that no row is drawn
+without guidance.
 """
 
 from __future__ import annotations

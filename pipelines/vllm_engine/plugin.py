@@ -1,6 +1,6 @@
 """The entry point `vllm.general_plugins`: called in every process of vLLM, before a model is looked up."""
 
-# vLLM is an extra: its imports are checked where it is installed.
+# vLLM is an extra, so its imports are checked only if it is installed.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CHILDREN = ("EngineCore", "VllmWorker")
 
 @register_config_parser(CONFIG_FORMAT)
 class _GivenConfig(ConfigParserBase):
-    """A config with the keys of Qwen3, given by this process."""
+    """A config with the keys of Qwen3, from `ModelSpec.config` and not from the folder."""
 
     def parse(
         self, model: Any, *_: Any, hf_overrides: Any = None, **__: Any
@@ -45,7 +45,7 @@ def register() -> None:
 
 
 def _die_with_parent() -> None:
-    """Binds an engine core to its parent: without a killed worker it would keep its GPU forever."""
+    """Ends an engine core with its parent: otherwise it would keep its GPU after the worker was killed."""
     parent = multiprocessing.parent_process()
     if parent is not None and multiprocessing.current_process().name.startswith(_CHILDREN):
         die_with_parent()

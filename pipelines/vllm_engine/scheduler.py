@@ -12,7 +12,7 @@ Both halves of a pair are scheduled whole and in one step (`ModelSpec.pairs`). P
 sequences, and the KV blocks of their next step are freed in advance, so that vLLM never preempts one half.
 """
 
-# vLLM is an extra: its imports are checked where it is installed.
+# vLLM is an extra, so its imports are checked only if it is installed.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ from vllm.v1.request import RequestStatus
 from pipelines.vllm_engine.library import AT_ONCE, PRIVATE, SALTS
 from pipelines.vllm_engine.pairs import half_of
 
-#: Running sequences per new sequence of a group; with few running sequences nothing waits.
+#: A group is complete with one new sequence for this many running ones; with fewer running ones nothing
+#: waits.
 GROUP_SHARE = 16
 #: Maximum time between two groups, and maximum time without a new sequence while a group is gathered.
 GATHER_SECONDS, QUIET_SECONDS = 0.2, 0.05
 
 
 class _Grouped:
-    """Mixed in before one of vLLM's schedulers."""
+    """A mixin, which precedes one of vLLM's schedulers among the bases of a class."""
 
     def __init__(self, *arguments: Any, **keys: Any) -> None:
         super().__init__(*arguments, **keys)
@@ -100,10 +101,11 @@ class _Grouped:
     def _paired_limit(self) -> int:
         """Moves pairs to the front of the queue, and returns the limit of running sequences for this step.
 
-        Nothing overtakes a pair that does not fit yet, or two slots would never be free at once.
+        No request overtakes a pair that does not fit yet; otherwise two slots might never be free at the same
+        time.
         """
         halves = {half for pair in self._pairs.values() for half in pair}
-        # vLLM serves the first ones first, and preempts the last ones.
+        # vLLM schedules the first requests first, and preempts the last ones.
         self.running.sort(key=lambda one: one not in halves)
         if self._make_room(halves):
             return len(self.running)
@@ -139,7 +141,7 @@ class _Grouped:
         return preempted
 
     def _entering(self, waiting: list[list[Any]]) -> list[list[Any]]:
-        """The first of these pairs that fit into this step."""
+        """The waiting pairs, from the first one on, that fit into this step."""
         slots = self.max_num_running_reqs - len(self.running)
         tokens = self.max_num_scheduled_tokens - sum(map(_left, self.running))
         free = self._blocks_free() - self._blocks_needed(self.running)
@@ -161,7 +163,7 @@ class _Grouped:
         super().finish_requests(pair[1].request_id, RequestStatus.FINISHED_ABORTED)
 
     def _blocks_needed(self, requests: Iterable[Any]) -> int:
-        """New blocks of KV that these requests take when all their tokens are computed."""
+        """Number of new KV blocks that these requests need until all their tokens are computed."""
         size = self.block_size
         return sum(
             -(-(one.num_computed_tokens + _left(one)) // size) + -one.num_computed_tokens // size
@@ -184,8 +186,8 @@ def _left(request: Any) -> int:
 
 
 def salted(hashes: list[bytes], size: int, salts: list[tuple[int, bytes]]) -> list[bytes]:
-    """Hashes of a prompt's blocks of `size` positions, each with the salts that begin before its end;
-    `salts` have one length."""
+    """Hashes of a prompt's blocks of `size` positions, each combined with the salts that begin before the end
+    of the block. All salts have the same length."""
     known = [
         b"".join(salt for position, salt in salts if position < end * size)
         for end in range(1, len(hashes) + 1)
@@ -207,7 +209,8 @@ def _hashed_blocks(coordinator: Any, size: int) -> Callable[[Any, int], None]:
     def cache_blocks(request: Any, num_computed_tokens: int) -> None:
         if request._block_hasher is None:
             hashes = len(request.block_hashes)
-            # Called in every step of every sequence: nothing to do after the prompt's blocks are cached.
+            # This is called in every step of every sequence, so it returns early once the prompt's blocks are
+            # cached.
             if cached is not None and cached.get(request.request_id, 0) >= hashes:
                 return
             num_computed_tokens = min(num_computed_tokens, hashes * size)
@@ -241,8 +244,8 @@ def quick_allocation(manager: Any) -> Callable[..., Any] | None:
 
 
 class GroupScheduler(_Grouped, Scheduler):
-    """One step after the other."""
+    """Schedules a step after the tokens of the step before it are known."""
 
 
 class AsyncGroupScheduler(_Grouped, AsyncScheduler):
-    """The next step is scheduled before the last one's tokens are known, as on CUDA."""
+    """Schedules a step before the tokens of the step before it are known, as on CUDA."""

@@ -191,7 +191,7 @@ def test_a_wait_for_weights_ends_in_a_fault_and_the_next_launches_are_right(
 def test_a_wait_for_room_ends_in_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of a producer with more chunks than are used."""
     one = case(LEAST, 1)
-    one_more = {"step < S::BEHIND; ++step) {\n        stream": "step <= S::BEHIND; ++step) {\n        stream"}
+    one_more = {"step < S::LATER; ++step) {\n        stream": "step <= S::LATER; ++step) {\n        stream"}
     persistent_kit.rebuild(monkeypatch, tmp_path, KERNEL, {**one_more, **persistent_kit.LOOKS_AT_ONCE})
     run = run_of(one, patience=SHORT)
     launched(run, one)

@@ -21,8 +21,8 @@ from kernels.lm_products import (
     TILE_CONFIGS,
     Norm,
     TileConfig,
+    block_rows_for,
     product,
-    room_for,
     tile_config,
 )
 from tests.support.cuda_emulated import KernelError, choose_order, guarded
@@ -265,7 +265,7 @@ def test_cuts_that_a_kernel_does_not_have_are_refused(config: TileConfig, said: 
 @pytest.mark.parametrize("rows", [17, 64, 128])
 @pytest.mark.parametrize("sizes", TILE_CONFIGS, ids=str)
 def test_measured_cuts_fit_whatever_the_rows(sizes: tuple[int, int], rows: int) -> None:
-    assert tile_config(rows, *sizes).fault(room_for(rows), *sizes) is None
+    assert tile_config(rows, *sizes).fault(block_rows_for(rows), *sizes) is None
 
 
 def test_its_kernels_spill_no_registers_and_products_overlap() -> None:

@@ -77,10 +77,25 @@ class Rig:
         return self.submit_file(path, model=model, options=options, **spec)
 
     def submit_file(
-        self, path: Path, *, model: str = "fake", options: SubmitOptions | None = None, **spec: object
+        self,
+        path: Path,
+        *,
+        model: str = "fake",
+        options: SubmitOptions | None = None,
+        lost: Sequence[str] = (),
+        **spec: object,
     ) -> Job:
+        """Submits a file; for an existing job, the inputs `lost` are written again."""
         job_spec = JobSpec(model=model, **spec)  # pyright: ignore[reportArgumentType]
-        return submit(self.settings, self.ledger, self.store, str(path), job_spec, options=options).job
+        return submit(
+            self.settings,
+            self.ledger,
+            self.store,
+            str(path),
+            job_spec,
+            options=options,
+            lost_inputs=lambda _: lost,
+        ).job
 
     def claim_next(self) -> Lease:
         ticket = self.take_ticket()

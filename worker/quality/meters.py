@@ -1,6 +1,6 @@
-"""Meters, which measure a draw with a model: built-in ones (`BUILT_IN`), and those of other packages."""
+"""Meters, which measure a draw with a model: built-in ones (`BUILT_IN`), and meters of other packages."""
 
-# resemblyzer is in no extra: its import is checked where it is installed.
+# resemblyzer is in no extra, so the type checker may not find it.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Reading(NamedTuple):
 
     value: float
     detail: str = ""
-    #: False: the speech is too short for a judgement, so the score is only recorded.
+    #: Whether the score is compared with its bound; False: the text is too short, so the score is only recorded.
     judged: bool = True
 
 
@@ -77,12 +77,12 @@ class Meter(Protocol):
 
 #: Languages without spaces between words, for which a word error rate is meaningless.
 UNSPACED = frozenset(["zh", "yue", "ja", "th", "lo", "lao", "km", "khmer", "my", "burmese"])
-#: Minimum length of a judged text. In a shorter one a single misheard word exceeds any bound, and homophones and
-#: names are misheard even in good speech.
+#: Minimum length of a text whose error rates are judged: words, characters, and characters in languages without spaces.
+#: In a shorter text a single misheard word exceeds any bound, and homophones and names are misheard even in good speech.
 MIN_WORDS, MIN_CHARACTERS, MIN_UNSPACED = 4, 12, 6
 MAX_HEARD_CHARACTERS = 500
 
-#: Symbols as an English voice reads them and an ASR model may write them.
+#: Symbols and the words that replace them, because an ASR model may write either.
 _ENGLISH_SIGNS = tuple(
     (re.compile(sign), spoken)
     for sign, spoken in (
@@ -103,8 +103,8 @@ _BETWEEN_DIGITS, _ORDINAL = re.compile(r"(?<=\d)[ .,:](?=\d)"), re.compile(r"(?<
 
 @lru_cache(maxsize=8)
 def normalizer_of(language: str) -> Callable[[str], str]:
-    """Whisper's English rules (numbers, spellings, contractions), or its basic ones for other languages
-    (Radford et al., 2022, C)."""
+    """A function that normalizes text by Whisper's English rules (numbers, spellings, contractions), or by its basic
+    rules for other languages (Radford et al., 2022, appendix C)."""
     if language.casefold() in ("", "en", "english"):
         from whisper_normalizer.english import EnglishTextNormalizer
 
@@ -116,10 +116,11 @@ def normalizer_of(language: str) -> Callable[[str], str]:
 
 
 def error_rates(asked: str, heard: str, language: str = "") -> dict[str, Reading]:
-    """`wer` and `cer`: edits over the length of the requested text, which may exceed 1; no `wer` for scripts without
-    spaces.
+    """`wer` and `cer`: the number of edits divided by the length of the requested text; they may exceed 1. Languages
+    without spaces between words have no `wer`.
 
-    Only long enough texts are judged. Empty if the normal form of `asked` is empty. Spaces do not count as characters.
+    Only texts of the minimum length are judged. Empty if the normalized text of `asked` is empty. Spaces do not count
+    as characters.
     """
     from rapidfuzz.distance import Levenshtein
 
@@ -157,9 +158,9 @@ def _words(text: str) -> list[str]:
 
 
 class AsrMeter:
-    """Scores `wer` and `cer` by the transcript of a Whisper model, which is their detail.
+    """Scores `wer` and `cer` by the transcript of a Whisper model, which becomes their detail.
 
-    Greedy decoding without fallback to sampling, one thread, int8, so that equal audio gives equal words.
+    Decoding is greedy, without fallback to sampling, in one thread and int8, so that equal audio gives equal words.
     """
 
     def __init__(
@@ -193,14 +194,14 @@ class AsrMeter:
         return error_rates(utterance.text, heard, language or info.language)
 
     def _language_of(self, name: str) -> str | None:
-        """Whisper's code of a language; None: to be detected."""
+        """Whisper's code of a language; None if Whisper must detect it."""
         code = language_code(name)
         return code if code in self._languages else None
 
 
 def asr_folder(model: str = "base", *, fetch: bool = True, **_: object) -> str:
-    """The folder of a faster-whisper model: a local one, or from the hub or its cache. Without `fetch` nothing is
-    downloaded.
+    """The folder of a faster-whisper model: a local folder, or the folder in the hub's cache. Without `fetch` nothing
+    is downloaded.
 
     Raises `ModelError`: `model.bad_checkpoint` for a name unknown to the hub, `model.unreachable` if the model is not
     completely in the cache and cannot or must not be downloaded.
@@ -266,22 +267,22 @@ class SileroMeter:
 
 
 def longest_pause(active: NDArray[np.bool_]) -> int:
-    """Length in frames of the longest silence between sounds; `active`: bool [frames]."""
+    """Length in frames of the longest silence between two sounds. `active`: bool [frames], whether a frame has sound."""
     places = np.flatnonzero(active)
     return int(np.diff(places).max()) - 1 if len(places) > 1 else 0
 
 
 class DistillMosMeter:
-    """Score `distillmos`: naturalness from 1 to 5 by DistillMOS (Stahl and Gamper, 2025), a small student of XLS-R;
-    one thread, float32."""
+    """Score `distillmos`: naturalness from 1 to 5 by DistillMOS (Stahl and Gamper, 2025), a small model distilled from
+    XLS-R. Runs in one thread and float32."""
 
     def __init__(self, threads: int = 1) -> None:
         import torch
 
         self._torch = torch
         torch.set_num_threads(threads)
-        # Only its command line uses torchaudio, which is not available for every torch, so an empty module replaces it
-        # during the import.
+        # Only the command line of distillmos uses torchaudio, which is not available for every torch, so an empty module
+        # replaces torchaudio during the import.
         is_replaced = "torchaudio" not in sys.modules
         if is_replaced:
             sys.modules["torchaudio"] = types.ModuleType("torchaudio")
@@ -304,7 +305,7 @@ class DnsMosMeter:
 
     #: Input length of the model; shorter speech is repeated, longer speech is scored every second.
     WINDOW_SAMPLES = int(9.01 * SAMPLE_RATE)
-    #: speechmos.dnsmos.DNSMOS.get_polyfit_val: from the model's overall output to the MOS scale.
+    #: Maps the model's overall output to the MOS scale; from speechmos.dnsmos.DNSMOS.get_polyfit_val.
     OVERALL = np.poly1d([-0.06766283, 1.11546468, 0.04602535])
 
     def __init__(self, threads: int = 1) -> None:
@@ -332,10 +333,10 @@ class DnsMosMeter:
 
 
 class SpeakerMeter:
-    """Score `similarity`: similarity of the voice to the cloned reference, by d-vectors of resemblyzer (Wan et al.,
-    2018).
+    """Score `similarity`: the cosine of the d-vectors of the speech and of the cloned reference, by resemblyzer (Wan et
+    al., 2018).
 
-    A cosine, about 0.85 within a voice and 0.45 to 0.78 between voices. Items without a reference have no score.
+    It is about 0.85 for the same voice, and 0.45 to 0.78 for different ones. Items without a reference have no score.
     """
 
     def __init__(self) -> None:
@@ -369,7 +370,7 @@ BUILT_IN: dict[str, Callable[..., Meter]] = {
     "dnsmos": DnsMosMeter,
     "speaker": SpeakerMeter,
 }
-#: Functions that find or download the weights of meters with weights on a hub (`MeterCard.weights`).
+#: Name of a meter -> function that finds or downloads its weights, if they are on a hub (`MeterCard.weights`).
 WEIGHTS: dict[str, Callable[..., object]] = {"asr": asr_folder}
 
 

@@ -1,4 +1,4 @@
-"""The meter pool, where draws wait for meters without blocking the engine."""
+"""The meter pool, in which draws wait for meters without blocking the engine."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from worker.quality.process import MeterHangError, MeterProcess
 
 log = structlog.get_logger(__name__)
 
-#: Maximum number of waiting draws, and of the samples of all draws here (1 GiB). When exceeded, the engine is not fed.
+#: Maximum number of waiting draws, and of the samples of all draws in the pool (1 GiB). At a maximum the engine is not
+#: fed.
 MAX_WAITING, MAX_SAMPLES = 1024, 1 << 28
-#: Number of consecutive items with a hang after which the cause is assumed to be the meters, not the items.
+#: If meters hang on this number of consecutive items, the meters are assumed to be the cause, not the items.
 HANGS_IN_A_ROW = 3
-#: Maximum number of consecutive outages. Later hangs count for the items again, since otherwise a job whose last
-#: items all hang would never end.
+#: Maximum number of consecutive outages. Later hangs count as failures of the items again, because otherwise a job whose
+#: last items all hang would never end.
 OUTAGES_IN_A_ROW = 5
 
 
@@ -43,8 +44,8 @@ class MeterTask:
 class MeterPool:
     """Meter processes, with one thread each. `submit` never waits, so a slow meter delays items but not the engine.
 
-    The engine is not fed while the pool is `full`. After hangs on `HANGS_IN_A_ROW` consecutive items a hang is an outage
-    (`model.unreachable`), until the meters answer again or `OUTAGES_IN_A_ROW` outages were reported.
+    The engine is not fed while the pool is `full`. After meters hang on `HANGS_IN_A_ROW` consecutive items, each hang is
+    an outage (`model.unreachable`), until the meters answer again or `OUTAGES_IN_A_ROW` outages were reported.
     """
 
     def __init__(self, processes: int = 1, *, open_host: Callable[[], MeterProcess] = MeterProcess) -> None:
@@ -53,7 +54,7 @@ class MeterPool:
         self._idle: queue.SimpleQueue[MeterProcess] = queue.SimpleQueue()
         for host in self._hosts:
             self._idle.put(host)
-        #: Meters -> (items with a hang since the last answer, number of reported outages).
+        #: Meters -> (items on which they hung since their last answer, number of reported outages).
         self._hung: dict[bytes, tuple[set[str], int]] = {}
         self._lock = threading.Lock()
         #: Samples of all waiting and measured draws.
@@ -65,8 +66,9 @@ class MeterPool:
         return self._threads.waiting >= MAX_WAITING or self._samples >= MAX_SAMPLES
 
     def submit(self, task: MeterTask) -> Future[Readings]:
-        """Measures a draw. The future raises as `MeterProcess.measure`, `ModelError` for an outage, and `CancelledError`
-        if the task was abandoned or the pool closed first. Raises `CancelledError` if the pool is closed."""
+        """Measures a draw. The future raises the errors of `MeterProcess.measure`, `ModelError` for an outage, and
+        `CancelledError` if the task is abandoned or the pool is closed first. Raises `CancelledError` if the pool is
+        already closed."""
         try:
             future = self._threads.submit(self._measured, task)
         except RuntimeError:
@@ -97,7 +99,7 @@ class MeterPool:
             readings = host.measure(task.meters, task.utterance)
         except Exception as error:
             if self._closing:
-                # The measurement was interrupted by the close, which is not a fault of the draw.
+                # `close` interrupted the measurement, which is not a fault of the draw.
                 raise CancelledError from error
             if isinstance(error, MeterHangError):
                 self._count_hang(meters, task, error)

@@ -1,8 +1,8 @@
 """A separate process for meters, so that they share neither the interpreter lock nor the GPU with the engine, and
-may crash.
+a crash of a meter does not end the worker.
 
-Both ends are here. One call opens the meters of a draw, another one measures its samples, float32 in shared
-memory.
+This module has the code of the worker and of the child process. One call opens the meters of a draw, another one
+measures its samples, which are float32 in shared memory.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class MeterHangError(MeterError):
 
 
 class _Draw(msgspec.Struct, frozen=True):
-    """A draw to measure."""
+    """A call to the child process: a draw to measure, or meters to open or to find."""
 
     meters: dict[str, dict[str, Option]]
-    #: None: the meters are only opened.
+    #: None: the meters are only opened, not run.
     sample_rate: int | None = None
     text: str = ""
     language: str = ""
     reference: bytes | None = None
-    #: Not None: their weights are only searched, and with True downloaded (`jobs.checks`).
+    #: If not None, the meters' weights are only looked for, and downloaded if this is True (`jobs.checks`).
     fetch: bool | None = None
 
 
@@ -92,7 +92,7 @@ class MeterProcess:
             raise MeterError(f"The meters' process ended {child.close()}.") from error
 
     def stop(self) -> None:
-        """Kills the process, and any that is started later; can be called from any thread."""
+        """Kills the process and any process that is started later. Can be called from any thread."""
         self._stopped = True
         if (child := self._child) is not None:
             child.kill()
@@ -151,7 +151,7 @@ def _opened(name: str, options: Mapping[str, Option]) -> Meter | None:
     try:
         return open_meter(name, options)
     except ModelError as error:
-        # The worker has already measured these scores, as their details show.
+        # The scores that the worker measured without this optional meter remain, and their details show that.
         if name in METERS and METERS[name].optional and error.code is ErrorCode.CONFIG_MISSING_LIBRARY:
             return None
         raise

@@ -1,4 +1,5 @@
-"""The verdict on a draw from checks without a model and readings of meters, and the choice of the best rejected draw."""
+"""The verdict on a draw, from checks that need no model and from readings of meters, and the choice of the best
+rejected draw."""
 
 from __future__ import annotations
 
@@ -24,14 +25,15 @@ if TYPE_CHECKING:
 REDRAWABLE = frozenset(
     {ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_NO_AUDIO, ErrorCode.SYNTH_NAN, ErrorCode.SYNTH_SILENT}
 )
-#: Of these, failures that a sampling model may avoid with the next seed even after repetitions.
+#: Those of `REDRAWABLE` that a sampling model may avoid with the next seed even after several equal failures.
 _RANDOM = frozenset({ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_NO_AUDIO})
-#: Rank of a draw without speech, after all others.
+#: Number of failed checks that is assumed for a draw without speech, so that its rank is after all others.
 _NO_SPEECH = 1000
 #: Peak below which a recording counts as silent: -60 dBFS.
 SILENT_PEAK = 1e-3
 #: Samples above this share of the peak may be clipped.
 _NEAR_PEAK = np.float32(0.98)
+#: Level in dBFS of speech without a frame that has sound.
 _NO_LEVEL = -120.0
 
 
@@ -40,10 +42,10 @@ class CheckedDraw:
     """A draw with its verdict."""
 
     record: Draw
-    #: The speech to store; None: there is none.
+    #: The speech to store; None if there is none.
     speech: Speech | None
     message: str = ""
-    #: (failed checks, distance from the bounds); smaller is better.
+    #: (number of failed checks, distance from their bounds); smaller is better.
     rank: tuple[int, float] = (0, 0.0)
 
 
@@ -53,13 +55,13 @@ class History:
 
     draws: tuple[Draw, ...] = ()
     best: CheckedDraw | None = None
-    #: Their total engine time.
+    #: Total engine time of these draws.
     engine_ms: int = 0
-    #: The message of the last one.
+    #: The message of the last draw.
     message: str = ""
 
     def ended_by(self, draw: CheckedDraw, sampled: bool) -> bool:
-        """Whether a draw failed exactly like the one before, so that no other seed would help. `sampled`: the model
+        """Whether a draw failed exactly like the previous one, so that another seed would not help. `sampled`: the model
         samples, so that a failure without speech does not predict the next draw."""
         if not self.draws or (sampled and not draw.record.scores and draw.record.code in _RANDOM):
             return False
@@ -95,7 +97,8 @@ def check_speech(speech: Speech) -> None:
 def check_draw(
     number: int, seed: int, speech: Speech, quality: Quality, text: str, generation: Generation
 ) -> CheckedDraw:
-    """The verdict of the checks without a model. `speech`: as it would be stored; `text`: the requested text."""
+    """The verdict of the checks that need no model. `speech`: the speech as it would be stored; `text`: the requested
+    text."""
     try:
         check_speech(speech)
     except SynthesisError as error:
@@ -115,15 +118,15 @@ def cheap_readings(
 ) -> Mapping[str, tuple[float, str] | Score]:
     """`ended`, `clipped`, `silence`, `pause`, `loudness`, and `duration` if the pace of the voice is known.
 
-    `speech` has at least one sample, all finite. `text`: its text; `generation`: its voice and language. Few calls of
-    numpy are used, because each one may switch threads.
+    `speech` has at least one sample, and all are finite. `text`: the requested text; `generation`: has the voice and the
+    language. NumPy is called only a few times, because each call may switch threads.
     """
     samples, rate, meta = speech.samples, speech.sample_rate, speech.meta
     powers = frame_powers(samples, rate)
     sounding, pause, power = activity(powers)
     # A model that reached its limit did not end by itself.
     stopped = "length" in (meta.get("finish"), meta.get("finish_reason"))
-    # LUFS if the pipeline measured it, else the level of the frames with sound in dBFS.
+    # In LUFS if the pipeline measured it, else the level of the frames with sound in dBFS.
     loudness, unit = meta.get("loudness_lufs"), "lufs"
     if not isinstance(loudness, float | int) or not math.isfinite(loudness):
         loudness, unit = 10 * math.log10(power) if power else _NO_LEVEL, "rms"
@@ -144,9 +147,11 @@ def cheap_readings(
 
 
 def clipped_share(samples: NDArray[np.float32]) -> float:
-    """Share of samples [samples] in the middle of a flat top: three equal consecutive values near the peak.
+    """Share of the samples [samples] that are in the middle of a flat top, that is, of three equal consecutive values
+    near the peak.
 
-    A flat top indicates clipping at any later gain; a pure tone has no three equal consecutive samples.
+    A flat top indicates clipping even if the gain was changed afterwards. A pure tone has no three equal consecutive
+    samples.
     """
     magnitude = np.abs(samples)
     peak = magnitude.max()
@@ -169,8 +174,8 @@ def judged(
     readings: Mapping[str, tuple[float, str] | Reading | Score],
     before: Mapping[str, Score] | None = None,
 ) -> CheckedDraw:
-    """The verdict by scores: each reading passes or fails if the spec has a bound for it and it can be judged. Readings
-    replace scores of the same names in `before`."""
+    """The verdict from scores. A reading passes or fails if it can be judged and the spec has a bound for it. Readings
+    replace scores of the same name in `before`."""
     scores = dict(before or {})
     for name, found in readings.items():
         if isinstance(found, Score):
@@ -190,11 +195,11 @@ def judged(
 def _excess(name: str, score: Score, bound: Bound) -> float:
     if score.value is None:
         return 0.0
-    # A duration is first judged by its pace, around 1, and then by its bound.
+    # A duration is judged mainly by the voice's pace, so its distance is measured from the expected ratio of 1.
     return abs(score.value - 1.0) if name == "duration" else bound.excess(score.value)
 
 
 def _explained(name: str, score: Score, bound: Bound) -> str:
     wanted = f", allowed: {limits}" if (limits := str(bound)) else ""
-    heard = f" ({score.detail[:200]})" if score.detail else ""
-    return f"`{name}` is {score.value}{wanted}{heard}."
+    detail = f" ({score.detail[:200]})" if score.detail else ""
+    return f"`{name}` is {score.value}{wanted}{detail}."

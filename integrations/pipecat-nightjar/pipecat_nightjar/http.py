@@ -24,8 +24,8 @@ _SPEECH = "/v1/audio/speech"
 class NightjarHttpTTSService(TTSService):
     """Speech of Nightjar over HTTP. An interruption closes the request, which frees its slot in the server.
 
-    The WebSocket of `NightjarTTSService` begins sooner after the first sentence of a reply; this service
-    is for networks that let only HTTP through.
+    `NightjarTTSService` starts the later sentences of a reply sooner; this service is for networks that allow
+    only HTTP.
     """
 
     Settings = NightjarTTSSettings
@@ -41,8 +41,8 @@ class NightjarHttpTTSService(TTSService):
         settings: NightjarTTSSettings | None = None,
         **kwargs,
     ) -> None:
-        """`base_url`: address of the server. `api_key`: one of its keys. `aiohttp_session`: used, not
-        closed; None opens one. `sample_rate`: of the frames; None takes the pipeline's
+        """`base_url`: address of the server. `api_key`: one of its keys. `aiohttp_session`: used but not
+        closed; None: the service opens its own. `sample_rate`: that of the frames; None: the pipeline's
         `audio_out_sample_rate`. `settings`: model, voice, language.
         """
         super().__init__(
@@ -53,7 +53,7 @@ class NightjarHttpTTSService(TTSService):
             **kwargs,
         )
         require_given(self._settings.model, "The model that the speech server serves")
-        # Pipecat's own drops the audio that it holds where the next chunk takes its time.
+        # Pipecat's default resampler drops its buffered audio if the next chunk is late.
         self._resampler = create_stream_resampler(clear_after_secs=None)
         self._base_url = base_url.rstrip("/")
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -79,7 +79,8 @@ class NightjarHttpTTSService(TTSService):
 
     @traced_tts
     async def run_tts(self, text: str, context_id: str) -> AsyncGenerator[Frame | None, None]:
-        """Yields the audio of `text` as it arrives, then nothing; or one `ErrorFrame`."""
+        """Yields the audio of `text` as it arrives. If the request fails, the last frame is an
+        `ErrorFrame`."""
         if self._session is None:
             raise RuntimeError("The service has no session before `setup`.")
         settings = self._settings
@@ -99,7 +100,7 @@ class NightjarHttpTTSService(TTSService):
                     return
                 await self.start_tts_usage_metrics(text)
                 rate = int(response.headers["x-sample-rate"])
-                # Of a text that was interrupted.
+                # Drops audio of a text that was interrupted.
                 await self._resampler.reset()
                 pieces = response.content.iter_any()
                 async for frame in self._stream_audio_frames_from_iterator(
@@ -109,12 +110,12 @@ class NightjarHttpTTSService(TTSService):
                 if rest := await self._resampler.flush():
                     yield TTSAudioRawFrame(rest, self.sample_rate, 1, context_id=context_id)
         except (aiohttp.ClientError, TimeoutError) as error:
-            message = f"The speech server {self._base_url} gave no whole answer: {error}"
+            message = f"The request to the speech server {self._base_url} failed: {error}"
             yield ErrorFrame(message, exception=error, category=ErrorCategory.CONNECTIVITY)
 
 
 def _refusal(answer: str, status: int) -> ErrorFrame:
-    """The frame of an answer in OpenAI's form of errors, or of whatever a proxy wrote."""
+    """The frame for an error in OpenAI's format, or for any other error, such as one of a proxy."""
     try:
         error = json.loads(answer)["error"]
         return error_frame(error["message"], error["code"], status)

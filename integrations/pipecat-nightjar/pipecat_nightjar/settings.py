@@ -1,4 +1,4 @@
-"""What both services send: the settings of a voice, and what an error of the server means to a pipeline."""
+"""The settings of both services, and the frames for errors of the server."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pipecat.services.settings import TTSSettings
 from pipecat.transcriptions.language import Language
 from pipecat.utils.errors import ErrorCategory, classify_http_status_code
 
-#: Errors that every other text would meet too, until the settings change.
+#: Errors that every text causes until the settings change.
 _OF_SETTINGS = frozenset(
     {"input.unknown_voice", "input.unknown_language", "input.unsupported", "model_not_found"}
 )
-#: Names of languages, as models of Nightjar have them, by their codes.
+#: Code of a language -> its name in models of Nightjar.
 _LANGUAGES = {
     "ar": "Arabic",
     "de": "German",
@@ -38,14 +38,14 @@ _LANGUAGES = {
 class NightjarTTSSettings(TTSSettings):
     """Settings that can change while a pipeline runs.
 
-    `model`: the name under which the server serves its model. `voice`: one of the model's voices, or a
-    stored one; None for the model's own. `language`: a `Language`, or the model's own name of one; None
-    leaves it to the model. `extra`: further fields of a request, such as `seed`.
+    `model`: the name under which the server serves its model. `voice`: one of the model's voices, or a stored
+    one; None: the model's default. `language`: a `Language`, or the model's name for a language; None: the
+    model decides. `extra`: further fields of a request, such as `seed`.
     """
 
 
 def complete(delta: NightjarTTSSettings | None) -> NightjarTTSSettings:
-    """Settings without a gap, those that were not given being None."""
+    """Complete settings; those that are not given are None."""
     settings = NightjarTTSSettings(model=None, voice=None, language=None)
     if delta is not None:
         settings.apply_update(delta)
@@ -53,7 +53,7 @@ def complete(delta: NightjarTTSSettings | None) -> NightjarTTSSettings:
 
 
 def language_name(language: Language) -> str:
-    """The name of a language, or of the one that a region speaks."""
+    """The name of a language, without its region."""
     code = language.value.split("-")[0]
     return _LANGUAGES.get(code, code)
 
@@ -63,8 +63,8 @@ def without_none(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def error_frame(message: str, code: str | None, status: int | None) -> ErrorFrame:
-    """An error of the server. One that lies in a text leaves the service usable: the next text may be
-    fine."""
+    """The frame for an error of the server. An error of a text leaves the service usable, because the next
+    text may be valid."""
     if code in _OF_SETTINGS:
         category = ErrorCategory.INVALID_REQUEST
     elif status in (400, 413, 422):

@@ -1,5 +1,5 @@
-"""`NightjarTTSService`: speech over one WebSocket, `/tts/websocket`. A reply is a context of it, and has a
-slot while it speaks."""
+"""`NightjarTTSService`: speech over one WebSocket, `/tts/websocket`. Each reply is a context, which has a
+slot while it is spoken."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ from websockets.protocol import State
 from pipecat_nightjar.settings import NightjarTTSSettings, complete, error_frame, language_name, without_none
 
 _PATH = "/tts/websocket"
-#: Of a message of the server: half a minute of speech at 48 kHz is 4 MB.
+#: Maximum size of a message from the server: half a minute of speech at 48 kHz is 4 MB.
 _MAX_MESSAGE_BYTES = 16 << 20
-#: Of audio. A voice on a CPU sends a whole sentence at once, which Pipecat's metrics would look through
-#: before its first frame goes on.
+#: Maximum length of an audio frame. A voice on a CPU sends a whole sentence at once, and Pipecat's metrics
+#: read a whole frame before it is passed on.
 _FRAME_SECONDS = 0.2
 _NOT_READY = 503
 _RETRY_SECONDS = 0.25
-#: How long a reply may be silent before it counts as over. Its end is a message, so this is for a server that
-#: waits for a slot.
+#: Time without audio after which a reply counts as ended. Normally a message ends it, so this must only be
+#: longer than the wait for a slot.
 _SILENCE_SECONDS = 10.0
 
 
 @dataclass
 class _Reply:
-    """A context that the server has open. Sentences are spoken in order, and each is text for the
-    conversation once it is spoken."""
+    """An open context of the server. Sentences are spoken in order, and each becomes text of the conversation
+    once it is spoken."""
 
     texts: deque[TTSTextFrame] = field(default_factory=deque)
-    #: Sentences that were spoken before their text frame came here.
+    #: Number of sentences that were spoken before their text frames arrived.
     spoken: int = 0
-    #: Whether the server has all its text.
+    #: Whether the server has the whole text.
     is_whole: bool = False
 
 
 class NightjarTTSService(WebsocketTTSService):
     """Speech of Nightjar over a WebSocket.
 
-    An interruption cancels the reply in the server, which frees its slot; the connection stays. A
-    connection that is lost is opened again with the next text. Words have no timestamps: a sentence
-    becomes text of the conversation when its audio is complete.
+    An interruption cancels the reply in the server, which frees its slot; the connection stays open. A lost
+    connection is opened again for the next text. Words have no timestamps: a sentence becomes text of the
+    conversation when its audio is complete.
     """
 
     Settings = NightjarTTSSettings
@@ -73,10 +73,10 @@ class NightjarTTSService(WebsocketTTSService):
         settings: NightjarTTSSettings | None = None,
         **kwargs,
     ) -> None:
-        """`base_url`: address of the server. `api_key`: one of its keys. `sample_rate`: of the frames,
-        8,000 to 48,000; None takes the pipeline's `audio_out_sample_rate`. `text_aggregation_mode`:
-        SENTENCE (default), or TOKEN to let the server find the sentences. `connect_seconds`: how long a
-        text waits for a server that is away. `settings`: model, voice, language.
+        """`base_url`: address of the server. `api_key`: one of its keys. `sample_rate`: that of the frames,
+        8,000 to 48,000; None: the pipeline's `audio_out_sample_rate`. `text_aggregation_mode`: SENTENCE
+        (default), or TOKEN to let the server find the sentences. `connect_seconds`: maximum time that a text
+        waits for a server that cannot be reached. `settings`: model, voice, language.
         """
         kwargs.setdefault("stop_frame_timeout_s", _SILENCE_SECONDS)
         super().__init__(
@@ -110,16 +110,15 @@ class NightjarTTSService(WebsocketTTSService):
             await self._report_error(self._unreachable(error))
 
     async def on_turn_context_created(self, context_id: str) -> None:
-        """The LLM has begun a reply: time to open a connection that was lost, before there is text to
-        speak."""
+        """Opens a lost connection again when the LLM begins a reply, before there is any text to speak."""
         await super().on_turn_context_created(context_id)
         with suppress(OSError, WebSocketException):
             await self._connect()
 
     @traced_tts
     async def run_tts(self, text: str, context_id: str) -> AsyncGenerator[Frame | None, None]:
-        """Sends a text of a reply. Yields None, as the audio comes by the connection; or one `ErrorFrame`,
-        and the reply is over."""
+        """Sends a text of a reply. Yields None, because the audio arrives over the connection; or one
+        `ErrorFrame`, which ends the reply."""
         try:
             await self._deliver(context_id, text)
             await self.start_tts_usage_metrics(text)
@@ -129,8 +128,8 @@ class NightjarTTSService(WebsocketTTSService):
             await self._end(context_id)
 
     async def flush_audio(self, context_id: str | None = None) -> None:
-        """Tells the server that the reply has all its text. A reply that it does not have any more is
-        over."""
+        """Notifies the server that the text of the reply is complete. Closes a reply that the server no
+        longer has."""
         if context_id is None:
             return
         reply = self._replies.get(context_id)
@@ -141,7 +140,7 @@ class NightjarTTSService(WebsocketTTSService):
             await self._send({"context_id": context_id, "transcript": "", "continue": False})
 
     async def on_audio_context_interrupted(self, context_id: str) -> None:
-        """Ends the reply in the server, which frees its slot."""
+        """Cancels the reply in the server, which frees its slot."""
         await self.stop_all_metrics()
         if self._replies.pop(context_id, None) is not None:
             await self._send({"context_id": context_id, "cancel": True})
@@ -150,8 +149,8 @@ class NightjarTTSService(WebsocketTTSService):
     async def append_to_audio_context(
         self, context_id: str | None, frame: Frame | WordTimestamp | None
     ) -> None:
-        """Holds the text of a sentence back until its audio is there, so that an interruption leaves out
-        what was not said."""
+        """Holds the text of a sentence back until its audio is complete, so that text which an interruption
+        leaves unspoken is not added."""
         reply = self._replies.get(context_id or "")
         if reply is not None and isinstance(frame, TTSTextFrame) and not self._is_streaming_tokens:
             if not reply.spoken:
@@ -161,7 +160,7 @@ class NightjarTTSService(WebsocketTTSService):
         await super().append_to_audio_context(context_id, frame)
 
     async def _update_settings(self, delta: NightjarTTSSettings) -> dict[str, Any]:
-        """The rest of a reply goes on in a context of its own: a context has one voice."""
+        """Continues the rest of a reply in a new context, because a context has one voice."""
         changed = await super()._update_settings(delta)
         if changed and self._turn_context_id is not None:
             await self.flush_audio(self._turn_context_id)
@@ -170,7 +169,7 @@ class NightjarTTSService(WebsocketTTSService):
         return changed
 
     async def _deliver(self, context_id: str, text: str) -> None:
-        """Sends a text, over a new connection where the old one is lost. Raises `OSError` and
+        """Sends a text, over a new connection if the old one is lost. Raises `OSError` and
         `WebSocketException`."""
         deadline = time.monotonic() + self._connect_seconds
         while True:
@@ -197,17 +196,17 @@ class NightjarTTSService(WebsocketTTSService):
             "output_format": {"container": "raw", "encoding": "pcm_s16le", "sample_rate": self.sample_rate},
         }
         if not self._is_streaming_tokens:
-            # Each text is a sentence: it is spoken at once, and the server says when it is.
+            # Each text is a sentence. It is spoken at once, and the server reports when that is done.
             fields["flush"] = True
         return without_none(fields)
 
     async def _send(self, message: dict[str, Any]) -> None:
-        """Sends what matters to an open connection only."""
+        """Sends a message that is not needed if the connection is lost."""
         with suppress(OSError, WebSocketException):
             await self._socket().send(json.dumps(message))
 
     async def _connect(self) -> None:
-        """Opens the connection where there is none. Raises `OSError` and `WebSocketException`."""
+        """Opens the connection if there is none. Raises `OSError` and `WebSocketException`."""
         if self._websocket is None or self._websocket.state is not State.OPEN:
             if self._receive_task is not None:
                 await asyncio.wait({self._receive_task})
@@ -225,8 +224,8 @@ class NightjarTTSService(WebsocketTTSService):
         await self._disconnect_websocket()
 
     async def _connect_websocket(self) -> None:
-        """Raises `ConnectionError` while the model of the server is loading, when a connection would lead
-        to refusals."""
+        """Opens the connection. Raises `ConnectionError` while the server loads its model, because it would
+        refuse texts."""
         try:
             async with aiohttp.ClientSession() as session, session.get(self._health) as answer:
                 if answer.status == _NOT_READY:
@@ -251,12 +250,12 @@ class NightjarTTSService(WebsocketTTSService):
         return self._websocket
 
     async def _receive_messages(self) -> None:
-        """Reads until the connection ends, and ends the replies that it had. Raises `ConnectionClosed`, or
-        what was wrong."""
+        """Reads messages until the connection ends, then ends its replies. Raises `ConnectionClosed` or
+        another error."""
         websocket = self._socket()
         try:
             while True:
-                await self._heard(json.loads(await websocket.recv()))
+                await self._on_message(json.loads(await websocket.recv()))
         except Exception:
             await websocket.close()
             for context_id in list(self._replies):
@@ -264,8 +263,8 @@ class NightjarTTSService(WebsocketTTSService):
             await self._call_event_handler("on_disconnected")
             raise
 
-    async def _heard(self, message: dict[str, Any]) -> None:
-        """One message of the server. Those of a reply that was interrupted are left out."""
+    async def _on_message(self, message: dict[str, Any]) -> None:
+        """Handles a message of the server. Messages of an interrupted reply are ignored."""
         context_id = message.get("context_id")
         kind = message["type"]
         if kind == "error" and context_id is None:
@@ -294,8 +293,8 @@ class NightjarTTSService(WebsocketTTSService):
             await self._end(context_id)
 
     async def _end(self, context_id: str) -> None:
-        """The server has no more of this reply. A reply that still gets text goes on: its next text opens
-        it there anew."""
+        """Removes a reply whose context the server has ended. A reply that still gets text remains open: its
+        next text opens a new context."""
         reply = self._replies.pop(context_id, None)
         if context_id != self._turn_context_id or (reply is not None and reply.is_whole):
             await self._close(context_id)

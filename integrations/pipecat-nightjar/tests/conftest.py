@@ -1,4 +1,4 @@
-"""A real `nightjar serve --model hibari`, and ears: whisper-base."""
+"""A real `nightjar serve --model hibari`, and speech recognition with whisper-base."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from rapidfuzz.distance import Levenshtein
 from whisper_base import whisper_folder
 
 ROOT = Path(__file__).parents[3]
-#: The interpreter of the server's environment; `make test` gives it.
+#: The interpreter of the server's environment; `make test` sets it.
 SERVER_PYTHON = os.environ.get("NIGHTJAR_PYTHON", str(ROOT / ".venv/bin/python"))
-#: How long a test waits for what comes at once on a quiet machine.
+#: Maximum time that a test waits for an event, which takes moments on a quiet machine.
 PATIENCE_SECONDS = 120.0
 WHISPER_RATE = 16_000
 PORTS = range(11_000, 12_000)
@@ -32,12 +32,13 @@ PORTS = range(11_000, 12_000)
 def wait_until(true: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
     deadline = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < deadline, "it did not come about in time"
+        assert time.monotonic() < deadline, "the condition did not become true in time"
         time.sleep(0.02)
 
 
 def free_port() -> int:
-    """A free port that the system gives to no connection: it is still free when a server is started again."""
+    """A free port that the system assigns to no other connection, so that it is still free when a server
+    restarts."""
     for port in random.sample(PORTS, len(PORTS)):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -46,7 +47,7 @@ def free_port() -> int:
 
 
 class NightjarServer:
-    """The server as a process of its own, on one port over restarts."""
+    """The server in its own process. It keeps its port when it restarts."""
 
     def __init__(self, folder: Path, **variables: str) -> None:
         self._folder = folder
@@ -96,7 +97,7 @@ class NightjarServer:
             return False
 
     def kill(self) -> None:
-        """As a crash would end it: no connection is closed in good order."""
+        """Ends the server like a crash: no connection is closed properly."""
         assert self._process is not None
         self._process.kill()
         self._process.wait(60)
@@ -137,7 +138,7 @@ class NightjarServer:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NightjarServer]:
-    """One that tests share and leave as it was: idle."""
+    """A server that tests share. Each test leaves it idle."""
     running = NightjarServer(tmp_path_factory.mktemp("server"))
     running.start()
     yield running
@@ -146,7 +147,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NightjarServer]
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[NightjarServer]:
-    """One that a test may kill and start again."""
+    """A server that a test may kill and start again."""
     running = NightjarServer(tmp_path)
     running.start()
     yield running
@@ -154,8 +155,8 @@ def own_server(tmp_path: Path) -> Iterator[NightjarServer]:
 
 
 class Ears:
-    """whisper-base; a text for it has no word that is also written as two, such as `notebook`: it writes
-    now one, now the other."""
+    """Speech recognition with whisper-base. Texts of tests have no word that can also be written as two
+    words, such as `notebook`, because whisper writes either."""
 
     def __init__(self) -> None:
         self._model = WhisperModel(str(whisper_folder()), device="cpu", compute_type="int8", cpu_threads=1)
@@ -169,7 +170,7 @@ class Ears:
         return " ".join(segment.text for segment in segments)
 
     def word_error_rate(self, audio: bytes, rate: int, text: str) -> float:
-        """Edits of words over the words of `text`."""
+        """The number of edits of words, divided by the number of words of `text`."""
         expected = words(text)
         return Levenshtein.distance(expected, words(self.text(audio, rate))) / len(expected)
 

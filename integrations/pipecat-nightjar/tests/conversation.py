@@ -1,4 +1,4 @@
-"""A real pipeline of Pipecat around one service, and what came out of it."""
+"""A real pipeline of Pipecat with one service, and the frames that leave it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Some = TypeVar("Some", bound=Frame)
 
 
 class Listener(FrameProcessor):
-    """Keeps every frame that passes, and tells who waits for one."""
+    """Keeps every frame that passes, and notifies waiting tests."""
 
     def __init__(self) -> None:
         super().__init__(enable_direct_mode=True)
@@ -72,7 +72,7 @@ class Conversation:
         await self._worker.queue_frame(InterruptionFrame())
 
     async def until_replies(self, count: int) -> None:
-        """Until so many replies are spoken."""
+        """Waits until `count` replies are spoken."""
         await self.below.until(lambda: len(self.below.of(TTSStoppedFrame)) >= count)
 
     async def until_audio(self) -> None:
@@ -94,7 +94,7 @@ Script = Callable[[Conversation], Awaitable[None]]
 async def converse(
     service: TTSService, script: Script, *, rate: int = 24_000, observers: list[BaseObserver] | None = None
 ) -> Conversation:
-    """Runs `script` against the service in a pipeline, then ends the pipeline in good order."""
+    """Runs `script` with the service in a pipeline, then ends the pipeline properly."""
     above, below = Listener(), Listener()
     params = PipelineParams(audio_out_sample_rate=rate, enable_metrics=True, enable_usage_metrics=True)
     worker = PipelineWorker(

@@ -1,5 +1,5 @@
-"""`nightjar` with one seed for every utterance: a server draws them, and a few of all drawings are hard to
-hear."""
+"""`nightjar` with one seed for every utterance. A normal server draws seeds, and the speech of a few seeds is
+hard to recognize."""
 
 from __future__ import annotations
 

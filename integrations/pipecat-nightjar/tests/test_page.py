@@ -1,4 +1,4 @@
-"""The Python of docs/voice-agents.md and of the README runs as it stands there, against a real server."""
+"""The Python of docs/voice-agents.md and of the README runs unchanged, with a real server."""
 
 from __future__ import annotations
 

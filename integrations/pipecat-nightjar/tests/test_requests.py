@@ -1,7 +1,7 @@
-"""What both services ask of a server for each of their settings, and how long its speech is at the rate of
-a pipeline.
+"""The requests of both services for each of their settings, and the length of speech at the rate of a
+pipeline.
 
-The server here is one that keeps what it was asked: Nightjar's own tests say what that means.
+The server here only records requests; Nightjar's own tests check how its server answers them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from conversation import Conversation, converse
 from pipecat.transcriptions.language import Language
 from pipecat_nightjar import NightjarHttpTTSService, NightjarTTSService, NightjarTTSSettings
 
-#: Of the server's own voice.
+#: Sample rate of the server's voice.
 SERVER_RATE = 16_000
 SECONDS = 2.0
-#: In the midst of its speech: Pipecat's own resampler forgets what it holds after a fifth of a second.
+#: Pause within the speech: Pipecat's default resampler drops its buffer after a fifth of a second.
 PAUSE_SECONDS = 0.25
-#: Setting -> its value, and what of the two requests it changes.
+#: Setting -> its value, and the fields that it changes in the HTTP request and in the WebSocket message.
 TABLE: dict[str, list[tuple[Any, dict[str, Any], dict[str, Any]]]] = {
     "model": [("other", {"model": "other"}, {"model_id": "other"})],
     "voice": [("ada", {"voice": "ada"}, {"voice": {"mode": "id", "id": "ada"}})],
@@ -40,7 +40,7 @@ ROWS = [pytest.param(name, *row, id=f"{name}-{row[0]}") for name, rows in TABLE.
 
 
 class Recorder:
-    """Answers every text with a tone, and keeps what it was asked."""
+    """A server that answers every text with a tone and records the requests."""
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
@@ -104,7 +104,7 @@ async def recorder() -> AsyncIterator[Recorder]:
 async def said(
     kind: type[NightjarHttpTTSService | NightjarTTSService], rate: int = 24_000, **settings: Any
 ) -> tuple[dict[str, Any], Conversation]:
-    """What a service with these settings asks for one text, and what it played."""
+    """The request of a service with these settings for one text, and the conversation."""
 
     async def script(conversation: Conversation) -> None:
         await conversation.say("Good morning.")
@@ -142,7 +142,7 @@ def test_no_setting_is_missing_in_the_table() -> None:
 def test_speech_is_as_long_as_it_was_made(
     kind: type[NightjarHttpTTSService | NightjarTTSService], rate: int
 ) -> None:
-    """An ear understands slowed speech: its samples are counted."""
+    """Slowed speech can still be recognized, so samples are counted."""
     _, done = asyncio.run(said(kind, rate))
     assert done.rates() == {rate}
     assert len(done.audio()) / 2 == pytest.approx(SECONDS * rate, abs=rate / 1000)

@@ -1,5 +1,4 @@
-"""Clients that others wrote for Cartesia, pointed at a real server as they are: Pipecat's own service, and
-LiveKit's plugin."""
+"""Unmodified clients for Cartesia with a real server: Pipecat's service, and LiveKit's plugin."""
 
 from __future__ import annotations
 
@@ -77,7 +76,7 @@ livekit = pytest.importorskip("livekit.plugins.cartesia", reason="livekit-plugin
 
 
 def with_livekit(server: NightjarServer, use: Callable[[Any], Coroutine[Any, Any, bytes]]) -> bytes:
-    """The audio that `use` gets of the plugin."""
+    """The audio that `use` gets from the plugin."""
 
     async def run() -> bytes:
         async with aiohttp.ClientSession() as session:

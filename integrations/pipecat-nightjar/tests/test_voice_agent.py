@@ -1,5 +1,4 @@
-"""The demo, run as a new user would: a question goes in as a WAV file, an answer that can be understood
-comes out."""
+"""The demo, as a new user runs it: it gets a question as a WAV file, and its answer can be understood."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ QUESTION = "What can you tell me about the weather in the mountains?"
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """That of a new user, who has a home of his own."""
+    """The environment of a new user, with its own state folder."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SPEECH_", "OPENAI_"))}
     own = {
         "NIGHTJAR_PYTHON": SERVER_PYTHON,
@@ -32,7 +31,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def run(folder: Path, *arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The command of the README, away from the checkout."""
+    """Runs the command of the README outside of the checkout."""
     command = [sys.executable, DEMO / "run.py", *arguments]
     return subprocess.run(
         command,
@@ -65,7 +64,7 @@ def test_a_server_that_runs_already_is_used(server: NightjarServer, tmp_path: Pa
 
 
 def test_a_machine_without_sound_devices_says_so(tmp_path: Path) -> None:
-    # A process without the system's configuration of sound has no device, whatever there is.
+    # Without the system's sound configuration a process has no device, even if the machine has one.
     done = run(tmp_path, "--microphone", ALSA_CONFIG_PATH=str(tmp_path), PULSE_SERVER="none")
     assert done.returncode == 1
     assert re.search(

@@ -1,4 +1,5 @@
-"""The demo with a browser: a client that does what its page does asks, hears an answer, and interrupts it."""
+"""The demo with a browser: a client that acts like its page asks a question, gets an answer and interrupts
+it."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ BLOCK_BYTES = MICROPHONE_RATE // 50 * 2
 
 
 class Page:
-    """What the page does, without a browser: sends what a microphone hears, 20 ms at a time, and keeps
-    what it is sent."""
+    """Acts like the page, without a browser: sends the audio of a microphone in blocks of 20 ms, and keeps
+    the audio that it receives."""
 
     def __init__(self, socket: ClientConnection, question: bytes) -> None:
         self._socket = socket
@@ -40,21 +41,21 @@ class Page:
         self._heard = asyncio.Condition()
         #: The speech since the last interruption.
         self.audio = b""
-        #: How much of an answer was there, for each interruption.
+        #: Seconds of the answer that had arrived at each interruption.
         self.cut_seconds: list[float] = []
 
     def ask(self) -> None:
         self._to_say = self._question
 
     async def speak(self) -> None:
-        """Silence where there is nothing to say."""
+        """Sends the question, and silence when there is no question."""
         while True:
             block, self._to_say = self._to_say[:BLOCK_BYTES], self._to_say[BLOCK_BYTES:]
             audio: Any = frames.AudioRawFrame(
                 audio=block.ljust(BLOCK_BYTES, b"\0"), sample_rate=MICROPHONE_RATE, num_channels=1
             )
             await self._socket.send(frames.Frame(audio=audio).SerializeToString())
-            # A microphone gives no more.
+            # A microphone is not faster.
             await asyncio.sleep(0.02)
 
     async def hear(self) -> None:
@@ -71,7 +72,7 @@ class Page:
                 self._heard.notify_all()
 
     async def until_seconds(self, seconds: float) -> None:
-        """Until so much of an answer is there."""
+        """Waits until this much of an answer has arrived."""
         async with asyncio.timeout(PATIENCE_SECONDS), self._heard:
             await self._heard.wait_for(lambda: len(self.audio) >= seconds * SPEECH_RATE * 2)
 
@@ -140,7 +141,7 @@ def test_a_page_asks_hears_the_answer_and_interrupts_it(
         async with opened(address) as page:
             page.ask()
             await page.until_seconds(1)
-            # Whoever begins to speak interrupts, also where nobody speaks.
+            # A user who begins to speak interrupts, even if no answer is being spoken.
             assert page.cut_seconds == [0]
             page.ask()
             await page.until_interrupted(2)

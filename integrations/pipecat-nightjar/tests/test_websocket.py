@@ -91,7 +91,7 @@ def test_an_interruption_frees_the_slot_and_the_next_reply_is_heard_whole(
         await conversation.interrupt()
         await conversation.below.until(lambda: bool(conversation.below.of(InterruptionFrame)))
         await asyncio.to_thread(wait_until, server.is_idle)
-        # A server that is not told says the whole text, which takes it seconds.
+        # Without the cancellation the server would speak the whole text, which takes seconds.
         assert server.metrics()["speech_engine_requests_total"] - before < SENTENCES
         begin = len(conversation.audio())
         await conversation.say(REPLY)
@@ -99,7 +99,7 @@ def test_an_interruption_frees_the_slot_and_the_next_reply_is_heard_whole(
 
     done = asyncio.run(converse(service(server), script))
     assert ears.word_error_rate(done.audio()[begin:], 24_000, REPLY) == 0
-    # What was interrupted is no text of the conversation.
+    # An interrupted sentence does not become text of the conversation.
     assert [frame.text for frame in done.below.of(TTSTextFrame) if "captain" in frame.text] == []
     assert done.errors() == []
 
@@ -131,7 +131,7 @@ def test_a_server_that_stops_in_good_order_is_found_again(own_server: NightjarSe
         await conversation.say(FIRST)
         await conversation.until_replies(1)
         await asyncio.to_thread(own_server.stop)
-        # The text is there before the server is.
+        # The text is sent before the server runs again.
         await conversation.say(SECOND)
         own_server.start(wait=False)
         await conversation.until_replies(2)

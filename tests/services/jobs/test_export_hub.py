@@ -129,7 +129,7 @@ def test_splits_become_a_private_dataset(
         ),
         ("a bad name", ConfigError, ErrorCode.CONFIG_INVALID, "does not accept the dataset name 'a/b/c'"),
         ("another format", ConfigError, ErrorCode.CONFIG_INVALID, "Only an export in the format parquet"),
-        ("offline", ServiceError, ErrorCode.SERVER_UNREACHABLE, "switched off by HF_HUB_OFFLINE"),
+        ("offline", ServiceError, ErrorCode.SERVER_UNREACHABLE, "while HF_HUB_OFFLINE is set"),
         ("nobody there", ServiceError, ErrorCode.SERVER_UNREACHABLE, "does not answer"),
         ("broken", ServiceError, ErrorCode.SERVER_UNREACHABLE, "answers with status 500"),
     ],

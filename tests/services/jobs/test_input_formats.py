@@ -15,7 +15,6 @@ from pyarrow import parquet
 from jobs.estimate import dry_run
 from jobs.ingest import SubmitOptions, submit
 from jobs.ledger.records import JobSpec, JobState, NewShard, Reading, RejectedLine
-from jobs.repair import restore_inputs
 from jobs.shard_file import read_shard
 from jobs.spec import resolve
 from pipelines.errors import ConfigError, ErrorCode, InputError, ServiceError
@@ -168,7 +167,7 @@ def test_lost_inputs_are_written_again_from_a_table(rig: Rig, name: str) -> None
     keys = [key for key, _ in rig.ledger.shard_inputs(job.id).values()]
     for key in keys:
         rig.store.delete(key)
-    restore_inputs(rig.settings, rig.ledger, rig.store, job, str(path), keys)
+    rig.submit_file(path, options=AUTO, lost=keys, reading=Reading(sample=20))
     assert spoken(rig, job.id) == before
 
 

@@ -66,10 +66,10 @@ class TestReconcile:
         for _ in range(4):
             wake(ledger)
             for ticket in ledger.take_ready(10):
-                trials.append((ticket.epoch, ledger.on_trial(ticket)))
+                trials.append((ticket.epoch, ledger.should_run_alone(ticket)))
                 lease = ledger.claim(ticket, "w1", LEASE_SECONDS)
                 assert lease is not None
-                assert not ledger.on_trial(ticket)
+                assert not ledger.should_run_alone(ticket)
                 expire(ledger, lease)
             ledger.reconcile()
         assert trials == [(0, False), (1, False), (2, True), (3, True), (3, True)]

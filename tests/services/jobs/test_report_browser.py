@@ -166,7 +166,9 @@ def test_a_screen_reader_finds_names(browser: Browser, page: Path) -> None:
         assert names, role
         assert role == "table" or all(name.strip() for name in names), role
     assert any(
-        name.startswith("Throughput") and "items a second" in name for kind, name in named if kind == "image"
+        name.startswith("Throughput") and "items per second" in name
+        for kind, name in named
+        if kind == "image"
     )
     assert any(name.startswith("Waveform of item") for kind, name in named if kind == "image")
 

@@ -19,7 +19,7 @@ from jobs.ingest import submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import ItemState, Job, JobSpec, NewShard
 from jobs.line_check import LineChecker
-from jobs.repair import Match, repair_objects, reproduce, restore_inputs
+from jobs.repair import Match, repair_objects, reproduce
 from jobs.report import write_report
 from jobs.shard_file import read_shard
 from jobs.source import LineBatch
@@ -282,7 +282,7 @@ def test_inputs_and_audio_of_turns_are_made_again(rig: Rig) -> None:
     run(rig, job)
     ((key, sha256),) = rig.ledger.shard_inputs(job.id).values()
     rig.store.delete(key)
-    restore_inputs(rig.settings, rig.ledger, rig.store, job, str(rig.folder / "in.jsonl"), {key})
+    rig.submit_file(rig.folder / "in.jsonl", lost=[key], generation=VOICES, speak="all")
     assert len(read_shard(rig.store, key, sha256)) == 7
     lost = rig.items(job)[3].artifact
     assert lost is not None

@@ -18,12 +18,12 @@ from jobs.export.items import audio_items, item_metadata
 from jobs.ingest import SubmitOptions, submit
 from jobs.layout import references_prefix
 from jobs.ledger.records import FrozenVoice, Job, JobSpec, JobState, Reading
-from jobs.repair import Match, repair_objects, reproduce, restore_inputs
+from jobs.repair import Match, repair_objects, reproduce
 from jobs.verify import Expected
 from jobs.voices import voice_folder
 from pipelines.duration import Pace
 from pipelines.errors import ErrorCode, InputError, ServiceError
-from pipelines.recording import check_encoded
+from pipelines.recording import read_recording
 from pipelines.registry import register_pipeline
 from pipelines.request import Capabilities, Generation, Message, Speech, SynthesisRequest
 from pipelines.stored_voices import VoiceFolder
@@ -62,7 +62,7 @@ class Cloner(FakePipeline):
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
     forget = register_pipeline(
-        "fake", replace(fake_card(), capabilities=ABLE, check_reference=check_encoded), Cloner
+        "fake", replace(fake_card(), capabilities=ABLE, check_reference=read_recording), Cloner
     )
     rig = Rig(tmp_path, Cloner())
     folder(rig).add("anna", ANNA, "Anna speaks.")
@@ -117,10 +117,14 @@ def test_a_job_keeps_its_voices_when_they_are_changed_and_deleted(rig: Rig) -> N
         line("By its own recording.", ["user", "audio", "own.wav"]),
         {"example_id": "talk", "messages": [["user", "text", "Who is it?"], ["assistant", "text", "Ben."]]},
     )
-    job = rig.submit_file(
-        source, generation=Generation(voice="anna", roles={"assistant": Generation(voice="ben")}), speak="all"
-    )
+    generation = Generation(voice="anna", roles={"assistant": Generation(voice="ben")})
+    job = rig.submit_file(source, generation=generation, speak="all")
     assert (job.total_items, job.rejected_lines) == (7, 0)
+    (key,) = {key for key, _ in rig.ledger.shard_inputs(job.id).values()}
+    before = rig.store.get(key)
+    rig.store.delete(key)
+    assert rig.submit_file(source, lost=[key], generation=generation, speak="all") == job
+    assert rig.store.get(key) == before
     # Two lines with one voice store its recording once.
     assert len(recordings(rig, job)) == 3
     folder(rig).add("anna", OTHER, "Another one.")
@@ -142,7 +146,7 @@ def test_a_job_keeps_its_voices_when_they_are_changed_and_deleted(rig: Rig) -> N
     assert (cloned.voice, cloned.speaker[:4]) == (None, "ref-")
     # The sweep knows the recordings.
     assert list(orphans(rig.ledger, rig.store, rig.ledger.job(job.id), rig.ledger.now() + 1e6)) == []
-    # Lost audio and a lost input come back with the same bytes.
+    # Lost audio comes back with the same bytes.
     assert {made.match for made in reproduce(rig.ledger, rig.store, job, rig.pipeline, 7)} == {Match.SAME}
     (lost,) = [row.artifact for row in rig.items(job) if row.example_id == "By the line."]
     assert lost is not None
@@ -152,11 +156,6 @@ def test_a_job_keeps_its_voices_when_they_are_changed_and_deleted(rig: Rig) -> N
         rig.ledger, rig.store, job, rig.pipeline, [Expected(lost.key, lost.sha256, "audio", 1)]
     ) == {"same": 1}
     assert asked("By the line.") == (None, [BEN], None)
-    (key,) = {key for key, _ in rig.ledger.shard_inputs(job.id).values()}
-    before = rig.store.get(key)
-    rig.store.delete(key)
-    restore_inputs(rig.settings, rig.ledger, rig.store, job, str(source), [key])
-    assert rig.store.get(key) == before
 
 
 def test_another_recording_or_text_is_another_job_and_no_voice_changes_nothing(rig: Rig) -> None:

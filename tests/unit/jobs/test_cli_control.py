@@ -238,11 +238,11 @@ def test_retry_leaves_what_can_never_succeed(rig: Rig) -> None:
 
 
 def test_codes_that_no_retry_mends_are_those_of_the_line() -> None:
-    hopeless = {code for code in ErrorCode if code.hopeless}
-    assert hopeless == {code for code in ErrorCode if code.value.startswith("input.")} | {
+    permanent = {code for code in ErrorCode if code.permanent}
+    assert permanent == {code for code in ErrorCode if code.value.startswith("input.")} | {
         ErrorCode.STORE_BAD_KEY
     }
-    assert not any(code.retryable for code in hopeless)
+    assert not any(code.retryable for code in permanent)
 
 
 @pytest.mark.parametrize(("line", "status"), [("", 0), ("broken\n", 1)])

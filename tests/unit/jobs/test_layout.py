@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jobs.layout import item_key, numbered_key, put_numbered, slug
 from jobs.ledger.records import Job, JobSpec, JobState
+from jobs.line_check import GoodLine
 from jobs.shard_file import compress, encode_lines, read_raw_shard, read_shard
 from jobs.store import FolderStore
 from jobs.store.base import split_key
@@ -95,7 +96,10 @@ def test_a_shard_comes_back() -> None:
     raw = b'{"example_id":"a","messages":[["user","audio","v.wav"],["user","text","hi\\n"],["assistant","audio","gt.wav"]],"other":[1, 2]}'
     plain = '{"example_id": "ü", "messages": [["user", "text", "x"]], "generation": {"seed": 3}, "index": 99}'.encode()
     data = compress(
-        [*encode_lines(0, 1, raw, {0: "jobs/j/references/s.wav"}), *encode_lines(1, 5, plain, {})]
+        [
+            *encode_lines(0, GoodLine(1, "a", raw, 0, {0: "jobs/j/references/s.wav"})),
+            *encode_lines(1, GoodLine(5, "ü", plain, 0, {})),
+        ]
     )
     store = MemoryStore()
     store.put("k", data)

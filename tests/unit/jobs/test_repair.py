@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from jobs.export import export
+from jobs.job_options import SubmitOptions
 from jobs.ledger.records import Job
-from jobs.repair import Match, Repaired, RepairOutcome, repair_objects, reproduce, restore_inputs
+from jobs.repair import Match, Repaired, RepairOutcome, repair_objects, reproduce
 from jobs.store import FolderStore
 from jobs.verify import Fault, ObjectCheck, expected_objects, listed_faults
 from pipelines.errors import ErrorCode, InputError, StoreError
@@ -185,14 +186,8 @@ def test_inputs_are_written_again_from_their_file(rig: Rig, left: bytes | None) 
         rig.store.delete(key)
         if left is not None:
             rig.store.objects[key] = (left, {})
-    source = rig.folder / "0.jsonl"
-    restore_inputs(rig.settings, rig.ledger, rig.store, job, str(source), lost)
+    assert rig.submit_file(rig.folder / "0.jsonl", lost=lost) == job
     assert rig.store.objects == before
-    rig.store.delete(lost[0])
-    source.write_text(source.read_text().replace("three", "3"))
-    with pytest.raises(StoreError) as caught:
-        restore_inputs(rig.settings, rig.ledger, rig.store, job, str(source), lost[:1])
-    assert caught.value.code is ErrorCode.STORE_MISSING
 
 
 @pytest.mark.parametrize(
@@ -205,13 +200,23 @@ def test_damaged_inputs_are_found_and_written_again(rig: Rig, damage: Callable[[
     assert list(check(rig, job)) == []
     rig.store.objects[key] = (damage(rig.store.get(key)), {})
     assert list(check(rig, job)) == [key]
-    restore_inputs(rig.settings, rig.ledger, rig.store, job, str(rig.folder / "0.jsonl"), [key])
+    rig.submit_file(rig.folder / "0.jsonl", lost=[key])
     assert rig.store.objects == before
 
 
-def test_a_line_that_is_refused_by_now_is_written_again(rig: Rig) -> None:
-    job = rig.submit(["one", "two"])
+def test_an_input_of_halves_is_written_again(rig: Rig) -> None:
+    job = rig.submit(["one", "two"], options=SubmitOptions(max_attempts=1))
     before = dict(rig.store.objects)
+    assert rig.ledger.fail_shard(rig.claim_next().ticket, ErrorCode.WORKER_CRASH, "It died.")
+    ((key, _), other) = rig.ledger.shard_inputs(job.id).values()
+    assert other[0] == key
+    rig.store.delete(key)
+    rig.submit_file(rig.folder / "0.jsonl", options=SubmitOptions(max_attempts=1), lost=[key])
+    assert rig.store.objects == before
+
+
+def test_an_input_with_a_line_that_is_refused_by_now_stays_lost(rig: Rig) -> None:
+    job = rig.submit(["one", "two"])
     ((key, _),) = rig.ledger.shard_inputs(job.id).values()
     rig.store.delete(key)
 
@@ -219,8 +224,10 @@ def test_a_line_that_is_refused_by_now_is_written_again(rig: Rig) -> None:
         raise InputError(ErrorCode.INPUT_UNSUPPORTED, "Not this.")
 
     register_pipeline("fake", replace(fake_card(), check_text=refuse), FakePipeline)
-    restore_inputs(rig.settings, rig.ledger, rig.store, job, str(rig.folder / "0.jsonl"), [key])
-    assert rig.store.objects == before
+    with pytest.raises(StoreError, match="the software has changed") as caught:
+        rig.submit_file(rig.folder / "0.jsonl", lost=[key])
+    assert caught.value.code is ErrorCode.STORE_MISSING
+    assert rig.ledger.job(job.id) == job
 
 
 def test_a_sample_without_its_input_has_failed_items(rig: Rig, job: Job) -> None:

@@ -113,7 +113,7 @@ def test_failed_then_refused_then_odd_then_typical() -> None:
     shown = sample.choose(9)
     assert [one.row.index for one in shown[:3]] == [100, 40, 41]
     assert (len(shown), len({one.row.index for one in shown})) == (9, 9)
-    assert [one.reason for one in shown[:3]] == ["synth.nan", "refused by silence", "pace 2, median 16"]
+    assert [one.reason for one in shown[:3]] == ["synth.nan", "failed checks: silence", "pace 2, median 16"]
     spread = [one.row.index for one in shown[3:]]
     assert spread == sorted(spread)
     assert spread[-1] - spread[0] > 40
@@ -131,12 +131,12 @@ def test_a_timeline_keeps_every_item_and_its_time() -> None:
     assert (line.edges[-1], line.leases) == (pytest.approx(120.0), 3)
     assert sum(line.items) == pytest.approx(131)
     assert sum(line.audio_seconds) == pytest.approx(150.001)
-    chart = line.chart("k", "Throughput", "items a second", line.items)
+    chart = line.chart("k", "Throughput", "items per second", line.items)
     assert chart.bars[0].value == pytest.approx(0.5)
     assert chart.bars[-2].value == pytest.approx(100 / 60)
     assert (chart.bars[0].begin, chart.bars[-1].end) == (0, pytest.approx(120.0))
     assert chart.bars[0].label.endswith(" min")
-    assert f"average {charts.number(131 / 120)} items a second" in chart.summary
+    assert f"average {charts.number(131 / 120)} items per second" in chart.summary
 
 
 def test_the_clock_of_work_stands_still_between_leases() -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.checks import CHECKS
+from jobs.checks import CHECKS, PRESETS
+from jobs.ledger.queries import check_names
+from jobs.ledger.records import JobSpec
 from jobs.ledger.schema import SCORE_COLUMNS
-from jobs.where import EXAMPLE, MAX_COMPARISONS, Where, no_such_score, parse_where
+from jobs.where import EXAMPLE, MAX_COMPARISONS, Where, parse_where
 from pipelines.errors import ConfigError, ErrorCode
 
 
@@ -78,36 +82,17 @@ def test_columns_of_the_ledger_are_those_of_checks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "there", "meters", "message", "advice"),
+    ("text", "preset", "advice"),
     [
-        (
-            "wer",
-            ["loudness"],
-            (),
-            "has the score 'wer': the job was made without the meter asr.",
-            "Checks with this meter are in docs/",
-        ),
-        ("wer", ["loudness"], ("asr",), "has the score 'wer'.", "Compare one of: loudness, seconds"),
-        (
-            "loudnes",
-            ["loudness", "pause"],
-            (),
-            "has the score 'loudnes'.",
-            "Did you mean 'loudness'? Compare one of: loudness, pause, ",
-        ),
-        ("second", ["pause"], (), "has the score 'second'.", "Did you mean 'seconds'? "),
-        (
-            "wer",
-            [],
-            (),
-            "has the score 'wer': the job was made without the meter asr.",
-            "No item of the job has scores",
-        ),
+        ("wer < 1", "basic", "Use one of: clipped, duration, "),
+        ("loudnes > 1", "basic", "Did you mean 'loudness'? Use one of: clipped, "),
+        ("second > 1", "basic", "Did you mean 'seconds'? "),
+        ("wer < 1", "off", "Use one of: seconds, draw, attempts. Checks measure others (docs/quality.md)."),
     ],
 )
-def test_a_score_that_is_not_there_is_answered_with_why_or_with_the_nearest(
-    name: str, there: list[str], meters: tuple[str, ...], message: str, advice: str
-) -> None:
-    error = no_such_score("01m8", name, there, meters)
-    assert error.message.endswith(message)
-    assert error.advice.startswith(advice)
+def test_a_score_that_is_not_there_is_answered_with_the_nearest(text: str, preset: str, advice: str) -> None:
+    job: Any = SimpleNamespace(id="01m8", spec=JobSpec("fake", quality=PRESETS[preset]))
+    with pytest.raises(ConfigError, match=f"No item of job 01m8 has the score '{text.split()[0]}'") as caught:
+        check_names(job, parse_where(text))
+    assert caught.value.advice.startswith(advice)
+    check_names(job, parse_where("seconds > 1"))

@@ -218,12 +218,12 @@ def test_one_that_turns_over_while_places_are_freed_keeps_its_own_or_gives_it_ba
         looks = 0
 
         @property
-        def over(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        def notified(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
             Turning.looks += 1
             return Turning.looks > 1
 
-        @over.setter
-        def over(self, value: bool) -> None: ...  # pyright: ignore[reportIncompatibleVariableOverride]
+        @notified.setter
+        def notified(self, value: bool) -> None: ...  # pyright: ignore[reportIncompatibleVariableOverride]
 
     steps = Sums()
     lane = opened(steps)

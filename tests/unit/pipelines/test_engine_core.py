@@ -263,13 +263,13 @@ def test_a_request_that_starts_again_takes_no_place_in_the_waiting_room() -> Non
     core = make_core(golden_model("base"), heard := Recorder(), pages=needed + 1, reserve_frames=0)
     for request in pair:
         core.add(request)
-    while not core.scheduler.returned:
+    while not core.scheduler.preempted:
         assert core.busy, "nobody had to make way: the test has too many pages"
         core.step()
-    assert (core.scheduler.returned, len(core.scheduler.waiting)) == (1, 1)
+    assert (core.scheduler.preempted, len(core.scheduler.waiting)) == (1, 1)
     core.abort(core.scheduler.waiting[0].request.request_id)
-    assert (core.scheduler.returned, len(core.scheduler.waiting)) == (0, 0)
+    assert (core.scheduler.preempted, len(core.scheduler.waiting)) == (0, 0)
     core.add(pair[1])
     run(core)
-    assert core.scheduler.returned == 0
+    assert core.scheduler.preempted == 0
     assert len(heard.codes) == 2

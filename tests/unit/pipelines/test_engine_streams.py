@@ -127,9 +127,9 @@ def test_the_youngest_whole_utterance_makes_way_for_a_stream_and_says_the_same_l
     core.add(urgent)
     core.step()
     assert [one.request for one in core.scheduler.running] == [old, urgent]
-    assert (core.scheduler.returned, [one.request for one in core.scheduler.waiting]) == (1, [young])
+    assert (core.scheduler.preempted, [one.request for one in core.scheduler.waiting]) == (1, [young])
     run(core)
-    assert core.scheduler.returned == 0
+    assert core.scheduler.preempted == 0
     for request in whole:
         np.testing.assert_array_equal(heard.codes[request], run_alone(golden_model("base"), request)[0])
     assert list(heard.codes).index(urgent) < list(heard.codes).index(young)

@@ -279,7 +279,7 @@ def test_first_pieces_come_then_who_runs_dry_then_whole_utterances_then_those_ah
     old, new = queued(1), queued(2)
     ahead, due, dry = (queued(3 + n, now + lead) for n, lead in enumerate((DUE_SECONDS + 0.1, 1.0, -5.0)))
     first, second = queued(6, 0.0), queued(7, 0.0)
-    order = sorted((new, ahead, old, due, second, dry, first), key=lambda one: one.turn(now))
+    order = sorted((new, ahead, old, due, second, dry, first), key=lambda one: one.priority(now))
     assert order == [first, second, dry, due, old, new, ahead]
 
 

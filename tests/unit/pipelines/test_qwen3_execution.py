@@ -191,7 +191,7 @@ def test_the_codec_of_a_gpu_is_made_ready_beside_the_model(caplog: pytest.LogCap
     start_warming(cast("Any", SimpleNamespace(device=torch.device("cpu"), warm=warmed.set)))()
     assert not warmed.is_set(), "on a CPU nothing is made"
     start_warming(cast("Any", SimpleNamespace(device=torch.device("cuda"))))()
-    assert "could not be made ready" in caplog.text, "that it cannot decode is no reason not to start"
+    assert "could not be warmed up" in caplog.text, "that it cannot decode is no reason not to start"
 
 
 def test_a_warm_decoder_has_decoded() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipelines.codec.stage import CodecStage, Decoder
 from pipelines.errors import ConfigError, ErrorCode, InputError, ModelError, NightjarError, SynthesisError
-from pipelines.nn.config_keys import Drawing, Keys, Size, Sizes, Whole
+from pipelines.nn.config_keys import BaseSamplingDefaults, Keys, Size, Sizes, Whole
 from pipelines.options import TokenModelOptions, read_options
 from pipelines.recording import read_recording
 from pipelines.request import Capabilities, EngineStats, Generation, Message, SynthesisRequest, stream, submit
@@ -230,9 +230,9 @@ def test_no_setting_leaves_the_range_of_an_engine() -> None:
     least = Generation(temperature=1e-300, top_k=0, top_p=1.0, repetition_penalty=1e-300)
     most = Generation(temperature=2.0, top_k=1 << 63, top_p=1.0, repetition_penalty=1e300)
     for asked, temperature, top_k, penalty in ((least, 1e-4, 0, 1e-4), (most, 2.0, 2**31 - 1, 1e4)):
-        made = token_sampling(Drawing(), asked, 10, 5, ())
+        made = token_sampling(BaseSamplingDefaults(), asked, 10, 5, ())
         assert (made.temperature, made.top_k, made.repetition_penalty) == (temperature, top_k, penalty)
-    assert token_sampling(Drawing(), Generation(temperature=0.0), 10, 5, ()).temperature == 0.0
+    assert token_sampling(BaseSamplingDefaults(), Generation(temperature=0.0), 10, 5, ()).temperature == 0.0
     with pytest.raises(InputError):
         check_generation(Generation(seed=1 << 63))
 

@@ -13,7 +13,7 @@ from uvicorn.server import ServerState
 
 from pipelines.serving.connections import (
     MAX_FRAMES,
-    PIECES_A_SECOND,
+    PIECES_PER_SECOND,
     Connections,
     HttpProtocol,
     WebSocketProtocol,
@@ -115,7 +115,7 @@ def test_a_part_is_read_at_once_and_the_rest_in_turns_as_fast_as_its_rate() -> N
         assert max(after - before for before, after in zip([0, *turns], [*turns, 5000], strict=True)) < 400
         assert transport.written == b"\x8a\x00" * 5000
         # Those of the first second come at once.
-        assert loop.time() - begin == pytest.approx(5000 / PIECES_A_SECOND - 1, abs=0.5)
+        assert loop.time() - begin == pytest.approx(5000 / PIECES_PER_SECOND - 1, abs=0.5)
         assert transport.reads
 
     asyncio.run(play())

@@ -25,7 +25,7 @@ from pipelines.serving.connections import Connections
 from pipelines.serving.encoding import SpeechFormat, read_audio, stream_encoder, whole_file
 from pipelines.serving.errors import ApiError, as_api_error
 from pipelines.serving.model import Progress
-from pipelines.serving.request_body import MAX_DEPTH, MAX_MARKS, MAX_VALUES, BodyMemory, LimitedBody
+from pipelines.serving.request_body import MAX_DELIMITERS, MAX_DEPTH, MAX_VALUES, BodyMemory, LimitedBody
 from pipelines.serving.server import bound_socket
 from pipelines.serving.speech import SpeechBody
 from tests.support.fakes import FakeClock
@@ -345,7 +345,11 @@ def test_json_is_bounded_in_values_and_depth_and_its_texts_are_not() -> None:
     # The object is one level and one value, the comma behind its text another value.
     for given in (shaped(opened=MAX_DEPTH - 1), shaped(opened=1, values=MAX_VALUES - 3)):
         assert request_body.parse(given) == json.loads(given)
-    for given in (shaped(opened=MAX_DEPTH), shaped(opened=1, values=MAX_VALUES - 2), b'"' * (MAX_MARKS + 1)):
+    for given in (
+        shaped(opened=MAX_DEPTH),
+        shaped(opened=1, values=MAX_VALUES - 2),
+        b'"' * (MAX_DELIMITERS + 1),
+    ):
         with pytest.raises(ApiError) as caught:
             request_body.parse(given)
         assert (caught.value.code, "too many values" in str(caught.value.detail)) == ("input.bad_json", True)
@@ -376,21 +380,21 @@ def test_requests_are_stuck_when_nothing_has_come_of_any_for_a_while() -> None:
 
     assert not after(0)
     assert not after(1000), "nobody asks for anything"
-    progress.call_started()
+    progress.calls += 1
     assert [after(59), after(1)] == [False, True]
     assert not after(0, EngineStats(frames=1)), "the engine made a frame"
     assert after(60, EngineStats(frames=1))
     progress.advanced()
     assert not after(0, EngineStats(frames=1)), "a stream gave a chunk"
-    progress.call_started()
+    progress.calls += 1
     assert not after(59, EngineStats(frames=1))
     progress.advanced()
-    progress.call_ended()
+    progress.calls -= 1
     assert not after(59, EngineStats(frames=1)), "one of two is answered"
-    progress.call_started()
-    progress.call_ended()
+    progress.calls += 1
+    progress.calls -= 1
     assert after(60, EngineStats(frames=1)), "a client that came and left is no answer"
-    progress.call_ended()
+    progress.calls -= 1
     assert not after(1000, EngineStats(frames=1))
 
 

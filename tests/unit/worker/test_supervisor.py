@@ -28,8 +28,8 @@ from pipelines.errors import ConfigError, ErrorCode, ModelError
 from pipelines.ipc import Channel
 from worker.supervisor import report, report_end, report_refusal
 
-#: A child that says up when its GPU is in `up`, finishes items when it is in `works`, says its last words
-#: when it is in `says` and that no start can open its model when it is in `refuses`, and ends by SIGTERM or
+#: A child that says up when its GPU is in `up`, finishes items when it is in `works`, sends its last message
+#: when it is in `says` says that no start can open its model when it is in `refuses`, and ends by SIGTERM or
 #: with the status of its GPU in `ends`; unless the file `mended` is there. One that only ends imports
 #: nothing.
 CHILD = """
@@ -358,7 +358,7 @@ def test_a_worker_says_why_it_ends(parent: Channel[WorkerReport]) -> None:
     report(WorkerReport(finished=True))
     report_end("Broken:\nredis://:hunter2@host/0 " + "x" * 100_000)
     assert parent.receive(60).message == WorkerReport(finished=True)
-    assert parent.receive(60).message.last_words.startswith("Broken: redis://:********@host/0 xxx")
+    assert parent.receive(60).message.last_message.startswith("Broken: redis://:********@host/0 xxx")
     # Nobody reads any more.
     parent.close()
     report(WorkerReport(finished=True))
