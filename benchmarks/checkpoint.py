@@ -57,6 +57,7 @@ from pipelines.vllm_engine.engine_frames import EngineFrames
 
 #: The value of a tensor from its name and standard normal noise of its shape.
 Rule = Callable[[str, Tensor], Tensor]
+Place = torch.device | str | None
 
 
 def in_range(name: str, noise: Tensor) -> Tensor:
@@ -77,18 +78,13 @@ class DummyWeights:
     """
 
     def __init__(self, device: torch.device | str, rule: Rule = in_range) -> None:
-        self._device = torch.device(device)
-        self._rule = rule
+        self._device, self._rule = torch.device(device), rule
 
     def __contains__(self, name: str) -> bool:
         return False
 
     def take(
-        self,
-        name: str,
-        shape: Sequence[int],
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, device: Place = None
     ) -> Tensor:
         dice = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
         noise = torch.randn(tuple(shape), generator=dice, device=self._device)
@@ -122,45 +118,23 @@ def qwen3_config(size: str) -> dict[str, Any]:
     "tiny" has the layout and vocabularies of the published ones and next to no width, to try a benchmark
     on a CPU.
     """
-    hidden, intermediate = _WIDTHS[size]
-    tiny = size == "tiny"
+    (hidden, intermediate), tiny = _WIDTHS[size], size == "tiny"
     predictor = {
-        **_QWEN3_STACK,
-        "hidden_size": hidden if tiny else 1024,
-        "intermediate_size": 3072 // (48 if tiny else 1),
-        "num_hidden_layers": 1 if tiny else 5,
-        "vocab_size": 2048,
-        "max_position_embeddings": 65536,
-    }
+        **_QWEN3_STACK, "hidden_size": hidden if tiny else 1024, "intermediate_size": 64 if tiny else 3072,
+        "num_hidden_layers": 1 if tiny else 5, "vocab_size": 2048, "max_position_embeddings": 65536,
+    }  # fmt: skip
     talker = {
-        **_QWEN3_STACK,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": 1 if tiny else 28,
-        "vocab_size": 3072,
-        "max_position_embeddings": 32768,
-        "text_vocab_size": 151936,
-        "text_hidden_size": 16 if tiny else 2048,
-        "codec_eos_token_id": 2150,
-        **{f"codec_{name}_id": value for name, value in _CODEC_IDS.items()},
-        "codec_language_id": {"english": 2050},
-        "spk_id": {"ryan": 3061},
-        "spk_is_dialect": {"ryan": False},
+        **_QWEN3_STACK, "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": 1 if tiny else 28,
+        "vocab_size": 3072, "max_position_embeddings": 32768, "text_vocab_size": 151936, "text_hidden_size": 16 if tiny else 2048,
+        "codec_eos_token_id": 2150, **{f"codec_{name}_id": value for name, value in _CODEC_IDS.items()},
+        "codec_language_id": {"english": 2050}, "spk_id": {"ryan": 3061}, "spk_is_dialect": {"ryan": False},
         "code_predictor_config": predictor,
-    }
+    }  # fmt: skip
     return {
-        "model_type": "qwen3_tts",
-        "tokenizer_type": "qwen3_tts_tokenizer_12hz",
-        "tts_model_size": size,
-        "tts_model_type": "custom_voice",
-        "im_start_token_id": 151644,
-        "im_end_token_id": 151645,
-        "assistant_token_id": 77091,
-        "tts_pad_token_id": 151671,
-        "tts_bos_token_id": 151672,
-        "tts_eos_token_id": 151673,
-        "talker_config": talker,
-    }
+        "model_type": "qwen3_tts", "tokenizer_type": "qwen3_tts_tokenizer_12hz", "tts_model_size": size,
+        "tts_model_type": "custom_voice", "im_start_token_id": 151644, "im_end_token_id": 151645, "assistant_token_id": 77091,
+        "tts_pad_token_id": 151671, "tts_bos_token_id": 151672, "tts_eos_token_id": 151673, "talker_config": talker,
+    }  # fmt: skip
 
 
 #: The published 12 Hz decoder.
@@ -189,14 +163,9 @@ def dummy_model(
 
 @torch.inference_mode()
 def dummy_decoder(
-    shape: CodecDecoderConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    fused: bool | None = None,
-    *,
-    reproducible: bool = False,
-    fused_front: bool | None = None,
-) -> CodecDecoder:
+    shape: CodecDecoderConfig, device: torch.device, dtype: torch.dtype, fused: bool | None = None, *,
+    reproducible: bool = False, fused_front: bool | None = None,
+) -> CodecDecoder:  # fmt: skip
     """A codec decoder of this shape."""
     front = fuses_front(device, dtype, reproducible, 0) if fused_front is None else fused_front
     return CodecDecoder(shape, DummyWeights(device, codec_values), device, dtype, fused, reproducible, front)
@@ -310,24 +279,22 @@ def fish_config(folder: Path, tiny: bool = False) -> FishConfig:
         64 if tiny else 4096,
         300 if tiny else _TEXT_IDS,
     )
-    first = text + 3 + len(FISH_CONTROLS)
-    shared = {"rope_base": 1_000_000, "norm_eps": 1e-6}
+    first, shared = text + 3 + len(FISH_CONTROLS), {"rope_base": 1_000_000, "norm_eps": 1e-6}
     # The published vocabulary has two spare ids after the semantic tokens.
-    text_config = {
-        **slow,
-        **shared,
-        "vocab_size": first + codes + 2,
-        "max_seq_len": 32_768,
-        "attention_qk_norm": True,
-    }
-    decoder = {**fast, **shared, "vocab_size": codes, "num_codebooks": 10, "text_dim": slow["dim"]}
+    more = {"vocab_size": first + codes + 2, "max_seq_len": 32_768, "attention_qk_norm": True}
     content = {
         "model_type": "fish_qwen3_omni",
         "eos_token_id": text + 2,
         "semantic_start_token_id": first,
         "semantic_end_token_id": first + codes - 1,
-        "text_config": text_config,
-        "audio_decoder_config": decoder,
+        "text_config": {**slow, **shared, **more},
+        "audio_decoder_config": {
+            **fast,
+            **shared,
+            "vocab_size": codes,
+            "num_codebooks": 10,
+            "text_dim": slow["dim"],
+        },
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
@@ -349,9 +316,8 @@ def dummy_fish_frames(
     weights = Loader(DummyWeights(device, _keeping_variance), "", dtype, device)
     norm = torch.ones(config.slow.hidden, dtype=dtype, device=device)
     slow = config.slow
-    backbone = StackTensors(
-        (), norm, norm.new_zeros(1, slow.head_dim), slow.heads, slow.kv_heads, slow.eps, slow.head_dim**-0.5
-    )
+    sizes = slow.heads, slow.kv_heads, slow.eps, slow.head_dim**-0.5
+    backbone = StackTensors((), norm, norm.new_zeros(1, slow.head_dim), *sizes)
     drawn = weights("drawn", len(drawn_ids(config)), slow.hidden)
     tensors = frame_tensors(config, backbone, drawn, take_fast(weights, config))
     state = SlotState(slots, slow.hidden, len(tensors.head), 1, 0, 0, dtype, device, tensors.draw.window)
@@ -399,9 +365,8 @@ class AnyIdSpeaks(SparkVocabulary):
         names += [f"bicodec_semantic_{code}" for code in range(8192)]
         levels = [f"{kind}_label_{level}" for kind in ("pitch", "speed") for level in range(5)]
         names += [*_SPARK_CONTROLS, "gender_0", "gender_1", *levels]
-        super().__init__(
-            numbered_words(151_643, [f"<|{name}|>" for name in names]), 8192, 4096, Path("dummy")
-        )
+        words = numbered_words(151_643, [f"<|{name}|>" for name in names])
+        super().__init__(words, 8192, 4096, Path("dummy"))
 
     def spoken(self, text: str) -> list[int]:
         return [self.control("start_content"), *token_letters(text), self.control("end_content")]
@@ -476,11 +441,7 @@ class _Noted(DummyWeights):
         self.tensors: dict[str, Tensor] = {}
 
     def take(
-        self,
-        name: str,
-        shape: Sequence[int],
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, device: Place = None
     ) -> Tensor:
         made = super().take(name, shape, dtype, device)
         self.tensors[name] = made.to("cpu").contiguous()
@@ -525,15 +486,11 @@ def _codec_config(size: str) -> dict[str, Any]:
     published sizes."""
     tiny = size == "tiny"
     return {
-        "model_type": "qwen3_tts_tokenizer_12hz",
-        "encoder_valid_num_quantizers": 16,
-        "input_sample_rate": 24_000,
-        "output_sample_rate": 24_000,
-        "decode_upsample_rate": 1920,
-        "encode_downsample_rate": 1920,
+        "model_type": "qwen3_tts_tokenizer_12hz", "encoder_valid_num_quantizers": 16, "input_sample_rate": 24_000,
+        "output_sample_rate": 24_000, "decode_upsample_rate": 1920, "encode_downsample_rate": 1920,
         "decoder_config": {**asdict(TINY_CODEC if tiny else PUBLISHED_CODEC), "hidden_act": "silu"},
         "encoder_config": _TINY_ENCODER if tiny else {},
-    }
+    }  # fmt: skip
 
 
 def _write_tokenizer(path: Path, texts: Sequence[str]) -> None:
@@ -541,9 +498,8 @@ def _write_tokenizer(path: Path, texts: Sequence[str]) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        texts, BpeTrainer(vocab_size=2000, initial_alphabet=alphabet, show_progress=False)
-    )
+    trainer = BpeTrainer(vocab_size=2000, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
     made = json.loads(tokenizer.to_str())
     specials = {"<|im_start|>": _START, "<|im_end|>": _END, "assistant": _ASSISTANT}
     made["model"]["vocab"] |= specials
@@ -558,7 +514,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 def main() -> int:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("size", choices=("0b6", "1b7", "tiny"))
+    made.add_argument("size", choices=_WIDTHS)
     made.add_argument("folder", type=Path)
     made.add_argument("--device", default="cuda")
     made.add_argument("--texts", type=Path, help="lines that the tokenizer learns its merges from")

@@ -1,20 +1,20 @@
 """The figures that need no GPU.
 
-    python -m benchmarks.cpu jobs [--postgres URL]  # the job system: ingest, status, the whole path, the embedded voice
+    python -m benchmarks.cpu jobs [--postgres URL]  # the job system: ingest, status, the embedded voice
     python -m benchmarks.cpu packs [--items N]      # a job with packs beside the same job without
     python -m benchmarks.cpu filters [--items N]    # filters of items beside no filter
     python -m benchmarks.cpu paces JOB              # speaking rates of a finished job's voices, as a quality configuration
 
 The first three write `benchmarks/results/cpu.json`, `packs.json` and `filters.json`. `python -m tests.support.services COMMAND` starts
-the servers: PostgreSQL, without which its figures are left out, and S3 for `packs`, which then shares the cores. The whole path and
-the voice stand beside what this machine does for the bare work in the same run.
+the servers: PostgreSQL, without which its figures are left out, and S3 for `packs`, which then shares the cores. The
+voice stands beside what this machine does for the bare work in the same run. `python -m benchmarks.job --device cpu --instant 2`
+is a whole job with a voice that costs nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
 import heapq
-import io
 import json
 import os
 import shutil
@@ -37,7 +37,7 @@ import numpy as np
 import sqlalchemy as sa
 
 from benchmarks import voices
-from benchmarks.report import ROOT, Figure, report
+from benchmarks.report import ROOT, Figure, new_database, report, s3_settings
 from benchmarks.stream_clients import SENTENCES
 from jobs.checks import Quality
 from jobs.export.items import audio_items, item_metadata
@@ -49,7 +49,6 @@ from jobs.settings import load_settings
 from jobs.store import open_store
 from jobs.store.base import ObjectStore
 from jobs.where import parse_where
-from pipelines.audio import encode
 from pipelines.duration import Pace, text_units
 from pipelines.errors import ErrorCode, NotFoundError
 
@@ -113,15 +112,6 @@ def run_seconds(job: Job) -> float:
     return job.finished_at - job.started_at
 
 
-def new_database(server: str, name: str) -> str:
-    """The URL of a new empty database of a PostgreSQL server."""
-    import psycopg  # A clone in which only the paces of a job are measured may lack it.
-
-    with psycopg.connect(server, autocommit=True) as connection:
-        connection.execute(f'CREATE DATABASE "{name}"'.encode())
-    return f"{server.rpartition('/')[0]}/{name}"
-
-
 def ingest(folder: Path, lines: int, postgres: str | None) -> list[Figure]:
     """Ingest of one file into each ledger, in a process of its own; then the status query at that size."""
     source = folder / "input.jsonl"
@@ -152,31 +142,6 @@ def _status_ms(url: str, job: str) -> float:
             ledger.status(job)
             times.append((time.perf_counter() - start) * 1000)
     return statistics.median(times)
-
-
-def whole_path(folder: Path, items: int) -> Figure:
-    """Items a second from the first claim to the end of `nightjar run` with an engine that costs nothing, on SQLite and
-    a folder."""
-    source = folder / "path.jsonl"
-    write_lines(source, items)
-    voice = voices.install(folder / "voice")
-    options = ("--model", voices.INSTANT, "--qa", "off")
-    status, job = run_job(source, folder / "home", *options, environment=voice)
-    assert status["items"]["done"] == items
-    limit, name = _bare_writes(folder / "bare", items), "encode, hash and write, one thread"
-    return Figure("whole path, free engine", items / run_seconds(job), "items/s", ">= 5,000", limit, name)
-
-
-def _bare_writes(folder: Path, items: int) -> float:
-    """Files a second of a loop that encodes, hashes and writes the same audio."""
-    folder.mkdir()
-    samples, start = voices.sound(0.12), time.perf_counter()
-    for index in range(items):
-        data = encode(samples, voices.RATE, "wav")
-        hashlib.sha256(data).hexdigest()
-        with io.FileIO(folder / f"{index}.wav", "xb") as file:
-            file.write(data)
-    return items / (time.perf_counter() - start)
 
 
 def voice_share(folder: Path, sentences: int, bare_seconds: float = 15.0) -> Figure:
@@ -212,19 +177,13 @@ def _bare_rtfx(voice: Hibari, threads: int, seconds: float) -> float:
 
 
 #: What is measured of a job beside its speed, and its unit.
-PACK_FIGURES = (
-    ("verify of {}", "s"),
-    ("export of {} (webdataset)", "s"),
-    ("objects with audio, {}", "objects"),
-)
+PACK_FIGURES = {"verify of {}": "s", "export of {} (webdataset)": "s", "objects with audio, {}": "objects"}
 
 
 def packs_once(
     folder: Path, source: Path, items: int, variables: Mapping[str, str], *, pack: bool
 ) -> tuple[float, ...]:
     """(items a second, seconds of verify, seconds of an export, objects with audio) of one job in a new home."""
-    from benchmarks.job import s3_settings
-
     home, packed = folder / "home", ["--pack"] if pack else []
     options = ["--model", voices.INSTANT, "--qa", "off", *packed]
     status, job = run_job(source, home, *options, environment=variables)
@@ -264,7 +223,7 @@ def packs_figures(folder: Path, items: int, seconds: float, rounds: int) -> list
             Figure(f"{name}, {about}", loose[0], "items/s"),
             Figure(f"{name}, packs", packed[0], "items/s", "", loose[0], about),
         ]
-        for at, (what, unit) in enumerate(PACK_FIGURES, 1):
+        for at, (what, unit) in enumerate(PACK_FIGURES.items(), 1):
             figures.append(Figure(f"{name}, {what.format(about)}", loose[at], unit))
             figures.append(Figure(f"{name}, {what.format('packs')}", packed[at], unit))
     return figures
@@ -422,15 +381,14 @@ def main() -> None:
 
 @main.command()
 @click.option("--lines", default=1_000_000, show_default=True, help="Lines of the ingest figures.")
-@click.option("--items", default=30_000, show_default=True, help="Items of the whole path.")
 @click.option("--sentences", default=4000, show_default=True, help="Sentences of the embedded voice.")
 @click.option("--name", default="cpu", show_default=True, help="Name of the file of results.")
 @POSTGRES
-def jobs(lines: int, items: int, sentences: int, name: str, postgres: str | None) -> None:
+def jobs(lines: int, sentences: int, name: str, postgres: str | None) -> None:
     """The job system's own cost, and what a run keeps of hibari."""
     with in_folder() as folder:
         figures = ingest(folder, lines, postgres)
-        figures += [whole_path(folder, items), voice_share(folder, sentences)]
+        figures.append(voice_share(folder, sentences))
     report("Nightjar on this machine", name, figures)
 
 

@@ -24,7 +24,8 @@ import json
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ class Watched(FrameExecutor):
 
     def __init__(self, executor: FrameExecutor) -> None:
         self._executor = executor
-        for name in [
+        for name in (
             "name",
             "lag",
             "kernels",
@@ -119,7 +120,7 @@ class Watched(FrameExecutor):
             "kv",
             "batch_sizes",
             "stream",
-        ]:
+        ):
             setattr(self, name, getattr(executor, name))
         self.device, self._on, self._began = executor.kv.k.device, False, 0.0
         self._spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
@@ -148,59 +149,51 @@ class Watched(FrameExecutor):
         return found | counts
 
     def embed_all(self, prompts: Sequence[object]) -> list[Tensor]:
-        begin = time.perf_counter()
-        found = self._executor.embed_all(prompts)
-        self._spent("embed", begin)
-        return found
+        with self._timed("embed"):
+            return self._executor.embed_all(prompts)
 
     def embed(self, prompt: object) -> Tensor:
-        begin = time.perf_counter()
-        found = self._executor.embed(prompt)
-        self._spent("embed", begin)
         self._admitted += 1
-        return found
+        with self._timed("embed"):
+            return self._executor.embed(prompt)
 
     def take_text(self, ids: NDArray[np.int64]) -> None:
         self._executor.take_text(ids)
 
     def prefill(self, runs: Sequence[PrefillRun]) -> None:
-        begin, first = time.perf_counter(), self._mark()
-        self._executor.prefill(runs)
-        self._between("prefill", first)
-        self._spent("prefill", begin)
+        with self._timed("prefill"):
+            self._executor.prefill(runs)
 
     def frames(self, slots: Sequence[int], count: int, settings: FrameSettings) -> PendingFrames:
-        begin, first = time.perf_counter(), self._mark()
-        pending = self._executor.frames(slots, count, settings)
-        self._between("frames", first)
-        self._spent("frames", begin)
         self._turns += 1
+        with self._timed("frames"):
+            pending = self._executor.frames(slots, count, settings)
 
         def waited() -> FrameCodes:
-            begin = time.perf_counter()
-            found = pending()
-            self._spent("wait", begin)
-            return found
+            with self._timed("wait"):
+                return pending()
 
         return waited
 
     def prepare(self) -> bool:
         return self._executor.prepare()
 
-    def _spent(self, name: str, begin: float) -> None:
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        begin, first = time.perf_counter(), self._mark(name)
+        yield
+        if first is not None and (last := self._mark(name)) is not None:
+            self._spans[name].append((first, last))
         if self._on:
             self._host[name] += time.perf_counter() - begin
 
-    def _mark(self) -> torch.cuda.Event | None:
-        if not self._on or self.device.type != "cuda":
+    def _mark(self, name: str) -> torch.cuda.Event | None:
+        """An event on the device's stream, of a name that has such spans."""
+        if not self._on or self.device.type != "cuda" or name not in self._spans:
             return None
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-    def _between(self, name: str, first: torch.cuda.Event | None) -> None:
-        if first is not None and (last := self._mark()) is not None:
-            self._spans[name].append((first, last))
 
 
 @dataclass(slots=True)
@@ -502,8 +495,8 @@ class Throughput:
         """The executor of `slots` slots with pages for this load, its sizes, and the seconds it took. `wide`: as a
         job has it, with spare slots."""
         each, model = -(-load.positions // PAGE_SIZE), self.model
-        sizes = {"slots": slots, "pages": slots * each, "page_size": PAGE_SIZE, "max_context": MAX_CONTEXT}
-        asked = NativeModelOptions(**sizes)
+        pages = {"pages": slots * each, "page_size": PAGE_SIZE}
+        asked = NativeModelOptions(slots=slots, max_context=MAX_CONTEXT, **pages)
         wide &= not reproducible
         options = engine_options(model.config, model.device, model.dtype, asked, wide=wide)
         options = replace(options, **self.overrides)
@@ -549,7 +542,7 @@ def share(row: Row) -> float | None:
 def main() -> int:
     options = read(
         parser(__doc__), sizes=["0b6", "1b7"], slots=[512, 128], parts=["all", "lm"], sweep=int, reproducible=int, codec_rows=256,
-        long_prompts=int, codec=False, seconds=3.0, windows=5, option=str, also=Path,
+        long_prompts=int, codec=False, seconds=3.0, windows=5, option=str, also=Path, known={"parts": ("all", "lm")},
     )  # fmt: skip
     load = Load(0.3, 0.8, 0.5) if options.tiny else Load(3.0, 15.0, options.seconds)
     sizes, windows = (["tiny"], 2) if options.tiny else (options.sizes, options.windows)

@@ -47,9 +47,8 @@ from typing import Any, NamedTuple
 from benchmarks import voices
 from benchmarks.common import Bench, Row, parser, read
 from benchmarks.engine import FRAMES_PER_SECOND, Load
-from benchmarks.report import ROOT, ProcessUse
+from benchmarks.report import ROOT, ProcessUse, new_database, s3_settings, write_random_checkpoint
 from benchmarks.stream_clients import words_of
-from jobs.settings import S3Settings
 from jobs.store import open_store
 
 _COMMITS = "SELECT made_at, count(*), sum(duration_ms) / 1000.0 FROM artifacts WHERE kind = 'audio' GROUP BY made_at ORDER BY made_at"
@@ -57,13 +56,13 @@ _FAILED = "SELECT count(*) FROM items WHERE state IN (2, 3)"
 _REPEATED = "SELECT count(*) FROM draws WHERE draw > 0"
 _ENDED = "SELECT 1 FROM jobs WHERE finished_at IS NOT NULL"
 #: Where caches of kernels are kept; new folders make a start cold.
-CACHES = [
+CACHES = (
     "TRITON_CACHE_DIR",
     "TORCH_EXTENSIONS_DIR",
     "TORCHINDUCTOR_CACHE_DIR",
     "CUDA_CACHE_PATH",
     "XDG_CACHE_HOME",
-]
+)
 #: The least time in seconds for which a part is started, and the time that an interrupted command gets to end.
 LEAST_SECONDS, DRAIN_SECONDS = 25.0, 20.0
 COLUMNS = (
@@ -188,43 +187,29 @@ class JobBench:
         if options.instant:
             self.load = Load(options.instant, options.instant, 1.0)
         self.slots = 8 if options.tiny or options.instant else options.slots
-        self.ends_at = time.monotonic() + 60 * options.minutes
         tree = options.tree.name if options.tree != ROOT else ""
         lengths = [self.load.shortest, self.load.longest]
-        self.bench = Bench("job_h200", options, tree=tree, cores=os.cpu_count(), load_s=lengths, left_out=[])
+        self.bench = Bench("job_h200", options, tree=tree, cores=os.cpu_count(), load_s=lengths)
         path = [str(folder / "voices"), str(self.tree), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
         self.engine_rates: dict[tuple[str, int], float] = {}
 
-    @property
-    def seconds_left(self) -> float:
-        return self.ends_at - time.monotonic()
-
     def attempt(self, part: str, work: Callable[..., None], *given: Any) -> None:
-        """Does a part, if there is time for it."""
-        if self.seconds_left >= LEAST_SECONDS:
-            self.bench.attempt(part, work, *given)
-        else:
-            self.bench.found["left_out"].append(part)
-            self.bench.write()
+        self.bench.attempt_in_time(part, LEAST_SECONDS, work, *given)
 
     def prepare(self, size: str) -> None:
-        """Writes the checkpoint of a size in a process that leaves no memory of the device taken, and the voice that opens
-        it."""
+        """Writes the checkpoint of a size, and the voice that opens it."""
         place = self.folder / "voices"
         if self.options.instant:
             voices.install(place, seconds=self.options.instant)
             return
-        texts, checkpoint, began = self.folder / "texts", self.folder / size, time.perf_counter()
-        lengths = self.load.lengths(400)
-        lines = (words_of(one / FRAMES_PER_SECOND, number, str(one)) for number, one in enumerate(lengths))
-        texts.write_text("\n".join(lines), encoding="utf-8")
-        words = [sys.executable, "-m", "benchmarks.checkpoint", size, str(checkpoint), "--texts", str(texts)]
-        subprocess.run([*words, "--device", self.options.device], cwd=ROOT, check=True)
+        checkpoint, lengths = self.folder / size, self.load.lengths(400)
+        texts = (words_of(one / FRAMES_PER_SECOND, number, str(one)) for number, one in enumerate(lengths))
+        seconds = write_random_checkpoint(size, checkpoint, texts, self.options.device)
         device = "" if self.bench.on_gpu else "cpu"
         voices.install(place, f"planted-{size}", checkpoint, device=device)
         gigabytes = sum(file.stat().st_size for file in checkpoint.rglob("*.safetensors")) / 1e9
-        self.bench.keep(**{f"checkpoint_{size}": {"written_s": time.perf_counter() - began, "gb": gigabytes}})
+        self.bench.keep(**{f"checkpoint_{size}": {"written_s": seconds, "gb": gigabytes}})
 
     def engine(self, size: str, gpus: int) -> None:
         """The row of the engine alone: one closed loop for each GPU, all at once."""
@@ -239,7 +224,7 @@ class JobBench:
             given = {"cwd": self.tree, "env": self.environment | chosen, "stdout": subprocess.DEVNULL}
             running.append(subprocess.Popen([*words, "--json", str(path)], **given))
         try:
-            failed = [process.wait(max(self.seconds_left, 1.0)) for process in running]
+            failed = [process.wait(max(self.bench.seconds_left, 1.0)) for process in running]
         finally:
             for process in running:
                 process.kill()
@@ -293,7 +278,7 @@ class JobBench:
     @property
     def _limit(self) -> float:
         """Seconds that a command may take; what comes after it takes some too."""
-        return max(1.0, min(self.options.limit, self.seconds_left - LEAST_SECONDS / 2))
+        return max(1.0, min(self.options.limit, self.bench.seconds_left - LEAST_SECONDS / 2))
 
     def _lengths(self, size: str, gpus: int, cold: bool) -> list[int]:
         """Frames of each item of a job that takes the engine so long."""
@@ -329,11 +314,9 @@ class JobBench:
         import psycopg
         import redis
 
-        name, server = folder.name.replace("_", "x"), os.environ["BENCH_POSTGRES"]
-        with psycopg.connect(server, autocommit=True) as connection:
-            connection.execute(f'CREATE DATABASE "{name}"'.encode())
+        database = new_database(os.environ["BENCH_POSTGRES"], folder.name.replace("_", "x"))
         redis.Redis.from_url(os.environ["BENCH_BROKER"]).flushall()
-        database, place = f"{server.rpartition('/')[0]}/{name}", f"{os.environ['BENCH_STORE']}/{name}"
+        place = f"{os.environ['BENCH_STORE']}/{folder.name.replace('_', 'x')}"
         environment |= {"SPEECH_DATABASE_URL": database, "SPEECH_STORE_URL": place}
         environment |= {"SPEECH_BROKER_URL": os.environ["BENCH_BROKER"]}
         store, (job, worker) = open_store(place, s3_settings()), self._words(size, gpus)
@@ -365,20 +348,14 @@ class JobBench:
                 for path in options.paths:
                     self.attempt(f"{path} {size} {gpus}", self.job, path, size, gpus)
             shutil.rmtree(self.folder / size, ignore_errors=True)
-        print(f"left out: {', '.join(self.bench.found['left_out']) or 'nothing'}")
         return self.bench.end(*COLUMNS)
-
-
-def s3_settings() -> S3Settings:
-    """The S3 server that the environment names."""
-    names = ("endpoint_url", "access_key_id", "secret_access_key", "region")
-    return S3Settings.model_validate({name: os.environ.get(f"SPEECH_S3__{name.upper()}") for name in names})
 
 
 def main(given: Sequence[str] | None = None) -> int:
     options = read(
         parser(__doc__), given, sizes=["0b6"], gpus=[1], paths=["folder"], slots=1024, seconds=40.0, items=0, window_seconds=3.0,
         expected=3000.0, instant=0.0, minutes=60.0, skip_engine=False, cold=False, limit=300.0, tree=ROOT, folder=None,
+        known={"sizes": ("0b6", "1b7"), "paths": ("folder", "s3")},
     )  # fmt: skip
     if options.tiny:
         options.items = options.items or 200

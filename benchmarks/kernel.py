@@ -292,7 +292,7 @@ def unit_part(bench: Bench, channels: int) -> None:
 def main() -> int:
     options = read(
         parser(__doc__), parts=list(PARTS), sizes=["0b6", "1b7"], rows=list(ROWS), contexts=[108, 300],
-        positions=[512, 2048, 6144], prompts=[36, 228],
+        positions=[512, 2048, 6144], prompts=[36, 228], known={"parts": PARTS, "sizes": PUBLISHED},
     )  # fmt: skip
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     bench = Bench("kernel", options)
@@ -303,12 +303,8 @@ def main() -> int:
     def attempt(part: str, work: Callable[..., None], *given: object) -> None:
         if part in options.parts:
             signal.alarm(SECONDS)
-            bench.attempt(
-                " ".join([part, *(str(one) for one in given if not isinstance(one, Shape))]),
-                work,
-                bench,
-                *given,
-            )
+            named = " ".join([part, *(str(one) for one in given if not isinstance(one, Shape))])
+            bench.attempt(named, work, bench, *given)
             signal.alarm(0)
 
     for name in options.sizes:

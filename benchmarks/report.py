@@ -9,18 +9,21 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
+NOTHING: Mapping[str, Iterable[str]] = MappingProxyType({})
 _TICKS, _PAGE, _GIB = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE"), 2.0**30
 
 
@@ -47,9 +50,11 @@ def parser(doc: str | None, device: str = "cuda") -> argparse.ArgumentParser:
     return made
 
 
-def read(made: argparse.ArgumentParser, given: Sequence[str] | None = None, **defaults: Any) -> Any:
+def read(
+    made: argparse.ArgumentParser, given: Sequence[str] | None = None, known: Mapping[str, Iterable[str]] = NOTHING, **defaults: Any
+) -> Any:  # fmt: skip
     """The options of a command line, of which further ones have these defaults and their types. A list takes several
-    values, apart or with commas; a type stands for an empty list of it."""
+    values, apart or with commas; a type stands for an empty list of it. `known`: the values that a list may have."""
     lists: list[str] = []
     for name, default in defaults.items():
         option = "--" + name.replace("_", "-")
@@ -65,7 +70,19 @@ def read(made: argparse.ArgumentParser, given: Sequence[str] | None = None, **de
     found = made.parse_args(given)
     for name in lists:
         setattr(found, name, [one for several in getattr(found, name) for one in several])
+    for name, values in known.items():
+        if unknown := [one for one in getattr(found, name) if one not in values]:
+            made.error(f"--{name} has no {', '.join(unknown)}: {', '.join(values)}")
     return found
+
+
+def write_random_checkpoint(size: str, folder: Path, texts: Iterable[str], device: str, *more: str) -> float:
+    """Writes a checkpoint in a process that leaves no memory of the device taken. Its seconds."""
+    lines, began = folder.with_name(f"{folder.name}-texts"), time.perf_counter()
+    lines.write_text("\n".join(texts), encoding="utf-8")
+    words = [sys.executable, "-m", "benchmarks.checkpoint", size, str(folder), "--texts", str(lines)]
+    subprocess.run([*words, "--device", device, *more], cwd=ROOT, check=True)
+    return time.perf_counter() - began
 
 
 class Result:
@@ -77,7 +94,8 @@ class Result:
         self.rows: list[Row] = []
         self.faults: dict[str, str] = {}
         self.found: dict[str, Any] = {"commit": commit(), "device": device, **facts}
-        self.found |= {"faults": self.faults, "rows": self.rows}
+        self._began, self.left_out = time.monotonic(), list[str]()
+        self.found |= {"faults": self.faults, "left_out": self.left_out, "rows": self.rows}
 
     def add(self, row: Row) -> None:
         """Prints and keeps a row; its first field names the part."""
@@ -103,10 +121,25 @@ class Result:
             print(self.faults[part], flush=True)
         self.write()
 
+    @property
+    def seconds_left(self) -> float:
+        """Of `--minutes`."""
+        return 60 * self.options.minutes - (time.monotonic() - self._began)
+
+    def attempt_in_time(self, part: str, needs: float, work: Callable[..., object], *given: Any) -> None:
+        """A part that needs so many seconds; without them it is left out, which the result says."""
+        if self.seconds_left >= needs:
+            self.attempt(part, work, *given)
+        else:
+            self.left_out.append(part)
+            self.write()
+
     def end(self, *columns: str) -> int:
         """Prints these columns of the rows, and what failed; the exit status."""
         print(table(self.rows, columns))
-        print(f"faults: {', '.join(self.faults) or 'none'}")
+        print(
+            f"left out: {', '.join(self.left_out) or 'nothing'}; faults: {', '.join(self.faults) or 'none'}"
+        )
         return 1 if self.faults else 0
 
 
@@ -154,21 +187,28 @@ class Figure:
 
 def report(title: str, name: str, figures: Sequence[Figure]) -> None:
     """Prints figures as a table, and writes `results/<name>.json` with commit, device and date."""
-    from rich.console import Console  # A GPU machine may have no more than the models need.
-    from rich.table import Table
-
-    table = Table(title=title)
-    for heading in ("figure", "value", "aim", "machine's limit", "share"):
-        table.add_column(heading, overflow="fold")
-    for figure in figures:
-        limit = f"{figure.limit:,.1f} {figure.unit} ({figure.limit_name})" if figure.limit else ""
-        share = f"{figure.share:.0%}" if figure.share else ""
-        table.add_row(figure.name, f"{figure.value:,.1f} {figure.unit}", figure.aim, limit, share)
-    Console(width=140).print(table)
+    rows = [asdict(figure) | {"share": figure.share} for figure in figures]
+    print(f"{title}\n{table(rows, ('name', 'value', 'unit', 'aim', 'limit', 'limit_name', 'share'))}")
     device = platform.processor() or platform.machine()
     facts = {"commit": commit(), "date": datetime.now(UTC).strftime("%Y-%m-%d"), "device": device}
-    rows = [asdict(figure) | {"share": figure.share} for figure in figures]
     (RESULTS / f"{name}.json").write_text(json.dumps({**facts, "figures": rows}, indent=1) + "\n")
+
+
+def new_database(server: str, name: str) -> str:
+    """The URL of a new empty database of a PostgreSQL server."""
+    import psycopg  # A machine for other figures may lack it.
+
+    with psycopg.connect(server, autocommit=True) as connection:
+        connection.execute(f'CREATE DATABASE "{name}"'.encode())
+    return f"{server.rpartition('/')[0]}/{name}"
+
+
+def s3_settings() -> Any:
+    """The S3 server that the environment names."""
+    from jobs.settings import S3Settings
+
+    names = ("endpoint_url", "access_key_id", "secret_access_key", "region")
+    return S3Settings.model_validate({name: os.environ.get(f"SPEECH_S3__{name.upper()}") for name in names})
 
 
 def device_name() -> str:
@@ -224,7 +264,7 @@ class ProcessUse:
             for pid in _family(self._roots):
                 stat, pages = _stat(f"/proc/{pid}/stat"), _read(f"/proc/{pid}/statm").split()
                 if stat and pages:
-                    found[pid] = _name(pid), used_seconds(stat), (int(pages[1]) - int(pages[2])) * _PAGE
+                    found[pid] = _name(pid), _used_seconds(stat), (int(pages[1]) - int(pages[2])) * _PAGE
             self._readings.append((now, found))
             self._gpus.append((now, self._nvml()))
             if self._done.wait(self._seconds):
@@ -244,7 +284,7 @@ def _stat(path: str) -> list[str]:
     return _read(path).rpartition(")")[2].split()
 
 
-def used_seconds(stat: Sequence[str]) -> float:
+def _used_seconds(stat: Sequence[str]) -> float:
     """Processor seconds of a process or thread."""
     return (int(stat[11]) + int(stat[12])) / _TICKS
 
@@ -274,19 +314,6 @@ def _name(pid: int) -> str:
     if program.startswith("python") and "-c" in words:
         return words[words.index("-c") + 1].partition("(")[0][:60]
     return program
-
-
-def thread_seconds(roots: Sequence[int]) -> dict[str, float]:
-    """Processor seconds of the threads of processes and their descendants by `process: thread`; threads of one name
-    add up."""
-    found: dict[str, float] = {}
-    for pid in _family(roots):
-        process = _name(pid)
-        for task in Path(f"/proc/{pid}/task").glob("*"):
-            if stat := _stat(f"{task}/stat"):
-                name = f"{process}: {_read(f'{task}/comm').strip()}"
-                found[name] = found.get(name, 0.0) + used_seconds(stat)
-    return found
 
 
 def listener_pid(port: int) -> int | None:

@@ -43,7 +43,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -60,9 +59,10 @@ from benchmarks.report import (
     parser,
     read,
     table,
-    thread_seconds,
+    write_random_checkpoint,
 )
 from benchmarks.stream_clients import (
+    CONNECTIONS,
     DRAIN_SECONDS,
     Plan,
     answer_silence,
@@ -70,12 +70,9 @@ from benchmarks.stream_clients import (
 )
 
 PARTS = ("client", "closed", "open", "listen", "mixed")
-GAUGES = [
-    "speech_server_running",
-    "speech_server_waiting",
-    "speech_engine_batch_size",
-    "speech_engine_waiting",
-]
+GAUGES = tuple(
+    f"speech_{name}" for name in ("server_running", "server_waiting", "engine_batch_size", "engine_waiting")
+)
 SERVER = "--slots 256 --waiting-room 1024 --option slots=256 --option streams=128"
 #: Length of a speech whose request does not say it; and the longest wait until everything is free again.
 LONGEST_SECONDS, IDLE_SECONDS = 8.0, 30.0
@@ -86,24 +83,6 @@ COLUMNS = (
     "first_pcm_ms.99", "underrun_share", "underrun_ms.95", "rtf", "audio_s_per_s", "batch_audio_s_per_s", "requests", "failures",
     "left_over", "cpu_cores",
 )  # fmt: skip
-#: Names threads for the kernel too, which /proc shows; Python does so itself from 3.14 on.
-NAME_THREADS = """
-import threading
-
-_run = threading.Thread._bootstrap_inner
-
-
-def _named(self):
-    try:
-        with open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as file:
-            file.write(self.name[:15])
-    except OSError:
-        pass
-    _run(self)
-
-
-threading.Thread._bootstrap_inner = _named
-"""
 
 
 def fetch(url: str, path: str, key: str = "") -> tuple[int, str]:
@@ -164,16 +143,14 @@ def _one_seed(plan: Plan, pid: int | None, processes: int, seed: int) -> Row:
     count_from = start + plan.warm_up
     count_until = count_from + plan.duration
     time.sleep(max(count_from - time.monotonic(), 0))
-    since, before = time.time(), thread_seconds(roots)
+    since = time.time()
     time.sleep(max(count_until - time.monotonic(), 0))
-    until, after = time.time(), thread_seconds(roots)
+    until = time.time()
     found = [json.loads(worker.communicate(timeout=DRAIN_SECONDS + 60)[0]) for worker in workers]
     row = row_of(found, count_from, count_until, plan.sized and plan.protocol == "http")
     use.stop()
     if roots:
         row |= use.between(since, until)
-        span = until - since
-        row["threads"] = {name: (took - before.get(name, 0.0)) / span for name, took in after.items()}
     if plan.own:
         row["left_over"] = left_over(plan)
     return row
@@ -268,8 +245,7 @@ def served(words: Sequence[str], seconds: float = 60.0) -> Iterator[tuple[int, s
         probe.bind(("127.0.0.1", 0))
         port, folder = probe.getsockname()[1], Path(name)
         probe.close()
-        (folder / "sitecustomize.py").write_text(NAME_THREADS, encoding="utf-8")
-        path = [name, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
         command = [sys.executable, "-m", "benchmarks.stream", "serve", *words, "--port", str(port)]
         log = folder / "server.log"
@@ -303,13 +279,13 @@ class StreamBench(Result):
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__("stream_h200", options, device_name(), server=options.server)
-        self.until, self.size = time.monotonic() + 60 * options.minutes, ""
+        self.size = ""
 
     def add(self, row: Row) -> None:
         """Prints and writes a row."""
         self.rows.append({"size": self.size, **row})
         lines = table(self.rows[-1:], COLUMNS)
-        print(f"{lines}  [{self.until - time.monotonic():.0f} s left]", flush=True)
+        print(f"{lines}  [{self.seconds_left:.0f} s left]", flush=True)
         self.write()
 
     def note(self, **facts: Any) -> None:
@@ -319,26 +295,18 @@ class StreamBench(Result):
         print(json.dumps(facts), flush=True)
         self.write()
 
-    def part(self, name: str, work: Callable[[], None], needs_s: float = 0.0) -> None:
-        """Runs a part; its failure or the lack of time is noted, and the others follow."""
-        name = f"{self.size} {name}".strip()
-        if self.until - time.monotonic() < needs_s:
-            self.faults[name] = "no time is left"
-        else:
-            self.attempt(name, work)
+    def part(self, name: str, work: Callable[..., None], *given: Any, needs_s: float = 0.0) -> None:
+        self.attempt_in_time(f"{self.size} {name}".strip(), needs_s, work, *given)
 
     def measure_size(self, size: str) -> None:
         """A checkpoint of random weights, and a server of it."""
         options, self.size = self.options, size
         with tempfile.TemporaryDirectory(prefix="nightjar-stream-", dir=options.folder) as name:
-            texts, began = Path(name, "texts"), time.monotonic()
-            texts.write_text("\n".join(text_of(5.0, number) for number in range(400)), encoding="utf-8")
-            checkpoint = str(Path(name, size))
-            words = [sys.executable, "-m", "benchmarks.checkpoint", size, checkpoint, "--texts", str(texts)]
-            words += ["--device", options.device, "--seconds", str(LONGEST_SECONDS)]
-            subprocess.run(words, cwd=ROOT, check=True)
-            self.note(checkpoint_s=round(time.monotonic() - began, 1))
-            began, given = time.monotonic(), [checkpoint, *shlex.split(options.server)]
+            checkpoint, texts = Path(name, size), (text_of(5.0, number) for number in range(400))
+            length = "--seconds", str(LONGEST_SECONDS)
+            seconds = write_random_checkpoint(size, checkpoint, texts, options.device, *length)
+            self.note(checkpoint_s=round(seconds, 1))
+            began, given = time.monotonic(), [str(checkpoint), *shlex.split(options.server)]
             with served(given, options.ready_seconds) as (pid, url, log):
                 plan = plan_of(options, url)
                 self.note(ready_s=round(time.monotonic() - began, 1))
@@ -360,7 +328,7 @@ class StreamBench(Result):
             elif part == "listen":
                 self._points(replace(plan, listen=True), pid, "clients", options.listeners, *listen)
             elif part == "mixed":
-                self.part(part, partial(self._mixed, plan, pid), needs_s=5.0)
+                self.part(part, self._mixed, plan, pid, needs_s=5.0)
 
     def client(self) -> None:
         """The clients' own delay, on a server that answers at once."""
@@ -371,23 +339,21 @@ class StreamBench(Result):
             self.add({"system": "clients alone", **measure(plan, pid, options.processes)})
 
     def _points(
-        self,
-        plan: Plan,
-        pid: int | None,
-        each: str,
-        values: Sequence[float],
-        warm_up: float = 0,
-        duration: float = 0,
-    ) -> None:
+        self, plan: Plan, pid: int | None, each: str, values: Sequence[float], *span: float
+    ) -> None:  # fmt: skip
+        """A row for each value. `span`: seconds of the warm-up and of what counts, other than a closed point's."""
         options = self.options
-        plan = replace(plan, warm_up=warm_up or options.warm_up, duration=duration or options.duration)
+        warm_up, duration = span or (options.warm_up, options.duration)
+        plan = replace(plan, warm_up=warm_up, duration=duration)
         seeds, mode = (options.seeds, "open") if each == "rate" else (1, "closed")
         for protocol in options.protocols:
             for value in values:
                 load = replace(plan, protocol=protocol, **{each: value})
-                point = lambda load=load: self.add(measure(load, pid, options.processes, seeds))  # noqa: E731
-                needs = seeds * (load.warm_up + load.duration + 4)
-                self.part(f"{mode} {value:g} {protocol}", point, needs_s=needs)
+                needs = seeds * (warm_up + duration + 4)
+                self.part(f"{mode} {value:g} {protocol}", self._point, load, pid, seeds, needs_s=needs)
+
+    def _point(self, load: Plan, pid: int | None, seeds: int) -> None:
+        self.add(measure(load, pid, self.options.processes, seeds))
 
     def _mixed(self, plan: Plan, pid: int | None) -> None:
         streams, whole = self.options.mixed
@@ -447,9 +413,8 @@ def main() -> int:
         rates=[1.0, 10.0, 20.0, 50.0, 100.0], listeners=[384, 1000], mixed=[32, 192], seconds=[2.0, LONGEST_SECONDS], seeds=3,
         warm_up=5.0, duration=15.0, short=False, voice=None, text_lengths=False,
         processes=max(min((os.cpu_count() or 1) // 3, 6), 1), minutes=60.0, server=SERVER, ready_seconds=240.0, folder=None,
+        known={"parts": PARTS, "protocols": CONNECTIONS, "sizes": ("0b6", "1b7", "tiny")},
     )  # fmt: skip
-    if unknown := set(options.parts) - set(PARTS):
-        made.error(f"no parts: {', '.join(unknown)}")
     if options.tiny:
         options.sizes, options.device, options.seconds = ["tiny"], "cpu", [0.3, 0.6]
         options.server = "--slots 4 --waiting-room 8 --option slots=4"
@@ -471,10 +436,7 @@ def main() -> int:
             return 2
         bench.measure(plan, local_pid(url))
     for size in options.sizes:
-        bench.part(size, partial(bench.measure_size, size))
-    threads = (bench.rows[-1].get("threads") or {}) if bench.rows else {}
-    for name, share in sorted(threads.items(), key=lambda one: -one[1])[:8]:
-        print(f"  {share:6.1%} of a core  {name}")
+        bench.part(size, bench.measure_size, size)
     bad = any(row["failures"] or row.get("left_over") for row in bench.rows)
     return bench.end(*COLUMNS) or int(bad)
 

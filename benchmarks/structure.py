@@ -265,8 +265,8 @@ def calls(model: str, items: int) -> Counter[tuple[str, str]]:
         environment |= {"ITEM_PATH_ROOT": str(ROOT), "ITEM_PATH_INTO": str(notes)}
         given = str(Path(model).resolve()) if Path(model).is_dir() else model
         words = ["run", "input.jsonl", "--model", given, "--seed", "7", "--json"]
-        command, pipes = [sys.executable, "-m", "jobs", *words], {"capture_output": True, "text": True}
-        done = subprocess.run(command, cwd=folder, env=environment, check=False, **pipes)
+        given_to: dict[str, Any] = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
+        done = subprocess.run([sys.executable, "-m", "jobs", *words], check=False, **given_to)
         if done.returncode:
             error = done.stderr[-2000:]
             raise click.ClickException(f"The run with {model} ended with {done.returncode}:\n{error}")

@@ -4,6 +4,7 @@ right."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -86,7 +87,7 @@ def test_streams(tmp_path: Path) -> None:
 
 
 def test_what_a_processor_does(tmp_path: Path) -> None:
-    for words in (("jobs", "--lines", "3000", "--items", "60", "--sentences", "8"), ("packs", "--items", "20", "--rounds", "1"),
+    for words in (("jobs", "--lines", "3000", "--sentences", "8"), ("packs", "--items", "20", "--rounds", "1"),
                   ("filters", "--items", "3000")):  # fmt: skip
         name = str(tmp_path / words[0])
         command = [sys.executable, "-m", "benchmarks.cpu", *words, "--name", name]
@@ -98,3 +99,17 @@ def test_kernels_need_a_gpu() -> None:
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "benchmarks.kernel", "--device", "cpu"]
     assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+
+
+def test_the_options_of_every_command_on_a_page_are_there() -> None:
+    pages = [*ROOT.glob("docs/**/*.md"), ROOT / "benchmarks/NOTES.md"]
+    text = " ".join(page.read_text() for page in pages)
+    known: dict[str, set[str]] = {}
+    for module, command in re.findall(r"python -m benchmarks\.(\w+)([^`#]*?)[`#]", text):
+        known.setdefault(module, set()).update(re.findall(r"--[\w-]+", command))
+    assert {"engine", "job", "stream", "bits", "soak", "reference"} <= known.keys()
+    for module, options in known.items():
+        words = ["filters"] if module == "cpu" else []
+        command = [sys.executable, "-m", f"benchmarks.{module}", *words, "--help"]
+        shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        assert options <= set(re.findall(r"--[\w-]+", shown)), module

@@ -95,7 +95,7 @@ def submit(
         copied: dict[str, Any] = {name: getattr(options, name) for name in _COPIED}
         origin = opened.uri, opened.sha256, key, store.url, identity
         job = ledger.begin_job(NewJob(resolved.spec, sha, *origin, labels=labels, **copied))
-        _refuse_another(job, opened.sha256, sha, key, resolved.input_format)
+        _refuse_other_job(job, opened.sha256, sha, key, resolved.input_format)
         if options.on_error == "abort":
             _refuse_skipped(ledger, store, job)
         ingesting = job.state is JobState.INGESTING
@@ -268,7 +268,7 @@ def _refuse_skipped(ledger: Ledger, store: ObjectStore, job: Job) -> None:
     raise aborted_by(skipped, f"Job {job.id} was already made from the other lines")
 
 
-def _refuse_another(job: Job, input_sha256: str, sha: str, key: str, input_format: str) -> None:
+def _refuse_other_job(job: Job, input_sha256: str, sha: str, key: str, input_format: str) -> None:
     """Raises if the idempotency key belongs to a job of another input or spec."""
     if (job.input_sha256, job.spec_sha, job.labels.get(INPUT_FORMAT, "dialogues")) != (
         input_sha256,

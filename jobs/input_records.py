@@ -48,9 +48,11 @@ FIELDS: dict[str, tuple[str, ...]] = {
 }
 #: Maximum number of lines of a quoted field, which may contain line ends.
 MAX_RECORD_LINES = 1000
+#: Rows of Parquet that are read at once.
 _ROWS = 256
 #: Kaldi's file of speakers, in the folder of its `text`.
 SPEAKERS = "utt2spk"
+#: The reading of a job without such options: all records, and the usual columns.
 ALL = Reading()
 # The csv module refuses fields of more than 128 KiB by default.
 csv.field_size_limit(max(csv.field_size_limit(), 2 * MAX_LINE_BYTES))

@@ -59,8 +59,8 @@ class RunResult:
     """The final status of a run and the places of its results."""
 
     status: JobStatus
-    #: Places of `audio`, `text`, `manifest` and `report`; None: there is none.
-    made: Mapping[str, str | None]
+    #: The places of `audio`, `text`, `manifest` and `report`; None: there is none.
+    places: Mapping[str, str | None]
 
 
 def run_locally(
@@ -122,10 +122,10 @@ def run_locally(
                     # The worker ends first, because a GPU may lack memory for a second model.
                     embedded.stop(DRAIN_SECONDS)
                     _repair(ledger, store, job.id, progress)
-                made = _results(ledger, store, status, embedded, progress, stop)
+                places = _results(ledger, store, status, embedded, progress, stop)
                 # The store may be outside the home, and the report would create a missing home again.
                 embedded.check_place()
-                made["report"] = _report(ledger, store, status, settings, progress)
+                places["report"] = _report(ledger, store, status, settings, progress)
                 _report_ends(ledger, settings, progress)
             except (NightjarError, OSError):
                 # If the home is missing, that caused the other error.
@@ -141,7 +141,7 @@ def run_locally(
             finally:
                 stop.cleaning = True
                 embedded.stop(DRAIN_SECONDS)
-    return RunResult(status, made)
+    return RunResult(status, places)
 
 
 def _explain_settings(settings: Settings, store: ObjectStore, progress: Progress) -> None:
@@ -160,11 +160,11 @@ def _explain(ledger: Ledger, job: Job, progress: Progress, *, created: bool) -> 
     check_has_work(job)
     if job.state is JobState.PAUSED:
         raise _paused(job)
-    before = "" if created else ", done before" if job.state.final else ", started before"
+    repeated = "" if created else ", already done" if job.state.final else ", already started"
     if INPUT_FORMAT in job.labels:
         progress.say(f"The input is read as {FORMAT_NAMES[cast('InputFormat', job.labels[INPUT_FORMAT])]}.")
     progress.say(
-        f"Job {job.id}: {counted(job.total_items, 'item')}, {counted(job.rejected_lines, 'line')} refused{before}."
+        f"Job {job.id}: {counted(job.total_items, 'item')}, {counted(job.rejected_lines, 'line')} refused{repeated}."
     )
     for other in ledger.jobs_of_input(job.input_sha256, job.spec_sha) if created else ():
         if other.store_url != job.store_url and not other.state.final:

@@ -186,7 +186,7 @@ class _Resynthesis:
             message = f"Another process replaced {artifact.key} meanwhile."
             raise StoreError(ErrorCode.STORE_CONFLICT, message, "Verify the job again.")
         outcome = RepairOutcome.SAME if sha256 == artifact.sha256 else RepairOutcome.OTHER
-        return Repaired(artifact.key, row.example_id, outcome, relisted=True)
+        return Repaired(artifact.key, row.example_id, outcome, entry_changed=True)
 
     def _encoded(self, speech: Speech, kind: str) -> tuple[bytes, dict[str, object]]:
         """The bytes of an artifact, and its other columns in the ledger. Raises `SynthesisError`."""
@@ -249,8 +249,8 @@ class Repaired:
     outcome: RepairOutcome
     #: Why it failed.
     reason: str = ""
-    #: Whether its record in the ledger changed, so that manifests must be rewritten.
-    relisted: bool = False
+    #: Whether its entry in the ledger changed, so that manifests must be rewritten.
+    entry_changed: bool = False
 
 
 _NO_ITEM = "It does not belong to an item: repeat the same `nightjar run INPUT`, or submit the input with another --idempotency-key."
@@ -268,7 +268,7 @@ def repair_objects(
     `RepairOutcome`. Raises `StoreError` if the store fails."""
     again = _Resynthesis(ledger, store, job, pipeline)
     counts: Counter[str] = Counter()
-    relisted = inputs_lost = False
+    entries_changed = inputs_lost = False
     renewed: int | None = None
     left = iter(lost)
     try:
@@ -282,13 +282,13 @@ def repair_objects(
                 else:
                     row, artifact, _ = item
                     repaired = again.replace(*item)
-                    if repaired.relisted and artifact.kind == "audio":
+                    if repaired.entry_changed and artifact.kind == "audio":
                         # An interrupted repair must not leave a finished shard with an old manifest.
                         if renewed not in (None, row.shard_no):
                             again.renew_manifest(renewed)
                         renewed = row.shard_no
                 counts[repaired.outcome.value] += 1
-                relisted |= repaired.relisted
+                entries_changed |= repaired.entry_changed
                 # A manifest contains the texts of the inputs, which cannot be repaired here.
                 inputs_lost |= shard_of_input(repaired.key, job.id) is not None
                 on_repaired(repaired)
@@ -297,6 +297,6 @@ def repair_objects(
             again.renew_manifest(renewed)
     if job.state.final and not inputs_lost:
         is_missing = store.head(job_manifest_key(job.id)) is None and ledger.status(job.id).items.done > 0
-        if relisted or is_missing:
+        if entries_changed or is_missing:
             put_manifest(ledger, store, job.id)
     return counts

@@ -50,7 +50,7 @@ CONFIG_FILE = "nightjar.toml"
 DEFAULT_BROKER_URL = "redis://127.0.0.1:6379/0"
 #: Variables with the prefix that are not settings: the path of the file, and whether to show tracebacks.
 NOT_SETTINGS = frozenset({"SPEECH_CONFIG", "SPEECH_DEBUG"})
-CUT_ADDRESS = (
+UNESCAPED_CHARACTER = (
     "its password contains a character that must be percent-encoded (@ is %40, / is %2F, # is %23, ? is %3F)"
 )
 #: Sources whose keys are variables.
@@ -301,7 +301,7 @@ class Settings(SettingsGroup):
 
     @field_validator("database_url", "broker_url")
     @classmethod
-    def _refuse_cut_url(cls, value: SecretStr | None, info: ValidationInfo) -> SecretStr | None:
+    def _refuse_unescaped_password(cls, value: SecretStr | None, info: ValidationInfo) -> SecretStr | None:
         if value is not None:
             # The password of a database URL ends at the first `@`, that of other URLs at the last one.
             _check_urls(value.get_secret_value(), max_ats=1 if info.field_name == "database_url" else None)
@@ -403,10 +403,10 @@ def _check_urls(urls: str, max_ats: int | None) -> None:
             # The rest of a password is not a valid port.
             whole = parts.port != 0
         except ValueError:
-            raise ValueError(CUT_ADDRESS) from None
+            raise ValueError(UNESCAPED_CHARACTER) from None
         cut = bool(parts.netloc) and "@" in parts.path + parts.fragment
         if cut or not whole or (max_ats is not None and parts.netloc.count("@") > max_ats):
-            raise ValueError(CUT_ADDRESS)
+            raise ValueError(UNESCAPED_CHARACTER)
 
 
 def load_settings(**overrides: Any) -> Settings:

@@ -130,8 +130,9 @@ def _frozen_generation(generation: Generation, card: ModelCard) -> Generation:
 
 def _only_voice(card: ModelCard) -> str | None:
     """The only voice of a model; None: it has several, or none."""
-    able = card.capabilities
-    return able.voices[0] if len(able.voices) == 1 and not able.cloning and not able.multi_turn else None
+    capabilities = card.capabilities
+    has_one = len(capabilities.voices) == 1 and not capabilities.cloning and not capabilities.multi_turn
+    return capabilities.voices[0] if has_one else None
 
 
 def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:

@@ -296,7 +296,7 @@ def worker_view(worker: WorkerStatus) -> dict[str, Any]:
 
 
 #: Fields of an item's audio in its view; null without audio.
-_OF_AUDIO = ("key", "sha256", "bytes", "pack", "pack_offset", "duration_ms", "sample_rate", "seed")
+_AUDIO_FIELDS = ("key", "sha256", "bytes", "pack", "pack_offset", "duration_ms", "sample_rate", "seed")
 
 
 def item_view(job_id: str, item: ItemRow, line: int | None = None) -> dict[str, Any]:
@@ -308,7 +308,7 @@ def item_view(job_id: str, item: ItemRow, line: int | None = None) -> dict[str, 
         **_fields(item, "example_id", "id", "turn", "index"),
         "line": line,
         **_fields(item, "state", "attempts", "error_code", "error_message"),
-        **{name: getattr(item.artifact, name, None) for name in _OF_AUDIO},
+        **{name: getattr(item.artifact, name, None) for name in _AUDIO_FIELDS},
     }
 
 

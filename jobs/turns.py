@@ -56,8 +56,8 @@ def reference_places(messages: Sequence[Triple], turn: int) -> tuple[int, ...]:
         return ()
     for place in reversed(_places(messages[: turn + 1], "user")):
         first, end = _run_of_role(messages, place)
-        if beside := [number for number in range(first, end) if messages[number][1] == "audio"]:
-            return tuple(beside)
+        if recordings := [number for number in range(first, end) if messages[number][1] == "audio"]:
+            return tuple(recordings)
     return ()
 
 

@@ -46,8 +46,8 @@ class JobVoices:
 
     @property
     def can_clone(self) -> bool:
-        able = self.card.capabilities
-        return able.cloning and not able.multi_turn
+        capabilities = self.card.capabilities
+        return capabilities.cloning and not capabilities.multi_turn
 
     def with_names(self, wanted: Iterable[str | None]) -> JobVoices:
         """Adds the stored voices with these names; other names are ignored."""

@@ -189,7 +189,7 @@ def unit(
     raw, active, active_lead, frequency2, gain2 = into
     if not aligned(a, residual, *into):
         raise ValueError(
-            "tensors of a unit have to be contiguous, and their rows to start on multiples of 16 bytes"
+            "tensors of a unit must be contiguous, and their rows must start on multiples of 16 bytes"
         )
     device, steps = index_of(a.device.index), extended - lead
     # One block for each tile, up to one for each multiprocessor.

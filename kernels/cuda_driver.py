@@ -278,7 +278,7 @@ def available(device: int, *sources: Source) -> bool:
     except (RuntimeError, OSError) as error:
         names, message = ", ".join(source.name for source in sources), toolchain.first_line(error)
         log.warning(
-            "the CUDA C++ kernels of %s cannot be made (%s); %s. %s",
+            "the CUDA C++ kernels of %s cannot be loaded (%s); %s. %s",
             names,
             message,
             sources[0].without,

@@ -300,7 +300,7 @@ class PredictorRun:
         if not word:
             return None
         who, wanted = f"Block {word >> 20 & 0xFF} of the {_KERNELS[word >> 30 & 1]}", _WAITS[word >> 28 & 3]
-        return f"{who} waited in vain for {wanted.format(word & 0xFFFFF)}."
+        return f"{who} waited too long for {wanted.format(word & 0xFFFFF)}."
 
     def rest(self, stack: StackTensors) -> tuple[float, ...]:
         """The values of `_LAST_FIELDS` for a launch."""

@@ -222,11 +222,9 @@ def _check(x: Tensor, weight: Tensor, y: Tensor, halves: int, step: int) -> None
     if weight.shape != (halves * n, inner) or len(y) != rows:
         raise ValueError(f"{len(weight)} weight rows do not give {len(y)} rows of {n} outputs.")
     if not (weight.is_contiguous() and x.is_contiguous()) or any(t.data_ptr() % 16 for t in (x, weight)):
-        raise ValueError(
-            "Activations and weights have to be contiguous and to start on multiples of 16 bytes."
-        )
+        raise ValueError("Activations and weights must be contiguous and start on multiples of 16 bytes.")
     if y.stride(1) != 1 or y.stride(0) % step or y.data_ptr() % (2 * step):
-        raise ValueError(f"Rows of outputs have to start on multiples of {2 * step} bytes.")
+        raise ValueError(f"Rows of outputs must start on multiples of {2 * step} bytes.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,7 @@ def triton_fault() -> str | None:
     try:
         import_module("kernels.triton_launch").check()
     except Exception as error:  # noqa: BLE001 - any error of a compiler or a driver is the answer
-        return f"Triton cannot make kernels here ({first_line(error)})."
+        return f"Triton cannot compile kernels here ({first_line(error)})."
     return None
 
 

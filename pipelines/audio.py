@@ -155,7 +155,7 @@ def encode(samples: NDArray[np.float32], sample_rate: int, audio_format: AudioFo
     container, coding = CONTAINERS[audio_format]
     buffer = io.BytesIO()
     soundfile.write(buffer, pcm, sample_rate, format=container, subtype=coding)
-    return _with_steady_serial(buffer.getvalue()) if container == "OGG" else buffer.getvalue()
+    return _with_hashed_serial(buffer.getvalue()) if container == "OGG" else buffer.getvalue()
 
 
 def wav_header(sample_rate: int, data_bytes: int | None, tag: int = 1, width: int = 2) -> bytes:
@@ -208,8 +208,8 @@ def loudness(samples: NDArray[np.float32], sample_rate: int) -> float:
 
 
 def normalize_loudness(samples: NDArray[np.float32], sample_rate: int) -> tuple[NDArray[np.float32], float]:
-    """Samples [samples] scaled to `TARGET_LUFS`, or to a peak of `PEAK_LIMIT` if the target would exceed it,
-    and their loudness in LUFS.
+    """Scales samples [samples] to `TARGET_LUFS`, or to a peak of `PEAK_LIMIT` if the target would exceed it.
+    Returns them and their loudness in LUFS.
 
     All samples get the same gain. Silence is returned unchanged, with a loudness of -inf.
     """
@@ -274,7 +274,7 @@ def _filtered(
     return found
 
 
-def _with_steady_serial(data: bytes) -> bytes:
+def _with_hashed_serial(data: bytes) -> bytes:
     """Replaces the stream number of an Ogg file, which libsndfile chooses at random, with a hash of its
     content, so that equal speech gives equal files.
 

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from pipelines.errors import invalid
 
 AudioFormat = Literal["wav", "flac", "mp3", "opus"]
-#: Each is also the extension of its files.
+#: Each name is also the extension of the format's files.
 AUDIO_FORMATS: tuple[AudioFormat, ...] = get_args(AudioFormat)
 CONTENT_TYPES: dict[AudioFormat, str] = {
     "wav": "audio/wav",

@@ -1,7 +1,7 @@
 """Starts and ends child processes. No child outlives its parent.
 
 A child that runs one of Nightjar's programs has a channel to its parent as its standard input. `CalledChild`
-and `answer_calls` are the two ends for children that only answer calls.
+and `answer_calls` are the two ends of such a channel if the child only answers calls.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Child(Generic[T]):
         cores: frozenset[int] | None = None,
     ) -> None:
         """`program`: arguments of the Python interpreter; `incoming`: the type of the child's messages;
-        `environment`: additional variables; `bound`: the kernel kills the child when the thread that starts
-        it ends; `output`: descriptor of its output; `cores`: the CPU cores of the child and its own
-        children."""
+        `environment`: additional environment variables; `bound`: the kernel kills the child when the thread
+        that starts it ends; `output`: descriptor of its output; `cores`: the CPU cores of the child and its
+        own children."""
         flags = ["-P"] if sys.flags.safe_path else []
         own = {_PARENT_PID: str(os.getpid()), **({_BOUND: "1"} if bound else {})}
         ours, theirs = socket.socketpair()
@@ -98,7 +98,7 @@ def exit_description(status: int) -> str:
 
 
 def helper_environment() -> dict[str, str]:
-    """Variables of a child that uses no GPU and one core."""
+    """Environment variables of a child that uses one core and no GPU."""
     return {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "CUDA_VISIBLE_DEVICES": "",

@@ -142,7 +142,8 @@ class SynthesisError(NightjarError):
 
 
 class NoAudioError(SynthesisError):
-    """The model wrote text but no audio (`synth.no_audio`); `text_out` is the text, `meta` that of a `Speech`."""
+    """The model wrote text but no audio (`synth.no_audio`); `text_out` is the text, and `meta` is like that
+    of a `Speech`."""
 
     def __init__(
         self,

@@ -116,7 +116,7 @@ class Channel(Generic[T]):
         data = self._buffer[_HEAD.size : _HEAD.size + size]
         del self._buffer[: _HEAD.size + size]
         if count > len(self._descriptors):
-            raise ConnectionError("a message came without its descriptors")
+            raise ConnectionError("a message arrived without its descriptors")
         # Descriptors arrive with the first byte of their message at the latest.
         descriptors = [self._descriptors.popleft() for _ in range(count)]
         try:

@@ -55,8 +55,8 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class Provider:
-    """The functions of one model. Built-in packages and entry points of the group `nightjar.pipelines` have
-    the functions `describe` and `load` too."""
+    """Describes and loads one model. Built-in packages and entry points of the group `nightjar.pipelines`
+    have the functions `describe` and `load`."""
 
     #: The name of its card.
     name: str
@@ -68,7 +68,8 @@ class Provider:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A checkpoint on the model hub, with its published description; `describe` reads the checkpoint itself."""
+    """A checkpoint on the model hub, and its card as published; `pipelines.registry.describe` reads the
+    checkpoint itself."""
 
     hub_id: str
     card: ModelCard
@@ -94,8 +95,8 @@ class Family:
     published: tuple[Published, ...] = ()
     #: The package; empty: `pipelines.<name>`.
     package: str = ""
-    #: Whether it has a module `prompt` with `open_frontend(folder) -> Frontend`, which imports no torch; its
-    #: pipeline takes prepared requests.
+    #: Whether it has a module `prompt` with `open_frontend(folder) -> Frontend`, which imports no torch. If
+    #: so, its pipeline takes prepared requests.
     frontend: bool = False
     #: The class in its module `vllm_model` that runs its LM on vLLM; empty: vLLM has the class itself, or
     #: does not run this family.

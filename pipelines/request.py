@@ -262,8 +262,8 @@ class Handle(Protocol):
     def append(self, text: str | list[int], final: bool) -> None:
         """Appends to an open text; `final` ends it. Text after that, or after the request's end, is ignored.
 
-        For a `PreparedRequest` the text is ids from the frontend's `TextPieces`. Raises `InputError` for text
-        that the model refuses; the request continues.
+        For a `PreparedRequest` the text is given as ids, which the frontend's `TextPieces` returns. Raises
+        `InputError` for text that the model refuses; the request continues.
         """
         ...
 

@@ -118,7 +118,7 @@ class Receiver(Generic[S]):
         self.current = request
         if self._listener.is_open:
             self.engine.submit(request, self)
-        if not self._listener.is_open:  # perhaps cancelled before the engine knew the request
+        if not self._listener.is_open:  # it may have been cancelled before the engine had the request
             self.engine.cancel(request)
 
     def release(self) -> None:

@@ -100,7 +100,8 @@ class SpeechTask(msgspec.Struct, frozen=True):
 
     @property
     def references(self) -> list[tuple[bytes, str]]:
-        """The encoded file of every voice to clone, and its text ("" without one). Raises as `recording`."""
+        """The encoded file of every voice to clone, and its text ("" without one). Raises like
+        `recording`."""
         if self.reference_audio is None:
             return []
         text = self.reference_text or ""
@@ -181,8 +182,8 @@ def control_token(name: str) -> InputError:
 def check_room(positions: int, held: int, room: int, setting: str) -> None:
     """Raises `InputError` (`input.too_long`) for a prompt that leaves no room for speech and its end.
 
-    `positions`: length of the prompt; `held`: positions of the engine; `room`: tokens that fit after the
-    prompt; `setting`: the setting that gives the engine more positions.
+    `positions`: length of the prompt; `held`: maximum positions of a sequence in the engine; `room`: tokens
+    that fit after the prompt; `setting`: the setting that gives the engine more positions.
     """
     if room < 2:
         raise InputError(
@@ -263,8 +264,8 @@ def _check_abilities(audio: Sequence[str | bytes], generation: Generation, able:
     if generation.roles is not None:
         raise unsupported("`roles` has no meaning here.", "Give the settings for the whole line.")
     if len(audio) > able.references:
-        most = "one audio message" if able.references == 1 else f"{able.references} audio messages"
-        raise unsupported(f"The user turn has more than {most}.", "Keep only the reference voices.")
+        limit = "one audio message" if able.references == 1 else f"{able.references} audio messages"
+        raise unsupported(f"The user turn has more than {limit}.", "Keep only the reference voices.")
     if audio and not able.cloning:
         advice = "Remove the audio message beside the text, or use a model that clones."
         raise unsupported("This model cannot clone a voice.", advice)

@@ -213,9 +213,9 @@ _LAST = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 def completion(shell: str) -> None:
     """Print the completion script for a shell.
 
-    The script completes `nightjar`. It also defines a function `jobs`, which calls nightjar if a nightjar
-    command follows, as in `jobs status JOB`. `jobs` alone, `jobs -l` and `jobs %1` still call the shell's
-    builtin.
+    The script completes `nightjar`. It also defines a function `jobs`, which calls nightjar if its first
+    argument is a nightjar command, such as `status`. `jobs` alone, `jobs -l` and `jobs %1` still call the
+    shell's builtin.
 
     \b
     Examples:

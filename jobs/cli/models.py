@@ -140,8 +140,11 @@ def voices() -> None:
     voices are in the folder that SPEECH_SERVE__VOICES_FOLDER names, or else in the folder `voices` of --out
     DIR.
 
-    \b Examples: nightjar voices add anna anna.wav --text "The words of the recording." nightjar voices list
-    nightjar run dialogues.jsonl --model qwen3-tts-0.6b-base --voice anna
+    \b
+    Examples:
+      nightjar voices add anna anna.wav --text "The words of the recording."
+      nightjar voices list
+      nightjar run dialogues.jsonl --model qwen3-tts-0.6b-base --voice anna
     """
 
 
@@ -182,7 +185,9 @@ def add(name: str, recording: Path, text: str, replace: bool, home: str | None, 
     RECORDING is a WAV, FLAC, OGG or MP3 file of up to 60 s. Jobs that were already submitted keep the
     recording that NAME had then.
 
-    \b Examples: nightjar voices add anna anna.wav --text "The words of the recording."
+    \b
+    Examples:
+      nightjar voices add anna anna.wav --text "The words of the recording."
     """
     from jobs.references import read_audio_file
 

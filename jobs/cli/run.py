@@ -123,7 +123,7 @@ def run(
     with Signals().installed() as signals, Progress(quiet=output.quiet) as progress:
         local = LocalRun(chosen, settings, source, resolved, options, devices)
         result = run_locally(local, progress, signals)
-    _summarize(result.status, settings, result.made, output)
+    _summarize(result.status, settings, result.places, output)
     return exit_code_of(result.status.job.state)
 
 

@@ -45,8 +45,8 @@ class Conversion:
     def of(
         cls, audio_format: str | None, sample_rate: int | None, stored: str, stored_rate: int | None = None
     ) -> Conversion:
-        """Checks the format and the rate. `stored`, `stored_rate`: those of the audio in the store. Raises
-        `config.invalid`."""
+        """Checks the format and the rate. `stored`, `stored_rate`: format and rate of the audio in the store.
+        Raises `config.invalid`."""
         if audio_format is not None and audio_format not in AUDIO_FORMATS:
             raise invalid(
                 f"The audio format {audio_format[:40]!r} is unknown.",

@@ -76,7 +76,7 @@ def _write_table(
     **options: Any,
 ) -> None:
     """Writes a table whose first column is the audio or its name. `cells`: at least one item, each with its
-    cell and the size that it adds to a row group. `options`: those of `ParquetWriter`."""
+    cell and the size that it adds to a row group. `options`: arguments of `ParquetWriter`."""
     import pyarrow
     from pyarrow import parquet
 

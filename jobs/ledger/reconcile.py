@@ -243,7 +243,7 @@ def delete_orphan(
 def _is_unreferenced(sql: Transaction, job: Row, kind: str, key: str) -> bool:
     """Whether a key belongs to an item, but no artifact refers to it, and no retry of the item can use it.
 
-    A retry of a failed item may use objects that it finds, except those of draws that are recorded as
+    A retry of a failed item may use objects that it finds, except objects of draws that are recorded as
     rejected.
     """
     index = index_of(key)

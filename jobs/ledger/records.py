@@ -285,7 +285,7 @@ class Done(msgspec.Struct, frozen=True):
 
     index: int
     artifacts: tuple[Artifact, ...]
-    #: Engine time, for cost; 0 if unknown.
+    #: Engine time, from which the cost is computed; 0 if unknown.
     engine_ms: int = 0
     #: All draws, if they were checked.
     draws: tuple[Draw, ...] = ()
@@ -301,7 +301,7 @@ class Failed(msgspec.Struct, frozen=True):
     draws: tuple[Draw, ...] = ()
     #: The audio of the best draw, in quarantine.
     artifacts: tuple[Artifact, ...] = ()
-    #: Engine time of the attempt, for cost; 0 if the engine was not used.
+    #: Engine time of the attempt, from which the cost is computed; 0 if the engine was not used.
     engine_ms: int = 0
 
 
@@ -334,7 +334,7 @@ class ItemRow(msgspec.Struct, frozen=True):
     #: Number of the spoken turn within its dialogue, from 0, and whether the dialogue has several.
     turn: int = 0
     several: bool = False
-    #: `Job.speaks_turns`.
+    #: See `Job.speaks_turns`.
     speaks_turns: bool = False
 
     @property

@@ -308,7 +308,7 @@ class HeldShard:
     job_name: str
     shard_no: int
     items: int
-    #: Ended items, including those of earlier leases.
+    #: Number of ended items, including items that ended under earlier leases.
     ended_items: int
     claimed_at: float
 

@@ -217,8 +217,8 @@ class _Fleet:
 
     @property
     def in_flight(self) -> int:
-        """Number of shards in flight, without those of jobs whose priority is below that of a job with ready
-        shards."""
+        """Number of shards in flight. Jobs whose priority is lower than that of a job with ready shards do
+        not count."""
         return self.taken(max((job.priority for job in self.jobs if job.has_ready), default=-math.inf))
 
     def taken(self, priority: float) -> int:

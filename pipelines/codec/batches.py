@@ -35,7 +35,7 @@ def longest_first(lengths: Sequence[int], max_frames: int) -> list[list[int]]:
     return found
 
 
-def cheapest(
+def cheapest_batches(
     lengths: Sequence[int], max_frames: int, pass_frames: int, padding_cost: float = 1.0
 ) -> list[list[int]]:
     """Divides utterances into batches of the lowest cost, the longest first; omits empty ones.

@@ -250,8 +250,8 @@ class UpsampleBlock:
 class ConvStack:
     """From upsampled latents to the waveform: [B, T, latent] -> float32 [B, T * rates] in [-1, 1].
 
-    `width`: channels of the first block, halved by each. `tanh`: whether samples are limited by tanh, as in
-    training, or clamped.
+    `width`: channels of the first block's input; each block halves the number. `tanh`: whether samples are
+    limited by tanh, as in training, or clamped.
     """
 
     #: Whether samples that are not needed take almost no time.

@@ -1,5 +1,5 @@
-"""Causal codecs: codes to a waveform, batches of whole utterances or streams chunk by chunk, with equal
-results."""
+"""Causal codecs, which decode codes to a waveform: batches of whole utterances, or streams chunk by chunk,
+with equal results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kernels.registry import on_device, to_device
 from kernels.toolchain import triton_fault
-from pipelines.codec.batches import FIXED_ROWS, PADDING_COST, cheapest, round_up, same_length_batches
+from pipelines.codec.batches import FIXED_ROWS, PADDING_COST, cheapest_batches, round_up, same_length_batches
 from pipelines.codec.blocks import Past
 from pipelines.codec.graphs import STEP_FRAMES, StreamGraphs, UtteranceGraphs, pieces
 from pipelines.codec.stage import Decoder
@@ -30,7 +30,7 @@ PASS_FRAMES, BATCH_FRAMES = 512, 4096
 
 
 class CausalDecoder(Decoder[CodecState]):
-    """Turns codes [frames, codebooks] into audio, `samples_per_frame` samples a frame, strictly causal.
+    """Decodes codes [frames, codebooks] to audio with `samples_per_frame` samples per frame; strictly causal.
 
     On a CPU every utterance is decoded alone, so that its bits do not depend on others. On a GPU utterances
     of similar length share a batch, padded on the right, which does not affect their samples; if
@@ -208,8 +208,8 @@ class CausalDecoder(Decoder[CodecState]):
     def _run(self, codes: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:
         """One pass: [B, T, codebooks] -> float32 [B, T * samples_per_frame].
 
-        `lengths`: the number of samples needed of each row, if `skips_padding` and there is no past; the
-        others are undefined.
+        `lengths`: the number of samples that are needed of each row, if `skips_padding` is set and there is
+        no past. Later samples are undefined.
         """
         raise NotImplementedError
 
@@ -245,7 +245,7 @@ class CausalDecoder(Decoder[CodecState]):
         if not self._fixed:
             # Rows that continue from a state are decoded to the padded end of their batch.
             padding = PADDING_COST if self.skips_padding and not any(warm) else 1.0
-            return cheapest(lengths, self.batch_frames, PASS_FRAMES, padding)
+            return cheapest_batches(lengths, self.batch_frames, PASS_FRAMES, padding)
         kinds = [
             [length if one is kind else 0 for length, one in zip(lengths, warm)] for kind in (False, True)
         ]

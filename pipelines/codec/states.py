@@ -30,8 +30,8 @@ class WriteEvent:
 class Row:
     """A row of an arena. It is returned once: by `release`, or when it is no longer referenced.
 
-    Takes no lock: the last reference may be dropped by a garbage collection on a thread that holds one
-    already.
+    Takes no lock: the last reference may be dropped by a garbage collection on a thread that already holds a
+    lock.
     """
 
     __slots__ = ("_free", "_held", "number")
@@ -107,7 +107,8 @@ class CodecState:
         return CodecState(self.frames, self.values, self.written)
 
     def own_values(self, like: CodecShape) -> Tensor:
-        """[size], readable on the current CUDA stream. Raises ValueError for a state in an arena."""
+        """The values [size] of the state, which the current CUDA stream can read. Raises ValueError for a
+        state in an arena."""
         if self.row is not None:
             raise ValueError("a state in an arena is read by the arena's graphs only")
         values = self._readable_values()
@@ -125,12 +126,12 @@ class CodecState:
         if (values := self._readable_values()) is not None:
             arena.values[row.number].copy_(values)
         self.row, self.values, self.written = row, None, None
-        if self.closed:  # by another thread, before the row was set
+        if self.closed:  # another thread closed the state before it had the row
             row.release()
         return True
 
     def _readable_values(self) -> Tensor | None:
-        """`values`, readable on the current CUDA stream."""
+        """`values`, after making the current CUDA stream wait for their write."""
         if self.values is not None and self.written is not None:
             self.written.wait(self.values)
         return self.values

@@ -62,7 +62,7 @@ class Buckets(Generic[T]):
 
     @property
     def possible(self) -> tuple[int, ...]:
-        """The sizes for which memory was not missing; all sizes if it was missing for every one."""
+        """The sizes that were not refused for lack of memory; all sizes if all of them were."""
         return tuple(size for size in self.sizes if size not in self._refused) or self.sizes
 
     def of(self, size: int, capture: Callable[[int], T]) -> T:

@@ -88,7 +88,7 @@ class EngineCore:
 
     @property
     def has_streams(self) -> bool:
-        """Whether a stream is alive, running or waiting."""
+        """Whether a stream is alive, which means running or waiting."""
         return bool(self.scheduler.waiting_streams or self.scheduler.streams)
 
     def check(self, request: GenerationRequest) -> None:
@@ -245,7 +245,7 @@ class EngineCore:
             return None
 
     def _prefill(self, among: Sequence[Utterance], share: int = 1) -> bool:
-        """Prefills the chunks that `Scheduler.prefill` plans. Returns whether there were any."""
+        """Prefills the chunks that `Scheduler.prefill` plans. Returns whether there were any chunks."""
         if adopted := self.scheduler.adopt_prefixes(among):
             self.executor.state.write_pages([(one.slot, one.pages, 0) for one in adopted])
         chunks = self.scheduler.prefill(among, share)
@@ -344,7 +344,7 @@ class EngineCore:
 
     def _keep(self, utterance: Utterance, codes: NDArray[np.int64]) -> None:
         """Adds frames, and delivers whole chunks of a stream. After a restart, frames that were already
-        delivered are made again."""
+        delivered are made again, but not delivered again."""
         if not len(codes):
             return
         utterance.parts.append(codes)

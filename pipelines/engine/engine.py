@@ -50,8 +50,8 @@ class Engine:
     ) -> None:
         """`codec`: how the codec differs from the default, for `info`."""
         self.core = EngineCore(executor, options)
-        #: New requests, how many of them are whole utterances, and calls for earlier requests, such as more
-        #: text or a cancellation.
+        #: New requests, the number of whole utterances among them, and calls for earlier requests, such as
+        #: more text or a cancellation.
         self._arrived: list[tuple[GenerationRequest, FrameReceiver]] = []
         self._arrived_whole = 0
         self._calls: list[Callable[[], None]] = []

@@ -28,7 +28,7 @@ CPU_ROWS = 32
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Sizes of the engine. Positions are prompt positions plus frames."""
+    """Sizes of the engine. The positions of a sequence are those of its prompt and of its frames."""
 
     slots: int = 32
     pages: int = 1024
@@ -183,7 +183,7 @@ class FrameCodes:
     flags: NDArray[np.uint8]
 
 
-#: Waits for frames that the device may still be making.
+#: Waits for frames that were started, and returns them.
 PendingFrames = Callable[[], FrameCodes]
 
 
@@ -235,8 +235,8 @@ class FrameExecutor:
         raise NotImplementedError
 
     def prepare(self) -> bool:
-        """Makes one preparation for faster batches, such as a capture, while the engine is idle. Returns
-        False if nothing is left to prepare."""
+        """Prepares one thing that makes later batches faster, such as a graph; called while the engine is
+        idle. Returns False if nothing is left to prepare."""
         return False
 
 

@@ -91,7 +91,8 @@ class GraphExecutor(FrameExecutor):
 
     @torch.inference_mode()
     def frames(self, slots: Sequence[int], count: int, settings: FrameSettings) -> PendingFrames:
-        """Starts `count` frames; ignores `settings`, since the kernels read those of every row."""
+        """Starts `count` frames; ignores `settings`, since the kernels read the settings of each row from its
+        slot."""
         bucket = self._graphs.choose(len(slots), self._capture) or self._graphs.sizes[-1]
         graph, _ = self._graphs.of(bucket, self._capture)
         self._write_rows([*slots, *[self.state.dead] * (bucket - len(slots))])

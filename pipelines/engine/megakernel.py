@@ -34,8 +34,8 @@ class MegakernelExecutor(GraphExecutor):
     if there is a kernel for them, with one cooperative launch each.
 
     If there is no such kernel for a model or a device, it logs a warning and all graphs are plain. If a launch
-    times out, the pending frames raise `PersistentKernelError`, which fails requests that can be retried, and
-    all later graphs are plain. `name` is that of the graph executor while all graphs are plain.
+    times out, the pending frames raise `PersistentKernelError`, which fails their requests (they can be
+    retried), and all later graphs are plain. `name` is that of the graph executor while all graphs are plain.
     """
 
     name = "megakernel"
@@ -61,7 +61,7 @@ class MegakernelExecutor(GraphExecutor):
     def _give_up(self) -> None:
         """Drops the graphs with persistent kernels, and logs their faults; plain ones are captured when
         needed."""
-        torch.cuda.synchronize(self.kv.k.device)  # no pending work may use them
+        torch.cuda.synchronize(self.kv.k.device)  # pending work may still use the graphs
         self._turn_plain()
         for bucket in ROWS:
             _, frame = self._graphs.captured.pop(bucket, (None, None))

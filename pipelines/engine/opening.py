@@ -68,7 +68,7 @@ LIBRARY_BYTES, _GRAPH_BYTES, _MORE_GRAPH_BYTES = 1 << 30, 3 << 29, 1 << 26
 #: Bytes that must be left for more than 512 slots by default: for further pages, and for memory that the
 #: allocator keeps for the codec. A job of 1,024 slots on an H200 took 45 GB without its pages.
 _WIDE_ROOM = 32 << 30
-#: Number of rows for each slot, in the buffers of all graphs, that `MemoryNeeds.slot` includes.
+#: Number of rows in the buffers of all graphs that `MemoryNeeds.slot` includes for one slot.
 _SLOT_ROWS = 3
 
 
@@ -99,9 +99,9 @@ def plan_memory(
 
     Without `slots`, the number of slots is the largest bucket in which every slot has room for a typical
     utterance; it exceeds 512 only if `wide` is set and much memory is left. Half of the remaining memory
-    becomes further pages, so that several long utterances fit; the other half is for batches of the codec
-    that the allocator keeps. Raises `ConfigError` (`config.invalid`) with the number of slots that fit, if
-    the model or `slots` do not fit.
+    becomes further pages, so that several long utterances fit; the other half is left for memory that the
+    allocator keeps for batches of the codec. Raises `ConfigError` (`config.invalid`) with the number of slots
+    that fit, if the model or `slots` do not fit.
     """
     decode_frames = budget // _DECODE_PART // needs.decoded_frame
     decode_frames = min(max(decode_frames - decode_frames % _FRAME_STEP, _MIN_DECODE_FRAMES), BATCH_FRAMES)
@@ -301,14 +301,15 @@ _CPU_WAITING_ROOM = 64
 
 @dataclass(frozen=True, slots=True)
 class NativeModelOptions(ModelOptions):
-    """Options of a checkpoint whose LM runs on the native engine; None means the best for the device."""
+    """Options of a checkpoint whose LM runs on the native engine; None selects the best value for the
+    device."""
 
     #: "eager": PyTorch ops one by one; "graph": CUDA graphs of fused kernels; "megakernel": graphs with
     #: persistent kernels for one or two utterances of Qwen3-TTS. "auto": graphs on a CUDA device with Triton,
     #: with those kernels if they were measured faster.
     executor: ExecutorKind = "auto"
-    #: Maximum streams at once; this many slots are reserved for them (one is always left for whole utterances).
-    #: On a GPU all kernels and graphs are compiled and captured before the pipeline is open, which takes a while.
+    #: Maximum streams at once; this many slots, up to half of all slots, are reserved for them. On a GPU all
+    #: kernels and graphs are compiled and captured before the pipeline is open, which takes a while.
     streams: Annotated[int, msgspec.Meta(ge=0)] = 0
     #: Number of KV pages, and positions of each page.
     pages: Count | None = None
@@ -329,8 +330,8 @@ class NativeModelOptions(ModelOptions):
         which were measured faster for such models.
 
         Raises `ConfigError` (`config.invalid`) for slots that do not fit into the GPU's memory, and for a
-        context that is too short for any prompt; `SynthesisError` (`synth.oom`) if they would fit without
-        other programs.
+        context that is too short for any prompt; `SynthesisError` (`synth.oom`) if they would fit without the
+        other programs on the GPU.
         """
         context = self.positions(max_positions, context)
         if device.type == "cpu":
@@ -352,7 +353,8 @@ class NativeModelOptions(ModelOptions):
             plan = planned(memory_budget(device, self.memory_share))
         except ConfigError as error:
             free, total = torch.cuda.mem_get_info(device)
-            # Raises if they would not fit into an unused GPU either, of which CUDA itself takes some memory.
+            # Raises `ConfigError` if the slots would not fit into an unused GPU either, whose memory CUDA
+            # itself uses in part.
             planned(_budget(total - LIBRARY_BYTES, total, self.memory_share))
             message = f"Another program fills the GPU: {gib(free)} of its {gib(total)} are free, too little for this engine."
             advice = "End that program (`nvidia-smi` shows it), use another GPU, or lower SPEECH_ENGINE__SLOTS if that is set."

@@ -18,8 +18,8 @@ from pipelines.errors import NightjarError
 
 Finish = Literal["eos", "length"]
 
-#: Full turns after an out-of-memory error before more requests may run: some seconds of a large batch. Doubles
-#: up to the maximum.
+#: Number of turns with nearly the allowed number of requests that must succeed after an out-of-memory error
+#: before more requests may run: some seconds of a large batch. It doubles up to the maximum.
 FIRST_PATIENCE, MAX_PATIENCE = 128, 1 << 14
 
 
@@ -84,7 +84,7 @@ class GenerationRequest:
     def prefix_ends(self, page_size: int) -> list[tuple[bytes, int]]:
         """(content, whole pages up to its end) of each prefix that has more pages than the one before.
 
-        The last position of the prompt is in none of them, since the first frame writes it.
+        The last position of the prompt is in no prefix, since the first frame writes it.
         """
         found: list[tuple[bytes, int]] = []
         for prefix in self.prefixes:

@@ -34,8 +34,8 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The values of a new request for its slot. `embedding` [hidden] is that of the last position of its
-    prompt, `position`."""
+    """The values that a new request writes into its slot. `embedding` [hidden] is the embedding of the last
+    position of its prompt, `position`."""
 
     slot: int
     pages: Sequence[int]
@@ -189,7 +189,7 @@ class SlotState:
         self._integers[sent[0]] = sent[1]
 
     def write_trailing(self, slot: int, ids: NDArray[np.int64], start: int) -> None:
-        """Adds ids to a slot's trailing text, the first one at entry `start`: one transfer."""
+        """Adds ids to a slot's trailing text, the first one at entry `start`, in one transfer."""
         ids = ids[: max(self.trailing.shape[1] - 1 - start, 0)]
         if len(ids):
             self._used[slot][1] = start + len(ids)

@@ -30,9 +30,10 @@ CHUNK_FRAMES = (1, 2, 4, 8, 12)
 FIRST_FRAMES = (1, 2, 4)
 #: Seconds that are allowed for decoding a chunk and delivering it.
 SPARE_SECONDS = 0.03
-#: A stream with more lead than this is never urgent; with less, it is if its next chunk needs all of the lead.
+#: Lead in seconds above which a stream is never urgent. With less lead, it is urgent if its next chunk needs
+#: all of the lead.
 URGENT_SECONDS = 0.4
-#: A stream with more lead is ahead.
+#: Lead in seconds above which a stream is ahead.
 DUE_SECONDS = 2.0
 #: Maximum consecutive turns of urgent streams that batch work waits for.
 FAIR_TURNS = 8

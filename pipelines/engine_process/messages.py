@@ -107,7 +107,7 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
 
 
 class SpeechMessage(msgspec.Struct, frozen=True, tag=True):
-    """A `Done`. Its samples, float32, are in shared memory, if there are any."""
+    """A `Done` in a message. Its samples (float32), if there are any, are in shared memory."""
 
     number: int
     sample_rate: int
@@ -117,14 +117,14 @@ class SpeechMessage(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestFailed(msgspec.Struct, frozen=True, tag=True):
-    """A `Failed`."""
+    """A `Failed` in a message."""
 
     number: int
     error: ErrorRecord
 
 
 class ChunkMessage(msgspec.Struct, frozen=True, tag=True):
-    """An `AudioChunk`, its samples as bytes of float32."""
+    """An `AudioChunk` in a message, with its samples as bytes of float32."""
 
     number: int
     samples: bytes

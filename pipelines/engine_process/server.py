@@ -57,7 +57,7 @@ from pipelines.request import (
 
 log = logging.getLogger(__name__)
 
-#: Minimum time between two messages with stats.
+#: Minimum seconds between two messages with stats.
 STATS_SECONDS = 0.02
 #: Threads that start streams with a recording to encode or a text to tokenize. More threads would not be faster.
 _STARTING_THREADS = 4
@@ -90,7 +90,7 @@ class _Request:
 
     #: Set once the pipeline has started the request.
     handle: Handle | None = None
-    #: Text that arrived before that.
+    #: Text that arrived before the pipeline had started the request.
     early_text: list[Append] = field(default_factory=list[Append])
 
 
@@ -201,7 +201,7 @@ class EngineServer:
                     if not early_text:
                         request.handle = handle
                         return
-            if request is None:  # cancelled, or over
+            if request is None:  # it was cancelled or has ended meanwhile
                 handle.cancel()
                 return
             for message in early_text:
@@ -223,8 +223,8 @@ class EngineServer:
             handle.cancel()
 
     def _cancel(self, number: int) -> None:
-        """Cancels a request. One that is not started yet is not started; one that is being started is
-        cancelled after that."""
+        """Cancels a request. A request that is not started yet is never started; one that is being started is
+        cancelled once it has a handle."""
         with self._lock:
             request = self._requests.pop(number, None)
         if request is not None and request.handle is not None:

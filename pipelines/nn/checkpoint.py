@@ -79,7 +79,7 @@ class Loader:
     device: torch.device
 
     def __call__(self, name: str, *shape: int) -> Tensor:
-        """The tensor `prefix + name`, of exactly this shape. Raises as the source does."""
+        """The tensor `prefix + name`, of exactly this shape. Raises like the source."""
         return self.source.take(self.prefix + name, shape, self.dtype, self.device)
 
     def at(self, prefix: str) -> Self:

@@ -47,7 +47,7 @@ def bad_checkpoint(message: str, advice: str = DOWNLOAD_AGAIN) -> ModelError:
 
 @dataclass(frozen=True, slots=True)
 class StackConfig:
-    """The shape of a stack of Qwen2's or Qwen3's decoder layers, by the keys of transformers."""
+    """The shape of a stack of Qwen2's or Qwen3's decoder layers, with the config keys of transformers."""
 
     hidden: Annotated[Size, "hidden_size"]
     intermediate: Annotated[Size, "intermediate_size"]
@@ -76,7 +76,7 @@ class StackConfig:
 
 @dataclass(frozen=True, slots=True)
 class BaseSamplingDefaults:
-    """A model's default sampling settings that all families have."""
+    """A model's default sampling: the settings that all families have."""
 
     temperature: NotNegative = 1.0
     top_k: Whole = 0
@@ -215,7 +215,7 @@ def read_table(path: Path) -> dict[str, Any]:
 
 def read_tokenizer(path: Path) -> Tokenizer:
     """Reads a tokenizer from one file. Raises `ModelError` (`model.bad_checkpoint`) that names the file."""
-    from tokenizers import Tokenizer  # not needed to describe a model
+    from tokenizers import Tokenizer  # imported here, because `describe` does not need it
 
     try:
         return Tokenizer.from_file(str(path))

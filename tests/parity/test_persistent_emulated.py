@@ -145,7 +145,7 @@ def test_a_block_that_says_nothing_voids_the_frame() -> None:
     made = launched(run, one)
     assert made.flags.tolist() == [made.flags[0]] * 2
     assert int(made.flags[0]) & FAILED
-    assert re.fullmatch(r"Block [0-3] of the predictor waited in vain for exchange 1\.", run.fault or "")
+    assert re.fullmatch(r"Block [0-3] of the predictor waited too long for exchange 1\.", run.fault or "")
     assert 0 <= int(made.codes.min()) <= int(made.codes.max()) < 48
 
 
@@ -181,7 +181,7 @@ def test_a_wait_for_weights_ends_in_a_fault_and_the_next_launches_are_right(
     made = launched(run, one)
     assert int(made.flags[0]) & FAILED
     assert re.fullmatch(
-        rf"Block {block} of the predictor waited in vain for the weights after exchange \d+\.",
+        rf"Block {block} of the predictor waited too long for the weights after exchange \d+\.",
         run.fault or "",
     )
     assert 0 <= int(made.codes.min()) <= int(made.codes.max()) < 48
@@ -196,7 +196,8 @@ def test_a_wait_for_room_ends_in_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_pa
     run = run_of(one, patience=SHORT)
     launched(run, one)
     assert re.fullmatch(
-        r"Block [01] of the predictor waited in vain for room for chunk \d+ of its weights\.", run.fault or ""
+        r"Block [01] of the predictor waited too long for room for chunk \d+ of its weights\.",
+        run.fault or "",
     )
 
 

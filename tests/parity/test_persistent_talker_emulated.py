@@ -124,7 +124,7 @@ def test_a_block_that_says_nothing_voids_the_frame() -> None:
     run = run_of(one, patience=SHORT, trial=Trial(silent=2))
     launched(run, one)
     assert re.fullmatch(
-        r"Block [0-3] of the talker waited in vain for exchange 1\.", run.predictor_run.fault or ""
+        r"Block [0-3] of the talker waited too long for exchange 1\.", run.predictor_run.fault or ""
     )
     begun = persistent_kit.case(SMALL_TALKER, 2)
     behind = PredictorRun(Predictor(begun.weights), 2)
@@ -144,7 +144,7 @@ def test_a_wait_for_weights_ends_in_a_fault_and_the_next_launches_are_right(
     run = run_of(one, patience=SHORT, trial=trial)
     launched(run, one)
     assert re.fullmatch(
-        rf"Block {block} of the talker waited in vain for the weights after exchange \d+\.",
+        rf"Block {block} of the talker waited too long for the weights after exchange \d+\.",
         run.predictor_run.fault or "",
     )
     assert equal(launched(run_of(one), one), wanted)

@@ -235,7 +235,7 @@ def test_a_moved_folder_goes_on(shell: Shell) -> None:
         again = shell.run("run", "in.jsonl", "--json", "--out", home.name)
         assert json.loads(again.stdout)["job"] == job, again.stderr
         assert json.loads(again.stdout)["audio"] == f"{home}/jobs/{job}/audio"
-        assert "done before" in again.stderr
+        assert "already done" in again.stderr
     assert shell.run("verify", job, "--sample", "1", "--out", "moved").returncode == 0
     assert shell.run("report", job, "--out", "moved").stdout.strip() == str(moved / "reports" / f"{job}.html")
     assert len(shell.items("moved")) == 3

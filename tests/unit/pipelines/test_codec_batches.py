@@ -15,7 +15,7 @@ from pipelines.codec.batches import (
     LENGTH_STEP,
     MIN_FRAMES,
     PADDING_COST,
-    cheapest,
+    cheapest_batches,
     round_up,
     same_length_batches,
 )
@@ -46,7 +46,7 @@ def every_cut(items: list[int]) -> list[list[list[int]]]:
 def test_the_cut_is_the_cheapest_of_all(seed: int, padding_cost: float) -> None:
     draw = random.Random(seed)
     lengths = [draw.choice((0, 3, 20, 90, 150, 400, 600, 1500)) + draw.randint(0, 30) for _ in range(9)]
-    found = cheapest(lengths, MOST, PASS, padding_cost)
+    found = cheapest_batches(lengths, MOST, PASS, padding_cost)
     order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: -lengths[i])
     assert [i for batch in found for i in batch] == order
 
@@ -63,22 +63,22 @@ def test_the_cut_is_the_cheapest_of_all(seed: int, padding_cost: float) -> None:
 def test_little_of_a_usual_gathering_is_padding() -> None:
     draw = random.Random(0)
     lengths = [draw.randint(37, 188) for _ in range(73)]
-    batches = cheapest(lengths, MOST, PASS)
+    batches = cheapest_batches(lengths, MOST, PASS)
     padded = sum(len(batch) * round_up(max(lengths[i] for i in batch)) for batch in batches)
     assert padded < 1.11 * sum(lengths)
-    larger = cheapest(lengths, MOST, PASS, PADDING_COST)
+    larger = cheapest_batches(lengths, MOST, PASS, PADDING_COST)
     assert len(larger) == 3 < len(batches)
     assert sum(len(batch) * round_up(max(lengths[i] for i in batch)) for batch in larger) < 1.25 * sum(
         lengths
     )
-    assert cheapest([], MOST, PASS) == []
-    assert cheapest([0, 0], MOST, PASS) == []
+    assert cheapest_batches([], MOST, PASS) == []
+    assert cheapest_batches([0, 0], MOST, PASS) == []
 
 
 def test_many_utterances_come_once_each_and_stay_in_their_budget() -> None:
     draw = random.Random(3)
     lengths = [draw.randint(0, 900) for _ in range(300)]
-    batches = cheapest(lengths, MOST, PASS)
+    batches = cheapest_batches(lengths, MOST, PASS)
     assert sorted(i for batch in batches for i in batch) == [i for i, length in enumerate(lengths) if length]
     assert all(
         len(batch) == 1 or len(batch) * min(round_up(max(lengths[i] for i in batch)), PASS) <= MOST

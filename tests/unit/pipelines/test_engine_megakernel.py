@@ -194,7 +194,7 @@ def test_a_launch_that_gives_up_is_an_error_once_and_plain_frames_follow(
     ):
         executor.frames([0], 1, SETTINGS)()
     assert [record.getMessage() for record in caplog.records] == [
-        "the persistent kernel for 2 rows timed out: Block 3 of the predictor waited in vain for exchange 7."
+        "the persistent kernel for 2 rows timed out: Block 3 of the predictor waited too long for exchange 7."
     ]
     assert held == [{1, 2, 4}], "the device is waited for once, before what it may be using goes"
     assert executor.name == "graph"

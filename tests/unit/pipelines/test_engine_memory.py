@@ -332,7 +332,7 @@ def test_a_share_bounds_slots_pages_and_the_allocator(two_gpus: FakeGpus, tmp_pa
         ({"device": "cuda:7"}, "There is no GPU 7; this process sees 2."),
         ({"device": "gpu"}, "There is no device 'gpu'."),
         ({"executor": "eager", "reproducible": True}, "The eager executor is not reproducible on a GPU"),
-        ({"reproducible": True}, r"The graph executor cannot run here\. Triton cannot make kernels here"),
+        ({"reproducible": True}, r"The graph executor cannot run here\. Triton cannot compile kernels here"),
         ({"executor": "short"}, "wrong value: Invalid enum value 'short'"),
         ({"page_size": 48}, "a page_size that is a power of two up to 1024; page_size is 48"),
         ({"page_size": 2048, "executor": "graph"}, "page_size is 2048"),
@@ -343,7 +343,7 @@ def test_a_share_bounds_slots_pages_and_the_allocator(two_gpus: FakeGpus, tmp_pa
 def test_what_cannot_be_is_refused_before_anything_is_loaded(
     options: dict[str, object], said: str, two_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "triton_fault", lambda: "Triton cannot make kernels here (no gcc).")
+    monkeypatch.setattr(opening, "triton_fault", lambda: "Triton cannot compile kernels here (no gcc).")
     monkeypatch.setattr(Checkpoint, "take", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(ConfigError, match=said) as caught:
         qwen3.open_pipeline(GOLDEN / "checkpoint-base", **options)

@@ -77,7 +77,7 @@ def test_where_triton_makes_no_kernels_auto_is_eager_with_a_warning(
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     said = record.getMessage()
-    assert said.startswith("Triton cannot make kernels here (")
+    assert said.startswith("Triton cannot compile kernels here (")
     assert "slower" in said
     assert "apt-get install gcc" in said
 
@@ -105,7 +105,7 @@ def test_what_was_asked_for_is_never_replaced_in_silence(
     gpu_model: Qwen3TTSModel, asked: dict[str, object]
 ) -> None:
     with pytest.raises(
-        ConfigError, match=r"The graph executor cannot run here\. Triton cannot make kernels"
+        ConfigError, match=r"The graph executor cannot run here\. Triton cannot compile kernels"
     ) as caught:
         open_executor(gpu_model, SIZES, **asked)  # type: ignore[arg-type]
     assert "gcc" in caught.value.advice

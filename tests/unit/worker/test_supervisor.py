@@ -29,7 +29,7 @@ from pipelines.ipc import Channel
 from worker.supervisor import report, report_end, report_refusal
 
 #: A child that says up when its GPU is in `up`, finishes items when it is in `works`, sends its last message
-#: when it is in `says` says that no start can open its model when it is in `refuses`, and ends by SIGTERM or
+#: when it is in `says`, says that no start can open its model when it is in `refuses`, and ends by SIGTERM or
 #: with the status of its GPU in `ends`; unless the file `mended` is there. One that only ends imports
 #: nothing.
 CHILD = """
