@@ -246,7 +246,7 @@ class ReferenceEncoder:
 
     def __init__(self, encoder: CodecEncoder) -> None:
         self._encoder = encoder
-        self._kept: RecordingCache[NDArray[np.int64]] = RecordingCache(1024)
+        self._cache: RecordingCache[NDArray[np.int64]] = RecordingCache(1024)
 
     def prepare(self, recording: bytes) -> NDArray[np.int64]:
         """The codes, int64 [frames, codebooks], of an audio file within the limits of `pipelines.audio`.
@@ -254,7 +254,7 @@ class ReferenceEncoder:
         Raises `InputError`: `input.audio_unreadable`, `input.reference_length`, `input.reference_silent`;
         `SynthesisError` (`synth.oom`) if the device has too little memory.
         """
-        return self._kept.get(
+        return self._cache.get(
             recording, None, lambda: self._encoder.encode(self.read(recording)).cpu().numpy()
         )
 

@@ -106,7 +106,7 @@ class ReferenceEncoder:
         self._config = config
         self._tokenizer = tokenizer
         self._features = features
-        self._kept: RecordingCache[Reference] = RecordingCache(1024)
+        self._cache: RecordingCache[Reference] = RecordingCache(1024)
 
     def prepare(self, recording: bytes, with_semantic: bool) -> Reference:
         """The tokens of an audio file within the limits of `pipelines.audio`; semantic tokens only if
@@ -115,7 +115,7 @@ class ReferenceEncoder:
         Raises `InputError`: `input.audio_unreadable`, `input.reference_length`, `input.reference_silent`;
         `SynthesisError` (`synth.oom`) if the device has too little memory.
         """
-        return self._kept.get(
+        return self._cache.get(
             recording, with_semantic, lambda: self.encode(self.read(recording), with_semantic)
         )
 
