@@ -71,7 +71,8 @@ class Utterance:
         self.text = text
         self.listener = listener
         self.stream = stream
-        #: Phoneme ids, one list for each piece of speech. A stream's text is read while these are requested.
+        #: Phoneme ids, one list for each piece of speech. A stream's text is read when the next list is
+        #: requested.
         self.pieces: Iterator[list[int]] = iter(())
         #: Its number in the order of arrival.
         self.arrival = 0

@@ -63,7 +63,7 @@ NOT_RUN: list[tuple[str, str]] = [
     (r"python -m tests\.conformance \w+ tests/golden/\w+", _PARITY),
     (
         r"python -m benchmarks\.speechlm",
-        "a benchmark of minutes, or for a GPU; benchmarks/test_smoke.py runs its parts",
+        "a benchmark of minutes on a GPU with vLLM; benchmarks/test_smoke.py reads its options",
     ),
     (
         r"python -m benchmarks\.stream .*",
