@@ -253,7 +253,15 @@ def agreement(bench: Bench, name: str, rows: list[int], tiny: bool) -> None:
 
 
 def main(given: list[str] | None = None) -> int:
-    options = read(parser(__doc__), given, size="0b6", slots=128, agreement=str, rows=[1, 8, 64, 256])
+    options = read(
+        parser(__doc__),
+        given,
+        size="0b6",
+        slots=128,
+        agreement=str,
+        rows=[1, 8, 64, 256],
+        known={"agreement": MODELS},
+    )
     if not options.agreement:
         return 0 if same_bits(Bench("qwen3_tts_bits", options), options) else 1
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False

@@ -30,6 +30,7 @@ from pipelines.qwen3_tts.execution import open_stage
 
 #: What the codec should take with mixed lengths, in us a frame, and the floor of its products.
 AIMS = {"floor": 6.3, "aim": 9.0, "must": 10.5}
+PARTS = ("errors", "decode", "ways")
 #: The threads of the stage.
 THREADS = ("codec-stage", "codec-samples")
 #: Rows and frames of `decode`.
@@ -70,7 +71,7 @@ class Codec:
         if steps:
             made.prepare_utterances(*steps)
             if made.utterances is None:
-                made.utterances = UtteranceGraphs(made._run, made.shape, *steps)
+                made.utterances = UtteranceGraphs(made.run, made.shape, *steps)
                 made.utterances.prepare()
         return made
 
@@ -101,7 +102,7 @@ class Codec:
         fused, plain = self.decoder(True), self.decoder(False, fused=False)
 
         def us(decoder: CodecDecoder, codes: Tensor, graph: bool = False) -> float:
-            work = lambda: decoder._run(codes, None)  # noqa: E731
+            work = lambda: decoder.run(codes, None)  # noqa: E731
             if not bench.on_gpu:
                 return 1000 * bench.milliseconds(work)
             return graph_us(work) if graph else event_us(work)
@@ -138,7 +139,7 @@ class Codec:
 
 
 def main() -> int:
-    options = read(parser(__doc__), parts=["errors", "decode", "ways"], steps=str, seconds=3.0)
+    options = read(parser(__doc__), parts=list(PARTS), known={"parts": PARTS}, steps=str, seconds=3.0)
     options.steps = options.steps or (["4x4"] if options.tiny else ["256x16", "128x32"])
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     bench = Bench("codec", options, aims_us=AIMS)

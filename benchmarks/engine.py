@@ -542,7 +542,7 @@ def share(row: Row) -> float | None:
 def main() -> int:
     options = read(
         parser(__doc__), sizes=["0b6", "1b7"], slots=[512, 128], parts=["all", "lm"], sweep=int, reproducible=int, codec_rows=256,
-        long_prompts=int, codec=False, seconds=3.0, windows=5, option=str, also=Path,
+        long_prompts=int, codec=False, seconds=3.0, windows=5, option=str, also=Path, known={"parts": ("all", "lm")},
     )  # fmt: skip
     load = Load(0.3, 0.8, 0.5) if options.tiny else Load(3.0, 15.0, options.seconds)
     sizes, windows = (["tiny"], 2) if options.tiny else (options.sizes, options.windows)

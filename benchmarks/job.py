@@ -355,6 +355,7 @@ def main(given: Sequence[str] | None = None) -> int:
     options = read(
         parser(__doc__), given, sizes=["0b6"], gpus=[1], paths=["folder"], slots=1024, seconds=40.0, items=0, window_seconds=3.0,
         expected=3000.0, instant=0.0, minutes=60.0, skip_engine=False, cold=False, limit=300.0, tree=ROOT, folder=None,
+        known={"sizes": ("0b6", "1b7"), "paths": ("folder", "s3")},
     )  # fmt: skip
     if options.tiny:
         options.items = options.items or 200

@@ -292,7 +292,7 @@ def unit_part(bench: Bench, channels: int) -> None:
 def main() -> int:
     options = read(
         parser(__doc__), parts=list(PARTS), sizes=["0b6", "1b7"], rows=list(ROWS), contexts=[108, 300],
-        positions=[512, 2048, 6144], prompts=[36, 228],
+        positions=[512, 2048, 6144], prompts=[36, 228], known={"parts": PARTS, "sizes": PUBLISHED},
     )  # fmt: skip
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     bench = Bench("kernel", options)

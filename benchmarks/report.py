@@ -13,15 +13,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
+NOTHING: Mapping[str, Iterable[str]] = MappingProxyType({})
 _TICKS, _PAGE, _GIB = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE"), 2.0**30
 
 
@@ -48,9 +50,11 @@ def parser(doc: str | None, device: str = "cuda") -> argparse.ArgumentParser:
     return made
 
 
-def read(made: argparse.ArgumentParser, given: Sequence[str] | None = None, **defaults: Any) -> Any:
+def read(
+    made: argparse.ArgumentParser, given: Sequence[str] | None = None, known: Mapping[str, Iterable[str]] = NOTHING, **defaults: Any
+) -> Any:  # fmt: skip
     """The options of a command line, of which further ones have these defaults and their types. A list takes several
-    values, apart or with commas; a type stands for an empty list of it."""
+    values, apart or with commas; a type stands for an empty list of it. `known`: the values that a list may have."""
     lists: list[str] = []
     for name, default in defaults.items():
         option = "--" + name.replace("_", "-")
@@ -66,6 +70,9 @@ def read(made: argparse.ArgumentParser, given: Sequence[str] | None = None, **de
     found = made.parse_args(given)
     for name in lists:
         setattr(found, name, [one for several in getattr(found, name) for one in several])
+    for name, values in known.items():
+        if unknown := [one for one in getattr(found, name) if one not in values]:
+            made.error(f"--{name} has no {', '.join(unknown)}: {', '.join(values)}")
     return found
 
 

@@ -78,6 +78,7 @@ from pipelines.vllm_engine.library import ModelSpec
 
 #: Positions of a sequence, and of a page.
 CONTEXT, PAGE_SIZE = 1024, 64
+PARTS = ("lm", "speech", "streams")
 VOICES, REFERENCE_SECONDS = 16, 6.0
 TEXT = "The rain falls on the quiet street, and nobody walks. "
 PROMPT_TOKENS = 120
@@ -301,7 +302,7 @@ class Speaking:
 
     def measure(self, parts: set[str], watched: Watched | None = None) -> None:
         """Does the parts, and closes the pipeline."""
-        for name in ("lm", "speech", "streams"):
+        for name in PARTS:
             if name in parts:
                 given = [watched] if name == "speech" else []
                 self.bench.attempt(f"{self.engine}: {name}", getattr(self, name), *given)
@@ -480,8 +481,8 @@ def main(given: list[str] | None = None) -> int:
     made = parser(__doc__)
     made.add_argument("family", choices=FAMILIES)
     options = read(
-        made, given, parts=["lm", "speech", "streams"], engines=["native", "vllm"], requests=[64, 256, 512], turns=[0],
-        streams=[1, 64], seconds=10.0, codec_dtype="",
+        made, given, parts=list(PARTS), engines=["native", "vllm"], requests=[64, 256, 512], turns=[0],
+        streams=[1, 64], seconds=10.0, codec_dtype="", known={"parts": PARTS, "engines": ("native", "vllm")},
     )  # fmt: skip
     dtype = options.codec_dtype or ("float32" if options.device == "cpu" else "bfloat16")
     options.codec_dtype = getattr(torch, dtype)

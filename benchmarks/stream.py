@@ -62,6 +62,7 @@ from benchmarks.report import (
     write_random_checkpoint,
 )
 from benchmarks.stream_clients import (
+    CONNECTIONS,
     DRAIN_SECONDS,
     Plan,
     answer_silence,
@@ -412,9 +413,8 @@ def main() -> int:
         rates=[1.0, 10.0, 20.0, 50.0, 100.0], listeners=[384, 1000], mixed=[32, 192], seconds=[2.0, LONGEST_SECONDS], seeds=3,
         warm_up=5.0, duration=15.0, short=False, voice=None, text_lengths=False,
         processes=max(min((os.cpu_count() or 1) // 3, 6), 1), minutes=60.0, server=SERVER, ready_seconds=240.0, folder=None,
+        known={"parts": PARTS, "protocols": CONNECTIONS, "sizes": ("0b6", "1b7", "tiny")},
     )  # fmt: skip
-    if unknown := set(options.parts) - set(PARTS):
-        made.error(f"no parts: {', '.join(unknown)}")
     if options.tiny:
         options.sizes, options.device, options.seconds = ["tiny"], "cpu", [0.3, 0.6]
         options.server = "--slots 4 --waiting-room 8 --option slots=4"

@@ -191,7 +191,7 @@ class EmbeddedHome:
     def serve(self, model: str) -> None:
         """Starts a server of a model at the address and port of the settings."""
         command = [sys.executable, "-P", "-m", "jobs", "serve", "--model", model]
-        self._server = spawn(command, _open_log(self.server_log), os.environ | self._environment())
+        self._server = spawn(command, open_log(self.server_log), os.environ | self._environment())
 
     def poll(self) -> None:
         """Restarts processes that ended; to be called often, from the main thread.
@@ -259,12 +259,12 @@ class EmbeddedHome:
 
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix=_BROKER_FOLDER, dir=_BROKER_ROOT))
-            _write_own(self.state / "broker.json", {"url": self.broker_url, "folder": str(self._folder)})
+            write_own(self.state / "broker.json", {"url": self.broker_url, "folder": str(self._folder)})
         # By default Valkey replaces its command line, which shows its folder, with a title.
         options = ["--port", "0", "--unixsocketperm", "700", "--appendonly", "no", "--set-proc-title", "no"]
         places = ["--unixsocket", f"{self._folder}/broker", "--dir", str(self._folder), "--save", ""]
         log = self.state / "broker.log"
-        self._broker = spawn([str(get_binary_path()), *options, *places], _open_log(log), os.environ)
+        self._broker = spawn([str(get_binary_path()), *options, *places], open_log(log), os.environ)
         deadline = time.monotonic() + START_SECONDS
         while embedded_broker_url(self.state) is None:
             if self._broker.poll() is not None or time.monotonic() > deadline:
@@ -280,7 +280,7 @@ class EmbeddedHome:
         program = ["-P", "-m", "worker", "run"]
         program += [] if model is None else ["--private", "--preload", model]
         environment = self._environment() | plan.environment
-        with os.fdopen(_open_log(self.worker_log), "ab") as log:
+        with os.fdopen(open_log(self.worker_log), "ab") as log:
             return Child(program, WorkerReport, environment, output=log.fileno(), cores=plan.cores)
 
     def _environment(self) -> dict[str, str]:
@@ -337,12 +337,12 @@ def _last_line(log: Path) -> str:
     return next((line.strip()[:400] for line in reversed(lines) if line.strip()), "")
 
 
-def _open_log(path: Path) -> int:
+def open_log(path: Path) -> int:
     """Opens a log of the home to append to it. Raises the errors of `open_own`."""
     return open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 
-def _write_own(path: Path, record: Mapping[str, object]) -> None:
+def write_own(path: Path, record: Mapping[str, object]) -> None:
     """Replaces a record atomically. Raises the errors of `open_own`."""
     unfinished = own_path(path).with_name(f"{path.name}.unfinished")
     with os.fdopen(open_own(unfinished, os.O_WRONLY | os.O_TRUNC | os.O_CREAT), "w") as file:

@@ -78,7 +78,7 @@ def submit(
     fail; the same submit can continue later.
     """
     options = options or SubmitOptions()
-    resolved = resolve(spec, options.input_format, voice_folder(settings))
+    resolved = resolve(spec, options.input_format, voice_folder(settings, options.recordings))
     with open_source(source, settings.s3) as opened:
         resolved = resolved.of_input(opened)
         sha = spec_sha(resolved.spec)
@@ -236,12 +236,13 @@ class _Ingest:
         )
 
     def restore(self, lost: Collection[str]) -> None:
-        """Writes inputs of shards with these keys again, and the reference audio of their lines. Raises
-        `store.missing` if the lines differ from the staged ones."""
+        """Rewrites the shard inputs with the keys `lost`, and the reference audio of their lines. Raises
+        `store.missing` if the lines differ from the staged lines."""
         inputs = {
             no: place for no, place in self.ledger.shard_inputs(self.job.id).items() if place[0] in lost
         }
-        # The items of a dialogue are in one input. Of lines with equal ids only the first became items.
+        # The items of a dialogue are in one input. Among lines with equal ids only the first one became
+        # items.
         rows = (row for row in self.ledger.items(self.job.id) if row.shard_no in inputs and not row.turn)
         firsts = {row.example_id: row for row in rows}
         lines: dict[tuple[str, str], list[bytes]] = {place: [] for place in inputs.values()}

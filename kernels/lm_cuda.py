@@ -43,7 +43,7 @@ class Partition(NamedTuple):
 
 #: (inner size, has norm, epilogue) -> (groups, warps for up to 8 rows, warps for more rows, tiles for more than 16
 #: rows).
-_TILE_CONFIGS: dict[tuple[int, bool, int], tuple[int, int, int, int]] = {
+TILE_CONFIGS: dict[tuple[int, bool, int], tuple[int, int, int, int]] = {
     (1024, True, PLAIN): (2, 8, 8, 2),
     (1024, True, SWIGLU): (6, 8, 8, 2),
     (2048, True, PLAIN): (4, 16, 16, 1),
@@ -54,15 +54,15 @@ _TILE_CONFIGS: dict[tuple[int, bool, int], tuple[int, int, int, int]] = {
     (6144, False, RESIDUAL): (1, 16, 16, 1),
 }
 #: A shape that has another number of groups if the outputs are wide; that number; and the minimum outputs for it.
-_WIDE_SHAPE, _WIDE_GROUPS, _WIDE_FROM = (1024, True, PLAIN), 4, 4096
+_WIDE_SHAPE, _WIDE_GROUPS, WIDE_FROM = (1024, True, PLAIN), 4, 4096
 _ATTENTION_WARPS, _DRAW_EACH, _MAX_CODEBOOKS = 4, 8, 32
 #: Maximum blocks of the predictor's attention: four on each multiprocessor of an H200 or H100.
 _ATTENTION_BLOCKS = 4 * 132
 
 
 def partition_of(shape: tuple[int, bool, int], rows: int, wide: bool = False) -> Partition:
-    """The tiles of a product with a shape in `_TILE_CONFIGS`, for this number of rows."""
-    groups, few, more, tiles = _TILE_CONFIGS[shape]
+    """The tiles of a product with a shape in `TILE_CONFIGS`, for this number of rows."""
+    groups, few, more, tiles = TILE_CONFIGS[shape]
     warps = few if rows <= 8 else more
     return Partition(
         _WIDE_GROUPS if wide else groups, tiles if rows > 16 else 1, warps, shape[0] // (32 * warps)
@@ -75,7 +75,7 @@ def skinny_name(partition: Partition, normed: bool, epilogue: int) -> str:
 
 
 def _skinny_kernels() -> dict[str, int]:
-    shapes = [(shape, False) for shape in _TILE_CONFIGS] + [(_WIDE_SHAPE, True)]
+    shapes = [(shape, False) for shape in TILE_CONFIGS] + [(_WIDE_SHAPE, True)]
     configs = [(shape, partition_of(shape, rows, wide)) for shape, wide in shapes for rows in (8, 16, 17)]
     return {
         skinny_name(config, normed, epilogue): config.shared_bytes
@@ -92,7 +92,7 @@ DRAWS = Source("sampler", dict.fromkeys(("draw_first", "draw_middle", "draw_last
 SOURCES = (SKINNY, ATTENTION, DRAWS)
 
 
-class _SkinnyArguments(ctypes.Structure):
+class SkinnyArguments(ctypes.Structure):
     """`Args` of kernels/cuda/skinny.cu."""
 
     _fields_ = (
@@ -103,7 +103,7 @@ class _SkinnyArguments(ctypes.Structure):
     )
 
 
-class _AttentionArguments(ctypes.Structure):
+class AttentionArguments(ctypes.Structure):
     """`Args` of kernels/cuda/predictor_attention.cu."""
 
     _fields_ = (
@@ -113,7 +113,7 @@ class _AttentionArguments(ctypes.Structure):
     )
 
 
-class _DrawArguments(ctypes.Structure):
+class DrawArguments(ctypes.Structure):
     """`Args` of kernels/cuda/sampler.cu."""
 
     _fields_ = (("tensors", c_void_p * 23), ("large", c_longlong * 3), ("small", c_int * 8))
@@ -140,7 +140,7 @@ def known_to_cuda(weights: FrameTensors) -> bool:
 
 def has_skinny(inner: int, normed: bool, epilogue: int) -> bool:
     """Whether the skinny kernel supports this shape."""
-    return (inner, normed, epilogue) in _TILE_CONFIGS
+    return (inner, normed, epilogue) in TILE_CONFIGS
 
 
 def skinny(
@@ -168,21 +168,19 @@ def skinny(
     """
     rows, inner = x.shape
     width, shape = y.shape[1], (inner, norm is not None, epilogue)
-    if shape not in _TILE_CONFIGS:
+    if shape not in TILE_CONFIGS:
         raise RuntimeError(
             f"There is no skinny product of inner={inner}, norm={norm is not None}, epilogue={epilogue}."
         )
     partition = partition_of(
-        shape, rows, wide=shape == _WIDE_SHAPE and width % 32 == 0 and width >= _WIDE_FROM
+        shape, rows, wide=shape == _WIDE_SHAPE and width % 32 == 0 and width >= WIDE_FROM
     )
     block_width = (partition.groups // 2 if epilogue == SWIGLU else partition.groups) * 8
     if width % block_width:
         raise RuntimeError(f"A skinny product's n={width} is no multiple of {block_width}.")
     bytes_ahead = 0 if ahead is None else ahead.numel() * ahead.element_size()
     pointers = addresses(x, weight, norm, extra, y, normed, ahead)
-    arguments = _SkinnyArguments(
-        *pointers, bytes_ahead, rows, width, x.stride(0), y.stride(0), int(late), eps
-    )
+    arguments = SkinnyArguments(*pointers, bytes_ahead, rows, width, x.stride(0), y.stride(0), int(late), eps)
     kernel, grid = (
         skinny_name(partition, norm is not None, epilogue),
         (width // block_width, -(-rows // (partition.tiles * 16))),
@@ -206,7 +204,7 @@ def predictor_attention(
         raise RuntimeError(f"Predictor attention has no position {position}.")
     rows, kv_heads = qkv.shape[0], k_cache.shape[1]
     pointers = (c_void_p * 7)(*addresses(qkv, q_weight, k_weight, rope_table, k_cache, v_cache, out))
-    arguments = _AttentionArguments(pointers, rows, kv_heads, position, eps, scale)
+    arguments = AttentionArguments(pointers, rows, kv_heads, position, eps, scale)
     grid = (min(-(-rows // _ATTENTION_WARPS), max(1, _ATTENTION_BLOCKS // kv_heads)), kv_heads)
     kernel = f"predictor_attention_{(position + 1) // 2}"
     ATTENTION.launch(kernel, grid, _ATTENTION_WARPS * 32, arguments, qkv.device.index, programmatic=pdl)
@@ -227,7 +225,7 @@ def draw(pointers: Sequence[Tensor], numbers: Sequence[int], stage: int, pdl: bo
         raise RuntimeError(
             f"There is no draw of vocab={vocab}, codebooks={codebooks}, width={width}, talker={talker}."
         )
-    arguments = _DrawArguments(
+    arguments = DrawArguments(
         (c_void_p * 23)(*addresses(*pointers)), (c_longlong * 3)(*large), (c_int * 8)(*small)
     )
     kernel = list(DRAWS.kernels)[stage]

@@ -156,7 +156,7 @@ class FusedFrame:
         width, depth = max(self._widths), weights.depth
         rows = max_rows if depth is None else 2 * max_rows
         self._x = [empty(rows, w) for w in self._widths]
-        self._hidden = empty(max_rows, self._widths[0])
+        self.hidden = empty(max_rows, self._widths[0])
         self._h, self._y, self._qkv, self._mixed, self._gate_up, self._act = (
             empty(rows * each) for each in (width, width, wide, wide, inner, inner)
         )
@@ -164,7 +164,7 @@ class FusedFrame:
             self._weighted = empty(rows * width)
             self._squares = torch.empty(rows * self._parts(width), device=device, dtype=torch.float32)
         codes = max(weights.head.shape[0], 0 if depth is None else depth.heads.shape[1])
-        self._logits = empty(max_rows * codes)
+        self.logits = empty(max_rows * codes)
         self._finite = torch.empty(max_rows, device=device, dtype=torch.int32)
         if depth is not None:
             span, stack = 1 << depth.heads.shape[0].bit_length(), depth.stack
@@ -190,24 +190,24 @@ class FusedFrame:
         n = rows.shape[0]
         backbone, x = self.weights.backbone, self._x[0][:n]
         self._backbone(rows, x)
-        self._draws(self._head(backbone, x, self.weights.head, self._hidden[:n]), rows, codes, flags)
+        self._draws(self._head(backbone, x, self.weights.head, self.hidden[:n]), rows, codes, flags)
 
     def draw(self, hidden: Tensor, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
         """The part of `run` after the backbone, if that runs elsewhere. hidden: [n, hidden], the backbone's states after
         the final norm."""
         n, head = rows.shape[0], self.weights.head
-        kept = self._hidden[:n].copy_(hidden)
-        self._draws(torch.mm(kept, head.t(), out=_rows(self._logits, n, len(head))), rows, codes, flags)
+        kept = self.hidden[:n].copy_(hidden)
+        self._draws(torch.mm(kept, head.t(), out=_rows(self.logits, n, len(head))), rows, codes, flags)
 
     def _draws(self, logits: Tensor, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
-        """Draws all codes of a frame, from the logits of code 0 and the state in `_hidden`."""
+        """Draws all codes of a frame, from the logits of code 0 and the state in `hidden`."""
         n, depth = rows.shape[0], self.weights.depth
         if depth is None:
-            self._draw(ONLY, 0, logits, rows, codes, flags)
+            self.draw_codebook(ONLY, 0, logits, rows, codes, flags)
             return
         if depth.project is not None:
-            self._project(*depth.project, self._hidden[:n], self._x[1][:n])
-        self._draw(FIRST, 0, logits, rows, codes, flags)
+            self._project(*depth.project, self.hidden[:n], self._x[1][:n])
+        self.draw_codebook(FIRST, 0, logits, rows, codes, flags)
         self._later_codebooks(depth, rows, codes, flags)
 
     def _backbone(self, rows: Tensor, x: Tensor) -> None:
@@ -237,7 +237,7 @@ class FusedFrame:
 
             self._stack(stack, x[: 2 * n] if first else x[:n], attend, keep=n if first else 0)
             logits = self._head(stack, x[n : 2 * n] if first else x[:n], depth.heads[step])
-            self._draw(LAST if step == count - 1 else MIDDLE, step + 1, logits, rows, codes, flags)
+            self.draw_codebook(LAST if step == count - 1 else MIDDLE, step + 1, logits, rows, codes, flags)
 
     def _stack(self, stack: StackTensors, x: Tensor, attend: Attend, keep: int = 0) -> None:
         """Runs all layers in place on x [rows, width]. The last layer's output is computed only for the rows from
@@ -328,7 +328,7 @@ class FusedFrame:
 
     def _head(self, stack: StackTensors, x: Tensor, head: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Logits [rows, codes] from the final norm of x, which is also written into `hidden` if that is given."""
-        logits = _rows(self._logits, len(x), len(head))
+        logits = _rows(self.logits, len(x), len(head))
         if self._pending is None and self._skinny:
             return self._thin(x, head, logits, norm=stack.norm, eps=stack.eps, normed=hidden)
         normed = self._added_norm(x, stack.norm, stack.eps, hidden)
@@ -359,7 +359,7 @@ class FusedFrame:
             wide_rope=stack.wide_rope,
         )  # fmt: skip
 
-    def _draw(
+    def draw_codebook(
         self, stage: int, codebook: int, logits: Tensor, rows: Tensor, codes: Tensor, flags: Tensor
     ) -> None:
         state, n, vocab = self.state, rows.shape[0], logits.shape[1]
@@ -370,7 +370,7 @@ class FusedFrame:
         pointers = (
             logits, rows, codes, self._finite, flags, state.seeds, settings.top_k, state.min_new_tokens, starts, state.trailing,
             state.frames, state.positions, settings.temperature, settings.top_p, state.penalty, settings.greedy, state.seen,
-            self._hidden, inputs, feedback.table, text, self._x[-1], state.inputs,
+            self.hidden, inputs, feedback.table, text, self._x[-1], state.inputs,
         )  # fmt: skip
         width, hidden = self._widths[-1], self._widths[0]
         numbers = (

@@ -176,7 +176,7 @@ def _drawn_again(
 
 
 @triton.jit
-def _draw_code(
+def draw_code(
     logits, rows, codes, finite, flags, seeds, top_k, min_new, starts, trailing, frames, positions, temperature, top_p, penalty, greedy,
     seen, hidden, inputs, table, text, x, state_inputs, table_starts, recent,
     end, suppress_from, dead, count, VOCAB: tl.constexpr, codebook, CODEBOOKS: tl.constexpr, WIDTH: tl.constexpr, TALKER: tl.constexpr,
@@ -311,7 +311,7 @@ def draw(
     count, vocab, _, _, width, talker = numbers[3:9]
     by = _NO_TEXT if feedback.text is None else _TEXT_BY_CODE if feedback.text_by_code else _TEXT_BY_ID
     half = stage in (MIDDLE, LAST) and logits.dtype == torch.bfloat16
-    _draw_code[(count,)](
+    draw_code[(count,)](
         *pointers, None if feedback.starts is starts else feedback.starts, recent if rules.window else None, *numbers, stage,
         power_from(vocab), power_from(max(width, talker)), half, pdl, rules.ends[1] if len(rules.ends) > 1 else -1, rules.nucleus_first,
         rules.window, power_from(max(rules.window, 1)), by, feedback.scale, num_warps=_warps(vocab), **pdl_options(pdl),

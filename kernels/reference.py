@@ -119,7 +119,7 @@ def draw_frame(
     logits = functional.linear(hidden, weights.head).float()
     frames = state.frames[rows]
     noise = frame_noise(state.seeds[rows], frames, weights.codebooks + (rules.window > 0))
-    drawn = _draw_first(weights, state, rows, logits, noise, first_flags)
+    drawn = draw_first(weights, state, rows, logits, noise, first_flags)
     codes, finite, residual = drawn[:, None], all_finite(logits), logits.new_empty(0, len(rows), 0)
     if depth is not None:
         fed = drawn if forced is None else forced[:, 0]
@@ -156,7 +156,7 @@ def backbone_step(
     return rms_norm(out, stack.norm, stack.eps)
 
 
-def _draw_first(
+def draw_first(
     weights: FrameTensors, state: StateTensors, rows: Tensor, logits: Tensor, noise: Tensor, flags: DrawFlags
 ) -> Tensor:
     """Draws code 0 of each row, int64 [n]."""

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class ErrorCode(StrEnum):
-    """Every code that a line, an item, a shard or a command can end with. The set is closed: ledgers and
+    """The codes with which a line, an item, a shard or a command can end. The set is closed: ledgers and
     scripts rely on it."""
 
     # Faults of a line or a request: never retried.
@@ -155,7 +155,7 @@ class NoAudioError(SynthesisError):
         super().__init__(ErrorCode.SYNTH_NO_AUDIO, message, advice)
         self.text_out = text_out
         self.meta = dict(meta or {})
-        # Copies, in this process or in another one, are made by a call with these arguments.
+        # Copies of the error, in this process or in another one, are made from these arguments.
         self.args = (message, advice, text_out, self.meta)
 
 

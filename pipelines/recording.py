@@ -60,7 +60,7 @@ def read_recording(
     Raises `InputError` for a recording that cannot be read (`input.audio_unreadable`), is too short or too
     long (`input.reference_length`) or silent (`input.reference_silent`).
     """
-    import numpy as np  # only where there is audio to read
+    import numpy as np  # imported only if there is audio to read
 
     from pipelines.audio import decode
 

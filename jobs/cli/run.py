@@ -109,7 +109,7 @@ def run(
         from jobs.spec import resolve
         from jobs.voices import voice_folder
 
-    resolved = resolve(spec, options.input_format, voice_folder(settings))
+    resolved = resolve(spec, options.input_format, voice_folder(settings, options.recordings))
     engine = settings.chosen_engine(resolved.card)
     alone = gpus is None and engine != "cpu" and not (engine == "vllm" and settings.vllm.tensor_parallel > 1)
     if alone and (count := count_gpus(os.environ.get(VISIBLE))) > 1:
@@ -176,7 +176,7 @@ def submit(
     from jobs.spec import resolve
     from jobs.voices import voice_folder
 
-    resolved = resolve(spec, options.input_format, voice_folder(settings))
+    resolved = resolve(spec, options.input_format, voice_folder(settings, options.recordings))
     if (missing := missing_meters(spec.quality)) is not None:
         # The worker may run on another machine.
         outcome = (

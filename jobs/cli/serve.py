@@ -91,7 +91,7 @@ def serve(model: str, names: tuple[str, ...], address: str | None, port: int | N
     check_extra()
     from pipelines.serving import is_loopback
 
-    options = _options(settings, card, names)
+    options = serve_options(settings, card, names)
     if not options.keys and not is_loopback(settings.serve.address):
         raise invalid(
             f"The server does not open {settings.serve.address} to the network without a key.",
@@ -122,7 +122,7 @@ def serve(model: str, names: tuple[str, ...], address: str | None, port: int | N
         os._exit(0)
 
 
-def _options(settings: Settings, card: ModelCard, names: tuple[str, ...]) -> ServeOptions:
+def serve_options(settings: Settings, card: ModelCard, names: tuple[str, ...]) -> ServeOptions:
     from jobs.voices import voice_folder
     from pipelines.serving import ServeOptions
 

@@ -19,7 +19,14 @@ from jobs.ledger.records import Job, JobState
 from jobs.ledger.status import JobStatus, find_job, newest_jobs, status_and_errors, statuses_of
 from jobs.own_files import embedded_broker_url
 from jobs.progress import Progress
-from jobs.recent_jobs import homes_of, out_option, remember_moved, settings_for_job, settings_of_places
+from jobs.recent_jobs import (
+    homes_of,
+    out_option,
+    reading_ledger,
+    remember_moved,
+    settings_for_job,
+    settings_of_places,
+)
 from jobs.settings import Settings, sqlite_path
 from jobs.status import NO_WORKER, job_view, labels_text, status_lines, status_view, utc, waits_for_workers
 from pipelines.errors import NightjarError, NotFoundError
@@ -261,6 +268,11 @@ def show(job: str, home: str | None, output: Output) -> None:
     engines = engines_of(found, made_with or ())
     command, notes = job_command(found, home, engines), omitted_options(found, home, engines)
     view = msgspec.to_builtins(job_view(found, made_with, command, notes))
+    if found.spec.pool:
+        from jobs.export.items import minutes_by_voice
+
+        with reading_ledger(settings) as ledger:
+            view["minutes_by_voice"] = minutes_by_voice(ledger, store_of(found, settings.s3), found)
     if output.as_json:
         output.data(view)
         return

@@ -35,12 +35,12 @@ class CausalDecoder(Decoder[CodecState]):
     On a CPU every utterance is decoded alone, so that its bits do not depend on others. On a GPU utterances
     of similar length share a batch, padded on the right, which does not affect their samples; if
     `reproducible`, every batch has the same number of rows and one padded length, so that the bits of a row
-    do not depend on the others. A family implements a pass (`_run`) and sets `state_size`.
+    do not depend on the others. A family implements a pass (`run`) and sets `state_size`.
     """
 
     #: Number of values of a stream's state.
     state_size: int
-    #: Whether `_run` does almost no work for samples after `lengths`.
+    #: Whether `run` does almost no work for samples after `lengths`.
     skips_padding = False
 
     def __init__(
@@ -85,7 +85,7 @@ class CausalDecoder(Decoder[CodecState]):
         if self.device.type == "cpu" or rows < 1:
             return
         with on_device(self.device):
-            self._graphs = StreamGraphs(self._run, self.shape, rows, self._fixed).prepare()
+            self._graphs = StreamGraphs(self.run, self.shape, rows, self._fixed).prepare()
 
     def prepare_utterances(self, rows: int, frames: int = STEP_FRAMES) -> None:
         """On a CUDA device: captures the graphs of a continuous batch of whole utterances, in steps of `rows`
@@ -97,7 +97,7 @@ class CausalDecoder(Decoder[CodecState]):
             return
         with on_device(self.device):
             self.utterances = UtteranceGraphs(
-                self._run, self.shape, rows, frames, self._fixed, self._check
+                self.run, self.shape, rows, frames, self._fixed, self._check
             ).prepare()
 
     def batch_key(self, frames: int, last: bool) -> tuple[int, int | None]:
@@ -174,7 +174,7 @@ class CausalDecoder(Decoder[CodecState]):
             starts = (
                 [states[i] for i in indices] if states is not None and any(warm[i] for i in indices) else None
             )
-            decoded = self._decode_padded([codes[i] for i in indices], starts)
+            decoded = self.decode_padded([codes[i] for i in indices], starts)
             for i, wave in zip(indices, decoded):
                 waves[i] = wave[: lengths[i] * self.samples_per_frame]
         return waves
@@ -193,7 +193,7 @@ class CausalDecoder(Decoder[CodecState]):
             for indices in self._rows(list(same), frames):
                 rows = self._filled([codes[i] for i in indices])
                 past = self._past([states[i] for i in indices], len(rows))
-                decoded = self._run(self._on_device(torch.stack(rows)), past)
+                decoded = self.run(self._on_device(torch.stack(rows)), past)
                 kept = [
                     past.after[row].clone() if len(rows) > 1 else past.after[row]
                     for row in range(len(indices))
@@ -205,7 +205,7 @@ class CausalDecoder(Decoder[CodecState]):
                     waves[i] = decoded[row]
         return waves
 
-    def _run(self, codes: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:
+    def run(self, codes: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:
         """One pass: [B, T, codebooks] -> float32 [B, T * samples_per_frame].
 
         `lengths`: the number of samples that are needed of each row, if `skips_padding` is set and there is
@@ -269,7 +269,7 @@ class CausalDecoder(Decoder[CodecState]):
         shape = self.shape
         return Past(torch.stack([state.own_values(shape) for state in states]), positions)
 
-    def _decode_padded(self, codes: Sequence[Tensor], states: Sequence[CodecState] | None) -> Tensor:
+    def decode_padded(self, codes: Sequence[Tensor], states: Sequence[CodecState] | None) -> Tensor:
         """[B] utterances -> [B, samples of the longest one, rounded up]; long ones are decoded in passes, which
         bounds memory."""
         lengths = [len(item) for item in codes]
@@ -280,12 +280,12 @@ class CausalDecoder(Decoder[CodecState]):
         if states is None and padded <= PASS_FRAMES:
             # Rows without padding have lengths too: otherwise kernels would be compiled for both cases.
             ends = self.skips_padding and not self._fixed
-            return self._run(
+            return self.run(
                 batch, None, [length * self.samples_per_frame for length in lengths] if ends else None
             )
         past = self._past(states or [], len(batch))
         waves: list[Tensor] = []
         for part in batch.split(PASS_FRAMES, dim=1):
-            waves.append(self._run(part, past))
+            waves.append(self.run(part, past))
             past = Past(past.after, past.positions + part.shape[1])
         return torch.cat(waves, dim=1)

@@ -1,8 +1,8 @@
-"""The last stage: turns codes into audio, whole utterances in groups and streams chunk by chunk.
+"""The last stage of an engine: decodes codes to audio, whole utterances in groups and streams chunk by chunk.
 
-Every lane is one loop with two threads: one starts groups on a device, the other waits for the samples of
-the oldest group and delivers them. A lane chooses the next group, how long it waits for more codes, and how
-it is started.
+A lane is a queue of codes with two threads: one starts groups of them on a device, the other waits for the
+samples of the oldest group and delivers them. A lane chooses the next group, how long it waits for more
+codes, and how it is started.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ _NO_GATHERING = Gathering()
 
 
 class Lane(Generic[S]):
-    """The loop that all lanes share. Calls `done` on its own threads."""
+    """The part that all lanes share. Calls `done` on its own threads."""
 
     #: Names of its two threads, and the priority of its CUDA stream.
     _names = "codec-stage", "codec-samples"
@@ -238,8 +238,8 @@ class Lane(Generic[S]):
         return True
 
     def _seconds_until_due(self) -> float | None:
-        """Seconds until the next group is due; None: nothing is waiting, or the device has its maximum of
-        groups."""
+        """Seconds until the next group is due; None: nothing is waiting, or the maximum number of groups is
+        on the device."""
         if not self._unstarted() or self._started >= (
             1 if self._gathering.beside_streams() else _MAX_STARTED
         ):
@@ -262,7 +262,7 @@ class Lane(Generic[S]):
         self._pending.put((group, outcome))
 
     def _count_started(self, groups: int) -> None:
-        """Changes the number of groups on the device."""
+        """Adds `groups` to the number of groups on the device."""
         with self._wake:
             self._started += groups
             self._wake.notify()
@@ -294,7 +294,7 @@ class Lane(Generic[S]):
             outcome.release()
 
     def _receive(self, job: _Job[S], samples: PendingSamples, at: int) -> None:
-        """Takes the samples of one job of a group."""
+        """Receives the samples of one job of a group."""
         job.notify(_attempt(lambda: _finite(samples.of(at))))
 
 

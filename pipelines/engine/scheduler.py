@@ -18,8 +18,8 @@ from pipelines.errors import NightjarError
 
 Finish = Literal["eos", "length"]
 
-#: Number of turns with nearly the allowed number of requests that must succeed after an out-of-memory error
-#: before more requests may run: some seconds of a large batch. It doubles up to the maximum.
+#: Full turns (with nearly as many requests as the limit allows) that must succeed after an out-of-memory
+#: error before the limit grows: some seconds of a large batch. Doubles up to the maximum.
 FIRST_PATIENCE, MAX_PATIENCE = 128, 1 << 14
 
 
@@ -99,7 +99,7 @@ class SharedPrefix:
     """Read-only pages whose keys and values several running requests share."""
 
     content: bytes
-    #: The shorter prefix that this one extends; its users are users of the parent too.
+    #: The shorter prefix that this one extends. A user of this prefix is also a user of its parent.
     parent: SharedPrefix | None
     #: Its own pages, after those of the parent.
     pages: Sequence[int]
@@ -158,7 +158,7 @@ class PrefixCache:
             self._kv.give_back(self._unclean)
             self._unclean = []
         while count > self._kv.free:
-            self._evict()
+            self.evict()
         return self._kv.take(count)
 
     def use(self, prefixes: Iterable[tuple[bytes, int]]) -> SharedPrefix | None:
@@ -218,9 +218,9 @@ class PrefixCache:
     def clear(self) -> None:
         """Evicts all unused prefixes."""
         while self._unused:
-            self._evict()
+            self.evict()
 
-    def _evict(self) -> None:
+    def evict(self) -> None:
         prefix = next(iter(self._unused))
         self._remove_unused(prefix)
         del self._known[prefix.parent, prefix.content, len(prefix.pages)]
@@ -244,8 +244,8 @@ class Utterance:
     shared_pages: int = 0
     #: The prompt's embeddings [length, hidden], until it is prefilled.
     embeddings: Tensor | None = None
-    #: Number of prompt positions whose keys are written, of frames started and of frames read; the frames
-    #: read, as parts [frames, codebooks].
+    #: Number of prompt positions whose keys are written, number of frames started, number of frames read, and
+    #: the frames that were read, in parts [frames, codebooks].
     prefilled: int = 0
     started: int = 0
     made: int = 0
@@ -254,7 +254,7 @@ class Utterance:
     delivered: int = 0
     #: Increases when the utterance leaves its slot, so that pending frames of an earlier run are dropped.
     run: int = 0
-    #: None for a whole utterance.
+    #: The playback of a stream; None for a whole utterance.
     playback: Playback | None = None
     #: int64: the known text ids, one of which is added after each frame; and whether more can follow.
     trailing: NDArray[np.int64] = field(init=False)
@@ -384,7 +384,7 @@ class Scheduler:
             if len(self._free_slots) + len(whole) > kept and self._admit(self.waiting_streams[0]):
                 admitted.append(self.waiting_streams.popleft())
             elif len(whole) > kept:
-                self._preempt(whole[-1])
+                self.preempt(whole[-1])
             else:
                 break
         return admitted
@@ -495,10 +495,10 @@ class Scheduler:
     def preempt_youngest(self) -> Utterance:
         """Preempts and returns the youngest whole utterance, or the youngest stream if there is none."""
         youngest = (self.whole or self.running)[-1]
-        self._preempt(youngest)
+        self.preempt(youngest)
         return youngest
 
-    def _preempt(self, utterance: Utterance) -> None:
+    def preempt(self, utterance: Utterance) -> None:
         """Moves an utterance back to the head of its queue, to start again."""
         self.remove(utterance)
         utterance.restart()

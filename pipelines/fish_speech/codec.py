@@ -169,7 +169,7 @@ class CodecEncoder:
         load, layout = CodecLoader(source, "", torch.float32, device), StateLayout()
         self.config = config
         self.device = device
-        self._codebooks = codebooks
+        self.codebooks = codebooks
         encoder, width = load.at("encoder."), config.encoder_dim
         self._stem = CausalConv(encoder.at("block.0.conv."), layout, 1, width, STEM_KERNEL)
         self._blocks = [
@@ -226,7 +226,7 @@ class CodecEncoder:
         """[B, frames, latent] -> int64 [B, frames, codebooks]. Each codebook quantizes the residual of those
         before it."""
         codes: list[Tensor] = []
-        for codebook in self._codebooks:
+        for codebook in self.codebooks:
             chosen, found = codebook.choose(z)
             codes.append(chosen)
             z = z - found
@@ -246,7 +246,7 @@ class ReferenceEncoder:
 
     def __init__(self, encoder: CodecEncoder) -> None:
         self._encoder = encoder
-        self._kept: RecordingCache[NDArray[np.int64]] = RecordingCache(1024)
+        self._cache: RecordingCache[NDArray[np.int64]] = RecordingCache(1024)
 
     def prepare(self, recording: bytes) -> NDArray[np.int64]:
         """The codes, int64 [frames, codebooks], of an audio file within the limits of `pipelines.audio`.
@@ -254,7 +254,7 @@ class ReferenceEncoder:
         Raises `InputError`: `input.audio_unreadable`, `input.reference_length`, `input.reference_silent`;
         `SynthesisError` (`synth.oom`) if the device has too little memory.
         """
-        return self._kept.get(
+        return self._cache.get(
             recording, None, lambda: self._encoder.encode(self.read(recording)).cpu().numpy()
         )
 
@@ -330,7 +330,7 @@ class CodecDecoder(CausalDecoder):
         """int64 [B, T, codebooks] -> [B, T, latent], the sums of the codes' vectors."""
         return embedding(torch.minimum(codes.long(), self._last) + self._offsets, self._table).sum(dim=2)
 
-    def _run(self, codes: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:
+    def run(self, codes: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:
         return self._stack(self.upsample(self.post(self.latents(codes), past), past), past, lengths)
 
 

@@ -65,7 +65,7 @@ class Utterance:
     text: str
     listener: Listener
     stream: bool = False
-    #: Phoneme ids, one list for each piece of speech. A stream's text is read while these are requested.
+    #: Phoneme ids, one list for each piece of speech. A stream's text is read when the next list is requested.
     pieces: Iterator[list[int]] = iter(())  # noqa: RUF009  # empty, so it can be shared
     #: Its number in the order of arrival.
     arrival: int = 0

@@ -138,7 +138,7 @@ class CodecDecoder(CausalDecoder):
         self.skips_padding = self._stack.skips_padding
         self.state_size = layout.size
 
-    def _run(self, codes: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:
+    def run(self, codes: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:
         x = embedding(codes.long() + self._offsets, self._table).sum(dim=2)
         if self._front is not None:
             return self._stack(self._front(x, past), past, lengths)

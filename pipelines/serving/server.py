@@ -47,7 +47,7 @@ class Server(uvicorn.Server):
         port: int,
     ) -> None:
         """Binds the address; port 0 takes a free one. Raises `ConfigError` (`config.invalid`) if that fails."""
-        self._socket = _bound(address, port)
+        self._socket = bound_socket(address, port)
         self._admission = AdmissionQueue(options.slots or _UNKNOWN_SLOTS, options.waiting_room)
         self._model = ServedModel(card, open_model, Progress(options.stuck_seconds), self._opened)
         self._slots = options.slots
@@ -124,7 +124,7 @@ class Server(uvicorn.Server):
         self.should_exit = self._admission.closed = True
 
 
-def _bound(address: str, port: int) -> socket.socket:
+def bound_socket(address: str, port: int) -> socket.socket:
     try:
         family, *_, where = socket.getaddrinfo(address, port, flags=socket.AI_PASSIVE)[0]
         # From here on clients can connect; they are answered once the server runs.

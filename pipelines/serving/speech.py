@@ -40,7 +40,7 @@ _PARAMS = {
     "input.audio_": "reference_audio",
 }
 
-#: Advice for clients, where the error's own advice is about the lines of a job.
+#: Advice for clients, in place of an error's own advice, which is about the lines of a job.
 _ADVICE = {
     ErrorCode.INPUT_AUDIO_MISSING: "Name a stored voice, or send `reference_audio`.",
     ErrorCode.INPUT_BAD_GENERATION: "Correct its value.",
@@ -120,7 +120,7 @@ def check(serving: Serving, body: SpeechBody) -> bool:
     empty or too long."""
     capabilities = serving.model.card.capabilities
     serving.voices.check_model(body.model, "model")
-    for field, asked, message in (
+    for field, requested, message in (
         ("speed", body.speed not in (None, 1.0), "This model has one speed. Remove `speed`."),
         (
             "instructions",
@@ -133,7 +133,7 @@ def check(serving: Serving, body: SpeechBody) -> bool:
             "This model makes the whole speech at once. Remove `stream`.",
         ),
     ):
-        if asked:
+        if requested:
             raise bad_request(message, ErrorCode.INPUT_UNSUPPORTED, field)
     check_text(body.input, max(capabilities.max_text_characters, serving.options.context_characters), "input")
     return _streams(serving, body)
@@ -141,8 +141,8 @@ def check(serving: Serving, body: SpeechBody) -> bool:
 
 def _streams(serving: Serving, body: SpeechBody) -> bool:
     by_format = body.response_format == "pcm" or body.stream_format is not None
-    asked = by_format if body.stream is None else body.stream
-    return serving.model.card.capabilities.streaming and asked
+    requested = by_format if body.stream is None else body.stream
+    return serving.model.card.capabilities.streaming and requested
 
 
 async def answer(serving: Serving, body: SpeechBody, permit: Permit, request_id: str) -> Parts:

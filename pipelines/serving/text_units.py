@@ -176,9 +176,9 @@ def _cut(window: str) -> int:
     """Where a sentence that is too long is cut: after a comma in its second half, else between words, else
     between characters."""
     half = MAX_UNIT_CHARACTERS // 2
-    for pattern, least in ((_SOFT_END, half), (_SPACE, 0)):
+    for pattern, minimum in ((_SOFT_END, half), (_SPACE, 0)):
         ends = [
-            found.end() for found in pattern.finditer(window, 0, MAX_UNIT_CHARACTERS) if found.end() > least
+            found.end() for found in pattern.finditer(window, 0, MAX_UNIT_CHARACTERS) if found.end() > minimum
         ]
         ends = [end for end in ends if not _belong_together(window[end - 1], window[end])]
         if ends:
@@ -213,10 +213,10 @@ def _last_gap(text: str, begin: int) -> int:
     return max(gaps, default=begin)
 
 
-def _between_characters(text: str, place: int, least: int) -> int:
-    """The last place up to `place`, and above `least`, that is not inside a written character; `place` if
+def _between_characters(text: str, place: int, minimum: int) -> int:
+    """The last place up to `place`, and above `minimum`, that is not inside a written character; `place` if
     there is none."""
-    places = range(place, least, -1)
+    places = range(place, minimum, -1)
     return next((end for end in places if not _belong_together(text[end - 1], text[end])), place)
 
 

@@ -65,7 +65,7 @@ class Voices:
         self,
         request_id: str,
         seed: int,
-        asked: str | None,
+        voice_name: str | None,
         generation: Generation,
         text: str,
         recordings: Sequence[str] = (),
@@ -81,7 +81,7 @@ class Voices:
             seconds = min(self._options.max_audio_seconds, MAX_REFERENCE_SECONDS)
             messages = [Message("user", "audio", read_audio(audio, seconds)) for audio in recordings]
             messages.append(Message("user", "text", text))
-            voice = self.named(asked)
+            voice = self.named(voice_name)
             if not isinstance(voice, StoredVoice):
                 if (
                     voice is not None
@@ -92,31 +92,31 @@ class Voices:
                     raise self._unknown(voice)
                 spoken = msgspec.structs.replace(generation, voice=voice)
             elif recordings:
-                message = f"The voice {asked!r} has a recording, and the request has another one."
+                message = f"The voice {voice_name!r} has a recording, and the request has another one."
                 raise unsupported(message, "Leave one of them out.")
             else:
                 messages, spoken = in_voice_of(messages, generation, voice.recording, voice.text)
             return SynthesisRequest(request_id, tuple(messages), spoken, seed)
 
         # Recordings are read in a thread. Other requests are built here, which is faster than a thread.
-        folder = None if asked is None or self._is_own(asked) else self._folder
-        if recordings or (folder is not None and asked is not None and folder.has(asked)):
+        folder = None if voice_name is None or self._is_own(voice_name) else self._folder
+        if recordings or (folder is not None and voice_name is not None and folder.has(voice_name)):
             return await asyncio.to_thread(build)
         return build()
 
-    def named(self, asked: str | None) -> str | StoredVoice | None:
+    def named(self, voice_name: str | None) -> str | StoredVoice | None:
         """The voice of a name: a voice of the model, a stored one, or None for the model's default.
 
         Each of OpenAI's names always selects the same voice of the model. An unknown name is returned as it
         is.
         """
-        if asked is None:
+        if voice_name is None:
             return None
-        if (own := own_voice(asked, self._capabilities.voices)) is not None:
+        if (own := own_voice(voice_name, self._capabilities.voices)) is not None:
             return own
-        if self._folder is not None and (stored := self._folder.get(asked)) is not None:
+        if self._folder is not None and (stored := self._folder.get(voice_name)) is not None:
             return stored
-        return None if asked in RESERVED else asked
+        return None if voice_name in RESERVED else voice_name
 
     def _names(self) -> dict[str, str]:
         """The names of all voices, each with its kind: `model` or `stored`."""
@@ -170,15 +170,15 @@ class Voices:
             raise _no_voice(name, "stored voice")
         return {"id": name, "object": "voice", "deleted": True}
 
-    def _unknown(self, asked: str) -> InputError:
+    def _unknown(self, voice_name: str) -> InputError:
         names = list(self._names())
-        near = names if len(names) <= _SHOWN else get_close_matches(asked, names, _SHOWN, 0.0)
+        near = names if len(names) <= _SHOWN else get_close_matches(voice_name, names, _SHOWN, 0.0)
         advice = (
             f"Choose one of: {', '.join(near)}."
             if near
             else "No voice is stored here: add one, or send a recording."
         )
-        return InputError(ErrorCode.INPUT_UNKNOWN_VOICE, f"There is no voice {asked[:80]!r}.", advice)
+        return InputError(ErrorCode.INPUT_UNKNOWN_VOICE, f"There is no voice {voice_name[:80]!r}.", advice)
 
     def _is_own(self, name: str) -> bool:
         """Whether the model has a voice of this name."""

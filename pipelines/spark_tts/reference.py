@@ -105,8 +105,8 @@ class ReferenceEncoder:
     def __init__(self, config: SparkConfig, tokenizer: Tokenizer, features: SemanticFeatures) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        self._features = features
-        self._kept: RecordingCache[Reference] = RecordingCache(1024)
+        self.features = features
+        self._cache: RecordingCache[Reference] = RecordingCache(1024)
 
     def prepare(self, recording: bytes, with_semantic: bool) -> Reference:
         """The tokens of an audio file within the limits of `pipelines.audio`; semantic tokens only if
@@ -115,7 +115,7 @@ class ReferenceEncoder:
         Raises `InputError`: `input.audio_unreadable`, `input.reference_length`, `input.reference_silent`;
         `SynthesisError` (`synth.oom`) if the device has too little memory.
         """
-        return self._kept.get(
+        return self._cache.get(
             recording, with_semantic, lambda: self.encode(self.read(recording), with_semantic)
         )
 
@@ -128,11 +128,11 @@ class ReferenceEncoder:
     def encode(self, samples: NDArray[np.float32], with_semantic: bool = True) -> Reference:
         """The tokens of a recording [samples] at the model's rate and volume."""
         clip = reference_clip(samples, self._config.clip_samples)[None]
-        (voice,) = self._tokenizer.global_tokens(torch.from_numpy(clip).to(self._features.device)).tolist()
+        (voice,) = self._tokenizer.global_tokens(torch.from_numpy(clip).to(self.features.device)).tolist()
         if not with_semantic:
             return Reference(tuple(voice), ())
-        values = torch.from_numpy(self._features.values(samples)[None])
-        (semantic,) = self._tokenizer.semantic_tokens(self._features(values)).tolist()
+        values = torch.from_numpy(self.features.values(samples)[None])
+        (semantic,) = self._tokenizer.semantic_tokens(self.features(values)).tolist()
         return Reference(tuple(voice), tuple(semantic))
 
 

@@ -285,13 +285,13 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         info = SpeechLmRequestInfo(task.text, self.sample_rate, meta, keep, config, self.coder, script)
         return script.text_request(config), info
 
-    def _sampling(self, asked: Generation) -> tuple[StreamSampling, StreamSampling]:
+    def _sampling(self, generation: Generation) -> tuple[StreamSampling, StreamSampling]:
         """The sampling of the text and of the audio."""
-        config, top_p = self.config, or_default(asked.top_p, 1.0)
-        text = or_default(asked.text_temperature, asked.temperature, config.text_temperature)
-        audio = or_default(asked.audio_temperature, asked.temperature, config.audio_temperature)
-        text_top_k = or_default(asked.top_k, config.text_top_k)
-        audio_top_k = or_default(asked.audio_top_k, asked.top_k, config.audio_top_k)
+        config, top_p = self.config, or_default(generation.top_p, 1.0)
+        text = or_default(generation.text_temperature, generation.temperature, config.text_temperature)
+        audio = or_default(generation.audio_temperature, generation.temperature, config.audio_temperature)
+        text_top_k = or_default(generation.top_k, config.text_top_k)
+        audio_top_k = or_default(generation.audio_top_k, generation.top_k, config.audio_top_k)
         return (
             StreamSampling(bounded(text), min(text_top_k, MAX_TOP_K), top_p),
             StreamSampling(bounded(audio), min(audio_top_k, MAX_TOP_K), top_p),

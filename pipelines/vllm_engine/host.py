@@ -121,9 +121,9 @@ def _step_tokens(spec: ModelSpec, options: TokenModelOptions, cpu: bool, sequenc
     tokens = options.step_tokens or (
         max(_CPU_STEP_TOKENS, context) + sequences if cpu else max(_GPU_STEP_TOKENS, sequences)
     )
-    least = max(sequences, context) if cpu and not spec.model else sequences
-    if tokens < least:
-        message = f"{tokens} tokens per step are fewer than the {least} that this model needs."
+    min_tokens = max(sequences, context) if cpu and not spec.model else sequences
+    if tokens < min_tokens:
+        message = f"{tokens} tokens per step are fewer than the {min_tokens} that this model needs."
         raise invalid(message, "Raise step_tokens, or lower slots or max_context.")
     return tokens
 
@@ -168,21 +168,21 @@ def start_engine(spec: ModelSpec, arguments: dict[str, Any], moment: EngineMomen
 
 def sampling_params(spec: ModelSpec, request: TokenRequest, streamed: bool) -> SamplingParams:
     """vLLM's sampling of a sequence, with the data for Nightjar's samplers and schedulers."""
-    asked, extra = request.sampling, {**request.extra}
+    sampling, extra = request.sampling, {**request.extra}
     if spec.prompt_extra is not None:
         extra |= spec.prompt_extra(request)
     if streamed:
         extra[AT_ONCE] = True
     with_codes = spec.codes_per_step > 1 and request.codes
     return SamplingParams(
-        temperature=asked.temperature,
-        top_k=asked.top_k,
-        top_p=asked.top_p,
-        repetition_penalty=asked.repetition_penalty,
-        seed=asked.seed,
-        max_tokens=asked.max_tokens,
-        stop_token_ids=list(asked.stop_ids),
-        ignore_eos=asked.ignore_end,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        repetition_penalty=sampling.repetition_penalty,
+        seed=sampling.seed,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=list(sampling.stop_ids),
+        ignore_eos=sampling.ignore_end,
         detokenize=False,
         # The ids of "likely tokens" carry the further codes of a step.
         logprobs=spec.codes_per_step - 1 if with_codes else None,

@@ -201,7 +201,7 @@ def _encode(golden: Golden, case: Item) -> None:
     with torch.inference_mode():
         features = encoder.features(samples)
         latents = encoder.latents(features)
-        semantic = encoder._codebooks[0].choose(latents)[1]
+        semantic = encoder.codebooks[0].choose(latents)[1]
         golden.near("encoder_out", features[0].T, arrays["encoder_out"], "state")
         golden.near("downsample_out", encoder.downsampled(features)[0].T, arrays["downsample_out"], "state")
         golden.near("pre_module_out", latents[0].T, arrays["pre_module_out"], "state")

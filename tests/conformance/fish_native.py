@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.reference import FrameOutput, _draw_first
+from kernels.reference import FrameOutput, draw_first
 from kernels.sampler import WEIGHT_BITS, DrawFlags, frame_noise, nucleus_weights, process_first
 from kernels.sampler import draw as draw_code
 from pipelines.engine.executor import FrameSettings, PrefillRun
@@ -169,7 +169,7 @@ def first_codes(
     )
     noise = frame_noise(seeds, torch.zeros_like(seeds), model.codebooks + 1)
     flags = DrawFlags.of([settings])
-    return _draw_first(model.tensors, state.tensors(), rows, logits.expand(count, -1), noise, flags)
+    return draw_first(model.tensors, state.tensors(), rows, logits.expand(count, -1), noise, flags)
 
 
 def _draws(golden: Golden, model: FishModel, case: Item) -> None:

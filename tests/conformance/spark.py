@@ -193,7 +193,7 @@ def _audio_tokens(golden: Golden, case: Item) -> None:
             if "audio_file" in case
             else golden.encoder.read(golden.wav(case["wav"]))
         )
-        features = golden.encoder._features
+        features = golden.encoder.features
         mean = features(torch.as_tensor(features.values(samples))[None])[0].abs().mean()
         golden.near("mean of the features", mean, arrays["features_mean_abs"], "features")
     if case.get("intermediates"):
@@ -202,7 +202,7 @@ def _audio_tokens(golden: Golden, case: Item) -> None:
 
 def _intermediates(golden: Golden, case: Item, arrays: Arrays) -> None:
     samples = golden.encoder.read(golden.wav(case["wav"]))
-    features = golden.encoder._features
+    features = golden.encoder.features
     golden.near("input_values", features.values(samples), arrays["input_values"], "state")
     states = features.states(torch.from_numpy(arrays["input_values"])[None])
     for layer in LAYERS:

@@ -387,7 +387,7 @@ def test_a_mixed_batch_gives_each_what_it_decodes_to_alone(fused_front: bool) ->
     )
     lengths = [count * decoder.samples_per_frame for count in frames]
     with torch.inference_mode():
-        whole, ended = decoder._run(batch, None), decoder._run(batch, None, lengths)
+        whole, ended = decoder.run(batch, None), decoder.run(batch, None, lengths)
     exact = dummy_decoder(PUBLISHED_CODEC, cuda, torch.float32, False)
     for row, (wave, item) in enumerate(zip(decoder.decode(codes), codes)):
         assert torch.equal(ended[row, : lengths[row]], whole[row, : lengths[row]])

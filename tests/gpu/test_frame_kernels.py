@@ -276,7 +276,7 @@ class Draws:
         flags = torch.zeros(len(rows), dtype=torch.uint8, device=DEVICE)
         k, v = self.maker.caches(shape, 2, 16)
         frame = FusedFrame(self.weights, self.state, k, v, len(rows), PLAN)
-        frame._draw(ONLY if shape.codebooks == 1 else FIRST, 0, self.logits, rows, codes, flags)
+        frame.draw_codebook(ONLY if shape.codebooks == 1 else FIRST, 0, self.logits, rows, codes, flags)
         return codes[:, 0], flags
 
     def wanted(self, before: StateTensors) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ SEEDS = range(4)
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Chooses the order in which the threads of the next launches run."""
-    monkeypatch.setattr(lm_cuda, "_WIDE_FROM", 128)
+    monkeypatch.setattr(lm_cuda, "WIDE_FROM", 128)
     return choose_order(monkeypatch)
 
 
@@ -97,7 +97,7 @@ class Product:
 
 
 #: One width for each shape, two blocks or more; the last one takes the partition for wide outputs.
-PRODUCTS = [(*shape, 96 if shape[2] == lm_cuda.SWIGLU else 64) for shape in lm_cuda._TILE_CONFIGS] + [
+PRODUCTS = [(*shape, 96 if shape[2] == lm_cuda.SWIGLU else 64) for shape in lm_cuda.TILE_CONFIGS] + [
     (1024, True, lm_cuda.PLAIN, 128)
 ]
 
@@ -139,7 +139,7 @@ def test_a_product_takes_rows_of_a_wider_tensor(emulated: Callable[[int], None])
 
 
 def test_what_lies_outside_of_a_tensor_is_never_touched(emulated: Callable[[int], None]) -> None:
-    product = Product(1024, False, lm_cuda.PLAIN, 64)
+    product = Product(1024, True, lm_cuda.PLAIN, 64)
     product.weight = guarded(product.weight[:63])
     with pytest.raises(KernelError, match="outside of a tensor"):
         product.made(slice(0, 1))

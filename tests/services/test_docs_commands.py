@@ -63,7 +63,7 @@ NOT_RUN: list[tuple[str, str]] = [
     (r"python -m tests\.conformance \w+ tests/golden/\w+", _PARITY),
     (
         r"python -m benchmarks\.speechlm",
-        "a benchmark of minutes, or for a GPU; benchmarks/test_smoke.py runs its parts",
+        "a benchmark of minutes on a GPU with vLLM; benchmarks/test_smoke.py reads its options",
     ),
     (
         r"python -m benchmarks\.stream .*",
@@ -172,6 +172,10 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "dialogues.jsonl").write_text(_LINE % (1, "Good morning.") + _LINE % (2, "Good night."))
     (tmp_path / "batch.jsonl").write_text(_ASKED)
     (tmp_path / "anna.wav").write_bytes(wav(1.0))
+    (tmp_path / "speakers").mkdir()
+    (tmp_path / "speakers" / "anna.wav").write_bytes(wav(1.0))
+    (tmp_path / "speakers.csv").write_text("recording,text,weight\nspeakers/anna.wav,What Anna says.,2\n")
+    (tmp_path / "table.csv").write_text("id,text,speaker\nt1,Good morning.,anna\n")
     (tmp_path / "common_voice.tsv").write_text("client_id\tpath\tsentence\n1\ta.mp3\tGood morning.\n")
     (tmp_path / "data/train").mkdir(parents=True)
     (tmp_path / "data/train/text").write_text("anna-1 good morning\nben-1 good night\n")

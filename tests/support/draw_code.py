@@ -95,12 +95,12 @@ def compile_draws(model: str) -> list[Compiled]:
     frame = FusedFrame(maker.frame(shape), state, k, v, ROWS, plan_for(ROWS))
     rows, flags = torch.arange(ROWS), torch.zeros(ROWS, dtype=torch.uint8)
     codes = torch.zeros(ROWS, shape.codebooks, dtype=torch.int64)
-    kernel = lm_sampler._draw_code
+    kernel = lm_sampler.draw_code
     found: list[Compiled] = []
     for stage in stages:
         vocab = shape.vocab if stage in (FIRST, ONLY) else shape.codes
-        with patch.object(lm_sampler, "_draw_code", _Launches(kernel)) as launches:
-            frame._draw(stage, 0, torch.zeros(ROWS, vocab, dtype=torch.bfloat16), rows, codes, flags)
+        with patch.object(lm_sampler, "draw_code", _Launches(kernel)) as launches:
+            frame.draw_codebook(stage, 0, torch.zeros(ROWS, vocab, dtype=torch.bfloat16), rows, codes, flags)
         found.append(_measure(f"{model} {('first', 'middle', 'last', 'only')[stage]}", launches.compiled))
     return found
 

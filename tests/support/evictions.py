@@ -13,8 +13,8 @@ class Evictions:
     def __init__(self, core: EngineCore) -> None:
         self.prefixes = self.restarts = 0
         scheduler = core.scheduler
-        self._evict, self._preempt = scheduler.prefixes._evict, scheduler._preempt
-        scheduler.prefixes._evict, scheduler._preempt = self._evicted, self._preempted
+        self._evict, self._preempt = scheduler.prefixes.evict, scheduler.preempt
+        scheduler.prefixes.evict, scheduler.preempt = self._evicted, self._preempted
 
     def _evicted(self, *_: object) -> None:
         self.prefixes += 1

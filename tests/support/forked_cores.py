@@ -35,7 +35,7 @@ IMPORTS = ["tests.support.core_imports"]
 _STARTING = threading.Lock()
 
 
-class _Template(forkserver.ForkServer):
+class Template(forkserver.ForkServer):
     """A process to fork from: that of another process of this run, where one has started it and still
     runs."""
 
@@ -84,14 +84,14 @@ class _Template(forkserver.ForkServer):
         return self._forkserver_pid
 
 
-_TEMPLATES: dict[str, _Template] = {}
+TEMPLATES: dict[str, Template] = {}
 
 
 class _Popen(popen_forkserver.Popen):
     def _launch(self, process_obj: BaseProcess) -> None:
         environment: dict[str, str] = process_obj._environment  # pyright: ignore[reportAttributeAccessIssue]
         kind = "v2" if environment.get("TRITON_INTERPRET") == "1" else "v1"
-        template = _TEMPLATES.setdefault(kind, _Template())
+        template = TEMPLATES.setdefault(kind, Template())
         run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
         with _STARTING:
             template.share(Path(tempfile.gettempdir(), f"nightjar-cores-{run}-{kind}"))
@@ -154,7 +154,7 @@ def forked_pids() -> list[int]:
 
 def template_pids() -> list[int]:
     """The templates among the children of this process; theirs are cores of other processes too."""
-    return [template.pid for template in _TEMPLATES.values() if template.pid is not None]
+    return [template.pid for template in TEMPLATES.values() if template.pid is not None]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -76,5 +76,11 @@ def _noise(name: str, shape: list[int], dice: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=dice) * (2 / fan) ** 0.5
 
 
+def weightless(source: Path | str, folder: Path) -> Path:
+    """A copy of a checkpoint in `folder` without its weights: what loads them ends with a `ModelError`."""
+    shutil.copytree(source, folder / "weightless", ignore=shutil.ignore_patterns("*.safetensors", "*.pth"))
+    return folder / "weightless"
+
+
 if __name__ == "__main__":
     shutil.copytree(whole(Path(sys.argv[1])), sys.argv[2], copy_function=shutil.copyfile)

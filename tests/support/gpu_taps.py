@@ -35,14 +35,14 @@ def tapped(config: Qwen3TTSConfig, rows: int, device: torch.device) -> Iterator[
     """Graphs captured inside copy their logits before each draw; `rows`: the largest bucket."""
     from kernels.lm_frame import FusedFrame
 
-    taps, draw = Taps(config, rows, device), FusedFrame._draw
+    taps, draw = Taps(config, rows, device), FusedFrame.draw_codebook
 
     def kept(frame: FusedFrame, stage: int, codebook: int, logits: Tensor, *rest: Any) -> None:
         taps.keep(codebook, logits)
         draw(frame, stage, codebook, logits, *rest)
 
-    FusedFrame._draw = kept  # type: ignore[method-assign]
+    FusedFrame.draw_codebook = kept  # type: ignore[method-assign]
     try:
         yield taps
     finally:
-        FusedFrame._draw = draw  # type: ignore[method-assign]
+        FusedFrame.draw_codebook = draw  # type: ignore[method-assign]

@@ -293,7 +293,7 @@ def check_frame(
                 wide_weights, wide, k3, v3, rows, longest, ALL_DRAWS, ALL_DRAWS, drawn if exact else codes
             )
         )
-        logits = runner._logits[: truth.numel()].view(truth.shape)
+        logits = runner.logits[: truth.numel()].view(truth.shape)
         plain = error(twin_logits[live], truth[live])
         if exact:
             report.append(demand(f"frame {name}: codes differ", float((codes[live] != drawn[live]).sum()), 0))
@@ -353,7 +353,7 @@ def check_draw(maker: Maker) -> list[dict[str, float | str]]:
             with mock.patch.object(lm_cuda, "has_draw", return_value=launch == "CUDA"):
                 runner.run(rows, codes, flags)
             last = shape.codebooks - 1
-            logits = runner._logits[: batch * shape.codes].view(batch, -1).float()
+            logits = runner.logits[: batch * shape.codes].view(batch, -1).float()
             noise = frame_noise(before.seeds[rows], before.frames[rows], shape.codebooks)
             draw = before.residual
             wanted = sample(
@@ -367,7 +367,7 @@ def check_draw(maker: Maker) -> list[dict[str, float | str]]:
                     0.004,
                 )
             )
-            hidden = runner._hidden[:batch]
+            hidden = runner.hidden[:batch]
             first = functional.linear(hidden, weights.head).float()
             processed = process_first(
                 first, before.seen[rows] != 0, before.penalty[rows], before.frames[rows] < before.min_new_tokens[rows], weights.draw.ends,

@@ -116,7 +116,7 @@ class Emulated:
 
 
 #: An edit for `rebuild`: producers see the reports of others at their first try in vain.
-LOOKS_AT_ONCE = {"TRIES_A_LOOK = 256": "TRIES_A_LOOK = 1"}
+LOOKS_AT_ONCE = {"TRIES_PER_LOOK = 256": "TRIES_PER_LOOK = 1"}
 
 
 def rebuild(monkeypatch: pytest.MonkeyPatch, folder: Path, kernel: str, edits: dict[str, str]) -> None:

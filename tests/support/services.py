@@ -49,7 +49,7 @@ def free_port() -> int:
     raise RuntimeError(f"No port from {first} on is free.")
 
 
-def _stat(pid: str) -> list[str]:
+def stat_of(pid: str) -> list[str]:
     """State, parent and so on of a process, as in /proc; empty where there is none."""
     try:
         return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()
@@ -60,12 +60,12 @@ def _stat(pid: str) -> list[str]:
 def children(parent: int) -> list[int]:
     """The processes whose parent this is, zombies too."""
     pids = [entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return [int(pid) for pid in pids if _stat(pid)[1:2] == [str(parent)]]
+    return [int(pid) for pid in pids if stat_of(pid)[1:2] == [str(parent)]]
 
 
 def runs(pid: int) -> bool:
     """Whether there is such a process and it has not ended."""
-    return _stat(str(pid))[:1] not in ([], ["Z"], ["X"])
+    return stat_of(str(pid))[:1] not in ([], ["Z"], ["X"])
 
 
 class Service:

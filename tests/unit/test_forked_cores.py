@@ -16,7 +16,7 @@ import pytest
 from tests.support import forked_cores
 from tests.support.forked_cores import ForkedCores, template_pids
 from tests.support.run_kit import until
-from tests.support.services import _stat
+from tests.support.services import stat_of
 from tests.support.vllm_kit import core_pids, is_running
 
 REPOSITORY = Path(__file__).parents[2]
@@ -37,8 +37,8 @@ sys.stdin.read()
 @pytest.fixture(autouse=True)
 def templates(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A run whose templates import nothing."""
-    made: dict[str, forked_cores._Template] = {}
-    monkeypatch.setattr(forked_cores, "_TEMPLATES", made)
+    made: dict[str, forked_cores.Template] = {}
+    monkeypatch.setattr(forked_cores, "TEMPLATES", made)
     monkeypatch.setattr(forked_cores, "IMPORTS", [])
     monkeypatch.setenv("PYTEST_XDIST_TESTRUNUID", f"{os.getpid()}-{time.monotonic_ns()}")
     yield
@@ -71,7 +71,9 @@ def test_processes_of_a_run_share_a_template_and_a_core_ends_with_its_own() -> N
     try:
         assert other.stdout is not None
         theirs = int(other.stdout.readline())
-        assert [_stat(str(pid))[1] for pid in (mine.pid, theirs)] == [str(pid) for pid in template_pids()] * 2
+        assert [stat_of(str(pid))[1] for pid in (mine.pid, theirs)] == [
+            str(pid) for pid in template_pids()
+        ] * 2
         assert core_pids(os.getpid()) == [mine.pid]
         other.kill()
         until(lambda: not is_running(theirs), "it goes on without its starter")

@@ -149,8 +149,8 @@ class NightjarTTSService(WebsocketTTSService):
     async def append_to_audio_context(
         self, context_id: str | None, frame: Frame | WordTimestamp | None
     ) -> None:
-        """Holds the text of a sentence back until its audio is complete, so that text which an interruption
-        leaves unspoken is not added."""
+        """Holds the text of a sentence back until its audio is complete, so that unspoken text does not
+        become part of the conversation."""
         reply = self._replies.get(context_id or "")
         if reply is not None and isinstance(frame, TTSTextFrame) and not self._is_streaming_tokens:
             if not reply.spoken:

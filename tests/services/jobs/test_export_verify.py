@@ -19,7 +19,7 @@ from jobs.repair import Match, reproduce, sample_items, snr_db
 from jobs.store import FolderStore, open_store
 from jobs.verify import Fault, ObjectCheck
 from pipelines.audio import encode
-from pipelines.errors import ErrorCode, StoreError
+from pipelines.errors import StoreError
 from pipelines.registry import ModelCard, open_pipeline, register_pipeline
 from pipelines.request import Capabilities, EngineInfo
 from tests.services.jobs.test_s3_store import access_of
@@ -273,21 +273,18 @@ def test_an_engine_that_makes_other_bits_adds_a_record(finished: Finished) -> No
     ]
 
 
-def test_a_record_that_could_not_be_written_is_tried_again(
-    finished: Finished, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_that_could_not_be_written_is_tried_again(finished: Finished, tmp_path: Path) -> None:
     job = finished.ledger.job(finished.job_id)
     book = ProvenanceWriter()
-
-    def refuse(*_: object, **__: object) -> None:
-        raise StoreError(ErrorCode.STORE_UNREACHABLE, "gone")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(finished.store, "put", refuse)
-        with pytest.raises(StoreError):
-            book.note(finished.store, job, VOICE)
-    book.note(finished.store, job, VOICE)
-    assert len(read_records(finished.store, job)) == 1
+    folder = tmp_path / "other"
+    folder.write_text("in the way of a folder")
+    store = FolderStore(folder)
+    with pytest.raises(StoreError):
+        book.note(store, job, VOICE)
+    folder.unlink()
+    folder.mkdir()
+    book.note(store, job, VOICE)
+    assert len(read_records(store, job)) == 1
 
 
 def test_files_of_a_checkpoint_folder_are_hashed(tmp_path: Path) -> None:

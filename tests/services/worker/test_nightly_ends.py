@@ -424,7 +424,6 @@ def test_a_ledger_that_is_away_for_a_moment_ends_no_wait(
 ) -> None:
     house.write(line("a"))
     house.make(house.run())
-    monkeypatch.setattr("worker.nightly.POLL_SECONDS", 0.01)
     whole, away = Ledger.status, iter([True])
 
     def status(self: Ledger, job_id: str) -> JobStatus:

@@ -176,8 +176,7 @@ class Failing:
             raise KeyError("unacked")
 
 
-def test_the_consumer_starts_again_after_any_error_of_its_own_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.celery_app.PAUSE_SECONDS", 0.0)
+def test_the_consumer_starts_again_after_any_error_of_its_own_too() -> None:
     app = create_app(load_settings(broker_url="redis://127.0.0.1:1/0"))
     consumer = ReconnectingConsumer(
         lambda request: None, app=app, controller=SimpleNamespace(use_eventloop=False, semaphore=None)

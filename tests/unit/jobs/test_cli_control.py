@@ -340,7 +340,7 @@ def test_a_model_is_shown_on_the_engine_that_the_settings_choose(
     kind: str, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPEECH_ENGINE__KIND", kind)
-    monkeypatch.setattr("pipelines.engine_choice.has_gpu", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     shown = (
         CliRunner().invoke(cli, ["models", str(Path(__file__).parents[2] / "golden/spark/checkpoint")]).stdout
     )

@@ -22,8 +22,10 @@ from jobs.ledger.records import Job, JobSpec
 from jobs.provenance import put_provenance
 from jobs.spec import resolve
 from jobs.store import open_store
-from pipelines import registry
+from pipelines.registry import register_pipeline
 from pipelines.request import EngineInfo
+from tests.support.fake_worker import fake_card
+from tests.support.fakes import FakePipeline
 from tests.support.worker_rig import Rig
 
 LINES = "".join(
@@ -113,15 +115,13 @@ def test_the_command_makes_the_job_again(rig: Rig, words: str) -> None:
 )
 def test_the_command_names_the_engine_where_it_is_a_choice(
     rig: Rig,
-    monkeypatch: pytest.MonkeyPatch,
     engines: tuple[str, ...],
     made_on: tuple[str, ...],
     chosen: list[str],
     notes: int,
 ) -> None:
     job = submitted(rig, "--model", "fake")
-    card = replace(registry.describe(job.spec.model), engines=engines)  # type: ignore[arg-type]
-    monkeypatch.setattr(registry, "describe", lambda _: card)
+    register_pipeline("fake", replace(fake_card(), engines=engines), FakePipeline)  # type: ignore[arg-type]
     for engine in made_on:
         put_provenance(rig.store, job, EngineInfo(executor=engine, engine=engine))
     view = json.loads(shown(rig, job, "--json").stdout)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from jobs.embedded import EmbeddedHome, _open_log, _write_own
+from jobs.embedded import EmbeddedHome, open_log, write_own
 from jobs.ledger import Ledger
-from jobs.ledger.records import Reading, ShardState
+from jobs.ledger.records import JobSpec, ShardState
 from jobs.ledger.status import newest_jobs
 from jobs.ledger.transaction import read_with_driver
 from jobs.recent_jobs import homes_of, remember
@@ -68,7 +68,7 @@ def test_a_planted_lock_is_refused(state: Path, how: str) -> None:
 def test_a_planted_log_is_refused(state: Path, how: str, name: str) -> None:
     plant(state / name, how)
     with pytest.raises(StoreError) as caught:
-        _open_log(state / name)
+        open_log(state / name)
     check(state, caught.value)
 
 
@@ -77,7 +77,7 @@ def test_a_planted_log_is_refused(state: Path, how: str, name: str) -> None:
 def test_a_planted_record_is_refused(state: Path, how: str, name: str) -> None:
     plant(state / name, how)
     with pytest.raises(StoreError) as caught:
-        _write_own(state / "broker.json", {"pid": 1})
+        write_own(state / "broker.json", {"pid": 1})
     check(state, caught.value)
 
 
@@ -120,7 +120,7 @@ def test_a_state_folder_that_is_a_link_is_refused(tmp_path: Path, how: str) -> N
         Ledger.of(settings).migrate,
         Ledger.of(settings).jobs,
         lambda: embedded_broker_url(settings.state_folder),
-        lambda: written_input(["one"], Reading(), settings.state_folder),
+        lambda: written_input(["one"], JobSpec("m"), settings.state_folder),
     ):
         with pytest.raises(StoreError) as caught:
             use()
@@ -189,11 +189,11 @@ def test_a_record_is_there_whole_while_it_is_written(state: Path) -> None:
     class Unwritable:
         """JSON has no word for it."""
 
-    _write_own(state / "broker.json", {"pids": [1]})
+    write_own(state / "broker.json", {"pids": [1]})
     with pytest.raises(TypeError):
-        _write_own(state / "broker.json", {"pids": [2, Unwritable()]})
+        write_own(state / "broker.json", {"pids": [2, Unwritable()]})
     assert json.loads((state / "broker.json").read_text()) == {"pids": [1]}
-    _write_own(state / "broker.json", {"pids": [3]})
+    write_own(state / "broker.json", {"pids": [3]})
     assert json.loads((state / "broker.json").read_text()) == {"pids": [3]}
 
 
@@ -242,8 +242,8 @@ def test_nothing_is_written_where_a_home_was(tmp_path: Path, left: str) -> None:
         if left == "a mount point":
             home.mkdir()
         for write in (
-            lambda: _write_own(held.state / "broker.json", {}),
-            lambda: os.close(_open_log(held.worker_log)),
+            lambda: write_own(held.state / "broker.json", {}),
+            lambda: os.close(open_log(held.worker_log)),
         ):
             with pytest.raises(FileNotFoundError):
                 write()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jobs.cli.serve import _options  # pyright: ignore[reportPrivateUsage]
+from jobs.cli.serve import serve_options  # pyright: ignore[reportPrivateUsage]
 from jobs.settings import EngineSettings, ServeSettings, VllmSettings, load_settings
 from pipelines.options import read_options
 from pipelines.qwen3_tts.pipeline import PipelineOptions
@@ -65,7 +65,10 @@ def told(name: str, text: str, monkeypatch: pytest.MonkeyPatch, of: Callable[[],
 def test_a_setting_of_the_server(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text, value = SERVE[name]
     assert told(
-        f"SERVE__{name.upper()}", text, monkeypatch, lambda: _options(load_settings(), describe("hibari"), ())
+        f"SERVE__{name.upper()}",
+        text,
+        monkeypatch,
+        lambda: serve_options(load_settings(), describe("hibari"), ()),
     ) == {name: value}
 
 

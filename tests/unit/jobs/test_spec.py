@@ -20,7 +20,6 @@ from pipelines.serving.voices import Voices
 from pipelines.validation import OPENAI_VOICES, speech_task
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import FakePipeline
-from worker.nightly import _job
 
 
 def frozen(**settings: str) -> Generation:
@@ -33,7 +32,7 @@ def test_a_code_of_a_language_is_frozen_as_the_models_name(asked: str) -> None:
     specs = [
         JobSpec("hibari", generation=Generation(language=asked)),
         job_of(checked_options({"language": asked, "qa": "off"}))[0],
-        _job(Schedule.model_validate({"input": "x", "language": asked, "qa": "off"}))[0],
+        job_of(Schedule.model_validate({"input": "x", "language": asked, "qa": "off"}).options)[0],
     ]
     assert [resolve(spec).spec.generation.language for spec in specs] == ["English"] * 3
 

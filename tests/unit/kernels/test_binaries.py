@@ -135,7 +135,8 @@ def test_a_cache_that_cannot_be_written_is_a_warning(machine: Path, caplog: pyte
 
 
 def test_without_any_compiler_the_error_says_so(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolchain, "nvcc", lambda: None)
+    (machine / "bin/nvcc").unlink()
+    monkeypatch.setenv("CUDA_HOME", str(machine))
     monkeypatch.setattr(toolchain, "nvrtc", lambda: None)
     with pytest.raises(RuntimeError, match="neither nvcc nor nvrtc was found"):
         first()

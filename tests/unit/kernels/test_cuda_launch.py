@@ -247,9 +247,9 @@ def fields(source: str) -> int:
 @pytest.mark.parametrize(
     ("source", "structure"),
     [
-        ("skinny.cu", lm_cuda._SkinnyArguments),
-        ("predictor_attention.cu", lm_cuda._AttentionArguments),
-        ("sampler.cu", lm_cuda._DrawArguments),
+        ("skinny.cu", lm_cuda.SkinnyArguments),
+        ("predictor_attention.cu", lm_cuda.AttentionArguments),
+        ("sampler.cu", lm_cuda.DrawArguments),
     ],
 )
 def test_arguments_are_as_long_as_the_sources_say(source: str, structure: type[ctypes.Structure]) -> None:

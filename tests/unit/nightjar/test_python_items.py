@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 from pydantic import SecretStr
 
 from jobs.export.items import audio_items, item_metadata
+from jobs.ledger import Ledger
 from jobs.ledger.records import JobSpec
 from jobs.settings import Settings
 from jobs.store import FolderStore
@@ -54,10 +56,10 @@ def job(tmp_path: Path) -> Iterator[Job]:
     forget()
 
 
-def test_text_and_speaker_are_those_of_exports(job: Job) -> None:
-    known = {
-        item.id: item_metadata(job.status.job, item) for item in audio_items(job._ledger, job._store, job.id)
-    }
+def test_text_and_speaker_are_those_of_exports(job: Job, tmp_path: Path) -> None:
+    with closing(Ledger.open(f"sqlite:///{tmp_path}/ledger.sqlite")) as ledger:
+        found = list(audio_items(ledger, FolderStore(tmp_path / "store"), job.id))
+    known = {item.id: item_metadata(job.status.job, item) for item in found}
     items = {item.id: item for item in job.items()}
     assert {name: (item.text, item.speaker) for name, item in items.items()} == {
         name: (metadata.text, metadata.speaker) for name, metadata in known.items()

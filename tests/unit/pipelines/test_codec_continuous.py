@@ -40,7 +40,7 @@ class Spoiled(UtteranceGraphs):
     utterance."""
 
     def __init__(self, rows: int, frames: int, fixed: bool = False, broken: int = -1) -> None:
-        super().__init__(plain()._run, plain().shape, rows, frames, fixed, plain()._check)
+        super().__init__(plain().run, plain().shape, rows, frames, fixed, plain()._check)
         self.prepare()
         self.steps, self.broken = 0, broken
         with torch.inference_mode():
@@ -72,7 +72,7 @@ class Continuous(CodecDecoder):
 
 
 def graphs(rows: int, frames: int, fixed: bool = False) -> UtteranceGraphs:
-    return UtteranceGraphs(plain()._run, plain().shape, rows, frames, fixed)
+    return UtteranceGraphs(plain().run, plain().shape, rows, frames, fixed)
 
 
 def codes(frames: int, seed: int) -> Tensor:

@@ -92,7 +92,7 @@ def test_right_padding_cannot_be_heard() -> None:
     """What batches on a GPU rely on: later frames, whatever they are, leave earlier samples alone."""
     short, other = codes(11, 1), codes(32, 2)
     padded = torch.stack((torch.cat((short, codes(21, 3))), other))
-    wave = decoder()._run(padded, None)
+    wave = decoder().run(padded, None)
     torch.testing.assert_close(
         wave[0, : 11 * decoder().samples_per_frame], decoder().decode([short])[0], atol=CLOSE, rtol=0
     )

@@ -63,9 +63,9 @@ class OnGpu(CodecDecoder):
         self._alone, self._fixed = False, reproducible
         self.given: list[Sequence[int] | None] = []
 
-    def _run(self, codes: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:
+    def run(self, codes: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:
         self.given.append(lengths)
-        return super()._run(codes, past, lengths)
+        return super().run(codes, past, lengths)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_what_lies_behind_the_end_of_a_row_is_left_out_and_changes_no_sample(wid
         batch[row, :count] = codes(count, count)
     ends = [count * fused.samples_per_frame for count in frames]
     with torch.inference_mode():
-        whole, ended = (fused._run(batch, None, lengths) for lengths in (None, ends))
+        whole, ended = (fused.run(batch, None, lengths) for lengths in (None, ends))
     for row, end in enumerate(ends):
         assert torch.equal(ended[row, :end], whole[row, :end])
         assert ended[row, end:].isnan().all()

@@ -67,7 +67,7 @@ def test_in_a_continuous_batch_it_is_the_whole_decode() -> None:
     class Continuous(CodecDecoder):
         def __init__(self) -> None:
             self.__dict__.update(decoder(True).__dict__)
-            self.utterances = UtteranceGraphs(self._run, self.shape, 3, 4)
+            self.utterances = UtteranceGraphs(self.run, self.shape, 3, 4)
             self.utterances.prepare()
 
     items, heard = [codes(frames, frames) for frames in (9, 1, 4, 13, 6, 80)], Heard()

@@ -39,7 +39,7 @@ def test_a_batch_is_every_utterance_alone(codec: Codec) -> None:
         assert torch.equal(one, wave)
     # As on a GPU: rows padded on the right to the longest.
     with torch.inference_mode():
-        padded = codec.decoder._decode_padded(utterances, None)
+        padded = codec.decoder.decode_padded(utterances, None)
     for row, wave in zip(padded, alone):
         assert (row[: len(wave)] - wave).abs().max() < NEAR
 

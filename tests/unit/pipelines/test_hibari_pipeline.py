@@ -13,6 +13,7 @@ import pytest
 from pipelines.audio import loudness
 from pipelines.errors import ErrorCode, InputError, SynthesisError
 from pipelines.hibari.pipeline import HibariPipeline, Utterance
+from pipelines.hibari.text import EnglishReader
 from pipelines.request import Event, Generation, Listener, Message, Pipeline, Speech, SynthesisRequest, submit
 
 SENTENCES = (
@@ -102,7 +103,7 @@ def test_max_seconds_is_a_limit(voice: HibariPipeline) -> None:
 
 def test_near_silence_is_an_error(voice: HibariPipeline) -> None:
     dash = Utterance(request("—"), "—", Listener(print, lambda _done: None))
-    reader = voice._reader.voice
+    reader = EnglishReader().voice
     dash.pieces = iter([reader.ids("—")])
     while dash.advance(reader):
         continue

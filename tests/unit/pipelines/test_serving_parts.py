@@ -26,7 +26,7 @@ from pipelines.serving.encoding import SpeechFormat, read_audio, stream_encoder,
 from pipelines.serving.errors import ApiError, as_api_error
 from pipelines.serving.model import Progress
 from pipelines.serving.request_body import MAX_DELIMITERS, MAX_DEPTH, MAX_VALUES, BodyMemory, LimitedBody
-from pipelines.serving.server import _bound
+from pipelines.serving.server import bound_socket
 from pipelines.serving.speech import SpeechBody
 from tests.support.fakes import FakeClock
 from tests.support.serving_kit import b64, heard, wav
@@ -325,7 +325,7 @@ def test_fields_that_nobody_knows_are_no_settings() -> None:
 def test_a_host_without_both_ip_versions_is_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
     with suppress(ConfigError):
-        _bound("::1", 0).close()
+        bound_socket("::1", 0).close()
 
 
 def shaped(*, opened: int = 0, values: int = 0) -> bytes:

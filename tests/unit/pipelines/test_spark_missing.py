@@ -4,12 +4,13 @@ names the extra."""
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
 from pipelines.errors import ConfigError, ErrorCode, ModelError
 from pipelines.registry import describe, open_pipeline
-from pipelines.spark_tts import pipeline as spark
+from tests.support.golden_checkpoint import weightless
 from tests.support.vllm_kit import checkpoint
 
 
@@ -32,10 +33,11 @@ def test_an_engine_that_it_does_not_run_on_is_named() -> None:
         open_pipeline(str(checkpoint()), engine="fast")
 
 
-def test_graphs_are_refused_on_a_cpu_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spark.Parts, "load", lambda *_: pytest.fail("the codec was loaded"))
+def test_graphs_are_refused_on_a_cpu_before_anything_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="The graph executor") as caught:
-        open_pipeline(str(checkpoint()), engine="native", device="cpu", executor="graph")
+        open_pipeline(
+            str(weightless(checkpoint(), tmp_path)), engine="native", device="cpu", executor="graph"
+        )
     assert caught.value.code is ErrorCode.CONFIG_INVALID
 
 

@@ -4,8 +4,10 @@ again."""
 from __future__ import annotations
 
 import io
+import threading
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -94,7 +96,10 @@ def test_lossy_formats_are_encoded_on_more_threads(build: Build, monkeypatch: py
     rig = build()
     for audio_format, count in (("flac", result_writer.FOLDER_THREADS), ("opus", 7)):
         rig.writer.ensure_threads(rig.store, audio_format)
-        assert rig.writer._threads.count == count
+        together = threading.Barrier(count + 1)
+        for _ in range(count):
+            rig.writer.run(partial(together.wait, 240))
+        together.wait(240)
 
 
 @pytest.mark.parametrize("audio_format", ["mp3", "opus"])

@@ -11,14 +11,21 @@ from worker.feeding import FOLDER_SHARDS, FeedingOrder, Rank
 def waits(
     order: FeedingOrder, rank: Rank, name: str, told: list[str], gives_up: threading.Event | None = None
 ) -> threading.Thread:
-    """A thread that waits for its turn and tells of it."""
+    """A thread that waits for its turn by now, and tells of it."""
+    asked = threading.Event()
+
+    def give_up() -> bool:
+        asked.set()
+        return gives_up is not None and gives_up.is_set()
 
     def run() -> None:
-        granted = order.take(rank, lambda: gives_up is not None and gives_up.is_set())
+        granted = order.take(rank, give_up)
         told.append(name if granted else f"not {name}")
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
+    # Only who waits is asked whether it gives up.
+    assert asked.wait(240)
     return thread
 
 
@@ -28,7 +35,6 @@ def test_two_shards_are_fed_at_a_time_the_older_ones_first() -> None:
     assert all(order.take(rank, lambda: False) for rank in ranks[:FOLDER_SHARDS])
     for index in (4, 3, 2):
         waits(order, ranks[index], str(index), told)
-        wait_for(lambda count=5 - index: len(order._waiting) == count)  # pyright: ignore[reportPrivateUsage]
     for index in (0, 2, 3):
         order.leave(ranks[index])
         wait_for(lambda left=index: len(told) == max(1, left))
@@ -41,7 +47,6 @@ def test_a_shard_of_a_higher_priority_takes_the_turn_of_the_lowest() -> None:
     assert order.take(low, lambda: False)
     assert order.take(lowest, lambda: False)
     waits(order, order.place(5, remote=False), "high", told)
-    wait_for(lambda: order._waiting)  # pyright: ignore[reportPrivateUsage]
     assert order.take(low, lambda: False), "only the lowest one has to let it go first"
     assert told == []
     gives_up = threading.Event()

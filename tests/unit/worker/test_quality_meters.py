@@ -40,6 +40,15 @@ def add_meter(folder: Path, code: str) -> str:
     return f"{folder}:{Path(__file__).parents[3]}"
 
 
+def children() -> set[int]:
+    """The processes that this one has started, those of all its threads."""
+    return {
+        int(child)
+        for thread in Path("/proc/self/task").iterdir()
+        for child in (thread / "children").read_text().split()
+    }
+
+
 class TestMeters:
     def test_a_name_nobody_knows(self) -> None:
         with pytest.raises(ModelError) as caught:
@@ -95,8 +104,6 @@ class TestMeters:
             )
             is None
         )
-        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
         gone = missing_weights({"asr": {"model": "owner/model"}}, fetch=False)
         assert gone is not None
         assert gone.code is ErrorCode.MODEL_UNREACHABLE
@@ -134,7 +141,7 @@ class TestMeters:
         assert code_of(tmp_path) is ErrorCode.MODEL_BAD_CHECKPOINT
 
     def test_a_text_of_an_unnamed_language_is_heard_in_the_one_that_is_spoken(
-        self, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         asked: list[str | None] = []
 
@@ -152,9 +159,8 @@ class TestMeters:
                 return [SimpleNamespace(text=heard)], SimpleNamespace(language=language or "zh")
 
         monkeypatch.setattr("faster_whisper.WhisperModel", Whisper)
-        monkeypatch.setattr("worker.quality.meters.asr_folder", str)
         sample = Utterance(np.zeros(RATE, np.float32), RATE, "今天天气很好。")
-        meter, german = AsrMeter(), AsrMeter(language="German")
+        meter, german = AsrMeter(str(tmp_path)), AsrMeter(str(tmp_path), language="German")
         assert meter.measure(sample) == {"cer": Reading(pytest.approx(1 / 6), "今天天汽很好。", True)}
         assert set(meter.measure(replace(sample, language="zh-CN"))) == {"cer"}
         assert set(meter.measure(replace(sample, language="auto"))) == {"cer"}
@@ -181,13 +187,12 @@ class TestMeters:
         process.close()
 
     def test_a_process_that_dies_or_hangs_costs_its_draw_and_no_other(self) -> None:
-        process = MeterProcess(240)
+        before, process = children(), MeterProcess(240)
         sample = Utterance(np.zeros(RATE, np.float32), RATE, "")
         process.measure({}, sample)
-        child = process._child  # pyright: ignore[reportPrivateUsage]
-        assert child is not None
-        child.kill()
-        child.close()
+        (child,) = children() - before
+        os.kill(child, signal.SIGKILL)
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
         assert process.measure({}, sample) == {}
         process.close()
 
@@ -207,11 +212,11 @@ class TestMeters:
         )
         monkeypatch.setenv("PYTHONPATH", add_meter(tmp_path, code))
         sample = Utterance(np.zeros(RATE // 10, np.float32), RATE, "well")
-        process = MeterProcess(draw_seconds=0.1, seconds_per_second=1.0)
+        before, process = children(), MeterProcess(draw_seconds=0.1, seconds_per_second=1.0)
         with pytest.raises(MeterHangError, match="more than 0 s") as caught:
             process.measure({"peak": {}}, replace(sample, text="hang"))
         assert caught.value.code is ErrorCode.QA_METER
-        assert process._child is None  # pyright: ignore[reportPrivateUsage]
+        assert children() == before
         process = MeterProcess(opening_seconds=0.5)
         with pytest.raises(ModelError, match="not open after") as slow:
             process.measure({"peak": {"slow": True}}, sample)

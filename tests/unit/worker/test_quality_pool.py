@@ -8,13 +8,18 @@ import threading
 from collections.abc import Mapping
 
 import numpy as np
-import pytest
 
 from jobs.checks import Option
 from pipelines.errors import ErrorCode, ModelError, NightjarError
-from worker.quality import pool as pool_module
 from worker.quality.meters import Readings, Utterance
-from worker.quality.pool import HANGS_IN_A_ROW, OUTAGES_IN_A_ROW, MeterPool, MeterTask
+from worker.quality.pool import (
+    HANGS_IN_A_ROW,
+    MAX_SAMPLES,
+    MAX_WAITING,
+    OUTAGES_IN_A_ROW,
+    MeterPool,
+    MeterTask,
+)
 from worker.quality.process import MeterHangError
 
 RATE = 16_000
@@ -43,14 +48,13 @@ class Blocked:
 
 
 class TestPool:
-    def test_submitting_never_waits_and_a_full_pool_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(pool_module, "MAX_WAITING", 19)
+    def test_submitting_never_waits_and_a_full_pool_says_so(self) -> None:
         go = threading.Event()
         host = Blocked(go)
         pool = MeterPool(open_host=lambda: host)
         measured = [
             pool.submit(MeterTask({}, Utterance(np.full(100 + number, number, np.float32), RATE, "")))
-            for number in range(20)
+            for number in range(MAX_WAITING + 1)
         ]
         assert (host.measured, pool.full) == (0, True)
         go.set()
@@ -59,11 +63,12 @@ class TestPool:
         assert not pool.full
         pool.close()
 
-    def test_a_few_long_draws_fill_it_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(pool_module, "MAX_SAMPLES", 2000)
+    def test_a_few_long_draws_fill_it_too(self) -> None:
         go = threading.Event()
         pool = MeterPool(open_host=lambda: Blocked(go))
-        task, full, measured = MeterTask({}, Utterance(np.zeros(1000, np.float32), RATE, "")), [], []
+        # One value in memory, seen as many samples.
+        long = np.broadcast_to(np.float32(0), MAX_SAMPLES // 2)
+        task, full, measured = MeterTask({}, Utterance(long, RATE, "")), [], []
         for _ in range(2):
             measured.append(pool.submit(task))
             full.append(pool.full)

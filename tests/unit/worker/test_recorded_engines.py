@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from jobs.provenance import put_provenance, reopened_model
-from pipelines import registry
+from pipelines.registry import register_pipeline
 from pipelines.request import EngineInfo
+from tests.support.fake_worker import fake_card
 from tests.support.fakes import FakePipeline
 from tests.support.worker_rig import Build
 
@@ -21,24 +22,21 @@ from tests.support.worker_rig import Build
 )
 def test_what_is_made_again_says_where_nobody_knows_its_engine(
     build: Build,
-    monkeypatch: pytest.MonkeyPatch,
     made_on: tuple[str, ...],
     options: dict[str, str],
     notes: int,
 ) -> None:
     rig = build()
     job = rig.submit(["One sentence."])
-    card = replace(registry.describe(job.spec.model), engines=("native", "vllm"))
-    monkeypatch.setattr("jobs.provenance.describe", lambda _: card)
     for engine in made_on:
         put_provenance(rig.store, job, EngineInfo(executor=engine, engine=engine))
     opened: list[dict[str, Any]] = []
 
-    def open_pipeline(model: str, **given: Any) -> FakePipeline:
+    def open_fake(**given: Any) -> FakePipeline:
         opened.append(given)
         return FakePipeline()
 
-    monkeypatch.setattr(registry, "open_pipeline", open_pipeline)
+    register_pipeline("fake", replace(fake_card(), engines=("native", "vllm")), open_fake)
     said: list[str] = []
     with reopened_model(rig.store, job, said.append):
         assert opened == [options]

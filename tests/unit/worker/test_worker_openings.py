@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
-from structlog.testing import capture_logs
 
 from jobs.ledger.records import ItemState, ShardState, Ticket
-from jobs.settings import Settings, VllmSettings
+from jobs.settings import Settings
+from jobs.worker_group import WorkerReport
 from pipelines.errors import (
     ConfigError,
     EngineCrashError,
@@ -19,13 +20,16 @@ from pipelines.errors import (
     NightjarError,
     SynthesisError,
 )
+from pipelines.ipc import Channel
+from pipelines.registry import register_pipeline
+from tests.support.fake_worker import fake_card
 from tests.support.fakes import FakeClock, FakePipeline
 from tests.support.ledger_kit import execute
 from tests.support.worker_rig import WORKER, Build, Rig
 from worker import __main__ as commands
-from worker import runtime as runtime_module
 from worker.leases import LeaseGoneError
 from worker.runtime import Handling, Runtime, WorkerOptions
+from worker.supervisor import report
 
 CRASH = EngineCrashError(ErrorCode.WORKER_CRASH, "The engine's process ended.")
 FULL = SynthesisError(ErrorCode.SYNTH_OOM, "Another program fills the GPU.")
@@ -41,33 +45,34 @@ def settings_of(rig: Rig) -> Settings:
 
 
 @pytest.fixture
-def signals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Signals that the worker sent to itself; they reach nobody."""
+def signals() -> Iterator[list[int]]:
+    """The signals by which the worker asked its own process to end."""
     sent: list[int] = []
-    monkeypatch.setattr(runtime_module.os, "kill", lambda _pid, number: sent.append(number))
-    return sent
+    before = signal.signal(signal.SIGTERM, lambda number, _: sent.append(number))
+    yield sent
+    signal.signal(signal.SIGTERM, before)
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, *errors: NightjarError) -> None:
-    """Models are opened with these errors, then not at all."""
+def failing(*errors: NightjarError) -> None:
+    """The model is opened with these errors, then without one."""
     left = list(errors)
 
-    def open_model(*_: object) -> FakePipeline:
+    def open_fake(**_: object) -> FakePipeline:
         if not left:
             return FakePipeline()
         raise left.pop(0)
 
-    monkeypatch.setattr(runtime_module, "open_model", open_model)
+    register_pipeline("fake", fake_card(), open_fake)
 
 
 @pytest.mark.parametrize(("error", "ends"), [(CRASH, True), (FULL, True), (FAILED, False)])
 def test_a_watched_worker_ends_for_its_gpu_alone(
-    build: Build, monkeypatch: pytest.MonkeyPatch, signals: list[int], error: NightjarError, ends: bool
+    build: Build, parent: Channel[WorkerReport], signals: list[int], error: NightjarError, ends: bool
 ) -> None:
     """A model that no worker can open ends no worker of others."""
-    monkeypatch.setattr(runtime_module, "is_supervised", lambda: True)
-    failing(monkeypatch, error)
-    runtime = Runtime(settings_of(build()))
+    runtime_settings = settings_of(build())
+    failing(error)
+    runtime = Runtime(runtime_settings)
     try:
         runtime.start()
         with pytest.raises(LeaseGoneError if ends else SynthesisError), runtime.pipelines.use("fake"):
@@ -102,9 +107,9 @@ def test_a_worker_of_another_revision_takes_no_more_shards_and_ends(build: Build
 
 @pytest.mark.parametrize(("error", "starts"), [(CRASH, False), (FULL, False), (FAILED, True)])
 def test_a_worker_of_one_model_does_not_wait_for_its_gpu(
-    build: Build, monkeypatch: pytest.MonkeyPatch, error: NightjarError, starts: bool
+    build: Build, error: NightjarError, starts: bool
 ) -> None:
-    failing(monkeypatch, error)
+    failing(error)
     runtime = Runtime(settings_of(build()), WorkerOptions("fake"))
     try:
         if starts:
@@ -129,34 +134,36 @@ def test_a_worker_of_one_model_does_not_wait_for_its_gpu(
 )
 def test_a_worker_says_what_no_start_of_it_can_open(
     build: Build,
-    monkeypatch: pytest.MonkeyPatch,
+    parent: Channel[WorkerReport],
     signals: list[int],
     error: NightjarError,
     options: WorkerOptions,
     told: bool,
 ) -> None:
     """A worker of many jobs goes on: the model that it cannot open is one job's."""
-    said: list[NightjarError] = []
-    monkeypatch.setattr(runtime_module, "report_refusal", said.append)
-    failing(monkeypatch, error)
+    failing(error)
     runtime = Runtime(settings_of(build()), options)
     try:
         with pytest.raises(NightjarError if options.model or not told else LeaseGoneError):
             runtime.start()
             with runtime.pipelines.use("fake"):
                 pass
-        assert said == [error] * told
+        report(WorkerReport(finished=True))
+        heard = [parent.receive(60).message]
+        while not heard[-1].finished:
+            heard.append(parent.receive(60).message)
+        refusals = [one.refusal.error for one in heard if one.refusal is not None]
+        assert [(one.code, one.message) for one in refusals] == [(error.code, error.message)] * told
     finally:
         runtime.drain()
         runtime.stop()
 
 
 def test_a_worker_leaves_a_job_that_it_cannot_run_to_the_others_and_tries_again_later(
-    build: Build, monkeypatch: pytest.MonkeyPatch
+    build: Build,
 ) -> None:
     """While another one may run it. Alone, it says what is wrong in the items that it fails."""
-    monkeypatch.setattr(runtime_module, "REFUSE_PAUSE_SECONDS", 0.0)
-    failing(monkeypatch, REFUSED, REFUSED, REFUSED)
+    failing(REFUSED, REFUSED, REFUSED)
     rig, clock = build(), FakeClock()
     settings = settings_of(rig)
     job = rig.submit(["one"])
@@ -192,14 +199,17 @@ def test_a_worker_leaves_a_job_that_it_cannot_run_to_the_others_and_tries_again_
     [("0,1", 1, False, True), ("0", 1, False, False), ("0,1", 2, False, False), ("0,1", 1, True, False)],
 )
 def test_only_a_worker_that_leaves_gpus_idle_says_so(
-    gpus: str, tensor_parallel: int, watched: bool, says: bool, monkeypatch: pytest.MonkeyPatch
+    gpus: str,
+    tensor_parallel: int,
+    watched: bool,
+    says: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    monkeypatch.setattr(
-        commands, "_settings", lambda: Settings(vllm=VllmSettings(tensor_parallel=tensor_parallel))
-    )
-    monkeypatch.setattr(commands, "is_supervised", lambda: watched)
+    monkeypatch.setenv("SPEECH_VLLM__TENSOR_PARALLEL", str(tensor_parallel))
+    if watched:
+        request.getfixturevalue("parent").send(True)
     monkeypatch.setattr("worker.celery_app.run_worker", lambda *_: 0)
-    with capture_logs() as logs:
-        CliRunner().invoke(commands.cli, ["run"])
-    assert any("uses one GPU" in line["event"] for line in logs) == says
+    logged = CliRunner().invoke(commands.cli, ["run"]).stderr
+    assert ("uses one GPU" in logged) == says

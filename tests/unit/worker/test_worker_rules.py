@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,17 +11,20 @@ from typing import Any
 
 import pytest
 
+from jobs import ingest
 from jobs.ledger import Ledger, control
-from jobs.ledger.records import ItemState, JobState, Ticket
+from jobs.ledger.records import ItemState, JobSpec, JobState, Ticket
 from jobs.settings import Settings
 from jobs.shard_file import ShardLine
+from jobs.store import open_store
 from pipelines.audio import encode
 from pipelines.errors import ErrorCode
 from pipelines.registry import register_pipeline
 from pipelines.request import Generation, Message, Speech, SynthesisRequest
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import SAMPLE_RATE, FakeClock, FakePipeline, sine
-from tests.support.ledger_kit import failed, lease_next, rows, states, submit
+from tests.support.ledger_kit import execute, failed, lease_next, rows, states, submit
+from tests.support.times import with_times
 from tests.support.worker_rig import WORKER, Rig, wait_for
 from worker.leases import GoneReason, LeaseGoneError
 from worker.maintenance import Maintenance
@@ -46,44 +49,45 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     forget()
 
 
-def test_a_shard_whose_next_crash_decides_runs_with_no_other_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runtime = Runtime(Settings(home=tmp_path))
-    told: list[str] = []
-    begun = {0: threading.Event(), 1: threading.Event()}
-
-    def run(lease: Any) -> None:
-        told.append(f"begin {lease.shard_no}")
-        begun[lease.shard_no].set()
-        if lease.shard_no == 0:
-            # The other one waits for the lock, or has begun if nothing holds it.
-            deadline = time.monotonic() + 240
-            while not (begun[1].is_set() or runtime._exclusive._waiting) and time.monotonic() < deadline:  # pyright: ignore[reportPrivateUsage]
-                time.sleep(0.002)
-        told.append(f"end {lease.shard_no}")
-
-    monkeypatch.setattr(runtime.ledger, "should_run_alone", lambda ticket: ticket.shard_no == 1)
-
-    def claim(ticket: Ticket, *_: object) -> Any:
-        return SimpleNamespace(ticket=ticket, shard_no=ticket.shard_no, epoch=1, open_items={})
-
-    monkeypatch.setattr(runtime.ledger, "claim", claim)
-    monkeypatch.setattr(runtime.runner, "run", run)
-    monkeypatch.setattr(runtime.maintenance, "end_job", lambda job_id: None)
+def test_a_shard_whose_next_crash_decides_runs_with_no_other_beside_it(tmp_path: Path) -> None:
+    pipeline, gate = FakePipeline(), tmp_path / "gate"
+    forget = register_pipeline("fake", fake_card(), lambda **_: pipeline)
+    settings = with_times(Settings(home=tmp_path), shard_items=1)
+    runtime = Runtime(settings)
+    runtime.ledger.migrate()
+    lines = [
+        {"example_id": str(number), "messages": [["user", "text", text]]}
+        for number, text in enumerate((f"[[until:{gate}]]", "next"))
+    ]
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    store = open_store(settings.effective_store_url)
+    ingest.submit(settings, runtime.ledger, store, str(source), JobSpec("fake"))
+    execute(
+        runtime.ledger,
+        "UPDATE shards SET epoch = 1, attempts = (SELECT max_attempts - 1 FROM jobs) WHERE no = 1",
+    )
     ended: list[Handling] = []
     threads = [
-        threading.Thread(target=lambda no=no: ended.append(runtime.handle(Ticket("job", no, 0))))
-        for no in (0, 1)
+        threading.Thread(target=lambda ticket=ticket: ended.append(runtime.handle(ticket)))
+        for ticket in runtime.ledger.take_ready(2)
     ]
-    threads[0].start()
-    assert begun[0].wait(240)
-    threads[1].start()
-    for thread in threads:
-        thread.join(240)
-    assert ended == [Handling.RAN, Handling.RAN]
-    assert told == ["begin 0", "end 0", "begin 1", "end 1"]
-    runtime.stop()
+    try:
+        threads[0].start()
+        wait_for(lambda: len(pipeline.submitted) == 1)
+        threads[1].start()
+        # The other one waits for the lock, or has begun if nothing holds it.
+        wait_for(lambda: runtime.demand.suspended() or len(pipeline.submitted) == 2)
+        assert len(pipeline.submitted) == 1
+        gate.touch()
+        for thread in threads:
+            thread.join(240)
+        assert (ended, len(pipeline.submitted)) == ([Handling.RAN] * 2, 2)
+    finally:
+        gate.touch()
+        runtime.drain()
+        runtime.stop()
+        forget()
 
 
 def test_an_object_that_stands_there_already_is_left_alone(rig: Rig) -> None:
