@@ -343,11 +343,10 @@ _GENERATION = ("voice", "language", "instruct", "seed", "reference_text")
 
 
 def row_dialogue(
-    values: Mapping[str, str], number: int = 0, voices: Mapping[str, str] | None = None
+    values: Mapping[str, str], number: int = 0, voice_of: Callable[[str], str | None] | None = None
 ) -> bytes:
     """Makes a dialogue from the fields of a row, as JSON; empty fields are ignored. `number`: makes the id if
-    the row has none. `voices`: speaker -> voice, with the voice of all other speakers under `*`. Raises
-    `InputError`."""
+    the row has none. `voice_of`: returns the voice of a speaker. Raises `InputError`."""
     messages = [("user", "text", values["text"])]
     if audio := values.get("reference_audio"):
         messages.insert(0, ("user", "audio", audio))
@@ -361,15 +360,14 @@ def row_dialogue(
             raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Write a whole number.") from None
         check_generation(Generation(seed=seed))
         generation["seed"] = seed
-    if voices is not None and "voice" not in generation:
-        generation["voice"] = _voice(values.get("speaker", ""), voices)
+    if voice_of is not None and "voice" not in generation:
+        generation["voice"] = _voice(values.get("speaker", ""), voice_of)
     named = chosen_id(values.get("example_id") or None, values.get("id") or None)
     return _encode(_Row(named or f"line-{number}", messages, generation or msgspec.UNSET))
 
 
-def _voice(speaker: str, voices: Mapping[str, str]) -> str:
-    voice = voices.get(speaker) or voices.get("*")
-    if voice is None:
+def _voice(speaker: str, voice_of: Callable[[str], str | None]) -> str:
+    if (voice := voice_of(speaker)) is None:
         advice = "Set one with --voice-for SPEAKER=VOICE, or one for all other speakers with --voice-for '*=VOICE'."
         message = f"The speaker {clean(speaker, 40)!r} has no voice."
         raise InputError(ErrorCode.INPUT_UNKNOWN_VOICE, message, advice)

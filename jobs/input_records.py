@@ -13,6 +13,7 @@ import csv
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -29,6 +30,7 @@ from jobs.source import (
     open_source,
     rejected_line,
 )
+from jobs.voice_pool import VoiceDraws, voice_of_speaker
 from pipelines.errors import ErrorCode, InputError, bad_line, invalid, missing_library
 from pipelines.registry import ModelCard
 
@@ -59,7 +61,7 @@ csv.field_size_limit(max(csv.field_size_limit(), 2 * MAX_LINE_BYTES))
 _encode = msgspec.json.Encoder().encode
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Records:
     """The records of one input for a job of this spec and model. They can be read more than once, with the
     same result."""
@@ -73,11 +75,20 @@ class Records:
     def chosen(self) -> Reading:
         return self.spec.reading or ALL
 
+    @cached_property
+    def voice_of(self) -> Callable[[str], str | None] | None:
+        """The voice of a speaker, see `voice_of_speaker`."""
+        return voice_of_speaker(self.spec)
+
     def lines(self) -> Iterator[Record]:
-        """Yields the records of all lines. With `limit` or `sample`, records that are not chosen are blank,
+        """Yields the records of all lines, with voices of the job's pool. With `limit` or `sample`, records that are not chosen are blank,
         and none follow the last chosen one. Raises `InputError` for an input that cannot be read."""
         everything = self.chosen.limit is None and self.chosen.sample is None
-        return _READERS[self.format](self) if everything else self._chosen_lines()
+        records = _READERS[self.format](self) if everything else self._chosen_lines()
+        if not self.spec.pool:
+            return records
+        draws = VoiceDraws(self.spec.pool, self.spec.seed)
+        return (draws.in_record(record, self.spec.speak) for record in records)
 
     def _chosen_lines(self) -> Iterator[Record]:
         limit, sample, read = self.chosen.limit, self.chosen.sample, _READERS[self.format]
@@ -123,7 +134,7 @@ def _kaldi(records: Records) -> Iterator[Record]:
 
     Source: https://kaldi-asr.org/doc/data_prep.html, where both are sorted by the utterance's id as bytes.
     """
-    voices = records.chosen.voices
+    voice_of = records.voice_of
     speakers = _speaker_lines(records.source)
     at = (b"", "")
 
@@ -131,14 +142,14 @@ def _kaldi(records: Records) -> Iterator[Record]:
         nonlocal at
         utterance, *words = line.split(None, 1)
         values = {"id": decoded(utterance), "text": one_line(words[0]).strip() if words else ""}
-        if voices is not None:
+        if voice_of is not None:
             while at[0] < utterance:
                 at = next(speakers, (b"\xff" * 8, ""))
             if at[0] != utterance:
                 advice = "Add it, and sort both files by the id as bytes, as `LC_ALL=C sort` does."
                 raise bad_line(f"The utterance has no speaker in {SPEAKERS}.", advice)
             values["speaker"] = at[1]
-        return row_dialogue(values, number, voices)
+        return row_dialogue(values, number, voice_of)
 
     return _of_lines(records, dialogue)
 
@@ -164,7 +175,13 @@ def _blank(record: Record) -> bool:
 class Columns:
     """Finds the columns of a table, and converts its rows."""
 
-    def __init__(self, names: Sequence[str], chosen: Reading, uri: str) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        chosen: Reading,
+        uri: str,
+        voice_of: Callable[[str], str | None] | None,
+    ) -> None:
         """Raises `input.wrong_format` for a table without the needed columns, or with two columns of the same
         name."""
         wanted = chosen.columns or {}
@@ -188,7 +205,7 @@ class Columns:
         elif "text" not in self.of:
             advice = "Give the column with the text: --column text=NAME."
             raise wrong_format(uri, f"has no column `text`; its columns are: {shown}", advice)
-        self._voices = chosen.voices
+        self._voice_of = voice_of
 
     def record(self, cell: Callable[[str], Any], number: int) -> Record:
         """The dialogue of a row, or a rejected line if the row cannot be converted."""
@@ -206,7 +223,7 @@ class Columns:
                 given = {field: value for field, value in cells.items() if value != ""}
                 return chat_dialogue(_encode(given), number)
             values = {field: _text(value, self.of[field]) for field, value in cells.items()}
-            return row_dialogue(values, number, self._voices)
+            return row_dialogue(values, number, self._voice_of)
         except (UnicodeError, TypeError, ValueError) as error:
             raise bad_line(f"The row cannot be read: {clean(str(error), 200)}.", "Correct it.") from None
 
@@ -230,7 +247,7 @@ def _table(rows: Iterator[_Row], records: Records) -> Iterator[Record]:
             yield b""
         elif columns is None:
             names = [name.strip() for name in fields]
-            columns = Columns(names, records.chosen, records.source.uri)
+            columns = Columns(names, records.chosen, records.source.uri, records.voice_of)
             yield b""
         elif len(fields) == len(names):
             yield columns.record(dict(zip(names, fields)).__getitem__, number)
@@ -277,7 +294,7 @@ def _parquet(records: Records) -> Iterator[Record]:
         file.seek(0)
         # Streamed by pages, because a row group may not fit into memory.
         table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
-        columns = Columns(table.schema_arrow.names, records.chosen, uri)
+        columns = Columns(table.schema_arrow.names, records.chosen, uri, records.voice_of)
         rows = (
             batch.slice(place, 1)
             for batch in table.iter_batches(_ROWS, columns=[*columns.of.values()], use_threads=False)
@@ -299,7 +316,7 @@ _READERS: dict[InputFormat, Callable[[Records], Iterator[Record]]] = {
     ),
     "text": lambda records: _of_lines(
         records,
-        lambda line, number: row_dialogue({"text": one_line(line).strip()}, number, records.chosen.voices),
+        lambda line, number: row_dialogue({"text": one_line(line).strip()}, number, records.voice_of),
     ),
     "csv": _csv,
     "tsv": _tsv,
@@ -328,7 +345,9 @@ def _csv_rows(lines: Iterator[bytes | None], **dialect: Any) -> Iterator[_Row]:
             found = error
         except csv.Error as error:
             bare = any(b"\r" in (line or b"").rstrip(b"\r") for line in taken)
-            found = _bare_return() if bare else _not_csv(error)
+            message = f"The line is not CSV: {clean(str(error), 200)}."
+            advice = 'In a quoted field, write each quote twice: "".'
+            found = _bare_return() if bare else bad_line(message, advice)
         if isinstance(found, InputError):
             again += reversed(taken[1:])
             del taken[1:]
@@ -388,11 +407,6 @@ def one_line(line: bytes | None) -> str:
 def _bare_return() -> InputError:
     message = "The line contains a carriage return (CR) that is not a line end: lines must end with LF, or with CR LF."
     return bad_line(message, f"If it is meant as a line end, convert the file: {CONVERT_RETURNS}.")
-
-
-def _not_csv(error: csv.Error) -> InputError:
-    message = f"The line is not CSV: {clean(str(error), 200)}."
-    return bad_line(message, 'In a quoted field, write each quote twice: "".')
 
 
 def _text(value: Any, name: str) -> str:

@@ -66,10 +66,14 @@ def omitted_options(job: Job, home: str | None, engines: Sequence[str] = ()) -> 
     card, revision = _card(job.spec.model), job.spec.model_revision
     if revision and (card is None or card.revision != revision):
         notes.append(f"The job was made with revision {revision} of the model, which is not installed here.")
-    if job.spec.stored_voices is not msgspec.UNSET:
+    if job.spec.stored_voices:
+        names = sorted(job.spec.stored_voices)
+        more = f" and {len(names) - 10:,} more" if len(names) > 10 else ""
         notes.append(
-            f"The command uses the current recordings of stored voices: {', '.join(sorted(job.spec.stored_voices))}."
+            f"The command uses the current recordings of stored voices: {', '.join(names[:10])}{more}."
         )
+    if job.spec.pool and job.spec.stored_voices:
+        notes.append("If these are recordings of a folder or a table, give --voices as it was given then.")
     return notes
 
 

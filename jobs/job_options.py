@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 from jobs.checks import DEFAULT, quality_of
 from jobs.formatting import field_docs
 from jobs.input_format import AskedFormat
-from jobs.ledger.records import INPUT_FORMAT, JobSpec, Reading
+from jobs.ledger.records import INPUT_FORMAT, JobSpec, JobTerms, Reading
 from pipelines.audio_format import AudioFormat
 from pipelines.errors import ConfigError, invalid, nearest
 from pipelines.request import Generation, SpokenRole
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from jobs.ledger.records import Job
+    from jobs.voice_pool import PoolRecording
 
 DEFAULT_MODEL = "hibari"
 JOB, KEYS, MESSAGES = "Job", "Keys of --set", "Messages and help"
@@ -63,6 +64,13 @@ class ModelOptions(TypedDict, total=False):
     voice_for: Mapping[str, str]
     """Voice for a speaker in a table or in Kaldi's utt2spk; `*` means all other speakers. Can be given more
     than once."""
+    voices: str | Path
+    """Pool of voices: a folder of recordings, a CSV or TSV file of voices, or names such as anna=2,ben. Each
+    spoken role of a dialogue without a voice gets one, drawn by --seed."""
+    voices_by: Literal["dialogue", "speaker"]
+    """`speaker`: draw one voice of the pool for each speaker in a table or in Kaldi's utt2spk."""
+    balance: bool
+    """Give all voices of the pool the same amount of text, in proportion to their weights."""
     speak: Literal["auto", "user", "assistant", "all"]
     """Role whose texts become speech. `auto`: the assistant's texts without audio; if there are none, the
     user's texts."""
@@ -140,6 +148,7 @@ _METAVARS = {
     "idempotency_key": "KEY",
     "voice_of": "ROLE=NAME",
     "voice_for": "SPEAKER=NAME",
+    "voices": "VOICES",
     "columns": "FIELD=NAME",
     "labels": "KEY=VALUE",
     "qa_set": "KEY=VALUE",
@@ -176,22 +185,16 @@ GENERATION = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class SubmitOptions:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmitOptions(JobTerms):
     """The options of a job other than its input and its spec."""
 
-    name: str = ""
-    owner: str = ""
-    priority: int = 0
-    weight: int = 1
-    max_attempts: int = 3
-    max_in_flight: int | None = None
-    error_budget: float | None = None
-    labels: Mapping[str, str] = field(default_factory=dict[str, str])
     #: `skip`: bad lines are left out and listed by `nightjar errors`; `abort`: a bad line undoes the submit.
     on_error: Literal["skip", "abort"] = "skip"
     #: The format of the input; ignored if the spec is already resolved.
     input_format: AskedFormat = "dialogues"
+    #: The recordings of the job's pool of voices, by name.
+    recordings: Mapping[str, PoolRecording] = field(default_factory=dict[str, "PoolRecording"])
     #: Key that identifies the job; None: a hash of input, spec and store.
     idempotency_key: str | None = None
 
@@ -300,12 +303,21 @@ def job_of(options: Mapping[str, Any], owner: str = "") -> tuple[JobSpec, Submit
             role: Generation(voice=voice) for role, voice in voices.items()
         }
         generation = msgspec.structs.replace(generation, roles=roles)
+    by_speaker, balance = given.pop("voices_by", "dialogue") == "speaker", given.pop("balance", False)
+    pool: dict[str, Any] = {}
+    if (voices := given.pop("voices", None)) is not None:
+        from jobs.voice_pool import read_pool
+
+        pool["pool"], given["recordings"] = read_pool(voices, balance=balance, by_speaker=by_speaker)
+    elif by_speaker or balance:
+        raise invalid("There is no pool of voices.", "Give its voices with --voices.")
     config = given.pop("qa_config", None)
     quality = quality_of(
         given.pop("qa", DEFAULT), None if config is None else Path(config), tuple(given.pop("qa_set", ()))
     )
     reading = Reading(voices=given.pop("voice_for", None), **_pop_fields(given, Reading))
     own = {"pack": given.pop("pack", False) or msgspec.UNSET, "model": str(given.pop("model", DEFAULT_MODEL))}
+    own |= pool
     spec = JobSpec(
         generation=generation, quality=quality, reading=reading, **own, **_pop_fields(given, JobSpec)
     )
@@ -339,6 +351,11 @@ def options_of(spec: JobSpec, job: Job | SubmitOptions) -> dict[str, Any]:
             role: own.voice for role, own in (spec.generation.roles or {}).items() if own.voice is not None
         },
         "voice_for": reading.voices,
+        "voices": ",".join(f"{name}={weight:g}" for name, weight in spec.pool.weights.items())
+        if spec.pool
+        else None,
+        "voices_by": "speaker" if spec.pool and spec.pool.by_speaker else "dialogue",
+        "balance": bool(spec.pool and spec.pool.balance),
         "generation": generation,
         "speak": "auto" if spec.speak == "answer" else spec.speak,
         "input_format": labels.pop(INPUT_FORMAT, "auto"),

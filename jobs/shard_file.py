@@ -133,7 +133,8 @@ _decode_raw = msgspec.json.Decoder(RawLine).decode
 
 
 def encode_lines(first: int, line: GoodLine) -> list[bytes]:
-    """The items of a dialogue as lines of a shard, with newlines: one per turn, from index `first`."""
+    """The items of a dialogue as lines of a shard, with newlines: one per turn, or one for the whole
+    dialogue. Their indexes begin with `first`."""
     number, raw = line.line, line.raw
     keys = b',"references":%b' % msgspec.json.encode(line.references) if line.references else b""
     if line.turns is None:

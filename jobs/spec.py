@@ -54,7 +54,8 @@ class ResolvedSpec:
         found = format_of(source, self.input_format)
         _check_format(found, self.spec)
         spec, chosen = self.spec, self.spec.reading or ALL
-        if found == "kaldi" and chosen.voices is not None:
+        by_speaker = chosen.voices is not None or (spec.pool and spec.pool.by_speaker)
+        if found == "kaldi" and by_speaker:
             chosen = msgspec.structs.replace(chosen, speakers_sha256=speakers_sha256(source))
             spec = msgspec.structs.replace(spec, reading=chosen)
         voices = self.voices.with_lines(Records(source, found, spec, self.card))
@@ -76,11 +77,13 @@ def resolve(
         return spec
     card = describe(spec.model)
     generation = _frozen_generation(spec.generation, card)
-    only = _only_voice(card) if generation.voice is None else None
+    _check_pool(spec, card)
+    only = _only_voice(card) if generation.voice is None and not spec.pool else None
     spec = msgspec.structs.replace(
         spec, generation=msgspec.structs.replace(generation, voice=generation.voice or only)
     )
     names = [*names_of(spec.generation), *((spec.reading or ALL).voices or {}).values()]
+    names += spec.pool.weights if spec.pool else ()
     voices = JobVoices(card, stored).with_names(names)
     for name in names:
         voices.check(name)
@@ -92,6 +95,19 @@ def resolve(
     return resolved
 
 
+def _check_pool(spec: JobSpec, card: ModelCard) -> None:
+    """Raises `config.invalid` for a pool beside other voices of the job, and for a model without voices."""
+    if not spec.pool:
+        return
+    if spec.pool.by_speaker and spec.pool.balance:
+        message = "A voice for each speaker cannot be balanced."
+        raise invalid(message, "Leave --balance out, or draw by dialogue.")
+    if card.capabilities.multi_turn:
+        raise invalid(f"The model {card.name} answers dialogues in its own voice.", "Leave --voices out.")
+    if names_of(spec.generation) or (spec.reading or ALL).voices:
+        raise invalid("The job has a pool of voices and another voice.", "Leave one of them out.")
+
+
 def _check_format(format: AskedFormat, spec: JobSpec) -> None:
     """Raises `config.invalid` for options that do not apply to inputs of this format."""
     if format == "openai-batch" and spec.speak == "assistant":
@@ -100,7 +116,7 @@ def _check_format(format: AskedFormat, spec: JobSpec) -> None:
     chosen, tables = spec.reading or ALL, ("auto", "csv", "tsv", "parquet")
     if chosen.columns and format not in tables:
         raise invalid("This input is not a table, and has no columns.", "Leave --column out.")
-    if chosen.voices and format not in (*tables, "kaldi"):
+    if (chosen.voices or (spec.pool and spec.pool.by_speaker)) and format not in (*tables, "kaldi"):
         advice = f"Speakers are in a table's column `speaker`, or in `{SPEAKERS}` beside Kaldi's `text`. Leave --voice-for out."
         raise invalid("This input names no speakers.", advice)
 

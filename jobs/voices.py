@@ -16,6 +16,7 @@ from jobs.layout import references_prefix
 from jobs.ledger.records import FrozenVoice, Job, JobSpec
 from jobs.references import ReferenceAudio, checked_audio, put_reference
 from jobs.store.base import ObjectStore
+from jobs.voice_pool import PoolFolder, PoolRecording
 from pipelines.errors import ErrorCode, InputError, nearest, unsupported
 from pipelines.registry import ModelCard
 from pipelines.request import Generation, Message, SynthesisRequest
@@ -122,9 +123,11 @@ class JobVoices:
         return own_voice(name, self.card.capabilities.voices) is not None
 
 
-def voice_folder(settings: Settings) -> VoiceFolder:
-    """The folder of stored voices that the settings name, which the server and the command line use too."""
-    return VoiceFolder(settings.serve.voices_folder or settings.home / "voices")
+def voice_folder(settings: Settings, recordings: Mapping[str, PoolRecording] | None = None) -> VoiceFolder:
+    """The folder of stored voices that the settings name, which the server and the command line use too.
+    `recordings`: those of a pool, which take precedence."""
+    folder = settings.serve.voices_folder or settings.home / "voices"
+    return PoolFolder(folder, recordings=recordings) if recordings else VoiceFolder(folder)
 
 
 def names_of(generation: Generation) -> list[str]:

@@ -34,12 +34,13 @@ FAILED_STARTS = 3
 #: Number of consecutive ends without a finished item, after which a worker is quarantined. An item that
 #: crashes its workers is detected after fewer ends.
 CRASHES = 20
-#: The same number while other workers of this host finish items, which shows that the GPU, not the job, is
-#: the cause.
+#: Number of such ends after which a worker is quarantined if other workers of this host finish items
+#: meanwhile. The cause is then the GPU, not the job.
 CRASHES_BESIDE_OTHERS = 5
 #: Run time after which earlier failures are forgotten.
 HEALTHY_SECONDS = 3600.0
-#: Interval of reports to the ledger; a quarantine without a report for a minute is no longer counted.
+#: Interval of the reports of quarantines to the ledger, which counts only quarantines reported in the last
+#: minute.
 REPORT_SECONDS = 15.0
 _CLOSE_SECONDS = 5.0
 
@@ -103,7 +104,7 @@ class Member:
     plan: WorkerPlan
     pause_seconds: float
     child: Child[WorkerReport] | None = None
-    #: From the reports of its current or last process.
+    #: What its current or last process has reported.
     came_up: bool = False
     last_message: str = ""
     refusal: NightjarError | None = None
@@ -352,4 +353,6 @@ class QuarantineReports:
 
         # An error is ignored: the log has the reasons too, and the next report repeats this one.
         with suppress(NightjarError), closing(Ledger.of(self._settings)) as ledger:
-            ledger.report_quarantines(socket.gethostname(), os.getpid(), installed_version(), found)
+            ledger.report_quarantines(
+                socket.gethostname(), os.getpid(), installed_version() or "unknown", found
+            )

@@ -16,29 +16,32 @@ import msgspec
 
 from jobs.dialogue import chat_dialogue, chosen_id, clean, row_dialogue
 from jobs.input_records import Columns
-from jobs.ledger.records import Reading
+from jobs.ledger.records import JobSpec, Reading
 from jobs.own_files import own_path
 from jobs.store import is_remote
+from jobs.voice_pool import voice_of_speaker
 from pipelines.errors import ErrorCode, InputError, StoreError
 
 #: Name of the folder for inputs from Python objects, within the state folder.
 INPUTS = "inputs"
+VoiceOf = Callable[[str], str | None] | None
 _encode = msgspec.json.Encoder().encode
 #: Inputs from Python objects have no URI.
 _NO_URI = ""
 
 
-def written_input(records: Iterable[Any], chosen: Reading, state_folder: Path) -> Path:
+def written_input(records: Iterable[Any], spec: JobSpec, state_folder: Path) -> Path:
     """Writes these records into a file and returns its path. The file is named after the hash of its content, so
     that equal records give the same job.
 
     A record is a text, a dialogue or chat (a mapping with `messages`), a row (a mapping with `text` or with
-    the columns that `chosen` names), an object with `id` and `text`, such as a supervision of Lhotse, or a
+    the columns that `spec` names), an object with `id` and `text`, such as a supervision of Lhotse, or a
     cut with supervisions. Relative paths of audio are relative to the working directory. Raises `InputError`
     for any other record, with the record's number in the message, and for an object that is not a
     collection of records; `StoreError` (`store.forbidden`) for a folder that cannot be written.
     """
     _check_collection(records)
+    chosen, voice_of = spec.reading or Reading(), voice_of_speaker(spec)
     folder = state_folder / INPUTS
     for place in (state_folder, folder):
         own_path(place / "input")
@@ -51,7 +54,7 @@ def written_input(records: Iterable[Any], chosen: Reading, state_folder: Path) -
         raise StoreError(ErrorCode.STORE_FORBIDDEN, message, "Give a writable folder as `out`.") from error
     try:
         with os.fdopen(descriptor, "wb") as file:
-            for line in islice(_lines(records, chosen), chosen.limit):
+            for line in islice(_lines(records, chosen, voice_of), chosen.limit):
                 file.write(line)
                 digest.update(line)
         path = folder / f"{digest.hexdigest()[:32]}.jsonl"
@@ -71,12 +74,12 @@ def _check_collection(records: Any) -> None:
         raise InputError(ErrorCode.INPUT_WRONG_FORMAT, message, advice)
 
 
-def _lines(records: Iterable[Any], chosen: Reading) -> Iterator[bytes]:
+def _lines(records: Iterable[Any], chosen: Reading, voice_of: VoiceOf) -> Iterator[bytes]:
     # Cached, because most rows have the same columns.
-    columns_of = lru_cache(lambda names: Columns(names, chosen, _NO_URI))
+    columns_of = lru_cache(lambda names: Columns(names, chosen, _NO_URI, voice_of))
     for number, record in enumerate(_rows(records, chosen), 1):
         try:
-            yield _absolute(_dialogue(record, number, chosen, columns_of)) + b"\n"
+            yield _absolute(_dialogue(record, number, voice_of, columns_of)) + b"\n"
         except InputError as error:
             raise InputError(error.code, f"Record {number}: {error.message}", error.advice) from None
         except (TypeError, ValueError) as error:
@@ -90,7 +93,7 @@ def _rows(records: Iterable[Any], chosen: Reading) -> Iterator[Any]:
     if hasattr(records, "column_names") and hasattr(records, "select_columns"):
         names: Sequence[str] = records.column_names  # pyright: ignore[reportAttributeAccessIssue]
         if "messages" not in names:
-            records = records.select_columns([*Columns(names, chosen, _NO_URI).of.values()])  # pyright: ignore[reportAttributeAccessIssue]
+            records = records.select_columns([*Columns(names, chosen, _NO_URI, None).of.values()])  # pyright: ignore[reportAttributeAccessIssue]
     for record in records:
         supervisions = getattr(record, "supervisions", None)
         if supervisions is None:
@@ -100,11 +103,11 @@ def _rows(records: Iterable[Any], chosen: Reading) -> Iterator[Any]:
 
 
 def _dialogue(
-    record: Any, number: int, chosen: Reading, columns_of: Callable[[tuple[str, ...]], Columns]
+    record: Any, number: int, voice_of: VoiceOf, columns_of: Callable[[tuple[str, ...]], Columns]
 ) -> bytes:
     """The dialogue of a record as JSON. Raises `InputError`, and TypeError for values that JSON cannot represent."""
     if isinstance(record, str):
-        return row_dialogue({"text": str(record)}, number, chosen.voices)
+        return row_dialogue({"text": str(record)}, number, voice_of)
     if not isinstance(record, Mapping):
         fields = {key: getattr(record, key, None) or "" for key in ("text", "id", "speaker")}
         if not isinstance(getattr(record, "text", None), str):
@@ -112,7 +115,7 @@ def _dialogue(
             message = f"A value of type {kind} is not a text, a dialogue, a row or a supervision."
             advice = "Give texts, or mappings with `text` or `messages`."
             raise InputError(ErrorCode.INPUT_BAD_LINE, message, advice)
-        return row_dialogue({key: str(value) for key, value in fields.items()}, number, chosen.voices)
+        return row_dialogue({key: str(value) for key, value in fields.items()}, number, voice_of)
     messages = record.get("messages")
     if messages is None:
         return columns_of(tuple(record)).dialogue(record.__getitem__, number)

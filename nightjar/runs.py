@@ -111,9 +111,15 @@ def _read(
             raise InputError(ErrorCode.INPUT_UNREADABLE, f"There is no file {place[:300]!r}.", advice)
         path = check_source(place)
     else:
-        reading = spec.reading if isinstance(spec.reading, Reading) else Reading()
-        path = str(written_input(source, reading, settings.state_folder))
-        reading = msgspec.structs.replace(reading, columns=None, voices=None)
-        spec = msgspec.structs.replace(spec, reading=reading)
+        path = str(written_input(source, spec, settings.state_folder))
+        reading = msgspec.structs.replace(spec.reading or Reading(), columns=None, voices=None)
+        # The lines have the voices of their speakers.
+        pool = msgspec.structs.replace(spec.pool, by_speaker=False) if spec.pool else spec.pool
+        spec = msgspec.structs.replace(spec, reading=reading, pool=pool)
         settings = settings.model_copy(update={"audio_roots": (*settings.audio_roots, Path.cwd())})
-    return path, resolve(spec, submitted.input_format, voice_folder(settings)), submitted, settings
+    return (
+        path,
+        resolve(spec, submitted.input_format, voice_folder(settings, submitted.recordings)),
+        submitted,
+        settings,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 import time
@@ -18,7 +19,14 @@ from jobs.ledger.records import Job, JobState
 from jobs.ledger.status import JobStatus, find_job, newest_jobs, status_and_errors, statuses_of
 from jobs.own_files import embedded_broker_url
 from jobs.progress import Progress
-from jobs.recent_jobs import homes_of, out_option, remember_moved, settings_for_job, settings_of_places
+from jobs.recent_jobs import (
+    homes_of,
+    out_option,
+    reading_ledger,
+    remember_moved,
+    settings_for_job,
+    settings_of_places,
+)
 from jobs.settings import Settings, sqlite_path
 from jobs.status import NO_WORKER, job_view, labels_text, status_lines, status_view, utc, waits_for_workers
 from pipelines.errors import NightjarError, NotFoundError
@@ -150,11 +158,11 @@ def until_end(
     read: Callable[[], JobStatus],
     progress: Progress,
     settings: Settings,
-    timeout_seconds: float | None = None,
+    timeout_seconds: float = math.inf,
 ) -> JobStatus:
     """Reads a job's status until it is final or the time is over, and returns it. Reports when no live worker
     takes the job."""
-    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    deadline = time.monotonic() + timeout_seconds
     last = ""
     while True:
         status = read()
@@ -163,11 +171,9 @@ def until_end(
         if waits and waits != last:
             progress.say(waits[0].upper() + waits[1:] + ".")
         last = waits
-        if status.job.state.final or (deadline is not None and time.monotonic() >= deadline):
+        if status.job.state.final or time.monotonic() >= deadline:
             return status
-        time.sleep(
-            POLL_SECONDS if deadline is None else max(0.0, min(POLL_SECONDS, deadline - time.monotonic()))
-        )
+        time.sleep(max(0.0, min(POLL_SECONDS, deadline - time.monotonic())))
 
 
 def exit_code_of(state: JobState) -> int:
@@ -194,8 +200,9 @@ def wait(settings: Settings, ledger: Ledger, job: Job, output: Output, timeout_s
     Examples:
       nightjar wait JOB --timeout 3600
     """
+    limit = math.inf if timeout_seconds is None else timeout_seconds
     with Progress(quiet=output.quiet) as progress:
-        status = until_end(lambda: ledger.status(job.id), progress, settings, timeout_seconds)
+        status = until_end(lambda: ledger.status(job.id), progress, settings, limit)
     if output.as_json:
         output.data(status_view(status, settings.price_per_gpu_hour))
     else:
@@ -261,6 +268,11 @@ def show(job: str, home: str | None, output: Output) -> None:
     engines = engines_of(found, made_with or ())
     command, notes = job_command(found, home, engines), omitted_options(found, home, engines)
     view = msgspec.to_builtins(job_view(found, made_with, command, notes))
+    if found.spec.pool:
+        from jobs.export.items import minutes_by_voice
+
+        with reading_ledger(settings) as ledger:
+            view["minutes_by_voice"] = minutes_by_voice(ledger, store_of(found, settings.s3), found)
     if output.as_json:
         output.data(view)
         return

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -123,6 +124,18 @@ def item_metadata(job: Job, item: AudioItem | RawLine) -> ItemMetadata:
         voice = None
     speaker = _speaker(job, item.references, voice, recordings)
     return ItemMetadata(text, role, index, speaker, voice, generation.language, generation.instruct)
+
+
+def minutes_by_voice(ledger: Ledger, store: ObjectStore, job: Job) -> dict[str, float]:
+    """Returns voice -> minutes of audio of a job, longest first. Reads the lines of all items. Raises
+    `StoreError`."""
+    lines = ShardLines(ledger, store, job.id, read_raw_shard)
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for row in exported(ledger.items(job.id)):
+        artifact = cast("Artifact", row.artifact)
+        voice = item_metadata(job, lines.of(row)).speaker
+        seconds[voice] += artifact.samples / artifact.sample_rate
+    return {voice: seconds[voice] / 60 for voice in sorted(seconds, key=lambda one: (-seconds[one], one))}
 
 
 #: Names of the fields that say how an item was made and what was measured. A job without checks has no

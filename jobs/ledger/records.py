@@ -89,6 +89,17 @@ class FrozenVoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     text: str = ""
 
 
+class VoicePool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Voices from which each spoken role of a dialogue gets one, see `jobs.voice_pool`."""
+
+    #: Name of a voice -> its share, relative to those of the others.
+    weights: dict[str, float]
+    #: Whether every voice gets the same amount of text for its weight.
+    balance: bool = False
+    #: Whether a voice is drawn for each speaker of a table instead.
+    by_speaker: bool = False
+
+
 class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The options of a job, frozen at submit and hashed to `spec_sha`."""
 
@@ -110,22 +121,16 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reading: Reading | msgspec.UnsetType = msgspec.UNSET
     #: Name in a line -> stored voice. Unset: none.
     stored_voices: dict[str, FrozenVoice] | msgspec.UnsetType = msgspec.UNSET
+    #: The pool from which voices are drawn. Unset: none.
+    pool: VoicePool | msgspec.UnsetType = msgspec.UNSET
     #: Sample rate of the stored audio in Hz. Unset: that of the model.
     sample_rate: int | msgspec.UnsetType = msgspec.UNSET
 
 
-@dataclass(frozen=True, slots=True)
-class NewJob:
-    """A submitted job. Equal idempotency keys mean the same job."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobTerms:
+    """How a job runs, which is no part of its spec."""
 
-    spec: JobSpec
-    spec_sha: str
-    input_uri: str
-    input_sha256: str
-    idempotency_key: str
-    store_url: str
-    #: Identity of the store, see `ObjectStore.establish`.
-    store_identity: str | None = None
     name: str = ""
     owner: str = ""
     #: Higher runs first.
@@ -138,6 +143,20 @@ class NewJob:
     #: Share of failed items that pauses the job, see `over_budget`; None: never.
     error_budget: float | None = None
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True, slots=True)
+class NewJob(JobTerms):
+    """A submitted job. Equal idempotency keys mean the same job."""
+
+    spec: JobSpec
+    spec_sha: str
+    input_uri: str
+    input_sha256: str
+    idempotency_key: str
+    store_url: str
+    #: Identity of the store, see `ObjectStore.establish`.
+    store_identity: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from jobs import status as figures
 from jobs.checks import CHECKS
 from jobs.dialogue import clean
 from jobs.export.files import output
+from jobs.export.items import minutes_by_voice
 from jobs.formatting import bytes_text, redact, seconds_text
 from jobs.ledger.records import Job
 from jobs.ledger.status import GAP_SECONDS
@@ -99,6 +100,7 @@ def write_report(
         scores=scores,
         errors=[(code, count, examples.get(code) or "") for code, count in errors.items()],
         sample=sample,
+        voices=minutes_by_voice(ledger, store, job) if job.spec.pool else {},
         items=chosen,
         # A player opens files, and audio in a pack has no file of its own.
         clips=Clips(store, to, embed=embed or job.spec.pack is True),

@@ -139,7 +139,7 @@ def test_a_product_takes_rows_of_a_wider_tensor(emulated: Callable[[int], None])
 
 
 def test_what_lies_outside_of_a_tensor_is_never_touched(emulated: Callable[[int], None]) -> None:
-    product = Product(1024, False, lm_cuda.PLAIN, 64)
+    product = Product(1024, True, lm_cuda.PLAIN, 64)
     product.weight = guarded(product.weight[:63])
     with pytest.raises(KernelError, match="outside of a tensor"):
         product.made(slice(0, 1))

@@ -63,14 +63,14 @@ def test_a_run_whose_folder_is_moved_writes_no_report_in_its_place(
 ) -> None:
     """The store is elsewhere, and tells nothing of it."""
     monkeypatch.setenv("SPEECH_STORE_URL", str(here / "store"))
-    made = jobs.local_run._made
+    made = jobs.local_run._results
 
     def made_and_moved(*arguments: Any) -> dict[str, str | None]:
         found = made(*arguments)
         (here / "out").rename(here / "moved")
         return found
 
-    monkeypatch.setattr(jobs.local_run, "_made", made_and_moved)
+    monkeypatch.setattr(jobs.local_run, "_results", made_and_moved)
     with pytest.raises(StoreError, match="no longer at"):
         nightjar.run(["Good evening."], out="out", quiet=True).wait()
     assert not (here / "out").exists()

@@ -13,7 +13,7 @@ import pytest
 
 from jobs.embedded import EmbeddedHome, open_log, write_own
 from jobs.ledger import Ledger
-from jobs.ledger.records import Reading, ShardState
+from jobs.ledger.records import JobSpec, ShardState
 from jobs.ledger.status import newest_jobs
 from jobs.ledger.transaction import read_with_driver
 from jobs.recent_jobs import homes_of, remember
@@ -120,7 +120,7 @@ def test_a_state_folder_that_is_a_link_is_refused(tmp_path: Path, how: str) -> N
         Ledger.of(settings).migrate,
         Ledger.of(settings).jobs,
         lambda: embedded_broker_url(settings.state_folder),
-        lambda: written_input(["one"], Reading(), settings.state_folder),
+        lambda: written_input(["one"], JobSpec("m"), settings.state_folder),
     ):
         with pytest.raises(StoreError) as caught:
             use()

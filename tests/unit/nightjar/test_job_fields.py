@@ -14,7 +14,7 @@ import nightjar
 from jobs.checks import Quality, quality_of
 from jobs.cli.options import job_options
 from jobs.job_options import SubmitOptions, checked_options, job_of, settable, user_name
-from jobs.ledger.records import JobSpec, Reading
+from jobs.ledger.records import JobSpec, Reading, VoicePool
 from pipelines.request import Generation
 from tests.support.field_tables import changed, fields_of
 
@@ -33,6 +33,21 @@ ROWS: tuple[tuple[dict[str, Any], Sequence[str], dict[str, Any]], ...] = (
         {"spec.generation.roles": {"assistant": Generation(voice="sky")}},
     ),
     ({"voice_for": {"*": "sky"}}, ["--voice-for", "*=sky"], {"spec.reading.voices": {"*": "sky"}}),
+    (
+        {"voices": "sky=2,heart"},
+        ["--voices", "sky=2,heart"],
+        {"spec.pool": VoicePool({"sky": 2.0, "heart": 1.0})},
+    ),
+    (
+        {"voices": "sky", "voices_by": "speaker"},
+        ["--voices-by", "speaker", "--voices", "sky"],
+        {"spec.pool": VoicePool({"sky": 1.0}, by_speaker=True)},
+    ),
+    (
+        {"voices": "sky", "balance": True},
+        ["--balance", "--voices", "sky"],
+        {"spec.pool": VoicePool({"sky": 1.0}, balance=True)},
+    ),
     ({"speak": "all"}, ["--speak", "all"], {"spec.speak": "all"}),
     ({"seed": 5}, ["--seed", "5"], {"spec.seed": 5}),
     ({"format": "flac"}, ["--format", "flac"], {"spec.format": "flac"}),
@@ -105,7 +120,13 @@ ROWS: tuple[tuple[dict[str, Any], Sequence[str], dict[str, Any]], ...] = (
     ({"generation": {"max_tokens": 99}}, ["--set", "max_tokens=99"], {"spec.generation.max_tokens": 99}),
 )
 #: Fields that nobody says: submit itself fills them in.
-FOUND = {"spec.model_revision", "spec.stored_voices", "spec.reading.speakers_sha256", "options.owner"}
+FOUND = {
+    "spec.model_revision",
+    "spec.stored_voices",
+    "spec.reading.speakers_sha256",
+    "options.owner",
+    "options.recordings",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +144,11 @@ def command(spec: JobSpec, options: SubmitOptions, dry_run: bool) -> dict[str, A
 
 def by_path(spec: JobSpec, options: SubmitOptions) -> dict[str, Any]:
     named = (("spec", spec), ("options", options))
-    return {f"{of}.{path}": value for of, whole in named for path, value in fields_of(whole, Quality).items()}
+    return {
+        f"{of}.{path}": value
+        for of, whole in named
+        for path, value in fields_of(whole, Quality, VoicePool).items()
+    }
 
 
 def in_python(**options: Any) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def test_records_of_every_kind(tmp_path: Path) -> None:
         dialogue,
     ]
     supervision = SupervisionSegment("sup", "rec", 0.0, 1.0, text="five", speaker="anna")
-    path = written_input([*records, supervision], Reading(), tmp_path)
+    path = written_input([*records, supervision], JobSpec("m"), tmp_path)
     lines = read(path)
     assert [text_of(line) for line in lines] == [
         ("line-1", "one"),
@@ -85,8 +85,8 @@ def test_records_of_every_kind(tmp_path: Path) -> None:
     ]
     assert lines[3]["messages"][0][2] == str(Path.cwd() / "voices/anna.wav")
     assert lines[3]["generation"] == {"seed": 3}
-    assert written_input(iter([*records, supervision]), Reading(), tmp_path) == path
-    assert written_input(records, Reading(), tmp_path) != path
+    assert written_input(iter([*records, supervision]), JobSpec("m"), tmp_path) == path
+    assert written_input(records, JobSpec("m"), tmp_path) != path
     assert len(list(path.parent.iterdir())) == 2
 
 
@@ -98,14 +98,14 @@ def test_an_id_is_an_example_id(tmp_path: Path) -> None:
         {"id": 5, "messages": messages},
         {"id": "b", "example_id": "b", "messages": chat},
     ]
-    assert [line["example_id"] for line in read(written_input(records, Reading(), tmp_path))] == [
+    assert [line["example_id"] for line in read(written_input(records, JobSpec("m"), tmp_path))] == [
         "a",
         "5",
         "b",
     ]
     for kind in (messages, chat):
         with pytest.raises(InputError, match="Record 1: `example_id` and `id` differ: 'b' and 'a'"):
-            written_input([{"id": "a", "example_id": "b", "messages": kind}], Reading(), tmp_path)
+            written_input([{"id": "a", "example_id": "b", "messages": kind}], JobSpec("m"), tmp_path)
 
 
 def test_supervisions_and_cuts_of_lhotse(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_supervisions_and_cuts_of_lhotse(tmp_path: Path) -> None:
         SupervisionSegment(f"s{n}", "rec", 0.0, 1.0, text=f"text {n}", speaker=("anna", "ben")[n % 2])
         for n in range(4)
     ]
-    voices = Reading(voices={"anna": "heart", "*": "sky"})
+    voices = JobSpec("m", reading=Reading(voices={"anna": "heart", "*": "sky"}))
     path = written_input(SupervisionSet.from_segments(segments), voices, tmp_path)
     assert [line["generation"]["voice"] for line in read(path)] == ["heart", "sky"] * 2
     cuts = CutSet.from_cuts([MonoCut("c", 0.0, 2.0, 0, supervisions=segments)])
@@ -123,18 +123,22 @@ def test_supervisions_and_cuts_of_lhotse(tmp_path: Path) -> None:
 def test_a_dataset_of_hugging_face_whose_audio_is_left_alone(tmp_path: Path) -> None:
     table = {"sentence": ["one", "two"], "audio": [{"bytes": b"no audio", "path": None}] * 2}
     dataset = datasets.Dataset.from_dict(table).cast_column("audio", datasets.Audio())
-    assert [text_of(line) for line in read(written_input(dataset, Reading(), tmp_path))] == [
+    assert [text_of(line) for line in read(written_input(dataset, JobSpec("m"), tmp_path))] == [
         ("line-1", "one"),
         ("line-2", "two"),
     ]
     chats = datasets.Dataset.from_dict({"messages": [[{"role": "user", "content": "hi"}]]})
-    assert [text_of(line) for line in read(written_input(chats, Reading(), tmp_path))] == [("line-1", "hi")]
+    assert [text_of(line) for line in read(written_input(chats, JobSpec("m"), tmp_path))] == [
+        ("line-1", "hi")
+    ]
     with pytest.raises(InputError, match="no column 'words'"):
-        written_input(dataset, Reading(columns={"text": "words"}), tmp_path)
+        written_input(dataset, JobSpec("m", reading=Reading(columns={"text": "words"})), tmp_path)
 
 
 def test_a_limit_takes_no_more_of_an_endless_iterable(tmp_path: Path) -> None:
-    path = written_input((f"text {number}" for number in itertools.count()), Reading(limit=3), tmp_path)
+    path = written_input(
+        (f"text {number}" for number in itertools.count()), JobSpec("m", reading=Reading(limit=3)), tmp_path
+    )
     assert len(read(path)) == 3
 
 
@@ -156,7 +160,7 @@ def test_a_limit_takes_no_more_of_an_endless_iterable(tmp_path: Path) -> None:
 )
 def test_a_record_that_is_none_is_named_and_leaves_nothing(tmp_path: Path, record: Any, words: str) -> None:
     with pytest.raises(InputError, match=words):
-        written_input(["good", record], Reading(), tmp_path)
+        written_input(["good", record], JobSpec("m"), tmp_path)
     assert list((tmp_path / "inputs").iterdir()) == []
 
 
@@ -176,7 +180,7 @@ def test_names_of_splits_and_columns_are_not_taken_for_texts(
     tmp_path: Path, records: Any, words: str
 ) -> None:
     with pytest.raises(InputError, match=words) as caught:
-        written_input(records, Reading(), tmp_path)
+        written_input(records, JobSpec("m"), tmp_path)
     assert caught.value.code is ErrorCode.INPUT_WRONG_FORMAT
 
 
@@ -297,13 +301,13 @@ def test_audio_in_a_bucket_keeps_its_address(tmp_path: Path, where: str) -> None
     dialogue = {"messages": [["user", "audio", where], ["user", "text", "one"]]}
     row = {"text": "three", "reference_audio": where}
     for record in (dialogue, row):
-        (line,) = read(written_input([record], Reading(), tmp_path))
+        (line,) = read(written_input([record], JobSpec("m"), tmp_path))
         assert line["messages"][0] == ["user", "audio", where]
-    (line,) = read(written_input([{"text": "three", "reference_audio": "anna.wav"}], Reading(), tmp_path))
+    (line,) = read(written_input([{"text": "three", "reference_audio": "anna.wav"}], JobSpec("m"), tmp_path))
     assert line["messages"][0] == ["user", "audio", str(Path.cwd() / "anna.wav")]
 
 
 def test_messages_of_two_kinds_are_left_to_the_check_of_lines(tmp_path: Path) -> None:
     odd = {"role": "user", "content": "Hello.", "name": "Ann"}
-    path = written_input([{"messages": [["user", "audio", "/a.wav"], odd]}], Reading(), tmp_path)
+    path = written_input([{"messages": [["user", "audio", "/a.wav"], odd]}], JobSpec("m"), tmp_path)
     assert read(path)[0]["messages"] == [["user", "audio", "/a.wav"], odd]

@@ -15,7 +15,7 @@ import pytest
 from jobs.checks import Quality, quality_of
 from jobs.job_options import hints
 from jobs.ledger import Ledger
-from jobs.ledger.records import INPUT_FORMAT
+from jobs.ledger.records import INPUT_FORMAT, VoicePool
 from jobs.settings import Schedule, Settings
 from pipelines.registry import register_pipeline
 from pipelines.request import Capabilities, Generation
@@ -38,7 +38,7 @@ OWN = {
     "idempotency_key",
 }
 #: What the exports read, what a refused line does, the file and what is read of it: other tests have them.
-#: The last two are the night's.
+#: The last two are the night's; how a pool draws needs a pool.
 ELSEWHERE = {
     "input",
     "on_error",
@@ -48,6 +48,8 @@ ELSEWHERE = {
     "options",
     "columns",
     "voice_for",
+    "voices_by",
+    "balance",
     "limit",
     "sample",
     "name",
@@ -69,6 +71,7 @@ def table(folder: Path) -> dict[str, tuple[Any, dict[str, Any]]]:
             {"assistant": "sine"},
             {"spec.generation.roles": {"assistant": Generation(voice="sine")}},
         ),
+        "voices": ("sine", {"spec.pool": VoicePool({"sine": 1.0})}),
         "language": ("german", {"spec.generation.language": "german"}),
         "instruct": ("softly", {"spec.generation.instruct": "softly"}),
         "seed": (5, {"spec.seed": 5}),
@@ -137,7 +140,7 @@ def job_of(settings: Settings, ledger: Ledger, name: str) -> dict[str, Any]:
     labels = {key: value for key, value in job.labels.items() if key not in ("schedule", "night")}
     return {
         path: value
-        for path, value in fields_of(replace(job, labels=labels), Quality).items()
+        for path, value in fields_of(replace(job, labels=labels), Quality, VoicePool).items()
         if path not in OWN
     }
 

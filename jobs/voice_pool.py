@@ -1,0 +1,242 @@
+"""Voice pools: each dialogue's roles, or each speaker of a table, get a voice drawn from many."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import heapq
+import math
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import cast
+
+import msgspec
+
+from jobs.dialogue import Dialogue, clean, parse_line
+from jobs.ledger.records import JobSpec, VoicePool
+from jobs.references import read_audio_file
+from jobs.source import Record
+from jobs.turns import Speak, reference_places, spoken_turns
+from pipelines.errors import ConfigError, InputError, invalid
+from pipelines.request import Generation, SpokenRole
+from pipelines.stored_voices import MAX_TEXT_CHARACTERS, StoredVoice, VoiceFolder
+
+#: Maximum voices of a pool, characters of a name, and bytes of a file that lists voices.
+MAX_POOL_VOICES, MAX_NAME_CHARACTERS, MAX_LIST_BYTES = 10_000, 200, 16 << 20
+_SUFFIXES = {".wav", ".flac", ".ogg", ".mp3"}
+#: The audio file of a voice, and its text, empty if unknown.
+PoolRecording = tuple[Path, str]
+_NO_GENERATION = Generation()
+
+
+@dataclass(frozen=True)
+class PoolFolder(VoiceFolder):
+    """Stored voices together with the recordings of a pool, which take precedence."""
+
+    recordings: Mapping[str, PoolRecording] = field(default_factory=dict[str, PoolRecording])
+
+    def names(self) -> list[str]:
+        return sorted({*self.recordings, *super().names()})
+
+    def get(self, name: str) -> StoredVoice | None:
+        if (found := self.recordings.get(name)) is None:
+            return super().get(name)
+        path, text = found
+        return StoredVoice(name, read_audio_file(path).data, text)
+
+
+def read_pool(
+    which: str | Path, *, balance: bool = False, by_speaker: bool = False
+) -> tuple[VoicePool, dict[str, PoolRecording]]:
+    """Reads `--voices`: a folder of recordings, a table of voices, or names such as `anna=2,ben`.
+
+    Returns the pool, and its recordings by name. A recording's text is in the file
+    of the same name with the ending `.txt`. A table (CSV, or TSV by its name) has a column `voice` or
+    `recording`, and may have `text` and `weight`; paths start in its folder. Raises `config.invalid`.
+    """
+    path = Path(which)
+    try:
+        if os.path.isdir(which):
+            rows = _of_folder(path)
+        elif os.path.isfile(which):
+            rows = _of_table(path)
+        elif path.suffix in (".csv", ".tsv") or os.sep in str(which):
+            raise _refused(which, "there is no such folder or file")
+        else:
+            rows = _of_names(str(which))
+        weights: dict[str, float] = {}
+        recordings: dict[str, PoolRecording] = {}
+        for name, weight, audio, text in rows:
+            if not name or len(name) > MAX_NAME_CHARACTERS or clean(name, MAX_NAME_CHARACTERS) != name:
+                raise _refused(which, f"{clean(name, 80)!r} cannot be the name of a voice")
+            if name in weights:
+                raise _refused(which, f"the voice {name!r} occurs twice")
+            weights[name] = weight
+            if audio is not None:
+                recordings[name] = audio, text
+            if len(weights) > MAX_POOL_VOICES:
+                raise _refused(which, f"it has more than {MAX_POOL_VOICES:,} voices")
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise _refused(which, f"it cannot be read ({getattr(error, 'strerror', None) or error})") from error
+    if not weights:
+        raise _refused(which, "it has no voice")
+    return VoicePool(weights, balance=balance, by_speaker=by_speaker), recordings
+
+
+#: Name, weight, audio file and text of a voice.
+_Row = tuple[str, float, "Path | None", str]
+
+
+def _of_names(names: str) -> Iterator[_Row]:
+    for one in names.split(","):
+        name, _, weight = one.partition("=")
+        yield name.strip(), _weight(names, weight.strip() or "1"), None, ""
+
+
+def _of_folder(folder: Path) -> Iterator[_Row]:
+    for path in sorted(folder.rglob("*")):
+        if path.suffix.lower() in _SUFFIXES and path.is_file():
+            text = path.with_suffix(".txt")
+            name = path.relative_to(folder).with_suffix("").as_posix()
+            yield name, 1.0, path, _text(text.read_text()) if text.is_file() else ""
+
+
+def _of_table(table: Path) -> Iterator[_Row]:
+    if table.stat().st_size > MAX_LIST_BYTES:
+        raise _refused(table, f"it is larger than {MAX_LIST_BYTES >> 20} MiB")
+    with table.open(newline="", encoding="utf-8-sig") as lines:
+        rows = csv.DictReader(lines, delimiter="\t" if table.suffix == ".tsv" else ",", strict=True)
+        if not {"voice", "recording"} & set(rows.fieldnames or ()):
+            raise _refused(table, "it has neither a column `voice` nor a column `recording`")
+        for row in rows:
+            recording, text = row.get("recording") or "", row.get("text") or ""
+            name = row.get("voice") or Path(recording).with_suffix("").as_posix()
+            audio = table.parent / recording if recording else None
+            yield name, _weight(table, row.get("weight") or "1"), audio, _text(text)
+
+
+def _weight(which: str | Path, weight: str) -> float:
+    try:
+        value = float(weight)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise _refused(which, f"{weight[:40]!r} is no weight: it must be a number above 0")
+    return value
+
+
+def _text(text: str) -> str:
+    return " ".join(text.split())[:MAX_TEXT_CHARACTERS]
+
+
+def _refused(which: str | Path, why: str) -> ConfigError:
+    advice = "Give a folder of recordings, a CSV or TSV file of voices, or names such as anna=2,ben."
+    return invalid(f"The voices {clean(str(which), 80)!r} cannot be used: {why}.", advice)
+
+
+def voice_of_speaker(spec: JobSpec) -> Callable[[str], str | None] | None:
+    """The function from a speaker to its voice or None; None: the job gives speakers no voices."""
+    if spec.pool and spec.pool.by_speaker:
+        draws = VoiceDraws(spec.pool, spec.seed)
+        return lambda speaker: draws.of("speaker", speaker) if speaker else None
+    voices = spec.reading.voices if spec.reading else None
+    return None if voices is None else lambda speaker: voices.get(speaker) or voices.get("*")
+
+
+class VoiceDraws:
+    """The draws of a pool in one pass over an input; each pass draws the same voices.
+
+    Without `balance` a draw depends on the seed and the key alone. With `balance` each draw takes the voice
+    with the fewest characters for its weight so far, so draws depend on the order of the input too.
+    """
+
+    def __init__(self, pool: VoicePool, seed: int) -> None:
+        self._seed = seed
+        self._weights = pool.weights
+        self._names = sorted(pool.weights)
+        #: Sum of the weights up to and including each voice.
+        self._ends = dict(zip(self._names, accumulate(pool.weights[name] for name in self._names)))
+        #: With `balance`: a heap of characters over weight, order among equals, and name.
+        self._loads = [(0.0, self._unit("order", name), name) for name in self._names if pool.balance]
+        heapq.heapify(self._loads)
+
+    def of(self, *key: str, characters: int = 0, other: str | None = None) -> str:
+        """The voice of a key, for a text of so many characters. If the pool has several voices, it is not
+        `other`."""
+        if other not in self._weights or len(self._names) == 1:
+            other = None
+        if self._loads:
+            return self._least_loaded(characters, other)
+        point = self._unit(*key)
+        if other is None:
+            point *= self._ends[self._names[-1]]
+        else:
+            # The line of weights without the part of `other`.
+            point *= self._ends[self._names[-1]] - self._weights[other]
+            if point >= self._ends[other] - self._weights[other]:
+                point += self._weights[other]
+        at = bisect_right(self._names, point, key=self._ends.__getitem__)
+        # Rounding may lead just beyond the last voice.
+        rest = [name for name in self._names[at : at + 2] if name != other]
+        return rest[0] if rest else next(name for name in reversed(self._names) if name != other)
+
+    def _least_loaded(self, characters: int, other: str | None) -> str:
+        first = heapq.heappop(self._loads)
+        load, order, name = first
+        if name == other:
+            load, order, name = heapq.heappop(self._loads)
+            heapq.heappush(self._loads, first)
+        heapq.heappush(self._loads, (load + characters / self._weights[name], order, name))
+        return name
+
+    def _unit(self, *key: str) -> float:
+        """A number from 0 to below 1 from the seed and the key, each part with its length."""
+        digest = hashlib.blake2b(str(self._seed).encode(), digest_size=8, person=b"nightjar.voice")
+        for part in key:
+            data = part.encode(errors="surrogatepass")
+            digest.update(len(data).to_bytes(8, "big") + data)
+        return (int.from_bytes(digest.digest(), "big") >> 11) / 2**53
+
+    def in_record(self, record: Record, speak: Speak) -> Record:
+        """The record with a voice for each role that is spoken and has neither a voice nor a recording. The
+        roles of a dialogue get different voices."""
+        if not isinstance(record, bytes) or not record.strip():
+            return record
+        try:
+            dialogue, line = parse_line(record.strip())
+        except InputError:
+            return record
+        own = dialogue.generation or _NO_GENERATION
+        if own.voice is not None:
+            return record
+        characters: dict[SpokenRole, int] = {}
+        cloned: set[SpokenRole] = set()
+        for turn in spoken_turns(dialogue.messages, speak):
+            role = cast("SpokenRole", dialogue.messages[turn][0])
+            characters[role] = characters.get(role, 0) + len(dialogue.messages[turn][2])
+            if reference_places(dialogue.messages, turn):
+                cloned.add(role)
+        voices = {role: one.voice for role, one in (own.roles or {}).items() if one.voice is not None}
+        drawn: dict[SpokenRole, str] = {}
+        for role in sorted(characters.keys() - voices.keys() - cloned):
+            other = next(iter((voices | drawn).values()), None)
+            key = dialogue.example_id, role
+            drawn[role] = self.of(*key, characters=characters[role], other=other)
+        return _with_voices(line, dialogue, drawn) if drawn else record
+
+
+def _with_voices(line: bytes, dialogue: Dialogue, voices: Mapping[SpokenRole, str]) -> bytes:
+    """A line with the voices of its roles; all other parts of a line without `generation` keep their bytes."""
+    roles = {role: {"voice": voice} for role, voice in voices.items()}
+    if dialogue.generation is None and b'"generation"' not in line and b"\\u" not in line:
+        return b'%b,"generation":{"roles":%b}}' % (line.rstrip()[:-1], msgspec.json.encode(roles))
+    whole = msgspec.json.decode(line)
+    generation = whole.get("generation") or {}
+    before = generation.get("roles") or {}
+    merged = {role: {**(before.get(role) or {}), **voice} for role, voice in roles.items()}
+    whole["generation"] = {**generation, "roles": {**before, **merged}}
+    return msgspec.json.encode(whole)
