@@ -90,8 +90,9 @@ def submit(
         identity = _identity_of(ledger, store)
         store.check()
         terms: dict[str, Any] = {field.name: getattr(options, field.name) for field in fields(JobTerms)}
+        terms["labels"] = labels
         origin = opened.uri, opened.sha256, key, store.url, identity
-        job = ledger.begin_job(NewJob(resolved.spec, sha, *origin, **terms | {"labels": labels}))
+        job = ledger.begin_job(NewJob(resolved.spec, sha, *origin, **terms))
         if (job.input_sha256, job.spec_sha, job.labels.get(INPUT_FORMAT)) != (
             opened.sha256,
             sha,
