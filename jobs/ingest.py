@@ -69,7 +69,8 @@ def submit(
 ) -> SubmitResult:
     """Makes a job from an input, or finds the existing job of the same input, spec and store.
 
-    The inputs of shards with the keys `lost_inputs` of an existing job are written again.
+    `lost_inputs` returns the keys of those shard inputs of an existing job that are lost; they are written
+    again.
 
     An interrupted ingest continues after its last committed line. Raises `InputError` for an input that
     cannot be read, for settings that the model refuses and, with `on_error="abort"`, for the first bad line;

@@ -70,7 +70,7 @@ class ModelOptions(TypedDict, total=False):
     voices_by: Literal["dialogue", "speaker"]
     """`speaker`: draw one voice of the pool for each speaker in a table or in Kaldi's utt2spk."""
     balance: bool
-    """Give all voices of the pool the same amount of text, in proportion to their weights."""
+    """Give each voice of the pool an amount of text in proportion to its weight."""
     speak: Literal["auto", "user", "assistant", "all"]
     """Role whose texts become speech. `auto`: the assistant's texts without audio; if there are none, the
     user's texts."""
