@@ -172,7 +172,8 @@ class JobStatus:
     #: The failure of a service that makes shards wait, if there is one.
     outage: Outage | None = None
     spread: ShardSpread = ShardSpread()
-    #: Time in which shards were leased; None: the time from the first claim to the end, or to now.
+    #: Time in which shards were leased. None: unknown; the time from the first claim to the end, or to now, is
+    #: used instead.
     busy_seconds: float | None = None
     #: Live workers that serve the job's model; None: not counted.
     workers: int | None = None
