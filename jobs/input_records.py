@@ -345,7 +345,9 @@ def _csv_rows(lines: Iterator[bytes | None], **dialect: Any) -> Iterator[_Row]:
             found = error
         except csv.Error as error:
             bare = any(b"\r" in (line or b"").rstrip(b"\r") for line in taken)
-            found = _bare_return() if bare else _not_csv(error)
+            message = f"The line is not CSV: {clean(str(error), 200)}."
+            advice = 'In a quoted field, write each quote twice: "".'
+            found = _bare_return() if bare else bad_line(message, advice)
         if isinstance(found, InputError):
             again += reversed(taken[1:])
             del taken[1:]
@@ -405,11 +407,6 @@ def one_line(line: bytes | None) -> str:
 def _bare_return() -> InputError:
     message = "The line contains a carriage return (CR) that is not a line end: lines must end with LF, or with CR LF."
     return bad_line(message, f"If it is meant as a line end, convert the file: {CONVERT_RETURNS}.")
-
-
-def _not_csv(error: csv.Error) -> InputError:
-    message = f"The line is not CSV: {clean(str(error), 200)}."
-    return bad_line(message, 'In a quoted field, write each quote twice: "".')
 
 
 def _text(value: Any, name: str) -> str:

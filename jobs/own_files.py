@@ -72,10 +72,10 @@ def read_own(path: Path) -> str:
         return file.read()
 
 
-def own_path(path: Path, depth: int = 2) -> Path:
+def own_path(path: Path) -> Path:
     """Checks `path` and returns it, for libraries that open files by name. Raises `store.forbidden` in the
     same cases as `open_own`; a missing file is not an error."""
-    for place in (*reversed(path.parents[: depth - 1]), path):
+    for place in (path.parent, path):
         # A file that cannot be inspected cannot be opened either, and opening it raises the reason.
         with suppress(OSError):
             mode = os.lstat(place).st_mode

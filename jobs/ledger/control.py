@@ -162,11 +162,6 @@ def wake(sql: Transaction, job_id: str) -> int:
     return sql.change(statement, job=job_id)
 
 
-def check_writable(sql: Transaction, job_id: str) -> None:
-    """Raises `ServiceError` if the ledger cannot be written, for example on a full disk; changes nothing."""
-    update_job(sql, job_id, "priority = priority")
-
-
 def set_priority(sql: Transaction, job_id: str, priority: int) -> None:
     """Sets the priority of a job; higher runs first."""
     lock_known_job(sql, job_id)

@@ -40,6 +40,14 @@ KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVES, UNANSWERED_SECON
 TRANSACTION_TRIES = 6
 
 _READ_ONLY = "nightjar_read_only"
+#: Settings of each SQLite connection.
+_PRAGMAS = (
+    f"busy_timeout = {BUSY_TIMEOUT_MS}",
+    "synchronous = NORMAL",
+    "foreign_keys = ON",
+    "cache_size = -16000",
+    "temp_store = MEMORY",
+)
 #: serialization_failure, deadlock_detected
 _CONFLICT = {"40001", "40P01"}
 #: undefined_table, undefined_column, undefined_schema
@@ -209,11 +217,8 @@ def _sqlite_engine(path: Path) -> sa.Engine:
         connection = sqlite3.connect(
             uri, uri=True, timeout=BUSY_TIMEOUT_MS / 1000, check_same_thread=False, isolation_level=None
         )
-        connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
-        connection.execute("PRAGMA synchronous = NORMAL")
-        connection.execute("PRAGMA foreign_keys = ON")
-        connection.execute("PRAGMA cache_size = -16000")
-        connection.execute("PRAGMA temp_store = MEMORY")
+        for pragma in _PRAGMAS:
+            connection.execute(f"PRAGMA {pragma}")
         return connection
 
     engine = sa.create_engine(
