@@ -6,12 +6,12 @@ from __future__ import annotations
 DISTRIBUTION = "nightjar-speech"
 
 
-def installed_version() -> str:
-    """The version of the installed distribution; `unknown` if it is not installed."""
+def installed_version(distribution: str = DISTRIBUTION) -> str | None:
+    """The version of a distribution; None if it is not installed."""
     # Imported here, because most commands do not need the version.
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        return version(DISTRIBUTION)
+        return version(distribution)
     except PackageNotFoundError:
-        return "unknown"
+        return None

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -163,7 +164,13 @@ def fail(error: BaseException, *, as_json: bool) -> None:
     if isinstance(error, NightjarError):
         code, message, advice = error.code.value, error.message, error.advice
     elif isinstance(error, OSError):
-        code, (message, advice) = "system", _system_error(error)
+        where = "" if error.filename is None else f": {error.filename}"
+        code, message = "system", f"System error: {error.strerror or error}{where}."
+        advice = "Correct the cause and try again."
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            message, advice = "The working directory no longer exists.", "Change to one that exists."
     else:
         code, message = "internal", f"An unexpected error: {type(error).__name__}: {error}."
         advice = "This is a bug; SPEECH_DEBUG=1 shows where it happened."
@@ -179,22 +186,12 @@ def fail(error: BaseException, *, as_json: bool) -> None:
     click.echo(text, err=True, color=color)
 
 
-def _system_error(error: OSError) -> tuple[str, str]:
-    """The message and the advice of an error of the operating system."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        return "The working directory no longer exists.", "Change to one that exists."
-    where = "" if error.filename is None else f": {error.filename}"
-    return f"System error: {error.strerror or error}{where}.", "Correct the cause and try again."
-
-
+@dataclass(frozen=True, slots=True)
 class Output:
-    """Prints the output of a command. `as_json` and `quiet`: its options `--json` and `--quiet`."""
+    """Prints the output of a command, by its options `--json` and `--quiet`."""
 
-    def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
-        self.as_json = as_json
-        self.quiet = quiet
+    as_json: bool = False
+    quiet: bool = False
 
     def data(self, view: Mapping[str, Any]) -> None:
         """Prints a JSON object as a line on stdout."""

@@ -31,7 +31,6 @@ MAX_PASSES = 5
 class Deleted:
     """The data that was deleted, or would be deleted."""
 
-    job_id: str
     items: int
     objects: int
     #: Total size of the objects.
@@ -69,7 +68,7 @@ def measure_job(ledger: Ledger, store: ObjectStore, job_id: str) -> Deleted:
     objects = size = 0
     for info in objects_of(store, job_id):
         objects, size = objects + 1, size + info.bytes
-    return Deleted(job_id, ledger.job(job_id).total_items, objects, size)
+    return Deleted(ledger.job(job_id).total_items, objects, size)
 
 
 def delete_job(ledger: Ledger, store: ObjectStore, job_id: str) -> Deleted:
@@ -80,7 +79,7 @@ def delete_job(ledger: Ledger, store: ObjectStore, job_id: str) -> Deleted:
     objects, size = delete_objects(store, job_id)
     ledger.delete_rows(job_id)
     forget(job_id)
-    return Deleted(job_id, items, objects, size)
+    return Deleted(items, objects, size)
 
 
 def _is_valid_key(key: str) -> bool:

@@ -286,8 +286,8 @@ _decode_id = msgspec.json.Decoder(_CustomId).decode
 
 def batch_dialogue(line: bytes, card: ModelCard, encoding: str) -> bytes:
     """Converts a line of an OpenAI batch for `/v1/audio/speech` to a dialogue, for a job with this model and
-    audio format: `custom_id` becomes `example_id`, `input` the user's text, `voice` and `instructions` the
-    generation.
+    audio format: `custom_id` becomes `example_id`, `input` becomes the user's text, and `voice` and
+    `instructions` become settings of `generation`.
 
         {"custom_id": "a1", "method": "POST", "url": "/v1/audio/speech",
          "body": {"model": "hibari", "input": "Good evening.", "voice": "heart", "response_format": "wav", "instructions": "Calm."}}

@@ -15,6 +15,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from jobs import installed_version
 from jobs.formatting import redact
 from jobs.ledger.records import QUARANTINED, UP
 from jobs.settings import Settings, load_settings, sqlite_path
@@ -204,13 +205,8 @@ def inspect_machine() -> Machine:
     with suppress(OSError, subprocess.SubprocessError, ValueError):
         cuda, names = json.loads(subprocess.check_output([sys.executable, "-c", _ASK_TORCH], timeout=120))
     kernels = "prebuilt" if binaries.shipped() else toolchain.cuda_compiler()
-    triton, compiler = _installed("triton"), toolchain.c_compiler()
-    return Machine(devices, driver, _installed("torch"), cuda, tuple(names), triton, kernels, compiler)
-
-
-def _installed(package: str) -> str | None:
-    with suppress(PackageNotFoundError):
-        return version(package)
+    triton, compiler = installed_version("triton"), toolchain.c_compiler()
+    return Machine(devices, driver, installed_version("torch"), cuda, tuple(names), triton, kernels, compiler)
 
 
 def check_gpu(machine: Machine) -> Verdict:
@@ -246,7 +242,7 @@ def check_compilers(machine: Machine) -> Verdict:
 def check_kernels() -> Verdict:
     """Checks that Hugging Face's package `kernels`, which writes to the same folder as ours, is not
     installed."""
-    theirs = _installed("kernels")
+    theirs = installed_version("kernels")
     if theirs is None:
         return "Nightjar's own; Hugging Face's package of that name is not installed", ""
     message = f"Hugging Face's kernels {theirs} is installed beside Nightjar's package of the same name; they overwrite each other's files."

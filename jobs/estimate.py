@@ -9,7 +9,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jobs.input_format import AskedFormat, InputFormat
+from jobs.input_format import InputFormat
+from jobs.job_options import SubmitOptions
 from jobs.ledger.records import JobSpec, RejectedLine
 from jobs.line_check import GoodLine, aborted_by, duplicate_lines
 from jobs.references import ReferenceReader
@@ -32,21 +33,11 @@ _FLAC_SHARE = 0.55
 #: Size of a file's headers in bytes, by format.
 _HEADER_BYTES = {"opus": 900, "mp3": 400}
 _WAV_HEADER_BYTES = 44
-#: Bits per second of speech by sample rate, measured with libsndfile's MP3 and Opus on the voice `hibari`.
-_BITS_PER_SECOND = {
-    "mp3": {
-        8_000: 25e3,
-        11_025: 34e3,
-        12_000: 35e3,
-        16_000: 43e3,
-        22_050: 52e3,
-        24_000: 57e3,
-        32_000: 62e3,
-        44_100: 69e3,
-        48_000: 70e3,
-    },
-    "opus": {8_000: 19e3, 12_000: 23e3, 16_000: 25e3, 24_000: 34e3, 48_000: 54e3},
-}
+
+
+def _bits_per_second(audio_format: str, rate: int) -> float:
+    """Bits per second of speech, fitted to measurements of libsndfile's encoders on the voice `hibari`."""
+    return 12e3 + 0.9 * rate if audio_format == "opus" else min(10e3 + 2 * rate, 46e3 + rate / 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +63,15 @@ def dry_run(
     store: ObjectStore,
     source: str,
     spec: JobSpec | ResolvedSpec,
-    input_format: AskedFormat = "dialogues",
-    *,
-    abort: bool = False,
+    options: SubmitOptions | None = None,
 ) -> Estimate:
     """Checks an input as `submit` does and estimates its job, without writing to ledger or store.
 
     Raises `InputError` for an input that cannot be read, for settings that the model refuses and, with
-    `abort`, for the first bad line. Also raises `ModelError` and `StoreError`.
+    `on_error="abort"`, for the first bad line. Also raises `ModelError` and `StoreError`.
     """
-    resolved = resolve(spec, input_format, voice_folder(settings))
+    options = options or SubmitOptions()
+    resolved = resolve(spec, options.input_format, voice_folder(settings))
     card = resolved.card
     rejected: Counter[ErrorCode] = Counter()
     examples: list[RejectedLine] = []
@@ -97,7 +87,7 @@ def dry_run(
         for _, good, bad in checker.checked(records, reference_key):
             good, repeated = _new_ids(seen, good, checker.id_key)
             bad = sorted([*bad, *repeated], key=lambda line: line.line)
-            if abort and bad:
+            if bad and options.on_error == "abort":
                 raise aborted_by(bad[0], "Nothing would be submitted")
             items += sum(line.items for line in good)
             milliseconds += sum(line.estimated_ms for line in good)
@@ -112,7 +102,7 @@ def dry_run(
 def _audio_bytes(items: int, seconds: float, card: ModelCard, spec: JobSpec) -> int:
     rate = spec.sample_rate or card.sample_rate
     pcm = rate * _BYTES_PER_SAMPLE * (_FLAC_SHARE if spec.format == "flac" else 1.0)
-    bytes_per_second = _BITS_PER_SECOND[spec.format][rate] / 8 if spec.format in LOSSY else pcm
+    bytes_per_second = _bits_per_second(spec.format, rate) / 8 if spec.format in LOSSY else pcm
     return round(seconds * bytes_per_second) + items * _HEADER_BYTES.get(spec.format, _WAV_HEADER_BYTES)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import accumulate, count
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from jobs.job_options import SubmitOptions
 from jobs.layout import input_key, job_prefix, put_numbered
 from jobs.ledger import Ledger
 from jobs.ledger.ingest import DuplicateExamples
-from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState, NewJob, NewShard, RejectedLine
+from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState, JobTerms, NewJob, NewShard, RejectedLine
 from jobs.line_check import GoodLine, LineChecker, ReferenceKey, aborted_by, duplicate_lines
 from jobs.packs import map_ahead
 from jobs.references import ReferenceReader, put_reference
@@ -31,8 +31,6 @@ from pipelines.errors import ErrorCode, InputError, ServiceError, StoreError
 if TYPE_CHECKING:
     from jobs.settings import Settings
 
-#: Options of a submit that are copied to the job.
-_COPIED = ("name", "owner", "priority", "weight", "max_attempts", "max_in_flight", "error_budget")
 #: Number of objects that are written to a remote store at the same time.
 _S3_WRITERS = 16
 
@@ -71,7 +69,8 @@ def submit(
 ) -> SubmitResult:
     """Makes a job from an input, or finds the existing job of the same input, spec and store.
 
-    The inputs of shards with the keys `lost_inputs` of an existing job are written again.
+    `lost_inputs` returns the keys of those shard inputs of an existing job that are lost; they are written
+    again.
 
     An interrupted ingest continues after its last committed line. Raises `InputError` for an input that
     cannot be read, for settings that the model refuses and, with `on_error="abort"`, for the first bad line;
@@ -84,18 +83,25 @@ def submit(
     with open_source(source, settings.s3) as opened:
         resolved = resolved.of_input(opened)
         sha = spec_sha(resolved.spec)
-        key = options.idempotency_key or _idempotency_key(
-            opened.sha256, sha, ledger.store_address(store.url), resolved.input_format
-        )
-        identity = _identity_of(ledger, store)
-        store.check()
-        labels = dict(options.labels)
+        labels, made_from = dict(options.labels), [opened.sha256, sha, ledger.store_address(store.url)]
         if resolved.input_format != "dialogues":
             labels[INPUT_FORMAT] = resolved.input_format
-        copied: dict[str, Any] = {name: getattr(options, name) for name in _COPIED}
+            made_from.append(resolved.input_format)
+        key = options.idempotency_key or sha256_of(msgspec.json.encode(made_from))
+        identity = _identity_of(ledger, store)
+        store.check()
+        terms: dict[str, Any] = {field.name: getattr(options, field.name) for field in fields(JobTerms)}
+        terms["labels"] = labels
         origin = opened.uri, opened.sha256, key, store.url, identity
-        job = ledger.begin_job(NewJob(resolved.spec, sha, *origin, labels=labels, **copied))
-        _refuse_other_job(job, opened.sha256, sha, key, resolved.input_format)
+        job = ledger.begin_job(NewJob(resolved.spec, sha, *origin, **terms))
+        if (job.input_sha256, job.spec_sha, job.labels.get(INPUT_FORMAT)) != (
+            opened.sha256,
+            sha,
+            labels.get(INPUT_FORMAT),
+        ):
+            message = f"The idempotency key {key!r} belongs to job {job.id}, which was made from another input or spec."
+            advice = "Use another key, or submit the input and spec of that job."
+            raise ServiceError(ErrorCode.LEDGER_STATE, message, advice)
         if options.on_error == "abort":
             _refuse_skipped(ledger, store, job)
         ingesting = job.state is JobState.INGESTING
@@ -269,20 +275,6 @@ def _refuse_skipped(ledger: Ledger, store: ObjectStore, job: Job) -> None:
     raise aborted_by(skipped, f"Job {job.id} was already made from the other lines")
 
 
-def _refuse_other_job(job: Job, input_sha256: str, sha: str, key: str, input_format: str) -> None:
-    """Raises if the idempotency key belongs to a job of another input or spec."""
-    if (job.input_sha256, job.spec_sha, job.labels.get(INPUT_FORMAT, "dialogues")) != (
-        input_sha256,
-        sha,
-        input_format,
-    ):
-        raise ServiceError(
-            ErrorCode.LEDGER_STATE,
-            f"The idempotency key {key!r} belongs to job {job.id}, which was made from another input or spec.",
-            "Use another key, or submit the input and spec of that job.",
-        )
-
-
 def _undo(ledger: Ledger, store: ObjectStore, job: Job) -> None:
     """Removes a job whose input is unusable, with its objects."""
     ledger.abandon_job(job.id)
@@ -303,13 +295,6 @@ def _identity_of(ledger: Ledger, store: ObjectStore) -> str:
     # The identity may differ if another store was copied over this one.
     store.confirm(known)
     return known
-
-
-def _idempotency_key(input_sha256: str, sha: str, store_url: str, input_format: str) -> str:
-    parts = [input_sha256, sha, store_url]
-    if input_format != "dialogues":
-        parts.append(input_format)
-    return sha256_of(msgspec.json.encode(parts))
 
 
 def submit_for_workers(

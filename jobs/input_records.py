@@ -54,7 +54,7 @@ MAX_RECORD_LINES = 1000
 _ROWS = 256
 #: Kaldi's file of speakers, in the folder of its `text`.
 SPEAKERS = "utt2spk"
-#: The reading of a job without such options: all records, and the usual columns.
+#: How a job reads its input if no option changes that: all records, and the usual columns.
 ALL = Reading()
 # The csv module refuses fields of more than 128 KiB by default.
 csv.field_size_limit(max(csv.field_size_limit(), 2 * MAX_LINE_BYTES))
@@ -81,8 +81,9 @@ class Records:
         return voice_of_speaker(self.spec)
 
     def lines(self) -> Iterator[Record]:
-        """Yields the records of all lines, with voices of the job's pool. With `limit` or `sample`, records that are not chosen are blank,
-        and none follow the last chosen one. Raises `InputError` for an input that cannot be read."""
+        """Yields the records of all lines, with voices of the job's pool. With `limit` or `sample`, records that
+        are not chosen are blank, and none follow the last chosen one. Raises `InputError` for an input that
+        cannot be read."""
         everything = self.chosen.limit is None and self.chosen.sample is None
         records = _READERS[self.format](self) if everything else self._chosen_lines()
         if not self.spec.pool:
@@ -348,7 +349,9 @@ def _csv_rows(lines: Iterator[bytes | None], **dialect: Any) -> Iterator[_Row]:
             found = error
         except csv.Error as error:
             bare = any(b"\r" in (line or b"").rstrip(b"\r") for line in taken)
-            found = _bare_return() if bare else _not_csv(error)
+            message = f"The line is not CSV: {clean(str(error), 200)}."
+            advice = 'In a quoted field, write each quote twice: "".'
+            found = _bare_return() if bare else bad_line(message, advice)
         if isinstance(found, InputError):
             again += reversed(taken[1:])
             del taken[1:]
@@ -408,11 +411,6 @@ def one_line(line: bytes | None) -> str:
 def _bare_return() -> InputError:
     message = "The line contains a carriage return (CR) that is not a line end: lines must end with LF, or with CR LF."
     return bad_line(message, f"If it is meant as a line end, convert the file: {CONVERT_RETURNS}.")
-
-
-def _not_csv(error: csv.Error) -> InputError:
-    message = f"The line is not CSV: {clean(str(error), 200)}."
-    return bad_line(message, 'In a quoted field, write each quote twice: "".')
 
 
 def _text(value: Any, name: str) -> str:

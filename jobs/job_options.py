@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 from jobs.checks import DEFAULT, quality_of
 from jobs.formatting import field_docs
 from jobs.input_format import AskedFormat
-from jobs.ledger.records import INPUT_FORMAT, JobSpec, Reading
+from jobs.ledger.records import INPUT_FORMAT, JobSpec, JobTerms, Reading
 from pipelines.audio_format import AudioFormat
 from pipelines.errors import ConfigError, invalid, nearest
 from pipelines.request import Generation, SpokenRole
@@ -70,7 +70,7 @@ class ModelOptions(TypedDict, total=False):
     voices_by: Literal["dialogue", "speaker"]
     """`speaker`: draw one voice of the pool for each speaker in a table or in Kaldi's utt2spk."""
     balance: bool
-    """Give all voices of the pool the same amount of text, in proportion to their weights."""
+    """Give each voice of the pool an amount of text in proportion to its weight."""
     speak: Literal["auto", "user", "assistant", "all"]
     """Role whose texts become speech. `auto`: the assistant's texts without audio; if there are none, the
     user's texts."""
@@ -185,18 +185,10 @@ GENERATION = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class SubmitOptions:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmitOptions(JobTerms):
     """The options of a job other than its input and its spec."""
 
-    name: str = ""
-    owner: str = ""
-    priority: int = 0
-    weight: int = 1
-    max_attempts: int = 3
-    max_in_flight: int | None = None
-    error_budget: float | None = None
-    labels: Mapping[str, str] = field(default_factory=dict[str, str])
     #: `skip`: bad lines are left out and listed by `nightjar errors`; `abort`: a bad line undoes the submit.
     on_error: Literal["skip", "abort"] = "skip"
     #: The format of the input; ignored if the spec is already resolved.

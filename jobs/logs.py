@@ -39,7 +39,7 @@ def redact_event(_logger: WrappedLogger, _method: str, event: EventDict) -> Even
     return event
 
 
-def setup_logging(level: str = "INFO", log_format: LogFormat = "auto", stream: TextIO | None = None) -> None:
+def setup_logging(level: str, log_format: LogFormat, stream: TextIO | None = None) -> None:
     """Sends all logs of this process, of structlog and the standard library, to `stream` (stderr) in one format.
 
     `auto` is `console` on a terminal and otherwise one JSON object per line. Bound context variables (job, shard,

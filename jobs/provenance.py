@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import msgspec
@@ -77,7 +77,7 @@ class EngineProvenance(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, info: EngineInfo) -> EngineProvenance:
-        slots = info.slots if _accelerator(info) else 0
+        slots = 0 if info.device in ("", "cpu") else info.slots
         return cls(info.executor, info.kernels, info.dtype, info.reproducible, slots)
 
 
@@ -129,12 +129,12 @@ def provenance(
         if info is None or not info.engine
         else msgspec.structs.replace(model, engine=info.engine),
         recorded_by=recorded_by,
-        nightjar=installed_version(),
+        nightjar=installed_version() or "unknown",
         commit=commit(),
         python=platform.python_version(),
         machine=f"{platform.system()} {platform.machine()}",
-        device="" if info is None else _accelerator(info),
-        libraries={name: found for name in LIBRARIES if (found := _version(name)) is not None},
+        device="" if info is None or info.device == "cpu" else info.device,
+        libraries={name: found for name in LIBRARIES if (found := installed_version(name)) is not None},
         engine=None if info is None else EngineProvenance.of(info),
         encoder=_encoder(job.spec),
     )
@@ -241,18 +241,6 @@ def _encoder(spec: JobSpec) -> str | msgspec.UnsetType:
     from jobs.encoded_audio import encoder  # imported only if audio is encoded
 
     return encoder(spec.format) or msgspec.UNSET
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _accelerator(info: EngineInfo) -> str:
-    """The name of an engine's accelerator; empty without one."""
-    return "" if info.device == "cpu" else info.device
 
 
 @contextmanager

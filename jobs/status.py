@@ -45,15 +45,9 @@ def elapsed_seconds(status: JobStatus) -> float:
     return max(0.0, (status.job.finished_at or status.now) - status.job.started_at)
 
 
-def busy_seconds(status: JobStatus) -> float:
-    """Time in which workers held shards of the job, without pauses and the time between its end and a
-    retry."""
-    return elapsed_seconds(status) if status.busy_seconds is None else status.busy_seconds
-
-
 def items_per_second(status: JobStatus) -> float:
     """Ended items per second in which workers held shards."""
-    seconds = busy_seconds(status)
+    seconds = status.busy_seconds
     return (status.items.done + status.items.failed) / seconds if seconds > 0 else 0.0
 
 
@@ -111,7 +105,7 @@ def cost_at_end(status: JobStatus, price_per_gpu_hour: float | None) -> float | 
 
 def rtfx(status: JobStatus) -> float | None:
     """RTFx: seconds of audio per second in which workers held shards; None without audio."""
-    seconds = busy_seconds(status)
+    seconds = status.busy_seconds
     return status.audio_ms / 1000 / seconds if seconds > 0 and status.audio_ms else None
 
 
@@ -145,7 +139,7 @@ def status_lines(
         lines.append(f"input   {counted(job.rejected_lines, 'line')} refused")
     speed = f", RTFx {factor:.1f}" if (factor := rtfx(state)) else ""
     lines.append(f"audio   {_hours(state.audio_ms / 1000)}{speed}, {bytes_text(state.bytes_out)}")
-    elapsed, busy = elapsed_seconds(state), busy_seconds(state)
+    elapsed, busy = elapsed_seconds(state), state.busy_seconds
     idle = f" of work in {seconds_text(elapsed)}" if elapsed - busy > GAP_SECONDS else ""
     pace = f"time    {seconds_text(busy if idle else elapsed)}{idle}, {items_per_second(state):.2f} items/s"
     if not job.state.final and (eta := eta_seconds(state)) is not None:
@@ -196,7 +190,7 @@ def status_view(
         "engine_seconds": round(status.engine_ms / 1000, 3),
         "gpu_seconds": round(status.engine_ms / 1000, 3),
         "elapsed_seconds": round(elapsed_seconds(status), 3),
-        "busy_seconds": round(busy_seconds(status), 3),
+        "busy_seconds": round(status.busy_seconds, 3),
         **_fields(status, "workers", "quarantined_workers"),
         "labels": dict(job.labels),
         "items_per_second": round(items_per_second(status), 3),
@@ -265,15 +259,6 @@ def job_view(
 def worker_view(worker: WorkerStatus) -> dict[str, Any]:
     """`nightjar.worker/1`: a worker with its shards, and its results of the last `recent.seconds`."""
     recent = worker.recent
-    held = [
-        {
-            "job": one.job_id,
-            "job_name": one.job_name,
-            "shard": one.shard_no,
-            **_fields(one, "items", "ended_items", "claimed_at"),
-        }
-        for one in worker.held
-    ]
     return {
         "schema": "nightjar.worker/1",
         "worker": worker.id,
@@ -284,7 +269,10 @@ def worker_view(worker: WorkerStatus) -> dict[str, Any]:
         "reason": worker.state_reason or None,
         **_fields(worker, "started_at", "heartbeat_at"),
         "silent_seconds": round(worker.silent_seconds, 3),
-        "shards": held,
+        "shards": [
+            _fields(one, "job", "job_name", "shard", "items", "ended_items", "claimed_at")
+            for one in worker.held
+        ],
         "recent": {
             "seconds": RECENT_SECONDS,
             **_fields(recent, "items_done", "items_failed"),
@@ -314,21 +302,29 @@ def item_view(job_id: str, item: ItemRow, line: int | None = None) -> dict[str, 
 
 def line_error_view(job_id: str, line: RejectedLine) -> dict[str, Any]:
     """`nightjar.job_error/1` of a refused input line."""
-    of_line = {"line": line.line, "index": None, "example_id": line.example_id, "id": line.example_id}
     return {
         "schema": "nightjar.job_error/1",
         "job": job_id,
         "kind": "line",
-        **of_line,
+        "line": line.line,
+        "index": None,
+        "example_id": line.example_id,
+        "id": line.example_id,
         **_fields(line, "code", "message"),
     }
 
 
-def item_error_view(job_id: str, item: ItemRow, line: int | None = None) -> dict[str, Any]:
+def item_error_view(job_id: str, item: ItemRow, line: int | None) -> dict[str, Any]:
     """`nightjar.job_error/1` of a failed item, with its input line."""
-    of_item = {"line": line, **_fields(item, "index", "example_id", "id")}
-    reason = {"code": item.error_code, "message": item.error_message}
-    return {"schema": "nightjar.job_error/1", "job": job_id, "kind": "item", **of_item, **reason}
+    return {
+        "schema": "nightjar.job_error/1",
+        "job": job_id,
+        "kind": "item",
+        "line": line,
+        **_fields(item, "index", "example_id", "id"),
+        "code": item.error_code,
+        "message": item.error_message,
+    }
 
 
 def _rounded(value: float | None) -> float | None:

@@ -173,7 +173,8 @@ def _refused(which: str | Path, why: str) -> ConfigError:
 
 
 def voice_of_speaker(spec: JobSpec) -> Callable[[str], str | None] | None:
-    """The function from a speaker to its voice or None; None: the job gives speakers no voices."""
+    """Makes a function that returns the voice of a speaker, or None for a speaker without one. Returns None
+    itself if the job gives speakers no voices."""
     if spec.pool and spec.pool.by_speaker:
         draws = VoiceDraws(spec.pool, spec.seed)
         return lambda speaker: draws.of("speaker", speaker) if speaker else None
@@ -194,12 +195,12 @@ class VoiceDraws:
         self._names = sorted(pool.weights)
         #: Sum of the weights up to and including each voice.
         self._ends = dict(zip(self._names, accumulate(pool.weights[name] for name in self._names)))
-        #: With `balance`: a heap of characters over weight, order among equals, and name.
+        #: With `balance`: a heap of (characters / weight, order among equal quotients, name).
         self._loads = [(0.0, self._unit("order", name), name) for name in self._names if pool.balance]
         heapq.heapify(self._loads)
 
     def of(self, *key: str, characters: int = 0, other: str | None = None) -> str:
-        """The voice of a key, for a text of so many characters. If the pool has several voices, it is not
+        """The voice of a key, for a text with this number of characters. If the pool has several voices, it is not
         `other`."""
         if other not in self._weights or len(self._names) == 1:
             other = None
@@ -209,7 +210,7 @@ class VoiceDraws:
         if other is None:
             point *= self._ends[self._names[-1]]
         else:
-            # The line of weights without the part of `other`.
+            # The weights of all voices form a line. The point is on it, outside the part of `other`.
             point *= self._ends[self._names[-1]] - self._weights[other]
             if point >= self._ends[other] - self._weights[other]:
                 point += self._weights[other]
@@ -228,7 +229,7 @@ class VoiceDraws:
         return name
 
     def _unit(self, *key: str) -> float:
-        """A number from 0 to below 1 from the seed and the key, each part with its length."""
+        """A number x, 0 <= x < 1, computed from the seed and from each part of the key with its length."""
         digest = hashlib.blake2b(str(self._seed).encode(), digest_size=8, person=b"nightjar.voice")
         for part in key:
             data = part.encode(errors="surrogatepass")

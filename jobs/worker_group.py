@@ -353,4 +353,6 @@ class QuarantineReports:
 
         # An error is ignored: the log has the reasons too, and the next report repeats this one.
         with suppress(NightjarError), closing(Ledger.of(self._settings)) as ledger:
-            ledger.report_quarantines(socket.gethostname(), os.getpid(), installed_version(), found)
+            ledger.report_quarantines(
+                socket.gethostname(), os.getpid(), installed_version() or "unknown", found
+            )

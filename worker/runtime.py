@@ -114,7 +114,7 @@ class Runtime:
             pid=os.getpid(),
             gpu=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
             model=self.options.model or "",
-            version=installed_version(),
+            version=installed_version() or "unknown",
             slots=settings.times.shards_in_flight or SHARDS_AT_START,
         )
         #: The error that ended this worker.

@@ -99,20 +99,16 @@ def show(model: str | None, as_json: bool) -> None:
     """
     output = Output(as_json=as_json)
     if model:
-        output.record(model_view(_on_its_engine(describe(model))))
+        card = describe(model)
+        if card.engines:
+            card = replace(card, engine=load_settings().chosen_engine(card))
+        output.record(model_view(card))
         return
     rows = (
         (model_view(card), (card.name, card.engine, card.sample_rate, ", ".join(_abilities(card))))
         for card in list_models()
     )
     output.records(("MODEL", "ENGINE", "HZ", "CAN"), rows)
-
-
-def _on_its_engine(card: ModelCard) -> ModelCard:
-    """The card with the engine that the settings choose. Raises `ConfigError` for invalid settings."""
-    if not card.engines:
-        return card
-    return replace(card, engine=load_settings().chosen_engine(card))
 
 
 def model_view(card: ModelCard) -> dict[str, Any]:

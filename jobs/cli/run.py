@@ -118,7 +118,7 @@ def run(
         raise missing
     check_source(source)
     if dry_run:
-        return dry_run_of(settings, source, resolved, output, abort=options.on_error == "abort")
+        return dry_run_of(settings, source, resolved, options, output)
 
     with Signals().installed() as signals, Progress(quiet=output.quiet) as progress:
         local = LocalRun(chosen, settings, source, resolved, options, devices)
@@ -187,7 +187,7 @@ def submit(
         output.note(f"{missing.message} {outcome}. {missing.advice}")
     check_source(source)
     if dry_run:
-        return dry_run_of(settings, source, resolved, output, abort=options.on_error == "abort")
+        return dry_run_of(settings, source, resolved, options, output)
 
     from jobs.ingest import submit_for_workers
 
@@ -219,13 +219,13 @@ def _report(result: Any, output: Output) -> int:
     return FAILED if job.rejected_lines else 0
 
 
-def dry_run_of(settings: Settings, source: str, spec: Any, output: Output, *, abort: bool) -> int:
+def dry_run_of(settings: Settings, source: str, spec: Any, options: SubmitOptions, output: Output) -> int:
     """Prints the estimate of a job, and returns the exit code of the command."""
     from jobs.estimate import dry_run
     from jobs.store import open_store
 
     store = open_store(settings.effective_store_url, settings.s3)
-    estimate = dry_run(settings, store, source, spec, abort=abort)
+    estimate = dry_run(settings, store, source, spec, options)
     refused = sum(estimate.rejected.values())
     rate, seconds = settings.price_per_gpu_hour, estimate.engine_seconds
     price = None if rate is None or seconds is None else seconds / 3600 * rate

@@ -222,7 +222,7 @@ def _row(worker: WorkerStatus) -> Sequence[object]:
     recent, doing = worker.recent, ""
     if held := worker.held:
         first, more = held[0], f" +{len(held) - 1}" if len(held) > 1 else ""
-        doing = f"{first.job_id[:_ID_CHARACTERS]}/{first.shard_no} {first.ended_items}/{first.items}{more}"
+        doing = f"{first.job[:_ID_CHARACTERS]}/{first.shard} {first.ended_items}/{first.items}{more}"
     failed = f" ({recent.items_failed} failed)" if recent.items_failed else ""
     return (
         *(worker.host, worker.pid, worker.gpu, worker.model or "any", worker.state, utc(worker.started_at)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 import time
@@ -157,11 +158,11 @@ def until_end(
     read: Callable[[], JobStatus],
     progress: Progress,
     settings: Settings,
-    timeout_seconds: float | None = None,
+    timeout_seconds: float = math.inf,
 ) -> JobStatus:
     """Reads a job's status until it is final or the time is over, and returns it. Reports when no live worker
     takes the job."""
-    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    deadline = time.monotonic() + timeout_seconds
     last = ""
     while True:
         status = read()
@@ -170,11 +171,9 @@ def until_end(
         if waits and waits != last:
             progress.say(waits[0].upper() + waits[1:] + ".")
         last = waits
-        if status.job.state.final or (deadline is not None and time.monotonic() >= deadline):
+        if status.job.state.final or time.monotonic() >= deadline:
             return status
-        time.sleep(
-            POLL_SECONDS if deadline is None else max(0.0, min(POLL_SECONDS, deadline - time.monotonic()))
-        )
+        time.sleep(max(0.0, min(POLL_SECONDS, deadline - time.monotonic())))
 
 
 def exit_code_of(state: JobState) -> int:
@@ -201,8 +200,9 @@ def wait(settings: Settings, ledger: Ledger, job: Job, output: Output, timeout_s
     Examples:
       nightjar wait JOB --timeout 3600
     """
+    limit = math.inf if timeout_seconds is None else timeout_seconds
     with Progress(quiet=output.quiet) as progress:
-        status = until_end(lambda: ledger.status(job.id), progress, settings, timeout_seconds)
+        status = until_end(lambda: ledger.status(job.id), progress, settings, limit)
     if output.as_json:
         output.data(status_view(status, settings.price_per_gpu_hour))
     else:

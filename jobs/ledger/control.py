@@ -162,11 +162,6 @@ def wake(sql: Transaction, job_id: str) -> int:
     return sql.change(statement, job=job_id)
 
 
-def check_writable(sql: Transaction, job_id: str) -> None:
-    """Raises `ServiceError` if the ledger cannot be written, for example on a full disk; changes nothing."""
-    update_job(sql, job_id, "priority = priority")
-
-
 def set_priority(sql: Transaction, job_id: str, priority: int) -> None:
     """Sets the priority of a job; higher runs first."""
     lock_known_job(sql, job_id)
@@ -198,7 +193,8 @@ def schedule_history(sql: Transaction, name: str) -> list[str]:
 OLDEST_END_SECONDS = 24 * 3600.0
 #: Maximum number of ends reported by one pass.
 ENDS_AT_ONCE = 20
-#: A next try that is later than this from now was scheduled with a wrong clock, and is due at once.
+#: If the next try is further in the future than this, the clock was wrong when it was scheduled: it is due at
+#: once.
 _LATEST_TRY_SECONDS = 3600.0
 _UNREPORTED = f"""
 state IN ({literals(*FINAL)}) AND finished_at > <now> - {OLDEST_END_SECONDS}

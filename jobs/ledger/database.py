@@ -40,6 +40,14 @@ KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVES, UNANSWERED_SECON
 TRANSACTION_TRIES = 6
 
 _READ_ONLY = "nightjar_read_only"
+#: Settings of each SQLite connection.
+_PRAGMAS = (
+    f"busy_timeout = {BUSY_TIMEOUT_MS}",
+    "synchronous = NORMAL",
+    "foreign_keys = ON",
+    "cache_size = -16000",
+    "temp_store = MEMORY",
+)
 #: serialization_failure, deadlock_detected
 _CONFLICT = {"40001", "40P01"}
 #: undefined_table, undefined_column, undefined_schema
@@ -49,8 +57,8 @@ _TIMED_OUT = {"55P03", "57014"}
 
 
 #: Time limits of a PostgreSQL session in seconds. Idle transactions are rolled back, so that a stopped
-#: process does not keep its locks. Waits for a lock may be longer, so that a stopped process does not make
-#: others fail.
+#: process does not keep its locks. A wait for a lock may take longer than that, so that others get the lock
+#: of a stopped process instead of failing.
 LIMITS = {"idle_in_transaction_session_timeout": 10.0, "lock_timeout": 30.0, "statement_timeout": 3600.0}
 #: Key of the PostgreSQL advisory lock of migrations.
 MIGRATION_LOCK = 0x6E69676874
@@ -209,11 +217,8 @@ def _sqlite_engine(path: Path) -> sa.Engine:
         connection = sqlite3.connect(
             uri, uri=True, timeout=BUSY_TIMEOUT_MS / 1000, check_same_thread=False, isolation_level=None
         )
-        connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
-        connection.execute("PRAGMA synchronous = NORMAL")
-        connection.execute("PRAGMA foreign_keys = ON")
-        connection.execute("PRAGMA cache_size = -16000")
-        connection.execute("PRAGMA temp_store = MEMORY")
+        for pragma in _PRAGMAS:
+            connection.execute(f"PRAGMA {pragma}")
         return connection
 
     engine = sa.create_engine(

@@ -124,7 +124,7 @@ class Ledger:
         """The result of `work`, in one read-only transaction."""
         return self.database.read(work)
 
-    now = _reads(queries.now)
+    now = _reads(lambda sql: sql.now)
 
     # Ingest
     begin_job = _writes(ingest.begin_job)
@@ -191,8 +191,8 @@ class Ledger:
     def reconcile(
         self, queued_timeout_seconds: float = 600, worker_timeout_seconds: float = 60
     ) -> reconciler.ReconcileReport:
-        """Repairs expired leases, lost messages, stale workers, wrong times and unfinished cancels, and ends
-        or pauses jobs whose last worker did not; one transaction per repair."""
+        """Repairs expired leases, lost messages, stale workers, wrong times and unfinished cancels. Ends or
+        pauses jobs that their last worker should have ended or paused. One transaction per repair."""
         return reconciler.reconcile(self.database, queued_timeout_seconds, worker_timeout_seconds)
 
     note_manifest = _writes(reconciler.note_manifest)
@@ -210,7 +210,7 @@ class Ledger:
         """Raises `store.full` for a ledger on a full disk, and `ServiceError` if it cannot be written;
         changes nothing."""
         self.database.check_room()
-        self.database.write(control.check_writable, job_id)
+        self.database.write(lifecycle.update_job, job_id, "priority = priority")
 
     def cancel(self, job_id: str) -> None:
         """Cancels a job and skips its pending items; several transactions."""
@@ -252,7 +252,6 @@ class Ledger:
 
     # Jobs and their status
     job = _reads(job_status.read_job)
-    job_state = _reads(queries.job_state)
     measured_rtf = _reads(queries.measured_rtf)
     jobs_of_keys = _reads(queries.jobs_of_keys)
     jobs_of_input = _reads(queries.jobs_of_input)

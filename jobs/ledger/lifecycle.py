@@ -105,10 +105,16 @@ def move_to(sql: Transaction, shard: Row, state: ShardState, change: str = "", *
     update_shard(sql, shard, changes, to_state=state, **values)
 
 
-def ready_after(sql: Transaction, shard: Row, attempts_made: int, change: str = "", **values: object) -> None:
+def ready_after(sql: Transaction, shard: Row, attempts_made: int, change: str, **values: object) -> None:
     """Makes a shard ready for its next attempt, after the backoff for `attempts_made`."""
-    due = f"not_before = <now> + :pause{change and f', {change}'}"
-    move_to(sql, shard, ShardState.READY, due, pause=backoff(sql, attempts_made), **values)
+    move_to(
+        sql,
+        shard,
+        ShardState.READY,
+        f"not_before = <now> + :pause, {change}",
+        pause=backoff(sql, attempts_made),
+        **values,
+    )
 
 
 def backoff(sql: Transaction, attempts: int) -> float:

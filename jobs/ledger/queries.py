@@ -19,9 +19,7 @@ from jobs.ledger.records import (
     ItemRow,
     ItemState,
     Job,
-    JobState,
     RejectedLine,
-    no_such_job,
 )
 from jobs.ledger.schema import ITEM_STATE_NUMBERS, ITEM_STATES, SCORE_COLUMNS
 from jobs.ledger.status import job_of, read_job
@@ -42,19 +40,6 @@ _FACTS = {
     "attempts": "<items>.attempts",
     "draw": "measured.draw",
 }
-
-
-def now(sql: Transaction) -> float:
-    """The database's clock, UTC epoch seconds."""
-    return sql.now
-
-
-def job_state(sql: Transaction, job_id: str) -> JobState:
-    """The state of a job. Raises `NotFoundError`."""
-    state = sql.value("SELECT state FROM jobs WHERE id = :job", job=job_id)
-    if state is None:
-        raise no_such_job(job_id)
-    return JobState(state)
 
 
 def measured_rtf(sql: Transaction, model: str) -> float | None:
@@ -370,7 +355,8 @@ def matching_page(
 
 
 def _matches(source: _Source, where: Where, *, dialogues: bool) -> str:
-    """The SQL condition that a row of `items` matches, or with `dialogues` any item of its dialogue."""
+    """The SQL condition that is true if a row of `items` matches the filter, or with `dialogues` if any item
+    of its dialogue does."""
     same = "other.example_id = items.example_id" if dialogues else "other.idx = items.idx"
     return f"""
     EXISTS (SELECT 1 FROM {source.tables} WHERE other.job_no = items.job_no AND {same} AND {source.sql(where.condition)})

@@ -25,6 +25,7 @@ from jobs.ledger.queries import shard_inputs
 from jobs.ledger.records import (
     CLOCK_SLACK_SECONDS,
     FINAL,
+    LOST,
     MANIFEST_GRACE_SECONDS,
     MAX_BACKOFF_SECONDS,
     RETRYABLE_JOBS,
@@ -38,7 +39,7 @@ from jobs.ledger.records import (
 from jobs.ledger.schema import ITEM_STATES
 from jobs.ledger.status import read_job
 from jobs.ledger.transaction import Row, Transaction, literals
-from jobs.ledger.workers import ACTIVE, has_stale_workers, mark_stale_workers_lost
+from jobs.ledger.workers import ACTIVE
 from jobs.times import LONGEST_LEASE_SECONDS
 from pipelines.errors import ErrorCode
 
@@ -61,6 +62,8 @@ _REPAIRS = (
     ("shards", f"state = 'queued' AND enqueued_at > {_AHEAD}", "enqueued_at = <now>"),
     ("workers", f"{ACTIVE} AND heartbeat_at > {_AHEAD}", "heartbeat_at = <now>"),
 )
+#: The same for workers without recent heartbeats.
+_STALE_WORKERS = (("workers", f"{ACTIVE} AND heartbeat_at < <now> - :timeout", f"state = '{LOST}'"),)
 #: Maximum number of jobs without a manifest that one pass reports.
 JOBS_AT_ONCE = 10
 # Jobs that ended some time ago (or, by a wrong clock, in the future) and whose manifest is not recorded. They
@@ -74,14 +77,20 @@ _EXPIRED = "state = 'leased' AND lease_until < <now>"
 _LOST_MESSAGE = "state = 'queued' AND enqueued_at < <now> - :timeout"
 
 
-def has_future_times(sql: Transaction) -> bool:
-    """Whether any time is too far in the future."""
-    return any(sql.row(f"SELECT 1 FROM {table} WHERE {ahead} LIMIT 1") for table, ahead, _ in _REPAIRS)
+def _change_rows(database: Database, changes: tuple[tuple[str, str, str], ...], **values: object) -> int:
+    """Changes rows as in `_REPAIRS`; returns their number. Takes the write lock only if rows match."""
 
+    def found(sql: Transaction) -> bool:
+        return any(
+            sql.row(f"SELECT 1 FROM {table} WHERE {wrong} LIMIT 1", **values) for table, wrong, _ in changes
+        )
 
-def correct_times(sql: Transaction) -> int:
-    """Corrects times that are too far in the future; returns the number of rows."""
-    return sum(sql.change(f"UPDATE {table} SET {change} WHERE {ahead}") for table, ahead, change in _REPAIRS)
+    def change(sql: Transaction) -> int:
+        return sum(
+            sql.change(f"UPDATE {table} SET {to} WHERE {wrong}", **values) for table, wrong, to in changes
+        )
+
+    return database.write(change) if database.read(found) else 0
 
 
 def note_manifest(sql: Transaction, job: Job) -> None:
@@ -128,14 +137,13 @@ def reconcile(
     """Makes one pass; any number of processes may do so at once. Takes write locks only if there is something
     to repair."""
     expired = database.read(_shards_that, _EXPIRED)
-    times_ahead = database.write(correct_times) if database.read(has_future_times) else 0
+    times_ahead = _change_rows(database, _REPAIRS)
     verdicts = Counter(database.write(_expire, job_id, no) for job_id, no in expired)
     lost = sum(
         database.write(_requeue, job_id, no, queued_timeout_seconds)
         for job_id, no in database.read(_shards_that, _LOST_MESSAGE, queued_timeout_seconds)
     )
-    has_stale = database.read(has_stale_workers, worker_timeout_seconds)
-    stale = database.write(mark_stale_workers_lost, worker_timeout_seconds) if has_stale else 0
+    stale = _change_rows(database, _STALE_WORKERS, timeout=worker_timeout_seconds)
     cancelling, ending, without_manifest = database.read(_jobs_to_end)
     for job_id in cancelling:
         while database.write(cancel_some, job_id):

@@ -83,7 +83,7 @@ class Reading(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 class FrozenVoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A stored voice as it was at submit."""
 
-    #: The last part of its recording's key among the references of the job: `<sha256>.<extension>`.
+    #: Name of its recording among the job's reference recordings in the store: `<sha256>.<extension>`.
     recording: str
     #: Transcript of the recording; empty if unknown.
     text: str = ""
@@ -127,18 +127,10 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sample_rate: int | msgspec.UnsetType = msgspec.UNSET
 
 
-@dataclass(frozen=True, slots=True)
-class NewJob:
-    """A submitted job. Equal idempotency keys mean the same job."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobTerms:
+    """How a job runs, which is no part of its spec."""
 
-    spec: JobSpec
-    spec_sha: str
-    input_uri: str
-    input_sha256: str
-    idempotency_key: str
-    store_url: str
-    #: Identity of the store, see `ObjectStore.establish`.
-    store_identity: str | None = None
     name: str = ""
     owner: str = ""
     #: Higher runs first.
@@ -151,6 +143,20 @@ class NewJob:
     #: Share of failed items that pauses the job, see `over_budget`; None: never.
     error_budget: float | None = None
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True, slots=True)
+class NewJob(JobTerms):
+    """A submitted job. Equal idempotency keys mean the same job."""
+
+    spec: JobSpec
+    spec_sha: str
+    input_uri: str
+    input_sha256: str
+    idempotency_key: str
+    store_url: str
+    #: Identity of the store, see `ObjectStore.establish`.
+    store_identity: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -444,7 +450,7 @@ class AttemptOutcome(StrEnum):
     PARTIAL = "partial"
     #: Given back by a draining worker.
     RELEASED = "released"
-    #: Given back by a worker that cannot run it because another one may.
+    #: Given back by a worker that cannot run it; another worker may be able to.
     REFUSED = "refused"
     #: The worker reported that the shard as a whole failed.
     FAILED = "failed"

@@ -87,7 +87,7 @@ _PRESENT = f"""
 WHERE state NOT IN ('{RETIRED}', '{LOST}') OR (state = '{LOST}' AND heartbeat_at >= <now> - {LOST_SECONDS})
 """
 _HELD = """
-SELECT shards.worker_id, jobs.id AS job_id, jobs.name AS job_name, shards.no AS shard_no, n_items AS items,
+SELECT shards.worker_id, jobs.id AS job, jobs.name AS job_name, shards.no AS shard, n_items AS items,
     n_done + shards.n_failed AS ended_items, attempts.started_at AS claimed_at
 FROM shards
 JOIN jobs ON jobs.id = shards.job_id
@@ -172,8 +172,8 @@ class JobStatus:
     #: The failure of a service that makes shards wait, if there is one.
     outage: Outage | None = None
     spread: ShardSpread = ShardSpread()
-    #: Time in which shards were leased; None: the time from the first claim to the end, or to now.
-    busy_seconds: float | None = None
+    #: Time in which shards were leased, without pauses and the time between the job's end and a retry.
+    busy_seconds: float = 0.0
     #: Live workers that serve the job's model; None: not counted.
     workers: int | None = None
     #: Quarantined workers that serve the job's model; None: not counted.
@@ -304,9 +304,9 @@ def failed_counts(sql: Transaction, job_id: str) -> dict[ErrorCode, int]:
 class HeldShard:
     """A shard that a worker holds."""
 
-    job_id: str
+    job: str
     job_name: str
-    shard_no: int
+    shard: int
     items: int
     #: Number of ended items, including items that ended under earlier leases.
     ended_items: int

@@ -30,7 +30,6 @@ ANY_MODEL = ""
 #: Workers that have not ended.
 ACTIVE = f"state NOT IN ('{RETIRED}', '{LOST}')"
 _LIVE = f"{ACTIVE} AND heartbeat_at >= <now> - {LIVE_SECONDS}"
-_STALE = f"{ACTIVE} AND heartbeat_at < <now> - :timeout"
 _OTHERS_MAY_RUN = f"""
 SELECT EXISTS (SELECT 1 FROM shards WHERE job_id = :job AND n_done > 0) OR EXISTS (
     SELECT 1 FROM workers
@@ -84,17 +83,6 @@ def worker_heartbeat(sql: Transaction, worker_id: str, state: str = UP, slots: i
 def retire_worker(sql: Transaction, worker_id: str) -> None:
     """Marks a worker as ended; it holds no leases any more."""
     sql.change(f"UPDATE workers SET state = '{RETIRED}', heartbeat_at = <now> WHERE id = :id", id=worker_id)
-
-
-def has_stale_workers(sql: Transaction, timeout_seconds: float) -> bool:
-    """Whether workers without recent heartbeats are not yet marked as lost."""
-    return sql.row(f"SELECT 1 FROM workers WHERE {_STALE} LIMIT 1", timeout=timeout_seconds) is not None
-
-
-def mark_stale_workers_lost(sql: Transaction, timeout_seconds: float) -> int:
-    """Marks workers without recent heartbeats as lost; returns their number."""
-    statement = f"UPDATE workers SET state = '{LOST}' WHERE {_STALE}"
-    return sql.change(statement, timeout=timeout_seconds)
 
 
 def report_quarantines(

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,7 @@ STREAM_GAIN = np.float32(10 ** (3.3 / 20))
 DUE_SECONDS = 2.0
 
 
+@dataclass(eq=False, slots=True)
 class Utterance:
     """A request and its progress. One thread at a time calls `advance`, `finish` and `send`.
 
@@ -60,32 +61,27 @@ class Utterance:
     limit. They begin and end in silence, so there is no click between them.
     """
 
-    def __init__(
-        self,
-        request: SynthesisRequest,
-        text: str,
-        listener: Listener,
-        stream: bool = False,
-    ) -> None:
-        self.request = request
-        self.text = text
-        self.listener = listener
-        self.stream = stream
-        #: Phoneme ids, one list for each piece of speech. A stream's text is read when the next list is
-        #: requested.
-        self.pieces: Iterator[list[int]] = iter(())
-        #: Its number in the order of arrival.
-        self.arrival = 0
-        self.begun = False
-        #: Number of samples that were made.
-        self.samples = 0
-        #: Time at which the listener of a stream, who begins with the first chunk, will have heard all
-        #: chunks; 0 before the first chunk.
-        self.deadline = 0.0
-        self._generator = np.random.default_rng(request.seed)
-        #: Audio that was made and not yet sent.
-        self._parts: list[NDArray[np.float32]] = []
-        self._audible = False
+    request: SynthesisRequest
+    text: str
+    listener: Listener
+    stream: bool = False
+    #: Phoneme ids, one list for each piece of speech. A stream's text is read when the next list is requested.
+    pieces: Iterator[list[int]] = iter(())  # noqa: RUF009  # empty, so it can be shared
+    #: Its number in the order of arrival.
+    arrival: int = 0
+    begun: bool = False
+    #: Number of samples that were made.
+    samples: int = 0
+    #: Time at which the listener of a stream, who begins with the first chunk, will have heard all
+    #: chunks; 0 before the first chunk.
+    deadline: float = 0.0
+    _generator: np.random.Generator = field(init=False)
+    #: Audio that was made and not yet sent.
+    _parts: list[NDArray[np.float32]] = field(default_factory=list[NDArray[np.float32]])
+    _audible: bool = False
+
+    def __post_init__(self) -> None:
+        self._generator = np.random.default_rng(self.request.seed)
 
     def advance(self, voice: Hibari) -> bool:
         """Makes the speech of the next piece; False if there is none.
@@ -301,8 +297,7 @@ class HibariOptions:
 
 def load(**options: Any) -> HibariPipeline:
     """Loads the voice. Raises `ConfigError` (`config.invalid`) for an unknown option or a wrong value."""
-    chosen = read_options(HibariOptions, options)
-    return HibariPipeline(threads=chosen.threads, waiting_room=chosen.waiting_room)
+    return HibariPipeline(**asdict(read_options(HibariOptions, options)))
 
 
 def _aborted() -> SynthesisError:

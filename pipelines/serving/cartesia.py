@@ -13,7 +13,7 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field
@@ -53,8 +53,6 @@ MAX_PIECE_BYTES = 1 << 18
 #: Maximum time that a passage holds its slot while it waits for text.
 MAX_TEXT_WAIT_SECONDS = 30.0
 _GOING_AWAY = 1001
-#: Fields that no model supports.
-_UNSUPPORTED = ("add_timestamps", "add_phoneme_timestamps", "pronunciation_dict_id", "save")
 #: Fields that must stay the same in a context.
 SETTINGS = frozenset({"model_id", "voice", "language", "output_format", "generation_config"})
 
@@ -96,6 +94,8 @@ class SpeechFields(Body):
     """The fields of every request in Cartesia's format."""
 
     model_config = ConfigDict(extra="allow")
+    #: Fields that no model supports.
+    unsupported: ClassVar = ("add_timestamps", "add_phoneme_timestamps", "pronunciation_dict_id", "save")
 
     transcript: str = ""
     model_id: Name | None = None
@@ -117,6 +117,9 @@ class EventsRequest(SpeechFields):
 class ContextMessage(SpeechFields):
     """One message of a context."""
 
+    #: Pipecat's and LiveKit's services always ask for the times of words, and work without them.
+    unsupported: ClassVar = SpeechFields.unsupported[1:]
+
     context_id: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS)]
     more: Annotated[bool, Field(alias="continue")] = False
     flush: bool = False
@@ -126,10 +129,8 @@ class ContextMessage(SpeechFields):
 
 def check_fields(fields: SpeechFields) -> None:
     """Raises `ApiError` (400) for a field that no model supports."""
-    # Pipecat's and LiveKit's services always ask for word times over a WebSocket, and work without them.
-    ignored = "add_timestamps" if isinstance(fields, ContextMessage) else None
-    for name in _UNSUPPORTED:
-        if name != ignored and (fields.model_extra or {}).get(name):
+    for name in fields.unsupported:
+        if (fields.model_extra or {}).get(name):
             message = f"`{name}` is not supported here. Remove it."
             raise bad_request(message, ErrorCode.INPUT_UNSUPPORTED, name)
 

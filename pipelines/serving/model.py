@@ -188,33 +188,29 @@ def _bytes(event: Event) -> int:
     return (event.speech if isinstance(event, Done) else event).samples.nbytes
 
 
+@dataclass(eq=False, slots=True)
 class ServedModel:
     """One model, and the threads that start its requests."""
 
-    def __init__(
-        self,
-        card: ModelCard,
-        open_model: Callable[[], Pipeline],
-        progress: Progress,
-        opened: Callable[[Pipeline], None] = lambda _pipeline: None,
-    ) -> None:
-        """`opened` is called on the event loop with every newly opened pipeline."""
-        self.card = card
-        self._open = open_model
-        self._on_open = opened
-        self._pipeline: Pipeline | None = None
-        self.progress = progress
-        #: Threads that start requests; streams have their own, so that they never wait for whole requests.
-        self.threads = {
-            stream: DaemonThreads(SUBMIT_THREADS, name)
-            for stream, name in ((False, "submit"), (True, "starter"))
+    card: ModelCard
+    _open: Callable[[], Pipeline]
+    progress: Progress
+    #: Called on the event loop with every newly opened pipeline.
+    _on_open: Callable[[Pipeline], None] = lambda _pipeline: None
+    _pipeline: Pipeline | None = None
+    #: Threads that start requests; streams have their own, so that they never wait for whole requests.
+    threads: dict[bool, DaemonThreads] = field(
+        default_factory=lambda: {
+            False: DaemonThreads(SUBMIT_THREADS, "submit"),
+            True: DaemonThreads(SUBMIT_THREADS, "starter"),
         }
-        #: Bytes of audio of all streams that clients have not read.
-        self.unread_bytes = 0
-        #: Called with the seconds of each underrun.
-        self.on_underrun: Callable[[float], None] = lambda _seconds: None
-        #: The error that ends the server, if the model could not be opened for the first time.
-        self.failure: BaseException | None = None
+    )
+    #: Bytes of audio of all streams that clients have not read.
+    unread_bytes: int = 0
+    #: Called with the seconds of each underrun.
+    on_underrun: Callable[[float], None] = lambda _seconds: None
+    #: Why the first opening of the model failed, which ends the server.
+    failure: BaseException | None = None
 
     @property
     def state(self) -> Literal["ready", "starting", "broken", "stuck"]:

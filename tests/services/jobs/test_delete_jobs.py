@@ -157,7 +157,7 @@ def test_a_deletion_that_was_interrupted_goes_on(ledger: Ledger, monkeypatch: py
     objects = 2 * deleting.OBJECTS_AT_ONCE + 3
     for number in range(objects):
         store.put(f"jobs/{job.id}/audio/00000/{number:09d}-e{number}.wav", b"12345")
-    assert measure_job(ledger, store, job.id) == deleting.Deleted(job.id, 4, objects, 5 * objects)
+    assert measure_job(ledger, store, job.id) == deleting.Deleted(4, objects, 5 * objects)
     with pytest.raises(StoreError):
         delete_job(ledger, store, job.id)
     assert (len(store.objects), ledger.job(job.id).state_reason) == (3, control.BEING_DELETED)

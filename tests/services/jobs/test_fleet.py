@@ -55,7 +55,7 @@ def test_what_a_worker_does_and_did_lately(ledger: Ledger) -> None:
     found = by_id(ledger)
     busy, idle = found["w1"], found["w2"]
     (held,) = busy.held
-    assert (held.job_id, held.job_name, held.shard_no, held.items, held.ended_items) == (
+    assert (held.job, held.job_name, held.shard, held.items, held.ended_items) == (
         job.id,
         "night",
         1,

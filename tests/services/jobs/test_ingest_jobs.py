@@ -133,7 +133,7 @@ def test_of_many_bad_lines_some_are_kept_and_all_are_counted(
     kept = [one.line for one in place.ledger.rejected_lines(result.job.id)]
     assert (len(kept), kept) == (12, list(range(kept[0], kept[0] + 12)))
     assert sum(place.ledger.error_counts(result.job.id).values()) == 12
-    estimate = dry_run(place.settings, place.store, source, SPEC, input_format)  # type: ignore[arg-type]
+    estimate = dry_run(place.settings, place.store, source, SPEC, SubmitOptions(input_format=input_format))  # type: ignore[arg-type]
     assert sum(estimate.rejected.values()) == 35
 
 
@@ -149,7 +149,7 @@ def test_an_input_of_which_hardly_any_line_is_good_is_refused(
     assert place.ledger.jobs() == []
     assert [info.key for info in place.store.list("jobs/")] == []
     with pytest.raises(InputError, match="few are good"):
-        dry_run(place.settings, place.store, source, SPEC, input_format)  # type: ignore[arg-type]
+        dry_run(place.settings, place.store, source, SPEC, SubmitOptions(input_format=input_format))  # type: ignore[arg-type]
 
 
 def test_bad_lines_between_good_ones_are_no_fault(

@@ -69,7 +69,7 @@ def spoken(rig: Rig, job_id: str) -> dict[int, str]:
 def test_every_format_becomes_the_same_speech(rig: Rig, name: str) -> None:
     path = write_as(rig.folder, name)
     options = SubmitOptions(input_format="kaldi") if name == "text" else AUTO
-    estimate = dry_run(rig.settings, rig.store, str(path), JobSpec("fake"), options.input_format)
+    estimate = dry_run(rig.settings, rig.store, str(path), JobSpec("fake"), options)
     result = submit(rig.settings, rig.ledger, rig.store, str(path), JobSpec("fake"), options=options)
     assert (result.job.total_items, result.job.rejected_lines, estimate.items) == (60, 0, 60)
     assert result.job.labels == {"input_format": estimate.input_format}

@@ -176,7 +176,11 @@ def test_a_custom_id_that_comes_back_far_behind(rig: Rig, short_batches: None) -
     (found,) = rig.ledger.rejected_lines(result.job.id)
     assert (found.line, "custom_id 'a'" in found.message) == (3, True)
     (estimated,) = dry_run(
-        rig.settings, rig.store, str(rig.folder / "batch.jsonl"), JobSpec(model="fake"), "openai-batch"
+        rig.settings,
+        rig.store,
+        str(rig.folder / "batch.jsonl"),
+        JobSpec(model="fake"),
+        SubmitOptions(input_format="openai-batch"),
     ).rejected_lines
     assert estimated == found
 
@@ -221,7 +225,9 @@ def test_the_format_is_part_of_what_a_job_is(rig: Rig) -> None:
 
 def test_a_dry_run_counts_as_a_submit_does(rig: Rig) -> None:
     path = write(rig, line("a"), line("a"), line("b", speed=3))
-    estimate = dry_run(rig.settings, rig.store, str(path), JobSpec(model="fake"), "openai-batch")
+    estimate = dry_run(
+        rig.settings, rig.store, str(path), JobSpec(model="fake"), SubmitOptions(input_format="openai-batch")
+    )
     assert (estimate.items, estimate.rejected) == (
         1,
         {ErrorCode.INPUT_UNSUPPORTED: 1, ErrorCode.INPUT_DUPLICATE_ID: 1},

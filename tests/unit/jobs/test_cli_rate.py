@@ -35,7 +35,7 @@ def status(now: float, done: int, *, state: JobState = JobState.RUNNING, failed:
         finished_at=ended,
     )
     counts = ItemCounts(1000, done, failed, 0)
-    return JobStatus(job, counts, {}, done * 2000, 0, 0, now)
+    return JobStatus(job, counts, {}, done * 2000, 0, 0, now, busy_seconds=ended or now)
 
 
 def test_a_pause_of_a_day_does_not_slow_the_rate() -> None:

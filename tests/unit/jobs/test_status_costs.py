@@ -46,7 +46,15 @@ def status_of(job: Job, done: list[float], to_go: int, seconds: float) -> JobSta
     spread = ShardSpread(len(done), sum(done), sum(value * value for value in done))
     shards = {ShardState.DONE: len(done), ShardState.READY: to_go}
     return JobStatus(
-        job, ItemCounts(len(done) + to_go, len(done)), shards, 0, round(sum(done)), 0, seconds, spread=spread
+        job,
+        ItemCounts(len(done) + to_go, len(done)),
+        shards,
+        0,
+        round(sum(done)),
+        0,
+        seconds,
+        spread=spread,
+        busy_seconds=seconds,
     )
 
 
