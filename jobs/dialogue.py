@@ -368,6 +368,9 @@ def row_dialogue(
 
 def _voice(speaker: str, voice_of: Callable[[str], str | None]) -> str:
     if (voice := voice_of(speaker)) is None:
+        if not speaker:
+            advice = "Give the row a speaker or a voice."
+            raise InputError(ErrorCode.INPUT_UNKNOWN_VOICE, "The row has no speaker.", advice)
         advice = "Set one with --voice-for SPEAKER=VOICE, or one for all other speakers with --voice-for '*=VOICE'."
         message = f"The speaker {clean(speaker, 40)!r} has no voice."
         raise InputError(ErrorCode.INPUT_UNKNOWN_VOICE, message, advice)

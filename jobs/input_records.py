@@ -202,6 +202,9 @@ class Columns:
             self.of[field] = found[0]
         self.chat = "text" not in self.of and "messages" in names
         if self.chat:
+            if voice_of is not None:
+                advice = "Leave --voice-for and --voices-by out."
+                raise wrong_format(uri, "has chats, which name no speakers", advice)
             self.of["messages"] = "messages"
         elif "text" not in self.of:
             advice = "Give the column with the text: --column text=NAME."

@@ -351,7 +351,9 @@ def options_of(spec: JobSpec, job: Job | SubmitOptions) -> dict[str, Any]:
             role: own.voice for role, own in (spec.generation.roles or {}).items() if own.voice is not None
         },
         "voice_for": reading.voices,
-        "voices": ",".join(f"{name}={weight:g}" for name, weight in spec.pool.weights.items())
+        "voices": ",".join(
+            f"{name}={repr(weight).removesuffix('.0')}" for name, weight in spec.pool.weights.items()
+        )
         if spec.pool
         else None,
         "voices_by": "speaker" if spec.pool and spec.pool.by_speaker else "dialogue",
