@@ -286,8 +286,8 @@ _decode_id = msgspec.json.Decoder(_CustomId).decode
 
 def batch_dialogue(line: bytes, card: ModelCard, encoding: str) -> bytes:
     """Converts a line of an OpenAI batch for `/v1/audio/speech` to a dialogue, for a job with this model and
-    audio format: `custom_id` becomes `example_id`, `input` the user's text, `voice` and `instructions` the
-    generation.
+    audio format: `custom_id` becomes `example_id`, `input` becomes the user's text, and `voice` and
+    `instructions` become settings of `generation`.
 
         {"custom_id": "a1", "method": "POST", "url": "/v1/audio/speech",
          "body": {"model": "hibari", "input": "Good evening.", "voice": "heart", "response_format": "wav", "instructions": "Calm."}}
@@ -368,6 +368,9 @@ def row_dialogue(
 
 def _voice(speaker: str, voice_of: Callable[[str], str | None]) -> str:
     if (voice := voice_of(speaker)) is None:
+        if not speaker:
+            advice = "Give the row a speaker or a voice."
+            raise InputError(ErrorCode.INPUT_UNKNOWN_VOICE, "The row has no speaker.", advice)
         advice = "Set one with --voice-for SPEAKER=VOICE, or one for all other speakers with --voice-for '*=VOICE'."
         message = f"The speaker {clean(speaker, 40)!r} has no voice."
         raise InputError(ErrorCode.INPUT_UNKNOWN_VOICE, message, advice)

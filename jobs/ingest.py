@@ -69,7 +69,8 @@ def submit(
 ) -> SubmitResult:
     """Makes a job from an input, or finds the existing job of the same input, spec and store.
 
-    The inputs of shards with the keys `lost_inputs` of an existing job are written again.
+    `lost_inputs` returns the keys of those shard inputs of an existing job that are lost; they are written
+    again.
 
     An interrupted ingest continues after its last committed line. Raises `InputError` for an input that
     cannot be read, for settings that the model refuses and, with `on_error="abort"`, for the first bad line;
@@ -90,8 +91,9 @@ def submit(
         identity = _identity_of(ledger, store)
         store.check()
         terms: dict[str, Any] = {field.name: getattr(options, field.name) for field in fields(JobTerms)}
+        terms["labels"] = labels
         origin = opened.uri, opened.sha256, key, store.url, identity
-        job = ledger.begin_job(NewJob(resolved.spec, sha, *origin, **terms | {"labels": labels}))
+        job = ledger.begin_job(NewJob(resolved.spec, sha, *origin, **terms))
         if (job.input_sha256, job.spec_sha, job.labels.get(INPUT_FORMAT)) != (
             opened.sha256,
             sha,

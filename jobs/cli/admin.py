@@ -118,8 +118,8 @@ def list_settings(output: Output) -> None:
 
 
 def leaves(group: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) of every setting, including nested ones. Options of a schedule are keys of
-    the schedule."""
+    """Yields (dotted key, value) of every setting, including nested ones. The part `options` is left out of
+    the keys of a schedule."""
     for name, value in group.items():
         if isinstance(value, dict) and value:
             yield from leaves(

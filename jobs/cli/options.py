@@ -157,7 +157,7 @@ def job_options(function: F) -> F:
 
 
 def _option(name: str, flag: Flag) -> Callable[[Any], Any]:
-    """Makes the option for a row of the table of `jobs.job_options`, which parses its value."""
+    """Makes the option for a row of the table of `jobs.job_options`. Its value is parsed by `_read`."""
     from jobs.job_options import help_of
 
     kind: Any = NamedPath(path_type=Path) if flag.metavar == "FILE" else None

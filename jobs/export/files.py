@@ -279,7 +279,8 @@ class Destination:
     """The files of a dataset, by their relative names, under a prefix of a bucket. Its objects are written
     once, so another export needs another prefix. Methods raise `config.invalid` or `store.*`."""
 
-    #: Whether all files there must belong to the export, as in a folder, where files can be overwritten.
+    #: Whether all files there must belong to the export. True for a folder, because its files can be
+    #: overwritten.
     exclusive: ClassVar[bool] = False
 
     def __init__(self, store: ObjectStore, address: str, scratch: Path) -> None:
@@ -352,7 +353,8 @@ class FolderDestination(Destination):
         self._folder = folder
 
     def empty_scratch(self) -> None:
-        """Empties the scratch folder. Raises `config.invalid` for files there that no stopped export left."""
+        """Empties the scratch folder. Raises `config.invalid` if it has files that are not from a stopped
+        export."""
         left = [path for path in self.scratch.glob("*") if not path.name.startswith(RECORD)]
         if left and not any((self._folder / name).exists() for name in (PLAN, END)):
             message = f"{str(self.scratch)!r} contains files that no export wrote."

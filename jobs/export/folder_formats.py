@@ -54,7 +54,8 @@ def one_line(text: str, separator: str = "") -> str:
 
 
 def kaldi_ids(speaker: str, id: str) -> tuple[str, str]:
-    """The names of a speaker and of an utterance: unique, without white space, and in the same order."""
+    """The names of a speaker and of an utterance: unique, without white space. Sorted utterances are also
+    sorted by speaker."""
     # A speaker's name is followed by a space or, in an utterance's name, by `-`: both sort before every
     # character that is kept here.
     own = _escaped(rb"[^A-Za-z0-9._]", speaker)
@@ -191,7 +192,8 @@ def write_espnet_dataset(
 
 
 def _sample(id: str) -> bytes:
-    """The line of an id for sorting: without its closing quote, which would sort after a space."""
+    """The line by which an id is sorted: its JSON without the closing quote, because `a"` would sort after
+    `a b"`."""
     return _encode(id)[:-1] + b"\n"
 
 
@@ -203,9 +205,8 @@ def _write_dataset(file: IO[bytes], entries: list[dict[str, str]], samples: Iter
 
 
 def write_ljspeech(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]) -> None:
-    """Writes the audio of a split and its table, whose rows have an item's name and its text twice: the third
-    field is for normalized text, and the text is not normalized. Readers ignore quotes, so `|` in a text
-    becomes a space."""
+    """Writes the audio of a split and its table. A row has an item's name and twice its text, because there
+    is no normalized text for the third field. Readers ignore quotes, so `|` in a text becomes a space."""
     table = files.open(f"{part.split}/metadata.csv")
     for item, audio in items:
         files.add(f"{part.split}/wavs/{item.name}.wav", audio)

@@ -193,7 +193,8 @@ def schedule_history(sql: Transaction, name: str) -> list[str]:
 OLDEST_END_SECONDS = 24 * 3600.0
 #: Maximum number of ends reported by one pass.
 ENDS_AT_ONCE = 20
-#: A next try that is later than this from now was scheduled with a wrong clock, and is due at once.
+#: If the next try is further in the future than this, the clock was wrong when it was scheduled: it is due at
+#: once.
 _LATEST_TRY_SECONDS = 3600.0
 _UNREPORTED = f"""
 state IN ({literals(*FINAL)}) AND finished_at > <now> - {OLDEST_END_SECONDS}

@@ -57,8 +57,8 @@ _TIMED_OUT = {"55P03", "57014"}
 
 
 #: Time limits of a PostgreSQL session in seconds. Idle transactions are rolled back, so that a stopped
-#: process does not keep its locks. Waits for a lock may be longer, so that a stopped process does not make
-#: others fail.
+#: process does not keep its locks. A wait for a lock may take longer than that, so that others get the lock
+#: of a stopped process instead of failing.
 LIMITS = {"idle_in_transaction_session_timeout": 10.0, "lock_timeout": 30.0, "statement_timeout": 3600.0}
 #: Key of the PostgreSQL advisory lock of migrations.
 MIGRATION_LOCK = 0x6E69676874

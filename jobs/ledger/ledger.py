@@ -191,8 +191,8 @@ class Ledger:
     def reconcile(
         self, queued_timeout_seconds: float = 600, worker_timeout_seconds: float = 60
     ) -> reconciler.ReconcileReport:
-        """Repairs expired leases, lost messages, stale workers, wrong times and unfinished cancels, and ends
-        or pauses jobs whose last worker did not; one transaction per repair."""
+        """Repairs expired leases, lost messages, stale workers, wrong times and unfinished cancels. Ends or
+        pauses jobs that their last worker should have ended or paused. One transaction per repair."""
         return reconciler.reconcile(self.database, queued_timeout_seconds, worker_timeout_seconds)
 
     note_manifest = _writes(reconciler.note_manifest)

@@ -355,7 +355,8 @@ def matching_page(
 
 
 def _matches(source: _Source, where: Where, *, dialogues: bool) -> str:
-    """The SQL condition that a row of `items` matches, or with `dialogues` any item of its dialogue."""
+    """The SQL condition that is true if a row of `items` matches the filter, or with `dialogues` if any item
+    of its dialogue does."""
     same = "other.example_id = items.example_id" if dialogues else "other.idx = items.idx"
     return f"""
     EXISTS (SELECT 1 FROM {source.tables} WHERE other.job_no = items.job_no AND {same} AND {source.sql(where.condition)})

@@ -83,7 +83,7 @@ class Reading(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 class FrozenVoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A stored voice as it was at submit."""
 
-    #: The last part of its recording's key among the references of the job: `<sha256>.<extension>`.
+    #: Name of its recording among the job's reference recordings in the store: `<sha256>.<extension>`.
     recording: str
     #: Transcript of the recording; empty if unknown.
     text: str = ""
@@ -450,7 +450,7 @@ class AttemptOutcome(StrEnum):
     PARTIAL = "partial"
     #: Given back by a draining worker.
     RELEASED = "released"
-    #: Given back by a worker that cannot run it because another one may.
+    #: Given back by a worker that cannot run it; another worker may be able to.
     REFUSED = "refused"
     #: The worker reported that the shard as a whole failed.
     FAILED = "failed"

@@ -172,7 +172,7 @@ class JobStatus:
     #: The failure of a service that makes shards wait, if there is one.
     outage: Outage | None = None
     spread: ShardSpread = ShardSpread()
-    #: Time in which shards were leased, without pauses and the time between its end and a retry.
+    #: Time in which shards were leased, without pauses and the time between the job's end and a retry.
     busy_seconds: float = 0.0
     #: Live workers that serve the job's model; None: not counted.
     workers: int | None = None

@@ -142,7 +142,7 @@ def columns_of(record: DataclassInstance) -> dict[str, object]:
 
 
 def record(kind: type[T], row: Row, **changes: object) -> T:
-    """A record from the columns of a row that are its fields, with these changes."""
+    """Makes a record from a row, with these changes. Columns that are not fields of the record are ignored."""
     values = row._asdict() | changes
     for name in _JSON.intersection(values):
         values[name] = decoded(values[name])

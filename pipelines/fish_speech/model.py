@@ -173,7 +173,8 @@ def frame_tensors(
     head and the depth's inputs, they are views of the weights."""
     semantic, residuals = len(config.semantic), config.codebooks - 1
     head = functional.pad(drawn, (0, 0, 0, -len(drawn) % _ROW_STEP))
-    # A row with NaN may draw any row of the head before it is detected, so each of them has an input.
+    # If logits are NaN, any row of the head may be drawn before this is detected, so each row of the head has an
+    # input.
     inputs = functional.pad(fast.inputs, (0, 0, 0, max(len(head) - len(fast.inputs), 0)))
     codebook = torch.arange(config.codebooks, device=head.device)
     return FrameTensors(

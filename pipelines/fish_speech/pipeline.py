@@ -76,7 +76,8 @@ class TurnPlan:
 
     @property
     def max_columns(self) -> int:
-        """Maximum columns of the current turn; the last one is the end, or is dropped."""
+        """Maximum columns (a token and the codes of its frame) of the current turn. The last one is never
+        speech: it is the end, or it is dropped."""
         return self.current.sampling.max_tokens
 
     def advance(self, frames: NDArray[np.int64], cut: bool) -> bool:

@@ -96,8 +96,8 @@ def take_weights(
 class TextTable:
     """Projected text embeddings, [text_vocab + 1, hidden]; the last row is zeros, for positions without text.
 
-    Every product has `ROW_BLOCK` rows, so that a row's bits do not depend on the other requested rows. On a GPU
-    the whole vocabulary is projected at once; on a CPU rows are computed when first used.
+    On a GPU the whole vocabulary is projected at once. On a CPU rows are computed when first used, in products of
+    `ROW_BLOCK` rows, so that a row's bits do not depend on the other requested rows.
     """
 
     def __init__(self, weights: ModelWeights) -> None:

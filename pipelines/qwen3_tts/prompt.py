@@ -64,7 +64,8 @@ class TokenizedTask(msgspec.Struct, frozen=True, array_like=True):
 
     def streamed_ids(self, codes: NDArray[np.int64] | None) -> int:
         """The minimum number of ids of an open text in its prompt. One text token is read in each frame, so
-        the reference's ids and these must cover its `codes` and one more position."""
+        the ids of the reference's text and of the open text together must be at least one more than the
+        frames of `codes`."""
         return 1 if codes is None else max(len(codes) + 1 - len(self.reference_ids or ()), 1)
 
 
@@ -162,8 +163,8 @@ class TextTokenizer:
     def certain(self, text: str) -> int:
         """The number of characters whose ids no following text can change; 0 if that is not known.
 
-        They end before a space, or before a punctuation mark after a word: there the split before BPE always
-        ends a part, and the next part begins with a character that does not compose with earlier ones.
+        These characters end before a space, or after a word and before a punctuation mark. The split before
+        BPE always ends a part there, and the character that follows does not compose with earlier ones.
         """
         if not self._splits_at_words:
             return 0

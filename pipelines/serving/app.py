@@ -50,12 +50,12 @@ def create_app(
         await asyncio.gather(keeping, return_exceptions=True)
 
     serving = Serving(model, options, admission, ServerMetrics(model, admission), Voices(model, options))
-    # Off, because a redirect would lead to whatever host the request's Host header names.
     app = FastAPI(
         title="Nightjar",
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
+        # A redirect would lead to whatever host the request's Host header names.
         redirect_slashes=False,
         # Replaces FastAPI's description of the answer to an invalid body.
         responses={"4XX": {"description": "An error in OpenAI's format."}},

@@ -125,8 +125,8 @@ _XARG_ONLY_WITH_AUDIO = ("audio_temperature", "audio_topk", "cfg")
 
 
 def api_error(error: NightjarError) -> ApiError:
-    """The answer to an error of the pipeline. It names the setting that the error's message names, else
-    `messages`."""
+    """The answer to an error of the pipeline. It names the field of the setting that the error is about; if
+    the error's message names no setting, `messages`."""
     return as_api_error(error, named_field(error, _FIELDS) or "messages")
 
 

@@ -32,8 +32,8 @@ _JSON = re.compile(rb"application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 #: Status of a request whose client disconnected before its answer, as in nginx.
 CLIENT_CLOSED = 499
 _ACCEPTED = 101
-#: In the scope of a request: the function that gives it a slot, called with whether the answer is streamed;
-#: and the request's id.
+#: Keys in the scope of a request. ADMIT: the function that gives the request a slot; its argument is whether
+#: the answer is streamed. REQUEST_ID: the request's id.
 ADMIT, REQUEST_ID = "nightjar.admit", "nightjar.request_id"
 Headers = Mapping[bytes, bytes]
 
@@ -131,8 +131,8 @@ class RequestMiddleware:
             _check_type(headers)
 
     def _check_host(self, headers: Headers) -> None:
-        """Raises `ApiError` (403) for a foreign host name. The owner of a name that points to this machine
-        could make browsers send requests from its pages (DNS rebinding)."""
+        """Raises `ApiError` (403) for a foreign host name. Otherwise the pages of an attacker, whose own domain
+        points to this machine, could send requests to it (DNS rebinding)."""
         host = headers.get(b"host", b"").decode("latin-1").lower()
         name = re.sub(r":\d*$", "", host).removeprefix("[").removesuffix("]")
         if name not in self._hosts and not is_loopback(name):

@@ -265,9 +265,10 @@ def load_bicodec(
 BATCH_TOKENS = 8192
 #: Lengths are rounded up to multiples of this, so that convolutions run with few shapes.
 LENGTH_STEP = 32
-#: A stream's window: tokens before the new ones, and tokens that must follow them before they are delivered.
+#: A stream's window: the tokens before the new ones, and the tokens that must follow a new token before its
+#: audio is delivered.
 LEFT_TOKENS, RIGHT_TOKENS = 64, 12
-#: Samples over which a window fades into the next, in the tokens after the new ones.
+#: Samples over which a window fades into the next one: the first samples after the window's new tokens.
 FADE_SAMPLES = 320
 
 
@@ -301,7 +302,7 @@ class BiCodecDecoder(Decoder[Voice]):
         self._samples = codec.config.samples_per_token
 
     def new_state(self) -> Voice:
-        """A placeholder for codes without a voice, which no request has."""
+        """A placeholder: every request has a voice of its own."""
         return Voice(torch.zeros(self.codec.config.speaker.tokens, dtype=torch.long))
 
     def decode(self, codes: Sequence[Tensor], states: Sequence[Voice] | None = None) -> list[Tensor]:

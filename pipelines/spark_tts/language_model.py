@@ -128,7 +128,8 @@ class SparkModel(FrameModel):
 #: Possible numbers of delivered tokens, 50 per second, in a stream's chunks and in its first chunk. The codec
 #: decodes up to 76 more tokens for each chunk.
 CHUNK_TOKENS, FIRST_TOKENS = (8, 16, 32, 64, 96), (8, 16, 32)
-#: Frames for each turn of the host on a GPU: a frame of 512 rows takes 2 ms, a turn takes 5 ms.
+#: Frames that a GPU computes in each turn of the host: a frame of 512 rows takes 2 ms, the host's own work for a
+#: turn 5 ms.
 _TOKENS_PER_TURN = 4
 #: Memory that BiCodec's decoder needs for a token in bfloat16: four tensors of its widest part. Calculated,
 #: not measured.
@@ -150,8 +151,8 @@ def plan_sizes(
     needs = MemoryNeeds(
         # The head is estimated to be as large as the embeddings; it has at most their rows.
         weights=weights + lm.vocab * lm.hidden * width,
-        # In the graphs of all buckets, which have up to three rows for a slot: logits in float32, and the
-        # widest state of a layer.
+        # The graphs of all buckets together have up to three rows for a slot. A row has logits and the widest
+        # state of a layer, each in float32.
         slot=3 * 4 * (lm.vocab + 2 * lm.intermediate),
         page=options.page_size * lm.cached_values * width,
         decoded_frame=_DECODED_TOKEN_BYTES,

@@ -1,9 +1,9 @@
 """BiCodec's wave generator, as a plain module and on the codec's fused ops.
 
 Fused ops are channels-last, and each applies the snake of the op that reads its result. They are causal, but
-the generator is centred. An activated input therefore has margins of zeros before and after its steps, and an
-op that treats both margins as history reads as many steps after a step as before it. Rows of different
-lengths are zero after their ends, as with the masks of the plain module.
+the generator is centred. The input of an op therefore has margins of zeros before and after its steps. The op
+takes both margins together for history, and so reads as many steps after a step as before it. Rows of
+different lengths are zero after their ends, as with the masks of the plain module.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class WaveGenerator(nn.Module):
         return torch.tanh(self.model[-1](self.model[-2](x)))[:, 0]
 
 
-#: Steps that a convolution reads on either side: one of the stem, the head or a residual unit at dilation 1,
-#: and a transposed one.
+#: Steps that a convolution reads on either side: in the stem, the head and a residual unit at dilation 1; and
+#: in a transposed convolution.
 _REACH, _UP_REACH = 3, 1
 
 _ops: Any = torch.ops.nightjar
@@ -159,8 +159,8 @@ class FusedWave:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """The op that reads a result. The op before it applies its snake, float32 [channels]; it reads `reach`
-    steps on either side."""
+    """The op that reads a result: its snake, float32 [channels], which the op before it applies, and `reach`,
+    the number of steps that it reads on either side."""
 
     frequency: Tensor
     gain: Tensor

@@ -56,9 +56,9 @@ _CODEC_BATCH = 64
 _RECORDINGS = 64
 #: Maximum characters of the text that are quoted by the error of an answer without audio.
 _QUOTED = 2000
-#: Maximum number of times that a broken pair is requested again.
+#: Maximum number of times that a broken guidance pair is requested again.
 _REDOS = 3
-#: Numbers for the unique names of pairs.
+#: Numbers for the unique names of guidance pairs.
 _pairs = itertools.count()
 #: Default maximum steps of an answer, as in the published clients.
 _STEPS: dict[Mode, int] = {"text_only": 4096, "text_audio": 12_000}
@@ -104,7 +104,7 @@ def open_pipeline(folder: Path, **options: Any) -> SpeechLmPipeline:
 
 @dataclass(frozen=True, slots=True)
 class SpeechLmRequestInfo(RequestInfo[None]):
-    """The parts of a request that its results and the request for its audio need."""
+    """The parts of a request that are needed later: for its results, and to request the audio after the text."""
 
     config: SpeechLmConfig
     coder: TextCoder
@@ -306,7 +306,7 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
             if message.modality != "audio":
                 continue
             if message.role != "user" or not isinstance(message.content, bytes):
-                text = "Audio in the prompt must be a user's, as the bytes of an encoded file."
+                text = "Audio in the prompt must be in a user's message, as the bytes of an encoded file."
                 raise InputError(
                     ErrorCode.INPUT_AUDIO_MISSING,
                     text,

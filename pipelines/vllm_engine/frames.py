@@ -201,7 +201,8 @@ class FrameSampler:
         ids = (torch.cat((tokens[:, None], codes), 1) + self._spans).to(torch.int32)
         return SamplerOutput(
             sampled_token_ids=tokens[:, None],
-            # The ids of "likely tokens" carry the codes, the sampled token first, each in its own span.
+            # The codes are passed as the ids of "likely tokens": first the sampled token, then the codes, each
+            # offset to a span of its own.
             logprobs_tensors=LogprobsTensors(
                 ids, torch.zeros(ids.shape, device=ids.device), torch.ones_like(tokens)
             ),
@@ -226,7 +227,7 @@ class EngineFrameState(FrameState):
             slots, len(self._prompt), len(tensors.head), 1, 0, 0, self.dtype, device, tensors.draw.window
         )
         self._frames = EngineFrames(tensors, self.drawing, graphed=not vllm_config.model_config.enforce_eager)
-        # A row with NaN logits may draw any row of the head: unused ones end the sequence.
+        # If logits are NaN, any row of the head may be drawn. Its unused rows end the sequence.
         ids = self.token_ids()
         self._ids = torch.tensor(ids + ids[-1:] * (len(tensors.head) - len(ids)), device=device)
 

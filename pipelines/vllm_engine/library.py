@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from pipelines.options import TokenModelOptions
     from pipelines.tokens import TokenRequest
 
-#: Larger than any id and any code. The codes of a step are offset by multiples of it in vLLM, which removes
-#: duplicate ids of a step when it merges outputs for a slow reader.
+#: Larger than any id and any code. Inside vLLM the codes of a step are offset by multiples of it, because vLLM
+#: removes duplicate ids of a step when it merges outputs for a slow reader.
 CODE_SPAN = 1 << 20
 #: Key of vLLM's `extra_args` for a streamed sequence: it is scheduled at once.
 AT_ONCE = "at_once"
-#: Keys of vLLM's `extra_args` for its prefix cache. Salts: what the KV of a prompt depends on besides its ids, as
-#: (first position, bytes of equal length). Private: whether the KV of generated tokens depends on more than
-#: their ids, so that it must not be shared.
+#: Keys of vLLM's `extra_args` for its prefix cache. SALTS: a list of (position, bytes), all bytes of equal length:
+#: what the KV of a prompt depends on from this position, besides its ids. PRIVATE: whether the KV of generated
+#: tokens depends on more than their ids, so that it must not be shared.
 SALTS = "kv_salts"
 PRIVATE = "private_kv"
 
@@ -53,8 +53,8 @@ class ModelSpec:
     share_prefixes: bool | None = False
     #: Whether its sequences are guidance pairs.
     pairs: bool = False
-    #: Defaults: share of the GPU's memory for weights and KV cache, and positions of a sequence; and the maximum
-    #: of these positions.
+    #: Default share of the GPU's memory for weights and KV cache; default positions of a sequence, and their
+    #: maximum.
     memory_share: float | None = None
     context: int = 8192
     max_positions: int | None = None

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from jobs.ingest import SubmitOptions, submit
 from jobs.ledger import Ledger
@@ -67,7 +68,7 @@ class Rig:
         *,
         model: str = "fake",
         options: SubmitOptions | None = None,
-        **spec: object,
+        **spec: Any,
     ) -> Job:
         path = self.folder / f"{len(list(self.folder.glob('*.jsonl')))}.jsonl"
         lines = [

@@ -28,7 +28,7 @@ from pipelines.engine.opening import (
 )
 from pipelines.errors import ConfigError, ErrorCode, SynthesisError
 from pipelines.fish_speech import pipeline as fish
-from pipelines.nn.checkpoint import open_device
+from pipelines.nn.checkpoint import Checkpoint, open_device
 from pipelines.qwen3_tts import execution
 from pipelines.qwen3_tts import pipeline as qwen3
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
@@ -344,12 +344,12 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(
     options: dict[str, object],
     said: str,
     two_gpus: FakeGpus,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(opening, "triton_fault", lambda: "Triton cannot compile kernels here (no gcc).")
+    monkeypatch.setattr(Checkpoint, "take", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(ConfigError, match=said) as caught:
-        qwen3.open_pipeline(golden_checkpoint.weightless(GOLDEN / "checkpoint-base", tmp_path), **options)
+        qwen3.open_pipeline(GOLDEN / "checkpoint-base", **options)
     assert caught.value.code is ErrorCode.CONFIG_INVALID
     assert caught.value.advice
 

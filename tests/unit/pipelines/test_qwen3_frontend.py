@@ -107,6 +107,6 @@ def test_an_engine_process_gets_prepared_requests() -> None:
         prepared = submit(process, request).result(60)
     finally:
         process.close()
-    pipeline = open_pipeline(folder, keep_unfinished=True)
+    pipeline = open_pipeline(Path(folder), keep_unfinished=True)
     np.testing.assert_array_equal(submit(pipeline, request).result(60).samples, prepared.samples)
     pipeline.close()
