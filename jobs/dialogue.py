@@ -346,7 +346,7 @@ def row_dialogue(
     values: Mapping[str, str], number: int = 0, voice_of: Callable[[str], str | None] | None = None
 ) -> bytes:
     """Makes a dialogue from the fields of a row, as JSON; empty fields are ignored. `number`: makes the id if
-    the row has none. `voice_of`: returns the voice of a speaker. Raises `InputError`."""
+    the row has none. `voice_of`: returns the voice of a speaker, for a row without a voice or a recording. Raises `InputError`."""
     messages = [("user", "text", values["text"])]
     if audio := values.get("reference_audio"):
         messages.insert(0, ("user", "audio", audio))
@@ -360,7 +360,7 @@ def row_dialogue(
             raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Write a whole number.") from None
         check_generation(Generation(seed=seed))
         generation["seed"] = seed
-    if voice_of is not None and "voice" not in generation:
+    if voice_of is not None and "voice" not in generation and not audio:
         generation["voice"] = _voice(values.get("speaker", ""), voice_of)
     named = chosen_id(values.get("example_id") or None, values.get("id") or None)
     return _encode(_Row(named or f"line-{number}", messages, generation or msgspec.UNSET))

@@ -360,6 +360,14 @@ def test_the_weights_of_the_command_are_exact() -> None:
     assert read_pool(written)[0].weights == weights
 
 
+def test_the_recording_of_a_row_takes_precedence_over_the_voice_of_its_speaker() -> None:
+    rows = ["id,text,speaker,reference_audio", "r1,Hello.,s1,a.wav", "r2,Hello.,,a.wav", "r3,Hello.,s1,"]
+    spec = resolved(rows, "in.csv", voices="v001", voices_by="speaker")
+    with open_source("in.csv") as source:
+        read = [json.loads(one) for one in spec.of_input(source).records(source).lines() if one]  # type: ignore[arg-type]
+    assert [one.get("generation") for one in read] == [None, None, {"voice": "v001"}]
+
+
 def test_chats_of_a_table_are_refused_with_a_voice_for_each_speaker() -> None:
     rows = ["messages,speaker", '"[{""role"": ""user"", ""content"": ""Hi""}]",s1']
     spec = resolved(rows, "in.csv", voices="v001,v002", voices_by="speaker")
