@@ -525,7 +525,7 @@ class ShardRun:
 
     def _is_paused(self) -> bool:
         """Whether the job is paused. Raises `LeaseGoneError` for a cancelled job."""
-        state = self.held.retrying(lambda: self._runner.ledger.job(self._job.id)).state
+        state = self.held.retrying(lambda: self._runner.ledger.job_state(self._job.id))
         if state not in WORKING:
             self._raise_lost()
         return state is JobState.PAUSED
