@@ -286,8 +286,8 @@ _decode_id = msgspec.json.Decoder(_CustomId).decode
 
 def batch_dialogue(line: bytes, card: ModelCard, encoding: str) -> bytes:
     """Converts a line of an OpenAI batch for `/v1/audio/speech` to a dialogue, for a job with this model and
-    audio format: `custom_id` becomes `example_id`, `input` the user's text, `voice` and `instructions` the
-    generation.
+    audio format: `custom_id` becomes `example_id`, `input` becomes the user's text, and `voice` and
+    `instructions` become settings of `generation`.
 
         {"custom_id": "a1", "method": "POST", "url": "/v1/audio/speech",
          "body": {"model": "hibari", "input": "Good evening.", "voice": "heart", "response_format": "wav", "instructions": "Calm."}}
@@ -346,7 +346,7 @@ def row_dialogue(
     values: Mapping[str, str], number: int = 0, voice_of: Callable[[str], str | None] | None = None
 ) -> bytes:
     """Makes a dialogue from the fields of a row, as JSON; empty fields are ignored. `number`: makes the id if
-    the row has none. `voice_of`: returns the voice of a speaker. Raises `InputError`."""
+    the row has none. `voice_of`: returns the voice of a speaker, for a row without a voice or a recording. Raises `InputError`."""
     messages = [("user", "text", values["text"])]
     if audio := values.get("reference_audio"):
         messages.insert(0, ("user", "audio", audio))
@@ -360,7 +360,7 @@ def row_dialogue(
             raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Write a whole number.") from None
         check_generation(Generation(seed=seed))
         generation["seed"] = seed
-    if voice_of is not None and "voice" not in generation:
+    if voice_of is not None and "voice" not in generation and not audio:
         generation["voice"] = _voice(values.get("speaker", ""), voice_of)
     named = chosen_id(values.get("example_id") or None, values.get("id") or None)
     return _encode(_Row(named or f"line-{number}", messages, generation or msgspec.UNSET))
@@ -368,6 +368,9 @@ def row_dialogue(
 
 def _voice(speaker: str, voice_of: Callable[[str], str | None]) -> str:
     if (voice := voice_of(speaker)) is None:
+        if not speaker:
+            advice = "Give the row a speaker or a voice."
+            raise InputError(ErrorCode.INPUT_UNKNOWN_VOICE, "The row has no speaker.", advice)
         advice = "Set one with --voice-for SPEAKER=VOICE, or one for all other speakers with --voice-for '*=VOICE'."
         message = f"The speaker {clean(speaker, 40)!r} has no voice."
         raise InputError(ErrorCode.INPUT_UNKNOWN_VOICE, message, advice)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from jobs.dialogue import parse_line
 from jobs.input_records import Records
 from jobs.job_options import SubmitOptions
 from jobs.layout import input_key, job_prefix, put_numbered
@@ -22,7 +23,7 @@ from jobs.line_check import GoodLine, LineChecker, ReferenceKey, aborted_by, dup
 from jobs.packs import map_ahead
 from jobs.references import ReferenceReader, put_reference
 from jobs.shard_file import ShardSize, compress, cut, encode_lines
-from jobs.source import empty_input, open_source
+from jobs.source import BATCH_BYTES, BATCH_LINES, Record, batches_of, empty_input, open_source
 from jobs.spec import ResolvedSpec, resolve, spec_sha
 from jobs.store.base import ObjectStore, sha256_of
 from jobs.voices import voice_folder
@@ -69,7 +70,8 @@ def submit(
 ) -> SubmitResult:
     """Makes a job from an input, or finds the existing job of the same input, spec and store.
 
-    The inputs of shards with the keys `lost_inputs` of an existing job are written again.
+    `lost_inputs` returns the keys of those shard inputs of an existing job that are lost; they are written
+    again.
 
     An interrupted ingest continues after its last committed line. Raises `InputError` for an input that
     cannot be read, for settings that the model refuses and, with `on_error="abort"`, for the first bad line;
@@ -247,7 +249,17 @@ class _Ingest:
         rows = (row for row in self.ledger.items(self.job.id) if row.shard_no in inputs and not row.turn)
         firsts = {row.example_id: row for row in rows}
         lines: dict[tuple[str, str], list[bytes]] = {place: [] for place in inputs.values()}
-        for _, good, _ in self.checker.checked(self.records, self.reference_key):
+
+        def wanted(record: Record) -> Record:
+            """A blank line in place of a line of another input, so that its reference audio is not read."""
+            try:
+                dialogue, _ = parse_line(record.strip() if isinstance(record, bytes) else b"")
+            except InputError:
+                return b""
+            return record if dialogue.example_id in firsts else b""
+
+        for batch in batches_of(map(wanted, self.records.lines()), BATCH_LINES, BATCH_BYTES):
+            good, _ = self.checker.check(batch, self.reference_key)
             for line in good:
                 if (row := firsts.pop(line.example_id, None)) is not None:
                     lines[inputs[row.shard_no]] += encode_lines(row.index, line)

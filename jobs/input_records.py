@@ -54,7 +54,7 @@ MAX_RECORD_LINES = 1000
 _ROWS = 256
 #: Kaldi's file of speakers, in the folder of its `text`.
 SPEAKERS = "utt2spk"
-#: The reading of a job without such options: all records, and the usual columns.
+#: How a job reads its input if no option changes that: all records, and the usual columns.
 ALL = Reading()
 # The csv module refuses fields of more than 128 KiB by default.
 csv.field_size_limit(max(csv.field_size_limit(), 2 * MAX_LINE_BYTES))
@@ -81,8 +81,9 @@ class Records:
         return voice_of_speaker(self.spec)
 
     def lines(self) -> Iterator[Record]:
-        """Yields the records of all lines, with voices of the job's pool. With `limit` or `sample`, records that are not chosen are blank,
-        and none follow the last chosen one. Raises `InputError` for an input that cannot be read."""
+        """Yields the records of all lines, with voices of the job's pool. With `limit` or `sample`, records that
+        are not chosen are blank, and none follow the last chosen one. Raises `InputError` for an input that
+        cannot be read."""
         everything = self.chosen.limit is None and self.chosen.sample is None
         records = _READERS[self.format](self) if everything else self._chosen_lines()
         if not self.spec.pool:
@@ -201,6 +202,9 @@ class Columns:
             self.of[field] = found[0]
         self.chat = "text" not in self.of and "messages" in names
         if self.chat:
+            if voice_of is not None:
+                advice = "Leave --voice-for and --voices-by out."
+                raise wrong_format(uri, "has chats, which name no speakers", advice)
             self.of["messages"] = "messages"
         elif "text" not in self.of:
             advice = "Give the column with the text: --column text=NAME."

@@ -70,7 +70,7 @@ class ModelOptions(TypedDict, total=False):
     voices_by: Literal["dialogue", "speaker"]
     """`speaker`: draw one voice of the pool for each speaker in a table or in Kaldi's utt2spk."""
     balance: bool
-    """Give all voices of the pool the same amount of text, in proportion to their weights."""
+    """Give each voice of the pool an amount of text in proportion to its weight."""
     speak: Literal["auto", "user", "assistant", "all"]
     """Role whose texts become speech. `auto`: the assistant's texts without audio; if there are none, the
     user's texts."""
@@ -351,7 +351,9 @@ def options_of(spec: JobSpec, job: Job | SubmitOptions) -> dict[str, Any]:
             role: own.voice for role, own in (spec.generation.roles or {}).items() if own.voice is not None
         },
         "voice_for": reading.voices,
-        "voices": ",".join(f"{name}={weight:g}" for name, weight in spec.pool.weights.items())
+        "voices": ",".join(
+            f"{name}={repr(weight).removesuffix('.0')}" for name, weight in spec.pool.weights.items()
+        )
         if spec.pool
         else None,
         "voices_by": "speaker" if spec.pool and spec.pool.by_speaker else "dialogue",

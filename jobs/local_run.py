@@ -89,6 +89,8 @@ def run_locally(
         def lost_inputs(job: Job) -> list[str]:
             from jobs.verify import ObjectCheck
 
+            if job.state in (JobState.CANCELLED, JobState.PAUSED):
+                return []  # `_explain` refuses the job
             # Inputs are few and small, so their content is compared.
             lost = [expected.key for expected, _ in ObjectCheck(ledger, store, job, kinds=("input",))]
             if lost:

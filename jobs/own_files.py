@@ -1,5 +1,5 @@
-"""Internal files of a home: access that follows no links, the place of the ledger, store addresses relative
-to the home, so that it can be moved, and detection of a full disk.
+"""Internal files of a home: access that follows no links, the place of the ledger, store addresses that
+stay valid if the home is moved, and detection of a full disk.
 
 A user who can write into a home must not be able to redirect writes to other files, or to block a process.
 """
@@ -37,7 +37,8 @@ def open_own(path: Path, flags: int, depth: int = 2, *, make_folders: bool = Fal
     """Opens an internal file such as `.nightjar/lock`; links in the last `depth` parts of the path are
     refused. With `os.O_CREAT` a missing file is created; with `make_folders` also its folders.
 
-    Raises `store.forbidden` for a link, or if it is not a regular file in a folder, and `OSError`.
+    Raises `store.forbidden` for a link, for a file that is not regular, and for a path through something
+    that is not a folder. Raises `OSError` for other faults.
     """
     # Imported here, because read-only commands do not need it.
     from jobs.store.folder import FOLDER_FLAGS, walk_down
@@ -125,8 +126,8 @@ def _no_plain_file(path: Path) -> StoreError:
 
 
 def place_of(ledger: Path | None) -> Path | None:
-    """The folder to which a SQLite ledger's store addresses are relative: its home, or the folder of a file
-    outside a home."""
+    """The folder to which a SQLite ledger's store addresses are relative: the ledger's home, or its own
+    folder if it is outside a home."""
     if ledger is None:
         return None
     folder = ledger.absolute().parent

@@ -55,8 +55,8 @@ class RecentRate:
         return "".join(f", {part}" for part in parts)
 
     def _add(self, status: JobStatus) -> tuple[float, float | None]:
-        """Adds a status, and returns items and audio seconds per second in the last minute, or for an ended
-        job in its whole time."""
+        """Adds a status, and returns the rates per second of items and of audio seconds: those of the last
+        minute, or those of its whole time for an ended job."""
         ended = status.items.done + status.items.failed
         self._seen.append((status.now, ended, status.audio_ms))
         while len(self._seen) > 2 and self._seen[1][0] <= status.now - RATE_SECONDS:

@@ -29,7 +29,7 @@ _IGNORED = (OSError, RuntimeError, StoreError, UnicodeDecodeError)
 
 
 def _folder(kind: str) -> Path:
-    """The folder for notes of one kind: `jobs`, or `dev` for each running `nightjar dev`. Raises
+    """The folder for notes of one kind: `jobs`, or `dev` with a note for each running `nightjar dev`. Raises
     `RuntimeError` if the user has no home folder."""
     base = os.environ.get("XDG_STATE_HOME")
     root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".local" / "state"
@@ -60,8 +60,8 @@ def remember_if_embedded(job_id: str, settings: Settings) -> None:
 
 @contextmanager
 def registered_dev(home: Path) -> Iterator[None]:
-    """Notes, during the block, that a `nightjar dev` is running in `home`. It gets the jobs submitted from
-    any folder."""
+    """Notes, during the block, that a `nightjar dev` is running in `home`. Jobs that are submitted
+    from any folder go to it."""
     name = hashlib.sha256(str(home.absolute()).encode()).hexdigest()[:16]
     with suppress(*_IGNORED):
         _write(_folder("dev") / name, home)

@@ -16,6 +16,7 @@ from jobs.input_records import ALL, SPEAKERS, Records, check_columns, speakers_s
 from jobs.ledger.records import JobSpec
 from jobs.line_check import LineChecker
 from jobs.source import Source
+from jobs.voice_pool import PoolFolder
 from jobs.voices import JobVoices, names_of
 from pipelines.audio_format import check_rate
 from pipelines.errors import ErrorCode, InputError, invalid
@@ -77,7 +78,7 @@ def resolve(
         return spec
     card = describe(spec.model)
     generation = _frozen_generation(spec.generation, card)
-    _check_pool(spec, card)
+    _check_pool(spec, card, stored)
     only = _only_voice(card) if generation.voice is None and not spec.pool else None
     spec = msgspec.structs.replace(
         spec, generation=msgspec.structs.replace(generation, voice=generation.voice or only)
@@ -95,8 +96,9 @@ def resolve(
     return resolved
 
 
-def _check_pool(spec: JobSpec, card: ModelCard) -> None:
-    """Raises `config.invalid` for a pool beside other voices of the job, and for a model without voices."""
+def _check_pool(spec: JobSpec, card: ModelCard, stored: VoiceFolder | None) -> None:
+    """Raises `config.invalid` for a pool beside other voices of the job, for a model that answers, and for
+    names that share a voice of the model."""
     if not spec.pool:
         return
     if spec.pool.by_speaker and spec.pool.balance:
@@ -106,6 +108,18 @@ def _check_pool(spec: JobSpec, card: ModelCard) -> None:
         raise invalid(f"The model {card.name} answers dialogues in its own voice.", "Leave --voices out.")
     if names_of(spec.generation) or (spec.reading or ALL).voices:
         raise invalid("The job has a pool of voices and another voice.", "Leave one of them out.")
+    recordings = stored.recordings if isinstance(stored, PoolFolder) else {}
+    found: dict[str, str] = {}
+    for name in spec.pool.weights:
+        if (own := own_voice(name, card.capabilities.voices)) is None:
+            continue
+        if name in recordings:
+            message = f"The recording {name!r} of the pool has the name of a voice of the model {card.name}."
+            raise invalid(message, "Rename the recording, or give the voice of the model by its name alone.")
+        if own in found:
+            message = f"{found[own]!r} and {name!r} are the same voice of the model {card.name}."
+            raise invalid(message, "Leave one of them out of the pool.")
+        found[own] = name
 
 
 def _check_format(format: AskedFormat, spec: JobSpec) -> None:
@@ -117,7 +131,7 @@ def _check_format(format: AskedFormat, spec: JobSpec) -> None:
     if chosen.columns and format not in tables:
         raise invalid("This input is not a table, and has no columns.", "Leave --column out.")
     if (chosen.voices or (spec.pool and spec.pool.by_speaker)) and format not in (*tables, "kaldi"):
-        advice = f"Speakers are in a table's column `speaker`, or in `{SPEAKERS}` beside Kaldi's `text`. Leave --voice-for out."
+        advice = f"Speakers are in a table's column `speaker`, or in `{SPEAKERS}` beside Kaldi's `text`. Leave --voice-for and --voices-by out."
         raise invalid("This input names no speakers.", advice)
 
 

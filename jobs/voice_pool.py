@@ -30,7 +30,9 @@ MAX_POOL_VOICES, MAX_NAME_CHARACTERS, MAX_LIST_BYTES = 10_000, 200, 16 << 20
 _SUFFIXES = {".wav", ".flac", ".ogg", ".mp3"}
 #: The audio file of a voice, and its text, empty if unknown.
 PoolRecording = tuple[Path, str]
-_NO_GENERATION = Generation()
+_NO_GENERATION, _NOTHING = Generation(), msgspec.Raw(b"null")
+#: Decodes an object, but not the parts in it; None for `null`.
+_decode_parts = msgspec.json.Decoder(dict[str, msgspec.Raw] | None).decode
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,9 @@ def read_pool(
         weights: dict[str, float] = {}
         recordings: dict[str, PoolRecording] = {}
         for name, weight, audio, text in rows:
-            if not name or len(name) > MAX_NAME_CHARACTERS or clean(name, MAX_NAME_CHARACTERS) != name:
-                raise _refused(which, f"{clean(name, 80)!r} cannot be the name of a voice")
+            if name != name.strip() or clean(name, MAX_NAME_CHARACTERS) != name or not name:
+                reason = f"'{clean(name, 80)}' cannot be the name of a voice: it must have 1 to {MAX_NAME_CHARACTERS} visible characters, without a space at an end"
+                raise _refused(which, reason)
             if name in weights:
                 raise _refused(which, f"the voice {name!r} occurs twice")
             weights[name] = weight
@@ -84,6 +87,8 @@ def read_pool(
         raise _refused(which, f"it cannot be read ({getattr(error, 'strerror', None) or error})") from error
     if not weights:
         raise _refused(which, "it has no voice")
+    if sum(weights.values()) == math.inf:
+        raise _refused(which, "the sum of its weights is too large")
     return VoicePool(weights, balance=balance, by_speaker=by_speaker), recordings
 
 
@@ -99,24 +104,49 @@ def _of_names(names: str) -> Iterator[_Row]:
 
 def _of_folder(folder: Path) -> Iterator[_Row]:
     for path in sorted(folder.rglob("*")):
-        if path.suffix.lower() in _SUFFIXES and path.is_file():
-            text = path.with_suffix(".txt")
-            name = path.relative_to(folder).with_suffix("").as_posix()
-            yield name, 1.0, path, _text(text.read_text()) if text.is_file() else ""
+        inside = path.relative_to(folder)
+        is_hidden = any(part.startswith(".") for part in inside.parts)
+        if path.suffix.lower() in _SUFFIXES and not is_hidden and path.is_file():
+            yield inside.with_suffix("").as_posix(), 1.0, path, _text_beside(folder, path)
+
+
+def _text_beside(folder: Path, audio: Path) -> str:
+    path = audio.with_suffix(".txt")
+    if not path.is_file():
+        return ""
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            return _text(folder, path.name, file.read(8 * MAX_TEXT_CHARACTERS))
+    except UnicodeDecodeError as error:
+        raise _refused(folder, f"the text {clean(path.name, 80)} is not UTF-8") from error
 
 
 def _of_table(table: Path) -> Iterator[_Row]:
     if table.stat().st_size > MAX_LIST_BYTES:
         raise _refused(table, f"it is larger than {MAX_LIST_BYTES >> 20} MiB")
     with table.open(newline="", encoding="utf-8-sig") as lines:
-        rows = csv.DictReader(lines, delimiter="\t" if table.suffix == ".tsv" else ",", strict=True)
-        if not {"voice", "recording"} & set(rows.fieldnames or ()):
+        if table.suffix.lower() == ".tsv":
+            rows = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
+        else:
+            header = lines.readline()
+            lines.seek(0)
+            has_semicolons = ";" in header and "," not in header
+            rows = csv.reader(lines, delimiter=";" if has_semicolons else ",", strict=True)
+        names = [name.strip() for name in next(rows, [])]
+        if not {"voice", "recording"} & set(names):
             raise _refused(table, "it has neither a column `voice` nor a column `recording`")
-        for row in rows:
+        for cells in rows:
+            if not any(cells):
+                continue
+            where = f"line {rows.line_num}"
+            if len(cells) != len(names):
+                reason = f"{where} has {len(cells)} fields, but the header has {len(names)}"
+                raise _refused(table, reason)
+            row = dict(zip(names, cells))
             recording, text = row.get("recording") or "", row.get("text") or ""
-            name = row.get("voice") or Path(recording).with_suffix("").as_posix()
             audio = table.parent / recording if recording else None
-            yield name, _weight(table, row.get("weight") or "1"), audio, _text(text)
+            name = row.get("voice", "").strip() or os.path.splitext(recording)[0]
+            yield name, _weight(table, row.get("weight") or "1"), audio, _text(table, where, text)
 
 
 def _weight(which: str | Path, weight: str) -> float:
@@ -129,17 +159,22 @@ def _weight(which: str | Path, weight: str) -> float:
     return value
 
 
-def _text(text: str) -> str:
-    return " ".join(text.split())[:MAX_TEXT_CHARACTERS]
+def _text(which: str | Path, where: str, text: str) -> str:
+    """The text of a recording, on one line; `where` is its place."""
+    if len(text) > MAX_TEXT_CHARACTERS and len(text := " ".join(text.split())) > MAX_TEXT_CHARACTERS:
+        reason = f"the text of {clean(where, 80)} has more than {MAX_TEXT_CHARACTERS:,} characters"
+        raise _refused(which, reason)
+    return " ".join(text.split())
 
 
 def _refused(which: str | Path, why: str) -> ConfigError:
     advice = "Give a folder of recordings, a CSV or TSV file of voices, or names such as anna=2,ben."
-    return invalid(f"The voices {clean(str(which), 80)!r} cannot be used: {why}.", advice)
+    return invalid(f"The voices '{clean(str(which), 80)}' cannot be used: {why}.", advice)
 
 
 def voice_of_speaker(spec: JobSpec) -> Callable[[str], str | None] | None:
-    """The function from a speaker to its voice or None; None: the job gives speakers no voices."""
+    """Makes a function that returns the voice of a speaker, or None for a speaker without one. Returns None
+    itself if the job gives speakers no voices."""
     if spec.pool and spec.pool.by_speaker:
         draws = VoiceDraws(spec.pool, spec.seed)
         return lambda speaker: draws.of("speaker", speaker) if speaker else None
@@ -160,12 +195,12 @@ class VoiceDraws:
         self._names = sorted(pool.weights)
         #: Sum of the weights up to and including each voice.
         self._ends = dict(zip(self._names, accumulate(pool.weights[name] for name in self._names)))
-        #: With `balance`: a heap of characters over weight, order among equals, and name.
+        #: With `balance`: a heap of (characters / weight, order among equal quotients, name).
         self._loads = [(0.0, self._unit("order", name), name) for name in self._names if pool.balance]
         heapq.heapify(self._loads)
 
     def of(self, *key: str, characters: int = 0, other: str | None = None) -> str:
-        """The voice of a key, for a text of so many characters. If the pool has several voices, it is not
+        """The voice of a key, for a text with this number of characters. If the pool has several voices, it is not
         `other`."""
         if other not in self._weights or len(self._names) == 1:
             other = None
@@ -175,7 +210,7 @@ class VoiceDraws:
         if other is None:
             point *= self._ends[self._names[-1]]
         else:
-            # The line of weights without the part of `other`.
+            # The weights of all voices form a line. The point is on it, outside the part of `other`.
             point *= self._ends[self._names[-1]] - self._weights[other]
             if point >= self._ends[other] - self._weights[other]:
                 point += self._weights[other]
@@ -194,7 +229,7 @@ class VoiceDraws:
         return name
 
     def _unit(self, *key: str) -> float:
-        """A number from 0 to below 1 from the seed and the key, each part with its length."""
+        """A number x, 0 <= x < 1, computed from the seed and from each part of the key with its length."""
         digest = hashlib.blake2b(str(self._seed).encode(), digest_size=8, person=b"nightjar.voice")
         for part in key:
             data = part.encode(errors="surrogatepass")
@@ -230,13 +265,14 @@ class VoiceDraws:
 
 
 def _with_voices(line: bytes, dialogue: Dialogue, voices: Mapping[SpokenRole, str]) -> bytes:
-    """A line with the voices of its roles; all other parts of a line without `generation` keep their bytes."""
+    """A line with the voices of its roles; its other parts keep their bytes."""
     roles = {role: {"voice": voice} for role, voice in voices.items()}
     if dialogue.generation is None and b'"generation"' not in line and b"\\u" not in line:
         return b'%b,"generation":{"roles":%b}}' % (line.rstrip()[:-1], msgspec.json.encode(roles))
-    whole = msgspec.json.decode(line)
-    generation = whole.get("generation") or {}
-    before = generation.get("roles") or {}
-    merged = {role: {**(before.get(role) or {}), **voice} for role, voice in roles.items()}
-    whole["generation"] = {**generation, "roles": {**before, **merged}}
-    return msgspec.json.encode(whole)
+    whole = _decode_parts(line)
+    generation = _decode_parts(whole.get("generation", _NOTHING)) or {}
+    before = _decode_parts(generation.get("roles", _NOTHING)) or {}
+    merged = {
+        role: {**(_decode_parts(before.get(role, _NOTHING)) or {}), **voice} for role, voice in roles.items()
+    }
+    return msgspec.json.encode({**whole, "generation": {**generation, "roles": {**before, **merged}}})

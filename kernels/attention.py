@@ -65,7 +65,7 @@ def _attend_together(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor, seen: Tensor, scale: float
 ) -> Tensor:
     """Attention of runs of the same length over their pages. The heads of a group share their keys, so their
-    queries are computed as further queries of one head.
+    queries are computed as if they were all queries of one head.
 
     q: [runs, new, heads, head_dim]; pages: [runs, pages of a run]; seen: bool [runs or 1, new, positions],
     which of the first `positions` each query sees; later positions are ignored. Returns [runs * new, heads *

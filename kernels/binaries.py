@@ -68,8 +68,8 @@ def shipped() -> bool:
 def candidates(name: str, capability: tuple[int, int]) -> Iterator[bytes]:
     """Yields code of one source for a device, the best first: from the wheel, from the cache, or compiled now.
 
-    The caller tries the next one if the driver refuses one, for example because its compiler is newer. Raises
-    RuntimeError with the compilers' messages if none is left.
+    The caller tries the next one if the driver refuses one, for example because the driver is older than the
+    compiler. Raises RuntimeError with the compilers' messages if none is left.
     """
     target = target_for(capability)
     kept = cache_folder() / file_name(name, target)

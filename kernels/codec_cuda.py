@@ -33,8 +33,8 @@ def _narrow_weights(weight1: Tensor, weight2: Tensor) -> Tensor:
     """Packs the weights of a unit with 96 channels as its kernel holds them: [8 * 96 * 96], the seven taps, then the
     second weight.
 
-    Each is [12, 96, 8], with 8 input channels together. A thread has two of each 8 columns of a product. The
-    second weight's columns are ordered so that a thread has 8 consecutive channels of each 32.
+    Each tap and the second weight are [12, 96, 8], with 8 input channels side by side. A thread has two of each 8 columns of a
+    product. The second weight's columns are ordered so that a thread has 8 consecutive channels of each 32.
     """
     second = weight2.view(96, 3, 4, 4, 2).transpose(2, 3).reshape(96, 96)
     return torch.cat((weight1, second)).view(TAPS + 1, 12, 8, 96).transpose(2, 3).reshape(-1)
@@ -55,7 +55,7 @@ def _wide_weights(weight1: Tensor, weight2: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """A kernel, the only one of its source, and the sizes of its tiles."""
+    """A kernel and the sizes of its tiles. The source contains no other kernel."""
 
     source: Source
     channels: int

@@ -1,6 +1,6 @@
 # ruff: noqa: N803
-"""Triton kernels of the codec's layers before the convolution stack, and their launches on a GPU. Their twins are in
-`kernels.codec_ops`."""
+"""Triton kernels of the codec's layers before the convolution stack, and their launches on a GPU. `kernels.codec_ops`
+has the same operations in plain PyTorch (their twins)."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ TILES: dict[Shape, Tile] = {
 
 @lru_cache(maxsize=4096)
 def tile_for(shape: Shape, steps: int, tma: bool) -> Tile | None:
-    """The tile for a shape; None if these kernels cannot run it, so that the twin does."""
+    """The tile for a shape. None: these kernels cannot run it, so the twin must."""
     tile = TILES.get(shape) or (_unit_tile(shape) if shape.kind == "unit" else _conv_tile(shape))
     if tile is None:
         return None

@@ -88,7 +88,7 @@ def pack_centred_upsample(weight: Tensor, rate: int) -> Tensor:
     padding, odd = divmod(kernel - rate, 2)
     if odd or not 0 <= padding <= rate:
         raise ValueError(
-            f"a transposed convolution of kernel {kernel} and rate {rate} is not one of an input and its two neighbours"
+            f"a transposed convolution of kernel {kernel} and rate {rate} needs more or less than an input and its two neighbours"
         )
     thirds = pad(weight, (rate - padding, rate - padding)).reshape(channels_in, channels_out, 3, rate)
     return thirds.flip(2).permute(2, 0, 3, 1).reshape(3 * channels_in, rate * channels_out).contiguous()

@@ -243,8 +243,8 @@ def unit_kernel(
 ):
     """A whole residual unit: dilated convolution, snake, 1x1 convolution, residual, next snake.
 
-    One program has all C = N0 + N1 channels of a step, in two pieces whose widths are powers of two; w0 and w1 are
-    the columns of these. OPEN: as for `conv_kernel`.
+    One program has all C = N0 + N1 channels of a step, in two pieces whose widths are powers of two. Both w0 and w1
+    are the first weight; with TMA, w0 reads N0 columns at once and w1 N1. OPEN: as for `conv_kernel`.
     """
     row_tiles = tl.cdiv(steps, BM)
     pid = tl.program_id(0)

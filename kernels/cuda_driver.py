@@ -135,8 +135,8 @@ class Module:
     def kernel(self, name: str, shared_bytes: int = 0, all_shared: bool = False) -> Kernel:
         """The kernel with this name, for launches with this much dynamic shared memory.
 
-        all_shared: multiprocessors are configured for the largest shared memory, as for the kernels before
-        and after it.
+        all_shared: multiprocessors are configured for the largest shared memory. The kernels before and after
+        it use the same configuration.
         """
         function = ctypes.c_void_p()
         what = f"{shared_bytes} bytes of shared memory for {name}"

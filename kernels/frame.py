@@ -97,9 +97,9 @@ class DrawRules:
     #: One or two codes that end the speech.
     ends: tuple[int, ...]
     suppress_from: int
-    #: If true: top-p on the probabilities without temperature, which drops the code that crosses the limit,
-    #: then top-k by rank, then temperature. Otherwise: temperature, top-k, then top-p, which keeps the code
-    #: that crosses the limit. Applies to the depth as well.
+    #: If true: first top-p on the probabilities without temperature, then top-k by rank, then temperature;
+    #: top-p drops the code that crosses its limit. Otherwise: temperature, then top-k, then top-p, which keeps
+    #: the code that crosses its limit. Applies to the depth as well.
     nucleus_first: bool = False
     #: Number of recent frames whose code 0 should not be repeated: a repeated one is drawn once more, with the
     #: settings of a retry. A request's first code does not count.
@@ -172,7 +172,7 @@ class StateTensors:
     min_new_tokens: Tensor
     first: DrawTensors
     residual: DrawTensors
-    #: int64 [slots, window]: the last codes 0 that were drawn, -1 for none.
+    #: int64 [slots, window]: code 0 of the most recent frames, -1 for none.
     recent: Tensor
     #: Number of the slot that no request uses.
     dead: int

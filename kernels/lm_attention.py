@@ -203,7 +203,7 @@ def decode_attention(
     _, kv_heads, page_size, head_dim = k_cache.shape
     if page_size & (page_size - 1):
         raise ValueError(
-            f"a page must have a power of two of positions, not {page_size}: blocks of positions would cross pages"
+            f"the number of positions of a page must be a power of two, not {page_size}; otherwise blocks would cross pages"
         )
     heads = out.shape[1] // head_dim
     precision = "ieee" if qkv.dtype == torch.float32 else "tf32"

@@ -53,7 +53,7 @@ TILE_CONFIGS: dict[tuple[int, bool, int], tuple[int, int, int, int]] = {
     (3072, False, RESIDUAL): (1, 12, 16, 2),
     (6144, False, RESIDUAL): (1, 16, 16, 1),
 }
-#: A shape that has another number of groups if the outputs are wide; that number; and the minimum outputs for it.
+#: A shape, its number of groups if it has many outputs, and the minimum number of outputs for that.
 _WIDE_SHAPE, _WIDE_GROUPS, WIDE_FROM = (1024, True, PLAIN), 4, 4096
 _ATTENTION_WARPS, _DRAW_EACH, _MAX_CODEBOOKS = 4, 8, 32
 #: Maximum blocks of the predictor's attention: four on each multiprocessor of an H200 or H100.

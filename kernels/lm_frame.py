@@ -42,7 +42,7 @@ class Plan:
     #: `lm_cuda.skinny` computes all products, on a GPU and for weights that it supports, unless `products`
     #: applies.
     skinny: bool = True
-    #: As `AttentionTile.splits`, which None means.
+    #: As `AttentionTile.splits`; None: the splits of the attention's tile.
     splits: tuple[tuple[int, int], ...] | None = None
     #: Whether kernels start early (programmatic dependent launch).
     pdl: bool = True
@@ -141,8 +141,8 @@ class FusedFrame:
         self._pending: Tensor | None = None
         #: The norm that the last product computed, if it did.
         self._normed: Norm | None = None
-        #: Whether the next norm may start early although other kernels may not. It may as the first kernel of a stack
-        #: and after `lm_products.add_product`.
+        #: Whether the next norm may start early although other kernels may not: if it is the first kernel of a stack, or
+        #: if it follows `lm_products.add_product`.
         self._starts_early = False
         self._cuda = runs_cuda(weights, k_cache)
         self._skinny = self._cuda and plan.skinny and not self._products

@@ -28,7 +28,7 @@ ROWS = (1, 2)
 #: invalid, and no other frame must follow it.
 FAILED = 4
 #: Number of times that a reader polls for packets before it gives up. They take seconds on a GPU, while a frame takes
-#: a millisecond. A block may wait 32 clocks per poll for its weights, which is 80 ms per launch.
+#: a millisecond. For its weights a block may wait 32 times this many clocks per launch, which is 80 ms.
 PATIENCE = 1 << 22
 #: Clocks between two copies of a block's weight stream; the fastest in measurements (docs/adr/0009).
 GAP = 1100
@@ -146,7 +146,7 @@ def _sizes(stack: StackTensors) -> tuple[int, ...]:
 
 def _tiles(weight: Tensor, config: TileConfig, halves: int = 1) -> Tensor:
     """Packs a matrix [n, inner] in the order in which the kernel reads it, [blocks, chunks, elements of a chunk].
-    halves: 2 for a matrix of two halves (gate and up) of which each block gets rows."""
+    halves: 2 for a matrix of two halves (gate and up); each block gets rows of both."""
     n, inner = weight.shape[0] // halves, weight.shape[1]
     groups, steps = -(-n // (8 * config.blocks)), -(-inner // (32 * config.warps))
     filled = functional.pad(
@@ -349,7 +349,7 @@ class TalkerRun:
         self._kernel = _Kernel(
             TALKER_SOURCE, config, predictor_run.rows, predictor_run.trial is not None, device
         )
-        # A packet has two values, but only one value of attention's partial results.
+        # A packet has two values, but a packet of attention's partial results has only one.
         packets = _exchanged(stack) // 2 + config.blocks // stack.kv_heads * stack.heads * (
             stack.head_dim + 2
         )

@@ -37,11 +37,11 @@ MAX_CUBLAS_ROWS = 256
 _THREADS, _WIDE_THREADS, _WIDE_STAGES = 256, 288, 5
 #: Maxima of `product`: bytes of shared memory of a block, pipeline stages, and blocks of a cluster.
 _SHARED, _MAX_STAGES, _MAX_SPLITS = 227 << 10, 16, 8
-#: The maximum share of a device's clusters that the tiles of `add_product` may need. Devices of the same kind hold a few
-#: more or fewer clusters, and must choose the same splits to give the same bits.
+#: The maximum share of a device's clusters that the tiles of `add_product` may need. Devices of the same kind may
+#: differ by a few clusters, but they must choose the same splits, because other splits give other bits.
 _MAX_FILL = 0.9
-#: The largest number of outputs with which `add_product` was measured. With more outputs there are so many weights that
-#: all multiprocessors must read them, as cuBLAS does.
+#: The largest number of outputs with which `add_product` was measured. The weights of more outputs are so many that only
+#: all multiprocessors together read them fast enough; cuBLAS uses all of them.
 _MAX_RESIDUAL_OUTPUTS = 2048
 #: The tiles of `swiglu` run in turns of one tile per multiprocessor. They must fill at least this share of all turns,
 #: because a last turn with few tiles takes as long as a full one.
@@ -264,11 +264,12 @@ def product(
 ) -> Tensor:
     """y = epilogue(x @ weight.T), bfloat16, launched on the current stream of x's device.
 
-    x: contiguous [rows, inner], or a norm whose `weighted` is that; weight: contiguous [n, inner], for SWIGLU [2 * n,
-    inner] with the gate's rows first; y: [rows, n]; extra: the residual for RESIDUAL, [rows, n] with y's strides (may
-    be y); norm: weights [n] of a norm after RESIDUAL, whose tensors `into` are filled; pdl: programmatic dependent
-    launch. A row has the same bits in every batch with the same configuration and the same `block_rows_for`. Raises
-    ValueError for sizes and tensors that the kernel does not support.
+    x: contiguous [rows, inner], or a `Norm` with a `weighted` of this shape; weight: contiguous [n, inner], for SWIGLU
+    [2 * n, inner] with the gate's rows first; y: [rows, n]; extra: the residual for RESIDUAL, [rows, n] with y's
+    strides (may be y); norm: weights [n] of a norm after RESIDUAL; into: the `Norm` that this product fills, given
+    together with `norm`; pdl: programmatic dependent launch. A row has the same bits in every batch with the same
+    configuration and the same `block_rows_for`. Raises ValueError for sizes and tensors that the kernel does not
+    support.
     """
     ahead, x = (x, x.weighted) if isinstance(x, Norm) else (None, x)
     (rows, inner), weight_rows, n = x.shape, len(weight), y.shape[1]

@@ -100,8 +100,8 @@ def _weights(value, at, temperature, top_k, top_p, VOCAB: tl.constexpr):
         mass, more = total * 0, total
         step = tl.full((), 1 << 30, tl.int32)
         # The codes with a weight of `below` or less together have `mass`, which is within the limit. With the next
-        # candidates they have `more`, which exceeds it. If the difference is less than two weights above `below`, the
-        # candidates are a single code, and the bisection ends.
+        # candidates they have `more`, which exceeds it. Each candidate has a weight of at least `below` + 1. So if the
+        # difference is less than twice that, there is only one candidate, and the bisection ends.
         while (more - mass >= 2 * (below.to(tl.int64) + 1)) & (step > 0):
             found = tl.sum(tl.where(weights <= below + step, weights, 0)).to(tl.int64)
             fits = found.to(tl.float64) <= limit

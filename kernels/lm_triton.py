@@ -1,4 +1,5 @@
-"""Triton kernels between the matrix products of a decoder layer; each has its twin in `kernels.layers`.
+"""Triton kernels between the matrix products of a decoder layer. `kernels.layers` has the same operations in plain
+PyTorch, the reference.
 
 They round at the same places as the reference, that is, every value that it stores in the model's type is
 rounded here too. With `pdl` a kernel may start while the previous one still runs; it waits for that one

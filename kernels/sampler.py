@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: The settings of the second draw of a code 0 that was drawn in a recent frame (`kernels.frame.DrawRules.window`).
+#: The settings with which code 0 is drawn again if a recent frame has the same one (`kernels.frame.DrawRules.window`).
 RETRY_TEMPERATURE, RETRY_TOP_P = 1.0, 0.9
 _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

@@ -62,7 +62,7 @@ def pieces(count: int, size: int) -> int:
 
 
 def power_from(count: int) -> int:
-    """The smallest power of two that is at least `count`, which is at least 1."""
+    """The smallest power of two that is not below `count` (at least 1)."""
     return 1 << (count - 1).bit_length()
 
 

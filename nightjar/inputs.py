@@ -119,6 +119,9 @@ def _dialogue(
     messages = record.get("messages")
     if messages is None:
         return columns_of(tuple(record)).dialogue(record.__getitem__, number)
+    if voice_of is not None:
+        advice = "Give rows with `text` and `speaker`, or leave `voice_for` and `voices_by` out."
+        raise InputError(ErrorCode.INPUT_WRONG_FORMAT, "A dialogue names no speaker.", advice)
     if not isinstance(messages, list | tuple) or any(
         isinstance(message, str) or not isinstance(message, Collection) for message in messages
     ):

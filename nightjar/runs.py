@@ -113,7 +113,7 @@ def _read(
     else:
         path = str(written_input(source, spec, settings.state_folder))
         reading = msgspec.structs.replace(spec.reading or Reading(), columns=None, voices=None)
-        # The lines have the voices of their speakers.
+        # `written_input` has already written the voice of each speaker into the lines.
         pool = msgspec.structs.replace(spec.pool, by_speaker=False) if spec.pool else spec.pool
         spec = msgspec.structs.replace(spec, reading=reading, pool=pool)
         settings = settings.model_copy(update={"audio_roots": (*settings.audio_roots, Path.cwd())})

@@ -84,7 +84,7 @@ class Child(Generic[T]):
             signal_group(self.process, signal.SIGKILL)
 
     def wait(self, seconds: float | None = None) -> str:
-        """Waits until it has ended; returns how, as `exit_description` does. Raises
+        """Waits until the child has ended; returns the `exit_description` of its status. Raises
         `subprocess.TimeoutExpired`."""
         return exit_description(self.process.wait(seconds))
 

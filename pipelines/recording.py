@@ -166,7 +166,7 @@ class RecordingFiles:
 
     def get(self, recording: bytes, variant: str, make: Callable[[], Arrays]) -> Arrays:
         """The stored arrays of this recording and variant, or the result of `make`, which is then stored.
-        Raises what `make` raises, and stores nothing then."""
+        If `make` raises, this raises the same and stores nothing."""
         from safetensors import SafetensorError
 
         model = hashlib.sha256(json.dumps([self._identity, variant]).encode()).hexdigest()

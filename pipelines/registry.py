@@ -101,8 +101,8 @@ class Family:
     #: The class in its module `vllm_model` that runs its LM on vLLM; empty: vLLM has the class itself, or
     #: does not run this family.
     vllm_model: str = ""
-    #: Those of the options `streams` (number of prepared streams), `text_first` and `voice_cache` that its
-    #: pipeline has on the native engine.
+    #: Which of the options `streams` (number of prepared streams), `text_first` and `voice_cache` its pipeline
+    #: has on the native engine.
     options: frozenset[str] = frozenset()
 
     def call(self, module: str, function: str, *arguments: Any, **options: Any) -> Any:
@@ -271,8 +271,8 @@ def recognise(folder: Path, families: Sequence[Family]) -> Family:
 
 
 def _found(model: str, hub_files: Sequence[str]) -> Provider:
-    """The provider of a registry name or a checkpoint folder. Downloads files with these patterns of a
-    published checkpoint."""
+    """The provider of a registry name or a checkpoint folder. Of a published checkpoint, the files
+    whose names match `hub_files` are downloaded."""
     if (registered := _registered.get(model)) is not None:
         return registered
     if (package := BUILT_IN.get(model)) is not None:

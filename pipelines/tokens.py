@@ -58,7 +58,7 @@ class TokenRequest:
     #: Identifies everything that keys and values depend on besides the ids: only prompts with equal salts
     #: share a prefix.
     cache_salt: str | None = None
-    #: A second sequence that starts and ends with this one, such as the null branch of guidance; its tokens are
+    #: A second sequence that runs as long as this one does, such as the null branch of guidance; its tokens are
     #: dropped.
     shadow: TokenRequest | None = None
 

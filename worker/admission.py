@@ -20,7 +20,8 @@ MAX_SHARDS = 64
 SHARDS_AT_START = 2
 #: Maximum number of messages whose shards are not yet claimed. The size of a shard is known only after its claim.
 MAX_UNCLAIMED = 4
-#: The reserve of items keeps the engine busy for these seconds, in which a shard is claimed and read; and its maximum.
+#: The reserve of items keeps the engine busy while another shard is claimed and read: the seconds that it lasts, and its
+#: maximum in items.
 RESERVE_SECONDS = 2.0
 RESERVE_ITEMS = 1024
 #: While more items wait for meters or the store, no shards are taken.

@@ -355,7 +355,7 @@ def _tolerant(channel: type[Any], drop: Callable[[Exception], None]) -> type[Any
             try:
                 return super()._brpop_read(**options)
             except DataError as error:
-                # The message has values that Redis cannot store until the acknowledgement.
+                # Kombu stores a message in Redis until its acknowledgement, but Redis cannot store values of this one.
                 drop(error)
                 return True
             except (Empty, *BROKER_ERRORS):

@@ -102,8 +102,8 @@ class FeedingOrder:
     def take(self, rank: Rank, give_up: Callable[[], bool]) -> bool:
         """Waits for the turn of this shard; False: `give_up` returned True first.
 
-        A shard that has a turn keeps it, unless it is the last in the order among those that have one and a shard
-        before it waits.
+        A shard that already has a turn keeps it, with one exception: while an earlier shard waits, the last in the
+        order of those that have a turn gives it up.
         """
         with self._changed:
             if rank in self._feeding and not (

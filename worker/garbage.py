@@ -40,7 +40,8 @@ class SweepReport:
     failed_jobs: int = 0
 
 
-#: An orphan; for reference audio, with the inputs that were searched and do not refer to it.
+#: An orphan and the inputs that were searched for references to it, without finding any. Only reference audio needs such
+#: a search; for other objects the set is empty.
 Orphan = tuple[ObjectInfo, frozenset[tuple[str, str]]]
 #: Pairs of a number of objects and their total size in bytes.
 _Found = Iterator[tuple[int, int]]
@@ -57,8 +58,8 @@ def sweep(
 
     Orphans are stored results that were never committed, because the job was cancelled or the worker killed. Objects
     are kept if their job may still run, if `nightjar retry` may adopt them, if they are younger than the grace time,
-    or if this ledger would not write their key. Before an object is deleted, its job is locked and its key is checked
-    again. Raises `ServiceError` if the ledger cannot be reached.
+    or if their key is not one that the job in this ledger writes. Before an object is deleted, its job is locked and
+    its key is checked again. Raises `ServiceError` if the ledger cannot be reached.
     """
     objects = size = failed = 0
     before = ledger.now() - grace_seconds

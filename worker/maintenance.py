@@ -125,7 +125,7 @@ class Maintenance:
         self.reports.wake()
 
     def claimed(self) -> None:
-        """Dispatches soon if the worker can use more shards, after a claim, than it has reported."""
+        """After a claim: dispatches soon if the worker can now use more shards than it has reported."""
         if self.demand.shards > self.worker.slots:
             self.dispatches.wake()
 

@@ -317,8 +317,8 @@ def run_nights(
     again: bool = False,
     now: datetime | None = None,
 ) -> NightlyReport:
-    """Submits a night and those of the `catch_up` nights before it that did not run, for all schedules or those in
-    `names`, and writes the datasets of jobs that end within `wait_seconds`. `again`: also resubmits unchanged files of
+    """Submits a night, and those of the `catch_up` nights before it that did not run. Writes the datasets of jobs that
+    end within `wait_seconds`. `names`: only these schedules; empty: all. `again`: also resubmits unchanged files of
     nights whose job failed or was cancelled.
 
     Raises `ConfigError` for an invalid date, an unknown schedule and impossible exports, and `ServiceError`.

@@ -108,7 +108,8 @@ class PackWriter:
     clock: Clock
     #: Runs a function on a thread that may wait for the store.
     run: Callable[[Callable[[], None]], None]
-    #: Whether no items are in progress except those in the open pack, whose number is the argument.
+    #: Whether all items in progress are in the open pack and no others will follow. The argument is the number of items
+    #: in this pack.
     are_last: Callable[[int], bool]
 
     def __post_init__(self) -> None:

@@ -75,7 +75,7 @@ class WorkerOptions:
     #: The only model that this worker serves; None: any model.
     model: str | None = None
     #: Whether the worker serves only one run, as with `nightjar run`. It then ends if it cannot open the job's model with
-    #: its settings. Any other worker leaves such a job to other workers, or fails its items if there are none.
+    #: its settings. A worker that is not private leaves such a job to others, or fails its items if there are none.
     private: bool = False
     #: A model that is already being opened.
     preload: Preload | None = None

@@ -89,7 +89,8 @@ class ShardRunner:
     clock: Clock
     provenance: ProvenanceWriter | None = None
     demand: Demand = field(default_factory=Demand)
-    #: Whether no other worker runs the jobs of this one, so that shards that it cannot run are not given back.
+    #: Whether this is the only worker for its jobs. Then shards that it cannot run are not given back for other
+    #: workers.
     only_worker: bool = False
     #: Called after a claimed shard is counted in `demand`.
     on_claimed: Callable[[], None] = lambda: None
@@ -334,8 +335,8 @@ class ShardRun:
         return True
 
     def settle(self, draw: ItemDraw, answer: Answer) -> None:
-        """Accepts the answer for a draw: an outcome (only the first one of an item counts), a history that another draw
-        must follow, or an error."""
+        """Accepts the answer for a draw: an outcome (only the first one of an item counts), a history (the item needs
+        another draw), or an error."""
         index = draw.line.index
         outcome = self._judged(draw, answer) if isinstance(answer, BaseException) else answer
         with self._changed:
@@ -524,7 +525,7 @@ class ShardRun:
 
     def _is_paused(self) -> bool:
         """Whether the job is paused. Raises `LeaseGoneError` for a cancelled job."""
-        state = self.held.retrying(lambda: self._runner.ledger.job(self._job.id)).state
+        state = self.held.retrying(lambda: self._runner.ledger.job_state(self._job.id))
         if state not in WORKING:
             self._raise_lost()
         return state is JobState.PAUSED

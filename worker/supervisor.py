@@ -27,7 +27,7 @@ def run_group(group: WorkerGroup) -> int:
     while not group.has_ended:
         group.poll()
         time.sleep(POLL_SECONDS)
-    # If all workers are quarantined, the report of that stays in the ledger, which later counts them as lost.
+    # If all workers are quarantined, their last report remains in the ledger, which later counts the workers as lost.
     group.close(all_ended=group.ending is not None)
     if not group.quarantined:
         return 0

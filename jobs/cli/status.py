@@ -240,6 +240,10 @@ def watch(settings: Settings, ledger: Ledger, job: Job, output: Output) -> int:
     return exit_code_of(status.job.state)
 
 
+#: A pool with more voices is counted by `nightjar show`.
+_SHOWN_VOICES = 20
+
+
 @click.command()
 @job_argument
 @common_options
@@ -271,8 +275,12 @@ def show(job: str, home: str | None, output: Output) -> None:
     if found.spec.pool:
         from jobs.export.items import minutes_by_voice
 
-        with reading_ledger(settings) as ledger:
-            view["minutes_by_voice"] = minutes_by_voice(ledger, store_of(found, settings.s3), found)
+        try:
+            with reading_ledger(settings) as ledger:
+                view["minutes_by_voice"] = minutes_by_voice(ledger, store_of(found, settings.s3), found)
+        except NightjarError as error:
+            output.note(f"The minutes of each voice cannot be read: {printable(str(error))}")
+            view["minutes_by_voice"] = None
     if output.as_json:
         output.data(view)
         return
@@ -282,6 +290,12 @@ def show(job: str, home: str | None, output: Output) -> None:
         for record in view["made_with"] or ()
     ]
     shown = {**view, "made_with": made_by, "command": shlex.join(command), "command_notes": None}
+    if found.spec.pool and len(found.spec.pool.weights) > _SHOWN_VOICES:
+        voices, recordings = len(found.spec.pool.weights), len(found.spec.stored_voices or ())
+        spec = {**view["spec"], "stored_voices": f"{recordings:,} recordings, see --json"}
+        spec["pool"] = {**spec["pool"], "weights": f"{voices:,} voices, see --json"}
+        at = command.index("--voices") + 1
+        shown |= {"spec": spec, "command": shlex.join([*command[:at], "VOICES", *command[at + 1 :]])}
     output.record(shown)
     for note in notes:
         output.note(note)

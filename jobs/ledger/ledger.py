@@ -252,6 +252,7 @@ class Ledger:
 
     # Jobs and their status
     job = _reads(job_status.read_job)
+    job_state = _reads(queries.job_state)
     measured_rtf = _reads(queries.measured_rtf)
     jobs_of_keys = _reads(queries.jobs_of_keys)
     jobs_of_input = _reads(queries.jobs_of_input)

@@ -19,10 +19,11 @@ from jobs.ledger.records import (
     ItemRow,
     ItemState,
     Job,
+    JobState,
     RejectedLine,
 )
 from jobs.ledger.schema import ITEM_STATE_NUMBERS, ITEM_STATES, SCORE_COLUMNS
-from jobs.ledger.status import job_of, read_job
+from jobs.ledger.status import job_of, no_such_job, read_job
 from jobs.ledger.transaction import Row, Transaction, literals, record
 from jobs.where import FACTS, OF_ALL_ITEMS, Comparison, Condition, FilteredOut, Where
 from pipelines.errors import ErrorCode, invalid, nearest
@@ -40,6 +41,14 @@ _FACTS = {
     "attempts": "<items>.attempts",
     "draw": "measured.draw",
 }
+
+
+def job_state(sql: Transaction, job_id: str) -> JobState:
+    """The state of a job, without its spec, which may be large. Raises `NotFoundError`."""
+    state = sql.value("SELECT state FROM jobs WHERE id = :job", job=job_id)
+    if state is None:
+        raise no_such_job(job_id)
+    return JobState(state)
 
 
 def measured_rtf(sql: Transaction, model: str) -> float | None:

@@ -26,14 +26,14 @@ __device__ __forceinline__ float snake(float x, float frequency, float gain) {
     return x + gain * sine * sine;
 }
 
-// The tiles of STEPS steps that one of a block's GROUPS computes, in order. They are its share of the tiles that begin before their row's
-// end or, with `after_end`, of the others. In each turn a block takes one tile for each group; in its last turn the last groups may get
-// none.
+// The tiles (each of STEPS steps) that one of a block's GROUPS computes, in order: its share of the tiles that begin before the end of their
+// row, or with `after_end` its share of the other tiles. In each turn a block takes one tile for each group; in its last turn the last
+// groups may get none.
 template <int STEPS, int GROUPS = 1>
 struct Tiles {
     const Args& p;
     const bool after_end;
-    int row = -1, start, end = 0, limit = 0;  // end: activations are zero from this step; limit: the end of the row's tiles of this kind
+    int row = -1, start, end = 0, limit = 0;  // end: activations are zero from this step; limit: the row has no such tile from this step on
     int item = 0;                             // number of tiles before this one
 
     __device__ __forceinline__ explicit Tiles(const Args& arguments, int group = 0, bool others = false)

@@ -16,7 +16,7 @@ constexpr int C = 96, TAPS = 7, GROUPS_OF_8 = C / 8, STEPS_OF_16 = C / 16, MAX_D
 constexpr int TAP_BYTES = C * C * 2, WEIGHT_BYTES = (TAPS + 1) * TAP_BYTES;  // the taps, oldest first, then the second weight
 constexpr int ALONG_K = C * 16;                                              // from 8 values of k to the next, in a weight
 constexpr int WARPGROUPS = 2, STAGES = 2, TILE = M * WARPGROUPS, THREADS = WARPGROUPS * WARPGROUP + 32;
-constexpr int BOXES = 3, STEP_BYTES = 64;  // of a box
+constexpr int BOXES = 3, STEP_BYTES = 64;  // STEP_BYTES: of one step in a box
 constexpr int BOX = (TILE + (TAPS - 1) * MAX_DILATION + 7) / 8 * 8 * STEP_BYTES;
 
 struct Barriers { unsigned long long weights, full[STAGES], empty[STAGES]; };
@@ -72,7 +72,7 @@ struct Multiplier {
 
     __device__ __forceinline__ void read_residual(const Tiles96& tiles) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {  // a step after the last one reads the last one's, because its result is not stored
+        for (int half = 0; half < 2; ++half) {  // steps after the last one read its residual; their results are not stored
             const int step = min(step_of(tiles) + half * 8, p.steps - 1);
             const bf16* from = p.residual + (static_cast<long long>(tiles.row) * p.steps + step) * C + quad * 8;
 #pragma unroll
@@ -166,7 +166,7 @@ struct Multiplier {
             store16(to + i * 8, make_uint4(0, 0, 0, 0));
     }
 
-    // Turns: one warpgroup computes its long products after those of the other, which meanwhile finishes its steps.
+    // Turns: only one warpgroup at a time computes its long products; meanwhile the other one finishes its steps.
     __device__ __forceinline__ void await_turn() const { sync_some(1 + warpgroup, 2 * WARPGROUP); }
     __device__ __forceinline__ void pass_turn(int to) const { arrive_some(1 + to, 2 * WARPGROUP); }
 

@@ -18,7 +18,7 @@ constexpr int WORKERS = 128 * GROUPS, THREADS = WORKERS + 128;
 // A chunk is 32 inputs x all outputs of the first product, or 64 inputs x half of the outputs of the second one.
 constexpr int CHUNK = 32 * CHANNELS * 2, TAP_CHUNKS = CHANNELS / 32, FIRST_CHUNKS = TAPS * TAP_CHUNKS, HALF_CHUNKS = CHANNELS / 64;
 constexpr int CHUNKS = FIRST_CHUNKS + 2 * HALF_CHUNKS, MAX_STAGES = 12, SHARED_BYTES = 226 << 10;
-constexpr int PATIENCE = 1 << 25;  // tries at a barrier before the launch is aborted: seconds, while a chunk takes a microsecond
+constexpr int PATIENCE = 1 << 25;  // tries at a barrier before the launch is aborted; they take seconds, a chunk a microsecond
 
 // 64 steps of a row of the batch from `start`. Activations are zero from step `end`.
 struct Piece {

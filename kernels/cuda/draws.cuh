@@ -165,8 +165,9 @@ struct Team {
         for (int i = 0; i < EACH; ++i) weight[i] = quantized(likely[i] / total);
     }
 
-    // Writes to the board the code at the place in the sum of all weights that 32 random bits select. Before the call, the board must have
-    // the last code of the vocabulary, which remains if all weights are zero; after it, call `sync`.
+    // Draws a code and writes it to the board. 32 random bits (`word`) select a place in the sum of all weights, and the drawn code is the
+    // one whose weight contains this place. Before the call, the board must have the last code of the vocabulary, which remains if all
+    // weights are zero; after it, call `sync`.
     __device__ void choose(const unsigned (&weight)[EACH], unsigned word) const {
         unsigned local = 0, all = 0;
 #pragma unroll
@@ -184,7 +185,7 @@ struct Team {
 };
 
 // Writes 8 elements from `at` of a slot's next input: the rounded sum of its codes' rows in `table`, plus a row of text.
-// row_of: returns the row of a codebook's code.
+// row_of: returns the row in `table` of the code that the slot has for a codebook.
 template <int UNROLL, typename Row>
 __device__ __forceinline__ void write_next_input(bf16* input, const bf16* table, const bf16* text, int width, int at, int codebooks, Row row_of) {
     float sum[8] = {};

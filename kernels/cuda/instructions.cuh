@@ -30,7 +30,7 @@ __device__ __forceinline__ uint32_t load4(const void* from) {
     asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
     return v;
 }
-// Starts to copy bytes that a later kernel will read into the L2 cache.
+// Starts to copy bytes into the L2 cache, for a later kernel that reads them.
 __device__ __forceinline__ void prefetch(const void* from, uint32_t bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }

@@ -125,7 +125,7 @@ struct Consumer : Chain<S, Shared<S>, Args, TESTED> {
         });
     }
 
-    // The code that is drawn from these logits, which are bfloat16 values, with 32 random bits. Logits after the last code are -infinity.
+    // Draws a code from these logits (bfloat16 values) with 32 random bits. Logits after the last code are -infinity.
     template <class Drawer, int EACH>
     __device__ int draw(const Drawer& team, const float (&logit)[EACH], const DrawSettings& settings, unsigned word) const {
         if (settings.greedy) return team.likeliest(logit);

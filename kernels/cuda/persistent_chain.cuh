@@ -4,14 +4,15 @@
 // shared memory without ever waiting for another block. Blocks exchange data as packets {two bf16 or a float, epoch} in global memory. A
 // reader polls until each packet has the expected epoch, so that no barrier of the grid is needed.
 //
-// A block overwrites a packet only after it has received something from every block since that packet was read, so no reader misses a
-// packet. For attention's packets this requires that all blocks own rows of the state or of the inner width (`Shape`). Epochs count
-// exchanges over all launches, modulo 2^32. Each packet is written in each launch, so its epoch is never older than the previous launch.
+// A block overwrites a packet only after it has received, from every block, something that was published after that block had read the
+// packet. So no reader misses one. For attention's packets this requires that all blocks own rows of the state or of the inner width
+// (`Shape`). Epochs count exchanges over all launches, modulo 2^32. Each packet is written in each launch, so its epoch is never older
+// than the previous launch.
 //
 // Every wait is bounded. A thread that tries too often without success reports a fault, stops waiting, and continues to the end with the
 // data that it has; a thread that sees the report of another one does the same. So all blocks end, and the flags mark the frame as invalid.
-// Waits are measured in tries, or in clocks of which only a limited number counts between two tries, because a process that shares its GPU
-// makes no tries while another one runs.
+// Waits are measured in tries or in clocks. A process that shares its GPU makes no tries while another one runs, but the clock continues.
+// So only a limited number of clocks counts between two tries.
 //
 // A cooperative launch begins only when all of its blocks fit on the GPU at once. So two launches of two engines never each occupy a part
 // of the GPU while they wait for the rest.
@@ -41,7 +42,7 @@ struct Waits {
 };
 
 // The producer warp's stream of a block's chunks. It has the longest waits, because its consumers may wait for packets. Like them it sees
-// the faults that others report. Its `rest` counts looks at the fault word, each after many tries.
+// the faults that others report. It looks at the fault word once in many tries, and its `rest` is the number of looks that remain.
 template <class S, class Memory, class Arguments, bool TESTED>
 struct Stream : Waits<Arguments> {
     using Base = Waits<Arguments>;
@@ -109,8 +110,8 @@ struct Chain : Waits<Arguments> {
         else if (tries % 64 == 63) this->look();
         return broken();
     }
-    // While the weights of a block are late, other blocks wait for its packets. So `rest` allows less time here than they have. `multiply`
-    // reports a fault when it is used up.
+    // While the weights of a block are late, other blocks wait for its packets. So `rest` allows a shorter wait here than the other blocks
+    // may wait for packets. `multiply` reports a fault when `rest` is used up.
     __device__ __forceinline__ void wait_for_weights() {
         if (arrived(&s.full[stage], parity)) return;
         for (unsigned then = clock(); rest > 0 && !arrived(&s.full[stage], parity);) {

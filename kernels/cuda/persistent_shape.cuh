@@ -8,7 +8,7 @@ namespace {
 struct Args {
     static constexpr uint32_t KERNEL = 0;
     const char* weights;  // [blocks], for each block the chunks of its layers, then those of its heads
-    const bf16 *norms, *rope, *x, *inputs, *table, *text;  // norms: for each layer input, post, q, k; then the final one; padded widths
+    const bf16 *norms, *rope, *x, *inputs, *table, *text;  // norms: of each layer: input, post, q, k; then the final one; padded widths
     const long long *rows, *seeds, *top_k, *starts, *trailing;
     long long *codes, *frames, *positions;
     const int* finite;
@@ -45,9 +45,9 @@ enum Control { EPOCH = 0, FAULT = 1, TALKER_EPOCH = 2 };
 // What a thread that reports a fault waited for. The word of a fault has, from the highest bit: a 1; `KERNEL`, 1 bit; the wait, 2 bits; the
 // block, 8 bits; the exchange or chunk, 20 bits.
 enum Wait { PACKETS = 0, WEIGHTS = 1, ROOM = 2, LAST_COPY = 3 };
-// Limits of waits in the ring. TRIES_PER_LOOK: the producer's tries between two looks at the fault word; CLOCKS_PER_TRY: the clocks that a
-// consumer may wait for each try that `patience` allows for packets; LAST_TRIES: tries for the last copies; LONGEST_TRY: the maximum number
-// of clocks that count between two tries of a consumer.
+// Limits of waits in the ring. TRIES_PER_LOOK: the producer's tries between two looks at the fault word; CLOCKS_PER_TRY: a consumer may wait
+// `patience` times this many clocks; LAST_TRIES: tries for the last copies; LONGEST_TRY: the maximum number of clocks that count between two
+// tries of a consumer.
 constexpr int TRIES_PER_LOOK = 256, CLOCKS_PER_TRY = 32, LAST_TRIES = 1 << 16;
 constexpr unsigned LONGEST_TRY = 1 << 16;
 constexpr int REPORTED = -(1 << 30);  // lower than `rest` can become by waiting
@@ -69,11 +69,12 @@ struct Shape {
     static_assert(BLOCKS % HEADS == 0 && HEAD % (BLOCKS / HEADS) == 0 && SLICE % 2 == 0 && HEAD % 8 == 0 && HEAD <= 128, "blocks of a head");
     static_assert((HEAD & (HEAD - 1)) == 0 && WIDTH % 4 == 0 && INNER % 4 == 0 && CODES % 4 == 0 && WARPS % ROWS == 0, "packets in pairs");
 
-    // For a matrix of n rows, the groups of 8 rows per block; for an inner size, the blocks of 32 values per warp; chunks of a product.
+    // groups: of 8 rows, per block, of a matrix of n rows; steps: blocks of 32 values, per warp, of an inner size; chunks: of a product.
     __device__ static constexpr int groups(int n) { return parts(n, BLOCKS * 8); }
     __device__ static constexpr int steps(int inner) { return parts(inner, WARPS * 32); }
     __device__ static constexpr int chunks(int inner, int groups) { return parts(steps(inner) * groups, TILES); }
-    // This ensures that every block has sent values of a layer to all others before the next layer overwrites attention's results.
+    // Every block must own rows of one of these products: it then sends values to all others in each layer, before the next layer
+    // overwrites attention's results.
     static_assert((BLOCKS - 1) * 8 * groups(WIDTH) < WIDTH || (BLOCKS - 1) * 8 * groups(INNER) < INNER, "the last block owns no row");
     static constexpr int LAYER_CHUNKS = chunks(WIDTH, groups(QKV)) + chunks(MIXED, groups(WIDTH)) + chunks(WIDTH, 2 * groups(INNER)) +
                                         chunks(INNER, groups(WIDTH));

@@ -56,7 +56,7 @@ struct Talker : Chain<S, TalkShared<S>, TalkArgs, TESTED> {
     struct Cached {
         uint2 keys[AHEAD], values[AHEAD];
     };
-    // Reads AHEAD of this warp's positions from its `first`-th one, except for the new one.
+    // Reads the keys and values of AHEAD of this warp's positions, beginning with its `first`-th one. The new position is not read.
     __device__ __forceinline__ void read(Cached& to, int layer, int row, int first) const {
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {

@@ -2,10 +2,10 @@
 // Attention of the code predictor for one new position (1 to 15): norm and rotary embedding of q and k, append, and attention over all
 // positions so far.
 //
-// One warp computes a (row, kv head) with its two query heads. Half-warp h computes query head h where the work is per head, and the
-// positions of parity h where the heads share it. Lane c of a half owns the dimensions 8c to 8c+7 of the head's 128. A score and its
-// exponential, which several lanes need, are computed by one lane: lane c of a half has those of query head c / 8 and pair c % 8 of
-// positions.
+// One warp computes a (row, kv head) with its two query heads. Work that each query head needs separately is divided by heads: half-warp h
+// computes query head h. Work that the heads share is divided by positions: half-warp h computes those of parity h. Lane c of a half owns
+// the dimensions 8c to 8c+7 of the head's 128. Several lanes need a score and its exponential, but only one computes them: lane c of half h
+// has those of query head c / 8 and position 2 * (c % 8) + h.
 #include "common.cuh"
 
 namespace {
@@ -93,7 +93,7 @@ __device__ __forceinline__ void attention(const Args& p) {
     bf16* keys = p.k_cache + row * cache_width + (kv_head * SPAN + half) * D + c * 8;  // of the positions with this half's parity
     bf16* values = p.v_cache + row * cache_width + (kv_head * SPAN + half) * D + c * 8;
     bf16* target = p.out + (static_cast<long long>(row) * p.kv_heads + kv_head) * GROUP * D + half * D + c * 8;
-    const auto there = [&](int i) { return i < PAIRS - 1 || 2 * i + half < p.position; };  // if their number is odd, one half has fewer
+    const auto there = [&](int i) { return i < PAIRS - 1 || 2 * i + half < p.position; };  // half 1 has one less if `position` is odd
     const auto fetch_keys = [&] {
         copy16(query, q_from), copy16(query + THREADS, k_from);
 #pragma unroll
@@ -124,7 +124,7 @@ __device__ __forceinline__ void attention(const Args& p) {
         float s[PAIRS];
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) {
-            const uint4 one = k[i * THREADS];  // undefined if the position does not exist, whose score is ignored
+            const uint4 one = k[i * THREADS];  // undefined if the position does not exist; its score is then ignored
             s[i] = shared_sum(dot(q[0], one), dot(q[1], one), c, 8);
         }
         if (half == 0) store16(keys + p.position * D, key);

@@ -2,15 +2,15 @@
 // Products of decoding for 17 to 64 rows: y[rows, n] = epilogue(x[rows, inner] @ W[n, inner]^T), only for sm_90a. kernels/lm_products.py
 // chooses their tiles and launches them.
 //
-// The weights are the rows of Hopper's products and the activations their columns, up to N rows of x at once. A block has a tile of 64
+// In Hopper's products (wgmma) the weights are the rows, and up to N rows of x are the columns. A block has a tile of 64
 // weight rows and a part of the inner size. The other blocks of its cluster have the other parts of the same tile. They add the parts in
 // shared memory in the order of their ranks, each for its share of the rows. One thread requests all copies: first the block's weights,
 // which depend on no earlier kernel and so are copied while the previous kernel still runs (programmatic dependent launch), then pieces of
 // 64 values of x, into a ring.
 //
-// A norm between two products has no launch of its own. The first product (RESIDUAL) also writes its outputs times the norm's weights,
-// which are the input of the second product, and the sums of the outputs' squares per tile, from which the second product computes the
-// scale of each row for its own sums.
+// A norm between two products has no launch of its own. The first product (RESIDUAL) also writes its outputs times the norm's weights;
+// they are the input of the second product. It also writes the sum of the squares of each row's outputs per tile. From these the second
+// product computes the scale of each row, by which it multiplies its own sums.
 #include "common.cuh"
 #include "cluster.cuh"
 #include "wgmma.cuh"
@@ -165,7 +165,7 @@ struct Block {
     }
 };
 
-// The pairs of outputs that a thread finishes, by number: `row` within the block's share, `column` within its outputs.
+// The pairs of outputs that a thread finishes. Pair i is in row `row(i)` of the block's share and begins at column `column(i)` of its tile.
 template <int N>
 struct Pairs {
     const Block<N>& block;

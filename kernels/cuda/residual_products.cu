@@ -2,11 +2,11 @@
 // Products of decoding for many rows that are added to a residual: x[rows, n] += a[rows, inner] @ W[n, inner]^T, only for sm_90a.
 // kernels/lm_products.py chooses their tiles and launches them.
 //
-// A tile is the product of 128 rows of a and 128 rows of the weights. Each block of a cluster has a part of the inner size of the same
-// tile. Each of two warpgroups multiplies 64 of the rows. A thread of another warp requests copies of pieces of 64 values of both into a
-// ring; the first weights are copied while the previous kernel still runs (programmatic dependent launch). Each block then finishes a share
-// of the rows, for which the others send it their sums, and adds all sums in the order of the ranks. A row has the same bits in every batch
-// with the same tiles.
+// A tile is the product of 128 rows of a and 128 rows of the weights. The blocks of a cluster compute the same tile, each for a part of the
+// inner size. Each of two warpgroups multiplies 64 of the rows. A thread of another warp starts the copies into a ring, one piece after the
+// other: 64 inner values of the rows of a and of the weights. The first weights are copied while the previous kernel still runs
+// (programmatic dependent launch). Each block then finishes a share of the rows, for which the others send it their sums, and adds all sums
+// in the order of the ranks. A row has the same bits in every batch with the same tiles.
 #include "common.cuh"
 #include "cluster.cuh"
 #include "wgmma.cuh"
@@ -18,7 +18,7 @@ constexpr int ROWS = 128, OUTPUTS = 128, A = ROWS * LINE, STAGE = A + OUTPUTS * 
 // BAND: rows of a warp's sums; QUADS: groups of four sums that a thread has in each of two rows.
 constexpr int BAND = 16, QUADS = OUTPUTS / 16, BAND_BYTES = BAND * OUTPUTS * 4;
 constexpr int SUMS_BYTES = ROWS / BAND * BAND_BYTES;
-constexpr int PATIENCE = 1 << 22;  // tries at a barrier before the launch is aborted: seconds, while a piece takes a microsecond
+constexpr int PATIENCE = 1 << 22;  // tries at a barrier before the launch is aborted; they take seconds, a piece a microsecond
 
 struct Args {
     TensorMap weights, a;          // of W [n, inner] and a [rows, inner], for boxes of 64 values x the rows of a tile
@@ -31,8 +31,8 @@ __device__ __forceinline__ void wait_for(unsigned long long* barrier, uint32_t p
         if (tries == PATIENCE) __trap();
 }
 
-// The place in a band of four sums of thread `lane` of the warp that multiplied it. They are the outputs 16 quad + 2 (lane % 4), the next
-// one, and the two that are 8 later, of row lane / 4, or of the row 8 below that with `down`. Neither writes nor reads have bank conflicts.
+// Where a band has four sums of thread `lane` of the warp that multiplied the band. Their row is lane / 4, or with `down` lane / 4 + 8; they
+// are the output 16 quad + 2 (lane % 4), the next one, and the two that are 8 later. Neither writes nor reads have bank conflicts.
 __device__ __forceinline__ int place_in_band(int down, int quad, int lane) {
     return ((down * QUADS + quad) * 32 + (lane ^ ((quad & 1) << 2 | (quad >> 1 & 1)))) * 16;
 }
@@ -134,7 +134,8 @@ struct Block {
         return row(band) < p.rows ? load16(p.x + place(band)) : make_uint4(0, 0, 0, 0);
     }
 
-    // The product's 8 outputs of this thread. Two neighbouring threads each add four outputs of both their eights, then exchange them.
+    // The product's 8 outputs of this thread. Of two neighbouring threads each adds four of its own outputs and four of the other's; then
+    // they exchange the latter.
     __device__ __forceinline__ uint4 total(int band) const {
         const int in_band = warp * 2 + lane / 16, line = in_band % 8 * 4 + (lane & 1) * 2, quad = lane % 16 / 2;
         const char *one = sums + band * BAND_BYTES + place_in_band(in_band / 8, quad, line);

@@ -37,8 +37,8 @@ struct Scratch {
     long long places[32];
 };
 
-// The key (as from `ordered`) of the k-th largest of bf16 values, of which each word has a pair. In each round all warps add to one pair of
-// sums, which start at 0.
+// The key, as `ordered` computes it, of the k-th largest of bf16 values. Each word of `pairs` has two of them. In each round all warps add to
+// one pair of sums, which start at 0.
 __device__ unsigned kth_largest_of_pairs(const uint32_t (&pairs)[EACH / 2], int k, Scratch& s) {
     unsigned threshold = 0;
 #pragma unroll

@@ -2,8 +2,8 @@
 // Skinny GEMM for decoding: y[rows, N] = epilogue(norm(x)[rows, K] @ W[N, K]^T), with up to 32 rows per block.
 //
 // One block owns NT groups of 8 weight rows over the whole K; its warps split K. Weights do not depend on earlier kernels, so
-// every lane copies the 16-byte pieces that only it will read into shared memory BEFORE griddepcontrol.wait (programmatic
-// dependent launch). So the weight stream of a kernel overlaps the arithmetic of the previous kernels. Partial sums of the warps
+// BEFORE griddepcontrol.wait (programmatic dependent launch) every lane copies its weights into shared memory, as 16-byte pieces
+// that no other lane reads. So the weight stream of a kernel overlaps the arithmetic of the previous kernels. Partial sums of the warps
 // are added in warp order, so results do not depend on timing. They depend on the number of rows only by whether it is more than 8.
 //
 // Inside a 32-wide block of K, lane t of a quad owns the 8 consecutive values at 8t. A and B of the mma have the same
@@ -80,7 +80,7 @@ __device__ __forceinline__ void skinny(const Args& p) {
             extra = load4(EPI == BIAS ? p.extra + n : p.extra + static_cast<long long>(row) * p.y_stride + n);
     }
 
-    if constexpr (!NORM) __syncthreads();  // because the assembler does not move loads to after a barrier
+    if constexpr (!NORM) __syncthreads();  // keeps the loads before it, because the assembler moves none to after a barrier
     if constexpr (NORM) {
 #pragma unroll
         for (int m = 0; m < MT; ++m)

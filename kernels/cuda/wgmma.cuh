@@ -8,7 +8,7 @@
 
 // A descriptor, for `multiply`, of a matrix [rows, k] of bf16 in shared memory. The matrix consists of pieces of 8 rows x 8 values of k,
 // each 128 consecutive bytes, row by row; `along_k` and `along_rows` are the bytes from one piece to the next. `start`: its first 16 bytes,
-// at any multiple of 16. So in a slab of 8 values of k for many rows, whose pieces follow each other, a matrix may start at any row.
+// at any multiple of 16. So if the pieces of the same 8 values of k follow each other for many rows, a matrix may start at any of the rows.
 using Matrix = unsigned long long;
 __device__ __forceinline__ Matrix matrix_at(const void* start, uint32_t along_k, uint32_t along_rows) {
     const Matrix distances = static_cast<Matrix>(along_k >> 4) << 16 | static_cast<Matrix>(along_rows >> 4) << 32;
@@ -23,7 +23,7 @@ __device__ __forceinline__ Matrix moved(Matrix matrix, int bytes) { return matri
 // row the i-th 16 bytes at the place i ^ (row / 2 % 4). `start` may be the start of any row, or 32 bytes after it.
 __device__ __forceinline__ Matrix swizzled_matrix_at(const void* start) { return matrix_at(start, 16, 512) | 2ull << 62; }
 
-// Makes registers that were written visible to the products that follow. Call it before the first product and after each wait.
+// Makes earlier writes to registers visible to the products that follow. Call it before the first product and after each wait.
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING>  // waits until at most PENDING commits are unfinished

@@ -17,7 +17,7 @@ constexpr int ROWS = 128, OUTPUTS = 96, X = ROWS * LINE, HALF = OUTPUTS * LINE, 
 constexpr int PATIENCE = 1 << 22;  // tries at a barrier before the launch is aborted: seconds, while a piece takes a microsecond
 
 struct Args {
-    TensorMap weights, x;          // of [2 * n, inner], gate first, for boxes of 64 values x 96 rows; of [rows, inner], x 128 rows
+    TensorMap weights, x;          // weights: [2 * n, inner], gate first, boxes of 64 values x 96 rows; x: [rows, inner], boxes of 64 x 128
     bf16* y;                       // [rows, n]
     int rows, n, inner, y_stride;  // y_stride: values from one row of y to the next
 };
@@ -102,8 +102,8 @@ struct Block {
         if (threadIdx.x % 32 == 0) arrive(empty + before);
     }
 
-    // The outputs 8 chunk + 2 (t % 4) and the next one, of row t / 4, or of the row 8 below that with `down`. In thread t of a warp,
-    // d[4 i + 2 r + j] belongs to row t / 4 + 8 r of x and to row 8 i + 2 (t % 4) + j of the tile's weights.
+    // Two neighbouring outputs, of which the first is 8 chunk + 2 (t % 4). Their row is t / 4, or with `down` t / 4 + 8. In thread t of a
+    // warp, d[4 i + 2 r + j] belongs to row t / 4 + 8 r of x and to row 8 i + 2 (t % 4) + j of the tile's weights.
     __device__ __forceinline__ uint32_t finished(const float (&d)[OUTPUTS], int chunk, int down) const {
         const int at = chunk * 4 + down * 2, up = OUTPUTS / 2 + at;
         return narrow(silu(rounded(d[at])) * rounded(d[up]), silu(rounded(d[at + 1])) * rounded(d[up + 1]));

@@ -89,8 +89,8 @@ class Past:
         self.positions = positions
 
     def swap(self, span: StateSpan, x: Tensor) -> Tensor:
-        """Returns the inputs before x: [B, span.steps, C]; stores the last inputs, up to the end of x: [B, T,
-        C], for the next chunk."""
+        """Returns the span.steps inputs before x [B, T, C] as [B, span.steps, C]. Stores the inputs that come
+        before the next chunk: the last span.steps, up to the end of x."""
         rows, steps, _ = x.shape
         history = self.before[:, span.offset : span.end].view(rows, span.steps, span.channels)
         kept = self.after[:, span.offset : span.end].view(rows, span.steps, span.channels)
@@ -289,7 +289,7 @@ class ConvStack:
 #: Maximum queries that attend at once, so that masks do not grow with the square of a recording's length.
 ATTENTION_STEPS = 1024
 
-#: Positions int64 [B, T] and the type of the activations -> cosines and sines, two of [B, 1, T, head_dim].
+#: Positions int64 [B, T] and the type of the activations -> cosines and sines, [B, 1, T, head_dim] each.
 Rotary = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
 
 

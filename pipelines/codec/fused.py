@@ -47,8 +47,9 @@ log = logging.getLogger(__name__)
 #: Maximum number of channels for which one program of a kernel holds all channels of a step, so that a
 #: residual unit is one kernel.
 WIDEST_UNIT = 192
-#: The fused head clamps to 1, so inputs of tanh are divided by this before it. Tanh reaches 1 far below this
-#: value, and a power of two changes no digits.
+#: The fused head clamps its results to [-1, 1]. If tanh follows, the head's weights are therefore divided by
+#: this, and its results are multiplied by it. Tanh reaches 1 far below this value, and a power of two changes
+#: no digits.
 HEADROOM = 64.0
 
 _ops = torch.ops.nightjar
@@ -101,8 +102,8 @@ class FusedUnit:
         ends: Tensor | None = None,
         open_ends: bool = False,
     ) -> None:
-        """See `kernels.codec_ops.codec_active_unit`: a [B, lead + T, C] = snake(x) after its history; x, raw:
-        [B, T, C]."""
+        """See `kernels.codec_ops.codec_active_unit`. `a`: [B, lead + T, C], the history and then snake(x); `x`
+        and `raw`: [B, T, C]."""
         stop = {"ends": ends, "open_ends": open_ends}
         first, second = (self._weight1, self._bias1), (self._weight2, self._bias2)
         after = (raw, active, active_lead, *self._after)
@@ -199,8 +200,8 @@ class FusedStack:
         return torch.tanh(samples * HEADROOM) if self._tanh else samples
 
     def _ends(self, lengths: Sequence[int] | None, device: torch.device) -> Sequence[Tensor | None]:
-        """The ends of rows with these numbers of samples, in steps of each block's input and of the head's,
-        int32 [B] each; sent in one copy."""
+        """Where rows with these numbers of samples end: int32 [B] for the input of each block and of the head,
+        counted in the steps of that input. All are sent in one copy."""
         if lengths is None:
             return [None] * len(self._step_samples)
         # Each row of the table starts at a multiple of 16 bytes; Triton would compile another kernel for

@@ -226,7 +226,7 @@ class StreamGraphs(ChunkGraphs):
         """Launches the next frames of streams that have a row, on the current CUDA stream, and advances their
         states.
 
-        codes: one [n, codebooks] each, on the host. Returns the parts of each stream's samples, whose transfer
+        codes: [n, codebooks] of each stream, on the host. Returns the parts of each stream's samples, whose transfer
         has started, and the buffers that hold them, which are passed to `recycle` after the samples were
         read.
         """

@@ -39,8 +39,8 @@ class PendingSamples:
         return self
 
     def of(self, at: int, place: Samples | None = None) -> Samples:
-        """The ready samples of one item of the batch, copied to `place`, or to new memory if the caller does
-        not own them.
+        """The samples of one item of the batch, which must be ready. They are copied to `place`, or without it
+        to new memory. But a single part that the caller owns is returned itself if there is no `place`.
 
         Raises ValueError if `place` has another length.
         """
@@ -76,7 +76,7 @@ def pinned(waves: Sequence[Tensor]) -> list[Samples]:
 
 class Sender:
     """Sends the samples of consecutive batches to the host on its own CUDA stream, so that the next batch does
-    not wait for the copy. One thread at a time may use it, on one stream.
+    not wait for the copy. One thread at a time may use it, always on the same CUDA stream.
     """
 
     def __init__(self) -> None:

@@ -13,16 +13,16 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Batch sizes that CUDA graphs are captured for; other batches are padded with the dead slot. Also the
-#: numbers of slots that are chosen by default.
+#: Batch sizes that CUDA graphs are captured for; other batches are padded with the dead slot. By
+#: default the number of slots is one of these too.
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512)
 #: Larger sizes for engines with more than 512 slots, which some models have by default if memory suffices.
 WIDE_BUCKETS = (640, 768, 896, 1024)
-#: Sizes above the largest of these are multiples of this.
+#: Sizes above the largest of `WIDE_BUCKETS` are multiples of this.
 _STEP = 128
 #: Sizes captured before the first batch, in addition to the largest.
 _FIRST = (1, 8)
-#: A size is captured when it is wanted for this many batches: a capture takes about as long as this many
+#: A size is captured after this many batches wanted it, because a capture takes about as long as that many
 #: frames of a large batch.
 ASKS = 8
 

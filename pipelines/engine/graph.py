@@ -35,8 +35,9 @@ class GraphExecutor(FrameExecutor):
     """The `FrameExecutor` for a GPU: the frame of `model` in fused kernels, captured once for each bucket.
 
     `warm` captures a few graphs, which are enough for every batch; `Buckets` chooses when to capture others.
-    If `reproducible`, every batch runs in one bucket with the same splits, and chunks of one size and position
-    are prefilled in one shape: every row runs in the same kernels, so its bits do not depend on its batch.
+    If `reproducible`, every batch runs in the same bucket with the same splits, and chunks of the same size
+    and position are prefilled in the same shape. So every row runs in the same kernels, and its bits do not
+    depend on its batch.
     """
 
     name = "graph"
@@ -160,8 +161,9 @@ class GraphExecutor(FrameExecutor):
 
 
 def prefills_of(executor: GraphExecutor, sizes: Sequence[int]) -> PackedPrefills | PaddedPrefills:
-    """Makes the prefills of an executor; `sizes`: numbers of positions of packed rows. They refer only to
-    parts of the executor: a reference to the executor itself would be a cycle."""
+    """Makes the prefills of an executor; `sizes`: the numbers of positions that a row of packed prompts can
+    have. The prefills refer only to parts of the executor: a reference to the executor itself would be a
+    cycle."""
     stack, state, cache, pool, stream = (
         executor.tensors.backbone,
         executor.state,

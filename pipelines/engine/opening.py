@@ -42,14 +42,15 @@ _CPU_SLOTS, _CPU_KV_BYTES = 32, 1 << 30
 _DEFAULTS = EngineOptions()
 #: Minimum positions of a sequence; fewer have no room for a prompt and a second of speech.
 _MIN_CONTEXT = 64
-#: On a GPU: `EngineOptions.admit_turns`; frames of a turn, and frames of a turn of more than 512 slots, since
-#: such a frame takes longer than the host's work.
+#: `EngineOptions.admit_turns` on a GPU.
 _ADMIT_TURNS = 4
+#: Frames of a turn on a GPU: with up to 512 slots, and with more, when one frame takes longer than the host's
+#: work.
 _FRAMES_PER_TURN, _WIDE_FRAMES_PER_TURN = 2, 1
 #: Prompt positions that a turn prefills for each slot, if there are more than 512 slots.
 _WIDE_PREFILL = 12
-#: Number of slots for each spare slot, if there are 512 slots or more. These are more spare slots than
-#: utterances that end while new requests are gathered.
+#: Number of slots for each spare slot, if there are 512 slots or more. So there are more spare slots
+#: than utterances that end while new requests are gathered.
 _SPARE_PART = 8
 #: Default share of the free memory that an engine takes; the rest is for memory that the allocator cannot
 #: use.
@@ -68,7 +69,7 @@ LIBRARY_BYTES, _GRAPH_BYTES, _MORE_GRAPH_BYTES = 1 << 30, 3 << 29, 1 << 26
 #: Bytes that must be left for more than 512 slots by default: for further pages, and for memory that the
 #: allocator keeps for the codec. A job of 1,024 slots on an H200 took 45 GB without its pages.
 _WIDE_ROOM = 32 << 30
-#: Number of rows in the buffers of all graphs that `MemoryNeeds.slot` includes for one slot.
+#: `MemoryNeeds.slot` counts this many rows for a slot in the buffers of all graphs together.
 _SLOT_ROWS = 3
 
 

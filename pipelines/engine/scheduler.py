@@ -19,7 +19,8 @@ from pipelines.errors import NightjarError
 Finish = Literal["eos", "length"]
 
 #: Full turns (with nearly as many requests as the limit allows) that must succeed after an out-of-memory
-#: error before the limit grows: some seconds of a large batch. Doubles up to the maximum.
+#: error before the limit grows. With a large batch they take some seconds. Each error doubles their number, up
+#: to the maximum.
 FIRST_PATIENCE, MAX_PATIENCE = 128, 1 << 14
 
 
@@ -57,8 +58,8 @@ class GenerationRequest:
     """
 
     request_id: str
-    #: Made by the family. The engine only uses its length, and `trailing`, int64: the text ids that follow
-    #: it.
+    #: Made by the model's family. The engine only uses its length and its attribute `trailing`: int64, the ids
+    #: of the text that follows it.
     prompt: Any
     sampling: SamplingParams
     seed: int
@@ -128,8 +129,9 @@ class PrefixCache:
 
     An unused prefix stays until its pages are needed; the least recently used one is evicted first. So
     prefixes take no page from a request and need no limit. The key of a prefix is its parent, its content and
-    its number of pages: prompts that share a different number of pages are divided into other chunks, so the
-    bits could differ. A parent is never evicted before its children, since it is released after them.
+    its number of pages. The number is part of it because prompts that share a different number of pages are
+    divided into other chunks, so the bits could differ. A parent is never evicted before its children, since
+    it is released after them.
     """
 
     def __init__(self, kv: PagedKV) -> None:
@@ -447,8 +449,8 @@ class Scheduler:
         """Plans chunks of prompts as (utterance, positions), the oldest first, within the turn's budget
         divided by `share`.
 
-        Chunks end at multiples of the chunk size from the prompt's start and from the ends of its prefixes, so
-        that the results of a prompt do not depend on others, or on which request computed its prefixes.
+        A chunk has the full chunk size, unless a prefix or the prompt ends before. So the results of a prompt do
+        not depend on others, or on which request computed its prefixes.
         """
         chunks: list[tuple[Utterance, int]] = []
         budget = self._options.prefill_tokens // share
@@ -519,7 +521,8 @@ class Scheduler:
         utterance.run += 1
 
     def scrub(self, utterance: Utterance) -> None:
-        """Zeroes the pages of a running utterance that can hold NaN; those of its prefix once it is unused."""
+        """Zeroes the pages of a running utterance, which can hold NaN. The pages of its prefix are zeroed once
+        no request uses the prefix."""
         self.kv.scrub(utterance.pages[utterance.shared_pages :])
         if utterance.shared is not None:
             self.prefixes.invalidate(utterance.shared)

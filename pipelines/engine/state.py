@@ -34,8 +34,8 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The values that a new request writes into its slot. `embedding` [hidden] is the embedding of the last
-    position of its prompt, `position`."""
+    """The values that a new request writes into its slot. `position` is the last position of its prompt, and
+    `embedding` [hidden] the embedding there."""
 
     slot: int
     pages: Sequence[int]
@@ -130,7 +130,7 @@ class SlotState:
                     (self.trailing, trailing, self.pad_text),
                 )
             ):
-                # Entries that an earlier request wrote after these are reset.
+                # An earlier request may have written further entries; they are reset.
                 empty = max(self._used[one.slot][at] - len(entries), 0)
                 cells.append(_cells(table, one.slot, 0, len(entries) + empty))
                 values += [entries, np.full(empty, rest, np.int64)]

@@ -1,4 +1,4 @@
-"""The engine process: opens one model, and serves its client until that closes the channel or dies."""
+"""The engine process: opens one model, and serves its client until the client closes the channel or dies."""
 
 from __future__ import annotations
 

@@ -271,10 +271,10 @@ def fill_module(
     dtype: torch.dtype = torch.float32,
     published: Mapping[str, str | Callable[[re.Match[str]], str]] = MappingProxyType({}),
 ) -> None:
-    """Fills a module made on the meta device with the tensors `prefix` + their names.
+    """Fills a module that was made on the meta device. The source has each tensor as `prefix` + its name.
 
-    `published`: patterns of our names and their replacements in the source, applied in order by `re.sub`.
-    Weight norms that the module does not have are folded. Raises like the source.
+    `published`: patterns in our names -> the replacements that make them the names of the source, applied in
+    order by `re.sub`. Weight norms that the module does not have are folded. Raises like the source.
     """
     tensors: dict[str, Tensor] = {}
     for name, empty in module.state_dict().items():
@@ -302,7 +302,7 @@ def _opened(path: Path) -> Any:
 
 
 def _shards(index: Path) -> set[str]:
-    """The files that an index lists. Their tensors are listed by the files themselves."""
+    """The files that an index lists. The names of their tensors are read from the files, not from the index."""
     table = read_table(index).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise bad_checkpoint(f"{index} has no weight_map.")
@@ -376,7 +376,7 @@ def open_device(name: str | None, threads: int | None = None) -> torch.device:
     """The device with this name, or the best one. Also sets the number of CPU threads: to `threads`, or to
     one if the device is the CPU.
 
-    On a GPU disables cuDNN attention in the whole process: cuDNN builds a plan for every new shape, for up to
+    On a GPU this disables cuDNN attention in the whole process: cuDNN builds a plan for every new shape, for up to
     half a second, and batches of utterances often have new shapes. Raises `ConfigError` (`config.invalid`) for
     a device that does not exist, and `EngineCrashError` like `_best_device`.
     """

@@ -19,8 +19,8 @@ from worker.quality.process import MeterHangError, MeterProcess
 
 log = structlog.get_logger(__name__)
 
-#: Maximum number of waiting draws, and of the samples of all draws in the pool (1 GiB). At a maximum the engine is not
-#: fed.
+#: Maximum number of waiting draws, and of the samples of all draws in the pool (1 GiB). When either is reached, the
+#: engine is not fed.
 MAX_WAITING, MAX_SAMPLES = 1024, 1 << 28
 #: If meters hang on this number of consecutive items, the meters are assumed to be the cause, not the items.
 HANGS_IN_A_ROW = 3
@@ -57,7 +57,7 @@ class MeterPool:
         #: Meters -> (items on which they hung since their last answer, number of reported outages).
         self._hung: dict[bytes, tuple[set[str], int]] = {}
         self._lock = threading.Lock()
-        #: Samples of all waiting and measured draws.
+        #: Number of samples of all draws that wait or are being measured.
         self._samples = 0
         self._closing = False
 

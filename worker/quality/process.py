@@ -151,7 +151,7 @@ def _opened(name: str, options: Mapping[str, Option]) -> Meter | None:
     try:
         return open_meter(name, options)
     except ModelError as error:
-        # The scores that the worker measured without this optional meter remain, and their details show that.
+        # Without this optional meter, the scores that the worker measured itself remain, and their details say so.
         if name in METERS and METERS[name].optional and error.code is ErrorCode.CONFIG_MISSING_LIBRARY:
             return None
         raise

@@ -120,10 +120,13 @@ def test_the_submit_of_a_cancelled_job_makes_nothing_and_says_how_to_make_anothe
 ) -> None:
     folder, broker, job = submitted
     call(folder, "cancel", job)
+    (lost,) = (folder / "out/jobs" / job).rglob("*.zst")
+    lost.unlink()
     for command in ("submit", "run"):
         again = call(folder, command, "in.jsonl", "-q", "--json", SPEECH_BROKER_URL=broker)
         assert (again.returncode, error_code(again)) == (6, "ledger.cancelled")
         assert f"Job {job} of this input" in again.stderr
+        assert not lost.exists()
     assert (
         json.loads(call(folder, "submit", "in.jsonl", "--json", SPEECH_BROKER_URL=broker).stdout)["job"]
         == job

@@ -19,6 +19,7 @@ from jobs.ingest import SubmitOptions, submit
 from jobs.layout import references_prefix
 from jobs.ledger.records import FrozenVoice, Job, JobSpec, JobState, Reading
 from jobs.repair import Match, repair_objects, reproduce
+from jobs.shard_file import ShardSize
 from jobs.verify import Expected
 from jobs.voices import voice_folder
 from pipelines.duration import Pace
@@ -103,6 +104,28 @@ def run(rig: Rig, job: Job) -> Job:
 
 def recordings(rig: Rig, job: Job) -> list[str]:
     return [info.key for info in rig.store.list(references_prefix(job.id))]
+
+
+def test_only_the_recordings_of_a_lost_input_are_read_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (rig.folder / "first.wav").write_bytes(ANNA)
+    (rig.folder / "second.wav").write_bytes(BEN)
+    source = write(
+        rig,
+        line("First.", ["user", "audio", "first.wav"]),
+        line("Second.", ["user", "audio", "second.wav"]),
+    )
+    monkeypatch.setattr(ShardSize, "of", lambda *_: ShardSize(10**9, 1))
+    job = rig.submit_file(source)
+    before = recordings(rig, job)
+    (lost, _), _ = sorted(rig.ledger.shard_inputs(job.id).values())
+    data = rig.store.get(lost)
+    rig.store.delete(lost)
+    (rig.folder / "second.wav").write_bytes(OTHER)
+    rig.submit_file(source, lost=[lost])
+    assert rig.store.get(lost) == data
+    assert recordings(rig, job) == before
 
 
 def test_a_job_keeps_its_voices_when_they_are_changed_and_deleted(rig: Rig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -12,13 +13,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from jobs.job_options import checked_options, job_of
+from jobs.job_options import SubmitOptions, checked_options, job_of, options_of
 from jobs.ledger.records import JobSpec, VoicePool
 from jobs.settings import load_settings
 from jobs.source import open_source
 from jobs.spec import ResolvedSpec, resolve
 from jobs.voice_pool import MAX_POOL_VOICES, VoiceDraws, read_pool
 from jobs.voices import voice_folder
+from nightjar.inputs import written_input
 from pipelines.errors import ConfigError, ErrorCode, NightjarError
 from pipelines.registry import register_pipeline
 from pipelines.request import Capabilities
@@ -273,6 +275,103 @@ def test_a_speaker_without_a_name_and_a_list_without_speakers_are_refused() -> N
     with open_source("in.csv") as source:
         found = [*spec.of_input(source).records(source).lines()]
     assert getattr(found[1], "code", None) is ErrorCode.INPUT_UNKNOWN_VOICE
+    assert "--voice-for" not in str(found[1])
     plainly = resolved(plain(1), voices="v001", voices_by="speaker")
     with open_source("in.jsonl") as source, pytest.raises(NightjarError, match="names no speakers"):
         plainly.of_input(source)
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "weights"),
+    [
+        ("l.csv", "voice,weight\nanna,2\n\n,\nben,1\n", {"anna": 2.0, "ben": 1.0}),
+        ("l.csv", "\ufeffvoice;weight\nanna;2\n", {"anna": 2.0}),
+        ("l.csv", "voice, weight\n anna , 2\n", {"anna": 2.0}),
+        ("l.TSV", 'voice\ttext\tweight\nanna\t"Hello" she said.\t2\n', {"anna": 2.0}),
+    ],
+)
+def test_a_table_of_a_spreadsheet_is_read(name: str, written: str, weights: dict[str, float]) -> None:
+    Path(name).write_text(written)
+    assert read_pool(name)[0].weights == weights
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ("recording,text\na.wav,Hello, how are you?\n", "line 2 has 3 fields, but the header has 2"),
+        ("voice,weight\nanna\n", "line 2 has 1 fields"),
+        ("voice,recording,weight\n,,2\n", "'' cannot be the name of a voice: it must have"),
+        ("voice,weight\nanna,1e308\nben,1e308\n", "sum of its weights"),
+        (f"voice,text\nanna,{'x' * 5001}\n", "the text of line 2 has more than 5,000 characters"),
+    ],
+)
+def test_a_table_that_would_be_misread_is_refused(written: str, words: str) -> None:
+    Path("l.csv").write_text(written)
+    with pytest.raises(ConfigError, match=words):
+        read_pool("l.csv")
+
+
+def test_odd_files_of_a_folder_are_left_out_or_named() -> None:
+    Path("pool/d.wav").mkdir(parents=True)
+    os.mkfifo("pool/f.wav")
+    Path("pool/.hidden").mkdir()
+    for name in ("._anna.wav", "..wav", ".hidden/b.wav", "anna.WAV"):
+        Path("pool", name).write_bytes(wav(1.0))
+    Path("pool/anna.txt").write_bytes(b"\xef\xbb\xbfAnna speaks.")
+    assert {name: text for name, (_, text) in read_pool("pool")[1].items()} == {"anna": "Anna speaks."}
+    with Path("pool/anna.txt").open("wb") as file:
+        file.truncate(1 << 32)
+    with pytest.raises(ConfigError, match=r"text of anna\.txt has more than 5,000"):
+        read_pool("pool")
+    Path("pool/anna.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ConfigError, match=r"text anna\.txt is not UTF-8"):
+        read_pool("pool")
+    Path("pool/anna.txt").unlink()
+    Path("pool/ anna.wav").write_bytes(wav(1.0))
+    with pytest.raises(ConfigError, match="without a space at an end"):
+        read_pool("pool")
+
+
+def test_two_names_of_one_voice_of_the_model_are_refused() -> None:
+    with pytest.raises(ConfigError, match="'V001' and 'v001' are the same voice"):
+        resolved(plain(1), voices="V001,v001")
+    Path("pool").mkdir()
+    Path("pool/V001.wav").write_bytes(wav(1.0))
+    spec, options = job_of(checked_options({"model": "many", "voices": "pool"}))
+    with pytest.raises(ConfigError, match="'V001' of the pool has the name of a voice of the model"):
+        resolve(spec, "dialogues", voice_folder(load_settings(home="out"), options.recordings))
+
+
+def test_the_other_parts_of_a_line_with_settings_keep_their_bytes() -> None:
+    raw = '{"example_id": "e", "messages": [["user", "text", "Hi"]], "x": [1e999, 1.50, 123456789012345678901], "generation": {"top_p": 0.50}}'
+    Path("in.jsonl").write_text(raw + "\n")
+    with open_source("in.jsonl") as source:
+        (record,) = resolved([raw], voices="v001").of_input(source).records(source).lines()
+    assert isinstance(record, bytes)
+    assert b"[1e999, 1.50, 123456789012345678901]" in record
+    assert b'"generation":{"top_p":0.50,"roles":{"user":{"voice":"v001"}}}' in record
+
+
+def test_the_weights_of_the_command_are_exact() -> None:
+    weights = {"v001": 0.1234567, "v002": 12345678.0, "v003": 1e-300}
+    spec = resolved(plain(1), voices=",".join(f"{name}={weight!r}" for name, weight in weights.items())).spec
+    written = options_of(spec, SubmitOptions())["voices"]
+    assert written == "v001=0.1234567,v002=12345678,v003=1e-300"
+    assert read_pool(written)[0].weights == weights
+
+
+def test_the_recording_of_a_row_takes_precedence_over_the_voice_of_its_speaker() -> None:
+    rows = ["id,text,speaker,reference_audio", "r1,Hello.,s1,a.wav", "r2,Hello.,,a.wav", "r3,Hello.,s1,"]
+    spec = resolved(rows, "in.csv", voices="v001", voices_by="speaker")
+    with open_source("in.csv") as source:
+        read = [json.loads(one) for one in spec.of_input(source).records(source).lines() if one]  # type: ignore[arg-type]
+    assert [one.get("generation") for one in read] == [None, None, {"voice": "v001"}]
+
+
+def test_chats_of_a_table_are_refused_with_a_voice_for_each_speaker() -> None:
+    rows = ["messages,speaker", '"[{""role"": ""user"", ""content"": ""Hi""}]",s1']
+    spec = resolved(rows, "in.csv", voices="v001,v002", voices_by="speaker")
+    with open_source("in.csv") as source, pytest.raises(NightjarError, match="name no speakers"):
+        [*spec.of_input(source).records(source).lines()]
+    with pytest.raises(NightjarError, match="Record 1: A dialogue names no speaker"):
+        written_input([json.loads(line("e", ("user", "Hi")))], spec.spec, Path("state"))
