@@ -7,7 +7,6 @@ import io
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 
 import msgspec
 import numpy as np
@@ -97,8 +96,12 @@ def test_lossy_formats_are_encoded_on_more_threads(build: Build, monkeypatch: py
     for audio_format, count in (("flac", result_writer.FOLDER_THREADS), ("opus", 7)):
         rig.writer.ensure_threads(rig.store, audio_format)
         together = threading.Barrier(count + 1)
+
+        def meet(together: threading.Barrier = together) -> None:
+            together.wait(240)
+
         for _ in range(count):
-            rig.writer.run(partial(together.wait, 240))
+            rig.writer.run(meet)
         together.wait(240)
 
 

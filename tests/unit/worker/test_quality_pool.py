@@ -20,15 +20,16 @@ from worker.quality.pool import (
     MeterPool,
     MeterTask,
 )
-from worker.quality.process import MeterHangError
+from worker.quality.process import MeterHangError, MeterProcess
 
 RATE = 16_000
 
 
-class Blocked:
+class Blocked(MeterProcess):
     """A host that waits to be let go."""
 
     def __init__(self, go: threading.Event, fail: NightjarError | None = None) -> None:
+        super().__init__()
         self._go = go
         self.fail = fail
         self.measured = 0

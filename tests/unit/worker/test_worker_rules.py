@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,7 +51,16 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 def test_a_shard_whose_next_crash_decides_runs_with_no_other_beside_it(tmp_path: Path) -> None:
-    pipeline, gate = FakePipeline(), tmp_path / "gate"
+    shards: list[list[tuple]] = []
+
+    class Watching(FakePipeline):
+        """Notes how the shards stand when each item begins."""
+
+        def submit(self, request: SynthesisRequest) -> Future[Speech]:
+            shards.append(rows(runtime.ledger, "SELECT no, state FROM shards ORDER BY no"))
+            return super().submit(request)
+
+    pipeline, gate = Watching(), tmp_path / "gate"
     forget = register_pipeline("fake", fake_card(), lambda **_: pipeline)
     settings = with_times(Settings(home=tmp_path), shard_items=1)
     runtime = Runtime(settings)
@@ -83,6 +93,7 @@ def test_a_shard_whose_next_crash_decides_runs_with_no_other_beside_it(tmp_path:
         for thread in threads:
             thread.join(240)
         assert (ended, len(pipeline.submitted)) == ([Handling.RAN] * 2, 2)
+        assert shards == [[(0, "leased"), (1, "queued")], [(0, "done"), (1, "leased")]]
     finally:
         gate.touch()
         runtime.drain()
