@@ -54,7 +54,7 @@ class TokenRequest:
     codes: bool = True
     #: Number of inaudible tokens at the start of a stream: tokens before the speech, and tokens that the
     #: codec holds back.
-    unheard: int = 0
+    inaudible: int = 0
     #: Identifies everything that keys and values depend on besides the ids: only prompts with equal salts
     #: share a prefix.
     cache_salt: str | None = None

@@ -106,7 +106,7 @@ class EngineCore:
     def add(self, request: GenerationRequest, receiver: FrameReceiver) -> None:
         """Queues a request. Raises like `check`."""
         self.check(request)
-        playback = Playback(self._clock(), unheard=request.unheard) if request.stream else None
+        playback = Playback(self._clock(), inaudible=request.inaudible) if request.stream else None
         queue = self.scheduler.waiting if playback is None else self.scheduler.waiting_streams
         queue.append(Utterance(request, receiver, playback=playback))
 

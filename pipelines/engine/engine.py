@@ -274,7 +274,7 @@ class NativeHost:
             seed=sampling.seed,
             max_tokens=draws,
             stream=receiver.streamed,
-            unheard=request.unheard,
+            inaudible=request.inaudible,
             drawn=[self._codes[token] for token in counted if token in self._codes],
             prefixes=self._prefixes(prompt),
             origin=request,

@@ -67,7 +67,7 @@ class GenerationRequest:
     #: Whether its frames are delivered in chunks while it runs; streams have priority over whole utterances.
     stream: bool = False
     #: Frames of a stream before the first audible one, including those that the codec holds back.
-    unheard: int = 0
+    inaudible: int = 0
     #: Whether more text follows by `EngineCore.append`; only for streams.
     text_open: bool = False
     #: Codes of the prompt that the repetition penalty counts as drawn.

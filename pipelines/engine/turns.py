@@ -58,17 +58,17 @@ class Playback:
     missing: int = 1
     #: Number of inaudible frames of the first chunk: frames before the speech, and frames that the codec
     #: holds back.
-    unheard: int = 0
+    inaudible: int = 0
 
     @property
     def wanted(self) -> int:
         """The number of frames of the next chunk."""
-        return self.size + self.unheard if self.awaiting else self.size
+        return self.size + self.inaudible if self.awaiting else self.size
 
     def record_chunk(self, frames: int, now: float, frame_seconds: float) -> None:
         """Records the delivery of a chunk."""
         if self.awaiting:
-            self.deadline, frames = now, max(frames - self.unheard, 0)
+            self.deadline, frames = now, max(frames - self.inaudible, 0)
         self.deadline += frames * frame_seconds
         self.awaiting = False
 

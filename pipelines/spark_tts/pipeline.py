@@ -234,7 +234,7 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
             task.text, self.sample_rate, meta, self._keep_unfinished, vocabulary, voice, tokens, max_semantic
         )
         before = tokens + _USUAL_EXTRAS if voice is None else int(task.reference_text is None)
-        return TokenRequest(request.request_id, prompt, sampling, unheard=before + RIGHT_TOKENS), info
+        return TokenRequest(request.request_id, prompt, sampling, inaudible=before + RIGHT_TOKENS), info
 
     def _prompt(self, task: SpeechTask) -> tuple[list[int], tuple[int, ...] | None]:
         """The prompt of a task and the voice it clones; None for a voice that the LM creates."""

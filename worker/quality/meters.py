@@ -80,7 +80,7 @@ UNSPACED = frozenset(["zh", "yue", "ja", "th", "lo", "lao", "km", "khmer", "my",
 #: Minimum length of a text whose error rates are judged: words, characters, and characters in languages without spaces.
 #: In a shorter text a single misheard word exceeds any bound, and homophones and names are misheard even in good speech.
 MIN_WORDS, MIN_CHARACTERS, MIN_UNSPACED = 4, 12, 6
-MAX_HEARD_CHARACTERS = 500
+MAX_TRANSCRIPT_CHARACTERS = 500
 
 #: Symbols and the words that replace them, because an ASR model may write either.
 _ENGLISH_SIGNS = tuple(
@@ -115,7 +115,7 @@ def normalizer_of(language: str) -> Callable[[str], str]:
     return BasicTextNormalizer()
 
 
-def error_rates(asked: str, heard: str, language: str = "") -> dict[str, Reading]:
+def error_rates(asked: str, transcript: str, language: str = "") -> dict[str, Reading]:
     """`wer` and `cer`: the number of edits divided by the length of the requested text; they may exceed 1. Languages
     without spaces between words have no `wer`.
 
@@ -125,12 +125,12 @@ def error_rates(asked: str, heard: str, language: str = "") -> dict[str, Reading
     from rapidfuzz.distance import Levenshtein
 
     normal = normalizer_of(language)
-    wanted, found = (_words(normal(text)) for text in (asked, heard))
+    wanted, found = (_words(normal(text)) for text in (asked, transcript))
     if not wanted:
         return {}
     letters, unspaced = "".join(wanted), language_code(language) in UNSPACED
     min_letters = MIN_UNSPACED if unspaced else MIN_CHARACTERS
-    detail = heard[:MAX_HEARD_CHARACTERS]
+    detail = transcript[:MAX_TRANSCRIPT_CHARACTERS]
     rates = {
         "cer": Reading(
             Levenshtein.distance(letters, "".join(found)) / len(letters), detail, len(letters) >= min_letters
@@ -190,8 +190,8 @@ class AsrMeter:
             condition_on_previous_text=False,
             without_timestamps=len(audio) <= 30 * SAMPLE_RATE,
         )
-        heard = " ".join(segment.text.strip() for segment in segments)
-        return error_rates(utterance.text, heard, language or info.language)
+        transcript = " ".join(segment.text.strip() for segment in segments)
+        return error_rates(utterance.text, transcript, language or info.language)
 
     def _language_of(self, name: str) -> str | None:
         """Whisper's code of a language; None if Whisper must detect it."""

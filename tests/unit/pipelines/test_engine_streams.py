@@ -66,7 +66,7 @@ def test_a_stream_is_handed_on_in_whole_chunks_and_its_end_comes_with_all_of_it(
 
 def test_the_first_chunk_has_what_nobody_hears_too_and_a_family_cuts_its_chunks(still: list[float]) -> None:
     heard, (request,) = Recorder(), requests(1, 1, 60, stream=True)
-    request = replace(request, unheard=7)
+    request = replace(request, inaudible=7)
     core = core_of(heard, still, chunk_frames=(3, 6, 12), first_frames=(3,))
     core.add(request)
     run(core)

@@ -72,7 +72,7 @@ def ends() -> tuple[int, ...]:
 
 def request(most: int, name: str = "one", **changes: Any) -> TokenRequest:
     sampling = TokenSampling(most, temperature=0.0, **({"stop_ids": ends()} | changes))
-    return TokenRequest(name, arrays()["input_ids"].tolist(), sampling, unheard=5)
+    return TokenRequest(name, arrays()["input_ids"].tolist(), sampling, inaudible=5)
 
 
 def made(host: NativeHost, asked: TokenRequest, streamed: bool = False) -> tuple[Tokens, list[list[int]]]:

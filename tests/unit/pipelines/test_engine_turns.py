@@ -218,18 +218,18 @@ def test_reproducible_chunks_have_the_same_sizes_at_any_load() -> None:
 
 
 #: A family whose codec looks 12 frames ahead, and whose model writes 40 before the speech.
-UNHEARD, SLOW_CHUNKS, SLOW_FIRST = 52, (8, 16, 32, 64), (8, 16)
+INAUDIBLE, SLOW_CHUNKS, SLOW_FIRST = 52, (8, 16, 32, 64), (8, 16)
 
 
 def test_what_nobody_hears_is_no_audio_ahead_of_the_listener() -> None:
-    one = Playback(NOW, size=8, unheard=UNHEARD)
-    assert one.wanted == UNHEARD + 8
+    one = Playback(NOW, size=8, inaudible=INAUDIBLE)
+    assert one.wanted == INAUDIBLE + 8
     one.record_chunk(one.wanted, NOW + 1, 0.02)
     assert one.deadline == pytest.approx(NOW + 1 + 8 * 0.02)
     assert one.wanted == 8
     one.record_chunk(one.wanted, NOW + 1.1, 0.02)
     assert one.deadline == pytest.approx(NOW + 1 + 16 * 0.02), "later chunks are heard whole"
-    short = Playback(NOW, size=8, unheard=UNHEARD)
+    short = Playback(NOW, size=8, inaudible=INAUDIBLE)
     short.record_chunk(3, NOW, 0.02)
     assert short.deadline == NOW
 
@@ -238,20 +238,20 @@ def test_what_nobody_hears_is_no_audio_ahead_of_the_listener() -> None:
 def test_a_family_has_chunks_of_its_own_sizes(reproducible: bool) -> None:
     made = TurnPlanner(BUCKETS, 0.02, reproducible, SLOW_CHUNKS, SLOW_FIRST)
     made.record(0.002, together=True)
-    one, now, found = Playback(NOW, unheard=UNHEARD), NOW, []
+    one, now, found = Playback(NOW, inaudible=INAUDIBLE), NOW, []
     for _ in range(6):
         one.size = made.next_size(one, now)
         found.append(one.wanted)
         now += 0.002 * one.wanted
         one.record_chunk(one.wanted, now, 0.02)
-    assert found == [UNHEARD + 8, 16, 32, 64, 64, 64]
+    assert found == [INAUDIBLE + 8, 16, 32, 64, 64, 64]
     assert [made.whole_part(frames) for frames in (5, 8, 40, 99)] == [5, 8, 32, 64]
 
 
 def test_the_first_chunk_of_a_family_grows_within_its_own_sizes() -> None:
     made = TurnPlanner(BUCKETS, 0.02, False, SLOW_CHUNKS, SLOW_FIRST)
     made.record(0.016, together=True)
-    assert made.next_size(Playback(NOW, unheard=UNHEARD), NOW) == 8
+    assert made.next_size(Playback(NOW, inaudible=INAUDIBLE), NOW) == 8
     made = TurnPlanner(BUCKETS, 0.02, False, SLOW_CHUNKS, SLOW_FIRST)
     made.record(0.018, together=True)
-    assert made.next_size(Playback(NOW, unheard=UNHEARD), NOW) == 16
+    assert made.next_size(Playback(NOW, inaudible=INAUDIBLE), NOW) == 16

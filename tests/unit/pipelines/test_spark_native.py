@@ -75,7 +75,7 @@ def test_a_listener_waits_for_what_stands_before_the_speech_and_behind_it(
     pipeline: SparkPipeline, asked: SynthesisRequest, before: int
 ) -> None:
     wanted, _ = pipeline._prepare(asked)
-    assert wanted.unheard == before + RIGHT_TOKENS
+    assert wanted.inaudible == before + RIGHT_TOKENS
 
 
 @pytest.mark.parametrize(("asked", "more"), [(CREATED, 1), (CLONED, 0)])
