@@ -90,6 +90,14 @@ def test_streams(tmp_path: Path) -> None:
     assert all(row["requests"] > 0 for row in found["rows"])
 
 
+def test_streams_that_clone(tmp_path: Path) -> None:
+    load = ("--clients", "2", "--warm-up", "0", "--duration", "4")
+    rows = run(tmp_path, "stream", "--tiny", "--parts", "cloning", *load)["rows"]
+    kinds = [(row["cloning"], row["recording"]) for row in rows]
+    assert kinds == [(one, two) for one in ("vector", "context") for two in ("kept", "new")]
+    assert all(row["failures"] == {} and row["requests"] > 0 for row in rows)
+
+
 def test_what_a_processor_does(tmp_path: Path) -> None:
     for words in (("jobs", "--lines", "3000", "--sentences", "8"), ("packs", "--items", "20", "--rounds", "1"),
                   ("filters", "--items", "3000")):  # fmt: skip
