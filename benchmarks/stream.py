@@ -71,7 +71,7 @@ from benchmarks.stream_clients import (
     answer_silence,
     text_of,
 )
-from benchmarks.voices import write_recording
+from benchmarks.voices import recording
 
 PARTS = ("client", "closed", "open", "listen", "mixed", "cloning")
 GAUGES = tuple(
@@ -375,13 +375,13 @@ class StreamBench(Result):
     def _cloning(self, plan: Plan, pid: int | None) -> None:
         """Rows of kept and of new recordings, by speaker vector and in context."""
         with tempfile.TemporaryDirectory(prefix="nightjar-recording-") as name:
-            recording = Path(name, "recording.wav")
-            write_recording(recording, 0, RECORDING_SECONDS, RECORDING_SECONDS)
+            path = Path(name, "recording.wav")
+            path.write_bytes(recording(0, RECORDING_SECONDS)[0])
             for cloning, spoken in (
                 ("vector", {}),
                 ("context", {"reference_text": text_of(RECORDING_SECONDS, 0)}),
             ):
-                load = replace(plan, recording=str(recording), fields={**plan.fields, **spoken})
+                load = replace(plan, recording=str(path), fields={**plan.fields, **spoken})
                 for new in (False, True):
                     self.about = {"cloning": cloning, "recording": "new" if new else "kept"}
                     self._points(replace(load, new=new), pid, "clients", self.options.clients)
