@@ -5,6 +5,7 @@
     python -m benchmarks.stream http://127.0.0.1:8000 --parts listen --listeners 384
     python -m benchmarks.stream --peer http://127.0.0.1:8091 --parts open --rates 10
     python -m benchmarks.stream --sizes 1b7 --parts client closed open --minutes 9
+    python -m benchmarks.stream --sizes 1b7 --parts cloning --clients 1 32
     python -m benchmarks.stream --tiny --parts closed --clients 2 --short
 
 With an address, of a server that runs (`--peer`: any OpenAI-style one, which gets OpenAI's fields only); with `--sizes`, of
@@ -17,7 +18,9 @@ byte of a request is written, on an open connection; the end is the first PCM by
 (`--seconds`; with `--text-lengths` only the text says how long). Every stream has a player that starts with its first chunk;
 an underrun is a moment at which it has nothing to play. Parts: `client` is the clients' own delay, on a server that answers at
 once; `closed` clients back to back; `open` Poisson arrivals at a rate, however many requests are under way, medians over
-`--seeds`; `listen` listeners in real time; `mixed` streams beside whole answers (`--mixed STREAMS WHOLE`). A closed point counts
+`--seeds`; `listen` listeners in real time; `mixed` streams beside whole answers (`--mixed STREAMS WHOLE`); `cloning` clients back
+to back whose requests have a recording of 8 s, by speaker vector and in context, the same one in each or a new one in each (the
+size's Base checkpoint gets a server of its own). A closed point counts
 `--duration` seconds after `--warm-up`, an open one twice as long; `--short` is for a first look. `--field NAME=JSON` is a further
 field of every request. What does not fit into `--minutes` is left out and named.
 """
@@ -68,18 +71,21 @@ from benchmarks.stream_clients import (
     answer_silence,
     text_of,
 )
+from benchmarks.voices import write_recording
 
-PARTS = ("client", "closed", "open", "listen", "mixed")
+PARTS = ("client", "closed", "open", "listen", "mixed", "cloning")
 GAUGES = tuple(
     f"speech_{name}" for name in ("server_running", "server_waiting", "engine_batch_size", "engine_waiting")
 )
 SERVER = "--slots 256 --waiting-room 1024 --option slots=256 --option streams=128"
 #: Length of a speech whose request does not say it; and the longest wait until everything is free again.
 LONGEST_SECONDS, IDLE_SECONDS = 8.0, 30.0
+#: Length of the recordings that are cloned.
+RECORDING_SECONDS = 8.0
 #: Time between the word to all processes of clients, which are connected, and the start.
 START_SECONDS = 0.1
 COLUMNS = (
-    "system", "size", "mode", "rate", "clients", "protocol", "batch_clients", "first_pcm_ms.50", "first_pcm_ms.95",
+    "system", "size", "mode", "cloning", "recording", "rate", "clients", "protocol", "batch_clients", "first_pcm_ms.50", "first_pcm_ms.95",
     "first_pcm_ms.99", "underrun_share", "underrun_ms.95", "rtf", "audio_s_per_s", "batch_audio_s_per_s", "requests", "failures",
     "left_over", "cpu_cores",
 )  # fmt: skip
@@ -279,11 +285,11 @@ class StreamBench(Result):
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__("stream_h200", options, device_name(), server=options.server)
-        self.size = ""
+        self.size, self.about = "", Row()
 
     def add(self, row: Row) -> None:
         """Prints and writes a row."""
-        self.rows.append({"size": self.size, **row})
+        self.rows.append({"size": self.size, **self.about, **row})
         lines = table(self.rows[-1:], COLUMNS)
         print(f"{lines}  [{self.seconds_left:.0f} s left]", flush=True)
         self.write()
@@ -299,28 +305,37 @@ class StreamBench(Result):
         self.attempt_in_time(f"{self.size} {name}".strip(), needs_s, work, *given)
 
     def measure_size(self, size: str) -> None:
+        """The parts of a size, each on a checkpoint of the kind that it needs."""
+        self.size, parts = size, self.options.parts
+        for kind in ("custom_voice", "base"):
+            if chosen := [
+                part for part in parts if (part == "cloning") == (kind == "base") and part != "client"
+            ]:
+                self._measure_checkpoint(size, kind, chosen)
+
+    def _measure_checkpoint(self, size: str, kind: str, parts: Sequence[str]) -> None:
         """A checkpoint of random weights, and a server of it."""
-        options, self.size = self.options, size
+        options = self.options
         with tempfile.TemporaryDirectory(prefix="nightjar-stream-", dir=options.folder) as name:
             checkpoint, texts = Path(name, size), (text_of(5.0, number) for number in range(400))
-            length = "--seconds", str(LONGEST_SECONDS)
+            length = "--kind", kind, "--seconds", str(LONGEST_SECONDS)
             seconds = write_random_checkpoint(size, checkpoint, texts, options.device, *length)
             self.note(checkpoint_s=round(seconds, 1))
             began, given = time.monotonic(), [str(checkpoint), *shlex.split(options.server)]
             with served(given, options.ready_seconds) as (pid, url, log):
                 plan = plan_of(options, url)
                 self.note(ready_s=round(time.monotonic() - began, 1))
-                self.measure(plan, pid)
-                kept = self.path.with_name(f"{self.path.stem}-server-{size}.log")
+                self.measure(plan, pid, parts)
+                kept = self.path.with_name(f"{self.path.stem}-server-{size}-{kind}.log")
                 kept.write_text(log.read_text(errors="replace")[-200_000:], encoding="utf-8")
 
-    def measure(self, plan: Plan, pid: int | None) -> None:
+    def measure(self, plan: Plan, pid: int | None, parts: Sequence[str]) -> None:
         """The parts on a server."""
         options = self.options
         plan = replace(plan, seconds=tuple(options.seconds))
         # The beginnings of listeners are spread over the mean length of a speech, so the warm-up is longer.
         listen = max(options.warm_up, sum(options.seconds) / 2 + 1), 1.5 * options.duration
-        for part in options.parts:
+        for part in parts:
             if part == "closed":
                 self._points(plan, pid, "clients", options.clients)
             elif part == "open":
@@ -329,6 +344,8 @@ class StreamBench(Result):
                 self._points(replace(plan, listen=True), pid, "clients", options.listeners, *listen)
             elif part == "mixed":
                 self.part(part, self._mixed, plan, pid, needs_s=5.0)
+            elif part == "cloning":
+                self._cloning(plan, pid)
 
     def client(self) -> None:
         """The clients' own delay, on a server that answers at once."""
@@ -354,6 +371,21 @@ class StreamBench(Result):
 
     def _point(self, load: Plan, pid: int | None, seeds: int) -> None:
         self.add(measure(load, pid, self.options.processes, seeds))
+
+    def _cloning(self, plan: Plan, pid: int | None) -> None:
+        """Rows of kept and of new recordings, by speaker vector and in context."""
+        with tempfile.TemporaryDirectory(prefix="nightjar-recording-") as name:
+            recording = Path(name, "recording.wav")
+            write_recording(recording, 0, RECORDING_SECONDS, RECORDING_SECONDS)
+            for cloning, spoken in (
+                ("vector", {}),
+                ("context", {"reference_text": text_of(RECORDING_SECONDS, 0)}),
+            ):
+                load = replace(plan, recording=str(recording), fields={**plan.fields, **spoken})
+                for new in (False, True):
+                    self.about = {"cloning": cloning, "recording": "new" if new else "kept"}
+                    self._points(replace(load, new=new), pid, "clients", self.options.clients)
+        self.about = {}
 
     def _mixed(self, plan: Plan, pid: int | None) -> None:
         streams, whole = self.options.mixed
@@ -434,7 +466,7 @@ def main() -> int:
                 f"The server does not answer ({error}). Start it, or give another address.", file=sys.stderr
             )
             return 2
-        bench.measure(plan, local_pid(url))
+        bench.measure(plan, local_pid(url), options.parts)
     for size in options.sizes:
         bench.part(size, bench.measure_size, size)
     bad = any(row["failures"] or row.get("left_over") for row in bench.rows)

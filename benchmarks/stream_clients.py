@@ -18,6 +18,7 @@ import time
 from asyncio import StreamReader, StreamWriter
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -70,6 +71,9 @@ class Plan:
     #: too.
     own: bool = True
     sized: bool = True
+    #: A WAV file that every request clones ("": none), with other samples in each one if it shall be `new`.
+    recording: str = ""
+    new: bool = False
     #: Further fields of every request.
     fields: dict[str, Any] = field(default_factory=dict[str, Any])
     protocol: str = "http"
@@ -155,8 +159,13 @@ class HttpConnection:
         self._hung_up = True
         self._writer.transport.abort()
 
-    async def ask(self, body: dict[str, Any], on_bytes: OnBytes) -> str:
-        """Sends a request and reads its answer: "" after a whole one, else the code or the name of what went wrong."""
+    def message(self, body: dict[str, Any], recording: bytes = b"") -> bytes:
+        """What is sent for a request. `recording`: base64 of a file that is cloned."""
+        content = json.dumps(body).encode()
+        return content[:-1] + b', "reference_audio": "' + recording + b'"}' if recording else content
+
+    async def ask(self, content: bytes, on_bytes: OnBytes) -> str:
+        """Sends a message and reads its answer: "" after a whole one, else the code or the name of what went wrong."""
 
         def on_piece(count: int) -> None:
             if self._hung_up:
@@ -164,15 +173,15 @@ class HttpConnection:
             on_bytes(time.monotonic(), count)
 
         try:
-            failure = await self._ask(body, on_piece)
+            failure = await self._ask(content, on_piece)
         except (OSError, EOFError):
             failure, self._last = "connection lost", True
         except (ValueError, IndexError, asyncio.LimitOverrunError):
             failure, self._last = "no answer of this protocol", True
         return "cut off" if self._hung_up else failure
 
-    async def _ask(self, body: dict[str, Any], on_piece: Callable[[int], None]) -> str:
-        content, error = json.dumps(body).encode(), b""
+    async def _ask(self, content: bytes, on_piece: Callable[[int], None]) -> str:
+        error = b""
         lines = "Content-Type: application/json", f"Content-Length: {len(content)}"
         self._writer.write(self._head(f"POST {SPEECH} HTTP/1.1", *lines) + content)
         status, headers = await self._read_head()
@@ -242,10 +251,13 @@ class CartesiaConnection(HttpConnection):
         if status != 101:
             raise ConnectionError(f"the WebSocket was answered with {status}")
 
-    async def _ask(self, body: dict[str, Any], on_piece: Callable[[int], None]) -> str:
+    def message(self, body: dict[str, Any], recording: bytes = b"") -> bytes:
         self._contexts += 1
+        return super().message({**body, "context_id": f"c{self._contexts}"})
+
+    async def _ask(self, content: bytes, on_piece: Callable[[int], None]) -> str:
         context = f"c{self._contexts}"
-        self._send(json.dumps({**body, "context_id": context}).encode())
+        self._send(content)
         while True:
             opcode, payload = await self._message()
             if opcode == _PING:
@@ -336,6 +348,7 @@ class Clients:
         self._idle: dict[bool, list[HttpConnection]] = {False: [], True: []}
         self._busy: set[HttpConnection] = set()
         self._number = plan.seed % 10_000 * 100_000
+        self._recording = base64.b64encode(Path(plan.recording).read_bytes()) if plan.recording else b""
 
     async def connect(self) -> None:
         """Opens the connections that the first streams need."""
@@ -411,7 +424,7 @@ class Clients:
             answer.failure = f"cannot connect ({type(error).__name__})"
             return answer, player
         self._number += 1
-        body = request_body(plan, seconds, self._number, whole)
+        content = connection.message(request_body(plan, seconds, self._number, whole), self._cloned())
 
         def on_bytes(at: float, count: int) -> None:
             if answer.first is None:
@@ -425,7 +438,7 @@ class Clients:
         self._busy.add(connection)
         answer.sent = time.monotonic()
         answer.late = answer.sent - planned
-        answer.failure = await connection.ask(body, on_bytes)
+        answer.failure = await connection.ask(content, on_bytes)
         answer.took = time.monotonic() - answer.sent
         self._busy.discard(connection)
         if answer.failure == "" and answer.first is None:
@@ -435,6 +448,13 @@ class Clients:
         else:
             self._idle[whole].append(connection)
         return answer, player
+
+    def _cloned(self) -> bytes:
+        """Base64 of the recording; three of the samples after the header of a new one are its own."""
+        if not self.plan.new:
+            return self._recording
+        at = 48 // 3 * 4
+        return self._recording[:at] + base64.b64encode(os.urandom(6)) + self._recording[at + 8 :]
 
     async def _free_connection(self, whole: bool) -> HttpConnection:
         idle = self._idle[whole]

@@ -70,6 +70,10 @@ def test_a_job_with_and_without_a_voice_that_costs_nothing(tmp_path: Path) -> No
     engine, job = run(tmp_path, "job", *TINY, "--items", "40")["rows"]
     assert engine["engine_audio_s_per_s"] > 0
     assert (job["failed"], job["made_audio_s"]) == (0, pytest.approx(job["asked_audio_s"]))
+    cloning = ("--skip-engine", "--cloning", "vector", "context", "--voices", "3", "--items", "8")
+    rows = run(tmp_path, "job", *TINY, *cloning)["rows"]
+    made = [(row["cloning"], row["voices"], row["failed"], row["items"]) for row in rows]
+    assert made == [("vector", 3, 0, 8), ("context", 3, 0, 8)]
     (job,) = run(tmp_path, "job", "--device", "cpu", "--instant", "1", "--items", "60")["rows"]
     assert (job["failed"], job["items"]) == (0, 60)
 
@@ -84,6 +88,14 @@ def test_streams(tmp_path: Path) -> None:
         (row["failures"], row.get("too_short"), row["left_over"]) == ({}, 0, 0) for row in found["rows"]
     )
     assert all(row["requests"] > 0 for row in found["rows"])
+
+
+def test_streams_that_clone(tmp_path: Path) -> None:
+    load = ("--clients", "2", "--warm-up", "0", "--duration", "4")
+    rows = run(tmp_path, "stream", "--tiny", "--parts", "cloning", *load)["rows"]
+    kinds = [(row["cloning"], row["recording"]) for row in rows]
+    assert kinds == [(one, two) for one in ("vector", "context") for two in ("kept", "new")]
+    assert all(row["failures"] == {} and row["requests"] > 0 for row in rows)
 
 
 def test_what_a_processor_does(tmp_path: Path) -> None:
