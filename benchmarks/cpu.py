@@ -32,7 +32,7 @@ import numpy as np
 import sqlalchemy as sa
 
 from benchmarks.report import ROOT, Figure, new_database, report
-from benchmarks.stream_clients import SENTENCES
+from benchmarks.voices import SENTENCES
 from jobs.checks import Quality
 from jobs.export.items import audio_items, item_metadata
 from jobs.ingest import submit

@@ -56,7 +56,7 @@ from benchmarks import voices
 from benchmarks.common import Bench, Row, parser, read
 from benchmarks.engine import FRAMES_PER_SECOND, Load
 from benchmarks.report import ROOT, ProcessUse, new_database, s3_settings, write_random_checkpoint
-from benchmarks.stream_clients import words_of
+from benchmarks.voices import words_of
 from jobs.store import open_store
 
 _COMMITS = "SELECT made_at, count(*), sum(duration_ms) / 1000.0 FROM artifacts WHERE kind = 'audio' GROUP BY made_at ORDER BY made_at"

@@ -4,7 +4,7 @@ benchmarks, so it works with any version of the packages below.
 `planted`: of a random checkpoint of Qwen3-TTS. A text's first word is the number of its frames, which the engine does not
 know: as in `benchmarks.engine`, the weights draw the end at the first frame that `min_new_tokens` allows. Everything
 else is the family's own pipeline. `instant`: the same short sound for every request at no cost, to measure the path around
-an engine. `write_recordings` makes what a job clones.
+an engine. `words_of` and `write_recordings` make what a job speaks and what it clones.
 """
 
 from __future__ import annotations
@@ -67,6 +67,41 @@ def install(
 
 def _installed() -> dict[str, Any]:
     return json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+
+
+#: Harvard sentences, lists 1 and 2.
+SENTENCES = (
+    "The birch canoe slid on the smooth planks.",
+    "Glue the sheet to the dark blue background.",
+    "It's easy to tell the depth of a well.",
+    "These days a chicken leg is a rare dish.",
+    "Rice is often served in round bowls.",
+    "The juice of lemons makes fine punch.",
+    "The box was thrown beside the parked truck.",
+    "The hogs were fed chopped corn and garbage.",
+    "Four hours of steady work faced us.",
+    "A large size in stockings is hard to sell.",
+    "The boy was there when the sun rose.",
+    "A rod is used to catch pink salmon.",
+    "The source of the huge river is the clear spring.",
+    "Kick the ball straight and follow through.",
+    "Help the woman get back to her feet.",
+    "A pot of tea helps to pass the evening.",
+    "Smoky fires lack flame and heat.",
+    "The soft cushion broke the man's fall.",
+    "The salt breeze came across from the sea.",
+    "The girl at the booth sold fifty bonds.",
+)
+CHARACTERS_PER_SECOND = 15.0
+
+
+def words_of(seconds: float, number: int, first: str = "") -> str:
+    """Words about as long as their speech; equal arguments give equal ones."""
+    room = round(seconds * CHARACTERS_PER_SECOND)
+    text = first
+    while len(text) < room:
+        text, number = f"{text} {SENTENCES[number % len(SENTENCES)]}".strip(), number + 1
+    return text[:room].rstrip(" ,")
 
 
 #: Samples a second of the recordings, in turn.
