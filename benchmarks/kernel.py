@@ -1,19 +1,16 @@
 """The kernels of a frame on a GPU, with random weights of the published sizes; times are medians of graph replays.
 
-    python -m benchmarks.kernel [--parts product,attention,frame,prefill,unit] [--sizes 0b6,1b7,spark,fish]
+    python -m benchmarks.kernel [--parts product,frame,prefill] [--sizes 0b6,1b7,spark,fish]
         [--rows 1,8,32,64,128,256,512,1024] [--contexts 108,300] [--positions 2048,6144] [--prompts 36,228]
 
 `product`: microseconds of a product in a chain over the weights of 28 layers, by all that can make it: cuBLAS's, the
 skinny kernel, and those of `kernels/lm_products.py`; `norm` has the norm around it too, which starts early where a
-kernel of ours lets it. `attention`: of the talker and the predictor, and what stands between products. `frame`: whole
-frames, ms, by plan: the one in force, the same with cuBLAS alone, and for one or two rows the persistent kernels.
-`prefill`: a row of positions that is filled with prompts of one length. `unit`: the codec's residual units of
-whole utterances, us a frame, Triton's kernel beside CUDA C++. `tests/gpu` compares all of them with their twins.
+kernel of ours lets it. `frame`: whole frames, ms, by plan: the one in force, the same with cuBLAS alone, and for one or two rows the persistent kernels.
+`prefill`: a row of positions that is filled with prompts of one length. `tests/gpu` compares all of them with their twins.
 """
 
 from __future__ import annotations
 
-import math
 import signal
 import sys
 from collections.abc import Callable
@@ -23,12 +20,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.common import Bench, event_us, graph_us, parser, read
+from benchmarks.common import Bench, graph_us, parser, read
 from benchmarks.shapes import PUBLISHED, Maker, Shape, device_named, frame_floor
-from kernels import codec_cuda, codec_launch, codec_ops, lm_cuda, lm_products
+from kernels import lm_cuda, lm_products
 from kernels.attention import PackedPrompts
 from kernels.frame import FrameTensors, StateTensors
-from kernels.lm_attention import SplitScratch, attention_tile, decode_attention, predictor_attention
 from kernels.lm_frame import FusedFrame, PersistentFrame, plan_for
 from kernels.lm_persistent import Predictor, PredictorRun, Talker, predictor_config, talker_config
 from kernels.lm_products import PLAIN, RESIDUAL, SWIGLU
@@ -36,14 +32,11 @@ from kernels.lm_triton import add_norm, swiglu
 from kernels.prefill import prefill_packed
 
 LAYERS, EPS, PAGE = 28, 1e-6, 64
-PARTS = ("product", "attention", "frame", "prefill", "unit")
+PARTS = ("product", "frame", "prefill")
 #: Rows of a part, and seconds after which it is given up: a kernel that does not end takes the process along.
 ROWS, SECONDS = (1, 8, 32, 64, 128, 256, 512, 1024), 90
 #: The maximum number of rows for which a product has kernels of its own.
 FEW_ROWS = 64
-DILATIONS = (1, 3, 9)
-#: Rows, frames, and steps of a codec's frame at a width, of the units.
-UNIT_ROWS, UNIT_FRAMES, UNIT_STEPS = 32, 100, {96: 1920, 192: 640}
 
 Ways = dict[str, Callable[[], None]]
 
@@ -145,50 +138,6 @@ def state_of(
     return maker.state(shape, rows, pages, PAGE, contexts), contexts, *maker.caches(shape, pages, PAGE)
 
 
-def attention_part(bench: Bench, name: str, shape: Shape, rows: int, context: int) -> None:
-    maker, small = Maker(str(bench.device), torch.bfloat16), replace(shape, layers=8)
-    state, contexts, k, v = state_of(maker, small, rows, context)
-    talker = maker.stack(shape.hidden, shape.inter, 1, shape, 4096)
-    group, (layer,) = shape.heads // shape.kv_heads, talker.layers
-    qkv, out = maker.normal(rows, len(layer.qkv)), maker.normal(rows, shape.heads * shape.head_dim)
-    slots, tile = torch.arange(rows, device=bench.device), attention_tile(group, PAGE)
-    splits = next(splits for limit, splits in tile.splits if rows <= limit)
-    scratch = SplitScratch(rows * shape.kv_heads, splits, group, shape.head_dim, k.device)
-    heads = (qkv, layer.q_norm, layer.k_norm, EPS, talker.rope_table)
-    scale = shape.head_dim**-0.5
-
-    def attend() -> None:
-        for index in range(small.layers):
-            decode_attention(
-                *heads, k[index], v[index], state.page_table, state.positions, slots, scale, out, scratch, splits, tile.block,
-                tile.warps, tile.stages, True,
-            )  # fmt: skip
-
-    us = {"talker": graph_us(attend, small.layers)}
-    if lm_cuda.has_predictor_attention(shape.heads, shape.kv_heads, 16, shape.head_dim):
-        past = maker.normal(2, 5, rows, shape.kv_heads, 16, shape.head_dim)
-        for way, attention in (("triton", predictor_attention), ("cuda", lm_cuda.predictor_attention)):
-
-            def short(attention: Callable[..., Tensor] = attention) -> None:
-                for index in range(5):
-                    attention(*heads, past[0, index], past[1, index], 12, scale, out, pdl=True)
-
-            us[f"predictor {way}"] = graph_us(short, 5)
-    x, y, h = (maker.normal(rows, shape.hidden) for _ in range(3))
-    norm, both, act = (
-        maker.normal(shape.hidden),
-        maker.normal(rows, 2 * shape.inter),
-        maker.normal(rows, shape.inter),
-    )
-    us["add and norm"] = graph_us(lambda: [add_norm(x, y, norm, EPS, h, True) for _ in range(8)], 8)
-    us["swiglu"] = graph_us(lambda: [swiglu(both, act, True) for _ in range(8)], 8)
-    device = device_named(bench.found["device"])
-    read = 2 * 2 * float(contexts.sum()) * shape.kv_heads * shape.head_dim
-    floor = None if device is None else 1e6 * read / device.bandwidth
-    about = {"part": "attention", "sizes": name, "rows": rows, "context": context, "talker_floor_us": floor}
-    bench.add({**about, "us": us})
-
-
 def frame_part(bench: Bench, name: str, shape: Shape, rows: int, context: int) -> None:
     """Whole frames; of the persistent kernels the predictor's alone, and the talker's too where it has one."""
     maker = Maker(str(bench.device), torch.bfloat16)
@@ -256,39 +205,6 @@ def prefill_part(bench: Bench, name: str, shape: Shape, positions: int, length: 
     bench.add({**row, "ms": us / 1000, "us_per_position": us / positions})
 
 
-def unit_part(bench: Bench, channels: int) -> None:
-    """Whole utterances; the last of the three units of a stack writes no raw result."""
-    config, rows = codec_cuda.TILE_CONFIGS[channels], UNIT_ROWS
-    shape = codec_launch.Shape("unit", channels, channels, 7)
-    maker = Maker(str(bench.device), torch.bfloat16, seed=channels)
-    a, x = (maker.normal(rows, UNIT_FRAMES * UNIT_STEPS[channels], channels) for _ in range(2))
-    weights = [maker.normal(taps * channels, channels, std=(taps * channels) ** -0.5) for taps in (7, 1)]
-    bias1, bias2 = (maker.normal(channels).float() for _ in range(2))
-    alphas = [maker.normal(channels, std=0.3).float() for _ in range(4)]
-    inner, after = codec_ops.snake_parameters(*alphas[:2]), codec_ops.snake_parameters(*alphas[2:])
-    raw, active = torch.full_like(x, math.nan), torch.full_like(x, math.nan)
-    tile, packed = codec_launch.tile_for(shape, x.shape[1], tma=True), config.pack(*weights)
-    assert tile is not None
-    ways: dict[str, Callable[[int, Tensor | None], object]] = {
-        "triton": lambda dilation, raw: codec_launch.unit(
-            a, 0, x, weights[0], bias1, *inner, weights[1], bias2, dilation, raw, active, 0, *after, tile=tile
-        ),
-        config.kernel: lambda dilation, raw: codec_cuda.unit(
-            a, 0, x, packed, bias1, *inner, bias2, dilation, raw, active, 0, *after
-        ),
-    }
-    for way, launch in ways.items():
-        us = {
-            f"dilation_{dilation}": event_us(
-                partial(launch, dilation, None if dilation == DILATIONS[-1] else raw)
-            )
-            / (rows * UNIT_FRAMES)
-            for dilation in DILATIONS
-        }
-        row = {"part": "unit", "channels": channels, "kernel": way, **us}
-        bench.add(row | {"us_per_frame": sum(us.values())})
-
-
 def main() -> int:
     options = read(
         parser(__doc__), parts=list(PARTS), sizes=["0b6", "1b7"], rows=list(ROWS), contexts=[108, 300],
@@ -312,13 +228,10 @@ def main() -> int:
         for rows in options.rows:
             attempt("product", product_part, name, shape, rows)
             for context in options.contexts:
-                attempt("attention", attention_part, name, shape, rows, context)
                 attempt("frame", frame_part, name, shape, rows, context)
         for positions in options.positions:
             for length in options.prompts:
                 attempt("prefill", prefill_part, name, shape, positions, length)
-    for channels in UNIT_STEPS:
-        attempt("unit", unit_part, channels)
     return bench.end(
         "part", "sizes", "rows", "context", "product", "best_ms", "floor_ms", "ms", "us_per_frame"
     )
