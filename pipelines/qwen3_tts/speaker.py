@@ -29,7 +29,7 @@ from pipelines.codec.decoder import CodecState
 from pipelines.nn.checkpoint import Checkpoint, TensorSource, device_name, fill_module, type_name
 from pipelines.qwen3_tts.codec import Codec
 from pipelines.qwen3_tts.config import CodecConfig, Qwen3TTSConfig, SpeakerEncoderConfig
-from pipelines.recording import RecordingCache, RecordingFiles, read_recording
+from pipelines.recording import Recording, RecordingCache, RecordingFiles
 
 N_FFT = 1024
 HOP = 256
@@ -69,6 +69,8 @@ def log_mel(samples: Tensor, sample_rate: int = 24_000, bands: int = 128) -> Ten
 PREFIX = "speaker_encoder."
 #: Version of the code that reads and encodes recordings. Voices that another version has cached are not used.
 _REVISION = 2
+#: Bytes of the voices that are kept in memory.
+_KEPT_BYTES = 512 << 20
 
 
 class SpeakerEncoder(ECAPA_TimeDelayNet):
@@ -147,6 +149,13 @@ class PreparedVoice:
     codec_state: CodecState | None = None
 
 
+def _size(voice: PreparedVoice) -> int:
+    """The bytes of a voice, most of which are the state's."""
+    codes = 0 if voice.codes is None else voice.codes.nbytes
+    values = voice.codec_state and voice.codec_state.values
+    return voice.vector.nbytes + codes + (0 if values is None else values.nbytes)
+
+
 class VoiceCache:
     """Prepares reference recordings and caches them by content, in memory and in a folder if there is one."""
 
@@ -163,9 +172,9 @@ class VoiceCache:
         self._speaker = speaker
         self._encoder, self._decoder = codec.encoder, codec.decoder
         self._files = None if folder is None else RecordingFiles(Path(folder), folder_bytes, self._identity())
-        self._kept: RecordingCache[PreparedVoice] = RecordingCache(256)
+        self._kept: RecordingCache[PreparedVoice] = RecordingCache(_KEPT_BYTES, _size)
 
-    def prepare(self, recording: bytes, in_context: bool) -> PreparedVoice:
+    def prepare(self, recording: Recording, in_context: bool) -> PreparedVoice:
         """The voice of an audio file within the limits of `pipelines.audio`; `in_context`: also its codes.
 
         Raises `InputError`: `input.audio_unreadable`, `input.reference_length`, `input.reference_silent`;
@@ -174,7 +183,7 @@ class VoiceCache:
         return self._kept.get(recording, in_context, lambda: self._make(recording, in_context))
 
     @torch.inference_mode()
-    def _make(self, recording: bytes, in_context: bool) -> PreparedVoice:
+    def _make(self, recording: Recording, in_context: bool) -> PreparedVoice:
         encode = partial(self._encode, recording, in_context)
         variant = "in context" if in_context else "vector"
         with on_device(self._decoder.device):
@@ -187,14 +196,14 @@ class VoiceCache:
         return PreparedVoice(vector, codes, state)
 
     @torch.inference_mode()
-    def _encode(self, recording: bytes, in_context: bool) -> dict[str, NDArray[Any]]:
+    def _encode(self, recording: Recording, in_context: bool) -> dict[str, NDArray[Any]]:
         """`vector`: float32 [talker hidden]; in context `codes` too: int64 [frames, codebooks]."""
         rate = self._speaker.config.sample_rate
-        samples, _ = read_recording(recording, rate)
+        samples, _ = recording.read(rate)
         found = {"vector": self._speaker.embed(torch.from_numpy(samples)).float().cpu().numpy()}
         if in_context:
             if self._encoder.sample_rate != rate:
-                samples, _ = read_recording(recording, self._encoder.sample_rate)
+                samples, _ = recording.read(self._encoder.sample_rate)
             found["codes"] = self._encoder.encode(torch.from_numpy(samples)).cpu().numpy()
         return found
 

@@ -14,7 +14,7 @@ from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2Model
 
 from pipelines.nn.checkpoint import Checkpoint, TensorTable, fill_module, read_pickle
 from pipelines.nn.config_keys import bad_checkpoint, read_table
-from pipelines.recording import RecordingCache, read_recording
+from pipelines.recording import KEPT_BYTES, Recording, RecordingCache
 from pipelines.spark_tts.bicodec import Tokenizer
 from pipelines.spark_tts.config import SparkConfig
 
@@ -106,9 +106,11 @@ class ReferenceEncoder:
         self._config = config
         self._tokenizer = tokenizer
         self.features = features
-        self._cache: RecordingCache[Reference] = RecordingCache(1024)
+        self._cache: RecordingCache[Reference] = RecordingCache(
+            KEPT_BYTES, lambda made: 8 * (len(made.voice) + len(made.semantic))
+        )
 
-    def prepare(self, recording: bytes, with_semantic: bool) -> Reference:
+    def prepare(self, recording: Recording, with_semantic: bool) -> Reference:
         """The tokens of an audio file within the limits of `pipelines.audio`; semantic tokens only if
         `with_semantic`.
 
@@ -119,10 +121,10 @@ class ReferenceEncoder:
             recording, with_semantic, lambda: self.encode(self.read(recording), with_semantic)
         )
 
-    def read(self, recording: bytes) -> NDArray[np.float32]:
+    def read(self, recording: Recording) -> NDArray[np.float32]:
         """Samples [n] at the model's rate: the first channel, resampled at very high quality, and normalized
         in volume if the config says so."""
-        samples, _ = read_recording(recording, self._config.sample_rate, channel=0, quality="VHQ")
+        samples, _ = recording.read(self._config.sample_rate, channel=0, quality="VHQ")
         return normalize_volume(samples).astype(np.float32) if self._config.volume_normalize else samples
 
     def encode(self, samples: NDArray[np.float32], with_semantic: bool = True) -> Reference:
