@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint requirements.lock
 export OMP_NUM_THREADS ?= 1
+# Every process of the tests would else compile what it imports.
+unexport PYTHONDONTWRITEBYTECODE
 TEST_PROCESSES ?= 2
 # Twice the cores: tests of services wait much of their time. Each may hold an engine and its own services: 4 GB a process.
 INTEGRATION_PROCESSES ?= 4

@@ -111,8 +111,8 @@ _WIDTHS = {"0b6": (1024, 3072), "1b7": (2048, 6144), "tiny": (64, 64)}
 _CODEC_IDS = {"pad": 2148, "bos": 2149, "think": 2154, "nothink": 2155, "think_bos": 2156, "think_eos": 2157}
 
 
-def qwen3_config(size: str) -> dict[str, Any]:
-    """The keys of config.json that inference reads, of the CustomVoice checkpoint of this size ("0b6" or
+def qwen3_config(size: str, kind: str = "custom_voice") -> dict[str, Any]:
+    """The keys of config.json that inference reads, of the CustomVoice or Base checkpoint of this size ("0b6" or
     "1b7").
 
     "tiny" has the layout and vocabularies of the published ones and next to no width, to try a benchmark
@@ -132,7 +132,7 @@ def qwen3_config(size: str) -> dict[str, Any]:
     }  # fmt: skip
     return {
         "model_type": "qwen3_tts", "tokenizer_type": "qwen3_tts_tokenizer_12hz", "tts_model_size": size,
-        "tts_model_type": "custom_voice", "im_start_token_id": 151644, "im_end_token_id": 151645, "assistant_token_id": 77091,
+        "tts_model_type": kind, "speaker_encoder_config": {"enc_dim": hidden}, "im_start_token_id": 151644, "im_end_token_id": 151645, "assistant_token_id": 77091,
         "tts_pad_token_id": 151671, "tts_bos_token_id": 151672, "tts_eos_token_id": 151673, "talker_config": talker,
     }  # fmt: skip
 
@@ -450,19 +450,27 @@ class _Noted(DummyWeights):
 
 @torch.inference_mode()
 def write_checkpoint(
-    folder: Path, size: str, device: torch.device, texts: Sequence[str], seconds: float | None = None
+    folder: Path,
+    size: str,
+    device: torch.device,
+    texts: Sequence[str],
+    seconds: float | None = None,
+    kind: str = "custom_voice",
 ) -> None:
     """Writes a checkpoint of a size ("0b6", "1b7" or "tiny") whose tokenizer has learned its merges from
-    `texts`.
+    `texts`; of the kind "base" it has an encoder of voices.
 
     With `seconds` it never draws the end; that is the length of every speech whose request asks for no
     shorter one.
     """
-    from pipelines.qwen3_tts.speaker import CodecEncoder  # transformers takes seconds to import
+    from pipelines.qwen3_tts.speaker import (  # transformers takes seconds to import
+        CodecEncoder,
+        SpeakerEncoder,
+    )
 
     codec_folder = folder / "speech_tokenizer"
     codec_folder.mkdir(parents=True)
-    _write_json(folder / "config.json", qwen3_config(size))
+    _write_json(folder / "config.json", qwen3_config(size, kind))
     _write_json(codec_folder / "config.json", _codec_config(size))
     _write_tokenizer(folder / "tokenizer.json", texts)
     if seconds is not None:
@@ -472,6 +480,10 @@ def write_checkpoint(
     config = Qwen3TTSConfig.from_folder(folder)
     main = _Noted(device, ends_when_allowed(config.ids.eos, never=seconds is not None))
     take_weights(main, config, torch.bfloat16, device)
+    if config.clones:
+        speaker = _Noted(device, in_range)
+        SpeakerEncoder(config.speaker_encoder, speaker, device, torch.bfloat16)
+        main.tensors |= speaker.tensors
     save_file(main.tensors, folder / "model.safetensors")
 
     shape = CodecConfig.load(codec_folder)
@@ -519,9 +531,11 @@ def main() -> int:
     made.add_argument("--device", default="cuda")
     made.add_argument("--texts", type=Path, help="lines that the tokenizer learns its merges from")
     made.add_argument("--seconds", type=float, help="length of a speech whose request does not say it")
+    made.add_argument("--kind", default="custom_voice", choices=("custom_voice", "base"))
     options = made.parse_args()
     texts = options.texts.read_text(encoding="utf-8").splitlines() if options.texts else [SENTENCE]
-    write_checkpoint(options.folder, options.size, open_device(options.device), texts, options.seconds)
+    device = open_device(options.device)
+    write_checkpoint(options.folder, options.size, device, texts, options.seconds, options.kind)
     return 0
 
 

@@ -4,6 +4,7 @@ seconds.
     python -m benchmarks.job --sizes 0b6 1b7 --gpus 1 2 --slots 512
     python -m tests.support.services python -m benchmarks.job --paths folder s3 --gpus 1 8 --minutes 9
     python -m benchmarks.job --tree ../nightjar-before             # another version of the packages
+    python -m benchmarks.job --sizes 0b6 --skip-engine --cloning none vector context --voices 20 3000 --items 6000
     python -m benchmarks.job --device cpu --tiny
     python -m benchmarks.job --device cpu --instant 9 --gpus 1 8 --items 3000
 
@@ -15,9 +16,15 @@ nothing, for the path around the engine.
 
 `job_audio_s_per_s` is steady: the audio that was committed between two commits, the first after which twice as many items
 were done as the engine has slots, and the last before which one and a half times as many were left, by the ledger's own
-times; over the time between them. `first_audio_s` is the time from the start of the command to the first audio file in the
+times; over the time between them. A job that is interrupted before there is such a span has the later half of its time.
+`first_audio_s` is the time from the start of the command to the first audio file in the
 store. Cores, memory and the use of GPUs are of the same span. With `--minutes`, what no longer fits is left out, and a job
 that does not end in time (`--limit` seconds) is interrupted; its row has what was committed.
+
+`--cloning` says how voices are made: `none` is a named voice, `vector` clones recordings of 3 to 10 s by their speaker vector
+and `context` with their text. `--voices` are numbers of recordings; every one of them is used at least twice, in mixed order.
+`voices_per_s` is how many of them a second the steady items bring, if each is encoded once. `--lengths 0.3 0.5` makes utterances
+so short that recordings are the work. `--warm` is first a short job that does not count.
 
 A job has as many items as take `--seconds` at the speed of the engine (`--expected`, audio-s/s of one GPU, with
 `--skip-engine`), or `--items`; `--slots` are those of the engine alone, and of the ramp and the tail. `--cold` is first a short
@@ -30,6 +37,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -48,7 +56,7 @@ from benchmarks import voices
 from benchmarks.common import Bench, Row, parser, read
 from benchmarks.engine import FRAMES_PER_SECOND, Load
 from benchmarks.report import ROOT, ProcessUse, new_database, s3_settings, write_random_checkpoint
-from benchmarks.stream_clients import words_of
+from benchmarks.voices import words_of
 from jobs.store import open_store
 
 _COMMITS = "SELECT made_at, count(*), sum(duration_ms) / 1000.0 FROM artifacts WHERE kind = 'audio' GROUP BY made_at ORDER BY made_at"
@@ -66,8 +74,8 @@ CACHES = (
 #: The least time in seconds for which a part is started, and the time that an interrupted command gets to end.
 LEAST_SECONDS, DRAIN_SECONDS = 25.0, 20.0
 COLUMNS = (
-    "path", "size", "gpus", "slots", "start", "job_audio_s_per_s", "engine_audio_s_per_s", "share", "times_one_gpu",
-    "first_audio_s", "cpu_cores", "failed",
+    "path", "size", "gpus", "cloning", "voices", "slots", "start", "job_audio_s_per_s", "engine_audio_s_per_s", "share", "times_one_gpu",
+    "first_audio_s", "voices_per_s", "cpu_cores", "failed",
 )  # fmt: skip
 
 
@@ -91,22 +99,43 @@ def steady(commits: Sequence[Commit], slots: int) -> dict[str, Any]:
         done += commit.items
         (after_ramp if done >= 2 * slots else []).append(index)
         (before_tail if total - done >= 1.5 * slots else []).append(index)
-    if not (after_ramp and before_tail and before_tail[-1] > after_ramp[0]):
-        return {}
-    first, last = after_ramp[0], before_tail[-1]
+    if after_ramp and before_tail and before_tail[-1] > after_ramp[0]:
+        return _between(commits, after_ramp[0], before_tail[-1])
+    return {}
+
+
+def later_half(commits: Sequence[Commit]) -> dict[str, Any]:
+    """The rate in the later half of the time between the first commit and the last one; {} where there is one commit."""
+    middle = (commits[0].at + commits[-1].at) / 2
+    first = next(index for index, commit in enumerate(commits) if commit.at >= middle)
+    return _between(commits, first, len(commits) - 1) if first < len(commits) - 1 else {}
+
+
+def _between(commits: Sequence[Commit], first: int, last: int) -> dict[str, Any]:
+    """The rate of what was committed after one commit, up to another one."""
     since, until, span = commits[first].at, commits[last].at, commits[first + 1 : last + 1]
     audio, items = sum(commit.audio_seconds for commit in span), sum(commit.items for commit in span)
     found = {"since": since, "until": until, "steady_s": until - since}
     return found | {"job_audio_s_per_s": audio / (until - since), "items_per_s": items / (until - since)}
 
 
-def write_input(path: Path, frames: Sequence[int]) -> None:
-    """A text for each utterance about as long as its speech, whose first word is the number of its frames."""
+def write_input(
+    path: Path, frames: Sequence[int], recordings: Sequence[float] = (), spoken: bool = False
+) -> None:
+    """A text for each utterance about as long as its speech, whose first word is the number of its frames. `recordings`:
+    seconds of those that the utterances clone, in mixed order; `spoken`: with the text of each."""
+    cloned = [number % max(len(recordings), 1) for number in range(len(frames))]
+    random.Random(0).shuffle(cloned)
     with path.open("w", encoding="utf-8") as file:
-        for number, count in enumerate(frames):
+        for number, (count, voice) in enumerate(zip(frames, cloned, strict=True)):
             text = words_of(count / FRAMES_PER_SECOND, number, str(count))
             messages = [["user", "text", text], ["assistant", "audio", f"wav/{number}.wav"]]
-            file.write(json.dumps({"example_id": f"utterance-{number:07d}", "messages": messages}) + "\n")
+            line: dict[str, Any] = {"example_id": f"utterance-{number:07d}", "messages": messages}
+            if recordings:
+                messages.insert(0, ["user", "audio", f"recordings/{voice}.wav"])
+            if spoken:
+                line["generation"] = {"reference_text": words_of(recordings[voice], voice)}
+            file.write(json.dumps(line) + "\n")
 
 
 def slots_of(log_lines: Sequence[str]) -> int | None:
@@ -120,6 +149,11 @@ def start_lines(log: Path) -> list[str]:
     words = ("worker up", "model ready", "model open", "engine", "warning", "error")
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     return [line[:400] for line in lines if any(word in line for word in words)][:12]
+
+
+def kind_for(cloning: str) -> str:
+    """The kind of checkpoint whose voices are made so."""
+    return "custom_voice" if cloning == "none" else "base"
 
 
 class Command:
@@ -184,8 +218,9 @@ class JobBench:
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options, self.folder, self.tree = options, folder, options.tree.resolve()
         self.load = Load(0.3, 0.8, 0.5) if options.tiny else Load(3.0, 15.0, options.window_seconds)
-        if options.instant:
-            self.load = Load(options.instant, options.instant, 1.0)
+        if options.lengths or options.instant:
+            shortest, longest = options.lengths or (options.instant, options.instant)
+            self.load = Load(shortest, longest, options.window_seconds)
         self.slots = 8 if options.tiny or options.instant else options.slots
         tree = options.tree.name if options.tree != ROOT else ""
         lengths = [self.load.shortest, self.load.longest]
@@ -193,28 +228,33 @@ class JobBench:
         path = [str(folder / "voices"), str(self.tree), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
         self.engine_rates: dict[tuple[str, int], float] = {}
+        #: Seconds of each recording on disk.
+        self.recordings: list[float] = []
 
     def attempt(self, part: str, work: Callable[..., None], *given: Any) -> None:
         self.bench.attempt_in_time(part, LEAST_SECONDS, work, *given)
 
-    def prepare(self, size: str) -> None:
-        """Writes the checkpoint of a size, and the voice that opens it."""
+    def prepare(self, size: str, kind: str) -> None:
+        """Writes the checkpoint of a size, and the voice that opens it; for Base the recordings too."""
         place = self.folder / "voices"
         if self.options.instant:
             voices.install(place, seconds=self.options.instant)
             return
-        checkpoint, lengths = self.folder / size, self.load.lengths(400)
+        name = f"{size}-{kind}"
+        checkpoint, lengths = self.folder / name, self.load.lengths(400)
         texts = (words_of(one / FRAMES_PER_SECOND, number, str(one)) for number, one in enumerate(lengths))
-        seconds = write_random_checkpoint(size, checkpoint, texts, self.options.device)
+        seconds = write_random_checkpoint(size, checkpoint, texts, self.options.device, "--kind", kind)
         device = "" if self.bench.on_gpu else "cpu"
-        voices.install(place, f"planted-{size}", checkpoint, device=device)
+        voices.install(place, f"planted-{name}", checkpoint, device=device)
         gigabytes = sum(file.stat().st_size for file in checkpoint.rglob("*.safetensors")) / 1e9
-        self.bench.keep(**{f"checkpoint_{size}": {"written_s": seconds, "gb": gigabytes}})
+        self.bench.keep(**{f"checkpoint_{name}": {"written_s": seconds, "gb": gigabytes}})
+        if kind == "base" and not self.recordings:
+            self.recordings = voices.write_recordings(self.folder / "recordings", max(self.options.voices))
 
     def engine(self, size: str, gpus: int) -> None:
         """The row of the engine alone: one closed loop for each GPU, all at once."""
         words = [sys.executable, "-m", "benchmarks.engine", "--device", self.options.device]
-        words += ["--slots", str(self.slots), "--parts", "all"]
+        words += ["--slots", str(self.slots)]
         full = ["--sizes", size, "--seconds", str(self.load.seconds), "--windows", "3"]
         words += ["--tiny"] if size == "tiny" else full
         found = [self.folder / f"engine-{size}-{gpus}-{gpu}.json" for gpu in range(gpus)]
@@ -230,7 +270,8 @@ class JobBench:
                 process.kill()
         if any(failed):
             raise RuntimeError(f"The engine alone ended with status {failed}.")
-        rows = [json.loads(path.read_text(encoding="utf-8"))["rows"][-1] for path in found]
+        every = (json.loads(path.read_text(encoding="utf-8"))["rows"] for path in found)
+        rows = [next(row for row in rows if row["part"] == "all") for rows in every]
         rate = sum(row["audio_s_per_s"] for row in rows)
         self.engine_rates[size, gpus] = rate
         kept = ("wrong_lengths", "spread", "process_cpu_share", "gpu_busy_nvml", "open_s")
@@ -238,25 +279,38 @@ class JobBench:
         row["engine_audio_s_per_s"] = rate
         self.add(row | {name: rows[0].get(name) for name in kept})
 
-    def job(self, path: str, size: str, gpus: int, cold: bool = False) -> None:
-        """The row of one job."""
-        frames = self._lengths(size, gpus, cold)
-        write_input(self.folder / "input.jsonl", frames)
+    def job(
+        self, path: str, size: str, gpus: int, cloning: str = "none", count: int = 0, start: str = "warm"
+    ) -> None:
+        """The row of one job, which clones `count` recordings. `start` is "warm", "cold", or "first" for a short job that
+        does not count."""
+        cold, short = start == "cold", start != "warm"
+        frames = self._lengths(size, gpus, short)
+        if not short:
+            frames = self.load.lengths(max(len(frames), 2 * count))
+        write_input(self.folder / "input.jsonl", frames, self.recordings[:count], cloning == "context")
         place: dict[str, Any] = {"prefix": f"{path}-", "dir": self.folder, "ignore_cleanup_errors": True}
         with tempfile.TemporaryDirectory(**place) as name:
             folder = Path(name)
             caches = {one: str(folder / "cache" / one) for one in CACHES} if cold else {}
             run = self._with_services if path == "s3" else self._into_folder
-            command, found, commits = run(folder, size, gpus, self.environment | caches)
+            environment = self.environment | caches
+            command, found, commits = run(folder, self._words(size, gpus, cloning), gpus, environment)
+        if start == "first":
+            return
         slots = slots_of(found["worker_said"])
         row: Row = {"path": path, "size": size, "gpus": gpus, "slots": slots, "qa": "off"}
-        row |= {"start": "cold" if cold else "warm", "items": len(frames)}
+        row |= {"cloning": cloning, "voices": count, "start": start, "items": len(frames)}
         row |= {"asked_audio_s": sum(frames) / FRAMES_PER_SECOND}
         row |= found
-        if span := {} if cold else steady(commits, self.slots * gpus):
+        span = {} if cold else steady(commits, self.slots * gpus)
+        if not (span or cold) and sum(commit.items for commit in commits) + row["failed"] < len(frames):
+            span = later_half(commits)
+        if span:
             since, until = span.pop("since"), span.pop("until")
             row |= span | command.use.between(since, until)
             row |= {f"{name}_per_gpu": row[name] / gpus for name in ("cpu_cores", "memory_gib")}
+            row |= {"voices_per_s": row["items_per_s"] * count / len(frames)} if count else {}
         self.add(row)
 
     def add(self, row: Row) -> None:
@@ -265,7 +319,7 @@ class JobBench:
         engines = {
             (one["size"], one["gpus"]): one["engine_audio_s_per_s"] for one in rows if one["path"] == "engine"
         }
-        jobs = [one for one in rows if "job_audio_s_per_s" in one]
+        jobs = [one for one in rows if "job_audio_s_per_s" in one and not one["voices"]]
         ones = {(one["path"], one["size"]): one["job_audio_s_per_s"] for one in jobs if one["gpus"] == 1}
         for one in jobs:
             rate = one["job_audio_s_per_s"]
@@ -280,26 +334,28 @@ class JobBench:
         """Seconds that a command may take; what comes after it takes some too."""
         return max(1.0, min(self.options.limit, self.bench.seconds_left - LEAST_SECONDS / 2))
 
-    def _lengths(self, size: str, gpus: int, cold: bool) -> list[int]:
+    def _lengths(self, size: str, gpus: int, short: bool) -> list[int]:
         """Frames of each item of a job that takes the engine so long."""
-        if self.options.items:
+        if self.options.items and not short:
             return self.load.lengths(self.options.items)
         rate = self.engine_rates.get((size, gpus)) or self.options.expected * gpus
-        seconds, beside = (2.0, 0) if cold else (self.options.seconds, 3 * self.slots * gpus)
+        seconds, beside = (2.0, 0) if short else (self.options.seconds, 3 * self.slots * gpus)
         return self.load.lengths(
             round(2 * seconds * rate / (self.load.shortest + self.load.longest)) + beside
         )
 
-    def _words(self, size: str, gpus: int) -> tuple[list[str], list[str]]:
+    def _words(self, size: str, gpus: int, cloning: str) -> tuple[list[str], list[str]]:
         """Options of the job, and of the worker; on a CPU several workers have GPUs in name only."""
-        spoken = ["--voice", "ryan", "--language", "english"]
-        model = [voices.INSTANT] if self.options.instant else [f"planted-{size}", *spoken]
+        spoken = ["--language", "english", *(("--voice", "ryan") if cloning == "none" else ())]
+        model = [voices.INSTANT] if self.options.instant else [f"planted-{size}-{kind_for(cloning)}", *spoken]
         job = [str(self.folder / "input.jsonl"), "--model", *model, "--qa", "off", "--json"]
         return job, ["--gpu", ",".join(map(str, range(gpus)))] if gpus > 1 or self.bench.on_gpu else []
 
-    def _into_folder(self, folder: Path, size: str, gpus: int, environment: dict[str, str]) -> Run:
+    def _into_folder(
+        self, folder: Path, given: tuple[list[str], list[str]], gpus: int, environment: dict[str, str]
+    ) -> Run:
         """`nightjar run` with no other setting; its ledger is a SQLite file in the folder."""
-        home, (job, worker) = folder / "out", self._words(size, gpus)
+        home, (job, worker) = folder / "out", given
         words = ["run", *job, "--out", str(home), *(worker if gpus > 1 else [])]
         command = Command(folder, words, environment, lambda: any(home.glob("jobs/*/audio/*/*.wav")))
         status, state = command.wait(self._limit), home / ".nightjar"
@@ -309,7 +365,9 @@ class JobBench:
         with closing(sqlite3.connect(f"file:{state / 'ledger.sqlite'}?mode=ro", uri=True)) as connection:
             return command, *command.made(status, connection.execute, logs)
 
-    def _with_services(self, folder: Path, size: str, gpus: int, environment: dict[str, str]) -> Run:
+    def _with_services(
+        self, folder: Path, given: tuple[list[str], list[str]], gpus: int, environment: dict[str, str]
+    ) -> Run:
         """`nightjar submit`, then `nightjar worker` until the job has ended; a database and a prefix of their own."""
         import psycopg
         import redis
@@ -319,7 +377,7 @@ class JobBench:
         place = f"{os.environ['BENCH_STORE']}/{folder.name.replace('_', 'x')}"
         environment |= {"SPEECH_DATABASE_URL": database, "SPEECH_STORE_URL": place}
         environment |= {"SPEECH_BROKER_URL": os.environ["BENCH_BROKER"]}
-        store, (job, worker) = open_store(place, s3_settings()), self._words(size, gpus)
+        store, (job, worker) = open_store(place, s3_settings()), given
         for words in (["db", "upgrade"], ["submit", *job]):
             whole = [sys.executable, "-P", "-m", "jobs", *words]
             subprocess.run(whole, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
@@ -335,27 +393,37 @@ class JobBench:
             command.process.terminate()
             return command, *command.made(command.wait(60.0), execute, [folder / "stderr"])
 
+    def _jobs(self, size: str, cloning: str, counts: Sequence[int]) -> None:
+        options = self.options
+        for start in [*(["cold"] if options.cold else []), *(["first"] if options.warm else [])]:
+            self.attempt(f"{start} {size} {cloning}", self.job, "folder", size, 1, cloning, counts[0], start)
+        for gpus in options.gpus:
+            for path in options.paths:
+                for count in counts:
+                    part = f"{path} {size} {gpus} {cloning} {count}"
+                    self.attempt(part, self.job, path, size, gpus, cloning, count)
+
     def measure(self) -> int:
         options = self.options
         for size in ["instant"] if options.instant else ["tiny"] if options.tiny else options.sizes:
-            self.attempt(f"checkpoint {size}", self.prepare, size)
-            if options.cold:
-                self.attempt(f"cold {size}", self.job, "folder", size, 1, True)
             alone = not (options.skip_engine or options.instant)
             for gpus in options.gpus if alone else ():
                 self.attempt(f"engine {size} {gpus}", self.engine, size, gpus)
-            for gpus in options.gpus:
-                for path in options.paths:
-                    self.attempt(f"{path} {size} {gpus}", self.job, path, size, gpus)
-            shutil.rmtree(self.folder / size, ignore_errors=True)
+            kinds = dict.fromkeys(kind_for(one) for one in options.cloning)
+            for kind in kinds:
+                self.attempt(f"checkpoint {size} {kind}", self.prepare, size, kind)
+                for cloning in (one for one in options.cloning if kind_for(one) == kind):
+                    self._jobs(size, cloning, options.voices if cloning != "none" else [0])
+                shutil.rmtree(self.folder / f"{size}-{kind}", ignore_errors=True)
         return self.bench.end(*COLUMNS)
 
 
 def main(given: Sequence[str] | None = None) -> int:
     options = read(
         parser(__doc__), given, sizes=["0b6"], gpus=[1], paths=["folder"], slots=1024, seconds=40.0, items=0, window_seconds=3.0,
-        expected=3000.0, instant=0.0, minutes=60.0, skip_engine=False, cold=False, limit=300.0, tree=ROOT, folder=None,
-        known={"sizes": ("0b6", "1b7"), "paths": ("folder", "s3")},
+        expected=3000.0, instant=0.0, minutes=60.0, skip_engine=False, cold=False, warm=False, limit=300.0, tree=ROOT, folder=None,
+        cloning=["none"], voices=[20], lengths=float,
+        known={"sizes": ("0b6", "1b7"), "paths": ("folder", "s3"), "cloning": ("none", "vector", "context")},
     )  # fmt: skip
     if options.tiny:
         options.items = options.items or 200

@@ -8,6 +8,7 @@ import logging
 import os
 import tempfile
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
-from tests.proven import skip_proven
+from tests.proven import left_out
 from tests.support import interrupts, skips
 from tests.support.services import S3, MotoS3, Postgres, SeaweedFS, Valkey, running_postgres
 
@@ -78,6 +79,18 @@ LONGEST = (
 )
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """What a run leaves out is not even imported, which takes seconds in each process."""
+    return True if collection_path in left_out() else None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    folders = {Path(argument).absolute() for argument in config.args}
+    below = [reason for path, reason in left_out().items() if folders & set(path.parents)]
+    for reason, count in Counter(below).items():
+        terminalreporter.write_line(f"LEFT OUT [{count}] {reason}")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
 
@@ -96,7 +109,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if (path := below(item.path)) is not None:
             item.add_marker(path.parts[0])
     items.sort(key=lambda item: place(below(item.path)))
-    skip_proven(items)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Slow tests that nothing else can break are skipped while their sources are those with which they passed.
+"""Slow tests that nothing else can break are left out while their sources are those with which they passed.
 
 `python -m tests.proven` runs the groups of `tests/proven.toml` whose sources have changed, and notes there that
 they passed; `--all` runs every group, as `make soak` does.
@@ -14,9 +14,10 @@ import sys
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-import pytest
+from pipelines.engine_choice import has_gpu
 
 ROOT = Path(__file__).parents[1]
 LIST = ROOT / "tests" / "proven.toml"
@@ -63,17 +64,21 @@ def proofs(path: Path = LIST) -> list[Proof]:
     return [Proof(name, **fields) for name, fields in tomllib.loads(path.read_text()).items()]
 
 
-def skip_proven(items: Iterable[pytest.Item]) -> None:
-    """Marks the tests of every group whose proof holds as skipped, unless all tests are asked for."""
+@cache
+def left_out() -> dict[Path, str]:
+    """Of the files and folders that a run leaves out unless they are named: the reason. None if all tests are
+    asked for."""
     if os.environ.get(ALL_TESTS):
-        return
-    for proof in proofs():
-        if proof.holds():
-            files = proof.files_of_tests()
-            mark = pytest.mark.skip(reason=f"passed with these sources: {proof.name} of tests/proven.toml")
-            for item in items:
-                if item.path in files:
-                    item.add_marker(mark)
+        return {}
+    found = {
+        path: f"passed with these sources: {proof.name} of tests/proven.toml"
+        for proof in proofs()
+        if proof.holds()
+        for path in proof.files_of_tests()
+    }
+    if not has_gpu() and "TRITON_INTERPRET" not in os.environ:
+        found[ROOT / "tests" / "gpu"] = "needs a CUDA device"
+    return found
 
 
 def passes(proof: Proof) -> bool:

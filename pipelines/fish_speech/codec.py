@@ -199,14 +199,14 @@ class CodecEncoder:
 
     @torch.inference_mode()
     def encode(self, samples: Tensor) -> Tensor:
-        """float32 [samples] at the codec's rate -> int64 [frames, codebooks]; the last frame is padded with
-        silence."""
-        return self.quantize(self.latents(self.features(samples)))[0]
+        """float32 [B, samples] at the codec's rate -> int64 [B, frames, codebooks]; the last frame is padded
+        with silence. Frames do not depend on later samples, such as those that pad a row."""
+        return self.quantize(self.latents(self.features(samples)))
 
     def features(self, samples: Tensor) -> Tensor:
-        """float32 [samples] -> the input of the quantizer, [1, steps, latent]."""
+        """float32 [B, samples] -> the input of the quantizer, [B, steps, latent]."""
         size = self.config.samples_per_frame
-        x = pad(samples.to(self.device, torch.float32), (0, -len(samples) % size))[None, :, None]
+        x = pad(samples.to(self.device, torch.float32), (0, -samples.shape[1] % size))[:, :, None]
         x = self._stem(x, None)
         for block in self._blocks:
             x = block(x)
@@ -257,7 +257,7 @@ class ReferenceEncoder:
         `SynthesisError` (`synth.oom`) if the device has too little memory.
         """
         return self._cache.get(
-            recording, None, lambda: self._encoder.encode(self.read(recording)).cpu().numpy()
+            recording, None, lambda: self._encoder.encode(self.read(recording)[None])[0].cpu().numpy()
         )
 
     def read(self, recording: Recording) -> Tensor:

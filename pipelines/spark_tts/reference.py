@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +19,9 @@ from pipelines.recording import KEPT_BYTES, Recording, RecordingCache
 from pipelines.spark_tts.bicodec import Tokenizer
 from pipelines.spark_tts.config import SparkConfig
 
-#: Indices of the `hidden_states` whose mean is the features; 0 is the output of the embedding.
+#: Indices of the states whose mean is the features; 0 is the output of the embedding.
 LAYERS = (11, 14, 16)
-#: One more than needed: some versions of transformers apply the final layer norm to the last recorded state.
-KEPT_LAYERS = max(LAYERS) + 1
+KEPT_LAYERS = max(LAYERS)
 _VARIANCE_FLOOR = 1e-7
 #: Patterns of transformers' names -> published names, where they differ.
 _PUBLISHED = {
@@ -64,16 +64,46 @@ class SemanticFeatures:
             return samples
         return ((samples - samples.mean()) / np.sqrt(samples.var() + _VARIANCE_FLOOR)).astype(np.float32)
 
+    def steps(self, samples: Any) -> Any:
+        """The number of steps of recordings of so many samples, a number or int64 [batch]."""
+        for kernel, stride in zip(self.model.config.conv_kernel, self.model.config.conv_stride):
+            samples = (samples - kernel) // stride + 1
+        return samples
+
     @torch.inference_mode()
-    def __call__(self, values: Tensor) -> Tensor:
-        """values: float32 [batch, samples], recordings of equal length -> float32 [batch, steps, hidden]."""
-        states = self.states(values)
+    def __call__(self, values: Tensor, mask: Tensor | None = None) -> Tensor:
+        """values: float32 [batch, samples]; mask: bool [batch, steps], False after the end of each row ->
+        float32 [batch, steps, hidden]."""
+        states = self.states(values, mask)
         return torch.stack([states[index] for index in LAYERS]).mean(0)
 
     @torch.inference_mode()
-    def states(self, values: Tensor) -> tuple[Tensor, ...]:
-        """All hidden states, [batch, steps, hidden] each."""
-        return self.model(values.to(self.device), output_hidden_states=True).hidden_states
+    def states(self, values: Tensor, mask: Tensor | None = None) -> list[Tensor]:
+        """The embedding and the output of each layer, [batch, steps, hidden] each, like the `hidden_states` of
+        transformers."""
+        model, encoder = self.model, self.model.encoder
+        x = model.feature_projection(model.feature_extractor(values.to(self.device)).transpose(1, 2))[0]
+        x = x if mask is None else x * mask[:, :, None]
+        x = x + encoder.pos_conv_embed(x)
+        if not model.config.do_stable_layer_norm:
+            x = encoder.layer_norm(x)
+        states = [x]
+        for layer in encoder.layers:
+            states.append(layer(states[-1], attention_mask=None if mask is None else mask[:, None, None]))
+        return states
+
+
+@torch.inference_mode()
+def semantic_tokens(
+    tokenizer: Tokenizer, features: SemanticFeatures, values: Tensor, lengths: Tensor | None
+) -> Tensor:
+    """values: float32 [batch, samples] of these lengths, int64 [batch] (None: no row is padded) -> int64 [batch,
+    steps]. Padding does not change the tokens of a row."""
+    mask = None
+    if lengths is not None:
+        steps = torch.arange(features.steps(values.shape[1]), device=features.device)
+        mask = steps < features.steps(lengths)[:, None]
+    return tokenizer.semantic_tokens(features(values, mask), mask)
 
 
 def _tensors(folder: Path) -> TensorTable:
@@ -134,7 +164,7 @@ class ReferenceEncoder:
         if not with_semantic:
             return Reference(tuple(voice), ())
         values = torch.from_numpy(self.features.values(samples)[None])
-        (semantic,) = self._tokenizer.semantic_tokens(self.features(values)).tolist()
+        (semantic,) = semantic_tokens(self._tokenizer, self.features, values, None).tolist()
         return Reference(tuple(voice), tuple(semantic))
 
 

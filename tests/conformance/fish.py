@@ -196,11 +196,11 @@ def _encode(golden: Golden, case: Item) -> None:
     samples = golden.references.read(golden.wav(case["wav"]))
     if resampled:
         samples = torch.from_numpy(golden.arrays(resampled[0]["file"])["audio"])
-    same("codes", encoder.encode(samples).T, arrays["codes"])
+    same("codes", encoder.encode(samples[None])[0].T, arrays["codes"])
     if not case.get("intermediates"):
         return
     with torch.inference_mode():
-        features = encoder.features(samples)
+        features = encoder.features(samples[None])
         latents = encoder.latents(features)
         semantic = encoder.codebooks[0].choose(latents)[1]
         golden.near("encoder_out", features[0].T, arrays["encoder_out"], "state")

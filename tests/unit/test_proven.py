@@ -1,13 +1,15 @@
-"""Slow tests are skipped only while everything that can break them is as it was when they passed."""
+"""Slow tests are left out only while everything that can break them is as it was when they passed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests import proven
+from tests.conftest import pytest_ignore_collect
 from tests.proven import ROOT, Proof, proofs
 
 
@@ -40,19 +42,32 @@ def test_a_source_that_is_added_or_renamed_counts(
     assert not proof.holds(tmp_path)
 
 
-def test_all_tests_run_where_they_are_asked_for(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    item = request.node
+@pytest.fixture
+def proven_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """These tests are a group that passed."""
     held = Proof("a", ["tests/unit/test_proven.py"], [], "")
     monkeypatch.setattr(proven, "proofs", lambda: [replace(held, sha256=held.digest())])
+    monkeypatch.delenv(proven.ALL_TESTS, raising=False)
+    proven.left_out.cache_clear()
+    yield
+    proven.left_out.cache_clear()
+
+
+@pytest.mark.usefixtures("proven_here")
+def test_all_tests_run_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pytest_ignore_collect(Path(__file__))
+    proven.left_out.cache_clear()
     monkeypatch.setenv(proven.ALL_TESTS, "1")
-    proven.skip_proven([item])
-    assert item.get_closest_marker("skip") is None
-    monkeypatch.delenv(proven.ALL_TESTS)
-    proven.skip_proven([item])
-    assert item.get_closest_marker("skip") is not None
-    item.own_markers.clear()
+    assert pytest_ignore_collect(Path(__file__)) is None
+
+
+@pytest.mark.usefixtures("proven_here")
+def test_tests_of_gpus_are_left_out_only_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for here, left_out in ((True, None), (False, True)):
+        monkeypatch.setattr(proven, "has_gpu", lambda here=here: here)
+        proven.left_out.cache_clear()
+        assert pytest_ignore_collect(ROOT / "tests/gpu") is left_out
 
 
 @pytest.mark.parametrize("proof", proofs(), ids=lambda proof: proof.name)

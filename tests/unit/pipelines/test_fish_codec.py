@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from torch.nn.functional import pad
 
 from pipelines.codec import blocks
 from pipelines.codec import decoder as decoder_module
@@ -75,7 +76,7 @@ def test_long_utterances_go_through_in_passes(codec: Codec, monkeypatch: pytest.
 
 
 def test_attention_in_pieces_is_attention(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = torch.randn(40_000, generator=torch.Generator().manual_seed(0)) * 0.1
+    samples = torch.randn(1, 40_000, generator=torch.Generator().manual_seed(0)) * 0.1
     codes = codec.encoder.encode(samples)
     latents = codec.encoder.features(samples)
     monkeypatch.setattr(blocks, "ATTENTION_STEPS", 7)
@@ -117,10 +118,24 @@ def test_codes_that_cannot_be_are_refused(codec: Codec, codes: torch.Tensor) -> 
 
 
 def test_the_last_frame_of_a_recording_is_filled_with_silence(codec: Codec) -> None:
-    samples = torch.randn(2048 * 3 + 1, generator=torch.Generator().manual_seed(0)) * 0.1
+    samples = torch.randn(1, 2048 * 3 + 1, generator=torch.Generator().manual_seed(0)) * 0.1
     codes = codec.encoder.encode(samples)
-    assert codes.shape == (4, 10)
-    assert torch.equal(codec.encoder.encode(torch.cat((samples, torch.zeros(2047)))), codes)
+    assert codes.shape == (1, 4, 10)
+    assert torch.equal(codec.encoder.encode(pad(samples, (0, 2047))), codes)
+
+
+@pytest.mark.parametrize("width", [0, 65_536, 70_001])
+def test_recordings_of_a_padded_batch_have_the_codes_that_they_have_alone(codec: Codec, width: int) -> None:
+    dice = torch.Generator().manual_seed(1)
+    lengths = [22_050, 22_528, 22_529, 1, 2047, 2048, 60_000]
+    rows = [0.1 * torch.randn(length, generator=dice) for length in lengths]
+    alone = [codec.encoder.encode(row[None])[0] for row in rows]
+    size = max(width, *lengths)
+    together = codec.encoder.encode(torch.stack([pad(row, (0, size - len(row))) for row in rows]))
+    for codes, found, length in zip(alone, together, lengths):
+        assert len(codes) == -(-length // 2048)
+        assert torch.equal(found[: len(codes)], codes)
+    assert len(alone[-1].unique()) > 10, "nothing was compared"
 
 
 def encoded(samples: np.ndarray, rate: int) -> bytes:
@@ -156,7 +171,7 @@ def test_channels_are_averaged_and_codes_kept_by_content(
     stereo = Recording(encoded(np.stack([2 * mono, np.zeros_like(mono)], axis=1), 44_100))
     codes = references.prepare(stereo)
     assert np.array_equal(references.prepare(Recording(encoded(mono, 44_100))), codes)
-    monkeypatch.setattr(codec.encoder, "encode", lambda samples: pytest.fail("encoded again"))
+    monkeypatch.setattr(codec.encoder, "encode", lambda _: pytest.fail("encoded again"))
     assert np.array_equal(references.prepare(stereo), codes)
 
 
