@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from pipelines.errors import ErrorCode, InputError, SynthesisError
 
@@ -131,10 +131,11 @@ class ReadsRecordings:
 
 
 class Batcher(Generic[In, Out]):
-    """Collects the calls of several threads into batches, and runs these on a thread of its own.
+    """Collects the calls of several threads into batches, and runs these on a thread of its own, which ends with
+    the last call.
 
-    A batch has the items of the bucket of the oldest waiting call, in the order of the calls, up to `rows`. It
-    does not wait for more of them.
+    A batch has the items of the bucket of the oldest waiting call, in the order of the calls. It does not
+    wait for more of them.
     """
 
     def __init__(
@@ -142,31 +143,36 @@ class Batcher(Generic[In, Out]):
         run: Callable[[Sequence[In]], Sequence[Out]],
         bucket: Callable[[In], Hashable] = lambda _: None,
         *,
-        rows: int,
+        rows: Callable[[Any], int],
         name: str,
     ) -> None:
-        """`run` returns a result for each item. `bucket`: only items of equal buckets run together."""
-        self._run, self._bucket, self._rows = run, bucket, rows
-        self._changed = threading.Condition()
+        """`run` returns a result for each item. `bucket`: only items of equal buckets run together, up to
+        `rows` of the bucket."""
+        self._run, self._bucket, self._rows, self._name = run, bucket, rows, name
+        self._lock = threading.Lock()
         self._waiting: list[tuple[Hashable, In, Future[Out]]] = []
-        threading.Thread(target=self._serve, name=name, daemon=True).start()
+        self._running = False
 
     def __call__(self, item: In) -> Out:
         """Waits for the result of an item. Raises what `run` raised for its batch."""
         result: Future[Out] = Future()
-        with self._changed:
+        with self._lock:
             self._waiting.append((self._bucket(item), item, result))
-            self._changed.notify()
+            start, self._running = not self._running, True
+        if start:
+            threading.Thread(target=self._serve, name=self._name, daemon=True).start()
         return result.result()
 
     def _serve(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting)
+            with self._lock:
+                if not self._waiting:
+                    self._running = False
+                    return
                 oldest = self._waiting[0][0]
-                batch, rest = [], []
+                rows, batch, rest = self._rows(oldest), [], []
                 for one in self._waiting:
-                    (batch if one[0] == oldest and len(batch) < self._rows else rest).append(one)
+                    (batch if one[0] == oldest and len(batch) < rows else rest).append(one)
                 self._waiting = rest
             try:
                 made = [*zip(batch, self._run([item for _, item, _ in batch]), strict=True)]

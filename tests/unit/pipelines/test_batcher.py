@@ -1,4 +1,4 @@
-"""Calls of several threads that run in batches on one thread."""
+"""Calls of several threads that run in batches on one thread at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ class Runs:
         self.batches: list[list[str]] = []
         self.threads: set[str] = set()
         self.go = threading.Event()
-        self.batcher: Batcher[str, str] = Batcher(self._run, lambda word: word[0], rows=3, name="encoder")
+        self.batcher: Batcher[str, str] = Batcher(
+            self._run, lambda word: word[0], rows=lambda _: 3, name="encoder"
+        )
         self.pool = ThreadPoolExecutor(16)
 
     def _run(self, words: Sequence[str]) -> list[str]:
@@ -51,6 +53,9 @@ def test_a_batch_has_the_bucket_of_the_oldest_call_up_to_its_rows(runs: Runs) ->
     assert [future.result(60) for future in futures] == [word.upper() for word in words]
     assert runs.batches == [["first"], ["b1", "b2", "b3"], ["a1", "a2", "a3"], ["b4"]]
     assert runs.threads == {"encoder"}
+    # Nothing holds the encoder when its pipeline is closed.
+    wait_for(lambda: not runs.batcher._running)
+    assert runs.batcher("again") == "AGAIN"
 
 
 def test_an_error_is_that_of_all_calls_of_its_batch_and_of_no_other(runs: Runs) -> None:
