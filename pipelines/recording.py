@@ -15,11 +15,11 @@ import stat
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from pipelines.errors import ErrorCode, InputError, SynthesisError
 from pipelines.request import MAX_REFERENCE_SECONDS
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+In = TypeVar("In")
+Out = TypeVar("Out")
 
 MIN_SECONDS = 0.5
 #: Root mean square below which a recording counts as silent (-60 dBFS).
@@ -90,6 +92,59 @@ def read_recording(
             "Give a recording with a clear voice.",
         )
     return samples, rate
+
+
+class Batcher(Generic[In, Out]):
+    """Collects the calls of several threads into batches, and runs these on a thread of its own, which ends with
+    the last call.
+
+    A batch has the items of the bucket of the oldest waiting call, in the order of the calls. It does not
+    wait for more of them.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Sequence[In]], Sequence[Out]],
+        bucket: Callable[[In], Hashable] = lambda _: None,
+        *,
+        rows: Callable[[Any], int],
+        name: str,
+    ) -> None:
+        """`run` returns a result for each item. `bucket`: only items of equal buckets run together, up to
+        `rows` of the bucket."""
+        self._run, self._bucket, self._rows, self._name = run, bucket, rows, name
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[Hashable, In, Future[Out]]] = []
+        self._running = False
+
+    def __call__(self, item: In) -> Out:
+        """Waits for the result of an item. Raises what `run` raised for its batch."""
+        result: Future[Out] = Future()
+        with self._lock:
+            self._waiting.append((self._bucket(item), item, result))
+            start, self._running = not self._running, True
+        if start:
+            threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+        return result.result()
+
+    def _serve(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._running = False
+                    return
+                oldest = self._waiting[0][0]
+                rows, batch, rest = self._rows(oldest), [], []
+                for one in self._waiting:
+                    (batch if one[0] == oldest and len(batch) < rows else rest).append(one)
+                self._waiting = rest
+            try:
+                made = [*zip(batch, self._run([item for _, item, _ in batch]), strict=True)]
+                for (_, _, result), out in made:
+                    result.set_result(out)
+            except BaseException as error:  # noqa: BLE001  # all calls of the batch raise it
+                for _, _, result in batch:
+                    result.set_exception(error)
 
 
 class RecordingCache(Generic[T]):
