@@ -82,6 +82,8 @@ def log_mel(
     return found.clamp(min=MEL_FLOOR).log(), lengths // HOP
 
 
+#: cuDNN's convolutions are those of float32, and the same in every run.
+EXACT = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
 PREFIX = "speaker_encoder."
 #: Version of the code that reads and encodes recordings. Voices that another version has cached are not used.
 _REVISION = 2
@@ -110,6 +112,7 @@ class SpeakerEncoder(ECAPA_TimeDelayNet):
         fill_module(self, source, PREFIX, self.device, dtype)
 
     @torch.inference_mode()
+    @EXACT
     def embed(self, samples: Tensor, lengths: Tensor | None = None) -> Tensor:
         """The speaker vectors of mono audio at the config's rate: samples float32 [B, n] of accepted recordings,
         each of its length ([B]; None: n) and then padded -> [B, enc_dim] in the encoder's dtype.
@@ -195,6 +198,7 @@ class CodecEncoder(nn.Module):
         self.to(self.device)
 
     @torch.inference_mode()
+    @EXACT
     def encode(self, samples: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Encodes mono audio at `sample_rate`: samples float32 [B, n], each of its length ([B]; None: n) and
         then padded -> codes int64 [B, ceil(n / samples_per_frame), codebooks].
