@@ -27,8 +27,7 @@ and `context` with their text. `--voices` are numbers of recordings; every one o
 so short that recordings are the work. `--warm` is first a short job that does not count.
 
 A job has as many items as take `--seconds` at the speed of the engine (`--expected`, audio-s/s of one GPU, with
-`--skip-engine`), or `--items`; `--slots` are those of the engine alone, and of the ramp and the tail. `--cold` is first a short
-job with new folders for every cache of kernels. `--folder` is where checkpoints and stores are written, by default a
+`--skip-engine`), or `--items`; `--slots` are those of the engine alone, and of the ramp and the tail. `--folder` is where checkpoints and stores are written, by default a
 temporary folder.
 """
 

@@ -10,9 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from benchmarks.checkpoint import dummy_fish_codec, dummy_fish_frames, fish_config
+from benchmarks.checkpoint import DummyWeights, dummy_fish_codec, fish_config
+from kernels.frame import StackTensors
+from pipelines.engine.state import Placement, SamplingParams, SlotState
 from pipelines.fish_speech.codec import ReferenceEncoder
+from pipelines.fish_speech.config import FishConfig
+from pipelines.fish_speech.model import drawn_ids, frame_tensors, take_fast
+from pipelines.nn.checkpoint import Loader
+from pipelines.vllm_engine.engine_frames import EngineFrames
 from tests.conformance.__main__ import main
 from tests.support.fish_checkpoint import GOLDEN
 
@@ -20,6 +27,30 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+def dummy_fish_frames(
+    config: FishConfig, slots: int, device: torch.device, dtype: torch.dtype, graphed: bool = True
+) -> EngineFrames:
+    """Draws the frames of `slots` slots on vLLM, every slot with a request's default sampling and a
+    seed of its own."""
+    weights = Loader(DummyWeights(device, _keeping_variance), "", dtype, device)
+    norm = torch.ones(config.slow.hidden, dtype=dtype, device=device)
+    slow = config.slow
+    sizes = slow.heads, slow.kv_heads, slow.eps, slow.head_dim**-0.5
+    backbone = StackTensors((), norm, norm.new_zeros(1, slow.head_dim), *sizes)
+    drawn = weights("drawn", len(drawn_ids(config)), slow.hidden)
+    tensors = frame_tensors(config, backbone, drawn, take_fast(weights, config))
+    state = SlotState(slots, slow.hidden, len(tensors.head), 1, 0, 0, dtype, device, tensors.draw.window)
+    defaults = config.sampling
+    how = defaults.temperature, defaults.top_k, defaults.top_p
+    sampling, nothing = SamplingParams(*how, 1.0, *how, min_new_tokens=0), np.zeros(0, np.int64)
+    state.place([Placement(slot, (), slot, sampling, nothing, norm, 0) for slot in range(slots)])
+    return EngineFrames(tensors, state, graphed)
+
+
+def _keeping_variance(name: str, noise: Tensor) -> Tensor:
+    return torch.ones_like(noise) if noise.dim() == 1 else noise * noise.shape[-1] ** -0.5
 
 
 def test_conformance() -> None:
