@@ -1,5 +1,5 @@
-"""Recordings of voices to clone: checks, decoding, and caches of what a model computes from them, in memory and
-in a folder.
+"""Recordings of voices to clone: checks, decoding, batches, and caches of what a model computes from them, in
+memory and in a folder.
 
 Imports no model library, because submit checks every recording.
 """
@@ -18,11 +18,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from pipelines.errors import ErrorCode, InputError, SynthesisError
-from pipelines.request import MAX_REFERENCE_SECONDS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,11 +36,13 @@ T = TypeVar("T")
 In = TypeVar("In")
 Out = TypeVar("Out")
 
-MIN_SECONDS = 0.5
+Quality = Literal["HQ", "VHQ"]
+#: Minimum and maximum length of a recording of a voice to clone, in seconds.
+MIN_SECONDS, MAX_REFERENCE_SECONDS = 0.5, 60.0
 #: Root mean square below which a recording counts as silent (-60 dBFS).
 SILENCE = 1e-3
-#: Maximum recordings that a cache encodes at a time; each of them needs device memory.
-AT_ONCE = 4
+#: Bytes of main memory for kept results.
+KEPT_BYTES = 64 << 20
 _SUFFIX = ".voice"
 #: Prefix of files that are being written.
 DRAFT = ".draft-"
@@ -55,7 +57,7 @@ def read_recording(
     sample_rate: int | None = None,
     *,
     channel: int | None = None,
-    quality: Literal["HQ", "VHQ"] = "HQ",
+    quality: Quality = "HQ",
 ) -> tuple[NDArray[np.float32], int]:
     """Decodes an encoded audio file like `pipelines.audio.decode`; returns its samples [n] and their rate.
 
@@ -92,6 +94,40 @@ def read_recording(
             "Give a recording with a clear voice.",
         )
     return samples, rate
+
+
+class Recording:
+    """An encoded audio file (WAV, FLAC, OGG or MP3) as pipelines receive it. A pipeline that has kept what it
+    computes from a recording reads only its `digest`."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    @classmethod
+    def of(cls, content: bytes | Recording) -> Recording:
+        """The recording of a file, or the recording itself."""
+        return cls(content) if isinstance(content, bytes) else content
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex SHA-256 of the file."""
+        return hashlib.sha256(self._data).hexdigest()
+
+    @property
+    def data(self) -> bytes:
+        """The encoded file. Raises like `read` if it cannot be fetched."""
+        return self._data
+
+    def read(
+        self, sample_rate: int | None = None, *, channel: int | None = None, quality: Quality = "HQ"
+    ) -> tuple[NDArray[np.float32], int]:
+        """Decodes the recording; see `read_recording`. Raises `SynthesisError` (`synth.engine`) if it cannot
+        be fetched from the process that has it."""
+        return read_recording(self._data, sample_rate, channel=channel, quality=quality)
+
+
+class ReadsRecordings:
+    """The base class of pipelines that take each recording as a `Recording`. Others get the bytes of its file."""
 
 
 class Batcher(Generic[In, Out]):
@@ -147,44 +183,55 @@ class Batcher(Generic[In, Out]):
                     result.set_exception(error)
 
 
-class RecordingCache(Generic[T]):
-    """A cache of results for the last `capacity` recordings, by their content.
+class SizedCache(Generic[T]):
+    """A cache of the most recently used results, up to `capacity_bytes`. A second call for a result that is being
+    made waits for it."""
 
-    A second call for a recording that is being encoded waits for the result of the first one. Up to `AT_ONCE`
-    recordings are encoded at once.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        #: Finished and pending results, the least recently used first.
-        self._kept: OrderedDict[tuple[str, Hashable], Future[T]] = OrderedDict()
+    def __init__(self, capacity_bytes: int, size: Callable[[T], int]) -> None:
+        """`size`: the bytes of a result, on any device."""
+        self.capacity_bytes = capacity_bytes
+        self._size = size
+        self._bytes = 0
+        #: Finished and pending results with their bytes (0 while pending), the least recently used first.
+        self._kept: OrderedDict[Hashable, tuple[Future[T], int]] = OrderedDict()
         self._lock = threading.Lock()
-        self._places = threading.BoundedSemaphore(AT_ONCE)
 
-    def get(self, recording: bytes, variant: Hashable, make: Callable[[], T]) -> T:
+    def find(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The kept result for a key, or that of `make`. Raises what `make` raises, which is not kept."""
+        with self._lock:
+            mine = key not in self._kept
+            made = self._kept.setdefault(key, (Future(), 0))[0]
+            self._kept.move_to_end(key)
+        if not mine:
+            return made.result()
+        try:
+            result = make()
+            size = self._size(result)
+        except BaseException as error:
+            with self._lock:
+                del self._kept[key]
+            made.set_exception(error)  # all waiting calls raise it
+            raise
+        with self._lock:
+            self._kept[key] = made, size
+            self._bytes += size
+            finished = (key for key, (_, size) in list(self._kept.items()) if size)
+            while self._bytes > self.capacity_bytes:
+                self._bytes -= self._kept.pop(next(finished))[1]
+        made.set_result(result)
+        return result
+
+
+class RecordingCache(SizedCache[T]):
+    """A cache of results for recordings, by their content."""
+
+    def get(self, recording: Recording, variant: Hashable, make: Callable[[], T]) -> T:
         """The result of `make` for this recording and variant, computed at the first call.
 
         Raises `SynthesisError` (`synth.oom`) if the device runs out of memory, and what `make` raises. A
         failed result is not kept.
         """
-        key = hashlib.sha256(recording).hexdigest(), variant
-        with self._lock:
-            mine = key not in self._kept
-            made = self._kept.setdefault(key, Future())
-            self._kept.move_to_end(key)
-        if not mine:
-            return made.result()
-        try:
-            with self._places:
-                made.set_result(_with_memory(make))
-        except BaseException as error:  # noqa: BLE001  # all waiting calls raise it
-            made.set_exception(error)
-        with self._lock:
-            if made.exception() is not None:
-                self._kept.pop(key, None)
-            while len(self._kept) > self.capacity:
-                self._kept.popitem(last=False)
-        return made.result()
+        return self.find((recording.digest, variant), lambda: _with_memory(make))
 
 
 def _with_memory(make: Callable[[], T]) -> T:
@@ -219,13 +266,13 @@ class RecordingFiles:
         self._writes = itertools.count()
         self._warned = False
 
-    def get(self, recording: bytes, variant: str, make: Callable[[], Arrays]) -> Arrays:
+    def get(self, recording: Recording, variant: str, make: Callable[[], Arrays]) -> Arrays:
         """The stored arrays of this recording and variant, or the result of `make`, which is then stored.
         If `make` raises, this raises the same and stores nothing."""
         from safetensors import SafetensorError
 
         model = hashlib.sha256(json.dumps([self._identity, variant]).encode()).hexdigest()
-        path = self._folder / f"{hashlib.sha256(recording).hexdigest()}-{model[:32]}{_SUFFIX}"
+        path = self._folder / f"{recording.digest}-{model[:32]}{_SUFFIX}"
         try:
             if (found := self._read(path)) is not None:
                 return found

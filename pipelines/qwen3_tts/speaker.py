@@ -31,7 +31,7 @@ from pipelines.codec.decoder import CodecState
 from pipelines.nn.checkpoint import Checkpoint, TensorSource, device_name, fill_module, type_name
 from pipelines.qwen3_tts.codec import Codec
 from pipelines.qwen3_tts.config import CodecConfig, Qwen3TTSConfig, SpeakerEncoderConfig
-from pipelines.recording import RecordingCache, RecordingFiles, read_recording
+from pipelines.recording import Recording, RecordingCache, RecordingFiles
 
 N_FFT = 1024
 HOP = 256
@@ -82,9 +82,13 @@ def log_mel(
     return found.clamp(min=MEL_FLOOR).log(), lengths // HOP
 
 
+#: cuDNN's convolutions are those of float32, and the same in every run.
+EXACT = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
 PREFIX = "speaker_encoder."
 #: Version of the code that reads and encodes recordings. Voices that another version has cached are not used.
 _REVISION = 2
+#: Bytes of the voices that are kept in memory.
+_KEPT_BYTES = 512 << 20
 
 
 class SpeakerEncoder(ECAPA_TimeDelayNet):
@@ -108,6 +112,7 @@ class SpeakerEncoder(ECAPA_TimeDelayNet):
         fill_module(self, source, PREFIX, self.device, dtype)
 
     @torch.inference_mode()
+    @EXACT
     def embed(self, samples: Tensor, lengths: Tensor | None = None) -> Tensor:
         """The speaker vectors of mono audio at the config's rate: samples float32 [B, n] of accepted recordings,
         each of its length ([B]; None: n) and then padded -> [B, enc_dim] in the encoder's dtype.
@@ -193,6 +198,7 @@ class CodecEncoder(nn.Module):
         self.to(self.device)
 
     @torch.inference_mode()
+    @EXACT
     def encode(self, samples: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Encodes mono audio at `sample_rate`: samples float32 [B, n], each of its length ([B]; None: n) and
         then padded -> codes int64 [B, ceil(n / samples_per_frame), codebooks].
@@ -258,6 +264,13 @@ class PreparedVoice:
     codec_state: CodecState | None = None
 
 
+def _size(voice: PreparedVoice) -> int:
+    """The bytes of a voice, most of which are the state's."""
+    codes = 0 if voice.codes is None else voice.codes.nbytes
+    values = voice.codec_state and voice.codec_state.values
+    return voice.vector.nbytes + codes + (0 if values is None else values.nbytes)
+
+
 class VoiceCache:
     """Prepares reference recordings and caches them by content, in memory and in a folder if there is one."""
 
@@ -274,9 +287,9 @@ class VoiceCache:
         self._speaker = speaker
         self._encoder, self._decoder = codec.encoder, codec.decoder
         self._files = None if folder is None else RecordingFiles(Path(folder), folder_bytes, self._identity())
-        self._kept: RecordingCache[PreparedVoice] = RecordingCache(256)
+        self._kept: RecordingCache[PreparedVoice] = RecordingCache(_KEPT_BYTES, _size)
 
-    def prepare(self, recording: bytes, in_context: bool) -> PreparedVoice:
+    def prepare(self, recording: Recording, in_context: bool) -> PreparedVoice:
         """The voice of an audio file within the limits of `pipelines.audio`; `in_context`: also its codes.
 
         Raises `InputError`: `input.audio_unreadable`, `input.reference_length`, `input.reference_silent`;
@@ -285,7 +298,7 @@ class VoiceCache:
         return self._kept.get(recording, in_context, lambda: self._make(recording, in_context))
 
     @torch.inference_mode()
-    def _make(self, recording: bytes, in_context: bool) -> PreparedVoice:
+    def _make(self, recording: Recording, in_context: bool) -> PreparedVoice:
         encode = partial(self._encode, recording, in_context)
         variant = "in context" if in_context else "vector"
         with on_device(self._decoder.device):
@@ -298,14 +311,14 @@ class VoiceCache:
         return PreparedVoice(vector, codes, state)
 
     @torch.inference_mode()
-    def _encode(self, recording: bytes, in_context: bool) -> dict[str, NDArray[Any]]:
+    def _encode(self, recording: Recording, in_context: bool) -> dict[str, NDArray[Any]]:
         """`vector`: float32 [talker hidden]; in context `codes` too: int64 [frames, codebooks]."""
         rate = self._speaker.config.sample_rate
-        samples, _ = read_recording(recording, rate)
+        samples, _ = recording.read(rate)
         found = {"vector": self._speaker.embed(torch.from_numpy(samples)[None])[0].float().cpu().numpy()}
         if in_context:
             if self._encoder.sample_rate != rate:
-                samples, _ = read_recording(recording, self._encoder.sample_rate)
+                samples, _ = recording.read(self._encoder.sample_rate)
             found["codes"] = self._encoder.encode(torch.from_numpy(samples)[None])[0].cpu().numpy()
         return found
 

@@ -16,7 +16,7 @@ from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2Model
 from pipelines.codec.encoding import BatchEncoder, Encoding, rounded
 from pipelines.nn.checkpoint import Checkpoint, TensorTable, fill_module, read_pickle
 from pipelines.nn.config_keys import bad_checkpoint, read_table
-from pipelines.recording import RecordingCache, read_recording
+from pipelines.recording import KEPT_BYTES, Recording, RecordingCache
 from pipelines.spark_tts.bicodec import Tokenizer
 from pipelines.spark_tts.config import SparkConfig
 
@@ -114,6 +114,8 @@ _QUIET_PEAK, _PEAK_FLOOR, _AUDIBLE, _MIN_AUDIBLE, _LOUDNESS, _GAINS = 0.1, 1e-3,
 
 #: Maximum clips, and seconds of recordings with their padding, of a batch on a GPU.
 _CLIPS, _BATCH_SECONDS = 8, 24
+#: An int of a tuple.
+_TOKEN_BYTES = 36
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +143,11 @@ class ReferenceEncoder:
         self._semantic = Encoding(
             self.semantic_tokens, _BATCH_SECONDS * rate, rounded if features.takes_padding else int
         )
-        self._cache: RecordingCache[Reference] = RecordingCache(1024)
+        self._cache: RecordingCache[Reference] = RecordingCache(
+            KEPT_BYTES, lambda made: _TOKEN_BYTES * (len(made.voice) + len(made.semantic))
+        )
 
-    def prepare(self, recording: bytes, with_semantic: bool) -> Reference:
+    def prepare(self, recording: Recording, with_semantic: bool) -> Reference:
         """The tokens of an audio file within the limits of `pipelines.audio`; semantic tokens only if
         `with_semantic`.
 
@@ -154,10 +158,10 @@ class ReferenceEncoder:
             recording, with_semantic, lambda: self.encode(self.read(recording), with_semantic)
         )
 
-    def read(self, recording: bytes) -> NDArray[np.float32]:
+    def read(self, recording: Recording) -> NDArray[np.float32]:
         """Samples [n] at the model's rate: the first channel, resampled at very high quality, and normalized
         in volume if the config says so."""
-        samples, _ = read_recording(recording, self._config.sample_rate, channel=0, quality="VHQ")
+        samples, _ = recording.read(self._config.sample_rate, channel=0, quality="VHQ")
         return normalize_volume(samples).astype(np.float32) if self._config.volume_normalize else samples
 
     def encode(self, samples: NDArray[np.float32], with_semantic: bool = True) -> Reference:
