@@ -114,6 +114,8 @@ _QUIET_PEAK, _PEAK_FLOOR, _AUDIBLE, _MIN_AUDIBLE, _LOUDNESS, _GAINS = 0.1, 1e-3,
 
 #: Maximum clips, and seconds of recordings with their padding, of a batch on a GPU.
 _CLIPS, _BATCH_SECONDS = 8, 24
+#: An int of a tuple.
+_TOKEN_BYTES = 36
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ class ReferenceEncoder:
             self.semantic_tokens, _BATCH_SECONDS * rate, rounded if features.takes_padding else int
         )
         self._cache: RecordingCache[Reference] = RecordingCache(
-            KEPT_BYTES, lambda made: 8 * (len(made.voice) + len(made.semantic))
+            KEPT_BYTES, lambda made: _TOKEN_BYTES * (len(made.voice) + len(made.semantic))
         )
 
     def prepare(self, recording: Recording, with_semantic: bool) -> Reference:

@@ -3,6 +3,7 @@ published size."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from benchmarks.checkpoint import DummyWeights, dummy_fish_codec, fish_config
 from kernels.frame import StackTensors
 from pipelines.engine.state import Placement, SamplingParams, SlotState
+from pipelines.fish_speech.codec import ReferenceEncoder
 from pipelines.fish_speech.config import FishConfig
 from pipelines.fish_speech.model import drawn_ids, frame_tensors, take_fast
 from pipelines.nn.checkpoint import Loader
@@ -93,3 +95,21 @@ def test_the_fused_codec_is_the_plain_one(tmp_path: Path) -> None:
         )
         assert (streamed - waves[0]).abs().max() < 0.1
     assert errors[1] < 1.5 * errors[0]
+
+
+def test_a_recording_has_one_result_in_any_batch(tmp_path: Path) -> None:
+    """As part of batches, alone in a batch, and, except for near ties, without padding and op by op."""
+    device = torch.device("cuda")
+    encoder = dummy_fish_codec(fish_config(tmp_path), device, torch.bfloat16).encoder
+    references, dice = ReferenceEncoder(encoder), np.random.default_rng(0)
+    lengths = [22_050, 22_529, *dice.integers(80_000, 300_000, 14), 1_200_000]
+    rows = [dice.normal(0, 0.1, length).astype(np.float32) for length in lengths]
+    with torch.backends.cudnn.flags(enabled=True, benchmark=False, allow_tf32=False):
+        alone = [references.encode(row) for row in rows]
+        for _ in range(2):
+            with ThreadPoolExecutor(32) as pool:
+                for codes, one in zip(pool.map(references.encode, rows), alone):
+                    assert np.array_equal(codes, one)
+        plain = [encoder.encode(torch.from_numpy(row)[None])[0].cpu().numpy() for row in rows]
+    assert [len(codes) for codes in plain] == [-(-length // 2048) for length in lengths]
+    assert np.mean(np.concatenate(plain)[:, 0] == np.concatenate(alone)[:, 0]) > 0.99
