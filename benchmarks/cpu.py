@@ -1,14 +1,12 @@
 """The figures that need no GPU.
 
-    python -m benchmarks.cpu jobs [--postgres URL]  # the job system: ingest, status, the embedded voice
-    python -m benchmarks.cpu packs [--items N]      # a job with packs beside the same job without
+    python -m benchmarks.cpu jobs [--postgres URL]  # the job system: ingest, status
     python -m benchmarks.cpu filters [--items N]    # filters of items beside no filter
     python -m benchmarks.cpu paces JOB              # speaking rates of a finished job's voices, as a quality configuration
 
-The first three write `benchmarks/results/cpu.json`, `packs.json` and `filters.json`. `python -m tests.support.services COMMAND` starts
-the servers: PostgreSQL, without which its figures are left out, and S3 for `packs`, which then shares the cores. The
-voice stands beside what this machine does for the bare work in the same run. `python -m benchmarks.job --device cpu --instant 2`
-is a whole job with a voice that costs nothing.
+The first two write `benchmarks/results/cpu.json` and `filters.json`. `python -m tests.support.services COMMAND` starts PostgreSQL,
+without which its figures are left out. `python -m benchmarks.job --device cpu --instant 2` is a whole job with a voice that costs
+nothing.
 """
 
 from __future__ import annotations
@@ -16,16 +14,13 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
-import os
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from itertools import cycle, islice
 from pathlib import Path
@@ -36,9 +31,8 @@ import msgspec
 import numpy as np
 import sqlalchemy as sa
 
-from benchmarks import voices
-from benchmarks.report import ROOT, Figure, new_database, report, s3_settings
-from benchmarks.stream_clients import SENTENCES
+from benchmarks.report import ROOT, Figure, new_database, report
+from benchmarks.voices import SENTENCES
 from jobs.checks import Quality
 from jobs.export.items import audio_items, item_metadata
 from jobs.ingest import submit
@@ -53,7 +47,6 @@ from pipelines.duration import Pace, text_units
 from pipelines.errors import ErrorCode, NotFoundError
 
 if TYPE_CHECKING:
-    from hibari import Hibari
     from numpy.typing import NDArray
 
 #: A filter that keeps 1 % of the items of `filters`, and one with three conditions that keeps as many.
@@ -93,25 +86,6 @@ def write_lines(path: Path, count: int) -> None:
             file.write(json.dumps({"example_id": f"utterance-{number:09d}", "messages": messages}) + "\n")
 
 
-def run_job(
-    source: Path, home: Path, *options: str, environment: Mapping[str, str] | None = None
-) -> tuple[Any, Job]:
-    """`nightjar run` over a file: what it printed, and the job in its ledger."""
-    command = [sys.executable, "-m", "jobs", "run", str(source), "--out", str(home), "--json", *options]
-    variables = {**os.environ, **(environment or {})}
-    done = subprocess.run(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True, check=False)
-    status = json.loads(done.stdout.splitlines()[-1])
-    with closing(Ledger.open(f"sqlite:///{home}/.nightjar/ledger.sqlite")) as ledger:
-        return status, ledger.job(status["job"])
-
-
-def run_seconds(job: Job) -> float:
-    """From the first claim of a shard to the end of the job."""
-    if job.started_at is None or job.finished_at is None:
-        raise RuntimeError(f"The job {job.id} has not ended.")
-    return job.finished_at - job.started_at
-
-
 def ingest(folder: Path, lines: int, postgres: str | None) -> list[Figure]:
     """Ingest of one file into each ledger, in a process of its own; then the status query at that size."""
     source = folder / "input.jsonl"
@@ -142,91 +116,6 @@ def _status_ms(url: str, job: str) -> float:
             ledger.status(job)
             times.append((time.perf_counter() - start) * 1000)
     return statistics.median(times)
-
-
-def voice_share(folder: Path, sentences: int, bare_seconds: float = 15.0) -> Figure:
-    """`nightjar run` with the embedded voice against the bare voice on as many threads, the bare one before and
-    after."""
-    from hibari import Hibari
-
-    source = folder / "voice.jsonl"
-    write_lines(source, sentences)
-    voice, threads = Hibari(), len(os.sched_getaffinity(0))
-    voice("Warm up.")
-    before = _bare_rtfx(voice, threads, bare_seconds)
-    status, job = run_job(source, folder / "voice-home")
-    limit = (before + _bare_rtfx(voice, threads, bare_seconds)) / 2
-    kept, name = status["audio_seconds"] / run_seconds(job), f"bare hibari, {threads} threads"
-    return Figure("hibari through nightjar run", kept, "RTFx", ">= 90 % of bare", limit, name)
-
-
-def _bare_rtfx(voice: Hibari, threads: int, seconds: float) -> float:
-    """Audio seconds a second that `threads` make of separate sentences with one stock voice, and nothing else."""
-    start = time.perf_counter()
-
-    def work(_: int) -> float:
-        made = 0.0
-        for index, text in enumerate(cycle(SENTENCES)):
-            if time.perf_counter() - start >= seconds:
-                break
-            made += len(voice(text, seed=index)) / voice.sample_rate
-        return made
-
-    with ThreadPoolExecutor(threads) as crew:
-        return sum(crew.map(work, range(threads))) / (time.perf_counter() - start)
-
-
-#: What is measured of a job beside its speed, and its unit.
-PACK_FIGURES = {"verify of {}": "s", "export of {} (webdataset)": "s", "objects with audio, {}": "objects"}
-
-
-def packs_once(
-    folder: Path, source: Path, items: int, variables: Mapping[str, str], *, pack: bool
-) -> tuple[float, ...]:
-    """(items a second, seconds of verify, seconds of an export, objects with audio) of one job in a new home."""
-    home, packed = folder / "home", ["--pack"] if pack else []
-    options = ["--model", voices.INSTANT, "--qa", "off", *packed]
-    status, job = run_job(source, home, *options, environment=variables)
-    assert status["items"]["done"] == items
-
-    def timed(command: str, *words: str) -> float:
-        whole = [sys.executable, "-m", "jobs", command, job.id, "--out", str(home), "-q", *words]
-        start = time.perf_counter()
-        subprocess.run(whole, cwd=ROOT, env={**os.environ, **variables}, check=True)
-        return time.perf_counter() - start
-
-    verify_seconds = timed("verify", "--sample", "0")
-    export_seconds = timed("export", "--format", "webdataset", "--to", str(folder / "exported"))
-    store = open_store(job.store_url, s3_settings())
-    objects = sum(1 for kind in ("audio", "packs") for _ in store.list(f"jobs/{job.id}/{kind}/"))
-    for made in (home, folder / "exported"):
-        shutil.rmtree(made)
-    return items / run_seconds(job), verify_seconds, export_seconds, float(objects)
-
-
-def packs_figures(folder: Path, items: int, seconds: float, rounds: int) -> list[Figure]:
-    """Jobs with and without packs take turns, and the median of the rounds counts, so that both meet the same load of the
-    machine."""
-    source, voice = folder / "input.jsonl", voices.install(folder / "voice", seconds=seconds)
-    write_lines(source, items)
-    figures: list[Figure] = []
-    for name in ["folder", *(["S3"] if "BENCH_STORE" in os.environ else [])]:
-        made: dict[bool, list[tuple[float, ...]]] = {False: [], True: []}
-        for number in range(rounds):
-            for pack in (False, True):
-                bucket = f"{os.environ.get('BENCH_STORE')}/{number}-{pack}"
-                variables = {**voice, **({"SPEECH_STORE_URL": bucket} if name == "S3" else {})}
-                made[pack].append(packs_once(folder, source, items, variables, pack=pack))
-        about = "one object per item"
-        loose, packed = ([statistics.median(one) for one in zip(*made[pack])] for pack in (False, True))
-        figures += [
-            Figure(f"{name}, {about}", loose[0], "items/s"),
-            Figure(f"{name}, packs", packed[0], "items/s", "", loose[0], about),
-        ]
-        for at, (what, unit) in enumerate(PACK_FIGURES.items(), 1):
-            figures.append(Figure(f"{name}, {what.format(about)}", loose[at], unit))
-            figures.append(Figure(f"{name}, {what.format('packs')}", packed[at], unit))
-    return figures
 
 
 def made_job(ledger: Ledger, items: int) -> str:
@@ -381,15 +270,13 @@ def main() -> None:
 
 @main.command()
 @click.option("--lines", default=1_000_000, show_default=True, help="Lines of the ingest figures.")
-@click.option("--sentences", default=4000, show_default=True, help="Sentences of the embedded voice.")
 @click.option("--name", default="cpu", show_default=True, help="Name of the file of results.")
 @POSTGRES
-def jobs(lines: int, sentences: int, name: str, postgres: str | None) -> None:
-    """The job system's own cost, and what a run keeps of hibari."""
+def jobs(lines: int, name: str, postgres: str | None) -> None:
+    """The job system's own cost."""
     with in_folder() as folder:
         figures = ingest(folder, lines, postgres)
-        figures.append(voice_share(folder, sentences))
-    report("Nightjar on this machine", name, figures)
+        report("Nightjar on this machine", name, figures)
 
 
 @main.command()
@@ -407,18 +294,6 @@ def ingest_once(url: str, store: str, source: str) -> None:
     status = Path("/proc/self/status").read_text().splitlines()
     peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1000
     print(json.dumps({"seconds": seconds, "rss_mb": peak, "job": result.job.id}))
-
-
-@main.command()
-@click.option("--items", default=5000, show_default=True, help="Items of each job.")
-@click.option("--seconds", default=2.0, show_default=True, help="Audio of each item.")
-@click.option("--rounds", default=3, show_default=True, help="Jobs of each kind.")
-@click.option("--name", default="packs", show_default=True, help="Name of the file of results.")
-def packs(items: int, seconds: float, rounds: int, name: str) -> None:
-    """Jobs with packs beside jobs without, into a folder and into an S3 server."""
-    with in_folder() as folder:
-        figures = packs_figures(folder, items, seconds, rounds)
-    report(f"{items:,} items of {seconds:g} s, with and without packs", name, figures)
 
 
 @main.command()

@@ -1,19 +1,15 @@
-"""The kernels of a frame on a GPU, with random weights of the published sizes; times are medians of graph replays.
+"""Frames and prompts of an LM on a GPU, with random weights of the published sizes; times are medians of graph replays.
 
-    python -m benchmarks.kernel [--parts product,attention,frame,prefill,unit] [--sizes 0b6,1b7,spark,fish]
-        [--rows 1,8,32,64,128,256,512,1024] [--contexts 108,300] [--positions 2048,6144] [--prompts 36,228]
+    python -m benchmarks.kernel [--parts frame,prefill] [--sizes 0b6,1b7,spark,fish] [--rows 1,8,32,64,128,256,512,1024]
+        [--contexts 108,300] [--positions 2048,6144] [--prompts 36,228]
 
-`product`: microseconds of a product in a chain over the weights of 28 layers, by all that can make it: cuBLAS's, the
-skinny kernel, and those of `kernels/lm_products.py`; `norm` has the norm around it too, which starts early where a
-kernel of ours lets it. `attention`: of the talker and the predictor, and what stands between products. `frame`: whole
-frames, ms, by plan: the one in force, the same with cuBLAS alone, and for one or two rows the persistent kernels.
-`prefill`: a row of positions that is filled with prompts of one length. `unit`: the codec's residual units of
-whole utterances, us a frame, Triton's kernel beside CUDA C++. `tests/gpu` compares all of them with their twins.
+`frame`: whole frames, ms, by plan: the one in force, the same with cuBLAS alone, and for one or two rows the persistent
+kernels. `prefill`: a row of positions that is filled with prompts of one length. `tests/gpu` compares all kernels with
+their twins.
 """
 
 from __future__ import annotations
 
-import math
 import signal
 import sys
 from collections.abc import Callable
@@ -23,117 +19,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.common import Bench, event_us, graph_us, parser, read
+from benchmarks.common import Bench, graph_us, parser, read
 from benchmarks.shapes import PUBLISHED, Maker, Shape, device_named, frame_floor
-from kernels import codec_cuda, codec_launch, codec_ops, lm_cuda, lm_products
+from kernels import lm_products
 from kernels.attention import PackedPrompts
 from kernels.frame import FrameTensors, StateTensors
-from kernels.lm_attention import SplitScratch, attention_tile, decode_attention, predictor_attention
 from kernels.lm_frame import FusedFrame, PersistentFrame, plan_for
 from kernels.lm_persistent import Predictor, PredictorRun, Talker, predictor_config, talker_config
-from kernels.lm_products import PLAIN, RESIDUAL, SWIGLU
-from kernels.lm_triton import add_norm, swiglu
 from kernels.prefill import prefill_packed
 
-LAYERS, EPS, PAGE = 28, 1e-6, 64
-PARTS = ("product", "attention", "frame", "prefill", "unit")
+PAGE = 64
+PARTS = ("frame", "prefill")
 #: Rows of a part, and seconds after which it is given up: a kernel that does not end takes the process along.
 ROWS, SECONDS = (1, 8, 32, 64, 128, 256, 512, 1024), 90
-#: The maximum number of rows for which a product has kernels of its own.
-FEW_ROWS = 64
-DILATIONS = (1, 3, 9)
-#: Rows, frames, and steps of a codec's frame at a width, of the units.
-UNIT_ROWS, UNIT_FRAMES, UNIT_STEPS = 32, 100, {96: 1920, 192: 640}
-
-Ways = dict[str, Callable[[], None]]
-
-
-def products(shape: Shape) -> dict[str, tuple[int, int, int]]:
-    """Outputs, inner size and epilogue of the products of a layer, and of a head of the further codebooks."""
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    found = {"qkv": (q + 2 * kv, shape.hidden, PLAIN), "o": (shape.hidden, q, RESIDUAL)}
-    found |= {"gate_up": (shape.inter, shape.hidden, SWIGLU), "down": (shape.hidden, shape.inter, RESIDUAL)}
-    return found | ({"head": (shape.codes, shape.width, PLAIN)} if shape.codebooks > 1 else {})
-
-
-class Product:
-    """One product of some layers, its activations, and all that can make it."""
-
-    def __init__(
-        self, maker: Maker, n: int, inner: int, epilogue: int, rows: int, layers: int = LAYERS
-    ) -> None:
-        self.n, self.inner, self.epilogue, self.rows = n, inner, epilogue, rows
-        wide = 2 * n if epilogue == SWIGLU else n
-        self.weights = [maker.matrix(wide, inner) for _ in range(layers)]
-        self.norm = maker.normal(n if epilogue == RESIDUAL else inner, std=0.1, mean=1.0)
-        self.x, self.y, self.both = (maker.normal(rows, width) for width in (inner, n, 2 * n))
-        # What a norm adds, which leaves the activations as they are.
-        self.pending = torch.zeros_like(self.y if epilogue == RESIDUAL else self.x)
-        self.h = torch.zeros_like(self.pending)
-
-    def ways(self) -> Ways:
-        found: Ways = {"cublas": self.cublas, "cublas norm": partial(self.cublas, norm=True)}
-        rows, added = self.rows, self.epilogue == RESIDUAL
-        if rows <= FEW_ROWS:
-            if lm_cuda.has_skinny(self.inner, not added, self.epilogue):
-                found["skinny"] = self.skinny
-            if (len(self.weights[0]), self.inner) in lm_products.TILE_CONFIGS and rows > 16:
-                found["product"] = self.product
-        elif added and lm_products.has_residual(self.n, self.inner):
-            for splits in lm_products.SPLITS:
-                if lm_products.residual_fault(self.n, self.inner, splits) is None:
-                    found[f"split {splits}"] = partial(self.residual, splits)
-                    found[f"split {splits} norm"] = partial(self.residual, splits, norm=True)
-        elif self.epilogue == SWIGLU:
-            found |= {"wide": self.wide, "wide norm": partial(self.wide, norm=True)}
-        return found
-
-    def cublas(self, norm: bool = False) -> None:
-        added, gated = self.epilogue == RESIDUAL, self.epilogue == SWIGLU
-        for weight in self.weights:
-            x = add_norm(self.x, self.pending, self.norm, EPS, self.h) if norm and not added else self.x
-            torch.mm(x, weight.t(), out=self.both if gated else self.pending if added else self.y)
-            if gated:
-                swiglu(self.both, self.y)
-            elif added and norm:
-                add_norm(self.y, self.pending, self.norm, EPS, self.h)
-
-    def skinny(self) -> None:
-        added = self.epilogue == RESIDUAL
-        extra, norm = (self.y, None) if added else (None, self.norm)
-        for index, weight in enumerate(self.weights):
-            ahead = self.weights[(index + 2) % len(self.weights)]
-            lm_cuda.skinny(
-                self.x, weight, self.y, norm=norm, eps=EPS, epilogue=self.epilogue, extra=extra, ahead=ahead, late=not added
-            )  # fmt: skip
-
-    def product(self) -> None:
-        config = lm_products.tile_config(self.rows, len(self.weights[0]), self.inner)
-        extra = self.y if self.epilogue == RESIDUAL else None
-        for weight in self.weights:
-            lm_products.product(self.x, weight, self.y, config, epilogue=self.epilogue, extra=extra)
-
-    def residual(self, splits: int, norm: bool = False) -> None:
-        for weight in self.weights:
-            lm_products.add_product(self.y, self.x, weight, splits, pdl=True)
-            if norm:
-                add_norm(self.y, None, self.norm, EPS, self.h, pdl=True)
-
-    def wide(self, norm: bool = False) -> None:
-        for weight in self.weights:
-            x = add_norm(self.x, self.pending, self.norm, EPS, self.h, early=True) if norm else self.x
-            lm_products.swiglu(x, weight, self.y, pdl=norm)
-
-
-def product_part(bench: Bench, name: str, shape: Shape, rows: int) -> None:
-    device = bench.device.index or 0
-    processors, clusters = lm_products.processors(device), lm_products.clusters_of(device)
-    for product, (n, inner, epilogue) in products(shape).items():
-        given = Product(Maker(str(bench.device), torch.bfloat16), n, inner, epilogue, rows)
-        us = {way: graph_us(work, LAYERS, 9) for way, work in given.ways().items()}
-        row = {"part": "product", "sizes": name, "rows": rows, "product": product, "us": us}
-        row["splits"] = lm_products.splits_for(rows, n, inner, clusters) if epilogue == RESIDUAL else None
-        bench.add(row | {"fills": lm_products.fills(rows, n, processors) if epilogue == SWIGLU else None})
 
 
 def state_of(
@@ -143,50 +41,6 @@ def state_of(
     contexts = maker.integers(context * 2 // 3, context * 4 // 3 + 1, rows)
     pages = rows * -(-(context * 4 // 3 + 64) // PAGE) + 1
     return maker.state(shape, rows, pages, PAGE, contexts), contexts, *maker.caches(shape, pages, PAGE)
-
-
-def attention_part(bench: Bench, name: str, shape: Shape, rows: int, context: int) -> None:
-    maker, small = Maker(str(bench.device), torch.bfloat16), replace(shape, layers=8)
-    state, contexts, k, v = state_of(maker, small, rows, context)
-    talker = maker.stack(shape.hidden, shape.inter, 1, shape, 4096)
-    group, (layer,) = shape.heads // shape.kv_heads, talker.layers
-    qkv, out = maker.normal(rows, len(layer.qkv)), maker.normal(rows, shape.heads * shape.head_dim)
-    slots, tile = torch.arange(rows, device=bench.device), attention_tile(group, PAGE)
-    splits = next(splits for limit, splits in tile.splits if rows <= limit)
-    scratch = SplitScratch(rows * shape.kv_heads, splits, group, shape.head_dim, k.device)
-    heads = (qkv, layer.q_norm, layer.k_norm, EPS, talker.rope_table)
-    scale = shape.head_dim**-0.5
-
-    def attend() -> None:
-        for index in range(small.layers):
-            decode_attention(
-                *heads, k[index], v[index], state.page_table, state.positions, slots, scale, out, scratch, splits, tile.block,
-                tile.warps, tile.stages, True,
-            )  # fmt: skip
-
-    us = {"talker": graph_us(attend, small.layers)}
-    if lm_cuda.has_predictor_attention(shape.heads, shape.kv_heads, 16, shape.head_dim):
-        past = maker.normal(2, 5, rows, shape.kv_heads, 16, shape.head_dim)
-        for way, attention in (("triton", predictor_attention), ("cuda", lm_cuda.predictor_attention)):
-
-            def short(attention: Callable[..., Tensor] = attention) -> None:
-                for index in range(5):
-                    attention(*heads, past[0, index], past[1, index], 12, scale, out, pdl=True)
-
-            us[f"predictor {way}"] = graph_us(short, 5)
-    x, y, h = (maker.normal(rows, shape.hidden) for _ in range(3))
-    norm, both, act = (
-        maker.normal(shape.hidden),
-        maker.normal(rows, 2 * shape.inter),
-        maker.normal(rows, shape.inter),
-    )
-    us["add and norm"] = graph_us(lambda: [add_norm(x, y, norm, EPS, h, True) for _ in range(8)], 8)
-    us["swiglu"] = graph_us(lambda: [swiglu(both, act, True) for _ in range(8)], 8)
-    device = device_named(bench.found["device"])
-    read = 2 * 2 * float(contexts.sum()) * shape.kv_heads * shape.head_dim
-    floor = None if device is None else 1e6 * read / device.bandwidth
-    about = {"part": "attention", "sizes": name, "rows": rows, "context": context, "talker_floor_us": floor}
-    bench.add({**about, "us": us})
 
 
 def frame_part(bench: Bench, name: str, shape: Shape, rows: int, context: int) -> None:
@@ -256,39 +110,6 @@ def prefill_part(bench: Bench, name: str, shape: Shape, positions: int, length: 
     bench.add({**row, "ms": us / 1000, "us_per_position": us / positions})
 
 
-def unit_part(bench: Bench, channels: int) -> None:
-    """Whole utterances; the last of the three units of a stack writes no raw result."""
-    config, rows = codec_cuda.TILE_CONFIGS[channels], UNIT_ROWS
-    shape = codec_launch.Shape("unit", channels, channels, 7)
-    maker = Maker(str(bench.device), torch.bfloat16, seed=channels)
-    a, x = (maker.normal(rows, UNIT_FRAMES * UNIT_STEPS[channels], channels) for _ in range(2))
-    weights = [maker.normal(taps * channels, channels, std=(taps * channels) ** -0.5) for taps in (7, 1)]
-    bias1, bias2 = (maker.normal(channels).float() for _ in range(2))
-    alphas = [maker.normal(channels, std=0.3).float() for _ in range(4)]
-    inner, after = codec_ops.snake_parameters(*alphas[:2]), codec_ops.snake_parameters(*alphas[2:])
-    raw, active = torch.full_like(x, math.nan), torch.full_like(x, math.nan)
-    tile, packed = codec_launch.tile_for(shape, x.shape[1], tma=True), config.pack(*weights)
-    assert tile is not None
-    ways: dict[str, Callable[[int, Tensor | None], object]] = {
-        "triton": lambda dilation, raw: codec_launch.unit(
-            a, 0, x, weights[0], bias1, *inner, weights[1], bias2, dilation, raw, active, 0, *after, tile=tile
-        ),
-        config.kernel: lambda dilation, raw: codec_cuda.unit(
-            a, 0, x, packed, bias1, *inner, bias2, dilation, raw, active, 0, *after
-        ),
-    }
-    for way, launch in ways.items():
-        us = {
-            f"dilation_{dilation}": event_us(
-                partial(launch, dilation, None if dilation == DILATIONS[-1] else raw)
-            )
-            / (rows * UNIT_FRAMES)
-            for dilation in DILATIONS
-        }
-        row = {"part": "unit", "channels": channels, "kernel": way, **us}
-        bench.add(row | {"us_per_frame": sum(us.values())})
-
-
 def main() -> int:
     options = read(
         parser(__doc__), parts=list(PARTS), sizes=["0b6", "1b7"], rows=list(ROWS), contexts=[108, 300],
@@ -310,18 +131,12 @@ def main() -> int:
     for name in options.sizes:
         shape = PUBLISHED[name]
         for rows in options.rows:
-            attempt("product", product_part, name, shape, rows)
             for context in options.contexts:
-                attempt("attention", attention_part, name, shape, rows, context)
                 attempt("frame", frame_part, name, shape, rows, context)
         for positions in options.positions:
             for length in options.prompts:
                 attempt("prefill", prefill_part, name, shape, positions, length)
-    for channels in UNIT_STEPS:
-        attempt("unit", unit_part, channels)
-    return bench.end(
-        "part", "sizes", "rows", "context", "product", "best_ms", "floor_ms", "ms", "us_per_frame"
-    )
+    return bench.end("part", "sizes", "rows", "context", "best_ms", "floor_ms", "ms", "us_per_position")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,13 @@
-"""The loops that Nightjar is compared with, on random weights of the published sizes: frames and audio a second by batch.
+"""The reference implementation that Nightjar is compared with, on random weights of the published sizes: frames and audio
+a second by batch.
 
     NIGHTJAR_REFERENCE_SITE=reference python -m benchmarks.reference qwen3 --sizes 0b6 1b7 --batches 256 512
-    python -m benchmarks.reference spark --batches 256 1024
-    python -m benchmarks.reference fish --batches 64 256
-    python -m benchmarks.reference fish --device cpu --tiny
 
 `qwen3` is the reference implementation (`qwen-tts` 0.1.1). `NIGHTJAR_REFERENCE_SITE` is a folder with the packages of
 `requirements-reference.txt`, which pin an older transformers than ours: a process of its own runs with that folder
 before all others. It favours the reference: all rows of a batch have one length, contexts are short, the decoder runs
 in the better of two batch sizes with cudnn.benchmark. Language model and decoder run one after the other, as in the
 package.
-
-`spark` is transformers' `generate`, then BiCodec one utterance after the other, its wave generator unfused as
-published. `fish` is the same model as a plain loop: transformers' Qwen3 with a KV cache, the fast AR's kernels called
-one by one, the codec one utterance after the other.
 """
 
 from __future__ import annotations
@@ -23,31 +17,22 @@ import importlib.machinery
 import os
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding_bag
 
 from benchmarks.checkpoint import (
     FRAMES_PER_SECOND,
     PUBLISHED_CODEC,
-    TINY_LM,
-    dummy_bicodec,
-    dummy_fish_codec,
-    dummy_fish_frames,
     fill,
-    fish_config,
     qwen3_config,
-    spark_config,
-    write_lm,
 )
 from benchmarks.common import Bench, Row, parser, read
 from benchmarks.report import ROOT
@@ -64,8 +49,6 @@ TINY_SIZES = {
     "codebook_dim": 32, "hidden_size": 24, "latent_dim": 40, "intermediate_size": 32, "head_dim": 16, "num_attention_heads": 2,
     "num_key_value_heads": 2, "num_hidden_layers": 2, "decoder_dim": 64,
 }  # fmt: skip
-#: Positions before the speech of the loops, and frames of Fish's.
-PROMPT_TOKENS, FISH_FRAMES = 120, 40
 
 
 def reference_config(size: str) -> dict[str, Any]:
@@ -207,72 +190,6 @@ def qwen3(bench: Bench, size: str, batches: Sequence[int], frames: int) -> None:
         bench.add({"size": size, **reference_row(batch, frames, seconds, us), "peak_gib": peak})
 
 
-@torch.inference_mode()
-def spark(bench: Bench, folder: Path, batches: Sequence[int], seconds: float) -> None:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    config, dtype = spark_config(folder), bench.options.codec_dtype
-    if bench.options.tiny:
-        config = replace(config, lm=replace(config.lm, **TINY_LM))
-    write_lm(folder / "lm", config.lm)
-    codec = dummy_bicodec(config, bench.device, dtype, fused=False)[1]
-    with bench.device:
-        model = Qwen2ForCausalLM(Qwen2Config.from_pretrained(folder / "lm")).to(bench.dtype).eval()
-    length = int(seconds * config.tokens_per_second)
-    fixed = {"max_new_tokens": length, "min_new_tokens": length, "pad_token_id": 0}
-    drawn = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.95}
-    for batch in batches:
-        ids = torch.randint(config.lm.vocab, (batch, PROMPT_TOKENS), device=bench.device)
-        bench.wait()
-        begin = time.perf_counter()
-        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **fixed, **drawn)
-        for row in out[:, PROMPT_TOKENS:].tolist():
-            # Any id is a semantic token: random weights do not write speech.
-            codec.decode([torch.tensor(row) % 8192], [torch.zeros(32, dtype=torch.long)])
-        bench.wait()
-        bench.timed("transformers loop", batch, 1000 * (time.perf_counter() - begin), batch * seconds)
-
-
-@torch.inference_mode()
-def fish(bench: Bench, folder: Path, batches: Sequence[int], seconds: float) -> None:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from pipelines.fish_speech.engines import qwen3_config as backbone_config
-
-    config, device = fish_config(folder, bench.options.tiny), bench.device
-    with torch.device(device):
-        slow = Qwen3ForCausalLM(Qwen3Config(**backbone_config(config))).to(bench.dtype).eval()
-        books = (torch.randn(config.fast.vocab * config.codebooks, config.slow.hidden) * 0.02).to(bench.dtype)
-    drawer = dummy_fish_frames(config, max(batches), device, bench.dtype, graphed=False)
-    decoder = dummy_fish_codec(config, device, bench.options.codec_dtype).decoder
-    offsets = torch.arange(config.codebooks, device=device) * config.fast.vocab
-    ids = torch.tensor([*config.semantic, *[config.end] * config.fast.vocab], device=device)
-    frames = min(FISH_FRAMES, max(2, int(seconds * config.frames_per_second)))
-    embed, scale = slow.get_input_embeddings(), (config.codebooks + 1) ** -0.5
-
-    def work(batch: int) -> None:
-        """`frames` steps of every row, then the codec."""
-        rows, kept, cache = torch.arange(batch, device=device), [], None
-        x: Tensor = embed(torch.randint(config.end - 2, (batch, PROMPT_TOKENS), device=device))
-        for _ in range(frames):
-            out = slow.model(inputs_embeds=x, past_key_values=cache, use_cache=True)
-            cache, hidden = out.past_key_values, out.last_hidden_state[:, -1]
-            codes = drawer(hidden, rows)
-            kept.append(codes)
-            spoken = embedding_bag(codes + offsets, books, mode="sum")
-            x = ((embed(ids[codes[:, 0]]) + spoken) * scale)[:, None]
-        for codes in torch.stack(kept, dim=1).cpu():
-            decoder.decode([codes])
-
-    for batch in batches:
-        ms, audio = bench.milliseconds(lambda batch=batch: work(batch), runs=1), batch * frames
-        audio_seconds = audio / config.frames_per_second
-        bench.timed("plain loop, end to end", batch, ms, audio_seconds, ms_a_step=ms / frames)
-
-
-LOOPS: dict[str, Callable[[Bench, Path, Sequence[int], float], None]] = {"spark": spark, "fish": fish}
-
-
 def in_its_own_site(arguments: Sequence[str]) -> int:
     """Runs this module again with the reference's packages before all others."""
     site = os.environ.get(SITE, "")
@@ -290,20 +207,10 @@ def in_its_own_site(arguments: Sequence[str]) -> int:
 
 def main() -> int:
     made = parser(__doc__)
-    made.add_argument("model", choices=("qwen3", *LOOPS))
+    made.add_argument("model", choices=("qwen3",))
     made.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
-    options = read(made, sizes=["0b6", "1b7"], batches=[256, 512], frames=48, seconds=10.0)
-    batches, frames, seconds = options.batches, options.frames, options.seconds
-    if options.tiny:
-        batches, frames, seconds = [1, 2], 4, 0.2
-    if options.model in LOOPS:
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.model == "spark"
-        options.codec_dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
-        bench = Bench(f"{options.model}_loop", options, seconds=seconds)
-        with tempfile.TemporaryDirectory() as folder:
-            loop = LOOPS[options.model]
-            bench.attempt(options.model, loop, bench, Path(folder) / "checkpoint", batches, seconds)
-        return bench.end("part", "batch", "ms", "audio_s_per_s")
+    options = read(made, sizes=["0b6", "1b7"], batches=[256, 512], frames=48)
+    batches, frames = ([1, 2], 4) if options.tiny else (options.batches, options.frames)
     if not options.here:
         return in_its_own_site(sys.argv[1:])
     for name in STUBS:

@@ -1,32 +1,29 @@
 """SparkTTS and Fish Speech S2 on both engines in one run, at their published sizes with dummy weights.
 
-    python -m benchmarks.speech spark [--parts lm,speech,streams] [--requests 64,256,512] [--engines native,vllm]
+    python -m benchmarks.speech spark [--parts speech,streams] [--requests 64,256,512] [--engines native,vllm]
         [--turns 0,4] [--streams 1,64] [--seconds 10] [--codec-dtype bfloat16]
     python -m benchmarks.speech fish --requests 64,256
+    python -m benchmarks.speech spark --parts speech --engines native --requests 512 --voices 20 3000
     python -m benchmarks.speech fish --device cpu --tiny --engines native --requests 2 --seconds 0.2
 
-Of each engine `lm` is its LM alone, and `speech` goes through the pipeline: text and recording in, samples out, so all stages
-share the GPU. `streams` are first chunks of the native one. `--turns` are frames a turn of the native engine; 0: its own.
-The prompts of a voice share its KV. `python -m benchmarks.kernel --parts frame` has a frame alone, `python -m benchmarks.reference`
-the loop of transformers. The engine vllm is left out where vLLM is not installed.
+`speech` goes through the pipeline of each engine: text and recording in, samples out, so all stages share the GPU. `--voices` are numbers of recordings, none of
+which an engine knows at the start, each used twice or more. `streams` are first chunks of the native one. `--turns` are frames a turn of the native engine; 0: its own.
+The prompts of a voice share its KV. `python -m benchmarks.kernel --parts frame` has a frame alone. The engine vllm is left out where vLLM is not installed.
 """
 
 from __future__ import annotations
 
-import io
 import itertools
 import tempfile
 import threading
 import time
-import wave
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from queue import Queue
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -46,6 +43,7 @@ from benchmarks.checkpoint import (
 )
 from benchmarks.common import Bench, GpuUse, ThreadUse, parser, read, serves
 from benchmarks.engine import Watched
+from benchmarks.voices import recording
 from kernels.registry import on_device
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.engine import Engine
@@ -73,15 +71,15 @@ from pipelines.spark_tts.config import LLM
 from pipelines.spark_tts.language_model import Drawable, SparkModel, sized
 from pipelines.spark_tts.language_model import take_weights as take_spark
 from pipelines.spark_tts.reference import ReferenceEncoder
-from pipelines.tokens import TokenHost, TokenRequest, Tokens, TokenSampling
+from pipelines.tokens import TokenHost, TokenRequest
 from pipelines.vllm_engine.library import ModelSpec
 
 #: Positions of a sequence, and of a page.
 CONTEXT, PAGE_SIZE = 1024, 64
-PARTS = ("lm", "speech", "streams")
-VOICES, REFERENCE_SECONDS = 16, 6.0
+PARTS = ("speech", "streams")
+#: Recordings of the warm-up, seconds of a recording, and threads that start requests.
+VOICES, REFERENCE_SECONDS, FEEDERS = 16, 6.0, 32
 TEXT = "The rain falls on the quiet street, and nobody walks. "
-PROMPT_TOKENS = 120
 #: Requests of a steady run for each slot; and the number of slots for which one more request is in flight, to enter the
 #: LM or to be decoded.
 TURNS, BESIDE = 4, 4
@@ -112,21 +110,19 @@ class Family:
     rate: float
     sample_rate: int
     memory_share: float
-    sampling: TokenSampling
-    text_ids: int
     #: The text of the recording of a voice.
     reference_text: str | None = None
     #: Slots of an engine that streams are measured on, at least: some are free for whole utterances as well.
     stream_slots = 0
-    #: Further fields of a sequence of the LM alone.
-    fields: Mapping[str, Any] = MappingProxyType({})
+    #: The first recording that was not cloned yet, beside those of the warm-up.
+    first_voice = VOICES
 
     def __init__(self, bench: Bench) -> None:
         self.bench, self.weights = bench, DummyWeights(bench.device)
 
-    def request(self, name: str, index: int, seconds: float) -> SynthesisRequest:
-        """One of `VOICES` recordings, a text of its own."""
-        audio = recording(REFERENCE_SECONDS, self.sample_rate, index % VOICES)
+    def request(self, name: str, index: int, seconds: float, voice: int | None = None) -> SynthesisRequest:
+        """A text of its own, and one of the recordings of the warm-up in turn, or `voice`."""
+        audio = spoken(index % VOICES if voice is None else voice, self.sample_rate)
         messages = (Message("user", "text", f"{index} {TEXT}" * 3), Message("user", "audio", audio))
         generation = Generation(reference_text=self.reference_text, max_seconds=seconds)
         return SynthesisRequest(f"{name}-{index}", messages, generation, seed=index)
@@ -143,7 +139,6 @@ class Spark(Family):
     """SparkTTS; with `tiny` an LM that a CPU can run."""
 
     rate, sample_rate = 50, 16_000
-    sampling = TokenSampling(0, 0.8, 50, 0.95, ignore_end=True)
     memory_share, stream_slots = 0.4, 128
 
     def __init__(self, bench: Bench, folder: Path) -> None:
@@ -156,7 +151,6 @@ class Spark(Family):
         references = ReferenceEncoder(config, tokenizer, wav2vec2(bench.device))
         self.parts = spark_pipeline.Parts(config, self.vocabulary, references, codec)
         self.drawable = Drawable.of(self.vocabulary, config.lm)
-        self.text_ids = min(150_000, config.lm.vocab // 2)
         write_lm(folder / LLM, config.lm)
 
     def model(self) -> tuple[SparkModel, MemoryNeeds]:
@@ -188,20 +182,19 @@ class Fish(Family):
     """Fish Speech S2, of the published or of tiny sizes."""
 
     rate, sample_rate, reference_text = 44_100 / 2048, 44_100, TEXT
-    sampling = TokenSampling(0, 0.8, 30, 0.8, ignore_end=True)
     memory_share = 0.6
 
     def __init__(self, bench: Bench, folder: Path) -> None:
         super().__init__(bench)
         self.config = config = fish_config(folder, bench.options.tiny)
-        self.vocabulary, self.text_ids = AnyText(config), config.end - 2
+        self.vocabulary = AnyText(config)
         self.codec = dummy_fish_codec(config, bench.device, bench.options.codec_dtype)
-        self.fields = {"prompt_codes": np.zeros((0, config.codebooks), np.int64)}
         self._texts = itertools.count()
 
-    def request(self, name: str, index: int, seconds: float) -> SynthesisRequest:
+    def request(self, name: str, index: int, seconds: float, voice: int | None = None) -> SynthesisRequest:
         """No text comes twice, so that requests share a voice and nothing else."""
-        return super().request(name, next(self._texts), seconds)
+        voice = index % VOICES if voice is None else voice
+        return super().request(name, next(self._texts), seconds, voice)
 
     def model(self) -> tuple[FishModel, MemoryNeeds]:
         config, slow, dtype = self.config, self.config.slow, self.bench.dtype
@@ -231,19 +224,10 @@ class Fish(Family):
 FAMILIES: dict[str, type[Spark] | type[Fish]] = {"spark": Spark, "fish": Fish}
 
 
-@lru_cache(maxsize=64)
-def recording(seconds: float, sample_rate: int, seed: int) -> bytes:
-    """A tone in noise as a WAV file."""
-    dice = np.random.default_rng(seed)
-    moments = np.arange(int(seconds * sample_rate)) / sample_rate
-    samples = 0.3 * np.sin(2 * np.pi * (100 + seed) * moments) + 0.02 * dice.standard_normal(len(moments))
-    file = io.BytesIO()
-    with wave.open(file, "wb") as made:
-        made.setnchannels(1)
-        made.setsampwidth(2)
-        made.setframerate(sample_rate)
-        made.writeframes((32767 * samples).astype("<i2").tobytes())
-    return file.getvalue()
+@lru_cache(maxsize=4096)
+def spoken(voice: int, sample_rate: int) -> bytes:
+    """The recording of a voice."""
+    return recording(voice, REFERENCE_SECONDS, sample_rate)[0]
 
 
 def prepare_all(executor: FrameExecutor, device: torch.device) -> None:
@@ -274,31 +258,12 @@ class Native:
         return self.family.pipeline(host, stage)
 
 
-class Waiter:
-    """A receiver of one sequence, whole."""
-
-    streamed = False
-
-    def __init__(self) -> None:
-        self.future: Future[int] = Future()
-
-    def tokens(self, ids: list[int], codes: Any) -> None:
-        """Whole sequences are counted."""
-
-    def finished(self, tokens: Tokens) -> None:
-        self.future.set_result(len(tokens.ids))
-
-    def failed(self, error: NightjarError) -> None:
-        self.future.set_exception(error)
-
-
 class Speaking:
     """What is measured of a pipeline on either engine."""
 
     def __init__(self, family: Family, pipeline: Any, engine: str, about: dict[str, Any]) -> None:
         self.family, self.bench, self.pipeline = family, family.bench, pipeline
         self.options, self.about, self.engine = family.bench.options, about, engine
-        self._indexes = itertools.count()
 
     def measure(self, parts: set[str], watched: Watched | None = None) -> None:
         """Does the parts, and closes the pipeline."""
@@ -308,43 +273,25 @@ class Speaking:
                 self.bench.attempt(f"{self.engine}: {name}", getattr(self, name), *given)
         self.pipeline.close()
 
-    def lm(self) -> None:
-        """The LM alone, all requests at once, each of the same number of tokens; the second turn counts. No prompt
-        comes twice, so that a prefix cache has none of them."""
-        family = self.family
-        sampling = replace(family.sampling, max_tokens=max(2, int(self.options.seconds * family.rate)))
-        for number in self.options.requests:
-            took, made = 0.0, 0
-            for turn in range(2):
-                waiters = [Waiter() for _ in range(number)]
-                asked = [
-                    self._sequence(f"{number}.{turn}-{seed}", replace(sampling, seed=seed))
-                    for seed in range(number)
-                ]
-                begin = time.perf_counter()
-                for request, waiter in zip(asked, waiters, strict=True):
-                    self.pipeline.host.submit(request, waiter)
-                made = sum(waiter.future.result() for waiter in waiters)
-                took = time.perf_counter() - begin
-            more = {"tokens_per_s": made / took, "ms_a_step": 1000 * took * number / made, **self.about}
-            audio = made / family.rate
-            self.bench.timed("LM alone", number, 1000 * took, audio, engine=self.engine, slots=number, **more)
-
-    def _sequence(self, name: str, sampling: TokenSampling) -> TokenRequest:
-        index, vocabulary = next(self._indexes), self.family.text_ids
-        prompt = [(index * 131 + n * 17) % vocabulary for n in range(PROMPT_TOKENS)]
-        return TokenRequest(name, prompt, sampling, **self.family.fields)
-
     def speech(self, watched: Watched | None = None) -> None:
         """Request to samples: a constant number in flight, of lengths from half to whole."""
         self.warm_up()
         whole = self.options.seconds
         lengths = [whole * (0.5 + 0.5 * step / 7) for step in range(8)]
-        for number in self.options.requests:
-            make = lambda n, name=f"steady{number}": self.family.request(name, n, lengths[n % 8])  # noqa: E731
-            found = self.steady(number, make, watched)
+        for number, voices in itertools.product(self.options.requests, self.options.voices):
+            new = range(self.family.first_voice, self.family.first_voice + voices)
+            self.family.first_voice += voices
+            with ThreadPoolExecutor(FEEDERS) as threads:
+                list(threads.map(partial(spoken, sample_rate=self.family.sample_rate), new))
+
+            def make(
+                n: int, new: Sequence[int] = new, name: str = f"steady{number}-{voices}"
+            ) -> SynthesisRequest:
+                return self.family.request(name, n, lengths[n % 8], new[n % len(new)])
+
+            found = self.steady(number, max(TURNS * number, 2 * voices), make, watched)
             ms, audio = found.pop("ms"), found.pop("audio_seconds")
-            row = {"engine": self.engine, "slots": number, **self.about, **found}
+            row = {"engine": self.engine, "slots": number, "voices": voices, **self.about, **found}
             self.bench.timed("speech, end to end", number, ms, audio, **row)
 
     def warm_up(self) -> None:
@@ -358,10 +305,10 @@ class Speaking:
             heard_seconds(future)
         first_chunks(self.pipeline, 1, 1, lambda index: request("first", index, min(2.0, seconds)))
 
-    def steady(self, slots: int, make: Make, watched: Watched | None) -> dict[str, Any]:
-        """`TURNS` requests a slot, with all slots taken: measured from the end of the first one of each slot until no
-        new ones follow."""
-        under_way, total = slots + slots // BESIDE, TURNS * slots
+    def steady(self, slots: int, total: int, make: Make, watched: Watched | None) -> dict[str, Any]:
+        """`total` requests, with all slots taken: measured from the end of the first one of each slot until no new ones
+        follow. Several threads start them, since a start encodes a recording that is new."""
+        under_way = slots + slots // BESIDE
         free, ends = threading.Semaphore(under_way), list[tuple[float, float]]()
         gpu, threads = GpuUse(self.bench.device), ThreadUse()
         futures: list[Future[Speech]] = []
@@ -371,14 +318,25 @@ class Speaking:
             ends.append((time.perf_counter(), audio))
             free.release()
 
-        for number in range(total):
-            free.acquire()
-            future = submit(self.pipeline, make(number))
+        def start(number: int) -> None:
+            try:
+                future = submit(self.pipeline, make(number))
+            except NightjarError:
+                free.release()
+                raise
             future.add_done_callback(ended)
             futures.append(future)
-            if watched is not None and number == total // 2:
-                watched.start()
+
+        with ThreadPoolExecutor(FEEDERS) as feeders:
+            started: list[Future[None]] = []
+            for number in range(total):
+                free.acquire()
+                started.append(feeders.submit(start, number))
+                if watched is not None and number == total // 2:
+                    watched.start()
         found = {} if watched is None else watched.stop()
+        for one in started:
+            one.result()
         for future in futures:
             heard_seconds(future)
         busy, shares = gpu.stop(), threads.shares()
@@ -482,7 +440,7 @@ def main(given: list[str] | None = None) -> int:
     made.add_argument("family", choices=FAMILIES)
     options = read(
         made, given, parts=list(PARTS), engines=["native", "vllm"], requests=[64, 256, 512], turns=[0],
-        streams=[1, 64], seconds=10.0, codec_dtype="", known={"parts": PARTS, "engines": ("native", "vllm")},
+        streams=[1, 64], voices=[20], seconds=10.0, codec_dtype="", known={"parts": PARTS, "engines": ("native", "vllm")},
     )  # fmt: skip
     dtype = options.codec_dtype or ("float32" if options.device == "cpu" else "bfloat16")
     options.codec_dtype = getattr(torch, dtype)
@@ -501,7 +459,7 @@ def main(given: list[str] | None = None) -> int:
             parts = set(options.parts) - ({"streams"} if engine == "vllm" else set())
             bench.attempt(engine, native if engine == "native" else vllm, family, parts)
     return bench.end(
-        "part", "engine", "slots", "frames_per_turn", "ms", "audio_s_per_s", "tokens_per_s", "p50_ms", "p95_ms"
+        "part", "engine", "slots", "voices", "frames_per_turn", "ms", "audio_s_per_s", "p50_ms", "p95_ms"
     )  # fmt: skip
 
 

@@ -4,11 +4,12 @@ benchmarks, so it works with any version of the packages below.
 `planted`: of a random checkpoint of Qwen3-TTS. A text's first word is the number of its frames, which the engine does not
 know: as in `benchmarks.engine`, the weights draw the end at the first frame that `min_new_tokens` allows. Everything
 else is the family's own pipeline. `instant`: the same short sound for every request at no cost, to measure the path around
-an engine. `write_recordings` makes what a job clones.
+an engine. `words_of` and `write_recordings` make what a job speaks and what it clones.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -68,16 +69,51 @@ def _installed() -> dict[str, Any]:
     return json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 
 
+#: Harvard sentences, lists 1 and 2.
+SENTENCES = (
+    "The birch canoe slid on the smooth planks.",
+    "Glue the sheet to the dark blue background.",
+    "It's easy to tell the depth of a well.",
+    "These days a chicken leg is a rare dish.",
+    "Rice is often served in round bowls.",
+    "The juice of lemons makes fine punch.",
+    "The box was thrown beside the parked truck.",
+    "The hogs were fed chopped corn and garbage.",
+    "Four hours of steady work faced us.",
+    "A large size in stockings is hard to sell.",
+    "The boy was there when the sun rose.",
+    "A rod is used to catch pink salmon.",
+    "The source of the huge river is the clear spring.",
+    "Kick the ball straight and follow through.",
+    "Help the woman get back to her feet.",
+    "A pot of tea helps to pass the evening.",
+    "Smoky fires lack flame and heat.",
+    "The soft cushion broke the man's fall.",
+    "The salt breeze came across from the sea.",
+    "The girl at the booth sold fifty bonds.",
+)
+CHARACTERS_PER_SECOND = 15.0
+
+
+def words_of(seconds: float, number: int, first: str = "") -> str:
+    """Words about as long as their speech; equal arguments give equal ones."""
+    room = round(seconds * CHARACTERS_PER_SECOND)
+    text = first
+    while len(text) < room:
+        text, number = f"{text} {SENTENCES[number % len(SENTENCES)]}".strip(), number + 1
+    return text[:room].rstrip(" ,")
+
+
 #: Samples a second of the recordings, in turn.
 RECORDING_RATES = (24_000, 24_000, 44_100, 48_000)
 
 
-def write_recording(path: Path, number: int, shortest: float = 3.0, longest: float = 10.0) -> float:
-    """Writes recording `number`, a WAV file of 16 bits, and returns its seconds: buzzing syllables of a voice of its own
-    pitch and formants over a little noise, as loud as speech."""
+def recording(number: int, seconds: float = 0.0, rate: int = 0) -> tuple[bytes, float]:
+    """Recording `number`, a WAV file of 16 bits, and its seconds, by default 3 to 10: buzzing syllables of a voice of its
+    own pitch and formants over a little noise, as loud as speech."""
     draw = np.random.default_rng(number)
-    seconds, rate = draw.uniform(shortest, longest), RECORDING_RATES[number % len(RECORDING_RATES)]
-    count, harmonics = round(seconds * rate), np.arange(1, 31)
+    rate = rate or RECORDING_RATES[number % len(RECORDING_RATES)]
+    count, harmonics = round((seconds or draw.uniform(3.0, 10.0)) * rate), np.arange(1, 31)
     pitch, formants = draw.uniform(80, 260), draw.uniform((300, 900, 2300), (800, 2200, 3500))
     weights = np.exp(-(((harmonics[:, None] * pitch - formants) / 250) ** 2)).sum(1) + 0.1 / harmonics
     turns = np.arange(1024) / 1024
@@ -93,19 +129,24 @@ def write_recording(path: Path, number: int, shortest: float = 3.0, longest: flo
     phase = np.cumsum(np.interp(moments, steps, melody) / rate)
     voiced = period[(phase * 1024).astype(np.int64) & 1023] * np.interp(moments, steps, loudness)
     sound = voiced / np.abs(period).max() + 0.01 * draw.standard_normal(count, dtype=np.float32)
-    with wave.open(str(path), "wb") as file:
+    made = io.BytesIO()
+    with wave.open(made, "wb") as file:
         file.setparams((1, 2, rate, count, "NONE", ""))
         file.writeframes((12_000 * sound.clip(-2, 2)).astype("<i2").tobytes())
-    return seconds
+    return made.getvalue(), count / rate
 
 
 def write_recordings(folder: Path, count: int) -> list[float]:
-    """Writes different recordings `0.wav`, `1.wav` and so on of 3 to 10 s; the seconds of each."""
+    """Writes different recordings `0.wav`, `1.wav` and so on; the seconds of each."""
     folder.mkdir(parents=True, exist_ok=True)
+
+    def write(number: int) -> float:
+        content, seconds = recording(number)
+        (folder / f"{number}.wav").write_bytes(content)
+        return seconds
+
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        return list(
-            threads.map(lambda number: write_recording(folder / f"{number}.wav", number), range(count))
-        )
+        return list(threads.map(write, range(count)))
 
 
 def sound(seconds: float) -> np.ndarray:

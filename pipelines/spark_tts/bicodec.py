@@ -83,10 +83,11 @@ class Encoder(nn.Module):
         self.downsample = _samplings(config)
         self.project = nn.Linear(config.dim, config.output)
 
-    def forward(self, features: Tensor) -> Tensor:
-        x = self.encoder(features.transpose(1, 2))
+    def forward(self, features: Tensor, mask: Tensor | None = None) -> Tensor:
+        """mask: [batch, 1, steps], 0 after the end of each row."""
+        x = self.encoder(features.transpose(1, 2), mask)
         for block in self.downsample:
-            x = block(x, None)
+            x = block(x, mask)
         return self.project(x)
 
 
@@ -175,9 +176,10 @@ class Tokenizer:
         self.mel = mel
 
     @torch.inference_mode()
-    def semantic_tokens(self, features: Tensor) -> Tensor:
-        """features: float32 [batch, steps, dim], recordings of equal length -> int64 [batch, steps]."""
-        return self.quantizer.tokens(self.encoder(features))
+    def semantic_tokens(self, features: Tensor, mask: Tensor | None = None) -> Tensor:
+        """features: float32 [batch, steps, dim]; mask: bool [batch, steps], False after the end of each row
+        -> int64 [batch, steps]."""
+        return self.quantizer.tokens(self.encoder(features, None if mask is None else mask[:, None]))
 
     @torch.inference_mode()
     def global_tokens(self, clips: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,16 +13,16 @@ from torch import Tensor
 from transformers.models.wav2vec2.configuration_wav2vec2 import Wav2Vec2Config
 from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2Model
 
+from pipelines.codec.encoding import BatchEncoder, Encoding, rounded
 from pipelines.nn.checkpoint import Checkpoint, TensorTable, fill_module, read_pickle
 from pipelines.nn.config_keys import bad_checkpoint, read_table
-from pipelines.recording import RecordingCache, read_recording
+from pipelines.recording import KEPT_BYTES, Recording, RecordingCache
 from pipelines.spark_tts.bicodec import Tokenizer
 from pipelines.spark_tts.config import SparkConfig
 
-#: Indices of the `hidden_states` whose mean is the features; 0 is the output of the embedding.
+#: Indices of the states whose mean is the features; 0 is the output of the embedding.
 LAYERS = (11, 14, 16)
-#: One more than needed: some versions of transformers apply the final layer norm to the last recorded state.
-KEPT_LAYERS = max(LAYERS) + 1
+KEPT_LAYERS = max(LAYERS)
 _VARIANCE_FLOOR = 1e-7
 #: Patterns of transformers' names -> published names, where they differ.
 _PUBLISHED = {
@@ -64,16 +65,38 @@ class SemanticFeatures:
             return samples
         return ((samples - samples.mean()) / np.sqrt(samples.var() + _VARIANCE_FLOOR)).astype(np.float32)
 
+    @property
+    def takes_padding(self) -> bool:
+        """Whether rows can be padded: unlike a layer norm, a group norm depends on all steps."""
+        return self.model.config.feat_extract_norm == "layer"
+
+    def steps(self, samples: Any) -> Any:
+        """The number of steps of recordings of so many samples, a number or int64 [batch]."""
+        for kernel, stride in zip(self.model.config.conv_kernel, self.model.config.conv_stride):
+            samples = (samples - kernel) // stride + 1
+        return samples
+
     @torch.inference_mode()
-    def __call__(self, values: Tensor) -> Tensor:
-        """values: float32 [batch, samples], recordings of equal length -> float32 [batch, steps, hidden]."""
-        states = self.states(values)
+    def __call__(self, values: Tensor, mask: Tensor | None = None) -> Tensor:
+        """values: float32 [batch, samples]; mask: bool [batch, steps], False after the end of each row ->
+        float32 [batch, steps, hidden]."""
+        states = self.states(values, mask)
         return torch.stack([states[index] for index in LAYERS]).mean(0)
 
     @torch.inference_mode()
-    def states(self, values: Tensor) -> tuple[Tensor, ...]:
-        """All hidden states, [batch, steps, hidden] each."""
-        return self.model(values.to(self.device), output_hidden_states=True).hidden_states
+    def states(self, values: Tensor, mask: Tensor | None = None) -> list[Tensor]:
+        """The embedding and the output of each layer, [batch, steps, hidden] each, like the `hidden_states` of
+        transformers."""
+        model, encoder = self.model, self.model.encoder
+        x = model.feature_projection(model.feature_extractor(values.to(self.device)).transpose(1, 2))[0]
+        x = x if mask is None else x * mask[:, :, None]
+        x = x + encoder.pos_conv_embed(x)
+        if not model.config.do_stable_layer_norm:
+            x = encoder.layer_norm(x)
+        states = [x]
+        for layer in encoder.layers:
+            states.append(layer(states[-1], attention_mask=None if mask is None else mask[:, None, None]))
+        return states
 
 
 def _tensors(folder: Path) -> TensorTable:
@@ -89,6 +112,12 @@ def _tensors(folder: Path) -> TensorTable:
 _QUIET_PEAK, _PEAK_FLOOR, _AUDIBLE, _MIN_AUDIBLE, _LOUDNESS, _GAINS = 0.1, 1e-3, 0.01, 10, 0.2, (0.1, 10.0)
 
 
+#: Maximum clips, and seconds of recordings with their padding, of a batch on a GPU.
+_CLIPS, _BATCH_SECONDS = 8, 24
+#: An int of a tuple.
+_TOKEN_BYTES = 36
+
+
 @dataclass(frozen=True, slots=True)
 class Reference:
     """The tokens of a recording."""
@@ -100,15 +129,25 @@ class Reference:
 
 
 class ReferenceEncoder:
-    """Encodes recordings to tokens. Caches the most recent ones by content."""
+    """Encodes recordings to tokens, in batches. Caches the most recent ones by content."""
 
     def __init__(self, config: SparkConfig, tokenizer: Tokenizer, features: SemanticFeatures) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self.features = features
-        self._cache: RecordingCache[Reference] = RecordingCache(1024)
+        self._batches = BatchEncoder(features.device)
+        rate = config.sample_rate
+        self._global = Encoding(
+            lambda clips, _: tokenizer.global_tokens(clips), _CLIPS * config.clip_samples, int
+        )
+        self._semantic = Encoding(
+            self.semantic_tokens, _BATCH_SECONDS * rate, rounded if features.takes_padding else int
+        )
+        self._cache: RecordingCache[Reference] = RecordingCache(
+            KEPT_BYTES, lambda made: _TOKEN_BYTES * (len(made.voice) + len(made.semantic))
+        )
 
-    def prepare(self, recording: bytes, with_semantic: bool) -> Reference:
+    def prepare(self, recording: Recording, with_semantic: bool) -> Reference:
         """The tokens of an audio file within the limits of `pipelines.audio`; semantic tokens only if
         `with_semantic`.
 
@@ -119,21 +158,29 @@ class ReferenceEncoder:
             recording, with_semantic, lambda: self.encode(self.read(recording), with_semantic)
         )
 
-    def read(self, recording: bytes) -> NDArray[np.float32]:
+    def read(self, recording: Recording) -> NDArray[np.float32]:
         """Samples [n] at the model's rate: the first channel, resampled at very high quality, and normalized
         in volume if the config says so."""
-        samples, _ = read_recording(recording, self._config.sample_rate, channel=0, quality="VHQ")
+        samples, _ = recording.read(self._config.sample_rate, channel=0, quality="VHQ")
         return normalize_volume(samples).astype(np.float32) if self._config.volume_normalize else samples
 
     def encode(self, samples: NDArray[np.float32], with_semantic: bool = True) -> Reference:
         """The tokens of a recording [samples] at the model's rate and volume."""
-        clip = reference_clip(samples, self._config.clip_samples)[None]
-        (voice,) = self._tokenizer.global_tokens(torch.from_numpy(clip).to(self.features.device)).tolist()
+        voice = self._batches(self._global, reference_clip(samples, self._config.clip_samples)).tolist()
         if not with_semantic:
             return Reference(tuple(voice), ())
-        values = torch.from_numpy(self.features.values(samples)[None])
-        (semantic,) = self._tokenizer.semantic_tokens(self.features(values)).tolist()
-        return Reference(tuple(voice), tuple(semantic))
+        semantic = self._batches(self._semantic, self.features.values(samples)).tolist()
+        return Reference(tuple(voice), tuple(semantic[: self.features.steps(len(samples))]))
+
+    @torch.inference_mode()
+    def semantic_tokens(self, values: Tensor, lengths: Tensor | None) -> Tensor:
+        """values: float32 [batch, samples] of these lengths, int64 [batch] (None: no row is padded) -> int64
+        [batch, steps]. The tokens of a row do not depend on its padding."""
+        features, mask = self.features, None
+        if lengths is not None:
+            steps = torch.arange(features.steps(values.shape[1]), device=values.device)
+            mask = steps < features.steps(lengths)[:, None]
+        return self._tokenizer.semantic_tokens(features(values, mask), mask)
 
 
 def normalize_volume(samples: NDArray[np.floating]) -> NDArray[np.floating]:

@@ -196,12 +196,11 @@ def test_without_a_hook_nothing_is_claimed(rig: Rig, receiver: Receiver) -> None
     assert report_ends(rig.ledger, hooked(rig, command=receiver.command)) == [Reported(job.id, 1)]
 
 
-@pytest.mark.parametrize(("attempts", "again"), [(20, 0.0), (1, None)])
-def test_a_try_that_fails_names_its_end_and_when_the_next_one_is(
-    rig: Rig, attempts: int, again: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(notification, "MAX_ATTEMPTS", attempts)
+def test_a_try_that_fails_names_its_end_and_when_the_next_one_is_up_to_the_last(rig: Rig) -> None:
     job, settings = ended(rig), hooked(rig, command=["false"])
-    assert report_ends(rig.ledger, settings, again_seconds=0.0) == [
-        Reported(job.id, 1, "the command ended with status 1", again)
-    ]
+    for attempt in range(1, notification.MAX_ATTEMPTS + 1):
+        again = 0.0 if attempt < notification.MAX_ATTEMPTS else None
+        assert report_ends(rig.ledger, settings, again_seconds=0.0) == [
+            Reported(job.id, attempt, "the command ended with status 1", again)
+        ]
+    assert report_ends(rig.ledger, settings, again_seconds=0.0) == []

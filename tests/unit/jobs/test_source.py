@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -123,9 +124,9 @@ def test_a_pipe_is_read(tmp_path: Path) -> None:
     writer.join()
 
 
-def test_standard_input_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(zstandard.compress(TEXT))))
-    assert lines_of("-") == LINES
+def test_standard_input_is_read() -> None:
+    with CliRunner().isolation(zstandard.compress(TEXT)):
+        assert lines_of("-") == LINES
 
 
 def test_batches_of_long_lines_stay_small(tmp_path: Path) -> None:

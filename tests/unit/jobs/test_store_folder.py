@@ -13,11 +13,12 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jobs.store import FolderStore, open_store
-from jobs.store.base import IDENTITY_KEY
+from jobs.store.base import IDENTITY_KEY, ObjectInfo
 from pipelines.errors import ConfigError, ErrorCode, StoreError
 
 
@@ -204,16 +205,14 @@ def test_check_leaves_nothing(store: FolderStore) -> None:
     assert list(store.root.iterdir()) == []
 
 
-def test_check_finds_a_store_that_overwrites(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    put = store.put
+def test_check_finds_a_store_that_overwrites(tmp_path: Path) -> None:
+    class Overwriting(FolderStore):
+        def put(self, key: str, *given: Any, **named: Any) -> ObjectInfo:
+            self.delete(key)
+            return super().put(key, *given, **named)
 
-    def overwriting(key: str, data: bytes, **rest: str) -> object:
-        store.delete(key)
-        return put(key, data)
-
-    monkeypatch.setattr(store, "put", overwriting)
-    with pytest.raises(StoreError) as caught:
-        store.check()
+    with pytest.raises(StoreError, match="replaced an existing object") as caught:
+        Overwriting(tmp_path).check()
     assert caught.value.code is ErrorCode.STORE_CONFLICT
 
 

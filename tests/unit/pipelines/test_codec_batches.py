@@ -19,6 +19,7 @@ from pipelines.codec.batches import (
     round_up,
     same_length_batches,
 )
+from pipelines.codec.decoder import PASS_FRAMES
 from pipelines.qwen3_tts.codec import CodecDecoder, load_codec
 
 FOLDER = Path(__file__).parents[2] / "golden" / "qwen3_tts" / "checkpoint-base" / "speech_tokenizer"
@@ -118,10 +119,7 @@ def speech(decoder: CodecDecoder, lengths: list[int]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("reproducible", [False, True])
-def test_batches_decode_to_what_each_decodes_to_alone(
-    alone: CodecDecoder, reproducible: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pipelines.codec.decoder.PASS_FRAMES", 24)
+def test_batches_decode_to_what_each_decodes_to_alone(alone: CodecDecoder, reproducible: bool) -> None:
     codes = speech(alone, [3, 12, 9, 26, 8, 30])
     starts = [alone.new_state() for _ in codes]
     alone.decode_chunk([starts[2], starts[5]], speech(alone, [4, 6]))
@@ -131,6 +129,12 @@ def test_batches_decode_to_what_each_decodes_to_alone(
             wanted = alone.decode([item], None if states is None else [states[at]])[0]
             assert got.shape == wanted.shape == (len(item) * alone.samples_per_frame,)
             torch.testing.assert_close(got, wanted, atol=3e-5, rtol=0)
+
+
+def test_long_utterances_of_a_batch_pass_in_parts(alone: CodecDecoder) -> None:
+    codes = speech(alone, [PASS_FRAMES + 2, PASS_FRAMES + 6])
+    for got, item in zip(OnGpu(alone, False).decode(codes), codes):
+        torch.testing.assert_close(got, alone.run(item[None], None)[0], atol=3e-5, rtol=0)
 
 
 def test_fixed_rows_give_the_same_bits_in_any_company(alone: CodecDecoder) -> None:

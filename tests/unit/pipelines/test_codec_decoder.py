@@ -4,6 +4,7 @@ and files are named."""
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -12,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pipelines.codec.blocks import window_mask
-from pipelines.codec.decoder import CodecState
+from pipelines.codec.blocks import Past, window_mask
+from pipelines.codec.decoder import PASS_FRAMES, CodecState
 from pipelines.errors import ErrorCode, ModelError, SynthesisError
 from pipelines.qwen3_tts.codec import CodecDecoder, load_codec
 
@@ -26,6 +27,18 @@ CLOSE = 3e-5
 def decoder() -> CodecDecoder:
     torch.set_num_threads(1)
     return load_codec(FOLDER).decoder
+
+
+class Passes(CodecDecoder):
+    """The decoder, which keeps the frames of its passes."""
+
+    def __init__(self) -> None:
+        self.__dict__.update(decoder().__dict__)
+        self.frames: list[int] = []
+
+    def run(self, codes: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:
+        self.frames.append(codes.shape[1])
+        return super().run(codes, past, lengths)
 
 
 def codes(frames: int, seed: int) -> Tensor:
@@ -99,11 +112,11 @@ def test_right_padding_cannot_be_heard() -> None:
     torch.testing.assert_close(wave[1], decoder().decode([other])[0], atol=CLOSE, rtol=0)
 
 
-def test_long_utterances_pass_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    long = codes(70, 9)
-    (whole,) = decoder().decode([long])
-    monkeypatch.setattr("pipelines.codec.decoder.PASS_FRAMES", 16)
-    torch.testing.assert_close(decoder().decode([long])[0], whole, atol=CLOSE, rtol=0)
+def test_long_utterances_pass_in_parts() -> None:
+    long, passes = codes(PASS_FRAMES + 18, 9), Passes()
+    (whole,) = decoder().run(long[None], None)
+    torch.testing.assert_close(passes.decode([long])[0], whole, atol=CLOSE, rtol=0)
+    assert passes.frames == [PASS_FRAMES, 18]
 
 
 def test_a_warm_state_continues_the_reference_and_stays_as_it_is() -> None:

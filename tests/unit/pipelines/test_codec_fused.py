@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import pipelines.codec.decoder as decoder_module
 from kernels.codec_ops import codec_residual_unit, codec_upsample, pack_upsample, snake_beta, snake_parameters
 from pipelines.codec.blocks import Past
+from pipelines.codec.decoder import PASS_FRAMES
 from pipelines.codec.fused import FusedStack
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.qwen3_tts.codec import CodecDecoder
@@ -102,17 +102,14 @@ def test_a_mixed_batch_gives_each_what_it_decodes_to_alone() -> None:
     assert together.given == [[count * together.samples_per_frame for count in sorted(frames, reverse=True)]]
 
 
-def test_rows_have_no_ends_where_they_start_somewhere_go_on_or_have_to_be_reproducible(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rows_have_no_ends_where_they_start_somewhere_go_on_or_have_to_be_reproducible() -> None:
     items = [codes(count, count) for count in (9, 20)]
     fixed, going_on = OnGpu(reproducible=True), OnGpu()
     fixed.decode(items)
     state = going_on.new_state()
     going_on.decode_chunk([state], [codes(3, 1)])
     going_on.decode(items, [state, state])
-    monkeypatch.setattr(decoder_module, "PASS_FRAMES", 8)
-    going_on.decode(items)
+    going_on.decode([codes(PASS_FRAMES + 1, 1)])
     assert {*fixed.given, *going_on.given} == {None}
 
 

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from torch.nn.functional import pad
 
 from pipelines.codec import blocks
 from pipelines.codec import decoder as decoder_module
 from pipelines.errors import ErrorCode, InputError, SynthesisError
 from pipelines.fish_speech.codec import Codec, ReferenceEncoder, codec_from, load_codec, open_codec, resample
 from pipelines.fish_speech.config import FishConfig
+from pipelines.recording import Recording
 from tests.support.fish_checkpoint import whole
 
 CONFIG = FishConfig.from_folder(whole())
@@ -74,7 +76,7 @@ def test_long_utterances_go_through_in_passes(codec: Codec, monkeypatch: pytest.
 
 
 def test_attention_in_pieces_is_attention(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = torch.randn(40_000, generator=torch.Generator().manual_seed(0)) * 0.1
+    samples = torch.randn(1, 40_000, generator=torch.Generator().manual_seed(0)) * 0.1
     codes = codec.encoder.encode(samples)
     latents = codec.encoder.features(samples)
     monkeypatch.setattr(blocks, "ATTENTION_STEPS", 7)
@@ -116,10 +118,24 @@ def test_codes_that_cannot_be_are_refused(codec: Codec, codes: torch.Tensor) -> 
 
 
 def test_the_last_frame_of_a_recording_is_filled_with_silence(codec: Codec) -> None:
-    samples = torch.randn(2048 * 3 + 1, generator=torch.Generator().manual_seed(0)) * 0.1
+    samples = torch.randn(1, 2048 * 3 + 1, generator=torch.Generator().manual_seed(0)) * 0.1
     codes = codec.encoder.encode(samples)
-    assert codes.shape == (4, 10)
-    assert torch.equal(codec.encoder.encode(torch.cat((samples, torch.zeros(2047)))), codes)
+    assert codes.shape == (1, 4, 10)
+    assert torch.equal(codec.encoder.encode(pad(samples, (0, 2047))), codes)
+
+
+@pytest.mark.parametrize("width", [0, 65_536, 70_001])
+def test_recordings_of_a_padded_batch_have_the_codes_that_they_have_alone(codec: Codec, width: int) -> None:
+    dice = torch.Generator().manual_seed(1)
+    lengths = [22_050, 22_528, 22_529, 1, 2047, 2048, 60_000]
+    rows = [0.1 * torch.randn(length, generator=dice) for length in lengths]
+    alone = [codec.encoder.encode(row[None])[0] for row in rows]
+    size = max(width, *lengths)
+    together = codec.encoder.encode(torch.stack([pad(row, (0, size - len(row))) for row in rows]))
+    for codes, found, length in zip(alone, together, lengths):
+        assert len(codes) == -(-length // 2048)
+        assert torch.equal(found[: len(codes)], codes)
+    assert len(alone[-1].unique()) > 10, "nothing was compared"
 
 
 def encoded(samples: np.ndarray, rate: int) -> bytes:
@@ -135,7 +151,7 @@ def tone(rate: int, seconds: float = 0.6) -> np.ndarray:
 @pytest.mark.parametrize("rate", [8_000, 16_000, 22_050, 48_000, 44_056])
 def test_recordings_of_any_rate_are_heard_alike(codec: Codec, rate: int) -> None:
     references = ReferenceEncoder(codec.encoder)
-    samples = references.read(encoded(tone(rate), rate))
+    samples = references.read(Recording(encoded(tone(rate), rate)))
     want = tone(44_100)
     inside = slice(2000, min(len(samples), len(want)) - 2000)
     assert abs(len(samples) - len(want)) <= 3
@@ -152,10 +168,10 @@ def test_channels_are_averaged_and_codes_kept_by_content(
 ) -> None:
     references = ReferenceEncoder(codec.encoder)
     mono = tone(44_100)
-    stereo = encoded(np.stack([2 * mono, np.zeros_like(mono)], axis=1), 44_100)
+    stereo = Recording(encoded(np.stack([2 * mono, np.zeros_like(mono)], axis=1), 44_100))
     codes = references.prepare(stereo)
-    assert np.array_equal(references.prepare(encoded(mono, 44_100)), codes)
-    monkeypatch.setattr(codec.encoder, "encode", lambda samples: pytest.fail("encoded again"))
+    assert np.array_equal(references.prepare(Recording(encoded(mono, 44_100))), codes)
+    monkeypatch.setattr(codec.encoder, "encode", lambda _: pytest.fail("encoded again"))
     assert np.array_equal(references.prepare(stereo), codes)
 
 
@@ -169,5 +185,5 @@ def test_channels_are_averaged_and_codes_kept_by_content(
 )
 def test_recordings_that_show_no_voice_are_refused(codec: Codec, recording: bytes, code: ErrorCode) -> None:
     with pytest.raises(InputError) as caught:
-        ReferenceEncoder(codec.encoder).prepare(recording)
+        ReferenceEncoder(codec.encoder).prepare(Recording(recording))
     assert caught.value.code is code

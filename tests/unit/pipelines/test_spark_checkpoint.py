@@ -199,8 +199,8 @@ class TestFeatures:
             name = "neither model.safetensors nor"
         elif fault == "few layers":
             config = json.loads((place / "config.json").read_text())
-            (place / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 16}))
-            name = "num_hidden_layers must be 17 or more"
+            (place / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 15}))
+            name = "num_hidden_layers must be 16 or more"
         with pytest.raises(ModelError, match=name.replace(".", r"\.")):
             SemanticFeatures(place, CPU)
 

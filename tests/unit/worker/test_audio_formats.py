@@ -16,7 +16,7 @@ import soundfile
 from jobs.checks import quality_of
 from jobs.encoded_audio import encoder
 from jobs.ledger.records import Job
-from jobs.provenance import put_provenance, read_records, reopened_model
+from jobs.provenance import provenance_key, put_provenance, read_records, reopened_model
 from jobs.repair import CLOSE_DB, Match, RepairOutcome, repair_objects, reproduce
 from jobs.verify import ObjectCheck
 from pipelines.audio_format import CONTENT_TYPES
@@ -75,19 +75,24 @@ def test_bytes_do_not_depend_on_the_job_the_shard_or_the_order(build: Build, aud
     assert len(set(made[0].values())) == len(TEXTS)
 
 
-def test_checks_hear_the_speech_at_its_own_rate(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[int] = []
-    check = result_writer.check_draw
+def test_checks_hear_the_speech_at_its_own_rate(build: Build) -> None:
+    """What is too high for the stored file is no silence."""
 
-    def noted(draw: int, seed: int, speech: Speech, *rest: object) -> object:
-        heard.append(speech.sample_rate)
-        return check(draw, seed, speech, *rest)  # pyright: ignore[reportArgumentType]
+    class High(FakePipeline):
+        def submit(self, request: SynthesisRequest) -> Future[Speech]:
+            speech = super().submit(request).result()
+            wave = 0.3 * np.sin(2 * np.pi * 6_000 / SAMPLE_RATE * np.arange(len(speech.samples)))
+            future: Future[Speech] = Future()
+            future.set_result(replace(speech, samples=wave.astype(np.float32)))
+            return future
 
-    monkeypatch.setattr(result_writer, "check_draw", noted)
-    rig = build()
-    rig.submit(TEXTS[:2], format="opus", sample_rate=8_000, quality=quality_of("basic"))
+    rig = build(pipeline=High())
+    job = rig.submit(TEXTS[:2], format="wav", sample_rate=8_000, quality=quality_of("basic"))
     rig.run_next()
-    assert heard == [SAMPLE_RATE] * 2
+    assert rig.status(job).items.done == 2
+    for data in rig.audio().values():
+        samples, rate = soundfile.read(io.BytesIO(data))
+        assert (rate, np.abs(samples[200:-200]).max() < 0.01) == (8_000, True)
 
 
 def test_lossy_formats_are_encoded_on_more_threads(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,9 +157,7 @@ def test_rounding_is_close_in_a_lossy_format_too_and_other_speech_is_not(
     assert CLOSE_DB[True] < CLOSE_DB[False]
 
 
-def test_provenance_names_the_encoder_and_another_one_is_noticed(
-    build: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_provenance_names_the_encoder_and_another_one_is_noticed(build: Build) -> None:
     rig = build()
     info = EngineInfo(slots=2, device="cpu", dtype="float32")
     opus, wav = rig.submit(TEXTS[:1], format="opus"), rig.submit(TEXTS[:1])
@@ -171,15 +174,17 @@ def test_provenance_names_the_encoder_and_another_one_is_noticed(
             return [note for note in notes if "encoder" in note]
 
     assert said(opus) == said(wav) == []
-    monkeypatch.setattr("jobs.encoded_audio.encoder", lambda _: "libsndfile 9, libopus 2")
-    (note,) = said(opus)
-    assert f"was {encoder('opus')} and is libsndfile 9, libopus 2 here" in note
-    put_provenance(rig.store, opus, info)
-    assert [record.encoder for record in read_records(rig.store, opus)] == [
-        encoder("opus"),
-        "libsndfile 9, libopus 2",
-    ]
-    assert said(wav) == []
+    # The libraries of the worker that ran another job were others.
+    (record,) = read_records(rig.store, opus)
+    other = "libsndfile 9, libopus 2"
+    moved = rig.submit(TEXTS[:1], format="opus", sample_rate=24_000)
+    rig.store.put(
+        provenance_key(moved.id), msgspec.json.encode(msgspec.structs.replace(record, encoder=other))
+    )
+    (note,) = said(moved)
+    assert f"was {other} and is {encoder('opus')} here" in note
+    put_provenance(rig.store, moved, info)
+    assert [record.encoder for record in read_records(rig.store, moved)] == [other, encoder("opus")]
 
 
 def test_a_rate_that_no_one_could_foresee_fails_its_item_with_what_to_use(build: Build) -> None:

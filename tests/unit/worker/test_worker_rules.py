@@ -157,26 +157,21 @@ def test_a_lease_is_as_long_as_it_was_asked_for(ledger: Ledger) -> None:
         assert ledger.heartbeat("w1", [lease.ticket], 90.0) == set()
 
 
-def test_a_lease_is_renewed_from_the_moment_the_heartbeat_was_sent(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lease_is_renewed_from_the_moment_the_heartbeat_was_sent(rig: Rig) -> None:
     rig.submit(["text"])
     held = rig.leases.hold(rig.claim_next())
     clock = rig.clock
     assert isinstance(clock, FakeClock)
-    heartbeat = rig.ledger.heartbeat
 
-    def slow(*arguments: Any) -> set[Ticket]:
-        lost = heartbeat(*arguments)
+    def heartbeat(*arguments: Any) -> set[Ticket]:
+        lost = rig.ledger.heartbeat(*arguments)
         clock.advance(50)
         return lost
 
-    monkeypatch.setattr(rig.ledger, "heartbeat", slow)
     clock.advance(30)
+    slow: Any = SimpleNamespace(heartbeat=heartbeat, worker_heartbeat=rig.ledger.worker_heartbeat)
     nothing: Any = SimpleNamespace()
-    Maintenance(
-        rig.ledger, rig.settings, WORKER, rig.leases, rig.metrics, clock, nothing, nothing
-    ).send_heartbeat()
+    Maintenance(slow, rig.settings, WORKER, rig.leases, rig.metrics, clock, nothing, nothing).send_heartbeat()
     clock.advance(5)
     assert held.gone is None
     clock.advance(10)
