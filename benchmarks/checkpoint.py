@@ -19,7 +19,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
@@ -27,14 +26,11 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.trainers import BpeTrainer
 from torch import Tensor, nn
 
-from kernels.frame import StackTensors
-from pipelines.engine.state import Placement, SamplingParams, SlotState
 from pipelines.fish_speech.codec import Codec, codec_from
 from pipelines.fish_speech.config import CodecConfig as FishCodecConfig
 from pipelines.fish_speech.config import CodecStackConfig, FishConfig
-from pipelines.fish_speech.model import drawn_ids, frame_tensors, take_fast
 from pipelines.fish_speech.prompt import Vocabulary as FishVocabulary
-from pipelines.nn.checkpoint import Loader, open_device
+from pipelines.nn.checkpoint import open_device
 from pipelines.qwen3_tts.codec import CodecDecoder, fuses_front
 from pipelines.qwen3_tts.config import CodecConfig, CodecDecoderConfig, Qwen3TTSConfig
 from pipelines.qwen3_tts.model import Qwen3TTSModel, take_weights
@@ -53,7 +49,6 @@ from pipelines.spark_tts.prompt import SparkCodes
 from pipelines.spark_tts.prompt import Vocabulary as SparkVocabulary
 from pipelines.spark_tts.speaker import MelMagnitudes, SpeakerEncoder
 from pipelines.spark_tts.wave_generator import WaveGenerator, prepared
-from pipelines.vllm_engine.engine_frames import EngineFrames
 
 #: The value of a tensor from its name and standard normal noise of its shape.
 Rule = Callable[[str, Tensor], Tensor]
@@ -306,30 +301,6 @@ def dummy_fish_codec(
     config: FishConfig, device: torch.device, dtype: torch.dtype, fused: bool | None = None
 ) -> Codec:
     return codec_from(config.codec, DummyWeights(device), device, dtype, fused)
-
-
-def dummy_fish_frames(
-    config: FishConfig, slots: int, device: torch.device, dtype: torch.dtype, graphed: bool = True
-) -> EngineFrames:
-    """Draws the frames of `slots` slots on vLLM, every slot with a request's default sampling and a
-    seed of its own."""
-    weights = Loader(DummyWeights(device, _keeping_variance), "", dtype, device)
-    norm = torch.ones(config.slow.hidden, dtype=dtype, device=device)
-    slow = config.slow
-    sizes = slow.heads, slow.kv_heads, slow.eps, slow.head_dim**-0.5
-    backbone = StackTensors((), norm, norm.new_zeros(1, slow.head_dim), *sizes)
-    drawn = weights("drawn", len(drawn_ids(config)), slow.hidden)
-    tensors = frame_tensors(config, backbone, drawn, take_fast(weights, config))
-    state = SlotState(slots, slow.hidden, len(tensors.head), 1, 0, 0, dtype, device, tensors.draw.window)
-    defaults = config.sampling
-    how = defaults.temperature, defaults.top_k, defaults.top_p
-    sampling, nothing = SamplingParams(*how, 1.0, *how, min_new_tokens=0), np.zeros(0, np.int64)
-    state.place([Placement(slot, (), slot, sampling, nothing, norm, 0) for slot in range(slots)])
-    return EngineFrames(tensors, state, graphed)
-
-
-def _keeping_variance(name: str, noise: Tensor) -> Tensor:
-    return torch.ones_like(noise) if noise.dim() == 1 else noise * noise.shape[-1] ** -0.5
 
 
 #: Sizes of SparkTTS's LM that a CPU can run, with the published vocabulary and codec.

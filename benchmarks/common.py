@@ -62,32 +62,6 @@ class Bench(Result):
         if self.on_gpu:
             torch.cuda.synchronize()
 
-    def milliseconds(self, work: Callable[[], object], runs: int = 5) -> float:
-        """Median time of a call that ends when the device is done, after two that do not count."""
-        times = []
-        for _ in range(runs + 2):
-            self.wait()
-            begin = time.perf_counter()
-            work()
-            self.wait()
-            times.append(1000 * (time.perf_counter() - begin))
-        return statistics.median(times[2:])
-
-
-def event_us(work: Callable[[], object], repeats: int = 7) -> float:
-    """Median microseconds of `work`, by event pairs, after two calls to warm up."""
-    work()
-    work()
-    times: list[float] = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000)
-    return statistics.median(times)
-
 
 def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """`work` as a CUDA graph, after two plain calls."""
@@ -104,8 +78,16 @@ def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def graph_us(work: Callable[[], object], calls: int = 1, repeats: int = 12) -> float:
-    """Median microseconds of one of the `calls` that `work` makes, replayed as a CUDA graph."""
-    return event_us(captured(work).replay, repeats) / calls
+    """Median microseconds of one of the `calls` that `work` makes, replayed as a CUDA graph, by event pairs."""
+    graph, times = captured(work), list[float]()
+    for _ in range(repeats + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / calls)
+    return statistics.median(times[2:])
 
 
 def memory(device: torch.device) -> dict[str, float]:

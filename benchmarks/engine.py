@@ -6,14 +6,12 @@ real engine.
 
 A closed loop keeps every slot taken with utterances of 3 to 15 seconds. Each has its length from the start, but the
 engine does not know it: the weights draw the end at the first frame that `min_new_tokens` allows. Measured, once twice
-as many utterances are out as there are slots: the whole, the language model without the codec, and the codec alone;
-each row has its share of the floor. The quoted rate is sustained: the smaller of the frames that the language model made and
+as many utterances are out as there are slots, is the whole; each row has its share of the floor. The quoted rate is sustained: the smaller of the frames that the language model made and
 those that were heard. `split_ms` cuts a frame of all slots: `prefill` and `idle` as the engine's stream had them, `codec` as the
 codec takes alone, where it was measured, and `lm` the rest.
 
 `--codec` measures the codec alone first. `--sweep` are further numbers of slots, `--reproducible` those in reproducible mode
-(its codec has `--codec-rows` rows; 0: batches of one length), `--long-prompts` those at a mean context of 300, all of them
-only the whole. `--option admit_turns=2` is an option of the engine. `--also` names results whose rows come first: those of the
+(its codec has `--codec-rows` rows; 0: batches of one length), `--long-prompts` those at a mean context of 300. `--option admit_turns=2` is an option of the engine. `--also` names results whose rows come first: those of the
 reference. A row that fails is named at the end, and the others follow.
 """
 
@@ -224,24 +222,6 @@ class Tally:
                 self.wrong += 1
 
 
-class Counter:
-    """A receiver that only counts: the language model without the codec."""
-
-    def __init__(self, loop: ClosedLoop, wanted: int) -> None:
-        self._loop, self._wanted = loop, wanted
-
-    def frames(self, codes: NDArray[np.int64]) -> None:
-        """Counted at the end."""
-
-    def finished(self, codes: NDArray[np.int64], finish: Finish) -> None:
-        self._loop.tally.heard(len(codes), finish == "eos" and len(codes) == self._wanted)
-        self._loop.room.release()
-
-    def failed(self, error: NightjarError) -> None:
-        self._loop.tally.failed(error)
-        self._loop.room.release()
-
-
 class Heard(Utterance[CodecState]):
     """The receiver of the real pipeline, whose speech is counted. A `probe` is asked for again and again; its codes
     must not depend on when."""
@@ -304,17 +284,17 @@ class ClosedLoop:
     """Keeps every slot taken with requests of a pool, over and over, until it is drained or closed.
 
     The engine pauses while the codec is late, as in the real pipeline, and the number of requests in flight is bounded.
-    With the codec, every `probe_every`-th request is the pool's first one with one seed.
+    Every `probe_every`-th request is the pool's first one with one seed.
     """
 
     def __init__(
-        self, executor: Watched, options: EngineOptions, pool: Pool, decoder: CodecDecoder | None, probe_every: int = 0
+        self, executor: Watched, options: EngineOptions, pool: Pool, decoder: CodecDecoder, probe_every: int = 0
     ) -> None:  # fmt: skip
         self.tally, self.slots = Tally(), options.slots
         self._places = 2 * options.slots + 1024
         self.room = threading.Semaphore(self._places)
         self._probe_every, self._executor = probe_every, executor
-        self._stage = None if decoder is None else open_stage(decoder)
+        self._stage = open_stage(decoder)
         # As many requests wait as in a pipeline on a GPU.
         self.engine = Engine(executor, options, options.slots, self._stage)
         self._stop = threading.Event()
@@ -330,8 +310,7 @@ class ClosedLoop:
             probe = bool(self._probe_every) and number % self._probe_every == 0
             if probe:
                 request, frames = pool[0]
-            stage = self._stage
-            receiver = Counter(self, frames) if stage is None else Heard(self, frames, stage, probe)
+            receiver = Heard(self, frames, self._stage, probe)
             named = replace(request, request_id=str(number), seed=0 if probe else number)
             try:
                 self.engine.submit(named, receiver)
@@ -340,9 +319,8 @@ class ClosedLoop:
 
     def mark(self) -> Mark:
         core = self.engine.core
-        made = core.frames_made
-        heard = made if self._stage is None else self.tally.frames
-        return Mark(time.perf_counter(), made, heard, self.tally.utterances, len(core.scheduler.running))
+        running = len(core.scheduler.running)
+        return Mark(time.perf_counter(), core.frames_made, self.tally.frames, self.tally.utterances, running)
 
     def settle(self, utterances: int, most_seconds: float) -> bool:
         """Waits until that many utterances are out; whether they came in time and right."""
@@ -382,8 +360,7 @@ class ClosedLoop:
         """Ends everything; requests in flight are dropped."""
         self._stop.set()
         self.engine.close()
-        if self._stage is not None:
-            self._stage.close()
+        self._stage.close()
         self.room.release()
         self._feeder.join()
 
@@ -439,15 +416,14 @@ def mean_context(lengths: Iterable[tuple[int, int]]) -> float:
 
 
 def floor_ms(part: str, size: str, rows: int, context: float, device: Device | None) -> float | None:
-    """The least milliseconds of a frame of the whole batch: "lm", "all" (language model, then codec) or "codec" (of one
-    row); None if unknown."""
+    """The least milliseconds of a frame of the whole batch: "all" (language model, then codec) or "codec" (of one row);
+    None if unknown."""
     if device is None or size == "tiny":
         return None
     codec = 1000 * 2 * CODEC_MACS / device.flops
     if part == "codec":
         return codec
-    lm = 1000 * frame_floor(PUBLISHED[size], rows, context, device)
-    return lm + (0.0 if part == "lm" else rows * codec)
+    return 1000 * frame_floor(PUBLISHED[size], rows, context, device) + rows * codec
 
 
 class Throughput:
@@ -464,10 +440,8 @@ class Throughput:
         chosen = (one.partition("=") for one in bench.options.option)
         self.overrides = {name: int(number) for name, _, number in chosen}
 
-    def measure(
-        self, slots: int, parts: Sequence[str], windows: int, reproducible: bool = False, more_text: int = 0
-    ) -> None:
-        """Rows of the parts "all" (with the codec) and "lm" (without it) with `slots` slots."""
+    def measure(self, slots: int, windows: int, reproducible: bool = False, more_text: int = 0) -> None:
+        """The row of the whole with `slots` slots."""
         self.bench.clean()
         load = replace(self.load, more_text=more_text)
         executor, options, opened = self.open(slots, load, reproducible)
@@ -478,16 +452,15 @@ class Throughput:
         about: Row = {"frames_per_turn": options.frames_per_turn, "admit_turns": options.admit_turns}
         about |= {"reproducible": reproducible, "more_text": more_text, "open_s": opened, "context": context}
         about |= {"spare_slots": options.spare_slots}
-        for part in parts:
-            loop = ClosedLoop(executor, options, pool, decoder if part == "all" else None)
-            try:
-                settled = loop.settle(2 * slots + 8, SETTLE_SECONDS)
-                row: Row = {"size": self.size, "part": part, "slots": slots, **about, "settled": settled}
-                row |= loop.measure(load.seconds, windows) | memory(self.bench.device)
-            finally:
-                loop.close()
-            row["floor_ms"] = floor_ms(part, self.size, slots, context, self.limits)
-            self.bench.add(row | {"floor_share": share(row), "split_ms": self.split_ms(row)})
+        loop = ClosedLoop(executor, options, pool, decoder)
+        try:
+            settled = loop.settle(2 * slots + 8, SETTLE_SECONDS)
+            row: Row = {"size": self.size, "part": "all", "slots": slots, **about, "settled": settled}
+            row |= loop.measure(load.seconds, windows) | memory(self.bench.device)
+        finally:
+            loop.close()
+        row["floor_ms"] = floor_ms("all", self.size, slots, context, self.limits)
+        self.bench.add(row | {"floor_share": share(row), "split_ms": self.split_ms(row)})
 
     def open(
         self, slots: int, load: Load, reproducible: bool = False, wide: bool = True
@@ -529,7 +502,7 @@ class Throughput:
         if "stream_frames" not in row or not row.get("ms_per_frame"):
             return {}
         whole = row["ms_per_frame"]
-        codec = 0.0 if row["part"] == "lm" else row["slots"] * (self.codec_us or 0.0) / 1000
+        codec = row["slots"] * (self.codec_us or 0.0) / 1000
         found = {"prefill": whole * row["stream_prefill"], "idle": whole * row["stream_idle"], "codec": codec}
         return {"lm": whole - sum(found.values()), **found}
 
@@ -541,8 +514,8 @@ def share(row: Row) -> float | None:
 
 def main() -> int:
     options = read(
-        parser(__doc__), sizes=["0b6", "1b7"], slots=[512, 128], parts=["all", "lm"], sweep=int, reproducible=int, codec_rows=256,
-        long_prompts=int, codec=False, seconds=3.0, windows=5, option=str, also=Path, known={"parts": ("all", "lm")},
+        parser(__doc__), sizes=["0b6", "1b7"], slots=[512, 128], sweep=int, reproducible=int, codec_rows=256,
+        long_prompts=int, codec=False, seconds=3.0, windows=5, option=str, also=Path,
     )  # fmt: skip
     load = Load(0.3, 0.8, 0.5) if options.tiny else Load(3.0, 15.0, options.seconds)
     sizes, windows = (["tiny"], 2) if options.tiny else (options.sizes, options.windows)
@@ -556,15 +529,15 @@ def main() -> int:
         work = Throughput(bench, size, load)
         if options.codec:
             bench.attempt(f"{size} codec", work.codec)
-        rows: list[tuple[str, list[int], list[str], dict[str, Any]]] = [
-            ("slots", options.slots, options.parts, {}),
-            ("reproducible", options.reproducible, ["all"], {"reproducible": True}),
-            ("sweep", options.sweep, ["all"], {}),
-            ("long prompts", options.long_prompts, ["all"], {"more_text": MORE_TEXT}),
+        rows: list[tuple[str, list[int], dict[str, Any]]] = [
+            ("slots", options.slots, {}),
+            ("reproducible", options.reproducible, {"reproducible": True}),
+            ("sweep", options.sweep, {}),
+            ("long prompts", options.long_prompts, {"more_text": MORE_TEXT}),
         ]
-        for name, numbers, parts, how in rows:
+        for name, numbers, how in rows:
             for slots in numbers:
-                bench.attempt(f"{size} {name} {slots}", work.measure, slots, parts, windows, **how)
+                bench.attempt(f"{size} {name} {slots}", work.measure, slots, windows, **how)
         del work
     return bench.end(
         "size", "part", "slots", "reproducible", "more_text", "context", "audio_s_per_s", "frames_per_s",

@@ -27,8 +27,7 @@ and `context` with their text. `--voices` are numbers of recordings; every one o
 so short that recordings are the work. `--warm` is first a short job that does not count.
 
 A job has as many items as take `--seconds` at the speed of the engine (`--expected`, audio-s/s of one GPU, with
-`--skip-engine`), or `--items`; `--slots` are those of the engine alone, and of the ramp and the tail. `--cold` is first a short
-job with new folders for every cache of kernels. `--folder` is where checkpoints and stores are written, by default a
+`--skip-engine`), or `--items`; `--slots` are those of the engine alone, and of the ramp and the tail. `--folder` is where checkpoints and stores are written, by default a
 temporary folder.
 """
 
@@ -254,7 +253,7 @@ class JobBench:
     def engine(self, size: str, gpus: int) -> None:
         """The row of the engine alone: one closed loop for each GPU, all at once."""
         words = [sys.executable, "-m", "benchmarks.engine", "--device", self.options.device]
-        words += ["--slots", str(self.slots), "--parts", "all"]
+        words += ["--slots", str(self.slots)]
         full = ["--sizes", size, "--seconds", str(self.load.seconds), "--windows", "3"]
         words += ["--tiny"] if size == "tiny" else full
         found = [self.folder / f"engine-{size}-{gpus}-{gpu}.json" for gpu in range(gpus)]
@@ -270,7 +269,8 @@ class JobBench:
                 process.kill()
         if any(failed):
             raise RuntimeError(f"The engine alone ended with status {failed}.")
-        rows = [json.loads(path.read_text(encoding="utf-8"))["rows"][-1] for path in found]
+        every = (json.loads(path.read_text(encoding="utf-8"))["rows"] for path in found)
+        rows = [next(row for row in rows if row["part"] == "all") for rows in every]
         rate = sum(row["audio_s_per_s"] for row in rows)
         self.engine_rates[size, gpus] = rate
         kept = ("wrong_lengths", "spread", "process_cpu_share", "gpu_busy_nvml", "open_s")

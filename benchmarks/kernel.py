@@ -1,12 +1,11 @@
-"""The kernels of a frame on a GPU, with random weights of the published sizes; times are medians of graph replays.
+"""Frames and prompts of an LM on a GPU, with random weights of the published sizes; times are medians of graph replays.
 
-    python -m benchmarks.kernel [--parts product,frame,prefill] [--sizes 0b6,1b7,spark,fish]
-        [--rows 1,8,32,64,128,256,512,1024] [--contexts 108,300] [--positions 2048,6144] [--prompts 36,228]
+    python -m benchmarks.kernel [--parts frame,prefill] [--sizes 0b6,1b7,spark,fish] [--rows 1,8,32,64,128,256,512,1024]
+        [--contexts 108,300] [--positions 2048,6144] [--prompts 36,228]
 
-`product`: microseconds of a product in a chain over the weights of 28 layers, by all that can make it: cuBLAS's, the
-skinny kernel, and those of `kernels/lm_products.py`; `norm` has the norm around it too, which starts early where a
-kernel of ours lets it. `frame`: whole frames, ms, by plan: the one in force, the same with cuBLAS alone, and for one or two rows the persistent kernels.
-`prefill`: a row of positions that is filled with prompts of one length. `tests/gpu` compares all of them with their twins.
+`frame`: whole frames, ms, by plan: the one in force, the same with cuBLAS alone, and for one or two rows the persistent
+kernels. `prefill`: a row of positions that is filled with prompts of one length. `tests/gpu` compares all kernels with
+their twins.
 """
 
 from __future__ import annotations
@@ -22,111 +21,17 @@ from torch import Tensor
 
 from benchmarks.common import Bench, graph_us, parser, read
 from benchmarks.shapes import PUBLISHED, Maker, Shape, device_named, frame_floor
-from kernels import lm_cuda, lm_products
+from kernels import lm_products
 from kernels.attention import PackedPrompts
 from kernels.frame import FrameTensors, StateTensors
 from kernels.lm_frame import FusedFrame, PersistentFrame, plan_for
 from kernels.lm_persistent import Predictor, PredictorRun, Talker, predictor_config, talker_config
-from kernels.lm_products import PLAIN, RESIDUAL, SWIGLU
-from kernels.lm_triton import add_norm, swiglu
 from kernels.prefill import prefill_packed
 
-LAYERS, EPS, PAGE = 28, 1e-6, 64
-PARTS = ("product", "frame", "prefill")
+PAGE = 64
+PARTS = ("frame", "prefill")
 #: Rows of a part, and seconds after which it is given up: a kernel that does not end takes the process along.
 ROWS, SECONDS = (1, 8, 32, 64, 128, 256, 512, 1024), 90
-#: The maximum number of rows for which a product has kernels of its own.
-FEW_ROWS = 64
-
-Ways = dict[str, Callable[[], None]]
-
-
-def products(shape: Shape) -> dict[str, tuple[int, int, int]]:
-    """Outputs, inner size and epilogue of the products of a layer, and of a head of the further codebooks."""
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    found = {"qkv": (q + 2 * kv, shape.hidden, PLAIN), "o": (shape.hidden, q, RESIDUAL)}
-    found |= {"gate_up": (shape.inter, shape.hidden, SWIGLU), "down": (shape.hidden, shape.inter, RESIDUAL)}
-    return found | ({"head": (shape.codes, shape.width, PLAIN)} if shape.codebooks > 1 else {})
-
-
-class Product:
-    """One product of some layers, its activations, and all that can make it."""
-
-    def __init__(
-        self, maker: Maker, n: int, inner: int, epilogue: int, rows: int, layers: int = LAYERS
-    ) -> None:
-        self.n, self.inner, self.epilogue, self.rows = n, inner, epilogue, rows
-        wide = 2 * n if epilogue == SWIGLU else n
-        self.weights = [maker.matrix(wide, inner) for _ in range(layers)]
-        self.norm = maker.normal(n if epilogue == RESIDUAL else inner, std=0.1, mean=1.0)
-        self.x, self.y, self.both = (maker.normal(rows, width) for width in (inner, n, 2 * n))
-        # What a norm adds, which leaves the activations as they are.
-        self.pending = torch.zeros_like(self.y if epilogue == RESIDUAL else self.x)
-        self.h = torch.zeros_like(self.pending)
-
-    def ways(self) -> Ways:
-        found: Ways = {"cublas": self.cublas, "cublas norm": partial(self.cublas, norm=True)}
-        rows, added = self.rows, self.epilogue == RESIDUAL
-        if rows <= FEW_ROWS:
-            if lm_cuda.has_skinny(self.inner, not added, self.epilogue):
-                found["skinny"] = self.skinny
-            if (len(self.weights[0]), self.inner) in lm_products.TILE_CONFIGS and rows > 16:
-                found["product"] = self.product
-        elif added and lm_products.has_residual(self.n, self.inner):
-            for splits in lm_products.SPLITS:
-                if lm_products.residual_fault(self.n, self.inner, splits) is None:
-                    found[f"split {splits}"] = partial(self.residual, splits)
-                    found[f"split {splits} norm"] = partial(self.residual, splits, norm=True)
-        elif self.epilogue == SWIGLU:
-            found |= {"wide": self.wide, "wide norm": partial(self.wide, norm=True)}
-        return found
-
-    def cublas(self, norm: bool = False) -> None:
-        added, gated = self.epilogue == RESIDUAL, self.epilogue == SWIGLU
-        for weight in self.weights:
-            x = add_norm(self.x, self.pending, self.norm, EPS, self.h) if norm and not added else self.x
-            torch.mm(x, weight.t(), out=self.both if gated else self.pending if added else self.y)
-            if gated:
-                swiglu(self.both, self.y)
-            elif added and norm:
-                add_norm(self.y, self.pending, self.norm, EPS, self.h)
-
-    def skinny(self) -> None:
-        added = self.epilogue == RESIDUAL
-        extra, norm = (self.y, None) if added else (None, self.norm)
-        for index, weight in enumerate(self.weights):
-            ahead = self.weights[(index + 2) % len(self.weights)]
-            lm_cuda.skinny(
-                self.x, weight, self.y, norm=norm, eps=EPS, epilogue=self.epilogue, extra=extra, ahead=ahead, late=not added
-            )  # fmt: skip
-
-    def product(self) -> None:
-        config = lm_products.tile_config(self.rows, len(self.weights[0]), self.inner)
-        extra = self.y if self.epilogue == RESIDUAL else None
-        for weight in self.weights:
-            lm_products.product(self.x, weight, self.y, config, epilogue=self.epilogue, extra=extra)
-
-    def residual(self, splits: int, norm: bool = False) -> None:
-        for weight in self.weights:
-            lm_products.add_product(self.y, self.x, weight, splits, pdl=True)
-            if norm:
-                add_norm(self.y, None, self.norm, EPS, self.h, pdl=True)
-
-    def wide(self, norm: bool = False) -> None:
-        for weight in self.weights:
-            x = add_norm(self.x, self.pending, self.norm, EPS, self.h, early=True) if norm else self.x
-            lm_products.swiglu(x, weight, self.y, pdl=norm)
-
-
-def product_part(bench: Bench, name: str, shape: Shape, rows: int) -> None:
-    device = bench.device.index or 0
-    processors, clusters = lm_products.processors(device), lm_products.clusters_of(device)
-    for product, (n, inner, epilogue) in products(shape).items():
-        given = Product(Maker(str(bench.device), torch.bfloat16), n, inner, epilogue, rows)
-        us = {way: graph_us(work, LAYERS, 9) for way, work in given.ways().items()}
-        row = {"part": "product", "sizes": name, "rows": rows, "product": product, "us": us}
-        row["splits"] = lm_products.splits_for(rows, n, inner, clusters) if epilogue == RESIDUAL else None
-        bench.add(row | {"fills": lm_products.fills(rows, n, processors) if epilogue == SWIGLU else None})
 
 
 def state_of(
@@ -226,15 +131,12 @@ def main() -> int:
     for name in options.sizes:
         shape = PUBLISHED[name]
         for rows in options.rows:
-            attempt("product", product_part, name, shape, rows)
             for context in options.contexts:
                 attempt("frame", frame_part, name, shape, rows, context)
         for positions in options.positions:
             for length in options.prompts:
                 attempt("prefill", prefill_part, name, shape, positions, length)
-    return bench.end(
-        "part", "sizes", "rows", "context", "product", "best_ms", "floor_ms", "ms", "us_per_frame"
-    )
+    return bench.end("part", "sizes", "rows", "context", "best_ms", "floor_ms", "ms", "us_per_position")
 
 
 if __name__ == "__main__":

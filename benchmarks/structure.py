@@ -1,11 +1,6 @@
 """`python -m benchmarks.structure`: tokens, files and lines of each room, what a user meets (settings, commands, options
-of `run`), Protocols, small files, circles of imports, imports upward.
-
-Tokens are Python's, without comments, line ends and indentation.
-
-A circle is a group of modules that reach each other by imports which run when a module is imported; `deferred circles`
-also follow imports inside functions. Imports under `TYPE_CHECKING` count for neither. An import upward breaks the order
-of the rooms.
+of `run`), Protocols, small and large files. Tokens are Python's, without comments, line ends and indentation. The order of
+the rooms is import-linter's.
 """
 
 from __future__ import annotations
@@ -17,7 +12,6 @@ import statistics
 import subprocess
 import tokenize
 import typing
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +28,6 @@ SMALL, LARGE = 50, 600
 LAYOUT_TOKENS = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER,
 }  # fmt: skip
-Edges = Mapping[str, set[str]]
 
 
 def sources(tree: Path) -> dict[str, Path]:
@@ -46,47 +39,6 @@ def sources(tree: Path) -> dict[str, Path]:
         if path.parts[0] in ROOMS and (tree / path).is_file():
             found[".".join(path.with_suffix("").parts).removesuffix(".__init__")] = tree / path
     return found
-
-
-def imports(module: str, path: Path, modules: set[str]) -> Iterator[tuple[str, bool]]:
-    """The modules of ours that a file imports, and whether it does so when it is imported itself."""
-    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
-
-    def walk(node: ast.AST, at_import: bool) -> Iterator[tuple[str, bool]]:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.Import):
-                yield from ((alias.name, at_import) for alias in child.names)
-            elif isinstance(child, ast.ImportFrom):
-                above = package[: len(package) - child.level + 1] if child.level else []
-                base = ".".join([*above, *filter(None, [child.module])])
-                # `from package import module` needs the module, `from module import name` the one that has
-                # the name.
-                names = [f"{base}.{alias.name}" for alias in child.names]
-                yield from ((name if name in modules else base, at_import) for name in names)
-            elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-                yield from (found for other in child.orelse for found in walk(other, at_import))
-            else:
-                later = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-                yield from walk(child, at_import and not later)
-
-    found = walk(ast.parse(path.read_text(encoding="utf-8")), True)
-    yield from ((name, at_import) for name, at_import in found if name in modules and name != module)
-
-
-def circles(edges: Edges) -> list[list[str]]:
-    """Groups of two modules or more that reach each other."""
-    reached = {module: _reached(module, edges) for module in edges}
-    groups = {tuple(sorted(two for two in reached[one] if one in reached[two])) for one in edges}
-    return sorted(list(group) for group in groups if len(group) > 1)
-
-
-def _reached(module: str, edges: Edges) -> set[str]:
-    seen, open_ = set[str](), [module]
-    while open_:
-        new = edges[open_.pop()] - seen
-        seen |= new
-        open_ += new
-    return seen
 
 
 def room_of(module: str) -> str:
@@ -155,29 +107,11 @@ def sizes(tree: Path, paths: list[Path]) -> dict[str, Any]:
 
 def measure(tree: Path) -> dict[str, Any]:
     modules = sources(tree)
-    at_import: dict[str, set[str]] = {name: set() for name in modules}
-    anywhere: dict[str, set[str]] = {name: set() for name in modules}
-    for name, path in modules.items():
-        for other, early in imports(name, path, set(modules)):
-            anywhere[name].add(other)
-            if early:
-                at_import[name].add(other)
-    upward = [
-        f"{name} -> {other}"
-        for name in sorted(anywhere)
-        for other in sorted(anywhere[name])
-        if ROOMS.index(room_of(other)) < ROOMS.index(room_of(name))
-    ]
     groups = {**{room: [room] for room in ROOMS}, "product": PRODUCT, "all": ROOMS}
     chosen = {
         name: [path for module, path in modules.items() if room_of(module) in rooms] for name, rooms in groups.items()
     }  # fmt: skip
-    return {
-        "rooms": {name: sizes(tree, paths) for name, paths in chosen.items() if paths},
-        "circles": circles(at_import),
-        "deferred_circles": circles(anywhere),
-        "imports_upward": upward,
-    }
+    return {"rooms": {name: sizes(tree, paths) for name, paths in chosen.items() if paths}}
 
 
 @click.command()
@@ -208,9 +142,6 @@ def main(tree: Path, out: Path | None) -> None:
         table.add_row(room, *texts)
     Console(width=140).print(table)
     print(", ".join(f"{name.replace('_', ' ')}: {count}" for name, count in found["surface"].items()))
-    for name, lines in found.items():
-        if isinstance(lines, list):
-            print("\n  ".join([f"{name.replace('_', ' ')}: {len(lines)}", *map(str, lines)]))
 
 
 if __name__ == "__main__":

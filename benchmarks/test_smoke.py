@@ -33,7 +33,6 @@ def test_the_engine(tmp_path: Path) -> None:
     assert rows == [
         ("codec", None, None),
         ("all", False, 0),
-        ("lm", False, 0),
         ("all", True, 0),
         ("all", False, 192),
     ]

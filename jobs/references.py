@@ -17,7 +17,7 @@ from pipelines.errors import ErrorCode, InputError, StoreError
 
 MAX_REFERENCE_BYTES = 32 << 20
 #: Maximum length of audio in a line. To clone a voice, the maximum is a minute
-#: (`pipelines.request.MAX_REFERENCE_SECONDS`).
+#: (`pipelines.recording.MAX_REFERENCE_SECONDS`).
 MAX_AUDIO_SECONDS = 600.0
 #: Number of addresses in the cache, so that a recording of many lines is read once.
 _KNOWN_PATHS = 10_000

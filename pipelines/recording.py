@@ -1,5 +1,5 @@
-"""Recordings of voices to clone: checks, decoding, and caches of what a model computes from them, in memory and
-in a folder.
+"""Recordings of voices to clone: checks, decoding, batches, and caches of what a model computes from them, in
+memory and in a folder.
 
 Imports no model library, because submit checks every recording.
 """
@@ -7,7 +7,6 @@ Imports no model library, because submit checks every recording.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import logging
 import os
@@ -15,14 +14,14 @@ import stat
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from pipelines.errors import ErrorCode, InputError, SynthesisError
-from pipelines.request import MAX_REFERENCE_SECONDS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,18 +32,22 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+In = TypeVar("In")
+Out = TypeVar("Out")
 
-MIN_SECONDS = 0.5
+Quality = Literal["HQ", "VHQ"]
+#: Minimum and maximum length of a recording of a voice to clone, in seconds.
+MIN_SECONDS, MAX_REFERENCE_SECONDS = 0.5, 60.0
 #: Root mean square below which a recording counts as silent (-60 dBFS).
 SILENCE = 1e-3
-#: Maximum recordings that a cache encodes at a time; each of them needs device memory.
-AT_ONCE = 4
+#: Bytes of main memory for kept results.
+KEPT_BYTES = 64 << 20
 _SUFFIX = ".voice"
 #: Prefix of files that are being written.
 DRAFT = ".draft-"
 _DIGEST_BYTES = 32
-#: Number of writes between two checks of a folder's size.
-_WRITES_PER_CHECK = 64
+#: Part of a folder's maximum size that is written between two checks of its size, which look at each file.
+_UNCHECKED_PART = 1 / 64
 _BEST_LENGTH = "Three to fifteen seconds of clear speech work best."
 
 
@@ -53,7 +56,7 @@ def read_recording(
     sample_rate: int | None = None,
     *,
     channel: int | None = None,
-    quality: Literal["HQ", "VHQ"] = "HQ",
+    quality: Quality = "HQ",
 ) -> tuple[NDArray[np.float32], int]:
     """Decodes an encoded audio file like `pipelines.audio.decode`; returns its samples [n] and their rate.
 
@@ -92,44 +95,142 @@ def read_recording(
     return samples, rate
 
 
-class RecordingCache(Generic[T]):
-    """A cache of results for the last `capacity` recordings, by their content.
+class Recording:
+    """An encoded audio file (WAV, FLAC, OGG or MP3) as pipelines receive it. A pipeline that has kept what it
+    computes from a recording reads only its `digest`."""
 
-    A second call for a recording that is being encoded waits for the result of the first one. Up to `AT_ONCE`
-    recordings are encoded at once.
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    @classmethod
+    def of(cls, content: bytes | Recording) -> Recording:
+        """The recording of a file, or the recording itself."""
+        return cls(content) if isinstance(content, bytes) else content
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex SHA-256 of the file."""
+        return hashlib.sha256(self._data).hexdigest()
+
+    @property
+    def data(self) -> bytes:
+        """The encoded file. Raises like `read` if it cannot be fetched."""
+        return self._data
+
+    def read(
+        self, sample_rate: int | None = None, *, channel: int | None = None, quality: Quality = "HQ"
+    ) -> tuple[NDArray[np.float32], int]:
+        """Decodes the recording; see `read_recording`. Raises `SynthesisError` (`synth.engine`) if it cannot
+        be fetched from the process that has it."""
+        return read_recording(self._data, sample_rate, channel=channel, quality=quality)
+
+
+class ReadsRecordings:
+    """The base class of pipelines that take each recording as a `Recording`. Others get the bytes of its file."""
+
+
+class Batcher(Generic[In, Out]):
+    """Collects the calls of several threads into batches, and runs these on a thread of its own, which ends with
+    the last call.
+
+    A batch has the items of the bucket of the oldest waiting call, in the order of the calls. It does not
+    wait for more of them.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        #: Finished and pending results, the least recently used first.
-        self._kept: OrderedDict[tuple[str, Hashable], Future[T]] = OrderedDict()
+    def __init__(
+        self,
+        run: Callable[[Sequence[In]], Sequence[Out]],
+        bucket: Callable[[In], Hashable] = lambda _: None,
+        *,
+        rows: Callable[[Any], int],
+        name: str,
+    ) -> None:
+        """`run` returns a result for each item. `bucket`: only items of equal buckets run together, up to
+        `rows` of the bucket."""
+        self._run, self._bucket, self._rows, self._name = run, bucket, rows, name
         self._lock = threading.Lock()
-        self._places = threading.BoundedSemaphore(AT_ONCE)
+        self._waiting: list[tuple[Hashable, In, Future[Out]]] = []
+        self._running = False
 
-    def get(self, recording: bytes, variant: Hashable, make: Callable[[], T]) -> T:
+    def __call__(self, item: In) -> Out:
+        """Waits for the result of an item. Raises what `run` raised for its batch."""
+        result: Future[Out] = Future()
+        with self._lock:
+            self._waiting.append((self._bucket(item), item, result))
+            start, self._running = not self._running, True
+        if start:
+            threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+        return result.result()
+
+    def _serve(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._running = False
+                    return
+                oldest = self._waiting[0][0]
+                rows, batch, rest = self._rows(oldest), [], []
+                for one in self._waiting:
+                    (batch if one[0] == oldest and len(batch) < rows else rest).append(one)
+                self._waiting = rest
+            try:
+                made = [*zip(batch, self._run([item for _, item, _ in batch]), strict=True)]
+                for (_, _, result), out in made:
+                    result.set_result(out)
+            except BaseException as error:  # noqa: BLE001  # all calls of the batch raise it
+                for _, _, result in batch:
+                    result.set_exception(error)
+
+
+class SizedCache(Generic[T]):
+    """A cache of the most recently used results, up to `capacity_bytes`. A second call for a result that is being
+    made waits for it."""
+
+    def __init__(self, capacity_bytes: int, size: Callable[[T], int]) -> None:
+        """`size`: the bytes of a result, on any device."""
+        self.capacity_bytes = capacity_bytes
+        self._size = size
+        self._bytes = 0
+        #: Finished and pending results with their bytes (0 while pending), the least recently used first.
+        self._kept: OrderedDict[Hashable, tuple[Future[T], int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def find(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The kept result for a key, or that of `make`. Raises what `make` raises, which is not kept."""
+        with self._lock:
+            mine = key not in self._kept
+            made = self._kept.setdefault(key, (Future(), 0))[0]
+            self._kept.move_to_end(key)
+        if not mine:
+            return made.result()
+        try:
+            result = make()
+            size = self._size(result)
+        except BaseException as error:
+            with self._lock:
+                del self._kept[key]
+            made.set_exception(error)  # all waiting calls raise it
+            raise
+        with self._lock:
+            self._kept[key] = made, size
+            self._bytes += size
+            finished = (key for key, (_, size) in list(self._kept.items()) if size)
+            while self._bytes > self.capacity_bytes:
+                self._bytes -= self._kept.pop(next(finished))[1]
+        made.set_result(result)
+        return result
+
+
+class RecordingCache(SizedCache[T]):
+    """A cache of results for recordings, by their content."""
+
+    def get(self, recording: Recording, variant: Hashable, make: Callable[[], T]) -> T:
         """The result of `make` for this recording and variant, computed at the first call.
 
         Raises `SynthesisError` (`synth.oom`) if the device runs out of memory, and what `make` raises. A
         failed result is not kept.
         """
-        key = hashlib.sha256(recording).hexdigest(), variant
-        with self._lock:
-            mine = key not in self._kept
-            made = self._kept.setdefault(key, Future())
-            self._kept.move_to_end(key)
-        if not mine:
-            return made.result()
-        try:
-            with self._places:
-                made.set_result(_with_memory(make))
-        except BaseException as error:  # noqa: BLE001  # all waiting calls raise it
-            made.set_exception(error)
-        with self._lock:
-            if made.exception() is not None:
-                self._kept.pop(key, None)
-            while len(self._kept) > self.capacity:
-                self._kept.popitem(last=False)
-        return made.result()
+        return self.find((recording.digest, variant), lambda: _with_memory(make))
 
 
 def _with_memory(make: Callable[[], T]) -> T:
@@ -161,16 +262,17 @@ class RecordingFiles:
         self._folder = folder
         self._maximum_bytes = maximum_bytes
         self._identity = identity
-        self._writes = itertools.count()
+        #: Bytes that were written since the last check.
+        self._unchecked = maximum_bytes
         self._warned = False
 
-    def get(self, recording: bytes, variant: str, make: Callable[[], Arrays]) -> Arrays:
+    def get(self, recording: Recording, variant: str, make: Callable[[], Arrays]) -> Arrays:
         """The stored arrays of this recording and variant, or the result of `make`, which is then stored.
         If `make` raises, this raises the same and stores nothing."""
         from safetensors import SafetensorError
 
         model = hashlib.sha256(json.dumps([self._identity, variant]).encode()).hexdigest()
-        path = self._folder / f"{hashlib.sha256(recording).hexdigest()}-{model[:32]}{_SUFFIX}"
+        path = self._folder / f"{recording.digest}-{model[:32]}{_SUFFIX}"
         try:
             if (found := self._read(path)) is not None:
                 return found
@@ -206,11 +308,16 @@ class RecordingFiles:
         return dict(load(data))
 
     def _write(self, path: Path, arrays: Mapping[str, NDArray[np.generic]]) -> None:
+        import numpy as np
         from safetensors.numpy import save
 
-        data = save(dict(arrays))
-        write_file(path, hashlib.sha256(data).digest() + data)
-        if next(self._writes) % _WRITES_PER_CHECK == 0:
+        # The library writes arrays in the order of their memory.
+        data = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+        # A file that a power failure damaged has another checksum.
+        write_file(path, hashlib.sha256(data).digest() + data, durable=False)
+        self._unchecked += len(data)
+        if self._unchecked > self._maximum_bytes * _UNCHECKED_PART:
+            self._unchecked = 0
             self._shrink()
 
     def _shrink(self) -> None:
@@ -231,15 +338,17 @@ class RecordingFiles:
             size -= file_bytes
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Writes a private file atomically; a missing folder is created. Raises OSError."""
+def write_file(path: Path, data: bytes, durable: bool = True) -> None:
+    """Writes a private file atomically; a missing folder is created. `durable`: waits until it survives a power
+    failure. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, draft = tempfile.mkstemp(prefix=DRAFT, dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.replace(draft, path)
     except BaseException:
         with suppress(OSError):

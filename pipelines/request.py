@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import msgspec
 
 from pipelines.errors import NightjarError, unsupported
+from pipelines.recording import Recording
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,8 +23,6 @@ Modality = Literal["text", "audio", "image", "video", "toolcall"]
 #: Roles whose texts can be spoken.
 SpokenRole = Literal["user", "assistant"]
 Mode = Literal["text_only", "text_audio"]
-#: Maximum length of a recording of a voice to clone, in seconds.
-MAX_REFERENCE_SECONDS = 60.0
 
 EngineState = Literal["ready", "starting", "broken"]
 Meta = dict[str, str | int | float | bool]
@@ -73,12 +72,13 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
     """One `[role, modality, content]` of a dialogue.
 
     `content` is the text, or for audio the path or key in the line. In a `SynthesisRequest` loaded audio is
-    the bytes of the encoded file (WAV, FLAC, OGG or MP3).
+    the bytes of the encoded file (WAV, FLAC, OGG or MP3); pipelines of the class `ReadsRecordings` take a
+    `Recording` too.
     """
 
     role: Role
     modality: Modality
-    content: str | bytes
+    content: str | bytes | Recording
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,8 @@ class PreparedRequest(msgspec.Struct, frozen=True, tag=True):
     seed: int
     #: Data that only the family reads.
     data: bytes
-    #: The encoded file of the voice to clone.
-    recording: bytes | None = None
+    #: The voice to clone.
+    recording: Recording | None = None
 
 
 AnyRequest = SynthesisRequest | PreparedRequest

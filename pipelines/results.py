@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
+from pipelines.recording import ReadsRecordings
 from pipelines.request import (
     AnyRequest,
     AudioChunk,
@@ -256,7 +257,7 @@ class SpeechEngine(Protocol[R_contra]):
     def close(self) -> None: ...
 
 
-class SpeechPipeline(Generic[R, O]):
+class SpeechPipeline(ReadsRecordings, Generic[R, O]):
     """The part of `pipelines.request.Pipeline` that families share; a family implements `_prepare`.
 
     `streamer` makes the receiver of a stream, `utterance` that of a whole utterance.

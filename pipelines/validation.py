@@ -14,6 +14,7 @@ import msgspec
 
 from pipelines.errors import ErrorCode, InputError, unsupported
 from pipelines.languages import language_of
+from pipelines.recording import Recording
 from pipelines.request import Capabilities, Generation, Message
 
 # Visible ASCII, or letters and digits of any script without the invisible fillers that Unicode counts as
@@ -86,21 +87,21 @@ class SpeechTask(msgspec.Struct, frozen=True):
     instruct: str | None = None
     voice: str | None = None
     language: str | None = None
-    #: The voice to clone: a path or key at ingest, the bytes of the encoded file in a request.
-    reference_audio: str | bytes | None = None
+    #: The voice to clone: a path or key at ingest, the recording or its bytes in a request.
+    reference_audio: str | bytes | Recording | None = None
     reference_text: str | None = None
     #: Further voices, for models that take several.
-    more_audio: tuple[str | bytes, ...] = ()
+    more_audio: tuple[str | bytes | Recording, ...] = ()
 
     @property
-    def recording(self) -> bytes:
-        """The encoded file of the voice to clone. Raises `InputError` (`input.audio_missing`) if it is not
+    def recording(self) -> Recording:
+        """The voice to clone. Raises `InputError` (`input.audio_missing`) if it is not
         loaded."""
         return _loaded(self.reference_audio)
 
     @property
-    def references(self) -> list[tuple[bytes, str]]:
-        """The encoded file of every voice to clone, and its text ("" without one). Raises like
+    def references(self) -> list[tuple[Recording, str]]:
+        """Every voice to clone, and its text ("" without one). Raises like
         `recording`."""
         if self.reference_audio is None:
             return []
@@ -217,18 +218,20 @@ def is_visible(text: str) -> bool:
     )
 
 
-def _loaded(audio: str | bytes | None) -> bytes:
-    if isinstance(audio, bytes):
-        return audio
+def _loaded(audio: str | bytes | Recording | None) -> Recording:
+    if isinstance(audio, bytes | Recording):
+        return Recording.of(audio)
     message, advice = "The reference audio was not loaded.", "Give it as bytes of the encoded file."
     raise InputError(ErrorCode.INPUT_AUDIO_MISSING, message, advice)
 
 
-def _contents(messages: Sequence[Message], able: Capabilities) -> tuple[str, list[str | bytes], str | None]:
+def _contents(
+    messages: Sequence[Message], able: Capabilities
+) -> tuple[str, list[str | bytes | Recording], str | None]:
     """The user's texts, one per line, the user's audio, and the system text. Raises `InputError` for a
     dialogue without a user text or audio, and for several user turns if the model takes one."""
     written: list[str] = []
-    audio: list[str | bytes] = []
+    audio: list[str | bytes | Recording] = []
     system: list[str] = []
     turn_over = several = False
     takes_audio = able.audio_in or not able.multi_turn
@@ -238,7 +241,7 @@ def _contents(messages: Sequence[Message], able: Capabilities) -> tuple[str, lis
         elif turn_over and message.role == "user":
             several = True
         elif message.modality == "text":
-            if isinstance(message.content, bytes):
+            if not isinstance(message.content, str):
                 text = f"A {message.role} text message holds bytes."
                 raise InputError(ErrorCode.INPUT_BAD_LINE, text, "Give its content as text.")
             (system if message.role == "system" else written).append(message.content.strip())
@@ -260,7 +263,7 @@ def _contents(messages: Sequence[Message], able: Capabilities) -> tuple[str, lis
     return text, audio, "\n".join(filter(is_visible, system)) or None
 
 
-def _check_abilities(audio: Sequence[str | bytes], generation: Generation, able: Capabilities) -> None:
+def _check_abilities(audio: Sequence[object], generation: Generation, able: Capabilities) -> None:
     if generation.roles is not None:
         raise unsupported("`roles` has no meaning here.", "Give the settings for the whole line.")
     if len(audio) > able.references:

@@ -13,7 +13,7 @@ from jobs.shard_file import NO_GENERATION, ShardLine
 from jobs.spec import item_seed
 from jobs.store.base import ObjectStore
 from jobs.voices import item_request
-from pipelines.engine_process.messages import RecentRecordings
+from pipelines.recording import SizedCache
 from pipelines.request import Generation, SpokenRole, SynthesisRequest
 from worker.admission import CHECK_SECONDS
 from worker.leases import MAX_REREADS, Clock, HeldLease
@@ -28,20 +28,11 @@ class ReferenceCache:
     voice."""
 
     def __init__(self, max_bytes: int = 64 << 20) -> None:
-        self._kept = RecentRecordings[tuple[str, str], bytes](max_bytes)
-        self._lock = threading.Lock()
+        self._kept = SizedCache[bytes](max_bytes, len)
 
     def get(self, store: ObjectStore, job_id: str, key: str) -> bytes:
         """The reference audio with this key. Raises the errors of `load_reference`."""
-        name = (store.url, key)
-        with self._lock:
-            data = self._kept.get(name)
-        if data is None:
-            data = load_reference(store, job_id, key)
-            with self._lock:
-                self._kept.keep(name, data, len(data))
-                self._kept.forget()
-        return data
+        return self._kept.find((store.url, key), lambda: load_reference(store, job_id, key))
 
 
 @dataclass(eq=False)

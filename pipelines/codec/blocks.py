@@ -102,6 +102,24 @@ class Past:
         return history
 
 
+class PastOfEnds(Past):
+    """The past of a first chunk whose rows have different lengths: `after` has their states at their own ends,
+    [B] int64, and zeros in blocks that did not run."""
+
+    def __init__(self, size: int, ends: Tensor, dtype: torch.dtype) -> None:
+        super().__init__(
+            torch.zeros(len(ends), size, dtype=dtype, device=ends.device), torch.zeros_like(ends)
+        )
+        self.after.zero_()
+        self._ends = ends
+
+    def swap(self, span: StateSpan, x: Tensor) -> Tensor:
+        steps = self._ends[:, None, None] + torch.arange(-span.steps, 0, device=x.device)[:, None]
+        kept = x.gather(1, steps.clamp(min=0).expand(-1, -1, span.channels)).masked_fill_(steps < 0, 0)
+        self.after[:, span.offset : span.end] = kept.flatten(1)
+        return self.before[:, span.offset : span.end].view_as(kept)
+
+
 class CausalConv:
     """Causal convolution: [B, T, Cin] -> [B, T / stride, Cout], T a multiple of the stride. `groups` = Cin
     makes it depthwise."""

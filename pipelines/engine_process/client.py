@@ -15,8 +15,10 @@ import msgspec
 import numpy as np
 
 from pipelines.child_process import Child
+from pipelines.daemon_threads import DaemonThreads
 from pipelines.engine_process.messages import (
     Accepted,
+    Answer,
     Append,
     Cancel,
     ChunkMessage,
@@ -24,14 +26,14 @@ from pipelines.engine_process.messages import (
     NotOpened,
     Open,
     Opened,
-    RecentRecordings,
-    Recording,
     RequestFailed,
     RequestRecord,
     SpeechMessage,
     Start,
     Stats,
+    ToChild,
     ToClient,
+    Wanted,
 )
 from pipelines.errors import (
     EngineCrashError,
@@ -43,7 +45,8 @@ from pipelines.errors import (
     engine_closed,
     unsupported,
 )
-from pipelines.ipc import read_shared
+from pipelines.ipc import ErrorRecord, close_all, read_shared, share
+from pipelines.recording import Recording
 from pipelines.registry import open_frontend
 from pipelines.request import (
     AnyRequest,
@@ -75,8 +78,8 @@ PROGRAM = ("-m", "pipelines.engine_process.server")
 #: Maximum whole utterances that are sent but not yet accepted by the child's pipeline; `start` blocks at this
 #: number. It is large enough that the child never has to wait for a request.
 MAX_PENDING = 32
-#: Maximum bytes of the recently used recordings that the child keeps.
-RECORDING_BYTES = 64 << 20
+#: Threads that decode recordings for the child.
+_READING_THREADS = 4
 #: How long `close` waits for the child before it kills it.
 CLOSE_SECONDS = 5.0
 
@@ -100,8 +103,9 @@ class EngineProcess:
         self._changed = threading.Condition()
         #: Requests that have not ended.
         self._requests: dict[int, Listener] = {}
-        #: Numbers of the recordings that the child keeps, by their bytes.
-        self._recordings = RecentRecordings[bytes, int](RECORDING_BYTES)
+        #: Recordings of the requests that the child has not accepted.
+        self._recordings: dict[int, Sequence[Recording]] = {}
+        self._readers = DaemonThreads(_READING_THREADS, "recording")
         #: Whole utterances that the child's pipeline has not accepted.
         self._pending: set[int] = set()
         self._stats = EngineStats()
@@ -117,7 +121,7 @@ class EngineProcess:
         # thread ends.
         self._host = threading.Thread(
             target=self._run,
-            args=(Open(model, options or {}, RECORDING_BYTES),),
+            args=(Open(model, options or {}),),
             name="engine-host",
             daemon=True,
         )
@@ -153,9 +157,8 @@ class EngineProcess:
         if isinstance(request, SynthesisRequest) and self._frontend is not None:
             request, pieces = self._frontend.prepare(request)
         record, recordings = _record_of(request)
-        for recording in recordings:
-            # Computed before the lock is taken; the object caches it.
-            hash(recording)
+        # Computed before the lock is taken.
+        digests = [recording.digest for recording in recordings]
         listener = Listener(on_event, lambda _done: self._on_request_end(number))
         with self._changed:
             # The host's thread must not wait: it is the one that makes room.
@@ -169,16 +172,15 @@ class EngineProcess:
             self._requests[number] = listener
             if not stream:
                 self._pending.add(number)
-            # Sent inside the lock, which keeps recordings, requests and their texts in order.
+            if recordings:
+                self._recordings[number] = recordings
+            # Sent inside the lock, which keeps requests and their texts in order.
             try:
-                self._send(Start(number, record, stream, [self._numbered(one) for one in recordings]))
+                self._send(Start(number, record, stream, digests))
             except (ValueError, OverflowError) as error:
                 self._remove(number)
-                # The child did not see this request, so its cache can differ from this one: all recordings
-                # are sent again.
-                self._recordings = RecentRecordings[bytes, int](RECORDING_BYTES)
+                self._recordings.pop(number, None)
                 raise _unsendable(error) from error
-            self._recordings.forget()
         return _OpenText(number, listener, pieces, self._send) if text_open else listener
 
     def stats(self) -> EngineStats:
@@ -205,18 +207,30 @@ class EngineProcess:
             self._kill()
             self._host.join(CLOSE_SECONDS)
 
-    def _numbered(self, recording: bytes) -> int:
-        """The number of a recording, which is sent to the child if it is new. Numbers are never reused."""
-        if (number := self._recordings.get(recording)) is None:
-            number = next(self._numbers)
-            self._send(Recording(number, recording))
-            self._recordings.keep(recording, number, len(recording))
-        return number
-
-    def _send(self, message: Start | Recording | Append | Cancel | Close) -> None:
+    def _send(self, message: ToChild, shared: Sequence[int] = ()) -> None:
         if self._child is not None:
             with suppress(OSError):  # the host's thread gets the same error and fails all requests
-                self._child.channel.send(message)
+                self._child.channel.send(message, shared)
+
+    def _read(self, wanted: Wanted, recordings: Sequence[Recording]) -> None:
+        """Sends what the child wants of a recording."""
+        rate, error, shared = 0, None, list[int]()
+        try:
+            recording = recordings[wanted.place]
+            if wanted.reading is None:
+                shared.append(share(recording.data))
+            else:
+                sample_rate, channel, quality = wanted.reading
+                samples, rate = recording.read(sample_rate, channel=channel, quality=quality)
+                shared.append(share(samples))
+        except NightjarError as refused:
+            error = ErrorRecord.of(refused)
+        except Exception as failed:
+            log.exception("a recording could not be sent")
+            reason = f"The recording could not be read: {failed!r}."
+            error = ErrorRecord.of(SynthesisError(ErrorCode.SYNTH_ENGINE, reason, "See the log."))
+        self._send(Answer(wanted.wanted, rate, error), shared)
+        close_all(shared)
 
     def _on_request_end(self, number: int) -> None:
         """Removes a request, and cancels it in the child unless the child has ended it."""
@@ -272,8 +286,11 @@ class EngineProcess:
             self._opened.set_exception(message.error.error)
         elif isinstance(message, Accepted):
             with self._changed:
+                self._recordings.pop(message.number, None)
                 self._pending.discard(message.number)
                 self._changed.notify()
+        elif isinstance(message, Wanted):
+            self._readers.submit(self._read, message, self._recordings.get(message.number, ()))
         else:
             _notify(self._remove(message.number), _end_of(message, descriptors))
 
@@ -292,6 +309,8 @@ class EngineProcess:
             self._ended = ended
             entries = list(self._requests.values())
             self._requests.clear()
+            self._recordings.clear()
+        self._readers.shutdown(cancel_futures=True)
         advice = "See the log. The model may need more memory than there is."
         crash = EngineCrashError(ErrorCode.WORKER_CRASH, f"The engine's process ended {reason}.", advice)
         if self._closed is None:
@@ -353,15 +372,15 @@ def _end_of(message: SpeechMessage | RequestFailed, descriptors: list[int]) -> D
 
 def _record_of(
     request: AnyRequest,
-) -> tuple[RequestRecord | PreparedRequest, list[bytes]]:
+) -> tuple[RequestRecord | PreparedRequest, list[Recording]]:
     """A request without its recordings, and the recordings."""
     if isinstance(request, PreparedRequest):
         if request.recording is None:
             return request, []
         return msgspec.structs.replace(request, recording=None), [request.recording]
-    recordings = [one.content for one in request.messages if isinstance(one.content, bytes)]
+    recordings = [Recording.of(one.content) for one in request.messages if not isinstance(one.content, str)]
     messages: list[tuple[Role, Modality, str | None]] = [
-        (one.role, one.modality, None if isinstance(one.content, bytes) else one.content)
+        (one.role, one.modality, one.content if isinstance(one.content, str) else None)
         for one in request.messages
     ]
     return RequestRecord(

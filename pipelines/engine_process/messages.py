@@ -1,18 +1,18 @@
 """The messages between an engine process and its client. Messages name requests by numbers, because ids may
 repeat.
 
-The recording of a voice is sent once and then named by its number: many requests use the same voice, and a
-recording is a thousand times as long as a text.
+A request has only the digests of its recordings. The child asks for the samples of a voice that it has not kept,
+so that the client's process decodes them.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 
 from pipelines.ipc import ErrorRecord
+from pipelines.recording import Quality
 from pipelines.request import (
     Capabilities,
     EngineInfo,
@@ -22,9 +22,6 @@ from pipelines.request import (
     PreparedRequest,
     Role,
 )
-
-Key = TypeVar("Key")
-Value = TypeVar("Value")
 
 
 class RequestRecord(msgspec.Struct, frozen=True, tag=True):
@@ -43,15 +40,6 @@ class Open(msgspec.Struct, frozen=True, tag=True):
 
     model: str
     options: dict[str, Any]
-    #: Maximum bytes of the recordings that the child keeps.
-    recording_bytes: int
-
-
-class Recording(msgspec.Struct, frozen=True, tag=True):
-    """A new recording; it precedes the first request that names it."""
-
-    number: int
-    data: bytes
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -61,8 +49,16 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     #: The request without its recordings.
     request: RequestRecord | PreparedRequest
     stream: bool
-    #: The numbers of the request's recordings, in their order.
-    recordings: list[int] = []
+    #: The digests of the request's recordings, in their order.
+    recordings: list[str] = []
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `Wanted`: an error, or what was wanted in shared memory, and the rate of samples."""
+
+    wanted: int
+    sample_rate: int = 0
+    error: ErrorRecord | None = None
 
 
 class Append(msgspec.Struct, frozen=True, tag=True):
@@ -84,7 +80,7 @@ class Close(msgspec.Struct, frozen=True, tag=True):
 
 
 #: Messages to the child.
-ToChild = Open | Recording | Start | Append | Cancel | Close
+ToChild = Open | Start | Answer | Append | Cancel | Close
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):
@@ -101,9 +97,22 @@ class NotOpened(msgspec.Struct, frozen=True, tag=True):
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
-    """The pipeline has accepted a whole utterance; the client may send another one."""
+    """The pipeline has accepted or refused a request, and reads none of its recordings any more. The client may
+    send another whole utterance. Not sent for streams without recordings."""
 
     number: int
+
+
+class Wanted(msgspec.Struct, frozen=True, tag=True):
+    """Asks for the samples (float32) of a recording of a request that is not accepted yet, or for its file."""
+
+    #: The number of this message.
+    wanted: int
+    number: int
+    #: Position among the request's recordings.
+    place: int
+    #: Arguments of `Recording.read`; None: the file.
+    reading: tuple[int | None, int | None, Quality] | None
 
 
 class SpeechMessage(msgspec.Struct, frozen=True, tag=True):
@@ -139,32 +148,4 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
 
 
 #: Messages to the client.
-ToClient = Opened | NotOpened | Accepted | SpeechMessage | RequestFailed | ChunkMessage | Stats
-
-
-class RecentRecordings(Generic[Key, Value]):
-    """A cache of the recently used recordings. Client and child keep the same ones, because they process the
-    same requests in the same order: the client maps bytes to numbers, the child numbers to bytes."""
-
-    def __init__(self, maximum_bytes: int) -> None:
-        self._maximum_bytes = maximum_bytes
-        self._bytes = 0
-        self._kept: OrderedDict[Key, tuple[Value, int]] = OrderedDict()
-
-    def get(self, key: Key) -> Value | None:
-        """The value of a recording, which becomes the most recent one; None: it is new."""
-        if key not in self._kept:
-            return None
-        self._kept.move_to_end(key)
-        return self._kept[key][0]
-
-    def keep(self, key: Key, value: Value, size: int) -> None:
-        """Adds a recording of `size` bytes, if it is new."""
-        if key not in self._kept:
-            self._kept[key] = value, size
-            self._bytes += size
-
-    def forget(self) -> None:
-        """Removes the oldest recordings beyond the limit; called after each request."""
-        while self._bytes > self._maximum_bytes:
-            self._bytes -= self._kept.popitem(last=False)[1][1]
+ToClient = Opened | NotOpened | Accepted | Wanted | SpeechMessage | RequestFailed | ChunkMessage | Stats

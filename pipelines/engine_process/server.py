@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import logging
 import os
 import queue
@@ -10,9 +11,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -21,24 +25,25 @@ from pipelines.child_process import ORPHANED, parent_channel
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.engine_process.messages import (
     Accepted,
+    Answer,
     Append,
     Cancel,
     ChunkMessage,
     NotOpened,
     Open,
     Opened,
-    RecentRecordings,
-    Recording,
     RequestFailed,
     SpeechMessage,
     Start,
     Stats,
     ToChild,
     ToClient,
+    Wanted,
 )
 from pipelines.errors import EngineCrashError, ErrorCode, NightjarError, SynthesisError
 from pipelines.interpreter import serve_threads
-from pipelines.ipc import Channel, ErrorRecord, close_all, share
+from pipelines.ipc import Channel, ErrorRecord, Received, close_all, read_shared, share
+from pipelines.recording import Quality, ReadsRecordings, Recording
 from pipelines.registry import open_pipeline
 from pipelines.request import (
     AnyRequest,
@@ -55,12 +60,18 @@ from pipelines.request import (
     SynthesisRequest,
 )
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 log = logging.getLogger(__name__)
 
 #: Minimum seconds between two messages with stats.
 STATS_SECONDS = 0.02
-#: Threads that start streams with a recording to encode or a text to tokenize. More threads would not be faster.
+#: Threads that start streams whose text is tokenized first. More threads would not be faster.
 _STARTING_THREADS = 4
+#: Threads that start requests with a recording: as many voices can be encoded in a batch. Whole utterances, which
+#: may wait for room in the engine, and streams have their own.
+_CLONING_THREADS = 32
 
 
 def main() -> None:
@@ -94,13 +105,36 @@ class _Request:
     early_text: list[Append] = field(default_factory=list[Append])
 
 
+#: Receives the answer of the client for the given arguments of `Recording.read`; None: the file.
+_Ask = Callable[[tuple[int | None, int | None, Quality] | None], Received[Answer]]
+
+
+class _ClientsRecording(Recording):
+    """A recording that the client's process has, and decodes."""
+
+    def __init__(self, digest: str, ask: _Ask) -> None:
+        self.digest = digest
+        self._ask = ask
+
+    @property
+    def data(self) -> bytes:
+        (file,) = self._ask(None).descriptors
+        return read_shared(file, np.uint8).tobytes()
+
+    def read(
+        self, sample_rate: int | None = None, *, channel: int | None = None, quality: Quality = "HQ"
+    ) -> tuple[NDArray[np.float32], int]:
+        answer, (samples,) = self._ask((sample_rate, channel, quality))
+        return read_shared(samples), answer.sample_rate
+
+
 class EngineServer:
     """One pipeline and its channel.
 
     The reader thread handles messages, and ends the process when the client is gone. It starts streams that
-    only have to be queued; a few threads start the others. The feeder thread starts whole utterances, because
-    that may block. The main thread sends whole speech, so that the engine's threads do not wait for it. Events
-    of a stream are sent by the thread that made them.
+    only have to be queued; a few threads start the others. The feeder thread starts whole utterances without
+    recordings, because that may block. The main thread sends whole speech, so that the engine's threads do not
+    wait for it. Events of a stream are sent by the thread that made them.
     """
 
     def __init__(self, channel: Channel[ToChild]) -> None:
@@ -110,6 +144,14 @@ class EngineServer:
         self._lock = threading.Lock()
         self._requests: dict[int, _Request] = {}
         self._feeder, self._starters = DaemonThreads(1, "feeder"), DaemonThreads(_STARTING_THREADS, "starter")
+        #: Start requests with a recording, by whether they are streams.
+        self._cloners = {
+            stream: DaemonThreads(_CLONING_THREADS, f"{name}-cloner")
+            for stream, name in ((False, "utterance"), (True, "stream"))
+        }
+        self._questions = itertools.count()
+        #: Answers of the client that threads wait for.
+        self._asked: dict[int, Future[Received[Answer]]] = {}
         self._pipeline: Pipeline | None = None
         #: The stats and the description that were sent last.
         self._sent = EngineStats()
@@ -122,7 +164,6 @@ class EngineServer:
         wanted = self._channel.receive().message
         if not isinstance(wanted, Open):
             return 0
-        self._recordings = RecentRecordings[int, bytes](wanted.recording_bytes)
         threading.Thread(target=self._read, name="reader", daemon=True).start()
         try:
             pipeline = self._pipeline = open_pipeline(wanted.model, **wanted.options)
@@ -141,31 +182,30 @@ class EngineServer:
     def _read(self) -> None:
         try:
             while True:
-                self._handle(self._channel.receive().message)
+                self._handle(self._channel.receive())
         except (EOFError, OSError, msgspec.MsgspecError) as error:
             log.warning("the client is gone: %s", error)
         except BaseException:
             log.exception("the reader failed")
         os._exit(ORPHANED)
 
-    def _handle(self, message: ToChild) -> None:
+    def _handle(self, received: Received[ToChild]) -> None:
+        message = received.message
         if isinstance(message, Start):
+            number, stream = message.number, message.stream
             with self._lock:
-                self._requests[message.number] = _Request()
-            if (request := _request_of(message, self._recordings)) is None:
-                reason = "The engine's process does not have a recording of the request."
-                error = SynthesisError(ErrorCode.SYNTH_ENGINE, reason, "See the log.")
-                log.error("request %d names an unknown recording", message.number)
-                self._on_event(message.number, Failed(error), message.stream)
-            elif not message.stream:
-                self._feeder.submit(self._feed, message.number, request)
-            elif isinstance(request, PreparedRequest) and request.recording is None:
-                self._start(message.number, request, stream=True)
+                self._requests[number] = _Request()
+            request = self._request_of(message)
+            if message.recordings:
+                self._cloners[stream].submit(self._feed, number, request, stream)
+            elif not stream:
+                self._feeder.submit(self._feed, number, request, stream)
+            elif isinstance(request, PreparedRequest):
+                self._start(number, request, stream)
             else:
-                # A recording is encoded first, or a text is tokenized.
-                self._starters.submit(self._start, message.number, request, stream=True)
-        elif isinstance(message, Recording):
-            self._recordings.keep(message.number, message.data, len(message.data))
+                self._starters.submit(self._start, number, request, stream)
+        elif isinstance(message, Answer):
+            self._asked.pop(message.wanted).set_result(Received(message, received.descriptors))
         elif isinstance(message, Append):
             self._append(message)
         elif isinstance(message, Cancel):
@@ -173,8 +213,38 @@ class EngineServer:
         else:
             self._answers.put(None)
 
-    def _feed(self, number: int, request: AnyRequest) -> None:
-        self._start(number, request, stream=False)
+    def _request_of(self, message: Start) -> AnyRequest:
+        """The request of a message, with its recordings."""
+        record = message.request
+        recordings = [
+            _ClientsRecording(digest, partial(self._ask, message.number, place))
+            for place, digest in enumerate(message.recordings)
+        ]
+        if isinstance(record, PreparedRequest):
+            return msgspec.structs.replace(record, recording=recordings[0]) if recordings else record
+        left = iter(recordings)
+        messages = tuple(
+            Message(role, kind, next(left) if content is None else content)
+            for role, kind, content in record.messages
+        )
+        return SynthesisRequest(record.request_id, messages, record.generation, record.seed, record.text_open)
+
+    def _ask(
+        self, number: int, place: int, reading: tuple[int | None, int | None, Quality] | None
+    ) -> Received[Answer]:
+        """Asks the client for a recording of a request, and waits for the answer. The process ends with the
+        client, so no thread waits for ever."""
+        answer: Future[Received[Answer]] = Future()
+        question = next(self._questions)
+        self._asked[question] = answer
+        self._send(Wanted(question, number, place, reading))
+        received = answer.result()
+        if (error := received.message.error) is not None:
+            raise error.error
+        return received
+
+    def _feed(self, number: int, request: AnyRequest, stream: bool) -> None:
+        self._start(number, request, stream)
         self._send(Accepted(number))
 
     def _start(self, number: int, request: AnyRequest, stream: bool) -> None:
@@ -183,6 +253,8 @@ class EngineServer:
             return
         assert self._pipeline is not None, "requests come after the model is open"
         try:
+            if isinstance(request, SynthesisRequest) and not isinstance(self._pipeline, ReadsRecordings):
+                request = _with_files(request)
             handle = self._pipeline.start(
                 request, lambda event: self._on_event(number, event, stream), stream
             )
@@ -292,21 +364,13 @@ def _message_of(number: int, event: Event) -> ToClient:
     return RequestFailed(number, ErrorRecord.of(event.error))
 
 
-def _request_of(message: Start, kept: RecentRecordings[int, bytes]) -> AnyRequest | None:
-    """The request of a message, with its recordings; None if one of them is unknown."""
-    record, found = message.request, [kept.get(number) for number in message.recordings]
-    kept.forget()
-    recordings = [recording for recording in found if recording is not None]
-    if len(recordings) < len(found):
-        return None
-    if isinstance(record, PreparedRequest):
-        return msgspec.structs.replace(record, recording=recordings[0]) if recordings else record
-    left = iter(recordings)
-    messages = tuple(
-        Message(role, kind, next(left) if content is None else content)
-        for role, kind, content in record.messages
+def _with_files(request: SynthesisRequest) -> SynthesisRequest:
+    """The request with the bytes of its recordings."""
+    messages = (
+        msgspec.structs.replace(one, content=one.content.data) if isinstance(one.content, Recording) else one
+        for one in request.messages
     )
-    return SynthesisRequest(record.request_id, messages, record.generation, record.seed, record.text_open)
+    return replace(request, messages=tuple(messages))
 
 
 def _error_of(error: Exception, what: str) -> NightjarError:

@@ -31,11 +31,12 @@ from pipelines.codec.blocks import (
     angles,
 )
 from pipelines.codec.decoder import CausalDecoder
+from pipelines.codec.encoding import BatchEncoder, Encoding
 from pipelines.codec.fused import prepared_stack
 from pipelines.fish_speech.config import CODEC_WEIGHTS, CodecConfig, CodecStackConfig, FishConfig
 from pipelines.fish_speech.model import halves
 from pipelines.nn.checkpoint import Loader, TensorSource, TensorTable, read_pickle, shown, take_normed
-from pipelines.recording import RecordingCache, read_recording
+from pipelines.recording import KEPT_BYTES, Recording, RecordingCache
 
 log = logging.getLogger(__name__)
 
@@ -241,31 +242,43 @@ _ZEROS, _ROLLOFF = 6, 0.99
 _FILTERS, _MAX_VALUES = 16, 1 << 22
 
 
+#: Maximum seconds of recordings, with their padding, of a batch on a GPU.
+_BATCH_SECONDS = 24
+
+
 class ReferenceEncoder:
-    """Encodes recordings to codes. Caches the most recent ones by content."""
+    """Encodes recordings to codes, in batches. Caches the most recent ones by content."""
 
     def __init__(self, encoder: CodecEncoder) -> None:
         self._encoder = encoder
-        self._cache: RecordingCache[NDArray[np.int64]] = RecordingCache(1024)
+        self._batches = BatchEncoder(encoder.device)
+        steps = _BATCH_SECONDS * encoder.config.sample_rate
+        self._encoding = Encoding(lambda samples, _: encoder.encode(samples), steps)
+        self._cache: RecordingCache[NDArray[np.int64]] = RecordingCache(
+            KEPT_BYTES, lambda codes: codes.nbytes
+        )
 
-    def prepare(self, recording: bytes) -> NDArray[np.int64]:
+    def prepare(self, recording: Recording) -> NDArray[np.int64]:
         """The codes, int64 [frames, codebooks], of an audio file within the limits of `pipelines.audio`.
 
         Raises `InputError`: `input.audio_unreadable`, `input.reference_length`, `input.reference_silent`;
         `SynthesisError` (`synth.oom`) if the device has too little memory.
         """
-        return self._cache.get(
-            recording, None, lambda: self._encoder.encode(self.read(recording)[None])[0].cpu().numpy()
-        )
+        return self._cache.get(recording, None, lambda: self.encode(self.read(recording).numpy()))
 
-    def read(self, recording: bytes) -> Tensor:
+    def encode(self, samples: NDArray[np.float32]) -> NDArray[np.int64]:
+        """The codes, int64 [frames, codebooks], of samples at the codec's rate."""
+        frames = -(-len(samples) // self._encoder.config.samples_per_frame)
+        return self._batches(self._encoding, samples)[:frames].cpu().numpy()
+
+    def read(self, recording: Recording) -> Tensor:
         """float32 [samples] at the codec's rate: channels averaged, resampled on the device. Raises
         `InputError` as `prepare`."""
-        samples, rate = read_recording(recording)
+        samples, rate = recording.read()
         wanted = self._encoder.config.sample_rate
         if (rate // math.gcd(rate, wanted)) * (wanted // math.gcd(rate, wanted)) > _MAX_VALUES:
-            samples, rate = read_recording(recording, wanted, quality="VHQ")
-        return resample(torch.from_numpy(samples).to(self._encoder.device), rate, wanted)
+            samples, rate = recording.read(wanted, quality="VHQ")
+        return resample(torch.from_numpy(samples).to(self._encoder.device), rate, wanted).cpu()
 
 
 def resample(samples: Tensor, rate: int, wanted: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,15 @@ from torch.nn.functional import embedding, linear
 
 from kernels.codec_ops import snake_parameters
 from pipelines.codec.blocks import (
+    CONVNEXT_KERNEL,
+    RESIDUAL_DILATIONS,
+    RESIDUAL_KERNEL,
+    STACK_KERNEL,
     CausalConv,
     ConvStack,
     LayerWeights,
     Past,
+    PastOfEnds,
     StateLayout,
     UpsampleLayers,
     WindowTransformer,
@@ -137,13 +143,47 @@ class CodecDecoder(CausalDecoder):
         self._stack = prepared_stack(stack, self.device, dtype, fused)
         self.skips_padding = self._stack.skips_padding
         self.state_size = layout.size
+        self.reach = _reach(config)
+
+    @torch.inference_mode()
+    def states_after(self, codes: Tensor, lengths: Tensor) -> Tensor:
+        """The states [B, size] after rows of codes [B, T, codebooks] of these lengths [B], `reach` or more.
+
+        The convolutions only run on the last frames of each row.
+        """
+        ends = lengths - self.reach
+        past = PastOfEnds(self.state_size, ends, self.dtype)
+        earlier = self._embedded(codes[:, : max(codes.shape[1] - self.reach, 1)])
+        self._transformer(linear(self._pre_conv(earlier, past), *self._entry), past)
+        last = ends[:, None] + torch.arange(self.reach, device=ends.device)
+        past = Past(past.after, ends)
+        self.run(codes.gather(1, last[..., None].expand(-1, -1, codes.shape[2])), past)
+        return past.after
+
+    def _embedded(self, codes: Tensor) -> Tensor:
+        return embedding(codes.long() + self._offsets, self._table).sum(dim=2)
 
     def run(self, codes: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:
-        x = embedding(codes.long() + self._offsets, self._table).sum(dim=2)
+        x = self._embedded(codes)
         if self._front is not None:
             return self._stack(self._front(x, past), past, lengths)
         x = linear(self._transformer(linear(self._pre_conv(x, past), *self._entry), past), *self._exit)
         return self._stack(self._upsample(x, past), past, lengths)
+
+
+def _reach(config: CodecDecoderConfig) -> int:
+    """Frames after which the states of the convolutions that follow the transformer do not depend on earlier
+    ones."""
+    rate, frames = 1, 0.0
+    for factor in config.upsampling_ratios:
+        rate *= factor
+        frames += (CONVNEXT_KERNEL - 1) / rate
+    frames += (STACK_KERNEL - 1) / rate
+    for factor in config.upsample_rates:
+        frames += 1 / rate
+        rate *= factor
+        frames += (RESIDUAL_KERNEL - 1) * sum(RESIDUAL_DILATIONS) / rate
+    return math.ceil(frames + (STACK_KERNEL - 1) / rate)
 
 
 def _code_table(config: CodecDecoderConfig, load: Loader) -> Tensor:

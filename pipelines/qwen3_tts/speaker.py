@@ -4,6 +4,7 @@ context, to codes. Both encoders are networks of transformers, which take second
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -13,12 +14,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import conv1d, elu, elu_, pad
 from transformers.audio_utils import mel_filter_bank
 from transformers.models.mimi.configuration_mimi import MimiConfig
 from transformers.models.mimi.modeling_mimi import (
     MimiConv1d,
     MimiEncoder,
+    MimiResnetBlock,
     MimiSplitResidualVectorQuantizer,
     MimiTransformerModel,
 )
@@ -29,7 +31,7 @@ from pipelines.codec.decoder import CodecState
 from pipelines.nn.checkpoint import Checkpoint, TensorSource, device_name, fill_module, type_name
 from pipelines.qwen3_tts.codec import Codec
 from pipelines.qwen3_tts.config import CodecConfig, Qwen3TTSConfig, SpeakerEncoderConfig
-from pipelines.recording import RecordingCache, RecordingFiles, read_recording
+from pipelines.recording import Recording, RecordingCache, RecordingFiles
 
 N_FFT = 1024
 HOP = 256
@@ -37,38 +39,56 @@ FMIN_HZ = 0.0
 FMAX_HZ = 12_000.0
 MAGNITUDE_FLOOR = 1e-9
 MEL_FLOOR = 1e-5
+STATISTICS_FLOOR = 1e-12
+_CPU = torch.device("cpu")
 
 
 @lru_cache(maxsize=4)
-def mel_bands(bands: int, sample_rate: int) -> Tensor:
+def mel_bands(bands: int, sample_rate: int, device: torch.device = _CPU) -> Tensor:
     """Triangular filters of equal area on Slaney's mel scale (Auditory Toolbox, 1998): float32 [bands, n_fft //
     2 + 1]."""
     filters = mel_filter_bank(
         N_FFT // 2 + 1, bands, FMIN_HZ, FMAX_HZ, sample_rate, norm="slaney", mel_scale="slaney"
     )
-    return torch.from_numpy(filters).float().T.contiguous()
+    return torch.from_numpy(filters).float().T.contiguous().to(device)
 
 
-def log_mel(samples: Tensor, sample_rate: int = 24_000, bands: int = 128) -> Tensor:
-    """Log-mel spectrogram of mono audio, float32 on the CPU: samples [n] -> [n // 256, bands].
+def reflected(x: Tensor, lengths: Tensor, left: int, right: int) -> Tensor:
+    """Each row with `left` and `right` steps reflected at its own ends: x [B, C, T], lengths [B] -> [B, C,
+    left + T + right]. What follows a row's reflection is finite and undefined."""
+    steps = torch.arange(-left, x.shape[2] + right, device=x.device).abs()
+    last = lengths[:, None, None] - 1
+    return x.gather(2, (last - (last - steps).abs()).clamp(min=0).expand(-1, x.shape[1], -1))
+
+
+def log_mel(
+    samples: Tensor, lengths: Tensor, sample_rate: int = 24_000, bands: int = 128
+) -> tuple[Tensor, Tensor]:
+    """Log-mel spectrograms of mono audio in float32: samples [B, n], of which each row has `lengths` [B] -> [B,
+    bands, n // 256], and the frames of each row [B].
 
     n_fft = window = 1024 (periodic Hann), hop 256, 384 samples reflected at both ends, natural logarithm
     of mel magnitudes floored at 1e-5. Needs more than 384 samples. Source: the reference's
     `mel_spectrogram`, whose filters are librosa's defaults.
     """
     border = (N_FFT - HOP) // 2
-    audio = pad(samples.detach().to("cpu", torch.float32)[None, None], (border, border), mode="reflect")[0]
-    window = torch.hann_window(N_FFT)
+    audio = reflected(samples.float()[:, None], lengths, border, border)[:, 0]
+    window = torch.hann_window(N_FFT, device=audio.device)
     spectrum = torch.stft(
         audio, N_FFT, hop_length=HOP, win_length=N_FFT, window=window, center=False, return_complex=True
     )
     magnitude = torch.sqrt(torch.view_as_real(spectrum).square().sum(-1) + MAGNITUDE_FLOOR)
-    return torch.matmul(mel_bands(bands, sample_rate), magnitude)[0].clamp(min=MEL_FLOOR).log().T
+    found = torch.matmul(mel_bands(bands, sample_rate, audio.device), magnitude)
+    return found.clamp(min=MEL_FLOOR).log(), lengths // HOP
 
 
+#: cuDNN's convolutions are those of float32, and the same in every run.
+EXACT = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
 PREFIX = "speaker_encoder."
 #: Version of the code that reads and encodes recordings. Voices that another version has cached are not used.
 _REVISION = 2
+#: Bytes of the voices that are kept in memory.
+_KEPT_BYTES = 512 << 20
 
 
 class SpeakerEncoder(ECAPA_TimeDelayNet):
@@ -92,11 +112,61 @@ class SpeakerEncoder(ECAPA_TimeDelayNet):
         fill_module(self, source, PREFIX, self.device, dtype)
 
     @torch.inference_mode()
-    def embed(self, samples: Tensor) -> Tensor:
-        """The speaker vector of mono audio at the config's rate: samples float32 [n] of an accepted recording
-        -> [enc_dim] in the encoder's dtype."""
-        mel = log_mel(samples, self.config.sample_rate, self.config.mel_dim)
-        return self(mel.to(self.device, self.dtype)[None])[0]
+    @EXACT
+    def embed(self, samples: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """The speaker vectors of mono audio at the config's rate: samples float32 [B, n] of accepted recordings,
+        each of its length ([B]; None: n) and then padded -> [B, enc_dim] in the encoder's dtype.
+
+        A row's vector does not depend on its padding.
+        """
+        samples, lengths = _rows(samples, lengths, self.device)
+        mel, frames = log_mel(samples, lengths, self.config.sample_rate, self.config.mel_dim)
+        return self(mel.to(self.dtype), frames)
+
+    def forward(self, mel: Tensor, frames: Tensor) -> Tensor:
+        """The forward pass of transformers for rows of different lengths: mel [B, mel_dim, T], frames [B] ->
+        [B, enc_dim]."""
+        inside = (torch.arange(mel.shape[2], device=mel.device) < frames[:, None])[:, None]
+        first, *blocks = self.blocks
+        x, found = _delayed(first, mel, frames), []
+        for block in blocks:
+            parts = _delayed(block.tdnn1, x, frames).chunk(block.res2net_block.scale, dim=1)
+            made = [parts[0]]
+            for inner, part in zip(block.res2net_block.blocks, parts[1:]):
+                made.append(_delayed(inner, part if len(made) == 1 else part + made[-1], frames))
+            hidden = _delayed(block.tdnn2, torch.cat(made, dim=1), frames)
+            mean = (hidden * inside).sum(2, keepdim=True, dtype=torch.float32) / frames[:, None, None]
+            gate = block.se_block.conv2(block.se_block.conv1(mean.to(hidden.dtype)).relu()).sigmoid()
+            x = hidden * gate + x
+            found.append(x)
+        x = _delayed(self.mfa, torch.cat(found, dim=1), frames)
+        mean, deviation = _statistics(x, (inside / frames[:, None, None]).to(x.dtype))
+        around = torch.cat((x, mean.expand_as(x), deviation.expand_as(x)), dim=1)
+        scores = self.asp.conv(_delayed(self.asp.tdnn, around, frames).tanh())
+        shares = scores.masked_fill(~inside, -torch.inf).softmax(dim=2)
+        return self.fc(torch.cat(_statistics(x, shares), dim=1)).squeeze(2)
+
+
+def _rows(samples: Tensor, lengths: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows of samples and their lengths on the device."""
+    samples = samples.to(device, torch.float32)
+    if lengths is None:
+        lengths = torch.full((len(samples),), samples.shape[1], device=device)
+    return samples, lengths
+
+
+def _delayed(block: Any, x: Tensor, frames: Tensor) -> Tensor:
+    """A TimeDelayNetBlock, whose convolution reflects each row at its own ends."""
+    reach = block.conv.dilation[0] * (block.conv.kernel_size[0] - 1)
+    x = reflected(x, frames, reach // 2, reach - reach // 2) if reach else x
+    return conv1d(x, block.conv.weight, block.conv.bias, dilation=block.conv.dilation).relu()
+
+
+def _statistics(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Weighted mean and standard deviation over the steps: x [B, C, T] -> [B, C, 1] each."""
+    mean = (weights * x).sum(2, keepdim=True)
+    square = (weights * (x - mean).square()).sum(2, keepdim=True)
+    return mean, square.clamp(min=STATISTICS_FLOOR).sqrt()
 
 
 #: The reference (transformers 4.57) attends to the whole past: it does not apply the config's sliding_window.
@@ -122,17 +192,64 @@ class CodecEncoder(nn.Module):
             sizes, sizes.hidden_size, sizes.hidden_size, kernel, 2, bias=False, pad_mode="replicate"
         )
         self.quantizer = MimiSplitResidualVectorQuantizer(sizes)
+        #: The number of layers up to the second convolution with a stride.
+        self._first = 1 + 2 * (sizes.num_residual_layers + 2)
         fill_module(self, source, "encoder.", self.device)
         self.to(self.device)
 
     @torch.inference_mode()
-    def encode(self, samples: Tensor) -> Tensor:
-        """Encodes mono audio at `sample_rate`: samples float32 [n] -> codes int64 [ceil(n /
-        samples_per_frame), codebooks]."""
-        steps = self.encoder(samples.to(self.device, torch.float32)[None, None])
-        steps = self.downsample(self.encoder_transformer(steps.transpose(1, 2))[0].transpose(1, 2))
-        codes = self.quantizer.encode(steps, self.codebooks)
-        return codes[:, 0, : -(-samples.numel() // self.samples_per_frame)].T.contiguous()
+    @EXACT
+    def encode(self, samples: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Encodes mono audio at `sample_rate`: samples float32 [B, n], each of its length ([B]; None: n) and
+        then padded -> codes int64 [B, ceil(n / samples_per_frame), codebooks].
+
+        A row's codes do not depend on its padding; they are undefined after its last frame.
+        """
+        samples, lengths = _rows(samples, lengths, self.device)
+        x = pad(samples, (0, -samples.shape[1] % self.samples_per_frame))[:, None]
+        # The first levels of each row alone, since they take almost all memory.
+        first, rest = self.encoder.layers[: self._first], self.encoder.layers[self._first :]
+        alone = [self._convolved(row, length, first) for row, length in zip(x.split(1), lengths.split(1))]
+        x, ends = self._convolved(*(torch.cat(parts) for parts in zip(*alone)), rest)
+        x = x.transpose(1, 2)
+        turns = self.encoder_transformer.rotary_emb(x, torch.arange(x.shape[1], device=x.device)[None])
+        for layer in self.encoder_transformer.layers:
+            x = layer(x, position_embeddings=turns)[0]
+        # The last convolution repeats a row's first and last step instead of zeros.
+        steps = torch.arange(-_left(self.downsample), x.shape[1], device=x.device)
+        steps = steps.minimum(ends[:, None] - 1).clamp(min=0)[:, None]
+        x = x.transpose(1, 2)
+        x = self.downsample.conv(x.gather(2, steps.expand(-1, x.shape[1], -1)))
+        return self.quantizer.encode(x, self.codebooks).permute(1, 2, 0)
+
+    def _convolved(self, x: Tensor, ends: Tensor, layers: Iterable[Any]) -> tuple[Tensor, Tensor]:
+        """Runs layers of the encoder: x [B, C, T] and the steps of each row [B], before and after them.
+
+        The layers are causal, so only convolutions with a stride read what follows a row: zeros.
+        """
+        for layer in layers:
+            if isinstance(layer, MimiResnetBlock):
+                _, wide, _, narrow = layer.block
+                hidden = narrow.conv(elu_(_causal(wide, elu(x))))
+                x = hidden.add_(getattr(layer.shortcut, "conv", layer.shortcut)(x))
+            elif isinstance(layer, MimiConv1d):
+                if (stride := layer.conv.stride[0]) > 1:
+                    after = torch.arange(x.shape[2], device=x.device) >= ends[:, None]
+                    x, ends = x.masked_fill_(after[:, None], 0), -(-ends // stride)
+                x = _causal(layer, x)
+            else:
+                x = elu_(x)
+        return x, ends
+
+
+def _left(layer: MimiConv1d) -> int:
+    """The steps before its input that a convolution reads."""
+    conv = layer.conv
+    return (conv.kernel_size[0] - 1) * conv.dilation[0] + 1 - conv.stride[0]
+
+
+def _causal(layer: MimiConv1d, x: Tensor) -> Tensor:
+    return layer.conv(pad(x, (_left(layer), 0)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +262,13 @@ class PreparedVoice:
     #: int64 [frames, codebooks].
     codes: NDArray[np.int64] | None = None
     codec_state: CodecState | None = None
+
+
+def _size(voice: PreparedVoice) -> int:
+    """The bytes of a voice, most of which are the state's."""
+    codes = 0 if voice.codes is None else voice.codes.nbytes
+    values = voice.codec_state and voice.codec_state.values
+    return voice.vector.nbytes + codes + (0 if values is None else values.nbytes)
 
 
 class VoiceCache:
@@ -163,9 +287,9 @@ class VoiceCache:
         self._speaker = speaker
         self._encoder, self._decoder = codec.encoder, codec.decoder
         self._files = None if folder is None else RecordingFiles(Path(folder), folder_bytes, self._identity())
-        self._kept: RecordingCache[PreparedVoice] = RecordingCache(256)
+        self._kept: RecordingCache[PreparedVoice] = RecordingCache(_KEPT_BYTES, _size)
 
-    def prepare(self, recording: bytes, in_context: bool) -> PreparedVoice:
+    def prepare(self, recording: Recording, in_context: bool) -> PreparedVoice:
         """The voice of an audio file within the limits of `pipelines.audio`; `in_context`: also its codes.
 
         Raises `InputError`: `input.audio_unreadable`, `input.reference_length`, `input.reference_silent`;
@@ -174,7 +298,7 @@ class VoiceCache:
         return self._kept.get(recording, in_context, lambda: self._make(recording, in_context))
 
     @torch.inference_mode()
-    def _make(self, recording: bytes, in_context: bool) -> PreparedVoice:
+    def _make(self, recording: Recording, in_context: bool) -> PreparedVoice:
         encode = partial(self._encode, recording, in_context)
         variant = "in context" if in_context else "vector"
         with on_device(self._decoder.device):
@@ -187,15 +311,15 @@ class VoiceCache:
         return PreparedVoice(vector, codes, state)
 
     @torch.inference_mode()
-    def _encode(self, recording: bytes, in_context: bool) -> dict[str, NDArray[Any]]:
+    def _encode(self, recording: Recording, in_context: bool) -> dict[str, NDArray[Any]]:
         """`vector`: float32 [talker hidden]; in context `codes` too: int64 [frames, codebooks]."""
         rate = self._speaker.config.sample_rate
-        samples, _ = read_recording(recording, rate)
-        found = {"vector": self._speaker.embed(torch.from_numpy(samples)).float().cpu().numpy()}
+        samples, _ = recording.read(rate)
+        found = {"vector": self._speaker.embed(torch.from_numpy(samples)[None])[0].float().cpu().numpy()}
         if in_context:
             if self._encoder.sample_rate != rate:
-                samples, _ = read_recording(recording, self._encoder.sample_rate)
-            found["codes"] = self._encoder.encode(torch.from_numpy(samples)).cpu().numpy()
+                samples, _ = recording.read(self._encoder.sample_rate)
+            found["codes"] = self._encoder.encode(torch.from_numpy(samples)[None])[0].cpu().numpy()
         return found
 
     def _identity(self) -> str:

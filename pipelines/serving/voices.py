@@ -11,7 +11,8 @@ import msgspec
 from pydantic import Field
 
 from pipelines.errors import ErrorCode, InputError, unsupported
-from pipelines.request import MAX_REFERENCE_SECONDS, Generation, Message, SynthesisRequest
+from pipelines.recording import MAX_REFERENCE_SECONDS
+from pipelines.request import Generation, Message, SynthesisRequest
 from pipelines.serving import ServeOptions
 from pipelines.serving.encoding import read_audio
 from pipelines.serving.errors import ApiError, bad_request

@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers.models.wav2vec2.configuration_wav2vec2 import Wav2Vec2Config
 from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2Model
 
+from pipelines.codec.encoding import BatchEncoder, Encoding, rounded
 from pipelines.nn.checkpoint import Checkpoint, TensorTable, fill_module, read_pickle
 from pipelines.nn.config_keys import bad_checkpoint, read_table
-from pipelines.recording import RecordingCache, read_recording
+from pipelines.recording import KEPT_BYTES, Recording, RecordingCache
 from pipelines.spark_tts.bicodec import Tokenizer
 from pipelines.spark_tts.config import SparkConfig
 
@@ -64,6 +65,11 @@ class SemanticFeatures:
             return samples
         return ((samples - samples.mean()) / np.sqrt(samples.var() + _VARIANCE_FLOOR)).astype(np.float32)
 
+    @property
+    def takes_padding(self) -> bool:
+        """Whether rows can be padded: unlike a layer norm, a group norm depends on all steps."""
+        return self.model.config.feat_extract_norm == "layer"
+
     def steps(self, samples: Any) -> Any:
         """The number of steps of recordings of so many samples, a number or int64 [batch]."""
         for kernel, stride in zip(self.model.config.conv_kernel, self.model.config.conv_stride):
@@ -93,19 +99,6 @@ class SemanticFeatures:
         return states
 
 
-@torch.inference_mode()
-def semantic_tokens(
-    tokenizer: Tokenizer, features: SemanticFeatures, values: Tensor, lengths: Tensor | None
-) -> Tensor:
-    """values: float32 [batch, samples] of these lengths, int64 [batch] (None: no row is padded) -> int64 [batch,
-    steps]. Padding does not change the tokens of a row."""
-    mask = None
-    if lengths is not None:
-        steps = torch.arange(features.steps(values.shape[1]), device=features.device)
-        mask = steps < features.steps(lengths)[:, None]
-    return tokenizer.semantic_tokens(features(values, mask), mask)
-
-
 def _tensors(folder: Path) -> TensorTable:
     """The tensors of a folder: safetensors, or the published pickle, from which only tensors are read."""
     pickled = folder / "pytorch_model.bin"
@@ -119,6 +112,12 @@ def _tensors(folder: Path) -> TensorTable:
 _QUIET_PEAK, _PEAK_FLOOR, _AUDIBLE, _MIN_AUDIBLE, _LOUDNESS, _GAINS = 0.1, 1e-3, 0.01, 10, 0.2, (0.1, 10.0)
 
 
+#: Maximum clips, and seconds of recordings with their padding, of a batch on a GPU.
+_CLIPS, _BATCH_SECONDS = 8, 24
+#: An int of a tuple.
+_TOKEN_BYTES = 36
+
+
 @dataclass(frozen=True, slots=True)
 class Reference:
     """The tokens of a recording."""
@@ -130,15 +129,25 @@ class Reference:
 
 
 class ReferenceEncoder:
-    """Encodes recordings to tokens. Caches the most recent ones by content."""
+    """Encodes recordings to tokens, in batches. Caches the most recent ones by content."""
 
     def __init__(self, config: SparkConfig, tokenizer: Tokenizer, features: SemanticFeatures) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self.features = features
-        self._cache: RecordingCache[Reference] = RecordingCache(1024)
+        self._batches = BatchEncoder(features.device)
+        rate = config.sample_rate
+        self._global = Encoding(
+            lambda clips, _: tokenizer.global_tokens(clips), _CLIPS * config.clip_samples, int
+        )
+        self._semantic = Encoding(
+            self.semantic_tokens, _BATCH_SECONDS * rate, rounded if features.takes_padding else int
+        )
+        self._cache: RecordingCache[Reference] = RecordingCache(
+            KEPT_BYTES, lambda made: _TOKEN_BYTES * (len(made.voice) + len(made.semantic))
+        )
 
-    def prepare(self, recording: bytes, with_semantic: bool) -> Reference:
+    def prepare(self, recording: Recording, with_semantic: bool) -> Reference:
         """The tokens of an audio file within the limits of `pipelines.audio`; semantic tokens only if
         `with_semantic`.
 
@@ -149,21 +158,29 @@ class ReferenceEncoder:
             recording, with_semantic, lambda: self.encode(self.read(recording), with_semantic)
         )
 
-    def read(self, recording: bytes) -> NDArray[np.float32]:
+    def read(self, recording: Recording) -> NDArray[np.float32]:
         """Samples [n] at the model's rate: the first channel, resampled at very high quality, and normalized
         in volume if the config says so."""
-        samples, _ = read_recording(recording, self._config.sample_rate, channel=0, quality="VHQ")
+        samples, _ = recording.read(self._config.sample_rate, channel=0, quality="VHQ")
         return normalize_volume(samples).astype(np.float32) if self._config.volume_normalize else samples
 
     def encode(self, samples: NDArray[np.float32], with_semantic: bool = True) -> Reference:
         """The tokens of a recording [samples] at the model's rate and volume."""
-        clip = reference_clip(samples, self._config.clip_samples)[None]
-        (voice,) = self._tokenizer.global_tokens(torch.from_numpy(clip).to(self.features.device)).tolist()
+        voice = self._batches(self._global, reference_clip(samples, self._config.clip_samples)).tolist()
         if not with_semantic:
             return Reference(tuple(voice), ())
-        values = torch.from_numpy(self.features.values(samples)[None])
-        (semantic,) = semantic_tokens(self._tokenizer, self.features, values, None).tolist()
-        return Reference(tuple(voice), tuple(semantic))
+        semantic = self._batches(self._semantic, self.features.values(samples)).tolist()
+        return Reference(tuple(voice), tuple(semantic[: self.features.steps(len(samples))]))
+
+    @torch.inference_mode()
+    def semantic_tokens(self, values: Tensor, lengths: Tensor | None) -> Tensor:
+        """values: float32 [batch, samples] of these lengths, int64 [batch] (None: no row is padded) -> int64
+        [batch, steps]. The tokens of a row do not depend on its padding."""
+        features, mask = self.features, None
+        if lengths is not None:
+            steps = torch.arange(features.steps(values.shape[1]), device=values.device)
+            mask = steps < features.steps(lengths)[:, None]
+        return self._tokenizer.semantic_tokens(features(values, mask), mask)
 
 
 def normalize_volume(samples: NDArray[np.floating]) -> NDArray[np.floating]:

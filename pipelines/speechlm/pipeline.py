@@ -21,7 +21,7 @@ from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, InputError, NightjarError, NoAudioError, SynthesisError, unsupported
 from pipelines.nn.checkpoint import Checkpoint, open_device, precision, type_name
 from pipelines.options import TokenModelOptions, read_options
-from pipelines.recording import RecordingCache
+from pipelines.recording import KEPT_BYTES, Recording, RecordingCache
 from pipelines.request import AudioChunk, Generation, Message, Mode, Speech, SynthesisRequest
 from pipelines.results import FinishedCodes, RequestInfo, SpeechPipeline, Utterance
 from pipelines.speechlm.audio_encoder import SAMPLE_RATE, AudioEncoder, load_tower
@@ -52,8 +52,6 @@ from pipelines.vllm_engine.library import load_vllm
 
 #: Maximum utterances of a batch of the codec.
 _CODEC_BATCH = 64
-#: Number of recordings whose features are cached.
-_RECORDINGS = 64
 #: Maximum characters of the text that are quoted by the error of an answer without audio.
 _QUOTED = 2000
 #: Maximum number of times that a broken guidance pair is requested again.
@@ -239,7 +237,7 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         self.sample_rate = config.sample_rate
         self.capabilities = CAPABILITIES
         self._options = options
-        self._cached_features: RecordingCache[Tensor] = RecordingCache(_RECORDINGS)
+        self._cached_features: RecordingCache[Tensor] = RecordingCache(KEPT_BYTES, lambda rows: rows.nbytes)
         self._frames_per_second = config.sample_rate / codec.samples_per_frame
         info = host.info
         self._context = info.max_context
@@ -305,20 +303,21 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         for message in messages:
             if message.modality != "audio":
                 continue
-            if message.role != "user" or not isinstance(message.content, bytes):
+            if message.role != "user" or isinstance(message.content, str):
                 text = "Audio in the prompt must be in a user's message, as the bytes of an encoded file."
                 raise InputError(
                     ErrorCode.INPUT_AUDIO_MISSING,
                     text,
                     "Use mode text_audio to skip the assistant's messages.",
                 )
-            encode = partial(self._encode, message.content)
-            features.append(self._cached_features.get(message.content, None, encode))
-            digest.update(hashlib.sha256(message.content).digest())
+            recording = Recording.of(message.content)
+            encode = partial(self._encode, recording)
+            features.append(self._cached_features.get(recording, None, encode))
+            digest.update(bytes.fromhex(recording.digest))
         return features, digest.hexdigest() if features else None
 
-    def _encode(self, recording: bytes) -> Tensor:
+    def _encode(self, recording: Recording) -> Tensor:
         from pipelines.audio import decode  # only needed if there is audio
 
-        samples, _ = decode(recording, SAMPLE_RATE, max_seconds=2 * TOWER_SECONDS)
+        samples, _ = decode(recording.data, SAMPLE_RATE, max_seconds=2 * TOWER_SECONDS)
         return self.encoder.encode(samples)

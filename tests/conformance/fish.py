@@ -21,6 +21,7 @@ from pipelines.fish_speech.codec import Codec, ReferenceEncoder, load_codec
 from pipelines.fish_speech.config import FishConfig
 from pipelines.fish_speech.model import FishModel, drawn_ids, load_weights
 from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary, clean, columns, groups
+from pipelines.recording import Recording
 from tests.conformance import fish_engines
 from tests.conformance.listing import Case, Files
 from tests.support.fish_checkpoint import whole
@@ -105,8 +106,8 @@ class Golden:
     def model(self) -> FishModel:
         return FishModel(self.config, load_weights(self.config, torch.float32, self.device), 2048)
 
-    def wav(self, name: str) -> bytes:
-        return (self.folder / "wavs" / name).read_bytes()
+    def wav(self, name: str) -> Recording:
+        return Recording((self.folder / "wavs" / name).read_bytes())
 
     def near(self, what: str, got: Any, want: Array, limit: str) -> None:
         check_near(what, got, want, self.limits[limit])

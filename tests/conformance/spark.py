@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from kernels.sampler import WEIGHT_BITS
 from pipelines.audio import decode
+from pipelines.recording import Recording
 from pipelines.spark_tts.bicodec import load_bicodec
 from pipelines.spark_tts.config import LLM, WAV2VEC2, SparkConfig
 from pipelines.spark_tts.prompt import Vocabulary, clone_prompt, creation_prompt
@@ -108,8 +109,8 @@ class Golden:
     def oracle(self) -> OracleLm:
         return OracleLm(self.checkpoint / LLM)
 
-    def wav(self, name: str) -> bytes:
-        return (self.folder / "wavs" / name).read_bytes()
+    def wav(self, name: str) -> Recording:
+        return Recording((self.folder / "wavs" / name).read_bytes())
 
     def near(self, what: str, got: Any, want: Array, limit: str | float) -> None:
         check_near(what, got, want, self.limits[limit] if isinstance(limit, str) else limit)
@@ -164,14 +165,14 @@ def _audio_prep(golden: Golden, case: Item) -> None:
     if "resampled" in arrays:
         golden.near(
             "resampled",
-            decode(golden.wav(case["wav"]), rate, channel=0, quality="VHQ")[0],
+            decode(golden.wav(case["wav"]).data, rate, channel=0, quality="VHQ")[0],
             arrays["resampled"],
             "resampled",
         )
         golden.near("audio", normalize_volume(arrays["resampled"]), arrays["audio"], "audio")
     samples = golden.encoder.read(golden.wav(case["wav"]))
     golden.near("audio", samples, arrays["audio"], "resampled" if "resampled" in arrays else "audio")
-    raw = decode(golden.wav(case["wav"]), rate, channel=0, quality="VHQ")[0]
+    raw = decode(golden.wav(case["wav"]).data, rate, channel=0, quality="VHQ")[0]
     golden.near("gain", np.abs(samples).max() / np.abs(raw).max(), arrays["gain"], "features")
     clip = reference_clip(arrays["audio"], golden.config.clip_samples)
     same("lengths", [len(samples), len(samples), len(clip)], arrays["lengths"])

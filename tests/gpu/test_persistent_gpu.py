@@ -90,7 +90,7 @@ def test_a_block_that_says_nothing_ends_in_a_fault_and_the_device_lives_on() -> 
     assert int(launched(run, one).flags[0]) & FAILED
     # Who needs nothing of the silent block in exchange 1 waits in exchange 2 for those who do, and may lose
     # patience first.
-    assert re.search(r"of the predictor waited in vain for exchange [12]\.", str(run.fault))
+    assert re.search(r"of the predictor waited too long for exchange [12]\.", str(run.fault))
     assert int(launched(run_of(one), one).flags[0]) == 0
 
 
@@ -101,12 +101,12 @@ def test_a_wait_for_weights_ends_in_a_fault_and_the_next_launches_are_right(tria
     wanted = launched(run_of(one), one)
     run = run_of(one, patience=200_000, trial=trial)
     assert int(launched(run, one).flags[0]) & FAILED
-    assert "Block 77 of the predictor waited in vain for the weights after exchange" in str(run.fault)
+    assert "Block 77 of the predictor waited too long for the weights after exchange" in str(run.fault)
     assert equal(launched(run_of(one), one), wanted)
     step = persistent_talker_kit.case(SMALL, rows, device="cuda")
     talker = persistent_talker_kit.run_of(step, patience=200_000, trial=trial)
     persistent_talker_kit.launched(talker, step)
-    assert "Block 77 of the talker waited in vain for the weights after exchange" in str(
+    assert "Block 77 of the talker waited too long for the weights after exchange" in str(
         talker.predictor_run.fault
     )
 
@@ -151,7 +151,7 @@ def test_a_silent_block_of_the_talker_ends_in_a_fault() -> None:
     run = persistent_talker_kit.run_of(one, patience=200_000, trial=Trial(silent=77))
     persistent_talker_kit.launched(run, one)
     assert re.search(
-        r"of the talker waited in vain for exchange \d\.", str(run.predictor_run.fault)
+        r"of the talker waited too long for exchange \d\.", str(run.predictor_run.fault)
     )  # whoever lost patience first
 
 

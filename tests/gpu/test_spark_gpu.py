@@ -4,16 +4,19 @@ random weights."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.checkpoint import dummy_bicodec, spark_config
+from benchmarks.checkpoint import dummy_bicodec, spark_config, wav2vec2
 from pipelines.codec.stage import CodecStage
 from pipelines.spark_tts.bicodec import BiCodec, BiCodecDecoder, Voice
+from pipelines.spark_tts.reference import Reference, ReferenceEncoder
 from pipelines.spark_tts.wave_generator import FusedWave
 from tests.conformance.__main__ import main
 from tests.support.vllm_kit import GOLDEN
@@ -121,3 +124,27 @@ def test_the_stage_on_its_own_stream_hands_on_what_the_decoder_makes() -> None:
     assert apart([heard[index] for index in range(len(wanted))], wanted) < 0.02
     assert torch.cat(streamed).shape == wanted[0].shape
     assert apart([torch.cat(streamed)], wanted[:1]) < 0.02
+
+
+def test_a_recording_has_one_result_in_any_batch() -> None:
+    """As part of batches, alone in a batch, and, except for near ties, without padding and op by op."""
+    config, device = spark_config(Path()), torch.device("cuda")
+    references = ReferenceEncoder(config, dummy_bicodec(config, device, torch.bfloat16)[0], wav2vec2(device))
+    dice = np.random.default_rng(0)
+    lengths = [8000, 8081, *dice.integers(40_000, 120_000, 30), 500_000]
+    rows = [dice.normal(0, 0.1, length).astype(np.float32) for length in lengths]
+
+    def encode(row: np.ndarray) -> Reference:
+        return references.encode(row)
+
+    alone = [encode(row) for row in rows]
+    for _ in range(2):
+        with ThreadPoolExecutor(32) as pool:
+            assert list(pool.map(encode, rows)) == alone
+    equal: list[Tensor] = []
+    for row, reference in zip(rows, alone):
+        values = torch.from_numpy(references.features.values(row))[None]
+        plain = references.semantic_tokens(values.to(device), None)[0].cpu()
+        assert len(plain) == len(reference.semantic)
+        equal.append(plain == torch.tensor(reference.semantic))
+    assert torch.cat(equal).float().mean() > 0.99

@@ -1,7 +1,8 @@
 """The fake engine as a plug-in of the engine `native`, which a worker opens in an engine process.
 
 `installed(folder)` gives the variables with which a process and its children find it under the name
-`fake-native`, and the one that streams (`tests.support.streaming_fake`) under the name `fake-streaming`.
+`fake-native`, the one that streams (`tests.support.streaming_fake`) under the name `fake-streaming`, and the
+one that reads recordings (`tests.support.reading_fake`) under the name `fake-reading`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.registry import ENTRY_POINT_GROUP, ModelCard
-from tests.support import streaming_fake
+from tests.support import reading_fake, streaming_fake
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import FakePipeline, die_on_bad_gpu
 
@@ -27,7 +28,8 @@ def installed(folder: Path) -> dict[str, str]:
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fake-native\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
-        f"[{ENTRY_POINT_GROUP}]\n{NAME} = {__name__}\n{streaming_fake.NAME} = {streaming_fake.__name__}\n"
+        f"[{ENTRY_POINT_GROUP}]\n{NAME} = {__name__}\n"
+        + "".join(f"{fake.NAME} = {fake.__name__}\n" for fake in (streaming_fake, reading_fake))
     )
     return {"PYTHONPATH": os.pathsep.join([str(folder), str(REPOSITORY)])}
 

@@ -26,6 +26,7 @@ from pipelines.fish_speech.engines import model_spec  # noqa: E402
 from pipelines.fish_speech.pipeline import FishPipeline, open_stage  # noqa: E402
 from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary  # noqa: E402
 from pipelines.options import TokenModelOptions  # noqa: E402
+from pipelines.recording import Recording  # noqa: E402
 from pipelines.request import Event, Generation, Message, Speech, SynthesisRequest, stream, submit  # noqa: E402
 from pipelines.tokens import TokenRequest, TokenSampling  # noqa: E402
 from pipelines.vllm_engine.host import VllmHost  # noqa: E402
@@ -144,7 +145,7 @@ def frames_of(pipeline: FishPipeline, residual: int) -> np.ndarray:
     """Greedy frames after a recording whose residual codes are changed by so much: its ids are the same
     for all."""
     config = pipeline.config
-    codes = pipeline.references.prepare((GOLDEN / "wavs" / "ref_a.wav").read_bytes())
+    codes = pipeline.references.prepare(Recording((GOLDEN / "wavs" / "ref_a.wav").read_bytes()))
     codes = np.column_stack((codes[:, :1], (codes[:, 1:] + residual) % config.codec.residual_codes))
     prompt = Conversation(pipeline.vocabulary, config.codebooks, [Reference(REFERENCE_TEXT, codes)]).ask(
         "Good morning."

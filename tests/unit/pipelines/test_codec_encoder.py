@@ -24,13 +24,17 @@ def encoder() -> CodecEncoder:
     return found
 
 
+def encode(samples: Tensor) -> Tensor:
+    return encoder().encode(samples[None])[0]
+
+
 def noise(samples: int) -> Tensor:
     return 0.2 * torch.randn(samples, generator=torch.Generator().manual_seed(samples))
 
 
 @pytest.mark.parametrize("samples", [1, 959, 1919, 1920, 1921, 3840, 24_001])
 def test_frame_count_is_the_ceiling(samples: int) -> None:
-    codes = encoder().encode(noise(samples))
+    codes = encode(noise(samples))
     assert codes.shape == (-(-samples // 1920), 16)
     assert codes.dtype == torch.int64
     assert int(codes.min()) >= 0
@@ -40,9 +44,24 @@ def test_frame_count_is_the_ceiling(samples: int) -> None:
 def test_encoding_is_causal_and_repeatable() -> None:
     """Later audio leaves earlier frames alone."""
     audio = noise(1920 * 12)
-    codes = encoder().encode(audio)
-    assert torch.equal(codes, encoder().encode(audio))
+    codes = encode(audio)
+    assert torch.equal(codes, encode(audio))
     changed = audio.clone()
     changed[1920 * 8 :] = 0.9
-    assert torch.equal(encoder().encode(changed)[:8], codes[:8])
-    assert not torch.equal(encoder().encode(changed)[8:], codes[8:])
+    assert torch.equal(encode(changed)[:8], codes[:8])
+    assert not torch.equal(encode(changed)[8:], codes[8:])
+
+
+LENGTHS = [12_000, 13_439, 13_440, 13_441, 15_359, 57_600, 57_601, 90_123, 95_999, 96_000]
+
+
+@pytest.mark.parametrize("start", [0, 5])
+def test_a_row_has_the_codes_that_it_has_alone(start: int) -> None:
+    rows = [noise(samples) for samples in LENGTHS[start : start + 5]]
+    padded = torch.full((5, 96_000), 0.7)
+    for place, row in zip(padded, rows):
+        place[: len(row)] = row
+    codes = encoder().encode(padded, torch.tensor([len(row) for row in rows]))
+    for made, row in zip(codes, rows):
+        alone = encode(row)
+        assert torch.equal(made[: len(alone)], alone)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import subprocess
@@ -11,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ import pytest
 
 from pipelines.engine_process import client
 from pipelines.engine_process.client import MAX_PENDING, EngineProcess
-from pipelines.engine_process.messages import Recording
 from pipelines.errors import (
     ConfigError,
     EngineCrashError,
@@ -44,7 +42,6 @@ from pipelines.request import (
     stream,
     submit,
 )
-from tests.support import streaming_fake
 from tests.support.fakes import SAMPLE_RATE, sine
 from tests.support.golden_checkpoint import whole
 from tests.support.native_plugin import NAME, installed
@@ -82,12 +79,6 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]
     process.close()
 
 
-@pytest.fixture
-def two_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child keeps two recordings of 1 MB, and not three."""
-    monkeypatch.setattr("pipelines.engine_process.client.RECORDING_BYTES", 2_500_000)
-
-
 def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
@@ -123,78 +114,6 @@ def test_speech_is_that_of_the_pipeline(open_process: Open) -> None:
         )
     assert len(submit(process, request("[[empty]]")).result(60).samples) == 0
     wait_for(lambda: process.stats().requests_done == 6)
-
-
-def test_a_recording_travels_once_and_every_request_has_its_own(
-    open_process: Open, two_recordings: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    process = open_process(slots=4)
-    child = process._child
-    assert child is not None
-    sent: list[Any] = []
-    send = child.channel.send
-    monkeypatch.setattr(child.channel, "send", lambda message: (sent.append(message), send(message)))
-    recordings = [os.urandom(1_000_000) for _ in range(4)]
-    asked = [(0,), (0,), (1, 0), (0, 0), (2,), (0,), (3,), (1,), (0, 1, 2, 3), (), (2, 0)]
-    made: list[Future[Speech]] = []
-    for places in asked:
-        audio = [Message("user", "audio", bytes(bytearray(recordings[place]))) for place in places]
-        made.append(submit(process, SynthesisRequest("r", (*audio, Message("user", "text", "[[hears]]")))))
-    digests = [hashlib.sha256(recording).hexdigest() for recording in recordings]
-    assert [one.result(60).text_out for one in made] == [
-        " ".join(digests[place] for place in places) for places in asked
-    ]
-    # Of the 16 recordings in the requests, those of a voice that was used lately do not travel again.
-    assert sum(isinstance(message, Recording) for message in sent) == 8
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-def test_a_request_with_a_recording_that_the_child_does_not_have_fails_alone(
-    open_process: Open, monkeypatch: pytest.MonkeyPatch, streamed: bool
-) -> None:
-    process = open_process(streaming_fake.NAME)
-    child = process._child
-    assert child is not None
-    send = child.channel.send
-    monkeypatch.setattr(
-        child.channel, "send", lambda message: None if isinstance(message, Recording) else send(message)
-    )
-    messages = (Message("user", "audio", b"lost"), Message("user", "text", "Hello."))
-    with pytest.raises(SynthesisError, match="does not have a recording") as failed:
-        if streamed:
-            list(stream(process, SynthesisRequest("r", messages)))
-        else:
-            submit(process, SynthesisRequest("r", messages)).result(60)
-    assert failed.value.code is ErrorCode.SYNTH_ENGINE
-    assert len(submit(process, SynthesisRequest("r", messages[1:])).result(60).samples)
-
-
-def test_a_request_that_cannot_be_sent_leaves_its_recordings_unsent(process: EngineProcess) -> None:
-    audio = Message("user", "audio", b"recording")
-    wrong = SynthesisRequest("r", (audio, Message("user", "text", "\ud800")))
-    with pytest.raises(InputError):
-        submit(process, wrong)
-    heard = submit(process, SynthesisRequest("r", (audio, Message("user", "text", "[[hears]]")))).result(60)
-    assert heard.text_out == hashlib.sha256(b"recording").hexdigest()
-
-
-def test_a_request_that_cannot_be_sent_leaves_the_recordings_of_others_known(
-    open_process: Open, two_recordings: None
-) -> None:
-    process = open_process()
-    first, second, third = (os.urandom(1_000_000) for _ in range(3))
-    for recording, text in (
-        (first, ""),
-        (second, ""),
-        (first, "\ud800"),
-        (third, ""),
-        (first, ""),
-        (second, ""),
-    ):
-        messages = Message("user", "audio", recording), Message("user", "text", f"[[hears]]{text}")
-        with pytest.raises(InputError) if text else nullcontext():
-            heard = submit(process, SynthesisRequest("r", messages)).result(60).text_out
-            assert heard == hashlib.sha256(recording).hexdigest()
 
 
 def test_an_engine_that_runs_otherwise_than_when_it_was_opened_says_so(open_process: Open) -> None:

@@ -16,6 +16,7 @@ from pipelines.codec import decoder as decoder_module
 from pipelines.errors import ErrorCode, InputError, SynthesisError
 from pipelines.fish_speech.codec import Codec, ReferenceEncoder, codec_from, load_codec, open_codec, resample
 from pipelines.fish_speech.config import FishConfig
+from pipelines.recording import Recording
 from tests.support.fish_checkpoint import whole
 
 CONFIG = FishConfig.from_folder(whole())
@@ -150,7 +151,7 @@ def tone(rate: int, seconds: float = 0.6) -> np.ndarray:
 @pytest.mark.parametrize("rate", [8_000, 16_000, 22_050, 48_000, 44_056])
 def test_recordings_of_any_rate_are_heard_alike(codec: Codec, rate: int) -> None:
     references = ReferenceEncoder(codec.encoder)
-    samples = references.read(encoded(tone(rate), rate))
+    samples = references.read(Recording(encoded(tone(rate), rate)))
     want = tone(44_100)
     inside = slice(2000, min(len(samples), len(want)) - 2000)
     assert abs(len(samples) - len(want)) <= 3
@@ -167,9 +168,9 @@ def test_channels_are_averaged_and_codes_kept_by_content(
 ) -> None:
     references = ReferenceEncoder(codec.encoder)
     mono = tone(44_100)
-    stereo = encoded(np.stack([2 * mono, np.zeros_like(mono)], axis=1), 44_100)
+    stereo = Recording(encoded(np.stack([2 * mono, np.zeros_like(mono)], axis=1), 44_100))
     codes = references.prepare(stereo)
-    assert np.array_equal(references.prepare(encoded(mono, 44_100)), codes)
+    assert np.array_equal(references.prepare(Recording(encoded(mono, 44_100))), codes)
     monkeypatch.setattr(codec.encoder, "encode", lambda _: pytest.fail("encoded again"))
     assert np.array_equal(references.prepare(stereo), codes)
 
@@ -184,5 +185,5 @@ def test_channels_are_averaged_and_codes_kept_by_content(
 )
 def test_recordings_that_show_no_voice_are_refused(codec: Codec, recording: bytes, code: ErrorCode) -> None:
     with pytest.raises(InputError) as caught:
-        ReferenceEncoder(codec.encoder).prepare(recording)
+        ReferenceEncoder(codec.encoder).prepare(Recording(recording))
     assert caught.value.code is code

@@ -10,6 +10,12 @@ import torch
 from pipelines.qwen3_tts.speaker import log_mel, mel_bands
 
 
+def mel_of(samples: torch.Tensor) -> torch.Tensor:
+    """The log-mel spectrogram of one recording, [n] -> [n // 256, bands]."""
+    (mel,), (frames,) = log_mel(samples[None], torch.tensor([len(samples)]))
+    return mel.T[: int(frames)]
+
+
 def centres(bands: int = 128) -> torch.Tensor:
     """Centre frequencies in Hz from the definition: linear below 1 kHz, 27 steps per factor of 6.4 above."""
 
@@ -34,12 +40,12 @@ def test_filters_have_equal_area_and_the_right_centres() -> None:
 @pytest.mark.parametrize("hz", [300.0, 1000.0, 4000.0, 9000.0])
 def test_a_tone_lands_in_its_band(hz: float) -> None:
     tone = 0.5 * torch.sin(2 * math.pi * hz * torch.arange(24_000) / 24_000)
-    mel = log_mel(tone)
+    mel = mel_of(tone)
     assert mel.shape == (24_000 // 256, 128)
     band = int(mel[40].argmax())
     assert abs(band - int((centres() - hz).abs().argmin())) <= 1
 
 
 def test_silence_is_finite_and_frames_follow_the_hop() -> None:
-    assert torch.isfinite(log_mel(torch.zeros(24_000))).all()
-    assert [len(log_mel(torch.zeros(n))) for n in (512, 767, 768, 24_000)] == [2, 2, 3, 93]
+    assert torch.isfinite(mel_of(torch.zeros(24_000))).all()
+    assert [len(mel_of(torch.zeros(n))) for n in (512, 767, 768, 24_000)] == [2, 2, 3, 93]

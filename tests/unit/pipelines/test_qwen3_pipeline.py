@@ -20,6 +20,7 @@ from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisErro
 from pipelines.qwen3_tts import pipeline as qwen3
 from pipelines.qwen3_tts.config import SamplingDefaults
 from pipelines.qwen3_tts.pipeline import Qwen3TTSPipeline, open_pipeline, sampling_params
+from pipelines.recording import Recording
 from pipelines.request import (
     Event,
     Generation,
@@ -296,14 +297,18 @@ def test_voice_language_and_instruction_change_the_speech(custom: Qwen3TTSPipeli
 def test_voices_are_prepared_once(base: Qwen3TTSPipeline) -> None:
     cabinet = base._voices
     assert cabinet is not None
-    first = cabinet.prepare(reference("ref_b_24k_mono.wav"), in_context=True)
-    assert cabinet.prepare(reference("ref_b_24k_mono.wav"), in_context=True) is first
-    assert cabinet.prepare(reference("ref_b_24k_mono.wav"), in_context=False) is not first
+
+    def voice(name: str) -> Recording:
+        return Recording(reference(name))
+
+    first = cabinet.prepare(voice("ref_b_24k_mono.wav"), in_context=True)
+    assert cabinet.prepare(voice("ref_b_24k_mono.wav"), in_context=True) is first
+    assert cabinet.prepare(voice("ref_b_24k_mono.wav"), in_context=False) is not first
     kept = cabinet._kept
-    kept.capacity, keep = 1, kept.capacity
-    cabinet.prepare(reference("ref_c_16k_stereo.wav"), in_context=False)
-    kept.capacity = keep
-    assert cabinet.prepare(reference("ref_b_24k_mono.wav"), in_context=True) is not None
+    kept.capacity_bytes, keep = 1, kept.capacity_bytes
+    cabinet.prepare(voice("ref_c_16k_stereo.wav"), in_context=False)
+    kept.capacity_bytes = keep
+    assert cabinet.prepare(voice("ref_b_24k_mono.wav"), in_context=True) is not None
 
 
 def test_submit_blocks_while_the_waiting_room_is_full() -> None:

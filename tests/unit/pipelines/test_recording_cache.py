@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pipelines.errors import ErrorCode, InputError, SynthesisError
 from pipelines.qwen3_tts.pipeline import Qwen3TTSPipeline, open_pipeline
 from pipelines.qwen3_tts.speaker import PreparedVoice
-from pipelines.recording import AT_ONCE, RecordingCache, RecordingFiles
+from pipelines.recording import Recording, RecordingCache, RecordingFiles
 from tests.support.golden_checkpoint import whole
 from tests.support.qwen3_golden import GOLDEN
 
@@ -28,24 +28,24 @@ Arrays = dict[str, NDArray[np.generic]]
 
 
 def test_recordings_are_kept_by_content_and_variant() -> None:
-    cache: RecordingCache[object] = RecordingCache(2)
-    first = cache.get(b"a", 1, object)
-    assert cache.get(b"a", 2, object) is not first
-    assert cache.get(b"a", 1, object) is first
-    cache.get(b"b", 1, object)
-    assert cache.get(b"a", 1, object) is first, "what was asked for last is kept"
-    cache.capacity = 0
+    cache: RecordingCache[object] = RecordingCache(2, lambda _: 1)
+    first = cache.get(Recording(b"a"), 1, object)
+    assert cache.get(Recording(b"a"), 2, object) is not first
+    assert cache.get(Recording(b"a"), 1, object) is first
+    cache.get(Recording(b"b"), 1, object)
+    assert cache.get(Recording(b"a"), 1, object) is first, "what was asked for last is kept"
+    cache.capacity_bytes = 0
 
     def no_room() -> object:
         raise torch.OutOfMemoryError("full")
 
     with pytest.raises(SynthesisError) as caught:
-        cache.get(b"c", 1, no_room)
+        cache.get(Recording(b"c"), 1, no_room)
     assert caught.value.code is ErrorCode.SYNTH_OOM
 
 
 def test_a_recording_that_is_asked_for_by_many_is_worked_on_once() -> None:
-    cache: RecordingCache[object] = RecordingCache(8)
+    cache: RecordingCache[object] = RecordingCache(8, lambda _: 1)
     begun, go = threading.Event(), threading.Event()
     made: list[object] = []
 
@@ -56,7 +56,7 @@ def test_a_recording_that_is_asked_for_by_many_is_worked_on_once() -> None:
         return made[-1]
 
     with ThreadPoolExecutor(8) as pool:
-        futures = [pool.submit(cache.get, b"a", 1, make) for _ in range(8)]
+        futures = [pool.submit(cache.get, Recording(b"a"), 1, make) for _ in range(8)]
         assert begun.wait(60)
         go.set()
         assert {future.result(60) for future in futures} == set(made)
@@ -64,7 +64,7 @@ def test_a_recording_that_is_asked_for_by_many_is_worked_on_once() -> None:
 
 
 def test_a_recording_that_is_worked_on_holds_no_other_back() -> None:
-    cache: RecordingCache[str] = RecordingCache(8)
+    cache: RecordingCache[str] = RecordingCache(8, lambda _: 1)
     begun, go = threading.Event(), threading.Event()
 
     def slow() -> str:
@@ -72,38 +72,31 @@ def test_a_recording_that_is_worked_on_holds_no_other_back() -> None:
         assert go.wait(60)
         return "slow"
 
-    assert cache.get(b"kept", 1, lambda: "kept") == "kept"
+    assert cache.get(Recording(b"kept"), 1, lambda: "kept") == "kept"
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(cache.get, b"slow", 1, slow)
+        future = pool.submit(cache.get, Recording(b"slow"), 1, slow)
         assert begun.wait(60)
-        assert cache.get(b"other", 1, lambda: "other") == "other"
-        assert cache.get(b"kept", 1, lambda: "made again") == "kept"
+        assert cache.get(Recording(b"other"), 1, lambda: "other") == "other"
+        assert cache.get(Recording(b"kept"), 1, lambda: "made again") == "kept"
         go.set()
         assert future.result(60) == "slow"
 
 
-def test_a_few_recordings_are_worked_on_at_once_and_no_more() -> None:
-    cache: RecordingCache[int] = RecordingCache(64)
-    together, most = 0, 0
-    lock, full = threading.Lock(), threading.Barrier(AT_ONCE)
+def test_kept_results_fit_into_the_bytes() -> None:
+    cache: RecordingCache[bytes] = RecordingCache(10, len)
+    asked: list[int] = []
 
-    def make() -> int:
-        nonlocal together, most
-        with lock:
-            together += 1
-            most = max(most, together)
-        full.wait(60)
-        with lock:
-            together -= 1
-        return 0
+    def get(number: int, size: int) -> None:
+        cache.get(Recording(b"%d" % number), None, lambda: asked.append(number) or bytes(size))
 
-    with ThreadPoolExecutor(3 * AT_ONCE) as pool:
-        list(pool.map(lambda number: cache.get(b"%d" % number, 1, make), range(3 * AT_ONCE)))
-    assert most == AT_ONCE
+    for number, size in ((1, 4), (2, 4), (1, 4), (3, 5), (1, 4), (2, 4), (4, 11), (4, 11), (5, 10), (5, 10)):
+        get(number, size)
+    # 2 made room for 3, and 3 for 2; 4 is too large to be kept.
+    assert asked == [1, 2, 3, 2, 4, 4, 5]
 
 
 def test_an_error_is_told_to_all_who_wait_and_not_kept() -> None:
-    cache: RecordingCache[str] = RecordingCache(8)
+    cache: RecordingCache[str] = RecordingCache(8, lambda _: 1)
     begun, go = threading.Event(), threading.Event()
 
     def fail() -> str:
@@ -112,12 +105,12 @@ def test_an_error_is_told_to_all_who_wait_and_not_kept() -> None:
         raise InputError(ErrorCode.INPUT_REFERENCE_SILENT, "silent")
 
     with ThreadPoolExecutor(2) as pool:
-        futures = [pool.submit(cache.get, b"a", 1, fail)]
+        futures = [pool.submit(cache.get, Recording(b"a"), 1, fail)]
         assert begun.wait(60)
-        futures.append(pool.submit(cache.get, b"a", 1, fail))
+        futures.append(pool.submit(cache.get, Recording(b"a"), 1, fail))
         go.set()
         assert all(isinstance(future.exception(60), InputError) for future in futures)
-    assert cache.get(b"a", 1, lambda: "made") == "made"
+    assert cache.get(Recording(b"a"), 1, lambda: "made") == "made"
 
 
 class Folder:
@@ -129,7 +122,7 @@ class Folder:
         self.made = 0
 
     def get(self, recording: bytes = b"recording", variant: str = "whole", size: int = 3) -> Arrays:
-        return self.files.get(recording, variant, lambda: self._make(size))
+        return self.files.get(Recording(recording), variant, lambda: self._make(size))
 
     def _make(self, size: int) -> Arrays:
         self.made += 1
@@ -206,6 +199,17 @@ def test_what_was_used_last_stays_within_the_bound(tmp_path: Path) -> None:
     assert (len(kept.paths()), kept.made) == (3, 0)
 
 
+def test_a_folder_is_looked_through_once_for_many_voices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, looked = Folder(tmp_path, maximum_bytes=1 << 20), list[int]()
+    monkeypatch.setattr(folder.files, "_shrink", lambda: looked.append(folder.made))
+    for number in range(40):
+        folder.get(b"%d" % number, size=200)
+    # 16 kB are written between two looks, in files of more than 1.6 kB.
+    assert looked == [1, 11, 21, 31]
+
+
 def test_a_folder_that_cannot_be_used_costs_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -218,6 +222,13 @@ def test_a_folder_that_cannot_be_used_costs_one_warning(
     assert caplog.text.count("SPEECH_ENGINE__VOICE_CACHE") == 1
 
 
+def test_arrays_are_kept_whatever_their_order_in_memory(tmp_path: Path) -> None:
+    made: Arrays = {"codes": np.arange(6).reshape(2, 3).T}
+    for _ in range(2):
+        found = RecordingFiles(tmp_path, 1 << 20, "model").get(Recording(b"recording"), "whole", lambda: made)
+        assert np.array_equal(found["codes"], made["codes"])
+
+
 def test_an_error_is_not_kept_on_disk(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "voices")
 
@@ -225,7 +236,7 @@ def test_an_error_is_not_kept_on_disk(tmp_path: Path) -> None:
         raise InputError(ErrorCode.INPUT_REFERENCE_SILENT, "silent")
 
     with pytest.raises(InputError):
-        folder.files.get(b"recording", "whole", fail)
+        folder.files.get(Recording(b"recording"), "whole", fail)
     folder.get()
     assert folder.made == 1
 
@@ -240,7 +251,7 @@ def cloning(folder: Path | None, **options: object) -> Qwen3TTSPipeline:
 def prepared(pipeline: Qwen3TTSPipeline, in_context: bool) -> PreparedVoice:
     voices = pipeline._voices
     assert voices is not None
-    return voices.prepare(REFERENCE.read_bytes(), in_context)
+    return voices.prepare(Recording(REFERENCE.read_bytes()), in_context)
 
 
 def alike(one: PreparedVoice, other: PreparedVoice, pipeline: Qwen3TTSPipeline) -> bool:

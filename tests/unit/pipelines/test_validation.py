@@ -184,13 +184,13 @@ def test_refuses(
 
 def test_several_recordings_have_a_line_of_text_each() -> None:
     one, two = ("user", "audio", b"1"), ("user", "audio", b"2")
-    assert task(one, HELLO, capabilities=TWO_VOICES, reference_text="One\nvoice ").references == [
-        (b"1", "One\nvoice")
-    ]
-    assert task(one, HELLO, two, capabilities=TWO_VOICES, reference_text="One\n Two").references == [
-        (b"1", "One"),
-        (b"2", "Two"),
-    ]
+
+    def references(*messages: tuple[str, str, object], text: str) -> list[tuple[bytes, str]]:
+        made = task(*messages, capabilities=TWO_VOICES, reference_text=text)  # pyright: ignore[reportArgumentType]
+        return [(recording.data, words) for recording, words in made.references]
+
+    assert references(one, HELLO, text="One\nvoice ") == [(b"1", "One\nvoice")]
+    assert references(one, HELLO, two, text="One\n Two") == [(b"1", "One"), (b"2", "Two")]
     assert task(HELLO, capabilities=TWO_VOICES).references == []
 
 

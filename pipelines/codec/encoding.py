@@ -1,0 +1,115 @@
+"""Encodes recordings in batches, with the same result for a recording in any batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.cuda_graphs import GraphPool, capture
+from kernels.registry import on_device
+from pipelines.recording import Batcher
+
+Row = NDArray[Any]
+
+#: Maximum graphs; batches of further buckets are launched op by op.
+_MAX_GRAPHS = 128
+
+
+def rounded(length: int) -> int:
+    """The bucket of a length: at most a quarter above it, so that there are few."""
+    step = 1 << max(length.bit_length() - 3, 0)
+    return -(-length // step) * step
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoding:
+    """One encoder. `encode`: rows [rows, width, ...] of these lengths, int64 [rows] (None: no row is padded) ->
+    [rows, ...], without waiting for the device."""
+
+    encode: Callable[[Tensor, Tensor | None], Tensor]
+    #: Maximum steps of a batch, with padding; a longer row is a batch of its own.
+    steps: int
+    #: The padded length of a row.
+    bucket: Callable[[int], int] = rounded
+    #: Whether a row that no other row waits with is not filled up to a batch: that is faster, but rounded
+    #: differently.
+    alone: bool = False
+
+    def rows(self, width: int) -> int:
+        """Rows of a batch."""
+        return max(self.steps // width, 1)
+
+
+class BatchEncoder:
+    """Encodes the rows of several threads in batches, on one thread.
+
+    On a CUDA device rows are padded to the length of their bucket, and all batches of a bucket have equally many
+    rows and are one graph launch, so a result does not depend on other rows. Elsewhere each row is encoded alone
+    and without padding: in a batch it is rounded differently, and on a CPU a batch is not faster.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._pool = GraphPool()
+        #: By encoding, rows and width: the graph, and the memory of its rows, lengths and results.
+        self._graphs: dict[
+            tuple[Encoding, int, int], tuple[Tensor, Tensor, torch.cuda.CUDAGraph, Tensor]
+        ] = {}
+        self._batcher = Batcher[tuple[Encoding, Row], Tensor](
+            self._run,
+            lambda item: (item[0], item[0].bucket(len(item[1]))),
+            rows=lambda bucket: bucket[0].rows(bucket[1]),
+            name="recordings",
+        )
+
+    def __call__(self, encoding: Encoding, row: Row) -> Tensor:
+        """Encodes a row, [length, ...]. Results of padding may follow its own ones."""
+        return self._batcher((encoding, row))
+
+    @torch.inference_mode()
+    def _run(self, items: Sequence[tuple[Encoding, Row]]) -> Sequence[Tensor]:
+        encoding, rows = items[0][0], [row for _, row in items]
+        if self._stream is None:
+            return [encoding.encode(torch.from_numpy(row)[None], None)[0] for row in rows]
+        width = encoding.bucket(len(rows[0]))
+        count = 1 if encoding.alone and len(rows) == 1 else encoding.rows(width)
+        padded = np.zeros((count, width, *rows[0].shape[1:]), rows[0].dtype)
+        lengths = np.full(count, width)
+        for place, row in enumerate(rows):
+            padded[place, : len(row)], lengths[place] = row, len(row)
+        inputs = torch.from_numpy(padded), torch.from_numpy(lengths)
+        with on_device(self._device), torch.cuda.stream(self._stream):
+            work = self._work(encoding, width, *inputs)
+            made = [one.clone() for one in work()[: len(rows)]]
+            self._stream.synchronize()
+        return made
+
+    def _work(self, encoding: Encoding, width: int, rows: Tensor, lengths: Tensor) -> Callable[[], Tensor]:
+        """Copies a batch to the device; the returned function encodes it."""
+        key = encoding, len(rows), width
+        if key not in self._graphs:
+            places = rows.to(self._device), lengths.to(self._device)
+            work = partial(encoding.encode, *places)
+            if width > encoding.steps or len(self._graphs) == _MAX_GRAPHS:
+                return work
+            assert self._stream is not None
+            made: list[Tensor] = []
+            graph = capture(lambda: made.append(work()), self._pool, self._stream)
+            self._graphs[key] = *places, graph, made[-1]
+        into, lengths_into, graph, result = self._graphs[key]
+        into.copy_(rows)
+        lengths_into.copy_(lengths)
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
