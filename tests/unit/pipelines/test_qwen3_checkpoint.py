@@ -39,7 +39,7 @@ def test_published_shapes_come_from_the_config(kind: str) -> None:
     config = Qwen3TTSConfig.from_folder(GOLDEN / f"checkpoint-{kind}")
     talker = raw["talker_config"]
     assert config.talker.head_dim == talker["head_dim"]
-    assert config.ids.eos == talker["codec_eos_token_id"]
+    assert config.ids.codec_eos_token_id == talker["codec_eos_token_id"]
     assert config.predictor.rope_theta == talker["code_predictor_config"]["rope_theta"]
     assert config.needs_projection == (
         talker["hidden_size"] != talker["code_predictor_config"]["hidden_size"]
