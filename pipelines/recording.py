@@ -7,7 +7,6 @@ Imports no model library, because submit checks every recording.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import logging
 import os
@@ -47,8 +46,8 @@ _SUFFIX = ".voice"
 #: Prefix of files that are being written.
 DRAFT = ".draft-"
 _DIGEST_BYTES = 32
-#: Number of writes between two checks of a folder's size.
-_WRITES_PER_CHECK = 64
+#: Part of a folder's maximum size that is written between two checks of its size, which look at each file.
+_UNCHECKED_PART = 1 / 64
 _BEST_LENGTH = "Three to fifteen seconds of clear speech work best."
 
 
@@ -263,7 +262,8 @@ class RecordingFiles:
         self._folder = folder
         self._maximum_bytes = maximum_bytes
         self._identity = identity
-        self._writes = itertools.count()
+        #: Bytes that were written since the last check.
+        self._unchecked = maximum_bytes
         self._warned = False
 
     def get(self, recording: Recording, variant: str, make: Callable[[], Arrays]) -> Arrays:
@@ -308,11 +308,16 @@ class RecordingFiles:
         return dict(load(data))
 
     def _write(self, path: Path, arrays: Mapping[str, NDArray[np.generic]]) -> None:
+        import numpy as np
         from safetensors.numpy import save
 
-        data = save(dict(arrays))
-        write_file(path, hashlib.sha256(data).digest() + data)
-        if next(self._writes) % _WRITES_PER_CHECK == 0:
+        # The library writes arrays in the order of their memory.
+        data = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+        # A file that a power failure damaged has another checksum.
+        write_file(path, hashlib.sha256(data).digest() + data, durable=False)
+        self._unchecked += len(data)
+        if self._unchecked > self._maximum_bytes * _UNCHECKED_PART:
+            self._unchecked = 0
             self._shrink()
 
     def _shrink(self) -> None:
@@ -333,15 +338,17 @@ class RecordingFiles:
             size -= file_bytes
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Writes a private file atomically; a missing folder is created. Raises OSError."""
+def write_file(path: Path, data: bytes, durable: bool = True) -> None:
+    """Writes a private file atomically; a missing folder is created. `durable`: waits until it survives a power
+    failure. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, draft = tempfile.mkstemp(prefix=DRAFT, dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.replace(draft, path)
     except BaseException:
         with suppress(OSError):

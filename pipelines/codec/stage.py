@@ -120,6 +120,8 @@ class Gathering:
     frames: int = 4096
     #: Whether streams are alive; then groups are started one by one.
     beside_streams: Callable[[], bool] = lambda: False
+    #: The clock of arrivals and waits, in seconds.
+    monotonic: Callable[[], float] = time.monotonic
 
 
 _NO_GATHERING = Gathering()
@@ -165,7 +167,7 @@ class Lane(Generic[S]):
 
     def alive(self) -> bool:
         """Whether codes are waiting, being decoded, or arrived within the last second."""
-        lately = bool(self._arrivals) and time.monotonic() < self._arrivals[-1] + _ALIVE_SECONDS
+        lately = bool(self._arrivals) and self._gathering.monotonic() < self._arrivals[-1] + _ALIVE_SECONDS
         return bool(self._waiting or self._started) or lately
 
     def put(
@@ -174,7 +176,7 @@ class Lane(Generic[S]):
         """Queues an utterance, or the next frames of a stream."""
         with self._wake:
             if not self._closing:
-                now = time.monotonic()
+                now = self._gathering.monotonic()
                 self._waiting.append(_Job(codes, done, state, last, deadline, now))
                 self._waiting_frames += len(codes)
                 self._arrivals.append(now)
@@ -244,7 +246,7 @@ class Lane(Generic[S]):
             1 if self._gathering.beside_streams() else _MAX_STARTED
         ):
             return None
-        now = time.monotonic()
+        now = self._gathering.monotonic()
         is_quiet = len(self._arrivals) <= QUIET_ARRIVALS or self._arrivals[0] < now - 1
         return 0 if is_quiet or self._closing else max(self._gather_seconds(now), 0)
 
@@ -408,7 +410,7 @@ class ContinuousLane(Lane[CodecState]):
 
     def _take(self) -> list[_Job[CodecState]]:
         """Removes the jobs that waited longest, one for each free row."""
-        self._last_start = time.monotonic()
+        self._last_start = self._gathering.monotonic()
         self._drop()
         return [
             self._waiting.popleft()

@@ -79,7 +79,7 @@ PROGRAM = ("-m", "pipelines.engine_process.server")
 #: number. It is large enough that the child never has to wait for a request.
 MAX_PENDING = 32
 #: Threads that decode recordings for the child.
-_READING_THREADS = 4
+_READING_THREADS = 8
 #: How long `close` waits for the child before it kills it.
 CLOSE_SECONDS = 5.0
 

@@ -114,7 +114,9 @@ class _Call:
         self._permit.hold()
         self._model.progress.calls += 1
         try:
-            if self._stream and pipeline.starts_at_once:
+            # The content of a recording is hashed, which takes longer than a change of thread.
+            has_text_only = all(isinstance(one.content, str) for one in self._request.messages)
+            if self._stream and pipeline.starts_at_once and has_text_only:
                 started.set_result(start())
             else:
                 started = self._model.threads[self._stream].submit(start)

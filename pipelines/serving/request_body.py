@@ -55,7 +55,7 @@ class _JsonRequest(Request):
 
 def count_delimiters(part: bytes) -> int:
     """Counts the `_DELIMITERS` in a part of JSON."""
-    return sum(map(part.count, _DELIMITERS))
+    return len(part) - len(part.translate(None, _DELIMITERS))
 
 
 def too_complex() -> ApiError:

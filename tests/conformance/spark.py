@@ -165,14 +165,14 @@ def _audio_prep(golden: Golden, case: Item) -> None:
     if "resampled" in arrays:
         golden.near(
             "resampled",
-            decode(golden.wav(case["wav"]), rate, channel=0, quality="VHQ")[0],
+            decode(golden.wav(case["wav"]).data, rate, channel=0, quality="VHQ")[0],
             arrays["resampled"],
             "resampled",
         )
         golden.near("audio", normalize_volume(arrays["resampled"]), arrays["audio"], "audio")
     samples = golden.encoder.read(golden.wav(case["wav"]))
     golden.near("audio", samples, arrays["audio"], "resampled" if "resampled" in arrays else "audio")
-    raw = decode(golden.wav(case["wav"]), rate, channel=0, quality="VHQ")[0]
+    raw = decode(golden.wav(case["wav"]).data, rate, channel=0, quality="VHQ")[0]
     golden.near("gain", np.abs(samples).max() / np.abs(raw).max(), arrays["gain"], "features")
     clip = reference_clip(arrays["audio"], golden.config.clip_samples)
     same("lengths", [len(samples), len(samples), len(clip)], arrays["lengths"])

@@ -26,6 +26,7 @@ from tests.support.docs_kit import (
     nightjar_parts,
     other_lines,
 )
+from tests.support.forked_command import forked_nightjar
 from tests.support.gpu_host import install_nvidia_smi
 from tests.support.services import MotoS3
 from tests.support.serving_kit import wav
@@ -248,7 +249,7 @@ def test_the_commands_of_a_page(
         # The page starts a worker on each GPU of a host.
         install_nvidia_smi(folder / "bin", 1)
     script = script_of(commands, BEFORE.get(page, ""), words)
-    with subprocess.Popen(
+    with forked_nightjar(folder / "bin"), subprocess.Popen(
         ["bash", "-c", script], cwd=folder, env=found(environment(state, valkey_url), folder / "bin") | more, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
     ) as shell:  # fmt: skip

@@ -168,7 +168,7 @@ def start_python(
     new_session: bool = False,
 ) -> Started:
     """Starts `python -m` in the repository; what it prints is added to the log."""
-    if is_like_this_process(environment):
+    if is_like_this_process(environment, but_for_paths=True):
         return Forked(
             module,
             arguments,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from jobs.estimate import dry_run
 from jobs.export.items import audio_items, item_metadata
 from jobs.ingest import SubmitOptions, submit
 from jobs.layout import references_prefix
+from jobs.ledger import Ledger
 from jobs.ledger.records import FrozenVoice, Job, JobSpec, JobState, Reading
 from jobs.repair import Match, repair_objects, reproduce
 from jobs.shard_file import ShardSize
@@ -286,18 +288,15 @@ def test_a_model_that_cannot_clone_refuses_a_stored_voice(rig: Rig) -> None:
         forget()
 
 
-def test_a_voice_that_changes_while_a_job_is_submitted_leaves_no_job(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begin = rig.ledger.begin_job
+def test_a_voice_that_changes_while_a_job_is_submitted_leaves_no_job(rig: Rig) -> None:
+    class Changing(Ledger):
+        def begin_job(self, *given: Any, **named: Any) -> Job:
+            folder(rig).add("anna", OTHER, "Anna speaks.")
+            return super().begin_job(*given, **named)
 
-    def begun(new: Any) -> Any:
-        folder(rig).add("anna", OTHER, "Anna speaks.")
-        return begin(new)
-
-    monkeypatch.setattr(rig.ledger, "begin_job", begun)
-    with pytest.raises(InputError, match="was changed while the input was read"):
-        rig.submit_file(write(rig, line("Hello.", voice="anna")))
+    ledger, source = Changing.open(rig.settings.ledger_url), write(rig, line("Hello.", voice="anna"))
+    with pytest.raises(InputError, match="was changed while the input was read"), closing(ledger):
+        submit(rig.settings, ledger, rig.store, str(source), JobSpec("fake"))
     assert rig.ledger.jobs() == []
     assert rig.store.objects == {}
 

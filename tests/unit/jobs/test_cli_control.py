@@ -10,16 +10,18 @@ from click.testing import CliRunner, Result
 from pydantic import SecretStr
 
 from jobs.cli import cli
-from jobs.cli.status import NO_WORKER, STARTING, no_worker
+from jobs.cli.status import NO_WORKER, STARTING, exit_code_of, no_worker, until_end
 from jobs.console import exit_code
-from jobs.ingest import SubmitOptions
-from jobs.ledger.records import ItemState, JobState
+from jobs.ingest import SubmitOptions, submit
+from jobs.ledger.records import ItemState, JobSpec, JobState
+from jobs.ledger.status import JobStatus
 from jobs.progress import Progress
 from jobs.settings import load_settings
 from jobs.store import open_store
 from pipelines.errors import ConfigError, ErrorCode, InputError
 from pipelines.registry import describe
 from tests.support.cli_kit import LINE
+from tests.support.export_kit import run_all
 from tests.support.ledger_kit import execute
 from tests.support.run_kit import listening_broker
 from tests.support.worker_rig import WORKER, Rig
@@ -96,9 +98,10 @@ def test_an_address_is_no_folder_of_this_host(
 
 def test_an_export_goes_to_a_path_or_to_s3(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    job = rig.submit(["hello"])
-    rig.run_next()
-    monkeypatch.setattr("jobs.store.open_store", lambda *_: rig.store)
+    Path("in.jsonl").write_text(LINE % ("a", "Hello."))
+    store = open_store(rig.settings.effective_store_url)
+    job = submit(rig.settings, rig.ledger, store, "in.jsonl", JobSpec("hibari")).job
+    run_all(rig.ledger, store, job.id, 0.1)
     for to in ("gs://bucket/x", "s3:/bucket/x"):
         done = CliRunner().invoke(
             cli, ["export", job.id, "--format", "webdataset", "--to", to, "--out", str(rig.folder)]
@@ -187,19 +190,22 @@ def test_workers_that_were_killed_with_their_broker_are_dead_at_once(rig: Rig) -
     assert rig.ledger.status(job.id).workers == 0
 
 
-def test_a_watch_says_once_that_no_worker_lives(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watch_says_once_that_no_worker_lives(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
     job = rig.submit(["hello"])
     rig.ledger.retire_worker(WORKER.id)
-    looks = []
+    looks = 0
 
-    def look(seconds: float) -> None:
-        looks.append(seconds)
-        if len(looks) == 3:
+    def look() -> JobStatus:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
             rig.ledger.cancel(job.id)
+        return rig.ledger.status(job.id)
 
-    monkeypatch.setattr("jobs.cli.status.time.sleep", look)
-    done = call(rig, "watch", job.id)
-    assert (done.return_value, done.stderr.count("No live worker takes this job")) == (6, 1)
+    with Progress(quiet=False) as progress:
+        status = until_end(look, progress, rig.settings)
+    assert capsys.readouterr().err.count("No live worker takes this job") == 1
+    assert exit_code_of(status.job.state) == call(rig, "watch", job.id).return_value == 6
 
 
 def test_while_a_run_starts_its_worker_nobody_is_told_to_start_one(rig: Rig) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels import binaries, toolchain
+from kernels import binaries
 
 HOPPER = (9, 0)
 #: A compiler that counts its runs beside itself and writes what it was asked for.
@@ -137,7 +137,7 @@ def test_a_cache_that_cannot_be_written_is_a_warning(machine: Path, caplog: pyte
 def test_without_any_compiler_the_error_says_so(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (machine / "bin/nvcc").unlink()
     monkeypatch.setenv("CUDA_HOME", str(machine))
-    monkeypatch.setattr(toolchain, "nvrtc", lambda: None)
+    monkeypatch.setitem(sys.modules, "nvidia", None)
     with pytest.raises(RuntimeError, match="neither nvcc nor nvrtc was found"):
         first()
 
@@ -146,7 +146,9 @@ def test_a_compiler_that_fails_is_followed_by_the_other(
     machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (machine / "bin/nvcc").write_text("#!/bin/sh\necho 'gcc: No such file' >&2\nexit 1\n")
-    (machine / "libnvrtc.so.13").write_text("no library")
-    monkeypatch.setattr(toolchain, "nvrtc", lambda: machine / "libnvrtc.so.13")
+    (machine / "lib64").mkdir()
+    (machine / "lib64/libnvrtc.so.13").write_text("no library")
+    monkeypatch.setenv("CUDA_HOME", str(machine))
+    monkeypatch.setitem(sys.modules, "nvidia", None)
     with pytest.raises(RuntimeError, match=r"gcc: No such file; .*libnvrtc"):
         first()

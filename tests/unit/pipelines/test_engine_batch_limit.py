@@ -73,8 +73,8 @@ class SmallDevice(FrameExecutor):
 class Load:
     """An engine with as many requests as it takes, for ever."""
 
-    def __init__(self, room: int) -> None:
-        self.device = SmallDevice(room)
+    def __init__(self, room: int, device: type[SmallDevice] = SmallDevice) -> None:
+        self.device = device(room)
         self.heard = Recorder()
         self.core = ListenedCore(
             self.device, EngineOptions(slots=SLOTS, pages=256, page_size=8, max_context=64), self.heard
@@ -170,19 +170,17 @@ def test_all_slots_for_long_make_the_patience_short_again(turns: int) -> None:
     assert (limit.now > before) == (turns > 1)
 
 
-def test_a_lack_of_memory_while_newcomers_are_embedded_shrinks_the_batch_and_ends_nobody(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    load = Load(room=SLOTS)
+def test_a_lack_of_memory_while_newcomers_are_embedded_shrinks_the_batch_and_ends_nobody() -> None:
     asked: list[int] = []
 
-    def embed_all(prompts: Sequence[object]) -> list[Tensor]:
-        asked.append(len(prompts))
-        if len(asked) == 1:
-            raise torch.OutOfMemoryError("no room")
-        return [load.device.embed(prompt) for prompt in prompts]
+    class FullOnce(SmallDevice):
+        def embed_all(self, prompts: Sequence[object]) -> list[Tensor]:
+            asked.append(len(prompts))
+            if len(asked) == 1:
+                raise torch.OutOfMemoryError("no room")
+            return super().embed_all(prompts)
 
-    monkeypatch.setattr(load.device, "embed_all", embed_all)
+    load = Load(SLOTS, FullOnce)
     load.run(20)
     assert asked[0] == SLOTS
     assert load.core.scheduler.limit.now < SLOTS

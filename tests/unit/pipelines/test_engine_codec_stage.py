@@ -7,7 +7,6 @@ import queue
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipelines.codec import stage as stage_module
-from pipelines.codec.stage import QUIET_ARRIVALS, CodecStage, Decoder, Done, Gathering, UtteranceLane
+from pipelines.codec.stage import (
+    QUANTUM_FRAMES,
+    QUIET_ARRIVALS,
+    CodecStage,
+    Decoder,
+    Done,
+    Gathering,
+    UtteranceLane,
+)
 from pipelines.codec.transfer import PendingSamples
 from pipelines.errors import ErrorCode, NightjarError
 from tests.support.codec_stage_kit import Heard, OnTheWay, lists
@@ -215,23 +221,24 @@ def test_what_a_device_has_at_the_end_is_handed_on() -> None:
     assert lists(heard.take(3)) == [(str(index), [index]) for index in range(3)]
 
 
-def test_beside_streams_small_batches_are_started_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_module, "QUANTUM_FRAMES", 5)
+def test_beside_streams_small_batches_are_started_one_by_one() -> None:
     decoder, heard = Adder(), Heard()
     alive = threading.Event()
     alive.set()
-    lane = Ahead(decoder, 64, Gathering(beside_streams=alive.is_set))
+    lane = Ahead(decoder, 64, Gathering(frames=1 << 20, beside_streams=alive.is_set))
     decoder.gate.clear()
     for index in range(7):
-        put(lane, heard.at(str(index)), index, 0)
+        put(lane, heard.at(str(index)), *[0] * (2 * QUANTUM_FRAMES // 5))
     decoder.gate.set()
     first = lane.events.get(timeout=60)
     with pytest.raises(queue.Empty):
         lane.events.get(timeout=0.3)
     alive.clear()
     first.done.set()
-    while sum(decoder.batches) < 7:
+    ended = 1
+    while sum(decoder.batches[:ended]) < 7:
         lane.events.get(timeout=60).done.set()
+        ended += 1
     lane.close()
     heard.take(7)
     # The first batch may have been taken before the others came; what a batch takes at most beside streams
@@ -240,11 +247,10 @@ def test_beside_streams_small_batches_are_started_one_by_one(monkeypatch: pytest
     assert sum(decoder.batches) == 7
 
 
-def test_a_few_utterances_wait_for_nobody_and_many_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_utterances_wait_for_nobody_and_many_do() -> None:
     now = [100.0]
-    monkeypatch.setattr(stage_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     heard = Heard()
-    lane = UtteranceLane(Adder(), gathering=Gathering(10_000))
+    lane = UtteranceLane(Adder(), gathering=Gathering(10_000, monotonic=lambda: now[0]))
     for index in range(QUIET_ARRIVALS):
         put(lane, heard.at(str(index)), index)
     assert len(lists(heard.take(QUIET_ARRIVALS))) == QUIET_ARRIVALS

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipelines.engine import engine
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.engine import Engine
 from pipelines.engine.executor import EagerExecutor
@@ -251,15 +250,7 @@ def test_close_fails_what_runs_and_refuses_what_comes() -> None:
         engine.submit(some_requests(1)[0], Waiter())
 
 
-@pytest.fixture
-def soon_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine prepares for later batches as soon as it has nothing to do."""
-    monkeypatch.setattr(engine, "IDLE_SECONDS", 0.01)
-
-
-def test_an_idle_engine_prepares_for_later_batches_step_by_step_and_serves_requests_meanwhile(
-    soon_idle: None,
-) -> None:
+def test_an_idle_engine_prepares_for_later_batches_step_by_step_and_serves_requests_meanwhile() -> None:
     model = golden_model("base")
     rng = random.Random(3)
     steps: list[int] = []
@@ -295,7 +286,7 @@ def test_an_idle_engine_prepares_for_later_batches_step_by_step_and_serves_reque
         running.close()
 
 
-def test_what_arrives_while_an_idle_engine_rests_is_served(soon_idle: None) -> None:
+def test_what_arrives_while_an_idle_engine_rests_is_served() -> None:
     model = golden_model("base")
     stage, waiter = Backlog(), Waiter()
     stage.is_backlogged = True

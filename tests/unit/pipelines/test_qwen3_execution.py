@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import stat
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -84,7 +85,7 @@ def test_where_triton_makes_no_kernels_auto_is_eager_with_a_warning(
 
 @pytest.fixture
 def no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolchain, "find_spec", lambda _name: None)
+    monkeypatch.setitem(sys.modules, "triton", None)
 
 
 @pytest.fixture
@@ -147,6 +148,7 @@ def hopper(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> P
     folder returned."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    monkeypatch.setitem(sys.modules, "nvidia", None)
     programs = tmp_path / "bin"
     programs.mkdir()
     monkeypatch.setenv("PATH", str(programs))
@@ -157,13 +159,12 @@ def hopper(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> P
     "nvcc", [None, "#!/bin/sh\necho 'gcc: No such file or directory' >&2\nexit 1\n", "#!/bin/sh\nexit 0\n"]
 )
 def test_without_cuda_kernels_frames_run_on_tritons_with_a_warning(
-    nvcc: str | None, hopper: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    nvcc: str | None, hopper: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     if nvcc is not None:
         program = hopper / "nvcc"
         program.write_text(nvcc)
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(toolchain, "nvrtc", lambda: None)
     assert not available(0, *lm_cuda.SOURCES)
     assert not available(0, *lm_cuda.SOURCES)
     (record,) = caplog.records

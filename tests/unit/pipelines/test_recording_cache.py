@@ -199,6 +199,17 @@ def test_what_was_used_last_stays_within_the_bound(tmp_path: Path) -> None:
     assert (len(kept.paths()), kept.made) == (3, 0)
 
 
+def test_a_folder_is_looked_through_once_for_many_voices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, looked = Folder(tmp_path, maximum_bytes=1 << 20), list[int]()
+    monkeypatch.setattr(folder.files, "_shrink", lambda: looked.append(folder.made))
+    for number in range(40):
+        folder.get(b"%d" % number, size=200)
+    # 16 kB are written between two looks, in files of more than 1.6 kB.
+    assert looked == [1, 11, 21, 31]
+
+
 def test_a_folder_that_cannot_be_used_costs_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -209,6 +220,13 @@ def test_a_folder_that_cannot_be_used_costs_one_warning(
         folder.get(b"other")
     assert folder.made == 2
     assert caplog.text.count("SPEECH_ENGINE__VOICE_CACHE") == 1
+
+
+def test_arrays_are_kept_whatever_their_order_in_memory(tmp_path: Path) -> None:
+    made: Arrays = {"codes": np.arange(6).reshape(2, 3).T}
+    for _ in range(2):
+        found = RecordingFiles(tmp_path, 1 << 20, "model").get(Recording(b"recording"), "whole", lambda: made)
+        assert np.array_equal(found["codes"], made["codes"])
 
 
 def test_an_error_is_not_kept_on_disk(tmp_path: Path) -> None:

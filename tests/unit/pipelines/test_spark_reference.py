@@ -57,3 +57,16 @@ def test_states_are_those_of_transformers(stable: bool) -> None:
         wanted = features.model(values, output_hidden_states=True).hidden_states
     for state, want in zip(features.states(values), wanted[:-1]):
         torch.testing.assert_close(state, want)
+
+
+def test_recordings_are_padded_only_where_that_changes_nothing(references: ReferenceEncoder) -> None:
+    """A group norm is over all steps, so rows of a batch must be of one length."""
+    features = references.features
+    assert features.takes_padding
+    assert references._semantic.bucket(8001) == 8192
+    other = SemanticFeatures.__new__(SemanticFeatures)
+    other.device, other.model = CPU, Wav2Vec2Model(Wav2Vec2Config(num_hidden_layers=1, hidden_size=16 * 3))
+    grouped = ReferenceEncoder(references._config, references._tokenizer, other)
+    assert grouped._semantic.bucket(8001) == 8001
+    # The clip of a voice is never padded.
+    assert references._global.bucket(96_000) == 96_000
