@@ -95,7 +95,7 @@ def test_revision_follows_the_weights(folder: Path) -> None:
             "num_key_value_heads must be a whole number above 0",
         ),
         (lambda c: c["talker_config"].update(rope_theta=-1), "rope_theta"),
-        (lambda c: c["talker_config"].update(codec_pad_id=99999), "the id of pad"),
+        (lambda c: c["talker_config"].update(codec_pad_id=99999), "the id of codec_pad_id"),
         (lambda c: c.update(tts_pad_token_id=99999), "tts_pad"),
     ],
 )
