@@ -71,7 +71,9 @@ class SpeechLmState(FrameState):
         #: Ids of the ends, and of all text. They are on the device from the start, because a copy would
         #: block.
         self._ends_ids = torch.tensor((special.eos, special.eot), device=device)
-        self._text_ids = torch.arange(self._config.text_token_offset, self._config.text_token_end, device=device)
+        self._text_ids = torch.arange(
+            self._config.text_token_offset, self._config.text_token_end, device=device
+        )
         self._settings = [_Settings()] * slots
         #: For each slot whose prompt is not computed beyond its recordings: (first position, rows [n,
         #: hidden]) of each recording.
