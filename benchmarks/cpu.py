@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from itertools import cycle, islice
 from pathlib import Path
@@ -34,14 +34,13 @@ import sqlalchemy as sa
 from benchmarks.report import ROOT, Figure, new_database, report
 from benchmarks.voices import SENTENCES
 from jobs.checks import Quality
-from jobs.export.items import audio_items, item_metadata
+from jobs.export.items import AudioItem, audio_items, item_metadata
 from jobs.ingest import submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import Job, JobSpec, NewJob
 from jobs.recent_jobs import settings_for_job
 from jobs.settings import load_settings
 from jobs.store import open_store
-from jobs.store.base import ObjectStore
 from jobs.where import parse_where
 from pipelines.duration import Pace, text_units
 from pipelines.errors import ErrorCode, NotFoundError
@@ -180,15 +179,16 @@ def filter_figures(url: str, items: int, name: str) -> list[Figure]:
     return figures
 
 
-def learned_paces(ledger: Ledger, store: ObjectStore, job: Job) -> tuple[Pace, ...]:
-    """The paces of a job's voices and languages, those with most items first, and last one for all others.
+def learned_paces(job: Job, items: Iterable[AudioItem]) -> tuple[Pace, ...]:
+    """The paces of the voices and languages of a job with these items: those with most items first, and last
+    one for all others.
 
     Items are chosen by a hash of their id, so the same job gives the same paces. Raises `NotFoundError`
     for a job with fewer than `LEAST_ITEMS` finished items that have a text.
     """
     lengths: dict[tuple[str, str], list[_Length]] = defaultdict(list)
     counts: dict[tuple[str, str], int] = defaultdict(int)
-    for item in audio_items(ledger, store, job.id):
+    for item in items:
         known = item_metadata(job, item)
         if not (units := text_units(known.text)):
             continue
@@ -319,7 +319,11 @@ def paces(job: str, home: str | None) -> None:
     settings = settings_for_job(job, home)
     with closing(Ledger.of(settings)) as ledger:
         found = ledger.find_job(job)
-        click.echo(as_toml(learned_paces(ledger, open_store(found.store_url, settings.s3), found)))
+        click.echo(
+            as_toml(
+                learned_paces(found, audio_items(ledger, open_store(found.store_url, settings.s3), found.id))
+            )
+        )
 
 
 if __name__ == "__main__":

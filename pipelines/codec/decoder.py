@@ -3,6 +3,7 @@ with equal results."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from importlib import import_module
 from itertools import groupby
@@ -27,6 +28,8 @@ from pipelines.errors import ErrorCode, SynthesisError
 _WARM_BATCHES = ((3, 56), (3, 48), (3, 104), (3, 112), (16, 56), (16, 104), (16, 112))
 #: Maximum frames of one row of a pass, and of all its rows; they bound its memory.
 PASS_FRAMES, BATCH_FRAMES = 512, 4096
+#: States that keep the values that were made from their codes.
+KEPT_STATES = 64
 
 
 class CausalDecoder(Decoder[CodecState]):
@@ -42,6 +45,8 @@ class CausalDecoder(Decoder[CodecState]):
     state_size: int
     #: Whether `run` does almost no work for samples after `lengths`.
     skips_padding = False
+    #: Minimum frames of `states_after`; None: the decoder does not have it.
+    reach: int | None = None
 
     def __init__(
         self,
@@ -63,6 +68,8 @@ class CausalDecoder(Decoder[CodecState]):
         self._alone = self.device.type == "cpu"
         self._fixed = reproducible and not self._alone
         self._graphs: StreamGraphs | None = None
+        #: The last values that were made from codes, with these codes, by their identity.
+        self._made: dict[int, tuple[Tensor, Tensor, WriteEvent | None]] = {}
 
     @property
     def shape(self) -> CodecShape:
@@ -73,6 +80,16 @@ class CausalDecoder(Decoder[CodecState]):
     def new_state(self) -> CodecState:
         """The state before the first frame of a stream. Does not use the device."""
         return CodecState()
+
+    def state_after(self, codes: Tensor) -> CodecState:
+        """The state after codes [frames, codebooks] on the host, for any number of streams and utterances. Its
+        values are made when they are needed. Raises like `decode`."""
+        self._check([codes])
+        return CodecState(len(codes), codes=codes)
+
+    def states_after(self, codes: Tensor, lengths: Tensor) -> Tensor:
+        """The values [B, size] of the states after rows of codes [B, T, codebooks] of these lengths [B]."""
+        raise NotImplementedError
 
     def prepare_streams(self, rows: int) -> None:
         """On a CUDA device: allocates an arena for the states of `rows` streams, and captures the graphs that
@@ -97,7 +114,7 @@ class CausalDecoder(Decoder[CodecState]):
             return
         with on_device(self.device):
             self.utterances = UtteranceGraphs(
-                self.run, self.shape, rows, frames, self._fixed, self._check
+                self.run, self.shape, rows, frames, self._fixed, self._check, self._make_values
             ).prepare()
 
     def batch_key(self, frames: int, last: bool) -> tuple[int, int | None]:
@@ -118,6 +135,7 @@ class CausalDecoder(Decoder[CodecState]):
             return super().start_chunks(states, codes, last)
         self._check(codes)
         with graphs.on_stream():
+            self._make_values(states)
             inside = [index for index, state in enumerate(states) if state.enter(graphs.arena)]
             samples, buffers = graphs.replay(
                 [states[i] for i in inside], [codes[i] for i in inside], [last[i] for i in inside]
@@ -172,7 +190,9 @@ class CausalDecoder(Decoder[CodecState]):
         for indices in self._batches(lengths, warm):
             # A new state is treated like no state, so that the bits are the same.
             starts = (
-                [states[i] for i in indices] if states is not None and any(warm[i] for i in indices) else None
+                [states[i].copy() for i in indices]
+                if states is not None and any(warm[i] for i in indices)
+                else None
             )
             decoded = self.decode_padded([codes[i] for i in indices], starts)
             for i, wave in zip(indices, decoded):
@@ -264,10 +284,49 @@ class CausalDecoder(Decoder[CodecState]):
 
     def _past(self, states: Sequence[CodecState], rows: int) -> Past:
         """The past of these streams, padded with new states to `rows` rows."""
+        self._make_values(states)
         states = [*states, *[self.new_state() for _ in range(rows - len(states))]]
         positions = self._on_device(torch.tensor([state.frames for state in states]))
         shape = self.shape
         return Past(torch.stack([state.own_values(shape) for state in states]), positions)
+
+    def _make_values(self, states: Sequence[CodecState]) -> None:
+        """Gives states that have only codes their values."""
+        wanted = {
+            id(state.codes): state.codes
+            for state in states
+            if state.codes is not None and state.values is None
+        }
+        found = {key: self._made.pop(key, None) for key in wanted}
+        codes = [wanted[key] for key, made in found.items() if made is None]
+        found |= zip((id(item) for item in codes), self._after(codes))
+        for state in states:
+            if (made := found.get(id(state.codes))) is not None:
+                _, state.values, state.written = made
+        self._made |= {key: made for key, made in found.items() if made is not None}
+        for key in [*self._made][:-KEPT_STATES]:
+            self._made.pop(key, None)
+
+    def _after(self, codes: Sequence[Tensor]) -> list[tuple[Tensor, Tensor, WriteEvent | None]]:
+        """For each of some codes: they, the values of the state after them, and the event of the write."""
+        found: dict[int, tuple[Tensor, Tensor, WriteEvent | None]] = {}
+        least = math.inf if self.reach is None or self._alone else self.reach
+        for i, item in enumerate(codes):
+            if len(item) < least:
+                state = self.new_state()
+                self.decode_chunk([state], [item])
+                assert state.values is not None
+                found[i] = item, state.values, state.written
+        lengths = [0 if i in found else len(item) for i, item in enumerate(codes)]
+        for indices in self._batches(lengths, [False] * len(lengths)):
+            rows = self._filled([codes[i] for i in indices])
+            together = pad_sequence(rows, batch_first=True)
+            longest = together.shape[1]
+            padded = self._on_device(pad(together, (0, 0, 0, round_up(longest) - longest)))
+            ends = self._on_device(torch.tensor([len(row) for row in rows]))
+            values, written = self.states_after(padded, ends), WriteEvent(self.device)
+            found |= {i: (codes[i], one.clone(), written) for i, one in zip(indices, values)}
+        return [found[i] for i in range(len(codes))]
 
     def decode_padded(self, codes: Sequence[Tensor], states: Sequence[CodecState] | None) -> Tensor:
         """[B] utterances -> [B, samples of the longest one, rounded up]; long ones are decoded in passes, which

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.cuda_graphs import GraphPool, capture
 from kernels.registry import on_device
+from pipelines.codec.transfer import recorded
 from pipelines.recording import Batcher
 
 Row = NDArray[Any]
@@ -38,13 +39,14 @@ class Encoding:
     steps: int
     #: The padded length of a row.
     bucket: Callable[[int], int] = rounded
-    #: Whether a row that no other row waits with is not filled up to a batch: that is faster, but rounded
-    #: differently.
-    alone: bool = False
+    #: Maximum rows of a batch.
+    most: int = 1 << 16
+    #: Whether `encode` itself fills batches up where it works on all rows together.
+    fills: bool = False
 
     def rows(self, width: int) -> int:
-        """Rows of a batch."""
-        return max(self.steps // width, 1)
+        """Rows of a full batch."""
+        return max(min(self.steps // width, self.most), 1)
 
 
 class BatchEncoder:
@@ -71,7 +73,7 @@ class BatchEncoder:
         )
 
     def __call__(self, encoding: Encoding, row: Row) -> Tensor:
-        """Encodes a row, [length, ...]. Results of padding may follow its own ones."""
+        """Encodes a row, [length, ...], to a result on the host. Results of padding may follow its own ones."""
         return self._batcher((encoding, row))
 
     @torch.inference_mode()
@@ -80,17 +82,19 @@ class BatchEncoder:
         if self._stream is None:
             return [encoding.encode(torch.from_numpy(row)[None], None)[0] for row in rows]
         width = encoding.bucket(len(rows[0]))
-        count = 1 if encoding.alone and len(rows) == 1 else encoding.rows(width)
+        count = encoding.rows(width)
+        if encoding.fills:
+            count = min(count, 1 << (len(rows) - 1).bit_length())
         padded = np.zeros((count, width, *rows[0].shape[1:]), rows[0].dtype)
-        lengths = np.full(count, width)
+        lengths = np.full(len(padded), width)
         for place, row in enumerate(rows):
             padded[place, : len(row)], lengths[place] = row, len(row)
         inputs = torch.from_numpy(padded), torch.from_numpy(lengths)
         with on_device(self._device), torch.cuda.stream(self._stream):
             work = self._work(encoding, width, *inputs)
-            made = [one.clone() for one in work()[: len(rows)]]
-            self._stream.synchronize()
-        return made
+            made = work()[: len(rows)]
+            recorded().synchronize()
+            return [*made.cpu()]
 
     def _work(self, encoding: Encoding, width: int, rows: Tensor, lengths: Tensor) -> Callable[[], Tensor]:
         """Copies a batch to the device; the returned function encodes it."""

@@ -269,15 +269,16 @@ class UtteranceGraphs(ChunkGraphs):
         frames: int = STEP_FRAMES,
         fixed: bool = False,
         check: Callable[[Sequence[Tensor]], None] = lambda _: None,
+        make_values: Callable[[Sequence[CodecState]], None] = lambda _: None,
     ) -> None:
         """`fixed`: every step has all rows, so that the kernels do not depend on the other utterances. `check`
-        raises for invalid codes."""
+        raises for invalid codes. `make_values` makes the values of states that have only codes."""
         counts = (
             (rows,) if fixed else tuple(sorted({max(rows >> halved, 1) for halved in range(_HALVINGS + 1)}))
         )
         super().__init__(run, shape, rows, {frames: counts})
         self.rows, self.frames, self.samples_per_frame = rows, frames, shape.samples_per_frame
-        self._check = check
+        self._check, self._make_values = check, make_values
 
     @torch.inference_mode()
     def enter(self, codes: Tensor, start: CodecState | None) -> CodecState | None:
@@ -287,8 +288,9 @@ class UtteranceGraphs(ChunkGraphs):
         Raises `SynthesisError` (`synth.engine`) for codes of another shape or outside the codebooks.
         """
         self._check([codes])
-        state = CodecState() if start is None else start.copy()
         with self.on_stream():
+            state = CodecState() if start is None else start.copy()
+            self._make_values([state])
             return state if state.enter(self.arena) else None
 
     def leave(self, state: CodecState) -> None:

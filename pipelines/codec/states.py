@@ -91,6 +91,8 @@ class CodecState:
     frames: int = 0
     #: Never changed in place, so that states can share it; None for a new state, and for one in an arena.
     values: Tensor | None = None
+    #: Codes [frames, codebooks] that `values` are made from when a decoder needs them.
+    codes: Tensor | None = None
     #: The event of the write of `values`, on a CUDA device.
     written: WriteEvent | None = None
     row: Row | None = None
@@ -104,7 +106,7 @@ class CodecState:
         """
         if self.row is not None:
             raise ValueError("a state in an arena belongs to one stream and cannot be copied")
-        return CodecState(self.frames, self.values, self.written)
+        return CodecState(self.frames, self.values, self.codes, self.written)
 
     def own_values(self, like: CodecShape) -> Tensor:
         """The values [size] of the state, which the current CUDA stream can read. Raises ValueError for a

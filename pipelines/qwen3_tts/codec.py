@@ -147,10 +147,7 @@ class CodecDecoder(CausalDecoder):
 
     @torch.inference_mode()
     def states_after(self, codes: Tensor, lengths: Tensor) -> Tensor:
-        """The states [B, size] after rows of codes [B, T, codebooks] of these lengths [B], `reach` or more.
-
-        The convolutions only run on the last frames of each row.
-        """
+        """See `CausalDecoder.states_after`. The convolutions only run on the last frames of each row."""
         ends = lengths - self.reach
         past = PastOfEnds(self.state_size, ends, self.dtype)
         earlier = self._embedded(codes[:, : max(codes.shape[1] - self.reach, 1)])

@@ -39,6 +39,9 @@ _GATHER_FRAMES, _MAX_UTTERANCES = 16384, 256
 #: States for streams that left their slot while their last chunk is decoded, in addition to one for each slot.
 LATE_STATES = 128
 
+#: On a GPU: memory of the batches of recordings that are encoded, and of states after them.
+VOICE_BYTES = 1 << 30
+
 
 @dataclass(frozen=True, slots=True)
 class PipelineOptions(NativeModelOptions):
@@ -76,7 +79,7 @@ def plan_sizes(
     if device.type == "cuda":
         decoder = CodecConfig.load(config.folder / "speech_tokenizer").decoder
         graphs, state = codec_needs(decoder, codec_dtype, streams, options.codec_rows)
-        taken += graphs
+        taken += graphs + (VOICE_BYTES if config.clones else 0)
         packed = packed_needs(config, dtype)
         if packed and not may_be_persistent(options.executor, options.reproducible, streams, device):
             packed = 0

@@ -26,12 +26,12 @@ from transformers.models.mimi.modeling_mimi import (
 )
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import ECAPA_TimeDelayNet
 
-from kernels.registry import on_device
-from pipelines.codec.decoder import CodecState
+from pipelines.codec.encoding import BatchEncoder, Encoding
+from pipelines.codec.states import CodecState
 from pipelines.nn.checkpoint import Checkpoint, TensorSource, device_name, fill_module, type_name
 from pipelines.qwen3_tts.codec import Codec
 from pipelines.qwen3_tts.config import CodecConfig, Qwen3TTSConfig, SpeakerEncoderConfig
-from pipelines.recording import Recording, RecordingCache, RecordingFiles
+from pipelines.recording import KEPT_BYTES, Recording, RecordingCache, RecordingFiles
 
 N_FFT = 1024
 HOP = 256
@@ -86,9 +86,10 @@ def log_mel(
 EXACT = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
 PREFIX = "speaker_encoder."
 #: Version of the code that reads and encodes recordings. Voices that another version has cached are not used.
-_REVISION = 2
-#: Bytes of the voices that are kept in memory.
-_KEPT_BYTES = 512 << 20
+_REVISION = 3
+#: On a GPU: lengths in seconds that recordings are padded to, and maximum seconds and rows of their batches.
+_PADDED_SECONDS = (2, 4, 6, 8, 11, 15, 22, 32, 60)
+_BATCH_SECONDS, _BATCH_ROWS = 60, 4
 
 
 class SpeakerEncoder(ECAPA_TimeDelayNet):
@@ -199,18 +200,22 @@ class CodecEncoder(nn.Module):
 
     @torch.inference_mode()
     @EXACT
-    def encode(self, samples: Tensor, lengths: Tensor | None = None) -> Tensor:
+    def encode(self, samples: Tensor, lengths: Tensor | None = None, rows: int = 1) -> Tensor:
         """Encodes mono audio at `sample_rate`: samples float32 [B, n], each of its length ([B]; None: n) and
         then padded -> codes int64 [B, ceil(n / samples_per_frame), codebooks].
 
-        A row's codes do not depend on its padding; they are undefined after its last frame.
+        A row's codes do not depend on its padding; they are undefined after its last frame. `rows`: minimum of
+        the rows that are computed together, so that rounding does not depend on their number.
         """
+        count = len(samples)
         samples, lengths = _rows(samples, lengths, self.device)
         x = pad(samples, (0, -samples.shape[1] % self.samples_per_frame))[:, None]
         # The first levels of each row alone, since they take almost all memory.
         first, rest = self.encoder.layers[: self._first], self.encoder.layers[self._first :]
         alone = [self._convolved(row, length, first) for row, length in zip(x.split(1), lengths.split(1))]
-        x, ends = self._convolved(*(torch.cat(parts) for parts in zip(*alone)), rest)
+        x, ends = (torch.cat(parts) for parts in zip(*alone))
+        x, ends = pad(x, (0, 0, 0, 0, 0, max(rows - count, 0))), pad(ends, (0, max(rows - count, 0)))
+        x, ends = self._convolved(x, ends, rest)
         x = x.transpose(1, 2)
         turns = self.encoder_transformer.rotary_emb(x, torch.arange(x.shape[1], device=x.device)[None])
         for layer in self.encoder_transformer.layers:
@@ -220,7 +225,7 @@ class CodecEncoder(nn.Module):
         steps = steps.minimum(ends[:, None] - 1).clamp(min=0)[:, None]
         x = x.transpose(1, 2)
         x = self.downsample.conv(x.gather(2, steps.expand(-1, x.shape[1], -1)))
-        return self.quantizer.encode(x, self.codebooks).permute(1, 2, 0)
+        return self.quantizer.encode(x, self.codebooks).permute(1, 2, 0)[:count].contiguous()
 
     def _convolved(self, x: Tensor, ends: Tensor, layers: Iterable[Any]) -> tuple[Tensor, Tensor]:
         """Runs layers of the encoder: x [B, C, T] and the steps of each row [B], before and after them.
@@ -264,11 +269,9 @@ class PreparedVoice:
     codec_state: CodecState | None = None
 
 
-def _size(voice: PreparedVoice) -> int:
-    """The bytes of a voice, most of which are the state's."""
-    codes = 0 if voice.codes is None else voice.codes.nbytes
-    values = voice.codec_state and voice.codec_state.values
-    return voice.vector.nbytes + codes + (0 if values is None else values.nbytes)
+def _bucket(sample_rate: int, samples: int) -> int:
+    """The padded length of a recording, in samples."""
+    return next(seconds * sample_rate for seconds in _PADDED_SECONDS if seconds * sample_rate >= samples)
 
 
 class VoiceCache:
@@ -287,7 +290,21 @@ class VoiceCache:
         self._speaker = speaker
         self._encoder, self._decoder = codec.encoder, codec.decoder
         self._files = None if folder is None else RecordingFiles(Path(folder), folder_bytes, self._identity())
-        self._kept: RecordingCache[PreparedVoice] = RecordingCache(_KEPT_BYTES, _size)
+        self._kept: RecordingCache[PreparedVoice] = RecordingCache(
+            KEPT_BYTES, lambda voice: voice.vector.nbytes + (0 if voice.codes is None else voice.codes.nbytes)
+        )
+        self._batches = BatchEncoder(speaker.device)
+        rate = speaker.config.sample_rate
+        self._vectors = Encoding(
+            lambda *rows: speaker.embed(*rows).float(),
+            _BATCH_SECONDS * rate,
+            partial(_bucket, rate),
+            _BATCH_ROWS,
+        )
+        rate = self._encoder.sample_rate
+        self._codes = Encoding(
+            self._encode_rows, _BATCH_SECONDS * rate, partial(_bucket, rate), _BATCH_ROWS, fills=True
+        )
 
     def prepare(self, recording: Recording, in_context: bool) -> PreparedVoice:
         """The voice of an audio file within the limits of `pipelines.audio`; `in_context`: also its codes.
@@ -297,30 +314,30 @@ class VoiceCache:
         """
         return self._kept.get(recording, in_context, lambda: self._make(recording, in_context))
 
-    @torch.inference_mode()
     def _make(self, recording: Recording, in_context: bool) -> PreparedVoice:
         encode = partial(self._encode, recording, in_context)
         variant = "in context" if in_context else "vector"
-        with on_device(self._decoder.device):
-            found: dict[str, Any] = self._files.get(recording, variant, encode) if self._files else encode()
-            vector, codes = found["vector"], found.get("codes")
-            if codes is None:
-                return PreparedVoice(vector)
-            state = self._decoder.new_state()
-            self._decoder.decode_chunk([state], [torch.from_numpy(codes).to(self._encoder.device)])
-        return PreparedVoice(vector, codes, state)
+        found: dict[str, Any] = self._files.get(recording, variant, encode) if self._files else encode()
+        vector, codes = found["vector"], found.get("codes")
+        if codes is None:
+            return PreparedVoice(vector)
+        return PreparedVoice(vector, codes, self._decoder.state_after(torch.from_numpy(codes)))
 
-    @torch.inference_mode()
     def _encode(self, recording: Recording, in_context: bool) -> dict[str, NDArray[Any]]:
         """`vector`: float32 [talker hidden]; in context `codes` too: int64 [frames, codebooks]."""
-        rate = self._speaker.config.sample_rate
+        rate, encoder = self._speaker.config.sample_rate, self._encoder
         samples, _ = recording.read(rate)
-        found = {"vector": self._speaker.embed(torch.from_numpy(samples)[None])[0].float().cpu().numpy()}
+        found = {"vector": self._batches(self._vectors, samples).numpy()}
         if in_context:
-            if self._encoder.sample_rate != rate:
-                samples, _ = recording.read(self._encoder.sample_rate)
-            found["codes"] = self._encoder.encode(torch.from_numpy(samples)[None])[0].cpu().numpy()
+            if encoder.sample_rate != rate:
+                samples, _ = recording.read(encoder.sample_rate)
+            frames = -(-len(samples) // encoder.samples_per_frame)
+            found["codes"] = self._batches(self._codes, samples)[:frames].numpy()
         return found
+
+    def _encode_rows(self, samples: Tensor, lengths: Tensor | None) -> Tensor:
+        rows = 1 if lengths is None else self._codes.rows(samples.shape[1])
+        return self._encoder.encode(samples, lengths, rows)
 
     def _identity(self) -> str:
         """A digest of everything that a prepared voice depends on besides its recording: the weights, sizes,

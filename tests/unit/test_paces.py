@@ -42,7 +42,7 @@ class TestCalibration:
         pace = fit_pace([(b"", 50.0, 3.0), (b"", 50.0, 3.1), (b"", 50.0, 2.9)])
         assert pace.expected_seconds("x" * 50) == pytest.approx(3.0)
 
-    def test_items_without_a_text_teach_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_items_without_a_text_teach_nothing(self) -> None:
         def paces(texts: list[str]) -> tuple[Pace, ...]:
             lines = [
                 msgspec.json.encode({"example_id": str(n), "messages": [["user", "text", text]]})
@@ -52,10 +52,8 @@ class TestCalibration:
                 AudioItem(str(n), str(n), two_seconds(n), msgspec.Raw(line), 0)
                 for n, line in enumerate(lines)
             ]
-            monkeypatch.setattr("benchmarks.cpu.audio_items", lambda *_: made)
             job: Any = SimpleNamespace(id="j", spec=JobSpec("fake"))
-            unused: Any = None
-            return learned_paces(unused, unused, job)
+            return learned_paces(job, made)
 
         with pytest.raises(NotFoundError, match="0 finished items with a text"):
             paces([""] * LEAST_ITEMS)

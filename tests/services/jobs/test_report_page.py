@@ -23,7 +23,7 @@ from jobs.ingest import SubmitOptions, submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import JobSpec
 from jobs.progress import Progress
-from jobs.report import SHOWN_ITEMS, clips, sample
+from jobs.report import SHOWN_ITEMS, clips, default_place, sample
 from jobs.settings import S3Settings
 from jobs.store import open_store
 from pipelines.errors import ConfigError, StoreError
@@ -81,17 +81,14 @@ def test_the_header_says_input_model_and_voice(desk: Desk) -> None:
         register_pipeline("fake", fake_card(), FakePipeline)
 
 
-def test_the_report_of_a_run_shows_as_many_items_as_the_command(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_report_of_a_run_shows_as_many_items_as_the_command(desk: Desk) -> None:
     from jobs import local_run
 
     job = desk.job(TEXTS)
-    monkeypatch.setattr("jobs.report.default_place", lambda *_: desk.rig.folder / "run.html")
     status = desk.rig.ledger.status(job.id)
     with Progress(quiet=True) as progress:
         assert local_run._report(desk.rig.ledger, desk.rig.store, status, desk.rig.settings, progress)  # pyright: ignore[reportPrivateUsage]
-    assert len(rows_of(read_page((desk.rig.folder / "run.html").read_text()))) == len(TEXTS)
+    assert len(rows_of(read_page(default_place(desk.rig.settings, job.id).read_text()))) == len(TEXTS)
     option = next(option for option in report.params if option.name == "items")
     assert option.default == SHOWN_ITEMS
 

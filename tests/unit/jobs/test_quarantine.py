@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +11,7 @@ from jobs.gpus import Device
 from jobs.ledger import Ledger
 from jobs.settings import Settings
 from jobs.worker_group import Member, QuarantineReports, WorkerPlan
-from pipelines.errors import ErrorCode, NightjarError
+from pipelines.errors import NightjarError
 from tests.support.worker_rig import wait_for
 
 
@@ -55,22 +53,17 @@ def test_quarantines_are_reported_and_end(tmp_path: Path) -> None:
     ledger.close()
 
 
-def test_a_ledger_that_is_away_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[ErrorCode] = []
-    report = Ledger.report_quarantines
-
-    def tried(*arguments: Any) -> None:
-        try:
-            report(*arguments)
-        except NightjarError as error:
-            asked.append(error.code)
-            raise
-
-    monkeypatch.setattr(Ledger, "report_quarantines", tried)
-    failed: list[object] = []
-    monkeypatch.setattr(threading, "excepthook", failed.append)
-    reports = QuarantineReports(Settings(home=tmp_path / "none"))
+def test_a_ledger_that_is_away_holds_nothing_up(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path)
+    ledger = Ledger.of(settings)
+    with pytest.raises(NightjarError):
+        ledger.worker_statuses(include_ended=True)
+    reports = QuarantineReports(settings)
     reports.poll([bad("0")])
+    reports.close(all_ended=False)
+    ledger.migrate()
+    assert ledger.worker_statuses(include_ended=True) == []
+    reports.poll([bad("0"), bad("3")])
+    wait_for(lambda: len(ledger.worker_statuses(include_ended=True)) == 2)
     reports.close(all_ended=True)
-    assert asked, "the ledger was there"
-    assert failed == []
+    ledger.close()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import queue
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +23,6 @@ from jobs.store import open_store
 from nightjar.job import POLL_SECONDS, Job
 from nightjar.local import LocalThread
 from tests.support.export_kit import run_all
-from tests.support.fakes import FakeClock
 from tests.support.ledger_kit import done, lease_next
 
 TALK = {"example_id": "talk", "messages": [["user", "text", "Who goes?"], ["assistant", "text", "A friend."]]}
@@ -70,68 +72,47 @@ def test_a_dataset_with_a_filter_stands_beside_the_others(settings: Settings, jo
     assert len(list((settings.home / "exports" / job.id).iterdir())) == 3
 
 
-class Clock(FakeClock):
-    """That of a job here: a sleep takes no time, and calls `slept`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.slept: Callable[[], object] = lambda: None
-
-    def sleep(self, seconds: float) -> None:
-        self.advance(seconds)
-        self.slept()
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr("nightjar.job.time", clock)
-    return clock
-
-
-def test_a_wait_ends_with_its_time(job: Job, clock: Clock) -> None:
-    begun = clock.monotonic()
-
-    def slept() -> None:
-        assert clock.monotonic() <= begun + 2 + POLL_SECONDS, "it waits on after its time"
-
-    clock.slept = slept
-    assert job.wait(2.0) is job
-    assert clock.monotonic() == pytest.approx(begun + 2, abs=POLL_SECONDS)
+def test_a_wait_ends_with_its_time(job: Job) -> None:
+    begun = time.monotonic()
+    assert job.wait(2 * POLL_SECONDS) is job
+    assert time.monotonic() >= begun + 2 * POLL_SECONDS
     assert (job.state, job.done) == ("ready", False)
 
 
-def test_a_loop_gives_each_item_once_while_its_shard_goes_on(
-    settings: Settings, job: Job, clock: Clock
-) -> None:
+def test_a_loop_gives_each_item_once_while_its_shard_goes_on(settings: Settings, job: Job) -> None:
     ledger = Ledger.open(settings.ledger_url)
-    lease = lease_next(ledger)
-    steps = iter([lambda index=index: ledger.commit(lease.ticket, [done(index)]) for index in range(3)])
-
-    def slept() -> None:
-        step = next(steps, None)
-        assert step is not None, "it waits on after the last item"
-        step()
-        if len(lease.open_items) == ledger.status(job.id).items.done:
-            ledger.finish_shard(lease.ticket)
-
-    clock.slept = slept
-    assert [item.index for item in job] == [0, 1, 2]
+    lease, found = lease_next(ledger), queue.SimpleQueue[int]()
+    loop = threading.Thread(target=lambda: [found.put(item.index) for item in job], daemon=True)
+    loop.start()
+    for index in range(3):
+        ledger.commit(lease.ticket, [done(index)])
+        assert found.get(timeout=240) == index
+    ledger.finish_shard(lease.ticket)
+    loop.join(240)
+    assert not loop.is_alive(), "it waits on after the last item"
+    assert found.empty()
     ledger.close()
 
 
 @pytest.mark.parametrize("waits", [list, Job.wait])
-def test_an_interrupt_stops_the_run_of_a_job_here(
-    job: Job, waits: Callable[[Job], Any], clock: Clock
-) -> None:
+def test_an_interrupt_stops_the_run_of_a_job_here(job: Job, waits: Callable[[Job], Any]) -> None:
     """In a notebook the program goes on after it."""
     stops: list[bool] = []
 
-    def slept() -> None:
-        raise KeyboardInterrupt
+    class Running:
+        """A run whose program is interrupted while it waits."""
 
-    clock.slept = slept
-    job._thread = SimpleNamespace(stop=lambda: stops.append(True), error=None, stopped=False)  # type: ignore[assignment]
+        error = None
+
+        @property
+        def stopped(self) -> bool:
+            signal.raise_signal(signal.SIGINT)
+            return False
+
+        def stop(self) -> None:
+            stops.append(True)
+
+    job._thread = Running()  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
         waits(job)
     assert stops == [True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,22 @@ from tests.support.qwen3_golden import golden_model
 SETTINGS = FrameSettings(64, ANY_DRAWS, ANY_DRAWS)
 
 
-class Unmade(MegakernelExecutor):
+class Eager(GraphExecutor):
+    """A graph executor that captures nothing; a captured graph is its frame."""
+
+    flags: np.ndarray
+
+    def _capture(self, bucket: int) -> tuple[Any, FusedFrame]:
+        return None, self._new_frame(bucket)
+
+    def frames(self, *_: object) -> PendingFrames:
+        return lambda: FrameCodes(np.zeros((1, 2, 5), np.int64), self.flags)
+
+    def warm(self, *_: object) -> None:
+        pass
+
+
+class Unmade(MegakernelExecutor, Eager):
     """An executor with all that frames are made of, on a CPU; a captured graph is its frame."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -68,17 +84,12 @@ class Unmade(MegakernelExecutor):
 
 
 @pytest.fixture(autouse=True)
-def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    def capture(self: Unmade, bucket: int) -> tuple[None, FusedFrame]:
-        return None, self._new_frame(bucket)
-
-    def frames(self: Unmade, *_: object) -> PendingFrames:
-        return lambda: FrameCodes(np.zeros((1, 2, 5), np.int64), self.flags)
-
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+    """What a wait for the device, which is not there, calls."""
+    calls: list[Callable[[], None]] = []
     persistent_kit.emulate(monkeypatch)
-    for name, double in (("_capture", capture), ("frames", frames), ("warm", lambda *_: None)):
-        monkeypatch.setattr(GraphExecutor, name, double)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: [call() for call in calls])
+    return calls
 
 
 def test_one_and_two_rows_have_the_persistent_kernel_and_share_its_weights() -> None:
@@ -179,10 +190,10 @@ def test_a_wheel_brings_both_kernels() -> None:
 
 
 def test_a_launch_that_gives_up_is_an_error_once_and_plain_frames_follow(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, waits: list[Callable[[], None]]
 ) -> None:
     executor, held = Unmade(), list[set[int]]()
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: held.append(executor.captured))
+    waits.append(lambda: held.append(executor.captured))
     assert executor.kinds == [PersistentFrame, PersistentFrame, FusedFrame]
     assert executor.frames([0], 1, SETTINGS)().flags.tolist() == [[0, 0]]
     executor.flags[0, 0] = FAILED

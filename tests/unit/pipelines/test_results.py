@@ -83,7 +83,8 @@ class Chunks(Streamer[list[int]]):
 
 
 class Host:
-    """An engine that does what a test tells it: `play` runs in its own thread for each sequence."""
+    """An engine that does what a test tells it: `play` runs in its own thread for each sequence, or before
+    it is let in."""
 
     def __init__(self) -> None:
         self.room = threading.Event()
@@ -91,10 +92,14 @@ class Host:
         self.entering = threading.Event()
         self.cancelled: list[TokenRequest] = []
         self.play: Callable[[Any], None] = lambda receiver: None
+        self.plays_outside = False
 
     def submit(self, request: TokenRequest, receiver: Any) -> None:
         self.entering.set()
         assert self.room.wait(240)
+        if self.plays_outside:
+            self.play(receiver)
+            return
         threading.Thread(target=self.play, args=(receiver,)).start()
 
     def cancel(self, request: TokenRequest) -> None:
@@ -183,16 +188,14 @@ def test_a_stream_comes_in_chunks_from_a_state_that_may_come_late(
     assert not host.cancelled
 
 
-def test_a_stream_that_ends_before_it_was_let_in_is_not_cancelled(
-    host: Host, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def let_in(request: TokenRequest, receiver: Any) -> None:
+def test_a_stream_that_ends_before_it_was_let_in_is_not_cancelled(host: Host, pipeline: Pipeline) -> None:
+    def play(receiver: Any) -> None:
         before = pipeline.stats().audio_seconds
         say([1, 2, 3, 4])(receiver)
         while pipeline.stats().audio_seconds == before:
             time.sleep(0.001)
 
-    monkeypatch.setattr(host, "submit", let_in)
+    host.play, host.plays_outside = play, True
     assert len(list(stream(pipeline, REQUEST))) == 3
     assert submit(pipeline, REQUEST).exception(240) is None
     assert not host.cancelled
