@@ -162,8 +162,9 @@ class CausalDecoder(Decoder[CodecState]):
         return pinned(waves) if self.device.type == "cuda" else [wave.numpy() for wave in waves]
 
     @torch.inference_mode()
-    def warm(self) -> None:
-        """Compiles kernels and initializes libraries for the first batches, on a CUDA device."""
+    def warm(self, clones: bool = False) -> None:
+        """Compiles kernels and initializes libraries for the first batches, on a CUDA device; with `clones` also
+        for those that start from states."""
         batches = [
             [torch.zeros(frames, self._codes_per_frame, dtype=torch.int64)] * rows
             for rows, frames in _WARM_BATCHES
@@ -172,6 +173,8 @@ class CausalDecoder(Decoder[CodecState]):
             with import_module("kernels.triton_launch").compiled_together():
                 for codes in batches:
                     self.decode(codes)
+                    if clones:
+                        self.decode(codes, [self.state_after(codes[0])] * len(codes))
         self.decode(batches[0])
 
     @torch.inference_mode()

@@ -174,7 +174,7 @@ def packed_needs(config: Qwen3TTSConfig, dtype: torch.dtype) -> int:
     return values * dtype.itemsize
 
 
-def start_warming(decoder: CodecDecoder) -> Callable[[], None]:
+def start_warming(decoder: CodecDecoder, clones: bool) -> Callable[[], None]:
     """Warms the codec's decoder on a GPU while other parts of the model are opened. Returns a function that
     waits until that is done."""
 
@@ -182,7 +182,7 @@ def start_warming(decoder: CodecDecoder) -> Callable[[], None]:
         """Only logs errors, since they occur again when speech is decoded."""
         try:
             with on_device(decoder.device), torch.cuda.stream(torch.cuda.Stream(decoder.device)):
-                decoder.warm()
+                decoder.warm(clones)
                 torch.cuda.current_stream().synchronize()
         except Exception:
             log.warning("the codec could not be warmed up", exc_info=True)

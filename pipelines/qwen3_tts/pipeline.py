@@ -138,7 +138,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
             folder / "speech_tokenizer", device, codec_dtype, options.reproducible, fused, config.clones
         )
         _check_codec(config, self.codec)
-        wait_for_codec = start_warming(self.codec.decoder)
+        wait_for_codec = start_warming(self.codec.decoder, config.clones)
         self._frontend = Frontend(folder, config)
         model, self._voices = _load(config, self.codec, options, device, dtype, sizes.max_context)
         self.name = folder.name

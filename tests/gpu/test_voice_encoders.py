@@ -70,6 +70,7 @@ def test_any_batch_has_the_codes_of_the_cpu_and_the_bits_of_a_row_alone(
 
 
 @pytest.mark.parametrize("reproducible", [False, True])
+@torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
 def test_states_after_codes_are_those_of_their_chunks(reproducible: bool) -> None:
     decoder = load_codec(
         FOLDER / "speech_tokenizer", "cuda", reproducible=reproducible, encodes=False
