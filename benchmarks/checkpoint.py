@@ -152,7 +152,7 @@ def dummy_model(
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(qwen3_config(size)), encoding="utf-8")
         config = Qwen3TTSConfig.from_folder(folder)
-    rule = ends_when_allowed(config.ids.eos) if ends else as_published
+    rule = ends_when_allowed(config.ids.codec_eos_token_id) if ends else as_published
     return Qwen3TTSModel(config, take_weights(DummyWeights(device, rule), config, dtype, device), max_context)
 
 
@@ -214,7 +214,7 @@ def ends_when_allowed(end: int, never: bool = False) -> Rule:
 Module = TypeVar("Module", bound=nn.Module)
 SPARK_LM = LmConfig(
     hidden=896, intermediate=4864, layers=24, heads=14, kv_heads=2, head_dim=64, eps=1e-6, rope_theta=1e6, vocab=166_000,
-    max_positions=32_768, tied=True, eos=151_645,
+    max_positions=32_768, tie_word_embeddings=True, eos_token_id=151_645,
 )  # fmt: skip
 _VOCOS = VocosConfig(1024, 384, 2048, 12, 1024, (1, 1))
 SPARK_CODEC = BiCodecConfig(
@@ -244,7 +244,7 @@ def dummy_bicodec(
     codec = SPARK_CODEC
     quantizer = made(lambda: SemanticQuantizer(codec.encoder.output, codec.codebook_size, codec.codebook_dim))
     speaker, encoder = made(lambda: SpeakerEncoder(codec.speaker)), made(lambda: Encoder(codec.encoder))
-    prenet = made(lambda: Prenet(codec.prenet, codec.speaker.output)).to(dtype)
+    prenet = made(lambda: Prenet(codec.prenet, codec.speaker.out_dim)).to(dtype)
     wave = made(lambda: WaveGenerator(codec.wave))
     mel = MelMagnitudes(codec.mel, settings.sample_rate, device)
     decoder = BiCodec(codec, quantizer, speaker, prenet, prepared(wave, dtype, fused))
@@ -371,7 +371,7 @@ def write_lm(folder: Path, lm: LmConfig) -> None:
         "num_attention_heads": lm.heads, "num_key_value_heads": lm.kv_heads, "intermediate_size": lm.intermediate,
         "vocab_size": lm.vocab, "max_position_embeddings": lm.max_positions, "rope_theta": lm.rope_theta, "rms_norm_eps": lm.eps,
         "hidden_act": "silu", "tie_word_embeddings": True, "use_sliding_window": False, "bos_token_id": 151_643,
-        "eos_token_id": lm.eos, "torch_dtype": "bfloat16",
+        "eos_token_id": lm.eos_token_id, "torch_dtype": "bfloat16",
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
@@ -449,7 +449,7 @@ def write_checkpoint(
         # One more than its frames: the last draw would be the end.
         _write_json(folder / "generation_config.json", {"max_new_tokens": frames + 1})
     config = Qwen3TTSConfig.from_folder(folder)
-    main = _Noted(device, ends_when_allowed(config.ids.eos, never=seconds is not None))
+    main = _Noted(device, ends_when_allowed(config.ids.codec_eos_token_id, never=seconds is not None))
     take_weights(main, config, torch.bfloat16, device)
     if config.clones:
         speaker = _Noted(device, in_range)

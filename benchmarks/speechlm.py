@@ -157,7 +157,11 @@ def run(load: Load, config: SpeechLmConfig, host: VllmHost) -> dict[str, Any]:
     """Runs a load to its end; tokens are stream-0 steps of the requests themselves, without null branches."""
     done = threading.Semaphore(0)
     draw = StreamSampling(0.8, 20)
-    first, span, written = config.text_start, config.text_end - config.text_start, StreamSampling(0.6, 20)
+    first, span, written = (
+        config.text_token_offset,
+        config.text_token_end - config.text_token_offset,
+        StreamSampling(0.6, 20),
+    )
     talks: list[_Talk] = []
     for number in range(load.requests):
         body = (first + (number * 7919 + n * 104_729) % span for n in range(load.prompt - 1))

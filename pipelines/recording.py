@@ -214,9 +214,9 @@ class SizedCache(Generic[T]):
         with self._lock:
             self._kept[key] = made, size
             self._bytes += size
-            finished = (key for key, (_, size) in list(self._kept.items()) if size)
             while self._bytes > self.capacity_bytes:
-                self._bytes -= self._kept.pop(next(finished))[1]
+                oldest = next(key for key, (_, size) in self._kept.items() if size)
+                self._bytes -= self._kept.pop(oldest)[1]
         made.set_result(result)
         return result
 

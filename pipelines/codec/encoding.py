@@ -41,9 +41,11 @@ class Encoding:
     bucket: Callable[[int], int] = rounded
     #: Maximum rows of a batch.
     most: int = 1 << 16
+    #: Whether `encode` itself fills batches up where it works on all rows together.
+    fills: bool = False
 
     def rows(self, width: int) -> int:
-        """Rows of a batch."""
+        """Rows of a full batch."""
         return max(min(self.steps // width, self.most), 1)
 
 
@@ -80,7 +82,10 @@ class BatchEncoder:
         if self._stream is None:
             return [encoding.encode(torch.from_numpy(row)[None], None)[0] for row in rows]
         width = encoding.bucket(len(rows[0]))
-        padded = np.zeros((encoding.rows(width), width, *rows[0].shape[1:]), rows[0].dtype)
+        count = encoding.rows(width)
+        if encoding.fills:
+            count = min(count, 1 << (len(rows) - 1).bit_length())
+        padded = np.zeros((count, width, *rows[0].shape[1:]), rows[0].dtype)
         lengths = np.full(len(padded), width)
         for place, row in enumerate(rows):
             padded[place, : len(row)], lengths[place] = row, len(row)

@@ -34,25 +34,25 @@ CONTROL_IDS = 1024
 class TextIds:
     """Ids of the text vocabulary that have a special meaning."""
 
-    tts_pad: Annotated[Whole, "tts_pad_token_id"]
-    tts_bos: Annotated[Whole, "tts_bos_token_id"]
-    tts_eos: Annotated[Whole, "tts_eos_token_id"]
-    im_start: Annotated[Whole, "im_start_token_id"]
-    im_end: Annotated[Whole, "im_end_token_id"]
-    assistant: Annotated[Whole, "assistant_token_id"]
+    tts_pad_token_id: Whole
+    tts_bos_token_id: Whole
+    tts_eos_token_id: Whole
+    im_start_token_id: Whole
+    im_end_token_id: Whole
+    assistant_token_id: Whole
 
 
 @dataclass(frozen=True, slots=True)
 class CodecIds:
     """Ids of the talker's codec vocabulary that have a special meaning."""
 
-    pad: Annotated[Whole, "codec_pad_id"]
-    bos: Annotated[Whole, "codec_bos_id"]
-    eos: Annotated[Whole, "codec_eos_token_id"]
-    think: Annotated[Whole, "codec_think_id"]
-    nothink: Annotated[Whole, "codec_nothink_id"]
-    think_bos: Annotated[Whole, "codec_think_bos_id"]
-    think_eos: Annotated[Whole, "codec_think_eos_id"]
+    codec_pad_id: Whole
+    codec_bos_id: Whole
+    codec_eos_token_id: Whole
+    codec_think_id: Whole
+    codec_nothink_id: Whole
+    codec_think_bos_id: Whole
+    codec_think_eos_id: Whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,9 +152,9 @@ class Qwen3TTSModel(FrameModel):
         self.text = TextTable(weights)
         self._codec_starts = weights.codec_starts.to("cpu")
         super().__init__(
-            _frame_tensors(config, weights, self.text.rows, max_context), config.text_ids.tts_pad
+            _frame_tensors(config, weights, self.text.rows, max_context), config.text_ids.tts_pad_token_id
         )
-        self.text.ensure(torch.tensor([config.text_ids.tts_pad]))
+        self.text.ensure(torch.tensor([config.text_ids.tts_pad_token_id]))
 
     def embed_all(self, prompts: Sequence[Prompt]) -> list[Tensor]:
         """Embeds prompts in groups, with one set of launches for each group."""
@@ -225,7 +225,7 @@ def _frame_tensors(
     return FrameTensors(
         backbone=weights.talker.tensors(talker, table),
         head=weights.head,
-        draw=DrawRules((config.ids.eos,), talker.vocab - CONTROL_IDS),
+        draw=DrawRules((config.ids.codec_eos_token_id,), talker.vocab - CONTROL_IDS),
         feedback=Feedback(weights.codec_table, starts, text),
         depth=DepthTensors(depth, weights.heads, predictor_inputs(weights), starts, weights.projection),
     )

@@ -167,7 +167,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         is not slower."""
         shape, pad, draws = (
             (_WARM_POSITIONS, self.config.codebooks),
-            self.config.text_ids.tts_pad,
+            self.config.text_ids.tts_pad_token_id,
             _WARM_FRAMES + 1,
         )
         prompt = Prompt(np.full(shape[0], pad), np.full(shape, NONE), np.full(_WARM_FRAMES, pad))
@@ -200,7 +200,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         def begin(ids: list[int], final: bool) -> tuple[GenerationRequest, Handle]:
             return start(msgspec.structs.replace(task, body_ids=ids, text_open=not final))
 
-        first, end = task.streamed_ids(voice and voice.codes), self.config.text_ids.tts_eos
+        first, end = task.streamed_ids(voice and voice.codes), self.config.text_ids.tts_eos_token_id
         text = OpenText(self.engine, begin, first, end, on_event, pieces)
         text.append(task.body_ids, False)
         return text

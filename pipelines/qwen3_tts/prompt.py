@@ -82,34 +82,39 @@ def build_prompt(
     recording, to clone it in context. `text_first`: the whole text precedes the first frame
     (`non_streaming_mode` of the published API); otherwise one text token is read in each frame.
     """
-    ids, pad, frames = config.ids, config.text_ids.tts_pad, 0 if codes is None else len(codes)
+    ids, pad, frames = config.ids, config.text_ids.tts_pad_token_id, 0 if codes is None else len(codes)
     head = [*task.instruct_ids, *task.role_ids]
     # Codebook-0 ids of language, voice (NONE for a vector), pad and bos. A speaker of a dialect changes Chinese
     # and "auto" to the dialect.
     language, speaker = task.language.lower(), (task.speaker or "").lower()
     if language in ("auto", "chinese"):
         language = config.dialects.get(speaker, language)
-    think = [ids.nothink, ids.think_bos, ids.think_eos]
+    think = [ids.codec_nothink_id, ids.codec_think_bos_id, ids.codec_think_eos_id]
     if language != "auto":
-        think = [ids.think, ids.think_bos, config.languages[language], ids.think_eos]
+        think = [
+            ids.codec_think_id,
+            ids.codec_think_bos_id,
+            config.languages[language],
+            ids.codec_think_eos_id,
+        ]
     if speaker:
         think.append(config.speakers[speaker])
     elif voice is not None:
         think.append(NONE)
-    prefix = [*think, ids.pad, ids.bos]
-    text = [*head, *[pad] * (len(prefix) - 2), config.text_ids.tts_bos]
+    prefix = [*think, ids.codec_pad_id, ids.codec_bos_id]
+    text = [*head, *[pad] * (len(prefix) - 2), config.text_ids.tts_bos_token_id]
     # Ids of codebook 0.
     first = [NONE] * len(head) + prefix[:-1]
     body = [
         *(() if codes is None else task.reference_ids or ()),
         *task.body_ids,
-        *(() if task.text_open else (config.text_ids.tts_eos,)),
+        *(() if task.text_open else (config.text_ids.tts_eos_token_id,)),
     ]
-    reference = [ids.bos] + [NONE] * frames
+    reference = [ids.codec_bos_id] + [NONE] * frames
     trailing: list[int] = []
     if text_first:
         text += body + [pad] * len(reference)
-        first += [ids.pad] * len(body)
+        first += [ids.codec_pad_id] * len(body)
     else:
         text += (body + [pad] * (len(reference) - len(body)))[: len(reference)]
         trailing = body[len(reference) :]

@@ -4,11 +4,11 @@ context, to codes. Both encoders are networks of transformers, which take second
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -122,15 +122,15 @@ class SpeakerEncoder(ECAPA_TimeDelayNet):
         """
         samples, lengths = _rows(samples, lengths, self.device)
         mel, frames = log_mel(samples, lengths, self.config.sample_rate, self.config.mel_dim)
-        return self(mel.to(self.dtype), frames)
+        return self._vectors(mel.to(self.dtype), frames)
 
-    def forward(self, mel: Tensor, frames: Tensor) -> Tensor:
+    def _vectors(self, mel: Tensor, frames: Tensor) -> Tensor:
         """The forward pass of transformers for rows of different lengths: mel [B, mel_dim, T], frames [B] ->
         [B, enc_dim]."""
         inside = (torch.arange(mel.shape[2], device=mel.device) < frames[:, None])[:, None]
-        first, *blocks = self.blocks
-        x, found = _delayed(first, mel, frames), []
-        for block in blocks:
+        blocks: list[Any] = [*self.blocks]
+        x, found = _delayed(blocks[0], mel, frames), []
+        for block in blocks[1:]:
             parts = _delayed(block.tdnn1, x, frames).chunk(block.res2net_block.scale, dim=1)
             made = [parts[0]]
             for inner, part in zip(block.res2net_block.blocks, parts[1:]):
@@ -200,18 +200,22 @@ class CodecEncoder(nn.Module):
 
     @torch.inference_mode()
     @EXACT
-    def encode(self, samples: Tensor, lengths: Tensor | None = None) -> Tensor:
+    def encode(self, samples: Tensor, lengths: Tensor | None = None, rows: int = 1) -> Tensor:
         """Encodes mono audio at `sample_rate`: samples float32 [B, n], each of its length ([B]; None: n) and
         then padded -> codes int64 [B, ceil(n / samples_per_frame), codebooks].
 
-        A row's codes do not depend on its padding; they are undefined after its last frame.
+        A row's codes do not depend on its padding; they are undefined after its last frame. `rows`: minimum of
+        the rows that are computed together, so that rounding does not depend on their number.
         """
+        count = len(samples)
         samples, lengths = _rows(samples, lengths, self.device)
         x = pad(samples, (0, -samples.shape[1] % self.samples_per_frame))[:, None]
         # The first levels of each row alone, since they take almost all memory.
         first, rest = self.encoder.layers[: self._first], self.encoder.layers[self._first :]
         alone = [self._convolved(row, length, first) for row, length in zip(x.split(1), lengths.split(1))]
-        x, ends = self._convolved(*(torch.cat(parts) for parts in zip(*alone)), rest)
+        x, ends = (torch.cat(parts) for parts in zip(*alone))
+        x, ends = pad(x, (0, 0, 0, 0, 0, max(rows - count, 0))), pad(ends, (0, max(rows - count, 0)))
+        x, ends = self._convolved(x, ends, rest)
         x = x.transpose(1, 2)
         turns = self.encoder_transformer.rotary_emb(x, torch.arange(x.shape[1], device=x.device)[None])
         for layer in self.encoder_transformer.layers:
@@ -221,7 +225,7 @@ class CodecEncoder(nn.Module):
         steps = steps.minimum(ends[:, None] - 1).clamp(min=0)[:, None]
         x = x.transpose(1, 2)
         x = self.downsample.conv(x.gather(2, steps.expand(-1, x.shape[1], -1)))
-        return self.quantizer.encode(x, self.codebooks).permute(1, 2, 0).contiguous()
+        return self.quantizer.encode(x, self.codebooks).permute(1, 2, 0)[:count].contiguous()
 
     def _convolved(self, x: Tensor, ends: Tensor, layers: Iterable[Any]) -> tuple[Tensor, Tensor]:
         """Runs layers of the encoder: x [B, C, T] and the steps of each row [B], before and after them.
@@ -230,7 +234,7 @@ class CodecEncoder(nn.Module):
         """
         for layer in layers:
             if isinstance(layer, MimiResnetBlock):
-                _, wide, _, narrow = layer.block
+                wide, narrow = cast("Sequence[Any]", layer.block)[1::2]
                 hidden = narrow.conv(elu_(_causal(wide, elu(x))))
                 x = hidden.add_(getattr(layer.shortcut, "conv", layer.shortcut)(x))
             elif isinstance(layer, MimiConv1d):
@@ -290,12 +294,16 @@ class VoiceCache:
             KEPT_BYTES, lambda voice: voice.vector.nbytes + (0 if voice.codes is None else voice.codes.nbytes)
         )
         self._batches = BatchEncoder(speaker.device)
-        self._vectors, self._codes = (
-            Encoding(encode, _BATCH_SECONDS * rate, partial(_bucket, rate), _BATCH_ROWS)
-            for encode, rate in (
-                (lambda *rows: speaker.embed(*rows).float(), speaker.config.sample_rate),
-                (self._encoder.encode, self._encoder.sample_rate),
-            )
+        rate = speaker.config.sample_rate
+        self._vectors = Encoding(
+            lambda *rows: speaker.embed(*rows).float(),
+            _BATCH_SECONDS * rate,
+            partial(_bucket, rate),
+            _BATCH_ROWS,
+        )
+        rate = self._encoder.sample_rate
+        self._codes = Encoding(
+            self._encode_rows, _BATCH_SECONDS * rate, partial(_bucket, rate), _BATCH_ROWS, fills=True
         )
 
     def prepare(self, recording: Recording, in_context: bool) -> PreparedVoice:
@@ -326,6 +334,10 @@ class VoiceCache:
             frames = -(-len(samples) // encoder.samples_per_frame)
             found["codes"] = self._batches(self._codes, samples)[:frames].numpy()
         return found
+
+    def _encode_rows(self, samples: Tensor, lengths: Tensor | None) -> Tensor:
+        rows = 1 if lengths is None else self._codes.rows(samples.shape[1])
+        return self._encoder.encode(samples, lengths, rows)
 
     def _identity(self) -> str:
         """A digest of everything that a prepared voice depends on besides its recording: the weights, sizes,

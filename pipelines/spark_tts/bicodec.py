@@ -79,9 +79,11 @@ class Encoder(nn.Module):
 
     def __init__(self, config: VocosConfig) -> None:
         super().__init__()
-        self.encoder = Vocos(config.input, config.dim, config.intermediate, config.layers)
+        self.encoder = Vocos(
+            config.input_channels, config.vocos_dim, config.vocos_intermediate_dim, config.vocos_num_layers
+        )
         self.downsample = _samplings(config)
-        self.project = nn.Linear(config.dim, config.output)
+        self.project = nn.Linear(config.vocos_dim, config.out_channels)
 
     def forward(self, features: Tensor, mask: Tensor | None = None) -> Tensor:
         """mask: [batch, 1, steps], 0 after the end of each row."""
@@ -97,10 +99,16 @@ class Prenet(nn.Module):
 
     def __init__(self, config: VocosConfig, condition: int) -> None:
         super().__init__()
-        self.linear_pre = nn.Linear(config.input, config.dim)
+        self.linear_pre = nn.Linear(config.input_channels, config.vocos_dim)
         self.downsample = _samplings(config)
-        self.vocos_backbone = Vocos(config.dim, config.dim, config.intermediate, config.layers, condition)
-        self.linear = nn.Linear(config.dim, config.output)
+        self.vocos_backbone = Vocos(
+            config.vocos_dim,
+            config.vocos_dim,
+            config.vocos_intermediate_dim,
+            config.vocos_num_layers,
+            condition,
+        )
+        self.linear = nn.Linear(config.vocos_dim, config.out_channels)
 
     def forward(self, x: Tensor, condition: Tensor, mask: Tensor | None = None) -> Tensor:
         """condition: [batch, condition], the voice."""
@@ -114,7 +122,9 @@ class Sampling(nn.Sequential):
     """The published sampling block at ratio 1, which returns three times its input, followed by a Vocos."""
 
     def __init__(self, config: VocosConfig) -> None:
-        super().__init__(nn.Identity(), Vocos(config.dim, config.dim, config.intermediate, 2))
+        super().__init__(
+            nn.Identity(), Vocos(config.vocos_dim, config.vocos_dim, config.vocos_intermediate_dim, 2)
+        )
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """x: [batch, steps, dim]."""
@@ -122,7 +132,7 @@ class Sampling(nn.Sequential):
 
 
 def _samplings(config: VocosConfig) -> nn.ModuleList:
-    return nn.ModuleList([Sampling(config) for _ in config.ratios])
+    return nn.ModuleList([Sampling(config) for _ in config.sample_ratios])
 
 
 def _norm(dim: int, condition: int | None) -> nn.Module:
@@ -248,8 +258,8 @@ def load_bicodec(
     """
     sizes = config.bicodec
     with torch.device("meta"):
-        encoder, prenet = Encoder(sizes.encoder), Prenet(sizes.prenet, sizes.speaker.output)
-        quantizer = SemanticQuantizer(sizes.encoder.output, sizes.codebook_size, sizes.codebook_dim)
+        encoder, prenet = Encoder(sizes.encoder), Prenet(sizes.prenet, sizes.speaker.out_dim)
+        quantizer = SemanticQuantizer(sizes.encoder.out_channels, sizes.codebook_size, sizes.codebook_dim)
         speaker, wave = SpeakerEncoder(sizes.speaker), WaveGenerator(sizes.wave)
     with Checkpoint.open(config.folder / BICODEC) as checkpoint:
         parts = {"encoder": encoder, "quantizer": quantizer, "decoder": wave, "speaker_encoder": speaker}
@@ -305,7 +315,7 @@ class BiCodecDecoder(Decoder[Voice]):
 
     def new_state(self) -> Voice:
         """A placeholder: every request has a voice of its own."""
-        return Voice(torch.zeros(self.codec.config.speaker.tokens, dtype=torch.long))
+        return Voice(torch.zeros(self.codec.config.speaker.token_num, dtype=torch.long))
 
     def decode(self, codes: Sequence[Tensor], states: Sequence[Voice] | None = None) -> list[Tensor]:
         """Whole utterances in the voices of `states` -> float32 samples each."""

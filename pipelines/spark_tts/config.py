@@ -47,35 +47,35 @@ class MelConfig:
 class VocosConfig:
     """`encoder` or `prenet` of BiCodec/config.yaml: a stack of ConvNeXt blocks between two projections."""
 
-    input: Annotated[Size, "input_channels"]
-    dim: Annotated[Size, "vocos_dim"]
-    intermediate: Annotated[Size, "vocos_intermediate_dim"]
-    layers: Annotated[Size, "vocos_num_layers"]
-    output: Annotated[Size, "out_channels"]
+    input_channels: Size
+    vocos_dim: Size
+    vocos_intermediate_dim: Size
+    vocos_num_layers: Size
+    out_channels: Size
     #: The ratios of the sampling blocks, all of which are 1 (see `bicodec.Sampling`).
-    ratios: Annotated[Sizes, "sample_ratios"]
+    sample_ratios: Sizes
 
 
 @dataclass(frozen=True, slots=True)
 class SpeakerConfig:
     """`speaker_encoder` of BiCodec/config.yaml."""
 
-    input: Annotated[Size, "input_dim"]
-    output: Annotated[Size, "out_dim"]
-    latent: Annotated[Size, "latent_dim"]
+    input_dim: Size
+    out_dim: Size
+    latent_dim: Size
     #: Global tokens of a voice.
-    tokens: Annotated[Size, "token_num"]
-    levels: Annotated[Sizes, "fsq_levels"]
+    token_num: Size
+    fsq_levels: Sizes
 
 
 @dataclass(frozen=True, slots=True)
 class WaveConfig:
     """`decoder` of BiCodec/config.yaml."""
 
-    input: Annotated[Size, "input_channel"]
+    input_channel: Size
     channels: Size
     rates: Sizes
-    kernels: Annotated[Sizes, "kernel_sizes"]
+    kernel_sizes: Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +97,15 @@ class BiCodecConfig:
     @property
     def global_codes(self) -> int:
         """The number of values that a global token can have."""
-        return math.prod(self.speaker.levels)
+        return math.prod(self.speaker.fsq_levels)
 
 
 @dataclass(frozen=True, slots=True)
 class LmConfig(StackConfig):
     """The shape of a Qwen2, from LLM/config.json. vLLM reads that file itself."""
 
-    eos: Annotated[Whole, "eos_token_id"]
-    tied: Annotated[bool, "tie_word_embeddings"] = False
+    eos_token_id: Whole
+    tie_word_embeddings: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,15 +160,17 @@ def _bicodec(keys: Keys) -> BiCodecConfig:
     config = keys.take(BiCodecConfig)
     prenet, speaker = keys.section("prenet"), keys.section("speaker_encoder")
     prenet.expect(
-        use_tanh_at_final=False, condition_dim=config.speaker.output, out_channels=config.speaker.output
+        use_tanh_at_final=False, condition_dim=config.speaker.out_dim, out_channels=config.speaker.out_dim
     )
     speaker.expect(fsq_num_quantizers=1)
-    if any(level % 2 for level in config.speaker.levels):
+    if any(level % 2 for level in config.speaker.fsq_levels):
         raise speaker.error("fsq_levels", "must be even numbers")
     for name, vocos in (("encoder", config.encoder), ("prenet", config.prenet)):
-        keys.section(name).expect(sample_ratios=[1] * len(vocos.ratios))
+        keys.section(name).expect(sample_ratios=[1] * len(vocos.sample_ratios))
     wave = config.wave
-    if len(wave.rates) != len(wave.kernels) or any((k - s) % 2 for k, s in zip(wave.kernels, wave.rates)):
+    if len(wave.rates) != len(wave.kernel_sizes) or any(
+        (k - s) % 2 for k, s in zip(wave.kernel_sizes, wave.rates)
+    ):
         raise keys.error("decoder.kernel_sizes", "do not fit the rates")
     return config
 

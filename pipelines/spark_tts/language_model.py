@@ -46,7 +46,7 @@ class Drawable:
 
         Raises `ModelError` (`model.bad_checkpoint`) for an id that the LM does not know.
         """
-        ends = {lm.eos, vocabulary.control("end_semantic_token")}
+        ends = {lm.eos_token_id, vocabulary.control("end_semantic_token")}
         ids = np.array(sorted(vocabulary.non_text | ends), np.int64)
         if ids[-1] >= lm.vocab:
             raise bad_checkpoint(
@@ -74,7 +74,7 @@ def take_weights(
     table = load("model.embed_tokens.weight", lm.vocab, lm.hidden)
     stack = take_stack(load.at("model."), lm, head_norm=False, qkv_bias=True)
     codes = _rows(table, drawable)
-    head = codes if lm.tied else _rows(load("lm_head.weight", lm.vocab, lm.hidden), drawable)
+    head = codes if lm.tie_word_embeddings else _rows(load("lm_head.weight", lm.vocab, lm.hidden), drawable)
     return LmWeights(stack, table, codes, head)
 
 
@@ -84,7 +84,7 @@ def load_weights(
     """The LM of a checkpoint folder. Raises as `take_weights`, and for an unknown tensor."""
     with Checkpoint.open(config.folder / LLM) as checkpoint:
         weights = take_weights(checkpoint, config.lm, drawable, dtype, device)
-        checkpoint.ignore("*rotary_emb*", *(["lm_head.weight"] if config.lm.tied else []))
+        checkpoint.ignore("*rotary_emb*", *(["lm_head.weight"] if config.lm.tie_word_embeddings else []))
         checkpoint.finish()
     return weights
 

@@ -222,12 +222,16 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
         room = self._context - len(prompt)
         check_room(len(prompt), self._context, room, "a larger max_context")
         # Maximum tokens that the LM writes: speech, the tokens before it, and one for the end.
-        tokens, max_tokens, max_semantic = config.bicodec.speaker.tokens, config.sampling.max_new_tokens, None
+        tokens, max_tokens, max_semantic = (
+            config.bicodec.speaker.token_num,
+            config.sampling.max_new_tokens,
+            None,
+        )
         if generation.max_seconds is not None:
             max_semantic = frames_within(generation.max_seconds, config.tokens_per_second, max_tokens)
             before = 1 if voice is not None else tokens + CREATION_EXTRAS
             max_tokens = min(max_tokens, before + max_semantic + 1)
-        stops = (config.lm.eos, vocabulary.control("end_semantic_token"))
+        stops = (config.lm.eos_token_id, vocabulary.control("end_semantic_token"))
         sampling = token_sampling(config.sampling, generation, min(max_tokens, room), request.seed, stops)
         meta = {**self._meta, "prompt_positions": len(prompt)}
         info = SparkRequestInfo(

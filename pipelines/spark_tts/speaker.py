@@ -219,10 +219,10 @@ class SpeakerEncoder(nn.Module):
 
     def __init__(self, config: SpeakerConfig) -> None:
         super().__init__()
-        self.speaker_encoder = Ecapa(config.input)
-        self.perceiver_sampler = Perceiver(config.latent, config.tokens)
-        self.quantizer = Fsq(config.latent, config.levels)
-        self.project = nn.Linear(config.latent * config.tokens, config.output)
+        self.speaker_encoder = Ecapa(config.input_dim)
+        self.perceiver_sampler = Perceiver(config.latent_dim, config.token_num)
+        self.quantizer = Fsq(config.latent_dim, config.fsq_levels)
+        self.project = nn.Linear(config.latent_dim * config.token_num, config.out_dim)
 
     def tokens(self, mel: Tensor) -> Tensor:
         """mel: [batch, mels, steps] -> int64 [batch, tokens]."""

@@ -85,9 +85,10 @@ class WaveGenerator(nn.Module):
         super().__init__()
         channels = [config.channels >> index for index in range(len(config.rates) + 1)]
         blocks = [
-            UpBlock(wide, kernel, rate) for wide, kernel, rate in zip(channels, config.kernels, config.rates)
+            UpBlock(wide, kernel, rate)
+            for wide, kernel, rate in zip(channels, config.kernel_sizes, config.rates)
         ]
-        first = nn.Conv1d(config.input, config.channels, 7, padding=3)
+        first = nn.Conv1d(config.input_channel, config.channels, 7, padding=3)
         self.model = nn.ModuleList(
             [first, *blocks, Snake(channels[-1]), nn.Conv1d(channels[-1], 1, 7, padding=3)]
         )

@@ -123,12 +123,12 @@ def load_tower(
 ) -> AudioEncoder:
     """The tower of a checkpoint. Raises `ModelError` (`model.bad_checkpoint`) that names the tensor or the key."""
     try:
-        sizes = Qwen3OmniMoeAudioEncoderConfig(**own_keys(config.tower))
+        sizes = Qwen3OmniMoeAudioEncoderConfig(**own_keys(config.audio_config))
         with torch.device("meta"):
             tower = Qwen3OmniMoeAudioEncoder._from_config(
                 sizes, attn_implementation="eager" if device.type == "cpu" else "sdpa"
             )
-            adaptor = nn.Linear(config.tower_width, config.backbone.hidden)
+            adaptor = nn.Linear(config.adaptor_input_dim, config.backbone.hidden)
         if sizes.n_window_infer < 2 * sizes.n_window:
             raise ValueError("n_window_infer is less than one chunk of 2 * n_window frames")
     except (TypeError, ValueError) as error:

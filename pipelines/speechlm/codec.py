@@ -78,7 +78,7 @@ def load_codec(
 
     Raises `ModelError` (`model.bad_checkpoint`) that names the tensor.
     """
-    sizes = _sizes(config.folder, config.xcodec)
+    sizes = _sizes(config.folder, config.xcodec_hf_model_tag)
     if sizes.codebook_size != config.codes:
         raise bad_checkpoint(
             f"The codec has {sizes.codebook_size} codes, but config.json says {config.codes}."

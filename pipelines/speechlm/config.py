@@ -39,30 +39,30 @@ class SpeechLmConfig:
     specials: Specials
     #: Number of parallel streams of codec tokens, and number of ids of a stream: its pad, then its codes.
     streams: Annotated[Size, "num_stream"]
-    layer_size: Annotated[Size, "codec_layer_size"]
-    codec_base: Annotated[Size, "codec_base_offset"]
-    #: Text ids are `text_start` <= id < `text_end`.
-    text_start: Annotated[Size, "text_token_offset"]
-    text_end: Annotated[Size, "text_token_end"]
+    codec_layer_size: Size
+    codec_base_offset: Size
+    #: Text ids are `text_token_offset` <= id < `text_token_end`.
+    text_token_offset: Size
+    text_token_end: Size
     #: `text_config` and `audio_config`, from which `transformers` builds the decoder and the tower.
-    text: Annotated[dict[str, Any], "text_config"]
-    tower: Annotated[dict[str, Any], "audio_config"]
-    tower_width: Annotated[Size, "adaptor_input_dim"]
-    xcodec: Annotated[str, "xcodec_hf_model_tag"]
+    text_config: dict[str, Any]
+    audio_config: dict[str, Any]
+    adaptor_input_dim: Size
+    xcodec_hf_model_tag: str
     sample_rate: Annotated[Size, "xcodec_sample_rate"]
     text_temperature: float
-    text_top_k: Annotated[Whole, "text_topk"]
+    text_topk: Whole
     audio_temperature: float
-    audio_top_k: Annotated[Whole, "audio_topk"]
+    audio_topk: Whole
 
     @property
     def codes(self) -> int:
         """The number of values that a code can have."""
-        return self.layer_size - 1
+        return self.codec_layer_size - 1
 
     @property
     def codec_end(self) -> int:
-        return self.codec_base + self.streams * self.layer_size
+        return self.codec_base_offset + self.streams * self.codec_layer_size
 
     @property
     def delay(self) -> int:
@@ -78,16 +78,16 @@ class SpeechLmConfig:
         backbone = text.take(StackConfig, rope_theta=text.rope_theta())
         config = keys.take(cls, folder=folder, backbone=backbone, specials=Specials(**specials))
         # The shapes of tensors do not show whether ranges are swapped, so ranges are checked here.
-        if max(specials.values()) >= config.text_start:
+        if max(specials.values()) >= config.text_token_offset:
             raise keys.error("text_token_offset", "must be above the control tokens")
-        if not config.text_start < config.text_end <= config.codec_base:
+        if not config.text_token_offset < config.text_token_end <= config.codec_base_offset:
             raise keys.error(
                 "text_token_end", "must be above text_token_offset and not above codec_base_offset"
             )
         if config.codec_end > backbone.vocab:
-            room = f"leaves no room for {config.streams} streams of {config.layer_size} ids in the vocabulary"
+            room = f"leaves no room for {config.streams} streams of {config.codec_layer_size} ids in the vocabulary"
             raise keys.error("codec_base_offset", room)
-        if config.layer_size < 2 or config.layer_size >= 1 << 15:
+        if config.codec_layer_size < 2 or config.codec_layer_size >= 1 << 15:
             raise keys.error("codec_layer_size", "must be 2 to 32767")
         return config
 

@@ -39,7 +39,7 @@ class TextCoder:
 
     def __init__(self, config: SpeechLmConfig) -> None:
         """Raises `ModelError` (`model.bad_checkpoint`) for a tokenizer that is missing or cannot be read."""
-        self._start, self._end = config.text_start, config.text_end
+        self._start, self._end = config.text_token_offset, config.text_token_end
         path = config.folder / "tokenizer.json"
         try:
             table = json.loads(path.read_text(encoding="utf-8"))
@@ -107,7 +107,7 @@ def model_spec(config: SpeechLmConfig, share_prefixes: bool | None = None) -> Mo
     """The description of the model for vLLM."""
     return ModelSpec(
         config.folder,
-        own_keys(config.text),
+        own_keys(config.text_config),
         "SpeechLmForCausalLM",
         codes_per_step=config.streams,
         share_prefixes=share_prefixes,
@@ -226,7 +226,7 @@ def read_output(
     if end != "length":
         end, rows = _ENDS[rows[-1, 1]], rows[:-1]
         ids[-1] = special.eot if end == "eot" else special.eos
-    rows[:, 0] -= config.codec_base
+    rows[:, 0] -= config.codec_base_offset
     # Codes beside the token are 1 + their index in their stream's ids, where the pad has index 0.
     rows[:, 1:] -= 1
     return ModelOutput(ids, rows, end)

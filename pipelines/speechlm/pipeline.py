@@ -195,7 +195,7 @@ class SpeechLmStreamer(SpeechLmUtterance):
     def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
         config, tokenizer = self._info.config, self._info.coder.tokenizer
         for token in ids:
-            is_text = config.text_start <= token < config.text_end
+            is_text = config.text_token_offset <= token < config.text_token_end
             if is_text and (piece := self._decoder.step(tokenizer, token)):
                 self._sent += piece
                 self._listener(self._chunk(piece))
@@ -288,8 +288,8 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         config, top_p = self.config, or_default(generation.top_p, 1.0)
         text = or_default(generation.text_temperature, generation.temperature, config.text_temperature)
         audio = or_default(generation.audio_temperature, generation.temperature, config.audio_temperature)
-        text_top_k = or_default(generation.top_k, config.text_top_k)
-        audio_top_k = or_default(generation.audio_top_k, generation.top_k, config.audio_top_k)
+        text_top_k = or_default(generation.top_k, config.text_topk)
+        audio_top_k = or_default(generation.audio_top_k, generation.top_k, config.audio_topk)
         return (
             StreamSampling(bounded(text), min(text_top_k, MAX_TOP_K), top_p),
             StreamSampling(bounded(audio), min(audio_top_k, MAX_TOP_K), top_p),

@@ -71,7 +71,9 @@ class SpeechLmState(FrameState):
         #: Ids of the ends, and of all text. They are on the device from the start, because a copy would
         #: block.
         self._ends_ids = torch.tensor((special.eos, special.eot), device=device)
-        self._text_ids = torch.arange(self._config.text_start, self._config.text_end, device=device)
+        self._text_ids = torch.arange(
+            self._config.text_token_offset, self._config.text_token_end, device=device
+        )
         self._settings = [_Settings()] * slots
         #: For each slot whose prompt is not computed beyond its recordings: (first position, rows [n,
         #: hidden]) of each recording.
@@ -148,7 +150,7 @@ class SpeechLmState(FrameState):
     def _draw_audio(self, rows: Tensor, step: FrameStep, noise: Tensor, settings: list[_Settings]) -> Tensor:
         """Indices [n, streams] into the ids of each stream. After them, stream 0 has two more: eos and
         eot."""
-        count, streams, layer = len(rows), self._config.streams, self._config.layer_size
+        count, streams, layer = len(rows), self._config.streams, self._config.codec_layer_size
         logits = rows.new_full((count, streams, layer + 2), _NEVER)
         logits[:, :, :layer] = rows[:, :-2].view(count, streams, layer)
         drawing = self.drawing
@@ -165,7 +167,7 @@ class SpeechLmState(FrameState):
     def _draw_text(self, logits: Tensor, step: FrameStep, noise: Tensor, settings: list[_Settings]) -> Tensor:
         """Text ids, eos or eot [n]. A row whose top_k allows it is drawn only from the likeliest ids, because
         the vocabulary is large."""
-        start, end = self._config.text_start, self._config.text_end
+        start, end = self._config.text_token_offset, self._config.text_token_end
         span, ends = logits[:, start:end], logits.index_select(1, self._ends_ids)
         flags = DrawFlags.of([row.text for row in settings])
         # The number does not depend on other rows, because the order and the number of candidates change a
@@ -188,9 +190,9 @@ class SpeechLmState(FrameState):
     def _assemble(self, speaks: Tensor, text: Tensor, audio: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
         """The token [n] and the codes [n, width] of each row, from its text or its audio. `audio`: the drawn
         indices; `full`: whether a row has its maximum of audio."""
-        eos, layer = self._config.specials.eos, self._config.layer_size
+        eos, layer = self._config.specials.eos, self._config.codec_layer_size
         ended = (audio[:, 0] >= layer) | full
-        first = torch.where(ended, eos, audio[:, 0] + self._config.codec_base)
+        first = torch.where(ended, eos, audio[:, 0] + self._config.codec_base_offset)
         codes = torch.where((speaks & ~ended)[:, None], audio[:, 1:] + 1, 0)
         marks = torch.where(full, ENDED_BY_LIMIT, (audio[:, 0] == layer + 1).long() * ENDED_BY_EOT)
         codes[:, 0] += marks * (speaks & ended)
@@ -222,11 +224,11 @@ class SpeechLmForCausalLM(FrameModel, Qwen3ForCausalLM):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.speechlm = SpeechLmConfig.from_folder(Path(vllm_config.model_config.model))
         self.width = self.speechlm.streams - 1
-        rows, hidden = self.speechlm.streams * self.speechlm.layer_size, self.speechlm.backbone.hidden
+        rows, hidden = self.speechlm.streams * self.speechlm.codec_layer_size, self.speechlm.backbone.hidden
         dtype = vllm_config.model_config.dtype
         #: [1 + width * layer, hidden]: row 0 is zero, for tokens without a code.
         self.frame_embedding = _parameter(
-            torch.zeros(1 + rows - self.speechlm.layer_size, hidden, dtype=dtype)
+            torch.zeros(1 + rows - self.speechlm.codec_layer_size, hidden, dtype=dtype)
         )
         #: float32 [streams * layer + 2, hidden] and its bias: every stream's ids, then eos and eot for stream
         #: 0.
@@ -235,7 +237,7 @@ class SpeechLmForCausalLM(FrameModel, Qwen3ForCausalLM):
 
     def embed_frames(self, ids: Tensor, codes: Tensor) -> Tensor:
         """Sum of the embeddings of a token [n] and of its codes [n, width]: [n, hidden]."""
-        offsets = torch.arange(self.width, device=codes.device) * self.speechlm.layer_size
+        offsets = torch.arange(self.width, device=codes.device) * self.speechlm.codec_layer_size
         places = torch.where(codes > 0, codes + offsets, 0)
         return self.embed_input_ids(ids) + functional.embedding_bag(
             places, self.frame_embedding, mode="sum", padding_idx=0
@@ -258,9 +260,9 @@ class SpeechLmForCausalLM(FrameModel, Qwen3ForCausalLM):
                     yield name, tensor
 
         loaded, config = super().load_weights(decoder()), self.speechlm
-        head, layer = held[HEAD], config.layer_size
-        self.frame_embedding.data[1:] = held[EMBEDDING][config.codec_base + layer : config.codec_end]
-        self.frame_head.data[:-2] = head[config.codec_base : config.codec_end]
+        head, layer = held[HEAD], config.codec_layer_size
+        self.frame_embedding.data[1:] = held[EMBEDDING][config.codec_base_offset + layer : config.codec_end]
+        self.frame_head.data[:-2] = head[config.codec_base_offset : config.codec_end]
         self.frame_head.data[-2:] = head[[config.specials.eos, config.specials.eot]]
         shifts = held[STREAMS].to(self.frame_head.device).float()
         for stream in range(1, config.streams):

@@ -42,7 +42,7 @@ def check_names(checkpoint: Checkpoint, config: SpeechLmConfig) -> None:
     take_stack(Loader(checkpoint, "model.", torch.float32, torch.device("meta")), backbone)
     for name, rows in ((EMBEDDING, backbone.vocab), (HEAD, backbone.vocab), (STREAMS, config.streams)):
         take(name, (rows, backbone.hidden))
-    take(f"{ADAPTOR}weight", (backbone.hidden, config.tower_width))
+    take(f"{ADAPTOR}weight", (backbone.hidden, config.adaptor_input_dim))
     take(f"{ADAPTOR}bias", (backbone.hidden,))
     checkpoint.ignore(f"{TOWER}*", *(f"{CODEC}{part}.*" for part in _CODEC_PARTS))
     checkpoint.finish()

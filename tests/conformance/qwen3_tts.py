@@ -89,7 +89,9 @@ def _prompts(golden: Golden, case: dict[str, Any]) -> Iterator[Case]:
             prompt = row.prompt(golden.config(case))
             near(model.embed(prompt), row.array("prompt_embeds"), PROMPT_LIMIT, "prompt")
             trailing = torch.from_numpy(
-                prompt.trailing if len(prompt.trailing) else np.array([model.config.text_ids.tts_pad])
+                prompt.trailing
+                if len(prompt.trailing)
+                else np.array([model.config.text_ids.tts_pad_token_id])
             )
             near(
                 model.text.rows[trailing.to(model.device)],

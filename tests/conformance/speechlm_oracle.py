@@ -41,7 +41,7 @@ class Oracle:
 
     def __init__(self, config: SpeechLmConfig) -> None:
         self.config = config
-        text = {**config.text, "model_type": "qwen3"}
+        text = {**config.text_config, "model_type": "qwen3"}
         self.model: Any = Qwen3ForCausalLM._from_config(
             Qwen3Config(**text), attn_implementation="eager"
         ).eval()
@@ -74,9 +74,9 @@ class Oracle:
         ends = self.head[[config.specials.eos, config.specials.eot]]
         made = []
         for stream in range(config.streams):
-            first = config.codec_base + stream * config.layer_size
+            first = config.codec_base_offset + stream * config.codec_layer_size
             shifted = hidden + (self.shifts[stream] if stream else 0)
-            made.append(torch.cat((self.head[first : first + config.layer_size], ends)) @ shifted)
+            made.append(torch.cat((self.head[first : first + config.codec_layer_size], ends)) @ shifted)
         return torch.stack(made)
 
     def write(self, script: Script) -> Written:
@@ -118,11 +118,12 @@ class Oracle:
             if null is not None:
                 out.null_states.append(null)
             places = self._places(script, merged, len(out.ids), len(out.rows))
-            if places[0] >= config.layer_size:
-                out.ids.append(special.eos if places[0] == config.layer_size else special.eot)
+            if places[0] >= config.codec_layer_size:
+                out.ids.append(special.eos if places[0] == config.codec_layer_size else special.eot)
                 return
             row = [
-                config.codec_base + stream * config.layer_size + place for stream, place in enumerate(places)
+                config.codec_base_offset + stream * config.codec_layer_size + place
+                for stream, place in enumerate(places)
             ]
             out.ids.append(row[0])
             out.rows.append(row)
@@ -140,7 +141,9 @@ class Oracle:
 
     def _text(self, script: Script, hidden: Tensor, index: int) -> int:
         config, special = self.config, self.config.specials
-        ids = torch.tensor([*range(config.text_start, config.text_end), special.eos, special.eot])
+        ids = torch.tensor(
+            [*range(config.text_token_offset, config.text_token_end), special.eos, special.eot]
+        )
         logits = (self.head[ids] @ hidden)[None]
         noise = frame_noise(torch.tensor([script.seed]), torch.tensor([index]), config.streams)[0, :1]
         if script.text.top_k and script.text.temperature:

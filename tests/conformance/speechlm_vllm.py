@@ -163,6 +163,6 @@ class Heard(SpeechLmUtterance):
     def _deliver(self, ids: list[int], codes: NDArray[np.int64] | None, finished: bool) -> None:
         config = self._info.config
         answer = read_output(config, ids, codes, finished=finished)
-        bases = config.codec_base + config.layer_size * np.arange(config.streams)
+        bases = config.codec_base_offset + config.codec_layer_size * np.arange(config.streams)
         made: Any = (answer.ids, answer.rows + bases)
         self.future.set_result(made)

@@ -229,7 +229,7 @@ def _placed(
     dice = np.random.default_rng(0)
     shape = (requests, frames, config.codebooks)
     by_id, by_rank, impossible = np.full(shape, np.nan), np.full(shape, np.nan), []
-    end = config.ids.eos
+    end = config.ids.codec_eos_token_id
 
     def note(members: list[int], frame: int, codebook: int, probabilities: Tensor, tokens: list[int]) -> None:
         low, high, low_rank, possible = intervals(

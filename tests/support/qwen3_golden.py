@@ -65,7 +65,9 @@ def random_request(rng: random.Random, model: Qwen3TTSModel, name: str) -> Gener
     if rng.random() < 0.5:
         parts["instruct_ids"] = draw.integers(0, 256, rng.randint(3, 20)).tolist()
     body = draw.integers(0, 256, rng.randint(1, 40)).tolist()
-    task = TokenizedTask([config.text_ids.im_start, config.text_ids.assistant, 198], body, **parts)
+    task = TokenizedTask(
+        [config.text_ids.im_start_token_id, config.text_ids.assistant_token_id, 198], body, **parts
+    )
     prompt = build_prompt(config, task, voice, codes, text_first)
     return GenerationRequest(name, prompt, random_sampling(rng), rng.randrange(2**63), rng.randint(2, 12))
 

@@ -162,6 +162,7 @@ def test_who_shares_the_recording_of_a_cancelled_request_gets_it(open_process: O
     handle = process.start(cloned(voice(1), request_id="gone"), lambda _: pytest.fail("it was cancelled"))
     assert slow.begun.wait(60)
     handle.cancel()
+    assert process._recordings, "the child may still read it"
     other = submit(process, cloned(voice(1), request_id="other"))
     slow.go.set()
     assert other.result(60).text_out == heard(voice(1))

@@ -49,7 +49,7 @@ class Writer:
             text_first=False,
         )
         self.open = replace(self.whole, prompt=opened, stream=True, text_open=True)
-        self.left = [*body[first:], config.text_ids.tts_eos]
+        self.left = [*body[first:], config.text_ids.tts_eos_token_id]
         np.testing.assert_array_equal(opened.text, prompt.text)
 
     def write(self, core: ListenedCore, count: int) -> None:

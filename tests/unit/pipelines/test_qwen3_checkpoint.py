@@ -39,7 +39,7 @@ def test_published_shapes_come_from_the_config(kind: str) -> None:
     config = Qwen3TTSConfig.from_folder(GOLDEN / f"checkpoint-{kind}")
     talker = raw["talker_config"]
     assert config.talker.head_dim == talker["head_dim"]
-    assert config.ids.eos == talker["codec_eos_token_id"]
+    assert config.ids.codec_eos_token_id == talker["codec_eos_token_id"]
     assert config.predictor.rope_theta == talker["code_predictor_config"]["rope_theta"]
     assert config.needs_projection == (
         talker["hidden_size"] != talker["code_predictor_config"]["hidden_size"]
@@ -95,7 +95,7 @@ def test_revision_follows_the_weights(folder: Path) -> None:
             "num_key_value_heads must be a whole number above 0",
         ),
         (lambda c: c["talker_config"].update(rope_theta=-1), "rope_theta"),
-        (lambda c: c["talker_config"].update(codec_pad_id=99999), "the id of pad"),
+        (lambda c: c["talker_config"].update(codec_pad_id=99999), "the id of codec_pad_id"),
         (lambda c: c.update(tts_pad_token_id=99999), "tts_pad"),
     ],
 )

@@ -62,12 +62,12 @@ def test_sizes_come_from_the_configs() -> None:
         50,
         96_000,
     )
-    assert (config.bicodec.speaker.tokens, config.bicodec.global_codes, config.bicodec.codebook_size) == (
+    assert (config.bicodec.speaker.token_num, config.bicodec.global_codes, config.bicodec.codebook_size) == (
         16,
         4096,
         2048,
     )
-    assert (config.lm.head_dim, config.lm.eos, config.lm.tied) == (12, 402, True)
+    assert (config.lm.head_dim, config.lm.eos_token_id, config.lm.tie_word_embeddings) == (12, 402, True)
 
 
 def edit_yaml(old: str, new: str) -> Callable[[Path], None]:

@@ -24,7 +24,9 @@ def codec() -> BiCodec:
 def tokens(codec: BiCodec, length: int, seed: int) -> tuple[Tensor, Tensor]:
     dice = torch.Generator().manual_seed(seed)
     semantic = torch.randint(codec.config.codebook_size, (length,), generator=dice)
-    return semantic, torch.randint(codec.config.global_codes, (codec.config.speaker.tokens,), generator=dice)
+    return semantic, torch.randint(
+        codec.config.global_codes, (codec.config.speaker.token_num,), generator=dice
+    )
 
 
 @pytest.mark.parametrize("pad_to", [0, 96])

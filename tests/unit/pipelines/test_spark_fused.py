@@ -35,7 +35,7 @@ def rand(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
 def tokens(length: int, seed: int) -> tuple[Tensor, Tensor]:
     sizes, dice = codec(False).config, torch.Generator().manual_seed(seed)
     semantic = torch.randint(sizes.codebook_size, (length,), generator=dice)
-    return semantic, torch.randint(sizes.global_codes, (sizes.speaker.tokens,), generator=dice)
+    return semantic, torch.randint(sizes.global_codes, (sizes.speaker.token_num,), generator=dice)
 
 
 def generator(kernel: int, rate: int) -> WaveGenerator:

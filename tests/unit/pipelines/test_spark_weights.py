@@ -49,7 +49,7 @@ def test_everything_but_text_can_be_drawn_and_two_codes_end_it() -> None:
     added = json.loads((checkpoint() / LLM / "tokenizer.json").read_text())["added_tokens"]
     assert drawable.ids.tolist() == sorted({one["id"] for one in added})
     assert {int(drawable.ids[end]) for end in drawable.ends} == {
-        config.lm.eos,
+        config.lm.eos_token_id,
         vocabulary.control("end_semantic_token"),
     }
     assert drawable.rows % ROW_STEP == 0

@@ -92,7 +92,7 @@ def test_what_a_user_writes_never_becomes_a_control_token(config: SpeechLmConfig
     assert ids.count(config.specials.eos) == 1
     assert ids.count(config.specials.assistant) == 1
     assert ids[:3] == [config.specials.bos, config.specials.user, config.specials.text]
-    assert all(config.text_start <= one < config.text_end for one in ids[3:-2])
+    assert all(config.text_token_offset <= one < config.text_token_end for one in ids[3:-2])
     assert coder.decode(ids) == hostile
 
 
@@ -165,7 +165,7 @@ def test_whoever_hangs_up_leaves_no_audio_behind(config: SpeechLmConfig) -> None
         speaker.current = "text"
         return speaker, listener
 
-    text = Tokens([config.text_start, config.specials.eot], "stop")
+    text = Tokens([config.text_token_offset, config.specials.eot], "stop")
     gone, listener = talker()
     listener.cancel()
     gone.finished(text)
@@ -229,7 +229,7 @@ def test_windows_of_the_tower_can_be_chosen(config: SpeechLmConfig) -> None:
         cpu = torch.device("cpu")
 
         def tower(**windows: int) -> AudioEncoder:
-            changed = replace(config, tower={**config.tower, **windows})
+            changed = replace(config, audio_config={**config.audio_config, **windows})
             return load_tower(checkpoint, changed, cpu, torch.float32, False)
 
         found = [tower().encode(samples), tower(n_window=50, n_window_infer=800).encode(samples)]

@@ -53,8 +53,8 @@ def test_a_setting_is_that_of_its_draws(said: dict[str, Any], expected: dict[str
     plain = script_of()
     assert (plain["seed"], plain["audio.top_k"], plain["text.top_k"]) == (
         5,
-        CONFIG.audio_top_k,
-        CONFIG.text_top_k,
+        CONFIG.audio_topk,
+        CONFIG.text_topk,
     )
     assert changed(plain, script_of(**said)) == expected
 
