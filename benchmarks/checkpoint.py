@@ -242,7 +242,9 @@ def dummy_bicodec(
         return module
 
     codec = SPARK_CODEC
-    quantizer = made(lambda: SemanticQuantizer(codec.encoder.output, codec.codebook_size, codec.codebook_dim))
+    quantizer = made(
+        lambda: SemanticQuantizer(codec.encoder.out_channels, codec.codebook_size, codec.codebook_dim)
+    )
     speaker, encoder = made(lambda: SpeakerEncoder(codec.speaker)), made(lambda: Encoder(codec.encoder))
     prenet = made(lambda: Prenet(codec.prenet, codec.speaker.out_dim)).to(dtype)
     wave = made(lambda: WaveGenerator(codec.wave))
