@@ -45,8 +45,8 @@ class CausalDecoder(Decoder[CodecState]):
     state_size: int
     #: Whether `run` does almost no work for samples after `lengths`.
     skips_padding = False
-    #: Minimum frames of `states_after`; None: the decoder does not have it.
-    reach: int | None = None
+    #: Minimum frames of `states_after`; 0: the decoder does not have it.
+    reach = 0
 
     def __init__(
         self,
@@ -310,7 +310,7 @@ class CausalDecoder(Decoder[CodecState]):
     def _after(self, codes: Sequence[Tensor]) -> list[tuple[Tensor, Tensor, WriteEvent | None]]:
         """For each of some codes: they, the values of the state after them, and the event of the write."""
         found: dict[int, tuple[Tensor, Tensor, WriteEvent | None]] = {}
-        least = math.inf if self.reach is None or self._alone else self.reach
+        least = math.inf if self._alone or not self.reach else self.reach
         for i, item in enumerate(codes):
             if len(item) < least:
                 state = self.new_state()

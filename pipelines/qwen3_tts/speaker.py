@@ -4,11 +4,11 @@ context, to codes. Both encoders are networks of transformers, which take second
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -122,15 +122,15 @@ class SpeakerEncoder(ECAPA_TimeDelayNet):
         """
         samples, lengths = _rows(samples, lengths, self.device)
         mel, frames = log_mel(samples, lengths, self.config.sample_rate, self.config.mel_dim)
-        return self(mel.to(self.dtype), frames)
+        return self._vectors(mel.to(self.dtype), frames)
 
-    def forward(self, mel: Tensor, frames: Tensor) -> Tensor:
+    def _vectors(self, mel: Tensor, frames: Tensor) -> Tensor:
         """The forward pass of transformers for rows of different lengths: mel [B, mel_dim, T], frames [B] ->
         [B, enc_dim]."""
         inside = (torch.arange(mel.shape[2], device=mel.device) < frames[:, None])[:, None]
-        first, *blocks = self.blocks
-        x, found = _delayed(first, mel, frames), []
-        for block in blocks:
+        blocks: list[Any] = [*self.blocks]
+        x, found = _delayed(blocks[0], mel, frames), []
+        for block in blocks[1:]:
             parts = _delayed(block.tdnn1, x, frames).chunk(block.res2net_block.scale, dim=1)
             made = [parts[0]]
             for inner, part in zip(block.res2net_block.blocks, parts[1:]):
@@ -234,7 +234,7 @@ class CodecEncoder(nn.Module):
         """
         for layer in layers:
             if isinstance(layer, MimiResnetBlock):
-                _, wide, _, narrow = layer.block
+                wide, narrow = cast("Sequence[Any]", layer.block)[1::2]
                 hidden = narrow.conv(elu_(_causal(wide, elu(x))))
                 x = hidden.add_(getattr(layer.shortcut, "conv", layer.shortcut)(x))
             elif isinstance(layer, MimiConv1d):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from pipelines.qwen3_tts.codec import load_codec
@@ -23,3 +24,38 @@ def test_rows_have_the_states_that_their_chunks_lead_to() -> None:
         decoder.decode_chunk([state], [row[:length]])
         assert state.values is not None
         torch.testing.assert_close(values, state.values, rtol=1e-3, atol=1e-3)
+
+
+class Written:
+    """The event of a write on a CPU, where values are there at once."""
+
+    def __init__(self, _: torch.device) -> None: ...
+
+    def wait(self, _: torch.Tensor) -> None: ...
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_utterances_start_from_states_that_are_made_when_they_are_decoded(
+    fixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: many at once, and only the last ones are kept."""
+    monkeypatch.setattr("pipelines.codec.decoder.WriteEvent", Written)
+    monkeypatch.setattr("pipelines.codec.decoder.KEPT_STATES", 3)
+    torch.set_num_threads(1)
+    plain, decoder = (load_codec(FOLDER, encodes=False).decoder for _ in range(2))
+    decoder._alone, decoder._fixed = False, fixed
+    sizes = decoder.config.codebook_size, (90, decoder.config.num_quantizers)
+    codes = torch.randint(0, *sizes, generator=torch.Generator().manual_seed(0))
+    starts = [
+        decoder.state_after(codes[:length]) for length in (decoder.reach - 1, decoder.reach, 40, 37, 90)
+    ]
+    for _ in range(2):
+        waves = decoder.decode([codes[: 9 + i] for i in range(10)], starts * 2)
+        for i, wave in enumerate(waves):
+            start, state = starts[i % 5], plain.new_state()
+            assert start.values is None
+            assert start.codes is not None
+            plain.decode_chunk([state], [start.codes])
+            (wanted,) = plain.decode([codes[: 9 + i]], [state])
+            torch.testing.assert_close(wave, wanted, rtol=1e-3, atol=1e-3)
+    assert len(decoder._made) == 3
