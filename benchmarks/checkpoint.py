@@ -248,7 +248,7 @@ def dummy_bicodec(
     speaker, encoder = made(lambda: SpeakerEncoder(codec.speaker)), made(lambda: Encoder(codec.encoder))
     prenet = made(lambda: Prenet(codec.prenet, codec.speaker.out_dim)).to(dtype)
     wave = made(lambda: WaveGenerator(codec.wave))
-    mel = MelMagnitudes(codec.mel, settings.sample_rate, device)
+    mel = MelMagnitudes(codec.mel_params, settings.sample_rate, device)
     decoder = BiCodec(codec, quantizer, speaker, prenet, prepared(wave, dtype, fused))
     return AudioTokenizer(encoder, quantizer, speaker, mel), decoder
 
