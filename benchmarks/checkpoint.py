@@ -242,11 +242,13 @@ def dummy_bicodec(
         return module
 
     codec = SPARK_CODEC
-    quantizer = made(lambda: SemanticQuantizer(codec.encoder.output, codec.codebook_size, codec.codebook_dim))
+    quantizer = made(
+        lambda: SemanticQuantizer(codec.encoder.out_channels, codec.codebook_size, codec.codebook_dim)
+    )
     speaker, encoder = made(lambda: SpeakerEncoder(codec.speaker)), made(lambda: Encoder(codec.encoder))
     prenet = made(lambda: Prenet(codec.prenet, codec.speaker.out_dim)).to(dtype)
     wave = made(lambda: WaveGenerator(codec.wave))
-    mel = MelMagnitudes(codec.mel, settings.sample_rate, device)
+    mel = MelMagnitudes(codec.mel_params, settings.sample_rate, device)
     decoder = BiCodec(codec, quantizer, speaker, prenet, prepared(wave, dtype, fused))
     return AudioTokenizer(encoder, quantizer, speaker, mel), decoder
 

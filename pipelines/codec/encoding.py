@@ -91,19 +91,19 @@ class BatchEncoder:
             padded[place, : len(row)], lengths[place] = row, len(row)
         inputs = torch.from_numpy(padded), torch.from_numpy(lengths)
         with on_device(self._device), torch.cuda.stream(self._stream):
-            work = self._work(encoding, width, *inputs)
-            made = work()[: len(rows)]
+            made = self._encoded(encoding, *inputs)[: len(rows)]
             recorded().synchronize()
             return [*made.cpu()]
 
-    def _work(self, encoding: Encoding, width: int, rows: Tensor, lengths: Tensor) -> Callable[[], Tensor]:
-        """Copies a batch to the device; the returned function encodes it."""
-        key = encoding, len(rows), width
+    def _encoded(self, encoding: Encoding, rows: Tensor, lengths: Tensor) -> Tensor:
+        """The results of a batch, [rows, ...], until the next batch."""
+        count, width = rows.shape[:2]
+        key = encoding, count, width
         if key not in self._graphs:
             places = rows.to(self._device), lengths.to(self._device)
             work = partial(encoding.encode, *places)
             if width > encoding.steps or len(self._graphs) == _MAX_GRAPHS:
-                return work
+                return work()
             assert self._stream is not None
             made: list[Tensor] = []
             graph = capture(lambda: made.append(work()), self._pool, self._stream)
@@ -111,9 +111,5 @@ class BatchEncoder:
         into, lengths_into, graph, result = self._graphs[key]
         into.copy_(rows)
         lengths_into.copy_(lengths)
-
-        def replay() -> Tensor:
-            graph.replay()
-            return result
-
-        return replay
+        graph.replay()
+        return result

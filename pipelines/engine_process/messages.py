@@ -23,6 +23,9 @@ from pipelines.request import (
     Role,
 )
 
+#: Arguments of `Recording.read`: the sample rate, the channel and the quality.
+Reading = tuple[int | None, int | None, Quality]
+
 
 class RequestRecord(msgspec.Struct, frozen=True, tag=True):
     """A `SynthesisRequest` in a message."""
@@ -111,8 +114,8 @@ class Wanted(msgspec.Struct, frozen=True, tag=True):
     number: int
     #: Position among the request's recordings.
     place: int
-    #: Arguments of `Recording.read`; None: the file.
-    reading: tuple[int | None, int | None, Quality] | None
+    #: None: the file.
+    reading: Reading | None
 
 
 class SpeechMessage(msgspec.Struct, frozen=True, tag=True):

@@ -32,6 +32,7 @@ from pipelines.engine_process.messages import (
     NotOpened,
     Open,
     Opened,
+    Reading,
     RequestFailed,
     SpeechMessage,
     Start,
@@ -69,9 +70,9 @@ log = logging.getLogger(__name__)
 STATS_SECONDS = 0.02
 #: Threads that start streams whose text is tokenized first. More threads would not be faster.
 _STARTING_THREADS = 4
-#: Threads that start requests with a recording: as many voices can be encoded in a batch. Whole utterances, which
-#: may wait for room in the engine, and streams have their own.
-_CLONING_THREADS = 32
+#: Threads that start requests with a recording, so that many voices are encoded in a batch. More than a client's
+#: whole utterances (`MAX_PENDING`), which wait for room in the engine.
+_CLONING_THREADS = 64
 
 
 def main() -> None:
@@ -106,7 +107,7 @@ class _Request:
 
 
 #: Receives the answer of the client for the given arguments of `Recording.read`; None: the file.
-_Ask = Callable[[tuple[int | None, int | None, Quality] | None], Received[Answer]]
+_Ask = Callable[[Reading | None], Received[Answer]]
 
 
 class _ClientsRecording(Recording):
@@ -144,11 +145,7 @@ class EngineServer:
         self._lock = threading.Lock()
         self._requests: dict[int, _Request] = {}
         self._feeder, self._starters = DaemonThreads(1, "feeder"), DaemonThreads(_STARTING_THREADS, "starter")
-        #: Start requests with a recording, by whether they are streams.
-        self._cloners = {
-            stream: DaemonThreads(_CLONING_THREADS, f"{name}-cloner")
-            for stream, name in ((False, "utterance"), (True, "stream"))
-        }
+        self._cloners = DaemonThreads(_CLONING_THREADS, "cloner")
         self._questions = itertools.count()
         #: Answers of the client that threads wait for.
         self._asked: dict[int, Future[Received[Answer]]] = {}
@@ -197,7 +194,7 @@ class EngineServer:
                 self._requests[number] = _Request()
             request = self._request_of(message)
             if message.recordings:
-                self._cloners[stream].submit(self._feed, number, request, stream)
+                self._cloners.submit(self._feed, number, request, stream)
             elif not stream:
                 self._feeder.submit(self._feed, number, request, stream)
             elif isinstance(request, PreparedRequest):
@@ -229,9 +226,7 @@ class EngineServer:
         )
         return SynthesisRequest(record.request_id, messages, record.generation, record.seed, record.text_open)
 
-    def _ask(
-        self, number: int, place: int, reading: tuple[int | None, int | None, Quality] | None
-    ) -> Received[Answer]:
+    def _ask(self, number: int, place: int, reading: Reading | None) -> Received[Answer]:
         """Asks the client for a recording of a request, and waits for the answer. The process ends with the
         client, so no thread waits for ever."""
         answer: Future[Received[Answer]] = Future()

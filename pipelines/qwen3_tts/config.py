@@ -93,7 +93,7 @@ class Qwen3TTSConfig:
 
     folder: Path
     kind: Annotated[CheckpointType, "tts_model_type"]
-    size: Annotated[str, "tts_model_size"]
+    tts_model_size: str
     talker: StackConfig
     predictor: StackConfig
     codebooks: Annotated[Size, "talker_config.num_code_groups"]
@@ -111,7 +111,7 @@ class Qwen3TTSConfig:
     def takes_instructions(self) -> bool:
         """Whether the published wrapper passes instructions to the model: not for voice clones, and not for
         named voices of 0.6B."""
-        return self.kind == "voice_design" or (self.kind == "custom_voice" and self.size != "0b6")
+        return self.kind == "voice_design" or (self.kind == "custom_voice" and self.tts_model_size != "0b6")
 
     @property
     def clones(self) -> bool:

@@ -268,7 +268,9 @@ def load_bicodec(
         fill_module(prenet, checkpoint, "prenet.", device, dtype)
         checkpoint.ignore(*_UNUSED)
         checkpoint.finish()
-    tokenizer = Tokenizer(encoder, quantizer, speaker, MelMagnitudes(sizes.mel, config.sample_rate, device))
+    tokenizer = Tokenizer(
+        encoder, quantizer, speaker, MelMagnitudes(sizes.mel_params, config.sample_rate, device)
+    )
     return tokenizer, BiCodec(sizes, quantizer, speaker, prenet, prepared(wave, dtype, fused))
 
 

@@ -82,7 +82,7 @@ class WaveConfig:
 class BiCodecConfig:
     """The sizes of BiCodec."""
 
-    mel: Annotated[MelConfig, "mel_params"]
+    mel_params: MelConfig
     encoder: VocosConfig
     prenet: VocosConfig
     speaker: Annotated[SpeakerConfig, "speaker_encoder"]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from pipelines.codec import encoding as encoding_module
 from pipelines.codec.encoding import BatchEncoder, Encoding, rounded
 from pipelines.recording import Batcher
 
@@ -65,3 +68,40 @@ def test_waiting_calls_of_a_bucket_run_together_and_share_its_error() -> None:
             with pytest.raises(ValueError, match="13"):
                 later[item].result()
     assert batches == [[0], [1, 3, 13], [2, 4], [6], [7]]
+
+
+class Replayed:
+    """A graph on a CPU: runs the work on what its memory holds, and writes the result where the first was."""
+
+    def __init__(self, work: Callable[[], None], *_: object) -> None:
+        made: list[Tensor] = work.__closure__[0].cell_contents  # pyright: ignore[reportOptionalSubscript]
+        work()
+        self.result, self.work, self.made = made[-1], work, made
+
+    def replay(self) -> None:
+        self.work()
+        self.result.copy_(self.made[-1])
+
+
+def test_batches_of_a_device_have_one_shape_for_each_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: rows are filled up with zeros, and only rows that are longer than a batch have no graph."""
+    seen: list[tuple[tuple[int, ...], list[int]]] = []
+
+    def encode(rows: Tensor, lengths: Tensor | None) -> Tensor:
+        assert lengths is not None
+        seen.append((tuple(rows.shape), lengths.tolist()))
+        return rows.cumsum(1)
+
+    monkeypatch.setattr(encoding_module, "capture", Replayed)
+    monkeypatch.setattr(encoding_module, "recorded", MagicMock())
+    batches, encoding = BatchEncoder(torch.device("cpu")), Encoding(encode, 64)
+    monkeypatch.setattr(batches, "_stream", MagicMock())
+    for lengths in ([13, 14, 13], [14], [30], [100]):
+        rows = [np.full(length, length, np.float32) for length in lengths]
+        for row, made in zip(rows, batches._run([(encoding, row) for row in rows]), strict=True):
+            np.testing.assert_array_equal(made[: len(row)].numpy(), row.cumsum())
+    assert seen[-1] == ((1, 112), [100])
+    assert ((4, 14), [13, 14, 13, 14]) in seen
+    assert [one for one in seen if one[0][1] == 14][-1] == ((4, 14), [14, 14, 14, 14])
+    assert {shape for shape, _ in seen} == {(4, 14), (2, 32), (1, 112)}
+    assert len(batches._graphs) == 2

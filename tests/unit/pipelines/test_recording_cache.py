@@ -341,5 +341,6 @@ def test_two_processes_at_once_have_the_same_voice(tmp_path: Path) -> None:
     voice = prepared(pipeline, True)
     said = child.communicate(timeout=300)[0]
     assert child.returncode == 0
+    assert voice.codes is not None
     assert said.split() == [voice.codes.tobytes().hex(), voice.vector.tobytes().hex()]
     assert [path.suffix for path in voices.iterdir()] == [".voice"]

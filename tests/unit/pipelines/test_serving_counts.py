@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from pipelines.request import (
     AudioChunk,
@@ -22,11 +23,10 @@ from pipelines.request import (
     SynthesisRequest,
 )
 from pipelines.serving import ServeOptions
-from pipelines.serving import model as serving_model
 from pipelines.serving.admission import AdmissionQueue
 from pipelines.serving.errors import ApiError
 from pipelines.serving.middleware import RequestMiddleware
-from pipelines.serving.model import Progress, ServedModel
+from pipelines.serving.model import UNREAD_BYTES, Progress, ServedModel
 from pipelines.serving.request_body import BodyMemory, LimitedBody
 from tests.support.serving_kit import Running, card_of
 from tests.support.stream_voice import StreamVoice
@@ -37,17 +37,19 @@ CHUNK = AudioChunk(np.zeros(100, np.float32), 24_000)
 
 
 class _AtOnce:
-    """Has three chunks ready where a stream begins; `whole`: and that is all."""
+    """Has three chunks ready where a stream begins, the second one with `samples`; `whole`: and that is
+    all."""
 
     name, info = "at once", EngineInfo()
     starts_at_once = True
 
-    def __init__(self, *, whole: bool = False) -> None:
+    def __init__(self, samples: NDArray[np.float32] = CHUNK.samples, *, whole: bool = False) -> None:
+        self.second = AudioChunk(samples, CHUNK.sample_rate)
         self.last = Done(Speech(CHUNK.samples, 24_000)) if whole else CHUNK
 
     def start(self, _request: object, heard: Any, stream: bool = False) -> Any:
         self.heard = heard
-        for event in (CHUNK, CHUNK, self.last):
+        for event in (CHUNK, self.second, self.last):
             heard(event)
         return Listener(heard, lambda _done: None)
 
@@ -104,14 +106,13 @@ def test_a_stream_is_over_once_it_is_made() -> None:
     assert asyncio.run(listen()) == 0
 
 
-@pytest.mark.parametrize(("unread_bytes", "running"), [(1 << 30, 0), (1, 1)])
-def test_a_slow_reader_keeps_a_slot_only_where_much_is_unread(
-    unread_bytes: int, running: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(serving_model, "UNREAD_BYTES", unread_bytes)
+@pytest.mark.parametrize(("unread_bytes", "running"), [(1 << 20, 0), (UNREAD_BYTES, 1)])
+def test_a_slow_reader_keeps_a_slot_only_where_much_is_unread(unread_bytes: int, running: int) -> None:
+    # These samples share the memory of one.
+    samples = np.broadcast_to(np.float32(0.1), (unread_bytes // 4,))
 
     async def listen() -> int:
-        model = await served(_AtOnce(whole=True))
+        model = await served(_AtOnce(samples, whole=True))
         gate = AdmissionQueue(slots=1, waiting_room=1)
         async with aclosing(model.chunks(REQUEST, await gate.admit())) as chunks:
             await anext(chunks)
