@@ -19,6 +19,8 @@ from pipelines.recording import Batcher
 
 Row = NDArray[Any]
 
+#: cuDNN's convolutions are those of float32, and the same in every run.
+EXACT = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
 #: Maximum graphs; batches of further buckets are launched op by op.
 _MAX_GRAPHS = 128
 

@@ -26,7 +26,7 @@ from transformers.models.mimi.modeling_mimi import (
 )
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import ECAPA_TimeDelayNet
 
-from pipelines.codec.encoding import BatchEncoder, Encoding
+from pipelines.codec.encoding import EXACT, BatchEncoder, Encoding
 from pipelines.codec.states import CodecState
 from pipelines.nn.checkpoint import Checkpoint, TensorSource, device_name, fill_module, type_name
 from pipelines.qwen3_tts.codec import Codec
@@ -82,8 +82,6 @@ def log_mel(
     return found.clamp(min=MEL_FLOOR).log(), lengths // HOP
 
 
-#: cuDNN's convolutions are those of float32, and the same in every run.
-EXACT = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
 PREFIX = "speaker_encoder."
 #: Version of the code that reads and encodes recordings. Voices that another version has cached are not used.
 _REVISION = 3

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.models.wav2vec2.configuration_wav2vec2 import Wav2Vec2Config
 from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2Model
 
-from pipelines.codec.encoding import BatchEncoder, Encoding, rounded
+from pipelines.codec.encoding import EXACT, BatchEncoder, Encoding, rounded
 from pipelines.nn.checkpoint import Checkpoint, TensorTable, fill_module, read_pickle
 from pipelines.nn.config_keys import bad_checkpoint, read_table
 from pipelines.recording import KEPT_BYTES, Recording, RecordingCache
@@ -138,7 +138,7 @@ class ReferenceEncoder:
         self._batches = BatchEncoder(features.device)
         rate = config.sample_rate
         self._global = Encoding(
-            lambda clips, _: tokenizer.global_tokens(clips), _CLIPS * config.clip_samples, int
+            EXACT(lambda clips, _: tokenizer.global_tokens(clips)), _CLIPS * config.clip_samples, int
         )
         self._semantic = Encoding(
             self.semantic_tokens, _BATCH_SECONDS * rate, rounded if features.takes_padding else int
@@ -173,6 +173,7 @@ class ReferenceEncoder:
         return Reference(tuple(voice), tuple(semantic[: self.features.steps(len(samples))]))
 
     @torch.inference_mode()
+    @EXACT
     def semantic_tokens(self, values: Tensor, lengths: Tensor | None) -> Tensor:
         """values: float32 [batch, samples] of these lengths, int64 [batch] (None: no row is padded) -> int64
         [batch, steps]. The tokens of a row do not depend on its padding."""
