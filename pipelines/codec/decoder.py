@@ -304,7 +304,7 @@ class CausalDecoder(Decoder[CodecState]):
         codes = [wanted[key] for key, made in found.items() if made is None]
         found |= zip((id(item) for item in codes), self._after(codes))
         for state in states:
-            if (made := found.get(id(state.codes))) is not None:
+            if state.values is None and (made := found.get(id(state.codes))) is not None:
                 _, state.values, state.written = made
         self._made |= {key: made for key, made in found.items() if made is not None}
         for key in [*self._made][:-KEPT_STATES]:

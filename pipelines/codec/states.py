@@ -127,7 +127,7 @@ class CodecState:
             return False
         if (values := self._readable_values()) is not None:
             arena.values[row.number].copy_(values)
-        self.row, self.values, self.written = row, None, None
+        self.row, self.values, self.codes, self.written = row, None, None, None
         if self.closed:  # another thread closed the state before it had the row
             row.release()
         return True
