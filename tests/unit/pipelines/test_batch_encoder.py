@@ -97,7 +97,7 @@ def test_batches_of_a_device_have_one_shape_for_each_bucket(monkeypatch: pytest.
     batches, encoding = BatchEncoder(torch.device("cpu")), Encoding(encode, 64)
     monkeypatch.setattr(batches, "_stream", MagicMock())
     for lengths in ([13, 14, 13], [14], [30], [100]):
-        rows = [np.full(length, length, np.float32) for length in lengths]
+        rows = [np.full(length, place + length, np.float32) for place, length in enumerate(lengths)]
         for row, made in zip(rows, batches._run([(encoding, row) for row in rows]), strict=True):
             np.testing.assert_array_equal(made[: len(row)].numpy(), row.cumsum())
     assert seen[-1] == ((1, 112), [100])

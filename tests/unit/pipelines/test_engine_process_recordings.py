@@ -4,6 +4,7 @@ no thread waits for one that does not come."""
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 
 from pipelines import recording as recordings
 from pipelines.audio import encode
@@ -33,6 +35,13 @@ def voice(number: int, seconds: float = 1.0) -> bytes:
     """A recording of its own."""
     noise = np.random.default_rng(number).normal(0, 0.1, int(44_100 * seconds))
     return encode(noise.astype(np.float32), 44_100, "wav")
+
+
+def stereo() -> bytes:
+    """A recording whose channels differ."""
+    file = io.BytesIO()
+    soundfile.write(file, np.random.default_rng(0).normal(0, 0.1, (44_100, 2)), 44_100, format="WAV")
+    return file.getvalue()
 
 
 def cloned(*voices: bytes, text: str = "Hello.", request_id: str = "r") -> SynthesisRequest:
@@ -87,8 +96,8 @@ def test_a_recording_crosses_only_when_the_engine_reads_it(
 ) -> None:
     process = open_process(reading_fake.NAME)
     sent = answers(process, monkeypatch)
-    one, two, three = (voice(number) for number in range(3))
-    for asked in [(one,), (bytes(bytearray(one)),), (two, one), (one, one), (), (three, two)]:
+    one, two, three = voice(0), voice(1), stereo()
+    for asked in [(one,), (bytes(bytearray(one)),), (two, one), (one, one), (), (two, three)]:
         assert submit(process, cloned(*asked)).result(60).text_out == heard(*asked)
     assert len(sent) == 3
     wait_for(lambda: not process._recordings)
@@ -147,6 +156,20 @@ def test_a_recording_that_cannot_be_sent_fails_its_request_alone(
     assert error.code is ErrorCode.SYNTH_ENGINE
     assert "no memory" in error.message
     assert submit(process, cloned(voice(1))).result(60).text_out == heard(voice(1))
+
+
+def test_recordings_leave_no_descriptor_open(open_process: Open) -> None:
+    process = open_process(reading_fake.NAME)
+
+    def descriptors(pid: int | None) -> int:
+        return len(os.listdir(f"/proc/{pid}/fd"))
+
+    assert submit(process, cloned(voice(0))).result(60)
+    before = descriptors(os.getpid()), descriptors(process.pid)
+    for number in range(1, 5):
+        assert submit(process, cloned(voice(number))).result(60)
+    assert isinstance(error_of(submit(process, cloned(b"no audio"))), InputError)
+    wait_for(lambda: descriptors(os.getpid()) <= before[0] and descriptors(process.pid) <= before[1])
 
 
 def test_a_request_that_cannot_be_sent_keeps_no_recording(open_process: Open) -> None:
