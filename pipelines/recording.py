@@ -149,15 +149,15 @@ class Batcher(Generic[In, Out]):
         `rows` of the bucket."""
         self._run, self._bucket, self._rows, self._name = run, bucket, rows, name
         self._lock = threading.Lock()
-        self._waiting: list[tuple[Hashable, In, Future[Out]]] = []
-        self._running = False
+        self.waiting: list[tuple[Hashable, In, Future[Out]]] = []
+        self.running = False
 
     def __call__(self, item: In) -> Out:
         """Waits for the result of an item. Raises what `run` raised for its batch."""
         result: Future[Out] = Future()
         with self._lock:
-            self._waiting.append((self._bucket(item), item, result))
-            start, self._running = not self._running, True
+            self.waiting.append((self._bucket(item), item, result))
+            start, self.running = not self.running, True
         if start:
             threading.Thread(target=self._serve, name=self._name, daemon=True).start()
         return result.result()
@@ -165,14 +165,14 @@ class Batcher(Generic[In, Out]):
     def _serve(self) -> None:
         while True:
             with self._lock:
-                if not self._waiting:
-                    self._running = False
+                if not self.waiting:
+                    self.running = False
                     return
-                oldest = self._waiting[0][0]
+                oldest = self.waiting[0][0]
                 rows, batch, rest = self._rows(oldest), [], []
-                for one in self._waiting:
+                for one in self.waiting:
                     (batch if one[0] == oldest and len(batch) < rows else rest).append(one)
-                self._waiting = rest
+                self.waiting = rest
             try:
                 made = [*zip(batch, self._run([item for _, item, _ in batch]), strict=True)]
                 for (_, _, result), out in made:
@@ -318,9 +318,9 @@ class RecordingFiles:
         self._unchecked += len(data)
         if self._unchecked > self._maximum_bytes * _UNCHECKED_PART:
             self._unchecked = 0
-            self._shrink()
+            self.shrink()
 
-    def _shrink(self) -> None:
+    def shrink(self) -> None:
         """Deletes the least recently used files beyond the limit."""
         files: list[tuple[float, int, str]] = []
         with os.scandir(self._folder) as entries:

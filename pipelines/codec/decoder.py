@@ -65,11 +65,11 @@ class CausalDecoder(Decoder[CodecState]):
         self.batch_frames = BATCH_FRAMES
         self._codes_per_frame = codes_per_frame
         self._largest_code = largest_code
-        self._alone = self.device.type == "cpu"
-        self._fixed = reproducible and not self._alone
+        self.alone = self.device.type == "cpu"
+        self.fixed = reproducible and not self.alone
         self._graphs: StreamGraphs | None = None
         #: The last values that were made from codes, with these codes, by their identity.
-        self._made: dict[int, tuple[Tensor, Tensor, WriteEvent | None]] = {}
+        self.made: dict[int, tuple[Tensor, Tensor, WriteEvent | None]] = {}
 
     @property
     def shape(self) -> CodecShape:
@@ -102,7 +102,7 @@ class CausalDecoder(Decoder[CodecState]):
         if self.device.type == "cpu" or rows < 1:
             return
         with on_device(self.device):
-            self._graphs = StreamGraphs(self.run, self.shape, rows, self._fixed).prepare()
+            self._graphs = StreamGraphs(self.run, self.shape, rows, self.fixed).prepare()
 
     def prepare_utterances(self, rows: int, frames: int = STEP_FRAMES) -> None:
         """On a CUDA device: captures the graphs of a continuous batch of whole utterances, in steps of `rows`
@@ -114,7 +114,7 @@ class CausalDecoder(Decoder[CodecState]):
             return
         with on_device(self.device):
             self.utterances = UtteranceGraphs(
-                self.run, self.shape, rows, frames, self._fixed, self._check, self._make_values
+                self.run, self.shape, rows, frames, self.fixed, self._check, self._make_values
             ).prepare()
 
     def batch_key(self, frames: int, last: bool) -> tuple[int, int | None]:
@@ -263,9 +263,9 @@ class CausalDecoder(Decoder[CodecState]):
 
     def _batches(self, lengths: Sequence[int], warm: Sequence[bool]) -> list[list[int]]:
         """Groups utterances that are decoded together; `warm`: whether each continues from a state."""
-        if self._alone:
+        if self.alone:
             return [[i] for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]) if lengths[i]]
-        if not self._fixed:
+        if not self.fixed:
             # Rows that continue from a state are decoded to the padded end of their batch.
             padding = PADDING_COST if self.skips_padding and not any(warm) else 1.0
             return cheapest_batches(lengths, self.batch_frames, PASS_FRAMES, padding)
@@ -276,13 +276,13 @@ class CausalDecoder(Decoder[CodecState]):
 
     def _filled(self, codes: list[Tensor]) -> list[Tensor]:
         """Adds silent rows up to the fixed number, if there is one."""
-        return codes + [torch.zeros_like(codes[0])] * (FIXED_ROWS - len(codes)) if self._fixed else codes
+        return codes + [torch.zeros_like(codes[0])] * (FIXED_ROWS - len(codes)) if self.fixed else codes
 
     def _rows(self, indices: list[int], frames: int) -> list[list[int]]:
         """Splits streams whose chunks have one length into batches."""
         if not frames:
             return []
-        rows = 1 if self._alone else FIXED_ROWS if self._fixed else max(1, self.batch_frames // frames)
+        rows = 1 if self.alone else FIXED_ROWS if self.fixed else max(1, self.batch_frames // frames)
         return [indices[start : start + rows] for start in range(0, len(indices), rows)]
 
     def _past(self, states: Sequence[CodecState], rows: int) -> Past:
@@ -300,20 +300,20 @@ class CausalDecoder(Decoder[CodecState]):
             for state in states
             if state.codes is not None and state.values is None
         }
-        found = {key: self._made.pop(key, None) for key in wanted}
+        found = {key: self.made.pop(key, None) for key in wanted}
         codes = [wanted[key] for key, made in found.items() if made is None]
         found |= zip((id(item) for item in codes), self._after(codes))
         for state in states:
             if state.values is None and (made := found.get(id(state.codes))) is not None:
                 _, state.values, state.written = made
-        self._made |= {key: made for key, made in found.items() if made is not None}
-        for key in [*self._made][:-KEPT_STATES]:
-            self._made.pop(key, None)
+        self.made |= {key: made for key, made in found.items() if made is not None}
+        for key in [*self.made][:-KEPT_STATES]:
+            self.made.pop(key, None)
 
     def _after(self, codes: Sequence[Tensor]) -> list[tuple[Tensor, Tensor, WriteEvent | None]]:
         """For each of some codes: they, the values of the state after them, and the event of the write."""
         found: dict[int, tuple[Tensor, Tensor, WriteEvent | None]] = {}
-        least = math.inf if self._alone or not self.reach else self.reach
+        least = math.inf if self.alone or not self.reach else self.reach
         for i, item in enumerate(codes):
             if len(item) < least:
                 state = self.new_state()
@@ -336,12 +336,12 @@ class CausalDecoder(Decoder[CodecState]):
         bounds memory."""
         lengths = [len(item) for item in codes]
         longest = max(lengths)
-        padded = longest if self._alone else round_up(longest)
+        padded = longest if self.alone else round_up(longest)
         together = pad_sequence(self._filled(list(codes)), batch_first=True)
         batch = self._on_device(pad(together, (0, 0, 0, padded - longest)))
         if states is None and padded <= PASS_FRAMES:
             # Rows without padding have lengths too: otherwise kernels would be compiled for both cases.
-            ends = self.skips_padding and not self._fixed
+            ends = self.skips_padding and not self.fixed
             return self.run(
                 batch, None, [length * self.samples_per_frame for length in lengths] if ends else None
             )

@@ -61,14 +61,12 @@ class BatchEncoder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pool = GraphPool()
         #: By encoding, rows and width: the graph, and the memory of its rows, lengths and results.
-        self._graphs: dict[
-            tuple[Encoding, int, int], tuple[Tensor, Tensor, torch.cuda.CUDAGraph, Tensor]
-        ] = {}
+        self.graphs: dict[tuple[Encoding, int, int], tuple[Tensor, Tensor, torch.cuda.CUDAGraph, Tensor]] = {}
         self._batcher = Batcher[tuple[Encoding, Row], Tensor](
-            self._run,
+            self.run,
             lambda item: (item[0], item[0].bucket(len(item[1]))),
             rows=lambda bucket: bucket[0].rows(bucket[1]),
             name="recordings",
@@ -79,9 +77,9 @@ class BatchEncoder:
         return self._batcher((encoding, row))
 
     @torch.inference_mode()
-    def _run(self, items: Sequence[tuple[Encoding, Row]]) -> Sequence[Tensor]:
+    def run(self, items: Sequence[tuple[Encoding, Row]]) -> Sequence[Tensor]:
         encoding, rows = items[0][0], [row for _, row in items]
-        if self._stream is None:
+        if self.stream is None:
             return [encoding.encode(torch.from_numpy(row)[None], None)[0] for row in rows]
         width = encoding.bucket(len(rows[0]))
         count = encoding.rows(width)
@@ -92,7 +90,7 @@ class BatchEncoder:
         for place, row in enumerate(rows):
             padded[place, : len(row)], lengths[place] = row, len(row)
         inputs = torch.from_numpy(padded), torch.from_numpy(lengths)
-        with on_device(self._device), torch.cuda.stream(self._stream):
+        with on_device(self._device), torch.cuda.stream(self.stream):
             made = self._encoded(encoding, *inputs)[: len(rows)]
             recorded().synchronize()
             return [*made.cpu()]
@@ -101,16 +99,16 @@ class BatchEncoder:
         """The results of a batch, [rows, ...], until the next batch."""
         count, width = rows.shape[:2]
         key = encoding, count, width
-        if key not in self._graphs:
+        if key not in self.graphs:
             places = rows.to(self._device), lengths.to(self._device)
             work = partial(encoding.encode, *places)
-            if width > encoding.steps or len(self._graphs) == _MAX_GRAPHS:
+            if width > encoding.steps or len(self.graphs) == _MAX_GRAPHS:
                 return work()
-            assert self._stream is not None
+            assert self.stream is not None
             made: list[Tensor] = []
-            graph = capture(lambda: made.append(work()), self._pool, self._stream)
-            self._graphs[key] = *places, graph, made[-1]
-        into, lengths_into, graph, result = self._graphs[key]
+            graph = capture(lambda: made.append(work()), self._pool, self.stream)
+            self.graphs[key] = *places, graph, made[-1]
+        into, lengths_into, graph, result = self.graphs[key]
         into.copy_(rows)
         lengths_into.copy_(lengths)
         graph.replay()

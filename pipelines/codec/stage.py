@@ -81,7 +81,7 @@ class Decoder(Generic[S]):
 
 
 @dataclass(slots=True, eq=False)
-class _Job(Generic[S]):
+class Job(Generic[S]):
     """Codes [frames, codebooks] to decode: a whole utterance, or the next frames of a stream."""
 
     codes: Codes
@@ -139,13 +139,13 @@ class Lane(Generic[S]):
         on_gpu = device is not None and device.type == "cuda"
         self._stream = torch.cuda.Stream(device, priority=self._priority) if on_gpu else None
         #: Jobs that are not started, in the order of arrival.
-        self._waiting: deque[_Job[S]] = deque()
+        self._waiting: deque[Job[S]] = deque()
         self._waiting_frames = 0
         self._arrivals: deque[float] = deque(maxlen=QUIET_ARRIVALS + 1)
         self._started = 0
         self._wake = threading.Condition()
         self._closing = False
-        self._pending: queue.SimpleQueue[tuple[Sequence[_Job[S]], PendingSamples | NightjarError] | None] = (
+        self._pending: queue.SimpleQueue[tuple[Sequence[Job[S]], PendingSamples | NightjarError] | None] = (
             queue.SimpleQueue()
         )
         self._threads = [
@@ -177,7 +177,7 @@ class Lane(Generic[S]):
         with self._wake:
             if not self._closing:
                 now = self._gathering.monotonic()
-                self._waiting.append(_Job(codes, done, state, last, deadline, now))
+                self._waiting.append(Job(codes, done, state, last, deadline, now))
                 self._waiting_frames += len(codes)
                 self._arrivals.append(now)
                 self._wake.notify()
@@ -193,7 +193,7 @@ class Lane(Generic[S]):
             for thread in self._threads:
                 thread.join()
 
-    def _unstarted(self) -> Sequence[_Job[S]]:
+    def _unstarted(self) -> Sequence[Job[S]]:
         """Jobs with frames that are not started."""
         return self._waiting
 
@@ -201,11 +201,11 @@ class Lane(Generic[S]):
         """How much longer the next group waits for more codes."""
         return 0
 
-    def _take(self) -> list[_Job[S]]:
+    def _take(self) -> list[Job[S]]:
         """Removes the next group from the queue."""
         raise NotImplementedError
 
-    def _decode(self, group: list[_Job[S]]) -> PendingSamples:
+    def _decode(self, group: list[Job[S]]) -> PendingSamples:
         """Starts a group on the device."""
         raise NotImplementedError
 
@@ -250,7 +250,7 @@ class Lane(Generic[S]):
         is_quiet = len(self._arrivals) <= QUIET_ARRIVALS or self._arrivals[0] < now - 1
         return 0 if is_quiet or self._closing else max(self._gather_seconds(now), 0)
 
-    def _start(self, group: list[_Job[S]]) -> None:
+    def _start(self, group: list[Job[S]]) -> None:
         """Starts a group. If that fails, starts its halves: one faulty job must not fail the others."""
         try:
             outcome = self._decode(group)
@@ -282,7 +282,7 @@ class Lane(Generic[S]):
             self._deliver(*started)
         return started is not None
 
-    def _deliver(self, group: Sequence[_Job[S]], outcome: PendingSamples | NightjarError) -> None:
+    def _deliver(self, group: Sequence[Job[S]], outcome: PendingSamples | NightjarError) -> None:
         """Waits for a group's samples, and passes them or the group's error to the receivers."""
         if isinstance(outcome, PendingSamples):
             outcome = _attempt(outcome.wait)
@@ -295,7 +295,7 @@ class Lane(Generic[S]):
         if isinstance(outcome, PendingSamples):
             outcome.release()
 
-    def _receive(self, job: _Job[S], samples: PendingSamples, at: int) -> None:
+    def _receive(self, job: Job[S], samples: PendingSamples, at: int) -> None:
         """Receives the samples of one job of a group."""
         job.notify(_attempt(lambda: _finite(samples.of(at))))
 
@@ -311,10 +311,10 @@ class StreamLane(Lane[S]):
         self._decoder, self._max_rows = decoder, max_rows
         super().__init__(device)
 
-    def _take(self) -> list[_Job[S]]:
+    def _take(self) -> list[Job[S]]:
         """Removes the chunk with the earliest deadline, and chunks of other streams that can share its
         launch, in the order of their deadlines."""
-        first_chunks: dict[int, _Job[S]] = {}
+        first_chunks: dict[int, Job[S]] = {}
         for job in self._waiting:
             first_chunks.setdefault(id(job.state), job)
         heads = sorted(first_chunks.values(), key=lambda job: job.deadline)
@@ -327,7 +327,7 @@ class StreamLane(Lane[S]):
         self._waiting = deque(job for job in self._waiting if job not in taken)
         return group
 
-    def _start(self, group: list[_Job[S]]) -> None:
+    def _start(self, group: list[Job[S]]) -> None:
         """Starts the chunks of streams that have not ended."""
         if ended := [job for job in group if getattr(job.state, "closed", False)]:
             group = [job for job in group if job not in ended]
@@ -336,7 +336,7 @@ class StreamLane(Lane[S]):
         if group:
             super()._start(group)
 
-    def _decode(self, group: list[_Job[S]]) -> PendingSamples:
+    def _decode(self, group: list[Job[S]]) -> PendingSamples:
         states = [job.state for job in group if job.state is not None]
         return self._decoder.start_chunks(
             states, [torch.from_numpy(job.codes) for job in group], [job.last for job in group]
@@ -365,10 +365,10 @@ class UtteranceLane(Lane[S]):
         full = len(self._waiting) >= self._max_batch or self.is_backlogged
         return 0 if full else self._gathering.seconds - (now - self._waiting[0].since)
 
-    def _take(self) -> list[_Job[S]]:
+    def _take(self) -> list[Job[S]]:
         """Removes the oldest utterances, up to a full batch."""
         full, small = self._gathering.frames, self._gathering.beside_streams()
-        batch: list[_Job[S]] = []
+        batch: list[Job[S]] = []
         frames = 0
         while self._waiting and len(batch) < self._max_batch and frames < full:
             count = len(self._waiting[0].codes)
@@ -378,7 +378,7 @@ class UtteranceLane(Lane[S]):
             frames += count
         return batch
 
-    def _decode(self, group: list[_Job[S]]) -> PendingSamples:
+    def _decode(self, group: list[Job[S]]) -> PendingSamples:
         fresh = self._decoder.new_state()
         states = [fresh if job.state is None else job.state for job in group]
         return self._sender(self._decoder.decode([torch.from_numpy(job.codes) for job in group], states))
@@ -397,18 +397,18 @@ class ContinuousLane(Lane[CodecState]):
     ) -> None:
         self._steps = steps
         #: Jobs that have a row; only the thread that starts steps uses them.
-        self._inside: list[_Job[CodecState]] = []
+        self._inside: list[Job[CodecState]] = []
         self._last_start = 0.0
         super().__init__(device, gathering)
 
-    def _unstarted(self) -> Sequence[_Job[CodecState]]:
+    def _unstarted(self) -> Sequence[Job[CodecState]]:
         return [*self._inside, *self._waiting]
 
     def _gather_seconds(self, now: float) -> float:
         full = len(self._waiting) + len(self._inside) >= self._steps.rows
         return 0 if full else self._gathering.seconds - (now - self._last_start)
 
-    def _take(self) -> list[_Job[CodecState]]:
+    def _take(self) -> list[Job[CodecState]]:
         """Removes the jobs that waited longest, one for each free row."""
         self._last_start = self._gathering.monotonic()
         self._drop()
@@ -424,12 +424,12 @@ class ContinuousLane(Lane[CodecState]):
                 self._leave(job)
         self._inside = [job for job in self._inside if job.state is not None]
 
-    def _leave(self, job: _Job[CodecState]) -> None:
+    def _leave(self, job: Job[CodecState]) -> None:
         if job.state is not None:
             self._steps.leave(job.state)
         job.state = None
 
-    def _start(self, group: list[_Job[CodecState]]) -> None:
+    def _start(self, group: list[Job[CodecState]]) -> None:
         """Gives these jobs rows and starts a step. A step that fails loses the states of all its jobs."""
         for job in group:
             self._join(job)
@@ -447,7 +447,7 @@ class ContinuousLane(Lane[CodecState]):
         self._inside = [job for job in inside if job.state is not None]
         self._pending.put((inside, outcome))
 
-    def _join(self, job: _Job[CodecState]) -> None:
+    def _join(self, job: Job[CodecState]) -> None:
         """Gives a job a row, or notifies its receiver of the error."""
         if not len(job.codes):
             job.notify(job.samples)
@@ -462,7 +462,7 @@ class ContinuousLane(Lane[CodecState]):
         if (error := _attempt(enter)) is not None:
             job.notify(error)
 
-    def _receive(self, job: _Job[CodecState], samples: PendingSamples, at: int) -> None:
+    def _receive(self, job: Job[CodecState], samples: PendingSamples, at: int) -> None:
         place = job.samples[job.received : job.received + self._steps.frames * self._steps.samples_per_frame]
         job.received += len(place)
         outcome = _attempt(lambda: _finite(samples.of(at, place)))

@@ -104,8 +104,8 @@ class EngineProcess:
         #: Requests that have not ended.
         self._requests: dict[int, Listener] = {}
         #: Recordings of the requests that the child has not accepted.
-        self._recordings: dict[int, Sequence[Recording]] = {}
-        self._readers = DaemonThreads(_READING_THREADS, "recording")
+        self.recordings: dict[int, Sequence[Recording]] = {}
+        self.readers = DaemonThreads(_READING_THREADS, "recording")
         #: Whole utterances that the child's pipeline has not accepted.
         self._pending: set[int] = set()
         self._stats = EngineStats()
@@ -173,13 +173,13 @@ class EngineProcess:
             if not stream:
                 self._pending.add(number)
             if recordings:
-                self._recordings[number] = recordings
+                self.recordings[number] = recordings
             # Sent inside the lock, which keeps requests and their texts in order.
             try:
                 self._send(Start(number, record, stream, digests))
             except (ValueError, OverflowError) as error:
                 self._remove(number)
-                self._recordings.pop(number, None)
+                self.recordings.pop(number, None)
                 raise _unsendable(error) from error
         return _OpenText(number, listener, pieces, self._send) if text_open else listener
 
@@ -286,11 +286,11 @@ class EngineProcess:
             self._opened.set_exception(message.error.error)
         elif isinstance(message, Accepted):
             with self._changed:
-                self._recordings.pop(message.number, None)
+                self.recordings.pop(message.number, None)
                 self._pending.discard(message.number)
                 self._changed.notify()
         elif isinstance(message, Wanted):
-            self._readers.submit(self._read, message, self._recordings.get(message.number, ()))
+            self.readers.submit(self._read, message, self.recordings.get(message.number, ()))
         else:
             _notify(self._remove(message.number), _end_of(message, descriptors))
 
@@ -309,8 +309,8 @@ class EngineProcess:
             self._ended = ended
             entries = list(self._requests.values())
             self._requests.clear()
-            self._recordings.clear()
-        self._readers.shutdown(cancel_futures=True)
+            self.recordings.clear()
+        self.readers.shutdown(cancel_futures=True)
         advice = "See the log. The model may need more memory than there is."
         crash = EngineCrashError(ErrorCode.WORKER_CRASH, f"The engine's process ended {reason}.", advice)
         if self._closed is None:

@@ -140,7 +140,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         _check_codec(config, self.codec)
         wait_for_codec = start_warming(self.codec.decoder, config.clones)
         self._frontend = Frontend(folder, config)
-        model, self._voices = _load(config, self.codec, options, device, dtype, sizes.max_context)
+        model, self.voices = _load(config, self.codec, options, device, dtype, sizes.max_context)
         self.name = folder.name
         self.sample_rate = self.codec.config.output_sample_rate
         self._frame_seconds = self.codec.decoder.samples_per_frame / self.sample_rate
@@ -191,8 +191,8 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         if isinstance(request, SynthesisRequest):
             request, pieces = self._frontend.prepare(request)
         task, voice = decode(request.data), None
-        if self._voices is not None and request.recording is not None:
-            voice = self._voices.prepare(request.recording, in_context=task.reference_ids is not None)
+        if self.voices is not None and request.recording is not None:
+            voice = self.voices.prepare(request.recording, in_context=task.reference_ids is not None)
         start = partial(self._start, request, voice=voice, on_event=on_event, stream=stream)
         if not task.text_open:
             return start(task)[1]

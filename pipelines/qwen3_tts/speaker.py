@@ -291,16 +291,16 @@ class VoiceCache:
         self._kept: RecordingCache[PreparedVoice] = RecordingCache(
             KEPT_BYTES, lambda voice: voice.vector.nbytes + (0 if voice.codes is None else voice.codes.nbytes)
         )
-        self._batches = BatchEncoder(speaker.device)
+        self.batches = BatchEncoder(speaker.device)
         rate = speaker.config.sample_rate
-        self._vectors = Encoding(
+        self.vectors = Encoding(
             lambda *rows: speaker.embed(*rows).float(),
             _BATCH_SECONDS * rate,
             partial(_bucket, rate),
             _BATCH_ROWS,
         )
         rate = self._encoder.sample_rate
-        self._codes = Encoding(
+        self.codes = Encoding(
             self._encode_rows, _BATCH_SECONDS * rate, partial(_bucket, rate), _BATCH_ROWS, fills=True
         )
 
@@ -325,16 +325,16 @@ class VoiceCache:
         """`vector`: float32 [talker hidden]; in context `codes` too: int64 [frames, codebooks]."""
         rate, encoder = self._speaker.config.sample_rate, self._encoder
         samples, _ = recording.read(rate)
-        found = {"vector": self._batches(self._vectors, samples).numpy()}
+        found = {"vector": self.batches(self.vectors, samples).numpy()}
         if in_context:
             if encoder.sample_rate != rate:
                 samples, _ = recording.read(encoder.sample_rate)
             frames = -(-len(samples) // encoder.samples_per_frame)
-            found["codes"] = self._batches(self._codes, samples)[:frames].numpy()
+            found["codes"] = self.batches(self.codes, samples)[:frames].numpy()
         return found
 
     def _encode_rows(self, samples: Tensor, lengths: Tensor | None) -> Tensor:
-        rows = 1 if lengths is None else self._codes.rows(samples.shape[1])
+        rows = 1 if lengths is None else self.codes.rows(samples.shape[1])
         return self._encoder.encode(samples, lengths, rows)
 
     def _identity(self) -> str:

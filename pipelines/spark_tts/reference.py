@@ -132,15 +132,15 @@ class ReferenceEncoder:
     """Encodes recordings to tokens, in batches. Caches the most recent ones by content."""
 
     def __init__(self, config: SparkConfig, tokenizer: Tokenizer, features: SemanticFeatures) -> None:
-        self._config = config
-        self._tokenizer = tokenizer
+        self.config = config
+        self.tokenizer = tokenizer
         self.features = features
         self._batches = BatchEncoder(features.device)
         rate = config.sample_rate
-        self._global = Encoding(
+        self.clips = Encoding(
             EXACT(lambda clips, _: tokenizer.global_tokens(clips)), _CLIPS * config.clip_samples, int
         )
-        self._semantic = Encoding(
+        self.semantic = Encoding(
             self.semantic_tokens, _BATCH_SECONDS * rate, rounded if features.takes_padding else int
         )
         self._cache: RecordingCache[Reference] = RecordingCache(
@@ -161,15 +161,15 @@ class ReferenceEncoder:
     def read(self, recording: Recording) -> NDArray[np.float32]:
         """Samples [n] at the model's rate: the first channel, resampled at very high quality, and normalized
         in volume if the config says so."""
-        samples, _ = recording.read(self._config.sample_rate, channel=0, quality="VHQ")
-        return normalize_volume(samples).astype(np.float32) if self._config.volume_normalize else samples
+        samples, _ = recording.read(self.config.sample_rate, channel=0, quality="VHQ")
+        return normalize_volume(samples).astype(np.float32) if self.config.volume_normalize else samples
 
     def encode(self, samples: NDArray[np.float32], with_semantic: bool = True) -> Reference:
         """The tokens of a recording [samples] at the model's rate and volume."""
-        voice = self._batches(self._global, reference_clip(samples, self._config.clip_samples)).tolist()
+        voice = self._batches(self.clips, reference_clip(samples, self.config.clip_samples)).tolist()
         if not with_semantic:
             return Reference(tuple(voice), ())
-        semantic = self._batches(self._semantic, self.features.values(samples)).tolist()
+        semantic = self._batches(self.semantic, self.features.values(samples)).tolist()
         return Reference(tuple(voice), tuple(semantic[: self.features.steps(len(samples))]))
 
     @torch.inference_mode()
@@ -181,7 +181,7 @@ class ReferenceEncoder:
         if lengths is not None:
             steps = torch.arange(features.steps(values.shape[1]), device=values.device)
             mask = steps < features.steps(lengths)[:, None]
-        return self._tokenizer.semantic_tokens(features(values, mask), mask)
+        return self.tokenizer.semantic_tokens(features(values, mask), mask)
 
 
 def normalize_volume(samples: NDArray[np.floating]) -> NDArray[np.floating]:

@@ -21,7 +21,7 @@ STREAMS, LAYER, SLOTS = 2, 4, 3
 def test_codes_are_drawn_with_the_top_k_of_the_audio() -> None:
     """Of slots 2, 0, 1: the likeliest code alone, the two likeliest, and all of them."""
     state = object.__new__(SpeechLmState)
-    state._config = SimpleNamespace(streams=STREAMS, layer_size=LAYER)  # pyright: ignore[reportAttributeAccessIssue]
+    state._config = SimpleNamespace(streams=STREAMS, codec_layer_size=LAYER)  # pyright: ignore[reportAttributeAccessIssue]
     state.drawing = drawing = SlotState(SLOTS, 1, 1, 1, 0, 0, torch.float32, torch.device("cpu"))
     slots, top_k = torch.tensor([2, 0, 1]), (1, 2, 0)
     for slot, k in zip(slots.tolist(), top_k):

@@ -59,7 +59,7 @@ def test_waiting_calls_of_a_bucket_run_together_and_share_its_error() -> None:
         later = {}
         for count, item in enumerate((1, 2, 3, 4, 13, 6, 7), 1):
             later[item] = pool.submit(batcher, item)
-            while len(batcher._waiting) < count:
+            while len(batcher.waiting) < count:
                 pass
         go_on.set()
         assert first.result() == 0
@@ -95,13 +95,13 @@ def test_batches_of_a_device_have_one_shape_for_each_bucket(monkeypatch: pytest.
     monkeypatch.setattr(encoding_module, "capture", Replayed)
     monkeypatch.setattr(encoding_module, "recorded", MagicMock())
     batches, encoding = BatchEncoder(torch.device("cpu")), Encoding(encode, 64)
-    monkeypatch.setattr(batches, "_stream", MagicMock())
+    monkeypatch.setattr(batches, "stream", MagicMock())
     for lengths in ([13, 14, 13], [14], [30], [100]):
         rows = [np.full(length, place + length, np.float32) for place, length in enumerate(lengths)]
-        for row, made in zip(rows, batches._run([(encoding, row) for row in rows]), strict=True):
+        for row, made in zip(rows, batches.run([(encoding, row) for row in rows]), strict=True):
             np.testing.assert_array_equal(made[: len(row)].numpy(), row.cumsum())
     assert seen[-1] == ((1, 112), [100])
     assert ((4, 14), [13, 14, 13, 14]) in seen
     assert [one for one in seen if one[0][1] == 14][-1] == ((4, 14), [14, 14, 14, 14])
     assert {shape for shape, _ in seen} == {(4, 14), (2, 32), (1, 112)}
-    assert len(batches._graphs) == 2
+    assert len(batches.graphs) == 2

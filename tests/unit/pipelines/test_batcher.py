@@ -34,10 +34,10 @@ class Runs:
 
     def call(self, word: str) -> Future[str]:
         """A call that waits behind the earlier ones."""
-        waiting = len(self.batcher._waiting)
+        waiting = len(self.batcher.waiting)
         first = not self.batches
         future = self.pool.submit(self.batcher, word)
-        wait_for(lambda: len(self.batches) == 1 if first else len(self.batcher._waiting) == waiting + 1)
+        wait_for(lambda: len(self.batches) == 1 if first else len(self.batcher.waiting) == waiting + 1)
         return future
 
 
@@ -54,7 +54,7 @@ def test_a_batch_has_the_bucket_of_the_oldest_call_up_to_its_rows(runs: Runs) ->
     assert runs.batches == [["first"], ["b1", "b2", "b3"], ["a1", "a2", "a3"], ["b4"]]
     assert runs.threads == {"encoder"}
     # Nothing holds the encoder when its pipeline is closed.
-    wait_for(lambda: not runs.batcher._running)
+    wait_for(lambda: not runs.batcher.running)
     assert runs.batcher("again") == "AGAIN"
 
 

@@ -101,7 +101,7 @@ class OnGpu(CodecDecoder):
 
     def __init__(self, base: CodecDecoder, reproducible: bool) -> None:
         self.__dict__.update(base.__dict__)
-        self._alone, self._fixed = False, reproducible
+        self.alone, self.fixed = False, reproducible
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,7 @@ class OnGpu(CodecDecoder):
 
     def __init__(self, reproducible: bool = False) -> None:
         self.__dict__.update(decoder(True).__dict__)
-        self._alone, self._fixed = False, reproducible
+        self.alone, self.fixed = False, reproducible
         self.given: list[Sequence[int] | None] = []
 
     def run(self, codes: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:

@@ -43,7 +43,7 @@ def test_utterances_start_from_states_that_are_made_when_they_are_decoded(
     monkeypatch.setattr("pipelines.codec.decoder.KEPT_STATES", 3)
     torch.set_num_threads(1)
     plain, decoder = (load_codec(FOLDER, encodes=False).decoder for _ in range(2))
-    decoder._alone, decoder._fixed = False, fixed
+    decoder.alone, decoder.fixed = False, fixed
     sizes = decoder.config.codebook_size, (90, decoder.config.num_quantizers)
     codes = torch.randint(0, *sizes, generator=torch.Generator().manual_seed(0))
     starts = [
@@ -58,4 +58,4 @@ def test_utterances_start_from_states_that_are_made_when_they_are_decoded(
             plain.decode_chunk([state], [start.codes])
             (wanted,) = plain.decode([codes[: 9 + i]], [state])
             torch.testing.assert_close(wave, wanted, rtol=1e-3, atol=1e-3)
-    assert len(decoder._made) == 3
+    assert len(decoder.made) == 3

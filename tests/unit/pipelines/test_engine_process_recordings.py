@@ -100,7 +100,7 @@ def test_a_recording_crosses_only_when_the_engine_reads_it(
     for asked in [(one,), (bytes(bytearray(one)),), (two, one), (one, one), (), (two, three)]:
         assert submit(process, cloned(*asked)).result(60).text_out == heard(*asked)
     assert len(sent) == 3
-    wait_for(lambda: not process._recordings)
+    wait_for(lambda: not process.recordings)
 
 
 def test_requests_with_recordings_are_prepared_at_once(
@@ -109,7 +109,7 @@ def test_requests_with_recordings_are_prepared_at_once(
     """So that an engine can encode their voices in a batch, while others go ahead."""
     wanted: list[object] = []
     process = open_process(reading_fake.NAME)
-    monkeypatch.setattr(process._readers, "submit", lambda _, message, *given: wanted.append(message))
+    monkeypatch.setattr(process.readers, "submit", lambda _, message, *given: wanted.append(message))
     futures = [submit(process, cloned(voice(number), request_id=f"r{number}")) for number in range(8)]
     wait_for(lambda: len(wanted) == 8)
     assert submit(process, request("quick")).result(60)
@@ -176,7 +176,7 @@ def test_a_request_that_cannot_be_sent_keeps_no_recording(open_process: Open) ->
     process = open_process(reading_fake.NAME)
     with pytest.raises(InputError):
         submit(process, cloned(voice(1), text="\ud800"))
-    assert not process._recordings
+    assert not process.recordings
     assert submit(process, cloned(voice(1))).result(60).text_out == heard(voice(1))
 
 
@@ -185,11 +185,11 @@ def test_who_shares_the_recording_of_a_cancelled_request_gets_it(open_process: O
     handle = process.start(cloned(voice(1), request_id="gone"), lambda _: pytest.fail("it was cancelled"))
     assert slow.begun.wait(60)
     handle.cancel()
-    assert process._recordings, "the child may still read it"
+    assert process.recordings, "the child may still read it"
     other = submit(process, cloned(voice(1), request_id="other"))
     slow.go.set()
     assert other.result(60).text_out == heard(voice(1))
-    wait_for(lambda: not process._recordings)
+    wait_for(lambda: not process.recordings)
 
 
 @pytest.mark.parametrize("end", ["killed", "closed"])
@@ -209,8 +209,8 @@ def test_the_end_of_the_child_ends_what_waits_for_a_recording(
         assert isinstance(error_of(future), EngineCrashError if end == "killed" else SynthesisError)
     slow.go.set()
     # The threads that decoded have ended.
-    process._readers.shutdown(wait=True)
-    assert not process._recordings
+    process.readers.shutdown(wait=True)
+    assert not process.recordings
 
 
 def test_a_recording_has_one_digest() -> None:

@@ -127,7 +127,7 @@ def test_what_waits_for_a_thread_and_is_ended_never_starts(process: EngineProces
         assert after.over.wait(60)
         assert len(after.outcomes) == 5
     assert not gone.outcomes
-    wait_for(lambda: not process._recordings)
+    wait_for(lambda: not process.recordings)
 
 
 def test_refusals_and_faults_are_the_one_error_of_a_stream(process: EngineProcess) -> None:

@@ -295,20 +295,20 @@ def test_voice_language_and_instruction_change_the_speech(custom: Qwen3TTSPipeli
 
 
 def test_voices_are_prepared_once(base: Qwen3TTSPipeline) -> None:
-    cabinet = base._voices
-    assert cabinet is not None
+    voices = base.voices
+    assert voices is not None
 
     def voice(name: str) -> Recording:
         return Recording(reference(name))
 
-    first = cabinet.prepare(voice("ref_b_24k_mono.wav"), in_context=True)
-    assert cabinet.prepare(voice("ref_b_24k_mono.wav"), in_context=True) is first
-    assert cabinet.prepare(voice("ref_b_24k_mono.wav"), in_context=False) is not first
-    kept = cabinet._kept
+    first = voices.prepare(voice("ref_b_24k_mono.wav"), in_context=True)
+    assert voices.prepare(voice("ref_b_24k_mono.wav"), in_context=True) is first
+    assert voices.prepare(voice("ref_b_24k_mono.wav"), in_context=False) is not first
+    kept = voices._kept
     kept.capacity_bytes, keep = 1, kept.capacity_bytes
-    cabinet.prepare(voice("ref_c_16k_stereo.wav"), in_context=False)
+    voices.prepare(voice("ref_c_16k_stereo.wav"), in_context=False)
     kept.capacity_bytes = keep
-    assert cabinet.prepare(voice("ref_b_24k_mono.wav"), in_context=True) is not None
+    assert voices.prepare(voice("ref_b_24k_mono.wav"), in_context=True) is not None
 
 
 def test_submit_blocks_while_the_waiting_room_is_full() -> None:

@@ -203,7 +203,7 @@ def test_a_folder_is_looked_through_once_for_many_voices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, looked = Folder(tmp_path, maximum_bytes=1 << 20), list[int]()
-    monkeypatch.setattr(folder.files, "_shrink", lambda: looked.append(folder.made))
+    monkeypatch.setattr(folder.files, "shrink", lambda: looked.append(folder.made))
     for number in range(40):
         folder.get(b"%d" % number, size=200)
     # 16 kB are written between two looks, in files of more than 1.6 kB.
@@ -249,7 +249,7 @@ def cloning(folder: Path | None, **options: object) -> Qwen3TTSPipeline:
 
 
 def prepared(pipeline: Qwen3TTSPipeline, in_context: bool) -> PreparedVoice:
-    voices = pipeline._voices
+    voices = pipeline.voices
     assert voices is not None
     return voices.prepare(Recording(REFERENCE.read_bytes()), in_context)
 

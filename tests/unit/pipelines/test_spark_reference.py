@@ -63,10 +63,10 @@ def test_recordings_are_padded_only_where_that_changes_nothing(references: Refer
     """A group norm is over all steps, so rows of a batch must be of one length."""
     features = references.features
     assert features.takes_padding
-    assert references._semantic.bucket(8001) == 8192
+    assert references.semantic.bucket(8001) == 8192
     other = SemanticFeatures.__new__(SemanticFeatures)
     other.device, other.model = CPU, Wav2Vec2Model(Wav2Vec2Config(num_hidden_layers=1, hidden_size=16 * 3))
-    grouped = ReferenceEncoder(references._config, references._tokenizer, other)
-    assert grouped._semantic.bucket(8001) == 8001
+    grouped = ReferenceEncoder(references.config, references.tokenizer, other)
+    assert grouped.semantic.bucket(8001) == 8001
     # The clip of a voice is never padded.
-    assert references._global.bucket(96_000) == 96_000
+    assert references.clips.bucket(96_000) == 96_000
