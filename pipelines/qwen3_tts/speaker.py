@@ -325,12 +325,13 @@ class VoiceCache:
         """`vector`: float32 [talker hidden]; in context `codes` too: int64 [frames, codebooks]."""
         rate, encoder = self._speaker.config.sample_rate, self._encoder
         samples, _ = recording.read(rate)
-        found = {"vector": self.batches(self.vectors, samples).numpy()}
+        # Copies, because a result is a view of the memory of its whole batch.
+        found = {"vector": self.batches(self.vectors, samples).numpy().copy()}
         if in_context:
             if encoder.sample_rate != rate:
                 samples, _ = recording.read(encoder.sample_rate)
             frames = -(-len(samples) // encoder.samples_per_frame)
-            found["codes"] = self.batches(self.codes, samples)[:frames].numpy()
+            found["codes"] = self.batches(self.codes, samples)[:frames].numpy().copy()
         return found
 
     def _encode_rows(self, samples: Tensor, lengths: Tensor | None) -> Tensor:
