@@ -71,7 +71,7 @@ def write_kaldi(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[Au
     """Writes a data directory. Raises `config.invalid` for audio whose path Kaldi cannot read."""
     lines = files.sorted_lines()
     for item, where in items:
-        known = item_metadata(job, item)
+        known = item_metadata(item.job, item)
         speaker, utterance = kaldi_ids(known.speaker, item.id)
         audio = _readable(files.audio_name(f"{part.split}/wav.scp", where), item.extension)
         lines.add(
@@ -113,7 +113,7 @@ def write_lhotse(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[A
         for item, where in items:
             named = files.audio_name(f"{folder}/cuts.jsonl.gz", where)
             source = {"type": "url" if "://" in where else "file", "channels": [0], "source": named}
-            cut = _cut(item.id, job, item, source)
+            cut = _cut(item.id, item, source)
             for file, record in (
                 (recordings, cut["recording"]),
                 (supervisions, cut["supervisions"][0]),
@@ -131,15 +131,15 @@ def write_shar(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[Aud
         files.gzip(f"{part.split}/cuts.{number}.jsonl.gz") as cuts,
     ):
         for item, audio in items:
-            cut = _cut(item.name, job, item, {"type": "shar", "channels": [0], "source": ""})
+            cut = _cut(item.name, item, {"type": "shar", "channels": [0], "source": ""})
             add(f"{item.name}.{item.extension}", audio)
             add(f"{item.name}.json", _encode(cut["recording"]) + b"\n")
             cuts.write(_encode(cut) + b"\n")
 
 
-def _cut(id: str, job: Job, item: AudioItem, source: dict[str, Any]) -> dict[str, Any]:
+def _cut(id: str, item: AudioItem, source: dict[str, Any]) -> dict[str, Any]:
     """The JSON of a cut with its recording and its supervision."""
-    about = facts(job, item)
+    about = facts(item)
     span = {"start": 0.0, "duration": item.seconds, "channel": 0}
     supervision = {"id": id, "recording_id": id, **span, "text": about["text"]}
     if about["language"] is not None:
@@ -171,10 +171,10 @@ def write_espnet_dataset(
         for _, group in groupby(items, key=lambda pair: pair[0].example_id):
             dialogue = list(group)
             located = [(item, files.audio_name(name, where)) for item, where in dialogue]
-            dialogues.write(espnet_line(job, located))
+            dialogues.write(espnet_line(dialogue[0][0].job, located))
             examples.add(_sample(dialogue[0][0].example_id))
             for item, where in dialogue:
-                texts.write(_encode({"id": item.id, "text": item_metadata(job, item).text}) + b"\n")
+                texts.write(_encode({"id": item.id, "text": item_metadata(item.job, item).text}) + b"\n")
                 turns.add(_sample(item.id))
                 yield item, where
 
@@ -210,7 +210,7 @@ def write_ljspeech(part: Part, files: PartFiles, job: Job, items: Iterator[tuple
     table = files.open(f"{part.split}/metadata.csv")
     for item, audio in items:
         files.add(f"{part.split}/wavs/{item.name}.wav", audio)
-        text = one_line(item_metadata(job, item).text, "|")
+        text = one_line(item_metadata(item.job, item).text, "|")
         table.write(f"{item.name}|{text}|{text}\n".encode())
 
 
@@ -236,7 +236,7 @@ def write_webdataset(
     """Writes one tar file."""
     with tar_file(files.open(f"{part.split}/shard-{part.number:06d}.tar")) as add:
         for item, audio in items:
-            about = facts(job, item)
+            about = facts(item)
             add(f"{item.name}.{item.extension}", audio)
             add(f"{item.name}.json", _encode(about))
             add(f"{item.name}.txt", about["text"].encode())
@@ -246,6 +246,7 @@ KALDI = ExportFormat(
     name="kaldi",
     summary="a Kaldi data directory",
     write_part=write_kaldi,
+    equal=("sample rate",),
     audio_formats=("wav", "flac"),
     local_audio=True,
 )
@@ -268,10 +269,13 @@ LJSPEECH = ExportFormat(
     embeds_audio=True,
     one_part=True,
     audio_formats=("wav",),
+    equal=("sample rate",),
 )
 WEBDATASET = ExportFormat(
     name="webdataset",
     summary="tar files of audio, JSON and text",
     write_part=write_webdataset,
     embeds_audio=True,
+    equal=("audio format",),
+    data_files="{}/*.tar",
 )

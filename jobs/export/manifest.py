@@ -70,14 +70,14 @@ def _entry(
 
 
 def _item_entry(job: Job, item: AudioItem) -> ManifestEntry:
-    known = item_metadata(job, item)
+    known = item_metadata(item.job, item)
     return _entry(job, item.example_id, item.artifact, known.text, known.role, known.message_index)
 
 
 def manifest_line(job: Job, item: AudioItem, where: str) -> bytes:
     """A line of an export; `key` names the audio in the store, so `where` is not used."""
     line: dict[str, Any] = msgspec.to_builtins(_item_entry(job, item))
-    return msgspec.json.encode(line | picked(facts(job, item), *ORIGIN)) + b"\n"
+    return msgspec.json.encode(line | picked(facts(item), *ORIGIN)) + b"\n"
 
 
 MANIFEST = ExportFormat(

@@ -1,4 +1,4 @@
-"""Formats with a Parquet table and a dataset card, for Hugging Face `datasets`: with the audio in the table or
+"""Formats with a Parquet table, for Hugging Face `datasets`: with the audio in the table or
 in separate files.
 
     parquet      README.md  data/train-00000-of-00002.parquet  data/train-00001-of-00002.parquet
@@ -15,16 +15,14 @@ AudioFolder `file_name` is relative to its table.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
-from importlib import resources
-from itertools import chain, groupby
+from itertools import chain
 from typing import IO, TYPE_CHECKING, Any, cast
 
 import msgspec
 
 from jobs.export.files import PartFiles
 from jobs.export.formats import ExportFormat
-from jobs.export.items import AudioItem, Part, Plan, facts, picked
+from jobs.export.items import AudioItem, Part, facts, picked
 from jobs.ledger.records import Job
 
 if TYPE_CHECKING:
@@ -35,11 +33,10 @@ GROUP_ROWS = 100
 _GROUP_BYTES = 32 << 20
 #: Rows of a group in a table without the audio.
 _FOLDER_GROUP_ROWS = 10_000
-#: The hub's size categories.
-_SIZES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B")
-_REPEATED = ("role", "speaker", "language", "spec_sha", "model", "voice")
+_REPEATED = ("role", "speaker", "language", "spec_sha", "model", "voice", "job")
 _TEXTS = ("text", "example_id", "sha256", "transcript", *_REPEATED)
-#: The types of the columns other than the audio; a job without checks has no `draw` and `transcript`.
+#: The types of the columns other than the audio; jobs without checks have no `draw` and
+#: `transcript`, and only datasets of several jobs have `job`.
 _COLUMNS = {
     "text": "string",
     "example_id": "string",
@@ -56,20 +53,20 @@ _COLUMNS = {
     "voice": "string",
     "draw": "int64",
     "transcript": "string",
+    "job": "string",
 }
 
 
-def _row(job: Job, item: AudioItem) -> dict[str, Any]:
+def _row(item: AudioItem) -> dict[str, Any]:
     """The values of the columns other than the audio. Each score has its own column, so that readers of
     tables can filter by it."""
-    about = facts(job, item)
+    about = facts(item)
     scores = {f"score_{name}": value for name, value in about.get("scores", {}).items()}
     return picked(about, *_COLUMNS) | scores
 
 
 def _write_table(
     file: IO[bytes],
-    job: Job,
     column: pyarrow.Field,
     cells: Iterator[tuple[AudioItem, object, int]],
     group_rows: int,
@@ -81,8 +78,8 @@ def _write_table(
     from pyarrow import parquet
 
     first = next(cells)
-    # All items of a job have the same columns.
-    types = {name: _COLUMNS.get(name, "float64") for name in _row(job, first[0])}
+    # All items of a dataset have the same columns.
+    types = {name: _COLUMNS.get(name, "float64") for name in _row(first[0])}
     metadata: dict[str, bytes] | None = None
     if column.name == "audio":
         rate = first[0].artifact.sample_rate
@@ -98,7 +95,7 @@ def _write_table(
             if rows and (len(rows) == group_rows or size + cell_bytes > _GROUP_BYTES):
                 writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
                 rows, size = [], 0
-            rows.append({column.name: cell, **_row(job, item)})
+            rows.append({column.name: cell, **_row(item)})
             size += cell_bytes
         writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
 
@@ -109,7 +106,6 @@ def write_parquet(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[
 
     _write_table(
         files.open(f"data/{part.split}-{part.number:05d}-of-{part.of:05d}.parquet"),
-        job,
         pyarrow.field("audio", pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])),
         ((item, {"bytes": data, "path": f"{item.name}.{item.extension}"}, len(data)) for item, data in items),
         GROUP_ROWS,
@@ -135,36 +131,7 @@ def write_audiofolder(
             yield item, name, 0
 
     table, column = files.open(f"{folder}/metadata.parquet"), pyarrow.field("file_name", pyarrow.string())
-    _write_table(table, job, column, cells(), _FOLDER_GROUP_ROWS, compression="zstd")
-
-
-def dataset_card(job: Job, plan: Plan, files: str = "data/{}-*.parquet") -> bytes:
-    """The card of a job's dataset, from `card.md`, without empty splits, which have no files. `files`: the
-    pattern for the files of a split."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,  # noqa: S701
-    )
-    # A JSON string is valid YAML.
-    environment.filters["yaml"] = lambda text: msgspec.json.encode(text).decode()
-    environment.filters["line"] = lambda text: " ".join(text.replace("`", "'").split())
-    template = resources.files("jobs.export").joinpath("card.md").read_text(encoding="utf-8")
-    return (
-        environment.from_string(template)
-        .render(
-            job=job,
-            size=_SIZES[max(0, min(len(str(plan.items)) - 3, len(_SIZES) - 1))],
-            splits={name: list(parts) for name, parts in groupby(plan.parts, lambda part: part.split)},
-            reasons=plan.reasons,
-            spec=msgspec.json.format(msgspec.json.encode(job.spec, order="sorted"), indent=2).decode(),
-            files=files,
-        )
-        .encode()
-    )
+    _write_table(table, column, cells(), _FOLDER_GROUP_ROWS, compression="zstd")
 
 
 PARQUET = ExportFormat(
@@ -172,7 +139,8 @@ PARQUET = ExportFormat(
     summary="Parquet files for Hugging Face datasets",
     write_part=write_parquet,
     embeds_audio=True,
-    card=dataset_card,
+    equal=("sample rate",),
+    data_files="data/{}-*.parquet",
     library="pyarrow",
 )
 AUDIOFOLDER = ExportFormat(
@@ -180,6 +148,6 @@ AUDIOFOLDER = ExportFormat(
     summary="audio files and a table, for the loader AudioFolder of Hugging Face datasets",
     write_part=write_audiofolder,
     embeds_audio=True,
-    card=partial(dataset_card, files="data/{}/**"),
+    data_files="data/{}/**",
     library="pyarrow",
 )

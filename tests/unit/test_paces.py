@@ -49,7 +49,7 @@ class TestCalibration:
                 for n, text in enumerate(texts)
             ]
             made = [
-                AudioItem(str(n), str(n), two_seconds(n), msgspec.Raw(line), 0)
+                AudioItem(str(n), str(n), two_seconds(n), msgspec.Raw(line), job, 0)
                 for n, line in enumerate(lines)
             ]
             job: Any = SimpleNamespace(id="j", spec=JobSpec("fake"))
