@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 import numpy as np
 
+from jobs.codes import EXTENSION, StoredCodes, codec_of
 from jobs.encoded_audio import encoded_audio
 from jobs.export.manifest import put_manifest, put_shard_manifest
 from jobs.layout import (
@@ -98,7 +99,7 @@ def reproduce(
         artifact = cast(Artifact, row.artifact)
         try:
             speech = again.speech(again.start(row, artifact))
-            yield _compared(row, artifact, store, encoded_audio(speech, job.spec).data)
+            yield _compared(row, artifact, store, again.encoded(speech, artifact.kind)[0])
         except NightjarError as error:
             yield ReproducedItem(row.index, row.example_id, Match.FAILED, reason=str(error))
 
@@ -162,7 +163,7 @@ class _Resynthesis:
         try:
             if isinstance(started, NightjarError):
                 raise started
-            data, facts = self._encoded(self.speech(started), artifact.kind)
+            data, facts = self.encoded(self.speech(started), artifact.kind)
         except NightjarError as error:
             return Repaired(artifact.key, row.example_id, RepairOutcome.FAILED, str(error))
         try:
@@ -188,12 +189,21 @@ class _Resynthesis:
         outcome = RepairOutcome.SAME if sha256 == artifact.sha256 else RepairOutcome.OTHER
         return Repaired(artifact.key, row.example_id, outcome, entry_changed=True)
 
-    def _encoded(self, speech: Speech, kind: str) -> tuple[bytes, dict[str, object]]:
+    def encoded(self, speech: Speech, kind: str) -> tuple[bytes, dict[str, object]]:
         """The bytes of an artifact, and its other columns in the ledger. Raises `SynthesisError`."""
         if kind == "text":
             if speech.text_out is None:
                 raise SynthesisError(ErrorCode.SYNTH_ENGINE, "The model returned no text this time.")
             return speech.text_out.encode(), {}
+        spec = self.job.spec
+        if spec.extension(kind) == EXTENSION:
+            if speech.codes is None:
+                raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model returned no codes this time.")
+            codes = StoredCodes(speech.codes, speech.voice_codes, codec_of(spec.model)).encoded()
+            if spec.main_kind == "audio":
+                return codes, {}
+            facts = {name: getattr(speech, name) for name in ("duration_ms", "sample_rate")}
+            return codes, {**facts, "samples": speech.sample_count, "meta": dict(speech.meta)}
         if not len(speech.samples) or not np.isfinite(speech.samples).all():
             raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model returned no audio this time.")
         audio = encoded_audio(speech, self.job.spec)
@@ -210,6 +220,8 @@ class _Resynthesis:
 def _compared(row: ItemRow, artifact: Artifact, store: ObjectStore, data: bytes) -> ReproducedItem:
     if sha256_of(data) == artifact.sha256:
         return ReproducedItem(row.index, row.example_id, Match.SAME, math.inf)
+    if artifact.key.endswith(EXTENSION):
+        return ReproducedItem(row.index, row.example_id, Match.DIFFERENT)
     before, rate = decode(read_artifact(store, artifact))
     after, rate_after = decode(data)
     if (rate, len(before)) != (rate_after, len(after)):
@@ -282,7 +294,7 @@ def repair_objects(
                 else:
                     row, artifact, _ = item
                     repaired = again.replace(*item)
-                    if repaired.entry_changed and artifact.kind == "audio":
+                    if repaired.entry_changed and artifact.kind == job.spec.main_kind:
                         # An interrupted repair must not leave a finished shard with an old manifest.
                         if renewed not in (None, row.shard_no):
                             again.renew_manifest(renewed)

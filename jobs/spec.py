@@ -173,6 +173,9 @@ def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:
     """
     check_rate(spec.format, spec.sample_rate or card.sample_rate)
     speak, chosen, quality = spec.speak, spec.reading or ALL, spec.quality
+    if spec.output and not card.capabilities.codes:
+        message = f"The model {card.name} has no codec, so it gives no codes."
+        raise invalid(message, "Leave --output out, or use another model (`nightjar models`).")
     if card.capabilities.multi_turn:
         if speak not in ("auto", "answer"):
             message = f"The model {card.name} answers a whole dialogue; it does not speak its turns."

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from jobs.checks import Quality
+from jobs.codes import StoredCodes
 from jobs.dialogue import spoken_text
 from jobs.layout import item_key, object_metadata, put_numbered
 from jobs.ledger.records import QUARANTINE, Artifact, Done, Failed, Outcome, Score
@@ -209,8 +210,8 @@ def _stored(
     seed: int,
     number: int,
 ) -> Outcome | Future[Done]:
-    """Stores the artifacts of the kept draw and returns the outcome with them. They are the audio, if any, and the text
-    that the model wrote, which is not stored for a failed item.
+    """Stores the artifacts of the kept draw and returns the outcome with them. They are the audio or the codes, if any,
+    and codes beside audio and the text that the model wrote, which are not stored for a failed item.
 
     Each is stored under its key, or under the next number if that key has another object, for example one that was
     damaged by a power cut or rounded differently. Waits for an unreachable store until the lease ends.
@@ -220,28 +221,26 @@ def _stored(
 
     job, line = shard.held.lease.job, draw.line
     failed = isinstance(outcome, Failed)
-    kind = QUARANTINE if failed else "audio"
+    main = QUARANTINE if failed else job.spec.main_kind
     made: list[tuple[Artifact, bytes]] = []
+
+    def add(kind: str, data: bytes, facts: tuple[int, int, int] = (0, 0, 0), **meta: object) -> None:
+        """`facts`: duration in ms, sample rate and samples."""
+        key = item_key(job.id, kind, line.index, line.example_id, job.spec.extension(kind), number)
+        made.append((Artifact(line.index, kind, key, "", len(data), *facts, seed, meta=meta), data))
+
     if speech is not None and len(speech.samples):
-        encoded = encoded_audio(speech, job.spec)
-        key = item_key(job.id, kind, line.index, line.example_id, job.spec.format, number)
-        artifact = Artifact(
-            index=line.index,
-            kind=kind,
-            key=key,
-            sha256="",
-            bytes=len(encoded.data),
-            duration_ms=encoded.duration_ms,
-            sample_rate=encoded.sample_rate,
-            samples=encoded.samples,
-            seed=seed,
-            meta=dict(speech.meta),
-        )
-        made.append((artifact, encoded.data))
+        audio = encoded_audio(speech, job.spec)
+        add(main, audio.data, (audio.duration_ms, audio.sample_rate, audio.samples), **speech.meta)
+    if speech is not None and speech.codes is not None:
+        assert shard.codec is not None, "the job makes codes"
+        codes = StoredCodes(speech.codes, speech.voice_codes, shard.codec).encoded()
+        if not len(speech.samples):
+            add(main, codes, (speech.duration_ms, speech.sample_rate, speech.sample_count), **speech.meta)
+        elif not failed:
+            add("codes", codes)
     if speech is not None and speech.text_out is not None and not failed:
-        data = speech.text_out.encode()
-        key = item_key(job.id, "text", line.index, line.example_id, "txt", number)
-        made.append((Artifact(line.index, "text", key, "", len(data), 0, 0, 0, seed), data))
+        add("text", speech.text_out.encode())
     if shard.packs is not None and isinstance(outcome, Done):
         return shard.packs.add(outcome, made, line.example_id)
     stored: list[Artifact] = []
