@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.25
 _PAGE_ITEMS = 1000
 #: Options of `jobs.export.export` for users.
-_EXPORT_OPTIONS = ("audio_format", "sample_rate", "splits", "audio_root", "absolute")
+_EXPORT_OPTIONS = ("audio_format", "sample_rate", "splits", "audio_root", "absolute", "dialogues", "gaps")
 _ENDED = {ItemState.DONE, ItemState.FAILED, ItemState.DEAD, ItemState.SKIPPED}
 
 

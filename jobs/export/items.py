@@ -198,6 +198,17 @@ def exported(rows: Iterable[ItemRow], *, whole: bool = False) -> Iterator[ItemRo
             yield from items
 
 
+def matched(rows: Iterable[ItemRow], matching: Iterator[ItemRow]) -> Iterator[ItemRow]:
+    """Yields all rows, without their audio if they are not in `matching`. Both are in index order."""
+    found = next(matching, None)
+    for row in rows:
+        if found is not None and found.index == row.index:
+            yield row
+            found = next(matching, None)
+        else:
+            yield msgspec.structs.replace(row, artifact=None)
+
+
 def audio_items(
     ledger: Ledger,
     store: ObjectStore,
@@ -373,21 +384,29 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def make_plan(
-    rows: Iterable[ItemRow], splits: Splits, part_bytes: int | None, *, running: bool = False
+    rows: Iterable[ItemRow],
+    splits: Splits,
+    part_bytes: int | None,
+    *,
+    running: bool = False,
+    whole: bool = False,
 ) -> Plan:
     """Plans the export of items with audio, in index order. A part ends before its audio exceeds
-    `part_bytes`; None: one part per split. `running`: other items may get their audio from now on."""
+    `part_bytes`; None: one part per split. `running`: other items may get their audio from now on. `whole`:
+    a part ends with a dialogue, and may exceed `part_bytes` by the rest of it."""
     #: [first index, last index, items, bytes] of each part.
     parts: dict[str, list[list[int]]] = {name: [] for name in splits.bounds}
-    digest, members = hashlib.sha256(), bytearray()
+    digest, members, dialogue = hashlib.sha256(), bytearray(), None
     for row in rows:
         artifact = cast("Artifact", row.artifact)
         digest.update(msgspec.json.encode((row.index, row.example_id, artifact.sha256)))
         if running:
             members += bytes(row.index - len(members)) + b"\1"
         own = parts[splits.of(row.example_id)]
-        if not own or (part_bytes is not None and own[-1][3] + artifact.bytes > part_bytes):
+        full = own and part_bytes is not None and own[-1][3] + artifact.bytes > part_bytes
+        if not own or (full and not (whole and row.example_id == dialogue)):
             own.append([row.index, row.index, 0, 0])
+        dialogue = row.example_id
         own[-1][1:] = row.index, own[-1][2] + 1, own[-1][3] + artifact.bytes
     made = [
         Part(split, number, *facts, of=len(own))
