@@ -254,7 +254,10 @@ def test_other_gaps_are_another_export(finished: Finished, tmp_path: Path) -> No
 
 def test_a_dialogue_with_a_turn_that_the_filter_leaves_out_is_left_out(tmp_path: Path) -> None:
     finished = finished_job(
-        tmp_path, FolderStore(tmp_path / "store"), LINES, JobSpec("hibari", speak="all", quality=Quality(meters={"asr": {}}))
+        tmp_path,
+        FolderStore(tmp_path / "store"),
+        LINES,
+        JobSpec("hibari", speak="all", quality=Quality(meters={"asr": {}})),
     )
     # The measured `wer` of an item is a hundredth of its index.
     where = parse_where("wer != 0.01 and wer != 0.05")
