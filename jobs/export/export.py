@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from jobs.export.audio import AudioNames, AudioReader, Conversion
+from jobs.export.column_types import Type
 from jobs.export.files import (
     AGAIN,
     END,
@@ -45,6 +46,7 @@ from jobs.export.items import (
     audio_items,
     exported,
     make_plan,
+    metadata_types,
     score_names,
     text_answers,
 )
@@ -259,12 +261,13 @@ class _Export:
             if _begin(destination, identity, replaces):
                 return plan
             found, scores = destination.sizes(), score_names(self.ledger, self.job)
+            types = metadata_types(self.ledger, self.store, self.job) if self.format.typed else None
             files: list[WrittenFile] = []
             for part in plan.parts:
                 record = f"{RECORDS}/{part.split}-{part.number:05d}.json"
                 written = _written_part(destination, found, record)
                 if written is None:
-                    items = self._items(self._rows_of(plan, part), scores)
+                    items = self._items(self._rows_of(plan, part), scores, types)
                     read = audio.loaded if self.format.embeds_audio else audio.located
                     with PartFiles(destination, names) as part_files:
                         self.format.write(part, part_files, self.job, read(items))
@@ -286,8 +289,10 @@ class _Export:
             destination.remove_records()
             return plan
 
-    def _items(self, rows: Iterator[ItemRow], scores: tuple[str, ...] | None = None) -> Iterator[AudioItem]:
-        return audio_items(self.ledger, self.store, self.job.id, rows, scores)
+    def _items(
+        self, rows: Iterator[ItemRow], scores: tuple[str, ...] | None = None, types: Type | None = None
+    ) -> Iterator[AudioItem]:
+        return audio_items(self.ledger, self.store, self.job.id, rows, scores, types)
 
     def _rows(self, after: int = -1, *, whole: bool = True) -> Iterator[ItemRow]:
         """The items with audio after an index that match the filter; `whole`: without incomplete dialogues,

@@ -89,6 +89,8 @@ class ExportFormat:
     whole_dialogues: bool = False
     #: Makes the README.md of the dataset.
     card: Callable[[Job, Plan], bytes] | None = None
+    #: Its columns have types, so items have `metadata_types`.
+    typed: bool = False
     #: A library of the extra `export` that writing needs.
     library: str | None = None
 
