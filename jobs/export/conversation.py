@@ -59,6 +59,7 @@ MAX_GAP_SECONDS = 60.0
 #: The amplitude from which the sum of two turns is limited.
 KNEE = 0.8
 _encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class Gaps(NamedTuple):
@@ -205,7 +206,7 @@ class Sounds:
         for _, dialogue in groupby(items, lambda item: item.example_id):
             turns = self.turns(job, dialogue)
             for turn in turns:
-                line = msgspec.json.decode(manifest_line(job, turn.item, ""))
+                line = _decode(manifest_line(job, turn.item, ""))
                 speaker = item_metadata(job, turn.item).speaker
                 yield (
                     _encode(line | turn.place | {"speaker": speaker, "dialogue": turns[0].item.name}) + b"\n"

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from jobs.export.audio import AudioNames, AudioReader, Conversion
+from jobs.export.column_types import Type
 from jobs.export.conversation import Gaps, of_dialogues
 from jobs.export.files import (
     AGAIN,
@@ -48,6 +49,7 @@ from jobs.export.items import (
     exported,
     make_plan,
     matched,
+    metadata_types,
     score_names,
     text_answers,
 )
@@ -269,12 +271,13 @@ class _Export:
             if _begin(destination, identity, replaces):
                 return plan
             found, scores = destination.sizes(), score_names(self.ledger, self.job)
+            types = metadata_types(self.ledger, self.store, self.job) if self.format.typed else None
             files: list[WrittenFile] = []
             for part in plan.parts:
                 record = f"{RECORDS}/{part.split}-{part.number:05d}.json"
                 written = _written_part(destination, found, record)
                 if written is None:
-                    items = self._items(self._rows_of(plan, part), scores)
+                    items = self._items(self._rows_of(plan, part), scores, types)
                     read = audio.loaded if self.format.embeds_audio else audio.located
                     with PartFiles(destination, names) as part_files:
                         self.format.write(part, part_files, self.job, read(items))
@@ -296,8 +299,10 @@ class _Export:
             destination.remove_records()
             return plan
 
-    def _items(self, rows: Iterator[ItemRow], scores: tuple[str, ...] | None = None) -> Iterator[AudioItem]:
-        return audio_items(self.ledger, self.store, self.job.id, rows, scores)
+    def _items(
+        self, rows: Iterator[ItemRow], scores: tuple[str, ...] | None = None, types: Type | None = None
+    ) -> Iterator[AudioItem]:
+        return audio_items(self.ledger, self.store, self.job.id, rows, scores, types)
 
     def _rows(self, after: int = -1, *, whole: bool = True) -> Iterator[ItemRow]:
         """The items with audio after an index that match the filter; `whole`: without incomplete dialogues,

@@ -93,6 +93,8 @@ class ExportFormat:
     sounds: Sounds | None = None
     #: Makes the README.md of the dataset.
     card: Callable[[Job, Plan], bytes] | None = None
+    #: Its columns have types, so items have `metadata_types`.
+    typed: bool = False
     #: A library of the extra `export` that writing needs.
     library: str | None = None
 
