@@ -136,8 +136,8 @@ def _opened(data: bytes, max_seconds: float) -> Generator[soundfile.SoundFile]:
 
 
 def encode(samples: NDArray[np.float32], sample_rate: int, audio_format: AudioFormat) -> bytes:
-    """Encodes mono samples [samples] as a file; values outside [-1, 1] are clipped. `wav` and `flac` hold
-    16-bit PCM.
+    """Encodes samples, [samples] or [samples, channels], as a file; values outside [-1, 1] are clipped. `wav`
+    and `flac` hold 16-bit PCM.
 
     Equal samples give equal bytes as long as the version of libsndfile and its encoders is the same. A reader
     gets as many samples as were written, since MP3 and Opus files record what the encoder added. Raises
@@ -159,9 +159,9 @@ def encode(samples: NDArray[np.float32], sample_rate: int, audio_format: AudioFo
     np.rint(scaled, out=scaled)
     pcm = scaled.astype("<i2")
     if audio_format == "wav":
-        if len(pcm) > _MAX_WAV_SAMPLES:
+        if pcm.size > _MAX_WAV_SAMPLES:
             raise invalid("The speech does not fit into a WAV file of 4 GiB.", "Use flac.")
-        return wav_header(sample_rate, pcm.nbytes) + pcm.tobytes()
+        return wav_header(sample_rate, pcm.nbytes, channels=pcm[:1].size or 1) + pcm.tobytes()
     if audio_format not in CONTAINERS:
         advice = f"Choose one of: {', '.join(AUDIO_FORMATS)}."
         raise invalid(f"Unknown audio format {audio_format!r}.", advice)
@@ -172,16 +172,19 @@ def encode(samples: NDArray[np.float32], sample_rate: int, audio_format: AudioFo
     return _with_hashed_serial(buffer.getvalue()) if container == "OGG" else buffer.getvalue()
 
 
-def wav_header(sample_rate: int, data_bytes: int | None, tag: int = 1, width: int = 2) -> bytes:
-    """The header of a mono WAV file with this format tag and bytes per sample. `data_bytes` None: a stream of
+def wav_header(
+    sample_rate: int, data_bytes: int | None, tag: int = 1, width: int = 2, channels: int = 1
+) -> bytes:
+    """The header of a WAV file with this format tag and bytes per sample. `data_bytes` None: a stream of
     unknown length, which players read to its end."""
     riff, data = (data_bytes + 36, data_bytes) if data_bytes is not None else (0xFFFFFFFF, 0xFFFFFFFF)
-    facts = (16, tag, 1, sample_rate, width * sample_rate, width, 8 * width)
+    frame_bytes = width * channels
+    facts = (16, tag, channels, sample_rate, frame_bytes * sample_rate, frame_bytes, 8 * width)
     return _WAV_HEADER.pack(b"RIFF", riff, b"WAVE", b"fmt ", *facts, b"data", data)
 
 
 def resample(samples: NDArray[np.float32], sample_rate: int, wanted: int) -> NDArray[np.float32]:
-    """Resamples mono samples [samples] to the rate `wanted` in Hz, with soxr in high quality (HQ: 20 bits,
+    """Resamples samples, [samples] or [samples, channels], to the rate `wanted` in Hz, with soxr in high quality (HQ: 20 bits,
     while files have 16).
 
     The filter may overshoot: if the new peak exceeds both the former peak and `PEAK_LIMIT`, all samples are
