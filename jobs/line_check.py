@@ -64,17 +64,20 @@ class LineChecker:
         speak: Speak = "auto",
         voices: JobVoices | None = None,
         id_key: str = "example_id",
+        *,
+        joins: bool = True,
     ) -> None:
         """`speak`: the role whose turns are spoken; `answer`: a line is one item, the model's answer to the
         whole dialogue. `voices`: the voices that lines may name, with the stored ones. `id_key`: the name of
-        the example's id in the input.
+        the example's id in the input. `joins`: whether a text that is too long is spoken in parts, which are joined.
 
         Raises `InputError` if the model does not support the defaults.
         """
         self._able = card.capabilities
-        # A longer text is spoken in parts.
-        longest = max(self._able.max_text_characters, 0 if self._able.multi_turn else MAX_LONG_CHARACTERS)
-        self._capabilities = replace(self._able, max_text_characters=longest)
+        self._capabilities = card.capabilities
+        if joins and not self._able.multi_turn:
+            longest = max(self._able.max_text_characters, MAX_LONG_CHARACTERS)
+            self._capabilities = replace(self._able, max_text_characters=longest)
         self._voices = JobVoices(card) if voices is None else voices
         self._max_characters = card.capabilities.max_text_characters
         self._check_text = card.check_text

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 import numpy as np
 
+from jobs.codes import EXTENSION, StoredCodes, codec_of
 from jobs.dialogue import spoken_text
 from jobs.encoded_audio import EncodedAudio, JoinedSpeech, encoded_audio
 from jobs.export.manifest import put_manifest, put_shard_manifest
@@ -226,6 +227,15 @@ class _Resynthesis:
             if speech.text_out is None:
                 raise SynthesisError(ErrorCode.SYNTH_ENGINE, "The model returned no text this time.")
             return speech.text_out.encode(), {}
+        spec = self.job.spec
+        if spec.extension(artifact.kind) == EXTENSION:
+            if speech.codes is None:
+                raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model returned no codes this time.")
+            codes = StoredCodes(speech.codes, speech.voice_codes, codec_of(spec.model)).encoded()
+            if spec.main_kind == "audio":
+                return codes, {}
+            facts = {name: getattr(speech, name) for name in ("duration_ms", "sample_rate")}
+            return codes, {**facts, "samples": speech.sample_count, "meta": dict(speech.meta)}
         if not len(speech.samples) or not np.isfinite(speech.samples).all():
             raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model returned no audio this time.")
         audio = encoded_audio(speech, self.job.spec)
@@ -245,6 +255,8 @@ def _facts(audio: EncodedAudio[Any]) -> dict[str, object]:
 def _compared(row: ItemRow, artifact: Artifact, store: ObjectStore, data: bytes) -> ReproducedItem:
     if sha256_of(data) == artifact.sha256:
         return ReproducedItem(row.index, row.example_id, Match.SAME, math.inf)
+    if artifact.key.endswith(EXTENSION):
+        return ReproducedItem(row.index, row.example_id, Match.DIFFERENT)
     before, rate = decode(read_artifact(store, artifact))
     after, rate_after = decode(data)
     if (rate, len(before)) != (rate_after, len(after)):
@@ -317,7 +329,7 @@ def repair_objects(
                 else:
                     row, artifact, _ = item
                     repaired = again.replace(*item)
-                    if repaired.entry_changed and artifact.kind == "audio":
+                    if repaired.entry_changed and artifact.kind == job.spec.main_kind:
                         # An interrupted repair must not leave a finished shard with an old manifest.
                         if renewed not in (None, row.shard_no):
                             again.renew_manifest(renewed)

@@ -8,14 +8,15 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 import msgspec
 
 from jobs.checks import Quality
+from jobs.codes import StoredCodes
 from jobs.dialogue import spoken_text
 from jobs.layout import item_key, object_metadata, put_numbered
-from jobs.ledger.records import QUARANTINE, Artifact, Done, Failed, Job, Outcome, Score
+from jobs.ledger.records import QUARANTINE, Artifact, Done, Failed, Outcome, Score
 from jobs.shard_file import ShardLine
 from jobs.store.base import ObjectStore
 from jobs.voices import stored_voice_of
@@ -23,13 +24,12 @@ from pipelines.audio import trim_silence
 from pipelines.audio_format import LOSSY
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import ErrorCode, NightjarError
-from pipelines.request import Handle, Meta, Speech, SynthesisRequest
+from pipelines.request import Handle, Speech, SynthesisRequest
 from worker.quality.meters import Readings, Utterance
 from worker.quality.pool import MeterPool, MeterTask
 from worker.quality.verdict import CheckedDraw, History, check_draw, check_speech, failed_draw, judged
 
 if TYPE_CHECKING:
-    from jobs.encoded_audio import EncodedAudio
     from worker.long_item import LongItem
     from worker.shard_run import ShardRun
 
@@ -234,8 +234,8 @@ def _stored(
     seed: int,
     number: int,
 ) -> Outcome | PartKept | Future[Done]:
-    """Stores the artifacts of the kept draw and returns the outcome with them. They are the audio, if any, and the text
-    that the model wrote, which is not stored for a failed item.
+    """Stores the artifacts of the kept draw and returns the outcome with them. They are the audio or the codes, if any,
+    and codes beside audio and the text that the model wrote, which are not stored for a failed item.
 
     Each is stored under its key, or under the next number if that key has another object, for example one that was
     damaged by a power cut or rounded differently. Waits for an unreachable store until the lease ends.
@@ -245,18 +245,30 @@ def _stored(
 
     job, line = shard.held.lease.job, draw.line
     failed = isinstance(outcome, Failed)
-    kind = QUARANTINE if failed else "audio"
-    if draw.long is not None and speech is not None and isinstance(outcome, Done):
-        return _joined(shard, draw, draw.long, outcome, speech, number)
+    if draw.long is not None and speech is not None:
+        if isinstance(outcome, Done):
+            return _joined(shard, draw, draw.long, outcome, speech, number)
+        speech = replace(speech, meta={**speech.meta, "part": draw.part})
+    main = QUARANTINE if failed else job.spec.main_kind
     made: list[tuple[Artifact, bytes]] = []
+
+    def add(kind: str, data: bytes, facts: tuple[int, int, int] = (0, 0, 0), **meta: object) -> None:
+        """`facts`: duration in ms, sample rate and samples."""
+        key = item_key(job.id, kind, line.index, line.example_id, job.spec.extension(kind), number)
+        made.append((Artifact(line.index, kind, key, "", len(data), *facts, seed, meta=meta), data))
+
     if speech is not None and len(speech.samples):
-        encoded = encoded_audio(speech, job.spec)
-        part = {} if draw.long is None else {"part": draw.part}
-        made.append((_artifact(job, line, kind, encoded, seed, number, speech.meta | part), encoded.data))
+        audio = encoded_audio(speech, job.spec)
+        add(main, audio.data, (audio.duration_ms, audio.sample_rate, audio.samples), **speech.meta)
+    if speech is not None and speech.codes is not None:
+        assert shard.codec is not None, "the job makes codes"
+        codes = StoredCodes(speech.codes, speech.voice_codes, shard.codec).encoded()
+        if not len(speech.samples):
+            add(main, codes, (speech.duration_ms, speech.sample_rate, speech.sample_count), **speech.meta)
+        elif not failed:
+            add("codes", codes)
     if speech is not None and speech.text_out is not None and not failed:
-        data = speech.text_out.encode()
-        key = item_key(job.id, "text", line.index, line.example_id, "txt", number)
-        made.append((Artifact(line.index, "text", key, "", len(data), 0, 0, 0, seed), data))
+        add("text", speech.text_out.encode())
     if shard.packs is not None and isinstance(outcome, Done):
         return shard.packs.add(outcome, made, line.example_id)
     stored = tuple([_put(shard, artifact, data) for artifact, data in made])
@@ -271,28 +283,12 @@ def _joined(
     if (whole := long.keep(draw.part, done, speech, number)) is None:
         return PartKept()
     outcome, audio, meta, seed = whole
-    last = outcome.draws[-1].draw if outcome.draws else number
-    artifact = _artifact(shard.held.lease.job, draw.line, "audio", audio, seed, last, meta)
+    job, line, last = shard.held.lease.job, draw.line, outcome.draws[-1].draw if outcome.draws else number
+    key = item_key(job.id, "audio", line.index, line.example_id, job.spec.format, last)
+    facts = audio.size, audio.duration_ms, audio.sample_rate, audio.samples, seed
     with audio.data as file:
-        return msgspec.structs.replace(outcome, artifacts=(_put(shard, artifact, file),))
-
-
-def _artifact(
-    job: Job, line: ShardLine, kind: str, audio: EncodedAudio[Any], seed: int, number: int, meta: Meta
-) -> Artifact:
-    """The artifact of audio from the draw of this number, before it is stored."""
-    return Artifact(
-        index=line.index,
-        kind=kind,
-        key=item_key(job.id, kind, line.index, line.example_id, job.spec.format, number),
-        sha256="",
-        bytes=audio.size,
-        duration_ms=audio.duration_ms,
-        sample_rate=audio.sample_rate,
-        samples=audio.samples,
-        seed=seed,
-        meta=dict(meta),
-    )
+        artifact = _put(shard, Artifact(line.index, "audio", key, "", *facts, meta=meta), file)
+    return msgspec.structs.replace(outcome, artifacts=(artifact,))
 
 
 def _put(shard: ShardRun, artifact: Artifact, data: bytes | BinaryIO) -> Artifact:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from jobs.codes import codec_of
 from jobs.dialogue import spoken_text
 from jobs.export.manifest import put_shard_manifest
 from jobs.ledger.records import (
@@ -32,7 +33,7 @@ from jobs.shard_file import ShardLine, read_shard
 from jobs.store.base import ObjectStore
 from jobs.worker_group import WorkerReport
 from pipelines.errors import ErrorCode, ModelError, NightjarError, StoreError, SynthesisError
-from pipelines.request import AudioChunk, Event, Pipeline, Speech
+from pipelines.request import AudioChunk, CodecIdentity, Event, Pipeline, Speech
 from pipelines.request import Done as SpeechDone
 from pipelines.text_units import parts_of, unit_request
 from worker.admission import Demand, ItemCounts
@@ -141,6 +142,8 @@ class ShardRun:
         self.packs: PackWriter | None = None
         self._builder: RequestBuilder
         self._pipeline: Pipeline | None = None
+        #: The codec of a job that makes codes.
+        self.codec: CodecIdentity | None = None
         self._changed = threading.Condition()
         #: Draws to feed. A draw that follows a rejected one is fed before the first draws of other items.
         self._waiting: deque[ItemDraw] = deque()
@@ -196,7 +199,10 @@ class ShardRun:
             )
         retry_later = False
         if todo:
-            with self._runner.pipelines.use(self._job.spec.model, self.held.check) as pipeline:
+            spec = self._job.spec
+            self.codec = codec_of(spec.model) if spec.output else None
+            decodes = spec.output != "codes"
+            with self._runner.pipelines.use(spec.model, self.held.check, decodes) as pipeline:
                 if (provenance := self._runner.provenance) is not None:
                     retrying(lambda: provenance.note(store, self._job, pipeline.info))
                 retry_later = self._synthesize(store, todo, pipeline)
