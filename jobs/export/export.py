@@ -22,6 +22,7 @@ import msgspec
 
 from jobs.export.audio import AudioNames, AudioReader, Conversion
 from jobs.export.card import CardFacts, dataset_card
+from jobs.export.conversation import Gaps, of_dialogues
 from jobs.export.files import (
     AGAIN,
     END,
@@ -46,7 +47,7 @@ from jobs.export.items import (
     Splits,
     make_plan,
 )
-from jobs.export.job_set import JobSet, Repeats, StoredJob
+from jobs.export.job_set import JobSet, Repeats, StoredJob, in_order
 from jobs.export.manifest import manifest_line
 from jobs.ledger.records import ItemRow, ItemState, Job
 from jobs.provenance import exporter_record, read_records
@@ -122,6 +123,8 @@ def export_jobs(
     where: Where | None = None,
     unique: bool = False,
     license: str | None = None,
+    dialogues: str | None = None,
+    gaps: str | None = None,
 ) -> ExportReport:
     """Writes the items of jobs that have audio, and match `where`, to `to`: a file or `-` for formats of
     one file, else a folder or `s3://` prefix. The jobs are written in the order in which they were submitted.
@@ -132,7 +135,8 @@ def export_jobs(
     store if the file is missing; audio in packs requires `audio_root`. Formats that contain the audio begin a
     new file before the stored size of its audio exceeds `part_bytes`. With `audio_format` (`wav`, `flac`,
     `mp3`, `opus`) or `sample_rate` (Hz), audio that the export contains or copies is converted. With
-    `splits`, every format is a folder. The same call continues an export that was stopped. A format of
+    `splits`, every format is a folder. With `dialogues` (`mono`, `stereo`) the export contains one sound for
+    each dialogue, whose pauses are drawn from `gaps` (see `jobs.export.conversation`). The same call continues an export that was stopped. A format of
     dialogues writes a dialogue if one of its items matches. If a job is running, the items that are done
     are written, and the same call later replaces that export. With `unique`, of the items with the same text
     and voice (in a format of dialogues: of equal dialogues) the first one is written. `license`: the license
@@ -146,19 +150,20 @@ def export_jobs(
     that the format cannot hold together, `config.missing_library` for a library that is not installed,
     `NotFoundError`, `StoreError`, `ServiceError`.
     """
-    chosen = find_format(format)
-    job_set = JobSet(jobs, where, dialogues=chosen.whole_dialogues)
+    chosen, jobs = find_format(format), in_order(jobs)
     if license is not None and not _LICENSE.fullmatch(license):
         raise invalid(
             f"{license[:40]!r} is not the name of a license.", "Write it as the hub does: apache-2.0."
         )
-    conversion = _conversion(chosen, job_set, audio_format, sample_rate)
-    for ledger, store, job in job_set.jobs:
+    conversion = _conversion(chosen, jobs, audio_format, sample_rate)
+    for ledger, store, job in jobs:
+        chosen = of_dialogues(chosen, dialogues, gaps, conversion, job.spec)
         chosen.check(
             to, store.url, job.spec, splits, audio_root, conversion, where, unique=unique, license=license
         )
         if chosen.failure_line is None and audio_root is None:
             _refuse_lost(ledger, store, job, where, dialogues=chosen.whole_dialogues)
+    job_set = JobSet(jobs, where, chosen)
     planned = _Export(
         job_set, chosen, splits or WHOLE, part_bytes, audio_root, absolute, conversion, unique, license
     )
@@ -175,12 +180,12 @@ def export_jobs(
 
 
 def _conversion(
-    format: ExportFormat, jobs: JobSet, audio_format: str | None, sample_rate: int | None
+    format: ExportFormat, jobs: Iterable[StoredJob], audio_format: str | None, sample_rate: int | None
 ) -> Conversion:
     """Checks the conversion for each job, and what the format needs equal in all jobs."""
     conversion = Conversion()
     made: dict[str, dict[Any, str]] = {"audio format": {}, "sample rate": {}}
-    for ledger, _, job in jobs.jobs:
+    for ledger, _, job in jobs:
         # All audio of a job has the same rate: that of its model, or of its spec.
         rates = [
             row.artifact.sample_rate for row in ledger.items(job.id, ItemState.DONE, limit=1) if row.artifact
@@ -234,6 +239,8 @@ class _Identity(msgspec.Struct, frozen=True):
     audio: str
     #: `Conversion.name`
     converted: str = ""
+    #: The sounds of dialogues, if the export contains them.
+    sounds: tuple[str, Gaps] | msgspec.UnsetType = msgspec.UNSET
     #: The filter in its normal form, if there is one.
     where: str | None = None
     #: Whether the job was still running; a later export of the job then replaces this one.
@@ -347,7 +354,9 @@ class _Export:
         for one, items in self.jobs.by_job(rows):
             if texts is not None:
                 items = self.jobs.noting(items, texts)
-            with AudioReader(one.store, self.audio_root, self.conversion) as audio:
+            # Sounds are converted as a whole.
+            conversion = Conversion() if self.format.sounds else self.conversion
+            with AudioReader(one.store, self.audio_root, conversion) as audio:
                 yield from (audio.loaded if self.format.embeds_audio else audio.located)(items)
 
     def _rows_of(self, part: Part) -> Iterator[ItemRow]:
@@ -365,7 +374,7 @@ class _Export:
         if self.jobs.several or self.jobs.running or self.unique:
             self.jobs.choose(unique=self.unique)
         part_bytes = self.part_bytes if self.format.embeds_audio and not self.format.one_part else None
-        plan = make_plan(self.jobs.rows(), self.splits, part_bytes)
+        plan = make_plan(self.jobs.rows(), self.splits, part_bytes, whole=self.format.whole_dialogues)
         return msgspec.structs.replace(plan, reasons=self.jobs.left_out(plan.items))
 
     def _names(self, folder: Path | None) -> AudioNames:
@@ -373,7 +382,7 @@ class _Export:
         return AudioNames(stores, None if self.absolute or self.audio_root is not None else folder)
 
     def _identity(self, plan: Plan, names: AudioNames) -> _Identity:
-        jobs = self.jobs.jobs
+        jobs, sounds = self.jobs.jobs, self.format.sounds
         places = dict.fromkeys(names.base(one.store) or one.store.url for one in jobs)
         place = ",".join(places) if self.audio_root is None else str(self.audio_root.absolute())
         return _Identity(
@@ -385,6 +394,7 @@ class _Export:
             self.part_bytes,
             "" if self.format.embeds_audio else place,
             self.conversion.name,
+            sounds=msgspec.UNSET if sounds is None else (sounds.mode, sounds.gaps),
             where=None if self.jobs.where is None else str(self.jobs.where),
             running=plan.reasons.running,
             jobs=tuple(one.job.id for one in jobs) if self.jobs.several else msgspec.UNSET,
@@ -393,15 +403,21 @@ class _Export:
         )
 
     def _write_common(self, files: PartFiles, plan: Plan) -> None:
-        """Writes the manifest of all items that match the filter, the provenance and the card."""
-        jobs, whole = self.jobs, self.format.whole_dialogues
+        """Writes the manifest of all items that match the filter (of sounds: of all turns in them), the
+        provenance and the card."""
+        jobs, sounds = self.jobs, self.format.sounds
+        partly = self.format.whole_dialogues and sounds is None
         facts, texts = CardFacts(), Repeats()
-        items = jobs.items(jobs.rows(whole=False))
-        if not whole:
+        items = jobs.items(jobs.rows(whole=sounds is not None))
+        if not partly:
             items = facts.noting(jobs.noting(items, texts))
         with files.gzip("manifest.jsonl.gz") as manifest:
-            manifest.writelines(manifest_line(item.job, item, "") for item in items)
-        if whole:
+            manifest.writelines(
+                (manifest_line(item.job, item, "") for item in items)
+                if sounds is None
+                else sounds.manifest_lines(jobs.jobs[0].job, items)
+            )
+        if partly:
             for _ in facts.noting(jobs.noting(jobs.items(jobs.rows()), texts)):
                 pass
         jobs.count(texts)

@@ -71,7 +71,7 @@ def write_kaldi(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[Au
     """Writes a data directory. Raises `config.invalid` for audio whose path Kaldi cannot read."""
     lines = files.sorted_lines()
     for item, where in items:
-        known = item_metadata(item.job, item)
+        known = item_metadata(job, item)
         speaker, utterance = kaldi_ids(known.speaker, item.id)
         audio = _readable(files.audio_name(f"{part.split}/wav.scp", where), item.extension)
         lines.add(
@@ -113,7 +113,7 @@ def write_lhotse(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[A
         for item, where in items:
             named = files.audio_name(f"{folder}/cuts.jsonl.gz", where)
             source = {"type": "url" if "://" in where else "file", "channels": [0], "source": named}
-            cut = _cut(item.id, item, source)
+            cut = _cut(item.id, job, item, source)
             for file, record in (
                 (recordings, cut["recording"]),
                 (supervisions, cut["supervisions"][0]),
@@ -131,32 +131,55 @@ def write_shar(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[Aud
         files.gzip(f"{part.split}/cuts.{number}.jsonl.gz") as cuts,
     ):
         for item, audio in items:
-            cut = _cut(item.name, item, {"type": "shar", "channels": [0], "source": ""})
+            cut = _cut(item.name, job, item, {"type": "shar", "channels": [0], "source": ""})
             add(f"{item.name}.{item.extension}", audio)
             add(f"{item.name}.json", _encode(cut["recording"]) + b"\n")
             cuts.write(_encode(cut) + b"\n")
 
 
-def _cut(id: str, item: AudioItem, source: dict[str, Any]) -> dict[str, Any]:
+def _cut(id: str, job: Job, item: AudioItem, source: dict[str, Any]) -> dict[str, Any]:
     """The JSON of a cut with its recording and its supervision."""
-    about = facts(item)
+    audio = item.artifact
     span = {"start": 0.0, "duration": item.seconds, "channel": 0}
-    supervision = {"id": id, "recording_id": id, **span, "text": about["text"]}
+    return {
+        "id": id,
+        **span,
+        "supervisions": [supervision(id, id, job, item)],
+        "recording": recording(id, source, audio.sample_rate, audio.samples),
+        "type": "MonoCut",
+    }
+
+
+def supervision(
+    id: str, recording_id: str, job: Job, item: AudioItem, start: float = 0.0, channel: int = 0
+) -> dict[str, Any]:
+    """The JSON of the supervision of an item. `start`: seconds from the start of the recording."""
+    about = facts(job, item)
+    made = {
+        "id": id,
+        "recording_id": recording_id,
+        "start": start,
+        "duration": item.seconds,
+        "channel": channel,
+        "text": about["text"],
+    }
     if about["language"] is not None:
-        supervision["language"] = about["language"]
-    supervision["speaker"] = about["speaker"]
-    supervision["custom"] = picked(
-        about, "example_id", "role", "message_index", "sha256", "spec_sha", *ORIGIN
-    )
-    recording = {
+        made["language"] = about["language"]
+    made["speaker"] = about["speaker"]
+    made["custom"] = picked(about, "example_id", "role", "message_index", "sha256", "spec_sha", *ORIGIN)
+    return made
+
+
+def recording(id: str, source: dict[str, Any], sample_rate: int, samples: int) -> dict[str, Any]:
+    """The JSON of a recording."""
+    return {
         "id": id,
         "sources": [source],
-        "sampling_rate": item.artifact.sample_rate,
-        "num_samples": item.artifact.samples,
-        "duration": item.seconds,
-        "channel_ids": [0],
+        "sampling_rate": sample_rate,
+        "num_samples": samples,
+        "duration": samples / sample_rate,
+        "channel_ids": source["channels"],
     }
-    return {"id": id, **span, "supervisions": [supervision], "recording": recording, "type": "MonoCut"}
 
 
 def write_espnet_dataset(
@@ -171,10 +194,10 @@ def write_espnet_dataset(
         for _, group in groupby(items, key=lambda pair: pair[0].example_id):
             dialogue = list(group)
             located = [(item, files.audio_name(name, where)) for item, where in dialogue]
-            dialogues.write(espnet_line(dialogue[0][0].job, located))
+            dialogues.write(espnet_line(job, located))
             examples.add(_sample(dialogue[0][0].example_id))
             for item, where in dialogue:
-                texts.write(_encode({"id": item.id, "text": item_metadata(item.job, item).text}) + b"\n")
+                texts.write(_encode({"id": item.id, "text": item_metadata(job, item).text}) + b"\n")
                 turns.add(_sample(item.id))
                 yield item, where
 
@@ -210,7 +233,7 @@ def write_ljspeech(part: Part, files: PartFiles, job: Job, items: Iterator[tuple
     table = files.open(f"{part.split}/metadata.csv")
     for item, audio in items:
         files.add(f"{part.split}/wavs/{item.name}.wav", audio)
-        text = one_line(item_metadata(item.job, item).text, "|")
+        text = one_line(item_metadata(job, item).text, "|")
         table.write(f"{item.name}|{text}|{text}\n".encode())
 
 
@@ -236,7 +259,7 @@ def write_webdataset(
     """Writes one tar file."""
     with tar_file(files.open(f"{part.split}/shard-{part.number:06d}.tar")) as add:
         for item, audio in items:
-            about = facts(item)
+            about = facts(job, item)
             add(f"{item.name}.{item.extension}", audio)
             add(f"{item.name}.json", _encode(about))
             add(f"{item.name}.txt", about["text"].encode())

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from jobs.export.audio import Conversion
+    from jobs.export.conversation import Sounds
     from jobs.export.files import PartFiles
     from jobs.export.items import AudioItem, Part, Plan, Splits
     from jobs.ledger.records import ItemRow, Job, JobSpec, RejectedLine
@@ -45,6 +46,7 @@ BUILT_IN: dict[str, str] = {
     "lhotse": "jobs.export.folder_formats:LHOTSE",
     "shar": "jobs.export.folder_formats:SHAR",
     "webdataset": "jobs.export.folder_formats:WEBDATASET",
+    "rttm": "jobs.export.conversation:RTTM",
     "parquet": "jobs.export.table_formats:PARQUET",
     "audiofolder": "jobs.export.table_formats:AUDIOFOLDER",
     "ljspeech": "jobs.export.folder_formats:LJSPEECH",
@@ -87,12 +89,16 @@ class ExportFormat:
     local_folder: bool = False
     #: A dialogue is left out unless all its spoken turns have audio.
     whole_dialogues: bool = False
+    #: Its audio are the sounds of whole dialogues.
+    sounds: Sounds | None = None
     #: What must be equal in all jobs of a dataset, because readers of the format expect it.
     equal: tuple[Literal["audio format", "sample rate"], ...] = ()
     #: The pattern of the files of a split, by which the Hugging Face hub loads them.
     data_files: str | None = None
     #: Makes the README.md of the dataset instead of `jobs.export.card`.
     card: Callable[[Job, Plan], bytes] | None = None
+    #: Its columns have types, so items have `metadata_types`.
+    typed: bool = False
     #: A library of the extra `export` that writing needs.
     library: str | None = None
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from jobs.checks import CHECKS, METERS, scores_with
-from jobs.dialogue import Dialogue, spoken_text
+from jobs.dialogue import Dialogue, metadata_json, metadata_of, spoken_text
+from jobs.export.column_types import Type, widened
 from jobs.ledger.records import Artifact, Draw, ItemRow, ItemState, Job
 from jobs.packs import ArtifactReader
 from jobs.shard_file import RawLine, ShardLines, read_raw_shard
@@ -61,6 +62,8 @@ class AudioItem(msgspec.Struct, frozen=True):
     draw: Draw | None = None
     #: Names of the scores, the same for all items of a dataset; None: its jobs have no checks.
     score_names: tuple[str, ...] | None = None
+    #: The types of the metadata in the dataset, for tables; the same for all its items.
+    metadata_types: Type = {}
     #: Whether the dataset contains several jobs. Its ids and its index are then unique in the dataset.
     in_set: bool = False
 
@@ -75,6 +78,11 @@ class AudioItem(msgspec.Struct, frozen=True):
         """The transcript of the ASR model, in a job with the check `wer` or `cer`."""
         measured = {} if self.draw is None else self.draw.scores
         return next((measured[name].detail for name in _TRANSCRIBED if name in measured), None)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The other columns or keys of its record, with JSON's types."""
+        return metadata_of(self.dialogue)
 
     @property
     def seconds(self) -> float:
@@ -111,7 +119,9 @@ class ItemMetadata(msgspec.Struct, frozen=True):
 
 
 def item_metadata(job: Job, item: AudioItem | RawLine) -> ItemMetadata:
-    """The metadata of an item, from its line and the job's defaults."""
+    """The metadata of an item, from its line and its job's defaults. `job`: that of the dataset, of which an
+    item in a dataset of several jobs has its own."""
+    job = item.job if isinstance(item, AudioItem) else job
     dialogue, index = _decode(item.dialogue), item.message_index
     own, defaults = dialogue.generation or Generation(), job.spec.generation
     role: SpokenRole = "assistant"
@@ -145,14 +155,14 @@ def minutes_by_voice(ledger: Ledger, store: ObjectStore, job: Job) -> dict[str, 
 
 
 #: Names of the fields that say how an item was made and what was measured. Jobs without checks have no `draw`,
-#: `scores` and `transcript`, and only datasets of several jobs have `job`.
-ORIGIN = ("seed", "model", "voice", "draw", "scores", "transcript", "job")
+#: `scores` and `transcript`, a record without other columns or keys has no `metadata`, and only datasets of
+#: several jobs have `job`.
+ORIGIN = ("seed", "model", "voice", "draw", "scores", "transcript", "metadata", "job")
 
 
-def facts(item: AudioItem) -> dict[str, Any]:
+def facts(job: Job, item: AudioItem) -> dict[str, Any]:
     """All fields of an item that formats write, under their common names."""
-    job, artifact = item.job, item.artifact
-    known = item_metadata(job, item)
+    known, artifact, job = item_metadata(job, item), item.artifact, item.job
     about = {
         "example_id": item.example_id,
         "index": artifact.index,
@@ -173,6 +183,8 @@ def facts(item: AudioItem) -> dict[str, Any]:
     if item.score_names is not None:
         draw = None if item.draw is None else item.draw.draw
         about |= {"draw": draw, "scores": item.scores, "transcript": item.transcript}
+    if metadata := metadata_json(item.dialogue):
+        about["metadata"] = metadata
     return about | ({"job": job.id} if item.in_set else {})
 
 
@@ -198,6 +210,17 @@ def score_names(*jobs: tuple[Ledger, Job]) -> tuple[str, ...] | None:
     return (*(name for name in CHECKS if name in names), *sorted(names - CHECKS.keys()))
 
 
+def metadata_types(jobs: Iterable[tuple[Ledger, ObjectStore, Job]]) -> Type:
+    """The types of the metadata of all lines of jobs, of which one shard is in memory. Raises
+    `StoreError`."""
+    types: Type = {}
+    for ledger, store, job in jobs:
+        for place in dict.fromkeys(ledger.shard_inputs(job.id).values()):
+            for line in read_raw_shard(store, *place):
+                types = widened(types, metadata_json(line.dialogue))
+    return types
+
+
 def exported(rows: Iterable[ItemRow], *, whole: bool = False) -> Iterator[ItemRow]:
     """Yields the items that have audio, in index order. `whole`: only items of dialogues whose items all have
     audio."""
@@ -207,15 +230,28 @@ def exported(rows: Iterable[ItemRow], *, whole: bool = False) -> Iterator[ItemRo
             yield from items
 
 
+def matched(rows: Iterable[ItemRow], matching: Iterator[ItemRow]) -> Iterator[ItemRow]:
+    """Yields all rows, without their audio if they are not in `matching`. Both are in index order."""
+    found = next(matching, None)
+    for row in rows:
+        if found is not None and found.index == row.index:
+            yield row
+            found = next(matching, None)
+        else:
+            yield msgspec.structs.replace(row, artifact=None)
+
+
 def audio_items(
     ledger: Ledger,
     store: ObjectStore,
     job_id: str,
     rows: Iterable[ItemRow] | None = None,
     names: tuple[str, ...] | msgspec.UnsetType | None = msgspec.UNSET,
+    types: Type | None = None,
 ) -> Iterator[AudioItem]:
     """Yields the items with audio of a job, or of `rows`, in index order, with the lines of one shard in
-    memory at a time. `names`: the score names of the dataset, if they are not those of the job."""
+    memory at a time. `names`: the score names of the dataset, if they are not those of the job; `types`:
+    `metadata_types`, if needed."""
     job, texts = ledger.job(job_id), ArtifactReader(store)
     lines = ShardLines(ledger, store, job_id, read_raw_shard)
     names = score_names((ledger, job)) if names is msgspec.UNSET else names
@@ -238,6 +274,7 @@ def audio_items(
                 text_out=None if text is None else texts.read(text).decode(),
                 draw=kept.get(row.index),
                 score_names=names,
+                metadata_types=types or {},
             )
 
 
@@ -379,18 +416,23 @@ class Plan(msgspec.Struct, frozen=True):
         return sum(part.items for part in self.parts)
 
 
-def make_plan(rows: Iterable[ItemRow], splits: Splits, part_bytes: int | None) -> Plan:
+def make_plan(
+    rows: Iterable[ItemRow], splits: Splits, part_bytes: int | None, *, whole: bool = False
+) -> Plan:
     """Plans the export of items with audio, in index order. A part ends before its audio exceeds
-    `part_bytes`; None: one part per split."""
+    `part_bytes`; None: one part per split. `whole`: a part ends with a dialogue, and may exceed `part_bytes`
+    by the rest of it."""
     #: [first index, last index, items, bytes] of each part.
     parts: dict[str, list[list[int]]] = {name: [] for name in splits.bounds}
-    digest = hashlib.sha256()
+    digest, dialogue = hashlib.sha256(), None
     for row in rows:
         artifact = cast("Artifact", row.artifact)
         digest.update(msgspec.json.encode((row.index, row.example_id, artifact.sha256)))
         own = parts[splits.of(row.example_id)]
-        if not own or (part_bytes is not None and own[-1][3] + artifact.bytes > part_bytes):
+        full = own and part_bytes is not None and own[-1][3] + artifact.bytes > part_bytes
+        if not own or (full and not (whole and row.example_id == dialogue)):
             own.append([row.index, row.index, 0, 0])
+        dialogue = row.example_id
         own[-1][1:] = row.index, own[-1][2] + 1, own[-1][3] + artifact.bytes
     made = [
         Part(split, number, *facts, of=len(own))

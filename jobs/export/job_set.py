@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import tempfile
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property, partial
 from hashlib import blake2b
 from itertools import accumulate, chain, groupby
 from pathlib import Path
@@ -27,6 +27,8 @@ from jobs.export.items import (
     audio_items,
     exported,
     item_metadata,
+    matched,
+    metadata_types,
     score_names,
     text_answers,
 )
@@ -35,6 +37,8 @@ from jobs.store import ObjectStore
 from jobs.where import FilteredOut, Where
 
 if TYPE_CHECKING:
+    from jobs.export.column_types import Type
+    from jobs.export.formats import ExportFormat
     from jobs.ledger import Ledger
 
 _HASH_BYTES = 16
@@ -76,14 +80,19 @@ class Repeats:
             yield from uses
 
 
-class JobSet:
-    """The items of jobs that match a filter. `dialogues`: in whole dialogues only."""
+def in_order(jobs: Iterable[StoredJob]) -> list[StoredJob]:
+    """The jobs in the order in which they were submitted, each once."""
+    found = {one.job.id: one for one in jobs}
+    return sorted(found.values(), key=lambda one: (one.job.created_at, one.job.id))
 
-    def __init__(self, jobs: Iterable[StoredJob], where: Where | None, *, dialogues: bool) -> None:
-        found = {one.job.id: one for one in jobs}
-        self.jobs = sorted(found.values(), key=lambda one: (one.job.created_at, one.job.id))
+
+class JobSet:
+    """The items of jobs, in order, that match a filter and are in a format."""
+
+    def __init__(self, jobs: Sequence[StoredJob], where: Where | None, format: ExportFormat) -> None:
+        self.jobs = jobs
         self.where = where
-        self.dialogues = dialogues
+        self.format = format
         #: The index of the first item of each job.
         self._starts = [0, *accumulate(one.job.total_items for one in self.jobs)]
         self._prefixes = tuple(f"{one.job.id}-" for one in self.jobs) if self.several else ()
@@ -143,11 +152,17 @@ class JobSet:
         """Yields the items, and adds the text and the voice of each, or of each dialogue, to `texts`."""
         # Ids of different jobs may be equal until the items are chosen.
         for _, group in groupby(
-            items, key=lambda item: (item.job.id, item.example_id if self.dialogues else item.artifact.index)
+            items,
+            key=lambda item: (
+                item.job.id,
+                item.example_id if self.format.whole_dialogues else item.artifact.index,
+            ),
         ):
             same = list(group)
             known = [item_metadata(item.job, item) for item in same]
-            said = _decode_line(same[0].dialogue)["messages"] if self.dialogues else known[0].text
+            said = (
+                _decode_line(same[0].dialogue)["messages"] if self.format.whole_dialogues else known[0].text
+            )
             texts.add((said, [one.speaker for one in known]), same[0].artifact.index, len(same))
             yield from same
 
@@ -157,8 +172,12 @@ class JobSet:
         for start, (ledger, _, job) in zip(self._starts, self.jobs):
             own = max(after - start, -1)
             if own + 1 < job.total_items:
-                found = ledger.items(job.id, after=own, where=self.where, dialogues=self.dialogues)
-                for row in exported(found, whole=whole and self.dialogues):
+                dialogues, items = self.format.whole_dialogues, partial(ledger.items, job.id, after=own)
+                if self.where is not None and self.format.sounds is not None:
+                    found = matched(items(), items(where=self.where))
+                else:
+                    found = items(where=self.where, dialogues=dialogues)
+                for row in exported(found, whole=whole and dialogues):
                     if self._chosen is None or self._chosen[start + row.index]:
                         yield _moved(row, start)
 
@@ -166,7 +185,9 @@ class JobSet:
         """Yields the jobs of rows, each with its items."""
         for number, group in groupby(rows, key=lambda row: self._number(row.index)):
             start, one = self._starts[number], self.jobs[number]
-            found = audio_items(*one[:2], one.job.id, (_moved(row, -start) for row in group), self.scores)
+            found = audio_items(
+                *one[:2], one.job.id, (_moved(row, -start) for row in group), self.scores, self.types
+            )
             yield one, (self._in_set(item, start) for item in found) if self.several else found
 
     def items(self, rows: Iterable[ItemRow]) -> Iterator[AudioItem]:
@@ -177,14 +198,20 @@ class JobSet:
         """The names of the scores of all items, see `score_names`."""
         return score_names(*((one.ledger, one.job) for one in self.jobs))
 
+    @cached_property
+    def types(self) -> Type | None:
+        """The types of the metadata of all items, if the format needs them."""
+        return metadata_types(self.jobs) if self.format.typed else None
+
     def left_out(self, items: int) -> LeftOut:
         """Counts what a dataset with this number of items leaves out."""
         jobs, where = self.jobs, self.where
         counts = [ledger.status(job.id).items for ledger, _, job in jobs]
+        dialogues = self.format.whole_dialogues and self.format.sounds is None
         by_job = (
             []
             if where is None
-            else [ledger.filtered_out(job.id, where, dialogues=self.dialogues) for ledger, _, job in jobs]
+            else [ledger.filtered_out(job.id, where, dialogues=dialogues) for ledger, _, job in jobs]
         )
         filtered = tuple(
             FilteredOut(

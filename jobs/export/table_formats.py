@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from jobs.export.column_types import Type, arrow_type, feature_of, metadata_cell
 from jobs.export.files import PartFiles
 from jobs.export.formats import ExportFormat
 from jobs.export.items import AudioItem, Part, facts, picked
@@ -57,16 +58,20 @@ _COLUMNS = {
 }
 
 
-def _row(item: AudioItem) -> dict[str, Any]:
+def _row(job: Job, item: AudioItem) -> dict[str, Any]:
     """The values of the columns other than the audio. Each score has its own column, so that readers of
     tables can filter by it."""
-    about = facts(item)
+    about = facts(job, item)
     scores = {f"score_{name}": value for name, value in about.get("scores", {}).items()}
-    return picked(about, *_COLUMNS) | scores
+    row = picked(about, *_COLUMNS) | scores
+    if item.metadata_types:
+        row["metadata"] = metadata_cell(item.metadata_types, about.get("metadata", {}))
+    return row
 
 
 def _write_table(
     file: IO[bytes],
+    job: Job,
     column: pyarrow.Field,
     cells: Iterator[tuple[AudioItem, object, int]],
     group_rows: int,
@@ -79,14 +84,15 @@ def _write_table(
 
     first = next(cells)
     # All items of a dataset have the same columns.
-    types = {name: _COLUMNS.get(name, "float64") for name in _row(first[0])}
+    known: dict[str, Type] = {**_COLUMNS, "metadata": first[0].metadata_types}
+    types = {name: known.get(name, "float64") for name in _row(job, first[0])}
     metadata: dict[str, bytes] | None = None
     if column.name == "audio":
         rate = first[0].artifact.sample_rate
         features: dict[str, object] = {"audio": {"sampling_rate": rate, "_type": "Audio"}}
-        features |= {name: {"dtype": dtype, "_type": "Value"} for name, dtype in types.items()}
+        features |= {name: feature_of(kind) for name, kind in types.items()}
         metadata = {"huggingface": msgspec.json.encode({"info": {"features": features}})}
-    columns = [pyarrow.field(name, pyarrow.type_for_alias(dtype)) for name, dtype in types.items()]
+    columns = [pyarrow.field(name, arrow_type(kind)) for name, kind in types.items()]
     schema = pyarrow.schema([column, *columns], metadata)
     rows: list[dict[str, Any]] = []
     size = 0
@@ -95,7 +101,7 @@ def _write_table(
             if rows and (len(rows) == group_rows or size + cell_bytes > _GROUP_BYTES):
                 writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
                 rows, size = [], 0
-            rows.append({column.name: cell, **_row(item)})
+            rows.append({column.name: cell, **_row(job, item)})
             size += cell_bytes
         writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
 
@@ -106,6 +112,7 @@ def write_parquet(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[
 
     _write_table(
         files.open(f"data/{part.split}-{part.number:05d}-of-{part.of:05d}.parquet"),
+        job,
         pyarrow.field("audio", pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])),
         ((item, {"bytes": data, "path": f"{item.name}.{item.extension}"}, len(data)) for item, data in items),
         GROUP_ROWS,
@@ -131,7 +138,7 @@ def write_audiofolder(
             yield item, name, 0
 
     table, column = files.open(f"{folder}/metadata.parquet"), pyarrow.field("file_name", pyarrow.string())
-    _write_table(table, column, cells(), _FOLDER_GROUP_ROWS, compression="zstd")
+    _write_table(table, job, column, cells(), _FOLDER_GROUP_ROWS, compression="zstd")
 
 
 PARQUET = ExportFormat(
@@ -141,6 +148,7 @@ PARQUET = ExportFormat(
     embeds_audio=True,
     equal=("sample rate",),
     data_files="data/{}-*.parquet",
+    typed=True,
     library="pyarrow",
 )
 AUDIOFOLDER = ExportFormat(
@@ -149,5 +157,6 @@ AUDIOFOLDER = ExportFormat(
     write_part=write_audiofolder,
     embeds_audio=True,
     data_files="data/{}/**",
+    typed=True,
     library="pyarrow",
 )
