@@ -1,4 +1,5 @@
-"""Encodes the speech of an item as an audio file, in the format and at the sample rate of the job's spec."""
+"""Encodes the speech of an item: its audio as a file in the format and at the sample rate of the job's spec, and
+the times of its words."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import cast
 
+import msgspec
 import numpy as np
 import soundfile
 
@@ -47,6 +49,11 @@ def encoded_audio(speech: Speech, spec: JobSpec) -> EncodedAudio:
             "Check the text, or try again.",
         )
     return encoded(samples, rate, audio_format)
+
+
+def words_file(speech: Speech) -> bytes:
+    """The content of the artifact `words`: a line with the words, and one with the phonemes if there are any."""
+    return msgspec.json.Encoder().encode_lines([said for said in (speech.words, speech.phonemes) if said])
 
 
 def encoded(samples: np.ndarray, rate: int, audio_format: AudioFormat) -> EncodedAudio:

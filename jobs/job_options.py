@@ -98,6 +98,8 @@ class OwnOptions(TypedDict, total=False):
     pack: bool
     """Store the audio of many items in one object, a pack (tar), for stores that charge or throttle per
     object."""
+    timestamps: bool
+    """Store when each word is said. Models that do not know it need the aligner of the checks."""
     name: str
     """Display name of the job."""
     labels: Mapping[str, str]
@@ -316,8 +318,8 @@ def job_of(options: Mapping[str, Any], owner: str = "") -> tuple[JobSpec, Submit
         given.pop("qa", DEFAULT), None if config is None else Path(config), tuple(given.pop("qa_set", ()))
     )
     reading = Reading(voices=given.pop("voice_for", None), **_pop_fields(given, Reading))
-    own = {"pack": given.pop("pack", False) or msgspec.UNSET, "model": str(given.pop("model", DEFAULT_MODEL))}
-    own |= pool
+    own = {name: given.pop(name, False) or msgspec.UNSET for name in ("pack", "timestamps")}
+    own |= {"model": str(given.pop("model", DEFAULT_MODEL)), **pool}
     spec = JobSpec(
         generation=generation, quality=quality, reading=reading, **own, **_pop_fields(given, JobSpec)
     )

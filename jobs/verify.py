@@ -13,7 +13,7 @@ from jobs.layout import (
     PACK_SHA_CHARACTERS,
     sha256_of_pack,
 )
-from jobs.ledger.records import QUARANTINE, Artifact, ItemState, Job
+from jobs.ledger.records import QUARANTINE, WORDS, Artifact, ItemState, Job
 from jobs.packs import ArtifactReader, map_ahead
 from jobs.store.base import ObjectStore, sha256_of
 from jobs.where import Where
@@ -44,7 +44,7 @@ class Expected:
 
     key: str
     sha256: str
-    #: `input`, or the kind of an artifact: `audio`, `text`, `quarantine`.
+    #: `input`, or the kind of an artifact: `audio`, `text`, `words`, `quarantine`.
     kind: str = "input"
     #: Index of its item; None for an input.
     index: int | None = None
@@ -67,7 +67,7 @@ class Expected:
         return (self.pack_offset or 0) + (self.bytes or 0)
 
 
-KINDS = ("input", "audio", "text", QUARANTINE)
+KINDS = ("input", "audio", "text", WORDS, QUARANTINE)
 
 
 def expected_objects(
@@ -90,7 +90,7 @@ def expected_objects(
         for row in ledger.items(job_id, state=ItemState.DONE, where=where, dialogues=dialogues):
             if row.artifact is not None:
                 yield _expected(row.artifact, row.example_id)
-    for kind in ("text", QUARANTINE):
+    for kind in ("text", WORDS, QUARANTINE):
         if kind in kinds:
             yield from map(_expected, ledger.artifacts(job_id, kind))
 

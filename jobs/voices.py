@@ -179,7 +179,8 @@ def item_request(
         else message
         for message in messages
     ]
-    return SynthesisRequest(request_id, tuple(loaded), generation, seed)
+    timestamps = job.spec.timestamps is True
+    return SynthesisRequest(request_id, tuple(loaded), generation, seed, timestamps=timestamps)
 
 
 def stored_voice_of(line: ShardLine, spec: JobSpec) -> str | None:

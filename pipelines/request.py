@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -25,6 +26,8 @@ SpokenRole = Literal["user", "assistant"]
 Mode = Literal["text_only", "text_audio"]
 
 EngineState = Literal["ready", "starting", "broken"]
+#: `exact`: the model itself knows when it says each word; `estimated`: from the text and the frames made.
+WordTimes = Literal["exact", "estimated"]
 Meta = dict[str, str | int | float | bool]
 
 
@@ -93,6 +96,8 @@ class SynthesisRequest:
     seed: int = 0
     #: Whether more text follows by `Handle.append`; for models with `capabilities.text_in`.
     text_open: bool = False
+    #: Whether the times of the words are wanted; ignored by models without `capabilities.word_times`.
+    timestamps: bool = False
 
 
 class PreparedRequest(msgspec.Struct, frozen=True, tag=True):
@@ -122,6 +127,20 @@ class Frontend(Protocol):
         ...
 
 
+class Word(msgspec.Struct, frozen=True, array_like=True):
+    """A word, or a phoneme, and when it is said, in seconds from the beginning of the speech. As JSON:
+    `[text, start_s, end_s]`."""
+
+    text: str
+    start_s: float
+    end_s: float
+
+    def moved(self, seconds: float, end_s: float = math.inf) -> Word:
+        """The word that many seconds later, within speech that ends at `end_s`."""
+        start, end = (max(0.0, min(at + seconds, end_s)) for at in (self.start_s, self.end_s))
+        return Word(self.text, round(start, 4), round(end, 4))
+
+
 @dataclass(frozen=True, slots=True)
 class Speech:
     """The result of one request. It has no samples if only text was requested."""
@@ -135,6 +154,10 @@ class Speech:
     text_out: str | None = None
     #: Facts to store with the audio: frames, finish reason, loudness in LUFS, engine mode.
     meta: Meta = field(default_factory=Meta)
+    #: The words as the text writes them, and their phonemes, if `SynthesisRequest.timestamps` asks for them.
+    #: What is not spoken, such as a dash between words, is left out.
+    words: tuple[Word, ...] = ()
+    phonemes: tuple[Word, ...] = ()
 
     @property
     def duration_ms(self) -> int:
@@ -149,6 +172,9 @@ class AudioChunk:
     sample_rate: int
     #: A piece of the text that the model writes, for models with `capabilities.text_out`.
     text: str = ""
+    #: The words and phonemes that end in this piece, by the time since the beginning of the stream.
+    words: tuple[Word, ...] = ()
+    phonemes: tuple[Word, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +222,8 @@ class Capabilities:
     #: Takes temperature, top_k, top_p and repetition_penalty.
     sampling: bool = True
     text_out: bool = False
+    #: Tells when each word is said: `SynthesisRequest.timestamps`.
+    word_times: WordTimes | None = None
     audio_in: bool = False
     #: The modes that it supports, its default first; empty: not selectable.
     modes: tuple[Mode, ...] = ()

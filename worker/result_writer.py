@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -15,7 +15,7 @@ import msgspec
 from jobs.checks import Quality
 from jobs.dialogue import spoken_text
 from jobs.layout import item_key, object_metadata, put_numbered
-from jobs.ledger.records import QUARANTINE, Artifact, Done, Failed, Outcome, Score
+from jobs.ledger.records import QUARANTINE, WORDS, Artifact, Done, Failed, Outcome, Score
 from jobs.shard_file import ShardLine
 from jobs.store.base import ObjectStore
 from jobs.voices import stored_voice_of
@@ -175,10 +175,7 @@ class ResultWriter:
         """The verdict of the checks that need no model; None if the draw passed them and meters measure it next, after
         which `work` is called with their readings."""
         job, request, line = shard.held.lease.job, draw.request, draw.line
-        speech = made
-        if quality.trim:
-            samples = trim_silence(made.samples, made.sample_rate, quality.trim_keep_ms)
-            speech = replace(made, samples=samples)
+        speech = trim_silence(made, quality.trim_keep_ms) if quality.trim else made
         text = speech.text_out or speech.text or spoken_text(line.messages)
         generation = request.generation
         if job.spec.stored_voices is not msgspec.UNSET and (voice := stored_voice_of(line, job.spec)):
@@ -210,13 +207,13 @@ def _stored(
     number: int,
 ) -> Outcome | Future[Done]:
     """Stores the artifacts of the kept draw and returns the outcome with them. They are the audio, if any, and the text
-    that the model wrote, which is not stored for a failed item.
+    that the model wrote and the times of the words, which are not stored for a failed item.
 
     Each is stored under its key, or under the next number if that key has another object, for example one that was
     damaged by a power cut or rounded differently. Waits for an unreachable store until the lease ends.
     """
     # Imported here, because it takes half a second and an idle worker does not need it.
-    from jobs.encoded_audio import encoded_audio
+    from jobs.encoded_audio import encoded_audio, words_file
 
     job, line = shard.held.lease.job, draw.line
     failed = isinstance(outcome, Failed)
@@ -242,6 +239,10 @@ def _stored(
         data = speech.text_out.encode()
         key = item_key(job.id, "text", line.index, line.example_id, "txt", number)
         made.append((Artifact(line.index, "text", key, "", len(data), 0, 0, 0, seed), data))
+    if speech is not None and speech.words and not failed:
+        data = words_file(speech)
+        key = item_key(job.id, WORDS, line.index, line.example_id, "json", number)
+        made.append((Artifact(line.index, WORDS, key, "", len(data), 0, 0, 0, seed), data))
     if shard.packs is not None and isinstance(outcome, Done):
         return shard.packs.add(outcome, made, line.example_id)
     stored: list[Artifact] = []

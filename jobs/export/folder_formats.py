@@ -145,9 +145,14 @@ def _cut(id: str, job: Job, item: AudioItem, source: dict[str, Any]) -> dict[str
     if about["language"] is not None:
         supervision["language"] = about["language"]
     supervision["speaker"] = about["speaker"]
-    supervision["custom"] = picked(
-        about, "example_id", "role", "message_index", "sha256", "spec_sha", *ORIGIN
-    )
+    own = picked(about, "example_id", "role", "message_index", "sha256", "spec_sha", *ORIGIN)
+    if own.pop("words", None) is not None:
+        supervision["alignment"] = {
+            name: [(word.text, word.start_s, round(word.end_s - word.start_s, 4), None) for word in said]
+            for name, said in (("word", item.words), ("phone", item.phonemes))
+            if said
+        }
+    supervision["custom"] = own
     recording = {
         "id": id,
         "sources": [source],

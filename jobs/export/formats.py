@@ -48,6 +48,10 @@ BUILT_IN: dict[str, str] = {
     "parquet": "jobs.export.table_formats:PARQUET",
     "audiofolder": "jobs.export.table_formats:AUDIOFOLDER",
     "ljspeech": "jobs.export.folder_formats:LJSPEECH",
+    "ctm": "jobs.export.time_formats:CTM",
+    "textgrid": "jobs.export.time_formats:TEXTGRID",
+    "srt": "jobs.export.time_formats:SRT",
+    "vtt": "jobs.export.time_formats:VTT",
 }
 
 
@@ -85,6 +89,8 @@ class ExportFormat:
     local_audio: bool = False
     #: The files refer to each other by local paths.
     local_folder: bool = False
+    #: The job must have the times of words.
+    needs_words: bool = False
     #: A dialogue is left out unless all its spoken turns have audio.
     whole_dialogues: bool = False
     #: Makes the README.md of the dataset.
@@ -144,6 +150,11 @@ class ExportFormat:
                 conversion and not self.embeds_audio and audio_root is None,
                 f"The format {self.name} names the audio in the store, which cannot be converted.",
                 "Give a folder for converted copies with --audio-root.",
+            ),
+            (
+                self.needs_words and spec.timestamps is not True,
+                f"The format {self.name} has the times of words, and this job has none.",
+                "Run the job with --timestamps.",
             ),
             (
                 made not in self.audio_formats,

@@ -17,20 +17,22 @@ import msgspec
 
 from jobs.checks import CHECKS, METERS, scores_with
 from jobs.dialogue import Dialogue, spoken_text
-from jobs.ledger.records import Artifact, Draw, ItemRow, ItemState, Job
+from jobs.ledger.records import WORDS, Artifact, Draw, ItemRow, ItemState, Job
 from jobs.packs import ArtifactReader
 from jobs.shard_file import RawLine, ShardLines, read_raw_shard
 from jobs.store.base import ObjectStore
 from jobs.turns import reference_places
 from jobs.where import FilteredOut, Where
 from pipelines.errors import ConfigError, invalid
-from pipelines.request import Generation, SpokenRole
+from pipelines.request import Generation, SpokenRole, Word
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
 
 
 _decode = msgspec.json.Decoder(Dialogue).decode
+#: Reads the lines of an artifact `words`.
+read_words = msgspec.json.Decoder(tuple[Word, ...]).decode_lines
 #: Scores whose detail is the transcript of an ASR model.
 _TRANSCRIBED = ("wer", "cer")
 #: Kind of the artifact for the text that a model wrote beside its audio.
@@ -55,6 +57,9 @@ class AudioItem(msgspec.Struct, frozen=True):
     references: Mapping[int, str] = {}
     #: The text that the model wrote before its audio, if it writes text.
     text_out: str | None = None
+    #: When each word and phoneme is said, in a job with `--timestamps`; phonemes only if the model knows them.
+    words: tuple[Word, ...] = ()
+    phonemes: tuple[Word, ...] = ()
     #: The draw that made its audio; None in a job without checks.
     draw: Draw | None = None
     #: Names of the job's scores, the same for all its items.
@@ -139,8 +144,8 @@ def minutes_by_voice(ledger: Ledger, store: ObjectStore, job: Job) -> dict[str, 
 
 
 #: Names of the fields that say how an item was made and what was measured. A job without checks has no
-#: `draw`, `scores` and `transcript`.
-ORIGIN = ("seed", "model", "voice", "draw", "scores", "transcript")
+#: `draw`, `scores` and `transcript`, and one without `--timestamps` no `words`.
+ORIGIN = ("seed", "model", "voice", "draw", "scores", "transcript", "words")
 
 
 def facts(job: Job, item: AudioItem) -> dict[str, Any]:
@@ -166,6 +171,8 @@ def facts(job: Job, item: AudioItem) -> dict[str, Any]:
     if job.spec.quality is not None:
         draw = None if item.draw is None else item.draw.draw
         about |= {"draw": draw, "scores": item.scores, "transcript": item.transcript}
+    if job.spec.timestamps is True:
+        about["words"] = item.words
     return about
 
 
@@ -216,8 +223,10 @@ def audio_items(
         draws = ledger.draws_of(job_id, indexes) if job.spec.quality is not None else ()
         kept = {row.index: row.draw for row in draws if row.draw.kept}
         written = ledger.artifacts_of(job_id, _TEXT, indexes)
+        timed = ledger.artifacts_of(job_id, WORDS, indexes) if job.spec.timestamps is True else {}
         for row in page:
-            line, text = lines.of(row), written.get(row.index)
+            line, text, times = lines.of(row), written.get(row.index), timed.get(row.index)
+            words, *phonemes = ((),) if times is None else read_words(texts.read(times))
             yield AudioItem(
                 example_id=row.example_id,
                 id=row.id,
@@ -226,6 +235,8 @@ def audio_items(
                 message_index=line.message_index,
                 references=line.references,
                 text_out=None if text is None else texts.read(text).decode(),
+                words=words,
+                phonemes=phonemes[0] if phonemes else (),
                 draw=kept.get(row.index),
                 score_names=names,
             )

@@ -57,6 +57,8 @@ _COLUMNS = {
     "draw": "int64",
     "transcript": "string",
 }
+#: The fields of a word in the column `words`, which a job with `--timestamps` has.
+_WORD = {"text": "string", "start_s": "float64", "end_s": "float64"}
 
 
 def _row(job: Job, item: AudioItem) -> dict[str, Any]:
@@ -64,7 +66,8 @@ def _row(job: Job, item: AudioItem) -> dict[str, Any]:
     tables can filter by it."""
     about = facts(job, item)
     scores = {f"score_{name}": value for name, value in about.get("scores", {}).items()}
-    return picked(about, *_COLUMNS) | scores
+    words = {"words": [msgspec.structs.asdict(word) for word in item.words]} if "words" in about else {}
+    return picked(about, *_COLUMNS) | scores | words
 
 
 def _write_table(
@@ -82,14 +85,20 @@ def _write_table(
 
     first = next(cells)
     # All items of a job have the same columns.
-    types = {name: _COLUMNS.get(name, "float64") for name in _row(job, first[0])}
+    types = {name: _COLUMNS.get(name, "float64") for name in _row(job, first[0]) if name != "words"}
+    has_words = job.spec.timestamps is True
     metadata: dict[str, bytes] | None = None
     if column.name == "audio":
         rate = first[0].artifact.sample_rate
         features: dict[str, object] = {"audio": {"sampling_rate": rate, "_type": "Audio"}}
         features |= {name: {"dtype": dtype, "_type": "Value"} for name, dtype in types.items()}
+        if has_words:
+            features["words"] = [{name: {"dtype": dtype, "_type": "Value"} for name, dtype in _WORD.items()}]
         metadata = {"huggingface": msgspec.json.encode({"info": {"features": features}})}
     columns = [pyarrow.field(name, pyarrow.type_for_alias(dtype)) for name, dtype in types.items()]
+    if has_words:
+        word = pyarrow.struct([(name, pyarrow.type_for_alias(dtype)) for name, dtype in _WORD.items()])
+        columns.append(pyarrow.field("words", pyarrow.list_(word)))
     schema = pyarrow.schema([column, *columns], metadata)
     rows: list[dict[str, Any]] = []
     size = 0

@@ -125,6 +125,8 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pool: VoicePool | msgspec.UnsetType = msgspec.UNSET
     #: Sample rate of the stored audio in Hz. Unset: that of the model.
     sample_rate: int | msgspec.UnsetType = msgspec.UNSET
+    #: Whether the times of words are stored. Unset: no.
+    timestamps: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,6 +243,9 @@ class Lease:
 
 #: Kind of an artifact that is never exported: the best audio of an item of which no draw passed the checks.
 QUARANTINE = "quarantine"
+#: Kind of an artifact for the times of words: a line of JSON `[[text, start_s, end_s], ...]`, and one for the
+#: phonemes if the model knows theirs.
+WORDS = "words"
 
 
 class Artifact(msgspec.Struct, frozen=True):
@@ -248,7 +253,7 @@ class Artifact(msgspec.Struct, frozen=True):
     reads both."""
 
     index: int
-    #: `audio`, `text` or `quarantine`.
+    #: `audio`, `text`, `words` or `quarantine`.
     kind: str
     #: In a pack: the name of the member.
     key: str

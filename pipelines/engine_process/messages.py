@@ -21,6 +21,7 @@ from pipelines.request import (
     Modality,
     PreparedRequest,
     Role,
+    Word,
 )
 
 #: Arguments of `Recording.read`: the sample rate, the channel and the quality.
@@ -36,6 +37,7 @@ class RequestRecord(msgspec.Struct, frozen=True, tag=True):
     generation: Generation
     seed: int
     text_open: bool
+    timestamps: bool
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
@@ -126,6 +128,8 @@ class SpeechMessage(msgspec.Struct, frozen=True, tag=True):
     text: str
     text_out: str | None
     meta: dict[str, Any]
+    words: tuple[Word, ...]
+    phonemes: tuple[Word, ...]
 
 
 class RequestFailed(msgspec.Struct, frozen=True, tag=True):
@@ -142,6 +146,8 @@ class ChunkMessage(msgspec.Struct, frozen=True, tag=True):
     samples: bytes
     sample_rate: int
     text: str
+    words: tuple[Word, ...]
+    phonemes: tuple[Word, ...]
 
 
 class Stats(msgspec.Struct, frozen=True, tag=True):

@@ -23,7 +23,15 @@ from numpy.typing import NDArray
 
 from jobs.store.base import ObjectInfo, ObjectStore, store_unavailable
 from pipelines.errors import ErrorCode, InputError, StoreError, SynthesisError
-from pipelines.request import AudioChunk, Capabilities, EngineInfo, EngineStats, Speech, SynthesisRequest
+from pipelines.request import (
+    AudioChunk,
+    Capabilities,
+    EngineInfo,
+    EngineStats,
+    Speech,
+    SynthesisRequest,
+    Word,
+)
 from tests.support.called import CalledPipeline
 
 SAMPLE_RATE = 16000
@@ -62,6 +70,13 @@ def sine(text: str, seed: int) -> NDArray[np.float32]:
     samples = SAMPLE_RATE // 20 + SAMPLE_RATE // 100 * min(len(text), 500)
     pitch_hz = 200.0 + seed % 400
     return (0.3 * np.sin(2 * np.pi * pitch_hz / SAMPLE_RATE * np.arange(samples))).astype(np.float32)
+
+
+def even_words(text: str, seconds: float) -> tuple[Word, ...]:
+    """The words of a text, each of which takes an equal share of the time."""
+    words = text.split()
+    edges = [round(seconds * number / len(words), 4) for number in range(len(words) + 1)]
+    return tuple(Word(word, *edges[number : number + 2]) for number, word in enumerate(words))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +119,7 @@ class FakePipeline(CalledPipeline):
         on_crash: Callable[[], None] | None = None,
     ) -> None:
         self.name = name
-        self.capabilities = Capabilities(voices=("sine",), cloning=True, instruct=True)
+        self.capabilities = Capabilities(voices=("sine",), cloning=True, instruct=True, word_times="exact")
         self.seconds = seconds
         self.seconds_per_character = seconds_per_character
         self.slots = slots
@@ -229,7 +244,9 @@ class FakePipeline(CalledPipeline):
         if "executor" in words:
             self.info = replace(self.info, executor=words["executor"])
         said = _heard(request) if "hears" in words else words.get("says")
-        future.set_result(Speech(_spoil(sine(text, request.seed), words), SAMPLE_RATE, text, said))
+        samples = _spoil(sine(text, request.seed), words)
+        times = even_words(text, len(samples) / SAMPLE_RATE) if request.timestamps else ()
+        future.set_result(Speech(samples, SAMPLE_RATE, text, said, words=times))
         # Counted when the answer is handed over: a test that waits for the count finds it there.
         self._done += 1
 
