@@ -139,29 +139,54 @@ def write_shar(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[Aud
 
 def _cut(id: str, job: Job, item: AudioItem, source: dict[str, Any]) -> dict[str, Any]:
     """The JSON of a cut with its recording and its supervision."""
-    about = facts(job, item)
+    audio = item.artifact
     span = {"start": 0.0, "duration": item.seconds, "channel": 0}
-    supervision = {"id": id, "recording_id": id, **span, "text": about["text"]}
+    return {
+        "id": id,
+        **span,
+        "supervisions": [supervision(id, id, job, item)],
+        "recording": recording(id, source, audio.sample_rate, audio.samples),
+        "type": "MonoCut",
+    }
+
+
+def supervision(
+    id: str, recording_id: str, job: Job, item: AudioItem, start: float = 0.0, channel: int = 0
+) -> dict[str, Any]:
+    """The JSON of the supervision of an item. `start`: seconds from the start of the recording."""
+    about = facts(job, item)
+    made = {
+        "id": id,
+        "recording_id": recording_id,
+        "start": start,
+        "duration": item.seconds,
+        "channel": channel,
+        "text": about["text"],
+    }
     if about["language"] is not None:
-        supervision["language"] = about["language"]
-    supervision["speaker"] = about["speaker"]
+        made["language"] = about["language"]
+    made["speaker"] = about["speaker"]
     own = picked(about, "example_id", "role", "message_index", "sha256", "spec_sha", *ORIGIN)
     if own.pop("words", None) is not None:
-        supervision["alignment"] = {
-            name: [(word.text, word.start_s, round(word.end_s - word.start_s, 4), None) for word in said]
+        made["alignment"] = {
+            name: [(one.text, one.start_s, round(one.end_s - one.start_s, 4), None) for one in moved]
             for name, said in (("word", item.words), ("phone", item.phonemes))
-            if said
+            if (moved := [one.moved(start) for one in said])
         }
-    supervision["custom"] = own
-    recording = {
+    made["custom"] = own
+    return made
+
+
+def recording(id: str, source: dict[str, Any], sample_rate: int, samples: int) -> dict[str, Any]:
+    """The JSON of a recording."""
+    return {
         "id": id,
         "sources": [source],
-        "sampling_rate": item.artifact.sample_rate,
-        "num_samples": item.artifact.samples,
-        "duration": item.seconds,
-        "channel_ids": [0],
+        "sampling_rate": sample_rate,
+        "num_samples": samples,
+        "duration": samples / sample_rate,
+        "channel_ids": source["channels"],
     }
-    return {"id": id, **span, "supervisions": [supervision], "recording": recording, "type": "MonoCut"}
 
 
 def write_espnet_dataset(

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from jobs.export.audio import Conversion
+    from jobs.export.conversation import Sounds
     from jobs.export.files import PartFiles
     from jobs.export.items import AudioItem, Part, Plan, Splits
     from jobs.ledger.records import ItemRow, Job, JobSpec, RejectedLine
@@ -45,6 +46,7 @@ BUILT_IN: dict[str, str] = {
     "lhotse": "jobs.export.folder_formats:LHOTSE",
     "shar": "jobs.export.folder_formats:SHAR",
     "webdataset": "jobs.export.folder_formats:WEBDATASET",
+    "rttm": "jobs.export.conversation:RTTM",
     "parquet": "jobs.export.table_formats:PARQUET",
     "audiofolder": "jobs.export.table_formats:AUDIOFOLDER",
     "ljspeech": "jobs.export.folder_formats:LJSPEECH",
@@ -93,8 +95,12 @@ class ExportFormat:
     needs_words: bool = False
     #: A dialogue is left out unless all its spoken turns have audio.
     whole_dialogues: bool = False
+    #: Its audio are the sounds of whole dialogues.
+    sounds: Sounds | None = None
     #: Makes the README.md of the dataset.
     card: Callable[[Job, Plan], bytes] | None = None
+    #: Its columns have types, so items have `metadata_types`.
+    typed: bool = False
     #: A library of the extra `export` that writing needs.
     library: str | None = None
 

@@ -368,7 +368,12 @@ def _end_of(message: SpeechMessage | RequestFailed, descriptors: list[int]) -> D
         reason = f"The speech could not be read from shared memory: {error}."
         return Failed(SynthesisError(ErrorCode.SYNTH_ENGINE, reason))
     facts = message.text, message.text_out, message.meta, message.words, message.phonemes
-    return Done(Speech(samples, message.sample_rate, *facts))
+    speech = Speech(samples, message.sample_rate, *facts)
+    codes, before = (
+        None if data is None else np.frombuffer(data, np.int16).reshape(-1, message.codebooks)
+        for data in (message.codes, message.voice_codes)
+    )
+    return Done(replace(speech, codes=codes, voice_codes=before, frame_samples=message.frame_samples))
 
 
 def _record_of(
@@ -384,7 +389,7 @@ def _record_of(
         (one.role, one.modality, one.content if isinstance(one.content, str) else None)
         for one in request.messages
     ]
-    settings = request.generation, request.seed, request.text_open, request.timestamps
+    settings = request.generation, request.seed, request.text_open, request.timestamps, request.output
     return RequestRecord(request.request_id, tuple(messages), *settings), recordings
 
 

@@ -19,6 +19,7 @@ from pipelines.request import (
     EngineStats,
     Generation,
     Modality,
+    Output,
     PreparedRequest,
     Role,
     Word,
@@ -38,6 +39,7 @@ class RequestRecord(msgspec.Struct, frozen=True, tag=True):
     seed: int
     text_open: bool
     timestamps: bool
+    output: Output = "audio"
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
@@ -130,6 +132,11 @@ class SpeechMessage(msgspec.Struct, frozen=True, tag=True):
     meta: dict[str, Any]
     words: tuple[Word, ...]
     phonemes: tuple[Word, ...]
+    #: The codes and voice codes as bytes of int16 with `codebooks` in a frame, and the samples of a frame.
+    codes: bytes | None = None
+    voice_codes: bytes | None = None
+    codebooks: int = 1
+    frame_samples: int = 0
 
 
 class RequestFailed(msgspec.Struct, frozen=True, tag=True):

@@ -224,7 +224,7 @@ class EngineServer:
             Message(role, kind, next(left) if content is None else content)
             for role, kind, content in record.messages
         )
-        settings = record.generation, record.seed, record.text_open, record.timestamps
+        settings = record.generation, record.seed, record.text_open, record.timestamps, record.output
         return SynthesisRequest(record.request_id, messages, *settings)
 
     def _ask(self, number: int, place: int, reading: Reading | None) -> Received[Answer]:
@@ -357,7 +357,20 @@ def _message_of(number: int, event: Event) -> ToClient:
     if isinstance(event, Done):
         speech = event.speech
         facts = speech.text, speech.text_out, speech.meta, speech.words, speech.phonemes
-        return SpeechMessage(number, speech.sample_rate, *facts)
+        message = SpeechMessage(number, speech.sample_rate, *facts)
+        if speech.codes is None:
+            return message
+        codes, before = (
+            None if one is None else np.ascontiguousarray(one, np.int16).tobytes()
+            for one in (speech.codes, speech.voice_codes)
+        )
+        return msgspec.structs.replace(
+            message,
+            codes=codes,
+            voice_codes=before,
+            codebooks=speech.codes.shape[1],
+            frame_samples=speech.frame_samples,
+        )
     return RequestFailed(number, ErrorRecord.of(event.error))
 
 

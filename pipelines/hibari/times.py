@@ -58,8 +58,10 @@ class TimedVoice(Hibari):
         if len(ids) < 3:
             return np.zeros(0, np.float32), np.zeros((len(ids), 2))
         given = {"ids": np.asarray([ids], np.int64), "speed": np.asarray([speed], np.float32)}
-        *parts, frames = self.sess.run(None, given)
-        samples = dsp.synth(*(part[0] for part in parts), rng or np.random.default_rng())
+        made: Any = self.sess.run(None, given)
+        *parts, frames = made
+        lh, th, ln, lr, phi, f0 = (part[0] for part in parts)
+        samples = dsp.synth(lh, th, ln, lr, phi, f0, rng or np.random.default_rng())
         ends = np.cumsum(frames, dtype=np.float64) * (len(samples) / dsp.SR / frames.sum())
         spans = np.maximum(np.stack([np.r_[0.0, ends[:-1]], ends], axis=1) - _LEAD_SECONDS, 0.0)
         for place in range(1, len(ids)):
