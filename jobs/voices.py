@@ -179,7 +179,8 @@ def item_request(
         else message
         for message in messages
     ]
-    return SynthesisRequest(request_id, tuple(loaded), generation, seed)
+    output = job.spec.output or "audio"
+    return SynthesisRequest(request_id, tuple(loaded), generation, seed, output=output)
 
 
 def stored_voice_of(line: ShardLine, spec: JobSpec) -> str | None:

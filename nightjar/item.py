@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass
 from html import escape
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from jobs.dialogue import metadata_of
 from jobs.ledger.records import ItemRow
 from nightjar.voice import Sound
 from pipelines.errors import ErrorCode, NotFoundError
@@ -66,6 +67,12 @@ class Item:
         """The name of the voice; for a cloned voice `ref-` and the beginning of the recording's hash; without a
         voice the name of the model."""
         return self._metadata.speaker
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The other columns or keys of its record, with JSON's types."""
+        job, row = self._source
+        return metadata_of(job.line_of(row).dialogue)
 
     @property
     def _metadata(self) -> ItemMetadata:

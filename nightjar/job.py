@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.25
 _PAGE_ITEMS = 1000
 #: Options of `jobs.export.export` for users.
-_EXPORT_OPTIONS = ("audio_format", "sample_rate", "splits", "audio_root", "absolute")
+_EXPORT_OPTIONS = ("audio_format", "sample_rate", "splits", "audio_root", "absolute", "dialogues", "gaps")
 _ENDED = {ItemState.DONE, ItemState.FAILED, ItemState.DEAD, ItemState.SKIPPED}
 
 
@@ -318,10 +318,13 @@ class Job:
 
     def metadata_of(self, row: ItemRow) -> ItemMetadata:
         """The metadata of an item, as in datasets."""
+        return item_metadata(self._ledger.job(self.id), self.line_of(row))
+
+    def line_of(self, row: ItemRow) -> RawLine:
+        """The line of an item."""
         # The lines of the latest shard are cached.
         with self._lock:
-            line = self._lines.of(row)
-        return item_metadata(self._ledger.job(self.id), line)
+            return self._lines.of(row)
 
     def audio_of(self, artifact: Artifact) -> tuple[NDArray[np.float32], int]:
         """The samples of an artifact, float32 [samples], and their rate in Hz. Raises `StoreError`."""

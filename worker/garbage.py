@@ -136,7 +136,7 @@ def _unreferenced(ledger: Ledger, store: ObjectStore, job: Job) -> Iterator[Orph
         return _in_order(store.list(prefix), store)
 
     prefix, nothing = job_prefix(job.id), frozenset[tuple[str, str]]()
-    for kind in ("audio", "text", QUARANTINE):
+    for kind in ("audio", "codes", "text", QUARANTINE):
         for info in _without(listed(f"{prefix}{kind}/"), ledger.artifacts(job.id, kind)):
             yield info, nothing
     packs = ledger.packs(job.id)

@@ -367,7 +367,12 @@ def _end_of(message: SpeechMessage | RequestFailed, descriptors: list[int]) -> D
     except OSError as error:
         reason = f"The speech could not be read from shared memory: {error}."
         return Failed(SynthesisError(ErrorCode.SYNTH_ENGINE, reason))
-    return Done(Speech(samples, message.sample_rate, message.text, message.text_out, message.meta))
+    speech = Speech(samples, message.sample_rate, message.text, message.text_out, message.meta)
+    codes, before = (
+        None if data is None else np.frombuffer(data, np.int16).reshape(-1, message.codebooks)
+        for data in (message.codes, message.voice_codes)
+    )
+    return Done(replace(speech, codes=codes, voice_codes=before, frame_samples=message.frame_samples))
 
 
 def _record_of(
@@ -384,7 +389,12 @@ def _record_of(
         for one in request.messages
     ]
     return RequestRecord(
-        request.request_id, tuple(messages), request.generation, request.seed, request.text_open
+        request.request_id,
+        tuple(messages),
+        request.generation,
+        request.seed,
+        request.text_open,
+        request.output,
     ), recordings
 
 

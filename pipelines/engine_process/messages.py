@@ -19,6 +19,7 @@ from pipelines.request import (
     EngineStats,
     Generation,
     Modality,
+    Output,
     PreparedRequest,
     Role,
 )
@@ -36,6 +37,7 @@ class RequestRecord(msgspec.Struct, frozen=True, tag=True):
     generation: Generation
     seed: int
     text_open: bool
+    output: Output = "audio"
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
@@ -126,6 +128,11 @@ class SpeechMessage(msgspec.Struct, frozen=True, tag=True):
     text: str
     text_out: str | None
     meta: dict[str, Any]
+    #: The codes and voice codes as bytes of int16 with `codebooks` in a frame, and the samples of a frame.
+    codes: bytes | None = None
+    voice_codes: bytes | None = None
+    codebooks: int = 1
+    frame_samples: int = 0
 
 
 class RequestFailed(msgspec.Struct, frozen=True, tag=True):
