@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
@@ -49,7 +49,7 @@ _SHAPE = "A line is one JSON object with `example_id` or `id` (text) and `messag
 
 
 class Dialogue(msgspec.Struct, frozen=True, gc=False):
-    """A decoded line. Unknown keys stay in the line and are in exports."""
+    """A decoded line. Its other keys are its metadata, see `metadata_json`."""
 
     example_id: str
     messages: tuple[tuple[Role, Modality, str], ...]
@@ -128,6 +128,22 @@ def parse_line(raw: bytes) -> tuple[Dialogue, bytes]:
     if not line.messages:
         raise bad_line("The line has no messages.", _SHAPE)
     return Dialogue(example_id, line.messages, line.generation), named
+
+
+#: The keys of a line that are a dialogue's own. The others are its metadata.
+LINE_KEYS = ("example_id", "id", "messages", "generation")
+_decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+def metadata_json(line: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
+    """The metadata of a line: its keys that are not a dialogue's own, with their values as they are written."""
+    return {name: value for name, value in _decode_object(line).items() if name not in LINE_KEYS}
+
+
+def metadata_of(line: bytes | msgspec.Raw) -> dict[str, Any]:
+    """The metadata of a line, decoded."""
+    # Other decoders refuse numbers beyond the range of a double.
+    return json.loads(_encode(metadata_json(line)))
 
 
 def chosen_id(example_id: object, other: object) -> str | None:

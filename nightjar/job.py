@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from jobs.delete import Deleted, delete_job, measure_job
-from jobs.export.items import ItemMetadata, item_metadata
+from jobs.export.items import ItemMetadata, item_metadata, read_words
 from jobs.job_options import unknown_name
 from jobs.ledger import Ledger
 from jobs.ledger.queries import ShardEnds
-from jobs.ledger.records import Artifact, ItemRow, ItemState, RejectedLine
+from jobs.ledger.records import WORDS, Artifact, ItemRow, ItemState, RejectedLine
 from jobs.ledger.status import JobStatus
 from jobs.packs import ArtifactReader
 from jobs.progress import Progress
@@ -43,11 +43,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from nightjar.local import LocalThread
+    from pipelines.request import Word
 
 POLL_SECONDS = 0.25
 _PAGE_ITEMS = 1000
 #: Options of `jobs.export.export` for users.
-_EXPORT_OPTIONS = ("audio_format", "sample_rate", "splits", "audio_root", "absolute")
+_EXPORT_OPTIONS = ("audio_format", "sample_rate", "splits", "audio_root", "absolute", "dialogues", "gaps")
 _ENDED = {ItemState.DONE, ItemState.FAILED, ItemState.DEAD, ItemState.SKIPPED}
 
 
@@ -318,10 +319,13 @@ class Job:
 
     def metadata_of(self, row: ItemRow) -> ItemMetadata:
         """The metadata of an item, as in datasets."""
+        return item_metadata(self._ledger.job(self.id), self.line_of(row))
+
+    def line_of(self, row: ItemRow) -> RawLine:
+        """The line of an item."""
         # The lines of the latest shard are cached.
         with self._lock:
-            line = self._lines.of(row)
-        return item_metadata(self._ledger.job(self.id), line)
+            return self._lines.of(row)
 
     def audio_of(self, artifact: Artifact) -> tuple[NDArray[np.float32], int]:
         """The samples of an artifact, float32 [samples], and their rate in Hz. Raises `StoreError`."""
@@ -329,6 +333,11 @@ class Job:
 
         found = soundfile.read(io.BytesIO(self._reader.read(artifact)), dtype="float32")
         return cast("tuple[NDArray[np.float32], int]", found)
+
+    def words_of(self, row: ItemRow) -> tuple[Word, ...]:
+        """The words of an item with their times. Raises `StoreError`."""
+        found = self._ledger.artifacts_of(self.id, WORDS, [row.index]).get(row.index)
+        return () if found is None else read_words(self._reader.read(found))[0]
 
     @cached_property
     def _lines(self) -> ShardLines[RawLine]:

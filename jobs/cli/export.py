@@ -73,6 +73,16 @@ def _formats() -> str:
     type=int,
     help="Resample the audio that the export contains or copies; 8000 to 48000.",
 )
+@click.option(
+    "--dialogues",
+    type=click.Choice(("mono", "stereo")),
+    help="Write one sound for each dialogue: mixed, or with the user left and the assistant right.",
+)
+@click.option(
+    "--gaps",
+    metavar="SECONDS",
+    help="Pauses between the turns of a dialogue, drawn by seed; negative ones are overlaps: normal(MEAN,DEVIATION), uniform(LOW,HIGH) or a number. [default: normal(0.2,0.3)]",
+)
 @where_option
 @click.option("--absolute", is_flag=True, help="Write absolute instead of relative paths of the audio.")
 @click.option(

@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 #: Sample rates of exports, in Hz.
 MIN_SAMPLE_RATE, MAX_SAMPLE_RATE = 8_000, 48_000
 #: The quantization of `pipelines.audio.encode`, so that unchanged samples are written as they were.
-_FULL_SCALE = 32_767
+FULL_SCALE = 32_767
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Conversion:
         from pipelines.audio import resample
 
         pcm, _ = soundfile.read(io.BytesIO(data), dtype="int16")
-        samples = resample(pcm.astype(np.float32) * np.float32(1 / _FULL_SCALE), artifact.sample_rate, rate)
+        samples = resample(pcm.astype(np.float32) * np.float32(1 / FULL_SCALE), artifact.sample_rate, rate)
         made = encoded(samples, rate, audio_format)
         written = msgspec.structs.replace(
             artifact,

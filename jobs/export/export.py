@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from jobs.export.audio import AudioNames, AudioReader, Conversion
+from jobs.export.column_types import Type
+from jobs.export.conversation import Gaps, of_dialogues
 from jobs.export.files import (
     AGAIN,
     END,
@@ -45,6 +48,8 @@ from jobs.export.items import (
     audio_items,
     exported,
     make_plan,
+    matched,
+    metadata_types,
     score_names,
     text_answers,
 )
@@ -104,6 +109,8 @@ def export(
     audio_format: str | None = None,
     sample_rate: int | None = None,
     where: Where | None = None,
+    dialogues: str | None = None,
+    gaps: str | None = None,
 ) -> ExportReport:
     """Writes the items of a job that have audio, and match `where`, to `to`: a file or `-` for formats of
     one file, else a folder or `s3://` prefix.
@@ -114,7 +121,8 @@ def export(
     store if the file is missing; audio in packs requires `audio_root`. Formats that contain the audio begin a
     new file before the stored size of its audio exceeds `part_bytes`. With `audio_format` (`wav`, `flac`,
     `mp3`, `opus`) or `sample_rate` (Hz), audio that the export contains or copies is converted. With
-    `splits`, every format is a folder. The same call continues an export that was stopped. A format of
+    `splits`, every format is a folder. With `dialogues` (`mono`, `stereo`) the export contains one sound for
+    each dialogue, whose pauses are drawn from `gaps` (see `jobs.export.conversation`). The same call continues an export that was stopped. A format of
     dialogues writes a dialogue if one of its items matches. If the job is running, the items that are done
     are written, and the same call later replaces that export.
 
@@ -131,6 +139,7 @@ def export(
     made = next((row.artifact for row in ledger.items(job_id, ItemState.DONE, limit=1)), None)
     stored_rate = None if made is None else made.sample_rate
     conversion = Conversion.of(audio_format, sample_rate, job.spec.format, stored_rate)
+    chosen = of_dialogues(chosen, dialogues, gaps, conversion, job.spec)
     chosen.check(to, store.url, job.spec, splits, audio_root, conversion, where)
     if chosen.failure_line is None and audio_root is None:
         _refuse_lost(ledger, store, job, where, dialogues=chosen.whole_dialogues)
@@ -183,6 +192,8 @@ class _Identity(msgspec.Struct, frozen=True):
     audio: str
     #: `Conversion.name`
     converted: str = ""
+    #: The sounds of dialogues, if the export contains them.
+    sounds: tuple[str, Gaps] | msgspec.UnsetType = msgspec.UNSET
     #: The filter in its normal form, if there is one.
     where: str | None = None
     #: Whether the job was still running; a later export of the job then replaces this one.
@@ -249,9 +260,10 @@ class _Export:
 
         Raises `config.invalid` for a destination that contains another export or other files.
         """
+        sounds = self.format.sounds
         with (
             open_destination(to, s3) as destination,
-            AudioReader(self.store, self.audio_root, self.conversion) as audio,
+            AudioReader(self.store, self.audio_root, Conversion() if sounds else self.conversion) as audio,
         ):
             plan = self._plan()
             names = self._names(None if is_remote(to) else Path(to).absolute())
@@ -259,15 +271,17 @@ class _Export:
             if _begin(destination, identity, replaces):
                 return plan
             found, scores = destination.sizes(), score_names(self.ledger, self.job)
+            types = metadata_types(self.ledger, self.store, self.job) if self.format.typed else None
             files: list[WrittenFile] = []
             for part in plan.parts:
                 record = f"{RECORDS}/{part.split}-{part.number:05d}.json"
                 written = _written_part(destination, found, record)
                 if written is None:
-                    items = self._items(self._rows_of(plan, part), scores)
-                    read = audio.loaded if self.format.embeds_audio else audio.located
+                    items = self._items(self._rows_of(plan, part), scores, types)
+                    read = (audio.loaded if self.format.embeds_audio else audio.located)(items)
+                    whole = read if sounds is None else sounds.conversations(self.job, read)
                     with PartFiles(destination, names) as part_files:
-                        self.format.write(part, part_files, self.job, read(items))
+                        self.format.write(part, part_files, self.job, whole)
                         written = part_files.publish(record)
                     on_part(part)
                 files += written
@@ -286,14 +300,20 @@ class _Export:
             destination.remove_records()
             return plan
 
-    def _items(self, rows: Iterator[ItemRow], scores: tuple[str, ...] | None = None) -> Iterator[AudioItem]:
-        return audio_items(self.ledger, self.store, self.job.id, rows, scores)
+    def _items(
+        self, rows: Iterator[ItemRow], scores: tuple[str, ...] | None = None, types: Type | None = None
+    ) -> Iterator[AudioItem]:
+        return audio_items(self.ledger, self.store, self.job.id, rows, scores, types)
 
     def _rows(self, after: int = -1, *, whole: bool = True) -> Iterator[ItemRow]:
         """The items with audio after an index that match the filter; `whole`: without incomplete dialogues,
         if the format leaves them out."""
         dialogues = self.format.whole_dialogues
-        rows = self.ledger.items(self.job.id, after=after, where=self.where, dialogues=dialogues)
+        found = partial(self.ledger.items, self.job.id, after=after)
+        if self.where is not None and self.format.sounds is not None:
+            rows = matched(found(), found(where=self.where))
+        else:
+            rows = found(where=self.where, dialogues=dialogues)
         return exported(rows, whole=whole and dialogues)
 
     def _rows_of(self, plan: Plan, part: Part) -> Iterator[ItemRow]:
@@ -309,7 +329,8 @@ class _Export:
 
     def _left_out(self, items: int) -> LeftOut:
         """Counts what an export with this number of items leaves out."""
-        ledger, job, where, dialogues = self.ledger, self.job, self.where, self.format.whole_dialogues
+        ledger, job, where = self.ledger, self.job, self.where
+        dialogues = self.format.whole_dialogues and self.format.sounds is None
         counts, running = ledger.status(job.id).items, not job.state.final
         filtered = () if where is None else tuple(ledger.filtered_out(job.id, where, dialogues=dialogues))
         # Items of a running job may get their audio after the export has passed them.
@@ -318,7 +339,8 @@ class _Export:
 
     def _plan(self) -> Plan:
         part_bytes = self.part_bytes if self.format.embeds_audio and not self.format.one_part else None
-        plan = make_plan(self._rows(), self.splits, part_bytes, running=not self.job.state.final)
+        running, whole = not self.job.state.final, self.format.whole_dialogues
+        plan = make_plan(self._rows(), self.splits, part_bytes, running=running, whole=whole)
         return msgspec.structs.replace(plan, reasons=self._left_out(plan.items))
 
     def _names(self, folder: Path | None) -> AudioNames:
@@ -328,6 +350,7 @@ class _Export:
         place = (
             str(self.audio_root.absolute()) if self.audio_root is not None else names.base or self.store.url
         )
+        sounds = self.format.sounds
         return _Identity(
             self.job.id,
             self.format.name,
@@ -337,15 +360,23 @@ class _Export:
             self.part_bytes,
             "" if self.format.embeds_audio else place,
             self.conversion.name,
+            sounds=msgspec.UNSET if sounds is None else (sounds.mode, sounds.gaps),
             where=None if self.where is None else str(self.where),
             running=plan.reasons.running,
         )
 
     def _write_common(self, files: PartFiles, plan: Plan, scores: tuple[str, ...]) -> None:
-        """Writes the manifest of all items that match the filter, the provenance and the format's card."""
-        rows = (row for row in self._rows(whole=False) if plan.has(row.index))
+        """Writes the manifest of all items that match the filter (of sounds: of all turns in them), the
+        provenance and the format's card."""
+        sounds = self.format.sounds
+        rows = (row for row in self._rows(whole=sounds is not None) if plan.has(row.index))
+        items = self._items(rows, scores)
         with files.gzip("manifest.jsonl.gz") as manifest:
-            manifest.writelines(manifest_line(self.job, item, "") for item in self._items(rows, scores))
+            manifest.writelines(
+                (manifest_line(self.job, item, "") for item in items)
+                if sounds is None
+                else sounds.manifest_lines(self.job, items)
+            )
         files.add(
             "provenance.json", json_bytes(read_records(self.store, self.job) or [exporter_record(self.job)])
         )

@@ -16,21 +16,24 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from jobs.checks import CHECKS, METERS, scores_with
-from jobs.dialogue import Dialogue, spoken_text
-from jobs.ledger.records import Artifact, Draw, ItemRow, ItemState, Job
+from jobs.dialogue import Dialogue, metadata_json, metadata_of, spoken_text
+from jobs.export.column_types import Type, widened
+from jobs.ledger.records import WORDS, Artifact, Draw, ItemRow, ItemState, Job
 from jobs.packs import ArtifactReader
 from jobs.shard_file import RawLine, ShardLines, read_raw_shard
 from jobs.store.base import ObjectStore
 from jobs.turns import reference_places
 from jobs.where import FilteredOut, Where
 from pipelines.errors import ConfigError, invalid
-from pipelines.request import Generation, SpokenRole
+from pipelines.request import Generation, SpokenRole, Word
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
 
 
 _decode = msgspec.json.Decoder(Dialogue).decode
+#: Reads the lines of an artifact `words`.
+read_words = msgspec.json.Decoder(tuple[Word, ...]).decode_lines
 #: Scores whose detail is the transcript of an ASR model.
 _TRANSCRIBED = ("wer", "cer")
 #: Kind of the artifact for the text that a model wrote beside its audio.
@@ -55,10 +58,15 @@ class AudioItem(msgspec.Struct, frozen=True):
     references: Mapping[int, str] = {}
     #: The text that the model wrote before its audio, if it writes text.
     text_out: str | None = None
+    #: When each word and phoneme is said, in a job with `--timestamps`; phonemes only if the model knows them.
+    words: tuple[Word, ...] = ()
+    phonemes: tuple[Word, ...] = ()
     #: The draw that made its audio; None in a job without checks.
     draw: Draw | None = None
     #: Names of the job's scores, the same for all its items.
     score_names: tuple[str, ...] = ()
+    #: The types of the job's metadata, for tables; the same for all its items.
+    metadata_types: Type = {}
 
     @property
     def scores(self) -> dict[str, float | None]:
@@ -71,6 +79,11 @@ class AudioItem(msgspec.Struct, frozen=True):
         """The transcript of the ASR model, in a job with the check `wer` or `cer`."""
         measured = {} if self.draw is None else self.draw.scores
         return next((measured[name].detail for name in _TRANSCRIBED if name in measured), None)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The other columns or keys of its record, with JSON's types."""
+        return metadata_of(self.dialogue)
 
     @property
     def seconds(self) -> float:
@@ -139,8 +152,9 @@ def minutes_by_voice(ledger: Ledger, store: ObjectStore, job: Job) -> dict[str, 
 
 
 #: Names of the fields that say how an item was made and what was measured. A job without checks has no
-#: `draw`, `scores` and `transcript`.
-ORIGIN = ("seed", "model", "voice", "draw", "scores", "transcript")
+#: `draw`, `scores` and `transcript`, one without `--timestamps` no `words`, and a record without other columns or
+#: keys no `metadata`.
+ORIGIN = ("seed", "model", "voice", "draw", "scores", "transcript", "words", "metadata")
 
 
 def facts(job: Job, item: AudioItem) -> dict[str, Any]:
@@ -166,6 +180,10 @@ def facts(job: Job, item: AudioItem) -> dict[str, Any]:
     if job.spec.quality is not None:
         draw = None if item.draw is None else item.draw.draw
         about |= {"draw": draw, "scores": item.scores, "transcript": item.transcript}
+    if job.spec.timestamps is True:
+        about["words"] = item.words
+    if metadata := metadata_json(item.dialogue):
+        about["metadata"] = metadata
     return about
 
 
@@ -189,6 +207,16 @@ def score_names(ledger: Ledger, job: Job) -> tuple[str, ...]:
     return (*(name for name in CHECKS if name in names), *sorted(names - CHECKS.keys()))
 
 
+def metadata_types(ledger: Ledger, store: ObjectStore, job: Job) -> Type:
+    """The types of the metadata of all lines of a job, of which one shard is in memory. Raises
+    `StoreError`."""
+    types: Type = {}
+    for place in dict.fromkeys(ledger.shard_inputs(job.id).values()):
+        for line in read_raw_shard(store, *place):
+            types = widened(types, metadata_json(line.dialogue))
+    return types
+
+
 def exported(rows: Iterable[ItemRow], *, whole: bool = False) -> Iterator[ItemRow]:
     """Yields the items that have audio, in index order. `whole`: only items of dialogues whose items all have
     audio."""
@@ -198,15 +226,27 @@ def exported(rows: Iterable[ItemRow], *, whole: bool = False) -> Iterator[ItemRo
             yield from items
 
 
+def matched(rows: Iterable[ItemRow], matching: Iterator[ItemRow]) -> Iterator[ItemRow]:
+    """Yields all rows, without their audio if they are not in `matching`. Both are in index order."""
+    found = next(matching, None)
+    for row in rows:
+        if found is not None and found.index == row.index:
+            yield row
+            found = next(matching, None)
+        else:
+            yield msgspec.structs.replace(row, artifact=None)
+
+
 def audio_items(
     ledger: Ledger,
     store: ObjectStore,
     job_id: str,
     rows: Iterable[ItemRow] | None = None,
     names: tuple[str, ...] | None = None,
+    types: Type | None = None,
 ) -> Iterator[AudioItem]:
     """Yields the items with audio of a job, or of `rows`, in index order, with the lines of one shard in
-    memory at a time. `names`: the score names, if known."""
+    memory at a time. `names`: the score names, if known; `types`: `metadata_types`, if needed."""
     job, texts = ledger.job(job_id), ArtifactReader(store)
     lines = ShardLines(ledger, store, job_id, read_raw_shard)
     names = score_names(ledger, job) if names is None else names
@@ -216,8 +256,10 @@ def audio_items(
         draws = ledger.draws_of(job_id, indexes) if job.spec.quality is not None else ()
         kept = {row.index: row.draw for row in draws if row.draw.kept}
         written = ledger.artifacts_of(job_id, _TEXT, indexes)
+        timed = ledger.artifacts_of(job_id, WORDS, indexes) if job.spec.timestamps is True else {}
         for row in page:
-            line, text = lines.of(row), written.get(row.index)
+            line, text, times = lines.of(row), written.get(row.index), timed.get(row.index)
+            words, *phonemes = ((),) if times is None else read_words(texts.read(times))
             yield AudioItem(
                 example_id=row.example_id,
                 id=row.id,
@@ -226,8 +268,11 @@ def audio_items(
                 message_index=line.message_index,
                 references=line.references,
                 text_out=None if text is None else texts.read(text).decode(),
+                words=words,
+                phonemes=phonemes[0] if phonemes else (),
                 draw=kept.get(row.index),
                 score_names=names,
+                metadata_types=types or {},
             )
 
 
@@ -373,21 +418,29 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def make_plan(
-    rows: Iterable[ItemRow], splits: Splits, part_bytes: int | None, *, running: bool = False
+    rows: Iterable[ItemRow],
+    splits: Splits,
+    part_bytes: int | None,
+    *,
+    running: bool = False,
+    whole: bool = False,
 ) -> Plan:
     """Plans the export of items with audio, in index order. A part ends before its audio exceeds
-    `part_bytes`; None: one part per split. `running`: other items may get their audio from now on."""
+    `part_bytes`; None: one part per split. `running`: other items may get their audio from now on. `whole`:
+    a part ends with a dialogue, and may exceed `part_bytes` by the rest of it."""
     #: [first index, last index, items, bytes] of each part.
     parts: dict[str, list[list[int]]] = {name: [] for name in splits.bounds}
-    digest, members = hashlib.sha256(), bytearray()
+    digest, members, dialogue = hashlib.sha256(), bytearray(), None
     for row in rows:
         artifact = cast("Artifact", row.artifact)
         digest.update(msgspec.json.encode((row.index, row.example_id, artifact.sha256)))
         if running:
             members += bytes(row.index - len(members)) + b"\1"
         own = parts[splits.of(row.example_id)]
-        if not own or (part_bytes is not None and own[-1][3] + artifact.bytes > part_bytes):
+        full = own and part_bytes is not None and own[-1][3] + artifact.bytes > part_bytes
+        if not own or (full and not (whole and row.example_id == dialogue)):
             own.append([row.index, row.index, 0, 0])
+        dialogue = row.example_id
         own[-1][1:] = row.index, own[-1][2] + 1, own[-1][3] + artifact.bytes
     made = [
         Part(split, number, *facts, of=len(own))

@@ -22,6 +22,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from jobs.export.column_types import Type, arrow_type, feature_of, metadata_cell
 from jobs.export.files import PartFiles
 from jobs.export.formats import ExportFormat
 from jobs.export.items import AudioItem, Part, Plan, facts, picked
@@ -57,6 +58,8 @@ _COLUMNS = {
     "draw": "int64",
     "transcript": "string",
 }
+#: The fields of a word in the column `words`, which a job with `--timestamps` has.
+_WORD: dict[str, Type] = {"text": "string", "start_s": "float64", "end_s": "float64"}
 
 
 def _row(job: Job, item: AudioItem) -> dict[str, Any]:
@@ -64,7 +67,12 @@ def _row(job: Job, item: AudioItem) -> dict[str, Any]:
     tables can filter by it."""
     about = facts(job, item)
     scores = {f"score_{name}": value for name, value in about.get("scores", {}).items()}
-    return picked(about, *_COLUMNS) | scores
+    row: dict[str, Any] = picked(about, *_COLUMNS) | scores
+    if item.metadata_types:
+        row["metadata"] = metadata_cell(item.metadata_types, about.get("metadata", {}))
+    if "words" in about:
+        row["words"] = [msgspec.structs.asdict(word) for word in item.words]
+    return row
 
 
 def _write_table(
@@ -82,14 +90,15 @@ def _write_table(
 
     first = next(cells)
     # All items of a job have the same columns.
-    types = {name: _COLUMNS.get(name, "float64") for name in _row(job, first[0])}
+    known: dict[str, Type] = {**_COLUMNS, "words": [_WORD], "metadata": first[0].metadata_types}
+    types = {name: known.get(name, "float64") for name in _row(job, first[0])}
     metadata: dict[str, bytes] | None = None
     if column.name == "audio":
         rate = first[0].artifact.sample_rate
         features: dict[str, object] = {"audio": {"sampling_rate": rate, "_type": "Audio"}}
-        features |= {name: {"dtype": dtype, "_type": "Value"} for name, dtype in types.items()}
+        features |= {name: feature_of(kind) for name, kind in types.items()}
         metadata = {"huggingface": msgspec.json.encode({"info": {"features": features}})}
-    columns = [pyarrow.field(name, pyarrow.type_for_alias(dtype)) for name, dtype in types.items()]
+    columns = [pyarrow.field(name, arrow_type(kind)) for name, kind in types.items()]
     schema = pyarrow.schema([column, *columns], metadata)
     rows: list[dict[str, Any]] = []
     size = 0
@@ -173,6 +182,7 @@ PARQUET = ExportFormat(
     write_part=write_parquet,
     embeds_audio=True,
     card=dataset_card,
+    typed=True,
     library="pyarrow",
 )
 AUDIOFOLDER = ExportFormat(
@@ -181,5 +191,6 @@ AUDIOFOLDER = ExportFormat(
     write_part=write_audiofolder,
     embeds_audio=True,
     card=partial(dataset_card, files="data/{}/**"),
+    typed=True,
     library="pyarrow",
 )

@@ -280,8 +280,8 @@ class EngineProcess:
         """Handles a message of the child."""
         if isinstance(message, ChunkMessage):
             samples = np.frombuffer(message.samples, np.float32)
-            chunk = AudioChunk(samples, message.sample_rate, message.text)
-            _notify(self._requests.get(message.number), chunk)
+            facts = message.text, message.words, message.phonemes
+            _notify(self._requests.get(message.number), AudioChunk(samples, message.sample_rate, *facts))
         elif isinstance(message, Stats):
             self._stats = message.stats
             self.info = message.info or self.info
@@ -373,7 +373,13 @@ def _end_of(message: SpeechMessage | RequestFailed, descriptors: list[int]) -> D
     except OSError as error:
         reason = f"The speech could not be read from shared memory: {error}."
         return Failed(SynthesisError(ErrorCode.SYNTH_ENGINE, reason))
-    return Done(Speech(samples, message.sample_rate, message.text, message.text_out, message.meta))
+    facts = message.text, message.text_out, message.meta, message.words, message.phonemes
+    speech = Speech(samples, message.sample_rate, *facts)
+    codes, before = (
+        None if data is None else np.frombuffer(data, np.int16).reshape(-1, message.codebooks)
+        for data in (message.codes, message.voice_codes)
+    )
+    return Done(replace(speech, codes=codes, voice_codes=before, frame_samples=message.frame_samples))
 
 
 def _record_of(
@@ -389,9 +395,8 @@ def _record_of(
         (one.role, one.modality, one.content if isinstance(one.content, str) else None)
         for one in request.messages
     ]
-    return RequestRecord(
-        request.request_id, tuple(messages), request.generation, request.seed, request.text_open
-    ), recordings
+    settings = request.generation, request.seed, request.text_open, request.timestamps, request.output
+    return RequestRecord(request.request_id, tuple(messages), *settings), recordings
 
 
 def _unsendable(error: ValueError | OverflowError) -> InputError:

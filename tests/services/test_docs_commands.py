@@ -153,7 +153,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]
     """(home, folder of state, job) of a finished job that is large enough to learn a speaking rate from."""
     folder = tmp_path_factory.mktemp("finished")
     (folder / "in.jsonl").write_text("".join(_LINE % (number, "Good morning.") for number in range(32)))
-    command = [sys.executable, "-m", "jobs", "run", "in.jsonl", "--out", "out", "--json"]
+    command = [sys.executable, "-m", "jobs", "run", "in.jsonl", "--speak", "all", "--out", "out", "--json"]
     done = subprocess.run(
         command,
         cwd=folder,
