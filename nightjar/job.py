@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from jobs.delete import Deleted, delete_job, measure_job
-from jobs.export.items import ItemMetadata, item_metadata
+from jobs.export.items import ItemMetadata, item_metadata, read_words
 from jobs.job_options import unknown_name
 from jobs.ledger import Ledger
 from jobs.ledger.queries import ShardEnds
-from jobs.ledger.records import Artifact, ItemRow, ItemState, RejectedLine
+from jobs.ledger.records import WORDS, Artifact, ItemRow, ItemState, RejectedLine
 from jobs.ledger.status import JobStatus
 from jobs.packs import ArtifactReader
 from jobs.progress import Progress
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from jobs.export.job_set import StoredJob
     from nightjar.local import LocalThread
+    from pipelines.request import Word
 
 POLL_SECONDS = 0.25
 _PAGE_ITEMS = 1000
@@ -319,6 +320,11 @@ class Job:
 
         found = soundfile.read(io.BytesIO(self._reader.read(artifact)), dtype="float32")
         return cast("tuple[NDArray[np.float32], int]", found)
+
+    def words_of(self, row: ItemRow) -> tuple[Word, ...]:
+        """The words of an item with their times. Raises `StoreError`."""
+        found = self._ledger.artifacts_of(self.id, WORDS, [row.index]).get(row.index)
+        return () if found is None else read_words(self._reader.read(found))[0]
 
     @cached_property
     def _lines(self) -> ShardLines[RawLine]:

@@ -321,15 +321,16 @@ class _Export:
             identity = self._identity(plan, names)
             if _begin(destination, identity, replaces):
                 return plan
-            found = destination.sizes()
+            found, sounds = destination.sizes(), self.format.sounds
             files: list[WrittenFile] = []
             for part in plan.parts:
                 record = f"{RECORDS}/{part.split}-{part.number:05d}.json"
                 written = _written_part(destination, found, record)
                 if written is None:
+                    first, items = self.jobs.jobs[0].job, self._read(self._rows_of(part))
+                    whole = items if sounds is None else sounds.conversations(first, items)
                     with PartFiles(destination, names) as part_files:
-                        first = self.jobs.jobs[0].job
-                        self.format.write(part, part_files, first, self._read(self._rows_of(part)))
+                        self.format.write(part, part_files, first, whole)
                         written = part_files.publish(record)
                     on_part(part)
                 files += written

@@ -50,6 +50,10 @@ BUILT_IN: dict[str, str] = {
     "parquet": "jobs.export.table_formats:PARQUET",
     "audiofolder": "jobs.export.table_formats:AUDIOFOLDER",
     "ljspeech": "jobs.export.folder_formats:LJSPEECH",
+    "ctm": "jobs.export.time_formats:CTM",
+    "textgrid": "jobs.export.time_formats:TEXTGRID",
+    "srt": "jobs.export.time_formats:SRT",
+    "vtt": "jobs.export.time_formats:VTT",
 }
 
 
@@ -73,8 +77,8 @@ class ExportFormat:
     #: Makes the line of a failed item or of a refused input line. Such a format is always one file.
     failure_line: Callable[[Job, ItemRow | RejectedLine], bytes] | None = None
     #: Writes the files of one part, from each item with the bytes of its audio if `embeds_audio`, else with
-    #: the path or address of its audio.
-    write_part: Callable[[Part, PartFiles, Job, Iterator[tuple[AudioItem, Any]]], None] | None = None
+    #: the path or address of its audio; with `sounds` from each `Conversation`.
+    write_part: Callable[[Part, PartFiles, Job, Iterator[Any]], None] | None = None
     #: The files contain the audio. A part then ends before its audio exceeds the maximum size of a part.
     embeds_audio: bool = False
     #: A split of any size is one part, because one of its files has a line for each item.
@@ -87,6 +91,8 @@ class ExportFormat:
     local_audio: bool = False
     #: The files refer to each other by local paths.
     local_folder: bool = False
+    #: The job must have the times of words.
+    needs_words: bool = False
     #: A dialogue is left out unless all its spoken turns have audio.
     whole_dialogues: bool = False
     #: Its audio are the sounds of whole dialogues.
@@ -169,6 +175,11 @@ class ExportFormat:
                 "Give a folder for converted copies with --audio-root.",
             ),
             (
+                self.needs_words and spec.timestamps is not True,
+                f"The format {self.name} has the times of words, and this job has none.",
+                "Run the job with --timestamps.",
+            ),
+            (
                 made not in self.audio_formats,
                 f"Readers of {self.name} open {' and '.join(self.audio_formats)}, and the audio would be {made}.",
                 f"Add --audio-format {self.audio_formats[0]}{'' if self.embeds_audio else ' and --audio-root'}.",
@@ -213,7 +224,7 @@ class ExportFormat:
             for item, where in items:
                 yield 1, self.item_line(item.job, item, where)
 
-    def write(self, part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, Any]]) -> None:
+    def write(self, part: Part, files: PartFiles, job: Job, items: Iterator[Any]) -> None:
         """Writes the files of one part of a folder."""
         if self.write_part is not None:
             self.write_part(part, files, job, items)

@@ -18,20 +18,22 @@ import msgspec
 from jobs.checks import CHECKS, METERS, scores_with
 from jobs.dialogue import Dialogue, metadata_json, metadata_of, spoken_text
 from jobs.export.column_types import Type, widened
-from jobs.ledger.records import Artifact, Draw, ItemRow, ItemState, Job
+from jobs.ledger.records import WORDS, Artifact, Draw, ItemRow, ItemState, Job
 from jobs.packs import ArtifactReader
 from jobs.shard_file import RawLine, ShardLines, read_raw_shard
 from jobs.store.base import ObjectStore
 from jobs.turns import reference_places
 from jobs.where import FilteredOut, Where
 from pipelines.errors import ConfigError, invalid
-from pipelines.request import Generation, SpokenRole
+from pipelines.request import Generation, SpokenRole, Word
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
 
 
 _decode = msgspec.json.Decoder(Dialogue).decode
+#: Reads the lines of an artifact `words`.
+read_words = msgspec.json.Decoder(tuple[Word, ...]).decode_lines
 #: Scores whose detail is the transcript of an ASR model.
 _TRANSCRIBED = ("wer", "cer")
 #: Kind of the artifact for the text that a model wrote beside its audio.
@@ -58,12 +60,17 @@ class AudioItem(msgspec.Struct, frozen=True):
     references: Mapping[int, str] = {}
     #: The text that the model wrote before its audio, if it writes text.
     text_out: str | None = None
+    #: When each word and phoneme is said, in a job with `--timestamps`; phonemes only if the model knows them.
+    words: tuple[Word, ...] = ()
+    phonemes: tuple[Word, ...] = ()
     #: The draw that made its audio; None in a job without checks.
     draw: Draw | None = None
     #: Names of the scores, the same for all items of a dataset; None: its jobs have no checks.
     score_names: tuple[str, ...] | None = None
     #: The types of the metadata in the dataset, for tables; the same for all its items.
     metadata_types: Type = {}
+    #: Whether items of the dataset have `words`.
+    timed: bool = False
     #: Whether the dataset contains several jobs. Its ids and its index are then unique in the dataset.
     in_set: bool = False
 
@@ -155,9 +162,9 @@ def minutes_by_voice(ledger: Ledger, store: ObjectStore, job: Job) -> dict[str, 
 
 
 #: Names of the fields that say how an item was made and what was measured. Jobs without checks have no `draw`,
-#: `scores` and `transcript`, a record without other columns or keys has no `metadata`, and only datasets of
-#: several jobs have `job`.
-ORIGIN = ("seed", "model", "voice", "draw", "scores", "transcript", "metadata", "job")
+#: `scores` and `transcript`, jobs without `--timestamps` no `words`, a record without other columns or keys no
+#: `metadata`, and only datasets of several jobs have `job`.
+ORIGIN = ("seed", "model", "voice", "draw", "scores", "transcript", "words", "metadata", "job")
 
 
 def facts(job: Job, item: AudioItem) -> dict[str, Any]:
@@ -183,6 +190,8 @@ def facts(job: Job, item: AudioItem) -> dict[str, Any]:
     if item.score_names is not None:
         draw = None if item.draw is None else item.draw.draw
         about |= {"draw": draw, "scores": item.scores, "transcript": item.transcript}
+    if item.timed:
+        about["words"] = item.words
     if metadata := metadata_json(item.dialogue):
         about["metadata"] = metadata
     return about | ({"job": job.id} if item.in_set else {})
@@ -261,8 +270,10 @@ def audio_items(
         draws = ledger.draws_of(job_id, indexes) if job.spec.quality is not None else ()
         kept = {row.index: row.draw for row in draws if row.draw.kept}
         written = ledger.artifacts_of(job_id, _TEXT, indexes)
+        timed = ledger.artifacts_of(job_id, WORDS, indexes) if job.spec.timestamps is True else {}
         for row in page:
-            line, text = lines.of(row), written.get(row.index)
+            line, text, times = lines.of(row), written.get(row.index), timed.get(row.index)
+            words, *phonemes = ((),) if times is None else read_words(texts.read(times))
             yield AudioItem(
                 example_id=row.example_id,
                 id=row.id,
@@ -272,9 +283,12 @@ def audio_items(
                 message_index=line.message_index,
                 references=line.references,
                 text_out=None if text is None else texts.read(text).decode(),
+                words=words,
+                phonemes=phonemes[0] if phonemes else (),
                 draw=kept.get(row.index),
                 score_names=names,
                 metadata_types=types or {},
+                timed=job.spec.timestamps is True,
             )
 
 

@@ -56,6 +56,8 @@ _COLUMNS = {
     "transcript": "string",
     "job": "string",
 }
+#: The fields of a word in the column `words`, which a job with `--timestamps` has.
+_WORD: dict[str, Type] = {"text": "string", "start_s": "float64", "end_s": "float64"}
 
 
 def _row(job: Job, item: AudioItem) -> dict[str, Any]:
@@ -63,9 +65,11 @@ def _row(job: Job, item: AudioItem) -> dict[str, Any]:
     tables can filter by it."""
     about = facts(job, item)
     scores = {f"score_{name}": value for name, value in about.get("scores", {}).items()}
-    row = picked(about, *_COLUMNS) | scores
+    row: dict[str, Any] = picked(about, *_COLUMNS) | scores
     if item.metadata_types:
         row["metadata"] = metadata_cell(item.metadata_types, about.get("metadata", {}))
+    if "words" in about:
+        row["words"] = [msgspec.structs.asdict(word) for word in item.words]
     return row
 
 
@@ -84,7 +88,7 @@ def _write_table(
 
     first = next(cells)
     # All items of a dataset have the same columns.
-    known: dict[str, Type] = {**_COLUMNS, "metadata": first[0].metadata_types}
+    known: dict[str, Type] = {**_COLUMNS, "words": [_WORD], "metadata": first[0].metadata_types}
     types = {name: known.get(name, "float64") for name in _row(job, first[0])}
     metadata: dict[str, bytes] | None = None
     if column.name == "audio":
