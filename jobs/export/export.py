@@ -279,9 +279,10 @@ class _Export:
                 if written is None:
                     items = self._items(self._rows_of(plan, part), scores, types)
                     read = (audio.loaded if self.format.embeds_audio else audio.located)(items)
-                    whole = read if sounds is None else sounds.conversations(self.job, read)
+                    if sounds is not None:
+                        read = sounds.dialogues(self.job, read)
                     with PartFiles(destination, names) as part_files:
-                        self.format.write(part, part_files, self.job, whole)
+                        self.format.write(part, part_files, self.job, read)
                         written = part_files.publish(record)
                     on_part(part)
                 files += written

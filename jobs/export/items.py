@@ -28,6 +28,7 @@ from pipelines.errors import ConfigError, invalid
 from pipelines.request import Generation, SpokenRole
 
 if TYPE_CHECKING:
+    from jobs.export.conversation import Turn
     from jobs.ledger import Ledger
 
 
@@ -62,6 +63,9 @@ class AudioItem(msgspec.Struct, frozen=True):
     score_names: tuple[str, ...] = ()
     #: The types of the job's metadata, for tables; the same for all its items.
     metadata_types: Type = {}
+    #: The turns in its audio, if that is the sound of a dialogue, and the number of its channels.
+    turns: tuple[Turn, ...] = ()
+    channels: int = 1
 
     @property
     def scores(self) -> dict[str, float | None]:
@@ -152,7 +156,19 @@ ORIGIN = ("seed", "model", "voice", "draw", "scores", "transcript", "metadata")
 
 
 def facts(job: Job, item: AudioItem) -> dict[str, Any]:
-    """All fields of an item that formats write, under their common names."""
+    """All fields of an item that formats write, under their common names; of a dialogue also those of its
+    turns."""
+    if item.turns:
+        turns = [turn.place | facts(job, turn.item) for turn in item.turns]
+        return {
+            "example_id": item.example_id,
+            "text": "\n".join(turn["text"] for turn in turns),
+            "sample_rate": item.artifact.sample_rate,
+            "samples": item.artifact.samples,
+            "duration": round(item.seconds, 6),
+            "sha256": item.artifact.sha256,
+            "turns": turns,
+        }
     known, artifact = item_metadata(job, item), item.artifact
     about = {
         "example_id": item.example_id,
