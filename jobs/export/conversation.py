@@ -129,14 +129,14 @@ class Sounds:
     #: Whether each channel is a file of its own.
     apart: bool
 
-    def turns(self, job: Job, items: Iterable[AudioItem]) -> tuple[Turn, ...]:
+    def turns(self, items: Iterable[AudioItem]) -> tuple[Turn, ...]:
         """Places the turns of a dialogue."""
         turns: list[Turn] = []
         ends = dict.fromkeys(ROLES, 0)
         for item in items:
-            role, first = item_metadata(job, item).role, 0
+            role, first = item_metadata(item.job, item).role, 0
             if turns:
-                gap = self.gaps.drawn(job.spec.seed, item.example_id, item.message_index or 0)
+                gap = self.gaps.drawn(item.job.spec.seed, item.example_id, item.message_index or 0)
                 after = max(ends.values()) + round(gap * item.artifact.sample_rate)
                 first = max(after, ends[role], turns[-1].first)
             ends[role] = first + item.artifact.samples
@@ -145,14 +145,14 @@ class Sounds:
             )
         return tuple(turns)
 
-    def dialogues(self, job: Job, items: Iterable[tuple[AudioItem, Any]]) -> Iterator[tuple[AudioItem, Any]]:
+    def dialogues(self, items: Iterable[tuple[AudioItem, Any]]) -> Iterator[tuple[AudioItem, Any]]:
         """Yields each dialogue as an item with its sound, or with the files of its channels; one is in memory at
         a time. `items`: with their stored audio."""
         import numpy as np
 
         for _, pairs in groupby(items, lambda pair: pair[0].example_id):
             found, files = zip(*pairs, strict=True)
-            turns = self.turns(job, found)
+            turns = self.turns(found)
             samples = np.zeros((max(turn.end for turn in turns), len(ROLES)), np.float32)
             for turn, file in zip(turns, files, strict=True):
                 pcm = decoded(file)[: turn.end - turn.first]
@@ -167,14 +167,16 @@ class Sounds:
                 whole = msgspec.structs.replace(whole, channels=samples.shape[1])
                 yield self.conversion.encoded(whole, samples)
 
-    def manifest_lines(self, job: Job, items: Iterable[AudioItem]) -> Iterator[bytes]:
+    def manifest_lines(self, items: Iterable[AudioItem]) -> Iterator[bytes]:
         """Yields the lines of the turns in the manifest, with their places in the sounds. `dialogue` is the name
         of the sound."""
         for _, dialogue in groupby(items, lambda item: item.example_id):
-            turns = self.turns(job, dialogue)
+            turns = self.turns(dialogue)
             for turn in turns:
-                about = picked(facts(job, turn.item), "speaker") | {"dialogue": turns[0].item.name}
-                yield _encode(_decode(manifest_line(job, turn.item, "")) | turn.place | about) + b"\n"
+                about = picked(facts(turn.item.job, turn.item), "speaker") | {"dialogue": turns[0].item.name}
+                yield (
+                    _encode(_decode(manifest_line(turn.item.job, turn.item, "")) | turn.place | about) + b"\n"
+                )
 
 
 def mixed(samples: NDArray[np.float32]) -> NDArray[np.float32]:
