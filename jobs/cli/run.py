@@ -138,8 +138,14 @@ def _summarize(status: JobStatus, settings: Settings, made: Mapping[str, str | N
         output.line(job.id)
         return
     print_status(output, status, settings.price_per_gpu_hour)
-    for word, kind in (("files", "audio"), ("texts", "text"), ("list", "manifest"), ("report", "report")):
-        if (place := made[kind]) is not None:
+    for word, kind in (
+        ("files", "audio"),
+        ("codes", "codes"),
+        ("texts", "text"),
+        ("list", "manifest"),
+        ("report", "report"),
+    ):
+        if (place := made.get(kind)) is not None:
             output.line(f"{word:<8}{_near(place)}")
     if status.items.failed or job.rejected_lines:
         output.line(f"errors  nightjar errors {job.id}")

@@ -1,0 +1,368 @@
+"""Whole dialogues as sounds: the turns of a dialogue, one after the other or overlapping, in one audio file.
+
+    lhotse      train/cuts.000000.jsonl.gz  train/recordings.000000.jsonl.gz  train/supervisions.000000.jsonl.gz  train/000000/000000000-a2.wav ...
+    shar        train/cuts.000000.jsonl.gz  train/recording.000000.tar
+    nemo        train/cuts.000000.jsonl.gz  train/recording.000000.tar  train/target_audio.000000.tar
+    webdataset  train/shard-000000.tar: 000000000-a2.wav  000000000-a2.json  000000000-a2.txt ...
+    rttm        train/000000/000000000-a2.wav  train/000000/000000000-a2.rttm ...
+
+The pause before a turn is drawn from the job's seed, the example id and the turn, so it does not depend on the
+order or the parts of an export. It begins at the end of all turns so far; a negative one is an overlap. A turn
+begins neither before the turn before it nor before its own role's last turn has ended.
+
+Sources: lhotse 1.33, `lhotse.cut.MultiCut` and `SupervisionSet.from_rttm`. NVIDIA NeMo,
+`nemo.collections.speechlm2.data.DuplexS2SDataset`: `cut.recording` is the input and `cut.target_audio` the
+output of the model, both as long as the cut; the speakers of supervisions are `user` and `agent`. NIST, "The
+2009 Rich Transcription evaluation plan", appendix A (RTTM). Stivers et al., "Universals and cultural variation
+in turn-taking in conversation" (2009): the mean pause is 0.2 s.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import groupby
+from random import Random
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
+
+import msgspec
+
+from jobs.export.audio import FULL_SCALE, Conversion
+from jobs.export.files import PartFiles
+from jobs.export.folder_formats import (
+    SHAR_SOURCE,
+    cut,
+    kaldi_ids,
+    recording,
+    supervision,
+    tar_file,
+    write_archive,
+    write_cuts,
+)
+from jobs.export.formats import ExportFormat
+from jobs.export.items import AudioItem, Part, facts, item_metadata, picked
+from jobs.export.manifest import manifest_line
+from jobs.ledger.records import Job, JobSpec
+from jobs.spec import item_seed
+from pipelines.audio_format import AudioFormat
+from pipelines.errors import invalid
+from pipelines.request import SpokenRole
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from jobs.encoded_audio import EncodedAudio
+
+MODES = ("mono", "stereo")
+#: The roles of the two channels.
+ROLES: tuple[SpokenRole, ...] = get_args(SpokenRole)
+DEFAULT_GAPS = "normal(0.2,0.3)"
+#: Maximum of each number of a distribution, in seconds.
+MAX_GAP_SECONDS = 60
+#: The amplitude from which the sum of two turns is limited.
+KNEE = 0.8
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+class Gaps(NamedTuple):
+    """A distribution of pauses in seconds: `normal` with its mean and its standard deviation, or `uniform` with
+    its bounds."""
+
+    kind: str
+    first: float
+    second: float
+
+    def drawn(self, seed: int, example_id: str, turn: int) -> float:
+        """Draws the pause before the turn with this message index. `seed`: the job's."""
+        # No speech has the draw -1, so that pauses do not depend on its noise.
+        random = Random(item_seed(seed, example_id, turn, -1))
+        return (random.gauss if self.kind == "normal" else random.uniform)(self.first, self.second)
+
+
+def parse_gaps(text: str) -> Gaps:
+    """Parses a text such as `normal(0.2,0.3)`, `uniform(-0.5,1)` or `0.4`. Raises `config.invalid`."""
+    found = re.fullmatch(r"(normal|uniform)\((.+),(.+)\)", text.strip())
+    kind, *numbers = found.groups() if found else ("uniform", text, text)
+    with suppress(ValueError):
+        gaps = Gaps(kind, *map(float, numbers))
+        least = 0 if kind == "normal" else gaps.first
+        if abs(gaps.first) <= MAX_GAP_SECONDS and least <= gaps.second <= MAX_GAP_SECONDS:
+            return gaps
+    raise invalid(
+        f"The gaps {text[:80]!r} are no distribution of seconds.",
+        f"Write normal(MEAN,DEVIATION), uniform(LOW,HIGH) or a number, each up to {MAX_GAP_SECONDS}, such as {DEFAULT_GAPS}.",
+    )
+
+
+class Turn(NamedTuple):
+    """A turn in the sound of its dialogue."""
+
+    item: AudioItem
+    role: SpokenRole
+    #: 0 or 1; in a mono sound 0.
+    channel: int
+    #: Positions of its first sample and of the sample after its last, at the rate of the stored audio.
+    first: int
+    end: int
+
+    @property
+    def start(self) -> float:
+        """Seconds from the start of the sound."""
+        return self.first / self.item.artifact.sample_rate
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Its times in seconds and its channel, for tables."""
+        end = self.end / self.item.artifact.sample_rate
+        return {"start": round(self.start, 6), "end": round(end, 6), "channel": self.channel}
+
+
+class Conversation(NamedTuple):
+    """A dialogue with its sound."""
+
+    turns: list[Turn]
+    #: float32 [samples, channels].
+    samples: NDArray[np.float32]
+    sample_rate: int
+    extension: AudioFormat
+
+    @property
+    def id(self) -> str:
+        return self.turns[0].item.example_id
+
+    @property
+    def name(self) -> str:
+        """The name of its files, that of its first turn: ASCII, no dot, unique in the dataset."""
+        return self.turns[0].item.name
+
+    def encoded(self, channels: slice = slice(None)) -> EncodedAudio:
+        """Encodes its sound, or some of its channels."""
+        from jobs.encoded_audio import encoded
+
+        return encoded(self.samples[:, channels], self.sample_rate, self.extension)
+
+    def recording(
+        self, id: str, source: dict[str, Any], channels: slice = slice(None)
+    ) -> tuple[dict[str, Any], bytes]:
+        """The JSON of the recording of its sound, or of some channels, and its audio file."""
+        audio, count = self.encoded(channels), self.samples[:0, channels].shape[1]
+        source = source | {"channels": [*range(count)]}
+        return recording(id, source, audio.sample_rate, audio.samples), audio.data
+
+    def cut(self, job: Job, recorded: dict[str, Any]) -> dict[str, Any]:
+        """The JSON of a cut of a recording, with a supervision for each turn."""
+        last = recorded["channel_ids"][-1]
+        spoken = [
+            supervision(turn.item.id, recorded["id"], job, turn.item, turn.start, min(turn.channel, last))
+            for turn in self.turns
+        ]
+        return cut(recorded, spoken)
+
+
+@dataclass(frozen=True, slots=True)
+class Sounds:
+    """How the sounds of an export are made from the turns of dialogues."""
+
+    #: `mono` or `stereo`, with a channel for each role.
+    mode: str
+    gaps: Gaps
+    #: Of the whole sound.
+    conversion: Conversion
+
+    def turns(self, job: Job, items: Iterable[AudioItem]) -> list[Turn]:
+        """Places the turns of a dialogue."""
+        turns: list[Turn] = []
+        ends = dict.fromkeys(ROLES, 0)
+        for item in items:
+            role, first = item_metadata(job, item).role, 0
+            if turns:
+                gap = self.gaps.drawn(item.job.spec.seed, item.example_id, item.message_index or 0)
+                after = max(ends.values()) + round(gap * item.artifact.sample_rate)
+                first = max(after, ends[role], turns[-1].first)
+            ends[role] = first + item.artifact.samples
+            turns.append(
+                Turn(item, role, ROLES.index(role) if self.mode == "stereo" else 0, first, ends[role])
+            )
+        return turns
+
+    def conversations(self, job: Job, items: Iterable[tuple[AudioItem, Any]]) -> Iterator[Conversation]:
+        """Yields the dialogues with their sounds, one in memory at a time. `items`: with their stored audio."""
+        import numpy as np
+        import soundfile
+
+        from pipelines.audio import resample
+
+        for _, pairs in groupby(items, lambda pair: pair[0].example_id):
+            found, files = zip(*pairs, strict=True)
+            turns = self.turns(job, found)
+            samples = np.zeros((max(turn.end for turn in turns), len(ROLES)), np.float32)
+            for turn, file in zip(turns, files, strict=True):
+                pcm, _ = soundfile.read(io.BytesIO(file), turn.end - turn.first, dtype="int16")
+                channel = samples[turn.first :, ROLES.index(turn.role)]
+                channel[: len(pcm)] = pcm * np.float32(1 / FULL_SCALE)
+            samples = mixed(samples) if self.mode == "mono" else samples
+            rate = found[0].artifact.sample_rate
+            wanted = self.conversion.sample_rate or rate
+            extension = self.conversion.format or cast("AudioFormat", found[0].extension)
+            yield Conversation(turns, resample(samples, rate, wanted), wanted, extension)
+
+    def manifest_lines(self, job: Job, items: Iterable[AudioItem]) -> Iterator[bytes]:
+        """Yields the lines of the turns in the manifest, with their places in the sounds. `dialogue` is the name
+        of the sound."""
+        for _, dialogue in groupby(items, lambda item: item.example_id):
+            turns = self.turns(job, dialogue)
+            for turn in turns:
+                about = picked(facts(job, turn.item), "speaker") | {"dialogue": turns[0].item.name}
+                yield _encode(_decode(manifest_line(job, turn.item, "")) | turn.place | about) + b"\n"
+
+
+def mixed(samples: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Adds two channels [samples, 2] to one [samples, 1].
+
+    What a sum exceeds `KNEE` and the louder of its two samples by is pressed into the room below 1, by tanh.
+    The result is a continuous function of both samples, so it has no clicks, and is one of them where the
+    other is 0.
+    """
+    import numpy as np
+
+    total = samples.sum(axis=1)
+    at = np.flatnonzero(np.abs(total) > KNEE)
+    knee = np.abs(samples[at]).max(axis=1).clip(KNEE)
+    over, room = (np.abs(total[at]) - knee).clip(0), (1 - knee).clip(1e-6)
+    total[at] -= np.copysign(over - room * np.tanh(over / room), total[at])
+    return total[:, None]
+
+
+def write_lhotse(part: Part, files: PartFiles, job: Job, dialogues: Iterator[Conversation]) -> None:
+    """Writes manifests, and the audio files to a folder of the part."""
+    folder = f"{part.split}/{part.number:06d}"
+    beside = files.sibling_name(folder)
+
+    def cuts() -> Iterator[dict[str, Any]]:
+        for made in dialogues:
+            name = f"{made.name}.{made.extension}"
+            source = {"type": "url" if "://" in beside else "file", "source": f"{beside}/{name}"}
+            recorded, audio = made.recording(made.id, source)
+            files.add(f"{folder}/{name}", audio)
+            yield made.cut(job, recorded)
+
+    write_cuts(files, f"{part.split}/{{}}.{part.number:06d}.jsonl.gz", cuts())
+
+
+def write_shar(part: Part, files: PartFiles, job: Job, dialogues: Iterator[Conversation]) -> None:
+    """Writes one shard of an archive."""
+    made_files = ((made, *made.recording(made.name, SHAR_SOURCE)) for made in dialogues)
+    cuts = ((made.cut(job, recorded), made.extension, [audio]) for made, recorded, audio in made_files)
+    write_archive(part, files, cuts)
+
+
+def write_duplex(part: Part, files: PartFiles, job: Job, dialogues: Iterator[Conversation]) -> None:
+    """Writes one shard of an archive, with a recording for each role."""
+
+    def cuts() -> Iterator[tuple[dict[str, Any], str, list[bytes]]]:
+        for made in dialogues:
+            source, user = made.recording(made.name, SHAR_SOURCE, slice(0, 1))
+            target, agent = made.recording(made.name, SHAR_SOURCE, slice(1, 2))
+            one = made.cut(job, source)
+            for turn, spoken in zip(made.turns, one["supervisions"], strict=True):
+                spoken["speaker"] = "user" if turn.role == "user" else "agent"
+            yield one | {"custom": {"target_audio": target}}, made.extension, [user, agent]
+
+    write_archive(part, files, cuts(), ("recording", "target_audio"))
+
+
+def write_webdataset(part: Part, files: PartFiles, job: Job, dialogues: Iterator[Conversation]) -> None:
+    """Writes one tar file."""
+    with tar_file(files.open(f"{part.split}/shard-{part.number:06d}.tar")) as add:
+        for made in dialogues:
+            audio, turns = made.encoded(), [turn.place | facts(job, turn.item) for turn in made.turns]
+            about = {
+                "example_id": made.id,
+                "sample_rate": audio.sample_rate,
+                "samples": audio.samples,
+                "duration": round(audio.samples / audio.sample_rate, 6),
+                "turns": turns,
+            }
+            add(f"{made.name}.{made.extension}", audio.data)
+            add(f"{made.name}.json", _encode(about))
+            add(f"{made.name}.txt", "\n".join(turn["text"] for turn in turns).encode())
+
+
+def write_rttm(part: Part, files: PartFiles, job: Job, dialogues: Iterator[Conversation]) -> None:
+    """Writes for each dialogue its audio and its turns. Channels are counted from 1."""
+    for made in dialogues:
+        name = f"{part.split}/{part.number:06d}/{made.name}"
+        lines = [
+            f"SPEAKER {made.name} {turn.channel + 1} {turn.start:.6f} {turn.item.seconds:.6f}"
+            f" <NA> <NA> {kaldi_ids(item_metadata(job, turn.item).speaker, '')[0]} <NA> <NA>\n"
+            for turn in made.turns
+        ]
+        files.add(f"{name}.{made.extension}", made.encoded().data)
+        files.add(f"{name}.rttm", "".join(lines).encode())
+
+
+_WRITERS = {
+    "lhotse": write_lhotse,
+    "nemo": write_duplex,
+    "rttm": write_rttm,
+    "shar": write_shar,
+    "webdataset": write_webdataset,
+}
+
+
+def of_dialogues(
+    format: ExportFormat, mode: str | None, gaps: str | None, conversion: Conversion, spec: JobSpec
+) -> ExportFormat:
+    """The format for an export of dialogues as sounds, or with neither mode nor gaps the format itself. `spec`:
+    the job's.
+
+    Raises `config.invalid` for a format, a mode or gaps that cannot be used.
+    """
+    if mode is None and gaps is None and format.sounds is None:
+        return format
+    mode = mode or (format.sounds and format.sounds.mode)
+    refused = (
+        (
+            mode is None,
+            "Gaps are pauses in the sounds of dialogues.",
+            f"Add --dialogues {' or '.join(MODES)}.",
+        ),
+        (mode not in MODES, f"The sound {str(mode)[:40]!r} is unknown.", f"Use one of: {', '.join(MODES)}."),
+        (
+            format.name not in _WRITERS,
+            f"The format {format.name} has no sounds of dialogues.",
+            f"Use one of: {', '.join(_WRITERS)}.",
+        ),
+        (
+            format.name == "nemo" and mode == "mono",
+            "Dialogues in NeMo's layout have a source and a target.",
+            "Use --dialogues stereo.",
+        ),
+        (
+            mode == "stereo" and spec.speak != "all",
+            "This job speaks only one role of its dialogues, so the channel of the other one would be silent.",
+            "Submit it with --speak all, or use --dialogues mono.",
+        ),
+    )
+    for wrong, message, advice in refused:
+        if wrong:
+            raise invalid(message, advice)
+    return _with_sounds(format, Sounds(cast("str", mode), parse_gaps(gaps or DEFAULT_GAPS), conversion))
+
+
+def _with_sounds(format: ExportFormat, sounds: Sounds) -> ExportFormat:
+    writer = _WRITERS[format.name]
+    return replace(
+        format, item_line=None, write_part=writer, embeds_audio=True, whole_dialogues=True, sounds=sounds
+    )
+
+
+RTTM = _with_sounds(
+    ExportFormat(name="rttm", summary="sounds of dialogues, with their turns in RTTM"),
+    Sounds("mono", parse_gaps(DEFAULT_GAPS), Conversion()),
+)
