@@ -112,10 +112,14 @@ def read_header(data: bytes, max_seconds: float) -> soundfile.SoundFile:
 
 
 @contextmanager
-def _in_memory(data: bytes) -> Generator[int]:
+def _in_memory(data: bytes) -> Generator[int | io.BytesIO]:
     """The descriptor of a file in memory with this data. libsndfile reads it without the GIL, for which it waits a
-    hundred times if it reads a Python object."""
-    descriptor = share(data)
+    hundred times if it reads a Python object, as it does if no descriptor is free."""
+    try:
+        descriptor = share(data)
+    except OSError:
+        yield io.BytesIO(data)
+        return
     try:
         os.lseek(descriptor, 0, os.SEEK_SET)
         yield descriptor

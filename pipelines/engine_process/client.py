@@ -213,24 +213,30 @@ class EngineProcess:
                 self._child.channel.send(message, shared)
 
     def _read(self, wanted: Wanted, recordings: Sequence[Recording]) -> None:
-        """Sends what the child wants of a recording."""
-        rate, error, shared = 0, None, list[int]()
+        """Sends what the child wants of a recording, or why that cannot be read or sent."""
+        rate, shared = 0, list[int]()
         try:
             recording = recordings[wanted.place]
             if wanted.reading is None:
-                shared.append(share(recording.data))
+                data = recording.data
             else:
                 sample_rate, channel, quality = wanted.reading
-                samples, rate = recording.read(sample_rate, channel=channel, quality=quality)
-                shared.append(share(samples))
+                data, rate = recording.read(sample_rate, channel=channel, quality=quality)
+            shared.append(share(data))
+            assert self._child is not None
+            # May need a descriptor too, and the child waits for an answer.
+            self._child.channel.send(Answer(wanted.wanted, rate), shared)
+        except ConnectionError:
+            pass  # the host's thread gets the same error and fails all requests
         except NightjarError as refused:
-            error = ErrorRecord.of(refused)
+            self._send(Answer(wanted.wanted, error=ErrorRecord.of(refused)))
         except Exception as failed:
             log.exception("a recording could not be sent")
             reason = f"The recording could not be read: {failed!r}."
-            error = ErrorRecord.of(SynthesisError(ErrorCode.SYNTH_ENGINE, reason, "See the log."))
-        self._send(Answer(wanted.wanted, rate, error), shared)
-        close_all(shared)
+            error = SynthesisError(ErrorCode.SYNTH_ENGINE, reason, "See the log.")
+            self._send(Answer(wanted.wanted, error=ErrorRecord.of(error)))
+        finally:
+            close_all(shared)
 
     def _on_request_end(self, number: int) -> None:
         """Removes a request, and cancels it in the child unless the child has ended it."""
