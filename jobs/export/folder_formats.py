@@ -306,6 +306,7 @@ KALDI = ExportFormat(
     name="kaldi",
     summary="a Kaldi data directory",
     write_part=write_kaldi,
+    equal=("sample rate",),
     audio_formats=("wav", "flac"),
     local_audio=True,
 )
@@ -328,10 +329,13 @@ LJSPEECH = ExportFormat(
     embeds_audio=True,
     one_part=True,
     audio_formats=("wav",),
+    equal=("sample rate",),
 )
 WEBDATASET = ExportFormat(
     name="webdataset",
     summary="tar files of audio, JSON and text",
     write_part=write_webdataset,
     embeds_audio=True,
+    equal=("audio format",),
+    data_files="{}/*.tar",
 )

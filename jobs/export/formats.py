@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -97,7 +97,11 @@ class ExportFormat:
     whole_dialogues: bool = False
     #: Its audio are the sounds of whole dialogues.
     sounds: Sounds | None = None
-    #: Makes the README.md of the dataset.
+    #: What must be equal in all jobs of a dataset, because readers of the format expect it.
+    equal: tuple[Literal["audio format", "sample rate"], ...] = ()
+    #: The pattern of the files of a split, by which the Hugging Face hub loads them.
+    data_files: str | None = None
+    #: Makes the README.md of the dataset instead of `jobs.export.card`.
     card: Callable[[Job, Plan], bytes] | None = None
     #: Its columns have types, so items have `metadata_types`.
     typed: bool = False
@@ -122,6 +126,9 @@ class ExportFormat:
         audio_root: Path | None = None,
         conversion: Conversion | None = None,
         where: Where | None = None,
+        *,
+        unique: bool = False,
+        license: str | None = None,
     ) -> None:
         """Raises `config.invalid` for a destination, a store, audio or a filter that this format does not
         support, `config.missing_library` if a library for writing is not installed. `spec`: the job's."""
@@ -141,6 +148,16 @@ class ExportFormat:
                 where is not None and failures,
                 f"The format {self.name} lists failures, to which filters do not apply.",
                 "Leave the filter out.",
+            ),
+            (
+                unique and failures,
+                f"The format {self.name} lists failures, which are no duplicates.",
+                "Leave --unique out.",
+            ),
+            (
+                license is not None and file,
+                f"The format {self.name} is one file, without a card.",
+                "Leave --license out, or use a format of a folder.",
             ),
             (
                 spec.pack is True and audio_root is None and named,
@@ -197,15 +214,15 @@ class ExportFormat:
             if wrong:
                 raise invalid(message, advice)
 
-    def lines(self, job: Job, items: Iterable[tuple[AudioItem, str]]) -> Iterator[tuple[int, bytes]]:
+    def lines(self, items: Iterable[tuple[AudioItem, str]]) -> Iterator[tuple[int, bytes]]:
         """Yields the lines of a format of lines, each with the number of its items."""
         if self.dialogue_line is not None:
             for _, dialogue in groupby(items, key=lambda pair: pair[0].example_id):
                 pairs = list(dialogue)
-                yield len(pairs), self.dialogue_line(job, pairs)
+                yield len(pairs), self.dialogue_line(pairs[0][0].job, pairs)
         elif self.item_line is not None:
             for item, where in items:
-                yield 1, self.item_line(job, item, where)
+                yield 1, self.item_line(item.job, item, where)
 
     def write(self, part: Part, files: PartFiles, job: Job, items: Iterator[Any]) -> None:
         """Writes the files of one part of a folder."""
@@ -214,7 +231,7 @@ class ExportFormat:
             return
         name = f"{part.split}.jsonl"
         file = files.open(name)
-        for _, line in self.lines(job, ((item, files.audio_name(name, where)) for item, where in items)):
+        for _, line in self.lines(((item, files.audio_name(name, where)) for item, where in items)):
             file.write(line)
 
 

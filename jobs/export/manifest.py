@@ -91,7 +91,7 @@ def _item_entry(job: Job, item: AudioItem) -> ManifestEntry:
 def manifest_line(job: Job, item: AudioItem, where: str) -> bytes:
     """A line of an export; `key` names the audio in the store, so `where` is not used."""
     # `facts` has the metadata, which `to_builtins` cannot convert.
-    entry = msgspec.structs.replace(_item_entry(job, item), metadata={})
+    entry = msgspec.structs.replace(_item_entry(item.job, item), metadata={})
     line: dict[str, Any] = msgspec.to_builtins(entry)
     return msgspec.json.encode(line | picked(facts(job, item), *ORIGIN)) + b"\n"
 
