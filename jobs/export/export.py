@@ -49,7 +49,7 @@ from jobs.export.items import (
 )
 from jobs.export.job_set import JobSet, Repeats, StoredJob, in_order
 from jobs.export.manifest import manifest_line
-from jobs.ledger.records import ItemRow, ItemState, Job
+from jobs.ledger.records import WORDS, ItemRow, ItemState, Job
 from jobs.provenance import exporter_record, read_records
 from jobs.recent_jobs import out_option
 from jobs.store import ObjectStore, is_remote
@@ -212,7 +212,9 @@ def _refuse_lost(
     """Raises `store.missing` with the names of objects that are missing or have another size;
     `store.conflict` if none is missing."""
     lost = [
-        *listed_faults(store, expected_objects(ledger, job.id, ("audio", "text"), where, dialogues=dialogues))
+        *listed_faults(
+            store, expected_objects(ledger, job.id, ("audio", "text", WORDS), where, dialogues=dialogues)
+        )
     ]
     if not lost:
         return
@@ -328,7 +330,7 @@ class _Export:
                 written = _written_part(destination, found, record)
                 if written is None:
                     first, items = self.jobs.jobs[0].job, self._read(self._rows_of(part))
-                    whole = items if sounds is None else sounds.conversations(first, items)
+                    whole = items if sounds is None else sounds.dialogues(items)
                     with PartFiles(destination, names) as part_files:
                         self.format.write(part, part_files, first, whole)
                         written = part_files.publish(record)
@@ -416,7 +418,7 @@ class _Export:
             manifest.writelines(
                 (manifest_line(item.job, item, "") for item in items)
                 if sounds is None
-                else sounds.manifest_lines(jobs.jobs[0].job, items)
+                else sounds.manifest_lines(items)
             )
         if partly:
             for _ in facts.noting(jobs.noting(jobs.items(jobs.rows()), texts)):

@@ -1,6 +1,6 @@
 """Formats with the times of words: `ctm` of NeMo, and folders of Praat TextGrids and of subtitles.
 
-    ctm        000000000-utt1 1 0.212 0.350 Hello
+    ctm        000000000-utt1 1 0.2125 0.3500 Hello
     textgrid   train/000000000-utt1.TextGrid
     srt, vtt   train/000000000-utt1.srt
 
@@ -32,7 +32,7 @@ _SENTENCE_ENDS = (".", "!", "?", "…")
 def ctm_lines(job: Job, item: AudioItem, where: str) -> bytes:
     """The lines of an item, one for each word."""
     return b"".join(
-        f"{item.name} 1 {word.start_s:.3f} {word.end_s - word.start_s:.3f} {word.text}\n".encode()
+        f"{item.name} 1 {word.start_s:.4f} {word.end_s - word.start_s:.4f} {word.text}\n".encode()
         for word in item.words
     )
 
