@@ -43,6 +43,10 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Results": {
         "export": ("export", "Export a job as a dataset (ESPnet, Kaldi, Lhotse, Parquet, ...)."),
+        "augment": (
+            "export",
+            "Write a second dataset from an export, with noise, rooms, codecs, bands or speed.",
+        ),
         "report": ("export", "Write an HTML report of a job, with audio players."),
         "verify": ("export", "Check a job's files against the ledger; restore lost files."),
     },

@@ -29,7 +29,7 @@ from jobs.store import FolderStore
 from pipelines.errors import ConfigError, ErrorCode, NotFoundError
 from pipelines.registry import register_pipeline
 from pipelines.request import Generation
-from tests.support.export_kit import Finished, finished_job
+from tests.support.export_kit import Finished, datasets_library, finished_job
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import FakePipeline
 
@@ -157,8 +157,8 @@ def test_cuts_of_three_jobs(three: list[Finished], tmp_path: Path, monkeypatch: 
         assert cut.load_audio().shape == (1, soundfile.info(io.BytesIO(data)).frames)
 
 
-def test_tables_of_three_jobs(three: list[Finished], tmp_path: Path) -> None:
-    datasets = library("datasets")
+def test_tables_of_three_jobs(three: list[Finished], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = datasets_library(monkeypatch)
     export_jobs(stored(three), "parquet", str(tmp_path / "to"), part_bytes=100_000)
     made = datasets.load_dataset(str(tmp_path / "to"), split="train", cache_dir=str(tmp_path / "cache"))
     found = made.cast_column("audio", datasets.Audio(decode=False, sampling_rate=24_000))
