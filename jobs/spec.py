@@ -44,7 +44,8 @@ class ResolvedSpec:
     @cached_property
     def checker(self) -> LineChecker:
         id_key = CUSTOM_ID if self.input_format == "openai-batch" else "example_id"
-        return LineChecker(self.card, self.spec.generation, self.spec.speak, self.voices, id_key)
+        spec, joins = self.spec, not self.spec.output
+        return LineChecker(self.card, spec.generation, spec.speak, self.voices, id_key, joins=joins)
 
     def of_input(self, source: Source) -> ResolvedSpec:
         """The spec of a job of this input. It has the recognized format, the hash of the input's list of

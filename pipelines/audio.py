@@ -7,10 +7,10 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import numpy as np
 import soundfile
@@ -144,6 +144,14 @@ def encode(samples: NDArray[np.float32], sample_rate: int, audio_format: AudioFo
     `SynthesisError` (`synth.nan`) for samples that are not numbers, `ConfigError` for an unknown format, for
     a sample rate that the format does not support, or for more audio than fits into a WAV file.
     """
+    pcm, file = to_pcm(samples), io.BytesIO()
+    encode_pcm([pcm], len(pcm), sample_rate, audio_format, file, pcm[:1].size or 1)
+    return file.getvalue()
+
+
+def to_pcm(samples: NDArray[np.float32]) -> NDArray[np.int16]:
+    """Converts samples of any shape to 16-bit PCM; values outside [-1, 1] are clipped. Raises `SynthesisError`
+    (`synth.nan`) for samples that are not numbers."""
     # Each call of NumPy may switch to another thread, so clipping, which most speech does not need, is
     # skipped if possible.
     low, high = (float(samples.min()), float(samples.max())) if len(samples) else (0.0, 0.0)
@@ -157,19 +165,39 @@ def encode(samples: NDArray[np.float32], sample_rate: int, audio_format: AudioFo
         samples = np.clip(samples, np.float32(-1), np.float32(1))
     scaled = samples * np.float32(32767)
     np.rint(scaled, out=scaled)
-    pcm = scaled.astype("<i2")
+    return scaled.astype("<i2")
+
+
+def encode_pcm(
+    blocks: Iterable[NDArray[np.int16]],
+    samples: int,
+    sample_rate: int,
+    audio_format: AudioFormat,
+    file: BinaryIO,
+    channels: int = 1,
+) -> None:
+    """Encodes `samples` samples of 16-bit PCM, which come in blocks, [samples] or [samples, channels], into an
+    empty file. Raises `ConfigError` like `encode`."""
     if audio_format == "wav":
-        if pcm.size > _MAX_WAV_SAMPLES:
+        if samples * channels > _MAX_WAV_SAMPLES:
             raise invalid("The speech does not fit into a WAV file of 4 GiB.", "Use flac.")
-        return wav_header(sample_rate, pcm.nbytes, channels=pcm[:1].size or 1) + pcm.tobytes()
+        file.write(wav_header(sample_rate, 2 * samples * channels, channels=channels))
+        for block in blocks:
+            file.write(block.data)
+        return
     if audio_format not in CONTAINERS:
         advice = f"Choose one of: {', '.join(AUDIO_FORMATS)}."
         raise invalid(f"Unknown audio format {audio_format!r}.", advice)
     check_rate(audio_format, sample_rate)
     container, coding = CONTAINERS[audio_format]
-    buffer = io.BytesIO()
-    soundfile.write(buffer, pcm, sample_rate, format=container, subtype=coding)
-    return _with_hashed_serial(buffer.getvalue()) if container == "OGG" else buffer.getvalue()
+    with soundfile.SoundFile(file, "w", sample_rate, channels, coding, format=container) as written:
+        for block in blocks:
+            written.write(block)
+    if container == "OGG":
+        file.seek(0)
+        data = _with_hashed_serial(file.read())
+        file.seek(0)
+        file.write(data)
 
 
 def wav_header(
