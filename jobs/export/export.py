@@ -142,7 +142,7 @@ def export(
     chosen = of_dialogues(chosen, dialogues, gaps, conversion, job.spec)
     chosen.check(to, store.url, job.spec, splits, audio_root, conversion, where)
     if chosen.failure_line is None and audio_root is None:
-        _refuse_lost(ledger, store, job, where, dialogues=chosen.whole_dialogues)
+        _refuse_lost(ledger, store, job, where, dialogues=chosen.whole_dialogues, codes=chosen.codes)
     planned = _Export(
         ledger, store, job, chosen, splits or WHOLE, part_bytes, audio_root, absolute, conversion, where
     )
@@ -160,13 +160,12 @@ def export(
 
 
 def _refuse_lost(
-    ledger: Ledger, store: ObjectStore, job: Job, where: Where | None, *, dialogues: bool
+    ledger: Ledger, store: ObjectStore, job: Job, where: Where | None, *, dialogues: bool, codes: bool
 ) -> None:
     """Raises `store.missing` with the names of objects that are missing or have another size;
     `store.conflict` if none is missing."""
-    lost = [
-        *listed_faults(store, expected_objects(ledger, job.id, ("audio", "text"), where, dialogues=dialogues))
-    ]
+    kinds = ("audio", "codes", "text") if codes else ("audio", "text")
+    lost = [*listed_faults(store, expected_objects(ledger, job.id, kinds, where, dialogues=dialogues))]
     if not lost:
         return
     shown = [f"{fault.value} {expected.key}" for expected, fault in lost[:SHOWN_LOST]]
@@ -232,12 +231,16 @@ class _Export:
         names = self._names(None if to == "-" else Path(to).absolute().parent)
         opened = output(to) if replaces is None else own_output(to, self.job.id, replaces)
         items = 0
-        with opened as file, AudioReader(self.store, self.audio_root, self.conversion) as audio:
+        with opened as file, self._reader(self.conversion) as audio:
             for count, line in self._lines(audio, names):
                 file.write(line)
                 items += count
         failures = self.format.failure_line is not None
         return items, LeftOut(running=not self.job.state.final) if failures else self._left_out(items)
+
+    def _reader(self, conversion: Conversion) -> AudioReader:
+        codes = self.format.codes and bool(self.job.spec.output)
+        return AudioReader(self.store, self.audio_root, conversion, codes)
 
     def _lines(self, audio: AudioReader, names: AudioNames) -> Iterator[tuple[int, bytes]]:
         """Yields the lines of the file, each with the number of its items."""
@@ -263,7 +266,7 @@ class _Export:
         sounds = self.format.sounds
         with (
             open_destination(to, s3) as destination,
-            AudioReader(self.store, self.audio_root, Conversion() if sounds else self.conversion) as audio,
+            self._reader(Conversion() if sounds else self.conversion) as audio,
         ):
             plan = self._plan()
             names = self._names(None if is_remote(to) else Path(to).absolute())

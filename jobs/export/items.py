@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from jobs.checks import CHECKS, METERS, scores_with
+from jobs.codes import StoredCodes
 from jobs.dialogue import Dialogue, metadata_json, metadata_of, spoken_text
 from jobs.export.column_types import Type, widened
 from jobs.ledger.records import Artifact, Draw, ItemRow, ItemState, Job
@@ -62,6 +63,9 @@ class AudioItem(msgspec.Struct, frozen=True):
     score_names: tuple[str, ...] = ()
     #: The types of the job's metadata, for tables; the same for all its items.
     metadata_types: Type = {}
+    #: Its codes, if the job makes codes, and what they contain once they are read.
+    codes_artifact: Artifact | None = None
+    codes: StoredCodes | None = None
 
     @property
     def scores(self) -> dict[str, float | None]:
@@ -79,6 +83,11 @@ class AudioItem(msgspec.Struct, frozen=True):
     def metadata(self) -> dict[str, Any]:
         """The other columns or keys of its record, with JSON's types."""
         return metadata_of(self.dialogue)
+
+    @property
+    def is_codes(self) -> bool:
+        """Whether it has no audio, so that its artifact is its codes."""
+        return self.artifact.kind == "codes"
 
     @property
     def seconds(self) -> float:
@@ -174,6 +183,8 @@ def facts(job: Job, item: AudioItem) -> dict[str, Any]:
     if job.spec.quality is not None:
         draw = None if item.draw is None else item.draw.draw
         about |= {"draw": draw, "scores": item.scores, "transcript": item.transcript}
+    if item.codes is not None:
+        about["codec"] = item.codes.codec
     if metadata := metadata_json(item.dialogue):
         about["metadata"] = metadata
     return about
@@ -248,6 +259,7 @@ def audio_items(
         draws = ledger.draws_of(job_id, indexes) if job.spec.quality is not None else ()
         kept = {row.index: row.draw for row in draws if row.draw.kept}
         written = ledger.artifacts_of(job_id, _TEXT, indexes)
+        coded = ledger.artifacts_of(job_id, "codes", indexes) if job.spec.output else {}
         for row in page:
             line, text = lines.of(row), written.get(row.index)
             yield AudioItem(
@@ -259,6 +271,7 @@ def audio_items(
                 references=line.references,
                 text_out=None if text is None else texts.read(text).decode(),
                 draw=kept.get(row.index),
+                codes_artifact=coded.get(row.index),
                 score_names=names,
                 metadata_types=types or {},
             )
