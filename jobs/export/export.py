@@ -281,9 +281,10 @@ class _Export:
                 written = _written_part(destination, found, record)
                 if written is None:
                     items = self._items(self._rows_of(plan, part), scores, types)
-                    read = audio.loaded if self.format.embeds_audio else audio.located
+                    read = (audio.loaded if self.format.embeds_audio else audio.located)(items)
+                    whole = read if sounds is None else sounds.conversations(self.job, read)
                     with PartFiles(destination, names) as part_files:
-                        self.format.write(part, part_files, self.job, read(items))
+                        self.format.write(part, part_files, self.job, whole)
                         written = part_files.publish(record)
                     on_part(part)
                 files += written
