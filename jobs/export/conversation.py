@@ -34,6 +34,7 @@ from jobs.export.audio import FULL_SCALE, Conversion
 from jobs.export.files import PartFiles
 from jobs.export.folder_formats import (
     SHAR_SOURCE,
+    ArchivedCut,
     cut,
     kaldi_ids,
     recording,
@@ -257,21 +258,24 @@ def write_lhotse(part: Part, files: PartFiles, job: Job, dialogues: Iterator[Con
 def write_shar(part: Part, files: PartFiles, job: Job, dialogues: Iterator[Conversation]) -> None:
     """Writes one shard of an archive."""
     made_files = ((made, *made.recording(made.name, SHAR_SOURCE)) for made in dialogues)
-    cuts = ((made.cut(job, recorded), made.extension, [audio]) for made, recorded, audio in made_files)
+    cuts = (
+        (made.cut(job, recorded), [(made.extension, recorded, audio)]) for made, recorded, audio in made_files
+    )
     write_archive(part, files, cuts)
 
 
 def write_duplex(part: Part, files: PartFiles, job: Job, dialogues: Iterator[Conversation]) -> None:
     """Writes one shard of an archive, with a recording for each role."""
 
-    def cuts() -> Iterator[tuple[dict[str, Any], str, list[bytes]]]:
+    def cuts() -> Iterator[ArchivedCut]:
         for made in dialogues:
             source, user = made.recording(made.name, SHAR_SOURCE, slice(0, 1))
             target, agent = made.recording(made.name, SHAR_SOURCE, slice(1, 2))
             one = made.cut(job, source)
             for turn, spoken in zip(made.turns, one["supervisions"], strict=True):
                 spoken["speaker"] = "user" if turn.role == "user" else "agent"
-            yield one | {"custom": {"target_audio": target}}, made.extension, [user, agent]
+            sounds = [(made.extension, source, user), (made.extension, target, agent)]
+            yield one | {"custom": {"target_audio": target}}, sounds
 
     write_archive(part, files, cuts(), ("recording", "target_audio"))
 
@@ -358,7 +362,13 @@ def of_dialogues(
 def _with_sounds(format: ExportFormat, sounds: Sounds) -> ExportFormat:
     writer = _WRITERS[format.name]
     return replace(
-        format, item_line=None, write_part=writer, embeds_audio=True, whole_dialogues=True, sounds=sounds
+        format,
+        item_line=None,
+        write_part=writer,
+        embeds_audio=True,
+        whole_dialogues=True,
+        sounds=sounds,
+        codes=False,
     )
 
 

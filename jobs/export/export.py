@@ -239,7 +239,8 @@ class _Export:
         return items, LeftOut(running=not self.job.state.final) if failures else self._left_out(items)
 
     def _reader(self, conversion: Conversion) -> AudioReader:
-        codes = self.format.codes and bool(self.job.spec.output)
+        holds = self.format.embeds_audio or self.format.names_audio
+        codes = self.format.codes and holds and bool(self.job.spec.output)
         return AudioReader(self.store, self.audio_root, conversion, codes)
 
     def _lines(self, audio: AudioReader, names: AudioNames) -> Iterator[tuple[int, bytes]]:

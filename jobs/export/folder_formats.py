@@ -103,13 +103,18 @@ def _readable(where: str, extension: str) -> str:
 
 
 def write_lhotse(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, str]]) -> None:
-    """Writes manifests with the ids of the items."""
+    """Writes manifests with the ids of the items, and the codes of each item to a file."""
+    folder = f"{part.split}/codes"
+    beside = files.sibling_name(folder)
 
     def cuts() -> Iterator[dict[str, Any]]:
         for item, where in items:
             source = {"type": "url" if "://" in where else "file", "channels": [0]}
             named = files.audio_name(f"{part.split}/cuts.jsonl.gz", where)
-            yield _item_cut(item.id, job, item, source | {"source": named})
+            place = {"storage_type": "numpy_files", "storage_path": beside, "storage_key": f"{item.name}.npy"}
+            if item.codes is not None:
+                files.add(f"{folder}/{item.name}.npy", npy(item.codes.codes))
+            yield _item_cut(item.id, job, item, source | {"source": named}, place)
 
     write_cuts(files, f"{part.split}/{{}}.jsonl.gz", cuts())
 
@@ -122,30 +127,41 @@ def write_cuts(files: PartFiles, name: str, cuts: Iterable[dict[str, Any]]) -> N
         files.gzip(name.format("cuts")) as whole,
     ):
         for one in cuts:
-            recordings.write(_encode(one["recording"]) + b"\n")
+            if "recording" in one:
+                recordings.write(_encode(one["recording"]) + b"\n")
             supervisions.writelines(_encode(spoken) + b"\n" for spoken in one["supervisions"])
             whole.write(_encode(one) + b"\n")
 
 
-#: The source of a recording in an archive.
+#: The source of a recording in an archive, and the place of codes.
 SHAR_SOURCE = {"type": "shar", "channels": [0], "source": ""}
+_SHAR_ARRAY = {"storage_type": "shar", "storage_path": "", "storage_key": ""}
+#: A cut, and for each of the archive's fields the extension, the JSON and the content of its file.
+ArchivedCut = tuple[dict[str, Any], list[tuple[str, dict[str, Any], bytes]]]
 
 
 def write_shar(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]) -> None:
     """Writes one shard of an archive. Ids are the names of the audio in the store, because they name members
     of a tar file."""
-    cuts = ((_item_cut(item.name, job, item, SHAR_SOURCE), item.extension, [audio]) for item, audio in items)
-    write_archive(part, files, cuts)
+
+    def archived(item: AudioItem, audio: bytes) -> ArchivedCut:
+        one = _item_cut(item.name, job, item, SHAR_SOURCE, _SHAR_ARRAY)
+        contents = [] if item.is_codes else [(item.extension, one["recording"], audio)]
+        if item.codes is not None:
+            contents.append(("npy", one["custom"]["codes"], npy(item.codes.codes)))
+        return one, contents
+
+    fields = ["codes"] * (job.spec.output == "codes") or ["recording", *["codes"] * bool(job.spec.output)]
+    write_archive(part, files, (archived(*one) for one in items), fields)
 
 
 def write_archive(
     part: Part,
     files: PartFiles,
-    cuts: Iterable[tuple[dict[str, Any], str, list[bytes]]],
+    cuts: Iterable[ArchivedCut],
     fields: Sequence[str] = ("recording",),
 ) -> None:
-    """Writes one shard of an archive. `cuts`: each with the extension and the contents of its audio files, one
-    for each of `fields`; other fields than `recording` are in its `custom`."""
+    """Writes one shard of an archive. Other fields of a cut than `recording` are in its `custom`."""
     number = f"{part.number:06d}"
     with ExitStack() as ended:
         tars = [
@@ -153,17 +169,35 @@ def write_archive(
             for field in fields
         ]
         manifest = ended.enter_context(files.gzip(f"{part.split}/cuts.{number}.jsonl.gz"))
-        for one, extension, audio in cuts:
-            recordings = one["recording"], *one.get("custom", {}).values()
-            for add, recorded, data in zip(tars, recordings, audio, strict=True):
+        for one, contents in cuts:
+            for add, (extension, recorded, data) in zip(tars, contents, strict=True):
                 add(f"{one['id']}.{extension}", data)
                 add(f"{one['id']}.json", _encode(recorded) + b"\n")
             manifest.write(_encode(one) + b"\n")
 
 
-def _item_cut(id: str, job: Job, item: AudioItem, source: dict[str, Any]) -> dict[str, Any]:
+def _item_cut(
+    id: str, job: Job, item: AudioItem, source: dict[str, Any], place: dict[str, str]
+) -> dict[str, Any]:
+    """The JSON of the cut of an item. `place`: where its codes are."""
     recorded = recording(id, source, item.artifact.sample_rate, item.artifact.samples)
-    return cut(recorded, [supervision(id, id, job, item)])
+    made = cut(recorded, [supervision(id, id, job, item)])
+    if item.is_codes:
+        del made["recording"]
+    if (codes := item.codes) is not None:
+        array = place | {"shape": list(codes.codes.shape)}
+        shift = {"temporal_dim": 0, "frame_shift": 1 / codes.codec.frame_rate, "start": 0.0}
+        made["custom"] = {"codes": {"array": array, **shift}}
+    return made
+
+
+def npy(codes: Any) -> bytes:
+    """Codes as NumPy's file of one array."""
+    import numpy as np
+
+    file = BytesIO()
+    np.save(file, codes)
+    return file.getvalue()
 
 
 def cut(recorded: dict[str, Any], supervisions: list[dict[str, Any]]) -> dict[str, Any]:
@@ -290,7 +324,10 @@ def write_webdataset(
     with tar_file(files.open(f"{part.split}/shard-{part.number:06d}.tar")) as add:
         for item, audio in items:
             about = facts(job, item)
-            add(f"{item.name}.{item.extension}", audio)
+            if not item.is_codes:
+                add(f"{item.name}.{item.extension}", audio)
+            if item.codes is not None:
+                add(f"{item.name}.codes.npy", npy(item.codes.codes))
             add(f"{item.name}.json", _encode(about))
             add(f"{item.name}.txt", about["text"].encode())
 
@@ -303,9 +340,11 @@ KALDI = ExportFormat(
     local_audio=True,
 )
 LHOTSE = ExportFormat(
-    name="lhotse", summary="Lhotse's recordings, supervisions and cuts", write_part=write_lhotse
+    name="lhotse", summary="Lhotse's recordings, supervisions and cuts", write_part=write_lhotse, codes=True
 )
-SHAR = ExportFormat(name="shar", summary="Lhotse's tar archives", write_part=write_shar, embeds_audio=True)
+SHAR = ExportFormat(
+    name="shar", summary="Lhotse's tar archives", write_part=write_shar, embeds_audio=True, codes=True
+)
 ESPNET_DATASET = ExportFormat(
     name="espnet-dataset",
     summary="a dataset for ESPnet SpeechLM",
@@ -327,4 +366,5 @@ WEBDATASET = ExportFormat(
     summary="tar files of audio, JSON and text",
     write_part=write_webdataset,
     embeds_audio=True,
+    codes=True,
 )

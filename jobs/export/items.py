@@ -156,8 +156,9 @@ def minutes_by_voice(ledger: Ledger, store: ObjectStore, job: Job) -> dict[str, 
 
 
 #: Names of the fields that say how an item was made and what was measured. A job without checks has no
-#: `draw`, `scores` and `transcript`, and a record without other columns or keys has no `metadata`.
-ORIGIN = ("seed", "model", "voice", "draw", "scores", "transcript", "metadata")
+#: `draw`, `scores` and `transcript`, a record without other columns or keys no `metadata`, and an item whose
+#: codes are not exported no `codec` and `voice_codes`.
+ORIGIN = ("seed", "model", "voice", "draw", "scores", "transcript", "codec", "voice_codes", "metadata")
 
 
 def facts(job: Job, item: AudioItem) -> dict[str, Any]:
@@ -184,7 +185,9 @@ def facts(job: Job, item: AudioItem) -> dict[str, Any]:
         draw = None if item.draw is None else item.draw.draw
         about |= {"draw": draw, "scores": item.scores, "transcript": item.transcript}
     if item.codes is not None:
-        about["codec"] = item.codes.codec
+        voice = item.codes.voice_codes
+        about["codec"] = msgspec.to_builtins(item.codes.codec)
+        about["voice_codes"] = None if voice is None else voice.tolist()
     if metadata := metadata_json(item.dialogue):
         about["metadata"] = metadata
     return about
