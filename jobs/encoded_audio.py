@@ -1,5 +1,5 @@
-"""Encodes the speech of an item as an audio file, in the format and at the sample rate of the job's spec; also
-speech that was made in parts."""
+"""Encodes the speech of an item: its audio as a file in the format and at the sample rate of the job's spec, also
+speech that was made in parts, and the times of its words."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from functools import cache
 from tempfile import SpooledTemporaryFile
 from typing import TYPE_CHECKING, BinaryIO, Generic, TypeVar, cast
 
+import msgspec
 import numpy as np
 import soundfile
 
@@ -64,6 +65,11 @@ def encoded_audio(speech: Speech, spec: JobSpec) -> EncodedAudio[bytes]:
             "Check the text, or try again.",
         )
     return encoded(samples, rate, audio_format)
+
+
+def words_file(speech: Speech) -> bytes:
+    """The content of the artifact `words`: a line with the words, and one with the phonemes if there are any."""
+    return msgspec.json.Encoder().encode_lines([said for said in (speech.words, speech.phonemes) if said])
 
 
 def encoded(samples: np.ndarray, rate: int, audio_format: AudioFormat) -> EncodedAudio[bytes]:

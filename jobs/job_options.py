@@ -102,6 +102,8 @@ class OwnOptions(TypedDict, total=False):
     pack: bool
     """Store the audio of many items in one object, a pack (tar), for stores that charge or throttle per
     object."""
+    timestamps: bool
+    """Store when each word is said. Models that do not know it need the aligner of the checks."""
     name: str
     """Display name of the job."""
     labels: Mapping[str, str]
@@ -323,8 +325,9 @@ def job_of(options: Mapping[str, Any], owner: str = "") -> tuple[JobSpec, Submit
     if output == "codes" and quality is not None:
         quality = checks_of_codes(quality)
     reading = Reading(voices=given.pop("voice_for", None), **_pop_fields(given, Reading))
-    own = {"pack": given.pop("pack", False) or msgspec.UNSET, "model": str(given.pop("model", DEFAULT_MODEL))}
-    own |= pool | ({} if output == AUDIO else {"output": output})
+    own = {name: given.pop(name, False) or msgspec.UNSET for name in ("pack", "timestamps")}
+    own |= {"model": str(given.pop("model", DEFAULT_MODEL)), **pool}
+    own |= {} if output == AUDIO else {"output": output}
     spec = JobSpec(
         generation=generation, quality=quality, reading=reading, **own, **_pop_fields(given, JobSpec)
     )

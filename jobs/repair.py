@@ -21,14 +21,14 @@ import numpy as np
 
 from jobs.codes import EXTENSION, StoredCodes, codec_of
 from jobs.dialogue import spoken_text
-from jobs.encoded_audio import EncodedAudio, JoinedSpeech, encoded_audio
+from jobs.encoded_audio import EncodedAudio, JoinedSpeech, encoded_audio, words_file
 from jobs.export.manifest import put_manifest, put_shard_manifest
 from jobs.layout import (
     job_manifest_key,
     object_metadata,
     shard_of_input,
 )
-from jobs.ledger.records import Artifact, ItemRow, ItemState, Job
+from jobs.ledger.records import WORDS, Artifact, ItemRow, ItemState, Job
 from jobs.packs import read_artifact
 from jobs.references import load_reference
 from jobs.shard_file import ShardLine, ShardLines, read_shard
@@ -181,8 +181,7 @@ class _Resynthesis:
         quality = self.job.spec.quality
         if quality is None or not quality.trim:
             return speech
-        samples = trim_silence(speech.samples, speech.sample_rate, quality.trim_keep_ms)
-        return dataclasses.replace(speech, samples=samples)
+        return trim_silence(speech, quality.trim_keep_ms)
 
     def replace(self, row: ItemRow, artifact: Artifact, started: Started | NightjarError) -> Repaired:
         """Replaces an artifact with the new speech. The object is written first. The ledger is updated after
@@ -227,6 +226,11 @@ class _Resynthesis:
             if speech.text_out is None:
                 raise SynthesisError(ErrorCode.SYNTH_ENGINE, "The model returned no text this time.")
             return speech.text_out.encode(), {}
+        if artifact.kind == WORDS:
+            if not speech.words:
+                message = "The times of words come from the aligner, which repairs do not use."
+                raise SynthesisError(ErrorCode.SYNTH_ENGINE, message)
+            return words_file(speech), {}
         spec = self.job.spec
         if spec.extension(artifact.kind) == EXTENSION:
             if speech.codes is None:

@@ -9,7 +9,7 @@ from typing import cast
 
 import msgspec
 
-from jobs.checks import Quality
+from jobs.checks import ALIGNER, Quality
 from jobs.dialogue import CUSTOM_ID, clean
 from jobs.input_format import AskedFormat, InputFormat, format_of
 from jobs.input_records import ALL, SPEAKERS, Records, check_columns, speakers_sha256
@@ -182,6 +182,10 @@ def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:
             message = f"The model {card.name} answers a whole dialogue; it does not speak its turns."
             raise invalid(message, "Leave `speak` out, or use a model that speaks one text.")
         speak = "answer"
+    aligned = quality is not None and ALIGNER in quality.meters
+    if spec.timestamps is True and card.capabilities.word_times != "exact" and not aligned:
+        message = f"The model {card.name} does not know when it says each word."
+        raise invalid(message, "Give the folder of an aligner with --qa-set meters.align.model=FOLDER.")
     if chosen.limit is not None and chosen.sample is not None:
         raise invalid("A limit and a sample are both given.", "Use one of them.")
     check_columns(chosen.columns or {})

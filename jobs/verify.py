@@ -13,7 +13,7 @@ from jobs.layout import (
     PACK_SHA_CHARACTERS,
     sha256_of_pack,
 )
-from jobs.ledger.records import QUARANTINE, Artifact, ItemState, Job
+from jobs.ledger.records import QUARANTINE, WORDS, Artifact, ItemState, Job
 from jobs.packs import ArtifactReader, map_ahead
 from jobs.store.base import ObjectStore, sha256_of
 from jobs.where import Where
@@ -67,7 +67,7 @@ class Expected:
         return (self.pack_offset or 0) + (self.bytes or 0)
 
 
-KINDS = ("input", "audio", "codes", "text", QUARANTINE)
+KINDS = ("input", "audio", "codes", "text", WORDS, QUARANTINE)
 
 
 def expected_objects(
@@ -91,7 +91,7 @@ def expected_objects(
         for row in ledger.items(job_id, state=ItemState.DONE, where=where, dialogues=dialogues):
             if row.artifact is not None:
                 yield _expected(row.artifact, row.example_id)
-    beside = ("codes", "text", QUARANTINE)
+    beside = ("codes", "text", WORDS, QUARANTINE)
     for kind in beside if ledger.job(job_id).spec.main_kind == "audio" else beside[1:]:
         if kind in kinds:
             yield from map(_expected, ledger.artifacts(job_id, kind))

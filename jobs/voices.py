@@ -179,8 +179,8 @@ def item_request(
         else message
         for message in messages
     ]
-    output = job.spec.output or "audio"
-    return SynthesisRequest(request_id, tuple(loaded), generation, seed, output=output)
+    output, timestamps = job.spec.output or "audio", job.spec.timestamps is True
+    return SynthesisRequest(request_id, tuple(loaded), generation, seed, output=output, timestamps=timestamps)
 
 
 def stored_voice_of(line: ShardLine, spec: JobSpec) -> str | None:

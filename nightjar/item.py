@@ -15,6 +15,7 @@ from pipelines.errors import ErrorCode, NotFoundError
 if TYPE_CHECKING:
     from jobs.export.items import ItemMetadata
     from nightjar.job import Job
+    from pipelines.request import Word
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,12 @@ class Item:
     def text(self) -> str:
         """The spoken text."""
         return self._metadata.text
+
+    @property
+    def words(self) -> tuple[Word, ...]:
+        """The words with their times, in a job with `timestamps`."""
+        job, row = self._source
+        return job.words_of(row)
 
     @property
     def speaker(self) -> str:

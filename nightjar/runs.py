@@ -1,11 +1,12 @@
-"""Jobs from Python: `run` runs a job on this machine, `submit` submits one to running workers, `find_job` finds
-an earlier one."""
+"""Jobs from Python: `run` runs a job on this machine, `submit` submits one to running workers, `find_job` and
+`find_jobs` find earlier ones."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Iterable
+from datetime import date
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -18,7 +19,13 @@ from jobs.ingest import check_has_work, submit_for_workers
 from jobs.job_options import JobOptions, SubmitOptions, checked_options, job_of, user_name
 from jobs.ledger.records import Reading
 from jobs.local_run import LocalRun
-from jobs.recent_jobs import reading_ledger, settings_for_job, settings_for_new_job
+from jobs.recent_jobs import (
+    JobChoice,
+    chosen_jobs,
+    reading_ledger,
+    settings_for_job,
+    settings_for_new_job,
+)
 from jobs.settings import Settings, load_settings
 from jobs.source import check_source
 from jobs.spec import ResolvedSpec, resolve
@@ -92,6 +99,25 @@ def find_job(job: str, *, out: str | Path | None = None) -> Job:
     with reading_ledger(settings) as ledger:
         found = ledger.find_job(job)
     return Job(found.id, found.store_url, settings)
+
+
+def find_jobs(
+    *,
+    name: str | None = None,
+    schedule: str | None = None,
+    since: str | date | None = None,
+    until: str | date | None = None,
+    out: str | Path | None = None,
+) -> list[Job]:
+    """The jobs with a name (or a pattern such as `books-*`), of a schedule, and of the days from `since` to
+    `until`: of their night, or of their submission in UTC. The oldest first, without failed and cancelled ones.
+
+    `out`: the output folder of local jobs, needed only if they are not in the user's list of recent jobs.
+    Raises `NotFoundError` if there is none.
+    """
+    days = (None if day is None else str(day) for day in (since, until))
+    with chosen_jobs((), JobChoice(name, schedule, *days), None if out is None else _home(out)) as found:
+        return [Job(job.id, job.store_url, settings) for settings, _, job in found]
 
 
 def _home(out: str | Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
 import os
@@ -22,6 +23,8 @@ from pipelines.ipc import share
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from pipelines.request import Speech
 
 #: Target loudness of all audio that Nightjar writes, in LUFS (EBU R 128), and the maximum peak that reaching
 #: it may cause.
@@ -109,10 +112,14 @@ def read_header(data: bytes, max_seconds: float) -> soundfile.SoundFile:
 
 
 @contextmanager
-def _in_memory(data: bytes) -> Generator[int]:
+def _in_memory(data: bytes) -> Generator[int | io.BytesIO]:
     """The descriptor of a file in memory with this data. libsndfile reads it without the GIL, for which it waits a
-    hundred times if it reads a Python object."""
-    descriptor = share(data)
+    hundred times if it reads a Python object, as it does if no descriptor is free."""
+    try:
+        descriptor = share(data)
+    except OSError:
+        yield io.BytesIO(data)
+        return
     try:
         os.lseek(descriptor, 0, os.SEEK_SET)
         yield descriptor
@@ -397,13 +404,21 @@ def activity(powers: NDArray[np.float32]) -> tuple[int, int, float]:
     return sounding, max(0, longest - 1), total / sounding if sounding else 0.0
 
 
-def trim_silence(samples: NDArray[np.float32], sample_rate: int, keep_ms: int) -> NDArray[np.float32]:
-    """The samples [samples] with at most `keep_ms` of silence at each end; unchanged if all is silent."""
+def trim_silence(speech: Speech, keep_ms: int) -> Speech:
+    """The speech with at most `keep_ms` of silence at each end, and its words at their new times; unchanged if
+    all is silent."""
+    samples, rate = speech.samples, speech.sample_rate
     if len(samples) == 0:
-        return samples
-    powers = frame_powers(samples, sample_rate)
+        return speech
+    powers = frame_powers(samples, rate)
     active = np.flatnonzero(powers > max(float(powers.max()) * _RELATIVE_POWER, _MIN_POWER))
     if len(active) == 0:
-        return samples
-    length, keep = max(1, int(FRAME_SECONDS * sample_rate)), keep_ms * sample_rate // 1000
-    return samples[max(0, int(active[0]) * length - keep) : (int(active[-1]) + 1) * length + keep]
+        return speech
+    length, keep = max(1, int(FRAME_SECONDS * rate)), keep_ms * rate // 1000
+    begin = max(0, int(active[0]) * length - keep)
+    samples = samples[begin : (int(active[-1]) + 1) * length + keep]
+    words, phonemes = (
+        tuple([word.moved(-begin / rate, len(samples) / rate) for word in said])
+        for said in (speech.words, speech.phonemes)
+    )
+    return dataclasses.replace(speech, samples=samples, words=words, phonemes=phonemes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -27,6 +28,8 @@ Mode = Literal["text_only", "text_audio"]
 Output = Literal["audio", "codes", "both"]
 
 EngineState = Literal["ready", "starting", "broken"]
+#: `exact`: the model itself knows when it says each word; `estimated`: from the text and the frames made.
+WordTimes = Literal["exact", "estimated"]
 Meta = dict[str, str | int | float | bool]
 
 
@@ -95,6 +98,8 @@ class SynthesisRequest:
     seed: int = 0
     #: Whether more text follows by `Handle.append`; for models with `capabilities.text_in`.
     text_open: bool = False
+    #: Whether the times of the words are wanted; ignored by models without `capabilities.word_times`.
+    timestamps: bool = False
     #: Other outputs than audio are for whole utterances of models with `capabilities.codes`.
     output: Output = "audio"
 
@@ -125,6 +130,20 @@ class Frontend(Protocol):
         """The prepared request, and the tokenizer of further text if the text is open. Raises `InputError`
         for a request that the model cannot serve."""
         ...
+
+
+class Word(msgspec.Struct, frozen=True, array_like=True):
+    """A word, or a phoneme, and when it is said, in seconds from the beginning of the speech. As JSON:
+    `[text, start_s, end_s]`."""
+
+    text: str
+    start_s: float
+    end_s: float
+
+    def moved(self, seconds: float, end_s: float = math.inf) -> Word:
+        """The word that many seconds later, within speech that ends at `end_s`."""
+        start, end = (max(0.0, min(at + seconds, end_s)) for at in (self.start_s, self.end_s))
+        return Word(self.text, round(start, 4), round(end, 4))
 
 
 class CodecIdentity(msgspec.Struct, frozen=True):
@@ -158,6 +177,10 @@ class Speech:
     text_out: str | None = None
     #: Facts to store with the audio: frames, finish reason, loudness in LUFS, engine mode.
     meta: Meta = field(default_factory=Meta)
+    #: The words as the text writes them, and their phonemes, if `SynthesisRequest.timestamps` asks for them.
+    #: What is not spoken, such as a dash between words, is left out.
+    words: tuple[Word, ...] = ()
+    phonemes: tuple[Word, ...] = ()
     #: int16 [frames, codebooks], if codes were requested.
     codes: NDArray[np.int16] | None = None
     #: int16 [n, codebooks]: what the codec decodes these codes after, if anything: the codes of a reference, or
@@ -185,6 +208,9 @@ class AudioChunk:
     sample_rate: int
     #: A piece of the text that the model writes, for models with `capabilities.text_out`.
     text: str = ""
+    #: The words and phonemes that end in this piece, by the time since the beginning of the stream.
+    words: tuple[Word, ...] = ()
+    phonemes: tuple[Word, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +258,8 @@ class Capabilities:
     #: Takes temperature, top_k, top_p and repetition_penalty.
     sampling: bool = True
     text_out: bool = False
+    #: Tells when each word is said: `SynthesisRequest.timestamps`.
+    word_times: WordTimes | None = None
     audio_in: bool = False
     #: The modes that it supports, its default first; empty: not selectable.
     modes: tuple[Mode, ...] = ()

@@ -16,7 +16,7 @@ from jobs.checks import Quality
 from jobs.codes import StoredCodes
 from jobs.dialogue import spoken_text
 from jobs.layout import item_key, object_metadata, put_numbered
-from jobs.ledger.records import QUARANTINE, Artifact, Done, Failed, Outcome, Score
+from jobs.ledger.records import QUARANTINE, WORDS, Artifact, Done, Failed, Outcome, Score
 from jobs.shard_file import ShardLine
 from jobs.store.base import ObjectStore
 from jobs.voices import stored_voice_of
@@ -200,10 +200,7 @@ class ResultWriter:
         """The verdict of the checks that need no model; None if the draw passed them and meters measure it next, after
         which `work` is called with their readings."""
         job, request, line = shard.held.lease.job, draw.request, draw.line
-        speech = made
-        if quality.trim:
-            samples = trim_silence(made.samples, made.sample_rate, quality.trim_keep_ms)
-            speech = replace(made, samples=samples)
+        speech = trim_silence(made, quality.trim_keep_ms) if quality.trim else made
         text = speech.text_out or speech.text or spoken_text(request.messages)
         generation = request.generation
         if job.spec.stored_voices is not msgspec.UNSET and (voice := stored_voice_of(line, job.spec)):
@@ -235,13 +232,14 @@ def _stored(
     number: int,
 ) -> Outcome | PartKept | Future[Done]:
     """Stores the artifacts of the kept draw and returns the outcome with them. They are the audio or the codes, if any,
-    and codes beside audio and the text that the model wrote, which are not stored for a failed item.
+    and codes beside audio, the text that the model wrote and the times of the words, which are not stored for a failed
+    item.
 
     Each is stored under its key, or under the next number if that key has another object, for example one that was
     damaged by a power cut or rounded differently. Waits for an unreachable store until the lease ends.
     """
     # Imported here, because it takes half a second and an idle worker does not need it.
-    from jobs.encoded_audio import encoded_audio
+    from jobs.encoded_audio import encoded_audio, words_file
 
     job, line = shard.held.lease.job, draw.line
     failed = isinstance(outcome, Failed)
@@ -269,6 +267,8 @@ def _stored(
             add("codes", codes)
     if speech is not None and speech.text_out is not None and not failed:
         add("text", speech.text_out.encode())
+    if speech is not None and speech.words and not failed:
+        add(WORDS, words_file(speech))
     if shard.packs is not None and isinstance(outcome, Done):
         return shard.packs.add(outcome, made, line.example_id)
     stored = tuple([_put(shard, artifact, data) for artifact, data in made])

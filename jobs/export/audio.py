@@ -197,27 +197,35 @@ class AudioReader:
 
 
 class AudioNames:
-    """Makes the names by which the files of one export refer to audio. `folder`: that of the export; None
-    (standard output, a bucket): the names are absolute paths."""
+    """Makes the names by which the files of one export refer to audio in these stores. `folder`: that of the
+    export; None (standard output, a bucket): the names are absolute paths."""
 
-    def __init__(self, store: ObjectStore, folder: Path | None) -> None:
-        self._root = None if folder is None else store.root
+    def __init__(self, stores: Iterable[ObjectStore], folder: Path | None) -> None:
+        self._roots = (
+            {str(one.root) for one in stores if one.root is not None} if folder is not None else set()
+        )
         self._folder = folder
         self._prefix = cache(self._relative)
 
     @property
-    def base(self) -> str | None:
-        """The path of the store relative to the export's folder; None if paths are absolute."""
-        return None if self._root is None else self._prefix("")
+    def relative(self) -> bool:
+        """Whether names are relative paths."""
+        return bool(self._roots)
+
+    def base(self, store: ObjectStore) -> str | None:
+        """The path of a store relative to the export's folder; None if paths are absolute."""
+        return self._prefix("", str(store.root)) if str(store.root) in self._roots else None
 
     def of(self, file: str, where: str) -> str:
         """The name by which `file` of the export refers to the audio at `where`, a path or an address."""
-        if self._root is None or not where.startswith(f"{self._root}/"):
-            return where
-        return os.path.normpath(f"{self._prefix(os.path.dirname(file))}/{where[len(str(self._root)) + 1 :]}")
+        for root in self._roots:
+            if where.startswith(f"{root}/"):
+                below = self._prefix(os.path.dirname(file), root)
+                return os.path.normpath(f"{below}/{where[len(root) + 1 :]}")
+        return where
 
-    def _relative(self, below: str) -> str:
-        """The path of the store relative to a folder of the export."""
+    def _relative(self, below: str, root: str) -> str:
+        """The path of a store relative to a folder of the export."""
         # Links are resolved, because `..` is relative to the target of a link.
         folder = os.path.realpath(os.path.join(self._folder or "", below))
-        return os.path.relpath(os.path.realpath(self._root or ""), folder)
+        return os.path.relpath(os.path.realpath(root), folder)

@@ -182,7 +182,7 @@ class Sounds:
         for item in items:
             role, first = item_metadata(job, item).role, 0
             if turns:
-                gap = self.gaps.drawn(job.spec.seed, item.example_id, item.message_index or 0)
+                gap = self.gaps.drawn(item.job.spec.seed, item.example_id, item.message_index or 0)
                 after = max(ends.values()) + round(gap * item.artifact.sample_rate)
                 first = max(after, ends[role], turns[-1].first)
             ends[role] = first + item.artifact.samples

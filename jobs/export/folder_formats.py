@@ -230,7 +230,14 @@ def supervision(
     if about["language"] is not None:
         made["language"] = about["language"]
     made["speaker"] = about["speaker"]
-    made["custom"] = picked(about, "example_id", "role", "message_index", "sha256", "spec_sha", *ORIGIN)
+    own = picked(about, "example_id", "role", "message_index", "sha256", "spec_sha", *ORIGIN)
+    if own.pop("words", None) is not None:
+        made["alignment"] = {
+            name: [(one.text, one.start_s, round(one.end_s - one.start_s, 4), None) for one in moved]
+            for name, said in (("word", item.words), ("phone", item.phonemes))
+            if (moved := [one.moved(start) for one in said])
+        }
+    made["custom"] = own
     return made
 
 
@@ -336,6 +343,7 @@ KALDI = ExportFormat(
     name="kaldi",
     summary="a Kaldi data directory",
     write_part=write_kaldi,
+    equal=("sample rate",),
     audio_formats=("wav", "flac"),
     local_audio=True,
 )
@@ -360,6 +368,7 @@ LJSPEECH = ExportFormat(
     embeds_audio=True,
     one_part=True,
     audio_formats=("wav",),
+    equal=("sample rate",),
 )
 WEBDATASET = ExportFormat(
     name="webdataset",
@@ -367,4 +376,6 @@ WEBDATASET = ExportFormat(
     write_part=write_webdataset,
     embeds_audio=True,
     codes=True,
+    equal=("audio format",),
+    data_files="{}/*.tar",
 )

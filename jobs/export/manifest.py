@@ -19,6 +19,7 @@ from jobs.layout import job_manifest_key, put_numbered, shard_manifest_key
 from jobs.ledger.records import Artifact, Job
 from jobs.shard_file import ShardLine
 from jobs.store.base import ObjectInfo, ObjectStore
+from pipelines.request import Word
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
@@ -49,6 +50,8 @@ class ManifestEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     #: object.
     pack: str | None = None
     pack_offset: int | None = None
+    #: When each word is said, in a job with `--timestamps`; not in the manifests of shards.
+    words: tuple[Word, ...] = ()
     #: The other columns or keys of the record.
     metadata: dict[str, msgspec.Raw] = {}
 
@@ -81,13 +84,14 @@ def _entry(
 def _item_entry(job: Job, item: AudioItem) -> ManifestEntry:
     known = item_metadata(job, item)
     place, metadata = (known.text, known.role, known.message_index), metadata_json(item.dialogue)
-    return _entry(job, item.example_id, item.artifact, *place, metadata)
+    entry = _entry(job, item.example_id, item.artifact, *place, metadata)
+    return msgspec.structs.replace(entry, words=item.words)
 
 
 def manifest_line(job: Job, item: AudioItem, where: str) -> bytes:
     """A line of an export; `key` names the audio in the store, so `where` is not used."""
     # `facts` has the metadata, which `to_builtins` cannot convert.
-    entry = msgspec.structs.replace(_item_entry(job, item), metadata={})
+    entry = msgspec.structs.replace(_item_entry(item.job, item), metadata={})
     line: dict[str, Any] = msgspec.to_builtins(entry)
     return msgspec.json.encode(line | picked(facts(job, item), *ORIGIN)) + b"\n"
 

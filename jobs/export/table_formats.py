@@ -1,4 +1,4 @@
-"""Formats with a Parquet table and a dataset card, for Hugging Face `datasets`: with the audio in the table or
+"""Formats with a Parquet table, for Hugging Face `datasets`: with the audio in the table or
 in separate files.
 
     parquet      README.md  data/train-00000-of-00002.parquet  data/train-00001-of-00002.parquet
@@ -15,9 +15,7 @@ AudioFolder `file_name` is relative to its table.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
-from importlib import resources
-from itertools import chain, groupby
+from itertools import chain
 from typing import IO, TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -25,7 +23,7 @@ import msgspec
 from jobs.export.column_types import Type, arrow_type, feature_of, metadata_cell
 from jobs.export.files import PartFiles
 from jobs.export.formats import ExportFormat
-from jobs.export.items import AudioItem, Part, Plan, facts, picked
+from jobs.export.items import AudioItem, Part, facts, picked
 from jobs.ledger.records import Job
 
 if TYPE_CHECKING:
@@ -36,12 +34,11 @@ GROUP_ROWS = 100
 _GROUP_BYTES = 32 << 20
 #: Rows of a group in a table without the audio.
 _FOLDER_GROUP_ROWS = 10_000
-#: The hub's size categories.
-_SIZES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B")
-_REPEATED = ("role", "speaker", "language", "spec_sha", "model", "voice")
+_REPEATED = ("role", "speaker", "language", "spec_sha", "model", "voice", "job")
 _TEXTS = ("text", "example_id", "sha256", "transcript", *_REPEATED)
 _CODES: Type = [["int16"]]
-#: The types of the columns other than the audio; a job without checks has no `draw` and `transcript`.
+#: The types of the columns other than the audio; jobs without checks have no `draw` and
+#: `transcript`, and only datasets of several jobs have `job`.
 _COLUMNS: dict[str, Type] = {
     "text": "string",
     "example_id": "string",
@@ -67,7 +64,10 @@ _COLUMNS: dict[str, Type] = {
     },
     "voice_codes": _CODES,
     "codes": _CODES,
+    "job": "string",
 }
+#: The fields of a word in the column `words`, which a job with `--timestamps` has.
+_WORD: dict[str, Type] = {"text": "string", "start_s": "float64", "end_s": "float64"}
 
 
 def _row(job: Job, item: AudioItem) -> dict[str, Any]:
@@ -75,11 +75,13 @@ def _row(job: Job, item: AudioItem) -> dict[str, Any]:
     tables can filter by it."""
     about = facts(job, item)
     scores = {f"score_{name}": value for name, value in about.get("scores", {}).items()}
-    row = picked(about, *_COLUMNS) | scores
+    row: dict[str, Any] = picked(about, *_COLUMNS) | scores
     if item.codes is not None and not item.is_codes:
         row["codes"] = [*item.codes.codes]
     if item.metadata_types:
         row["metadata"] = metadata_cell(item.metadata_types, about.get("metadata", {}))
+    if "words" in about:
+        row["words"] = [msgspec.structs.asdict(word) for word in item.words]
     return row
 
 
@@ -97,8 +99,8 @@ def _write_table(
     from pyarrow import parquet
 
     first = next(cells)
-    # All items of a job have the same columns.
-    known: dict[str, Type] = {**_COLUMNS, "metadata": first[0].metadata_types}
+    # All items of a dataset have the same columns.
+    known: dict[str, Type] = {**_COLUMNS, "words": [_WORD], "metadata": first[0].metadata_types}
     types = {name: known.get(name, "float64") for name in _row(job, first[0])}
     metadata: dict[str, bytes] | None = None
     if column.name == "audio":
@@ -164,42 +166,14 @@ def write_audiofolder(
     _write_table(table, job, column, cells(), _FOLDER_GROUP_ROWS, compression="zstd")
 
 
-def dataset_card(job: Job, plan: Plan, files: str = "data/{}-*.parquet") -> bytes:
-    """The card of a job's dataset, from `card.md`, without empty splits, which have no files. `files`: the
-    pattern for the files of a split."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,  # noqa: S701
-    )
-    # A JSON string is valid YAML.
-    environment.filters["yaml"] = lambda text: msgspec.json.encode(text).decode()
-    environment.filters["line"] = lambda text: " ".join(text.replace("`", "'").split())
-    template = resources.files("jobs.export").joinpath("card.md").read_text(encoding="utf-8")
-    return (
-        environment.from_string(template)
-        .render(
-            job=job,
-            size=_SIZES[max(0, min(len(str(plan.items)) - 3, len(_SIZES) - 1))],
-            splits={name: list(parts) for name, parts in groupby(plan.parts, lambda part: part.split)},
-            reasons=plan.reasons,
-            spec=msgspec.json.format(msgspec.json.encode(job.spec, order="sorted"), indent=2).decode(),
-            files=files,
-        )
-        .encode()
-    )
-
-
 PARQUET = ExportFormat(
     name="parquet",
     summary="Parquet files for Hugging Face datasets",
     write_part=write_parquet,
     embeds_audio=True,
     codes=True,
-    card=dataset_card,
+    equal=("sample rate",),
+    data_files="data/{}-*.parquet",
     typed=True,
     library="pyarrow",
 )
@@ -208,7 +182,7 @@ AUDIOFOLDER = ExportFormat(
     summary="audio files and a table, for the loader AudioFolder of Hugging Face datasets",
     write_part=write_audiofolder,
     embeds_audio=True,
-    card=partial(dataset_card, files="data/{}/**"),
+    data_files="data/{}/**",
     typed=True,
     library="pyarrow",
 )

@@ -126,6 +126,8 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pool: VoicePool | msgspec.UnsetType = msgspec.UNSET
     #: Sample rate of the stored audio in Hz. Unset: that of the model.
     sample_rate: int | msgspec.UnsetType = msgspec.UNSET
+    #: Whether the times of words are stored. Unset: no.
+    timestamps: bool | msgspec.UnsetType = msgspec.UNSET
     #: What is stored. Unset: audio.
     output: Literal["codes", "both"] | msgspec.UnsetType = msgspec.UNSET
 
@@ -136,8 +138,8 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def extension(self, kind: str) -> str:
         """The extension of the key of an artifact."""
-        if kind == "text":
-            return "txt"
+        if kind in ("text", WORDS):
+            return "txt" if kind == "text" else "json"
         is_codes = kind == "codes" or (kind == QUARANTINE and self.output == "codes")
         return "safetensors" if is_codes else self.format
 
@@ -256,6 +258,9 @@ class Lease:
 
 #: Kind of an artifact that is never exported: the best audio of an item of which no draw passed the checks.
 QUARANTINE = "quarantine"
+#: Kind of an artifact for the times of words: a line of JSON `[[text, start_s, end_s], ...]`, and one for the
+#: phonemes if the model knows theirs.
+WORDS = "words"
 
 
 class Artifact(msgspec.Struct, frozen=True):
@@ -263,7 +268,7 @@ class Artifact(msgspec.Struct, frozen=True):
     reads both."""
 
     index: int
-    #: `audio`, `codes`, `text` or `quarantine`. Codes beside audio have no duration and no samples.
+    #: `audio`, `codes`, `text`, `words` or `quarantine`. Codes beside audio have no duration and no samples.
     kind: str
     #: In a pack: the name of the member.
     key: str

@@ -278,6 +278,7 @@ class NativeHost:
             drawn=[self._codes[token] for token in counted if token in self._codes],
             prefixes=self._prefixes(prompt),
             origin=request,
+            longest=request.longest,
         )  # fmt: skip
         self._engine.submit(wanted, _Receiver(receiver, self._tokens_of, sampling.max_tokens))
 

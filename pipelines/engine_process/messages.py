@@ -22,6 +22,7 @@ from pipelines.request import (
     Output,
     PreparedRequest,
     Role,
+    Word,
 )
 
 #: Arguments of `Recording.read`: the sample rate, the channel and the quality.
@@ -37,6 +38,7 @@ class RequestRecord(msgspec.Struct, frozen=True, tag=True):
     generation: Generation
     seed: int
     text_open: bool
+    timestamps: bool
     output: Output = "audio"
 
 
@@ -128,6 +130,8 @@ class SpeechMessage(msgspec.Struct, frozen=True, tag=True):
     text: str
     text_out: str | None
     meta: dict[str, Any]
+    words: tuple[Word, ...]
+    phonemes: tuple[Word, ...]
     #: The codes and voice codes as bytes of int16 with `codebooks` in a frame, and the samples of a frame.
     codes: bytes | None = None
     voice_codes: bytes | None = None
@@ -149,6 +153,8 @@ class ChunkMessage(msgspec.Struct, frozen=True, tag=True):
     samples: bytes
     sample_rate: int
     text: str
+    words: tuple[Word, ...]
+    phonemes: tuple[Word, ...]
 
 
 class Stats(msgspec.Struct, frozen=True, tag=True):

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
+from pipelines.duration import longest_seconds
 from pipelines.engine.core import Finish
 from pipelines.engine.engine import Engine
 from pipelines.engine.opening import check_executor, explain_oom
@@ -264,6 +265,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
             min(draws, room),
             stream,
             text_open=task.text_open,
+            longest=None if task.text_open else round(longest_seconds(task.text) / self._frame_seconds),
         )
         # The current name, since an executor stops using persistent kernels after a fault.
         meta = {**self._meta, "executor": self.engine.core.executor.name, "prompt_positions": len(prompt)}

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from pipelines.codec.stage import CodecStage, NoDecoder
+from pipelines.duration import longest_seconds
 from pipelines.engine.engine import Engine, NativeHost
 from pipelines.engine.opening import NativeModelOptions, check_executor, explain_oom
 from pipelines.errors import invalid, unsupported
@@ -267,7 +268,9 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
             task.text, self.sample_rate, meta, self._keep_unfinished, vocabulary, voice, tokens, max_semantic
         )
         before = tokens + _USUAL_EXTRAS if voice is None else int(task.reference_text is None)
-        return TokenRequest(request.request_id, prompt, sampling, inaudible=before + RIGHT_TOKENS), info
+        longest = before + round(longest_seconds(task.text) * config.tokens_per_second)
+        inaudible = before + RIGHT_TOKENS
+        return TokenRequest(request.request_id, prompt, sampling, inaudible=inaudible, longest=longest), info
 
     def _prompt(self, task: SpeechTask) -> tuple[list[int], tuple[int, ...] | None]:
         """The prompt of a task and the voice it clones; None for a voice that the LM creates."""

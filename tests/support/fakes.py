@@ -31,6 +31,7 @@ from pipelines.request import (
     EngineStats,
     Speech,
     SynthesisRequest,
+    Word,
 )
 from tests.support.called import CalledPipeline
 
@@ -78,6 +79,13 @@ def _tone(samples: int, seed: int) -> NDArray[np.float32]:
     return (0.3 * np.sin(2 * np.pi * pitch_hz / SAMPLE_RATE * np.arange(samples))).astype(np.float32)
 
 
+def even_words(text: str, seconds: float) -> tuple[Word, ...]:
+    """The words of a text, each of which takes an equal share of the time."""
+    words = text.split()
+    edges = [round(seconds * number / len(words), 4) for number in range(len(words) + 1)]
+    return tuple(Word(word, *edges[number : number + 2]) for number, word in enumerate(words))
+
+
 @dataclass(frozen=True, slots=True)
 class Markers:
     """What a text asks for; see `FakePipeline`."""
@@ -120,7 +128,9 @@ class FakePipeline(CalledPipeline):
     ) -> None:
         self.name = name
         self.decodes = decodes
-        self.capabilities = Capabilities(voices=("sine",), cloning=True, instruct=True, codes=True)
+        self.capabilities = Capabilities(
+            voices=("sine",), cloning=True, instruct=True, codes=True, word_times="exact"
+        )
         self.seconds = seconds
         self.seconds_per_character = seconds_per_character
         self.slots = slots
@@ -245,7 +255,9 @@ class FakePipeline(CalledPipeline):
         if "executor" in words:
             self.info = replace(self.info, executor=words["executor"])
         said = _heard(request) if "hears" in words else words.get("says")
-        speech = Speech(_spoil(sine(text, request.seed), words), SAMPLE_RATE, text, said)
+        samples = _spoil(sine(text, request.seed), words)
+        times = even_words(text, len(samples) / SAMPLE_RATE) if request.timestamps else ()
+        speech = Speech(samples, SAMPLE_RATE, text, said, words=times)
         future.set_result(_with_output(speech, request))
         # Counted when the answer is handed over: a test that waits for the count finds it there.
         self._done += 1

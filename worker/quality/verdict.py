@@ -23,10 +23,16 @@ if TYPE_CHECKING:
 
 #: Failures of the engine that another seed may avoid; other failures concern the attempt, not the draw.
 REDRAWABLE = frozenset(
-    {ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_NO_AUDIO, ErrorCode.SYNTH_NAN, ErrorCode.SYNTH_SILENT}
+    {
+        ErrorCode.SYNTH_NO_EOS,
+        ErrorCode.SYNTH_RUNAWAY,
+        ErrorCode.SYNTH_NO_AUDIO,
+        ErrorCode.SYNTH_NAN,
+        ErrorCode.SYNTH_SILENT,
+    }
 )
 #: Those of `REDRAWABLE` that a sampling model may avoid with the next seed even after several equal failures.
-_RANDOM = frozenset({ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_NO_AUDIO})
+_RANDOM = frozenset({ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_RUNAWAY, ErrorCode.SYNTH_NO_AUDIO})
 #: Number of failed checks that is assumed for a draw without speech, so that its rank is after all others.
 _NO_SPEECH = 1000
 #: Peak below which a recording counts as silent: -60 dBFS.

@@ -75,6 +75,7 @@ ROWS: tuple[tuple[dict[str, Any], Sequence[str], dict[str, Any]], ...] = (
     ({"input_format": "text"}, ["--input-format", "text"], {"options.input_format": "text"}),
     ({"on_error": "abort"}, ["--on-error", "abort"], {"options.on_error": "abort"}),
     ({"pack": True}, ["--pack"], {"spec.pack": True}),
+    ({"timestamps": True}, ["--timestamps"], {"spec.timestamps": True}),
     ({"name": "A night"}, ["--name", "A night"], {"options.name": "A night"}),
     ({"labels": {"corpus": "news"}}, ["--label", "corpus=news"], {"options.labels": {"corpus": "news"}}),
     ({"priority": 7}, ["--priority", "7"], {"options.priority": 7}),

@@ -79,6 +79,7 @@ def table(folder: Path) -> dict[str, tuple[Any, dict[str, Any]]]:
         "sample_rate": (24_000, {"spec.sample_rate": 24_000}),
         "output": ("both", {"spec.output": "both"}),
         "pack": (True, {"spec.pack": True}),
+        "timestamps": (True, {"spec.timestamps": True}),
         "qa": ("off", {"spec.quality": None}),
         "qa_config": (qa, {"spec.quality": quality_of("basic", qa)}),
         "qa_set": (["bounds.pause.high=2"], {"spec.quality": quality_of("basic", qa)}),
@@ -96,7 +97,12 @@ def table(folder: Path) -> dict[str, tuple[Any, dict[str, Any]]]:
 @pytest.fixture(scope="module")
 def _models() -> Iterator[None]:
     able = Capabilities(
-        voices=("sine",), languages=("english", "german"), cloning=True, instruct=True, codes=True
+        voices=("sine",),
+        languages=("english", "german"),
+        cloning=True,
+        instruct=True,
+        codes=True,
+        word_times="exact",
     )
     forget = [
         register_pipeline(name, replace(fake_card(name), capabilities=able), FakePipeline)
