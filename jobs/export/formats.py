@@ -167,6 +167,8 @@ class ExportFormat:
                 conversion and only_codes,
                 "Codes have no audio format and no sample rate.",
                 "Leave --audio-format and --sample-rate out; `nightjar decode` makes audio.",
+            ),
+            (
                 unique and failures,
                 f"The format {self.name} lists failures, which are no duplicates.",
                 "Leave --unique out.",
