@@ -72,7 +72,9 @@ def test_the_command_ends_with_1_for_a_failed_night(
     house: House, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     house.write("no json")
-    monkeypatch.setattr(command, "_settings", lambda: house.settings)
+    schedules = {name: one.model_dump(mode="json") for name, one in house.settings.schedules.items()}
+    monkeypatch.setenv("SPEECH_HOME", str(house.settings.home))
+    monkeypatch.setenv("SPEECH_SCHEDULES", json.dumps(schedules))
     for arguments, code in (([], 1), (["--json"], 1)):
         with pytest.raises(SystemExit) as ended:
             command.cli(["nightly", "--night", NIGHT.isoformat(), *arguments])
