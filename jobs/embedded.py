@@ -43,7 +43,7 @@ from pipelines.errors import ErrorCode, NightjarError, ServiceError, StoreError,
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
-    from jobs.ledger.records import Job
+    from jobs.ledger.records import Job, JobSpec
 
 START_SECONDS = 30
 #: Time for an interrupted worker to finish its items.
@@ -156,9 +156,9 @@ class EmbeddedHome:
     def broker_url(self) -> str:
         return f"redis+socket://{self._folder}/broker?virtual_host=0"
 
-    def prepare(self, model: str | None) -> None:
-        """Starts broker and workers. The workers open `model`, and use broker and ledger only after `start`.
-        None: they serve any job, and continue if they cannot open the model of a job.
+    def prepare(self, spec: JobSpec | None) -> None:
+        """Starts broker and workers. The workers open the model of a job, and use broker and ledger only after
+        `start`. None: they serve any job, and continue if they cannot open the model of a job.
 
         Raises `broker.unreachable` if the broker does not start.
         """
@@ -166,7 +166,7 @@ class EmbeddedHome:
         self._workers = WorkerGroup(
             self.settings,
             self.plans,
-            lambda plan: self._start_worker(plan, model),
+            lambda plan: self._start_worker(plan, spec),
             RESTART_PAUSES,
             # The last line of a shared log may be from another worker.
             lambda: _last_line(self.worker_log) if len(self.plans) == 1 else "",
@@ -184,7 +184,7 @@ class EmbeddedHome:
         if job is not None:
             ledger.wake(job.id)
         if self._workers is None:
-            self.prepare(None if job is None else job.spec.model)
+            self.prepare(None if job is None else job.spec)
         assert self._workers is not None
         self._workers.release()
 
@@ -275,10 +275,11 @@ class EmbeddedHome:
                 )
             time.sleep(0.02)
 
-    def _start_worker(self, plan: WorkerPlan, model: str | None) -> Child[WorkerReport]:
+    def _start_worker(self, plan: WorkerPlan, spec: JobSpec | None) -> Child[WorkerReport]:
         # -P: modules in the working directory must not shadow those of Nightjar.
         program = ["-P", "-m", "worker", "run"]
-        program += [] if model is None else ["--private", "--preload", model]
+        if spec is not None:
+            program += ["--private", "--preload", spec.model, *["--codes"] * (spec.output == "codes")]
         environment = self._environment() | plan.environment
         with os.fdopen(open_log(self.worker_log), "ab") as log:
             return Child(program, WorkerReport, environment, output=log.fileno(), cores=plan.cores)

@@ -13,13 +13,13 @@ import msgspec
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
-from jobs.checks import DEFAULT, quality_of
+from jobs.checks import DEFAULT, checks_of_codes, quality_of
 from jobs.formatting import field_docs
 from jobs.input_format import AskedFormat
 from jobs.ledger.records import INPUT_FORMAT, JobSpec, JobTerms, Reading
 from pipelines.audio_format import AudioFormat
 from pipelines.errors import ConfigError, invalid, nearest
-from pipelines.request import Generation, SpokenRole
+from pipelines.request import Generation, Output, SpokenRole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from jobs.voice_pool import PoolRecording
 
 DEFAULT_MODEL = "hibari"
+AUDIO: Output = "audio"
 JOB, KEYS, MESSAGES = "Job", "Keys of --set", "Messages and help"
 
 
@@ -36,10 +37,17 @@ class InputOptions(TypedDict, total=False):
 
     format: AudioFormat
     """Audio format: wav, flac, mp3 or opus."""
+    output: Output
+    """What is stored: audio, the codes of the model's codec, or both. Codes alone are not decoded; `nightjar
+    decode` makes their audio."""
     input_format: AskedFormat
     """Format of INPUT. `auto`: recognized by its first lines or its name."""
     columns: Mapping[str, str]
     """Column of a table that contains FIELD, for example text=sentence. Can be given more than once."""
+    keep: str | Sequence[str]
+    """Other columns or keys of INPUT that become metadata, separated by commas. [default: all]"""
+    drop: str | Sequence[str]
+    """Other columns or keys of INPUT that do not become metadata; `*` means all."""
     limit: Annotated[int, Field(ge=1)]
     """Use only the first N lines of INPUT."""
     sample: Annotated[int, Field(ge=1)]
@@ -98,6 +106,8 @@ class OwnOptions(TypedDict, total=False):
     pack: bool
     """Store the audio of many items in one object, a pack (tar), for stores that charge or throttle per
     object."""
+    timestamps: bool
+    """Store when each word is said. Models that do not know it need the aligner of the checks."""
     name: str
     """Display name of the job."""
     labels: Mapping[str, str]
@@ -150,6 +160,8 @@ _METAVARS = {
     "voice_for": "SPEAKER=NAME",
     "voices": "VOICES",
     "columns": "FIELD=NAME",
+    "keep": "NAMES",
+    "drop": "NAMES",
     "labels": "KEY=VALUE",
     "qa_set": "KEY=VALUE",
 }
@@ -315,9 +327,16 @@ def job_of(options: Mapping[str, Any], owner: str = "") -> tuple[JobSpec, Submit
     quality = quality_of(
         given.pop("qa", DEFAULT), None if config is None else Path(config), tuple(given.pop("qa_set", ()))
     )
+    for name in given.keys() & {"keep", "drop"}:
+        names = given[name]
+        given[name] = [one.strip() for one in names.split(",")] if isinstance(names, str) else [*names]
+    output = given.pop("output", AUDIO)
+    if output == "codes" and quality is not None:
+        quality = checks_of_codes(quality)
     reading = Reading(voices=given.pop("voice_for", None), **_pop_fields(given, Reading))
-    own = {"pack": given.pop("pack", False) or msgspec.UNSET, "model": str(given.pop("model", DEFAULT_MODEL))}
-    own |= pool
+    own = {name: given.pop(name, False) or msgspec.UNSET for name in ("pack", "timestamps")}
+    own |= {"model": str(given.pop("model", DEFAULT_MODEL)), **pool}
+    own |= {} if output == AUDIO else {"output": output}
     spec = JobSpec(
         generation=generation, quality=quality, reading=reading, **own, **_pop_fields(given, JobSpec)
     )
@@ -356,6 +375,7 @@ def options_of(spec: JobSpec, job: Job | SubmitOptions) -> dict[str, Any]:
         )
         if spec.pool
         else None,
+        "output": spec.output or AUDIO,
         "voices_by": "speaker" if spec.pool and spec.pool.by_speaker else "dialogue",
         "balance": bool(spec.pool and spec.pool.balance),
         "generation": generation,

@@ -51,7 +51,8 @@ def job_prefix(job_id: str) -> str:
 
 def item_key(job_id: str, kind: str, index: int, example_id: str, ext: str, draw: int = 0) -> str:
     """`jobs/<job>/<kind>/<index // 10000>/<index>-<slug>.<ext>`, or `<index>-<slug>-draw<n>.<ext>` for a later
-    draw. The kind is `audio`, `text` (written by the model) or `quarantine` (see `QUARANTINE`).
+    draw. The kind is `audio`, `text` (written by the model), `words` (their times) or `quarantine` (see
+    `QUARANTINE`).
 
     Each draw has its own key. Repeated results with other content are numbered, see `put_numbered`.
     """
@@ -90,7 +91,7 @@ def sha256_of_pack(key: str) -> str:
 
 
 def index_of(key: str) -> int | None:
-    """The item index in a key below `audio/`, `text/` or `quarantine/`; None: it is not such a key."""
+    """The item index in a key below the folder of a kind of artifacts; None: it is not such a key."""
     match = _INDEX.search(key)
     return None if match is None else int(match[1])
 

@@ -4,6 +4,7 @@ reference audio can be read."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
 import msgspec
@@ -17,7 +18,8 @@ from jobs.voices import JobVoices, in_stored_voice
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import ModelCard
 from pipelines.request import Generation, Message, SpokenRole
-from pipelines.validation import SpeechTask, is_visible, own_voice, speech_task
+from pipelines.text_units import MAX_LONG_CHARACTERS, parts_of
+from pipelines.validation import SpeechTask, check_length, is_visible, own_voice, speech_task
 
 #: Maximum number of bad lines, and its increase for each good one: a small compressed file can contain
 #: billions.
@@ -62,14 +64,20 @@ class LineChecker:
         speak: Speak = "auto",
         voices: JobVoices | None = None,
         id_key: str = "example_id",
+        *,
+        joins: bool = True,
     ) -> None:
         """`speak`: the role whose turns are spoken; `answer`: a line is one item, the model's answer to the
         whole dialogue. `voices`: the voices that lines may name, with the stored ones. `id_key`: the name of
-        the example's id in the input.
+        the example's id in the input. `joins`: whether a text that is too long is spoken in parts, which are joined.
 
         Raises `InputError` if the model does not support the defaults.
         """
+        self._able = card.capabilities
         self._capabilities = card.capabilities
+        if joins and not self._able.multi_turn:
+            longest = max(self._able.max_text_characters, MAX_LONG_CHARACTERS)
+            self._capabilities = replace(self._able, max_text_characters=longest)
         self._voices = JobVoices(card) if voices is None else voices
         self._max_characters = card.capabilities.max_text_characters
         self._check_text = card.check_text
@@ -189,8 +197,10 @@ class LineChecker:
 
     def _spoken(self, task: SpeechTask) -> int:
         """The number of characters of a text that the model can speak. Raises `InputError`."""
-        if self._check_text is not None:
-            self._check_text(task.text)
+        for text in [part.text for part in parts_of(task.text, self._able)] or [task.text]:
+            check_length(text, self._able)
+            if self._check_text is not None:
+                self._check_text(text)
         return len(task.text)
 
     def _task(self, messages: Sequence[Message], generation: Generation, own: str | None) -> SpeechTask:

@@ -80,7 +80,7 @@ def run_locally(
         _explain_settings(run.chosen, store, progress)
         if engine == "native":
             # Opening such a model takes longer than reading most inputs, so it begins first.
-            embedded.prepare(spec.spec.model)
+            embedded.prepare(spec.spec)
 
         def reading(ingest: IngestProgress) -> None:
             progress.reading(ingest)
@@ -232,7 +232,8 @@ def _results(
     while True:
         try:
             made: dict[str, str | None] = {}
-            for kind in ("audio", "text"):
+            kinds = ("audio", "codes", "text") if status.job.spec.output else ("audio", "text")
+            for kind in kinds:
                 folder = f"{job_prefix(job_id)}{kind}"
                 made[kind] = store.uri(folder) if any(True for _ in store.list(f"{folder}/")) else None
             manifest = put_manifest(ledger, store, job_id) if status.items.done else None

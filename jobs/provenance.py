@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -260,6 +261,7 @@ def reopened_model(store: ObjectStore, job: Job, say: Callable[[str], None]) -> 
         if then - {here}:
             before = " and ".join(sorted(one or "unknown" for one in then))
             say(f"The {what} was {before} and is {here or 'unknown'} here, so bytes may differ.")
-    options = {"engine": engine} if len(engines) == 1 else {}
+    options: dict[str, Any] = {"engine": engine} if len(engines) == 1 else {}
+    options |= {"decodes": False} if job.spec.output == "codes" else {}
     with closing(registry.open_pipeline(job.spec.model, **options)) as pipeline:
         yield pipeline

@@ -7,20 +7,26 @@ import hashlib
 import os
 import re
 import shlex
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from datetime import UTC, date, datetime
+from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from jobs.own_files import STATE_FOLDER, embedded_broker_url, home_of, open_own, read_own
 from jobs.settings import Settings, load_settings, sqlite_path
-from pipelines.errors import ErrorCode, NotFoundError, StoreError
+from pipelines.errors import ErrorCode, NotFoundError, StoreError, invalid
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
+    from jobs.ledger.records import Job
 
 #: Maximum number of notes; the oldest are removed first.
 MAX_NOTES = 1000
+#: Maximum number of jobs of a ledger that are searched by name, schedule and dates.
+MAX_JOBS = 1_000_000
 _JOB_ID = re.compile(r"[0-9A-Za-z-]{1,64}")
 
 
@@ -169,6 +175,64 @@ def reading_ledger(settings: Settings) -> Iterator[Ledger]:
     with closing(Ledger.of(settings)) as ledger:
         ledger.check_schema()
         yield ledger
+
+
+class JobChoice(NamedTuple):
+    """Which jobs are meant, if not by their ids; None: any. Failed, cancelled and unfinished submissions are
+    never meant."""
+
+    #: A name, or a pattern such as `books-*`.
+    name: str | None = None
+    #: The schedule of nightly jobs.
+    schedule: str | None = None
+    #: The first and the last day, YYYY-MM-DD: of the night, or of the submission in UTC.
+    since: str | None = None
+    until: str | None = None
+
+    def has(self, job: Job) -> bool:
+        """Whether a job is meant. Raises `config.invalid` for a day that is none."""
+        day = job.labels.get("night") or datetime.fromtimestamp(job.created_at, UTC).date().isoformat()
+        return (
+            job.state.value not in ("ingesting", "failed", "cancelling", "cancelled")
+            and (self.name is None or fnmatchcase(job.name, self.name))
+            and self.schedule in (None, job.labels.get("schedule"))
+            and (self.since is None or _day(self.since) <= day)
+            and (self.until is None or day <= _day(self.until))
+        )
+
+
+def _day(text: str) -> str:
+    try:
+        return date.fromisoformat(text).isoformat()
+    except ValueError:
+        raise invalid(f"{text[:40]!r} is not a date.", "Write it as YYYY-MM-DD.") from None
+
+
+@contextmanager
+def chosen_jobs(
+    ids: Sequence[str], choice: JobChoice, home: str | None
+) -> Iterator[list[tuple[Settings, Ledger, Job]]]:
+    """Finds jobs by their ids, or else by a choice in all places that may have some, the oldest first. Yields
+    each with its settings and its ledger, which are closed at the end. Raises `ledger.not_found`."""
+    found: dict[str, tuple[Settings, Ledger, Job]] = {}
+    with ExitStack() as opened:
+        opening = cache(lambda url: opened.enter_context(reading_ledger(settings)))
+        for prefix in ids:
+            settings = settings_for_job(prefix, home)
+            ledger = opening(settings.ledger_url)
+            job = ledger.find_job(prefix)
+            remember_moved(job.id, settings)
+            found[job.id] = settings, ledger, job
+        for settings in () if ids else settings_of_places("", home):
+            ledger = opening(settings.ledger_url)
+            for job in filter(choice.has, ledger.jobs(limit=MAX_JOBS)):
+                # A copied folder has the same jobs; the original takes precedence.
+                if job.id not in found or settings.home in homes_of(job.id):
+                    found[job.id] = settings, ledger, job
+        if not found:
+            message = "No job has this name, schedule and dates."
+            raise NotFoundError(ErrorCode.LEDGER_NOT_FOUND, message, "See the jobs with: nightjar list.")
+        yield sorted(found.values(), key=lambda one: (one[2].created_at, one[2].id))
 
 
 def out_option(job_id: str, ledger: Path | None) -> str:

@@ -14,22 +14,25 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import numpy as np
 
-from jobs.encoded_audio import encoded_audio
+from jobs.codes import EXTENSION, StoredCodes, codec_of
+from jobs.dialogue import spoken_text
+from jobs.encoded_audio import EncodedAudio, JoinedSpeech, encoded_audio, words_file
 from jobs.export.manifest import put_manifest, put_shard_manifest
 from jobs.layout import (
     job_manifest_key,
     object_metadata,
     shard_of_input,
 )
-from jobs.ledger.records import Artifact, ItemRow, ItemState, Job
+from jobs.ledger.records import WORDS, Artifact, ItemRow, ItemState, Job
 from jobs.packs import read_artifact
 from jobs.references import load_reference
 from jobs.shard_file import ShardLine, ShardLines, read_shard
+from jobs.spec import item_seed
 from jobs.store.base import ObjectStore, sha256_of
 from jobs.verify import Expected
 from jobs.voices import item_request
@@ -37,6 +40,7 @@ from pipelines.audio import decode, trim_silence
 from pipelines.audio_format import LOSSY
 from pipelines.errors import ErrorCode, NightjarError, StoreError, SynthesisError
 from pipelines.request import Pipeline, Speech, submit
+from pipelines.text_units import parts_of, unit_request
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -97,10 +101,14 @@ def reproduce(
         # All items of a sample have audio.
         artifact = cast(Artifact, row.artifact)
         try:
-            speech = again.speech(again.start(row, artifact))
-            yield _compared(row, artifact, store, encoded_audio(speech, job.spec).data)
+            data, _ = again.encoded(again.start(row, artifact), artifact)
+            yield _compared(row, artifact, store, data)
         except NightjarError as error:
             yield ReproducedItem(row.index, row.example_id, Match.FAILED, reason=str(error))
+
+
+#: The speech of an item, or the joined speech of its parts.
+Started = Future[Speech] | JoinedSpeech
 
 
 @dataclass(frozen=True)
@@ -116,7 +124,7 @@ class _Resynthesis:
     def lines(self) -> ShardLines[ShardLine]:
         return ShardLines(self.ledger, self.store, self.job.id, read_shard)
 
-    def start_of(self, expected: Expected) -> tuple[ItemRow, Artifact, Future[Speech] | NightjarError] | None:
+    def start_of(self, expected: Expected) -> tuple[ItemRow, Artifact, Started | NightjarError] | None:
         """The item of an object, its artifact, and its started synthesis or error; None: the object does not
         belong to an item."""
         if expected.index is None:
@@ -130,9 +138,9 @@ class _Resynthesis:
         except NightjarError as error:
             return row, artifact, error
 
-    def start(self, row: ItemRow, artifact: Artifact) -> Future[Speech]:
-        """Starts the synthesis of an artifact with the same request as the worker. Raises `InputError` for
-        missing reference audio, and `StoreError`."""
+    def start(self, row: ItemRow, artifact: Artifact) -> Started:
+        """Starts the synthesis of an artifact with the same requests as the worker, and finishes the one of an
+        item that is spoken in parts. Raises `InputError` for missing reference audio, and `StoreError`."""
         line, job = self.lines.of(row), self.job
         request_id = f"verify/{artifact.kind}/{job.id}/{line.index}"
         generation = line.generation_over(job.spec.generation)
@@ -140,7 +148,28 @@ class _Resynthesis:
         def load(key: str) -> bytes:
             return load_reference(self.store, job.id, key)
 
-        return submit(self.pipeline, item_request(line, generation, job, request_id, artifact.seed, load))
+        request = item_request(line, generation, job, request_id, artifact.seed, load)
+        parts = parts_of(spoken_text(line.messages), self.pipeline.capabilities) if line.role else ()
+        if not parts:
+            return submit(self.pipeline, request)
+        meta: dict[str, Any] = {**artifact.meta}
+        if (number := meta.get("part")) is not None:
+            part = unit_request(request, parts[number].text, number)
+            return submit(self.pipeline, dataclasses.replace(part, seed=artifact.seed))
+        redrawn = dict(pair.split(":") for pair in meta["redrawn"].split())
+        joined = JoinedSpeech([part.pause for part in parts], job.spec)
+
+        def started(number: int) -> Future[Speech]:
+            draw, own = int(redrawn.get(str(number), meta["first_draw"])), line.generation.seed
+            seed = item_seed(job.spec.seed, line.example_id, line.message_index, draw, line_seed=own)
+            whole = dataclasses.replace(request, seed=seed)
+            return submit(self.pipeline, unit_request(whole, parts[number].text, number))
+
+        numbers = iter(range(len(parts)))
+        while some := list(islice(numbers, _AT_ONCE)):
+            for number, one in zip(some, [started(number) for number in some], strict=True):
+                joined.add(number, self.speech(one))
+        return joined
 
     def speech(self, started: Future[Speech]) -> Speech:
         """The speech as a worker stores it, trimmed if the job's checks say so. Raises `NightjarError`."""
@@ -152,17 +181,16 @@ class _Resynthesis:
         quality = self.job.spec.quality
         if quality is None or not quality.trim:
             return speech
-        samples = trim_silence(speech.samples, speech.sample_rate, quality.trim_keep_ms)
-        return dataclasses.replace(speech, samples=samples)
+        return trim_silence(speech, quality.trim_keep_ms)
 
-    def replace(self, row: ItemRow, artifact: Artifact, started: Future[Speech] | NightjarError) -> Repaired:
+    def replace(self, row: ItemRow, artifact: Artifact, started: Started | NightjarError) -> Repaired:
         """Replaces an artifact with the new speech. The object is written first. The ledger is updated after
         it, and only if the bytes differ, so the next repair repeats an interrupted one. A member of a pack
         becomes a separate object, because packs are write-once."""
         try:
             if isinstance(started, NightjarError):
                 raise started
-            data, facts = self._encoded(self.speech(started), artifact.kind)
+            data, facts = self.encoded(started, artifact)
         except NightjarError as error:
             return Repaired(artifact.key, row.example_id, RepairOutcome.FAILED, str(error))
         try:
@@ -188,17 +216,34 @@ class _Resynthesis:
         outcome = RepairOutcome.SAME if sha256 == artifact.sha256 else RepairOutcome.OTHER
         return Repaired(artifact.key, row.example_id, outcome, entry_changed=True)
 
-    def _encoded(self, speech: Speech, kind: str) -> tuple[bytes, dict[str, object]]:
-        """The bytes of an artifact, and its other columns in the ledger. Raises `SynthesisError`."""
-        if kind == "text":
+    def encoded(self, started: Started, artifact: Artifact) -> tuple[bytes, dict[str, object]]:
+        """The bytes of an artifact, and its other columns in the ledger. Raises `NightjarError`."""
+        if isinstance(started, JoinedSpeech):
+            joined = started.encoded()
+            return joined.data.read(), {**_facts(joined), "meta": artifact.meta}
+        speech = self.speech(started)
+        if artifact.kind == "text":
             if speech.text_out is None:
                 raise SynthesisError(ErrorCode.SYNTH_ENGINE, "The model returned no text this time.")
             return speech.text_out.encode(), {}
+        if artifact.kind == WORDS:
+            if not speech.words:
+                message = "The times of words come from the aligner, which repairs do not use."
+                raise SynthesisError(ErrorCode.SYNTH_ENGINE, message)
+            return words_file(speech), {}
+        spec = self.job.spec
+        if spec.extension(artifact.kind) == EXTENSION:
+            if speech.codes is None:
+                raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model returned no codes this time.")
+            codes = StoredCodes(speech.codes, speech.voice_codes, codec_of(spec.model)).encoded()
+            if spec.main_kind == "audio":
+                return codes, {}
+            facts = {name: getattr(speech, name) for name in ("duration_ms", "sample_rate")}
+            return codes, {**facts, "samples": speech.sample_count, "meta": dict(speech.meta)}
         if not len(speech.samples) or not np.isfinite(speech.samples).all():
             raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model returned no audio this time.")
         audio = encoded_audio(speech, self.job.spec)
-        facts = {name: getattr(audio, name) for name in ("duration_ms", "sample_rate", "samples")}
-        return audio.data, {**facts, "meta": dict(speech.meta)}
+        return audio.data, {**_facts(audio), "meta": dict(speech.meta)}
 
     def renew_manifest(self, shard_no: int) -> None:
         made = self.ledger.shard_audio(self.job.id, shard_no)
@@ -207,9 +252,15 @@ class _Resynthesis:
         self.ledger.set_shard_manifest(self.job.id, shard_no, key, sha256)
 
 
+def _facts(audio: EncodedAudio[Any]) -> dict[str, object]:
+    return {name: getattr(audio, name) for name in ("duration_ms", "sample_rate", "samples")}
+
+
 def _compared(row: ItemRow, artifact: Artifact, store: ObjectStore, data: bytes) -> ReproducedItem:
     if sha256_of(data) == artifact.sha256:
         return ReproducedItem(row.index, row.example_id, Match.SAME, math.inf)
+    if artifact.key.endswith(EXTENSION):
+        return ReproducedItem(row.index, row.example_id, Match.DIFFERENT)
     before, rate = decode(read_artifact(store, artifact))
     after, rate_after = decode(data)
     if (rate, len(before)) != (rate_after, len(after)):
@@ -282,7 +333,7 @@ def repair_objects(
                 else:
                     row, artifact, _ = item
                     repaired = again.replace(*item)
-                    if repaired.entry_changed and artifact.kind == "audio":
+                    if repaired.entry_changed and artifact.kind == job.spec.main_kind:
                         # An interrupted repair must not leave a finished shard with an old manifest.
                         if renewed not in (None, row.shard_no):
                             again.renew_manifest(renewed)

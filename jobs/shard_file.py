@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import msgspec
 import zstandard
 
-from jobs.dialogue import Dialogue, speech_position
+from jobs.dialogue import Dialogue, metadata_json, speech_position
 from jobs.ledger.records import ItemRow
 from jobs.store.base import ObjectStore, sha256_of
 from jobs.turns import turn_messages
@@ -105,6 +105,8 @@ class ShardLine(msgspec.Struct, frozen=True):
     message_index: int
     #: Role of the spoken turn; None: the item is the whole dialogue.
     role: SpokenRole | None = None
+    #: See `metadata_json`.
+    metadata: dict[str, msgspec.Raw] = {}
 
     def generation_over(self, defaults: Generation) -> Generation:
         """The line's settings, completed by the job's defaults for its role."""
@@ -172,8 +174,8 @@ def read_shard(store: ObjectStore, key: str, sha256: str) -> list[ShardLine]:
             messages = turn_messages(dialogue.messages, turn, stored.references)
             if generation is not NO_GENERATION:
                 generation = generation.of(role)
-        where = stored.index, stored.line, dialogue.example_id
-        lines.append(ShardLine(*where, messages, generation, turn, role))
+        where, metadata = (stored.index, stored.line, dialogue.example_id), metadata_json(stored.dialogue)
+        lines.append(ShardLine(*where, messages, generation, turn, role, metadata))
     return lines
 
 

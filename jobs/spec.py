@@ -9,10 +9,11 @@ from typing import cast
 
 import msgspec
 
-from jobs.checks import Quality
+from jobs.checks import ALIGNER, Quality
+from jobs.columns import check_columns
 from jobs.dialogue import CUSTOM_ID, clean
-from jobs.input_format import AskedFormat, InputFormat, format_of
-from jobs.input_records import ALL, SPEAKERS, Records, check_columns, speakers_sha256
+from jobs.input_format import TABLES, AskedFormat, InputFormat, format_of
+from jobs.input_records import ALL, SPEAKERS, Records, speakers_sha256
 from jobs.ledger.records import JobSpec
 from jobs.line_check import LineChecker
 from jobs.source import Source
@@ -44,7 +45,8 @@ class ResolvedSpec:
     @cached_property
     def checker(self) -> LineChecker:
         id_key = CUSTOM_ID if self.input_format == "openai-batch" else "example_id"
-        return LineChecker(self.card, self.spec.generation, self.spec.speak, self.voices, id_key)
+        spec, joins = self.spec, not self.spec.output
+        return LineChecker(self.card, spec.generation, spec.speak, self.voices, id_key, joins=joins)
 
     def of_input(self, source: Source) -> ResolvedSpec:
         """The spec of a job of this input. It has the recognized format, the hash of the input's list of
@@ -127,11 +129,11 @@ def _check_format(format: AskedFormat, spec: JobSpec) -> None:
     if format == "openai-batch" and spec.speak == "assistant":
         message = "An OpenAI batch has only user turns; there is no assistant turn to speak."
         raise invalid(message, "Leave `speak` out: the `input` is spoken.")
-    chosen, tables = spec.reading or ALL, ("auto", "csv", "tsv", "parquet")
+    chosen, tables = spec.reading or ALL, ("auto", *TABLES)
     if chosen.columns and format not in tables:
         raise invalid("This input is not a table, and has no columns.", "Leave --column out.")
     if (chosen.voices or (spec.pool and spec.pool.by_speaker)) and format not in (*tables, "kaldi"):
-        advice = f"Speakers are in a table's column `speaker`, or in `{SPEAKERS}` beside Kaldi's `text`. Leave --voice-for and --voices-by out."
+        advice = f"Speakers are in a column or key `speaker`, or in `{SPEAKERS}` beside Kaldi's `text`. Leave --voice-for and --voices-by out."
         raise invalid("This input names no speakers.", advice)
 
 
@@ -173,13 +175,22 @@ def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:
     """
     check_rate(spec.format, spec.sample_rate or card.sample_rate)
     speak, chosen, quality = spec.speak, spec.reading or ALL, spec.quality
+    if spec.output and not card.capabilities.codes:
+        message = f"The model {card.name} has no codec, so it gives no codes."
+        raise invalid(message, "Leave --output out, or use another model (`nightjar models`).")
     if card.capabilities.multi_turn:
         if speak not in ("auto", "answer"):
             message = f"The model {card.name} answers a whole dialogue; it does not speak its turns."
             raise invalid(message, "Leave `speak` out, or use a model that speaks one text.")
         speak = "answer"
+    aligned = quality is not None and ALIGNER in quality.meters
+    if spec.timestamps is True and card.capabilities.word_times != "exact" and not aligned:
+        message = f"The model {card.name} does not know when it says each word."
+        raise invalid(message, "Give the folder of an aligner with --qa-set meters.align.model=FOLDER.")
     if chosen.limit is not None and chosen.sample is not None:
         raise invalid("A limit and a sample are both given.", "Use one of them.")
+    if chosen.keep is not None and chosen.drop is not None:
+        raise invalid("Names to keep and names to drop are both given.", "Use one of them.")
     check_columns(chosen.columns or {})
     if quality is not None:
         if not quality.paces and card.pace is not None:

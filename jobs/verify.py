@@ -13,7 +13,7 @@ from jobs.layout import (
     PACK_SHA_CHARACTERS,
     sha256_of_pack,
 )
-from jobs.ledger.records import QUARANTINE, Artifact, ItemState, Job
+from jobs.ledger.records import QUARANTINE, WORDS, Artifact, ItemState, Job
 from jobs.packs import ArtifactReader, map_ahead
 from jobs.store.base import ObjectStore, sha256_of
 from jobs.where import Where
@@ -44,7 +44,7 @@ class Expected:
 
     key: str
     sha256: str
-    #: `input`, or the kind of an artifact: `audio`, `text`, `quarantine`.
+    #: `input`, or the kind of an artifact.
     kind: str = "input"
     #: Index of its item; None for an input.
     index: int | None = None
@@ -67,7 +67,7 @@ class Expected:
         return (self.pack_offset or 0) + (self.bytes or 0)
 
 
-KINDS = ("input", "audio", "text", QUARANTINE)
+KINDS = ("input", "audio", "codes", "text", WORDS, QUARANTINE)
 
 
 def expected_objects(
@@ -81,7 +81,8 @@ def expected_objects(
     """Yields the objects that the ledger refers to, in key order for each kind. Only some are in memory at
     once.
 
-    `where`: only the audio of matching items, with `dialogues` also of other items of their dialogues.
+    `where`: only the audio of matching items, with `dialogues` also of other items of their dialogues. In a job of
+    codes alone the codes are its audio.
     """
     if "input" in kinds:
         for key, sha256 in sorted(set(ledger.shard_inputs(job_id).values())):
@@ -90,7 +91,8 @@ def expected_objects(
         for row in ledger.items(job_id, state=ItemState.DONE, where=where, dialogues=dialogues):
             if row.artifact is not None:
                 yield _expected(row.artifact, row.example_id)
-    for kind in ("text", QUARANTINE):
+    beside = ("codes", "text", WORDS, QUARANTINE)
+    for kind in beside if ledger.job(job_id).spec.main_kind == "audio" else beside[1:]:
         if kind in kinds:
             yield from map(_expected, ledger.artifacts(job_id, kind))
 

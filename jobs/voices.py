@@ -179,7 +179,8 @@ def item_request(
         else message
         for message in messages
     ]
-    return SynthesisRequest(request_id, tuple(loaded), generation, seed)
+    output, timestamps = job.spec.output or "audio", job.spec.timestamps is True
+    return SynthesisRequest(request_id, tuple(loaded), generation, seed, output=output, timestamps=timestamps)
 
 
 def stored_voice_of(line: ShardLine, spec: JobSpec) -> str | None:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jobs.job_options import JobOptions
     from nightjar.item import Item
-    from nightjar.job import Job, Report
-    from nightjar.runs import find_job, run, submit
+    from nightjar.job import Job, Report, export
+    from nightjar.runs import find_job, find_jobs, run, submit
     from nightjar.voice import Sound, Voice, open_model
     from pipelines.errors import ErrorCode, InputError, NightjarError
 
@@ -33,7 +33,9 @@ __all__ = [
     "Report",
     "Sound",
     "Voice",
+    "export",
     "find_job",
+    "find_jobs",
     "open_model",
     "run",
     "submit",
@@ -50,7 +52,9 @@ _MODULES = {
     "Report": "nightjar.job",
     "Sound": "nightjar.voice",
     "Voice": "nightjar.voice",
+    "export": "nightjar.job",
     "find_job": "nightjar.runs",
+    "find_jobs": "nightjar.runs",
     "open_model": "nightjar.voice",
     "run": "nightjar.runs",
     "submit": "nightjar.runs",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass
 from html import escape
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from jobs.dialogue import metadata_of
 from jobs.ledger.records import ItemRow
 from nightjar.voice import Sound
 from pipelines.errors import ErrorCode, NotFoundError
@@ -14,6 +15,7 @@ from pipelines.errors import ErrorCode, NotFoundError
 if TYPE_CHECKING:
     from jobs.export.items import ItemMetadata
     from nightjar.job import Job
+    from pipelines.request import Word
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,22 @@ class Item:
         return self._metadata.text
 
     @property
+    def words(self) -> tuple[Word, ...]:
+        """The words with their times, in a job with `timestamps`."""
+        job, row = self._source
+        return job.words_of(row)
+
+    @property
     def speaker(self) -> str:
         """The name of the voice; for a cloned voice `ref-` and the beginning of the recording's hash; without a
         voice the name of the model."""
         return self._metadata.speaker
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The other columns or keys of its record, with JSON's types."""
+        job, row = self._source
+        return metadata_of(job.line_of(row).dialogue)
 
     @property
     def _metadata(self) -> ItemMetadata:

@@ -6,7 +6,7 @@ import io
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from jobs.delete import Deleted, delete_job, measure_job
-from jobs.export.items import ItemMetadata, item_metadata
+from jobs.export.items import ItemMetadata, item_metadata, read_words
 from jobs.job_options import unknown_name
 from jobs.ledger import Ledger
 from jobs.ledger.queries import ShardEnds
-from jobs.ledger.records import Artifact, ItemRow, ItemState, RejectedLine
+from jobs.ledger.records import WORDS, Artifact, ItemRow, ItemState, RejectedLine
 from jobs.ledger.status import JobStatus
 from jobs.packs import ArtifactReader
 from jobs.progress import Progress
@@ -42,12 +42,17 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from jobs.export.job_set import StoredJob
     from nightjar.local import LocalThread
+    from pipelines.request import Word
 
 POLL_SECONDS = 0.25
 _PAGE_ITEMS = 1000
-#: Options of `jobs.export.export` for users.
-_EXPORT_OPTIONS = ("audio_format", "sample_rate", "splits", "audio_root", "absolute")
+#: Options of `jobs.export.export_jobs` for users.
+_EXPORT_OPTIONS = (
+    *("audio_format", "sample_rate", "splits", "audio_root", "absolute"),
+    *("unique", "license", "dialogues", "gaps"),
+)
 _ENDED = {ItemState.DONE, ItemState.FAILED, ItemState.DEAD, ItemState.SKIPPED}
 
 
@@ -190,30 +195,8 @@ class Job:
         return self._ledger.rejected_lines(self.id)
 
     def export(self, format: str, to: str | Path, *, where: str | None = None, **options: Any) -> Path:
-        """Exports the items that have audio so far, as `nightjar export` does, and returns the path. `where`: a
-        filter as in `items`; `options`: the options of `jobs.export.export`."""
-        from jobs.export import export, parse_splits
-
-        check_type("to", to, (str, os.PathLike), "a path")
-        if unknown := sorted(options.keys() - signature(export).parameters.keys()):
-            raise unknown_name("option", unknown[0], _EXPORT_OPTIONS)
-        if isinstance(splits := options.get("splits"), str):
-            options["splits"] = parse_splits(splits)
-        if isinstance(root := options.get("audio_root"), str):
-            options["audio_root"] = Path(root)
-        settings = self._settings
-        return Path(
-            export(
-                self._ledger,
-                self._confirmed(),
-                self.id,
-                format,
-                str(to),
-                s3=settings.s3,
-                where=_filter(where),
-                **options,
-            ).to
-        )
+        """Exports the items that have audio so far, see `nightjar.export`."""
+        return export([self], format, to, where=where, **options)
 
     def to_datasets(self, to: str | Path | None = None, *, where: str | None = None) -> datasets.Dataset:
         """The items as a Hugging Face dataset with audio, text and metadata. Writes a Parquet export to `to` and
@@ -250,7 +233,7 @@ class Job:
         of the dataset. Waits for the end of the job.
 
         Uses the token of `huggingface_hub`. `private`: visibility of a new dataset. `where`: a filter as in
-        `items`; `options`: the options of `jobs.export.export`. Raises `NightjarError`; if the token is missing
+        `items`; `options`: the options of `nightjar.export`. Raises `NightjarError`; if the token is missing
         or the hub cannot be reached, it does so before the export.
         """
         from jobs.export.hub import check_push, push
@@ -288,6 +271,11 @@ class Job:
             )
         return delete_job(self._ledger, self._confirmed(), self.id)
 
+    def _stored(self) -> StoredJob:
+        from jobs.export.job_set import StoredJob
+
+        return StoredJob(self._ledger, self._confirmed(), self._ledger.job(self.id))
+
     def _confirmed(self) -> ObjectStore:
         """The store. Raises `store.unreachable` if it does not exist."""
         return store_of(self._ledger.job(self.id), self._settings.s3)
@@ -318,10 +306,13 @@ class Job:
 
     def metadata_of(self, row: ItemRow) -> ItemMetadata:
         """The metadata of an item, as in datasets."""
+        return item_metadata(self._ledger.job(self.id), self.line_of(row))
+
+    def line_of(self, row: ItemRow) -> RawLine:
+        """The line of an item."""
         # The lines of the latest shard are cached.
         with self._lock:
-            line = self._lines.of(row)
-        return item_metadata(self._ledger.job(self.id), line)
+            return self._lines.of(row)
 
     def audio_of(self, artifact: Artifact) -> tuple[NDArray[np.float32], int]:
         """The samples of an artifact, float32 [samples], and their rate in Hz. Raises `StoreError`."""
@@ -329,6 +320,11 @@ class Job:
 
         found = soundfile.read(io.BytesIO(self._reader.read(artifact)), dtype="float32")
         return cast("tuple[NDArray[np.float32], int]", found)
+
+    def words_of(self, row: ItemRow) -> tuple[Word, ...]:
+        """The words of an item with their times. Raises `StoreError`."""
+        found = self._ledger.artifacts_of(self.id, WORDS, [row.index]).get(row.index)
+        return () if found is None else read_words(self._reader.read(found))[0]
 
     @cached_property
     def _lines(self) -> ShardLines[RawLine]:
@@ -409,6 +405,29 @@ class Job:
         except KeyboardInterrupt:
             self.stop()
             raise
+
+
+def export(
+    jobs: Iterable[Job], format: str, to: str | Path, *, where: str | None = None, **options: Any
+) -> Path:
+    """Exports the items of jobs that have audio so far to one dataset, as `nightjar export` does, and returns
+    its path. `where`: a filter as in `Job.items`; `options`: the options of `jobs.export.export_jobs`."""
+    from jobs.export import export_jobs, parse_splits
+
+    check_type("to", to, (str, os.PathLike), "a path")
+    if unknown := sorted(options.keys() - signature(export_jobs).parameters.keys()):
+        raise unknown_name("option", unknown[0], _EXPORT_OPTIONS)
+    if isinstance(splits := options.get("splits"), str):
+        options["splits"] = parse_splits(splits)
+    if isinstance(root := options.get("audio_root"), str):
+        options["audio_root"] = Path(root)
+    chosen = list(jobs)
+    if not chosen:
+        raise invalid("There are no jobs to export.", "Give at least one job.")
+    options = {"s3": chosen[0]._settings.s3, **options}
+    return Path(
+        export_jobs([job._stored() for job in chosen], format, str(to), where=_filter(where), **options).to
+    )
 
 
 def _filter(text: str | None) -> Where | None:

@@ -1,11 +1,12 @@
-"""Jobs from Python: `run` runs a job on this machine, `submit` submits one to running workers, `find_job` finds
-an earlier one."""
+"""Jobs from Python: `run` runs a job on this machine, `submit` submits one to running workers, `find_job` and
+`find_jobs` find earlier ones."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from datetime import date
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -18,7 +19,13 @@ from jobs.ingest import check_has_work, submit_for_workers
 from jobs.job_options import JobOptions, SubmitOptions, checked_options, job_of, user_name
 from jobs.ledger.records import Reading
 from jobs.local_run import LocalRun
-from jobs.recent_jobs import reading_ledger, settings_for_job, settings_for_new_job
+from jobs.recent_jobs import (
+    JobChoice,
+    chosen_jobs,
+    reading_ledger,
+    settings_for_job,
+    settings_for_new_job,
+)
 from jobs.settings import Settings, load_settings
 from jobs.source import check_source
 from jobs.spec import ResolvedSpec, resolve
@@ -52,8 +59,8 @@ def run(
         check_type("gpu", gpu, (str, int), 'an index, "0,1" or "all"')
     chosen = load_settings(home=_home(out))
     settings = embedded_settings(chosen)
-    path, resolved, submitted, settings = _read(source, options, settings)
-    say = (lambda text: None) if quiet else (lambda text: print(text, file=sys.stderr))
+    say = _say(quiet)
+    path, resolved, submitted, settings = _read(source, options, settings, say)
     if (error := missing_meters(resolved.spec.quality, say)) is not None:
         raise error
     devices = None if gpu is None else choose_gpus(str(gpu), os.environ.get(VISIBLE))
@@ -75,7 +82,7 @@ def submit(
     The same input with the same options gives the same job. Raises `NightjarError`.
     """
     settings = settings_for_new_job(None if out is None else _home(out))
-    path, resolved, submitted, settings = _read(source, options, settings)
+    path, resolved, submitted, settings = _read(source, options, settings, _say(quiet))
     job = submit_for_workers(settings, path, resolved, submitted).job
     check_has_work(job)
     return Job(job.id, job.store_url, settings, quiet=quiet)
@@ -94,24 +101,51 @@ def find_job(job: str, *, out: str | Path | None = None) -> Job:
     return Job(found.id, found.store_url, settings)
 
 
+def _say(quiet: bool) -> Callable[[str], None]:
+    """The function that prints a note."""
+    return (lambda text: None) if quiet else (lambda text: print(text, file=sys.stderr))
+
+
+def find_jobs(
+    *,
+    name: str | None = None,
+    schedule: str | None = None,
+    since: str | date | None = None,
+    until: str | date | None = None,
+    out: str | Path | None = None,
+) -> list[Job]:
+    """The jobs with a name (or a pattern such as `books-*`), of a schedule, and of the days from `since` to
+    `until`: of their night, or of their submission in UTC. The oldest first, without failed and cancelled ones.
+
+    `out`: the output folder of local jobs, needed only if they are not in the user's list of recent jobs.
+    Raises `NotFoundError` if there is none.
+    """
+    days = (None if day is None else str(day) for day in (since, until))
+    with chosen_jobs((), JobChoice(name, schedule, *days), None if out is None else _home(out)) as found:
+        return [Job(job.id, job.store_url, settings) for settings, _, job in found]
+
+
 def _home(out: str | Path) -> str:
     check_type("out", out, (str, os.PathLike), "a folder")
     return str(out)
 
 
 def _read(
-    source: str | Path | Iterable[Any], options: JobOptions, settings: Settings
+    source: str | Path | Iterable[Any],
+    options: JobOptions,
+    settings: Settings,
+    say: Callable[[str], None],
 ) -> tuple[str, ResolvedSpec, SubmitOptions, Settings]:
     """Checks an input. Returns its file, and the spec, the options and the settings of its job."""
     spec, submitted = job_of(checked_options(options), user_name())
     if isinstance(source, str | Path):
         place = str(source)
         if place != "-" and not is_remote(place) and not os.path.lexists(place):
-            advice = f"Check the path. To speak a text, put it into a list: nightjar.run([{place[:40]!r}])."
+            advice = f"Check the path. To speak a text, put it into a list: nightjar.run([{place[:40]!r}]). For a dataset of Hugging Face, give what `datasets.load_dataset` returns."
             raise InputError(ErrorCode.INPUT_UNREADABLE, f"There is no file {place[:300]!r}.", advice)
         path = check_source(place)
     else:
-        path = str(written_input(source, spec, settings.state_folder))
+        path = str(written_input(source, spec, settings.state_folder, say))
         reading = msgspec.structs.replace(spec.reading or Reading(), columns=None, voices=None)
         # `written_input` has already written the voice of each speaker into the lines.
         pool = msgspec.structs.replace(spec.pool, by_speaker=False) if spec.pool else spec.pool

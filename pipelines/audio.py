@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
 import os
 import struct
 import zlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import numpy as np
 import soundfile
@@ -22,6 +23,8 @@ from pipelines.ipc import share
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from pipelines.request import Speech
 
 #: Target loudness of all audio that Nightjar writes, in LUFS (EBU R 128), and the maximum peak that reaching
 #: it may cause.
@@ -109,10 +112,14 @@ def read_header(data: bytes, max_seconds: float) -> soundfile.SoundFile:
 
 
 @contextmanager
-def _in_memory(data: bytes) -> Generator[int]:
+def _in_memory(data: bytes) -> Generator[int | io.BytesIO]:
     """The descriptor of a file in memory with this data. libsndfile reads it without the GIL, for which it waits a
-    hundred times if it reads a Python object."""
-    descriptor = share(data)
+    hundred times if it reads a Python object, as it does if no descriptor is free."""
+    try:
+        descriptor = share(data)
+    except OSError:
+        yield io.BytesIO(data)
+        return
     try:
         os.lseek(descriptor, 0, os.SEEK_SET)
         yield descriptor
@@ -136,14 +143,22 @@ def _opened(data: bytes, max_seconds: float) -> Generator[soundfile.SoundFile]:
 
 
 def encode(samples: NDArray[np.float32], sample_rate: int, audio_format: AudioFormat) -> bytes:
-    """Encodes mono samples [samples] as a file; values outside [-1, 1] are clipped. `wav` and `flac` hold
-    16-bit PCM.
+    """Encodes samples, [samples] or [samples, channels], as a file; values outside [-1, 1] are clipped. `wav`
+    and `flac` hold 16-bit PCM.
 
     Equal samples give equal bytes as long as the version of libsndfile and its encoders is the same. A reader
     gets as many samples as were written, since MP3 and Opus files record what the encoder added. Raises
     `SynthesisError` (`synth.nan`) for samples that are not numbers, `ConfigError` for an unknown format, for
     a sample rate that the format does not support, or for more audio than fits into a WAV file.
     """
+    pcm, file = to_pcm(samples), io.BytesIO()
+    encode_pcm([pcm], len(pcm), sample_rate, audio_format, file, pcm[:1].size or 1)
+    return file.getvalue()
+
+
+def to_pcm(samples: NDArray[np.float32]) -> NDArray[np.int16]:
+    """Converts samples of any shape to 16-bit PCM; values outside [-1, 1] are clipped. Raises `SynthesisError`
+    (`synth.nan`) for samples that are not numbers."""
     # Each call of NumPy may switch to another thread, so clipping, which most speech does not need, is
     # skipped if possible.
     low, high = (float(samples.min()), float(samples.max())) if len(samples) else (0.0, 0.0)
@@ -157,31 +172,54 @@ def encode(samples: NDArray[np.float32], sample_rate: int, audio_format: AudioFo
         samples = np.clip(samples, np.float32(-1), np.float32(1))
     scaled = samples * np.float32(32767)
     np.rint(scaled, out=scaled)
-    pcm = scaled.astype("<i2")
+    return scaled.astype("<i2")
+
+
+def encode_pcm(
+    blocks: Iterable[NDArray[np.int16]],
+    samples: int,
+    sample_rate: int,
+    audio_format: AudioFormat,
+    file: BinaryIO,
+    channels: int = 1,
+) -> None:
+    """Encodes `samples` samples of 16-bit PCM, which come in blocks, [samples] or [samples, channels], into an
+    empty file. Raises `ConfigError` like `encode`."""
     if audio_format == "wav":
-        if len(pcm) > _MAX_WAV_SAMPLES:
+        if samples * channels > _MAX_WAV_SAMPLES:
             raise invalid("The speech does not fit into a WAV file of 4 GiB.", "Use flac.")
-        return wav_header(sample_rate, pcm.nbytes) + pcm.tobytes()
+        file.write(wav_header(sample_rate, 2 * samples * channels, channels=channels))
+        for block in blocks:
+            file.write(block.data)
+        return
     if audio_format not in CONTAINERS:
         advice = f"Choose one of: {', '.join(AUDIO_FORMATS)}."
         raise invalid(f"Unknown audio format {audio_format!r}.", advice)
     check_rate(audio_format, sample_rate)
     container, coding = CONTAINERS[audio_format]
-    buffer = io.BytesIO()
-    soundfile.write(buffer, pcm, sample_rate, format=container, subtype=coding)
-    return _with_hashed_serial(buffer.getvalue()) if container == "OGG" else buffer.getvalue()
+    with soundfile.SoundFile(file, "w", sample_rate, channels, coding, format=container) as written:
+        for block in blocks:
+            written.write(block)
+    if container == "OGG":
+        file.seek(0)
+        data = _with_hashed_serial(file.read())
+        file.seek(0)
+        file.write(data)
 
 
-def wav_header(sample_rate: int, data_bytes: int | None, tag: int = 1, width: int = 2) -> bytes:
-    """The header of a mono WAV file with this format tag and bytes per sample. `data_bytes` None: a stream of
+def wav_header(
+    sample_rate: int, data_bytes: int | None, tag: int = 1, width: int = 2, channels: int = 1
+) -> bytes:
+    """The header of a WAV file with this format tag and bytes per sample. `data_bytes` None: a stream of
     unknown length, which players read to its end."""
     riff, data = (data_bytes + 36, data_bytes) if data_bytes is not None else (0xFFFFFFFF, 0xFFFFFFFF)
-    facts = (16, tag, 1, sample_rate, width * sample_rate, width, 8 * width)
+    frame_bytes = width * channels
+    facts = (16, tag, channels, sample_rate, frame_bytes * sample_rate, frame_bytes, 8 * width)
     return _WAV_HEADER.pack(b"RIFF", riff, b"WAVE", b"fmt ", *facts, b"data", data)
 
 
 def resample(samples: NDArray[np.float32], sample_rate: int, wanted: int) -> NDArray[np.float32]:
-    """Resamples mono samples [samples] to the rate `wanted` in Hz, with soxr in high quality (HQ: 20 bits,
+    """Resamples samples, [samples] or [samples, channels], to the rate `wanted` in Hz, with soxr in high quality (HQ: 20 bits,
     while files have 16).
 
     The filter may overshoot: if the new peak exceeds both the former peak and `PEAK_LIMIT`, all samples are
@@ -366,13 +404,21 @@ def activity(powers: NDArray[np.float32]) -> tuple[int, int, float]:
     return sounding, max(0, longest - 1), total / sounding if sounding else 0.0
 
 
-def trim_silence(samples: NDArray[np.float32], sample_rate: int, keep_ms: int) -> NDArray[np.float32]:
-    """The samples [samples] with at most `keep_ms` of silence at each end; unchanged if all is silent."""
+def trim_silence(speech: Speech, keep_ms: int) -> Speech:
+    """The speech with at most `keep_ms` of silence at each end, and its words at their new times; unchanged if
+    all is silent."""
+    samples, rate = speech.samples, speech.sample_rate
     if len(samples) == 0:
-        return samples
-    powers = frame_powers(samples, sample_rate)
+        return speech
+    powers = frame_powers(samples, rate)
     active = np.flatnonzero(powers > max(float(powers.max()) * _RELATIVE_POWER, _MIN_POWER))
     if len(active) == 0:
-        return samples
-    length, keep = max(1, int(FRAME_SECONDS * sample_rate)), keep_ms * sample_rate // 1000
-    return samples[max(0, int(active[0]) * length - keep) : (int(active[-1]) + 1) * length + keep]
+        return speech
+    length, keep = max(1, int(FRAME_SECONDS * rate)), keep_ms * rate // 1000
+    begin = max(0, int(active[0]) * length - keep)
+    samples = samples[begin : (int(active[-1]) + 1) * length + keep]
+    words, phonemes = (
+        tuple([word.moved(-begin / rate, len(samples) / rate) for word in said])
+        for said in (speech.words, speech.phonemes)
+    )
+    return dataclasses.replace(speech, samples=samples, words=words, phonemes=phonemes)

@@ -55,6 +55,15 @@ def is_prose(text: str) -> bool:
     return 2 * len(text.split()) >= 5 * marks or bool(re.search(_IDEOGRAPHS, text))
 
 
+#: How long speech of an unknown voice can take: letters a second of slow speech, with pauses.
+_SLOW_UNITS, _SLOW_SECONDS = 4.0, 6.0
+
+
+def longest_seconds(text: str) -> float:
+    """The length in seconds that no speech of this text exceeds, however slow the voice; more is a runaway."""
+    return _SLOW_SECONDS + text_units(text) * (1 if is_prose(text) else WIDE_HIGH) / _SLOW_UNITS
+
+
 _NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 
 

@@ -38,6 +38,7 @@ class ErrorCode(StrEnum):
     SYNTH_OOM = "synth.oom"
     SYNTH_TIMEOUT = "synth.timeout"
     SYNTH_NO_EOS = "synth.no_eos"
+    SYNTH_RUNAWAY = "synth.runaway"
     SYNTH_NO_AUDIO = "synth.no_audio"
     SYNTH_NAN = "synth.nan"
     SYNTH_SILENT = "synth.silent"

@@ -92,10 +92,11 @@ class Channel(Generic[T]):
             if not self._left:
                 view, descriptors = self._sent(view, descriptors)
             if view:
-                self._left.append((view, [os.dup(one) for one in descriptors]))
                 if self._sender is None:
-                    self._sender = threading.Thread(target=self._send_left, name="sender", daemon=True)
-                    self._sender.start()
+                    sender = threading.Thread(target=self._send_left, name="sender", daemon=True)
+                    sender.start()
+                    self._sender = sender
+                self._left.append((view, [os.dup(one) for one in descriptors]))
                 self._changed.notify_all()
 
     def flush(self) -> None:

@@ -82,6 +82,8 @@ class ModelOptions:
     #: Whether speech that reaches its limit unfinished is returned (with "length" as `finish` in its meta)
     #: instead of failing.
     keep_unfinished: bool = False
+    #: Whether the codec's decoder is loaded. Without it, the pipeline only gives codes.
+    decodes: bool = True
     #: Number of CPU threads; on vLLM, of the codec and the reference encoder. With one thread, results in
     #: float32 on a CPU have the same bits in any batch.
     threads: Count | None = None

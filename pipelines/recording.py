@@ -156,10 +156,10 @@ class Batcher(Generic[In, Out]):
         """Waits for the result of an item. Raises what `run` raised for its batch."""
         result: Future[Out] = Future()
         with self._lock:
+            if not self.running:
+                threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+                self.running = True
             self.waiting.append((self._bucket(item), item, result))
-            start, self.running = not self.running, True
-        if start:
-            threading.Thread(target=self._serve, name=self._name, daemon=True).start()
         return result.result()
 
     def _serve(self) -> None:

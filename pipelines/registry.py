@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipelines.duration import Pace
-from pipelines.errors import ErrorCode, ModelError, nearest
+from pipelines.errors import ErrorCode, ModelError, invalid, nearest
 from pipelines.nn.config_keys import bad_checkpoint, read_table
-from pipelines.request import Capabilities, Frontend, Pipeline
+from pipelines.request import Capabilities, CodecIdentity, CodesDecoder, Frontend, Pipeline
 
 ENTRY_POINT_GROUP = "nightjar.pipelines"
 _WEIGHT_FILES = ("*.json", "*.txt", "*.jinja", "*.safetensors")
@@ -51,6 +51,8 @@ class ModelCard:
     #: They are cheap, load no model and raise `InputError` if the model would refuse it; None: no check.
     check_text: Callable[[str], None] | None = field(default=None, compare=False)
     check_reference: Callable[[bytes], object] | None = field(default=None, compare=False)
+    #: Reads the identity of its codec, whose weights it hashes; None: it gives no codes.
+    codec: Callable[[], CodecIdentity] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,8 @@ class Provider:
     load: Callable[..., Pipeline]
     #: Opens the frontend, which prepares requests outside of the engine's process.
     frontend: Callable[[], Frontend | None] = lambda: None
+    #: Opens the decoder of its codec alone; None: it has none.
+    decoder: Callable[..., CodesDecoder] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +153,9 @@ _LANGUAGES = (
     "russian",
 )
 _VOICES = ("serena", "vivian", "uncle_fu", "ryan", "aiden", "ono_anna", "sohee", "eric", "dylan")
-_BASE = Capabilities(languages=_LANGUAGES, cloning=True, needs_reference=True, streaming=True)
-_CUSTOM = Capabilities(voices=_VOICES, languages=_LANGUAGES, instruct=True, streaming=True)
-_DESIGN = Capabilities(languages=_LANGUAGES, instruct=True, streaming=True)
+_BASE = Capabilities(languages=_LANGUAGES, cloning=True, needs_reference=True, streaming=True, codes=True)
+_CUSTOM = Capabilities(voices=_VOICES, languages=_LANGUAGES, instruct=True, streaming=True, codes=True)
+_DESIGN = Capabilities(languages=_LANGUAGES, instruct=True, streaming=True, codes=True)
 _QWEN3_TTS = (
     _qwen3_tts("0.6B-Base", _BASE),
     _qwen3_tts("0.6B-CustomVoice", replace(_CUSTOM, instruct=False)),
@@ -195,13 +199,18 @@ def has_option(card: ModelCard, option: str) -> bool:
     return any(option in family.options for family in FAMILIES if family.name == card.family)
 
 
-def register_pipeline(name: str, card: ModelCard, factory: Callable[..., Pipeline]) -> Callable[[], object]:
+def register_pipeline(
+    name: str,
+    card: ModelCard,
+    factory: Callable[..., Pipeline],
+    decoder: Callable[..., CodesDecoder] | None = None,
+) -> Callable[[], object]:
     """Adds a pipeline to this process under `name`, in place of any other with that name. Returns a function
     that removes it.
 
-    `factory(**options)` is called by `open_pipeline(name, **options)`.
+    `factory(**options)` is called by `open_pipeline(name, **options)`, `decoder` by `open_decoder`.
     """
-    _registered[name] = Provider(name, lambda: card, factory)
+    _registered[name] = Provider(name, lambda: card, factory, decoder=decoder)
     return lambda: _registered.pop(name, None)
 
 
@@ -236,6 +245,15 @@ def open_frontend(model: str) -> Frontend | None:
     Raises like `open_pipeline`.
     """
     return _found(model, _WEIGHT_FILES).frontend()
+
+
+def open_decoder(model: str, **options: Any) -> CodesDecoder:
+    """Loads the decoder of a model's codec alone, with the options of `open_pipeline`; raises like it, and
+    `config.invalid` for a model without one."""
+    decoder = _found(model, _WEIGHT_FILES).decoder
+    if decoder is None:
+        raise invalid(f"The model {_short(model)} has no codec of its own.", "Use the model of the codes.")
+    return decoder(**options)
 
 
 def model_names() -> list[str]:
@@ -313,6 +331,7 @@ def _of_folder(name: str, family: Family, folder: Path, **known: Any) -> Provide
         lambda: replace(read(".config", "describe"), **known),
         partial(family.call, ".pipeline", "open_pipeline", folder),
         lambda: read(".prompt", "open_frontend") if family.frontend else None,
+        partial(family.call, ".pipeline", "open_decoder", folder),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -23,8 +24,12 @@ Modality = Literal["text", "audio", "image", "video", "toolcall"]
 #: Roles whose texts can be spoken.
 SpokenRole = Literal["user", "assistant"]
 Mode = Literal["text_only", "text_audio"]
+#: What is made: audio, codes of the model's codec, or both.
+Output = Literal["audio", "codes", "both"]
 
 EngineState = Literal["ready", "starting", "broken"]
+#: `exact`: the model itself knows when it says each word; `estimated`: from the text and the frames made.
+WordTimes = Literal["exact", "estimated"]
 Meta = dict[str, str | int | float | bool]
 
 
@@ -93,6 +98,10 @@ class SynthesisRequest:
     seed: int = 0
     #: Whether more text follows by `Handle.append`; for models with `capabilities.text_in`.
     text_open: bool = False
+    #: Whether the times of the words are wanted; ignored by models without `capabilities.word_times`.
+    timestamps: bool = False
+    #: Other outputs than audio are for whole utterances of models with `capabilities.codes`.
+    output: Output = "audio"
 
 
 class PreparedRequest(msgspec.Struct, frozen=True, tag=True):
@@ -104,6 +113,7 @@ class PreparedRequest(msgspec.Struct, frozen=True, tag=True):
     data: bytes
     #: The voice to clone.
     recording: Recording | None = None
+    output: Output = "audio"
 
 
 AnyRequest = SynthesisRequest | PreparedRequest
@@ -122,9 +132,39 @@ class Frontend(Protocol):
         ...
 
 
+class Word(msgspec.Struct, frozen=True, array_like=True):
+    """A word, or a phoneme, and when it is said, in seconds from the beginning of the speech. As JSON:
+    `[text, start_s, end_s]`."""
+
+    text: str
+    start_s: float
+    end_s: float
+
+    def moved(self, seconds: float, end_s: float = math.inf) -> Word:
+        """The word that many seconds later, within speech that ends at `end_s`."""
+        start, end = (max(0.0, min(at + seconds, end_s)) for at in (self.start_s, self.end_s))
+        return Word(self.text, round(start, 4), round(end, 4))
+
+
+class CodecIdentity(msgspec.Struct, frozen=True):
+    """The codec that codes belong to."""
+
+    name: str
+    #: SHA-256 of its weights.
+    sha256: str
+    #: Frames per second, and the rate of its audio in Hz.
+    frame_rate: float
+    sample_rate: int
+
+    @property
+    def frame_samples(self) -> int:
+        """Samples of a frame."""
+        return round(self.sample_rate / self.frame_rate)
+
+
 @dataclass(frozen=True, slots=True)
 class Speech:
-    """The result of one request. It has no samples if only text was requested."""
+    """The result of one request. It has no samples if only text or codes were requested."""
 
     #: float32 [samples], mono, within [-1, 1].
     samples: NDArray[np.float32]
@@ -135,10 +175,27 @@ class Speech:
     text_out: str | None = None
     #: Facts to store with the audio: frames, finish reason, loudness in LUFS, engine mode.
     meta: Meta = field(default_factory=Meta)
+    #: The words as the text writes them, and their phonemes, if `SynthesisRequest.timestamps` asks for them.
+    #: What is not spoken, such as a dash between words, is left out.
+    words: tuple[Word, ...] = ()
+    phonemes: tuple[Word, ...] = ()
+    #: int16 [frames, codebooks], if codes were requested.
+    codes: NDArray[np.int16] | None = None
+    #: int16 [n, codebooks]: what the codec decodes these codes after, if anything: the codes of a reference, or
+    #: the global tokens of a voice.
+    voice_codes: NDArray[np.int16] | None = None
+    #: Samples that the codec makes of a frame of `codes`.
+    frame_samples: int = 0
+
+    @property
+    def sample_count(self) -> int:
+        """The number of samples, also of speech that has only codes."""
+        frames = 0 if self.codes is None else len(self.codes)
+        return len(self.samples) or frames * self.frame_samples
 
     @property
     def duration_ms(self) -> int:
-        return round(len(self.samples) * 1000 / self.sample_rate)
+        return round(self.sample_count * 1000 / self.sample_rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +206,9 @@ class AudioChunk:
     sample_rate: int
     #: A piece of the text that the model writes, for models with `capabilities.text_out`.
     text: str = ""
+    #: The words and phonemes that end in this piece, by the time since the beginning of the stream.
+    words: tuple[Word, ...] = ()
+    phonemes: tuple[Word, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +256,16 @@ class Capabilities:
     #: Takes temperature, top_k, top_p and repetition_penalty.
     sampling: bool = True
     text_out: bool = False
+    #: Tells when each word is said: `SynthesisRequest.timestamps`.
+    word_times: WordTimes | None = None
     audio_in: bool = False
     #: The modes that it supports, its default first; empty: not selectable.
     modes: tuple[Mode, ...] = ()
     #: Takes the whole dialogue rather than one user turn.
     multi_turn: bool = False
+    #: Gives the codes of its codec: `SynthesisRequest.output`. Without `audio` it was opened for codes alone.
+    codes: bool = False
+    audio: bool = True
     max_text_characters: int = 5000
 
 
@@ -273,6 +338,24 @@ class Handle(Protocol):
         ...
 
 
+class CodesDecoder(Protocol):
+    """The decoder of a model's codec, without the model. Its methods may be called from any thread."""
+
+    sample_rate: int
+
+    def decode(
+        self,
+        codes: NDArray[np.int16],
+        voice_codes: NDArray[np.int16] | None,
+        done: Callable[[NDArray[np.float32] | NightjarError], None],
+    ) -> None:
+        """Decodes the codes of a whole utterance, see `Speech`. Calls `done` with the samples that the pipeline
+        would make of them, or with an error."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Pipeline(Protocol):
     """A loaded model. All methods may be called from any thread."""
 
@@ -334,13 +417,19 @@ def stream(pipeline: Pipeline, request: SynthesisRequest) -> Iterator[AudioChunk
 
 
 def check_start(pipeline: Pipeline, request: AnyRequest, stream: bool) -> None:
-    """Raises `InputError` (`input.unsupported`) for a stream or an open text that the model does not
+    """Raises `InputError` (`input.unsupported`) for a stream, an open text or an output that the model does not
     support."""
     able, text_open = pipeline.capabilities, isinstance(request, SynthesisRequest) and request.text_open
     if stream and not able.streaming:
         lacks, advice = "cannot stream", "Ask for whole speech."
     elif text_open and not (stream and able.text_in):
         lacks, advice = "takes no text in pieces", "Give it whole sentences."
+    elif request.output != "audio" and not able.codes:
+        lacks, advice = "gives no codes", "Ask for audio."
+    elif request.output != "codes" and not able.audio:
+        lacks, advice = "was opened without the decoder of its codec", "Ask for codes."
+    elif request.output != "audio" and stream:
+        lacks, advice = "gives no codes in a stream", "Ask for whole speech."
     else:
         return
     raise unsupported(f"The model {pipeline.name} {lacks}.", advice)
@@ -366,7 +455,8 @@ class Listener:
                 return
             if not isinstance(event, Failed):
                 audio = event.speech if isinstance(event, Done) else event
-                self.seconds += len(audio.samples) / audio.sample_rate
+                made = audio.sample_count if isinstance(audio, Speech) else len(audio.samples)
+                self.seconds += made / audio.sample_rate
             try:
                 self._on_event(event)
             finally:

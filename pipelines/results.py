@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
@@ -25,6 +27,7 @@ from pipelines.request import (
     Listener,
     Meta,
     OnEvent,
+    Output,
     Speech,
     SynthesisRequest,
     check_start,
@@ -45,6 +48,8 @@ class FinishedCodes(Generic[S]):
     start: S | None = None
     #: Text that the model wrote.
     text_out: str | None = None
+    #: int64 [n, codebooks]: see `Speech.voice_codes`; `start` is made from it.
+    voice_codes: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +102,9 @@ class Receiver(Generic[S]):
     #: The engine that makes this speech, and the latest request to it.
     engine: SpeechEngine[Any]
     current: Any
+    #: What the request wants, and the samples of a frame.
+    output: Output = "audio"
+    frame_samples = 0
 
     def __init__(self, info: RequestInfo[S], stage: CodecStage[S], listener: Listener) -> None:
         self._info = info
@@ -136,15 +144,26 @@ class Utterance(Receiver[S]):
             self.failed(error)
 
     def decode(self, made: FinishedCodes[S]) -> None:
-        """Decodes an utterance; its audio ends the request."""
+        """Decodes an utterance, unless only codes are wanted; its speech ends the request."""
 
         def decoded(outcome: NDArray[np.float32] | NightjarError) -> None:
             if isinstance(outcome, NightjarError):
                 self.failed(outcome)
             else:
-                self.done(self._info.speech(outcome, made))
+                self.done(self._with_codes(self._info.speech(outcome, made), made))
 
-        self._stage.decode(made.codes, decoded, made.start)
+        if self.output == "codes":
+            decoded(np.zeros(0, np.float32))
+        else:
+            self._stage.decode(made.codes, decoded, made.start)
+
+    def _with_codes(self, speech: Speech, made: FinishedCodes[S]) -> Speech:
+        """The speech with its codes, if they are wanted."""
+        if self.output == "audio":
+            return speech
+        before = None if made.voice_codes is None else made.voice_codes.astype(np.int16)
+        codes = made.codes.astype(np.int16)
+        return replace(speech, codes=codes, voice_codes=before, frame_samples=self.frame_samples)
 
     def done(self, speech: Speech) -> None:
         """Ends the request."""
@@ -257,6 +276,31 @@ class SpeechEngine(Protocol[R_contra]):
     def close(self) -> None: ...
 
 
+class StageDecoder(Generic[S]):
+    """The `CodesDecoder` of a family: its codec's stage."""
+
+    def __init__(
+        self, stage: CodecStage[S], sample_rate: int, start: Callable[[Tensor], S] | None = None
+    ) -> None:
+        """`start`: makes the codec's initial state from voice codes, int64 [n, codebooks]."""
+        self._stage, self.sample_rate, self._start = stage, sample_rate, start
+
+    def decode(
+        self,
+        codes: NDArray[np.int16],
+        voice_codes: NDArray[np.int16] | None,
+        done: Callable[[NDArray[np.float32] | NightjarError], None],
+    ) -> None:
+        start = None
+        if voice_codes is not None and self._start is not None:
+            start = self._start(torch.from_numpy(voice_codes.astype(np.int64)))
+        self._stage.decode(codes.astype(np.int64), done, start)
+
+    def close(self) -> None:
+        """Frees the stage."""
+        self._stage.close()
+
+
 class SpeechPipeline(ReadsRecordings, Generic[R, O]):
     """The part of `pipelines.request.Pipeline` that families share; a family implements `_prepare`.
 
@@ -265,6 +309,8 @@ class SpeechPipeline(ReadsRecordings, Generic[R, O]):
 
     name: str
     sample_rate: int
+    #: Samples of a frame of codes.
+    frame_samples: int = 0
     capabilities: Capabilities
     starts_at_once = False
 
@@ -277,6 +323,8 @@ class SpeechPipeline(ReadsRecordings, Generic[R, O]):
         cuts_chunks: bool = False,
     ) -> None:
         """`cuts_chunks`: whether the engine delivers streams in chunks of the right size for the codec."""
+        if not stage.decodes:
+            self.capabilities = replace(self.capabilities, audio=False, streaming=False)
         self._engine = engine
         self._stage = stage
         self._streamer = streamer
@@ -289,7 +337,7 @@ class SpeechPipeline(ReadsRecordings, Generic[R, O]):
         """Sends a request to the engine; see `Pipeline.start`. `on_event` is called on the codec's threads."""
         check_start(self, request, stream)
         assert isinstance(request, SynthesisRequest), "a family with a frontend has its own `start`"
-        return self._begin(*self._prepare(request), on_event, stream)
+        return self._begin(*self._prepare(request), on_event, stream, request.output)
 
     @property
     def info(self) -> EngineInfo:
@@ -309,7 +357,9 @@ class SpeechPipeline(ReadsRecordings, Generic[R, O]):
         it."""
         raise NotImplementedError
 
-    def _begin(self, wanted: R, info: O, on_event: OnEvent, stream: bool) -> Listener:
+    def _begin(
+        self, wanted: R, info: O, on_event: OnEvent, stream: bool, output: Output = "audio"
+    ) -> Listener:
         def on_end(done: bool) -> None:
             with self._lock:
                 self._audio_seconds += listener.seconds
@@ -322,5 +372,6 @@ class SpeechPipeline(ReadsRecordings, Generic[R, O]):
         if self._cuts_chunks:
             receiver.chunk_frames = ()
         receiver.engine, receiver.current = self._engine, wanted
+        receiver.output, receiver.frame_samples = output, self.frame_samples
         self._engine.submit(wanted, receiver)
         return listener

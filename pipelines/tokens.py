@@ -61,6 +61,8 @@ class TokenRequest:
     #: A second sequence that runs as long as this one does, such as the null branch of guidance; its tokens are
     #: dropped.
     shadow: TokenRequest | None = None
+    #: Maximum tokens that its text can need; None: unknown.
+    longest: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,12 +128,7 @@ def speech_task(
     text, audio, system = _contents(messages, capabilities)
     if capabilities.multi_turn:
         audio = []
-    if len(text) > capabilities.max_text_characters:
-        raise InputError(
-            ErrorCode.INPUT_TOO_LONG,
-            f"The text has {len(text)} characters; this model takes at most {capabilities.max_text_characters}.",
-            "Split it into several lines.",
-        )
+    check_length(text, capabilities)
     voice, language = generation.voice, generation.language
     instruct = generation.instruct
     if instruct is None and capabilities.instruct:
@@ -148,6 +143,16 @@ def speech_task(
         generation.reference_text,
         tuple(audio[1:]),
     )
+
+
+def check_length(text: str, capabilities: Capabilities) -> None:
+    """Raises `InputError` (`input.too_long`) for a text that is too long for one request."""
+    if len(text) > capabilities.max_text_characters:
+        raise InputError(
+            ErrorCode.INPUT_TOO_LONG,
+            f"The text has {len(text)} characters; this model takes at most {capabilities.max_text_characters}.",
+            "Split it into several lines.",
+        )
 
 
 def check_generation(generation: Generation, seed: int = 0) -> None:

@@ -67,12 +67,14 @@ def _settings() -> Settings:
     help="Run the worker under a parent process that restarts it if it dies (--gpu does this too).",
 )
 @click.option("--private", is_flag=True, hidden=True, help="The worker of `nightjar run`.")
+@click.option("--codes", is_flag=True, hidden=True, help="Load the model of --preload for codes alone.")
 def run(
     gpus: str | None,
     model: str | None,
     preload: str | None,
     supervise: bool,
     private: bool,
+    codes: bool,
 ) -> None:
     """Run a worker, which synthesizes shards until SIGTERM.
 
@@ -100,7 +102,8 @@ def run(
     from worker.models import Preload
 
     # Started before the import of Celery, since both take seconds.
-    opening = None if preload is None and model is None else Preload(settings, preload or model or "")
+    wanted = preload or model
+    opening = None if wanted is None else Preload(settings, wanted, not codes)
     from worker.celery_app import run_worker
     from worker.runtime import WorkerOptions
 

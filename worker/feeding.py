@@ -47,6 +47,11 @@ class RequestBuilder:
         default_factory=dict[SpokenRole | None, Generation], init=False
     )
 
+    def seed(self, line: ShardLine, draw: int) -> int:
+        """The seed of a draw of a line."""
+        own, job_seed = line.generation.seed, self.held.lease.job.spec.seed
+        return item_seed(job_seed, line.example_id, line.message_index, draw, line_seed=own)
+
     def build(self, line: ShardLine, draw: int = 0) -> SynthesisRequest:
         """The request of a line for a draw (from 0), with its reference audio and seed.
 
@@ -65,8 +70,7 @@ class RequestBuilder:
             return self.held.retrying(lambda: self.references.get(self.store, job.id, key), MAX_REREADS)
 
         request_id = f"{job.id}/{line.index}/{lease.epoch}" + (f"/{draw}" if draw else "")
-        seed = item_seed(spec.seed, line.example_id, line.message_index, draw, line_seed=line.generation.seed)
-        return item_request(line, generation, job, request_id, seed, load)
+        return item_request(line, generation, job, request_id, self.seed(line, draw), load)
 
 
 #: Position of a shard in the order; the shard with the smallest position feeds first.

@@ -12,7 +12,7 @@ import structlog
 
 from jobs.delete import delete_objects, objects_of
 from jobs.layout import index_of, job_prefix, packs_prefix
-from jobs.ledger.records import FINAL, QUARANTINE, Artifact, Job
+from jobs.ledger.records import FINAL, QUARANTINE, WORDS, Artifact, Job
 from jobs.shard_file import read_references
 from jobs.store.base import ObjectInfo, ObjectStore
 from jobs.voices import recording_keys
@@ -136,7 +136,7 @@ def _unreferenced(ledger: Ledger, store: ObjectStore, job: Job) -> Iterator[Orph
         return _in_order(store.list(prefix), store)
 
     prefix, nothing = job_prefix(job.id), frozenset[tuple[str, str]]()
-    for kind in ("audio", "text", QUARANTINE):
+    for kind in ("audio", "codes", "text", WORDS, QUARANTINE):
         for info in _without(listed(f"{prefix}{kind}/"), ledger.artifacts(job.id, kind)):
             yield info, nothing
     packs = ledger.packs(job.id)

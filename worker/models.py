@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from jobs.engine_process import open_engine_process
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.engine_process.client import EngineProcess
-from pipelines.registry import describe, is_registered, open_pipeline
+from pipelines.registry import ModelCard, describe, is_registered, open_pipeline
 from pipelines.request import Pipeline
 
 if TYPE_CHECKING:
@@ -27,39 +27,43 @@ log = structlog.get_logger(__name__)
 CHECK_SECONDS = 0.2
 
 
-def open_model(settings: Settings, model: str) -> Pipeline:
-    """Opens a model with the settings of its engine. Raises `NightjarError` if it cannot be opened, for example
+def open_model(settings: Settings, model: str, decodes: bool = True) -> Pipeline:
+    """Opens a model with the settings of its engine; `decodes`: with the decoder of its codec. Raises `NightjarError` if it cannot be opened, for example
     `EngineCrashError`."""
-    return _engine_process(settings, model) or open_pipeline(
-        model, **settings.engine_options(describe(model))
+    return _engine_process(settings, model, decodes) or open_pipeline(
+        model, **_options(settings, describe(model), decodes)
     )
 
 
-def _engine_process(settings: Settings, model: str) -> EngineProcess | None:
+def _options(settings: Settings, card: ModelCard, decodes: bool) -> dict[str, Any]:
+    return settings.engine_options(card) | ({} if decodes else {"decodes": False})
+
+
+def _engine_process(settings: Settings, model: str, decodes: bool) -> EngineProcess | None:
     """Opens a model in its own process; None if it must be opened in the process of the worker."""
     card = describe(model)
     if settings.chosen_engine(card) != "native" or is_registered(model):
         return None
-    return open_engine_process(model, settings.engine_options(card), settings)
+    return open_engine_process(model, _options(settings, card, decodes), settings)
 
 
 class Preload:
     """Opens a model in its own process, in the background, before a shard needs it."""
 
-    def __init__(self, settings: Settings, model: str) -> None:
-        self._model = model
+    def __init__(self, settings: Settings, model: str, decodes: bool = True) -> None:
+        self._wanted = model, decodes
         self._opened: Future[EngineProcess | None] | None = DaemonThreads(1, "preload").submit(
-            _engine_process, settings, model
+            _engine_process, settings, model, decodes
         )
 
-    def take(self, model: str) -> Pipeline | None:
+    def take(self, model: str, decodes: bool = True) -> Pipeline | None:
         """Returns the pipeline at the first call. Returns None at later calls, if the model has no process of its own,
         or if another model is needed, in which case this one is closed.
 
         Raises the errors of `open_model`.
         """
         opened, self._opened = self._opened, None
-        if opened is not None and model != self._model:
+        if opened is not None and not _serves(*self._wanted, model, decodes):
             # The device may not have memory for both.
             wait([opened])
             _close(opened)
@@ -78,9 +82,15 @@ def _close(opened: Future[EngineProcess | None]) -> None:
         pipeline.close()
 
 
+def _serves(model: str, decodes: bool, wanted: str, wants_audio: bool) -> bool:
+    """Whether a model that was opened with or without the decoder of its codec serves what is wanted."""
+    return model == wanted and decodes >= wants_audio
+
+
 @dataclass(slots=True)
 class _Loaded:
     model: str
+    decodes: bool
     pipeline: Pipeline
     users: int = 0
 
@@ -88,7 +98,8 @@ class _Loaded:
 class PipelineCache:
     """Holds one model at a time. Waiting shards are served in order, so no model is starved."""
 
-    def __init__(self, open_pipeline: Callable[[str], Pipeline]) -> None:
+    def __init__(self, open_pipeline: Callable[[str, bool], Pipeline]) -> None:
+        """`open_pipeline`: opens a model, with or without the decoder of its codec."""
         self._open = open_pipeline
         self._loaded: _Loaded | None = None
         self._waiting: deque[object] = deque()
@@ -96,13 +107,16 @@ class PipelineCache:
         self._closed = False
 
     @contextmanager
-    def use(self, model: str, check: Callable[[], None] = lambda: None) -> Iterator[Pipeline]:
-        """The pipeline of `model` for the block; waits while another model is in use.
+    def use(
+        self, model: str, check: Callable[[], None] = lambda: None, decodes: bool = True
+    ) -> Iterator[Pipeline]:
+        """The pipeline of `model` for the block; waits while another model is in use. A model that was opened without
+        its decoder is opened again when audio is wanted (`decodes`).
 
         `check` is called during the wait, and may raise an error to end it. Raises `ModelError` if the model cannot be
         opened.
         """
-        loaded = self._acquire(model, check)
+        loaded = self._acquire(model, check, decodes)
         try:
             yield loaded.pipeline
         finally:
@@ -136,34 +150,38 @@ class PipelineCache:
         if loaded is not None:
             loaded.pipeline.close()
 
-    def _acquire(self, model: str, check: Callable[[], None]) -> _Loaded:
+    def _acquire(self, model: str, check: Callable[[], None], decodes: bool) -> _Loaded:
         waiter = object()
         with self._changed:
             self._waiting.append(waiter)
             try:
-                while self._waiting[0] is not waiter or not self._has_room(model):
+                while self._waiting[0] is not waiter or not self._has_room(model, decodes):
                     check()
                     self._changed.wait(CHECK_SECONDS)
                 check()
-                return self._take(model)
+                return self._take(model, decodes)
             finally:
                 self._waiting.remove(waiter)
                 self._changed.notify_all()
 
-    def _has_room(self, model: str) -> bool:
+    def _has_room(self, model: str, decodes: bool) -> bool:
         if self._closed:
             raise RuntimeError("The pipeline cache is closed.")
-        return self._loaded is None or self._loaded.model == model or self._loaded.users == 0
-
-    def _take(self, model: str) -> _Loaded:
         loaded = self._loaded
-        if loaded is not None and (loaded.model != model or loaded.pipeline.stats().state == "broken"):
+        return loaded is None or loaded.users == 0 or _serves(loaded.model, loaded.decodes, model, decodes)
+
+    def _take(self, model: str, decodes: bool) -> _Loaded:
+        loaded = self._loaded
+        if loaded is not None and (
+            not _serves(loaded.model, loaded.decodes, model, decodes)
+            or loaded.pipeline.stats().state == "broken"
+        ):
             log.info("model closed to make room", model=loaded.model)
             loaded.pipeline.close()
             loaded = self._loaded = None
         if loaded is None:
             log.info("model opening", model=model)
-            loaded = self._loaded = _Loaded(model, self._open(model))
+            loaded = self._loaded = _Loaded(model, decodes, self._open(model, decodes))
             log.info("model open", model=model)
         loaded.users += 1
         return loaded

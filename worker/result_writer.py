@@ -8,14 +8,15 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 import msgspec
 
 from jobs.checks import Quality
+from jobs.codes import StoredCodes
 from jobs.dialogue import spoken_text
 from jobs.layout import item_key, object_metadata, put_numbered
-from jobs.ledger.records import QUARANTINE, Artifact, Done, Failed, Outcome, Score
+from jobs.ledger.records import QUARANTINE, WORDS, Artifact, Done, Failed, Outcome, Score
 from jobs.shard_file import ShardLine
 from jobs.store.base import ObjectStore
 from jobs.voices import stored_voice_of
@@ -29,6 +30,7 @@ from worker.quality.pool import MeterPool, MeterTask
 from worker.quality.verdict import CheckedDraw, History, check_draw, check_speech, failed_draw, judged
 
 if TYPE_CHECKING:
+    from worker.long_item import LongItem
     from worker.shard_run import ShardRun
 
 #: Number of threads per kind of store. Threads for folders need processor time; those for S3 mostly wait: 500 objects
@@ -51,6 +53,9 @@ class ItemDraw:
     last: int = 0
     #: The earlier draws of the item.
     history: History = field(default_factory=History)
+    #: For an item that is spoken in parts: these, and the number of the part that is drawn.
+    long: LongItem | None = None
+    part: int = 0
     #: Set when the draw is fed to the engine.
     request: SynthesisRequest = field(init=False)
     #: The handle of the request, once the pipeline has accepted it.
@@ -63,9 +68,29 @@ class ItemDraw:
     #: The draw's share of the engine's time.
     engine_ms: int = 0
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """The index of the item, and the number of the part."""
+        return self.line.index, self.part
+
+    @property
+    def spent_ms(self) -> int:
+        """The share of the engine's time of all draws of the item so far."""
+        return self.history.engine_ms + self.engine_ms if self.long is None else self.long.engine_ms
+
+    @property
+    def where(self) -> str:
+        """The beginning of a message about the draw: its part, if the item has parts."""
+        return "" if self.long is None else f"Part {self.part + 1} of {len(self.long.parts)}: "
+
+
+@dataclass(frozen=True, slots=True)
+class PartKept:
+    """A part of an item was kept, and others are missing."""
+
 
 #: The result of a draw: the outcome of its item, the history if another draw must follow, or an error.
-Answer = Outcome | History | BaseException
+Answer = Outcome | History | PartKept | BaseException
 
 
 class ResultWriter:
@@ -124,7 +149,7 @@ class ResultWriter:
         draw: ItemDraw,
         made: Speech | NightjarError,
         measured: tuple[Mapping[str, Score], Future[Readings]] | None,
-    ) -> Outcome | History | Future[Done] | None:
+    ) -> Outcome | History | PartKept | Future[Done] | None:
         """The answer for a result of the engine; None if meters must measure it first.
 
         | the draw | the item |
@@ -146,7 +171,7 @@ class ResultWriter:
         elif quality is None or text_only:
             if not text_only:
                 check_speech(made)
-            return _stored(shard, draw, Done(index, (), draw.engine_ms), made, seed, draw.number)
+            return _stored(shard, draw, Done(index, (), draw.spent_ms), made, seed, draw.number)
         elif measured is not None:
             before, readings = measured[0], measured[1].result()
             checked = judged(draw.number, seed, made, quality, readings, before)
@@ -156,7 +181,7 @@ class ResultWriter:
                 return None
         record = checked.record
         if record.code is None:
-            done = Done(index, (), history.engine_ms + draw.engine_ms, (*history.draws, record))
+            done = Done(index, (), draw.spent_ms, (*history.draws, record))
             return _stored(shard, draw, done, checked.speech, seed, draw.number)
         after = history.after(checked, draw.engine_ms)
         if draw.number < draw.last and not history.ended_by(checked, draw.sampled):
@@ -164,22 +189,19 @@ class ResultWriter:
         best, draws = cast(CheckedDraw, after.best), after.draws
         if quality.on_fail == "keep" and best.record.scores:
             draws = [msgspec.structs.replace(one, kept=one.draw == best.record.draw) for one in draws]
-            outcome = Done(index, (), after.engine_ms, tuple(draws))
+            outcome = Done(index, (), draw.spent_ms, tuple(draws))
         else:
             intro = "" if best.speech is None else f"None of {len(draws)} draws passed; the best: "
             code = cast(ErrorCode, best.record.code)
-            outcome = Failed(index, code, intro + best.message, draws, (), after.engine_ms)
+            outcome = Failed(index, code, draw.where + intro + best.message, draws, (), draw.spent_ms)
         return _stored(shard, draw, outcome, best.speech, best.record.seed, best.record.draw)
 
     def _checked(self, shard: ShardRun, draw: ItemDraw, made: Speech, quality: Quality) -> CheckedDraw | None:
         """The verdict of the checks that need no model; None if the draw passed them and meters measure it next, after
         which `work` is called with their readings."""
         job, request, line = shard.held.lease.job, draw.request, draw.line
-        speech = made
-        if quality.trim:
-            samples = trim_silence(made.samples, made.sample_rate, quality.trim_keep_ms)
-            speech = replace(made, samples=samples)
-        text = speech.text_out or speech.text or spoken_text(line.messages)
+        speech = trim_silence(made, quality.trim_keep_ms) if quality.trim else made
+        text = speech.text_out or speech.text or spoken_text(request.messages)
         generation = request.generation
         if job.spec.stored_voices is not msgspec.UNSET and (voice := stored_voice_of(line, job.spec)):
             # The request has the stored voice only as a recording, so its name is set here.
@@ -208,45 +230,69 @@ def _stored(
     speech: Speech | None,
     seed: int,
     number: int,
-) -> Outcome | Future[Done]:
-    """Stores the artifacts of the kept draw and returns the outcome with them. They are the audio, if any, and the text
-    that the model wrote, which is not stored for a failed item.
+) -> Outcome | PartKept | Future[Done]:
+    """Stores the artifacts of the kept draw and returns the outcome with them. They are the audio or the codes, if any,
+    and codes beside audio, the text that the model wrote and the times of the words, which are not stored for a failed
+    item.
 
     Each is stored under its key, or under the next number if that key has another object, for example one that was
     damaged by a power cut or rounded differently. Waits for an unreachable store until the lease ends.
     """
     # Imported here, because it takes half a second and an idle worker does not need it.
-    from jobs.encoded_audio import encoded_audio
+    from jobs.encoded_audio import encoded_audio, words_file
 
     job, line = shard.held.lease.job, draw.line
     failed = isinstance(outcome, Failed)
-    kind = QUARANTINE if failed else "audio"
+    if draw.long is not None and speech is not None:
+        if isinstance(outcome, Done):
+            return _joined(shard, draw, draw.long, outcome, speech, number)
+        speech = replace(speech, meta={**speech.meta, "part": draw.part})
+    main = QUARANTINE if failed else job.spec.main_kind
     made: list[tuple[Artifact, bytes]] = []
+
+    def add(kind: str, data: bytes, facts: tuple[int, int, int] = (0, 0, 0), **meta: object) -> None:
+        """`facts`: duration in ms, sample rate and samples."""
+        key = item_key(job.id, kind, line.index, line.example_id, job.spec.extension(kind), number)
+        made.append((Artifact(line.index, kind, key, "", len(data), *facts, seed, meta=meta), data))
+
     if speech is not None and len(speech.samples):
-        encoded = encoded_audio(speech, job.spec)
-        key = item_key(job.id, kind, line.index, line.example_id, job.spec.format, number)
-        artifact = Artifact(
-            index=line.index,
-            kind=kind,
-            key=key,
-            sha256="",
-            bytes=len(encoded.data),
-            duration_ms=encoded.duration_ms,
-            sample_rate=encoded.sample_rate,
-            samples=encoded.samples,
-            seed=seed,
-            meta=dict(speech.meta),
-        )
-        made.append((artifact, encoded.data))
+        audio = encoded_audio(speech, job.spec)
+        add(main, audio.data, (audio.duration_ms, audio.sample_rate, audio.samples), **speech.meta)
+    if speech is not None and speech.codes is not None:
+        assert shard.codec is not None, "the job makes codes"
+        codes = StoredCodes(speech.codes, speech.voice_codes, shard.codec).encoded()
+        if not len(speech.samples):
+            add(main, codes, (speech.duration_ms, speech.sample_rate, speech.sample_count), **speech.meta)
+        elif not failed:
+            add("codes", codes)
     if speech is not None and speech.text_out is not None and not failed:
-        data = speech.text_out.encode()
-        key = item_key(job.id, "text", line.index, line.example_id, "txt", number)
-        made.append((Artifact(line.index, "text", key, "", len(data), 0, 0, 0, seed), data))
+        add("text", speech.text_out.encode())
+    if speech is not None and speech.words and not failed:
+        add(WORDS, words_file(speech))
     if shard.packs is not None and isinstance(outcome, Done):
         return shard.packs.add(outcome, made, line.example_id)
-    stored: list[Artifact] = []
-    for artifact, data in made:
-        metadata = object_metadata(job.spec_sha, seed)
-        put = shard.held.retrying(partial(put_numbered, shard.store, artifact.key, data, metadata))
-        stored.append(msgspec.structs.replace(artifact, key=put.key, sha256=put.sha256))
-    return msgspec.structs.replace(outcome, artifacts=tuple(stored))
+    stored = tuple([_put(shard, artifact, data) for artifact, data in made])
+    return msgspec.structs.replace(outcome, artifacts=stored)
+
+
+def _joined(
+    shard: ShardRun, draw: ItemDraw, long: LongItem, done: Done, speech: Speech, number: int
+) -> Done | PartKept:
+    """Keeps the speech of a part. After the last one, stores the joined audio, which is an object of its own in a job
+    with packs too, since it may be larger than memory."""
+    if (whole := long.keep(draw.part, done, speech, number)) is None:
+        return PartKept()
+    outcome, audio, meta, seed = whole
+    job, line, last = shard.held.lease.job, draw.line, outcome.draws[-1].draw if outcome.draws else number
+    key = item_key(job.id, "audio", line.index, line.example_id, job.spec.format, last)
+    facts = audio.size, audio.duration_ms, audio.sample_rate, audio.samples, seed
+    with audio.data as file:
+        artifact = _put(shard, Artifact(line.index, "audio", key, "", *facts, meta=meta), file)
+    return msgspec.structs.replace(outcome, artifacts=(artifact,))
+
+
+def _put(shard: ShardRun, artifact: Artifact, data: bytes | BinaryIO) -> Artifact:
+    """Stores an artifact as an object."""
+    metadata = object_metadata(shard.held.lease.job.spec_sha, artifact.seed)
+    put = shard.held.retrying(partial(put_numbered, shard.store, artifact.key, data, metadata))
+    return msgspec.structs.replace(artifact, key=put.key, sha256=put.sha256)

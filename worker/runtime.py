@@ -237,10 +237,11 @@ class Runtime:
         self._stopped.set()
         log.info("worker down", worker=self.worker.id)
 
-    def _open(self, model: str) -> Pipeline:
+    def _open(self, model: str, decodes: bool) -> Pipeline:
         preload = self.options.preload
         try:
-            pipeline = (None if preload is None else preload.take(model)) or open_model(self.settings, model)
+            pipeline = None if preload is None else preload.take(model, decodes)
+            pipeline = pipeline or open_model(self.settings, model, decodes)
         except NightjarError as error:
             if not self._ends_worker(error) or not self._up:
                 raise

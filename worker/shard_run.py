@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from jobs.codes import codec_of
+from jobs.dialogue import spoken_text
 from jobs.export.manifest import put_shard_manifest
 from jobs.ledger.records import (
     LASTING_OUTAGES,
@@ -31,8 +33,9 @@ from jobs.shard_file import ShardLine, read_shard
 from jobs.store.base import ObjectStore
 from jobs.worker_group import WorkerReport
 from pipelines.errors import ErrorCode, ModelError, NightjarError, StoreError, SynthesisError
-from pipelines.request import AudioChunk, Event, Pipeline, Speech
+from pipelines.request import AudioChunk, CodecIdentity, Event, Pipeline, Speech
 from pipelines.request import Done as SpeechDone
+from pipelines.text_units import parts_of, unit_request
 from worker.admission import Demand, ItemCounts
 from worker.feeding import EngineTimer, FeedingOrder, ReferenceCache, RequestBuilder
 from worker.leases import MAX_REREADS, Clock, GoneReason, HeldLease, HeldLeases, LeaseGoneError
@@ -139,17 +142,19 @@ class ShardRun:
         self.packs: PackWriter | None = None
         self._builder: RequestBuilder
         self._pipeline: Pipeline | None = None
+        #: The codec of a job that makes codes.
+        self.codec: CodecIdentity | None = None
         self._changed = threading.Condition()
         #: Draws to feed. A draw that follows a rejected one is fed before the first draws of other items.
         self._waiting: deque[ItemDraw] = deque()
         self._unsettled: set[int] = set()
-        #: Index of an item -> its draw in the engine, the oldest first.
-        self._in_engine: dict[int, ItemDraw] = {}
+        #: Place of a draw in the engine -> the draw, the oldest first.
+        self._in_engine: dict[tuple[int, int], ItemDraw] = {}
         #: The draw that the feeding thread is passing to the engine, which may not have it yet.
         self._feeding: ItemDraw | None = None
         self._answered = 0
-        #: Indexes of items that left the engine and are not yet settled.
-        self._writing: set[int] = set()
+        #: Places of draws that left the engine and are not yet settled.
+        self._writing: set[tuple[int, int]] = set()
         self._outcomes: list[Outcome] = []
         #: Whether feeding has stopped while items in the engine may finish.
         self._winding_down = False
@@ -194,7 +199,10 @@ class ShardRun:
             )
         retry_later = False
         if todo:
-            with self._runner.pipelines.use(self._job.spec.model, self.held.check) as pipeline:
+            spec = self._job.spec
+            self.codec = codec_of(spec.model) if spec.output else None
+            decodes = spec.output != "codes"
+            with self._runner.pipelines.use(spec.model, self.held.check, decodes) as pipeline:
                 if (provenance := self._runner.provenance) is not None:
                     retrying(lambda: provenance.note(store, self._job, pipeline.info))
                 retry_later = self._synthesize(store, todo, pipeline)
@@ -233,11 +241,20 @@ class ShardRun:
         draws."""
         quality = self._job.spec.quality
         more = 0 if quality is None else quality.draws - 1
+        self.store, self._builder = store, RequestBuilder(self.held, store, self._runner.references)
         for line in lines:
             first = drawn_before.get(line.index, 0)
-            self._waiting.append(ItemDraw(line, first, first + more))
+            parts = () if line.role is None else parts_of(spoken_text(line.messages), pipeline.capabilities)
+            if not parts:
+                self._waiting.append(ItemDraw(line, first, first + more))
+                continue
+            # Imported here, as in `result_writer`.
+            from worker.long_item import LongItem
+
+            long = LongItem(parts, first, self._job.spec, partial(self._builder.seed, line))
+            for part in range(len(parts)):
+                self._waiting.append(ItemDraw(line, first, first + more, long=long, part=part))
         self._unsettled = {line.index for line in lines}
-        self.store, self._builder = store, RequestBuilder(self.held, store, self._runner.references)
         if self._job.spec.pack is True:
             run = self._runner.writer.run
             self.packs = PackWriter(self.held, store, self._times, self._clock, run, self._are_last)
@@ -268,7 +285,11 @@ class ShardRun:
                 with self._changed:
                     if self._stopped:
                         return
-                    draw = self._feeding = self._waiting.popleft()
+                    draw = self._waiting.popleft()
+                    if draw.line.index not in self._unsettled:
+                        # Another part of the item has failed.
+                        continue
+                    self._feeding = draw
                 self.feed(draw)
                 with self._changed:
                     self._feeding = None
@@ -281,14 +302,16 @@ class ShardRun:
 
     def feed(self, draw: ItemDraw) -> None:
         """Passes a draw to the pipeline; the call may wait for a free slot. Only this method starts requests."""
-        pipeline, index = self._pipeline, draw.line.index
+        pipeline, place = self._pipeline, draw.place
         assert pipeline is not None
         try:
             draw.request = self._builder.build(draw.line, draw.number)
+            if draw.long is not None:
+                draw.request = unit_request(draw.request, draw.long.parts[draw.part].text, draw.part)
             draw.sampled = pipeline.capabilities.sampling and draw.request.generation.temperature != 0
             with self._changed:
                 draw.started_at, draw.entered_at = self._clock.monotonic(), self._runner.timer.change(+1)
-                self._in_engine[index] = draw
+                self._in_engine[place] = draw
             draw.handle = pipeline.start(draw.request, partial(self._made, draw))
         except NightjarError as error:
             with self._changed:
@@ -298,11 +321,11 @@ class ShardRun:
         with self._changed:
             if self._halted:
                 self._leave(draw)
-            wanted = self._in_engine.pop(index, None) is not None
+            wanted = self._in_engine.pop(place, None) is not None
             if wanted:
                 # The time limit of the item starts after the wait for a slot.
                 draw.started_at = self._clock.monotonic()
-                self._in_engine[index] = draw
+                self._in_engine[place] = draw
         if not wanted:
             draw.handle.cancel()
 
@@ -314,7 +337,7 @@ class ShardRun:
                 # The draw was cancelled or has timed out.
                 return
             # Changed without releasing the lock in between, so that the item always has exactly one state.
-            self._writing.add(draw.line.index)
+            self._writing.add(draw.place)
             self._answered += 1
         made = event.speech if isinstance(event, SpeechDone) else event.error
         # A failure that another seed may avoid counts as a draw that failed its checks.
@@ -329,28 +352,38 @@ class ShardRun:
 
     def _leave(self, draw: ItemDraw) -> bool:
         """Removes a draw from those in the engine; False if it was not among them. The caller must hold the lock."""
-        if self._in_engine.pop(draw.line.index, None) is None:
+        if self._in_engine.pop(draw.place, None) is None:
             return False
         draw.engine_ms = round((self._runner.timer.change(-1) - draw.entered_at) * 1000)
+        if draw.long is not None:
+            draw.long.engine_ms += draw.engine_ms
         return True
 
     def settle(self, draw: ItemDraw, answer: Answer) -> None:
         """Accepts the answer for a draw: an outcome (only the first one of an item counts), a history (the item needs
-        another draw), or an error."""
+        another draw), a kept part, or an error."""
         index = draw.line.index
         outcome = self._judged(draw, answer) if isinstance(answer, BaseException) else answer
+        others: list[ItemDraw] = []
         with self._changed:
-            self._writing.discard(index)
+            self._writing.discard(draw.place)
             if isinstance(outcome, History):
                 if not self._stopped:
-                    self._waiting.appendleft(ItemDraw(draw.line, draw.number + 1, draw.last, outcome))
-            elif outcome is not None and index in self._unsettled:
+                    following = draw.number + 1, draw.last, outcome, draw.long, draw.part
+                    self._waiting.appendleft(ItemDraw(draw.line, *following))
+            elif isinstance(outcome, Done | Failed) and index in self._unsettled:
                 self._unsettled.discard(index)
                 self._outcomes.append(outcome)
+                if draw.long is not None:
+                    # The other parts of a failed item are not needed.
+                    others = [one for one in self._in_engine.values() if one.long is draw.long]
+                    for one in others:
+                        self._leave(one)
             # The committing thread also checks before it waits, so it is notified only once per batch.
             enough = not self._unsettled or len(self._outcomes) == self._times.commit_items
             if enough or self._halted or not isinstance(outcome, Done | Failed):
                 self._changed.notify_all()
+        _cancel(others)
         # A pack may have waited for this item.
         self._flush_packs()
 
@@ -372,8 +405,8 @@ class ShardRun:
         elif isinstance(error, ModelError) or error.code in _SHARD_ERRORS:
             self._end_work(error)
             return None
-        engine_ms = draw.history.engine_ms + draw.engine_ms
-        return Failed(draw.line.index, error.code, str(error), draw.history.draws, engine_ms=engine_ms)
+        message = f"{draw.where}{error}"
+        return Failed(draw.line.index, error.code, message, draw.history.draws, engine_ms=draw.spent_ms)
 
     def _end_work(self, error: BaseException) -> None:
         """Ends the work on the shard with an error that is not the fault of an item."""
@@ -484,7 +517,7 @@ class ShardRun:
             late = [draw for draw in self._in_engine.values() if draw.started_at <= started_before]
             for draw in late:
                 self._leave(draw)
-                self._writing.add(draw.line.index)
+                self._writing.add(draw.place)
             stuck = self._feeding in late
         message = f"The item took more than {seconds:g} s in the engine."
         for draw in late:

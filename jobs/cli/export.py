@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
-from jobs.cli.options import LateHelp, of_job, parsed_by, price_option, where_option
+from jobs.cli.options import LateHelp, of_job, of_jobs, parsed_by, price_option, where_option
 from jobs.console import FAILED, NamedPath, Output
 from jobs.formatting import bytes_text, counted, printable
 from jobs.ledger.records import Job
@@ -73,7 +74,23 @@ def _formats() -> str:
     type=int,
     help="Resample the audio that the export contains or copies; 8000 to 48000.",
 )
+@click.option(
+    "--dialogues",
+    type=click.Choice(("mono", "stereo")),
+    help="Write one sound for each dialogue: mixed, or with the user left and the assistant right.",
+)
+@click.option(
+    "--gaps",
+    metavar="SECONDS",
+    help="Pauses between the turns of a dialogue, drawn by seed; negative ones are overlaps: normal(MEAN,DEVIATION), uniform(LOW,HIGH) or a number. [default: normal(0.2,0.3)]",
+)
 @where_option
+@click.option(
+    "--unique",
+    is_flag=True,
+    help="Leave out duplicates: items with the text and the voice of an earlier item, or equal dialogues.",
+)
+@click.option("--license", metavar="NAME", help="License in the dataset card, such as apache-2.0.")
 @click.option("--absolute", is_flag=True, help="Write absolute instead of relative paths of the audio.")
 @click.option(
     "--part-mb",
@@ -87,11 +104,9 @@ def _formats() -> str:
     help="Push the parquet export to this dataset of the Hugging Face hub, with the token in HF_TOKEN or the stored one.",
 )
 @click.option("--private", is_flag=True, help="If --push creates the dataset, make it private.")
-@of_job
+@of_jobs
 def export(
-    settings: Settings,
-    ledger: Ledger,
-    job: Job,
+    found: Sequence[tuple[Settings, Ledger, Job]],
     output: Output,
     format_: str,
     to: str,
@@ -101,7 +116,8 @@ def export(
     private: bool,
     **options: Any,
 ) -> None:
-    """Export the items of JOB that have audio, in input order.
+    """Export the items of JOB that have audio, in input order. Several jobs make one dataset, in the order in
+    which they were submitted.
 
     A file appears when it is complete, never in part. To continue an interrupted export to a folder, repeat
     the command. If JOB is still running, only the items that are done are exported. Repeat the command later
@@ -112,25 +128,26 @@ def export(
       nightjar export JOB --to dataset.jsonl
       nightjar export JOB --where 'wer < 0.1 and distillmos > 3.5' --to clean.jsonl
       nightjar export JOB --format webdataset --to datasets/night --split train=0.98,dev=0.01,test=0.01
+      nightjar export --schedule news --since 2026-11-01 --format parquet --to datasets/november --unique
     """
-    from jobs.export import export as write
-    from jobs.export import hub
+    from jobs.export import StoredJob, export_jobs, hub
     from jobs.store import store_of
 
     filtered = None if where is None else str(where)
+    settings, ids = found[0][0], [job.id for _, _, job in found]
     # With `--to -` the data goes to stdout, so the summary must not.
     output = Output(as_json=output.as_json and (to != "-" or push is not None), quiet=output.quiet)
     if push is not None:
         if to == "-":
-            to = str(settings.export_folder(job.id, format_, filtered))
-            options["replaces"] = [job.id]
+            if len(ids) > 1:
+                raise click.UsageError("With several jobs, --push needs a folder for the dataset: --to DIR.")
+            to = str(settings.export_folder(ids[0], format_, filtered))
+            options["replaces"] = ids
         hub.check_push(format_, to, push)
     if part_mb is not None:
         options["part_bytes"] = part_mb * 10**6
-    report = write(
-        ledger,
-        store_of(job, settings.s3),
-        job.id,
+    report = export_jobs(
+        [StoredJob(ledger, store_of(job, own.s3), job) for own, ledger, job in found],
         format_,
         to,
         s3=settings.s3,
@@ -143,16 +160,20 @@ def export(
     pushed = {} if push is None else {"pushed": hub.push(Path(report.to), push, private=private or None)}
     reasons = report.reasons
     if output.as_json:
-        view = {"schema": "nightjar.export/1", "job": job.id, "format": report.format, "to": report.to}
+        jobs = {"job": ids[0]} if len(ids) == 1 else {"jobs": ids}
+        view = {"schema": "nightjar.export/1", **jobs, "format": report.format, "to": report.to}
         view |= {**pushed, "items": report.items, "left_out": reasons.items, "where": filtered}
-        output.data(view | msgspec.to_builtins(reasons))
+        output.data(view | {"duplicates": report.duplicates} | msgspec.to_builtins(reasons))
         return
     place = "" if to == "-" else f" to {report.to}"
     left_out = f" Left out: {reasons}." if reasons.items else ""
     output.note(f"{counted(report.items, 'item')} written{place}.{left_out}")
+    if report.duplicates and not reasons.duplicates:
+        output.note(f"{counted(report.duplicates, 'duplicate')} kept; --unique leaves them out.")
     if reasons.running:
+        jobs = "The job is" if len(ids) == 1 else "A job is"
         output.note(
-            f"The job is still running: {counted(reasons.pending, 'item')} pending. Export again later to replace this export."
+            f"{jobs} still running: {counted(reasons.pending, 'item')} pending. Export again later to replace this export."
         )
     if pushed:
         output.line(pushed["pushed"])

@@ -113,16 +113,15 @@ def show(model: str | None, as_json: bool) -> None:
 
 def model_view(card: ModelCard) -> dict[str, Any]:
     """The JSON object `nightjar.model/1`."""
-    facts = {
-        field.name: getattr(card, field.name) for field in fields(card) if not field.name.startswith("check_")
-    }
+    # The functions of a card are no part of what it compares.
+    facts = {field.name: getattr(card, field.name) for field in fields(card) if field.compare}
     # `realtime_factor` is the old name of `rtf`.
     return {"schema": "nightjar.model/1", **msgspec.to_builtins(facts), "realtime_factor": card.rtf}
 
 
 def _abilities(card: ModelCard) -> list[str]:
     can = card.capabilities
-    names = ("cloning", "instruct", "streaming", "guidance", "multi_turn", "text_out", "audio_in")
+    names = ("cloning", "instruct", "streaming", "guidance", "multi_turn", "text_out", "audio_in", "codes")
     abilities = [name for name in names if getattr(can, name)]
     choices = (("voice", can.voices), ("language", can.languages))
     return abilities + [counted(len(found), noun) for noun, found in choices if found]

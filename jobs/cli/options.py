@@ -16,7 +16,14 @@ from jobs.console import FiniteRange, NamedPath, Output
 from jobs.formatting import printable
 from jobs.ledger.status import newest_jobs
 from jobs.ledger.transaction import Transaction, read_with_driver
-from jobs.recent_jobs import reading_ledger, remember_moved, settings_for_job, settings_of_places
+from jobs.recent_jobs import (
+    JobChoice,
+    chosen_jobs,
+    reading_ledger,
+    remember_moved,
+    settings_for_job,
+    settings_of_places,
+)
 from jobs.settings import Settings
 from pipelines.errors import ErrorCode, NightjarError, nearest
 
@@ -231,6 +238,16 @@ def _job_id(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
     return text.strip()
 
 
+def _job_ids(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> list[str]:
+    return [_job_id(ctx, param, text) for text in texts]
+
+
+_CHOICES = (
+    ("name", "NAME", "All jobs with this name, or a pattern such as 'books-*', instead of JOB."),
+    ("schedule", "NAME", "All nights of this schedule, instead of JOB."),
+    ("since", "DATE", "Only jobs of this night or submitted on this day (UTC), or later; YYYY-MM-DD."),
+    ("until", "DATE", "Only jobs of this night or submitted on this day (UTC), or earlier."),
+)
 #: A job's id, or a unique prefix of it.
 job_argument = click.argument("job", metavar="JOB", callback=_job_id, shell_complete=_newest)
 
@@ -242,6 +259,26 @@ def read_ledger(settings: Settings, work: Callable[[Transaction], T]) -> T:
         return found
     with reading_ledger(settings) as ledger:
         return ledger.read(work)
+
+
+def of_jobs(function: F) -> F:
+    """Adds JOB..., the options that choose jobs without their ids, and the common options: the command gets
+    the jobs as `found`, each with the settings and the ledger of its place. Raises `ledger.not_found`."""
+
+    @wraps(function)
+    def call(jobs: Sequence[str], home: str | None, **given: Any) -> Any:
+        choice = JobChoice(*(given.pop(f"of_{name}") for name in JobChoice._fields))
+        if not jobs and not any(choice):
+            raise click.UsageError("Missing argument 'JOB...'.")
+        if jobs and any(choice):
+            raise click.UsageError("Give either jobs, or --name, --schedule, --since and --until.")
+        with chosen_jobs(jobs, choice, home) as found:
+            return function(found, **given)
+
+    for name, metavar, text in reversed(_CHOICES):
+        call = click.option(f"--{name}", f"of_{name}", metavar=metavar, help=text)(call)
+    job_ids = click.argument("jobs", metavar="[JOB]...", nargs=-1, callback=_job_ids, shell_complete=_newest)
+    return job_ids(common_options(call))  # pyright: ignore[reportReturnType]
 
 
 def of_job(function: F) -> F:

@@ -1,9 +1,10 @@
 """Exports of jobs as datasets, and the interface for formats of other packages."""
 
-from jobs.export.export import ExportReport, export
+from jobs.export.export import ExportReport, export, export_jobs
 from jobs.export.files import PartFiles, own_output
 from jobs.export.formats import ExportFormat, find_format, format_names
 from jobs.export.items import AudioItem, Part, item_metadata, parse_splits
+from jobs.export.job_set import StoredJob
 
 __all__ = [
     "AudioItem",
@@ -11,7 +12,9 @@ __all__ = [
     "ExportReport",
     "Part",
     "PartFiles",
+    "StoredJob",
     "export",
+    "export_jobs",
     "find_format",
     "format_names",
     "item_metadata",

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
 
@@ -20,6 +20,10 @@ from jobs.packs import ArtifactReader, map_ahead
 from jobs.store.base import ObjectStore, sha256_of, split_key
 from pipelines.audio_format import AUDIO_FORMATS, AudioFormat, check_rate
 from pipelines.errors import ErrorCode, StoreError, invalid
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _THREADS = 16
 #: Maximum number, and total size, of items whose audio is read before it is needed.
@@ -78,16 +82,18 @@ class Conversion:
         rate = self.sample_rate or artifact.sample_rate
         if (audio_format, rate) == (item.extension, artifact.sample_rate):
             return item, data
-        # These take half a second to import.
-        import numpy as np
-        import soundfile
+        return self.encoded(item, decoded(data))
 
+    def encoded(self, item: AudioItem, samples: NDArray[np.float32]) -> tuple[AudioItem, bytes]:
+        """Encodes samples, [samples] or [samples, channels], at the rate of the stored audio as the audio of an
+        item."""
         from jobs.encoded_audio import encoded
         from pipelines.audio import resample
 
-        pcm, _ = soundfile.read(io.BytesIO(data), dtype="int16")
-        samples = resample(pcm.astype(np.float32) * np.float32(1 / _FULL_SCALE), artifact.sample_rate, rate)
-        made = encoded(samples, rate, audio_format)
+        artifact = item.artifact
+        audio_format = self.format or cast("AudioFormat", item.extension)
+        rate = self.sample_rate or artifact.sample_rate
+        made = encoded(resample(samples, artifact.sample_rate, rate), rate, audio_format)
         written = msgspec.structs.replace(
             artifact,
             key=f"{artifact.key.rpartition('.')[0]}.{audio_format}",
@@ -100,6 +106,16 @@ class Conversion:
             pack_offset=None,
         )
         return msgspec.structs.replace(item, artifact=written), made.data
+
+
+def decoded(data: bytes) -> NDArray[np.float32]:
+    """The samples of a stored file, [samples]."""
+    # These take half a second to import.
+    import numpy as np
+    import soundfile
+
+    pcm, _ = soundfile.read(io.BytesIO(data), dtype="int16")
+    return pcm.astype(np.float32) * np.float32(1 / _FULL_SCALE)
 
 
 class AudioReader:
@@ -179,27 +195,35 @@ class AudioReader:
 
 
 class AudioNames:
-    """Makes the names by which the files of one export refer to audio. `folder`: that of the export; None
-    (standard output, a bucket): the names are absolute paths."""
+    """Makes the names by which the files of one export refer to audio in these stores. `folder`: that of the
+    export; None (standard output, a bucket): the names are absolute paths."""
 
-    def __init__(self, store: ObjectStore, folder: Path | None) -> None:
-        self._root = None if folder is None else store.root
+    def __init__(self, stores: Iterable[ObjectStore], folder: Path | None) -> None:
+        self._roots = (
+            {str(one.root) for one in stores if one.root is not None} if folder is not None else set()
+        )
         self._folder = folder
         self._prefix = cache(self._relative)
 
     @property
-    def base(self) -> str | None:
-        """The path of the store relative to the export's folder; None if paths are absolute."""
-        return None if self._root is None else self._prefix("")
+    def relative(self) -> bool:
+        """Whether names are relative paths."""
+        return bool(self._roots)
+
+    def base(self, store: ObjectStore) -> str | None:
+        """The path of a store relative to the export's folder; None if paths are absolute."""
+        return self._prefix("", str(store.root)) if str(store.root) in self._roots else None
 
     def of(self, file: str, where: str) -> str:
         """The name by which `file` of the export refers to the audio at `where`, a path or an address."""
-        if self._root is None or not where.startswith(f"{self._root}/"):
-            return where
-        return os.path.normpath(f"{self._prefix(os.path.dirname(file))}/{where[len(str(self._root)) + 1 :]}")
+        for root in self._roots:
+            if where.startswith(f"{root}/"):
+                below = self._prefix(os.path.dirname(file), root)
+                return os.path.normpath(f"{below}/{where[len(root) + 1 :]}")
+        return where
 
-    def _relative(self, below: str) -> str:
-        """The path of the store relative to a folder of the export."""
+    def _relative(self, below: str, root: str) -> str:
+        """The path of a store relative to a folder of the export."""
         # Links are resolved, because `..` is relative to the target of a link.
         folder = os.path.realpath(os.path.join(self._folder or "", below))
-        return os.path.relpath(os.path.realpath(self._root or ""), folder)
+        return os.path.relpath(os.path.realpath(root), folder)

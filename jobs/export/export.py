@@ -1,4 +1,4 @@
-"""Writes the items of a job to a file or a dataset: streamed in index order, complete or absent, the same
+"""Writes the items of jobs to a file or a dataset: streamed in index order, complete or absent, the same
 bytes each time.
 
 A dataset is written part by part, so that a stopped export continues with its current part. While an export
@@ -11,15 +11,18 @@ files in its lists. So the replacement can also be stopped and continued at any 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from jobs.export.audio import AudioNames, AudioReader, Conversion
+from jobs.export.card import CardFacts, dataset_card
+from jobs.export.conversation import Gaps, of_dialogues
 from jobs.export.files import (
     AGAIN,
     END,
@@ -42,14 +45,11 @@ from jobs.export.items import (
     Part,
     Plan,
     Splits,
-    audio_items,
-    exported,
     make_plan,
-    score_names,
-    text_answers,
 )
+from jobs.export.job_set import JobSet, Repeats, StoredJob, in_order
 from jobs.export.manifest import manifest_line
-from jobs.ledger.records import ItemRow, ItemState, Job
+from jobs.ledger.records import WORDS, ItemRow, ItemState, Job
 from jobs.provenance import exporter_record, read_records
 from jobs.recent_jobs import out_option
 from jobs.store import ObjectStore, is_remote
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
 
 #: Incremented when a format's files change for the same items.
 VERSION = 3
+_LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
 #: Number of lost objects that an error names.
 SHOWN_LOST = 5
 #: Maximum size of the audio in one file of a dataset: a compromise between few files and little repeated work
@@ -78,12 +79,15 @@ class ExportReport:
     #: Absolute path, `s3://` address, or `-`.
     to: str
     items: int
-    #: Items of the job that were not written, by reason.
+    #: Items of the jobs that were not written, by reason.
     reasons: LeftOut
+    #: Number of items whose text and voice an earlier item has, written or not; None: not counted, because
+    #: the export was complete already, or lists failures.
+    duplicates: int | None = None
 
     @property
     def left_out(self) -> int:
-        """Number of items of the job that were not written."""
+        """Number of items of the jobs that were not written."""
         return self.reasons.items
 
 
@@ -94,7 +98,20 @@ def export(
     format: str,
     to: str,
     audio_root: Path | None = None,
+    **options: Any,
+) -> ExportReport:
+    """Writes one job, see `export_jobs`."""
+    return export_jobs(
+        [StoredJob(ledger, store, ledger.job(job_id))], format, to, audio_root=audio_root, **options
+    )
+
+
+def export_jobs(
+    jobs: Iterable[StoredJob],
+    format: str,
+    to: str,
     *,
+    audio_root: Path | None = None,
     splits: Splits | None = None,
     part_bytes: int = PART_BYTES,
     s3: S3Settings | None = None,
@@ -104,9 +121,13 @@ def export(
     audio_format: str | None = None,
     sample_rate: int | None = None,
     where: Where | None = None,
+    unique: bool = False,
+    license: str | None = None,
+    dialogues: str | None = None,
+    gaps: str | None = None,
 ) -> ExportReport:
-    """Writes the items of a job that have audio, and match `where`, to `to`: a file or `-` for formats of
-    one file, else a folder or `s3://` prefix.
+    """Writes the items of jobs that have audio, and match `where`, to `to`: a file or `-` for formats of
+    one file, else a folder or `s3://` prefix. The jobs are written in the order in which they were submitted.
 
     Audio in a folder store is named by its path relative to the file that contains the name (absolute on
     standard output, in a bucket, or with `absolute`), and audio in a bucket by its `s3://` address. With
@@ -114,40 +135,75 @@ def export(
     store if the file is missing; audio in packs requires `audio_root`. Formats that contain the audio begin a
     new file before the stored size of its audio exceeds `part_bytes`. With `audio_format` (`wav`, `flac`,
     `mp3`, `opus`) or `sample_rate` (Hz), audio that the export contains or copies is converted. With
-    `splits`, every format is a folder. The same call continues an export that was stopped. A format of
-    dialogues writes a dialogue if one of its items matches. If the job is running, the items that are done
-    are written, and the same call later replaces that export.
+    `splits`, every format is a folder. With `dialogues` (`mono`, `stereo`) the export contains one sound for
+    each dialogue, whose pauses are drawn from `gaps` (see `jobs.export.conversation`). The same call continues an export that was stopped. A format of
+    dialogues writes a dialogue if one of its items matches. If a job is running, the items that are done
+    are written, and the same call later replaces that export. With `unique`, of the items with the same text
+    and voice (in a format of dialogues: of equal dialogues) the first one is written. `license`: the license
+    of the dataset in its card, such as `apache-2.0`.
 
     An existing file at `to` is overwritten; a folder that contains another export, or other files, is
     refused. With `replaces` (ids of jobs), an export of one of these jobs in this format is replaced, and
     everything else is refused, including an existing file.
 
-    Raises `config.invalid` for an unknown format, a filter or a destination that cannot be used,
-    `config.missing_library` for a library that is not installed, `NotFoundError`, `StoreError`,
-    `ServiceError`.
+    Raises `config.invalid` for an unknown format, a filter or a destination that cannot be used, and for jobs
+    that the format cannot hold together, `config.missing_library` for a library that is not installed,
+    `NotFoundError`, `StoreError`, `ServiceError`.
     """
-    chosen, job = find_format(format), ledger.job(job_id)
-    # All audio of a job has the same rate: that of its model, or of its spec.
-    made = next((row.artifact for row in ledger.items(job_id, ItemState.DONE, limit=1)), None)
-    stored_rate = None if made is None else made.sample_rate
-    conversion = Conversion.of(audio_format, sample_rate, job.spec.format, stored_rate)
-    chosen.check(to, store.url, job.spec, splits, audio_root, conversion, where)
-    if chosen.failure_line is None and audio_root is None:
-        _refuse_lost(ledger, store, job, where, dialogues=chosen.whole_dialogues)
+    chosen, jobs = find_format(format), in_order(jobs)
+    if license is not None and not _LICENSE.fullmatch(license):
+        raise invalid(
+            f"{license[:40]!r} is not the name of a license.", "Write it as the hub does: apache-2.0."
+        )
+    conversion = _conversion(chosen, jobs, audio_format, sample_rate)
+    for ledger, store, job in jobs:
+        chosen = of_dialogues(chosen, dialogues, gaps, conversion, job.spec)
+        chosen.check(
+            to, store.url, job.spec, splits, audio_root, conversion, where, unique=unique, license=license
+        )
+        if chosen.failure_line is None and audio_root is None:
+            _refuse_lost(ledger, store, job, where, dialogues=chosen.whole_dialogues)
+    job_set = JobSet(jobs, where, chosen)
     planned = _Export(
-        ledger, store, job, chosen, splits or WHOLE, part_bytes, audio_root, absolute, conversion, where
+        job_set, chosen, splits or WHOLE, part_bytes, audio_root, absolute, conversion, unique, license
     )
     if chosen.one_file(splits):
         items, reasons = planned.to_file(to, replaces)
     else:
-        if chosen.text_line is not None and any(text_answers(ledger, store, job_id, where)):
+        if chosen.text_line is not None and any(job_set.text_answers()):
             message = "Some answers of this job are text without audio, which splits cannot contain."
             raise invalid(message, "Leave the splits out.")
         plan = planned.to_folder(to, replaces or (), s3, on_part)
         items, reasons = plan.items, plan.reasons
-    return ExportReport(
-        format, to if to == "-" or is_remote(to) else str(Path(to).absolute()), items, reasons
-    )
+    place = to if to == "-" or is_remote(to) else str(Path(to).absolute())
+    return ExportReport(format, place, items, reasons, job_set.duplicates)
+
+
+def _conversion(
+    format: ExportFormat, jobs: Iterable[StoredJob], audio_format: str | None, sample_rate: int | None
+) -> Conversion:
+    """Checks the conversion for each job, and what the format needs equal in all jobs."""
+    conversion = Conversion()
+    made: dict[str, dict[Any, str]] = {"audio format": {}, "sample rate": {}}
+    for ledger, _, job in jobs:
+        # All audio of a job has the same rate: that of its model, or of its spec.
+        rates = [
+            row.artifact.sample_rate for row in ledger.items(job.id, ItemState.DONE, limit=1) if row.artifact
+        ]
+        conversion = Conversion.of(audio_format, sample_rate, job.spec.format, *rates)
+        made["audio format"].setdefault(audio_format or job.spec.format, job.id)
+        for rate in rates:
+            made["sample rate"].setdefault(sample_rate or rate, job.id)
+    for name in format.equal:
+        if len(made[name]) > 1:
+            found = ", ".join(f"{value} in {job_id}" for value, job_id in made[name].items())
+            option = f"--{name.replace(' ', '-')} {min(made[name])}"
+            root = "" if format.embeds_audio else " and --audio-root"
+            raise invalid(
+                f"The format {format.name} needs one {name}, and these jobs have several: {found}.",
+                f"Add {option}{root}, or export the jobs to several datasets.",
+            )
+    return conversion
 
 
 def _refuse_lost(
@@ -156,7 +212,9 @@ def _refuse_lost(
     """Raises `store.missing` with the names of objects that are missing or have another size;
     `store.conflict` if none is missing."""
     lost = [
-        *listed_faults(store, expected_objects(ledger, job.id, ("audio", "text"), where, dialogues=dialogues))
+        *listed_faults(
+            store, expected_objects(ledger, job.id, ("audio", "text", WORDS), where, dialogues=dialogues)
+        )
     ]
     if not lost:
         return
@@ -183,10 +241,16 @@ class _Identity(msgspec.Struct, frozen=True):
     audio: str
     #: `Conversion.name`
     converted: str = ""
+    #: The sounds of dialogues, if the export contains them.
+    sounds: tuple[str, Gaps] | msgspec.UnsetType = msgspec.UNSET
     #: The filter in its normal form, if there is one.
     where: str | None = None
     #: Whether the job was still running; a later export of the job then replaces this one.
     running: bool = False
+    #: The jobs, if there are several; `job` is then the name of the set.
+    jobs: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    unique: bool | msgspec.UnsetType = msgspec.UNSET
+    license: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Finished(msgspec.Struct, frozen=True):
@@ -204,9 +268,7 @@ class _Finished(msgspec.Struct, frozen=True):
 class _Export:
     """An export in progress."""
 
-    ledger: Ledger
-    store: ObjectStore
-    job: Job
+    jobs: JobSet
     format: ExportFormat
     splits: Splits
     part_bytes: int
@@ -214,32 +276,38 @@ class _Export:
     #: Whether audio is named by absolute paths.
     absolute: bool
     conversion: Conversion
-    where: Where | None
+    unique: bool
+    license: str | None
 
     def to_file(self, to: str, replaces: Collection[str] | None) -> tuple[int, LeftOut]:
         """Writes the file of a format of lines; returns the number of its items, and the items left out."""
         names = self._names(None if to == "-" else Path(to).absolute().parent)
-        opened = output(to) if replaces is None else own_output(to, self.job.id, replaces)
+        opened = output(to) if replaces is None else own_output(to, self.jobs.name, replaces)
         items = 0
-        with opened as file, AudioReader(self.store, self.audio_root, self.conversion) as audio:
-            for count, line in self._lines(audio, names):
+        with opened as file:
+            for count, line in self._lines(names):
                 file.write(line)
                 items += count
         failures = self.format.failure_line is not None
-        return items, LeftOut(running=not self.job.state.final) if failures else self._left_out(items)
+        return items, LeftOut(running=self.jobs.running) if failures else self.jobs.left_out(items)
 
-    def _lines(self, audio: AudioReader, names: AudioNames) -> Iterator[tuple[int, bytes]]:
+    def _lines(self, names: AudioNames) -> Iterator[tuple[int, bytes]]:
         """Yields the lines of the file, each with the number of its items."""
-        job, ledger, chosen = self.job, self.ledger, self.format
+        chosen = self.format
         if chosen.failure_line is not None:
-            failed = (ledger.items(job.id, state=state) for state in (ItemState.FAILED, ItemState.DEAD))
-            for failure in chain(ledger.rejected_lines(job.id), *failed):
-                yield 1, chosen.failure_line(job, failure)
+            for ledger, _, job in self.jobs.jobs:
+                failed = (ledger.items(job.id, state=state) for state in (ItemState.FAILED, ItemState.DEAD))
+                for failure in chain(ledger.rejected_lines(job.id), *failed):
+                    yield 1, chosen.failure_line(job, failure)
             return
-        located = audio.located(self._items(self._rows()))
-        yield from chosen.lines(job, ((item, names.of("", where)) for item, where in located))
+        if self.jobs.several or self.unique:
+            self.jobs.choose(unique=self.unique)
+        texts = Repeats()
+        located = self._read(self.jobs.rows(), texts)
+        yield from chosen.lines((item, names.of("", where)) for item, where in located)
+        self.jobs.count(texts)
         if chosen.text_line is not None:
-            for dialogue, text in text_answers(ledger, self.store, job.id, self.where):
+            for dialogue, text in self.jobs.text_answers():
                 yield 1, chosen.text_line(dialogue, text)
 
     def to_folder(
@@ -249,30 +317,27 @@ class _Export:
 
         Raises `config.invalid` for a destination that contains another export or other files.
         """
-        with (
-            open_destination(to, s3) as destination,
-            AudioReader(self.store, self.audio_root, self.conversion) as audio,
-        ):
+        with open_destination(to, s3) as destination:
             plan = self._plan()
             names = self._names(None if is_remote(to) else Path(to).absolute())
             identity = self._identity(plan, names)
             if _begin(destination, identity, replaces):
                 return plan
-            found, scores = destination.sizes(), score_names(self.ledger, self.job)
+            found, sounds = destination.sizes(), self.format.sounds
             files: list[WrittenFile] = []
             for part in plan.parts:
                 record = f"{RECORDS}/{part.split}-{part.number:05d}.json"
                 written = _written_part(destination, found, record)
                 if written is None:
-                    items = self._items(self._rows_of(plan, part), scores)
-                    read = audio.loaded if self.format.embeds_audio else audio.located
+                    first, items = self.jobs.jobs[0].job, self._read(self._rows_of(part))
+                    whole = items if sounds is None else sounds.dialogues(items)
                     with PartFiles(destination, names) as part_files:
-                        self.format.write(part, part_files, self.job, read(items))
+                        self.format.write(part, part_files, first, whole)
                         written = part_files.publish(record)
                     on_part(part)
                 files += written
             with PartFiles(destination, names) as common:
-                self._write_common(common, plan, scores)
+                self._write_common(common, plan)
                 files += common.publish(f"{RECORDS}/common.json")
             if (gone := _incomplete(destination.sizes(), files)) is not None:
                 message = f"{gone!r} in {destination.address!r} was removed or changed during the export."
@@ -286,50 +351,45 @@ class _Export:
             destination.remove_records()
             return plan
 
-    def _items(self, rows: Iterator[ItemRow], scores: tuple[str, ...] | None = None) -> Iterator[AudioItem]:
-        return audio_items(self.ledger, self.store, self.job.id, rows, scores)
+    def _read(self, rows: Iterator[ItemRow], texts: Repeats | None = None) -> Iterator[tuple[AudioItem, Any]]:
+        """Yields each item with its audio, if the format contains it, else with its path or address. Adds the
+        texts to `texts`."""
+        for one, items in self.jobs.by_job(rows):
+            if texts is not None:
+                items = self.jobs.noting(items, texts)
+            # Sounds are converted as a whole.
+            conversion = Conversion() if self.format.sounds else self.conversion
+            with AudioReader(one.store, self.audio_root, conversion) as audio:
+                yield from (audio.loaded if self.format.embeds_audio else audio.located)(items)
 
-    def _rows(self, after: int = -1, *, whole: bool = True) -> Iterator[ItemRow]:
-        """The items with audio after an index that match the filter; `whole`: without incomplete dialogues,
-        if the format leaves them out."""
-        dialogues = self.format.whole_dialogues
-        rows = self.ledger.items(self.job.id, after=after, where=self.where, dialogues=dialogues)
-        return exported(rows, whole=whole and dialogues)
-
-    def _rows_of(self, plan: Plan, part: Part) -> Iterator[ItemRow]:
+    def _rows_of(self, part: Part) -> Iterator[ItemRow]:
         """The items of a part. Raises `config.invalid` if they have changed since the export was planned."""
         count = audio_bytes = 0
-        for row in takewhile(lambda row: row.index <= part.last, self._rows(part.first - 1)):
-            if plan.has(row.index) and self.splits.of(row.example_id) == part.split:
+        for row in takewhile(lambda row: row.index <= part.last, self.jobs.rows(part.first - 1)):
+            if self.splits.of(row.example_id) == part.split:
                 count, audio_bytes = count + 1, audio_bytes + (row.artifact.bytes if row.artifact else 0)
                 yield row
         if (count, audio_bytes) != (part.items, part.audio_bytes):
             advice = "Wait until it has ended, then export it to an empty folder or prefix."
             raise invalid("The job changed while it was exported.", advice)
 
-    def _left_out(self, items: int) -> LeftOut:
-        """Counts what an export with this number of items leaves out."""
-        ledger, job, where, dialogues = self.ledger, self.job, self.where, self.format.whole_dialogues
-        counts, running = ledger.status(job.id).items, not job.state.final
-        filtered = () if where is None else tuple(ledger.filtered_out(job.id, where, dialogues=dialogues))
-        # Items of a running job may get their audio after the export has passed them.
-        without_audio = max(0, counts.total - items - sum(out.items for out in filtered))
-        return LeftOut(without_audio, filtered, min(counts.pending, without_audio) if running else 0, running)
-
     def _plan(self) -> Plan:
+        if self.jobs.several or self.jobs.running or self.unique:
+            self.jobs.choose(unique=self.unique)
         part_bytes = self.part_bytes if self.format.embeds_audio and not self.format.one_part else None
-        plan = make_plan(self._rows(), self.splits, part_bytes, running=not self.job.state.final)
-        return msgspec.structs.replace(plan, reasons=self._left_out(plan.items))
+        plan = make_plan(self.jobs.rows(), self.splits, part_bytes, whole=self.format.whole_dialogues)
+        return msgspec.structs.replace(plan, reasons=self.jobs.left_out(plan.items))
 
     def _names(self, folder: Path | None) -> AudioNames:
-        return AudioNames(self.store, None if self.absolute or self.audio_root is not None else folder)
+        stores = [one.store for one in self.jobs.jobs]
+        return AudioNames(stores, None if self.absolute or self.audio_root is not None else folder)
 
     def _identity(self, plan: Plan, names: AudioNames) -> _Identity:
-        place = (
-            str(self.audio_root.absolute()) if self.audio_root is not None else names.base or self.store.url
-        )
+        jobs, sounds = self.jobs.jobs, self.format.sounds
+        places = dict.fromkeys(names.base(one.store) or one.store.url for one in jobs)
+        place = ",".join(places) if self.audio_root is None else str(self.audio_root.absolute())
         return _Identity(
-            self.job.id,
+            self.jobs.name,
             self.format.name,
             VERSION,
             plan.digest,
@@ -337,20 +397,40 @@ class _Export:
             self.part_bytes,
             "" if self.format.embeds_audio else place,
             self.conversion.name,
-            where=None if self.where is None else str(self.where),
+            sounds=msgspec.UNSET if sounds is None else (sounds.mode, sounds.gaps),
+            where=None if self.jobs.where is None else str(self.jobs.where),
             running=plan.reasons.running,
+            jobs=tuple(one.job.id for one in jobs) if self.jobs.several else msgspec.UNSET,
+            unique=self.unique or msgspec.UNSET,
+            license=self.license or msgspec.UNSET,
         )
 
-    def _write_common(self, files: PartFiles, plan: Plan, scores: tuple[str, ...]) -> None:
-        """Writes the manifest of all items that match the filter, the provenance and the format's card."""
-        rows = (row for row in self._rows(whole=False) if plan.has(row.index))
+    def _write_common(self, files: PartFiles, plan: Plan) -> None:
+        """Writes the manifest of all items that match the filter (of sounds: of all turns in them), the
+        provenance and the card."""
+        jobs, sounds = self.jobs, self.format.sounds
+        partly = self.format.whole_dialogues and sounds is None
+        facts, texts = CardFacts(), Repeats()
+        items = jobs.items(jobs.rows(whole=sounds is not None))
+        if not partly:
+            items = facts.noting(jobs.noting(items, texts))
         with files.gzip("manifest.jsonl.gz") as manifest:
-            manifest.writelines(manifest_line(self.job, item, "") for item in self._items(rows, scores))
-        files.add(
-            "provenance.json", json_bytes(read_records(self.store, self.job) or [exporter_record(self.job)])
-        )
+            manifest.writelines(
+                (manifest_line(item.job, item, "") for item in items)
+                if sounds is None
+                else sounds.manifest_lines(items)
+            )
+        if partly:
+            for _ in facts.noting(jobs.noting(jobs.items(jobs.rows()), texts)):
+                pass
+        jobs.count(texts)
+        records = [read_records(store, job) or [exporter_record(job)] for _, store, job in jobs.jobs]
+        files.add("provenance.json", json_bytes([*chain.from_iterable(records)]))
         if self.format.card is not None:
-            files.add("README.md", self.format.card(self.job, plan))
+            card = self.format.card(jobs.jobs[0].job, plan)
+        else:
+            card = dataset_card(jobs, plan, facts, self.format, self.conversion, self.license)
+        files.add("README.md", card)
 
 
 def _begin(destination: Destination, identity: _Identity, replaces: Collection[str]) -> bool:

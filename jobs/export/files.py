@@ -182,8 +182,7 @@ class PartFiles:
 
     def sibling_name(self, name: str) -> str:
         """The name by which a file of the dataset refers to the file or folder `name` beside it."""
-        relative = self._names.base is not None
-        return name.rpartition("/")[2] if relative else f"{self.destination.address}/{name}"
+        return name.rpartition("/")[2] if self._names.relative else f"{self.destination.address}/{name}"
 
     def open(self, name: str) -> IO[bytes]:
         """Opens a new file; its name is relative to the destination. Raises `OSError`, also when the file is

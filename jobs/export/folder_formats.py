@@ -113,13 +113,14 @@ def write_lhotse(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[A
         for item, where in items:
             named = files.audio_name(f"{folder}/cuts.jsonl.gz", where)
             source = {"type": "url" if "://" in where else "file", "channels": [0], "source": named}
-            cut = _cut(item.id, job, item, source)
-            for file, record in (
-                (recordings, cut["recording"]),
-                (supervisions, cut["supervisions"][0]),
-                (cuts, cut),
-            ):
-                file.write(_encode(record) + b"\n")
+            cut = cut_of(item.id, job, item, source)
+            recordings.write(_encode(cut["recording"]) + b"\n")
+            supervisions.writelines(_encode(spoken) + b"\n" for spoken in cut["supervisions"])
+            cuts.write(_encode(cut) + b"\n")
+
+
+#: The source of a recording in an archive.
+SHAR_SOURCE = {"type": "shar", "channels": [0], "source": ""}
 
 
 def write_shar(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]) -> None:
@@ -131,32 +132,57 @@ def write_shar(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[Aud
         files.gzip(f"{part.split}/cuts.{number}.jsonl.gz") as cuts,
     ):
         for item, audio in items:
-            cut = _cut(item.name, job, item, {"type": "shar", "channels": [0], "source": ""})
+            cut = cut_of(item.name, job, item, SHAR_SOURCE)
             add(f"{item.name}.{item.extension}", audio)
             add(f"{item.name}.json", _encode(cut["recording"]) + b"\n")
             cuts.write(_encode(cut) + b"\n")
 
 
-def _cut(id: str, job: Job, item: AudioItem, source: dict[str, Any]) -> dict[str, Any]:
-    """The JSON of a cut with its recording and its supervision."""
-    about = facts(job, item)
-    span = {"start": 0.0, "duration": item.seconds, "channel": 0}
-    supervision = {"id": id, "recording_id": id, **span, "text": about["text"]}
-    if about["language"] is not None:
-        supervision["language"] = about["language"]
-    supervision["speaker"] = about["speaker"]
-    supervision["custom"] = picked(
-        about, "example_id", "role", "message_index", "sha256", "spec_sha", *ORIGIN
-    )
+def cut_of(id: str, job: Job, item: AudioItem, source: dict[str, Any]) -> dict[str, Any]:
+    """The JSON of a cut with its recording, and a supervision for each turn in it."""
+    channels = [*range(item.channels)]
     recording = {
         "id": id,
-        "sources": [source],
+        "sources": [source | {"channels": channels}],
         "sampling_rate": item.artifact.sample_rate,
         "num_samples": item.artifact.samples,
         "duration": item.seconds,
-        "channel_ids": [0],
+        "channel_ids": channels,
     }
-    return {"id": id, **span, "supervisions": [supervision], "recording": recording, "type": "MonoCut"}
+    spoken = [
+        _supervision(turn.item.id, id, job, turn.item, turn.start, turn.channel % item.channels)
+        for turn in item.turns
+    ]
+    return {
+        "id": id,
+        "start": 0.0,
+        "duration": item.seconds,
+        "channel": channels if item.channels > 1 else 0,
+        "supervisions": spoken or [_supervision(id, id, job, item)],
+        "recording": recording,
+        "type": "MultiCut" if item.channels > 1 else "MonoCut",
+    }
+
+
+def _supervision(
+    id: str, recording_id: str, job: Job, item: AudioItem, start: float = 0.0, channel: int = 0
+) -> dict[str, Any]:
+    """The JSON of a supervision. `start`: seconds from the start of the recording."""
+    about = facts(job, item)
+    span = {"start": start, "duration": item.seconds, "channel": channel}
+    made = {"id": id, "recording_id": recording_id, **span, "text": about["text"]}
+    if about["language"] is not None:
+        made["language"] = about["language"]
+    made["speaker"] = about["speaker"]
+    own = picked(about, "example_id", "role", "message_index", "sha256", "spec_sha", *ORIGIN)
+    if own.pop("words", None) is not None:
+        made["alignment"] = {
+            name: [(one.text, one.start_s, round(one.end_s - one.start_s, 4), None) for one in moved]
+            for name, said in (("word", item.words), ("phone", item.phonemes))
+            if (moved := [one.moved(start) for one in said])
+        }
+    made["custom"] = own
+    return made
 
 
 def write_espnet_dataset(
@@ -246,6 +272,7 @@ KALDI = ExportFormat(
     name="kaldi",
     summary="a Kaldi data directory",
     write_part=write_kaldi,
+    equal=("sample rate",),
     audio_formats=("wav", "flac"),
     local_audio=True,
 )
@@ -268,10 +295,13 @@ LJSPEECH = ExportFormat(
     embeds_audio=True,
     one_part=True,
     audio_formats=("wav",),
+    equal=("sample rate",),
 )
 WEBDATASET = ExportFormat(
     name="webdataset",
     summary="tar files of audio, JSON and text",
     write_part=write_webdataset,
     embeds_audio=True,
+    equal=("audio format",),
+    data_files="{}/*.tar",
 )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from jobs.export.audio import Conversion
+    from jobs.export.conversation import Sounds
     from jobs.export.files import PartFiles
     from jobs.export.items import AudioItem, Part, Plan, Splits
     from jobs.ledger.records import ItemRow, Job, JobSpec, RejectedLine
@@ -45,9 +46,14 @@ BUILT_IN: dict[str, str] = {
     "lhotse": "jobs.export.folder_formats:LHOTSE",
     "shar": "jobs.export.folder_formats:SHAR",
     "webdataset": "jobs.export.folder_formats:WEBDATASET",
+    "rttm": "jobs.export.conversation:RTTM",
     "parquet": "jobs.export.table_formats:PARQUET",
     "audiofolder": "jobs.export.table_formats:AUDIOFOLDER",
     "ljspeech": "jobs.export.folder_formats:LJSPEECH",
+    "ctm": "jobs.export.time_formats:CTM",
+    "textgrid": "jobs.export.time_formats:TEXTGRID",
+    "srt": "jobs.export.time_formats:SRT",
+    "vtt": "jobs.export.time_formats:VTT",
 }
 
 
@@ -85,10 +91,20 @@ class ExportFormat:
     local_audio: bool = False
     #: The files refer to each other by local paths.
     local_folder: bool = False
+    #: The job must have the times of words.
+    needs_words: bool = False
     #: A dialogue is left out unless all its spoken turns have audio.
     whole_dialogues: bool = False
-    #: Makes the README.md of the dataset.
+    #: Its audio are the sounds of whole dialogues.
+    sounds: Sounds | None = None
+    #: What must be equal in all jobs of a dataset, because readers of the format expect it.
+    equal: tuple[Literal["audio format", "sample rate"], ...] = ()
+    #: The pattern of the files of a split, by which the Hugging Face hub loads them.
+    data_files: str | None = None
+    #: Makes the README.md of the dataset instead of `jobs.export.card`.
     card: Callable[[Job, Plan], bytes] | None = None
+    #: Its columns have types, so items have `metadata_types`.
+    typed: bool = False
     #: A library of the extra `export` that writing needs.
     library: str | None = None
 
@@ -110,6 +126,9 @@ class ExportFormat:
         audio_root: Path | None = None,
         conversion: Conversion | None = None,
         where: Where | None = None,
+        *,
+        unique: bool = False,
+        license: str | None = None,
     ) -> None:
         """Raises `config.invalid` for a destination, a store, audio or a filter that this format does not
         support, `config.missing_library` if a library for writing is not installed. `spec`: the job's."""
@@ -131,6 +150,16 @@ class ExportFormat:
                 "Leave the filter out.",
             ),
             (
+                unique and failures,
+                f"The format {self.name} lists failures, which are no duplicates.",
+                "Leave --unique out.",
+            ),
+            (
+                license is not None and file,
+                f"The format {self.name} is one file, without a card.",
+                "Leave --license out, or use a format of a folder.",
+            ),
+            (
                 spec.pack is True and audio_root is None and named,
                 f"The format {self.name} names audio by its path, and audio in packs, as in this job, has no path.",
                 f"{to_root}, or use a format that contains the audio, such as webdataset or parquet.",
@@ -144,6 +173,11 @@ class ExportFormat:
                 conversion and not self.embeds_audio and audio_root is None,
                 f"The format {self.name} names the audio in the store, which cannot be converted.",
                 "Give a folder for converted copies with --audio-root.",
+            ),
+            (
+                self.needs_words and spec.timestamps is not True,
+                f"The format {self.name} has the times of words, and this job has none.",
+                "Run the job with --timestamps.",
             ),
             (
                 made not in self.audio_formats,
@@ -180,15 +214,15 @@ class ExportFormat:
             if wrong:
                 raise invalid(message, advice)
 
-    def lines(self, job: Job, items: Iterable[tuple[AudioItem, str]]) -> Iterator[tuple[int, bytes]]:
+    def lines(self, items: Iterable[tuple[AudioItem, str]]) -> Iterator[tuple[int, bytes]]:
         """Yields the lines of a format of lines, each with the number of its items."""
         if self.dialogue_line is not None:
             for _, dialogue in groupby(items, key=lambda pair: pair[0].example_id):
                 pairs = list(dialogue)
-                yield len(pairs), self.dialogue_line(job, pairs)
+                yield len(pairs), self.dialogue_line(pairs[0][0].job, pairs)
         elif self.item_line is not None:
             for item, where in items:
-                yield 1, self.item_line(job, item, where)
+                yield 1, self.item_line(item.job, item, where)
 
     def write(self, part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, Any]]) -> None:
         """Writes the files of one part of a folder."""
@@ -197,7 +231,7 @@ class ExportFormat:
             return
         name = f"{part.split}.jsonl"
         file = files.open(name)
-        for _, line in self.lines(job, ((item, files.audio_name(name, where)) for item, where in items)):
+        for _, line in self.lines(((item, files.audio_name(name, where)) for item, where in items)):
             file.write(line)
 
 

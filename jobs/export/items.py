@@ -16,21 +16,25 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from jobs.checks import CHECKS, METERS, scores_with
-from jobs.dialogue import Dialogue, spoken_text
-from jobs.ledger.records import Artifact, Draw, ItemRow, ItemState, Job
+from jobs.dialogue import Dialogue, metadata_json, metadata_of, spoken_text
+from jobs.export.column_types import Type, widened
+from jobs.ledger.records import WORDS, Artifact, Draw, ItemRow, ItemState, Job
 from jobs.packs import ArtifactReader
 from jobs.shard_file import RawLine, ShardLines, read_raw_shard
 from jobs.store.base import ObjectStore
 from jobs.turns import reference_places
 from jobs.where import FilteredOut, Where
 from pipelines.errors import ConfigError, invalid
-from pipelines.request import Generation, SpokenRole
+from pipelines.request import Generation, SpokenRole, Word
 
 if TYPE_CHECKING:
+    from jobs.export.conversation import Turn
     from jobs.ledger import Ledger
 
 
 _decode = msgspec.json.Decoder(Dialogue).decode
+#: Reads the lines of an artifact `words`.
+read_words = msgspec.json.Decoder(tuple[Word, ...]).decode_lines
 #: Scores whose detail is the transcript of an ASR model.
 _TRANSCRIBED = ("wer", "cer")
 #: Kind of the artifact for the text that a model wrote beside its audio.
@@ -44,27 +48,41 @@ class AudioItem(msgspec.Struct, frozen=True):
     """An item with its audio."""
 
     example_id: str
-    #: Unique in the job: the example id, with the turn if several are spoken.
+    #: Unique in the dataset: the example id, with the turn if several are spoken.
     id: str
     artifact: Artifact
     #: The line as it was submitted.
     dialogue: msgspec.Raw
+    #: The job that made it.
+    job: Job
     #: Index of the message that is spoken; None: the item is the whole dialogue.
     message_index: int | None = None
     #: Index of a message -> key of its reference audio.
     references: Mapping[int, str] = {}
     #: The text that the model wrote before its audio, if it writes text.
     text_out: str | None = None
+    #: When each word and phoneme is said, in a job with `--timestamps`; phonemes only if the model knows them.
+    words: tuple[Word, ...] = ()
+    phonemes: tuple[Word, ...] = ()
     #: The draw that made its audio; None in a job without checks.
     draw: Draw | None = None
-    #: Names of the job's scores, the same for all its items.
-    score_names: tuple[str, ...] = ()
+    #: Names of the scores, the same for all items of a dataset; None: its jobs have no checks.
+    score_names: tuple[str, ...] | None = None
+    #: The types of the metadata in the dataset, for tables; the same for all its items.
+    metadata_types: Type = {}
+    #: The turns in its audio, if that is the sound of a dialogue, and the number of its channels.
+    turns: tuple[Turn, ...] = ()
+    channels: int = 1
+    #: Whether items of the dataset have `words`.
+    timed: bool = False
+    #: Whether the dataset contains several jobs. Its ids and its index are then unique in the dataset.
+    in_set: bool = False
 
     @property
     def scores(self) -> dict[str, float | None]:
         """Name -> score, for all score names of the job; None: not measured."""
         measured = {} if self.draw is None else self.draw.scores
-        return {name: measured[name].value if name in measured else None for name in self.score_names}
+        return {name: measured[name].value if name in measured else None for name in self.score_names or ()}
 
     @property
     def transcript(self) -> str | None:
@@ -73,13 +91,20 @@ class AudioItem(msgspec.Struct, frozen=True):
         return next((measured[name].detail for name in _TRANSCRIBED if name in measured), None)
 
     @property
+    def metadata(self) -> dict[str, Any]:
+        """The other columns or keys of its record, with JSON's types."""
+        return metadata_of(self.dialogue)
+
+    @property
     def seconds(self) -> float:
         return self.artifact.samples / self.artifact.sample_rate
 
     @property
     def name(self) -> str:
-        """The name of its audio in the store, without the extension: ASCII, no dot, unique in the job."""
-        return self.artifact.key.rpartition("/")[2].partition(".")[0]
+        """The name of its audio in the store, without the extension: ASCII, no dot. In a dataset of several
+        jobs it begins with the index there, so that it is unique."""
+        name = self.artifact.key.rpartition("/")[2].partition(".")[0]
+        return f"{self.artifact.index:09d}-{name.partition('-')[2]}" if self.in_set else name
 
     @property
     def extension(self) -> str:
@@ -105,7 +130,9 @@ class ItemMetadata(msgspec.Struct, frozen=True):
 
 
 def item_metadata(job: Job, item: AudioItem | RawLine) -> ItemMetadata:
-    """The metadata of an item, from its line and the job's defaults."""
+    """The metadata of an item, from its line and its job's defaults. `job`: that of the dataset, of which an
+    item in a dataset of several jobs has its own."""
+    job = item.job if isinstance(item, AudioItem) else job
     dialogue, index = _decode(item.dialogue), item.message_index
     own, defaults = dialogue.generation or Generation(), job.spec.generation
     role: SpokenRole = "assistant"
@@ -138,14 +165,27 @@ def minutes_by_voice(ledger: Ledger, store: ObjectStore, job: Job) -> dict[str, 
     return {voice: seconds[voice] / 60 for voice in sorted(seconds, key=lambda one: (-seconds[one], one))}
 
 
-#: Names of the fields that say how an item was made and what was measured. A job without checks has no
-#: `draw`, `scores` and `transcript`.
-ORIGIN = ("seed", "model", "voice", "draw", "scores", "transcript")
+#: Names of the fields that say how an item was made and what was measured. Jobs without checks have no `draw`,
+#: `scores` and `transcript`, jobs without `--timestamps` no `words`, a record without other columns or keys no
+#: `metadata`, and only datasets of several jobs have `job`.
+ORIGIN = ("seed", "model", "voice", "draw", "scores", "transcript", "words", "metadata", "job")
 
 
 def facts(job: Job, item: AudioItem) -> dict[str, Any]:
-    """All fields of an item that formats write, under their common names."""
-    known, artifact = item_metadata(job, item), item.artifact
+    """All fields of an item that formats write, under their common names; of a dialogue also those of its
+    turns."""
+    if item.turns:
+        turns = [turn.place | facts(job, turn.item) for turn in item.turns]
+        return {
+            "example_id": item.example_id,
+            "text": "\n".join(turn["text"] for turn in turns),
+            "sample_rate": item.artifact.sample_rate,
+            "samples": item.artifact.samples,
+            "duration": round(item.seconds, 6),
+            "sha256": item.artifact.sha256,
+            "turns": turns,
+        }
+    known, artifact, job = item_metadata(job, item), item.artifact, item.job
     about = {
         "example_id": item.example_id,
         "index": artifact.index,
@@ -163,10 +203,14 @@ def facts(job: Job, item: AudioItem) -> dict[str, Any]:
         "model": job.spec.model,
         "voice": known.voice,
     }
-    if job.spec.quality is not None:
+    if item.score_names is not None:
         draw = None if item.draw is None else item.draw.draw
         about |= {"draw": draw, "scores": item.scores, "transcript": item.transcript}
-    return about
+    if item.timed:
+        about["words"] = item.words
+    if metadata := metadata_json(item.dialogue):
+        about["metadata"] = metadata
+    return about | ({"job": job.id} if item.in_set else {})
 
 
 def picked(about: Mapping[str, Any], *names: str) -> dict[str, Any]:
@@ -174,19 +218,32 @@ def picked(about: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {name: about[name] for name in names if name in about}
 
 
-def score_names(ledger: Ledger, job: Job) -> tuple[str, ...]:
-    """The names of the scores of a job; those of built-in checks first.
+def score_names(*jobs: tuple[Ledger, Job]) -> tuple[str, ...] | None:
+    """The names of the scores of jobs; those of built-in checks first. None: the jobs have no checks.
 
     If a meter of another package is used, all draws are read, because the names of its scores are only known
     from them.
     """
-    quality = job.spec.quality
-    if quality is None:
-        return ()
-    names = scores_with(quality.meters) | quality.bounds.keys()
-    if quality.meters.keys() - METERS.keys():
-        names |= {name for row in ledger.draws(job.id) if row.draw.kept for name in row.draw.scores}
+    checked = [(ledger, job, job.spec.quality) for ledger, job in jobs if job.spec.quality is not None]
+    if not checked:
+        return None
+    names: set[str] = set()
+    for ledger, job, quality in checked:
+        names |= scores_with(quality.meters) | quality.bounds.keys()
+        if quality.meters.keys() - METERS.keys():
+            names |= {name for row in ledger.draws(job.id) if row.draw.kept for name in row.draw.scores}
     return (*(name for name in CHECKS if name in names), *sorted(names - CHECKS.keys()))
+
+
+def metadata_types(jobs: Iterable[tuple[Ledger, ObjectStore, Job]]) -> Type:
+    """The types of the metadata of all lines of jobs, of which one shard is in memory. Raises
+    `StoreError`."""
+    types: Type = {}
+    for ledger, store, job in jobs:
+        for place in dict.fromkeys(ledger.shard_inputs(job.id).values()):
+            for line in read_raw_shard(store, *place):
+                types = widened(types, metadata_json(line.dialogue))
+    return types
 
 
 def exported(rows: Iterable[ItemRow], *, whole: bool = False) -> Iterator[ItemRow]:
@@ -198,36 +255,56 @@ def exported(rows: Iterable[ItemRow], *, whole: bool = False) -> Iterator[ItemRo
             yield from items
 
 
+def matched(rows: Iterable[ItemRow], matching: Iterator[ItemRow]) -> Iterator[ItemRow]:
+    """Yields all rows, without their audio if they are not in `matching`. Both are in index order."""
+    found = next(matching, None)
+    for row in rows:
+        if found is not None and found.index == row.index:
+            yield row
+            found = next(matching, None)
+        else:
+            yield msgspec.structs.replace(row, artifact=None)
+
+
 def audio_items(
     ledger: Ledger,
     store: ObjectStore,
     job_id: str,
     rows: Iterable[ItemRow] | None = None,
-    names: tuple[str, ...] | None = None,
+    names: tuple[str, ...] | msgspec.UnsetType | None = msgspec.UNSET,
+    types: Type | None = None,
 ) -> Iterator[AudioItem]:
     """Yields the items with audio of a job, or of `rows`, in index order, with the lines of one shard in
-    memory at a time. `names`: the score names, if known."""
+    memory at a time. `names`: the score names of the dataset, if they are not those of the job; `types`:
+    `metadata_types`, if needed."""
     job, texts = ledger.job(job_id), ArtifactReader(store)
     lines = ShardLines(ledger, store, job_id, read_raw_shard)
-    names = score_names(ledger, job) if names is None else names
+    names = score_names((ledger, job)) if names is msgspec.UNSET else names
     for page in _pages(exported(ledger.items(job_id) if rows is None else rows)):
         indexes = [row.index for row in page]
         # Read after the items, so that all items of a running job have their draws.
         draws = ledger.draws_of(job_id, indexes) if job.spec.quality is not None else ()
         kept = {row.index: row.draw for row in draws if row.draw.kept}
         written = ledger.artifacts_of(job_id, _TEXT, indexes)
+        timed = ledger.artifacts_of(job_id, WORDS, indexes) if job.spec.timestamps is True else {}
         for row in page:
-            line, text = lines.of(row), written.get(row.index)
+            line, text, times = lines.of(row), written.get(row.index), timed.get(row.index)
+            words, *phonemes = ((),) if times is None else read_words(texts.read(times))
             yield AudioItem(
                 example_id=row.example_id,
                 id=row.id,
                 artifact=cast("Artifact", row.artifact),
                 dialogue=line.dialogue,
+                job=job,
                 message_index=line.message_index,
                 references=line.references,
                 text_out=None if text is None else texts.read(text).decode(),
+                words=words,
+                phonemes=phonemes[0] if phonemes else (),
                 draw=kept.get(row.index),
                 score_names=names,
+                metadata_types=types or {},
+                timed=job.spec.timestamps is True,
             )
 
 
@@ -336,10 +413,12 @@ class LeftOut(msgspec.Struct, frozen=True):
     pending: int = 0
     #: Whether the job was still running.
     running: bool = False
+    #: Items whose text and voice an earlier item has, if these are left out.
+    duplicates: int | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def items(self) -> int:
-        return self.without_audio + sum(out.items for out in self.filtered)
+        return self.without_audio + sum(out.items for out in self.filtered) + (self.duplicates or 0)
 
     def __str__(self) -> str:
         """A text such as `3 without audio, 120 by wer < 0.1, 14 by distillmos > 3.5 (8 without that score)`;
@@ -348,6 +427,8 @@ class LeftOut(msgspec.Struct, frozen=True):
         for out in self.filtered:
             unknown = "" if not out.without_score else f" ({out.without_score} without that score)"
             parts += [f"{out.items} by {out.condition}{unknown}"] if out.items else []
+        if self.duplicates:
+            parts.append(f"{self.duplicates} duplicates")
         return ", ".join(parts)
 
 
@@ -357,9 +438,6 @@ class Plan(msgspec.Struct, frozen=True):
     parts: tuple[Part, ...]
     #: SHA-256 over indexes, ids and audio hashes of all exported items.
     digest: str
-    #: For a running job, whose other items may get their audio during the export: a byte per index, 1 for
-    #: exported items.
-    members: bytes | None = None
     #: Items that are not exported, by reason.
     reasons: LeftOut = LeftOut()
 
@@ -367,31 +445,28 @@ class Plan(msgspec.Struct, frozen=True):
     def items(self) -> int:
         return sum(part.items for part in self.parts)
 
-    def has(self, index: int) -> bool:
-        """Whether the item with audio at this index is exported."""
-        return self.members is None or self.members[index : index + 1] == b"\1"
-
 
 def make_plan(
-    rows: Iterable[ItemRow], splits: Splits, part_bytes: int | None, *, running: bool = False
+    rows: Iterable[ItemRow], splits: Splits, part_bytes: int | None, *, whole: bool = False
 ) -> Plan:
     """Plans the export of items with audio, in index order. A part ends before its audio exceeds
-    `part_bytes`; None: one part per split. `running`: other items may get their audio from now on."""
+    `part_bytes`; None: one part per split. `whole`: a part ends with a dialogue, and may exceed `part_bytes`
+    by the rest of it."""
     #: [first index, last index, items, bytes] of each part.
     parts: dict[str, list[list[int]]] = {name: [] for name in splits.bounds}
-    digest, members = hashlib.sha256(), bytearray()
+    digest, dialogue = hashlib.sha256(), None
     for row in rows:
         artifact = cast("Artifact", row.artifact)
         digest.update(msgspec.json.encode((row.index, row.example_id, artifact.sha256)))
-        if running:
-            members += bytes(row.index - len(members)) + b"\1"
         own = parts[splits.of(row.example_id)]
-        if not own or (part_bytes is not None and own[-1][3] + artifact.bytes > part_bytes):
+        full = own and part_bytes is not None and own[-1][3] + artifact.bytes > part_bytes
+        if not own or (full and not (whole and row.example_id == dialogue)):
             own.append([row.index, row.index, 0, 0])
+        dialogue = row.example_id
         own[-1][1:] = row.index, own[-1][2] + 1, own[-1][3] + artifact.bytes
     made = [
         Part(split, number, *facts, of=len(own))
         for split, own in parts.items()
         for number, facts in enumerate(own)
     ]
-    return Plan(tuple(made), digest.hexdigest(), bytes(members) if running else None)
+    return Plan(tuple(made), digest.hexdigest())

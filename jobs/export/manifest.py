@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import msgspec
 
-from jobs.dialogue import spoken_text
+from jobs.dialogue import metadata_json, spoken_text
 from jobs.export.formats import ExportFormat
 from jobs.export.items import ORIGIN, AudioItem, audio_items, facts, item_metadata, picked
 from jobs.layout import job_manifest_key, put_numbered, shard_manifest_key
 from jobs.ledger.records import Artifact, Job
 from jobs.shard_file import ShardLine
 from jobs.store.base import ObjectInfo, ObjectStore
+from pipelines.request import Word
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
@@ -49,15 +50,25 @@ class ManifestEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     #: object.
     pack: str | None = None
     pack_offset: int | None = None
+    #: When each word is said, in a job with `--timestamps`; not in the manifests of shards.
+    words: tuple[Word, ...] = ()
+    #: The other columns or keys of the record.
+    metadata: dict[str, msgspec.Raw] = {}
 
 
 _ARTIFACT_FIELDS = tuple(name for name in ManifestEntry.__struct_fields__ if hasattr(Artifact, name))
 
 
 def _entry(
-    job: Job, example_id: str, artifact: Artifact, text: str, role: str, index: int | None
+    job: Job,
+    example_id: str,
+    artifact: Artifact,
+    text: str,
+    role: str,
+    index: int | None,
+    metadata: dict[str, msgspec.Raw],
 ) -> ManifestEntry:
-    """The entry of an audio artifact, with its text, its role and the index of its message."""
+    """The entry of an audio artifact, with its text, its role, the index of its message and its metadata."""
     return ManifestEntry(
         example_id=example_id,
         duration=round(artifact.samples / artifact.sample_rate, 6),
@@ -65,18 +76,23 @@ def _entry(
         text=text,
         role=role,
         message_index=index,
+        metadata=metadata,
         **{name: getattr(artifact, name) for name in _ARTIFACT_FIELDS},
     )
 
 
 def _item_entry(job: Job, item: AudioItem) -> ManifestEntry:
     known = item_metadata(job, item)
-    return _entry(job, item.example_id, item.artifact, known.text, known.role, known.message_index)
+    place, metadata = (known.text, known.role, known.message_index), metadata_json(item.dialogue)
+    entry = _entry(job, item.example_id, item.artifact, *place, metadata)
+    return msgspec.structs.replace(entry, words=item.words)
 
 
 def manifest_line(job: Job, item: AudioItem, where: str) -> bytes:
     """A line of an export; `key` names the audio in the store, so `where` is not used."""
-    line: dict[str, Any] = msgspec.to_builtins(_item_entry(job, item))
+    # `facts` has the metadata, which `to_builtins` cannot convert.
+    entry = msgspec.structs.replace(_item_entry(item.job, item), metadata={})
+    line: dict[str, Any] = msgspec.to_builtins(entry)
     return msgspec.json.encode(line | picked(facts(job, item), *ORIGIN)) + b"\n"
 
 
@@ -98,7 +114,8 @@ def put_shard_manifest(
     for audio in items:
         line = by_index[audio.index]
         text, index = spoken_text(line.messages), None if line.role is None else line.message_index
-        entry = _entry(job, line.example_id, audio, text, line.role or "assistant", index)
+        role = line.role or "assistant"
+        entry = _entry(job, line.example_id, audio, text, role, index, line.metadata)
         entries.append(msgspec.json.encode(entry) + b"\n")
     info = put_numbered(store, shard_manifest_key(job.id, shard_no), b"".join(entries))
     store.sync()

@@ -1,4 +1,4 @@
-"""Formats with a Parquet table and a dataset card, for Hugging Face `datasets`: with the audio in the table or
+"""Formats with a Parquet table, for Hugging Face `datasets`: with the audio in the table or
 in separate files.
 
     parquet      README.md  data/train-00000-of-00002.parquet  data/train-00001-of-00002.parquet
@@ -15,16 +15,15 @@ AudioFolder `file_name` is relative to its table.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
-from importlib import resources
-from itertools import chain, groupby
+from itertools import chain
 from typing import IO, TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from jobs.export.column_types import Type, arrow_type, feature_of, metadata_cell
 from jobs.export.files import PartFiles
 from jobs.export.formats import ExportFormat
-from jobs.export.items import AudioItem, Part, Plan, facts, picked
+from jobs.export.items import AudioItem, Part, facts, picked
 from jobs.ledger.records import Job
 
 if TYPE_CHECKING:
@@ -35,11 +34,10 @@ GROUP_ROWS = 100
 _GROUP_BYTES = 32 << 20
 #: Rows of a group in a table without the audio.
 _FOLDER_GROUP_ROWS = 10_000
-#: The hub's size categories.
-_SIZES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B")
-_REPEATED = ("role", "speaker", "language", "spec_sha", "model", "voice")
+_REPEATED = ("role", "speaker", "language", "spec_sha", "model", "voice", "job")
 _TEXTS = ("text", "example_id", "sha256", "transcript", *_REPEATED)
-#: The types of the columns other than the audio; a job without checks has no `draw` and `transcript`.
+#: The types of the columns other than the audio; jobs without checks have no `draw` and
+#: `transcript`, and only datasets of several jobs have `job`.
 _COLUMNS = {
     "text": "string",
     "example_id": "string",
@@ -56,7 +54,10 @@ _COLUMNS = {
     "voice": "string",
     "draw": "int64",
     "transcript": "string",
+    "job": "string",
 }
+#: The fields of a word in the column `words`, which a job with `--timestamps` has.
+_WORD: dict[str, Type] = {"text": "string", "start_s": "float64", "end_s": "float64"}
 
 
 def _row(job: Job, item: AudioItem) -> dict[str, Any]:
@@ -64,7 +65,12 @@ def _row(job: Job, item: AudioItem) -> dict[str, Any]:
     tables can filter by it."""
     about = facts(job, item)
     scores = {f"score_{name}": value for name, value in about.get("scores", {}).items()}
-    return picked(about, *_COLUMNS) | scores
+    row: dict[str, Any] = picked(about, *_COLUMNS) | scores
+    if item.metadata_types:
+        row["metadata"] = metadata_cell(item.metadata_types, about.get("metadata", {}))
+    if "words" in about:
+        row["words"] = [msgspec.structs.asdict(word) for word in item.words]
+    return row
 
 
 def _write_table(
@@ -81,15 +87,16 @@ def _write_table(
     from pyarrow import parquet
 
     first = next(cells)
-    # All items of a job have the same columns.
-    types = {name: _COLUMNS.get(name, "float64") for name in _row(job, first[0])}
+    # All items of a dataset have the same columns.
+    known: dict[str, Type] = {**_COLUMNS, "words": [_WORD], "metadata": first[0].metadata_types}
+    types = {name: known.get(name, "float64") for name in _row(job, first[0])}
     metadata: dict[str, bytes] | None = None
     if column.name == "audio":
         rate = first[0].artifact.sample_rate
         features: dict[str, object] = {"audio": {"sampling_rate": rate, "_type": "Audio"}}
-        features |= {name: {"dtype": dtype, "_type": "Value"} for name, dtype in types.items()}
+        features |= {name: feature_of(kind) for name, kind in types.items()}
         metadata = {"huggingface": msgspec.json.encode({"info": {"features": features}})}
-    columns = [pyarrow.field(name, pyarrow.type_for_alias(dtype)) for name, dtype in types.items()]
+    columns = [pyarrow.field(name, arrow_type(kind)) for name, kind in types.items()]
     schema = pyarrow.schema([column, *columns], metadata)
     rows: list[dict[str, Any]] = []
     size = 0
@@ -138,41 +145,14 @@ def write_audiofolder(
     _write_table(table, job, column, cells(), _FOLDER_GROUP_ROWS, compression="zstd")
 
 
-def dataset_card(job: Job, plan: Plan, files: str = "data/{}-*.parquet") -> bytes:
-    """The card of a job's dataset, from `card.md`, without empty splits, which have no files. `files`: the
-    pattern for the files of a split."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,  # noqa: S701
-    )
-    # A JSON string is valid YAML.
-    environment.filters["yaml"] = lambda text: msgspec.json.encode(text).decode()
-    environment.filters["line"] = lambda text: " ".join(text.replace("`", "'").split())
-    template = resources.files("jobs.export").joinpath("card.md").read_text(encoding="utf-8")
-    return (
-        environment.from_string(template)
-        .render(
-            job=job,
-            size=_SIZES[max(0, min(len(str(plan.items)) - 3, len(_SIZES) - 1))],
-            splits={name: list(parts) for name, parts in groupby(plan.parts, lambda part: part.split)},
-            reasons=plan.reasons,
-            spec=msgspec.json.format(msgspec.json.encode(job.spec, order="sorted"), indent=2).decode(),
-            files=files,
-        )
-        .encode()
-    )
-
-
 PARQUET = ExportFormat(
     name="parquet",
     summary="Parquet files for Hugging Face datasets",
     write_part=write_parquet,
     embeds_audio=True,
-    card=dataset_card,
+    equal=("sample rate",),
+    data_files="data/{}-*.parquet",
+    typed=True,
     library="pyarrow",
 )
 AUDIOFOLDER = ExportFormat(
@@ -180,6 +160,7 @@ AUDIOFOLDER = ExportFormat(
     summary="audio files and a table, for the loader AudioFolder of Hugging Face datasets",
     write_part=write_audiofolder,
     embeds_audio=True,
-    card=partial(dataset_card, files="data/{}/**"),
+    data_files="data/{}/**",
+    typed=True,
     library="pyarrow",
 )

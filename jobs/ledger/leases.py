@@ -273,7 +273,7 @@ def commit(sql: Transaction, ticket: Ticket, outcomes: Sequence[Outcome]) -> Com
         _COUNT,
         n_done=n_done,
         n_failed=n_failed,
-        audio_ms=sum([artifact.duration_ms for artifact in made if artifact.kind == "audio"]),
+        audio_ms=sum([artifact.duration_ms for artifact in made]),
         engine_ms=sum([outcome.engine_ms for outcome in done]) + failed_ms,
         bytes_out=sum([artifact.bytes for artifact in made]),
     )
@@ -406,7 +406,7 @@ def replace_artifact(sql: Transaction, job_id: str, artifact: Artifact, sha256: 
             sql,
             shard,
             "audio_ms = audio_ms + :audio_ms, bytes_out = bytes_out + :bytes",
-            audio_ms=artifact.duration_ms - before.duration_ms if artifact.kind == "audio" else 0,
+            audio_ms=artifact.duration_ms - before.duration_ms,
             bytes=artifact.bytes - before.bytes,
         )
     return True

@@ -127,13 +127,13 @@ def items_page(sql: Transaction, job: Job, wanted: Selection, after: int, limit:
     if not page:
         return ItemsPage([], None)
     on_page = set(page)
-    rows = sql.rows(_with_audio(page, conditions), job=job.id)
+    rows = sql.rows(_with_artifact(page, conditions, job.spec.main_kind), job=job.id)
     found = [_item(row, speaks_turns=job.speaks_turns) for row in rows if row.idx in on_page]
     return ItemsPage(found, page[-1] if len(page) == limit else None)
 
 
-def _with_audio(page: list[int], conditions: str) -> str:
-    """The statement that reads the items of a page with their audio."""
+def _with_artifact(page: list[int], conditions: str, kind: str) -> str:
+    """The statement that reads the items of a page with their artifact of a kind."""
 
     def on_page(column: str, shift: int = 0) -> str:
         # Each table needs the condition, because PostgreSQL would otherwise read all of its rows of the job
@@ -149,7 +149,7 @@ def _with_audio(page: list[int], conditions: str) -> str:
         items.turn > 0 OR COALESCE(following.turn, 0) > 0 AS several
     FROM items
     LEFT OUTER JOIN artifacts ON artifacts.job_no = items.job_no AND artifacts.idx = items.idx
-        AND artifacts.kind = 'audio' AND {on_page("artifacts.idx")}
+        AND artifacts.kind = '{kind}' AND {on_page("artifacts.idx")}
     LEFT OUTER JOIN items AS following ON following.job_no = {NUMBER} AND following.idx = items.idx + 1
         AND {on_page("following.idx", 1)}
     WHERE items.job_no = {NUMBER} AND {on_page("items.idx")}{conditions} ORDER BY items.idx
@@ -175,11 +175,13 @@ _ARTIFACT = ", ".join(
 
 
 def shard_audio(sql: Transaction, job_id: str, shard_no: int) -> list[Artifact]:
-    """The audio of one shard's items in index order, without `meta`."""
+    """The audio of one shard's items in index order, or their codes in a job of codes alone; without `meta`."""
     statement = f"""
     SELECT {_ARTIFACT} FROM shards
     JOIN items ON items.job_no = shards.job_no AND items.idx BETWEEN first_index AND last_index AND items.shard_no = shards.no
-    JOIN artifacts ON artifacts.job_no = items.job_no AND artifacts.idx = items.idx AND kind = 'audio'
+    JOIN jobs ON jobs.id = shards.job_id
+    JOIN artifacts ON artifacts.job_no = items.job_no AND artifacts.idx = items.idx
+        AND kind = CASE WHEN spec ->> 'output' = 'codes' THEN 'codes' ELSE 'audio' END
     WHERE shards.job_id = :job AND shards.no = :shard ORDER BY items.idx
     """
     return [Artifact(*row) for row in sql.rows(statement, job=job_id, shard=shard_no)]
@@ -297,7 +299,7 @@ def drawn_before(sql: Transaction, job_id: str, first: int, last: int) -> dict[i
 class _Source:
     """The joined tables of a filter, and the parameters of its conditions."""
 
-    def __init__(self, sql: Transaction, where: Where, items: str = "") -> None:
+    def __init__(self, sql: Transaction, job: Job, where: Where, items: str = "") -> None:
         """`items`: alias of the table of items if it must be the first one."""
         names = frozenset(where.names)
         self.first = items or ("measured" if where.needs_scores else "item")
@@ -313,7 +315,7 @@ class _Source:
         for name, (table, wanted) in tables.items():
             if wanted:
                 same = f"{name}.job_no = {self.first}.job_no AND {name}.idx = {self.first}.idx"
-                audio = " AND recorded.kind = 'audio'" if name == "recorded" else ""
+                audio = f" AND recorded.kind = '{job.spec.main_kind}'" if name == "recorded" else ""
                 self.tables += f" LEFT JOIN {table} AS {name} ON {same}{audio}"
 
     def sql(self, condition: Condition) -> str:
@@ -351,10 +353,10 @@ def matching_page(
     """
     dialogues = dialogues and job.speaks_turns
     if dialogues or conditions:
-        source = _Source(sql, where, "other")
+        source = _Source(sql, job, where, "other")
         first, tables, true = "items", "items", _matches(source, where, dialogues=dialogues) + conditions
     else:
-        source = _Source(sql, where)
+        source = _Source(sql, job, where)
         first, tables, true = source.first, source.tables, source.sql(where.condition)
     statement = f"""
     SELECT {first}.idx FROM {tables} WHERE {first}.job_no = {NUMBER} AND {first}.idx > :after AND {true}
@@ -378,14 +380,14 @@ def filtered_out(
     """The numbers of items with audio that a filter excludes, per condition, in the order of the conditions.
     An item counts for the first condition that is not true for it."""
     job = read_job(sql, job_id)
-    source = _Source(sql, where, "items")
+    source = _Source(sql, job, where, "items")
     cases = ""
     for number, condition in enumerate(where.conditions):
         true = source.sql(condition)
         cases += f" WHEN ({true}) IS NULL THEN {2 * number + 1} WHEN NOT ({true}) THEN {2 * number}"
     left = ""
     if dialogues and job.speaks_turns:
-        other = _Source(sql, where, "other")
+        other = _Source(sql, job, where, "other")
         other.values = source.values
         left = f" AND NOT {_matches(other, where, dialogues=True)}"
     # Sums instead of GROUP BY, for which SQLite would hold a row per item in memory.
@@ -396,7 +398,8 @@ def filtered_out(
     statement = f"""
     SELECT {sums} FROM (
         SELECT CASE {cases} END AS reason FROM {source.tables}
-        JOIN artifacts AS audio ON audio.job_no = items.job_no AND audio.idx = items.idx AND audio.kind = 'audio'
+        JOIN artifacts AS audio ON audio.job_no = items.job_no AND audio.idx = items.idx
+            AND audio.kind = '{job.spec.main_kind}'
         WHERE items.job_no = {NUMBER} AND items.state = {ITEM_STATE_NUMBERS[ItemState.DONE]}{left}
     ) AS reasons
     """

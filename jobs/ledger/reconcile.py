@@ -260,7 +260,7 @@ def _is_unreferenced(sql: Transaction, job: Row, kind: str, key: str) -> bool:
     item = sql.row(f"SELECT example_id, state FROM items WHERE {of_item}", **values)
     if index is None or item is None:
         return False
-    suffix = "txt" if kind == "text" else read_job(sql, job.id).spec.format
+    suffix = read_job(sql, job.id).spec.extension(kind)
     draw = draw_of(key, job.id, kind, index, item.example_id, suffix)
     if draw is None or sql.row(f"SELECT 1 FROM artifacts WHERE {of_item} AND key = :key", **values, key=key):
         return False

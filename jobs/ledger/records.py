@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import comb
+from typing import Literal
 
 import msgspec
 
@@ -78,6 +79,13 @@ class Reading(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     voices: dict[str, str] | None = None
     #: SHA-256 of Kaldi's `utt2spk` beside the input, if `voices` needs it.
     speakers_sha256: str | None = None
+    #: Names of the columns or keys that become metadata; None: all but those of `drop`, where `*` is all.
+    keep: list[str] | None = None
+    drop: list[str] | None = None
+
+    def keeps(self, name: str) -> bool:
+        """Whether a column or key that has no other use becomes metadata."""
+        return not {name, "*"} & {*(self.drop or ())} if self.keep is None else name in self.keep
 
 
 class FrozenVoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -125,6 +133,22 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pool: VoicePool | msgspec.UnsetType = msgspec.UNSET
     #: Sample rate of the stored audio in Hz. Unset: that of the model.
     sample_rate: int | msgspec.UnsetType = msgspec.UNSET
+    #: Whether the times of words are stored. Unset: no.
+    timestamps: bool | msgspec.UnsetType = msgspec.UNSET
+    #: What is stored. Unset: audio.
+    output: Literal["codes", "both"] | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def main_kind(self) -> str:
+        """Kind of the artifact that an item of the job is: `audio`, or `codes` in a job of codes alone."""
+        return "codes" if self.output == "codes" else "audio"
+
+    def extension(self, kind: str) -> str:
+        """The extension of the key of an artifact."""
+        if kind in ("text", WORDS):
+            return "txt" if kind == "text" else "json"
+        is_codes = kind == "codes" or (kind == QUARANTINE and self.output == "codes")
+        return "safetensors" if is_codes else self.format
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,6 +265,9 @@ class Lease:
 
 #: Kind of an artifact that is never exported: the best audio of an item of which no draw passed the checks.
 QUARANTINE = "quarantine"
+#: Kind of an artifact for the times of words: a line of JSON `[[text, start_s, end_s], ...]`, and one for the
+#: phonemes if the model knows theirs.
+WORDS = "words"
 
 
 class Artifact(msgspec.Struct, frozen=True):
@@ -248,7 +275,7 @@ class Artifact(msgspec.Struct, frozen=True):
     reads both."""
 
     index: int
-    #: `audio`, `text` or `quarantine`.
+    #: `audio`, `codes`, `text`, `words` or `quarantine`. Codes beside audio have no duration and no samples.
     kind: str
     #: In a pack: the name of the member.
     key: str
@@ -340,7 +367,7 @@ class CommitResult:
 
 
 class ItemRow(msgspec.Struct, frozen=True):
-    """An item with its audio artifact, if any."""
+    """An item with its artifact of `JobSpec.main_kind`, if any."""
 
     index: int
     example_id: str

@@ -18,7 +18,6 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.cuda_graphs import CHUNK_PRIORITY, lacks_memory
@@ -26,7 +25,7 @@ from kernels.registry import on_device
 from pipelines.codec.graphs import Codes, UtteranceGraphs
 from pipelines.codec.states import CodecState
 from pipelines.codec.transfer import PendingSamples, Samples, Sender, sent
-from pipelines.errors import ErrorCode, NightjarError, SynthesisError
+from pipelines.errors import ErrorCode, NightjarError, SynthesisError, unsupported
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +77,16 @@ class Decoder(Generic[S]):
         """Starts `decode_chunk` without waiting for its samples. If it raises a `NightjarError`, no state
         was advanced."""
         return sent(self.decode_chunk(states, codes))
+
+
+class NoDecoder(Decoder[Any]):
+    """Stands for the decoder in a pipeline that was opened for codes alone."""
+
+    def new_state(self) -> Any:
+        raise unsupported("This pipeline was opened without the decoder of its codec.", "Ask for codes.")
+
+    def decode(self, codes: Sequence[Tensor], states: Sequence[Any] | None = None) -> list[Tensor]:
+        return self.new_state()
 
 
 @dataclass(slots=True, eq=False)
@@ -520,6 +529,8 @@ class CodecStage(Generic[S]):
         gather_seconds: float = 0.0,
         gather_frames: int = 4096,
     ) -> None:
+        #: Whether it decodes at all.
+        self.decodes = not isinstance(decoder, NoDecoder)
         self._streams = StreamLane(decoder, max_batch, device)
         gathering = Gathering(gather_seconds, gather_frames, self._streams.alive)
         self._utterances: Lane[Any]
@@ -529,6 +540,13 @@ class CodecStage(Generic[S]):
             self._utterances = UtteranceLane(decoder, max_batch, device, gathering)
         #: Makes the state before the first frame of a stream.
         self.new_state = decoder.new_state
+        #: Decodes a whole utterance [frames, codebooks]: codes, `done`, and the initial state if it follows a
+        #: reference.
+        self.decode = self._utterances.put
+        #: Decodes the next frames of a stream and advances its state; chunks of one stream keep their order. If
+        #: `last`, no chunk of this stream follows, so the state may be wrong afterwards. Chunks with an earlier
+        #: `deadline` are decoded first.
+        self.decode_chunk = self._streams.put
 
     @property
     def is_backlogged(self) -> bool:
@@ -539,21 +557,6 @@ class CodecStage(Generic[S]):
     def is_current(self) -> bool:
         """Whether this is one of the stage's own threads, which call `done` and must not block."""
         return self._streams.is_current or self._utterances.is_current
-
-    def decode(self, codes: NDArray[np.int64], done: Done, start: S | None = None) -> None:
-        """Decodes a whole utterance [frames, codebooks], from the initial state `start` if it follows a
-        reference."""
-        self._utterances.put(codes, done, start)
-
-    def decode_chunk(
-        self, codes: NDArray[np.int64], done: Done, state: S, last: bool = False, deadline: float = 0.0
-    ) -> None:
-        """Decodes the next frames of a stream and advances `state`; chunks of one stream keep their order.
-
-        `last`: no chunk of this stream follows, so `state` may be wrong afterwards. Chunks with an earlier
-        `deadline` are decoded first.
-        """
-        self._streams.put(codes, done, state, last, deadline)
 
     def end(self, state: S) -> None:
         """Ends the stream of this state: no further chunk of it is decoded, and its device memory is released.

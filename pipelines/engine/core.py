@@ -18,6 +18,7 @@ from kernels.cuda_graphs import lacks_memory
 from kernels.reference import ENDED, NOT_FINITE
 from kernels.sampler import DrawFlags
 from pipelines.engine.executor import EngineOptions, FrameExecutor, FrameSettings, PendingFrames, PrefillRun
+from pipelines.engine.runaway import RunawayGuard
 from pipelines.engine.scheduler import Finish, FrameReceiver, GenerationRequest, Scheduler, Utterance
 from pipelines.engine.state import Placement
 from pipelines.engine.turns import Playback, TurnPlanner
@@ -73,6 +74,9 @@ class EngineCore:
             options.first_frames,
         )
         self.scheduler = Scheduler(executor.kv, executor.state.slots, options)
+        self._guard = (
+            RunawayGuard(executor.state.slots, options.frame_seconds) if options.runaway_guard else None
+        )
 
     @property
     def busy(self) -> bool:
@@ -227,6 +231,8 @@ class EngineCore:
                 embeddings = self.executor.embed(request.prompt)
             utterance.embeddings = embeddings if utterance.prefilled < last else None
             embedding, trailing = embeddings[last], utterance.trailing
+            if self._guard is not None:
+                self._guard.begin(utterance.slot, request.longest)
             return Placement(
                 utterance.slot,
                 utterance.pages,
@@ -317,6 +323,17 @@ class EngineCore:
                 utterance.parts.append(codes)
                 utterance.made += count
                 self.frames_made += count
+        if self._guard is not None:
+            self._end_runaways(self._guard, turn, result.codes[:, :, 0])
+
+    def _end_runaways(self, guard: RunawayGuard, turn: _Turn, codes: NDArray[np.int64]) -> None:
+        """Fails utterances of a turn that run away; codes [frames, rows] of codebook 0."""
+        rows = [row for row, (utterance, run) in enumerate(turn.batch) if utterance.run == run]
+        running = [turn.batch[row][0] for row in rows]
+        for index in guard.record([one.slot for one in running], codes[:, rows]):
+            seconds = running[index].made * self.options.frame_seconds
+            message = f"After {seconds:.1f} s the speech repeats itself, or is much longer than its text."
+            self._fail(running[index], SynthesisError(ErrorCode.SYNTH_RUNAWAY, message, "Try another seed."))
 
     def _take(self, utterance: Utterance, codes: NDArray[np.int64], flags: NDArray[np.uint8] | None) -> None:
         """Receives the frames of one utterance, up to its end; `flags`: None if none is set."""
@@ -331,7 +348,12 @@ class EngineCore:
                 return
             if flags[flag] & ENDED:
                 codes, finish = codes[:flag], "eos"
-        self._keep(utterance, codes)
+        if len(codes):
+            utterance.parts.append(codes)
+            utterance.made += len(codes)
+            self.frames_made += len(codes)
+            if utterance.playback is not None:
+                self._deliver(utterance, utterance.playback, utterance.made - utterance.delivered)
         if finish is not None:
             self._finish(utterance, finish)
 
@@ -342,18 +364,9 @@ class EngineCore:
             utterance, SynthesisError(ErrorCode.SYNTH_NAN, "The model's logits hold NaN or infinity.", advice)
         )
 
-    def _keep(self, utterance: Utterance, codes: NDArray[np.int64]) -> None:
-        """Adds frames, and delivers whole chunks of a stream. After a restart, frames that were already
-        delivered are made again, but not delivered again."""
-        if not len(codes):
-            return
-        utterance.parts.append(codes)
-        utterance.made += len(codes)
-        self.frames_made += len(codes)
-        if utterance.playback is not None:
-            self._keep_stream(utterance, utterance.playback, utterance.made - utterance.delivered)
-
-    def _keep_stream(self, utterance: Utterance, playback: Playback, fresh: int) -> None:
+    def _deliver(self, utterance: Utterance, playback: Playback, fresh: int) -> None:
+        """Delivers whole chunks of a stream. After a restart, frames that were already delivered are made again,
+        but not delivered again."""
         now = self._clock()
         if playback.awaiting:
             playback.size = self.planner.next_size(playback, now)

@@ -59,6 +59,8 @@ class EngineOptions:
     #: Sizes of a stream's chunks, and possible sizes of its first one; see `TurnPlanner`.
     chunk_frames: tuple[int, ...] = CHUNK_FRAMES
     first_frames: tuple[int, ...] = FIRST_FRAMES
+    #: Whether speech that repeats itself or does not end is ended early, see `RunawayGuard`.
+    runaway_guard: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,7 @@ class FrameModel:
         """
         return run_frame(
             self.tensors,
-            state.tensors(),
+            state.tensors,
             kv.k,
             kv.v,
             rows,

@@ -315,6 +315,8 @@ class NativeModelOptions(ModelOptions):
     #: Number of KV pages, and positions of each page.
     pages: Count | None = None
     page_size: Count = 64
+    #: Whether speech that repeats itself or is much longer than its text is ended early, with `synth.runaway`.
+    runaway_guard: bool = True
 
     def plan(
         self,
@@ -388,5 +390,6 @@ class NativeModelOptions(ModelOptions):
         self, model: FrameModel, sizes: EngineOptions, stage: CodecStage[Any], codec: str = ""
     ) -> Engine:
         """Opens the engine of a loaded model, whose codes `stage` decodes. Raises like `open_executor`."""
+        sizes = replace(sizes, runaway_guard=self.runaway_guard and not self.keep_unfinished)
         executor = open_executor(model, sizes, self.executor, self.reproducible, self.streams)
         return Engine(executor, sizes, self.waiting(model.device, sizes.slots), stage, codec)

@@ -76,6 +76,8 @@ class GenerationRequest:
     prefixes: Sequence[PromptPrefix] = ()
     #: An object of the caller, by which the request can be cancelled.
     origin: object = None
+    #: Maximum frames that its text can need, see `longest_seconds`; None: unknown.
+    longest: int | None = None
 
     @property
     def positions(self) -> int:

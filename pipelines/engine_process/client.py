@@ -213,24 +213,30 @@ class EngineProcess:
                 self._child.channel.send(message, shared)
 
     def _read(self, wanted: Wanted, recordings: Sequence[Recording]) -> None:
-        """Sends what the child wants of a recording."""
-        rate, error, shared = 0, None, list[int]()
+        """Sends what the child wants of a recording, or why that cannot be read or sent."""
+        rate, shared = 0, list[int]()
         try:
             recording = recordings[wanted.place]
             if wanted.reading is None:
-                shared.append(share(recording.data))
+                data = recording.data
             else:
                 sample_rate, channel, quality = wanted.reading
-                samples, rate = recording.read(sample_rate, channel=channel, quality=quality)
-                shared.append(share(samples))
+                data, rate = recording.read(sample_rate, channel=channel, quality=quality)
+            shared.append(share(data))
+            assert self._child is not None
+            # May need a descriptor too, and the child waits for an answer.
+            self._child.channel.send(Answer(wanted.wanted, rate), shared)
+        except ConnectionError:
+            pass  # the host's thread gets the same error and fails all requests
         except NightjarError as refused:
-            error = ErrorRecord.of(refused)
+            self._send(Answer(wanted.wanted, error=ErrorRecord.of(refused)))
         except Exception as failed:
             log.exception("a recording could not be sent")
             reason = f"The recording could not be read: {failed!r}."
-            error = ErrorRecord.of(SynthesisError(ErrorCode.SYNTH_ENGINE, reason, "See the log."))
-        self._send(Answer(wanted.wanted, rate, error), shared)
-        close_all(shared)
+            error = SynthesisError(ErrorCode.SYNTH_ENGINE, reason, "See the log.")
+            self._send(Answer(wanted.wanted, error=ErrorRecord.of(error)))
+        finally:
+            close_all(shared)
 
     def _on_request_end(self, number: int) -> None:
         """Removes a request, and cancels it in the child unless the child has ended it."""
@@ -274,8 +280,8 @@ class EngineProcess:
         """Handles a message of the child."""
         if isinstance(message, ChunkMessage):
             samples = np.frombuffer(message.samples, np.float32)
-            chunk = AudioChunk(samples, message.sample_rate, message.text)
-            _notify(self._requests.get(message.number), chunk)
+            facts = message.text, message.words, message.phonemes
+            _notify(self._requests.get(message.number), AudioChunk(samples, message.sample_rate, *facts))
         elif isinstance(message, Stats):
             self._stats = message.stats
             self.info = message.info or self.info
@@ -367,7 +373,13 @@ def _end_of(message: SpeechMessage | RequestFailed, descriptors: list[int]) -> D
     except OSError as error:
         reason = f"The speech could not be read from shared memory: {error}."
         return Failed(SynthesisError(ErrorCode.SYNTH_ENGINE, reason))
-    return Done(Speech(samples, message.sample_rate, message.text, message.text_out, message.meta))
+    facts = message.text, message.text_out, message.meta, message.words, message.phonemes
+    speech = Speech(samples, message.sample_rate, *facts)
+    codes, before = (
+        None if data is None else np.frombuffer(data, np.int16).reshape(-1, message.codebooks)
+        for data in (message.codes, message.voice_codes)
+    )
+    return Done(replace(speech, codes=codes, voice_codes=before, frame_samples=message.frame_samples))
 
 
 def _record_of(
@@ -383,9 +395,8 @@ def _record_of(
         (one.role, one.modality, one.content if isinstance(one.content, str) else None)
         for one in request.messages
     ]
-    return RequestRecord(
-        request.request_id, tuple(messages), request.generation, request.seed, request.text_open
-    ), recordings
+    settings = request.generation, request.seed, request.text_open, request.timestamps, request.output
+    return RequestRecord(request.request_id, tuple(messages), *settings), recordings
 
 
 def _unsendable(error: ValueError | OverflowError) -> InputError:

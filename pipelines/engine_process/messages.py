@@ -19,8 +19,10 @@ from pipelines.request import (
     EngineStats,
     Generation,
     Modality,
+    Output,
     PreparedRequest,
     Role,
+    Word,
 )
 
 #: Arguments of `Recording.read`: the sample rate, the channel and the quality.
@@ -36,6 +38,8 @@ class RequestRecord(msgspec.Struct, frozen=True, tag=True):
     generation: Generation
     seed: int
     text_open: bool
+    timestamps: bool
+    output: Output = "audio"
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
@@ -126,6 +130,13 @@ class SpeechMessage(msgspec.Struct, frozen=True, tag=True):
     text: str
     text_out: str | None
     meta: dict[str, Any]
+    words: tuple[Word, ...]
+    phonemes: tuple[Word, ...]
+    #: The codes and voice codes as bytes of int16 with `codebooks` in a frame, and the samples of a frame.
+    codes: bytes | None = None
+    voice_codes: bytes | None = None
+    codebooks: int = 1
+    frame_samples: int = 0
 
 
 class RequestFailed(msgspec.Struct, frozen=True, tag=True):
@@ -142,6 +153,8 @@ class ChunkMessage(msgspec.Struct, frozen=True, tag=True):
     samples: bytes
     sample_rate: int
     text: str
+    words: tuple[Word, ...]
+    phonemes: tuple[Word, ...]
 
 
 class Stats(msgspec.Struct, frozen=True, tag=True):

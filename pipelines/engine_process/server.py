@@ -224,7 +224,8 @@ class EngineServer:
             Message(role, kind, next(left) if content is None else content)
             for role, kind, content in record.messages
         )
-        return SynthesisRequest(record.request_id, messages, record.generation, record.seed, record.text_open)
+        settings = record.generation, record.seed, record.text_open, record.timestamps, record.output
+        return SynthesisRequest(record.request_id, messages, *settings)
 
     def _ask(self, number: int, place: int, reading: Reading | None) -> Received[Answer]:
         """Asks the client for a recording of a request, and waits for the answer. The process ends with the
@@ -352,10 +353,24 @@ def _message_of(number: int, event: Event) -> ToClient:
     """The message of an event; the samples of a `Done` are not in it."""
     if isinstance(event, AudioChunk):
         samples = np.ascontiguousarray(event.samples, np.float32).tobytes()
-        return ChunkMessage(number, samples, event.sample_rate, event.text)
+        return ChunkMessage(number, samples, event.sample_rate, event.text, event.words, event.phonemes)
     if isinstance(event, Done):
         speech = event.speech
-        return SpeechMessage(number, speech.sample_rate, speech.text, speech.text_out, speech.meta)
+        facts = speech.text, speech.text_out, speech.meta, speech.words, speech.phonemes
+        message = SpeechMessage(number, speech.sample_rate, *facts)
+        if speech.codes is None:
+            return message
+        codes, before = (
+            None if one is None else np.ascontiguousarray(one, np.int16).tobytes()
+            for one in (speech.codes, speech.voice_codes)
+        )
+        return msgspec.structs.replace(
+            message,
+            codes=codes,
+            voice_codes=before,
+            codebooks=speech.codes.shape[1],
+            frame_samples=speech.frame_samples,
+        )
     return RequestFailed(number, ErrorRecord.of(event.error))
 
 

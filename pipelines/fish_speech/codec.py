@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 STEM_KERNEL, HEAD_KERNEL = 7, 3
 #: Tensors that are not needed: buffers of older files of the codec, and tensors for its training.
 _UNUSED = ("*freqs_cis*", "*causal_mask*", "*cluster_size*", "discriminator*")
+#: Tensors of the decoder alone.
+_OF_DECODER = ("decoder.*", "quantizer.post_module.*", "quantizer.upsample.*")
 _SNAKE_EPS = 1e-9
 
 
@@ -349,9 +351,9 @@ class CodecDecoder(CausalDecoder):
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """The decoder and the encoder of the codec."""
+    """The decoder and the encoder of the codec; the decoder is None if it is not needed."""
 
-    decoder: CodecDecoder
+    decoder: CodecDecoder | None
     encoder: CodecEncoder
 
 
@@ -360,15 +362,18 @@ def load_codec(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     reproducible: bool = False,
+    decodes: bool = True,
 ) -> Codec:
-    """Loads the folder's codec. The decoder runs in `dtype`, the encoder in float32; `reproducible`: see
+    """Loads the folder's codec, its decoder only with `decodes`. The decoder runs in `dtype`, the encoder in float32; `reproducible`: see
     `CausalDecoder`.
 
     Raises `ModelError` (`model.bad_checkpoint`) that names the wrong tensor or file.
     """
     table = open_codec(config.folder)
-    codec = codec_from(config.codec, table, torch.device(device), dtype, reproducible=reproducible)
-    table.ignore(*_UNUSED)
+    codec = codec_from(
+        config.codec, table, torch.device(device), dtype, reproducible=reproducible, decodes=decodes
+    )
+    table.ignore(*_UNUSED, *([] if decodes else _OF_DECODER))
     # Older files of the codec have more tensors.
     if extra := table.left():
         log.warning("%s has tensors that the codec does not use: %s", table.place, shown(extra))
@@ -382,6 +387,7 @@ def codec_from(
     dtype: torch.dtype,
     fused: bool | None = None,
     reproducible: bool = False,
+    decodes: bool = True,
 ) -> Codec:
     """Builds the codec from any source of tensors; `fused`, `reproducible`: see `CodecDecoder`. Raises as the
     source does."""
@@ -391,5 +397,7 @@ def codec_from(
         *(f"quantizer.quantizers.{i}." for i in range(config.residual_codebooks)),
     ]
     codebooks = [Codebook(load.at(place), config, size) for place, size in zip(places, config.codes)]
-    decoder = CodecDecoder(config, source, codebooks, device, dtype, fused, reproducible)
+    decoder = None
+    if decodes:
+        decoder = CodecDecoder(config, source, codebooks, device, dtype, fused, reproducible)
     return Codec(decoder, CodecEncoder(config, source, codebooks, device))

@@ -16,6 +16,7 @@ from pipelines.nn.config_keys import (
     Sizes,
     StackConfig,
     Whole,
+    codec_identity,
     revision,
 )
 from pipelines.recording import read_recording
@@ -211,6 +212,7 @@ CAPABILITIES = Capabilities(
     needs_reference_text=True,
     references=MAX_REFERENCES,
     streaming=True,
+    codes=True,
     max_text_characters=20_000,
 )
 _SUFFIXES = (".json", ".safetensors", ".pth")
@@ -230,4 +232,7 @@ def describe(folder: Path) -> ModelCard:
         engines=("native", "vllm"),
         seconds_per_character=0.067,  # English read speech, for estimates
         check_reference=read_recording,
+        codec=lambda: codec_identity(
+            "fish-s2", [folder / CODEC_WEIGHTS], config.codec.samples_per_frame, config.sample_rate
+        ),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -45,6 +46,8 @@ def plan_sizes(
     stacks = [config.slow, config.fast]
     check_executor(device, options.executor, options.reproducible, options.page_size, stacks)
     needs = memory_needs(config, dtype, options.page_size)
+    if not options.decodes:
+        needs = replace(needs, decoded_frame=1)
     return options.plan(
         needs, device, config.slow.max_positions, _CONTEXT, frame_seconds=1 / config.frames_per_second
     )

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from pipelines.codec.decoder import CodecState
-from pipelines.codec.stage import CodecStage
+from pipelines.codec.stage import CodecStage, NoDecoder
 from pipelines.engine.opening import NativeModelOptions, explain_oom
 from pipelines.errors import ErrorCode, InputError, NightjarError, unsupported
 from pipelines.fish_speech.codec import Codec, CodecDecoder, ReferenceEncoder, load_codec
@@ -37,6 +37,7 @@ from pipelines.results import (
     Receiver,
     RequestInfo,
     SpeechPipeline,
+    StageDecoder,
     Streamer,
     Utterance,
     no_audio,
@@ -211,8 +212,7 @@ def open_pipeline(folder: Path, **options: Any) -> FishPipeline:
     config = FishConfig.from_folder(folder)
     sizes = plan_sizes(config, chosen, device, dtype) if native else None
     vocabulary = Vocabulary.from_folder(config)
-    codec_dtype = chosen.codec_dtype or (chosen.dtype if native else None)
-    codec = load_codec(config, device, precision(codec_dtype, device), chosen.reproducible)
+    codec = _codec(config, chosen, device, chosen.decodes)
     stage = open_stage(codec.decoder, sizes.decode_frames if sizes else None)
     if isinstance(chosen, NativeModelOptions):
         assert sizes is not None
@@ -227,6 +227,22 @@ def open_pipeline(folder: Path, **options: Any) -> FishPipeline:
 
         host = VllmHost(model_spec(config, chosen.share_prefixes), chosen)
     return FishPipeline(config, vocabulary, codec, host, stage, keep_unfinished=chosen.keep_unfinished)
+
+
+def open_decoder(folder: Path, **options: Any) -> StageDecoder[CodecState]:
+    """Loads the decoder of a checkpoint's codec alone, with the options of `open_pipeline`; raises like it."""
+    chosen = read_model_options(options, NativeModelOptions, FishOptions)
+    config = FishConfig.from_folder(folder)
+    codec = _codec(config, chosen, open_device(chosen.device, chosen.threads), decodes=True)
+    return StageDecoder(open_stage(codec.decoder), config.sample_rate)
+
+
+def _codec(
+    config: FishConfig, chosen: NativeModelOptions | FishOptions, device: torch.device, decodes: bool
+) -> Codec:
+    native = isinstance(chosen, NativeModelOptions)
+    dtype = chosen.codec_dtype or (chosen.dtype if native else None)
+    return load_codec(config, device, precision(dtype, device), chosen.reproducible, decodes)
 
 
 class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
@@ -251,8 +267,11 @@ class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
         self.capabilities = CAPABILITIES
         self._keep_unfinished = keep_unfinished
         self._context = host.info.max_context
-        info, codec_dtype = host.info, type_name(codec.decoder.dtype)
-        self._meta: Meta = {"engine": info.engine, "dtype": info.dtype, "codec_dtype": codec_dtype}
+        self.frame_samples = config.codec.samples_per_frame
+        info = host.info
+        self._meta: Meta = {"engine": info.engine, "dtype": info.dtype}
+        if codec.decoder is not None:
+            self._meta["codec_dtype"] = type_name(codec.decoder.dtype)
         if info.engine == "native":
             self._meta["executor"] = info.executor
         super().__init__(host, stage, FishStreamer, FishUtterance, cuts_chunks=info.engine == "native")
@@ -290,8 +309,10 @@ class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
         check_room(positions, self._context, self._context - positions, "a larger max_context")
 
 
-def open_stage(decoder: CodecDecoder, decode_frames: int | None = None) -> CodecStage[CodecState]:
-    """Opens the codec's stage; on a GPU utterances are gathered into batches of up to `decode_frames` frames."""
+def open_stage(decoder: CodecDecoder | None, decode_frames: int | None = None) -> CodecStage[CodecState]:
+    """Opens the codec's stage; without a decoder it only stands for one. On a GPU utterances are gathered into batches of up to `decode_frames` frames."""
+    if decoder is None:
+        return CodecStage(NoDecoder())
     decoder.batch_frames = decode_frames or decoder.batch_frames
     if decoder.device.type == "cpu":
         return CodecStage(decoder)

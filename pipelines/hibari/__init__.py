@@ -13,7 +13,9 @@ from pipelines.request import Capabilities
 SAMPLE_RATE = 24_000
 #: An ASCII text that contains one of these characters can be read aloud.
 _SPOKEN = re.compile("[A-Za-z0-9]")
-CAPABILITIES = Capabilities(voices=("heart",), languages=("English",), streaming=True, sampling=False)
+CAPABILITIES = Capabilities(
+    voices=("heart",), languages=("English",), streaming=True, sampling=False, word_times="exact"
+)
 
 
 def describe() -> ModelCard:

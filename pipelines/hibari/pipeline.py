@@ -8,18 +8,18 @@ import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from hibari import Hibari
-from numpy.typing import NDArray
 
 from pipelines.audio import PEAK_LIMIT, normalize_loudness, peak
 from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
 from pipelines.hibari import CAPABILITIES, SAMPLE_RATE
 from pipelines.hibari.text import EnglishReader, check_pronounceable
+from pipelines.hibari.times import TimedVoice
 from pipelines.options import Count, read_options
 from pipelines.request import (
     AnyRequest,
@@ -67,6 +67,8 @@ class Utterance:
     stream: bool = False
     #: Phoneme ids, one list for each piece of speech. A stream's text is read when the next list is requested.
     pieces: Iterator[list[int]] = iter(())  # noqa: RUF009  # empty, so it can be shared
+    #: The word of each phoneme, as `EnglishReader.pieces` gives them; None: the times are not wanted.
+    owners: deque[int] | None = None
     #: Its number in the order of arrival.
     arrival: int = 0
     begun: bool = False
@@ -77,13 +79,13 @@ class Utterance:
     deadline: float = 0.0
     _generator: np.random.Generator = field(init=False)
     #: Audio that was made and not yet sent.
-    _parts: list[NDArray[np.float32]] = field(default_factory=list[NDArray[np.float32]])
+    _parts: list[AudioChunk] = field(default_factory=list[AudioChunk])
     _audible: bool = False
 
     def __post_init__(self) -> None:
         self._generator = np.random.default_rng(self.request.seed)
 
-    def advance(self, voice: Hibari) -> bool:
+    def advance(self, voice: TimedVoice) -> bool:
         """Makes the speech of the next piece; False if there is none.
 
         Raises `InputError` for text that the voice cannot read, and for speech longer than `max_seconds`.
@@ -92,21 +94,26 @@ class Utterance:
         piece = next(self.pieces, None)
         if piece is None:
             return False
-        samples = voice.from_ids(piece, 1.0, self._generator)
+        begin = self.samples / SAMPLE_RATE
+        samples, spans = voice.timed(piece, 1.0, self._generator)
         self.samples += len(samples)
         limit = self.request.generation.max_seconds
         if limit is not None and self.samples > limit * SAMPLE_RATE:
             message = f"The speech is longer than max_seconds ({limit:g})."
             raise InputError(ErrorCode.INPUT_TOO_LONG, message, "Shorten the text or raise the limit.")
         if len(samples):
-            self._parts.append(samples)
+            part = AudioChunk(samples, SAMPLE_RATE)
+            if self.owners is not None:
+                words, phonemes = voice.words(piece, begin + spans, self.owners, self.text.split())
+                part = replace(part, words=words, phonemes=phonemes)
+            self._parts.append(part)
             self._audible = self._audible or peak(samples) >= _SILENT_PEAK
         # Nothing is sent before audible speech, so that a text without speech fails without a sound.
         while self.stream and self._audible and self._parts:
             part = self._parts.pop(0)
-            gain = min(STREAM_GAIN, np.float32(PEAK_LIMIT / max(peak(part), 1e-6)))
-            self.send(AudioChunk(part * gain, SAMPLE_RATE))
-            self.deadline = max(self.deadline, time.monotonic()) + len(part) / SAMPLE_RATE
+            gain = min(STREAM_GAIN, np.float32(PEAK_LIMIT / max(peak(part.samples), 1e-6)))
+            self.send(replace(part, samples=part.samples * gain))
+            self.deadline = max(self.deadline, time.monotonic()) + len(part.samples) / SAMPLE_RATE
         return True
 
     def finish(self) -> Speech:
@@ -114,13 +121,16 @@ class Utterance:
         speech is audible."""
         samples, lufs, more = np.zeros(0, np.float32), 0.0, dict[str, float]()
         if self._audible and not self.stream:
-            samples, lufs = normalize_loudness(np.concatenate(self._parts), SAMPLE_RATE)
+            samples = np.concatenate([part.samples for part in self._parts])
+            samples, lufs = normalize_loudness(samples, SAMPLE_RATE)
             more = {"loudness_lufs": round(lufs, 2)}
         if not self._audible or lufs == -math.inf:
             message = "The voice made no audible speech from this text."
             raise SynthesisError(ErrorCode.SYNTH_SILENT, message, "Check the text.")
         meta = {"frames": self.samples // SAMPLES_PER_FRAME, "finish_reason": "stop", **more}
-        return Speech(samples, SAMPLE_RATE, self.text, meta=meta)
+        words = tuple(word for part in self._parts for word in part.words)
+        phonemes = tuple(phoneme for part in self._parts for phoneme in part.phonemes)
+        return Speech(samples, SAMPLE_RATE, self.text, meta=meta, words=words, phonemes=phonemes)
 
     def priority(self, now: float) -> tuple[int, float, int]:
         """The priority of its next piece; the smallest value is first.
@@ -192,12 +202,13 @@ class HibariPipeline:
         assert isinstance(request, SynthesisRequest), "the voice has no frontend"
         text = speech_task(request.messages, request.generation, CAPABILITIES, request.seed).text
         listener = Listener(on_event, lambda done: None if done else self._ended(utterance))
-        utterance = Utterance(request, text, listener, stream)
+        owners = deque[int]() if request.timestamps else None
+        utterance = Utterance(request, text, listener, stream, owners=owners)
         if stream:
             check_pronounceable(text)
-            utterance.pieces = self._reader.pieces(text, lambda: self._is_over(utterance))
+            utterance.pieces = self._reader.pieces(text, lambda: self._is_over(utterance), owners)
         else:
-            utterance.pieces = iter(list(self._reader.pieces(text, lambda: self._closed)))
+            utterance.pieces = iter(list(self._reader.pieces(text, lambda: self._closed, owners)))
         with self._changed:
             if not stream:
                 self._changed.wait_for(

@@ -6,20 +6,22 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from itertools import islice, repeat
 from pathlib import Path
 
-from hibari import Hibari
 from hibari.g2p import G2P, SUBTOKEN_JUNKS, SYMBOL_PHONEMES, oov
 from hibari.g2p.lexicon import CONSONANTS, CURRENCIES, VOWELS
 from hibari.g2p.lexicon import SYMBOLS as LEXICON_SYMBOLS
-from hibari.g2p.normalize import CURRENCY_WORDS, SYMBOLS
+from hibari.g2p.normalize import CURRENCY_WORDS, SYMBOLS, normalize
 from hibari.g2p.token import Tok
 from hibari.g2p.tokenize import Tokenizer
 from hibari.tts import MAX_PHONEMES
 
 from pipelines.errors import ErrorCode, InputError
+from pipelines.hibari.times import TimedVoice, read_as
 
 # "ɐ" is the vowel of the article "a", which the lexicon has in neither set.
 _PHONES = VOWELS | CONSONANTS | {"ɐ"}
@@ -67,6 +69,19 @@ class BoundedG2P(G2P):
     def __init__(self, words: Callable[[str], str | None]) -> None:
         super().__init__(words)
         self.tokenizer = BoundedTokenizer(self.tokenizer.special)
+        #: The words that are read for a text, with their phonemes. The last ones are kept, because the times of
+        #: words need them after the phonemes.
+        self.tokens = lru_cache(maxsize=32)(self._tokens_of)
+
+    def __call__(self, text: str, normalize_text: bool = True) -> str:
+        """The phonemes of a text, with a space where the text has one."""
+        assert normalize_text, "the voice always reads numbers and signs as words"
+        return "".join(
+            (tok.phonemes or "") + (" " if tok.whitespace else "") for tok in self.tokens(text)
+        ).strip()
+
+    def _tokens_of(self, text: str) -> list[Tok]:
+        return self.phonemize_tokens(self.tokenize(normalize(text)))
 
     @staticmethod
     def retokenize(tokens: list[Tok]) -> list[Tok | list[Tok]]:
@@ -109,10 +124,16 @@ class EnglishReader:
 
     def __init__(self) -> None:
         words = oov.OOV()
+        self._g2p = BoundedG2P(_in_pieces(words, words.maxlen))
         #: The loaded voice; its `from_ids` makes the speech of `pieces`.
-        self.voice = Hibari(g2p=BoundedG2P(_in_pieces(words, words.maxlen)))
+        self.voice = TimedVoice(self._g2p)
 
-    def pieces(self, text: str, is_stopped: Callable[[], bool] = lambda: False) -> Iterator[list[int]]:
+    def pieces(
+        self,
+        text: str,
+        is_stopped: Callable[[], bool] = lambda: False,
+        owners: deque[int] | None = None,
+    ) -> Iterator[list[int]]:
         """Yields the phoneme ids of each piece of speech, in order, with the silences that the model expects
         around a piece. Each sentence is read when its first piece is requested.
 
@@ -120,13 +141,18 @@ class EnglishReader:
         be pronounced. Raises `InputError`: `input.unpronounceable` for text without pronounceable English or
         with a letter or sign that the voice cannot read, `input.too_long` for a text that is too long once
         its signs are written out.
+
+        `owners`: gets, for each id of the pieces other than the space, the index of its word in `text.split()`.
         """
         held: list[str] = []
         pronounced = False
+        written = (number for number, word in enumerate(text.split()) for _ in readable(word).split())
         for sentence in self.voice.split_sentences(readable(text)):
             if is_stopped():
                 return
             held += self._phonemes(sentence)
+            if owners is not None:
+                owners += self._owners(sentence, written)
             pronounced = pronounced or any(phoneme in _PHONES for chunk in held for phoneme in chunk)
             if pronounced:
                 yield from map(self.voice.ids, held)
@@ -141,6 +167,25 @@ class EnglishReader:
             # The grapheme model fails with bare IndexError, ValueError and others on numbers it has no words
             # for.
             raise _unpronounceable(f"The voice cannot read this text ({error}).") from error
+
+    def _owners(self, sentence: str, written: Iterator[int]) -> Iterator[int]:
+        """For each phoneme of a sentence, the index of its word. `written`: the indexes of the words that
+        follow in the text."""
+        words = sentence.split()
+        own = list(islice(written, len(words)))
+        read: list[str] = []
+        sounds: list[int] = []
+        for part in self.voice.split_sentences(sentence):
+            is_new = True
+            for token in self._g2p.tokens(part):
+                if is_new:
+                    read.append("")
+                    sounds.append(0)
+                read[-1] += token.text
+                sounds[-1] += sum(one in self.voice.vocab and one != " " for one in token.phonemes or "")
+                is_new = bool(token.whitespace)
+        for place, count in zip(read_as(words, read), sounds, strict=True):
+            yield from repeat(own[place], count)
 
 
 def check_pronounceable(text: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_type_hints
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_type_hints
 import msgspec
 
 from pipelines.errors import ErrorCode, ModelError
+from pipelines.request import CodecIdentity
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -192,6 +193,20 @@ def revision(folder: Path, suffixes: Sequence[str]) -> str:
                 file.seek(probe * size // _PROBES)
                 digest.update(file.read(_PROBE_BYTES))
     return digest.hexdigest()[:16]
+
+
+def codec_identity(name: str, paths: Iterable[Path], frame_samples: int, sample_rate: int) -> CodecIdentity:
+    """The identity of a codec: the SHA-256 of its file; of several, that of their digests. Raises `ModelError`
+    (`model.bad_checkpoint`)."""
+    digests: list[str] = []
+    for path in sorted(paths):
+        try:
+            with path.open("rb") as file:
+                digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+        except OSError as error:
+            raise bad_checkpoint(f"{path} cannot be read: {error}.") from error
+    sha256 = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+    return CodecIdentity(name, sha256, sample_rate / frame_samples, sample_rate)
 
 
 def read_table(path: Path) -> dict[str, Any]:

@@ -203,10 +203,10 @@ def _code_table(config: CodecDecoderConfig, load: Loader) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """Both halves of the 12 Hz codec; `encoder` is None if it is not needed."""
+    """Both halves of the 12 Hz codec; each is None if it is not needed."""
 
     config: CodecConfig
-    decoder: CodecDecoder
+    decoder: CodecDecoder | None
     encoder: CodecEncoder | None
 
 
@@ -231,8 +231,9 @@ def load_codec(
     reproducible: bool = False,
     fused_front: bool = False,
     encodes: bool = True,
+    decodes: bool = True,
 ) -> Codec:
-    """Loads a `speech_tokenizer` folder; with `encodes` also its encoder.
+    """Loads a `speech_tokenizer` folder: with `encodes` its encoder, with `decodes` its decoder.
 
     The decoder runs in `dtype`; the encoder always in float32, because a rounding error can change a code.
 
@@ -241,14 +242,16 @@ def load_codec(
     """
     config = CodecConfig.load(folder)
     with Checkpoint.open(folder) as checkpoint:
-        decoder = CodecDecoder(
-            config.decoder, checkpoint, device, dtype, reproducible=reproducible, fused_front=fused_front
-        )
-        encoder = None
+        decoder = encoder = None
+        if decodes:
+            decoder = CodecDecoder(
+                config.decoder, checkpoint, device, dtype, reproducible=reproducible, fused_front=fused_front
+            )
         if encodes:
             from pipelines.qwen3_tts.speaker import CodecEncoder  # takes seconds to import
 
             encoder = CodecEncoder(config, checkpoint, device)
-        checkpoint.ignore("*rotary_emb*", *([] if encodes else ["encoder.*"]))
+        unused = [] if encodes else ["encoder.*"]
+        checkpoint.ignore("*rotary_emb*", *unused, *([] if decodes else ["decoder.*"]))
         checkpoint.finish()
     return Codec(config, decoder, encoder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,11 +18,12 @@ from pipelines.nn.config_keys import (
     Sizes,
     StackConfig,
     Whole,
+    codec_identity,
     revision,
 )
 from pipelines.recording import read_recording
 from pipelines.registry import ModelCard
-from pipelines.request import Capabilities
+from pipelines.request import Capabilities, CodecIdentity
 
 CheckpointType = Literal["base", "custom_voice", "voice_design"]
 TOKENIZER = "qwen3_tts_tokenizer_12hz"
@@ -295,7 +297,15 @@ def describe(folder: Path) -> ModelCard:
         seconds_per_character=0.067,  # English read speech, for estimates
         executors=("eager", "graph", "megakernel"),
         check_reference=read_recording,
+        codec=partial(codec_of, folder / "speech_tokenizer"),
     )
+
+
+def codec_of(folder: Path) -> CodecIdentity:
+    """The identity of a codec. Raises `ModelError` (`model.bad_checkpoint`)."""
+    config = CodecConfig.load(folder)
+    sizes = config.decoder.samples_per_frame, config.output_sample_rate
+    return codec_identity("qwen3-tts-12hz", folder.glob("*.safetensors"), *sizes)
 
 
 def capabilities(config: Qwen3TTSConfig) -> Capabilities:
@@ -307,4 +317,5 @@ def capabilities(config: Qwen3TTSConfig) -> Capabilities:
         needs_reference=config.clones,
         instruct=config.takes_instructions,
         streaming=True,
+        codes=True,
     )

@@ -17,7 +17,7 @@ from kernels.lm_persistent import PREDICTORS, TALKERS
 from kernels.registry import on_device
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.graphs import stream_bytes, utterance_bytes
-from pipelines.codec.stage import CodecStage
+from pipelines.codec.stage import CodecStage, NoDecoder
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.opening import MemoryNeeds, NativeModelOptions, may_be_persistent
 from pipelines.errors import ConfigError, SynthesisError
@@ -74,11 +74,14 @@ def plan_sizes(
         Checkpoint.open(config.folder) as model,
         Checkpoint.open(config.folder / "speech_tokenizer") as codec,
     ):
-        taken = model.values() * dtype.itemsize + codec.values() * codec_dtype.itemsize
-    state, packed, streams = 0, 0, bool(options.streams)
+        taken = model.values() * dtype.itemsize
+        if options.decodes or config.clones:
+            taken += codec.values() * codec_dtype.itemsize
+    state, packed, streams = 0, 0, bool(options.streams and options.decodes)
     if device.type == "cuda":
         decoder = CodecConfig.load(config.folder / "speech_tokenizer").decoder
-        graphs, state = codec_needs(decoder, codec_dtype, streams, options.codec_rows)
+        rows = options.codec_rows if options.decodes else 0
+        graphs, state = codec_needs(decoder, codec_dtype, streams, rows)
         taken += graphs + (VOICE_BYTES if config.clones else 0)
         packed = packed_needs(config, dtype)
         if packed and not may_be_persistent(options.executor, options.reproducible, streams, device):
@@ -112,8 +115,12 @@ def engine_options(
     """
     positions = options.positions(config.talker.max_positions)
     needs = memory_needs(config, dtype, options.page_size, positions, taken)
+    frame = needs.decoded_frame if options.decodes else 1
     return options.plan(
-        replace(needs, slot=needs.slot + state), device, config.talker.max_positions, wide=wide
+        replace(needs, slot=needs.slot + state, decoded_frame=frame),
+        device,
+        config.talker.max_positions,
+        wide=wide,
     )
 
 
@@ -174,32 +181,35 @@ def packed_needs(config: Qwen3TTSConfig, dtype: torch.dtype) -> int:
     return values * dtype.itemsize
 
 
-def start_warming(decoder: CodecDecoder, clones: bool = False) -> Callable[[], None]:
+def start_warming(decoder: CodecDecoder | None, clones: bool = False) -> Callable[[], None]:
     """Warms the codec's decoder on a GPU while other parts of the model are opened. Returns a function that
     waits until that is done."""
 
     def warm() -> None:
         """Only logs errors, since they occur again when speech is decoded."""
         try:
+            assert decoder is not None
             with on_device(decoder.device), torch.cuda.stream(torch.cuda.Stream(decoder.device)):
                 decoder.warm(clones)
                 torch.cuda.current_stream().synchronize()
         except Exception:
             log.warning("the codec could not be warmed up", exc_info=True)
 
-    thread = threading.Thread(target=warm, name="codec-warming", daemon=True)
-    if decoder.device.type == "cpu":
+    if decoder is None or decoder.device.type == "cpu":
         return lambda: None
+    thread = threading.Thread(target=warm, name="codec-warming", daemon=True)
     thread.start()
     return thread.join
 
 
 def open_stage(
-    decoder: CodecDecoder, decode_frames: int | None = None, streams: bool = False
+    decoder: CodecDecoder | None, decode_frames: int | None = None, streams: bool = False
 ) -> CodecStage[CodecState]:
-    """Opens the codec's stage. On a GPU it gathers utterances into batches of up to `decode_frames` frames, or
+    """Opens the codec's stage; without a decoder it only stands for one. On a GPU it gathers utterances into batches of up to `decode_frames` frames, or
     decodes them as a continuous batch if the decoder was prepared for one. `streams`: whether there can be
     streams."""
+    if decoder is None:
+        return CodecStage(NoDecoder())
     decoder.batch_frames = decode_frames or decoder.batch_frames
     if decoder.device.type == "cpu":
         return CodecStage(decoder)

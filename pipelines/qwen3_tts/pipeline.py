@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
+from pipelines.duration import longest_seconds
 from pipelines.engine.core import Finish
 from pipelines.engine.engine import Engine
 from pipelines.engine.opening import check_executor, explain_oom
@@ -52,7 +53,15 @@ from pipelines.request import (
     TextPieces,
     check_start,
 )
-from pipelines.results import FinishedCodes, Meta, RequestInfo, SpeechPipeline, Streamer, no_audio
+from pipelines.results import (
+    FinishedCodes,
+    Meta,
+    RequestInfo,
+    SpeechPipeline,
+    StageDecoder,
+    Streamer,
+    no_audio,
+)
 from pipelines.validation import MAX_TOP_K, bounded, check_room, frames_within, or_default
 
 if TYPE_CHECKING:
@@ -67,13 +76,15 @@ class FrameRequestInfo(RequestInfo[CodecState]):
     start: CodecState | None = None
     #: Seconds of speech in a frame.
     frame_seconds: float = 0.08
+    #: The codes of that reference, int64 [frames, codebooks].
+    voice_codes: NDArray[np.int64] | None = None
 
     def read(self, codes: NDArray[np.int64], finish: Finish) -> FinishedCodes[CodecState]:
         """See `RequestInfo.read`; codes: [frames, codebooks]."""
         self.check_end(finish, len(codes))
         if not len(codes):
             raise no_audio("The model ended the speech before its first frame.")
-        return FinishedCodes(codes, finish, self.start)
+        return FinishedCodes(codes, finish, self.start, voice_codes=self.voice_codes)
 
 
 class FrameStreamer(Streamer[CodecState]):
@@ -117,6 +128,19 @@ def open_pipeline(folder: Path, **options: Any) -> Qwen3TTSPipeline:
     return Qwen3TTSPipeline(folder, read_options(PipelineOptions, options))
 
 
+def open_decoder(folder: Path, **options: Any) -> StageDecoder[CodecState]:
+    """Loads the decoder of a checkpoint's codec alone, with the options of `open_pipeline`; raises like it."""
+    chosen = read_options(PipelineOptions, options)
+    device = open_device(chosen.device, chosen.threads)
+    dtype, rows = precision(chosen.codec_dtype or chosen.dtype, device), chosen.codec_rows
+    fused = fuses_front(device, dtype, chosen.reproducible, rows)
+    codec = load_codec(folder / "speech_tokenizer", device, dtype, chosen.reproducible, fused, encodes=False)
+    decoder = codec.decoder
+    assert decoder is not None
+    decoder.prepare_utterances(rows)
+    return StageDecoder(open_stage(decoder), codec.config.output_sample_rate, decoder.state_after)
+
+
 class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
     """A loaded checkpoint with its engine. Implements `pipelines.request.Pipeline`."""
 
@@ -135,15 +159,23 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         sizes = plan_sizes(config, options, device, dtype, codec_dtype)
         fused = fuses_front(device, codec_dtype, options.reproducible, options.codec_rows)
         self.codec = load_codec(
-            folder / "speech_tokenizer", device, codec_dtype, options.reproducible, fused, config.clones
+            folder / "speech_tokenizer",
+            device,
+            codec_dtype,
+            options.reproducible,
+            fused,
+            config.clones,
+            options.decodes,
         )
         _check_codec(config, self.codec)
-        wait_for_codec = start_warming(self.codec.decoder, config.clones)
+        decoder = self.codec.decoder
+        wait_for_codec = start_warming(decoder, config.clones)
         self._frontend = Frontend(folder, config)
         model, self.voices = _load(config, self.codec, options, device, dtype, sizes.max_context)
         self.name = folder.name
         self.sample_rate = self.codec.config.output_sample_rate
-        self._frame_seconds = self.codec.decoder.samples_per_frame / self.sample_rate
+        self.frame_samples = self.codec.config.decoder.samples_per_frame
+        self._frame_seconds = self.frame_samples / self.sample_rate
         sizes = replace(sizes, frame_seconds=self._frame_seconds)
         # The published default: the whole text precedes the first frame, except for clones.
         self._text_first = not config.clones if options.text_first is None else options.text_first
@@ -152,14 +184,16 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         self._positions = min(sizes.pages * sizes.page_size, sizes.max_context)
         self._meta: Meta = {"engine": "native", "dtype": type_name(dtype)}
         wait_for_codec()
-        if options.streams:
-            self.codec.decoder.prepare_streams(sizes.slots + LATE_STATES)
-        self.codec.decoder.prepare_utterances(options.codec_rows)
-        stage = open_stage(self.codec.decoder, sizes.decode_frames, streams=bool(options.streams))
-        continuous = "" if self.codec.decoder.utterances is None else "continuous codec"
+        streams = bool(options.streams and decoder)
+        if decoder is not None:
+            if streams:
+                decoder.prepare_streams(sizes.slots + LATE_STATES)
+            decoder.prepare_utterances(options.codec_rows)
+        stage = open_stage(decoder, sizes.decode_frames, streams=streams)
+        continuous = "" if decoder is None or decoder.utterances is None else "continuous codec"
         self.engine = options.open_engine(model, sizes, stage, continuous)
         super().__init__(self.engine, stage, FrameStreamer)
-        if options.streams and device.type == "cuda":
+        if streams and device.type == "cuda":
             self.warm_up()
 
     def warm_up(self) -> None:
@@ -231,13 +265,14 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
             min(draws, room),
             stream,
             text_open=task.text_open,
+            longest=None if task.text_open else round(longest_seconds(task.text) / self._frame_seconds),
         )
         # The current name, since an executor stops using persistent kernels after a fault.
         meta = {**self._meta, "executor": self.engine.core.executor.name, "prompt_positions": len(prompt)}
         info = FrameRequestInfo(
-            task.text, self.sample_rate, meta, self._keep_unfinished, state, self._frame_seconds
+            task.text, self.sample_rate, meta, self._keep_unfinished, state, self._frame_seconds, codes
         )
-        return wanted, self._begin(wanted, info, on_event, stream)
+        return wanted, self._begin(wanted, info, on_event, stream, request.output)
 
 
 #: Submits a request with these text ids; the flag says whether the text is complete. Raises `NightjarError`.

@@ -285,7 +285,10 @@ class Frontend:
             reference_ids=tokenizer.reference(task.reference_text) if task.reference_text else None,
             text_open=request.text_open,
         )
-        return PreparedRequest(request.request_id, request.seed, _encode(tokenized), recording), pieces
+        prepared = PreparedRequest(
+            request.request_id, request.seed, _encode(tokenized), recording, request.output
+        )
+        return prepared, pieces
 
 
 def open_frontend(folder: Path) -> Frontend:

@@ -258,7 +258,7 @@ def _causal(layer: MimiConv1d, x: Tensor) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class PreparedVoice:
     """A recording encoded for the model. `codes`, and `codec_state` (the decoder's state after them), are set
-    only for cloning in context."""
+    only for cloning in context, the state only if there is a decoder."""
 
     #: float32 [talker hidden].
     vector: NDArray[np.float32]
@@ -319,7 +319,8 @@ class VoiceCache:
         vector, codes = found["vector"], found.get("codes")
         if codes is None:
             return PreparedVoice(vector)
-        return PreparedVoice(vector, codes, self._decoder.state_after(torch.from_numpy(codes)))
+        decoder = self._decoder
+        return PreparedVoice(vector, codes, decoder and decoder.state_after(torch.from_numpy(codes)))
 
     def _encode(self, recording: Recording, in_context: bool) -> dict[str, NDArray[Any]]:
         """`vector`: float32 [talker hidden]; in context `codes` too: int64 [frames, codebooks]."""

@@ -35,10 +35,8 @@ from pipelines.serving.streaming import (
     event,
     event_head,
     speech_bytes,
-    unit_request,
-    unit_requests,
 )
-from pipelines.serving.text_units import Piece, TextUnits, has_words, units_of
+from pipelines.text_units import Piece, TextUnits, has_words, unit_request, unit_requests, units_of
 
 log = logging.getLogger(__name__)
 

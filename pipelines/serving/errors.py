@@ -30,7 +30,14 @@ _STATUSES = {
     ErrorCode.MODEL_UNKNOWN: 404,
     # The same request would most likely fail again, and clients do not repeat a 422.
     **dict.fromkeys(
-        (ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_NO_AUDIO, ErrorCode.SYNTH_SILENT, ErrorCode.SYNTH_NAN), 422
+        (
+            ErrorCode.SYNTH_NO_EOS,
+            ErrorCode.SYNTH_RUNAWAY,
+            ErrorCode.SYNTH_NO_AUDIO,
+            ErrorCode.SYNTH_SILENT,
+            ErrorCode.SYNTH_NAN,
+        ),
+        422,
     ),
     ErrorCode.SYNTH_TIMEOUT: 504,
     # The folder of voices cannot be written.

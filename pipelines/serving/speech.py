@@ -22,9 +22,8 @@ from pipelines.serving.streaming import (
     event,
     event_head,
     speech_bytes,
-    unit_requests,
 )
-from pipelines.serving.text_units import units_of
+from pipelines.text_units import unit_requests, units_of
 
 log = logging.getLogger(__name__)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -17,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
-from pipelines.request import Done, Handle, Message, SynthesisRequest
+from pipelines.request import Done, Handle, SynthesisRequest
 from pipelines.serving import ServeOptions
 from pipelines.serving.admission import AdmissionQueue, Permit
 from pipelines.serving.encoding import FileStream, PcmStream
@@ -39,31 +38,6 @@ class Serving:
     admission: AdmissionQueue
     metrics: ServerMetrics
     voices: Voices
-
-
-def unit_seed(seed: int, number: int) -> int:
-    """The seed of a unit. The first unit has the seed of the request, so that a text of one unit sounds the
-    same on every route."""
-    if not number:
-        return seed
-    digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
-
-
-def unit_request(request: SynthesisRequest, text: str, number: int) -> SynthesisRequest:
-    """The request for one unit of a text, which replaces the last message of `request`."""
-    messages = (*request.messages[:-1], Message("user", "text", text))
-    return replace(
-        request,
-        request_id=f"{request.request_id}-{number}",
-        messages=messages,
-        seed=unit_seed(request.seed, number),
-    )
-
-
-def unit_requests(request: SynthesisRequest, units: Sequence[str]) -> list[SynthesisRequest]:
-    """The requests for the units of a text."""
-    return [unit_request(request, text, number) for number, text in enumerate(units)]
 
 
 async def speech_bytes(

@@ -247,9 +247,13 @@ class BiCodec:
 
 
 def load_bicodec(
-    config: SparkConfig, device: torch.device, dtype: torch.dtype = torch.float32, fused: bool | None = None
-) -> tuple[Tokenizer, BiCodec]:
-    """Reads BiCodec/. Prenet and wave generator run in `dtype`, the other parts in float32.
+    config: SparkConfig,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    fused: bool | None = None,
+    decodes: bool = True,
+) -> tuple[Tokenizer, BiCodec | None]:
+    """Reads BiCodec/, the decoder only with `decodes`. Prenet and wave generator run in `dtype`, the other parts in float32.
 
     `fused`: see `pipelines.spark_tts.wave_generator.prepared`.
 
@@ -262,15 +266,19 @@ def load_bicodec(
         quantizer = SemanticQuantizer(sizes.encoder.out_channels, sizes.codebook_size, sizes.codebook_dim)
         speaker, wave = SpeakerEncoder(sizes.speaker), WaveGenerator(sizes.wave)
     with Checkpoint.open(config.folder / BICODEC) as checkpoint:
-        parts = {"encoder": encoder, "quantizer": quantizer, "decoder": wave, "speaker_encoder": speaker}
+        parts = {"encoder": encoder, "quantizer": quantizer, "speaker_encoder": speaker}
+        if decodes:
+            parts["decoder"] = wave
+            fill_module(prenet, checkpoint, "prenet.", device, dtype)
         for name, module in parts.items():
             fill_module(module, checkpoint, f"{name}.", device)
-        fill_module(prenet, checkpoint, "prenet.", device, dtype)
-        checkpoint.ignore(*_UNUSED)
+        checkpoint.ignore(*_UNUSED, *([] if decodes else ["prenet.*", "decoder.*"]))
         checkpoint.finish()
     tokenizer = Tokenizer(
         encoder, quantizer, speaker, MelMagnitudes(sizes.mel_params, config.sample_rate, device)
     )
+    if not decodes:
+        return tokenizer, None
     return tokenizer, BiCodec(sizes, quantizer, speaker, prenet, prepared(wave, dtype, fused))
 
 

@@ -16,6 +16,7 @@ from pipelines.nn.config_keys import (
     Sizes,
     StackConfig,
     Whole,
+    codec_identity,
     revision,
 )
 from pipelines.recording import read_recording
@@ -197,6 +198,7 @@ CAPABILITIES = Capabilities(
     voices=tuple(f"{gender}/{pitch}/{speed}" for gender in GENDERS for pitch in LEVELS for speed in LEVELS),
     cloning=True,
     streaming=True,
+    codes=True,
 )
 _SUFFIXES = (".json", ".yaml", ".safetensors", ".bin")
 
@@ -215,4 +217,10 @@ def describe(folder: Path) -> ModelCard:
         engines=("native", "vllm"),
         seconds_per_character=0.067,  # English read speech, for estimates
         check_reference=read_recording,
+        codec=lambda: codec_identity(
+            "bicodec",
+            (folder / BICODEC).glob("*.safetensors"),
+            config.bicodec.samples_per_token,
+            config.sample_rate,
+        ),
     )

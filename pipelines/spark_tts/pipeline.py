@@ -11,14 +11,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipelines.codec.stage import CodecStage
+from pipelines.codec.stage import CodecStage, NoDecoder
+from pipelines.duration import longest_seconds
 from pipelines.engine.engine import Engine, NativeHost
 from pipelines.engine.opening import NativeModelOptions, check_executor, explain_oom
 from pipelines.errors import invalid, unsupported
 from pipelines.nn.checkpoint import open_device, precision, type_name
 from pipelines.options import CONTEXT, TokenModelOptions, read_model_options
 from pipelines.request import Listener, SynthesisRequest
-from pipelines.results import FinishedCodes, Meta, RequestInfo, SpeechPipeline, Streamer, no_audio
+from pipelines.results import (
+    FinishedCodes,
+    Meta,
+    RequestInfo,
+    SpeechPipeline,
+    StageDecoder,
+    Streamer,
+    no_audio,
+)
 from pipelines.spark_tts.bicodec import (
     BATCH_TOKENS,
     RIGHT_TOKENS,
@@ -71,7 +80,8 @@ class SparkRequestInfo(RequestInfo[Voice]):
             raise no_audio("The model wrote no speech tokens.")
         if len(voice) != self.voice_tokens:
             raise no_audio(f"The model wrote {len(voice)} tokens of a voice instead of {self.voice_tokens}.")
-        return FinishedCodes(column(semantic), finish, Voice(torch.tensor(voice)))
+        state = Voice(torch.tensor(voice))
+        return FinishedCodes(column(semantic), finish, state, voice_codes=column(voice))
 
 
 class SparkStreamer(Streamer[Voice]):
@@ -145,7 +155,7 @@ def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
         # Checks the tensors here: vLLM reads them in another process, where an error would only end the
         # engine.
         load_weights(config, Drawable(np.zeros(0, np.int64), ()), torch.bfloat16, "meta")
-        parts = Parts.load(config, device, precision(chosen.codec_dtype, device))
+        parts = Parts.load(config, device, precision(chosen.codec_dtype, device), chosen.decodes)
         from pipelines.vllm_engine.host import VllmHost
 
         # Opened last, because it measures the remaining memory, and because it takes half a minute: other
@@ -155,13 +165,25 @@ def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
     dtype, lm = precision(chosen.dtype, device), config.lm
     check_executor(device, chosen.executor, chosen.reproducible, chosen.page_size, [lm])
     sizes = plan_sizes(config, chosen, device, dtype)
-    parts = Parts.load(config, device, precision(chosen.codec_dtype or chosen.dtype, device))
+    codec_dtype = precision(chosen.codec_dtype or chosen.dtype, device)
+    parts = Parts.load(config, device, codec_dtype, chosen.decodes)
     drawable, stage = Drawable.of(parts.vocabulary, lm), open_stage(parts.codec, chosen.reproducible)
     with torch.inference_mode():
         weights = load_weights(config, drawable, dtype, device)
         model = SparkModel(lm, weights, drawable, sizes.max_context)
     host = open_host(chosen.open_engine(model, sizes, stage), drawable)
     return SparkPipeline(parts, stage, host, chosen.keep_unfinished)
+
+
+def open_decoder(folder: Path, **options: Any) -> StageDecoder[Voice]:
+    """Loads the decoder of a checkpoint's codec alone, with the options of `open_pipeline`; raises like it."""
+    chosen = read_model_options(options, NativeModelOptions, TokenModelOptions)
+    device, config = open_device(chosen.device, chosen.threads), SparkConfig.from_folder(folder)
+    native = isinstance(chosen, NativeModelOptions)
+    dtype = precision(chosen.codec_dtype or (chosen.dtype if native else None), device)
+    codec = load_bicodec(config, device, dtype)[1]
+    stage = open_stage(codec, native and chosen.reproducible)
+    return StageDecoder(stage, config.sample_rate, lambda voice: Voice(voice[:, 0]))
 
 
 def open_host(engine: Engine, drawable: Drawable) -> NativeHost:
@@ -176,20 +198,25 @@ class Parts:
     config: SparkConfig
     vocabulary: Vocabulary
     references: ReferenceEncoder
-    codec: BiCodec
+    codec: BiCodec | None
 
     @classmethod
-    def load(cls, config: SparkConfig, device: torch.device, codec_dtype: torch.dtype) -> Parts:
-        """Reads a checkpoint folder. Raises `ModelError` (`model.bad_checkpoint`)."""
+    def load(
+        cls, config: SparkConfig, device: torch.device, codec_dtype: torch.dtype, decodes: bool = True
+    ) -> Parts:
+        """Reads a checkpoint folder, the codec's decoder only with `decodes`. Raises `ModelError` (`model.bad_checkpoint`)."""
         sizes = config.bicodec
         vocabulary = Vocabulary.from_folder(config.folder / LLM, sizes.codebook_size, sizes.global_codes)
-        tokenizer, codec = load_bicodec(config, device, codec_dtype)
+        tokenizer, codec = load_bicodec(config, device, codec_dtype, decodes=decodes)
         features = SemanticFeatures(config.folder / WAV2VEC2, device)
         return cls(config, vocabulary, ReferenceEncoder(config, tokenizer, features), codec)
 
 
-def open_stage(codec: BiCodec, reproducible: bool = False) -> CodecStage[Voice]:
-    """Opens BiCodec's stage; on a GPU utterances are gathered into batches, unless `reproducible`."""
+def open_stage(codec: BiCodec | None, reproducible: bool = False) -> CodecStage[Voice]:
+    """Opens BiCodec's stage; without a decoder it only stands for one. On a GPU utterances are gathered into
+    batches, unless `reproducible`."""
+    if codec is None:
+        return CodecStage(NoDecoder())
     gather = 0.0 if reproducible or codec.device.type == "cpu" else _GATHER_SECONDS
     return CodecStage(
         BiCodecDecoder(codec, alone=reproducible), _CODEC_BATCH, codec.device, gather, BATCH_TOKENS
@@ -205,12 +232,15 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
         self.parts, self.config, self.host = parts, parts.config, host
         self.name = self.config.folder.name
         self.sample_rate = self.config.sample_rate
+        self.frame_samples = self.config.bicodec.samples_per_token
         self.capabilities = CAPABILITIES
         self._keep_unfinished = keep_unfinished
         info, native = host.info, host.info.engine == "native"
         self._context = info.max_context
         self._meta: Meta = {"engine": info.engine, **({"executor": info.executor} if native else {})}
-        self._meta |= {"dtype": info.dtype, "codec_dtype": type_name(parts.codec.dtype)}
+        self._meta["dtype"] = info.dtype
+        if parts.codec is not None:
+            self._meta["codec_dtype"] = type_name(parts.codec.dtype)
         super().__init__(host, stage, SparkStreamer, cuts_chunks=native)
 
     def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, SparkRequestInfo]:
@@ -238,7 +268,9 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
             task.text, self.sample_rate, meta, self._keep_unfinished, vocabulary, voice, tokens, max_semantic
         )
         before = tokens + _USUAL_EXTRAS if voice is None else int(task.reference_text is None)
-        return TokenRequest(request.request_id, prompt, sampling, inaudible=before + RIGHT_TOKENS), info
+        longest = before + round(longest_seconds(task.text) * config.tokens_per_second)
+        inaudible = before + RIGHT_TOKENS
+        return TokenRequest(request.request_id, prompt, sampling, inaudible=inaudible, longest=longest), info
 
     def _prompt(self, task: SpeechTask) -> tuple[list[int], tuple[int, ...] | None]:
         """The prompt of a task and the voice it clones; None for a voice that the LM creates."""

@@ -3,6 +3,7 @@ encoders and HuBERT are never loaded."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from pipelines.codec.batches import longest_first
 from pipelines.codec.stage import Decoder
 from pipelines.nn.checkpoint import Checkpoint, bad_checkpoint, fill_module
 from pipelines.nn.config_keys import read_table
+from pipelines.request import CodecIdentity
 from pipelines.speechlm.config import SpeechLmConfig, own_keys
 from pipelines.speechlm.weights import CODEC
 
@@ -88,6 +90,20 @@ def load_codec(
     published = {r"^codebooks\.(\d+)$": r"quantizer.quantizers.\1.codebook.embed"}
     fill_module(codec, checkpoint, CODEC, device, dtype, published)
     return codec
+
+
+def frame_samples(config: SpeechLmConfig) -> int:
+    """Samples of a frame, without loading the codec."""
+    return _sizes(config.folder, config.xcodec_hf_model_tag).hop_length
+
+
+def identity(config: SpeechLmConfig) -> CodecIdentity:
+    """The identity of the codec. Raises `ModelError` (`model.bad_checkpoint`)."""
+    digest, name = hashlib.sha256(), config.xcodec_hf_model_tag.rpartition("/")[2]
+    with Checkpoint.open(config.folder) as checkpoint:
+        checkpoint.update_digest(digest, CODEC)
+    rate = config.sample_rate / frame_samples(config)
+    return CodecIdentity(name, digest.hexdigest(), rate, config.sample_rate)
 
 
 def _sizes(folder: Path, tag: str) -> Any:

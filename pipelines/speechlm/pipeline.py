@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
-from pipelines.codec.stage import CodecStage
+from pipelines.codec.stage import CodecStage, NoDecoder
 from pipelines.errors import ErrorCode, InputError, NightjarError, NoAudioError, SynthesisError, unsupported
 from pipelines.nn.checkpoint import Checkpoint, open_device, precision, type_name
 from pipelines.options import TokenModelOptions, read_options
 from pipelines.recording import KEPT_BYTES, Recording, RecordingCache
 from pipelines.request import AudioChunk, Generation, Message, Mode, Speech, SynthesisRequest
-from pipelines.results import FinishedCodes, RequestInfo, SpeechPipeline, Utterance
+from pipelines.results import FinishedCodes, RequestInfo, SpeechPipeline, StageDecoder, Utterance
 from pipelines.speechlm.audio_encoder import SAMPLE_RATE, AudioEncoder, load_tower
-from pipelines.speechlm.codec import Xcodec, XcodecDecoder, load_codec
+from pipelines.speechlm.codec import Xcodec, XcodecDecoder, frame_samples, load_codec
 from pipelines.speechlm.config import CAPABILITIES, TOWER_SECONDS, SpeechLmConfig
 from pipelines.speechlm.lm import (
     ModelOutput,
@@ -90,7 +90,7 @@ def open_pipeline(folder: Path, **options: Any) -> SpeechLmPipeline:
     codec_dtype = precision(chosen.codec_dtype, device)
     with Checkpoint.open(folder) as checkpoint:
         check_names(checkpoint, config)
-        codec = load_codec(checkpoint, config, device, codec_dtype)
+        codec = load_codec(checkpoint, config, device, codec_dtype) if chosen.decodes else None
         encoder = load_tower(checkpoint, config, device, codec_dtype, chosen.normalise_audio)
     # Opened last, because it measures the remaining memory, and because it takes half a minute: other errors
     # are raised before.
@@ -98,6 +98,22 @@ def open_pipeline(folder: Path, **options: Any) -> SpeechLmPipeline:
 
     host = VllmHost(model_spec(config, chosen.share_prefixes), chosen)
     return SpeechLmPipeline(config, coder, encoder, codec, host, chosen)
+
+
+def open_decoder(folder: Path, **options: Any) -> StageDecoder[None]:
+    """Loads the decoder of a checkpoint's codec alone, with the options of `open_pipeline`; raises like it."""
+    chosen = read_options(SpeechLmOptions, options)
+    device, config = open_device(chosen.device, chosen.threads), SpeechLmConfig.from_folder(folder)
+    with Checkpoint.open(folder) as checkpoint:
+        codec = load_codec(checkpoint, config, device, precision(chosen.codec_dtype, device))
+    return StageDecoder(open_stage(codec), config.sample_rate)
+
+
+def open_stage(codec: Xcodec | None) -> CodecStage[None]:
+    """Opens the codec's stage; without a decoder it only stands for one."""
+    if codec is None:
+        return CodecStage(NoDecoder())
+    return CodecStage(XcodecDecoder(codec), _CODEC_BATCH, codec.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +241,7 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         config: SpeechLmConfig,
         coder: TextCoder,
         encoder: AudioEncoder,
-        codec: Xcodec,
+        codec: Xcodec | None,
         host: TokenHost,
         options: SpeechLmOptions,
     ) -> None:
@@ -238,12 +254,14 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         self.capabilities = CAPABILITIES
         self._options = options
         self._cached_features: RecordingCache[Tensor] = RecordingCache(KEPT_BYTES, lambda rows: rows.nbytes)
-        self._frames_per_second = config.sample_rate / codec.samples_per_frame
+        self.frame_samples = frame_samples(config)
+        self._frames_per_second = config.sample_rate / self.frame_samples
         info = host.info
         self._context = info.max_context
-        self._meta = {"engine": "vllm", "dtype": info.dtype, "codec_dtype": type_name(codec.dtype)}
-        stage = CodecStage(XcodecDecoder(codec), _CODEC_BATCH, codec.device)
-        super().__init__(host, stage, SpeechLmStreamer, SpeechLmUtterance)  # pyright: ignore[reportArgumentType]
+        self._meta = {"engine": "vllm", "dtype": info.dtype}
+        if codec is not None:
+            self._meta["codec_dtype"] = type_name(codec.dtype)
+        super().__init__(host, open_stage(codec), SpeechLmStreamer, SpeechLmUtterance)  # pyright: ignore[reportArgumentType]
 
     def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, SpeechLmRequestInfo]:
         """The engine's first request, and the parts of the request that its results need. Raises `InputError`

@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 import soundfile
 
 from jobs.ingest import SubmitOptions, submit
@@ -180,3 +183,18 @@ def finished_job(
     return Finished(
         folder, ledger, store, job_id, run_all(ledger, store, job_id, seconds, sample_rate=sample_rate)
     )
+
+
+def datasets_library(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The library, without its audio encoder: it imports that for paths too, and uses nothing of it.
+    torchcodec itself needs ffmpeg."""
+    library = pytest.importorskip(
+        "datasets", reason="NOT READ BACK: the library datasets is missing; it comes with the extra `dev`."
+    )
+    if not library.config.TORCHCODEC_AVAILABLE:
+        encoders = ModuleType("torchcodec.encoders")
+        encoders.AudioEncoder = None  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "torchcodec", ModuleType("torchcodec"))
+        monkeypatch.setitem(sys.modules, "torchcodec.encoders", encoders)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return library

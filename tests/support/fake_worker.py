@@ -13,7 +13,7 @@ import time
 
 from pipelines.registry import ModelCard, register_pipeline
 from pipelines.request import Pipeline
-from tests.support.fakes import SAMPLE_RATE, FakePipeline, InstantPipeline, die_on_bad_gpu
+from tests.support.fakes import CODEC, SAMPLE_RATE, FakePipeline, InstantPipeline, die_on_bad_gpu
 from worker.__main__ import main
 
 
@@ -28,6 +28,7 @@ def fake_card(name: str = "fake") -> ModelCard:
         "1",
         seconds_per_character=0.01,
         rtf=0.01,
+        codec=lambda: CODEC,
     )
 
 

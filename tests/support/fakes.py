@@ -22,11 +22,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jobs.store.base import ObjectInfo, ObjectStore, store_unavailable
-from pipelines.errors import ErrorCode, InputError, StoreError, SynthesisError
-from pipelines.request import AudioChunk, Capabilities, EngineInfo, EngineStats, Speech, SynthesisRequest
+from pipelines.errors import ErrorCode, InputError, NightjarError, StoreError, SynthesisError
+from pipelines.request import (
+    AudioChunk,
+    Capabilities,
+    CodecIdentity,
+    EngineInfo,
+    EngineStats,
+    Speech,
+    SynthesisRequest,
+    Word,
+)
 from tests.support.called import CalledPipeline
 
 SAMPLE_RATE = 16000
+#: Samples of a frame of the fake codec; every fake speech has whole frames.
+FRAME_SAMPLES = 160
+CODEC = CodecIdentity("fake-codec", "0" * 64, SAMPLE_RATE / FRAME_SAMPLES, SAMPLE_RATE)
 
 #: `[[word]]` or `[[word:value]]` anywhere in a text asks the fake engine for bad luck.
 MARKER = re.compile(r"\[\[(\w+)(?::([^\]]*))?\]\]")
@@ -59,9 +71,19 @@ def _heard(request: SynthesisRequest) -> str:
 def sine(text: str, seed: int) -> NDArray[np.float32]:
     """The one right answer of the fake engine, float32 [samples]: pitch from the seed, length from the
     text."""
-    samples = SAMPLE_RATE // 20 + SAMPLE_RATE // 100 * min(len(text), 500)
+    return _tone(SAMPLE_RATE // 20 + SAMPLE_RATE // 100 * min(len(text), 500), seed)
+
+
+def _tone(samples: int, seed: int) -> NDArray[np.float32]:
     pitch_hz = 200.0 + seed % 400
     return (0.3 * np.sin(2 * np.pi * pitch_hz / SAMPLE_RATE * np.arange(samples))).astype(np.float32)
+
+
+def even_words(text: str, seconds: float) -> tuple[Word, ...]:
+    """The words of a text, each of which takes an equal share of the time."""
+    words = text.split()
+    edges = [round(seconds * number / len(words), 4) for number in range(len(words) + 1)]
+    return tuple(Word(word, *edges[number : number + 2]) for number, word in enumerate(words))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +124,13 @@ class FakePipeline(CalledPipeline):
         waiting_room: int = 64,
         patient_until: int = 0,
         on_crash: Callable[[], None] | None = None,
+        decodes: bool = True,
     ) -> None:
         self.name = name
-        self.capabilities = Capabilities(voices=("sine",), cloning=True, instruct=True)
+        self.decodes = decodes
+        self.capabilities = Capabilities(
+            voices=("sine",), cloning=True, instruct=True, codes=True, word_times="exact"
+        )
         self.seconds = seconds
         self.seconds_per_character = seconds_per_character
         self.slots = slots
@@ -229,7 +255,10 @@ class FakePipeline(CalledPipeline):
         if "executor" in words:
             self.info = replace(self.info, executor=words["executor"])
         said = _heard(request) if "hears" in words else words.get("says")
-        future.set_result(Speech(_spoil(sine(text, request.seed), words), SAMPLE_RATE, text, said))
+        samples = _spoil(sine(text, request.seed), words)
+        times = even_words(text, len(samples) / SAMPLE_RATE) if request.timestamps else ()
+        speech = Speech(samples, SAMPLE_RATE, text, said, words=times)
+        future.set_result(_with_output(speech, request))
         # Counted when the answer is handed over: a test that waits for the count finds it there.
         self._done += 1
 
@@ -240,6 +269,43 @@ class FakePipeline(CalledPipeline):
         if path and not os.path.exists(path):
             open(path, "w").close()
             self._crash()
+
+
+def _with_output(speech: Speech, request: SynthesisRequest) -> Speech:
+    """The speech with the codes [frames, 2] that `FakeDecoder` decodes to its samples, or these alone."""
+    if request.output == "audio":
+        return speech
+    frames = np.arange(len(speech.samples) // FRAME_SAMPLES)
+    codes = np.stack((np.full(len(frames), request.seed % 400), frames), axis=1).astype(np.int16)
+    samples = speech.samples if request.output == "both" else speech.samples[:0]
+    voice = np.full((1, 2), 7, np.int16)
+    return replace(speech, samples=samples, codes=codes, voice_codes=voice, frame_samples=FRAME_SAMPLES)
+
+
+class FakeDecoder:
+    """The codec of the fake engine. `died_after`: the number of utterances after which it raises."""
+
+    sample_rate = SAMPLE_RATE
+
+    def __init__(self, died_after: int | None = None) -> None:
+        self.decoded = 0
+        self._left = died_after
+
+    def decode(
+        self,
+        codes: NDArray[np.int16],
+        voice_codes: NDArray[np.int16] | None,
+        done: Callable[[NDArray[np.float32] | NightjarError], None],
+    ) -> None:
+        assert voice_codes is not None
+        assert voice_codes.tolist() == [[7, 7]]
+        if self.decoded == self._left:
+            raise KeyboardInterrupt
+        self.decoded += 1
+        done(_tone(len(codes) * FRAME_SAMPLES, int(codes[0, 0])))
+
+    def close(self) -> None:
+        pass
 
 
 def _spoil(samples: NDArray[np.float32], words: Mapping[str, str]) -> NDArray[np.float32]:

@@ -111,7 +111,7 @@ class FaultyVoice(CalledPipeline):
 
 
 class UnluckyPipeline(FakePipeline):
-    """`[[clipped:N]]` in a text clips its first N draws, `[[no_eos:N]]` lets them run into their limit."""
+    """`[[clipped:N]]` in a text clips its first N draws, `[[no_eos:N]]` and `[[runaway:N]]` let them fail."""
 
     def _finish(self, request: SynthesisRequest, future: Future[Speech]) -> None:
         text = spoken_text(request)
@@ -120,8 +120,10 @@ class UnluckyPipeline(FakePipeline):
         if draw < int(words.get("clipped") or 0):
             samples = np.clip(sine(text, request.seed) * 9, -0.5, 0.5).astype(np.float32)
             future.set_result(Speech(samples, SAMPLE_RATE, text))
-        elif draw < int(words.get("no_eos") or 0):
-            super()._finish(with_text(request, "[[fail:synth.no_eos]]"), future)
+        elif failed := next(
+            (name for name in ("no_eos", "runaway") if draw < int(words.get(name) or 0)), None
+        ):
+            super()._finish(with_text(request, f"[[fail:synth.{failed}]]"), future)
         else:
             super()._finish(request, future)
 

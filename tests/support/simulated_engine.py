@@ -46,11 +46,13 @@ class SimulatedSlots:
     def __init__(self, slots: int, frames: dict[int, int]) -> None:
         self.slots = slots
         self.left = [0] * slots
+        self.seeds = [0] * slots
         self._frames = frames
 
     def place(self, newcomers: Sequence[Placement]) -> None:
         for one in newcomers:
             self.left[one.slot] = self._frames[one.seed]
+            self.seeds[one.slot] = one.seed
 
     def write_pages(self, grown: object) -> None:
         """Pages are not written."""
@@ -71,6 +73,8 @@ class SimulatedDevice(FrameExecutor):
         self.rows = self.taken = 0
         #: Frames of each request by its seed, its last one included, which says that it has ended.
         self.frames_of: dict[int, int] = {}
+        #: Codes of codebook 0 of each request by its seed; zeros for others.
+        self.codes_of: dict[int, np.ndarray] = {}
         self.batch_sizes = buckets_for(slots)
         self.kv = PagedKV(1, (slots + spare_slots) * 8, 1, 64, 1, torch.float32, torch.device("cpu"))
         self.state = SimulatedSlots(slots + spare_slots, self.frames_of)  # type: ignore[assignment]
@@ -106,12 +110,16 @@ class SimulatedDevice(FrameExecutor):
             )
         )
         flags = np.zeros((count, len(slots)), np.uint8)
+        codes = np.zeros((count, len(slots), 1), np.int64)
         left = self.state.left
         for row, slot in enumerate(slots):
+            if (known := self.codes_of.get(seed := self.state.seeds[slot])) is not None:
+                first = self.frames_of[seed] - left[slot]
+                codes[:, row, 0] = np.take(known, range(first, first + count), mode="clip")
             left[slot] -= count
             if left[slot] <= 0:
                 flags[left[slot] - 1 :, row] = ENDED
-        made = FrameCodes(np.zeros((count, len(slots), 1), np.int64), flags)
+        made = FrameCodes(codes, flags)
 
         def pending() -> FrameCodes:
             self.now = max(self.now, done)

@@ -129,7 +129,7 @@ class Rig:
         self.pipelines.close()
         self.ledger.close()
 
-    def _open(self, model: str) -> Pipeline:
+    def _open(self, model: str, _decodes: bool) -> Pipeline:
         self.opened.append(model)
         return self.pipeline
 

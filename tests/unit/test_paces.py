@@ -48,11 +48,11 @@ class TestCalibration:
                 msgspec.json.encode({"example_id": str(n), "messages": [["user", "text", text]]})
                 for n, text in enumerate(texts)
             ]
+            job: Any = SimpleNamespace(id="j", spec=JobSpec("fake"))
             made = [
-                AudioItem(str(n), str(n), two_seconds(n), msgspec.Raw(line), 0)
+                AudioItem(str(n), str(n), two_seconds(n), msgspec.Raw(line), job, 0)
                 for n, line in enumerate(lines)
             ]
-            job: Any = SimpleNamespace(id="j", spec=JobSpec("fake"))
             return learned_paces(job, made)
 
         with pytest.raises(NotFoundError, match="0 finished items with a text"):

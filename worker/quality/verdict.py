@@ -23,10 +23,16 @@ if TYPE_CHECKING:
 
 #: Failures of the engine that another seed may avoid; other failures concern the attempt, not the draw.
 REDRAWABLE = frozenset(
-    {ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_NO_AUDIO, ErrorCode.SYNTH_NAN, ErrorCode.SYNTH_SILENT}
+    {
+        ErrorCode.SYNTH_NO_EOS,
+        ErrorCode.SYNTH_RUNAWAY,
+        ErrorCode.SYNTH_NO_AUDIO,
+        ErrorCode.SYNTH_NAN,
+        ErrorCode.SYNTH_SILENT,
+    }
 )
 #: Those of `REDRAWABLE` that a sampling model may avoid with the next seed even after several equal failures.
-_RANDOM = frozenset({ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_NO_AUDIO})
+_RANDOM = frozenset({ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_RUNAWAY, ErrorCode.SYNTH_NO_AUDIO})
 #: Number of failed checks that is assumed for a draw without speech, so that its rank is after all others.
 _NO_SPEECH = 1000
 #: Peak below which a recording counts as silent: -60 dBFS.
@@ -81,9 +87,11 @@ class History:
 
 def check_speech(speech: Speech) -> None:
     """Raises `SynthesisError`: `synth.no_audio` for no samples, `synth.nan` for NaN or infinity,
-    `synth.silent` for silence."""
+    `synth.silent` for silence. Of codes alone only their number is checked."""
     samples = speech.samples
     if len(samples) == 0:
+        if speech.sample_count:
+            return
         raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The engine returned no samples.")
     peak = max(float(samples.max()), -float(samples.min()))
     if not math.isfinite(peak):
@@ -118,32 +126,40 @@ def cheap_readings(
 ) -> Mapping[str, tuple[float, str] | Score]:
     """`ended`, `clipped`, `silence`, `pause`, `loudness`, and `duration` if the pace of the voice is known.
 
-    `speech` has at least one sample, and all are finite. `text`: the requested text; `generation`: has the voice and the
+    `speech` has at least one sample, and all are finite, or it has only codes, for which there are `ended` and `duration`
+    alone. `text`: the requested text; `generation`: has the voice and the
     language. NumPy is called only a few times, because each call may switch threads.
     """
+    meta = speech.meta
+    # A model that reached its limit did not end by itself.
+    stopped = "length" in (meta.get("finish"), meta.get("finish_reason"))
+    readings: dict[str, tuple[float, str] | Score] = {"ended": (0.0 if stopped else 1.0, "")}
+    if len(speech.samples):
+        readings |= _of_samples(speech)
+    pace = pace_of(quality.paces, generation.voice, generation.language)
+    if pace is not None and text:
+        seconds, expected = speech.sample_count / speech.sample_rate, pace.expected_seconds(text)
+        ratio, bound = seconds / expected, quality.bounds.get("duration")
+        passed = None if bound is None else pace.fits(seconds, expected, text) and bound.allows(ratio)
+        readings["duration"] = Score(round(ratio, 4), passed, f"{expected:.2f} s expected")
+    return readings
+
+
+def _of_samples(speech: Speech) -> dict[str, tuple[float, str] | Score]:
+    """`clipped`, `silence`, `pause` and `loudness`."""
     samples, rate, meta = speech.samples, speech.sample_rate, speech.meta
     powers = frame_powers(samples, rate)
     sounding, pause, power = activity(powers)
-    # A model that reached its limit did not end by itself.
-    stopped = "length" in (meta.get("finish"), meta.get("finish_reason"))
     # In LUFS if the pipeline measured it, else the level of the frames with sound in dBFS.
     loudness, unit = meta.get("loudness_lufs"), "lufs"
     if not isinstance(loudness, float | int) or not math.isfinite(loudness):
         loudness, unit = 10 * math.log10(power) if power else _NO_LEVEL, "rms"
-    readings: dict[str, tuple[float, str] | Score] = {
-        "ended": (0.0 if stopped else 1.0, ""),
+    return {
         "clipped": (clipped_share(samples), ""),
         "silence": (1.0 - sounding / len(powers), "energy"),
         "pause": (pause * FRAME_SECONDS, "energy"),
         "loudness": (float(loudness), unit),
     }
-    pace = pace_of(quality.paces, generation.voice, generation.language)
-    if pace is not None and text:
-        seconds, expected = len(samples) / rate, pace.expected_seconds(text)
-        ratio, bound = seconds / expected, quality.bounds.get("duration")
-        passed = None if bound is None else pace.fits(seconds, expected, text) and bound.allows(ratio)
-        readings["duration"] = Score(round(ratio, 4), passed, f"{expected:.2f} s expected")
-    return readings
 
 
 def clipped_share(samples: NDArray[np.float32]) -> float:

@@ -46,7 +46,7 @@ def stored(data: bytes, name: str, sample_rate: int, samples: int) -> AudioItem:
     artifact = Artifact(
         0, "audio", f"jobs/j/audio/00000/{name}", "", len(data), 1000, sample_rate, samples, 1
     )
-    return AudioItem("u", "u", artifact, b"{}")  # type: ignore[arg-type]
+    return AudioItem("u", "u", artifact, b"{}", None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("audio_format", ["wav", "flac", "mp3", "opus"])

@@ -4,10 +4,8 @@ AudioFolder."""
 from __future__ import annotations
 
 import csv
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,7 +16,7 @@ from jobs.export.folder_formats import one_line
 from jobs.ledger.records import JobSpec
 from jobs.store import FolderStore
 from pipelines.errors import ConfigError
-from tests.support.export_kit import SAMPLE_RATE, Finished, finished_job
+from tests.support.export_kit import SAMPLE_RATE, Finished, datasets_library, finished_job
 
 TEXTS = [
     'He said: "No|yes".',
@@ -129,18 +127,7 @@ def test_a_text_is_one_field(text: str, wanted: str) -> None:
 
 @pytest.fixture
 def datasets(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The library, without its audio encoder: it imports that for paths too, and uses nothing of it.
-    torchcodec itself needs ffmpeg."""
-    library = pytest.importorskip(
-        "datasets", reason="NOT READ BACK: the library datasets is missing; it comes with the extra `dev`."
-    )
-    if not library.config.TORCHCODEC_AVAILABLE:
-        encoders = ModuleType("torchcodec.encoders")
-        encoders.AudioEncoder = None  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "torchcodec", ModuleType("torchcodec"))
-        monkeypatch.setitem(sys.modules, "torchcodec.encoders", encoders)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    return library
+    return datasets_library(monkeypatch)
 
 
 def test_audiofolder(finished: Finished, tmp_path: Path, datasets: Any) -> None:

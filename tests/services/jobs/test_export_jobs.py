@@ -108,6 +108,7 @@ def test_manifest(finished: Finished) -> None:
             "message_index": (0, 0, 0, 1)[index],
             "model": "hibari",
             "voice": "heart",
+            **({"metadata": {"speaker": LINES[1]["speaker"]}} if index == 1 else {}),
         }
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from jobs.embedded import EmbeddedHome, embedded_settings
 from jobs.ledger import Ledger
-from jobs.ledger.records import QUARANTINED
+from jobs.ledger.records import QUARANTINED, JobSpec
 from jobs.settings import Settings, load_settings
 from jobs.worker_group import FAILED_STARTS
 from tests.support.gpu_host import install_nvidia_smi
@@ -26,7 +26,7 @@ def test_workers_that_open_their_model_ahead_wait_for_the_job(tmp_path: Path) ->
     settings = embedded_settings(load_settings(home=str(tmp_path / "out")))
     with EmbeddedHome(settings) as home, closing(Ledger.of(settings)) as ledger:
         ledger.migrate()
-        home.prepare("hibari")
+        home.prepare(JobSpec("hibari"))
         (worker,) = home._workers.processes  # type: ignore[union-attr]
         until(lambda: ledger.worker_statuses() or is_polling(worker.pid), "the worker is not up")
         assert ledger.worker_statuses() == []

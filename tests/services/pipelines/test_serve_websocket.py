@@ -19,7 +19,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from pipelines.request import Handle
 from pipelines.serving import cartesia
-from pipelines.serving.streaming import unit_seed
+from pipelines.text_units import unit_seed
 from tests.services.pipelines.test_serve_speech import alike, qwen
 from tests.support.serving_kit import PATIENCE_SECONDS, Running, error_of
 from tests.support.stream_voice import SAMPLE_RATE, StreamVoice, tone

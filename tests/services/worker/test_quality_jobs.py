@@ -96,16 +96,18 @@ def metered(**changes: object) -> Quality:
 
 def test_a_bad_draw_is_made_again_with_the_next_seed_and_the_good_one_is_kept(build: Build) -> None:
     rig = build()
-    job = rig.submit(["plain", "[[clipped:1]] once", "[[no_eos:2]] twice"], seed=5, quality=BASIC)
+    job = rig.submit(
+        ["plain", "[[clipped:1]] once", "[[no_eos:1]] [[runaway:2]] twice"], seed=5, quality=BASIC
+    )
     assert rig.run_next() is ShardEnd.FINISHED
     assert rig.status(job).job.state is JobState.COMPLETED
     draws = draws_of(rig, job)
     assert [[draw.code for draw in draws[index]] for index in range(3)] == [
         [None],
         [ErrorCode.QA_CLIPPED, None],
-        [ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_NO_EOS, None],
+        [ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_RUNAWAY, None],
     ]
-    assert rig.metrics.registry.get_sample_value("speech_refused_draws_total", {"code": "synth.no_eos"}) == 2
+    assert rig.metrics.registry.get_sample_value("speech_refused_draws_total", {"code": "synth.no_eos"}) == 1
     assert [[draw.kept for draw in draws[index]] for index in range(3)] == [
         [True],
         [False, True],

@@ -30,7 +30,7 @@ from pipelines.audio import activity, frame_powers, trim_silence
 from pipelines.duration import Pace, is_prose, pace_of, text_units
 from pipelines.errors import ConfigError, ErrorCode, SynthesisError
 from pipelines.hibari import describe as describe_hibari
-from pipelines.request import Generation, Speech
+from pipelines.request import Generation, Speech, Word
 from tests.support.fakes import sine
 from tests.support.quality_kit import RATE, speechlike
 from worker.quality.meters import BUILT_IN, Utterance, longest_pause, open_meter
@@ -139,10 +139,20 @@ class TestGates:
 
     def test_trimming_cuts_both_ends_and_nothing_else(self) -> None:
         speech = np.concatenate([np.zeros(RATE, np.float32), sine("abc", 1), np.zeros(RATE, np.float32)])
-        cut = trim_silence(speech, RATE, 100)
+        cut = trim_silence(Speech(speech, RATE), 100).samples
         assert len(sine("abc", 1)) + 0.18 * RATE <= len(cut) <= len(sine("abc", 1)) + 0.25 * RATE
-        silence = np.zeros(RATE, np.float32)
-        assert trim_silence(silence, RATE, 0) is silence
+        silence = Speech(np.zeros(RATE, np.float32), RATE)
+        assert trim_silence(silence, 0) is silence
+
+    def test_trimming_moves_the_words(self) -> None:
+        samples = np.concatenate([np.zeros(RATE, np.float32), sine("abc", 1), np.zeros(RATE, np.float32)])
+        said = (Word("a", 0.2, 1.02), Word("b", 1.02, 1.06), Word("c", 1.06, 2.9))
+        cut = trim_silence(Speech(samples, RATE, words=said, phonemes=said[1:2]), 100)
+        moved = 1.02 - cut.words[1].start_s
+        assert 0.85 <= moved <= 0.95
+        assert cut.words[0] == Word("a", 0.0, pytest.approx(1.02 - moved))  # type: ignore[arg-type]
+        assert cut.words[1] == cut.phonemes[0] == said[1].moved(-moved)
+        assert cut.words[2].end_s == pytest.approx(len(cut.samples) / RATE, abs=1e-4)
 
 
 class TestDraws:

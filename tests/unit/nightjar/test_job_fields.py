@@ -11,7 +11,7 @@ import click
 import pytest
 
 import nightjar
-from jobs.checks import Quality, quality_of
+from jobs.checks import Quality, checks_of_codes, quality_of
 from jobs.cli.options import job_options
 from jobs.job_options import SubmitOptions, checked_options, job_of, settable, user_name
 from jobs.ledger.records import JobSpec, Reading, VoicePool
@@ -19,6 +19,7 @@ from pipelines.request import Generation
 from tests.support.field_tables import changed, fields_of
 
 LONG_PAUSES = ("bounds.pause.high=2",)
+BASIC_OF_CODES = checks_of_codes(quality_of("basic") or Quality())
 
 #: What is said in Python, what on the command line, and the fields that differ then from those of a job of
 #: which nothing is said.
@@ -51,6 +52,11 @@ ROWS: tuple[tuple[dict[str, Any], Sequence[str], dict[str, Any]], ...] = (
     ({"speak": "all"}, ["--speak", "all"], {"spec.speak": "all"}),
     ({"seed": 5}, ["--seed", "5"], {"spec.seed": 5}),
     ({"format": "flac"}, ["--format", "flac"], {"spec.format": "flac"}),
+    (
+        {"output": "codes"},
+        ["--output", "codes"],
+        {"spec.output": "codes", "spec.quality": BASIC_OF_CODES},
+    ),
     ({"sample_rate": 16_000}, ["--sample-rate", "16000"], {"spec.sample_rate": 16_000}),
     ({"qa": "off"}, ["--qa", "off"], {"spec.quality": None}),
     (
@@ -65,10 +71,14 @@ ROWS: tuple[tuple[dict[str, Any], Sequence[str], dict[str, Any]], ...] = (
     ),
     ({"limit": 3}, ["--limit", "3"], {"spec.reading.limit": 3}),
     ({"sample": 4}, ["--sample", "4"], {"spec.reading.sample": 4}),
+    ({"keep": ["a", "b, c"]}, [], {"spec.reading.keep": ["a", "b, c"]}),
+    ({"keep": "a, b"}, ["--keep", "a,b"], {"spec.reading.keep": ["a", "b"]}),
+    ({"drop": "*"}, ["--drop", "*"], {"spec.reading.drop": ["*"]}),
     ({"columns": {"text": "said"}}, ["--column", "text=said"], {"spec.reading.columns": {"text": "said"}}),
     ({"input_format": "text"}, ["--input-format", "text"], {"options.input_format": "text"}),
     ({"on_error": "abort"}, ["--on-error", "abort"], {"options.on_error": "abort"}),
     ({"pack": True}, ["--pack"], {"spec.pack": True}),
+    ({"timestamps": True}, ["--timestamps"], {"spec.timestamps": True}),
     ({"name": "A night"}, ["--name", "A night"], {"options.name": "A night"}),
     ({"labels": {"corpus": "news"}}, ["--label", "corpus=news"], {"options.labels": {"corpus": "news"}}),
     ({"priority": 7}, ["--priority", "7"], {"options.priority": 7}),

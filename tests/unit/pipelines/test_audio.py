@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import random
+import resource
 import wave
 
 import numpy as np
@@ -57,6 +59,22 @@ def test_decode_keeps_samples(file_format: str, subtype: str) -> None:
     assert rate == RATE
     assert samples.dtype == np.float32
     np.testing.assert_allclose(samples, tone(0.5), atol=2**-15)
+
+
+@pytest.mark.parametrize("file_format", ["WAV", "FLAC", "OGG", "MP3"])
+def test_decode_needs_no_free_descriptor(file_format: str) -> None:
+    data = file_bytes(tone(0.5), RATE, file_format)
+    expected, _ = decode(data)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        samples, rate = decode(data)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert rate == RATE
+    np.testing.assert_array_equal(samples, expected)
 
 
 @pytest.mark.parametrize("file_format", ["OGG", "MP3"])

@@ -67,3 +67,18 @@ def test_an_error_is_that_of_all_calls_of_its_batch_and_of_no_other(runs: Runs) 
     assert futures[3].result(60) == "A1"
     # A batch with too few results has none.
     assert all(isinstance(future.exception(60), ValueError) for future in futures[4:])
+
+
+def test_a_call_whose_thread_cannot_start_fails_and_the_next_one_runs(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            runs.batcher("first")
+    runs.go.set()
+    assert runs.pool.submit(runs.batcher, "next").result(60) == "NEXT"
+    assert runs.batches == [["next"]]

@@ -3,12 +3,13 @@ no thread waits for one that does not come."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -155,6 +156,28 @@ def test_a_recording_that_cannot_be_sent_fails_its_request_alone(
     assert isinstance(error, SynthesisError)
     assert error.code is ErrorCode.SYNTH_ENGINE
     assert "no memory" in error.message
+    assert submit(process, cloned(voice(1))).result(60).text_out == heard(voice(1))
+
+
+def test_an_answer_for_which_no_descriptor_is_free_fails_its_request_alone(
+    open_process: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A channel whose socket is full copies the descriptor of the samples."""
+    process = open_process(reading_fake.NAME)
+    child = process._child
+    assert child is not None
+    send = child.channel.send
+
+    def full(message: object, shared: Sequence[int] = ()) -> None:
+        if shared:
+            raise OSError(errno.EMFILE, "Too many open files")
+        send(message)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(child.channel, "send", full)
+        error = error_of(submit(process, cloned(voice(1))))
+    assert isinstance(error, SynthesisError)
+    assert "Too many open files" in error.message
     assert submit(process, cloned(voice(1))).result(60).text_out == heard(voice(1))
 
 

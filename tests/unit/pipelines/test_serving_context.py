@@ -17,8 +17,8 @@ from pipelines.serving import ServeOptions
 from pipelines.serving.admission import AdmissionQueue, Permit
 from pipelines.serving.cartesia import Context, ContextMessage
 from pipelines.serving.errors import ApiError, unavailable
-from pipelines.serving.streaming import Serving, unit_request, unit_seed
-from pipelines.serving.text_units import MAX_UNIT_CHARACTERS, units_of
+from pipelines.serving.streaming import Serving
+from pipelines.text_units import MAX_UNIT_CHARACTERS, unit_request, unit_seed, units_of
 
 RATE = 24_000
 REQUEST = SynthesisRequest("one", (Message("user", "text", ""),), Generation(), 7)

@@ -47,6 +47,8 @@ ELSEWHERE = {
     "splits",
     "options",
     "columns",
+    "keep",
+    "drop",
     "voice_for",
     "voices_by",
     "balance",
@@ -77,7 +79,9 @@ def table(folder: Path) -> dict[str, tuple[Any, dict[str, Any]]]:
         "seed": (5, {"spec.seed": 5}),
         "format": ("flac", {"spec.format": "flac"}),
         "sample_rate": (24_000, {"spec.sample_rate": 24_000}),
+        "output": ("both", {"spec.output": "both"}),
         "pack": (True, {"spec.pack": True}),
+        "timestamps": (True, {"spec.timestamps": True}),
         "qa": ("off", {"spec.quality": None}),
         "qa_config": (qa, {"spec.quality": quality_of("basic", qa)}),
         "qa_set": (["bounds.pause.high=2"], {"spec.quality": quality_of("basic", qa)}),
@@ -94,7 +98,14 @@ def table(folder: Path) -> dict[str, tuple[Any, dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def _models() -> Iterator[None]:
-    able = Capabilities(voices=("sine",), languages=("english", "german"), cloning=True, instruct=True)
+    able = Capabilities(
+        voices=("sine",),
+        languages=("english", "german"),
+        cloning=True,
+        instruct=True,
+        codes=True,
+        word_times="exact",
+    )
     forget = [
         register_pipeline(name, replace(fake_card(name), capabilities=able), FakePipeline)
         for name in ("fake", "second")

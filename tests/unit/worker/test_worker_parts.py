@@ -137,7 +137,7 @@ class TestPipelineCache:
     def cache(self) -> tuple[PipelineCache, dict[str, FakePipeline]]:
         opened: dict[str, FakePipeline] = {}
 
-        def open_model(model: str) -> Pipeline:
+        def open_model(model: str, _decodes: bool) -> Pipeline:
             opened[model] = FakePipeline(model)
             return opened[model]
 
@@ -207,7 +207,7 @@ class TestPipelineCache:
     def test_a_model_that_does_not_open_leaves_the_room_free(self) -> None:
         calls: list[str] = []
 
-        def open_model(model: str) -> Pipeline:
+        def open_model(model: str, _decodes: bool) -> Pipeline:
             calls.append(model)
             if len(calls) == 1:
                 raise ServiceError(ErrorCode.MODEL_UNREACHABLE, "no hub")

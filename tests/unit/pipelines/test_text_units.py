@@ -11,7 +11,7 @@ import regex
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.serving.text_units import (
+from pipelines.text_units import (
     MAX_PASSAGE_CHARACTERS,
     MAX_UNIT_CHARACTERS,
     PASSAGE_CHARACTERS,

@@ -1,12 +1,19 @@
-"""Cuts a text, which may arrive in pieces, into sentences that are spoken one after the other.
+"""Cuts a text, which may arrive in pieces, into sentences that are spoken one after the other, each by a request
+of its own.
 
 The cuts depend only on the whole text, not on how it was divided into pieces.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 import unicodedata
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from pipelines.request import Capabilities, Message, SynthesisRequest
 
 #: Maximum length of a unit. A longer sentence is cut after a comma or between two words.
 MAX_UNIT_CHARACTERS = 400
@@ -43,8 +50,22 @@ MAX_PASSAGE_CHARACTERS = 1200
 #: If no space follows within this many characters after the maximum, the passage is cut inside a word.
 _MAX_WORD_CHARACTERS = 200
 
+#: Maximum length of a text that is spoken in parts.
+MAX_LONG_CHARACTERS = 200_000
+#: Seconds of silence between two parts of a text, within a paragraph and between paragraphs.
+SENTENCE_PAUSE, PARAGRAPH_PAUSE = 0.4, 0.8
+_PARAGRAPH_END = re.compile(r"\n[ \t\r]*\n")
+
 #: A piece of text, and whether it ends its unit or passage.
 Piece = tuple[str, bool]
+
+
+class TextPart(NamedTuple):
+    """A part of a text that is too long for one request."""
+
+    text: str
+    #: Seconds of silence after it, if another part follows.
+    pause: float
 
 
 class TextUnits:
@@ -125,6 +146,50 @@ def _sentence_end(window: str, *, certain: bool) -> int | None:
 def units_of(text: str) -> list[str]:
     """The units of a complete text that have words."""
     return [unit for unit, _ in TextUnits().add(text, final=True) if has_words(unit)]
+
+
+def parts_of(text: str, able: Capabilities) -> list[TextPart]:
+    """The parts of a text that is too long for one request of a model: passages of several sentences of one
+    paragraph, or single sentences if a passage may be too long too. Empty: the text is not too long, has no
+    words, or the model answers whole dialogues."""
+    if len(text) <= able.max_text_characters or able.multi_turn:
+        return []
+    by_word = able.max_text_characters >= MAX_PASSAGE_CHARACTERS + _MAX_WORD_CHARACTERS
+    parts: list[TextPart] = []
+    for paragraph in _PARAGRAPH_END.split(text):
+        units = [
+            unit.strip()
+            for unit, _ in TextUnits(by_word=by_word).add(paragraph, final=True)
+            if has_words(unit)
+        ]
+        parts += [TextPart(unit, SENTENCE_PAUSE) for unit in units[:-1]]
+        parts += [TextPart(unit, PARAGRAPH_PAUSE) for unit in units[-1:]]
+    return parts
+
+
+def unit_seed(seed: int, number: int) -> int:
+    """The seed of a unit. The first unit has the seed of the request, so that a text of one unit sounds the
+    same on every route."""
+    if not number:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def unit_request(request: SynthesisRequest, text: str, number: int) -> SynthesisRequest:
+    """The request for one unit of a text, which replaces the last message of `request`."""
+    messages = (*request.messages[:-1], Message("user", "text", text))
+    return replace(
+        request,
+        request_id=f"{request.request_id}-{number}",
+        messages=messages,
+        seed=unit_seed(request.seed, number),
+    )
+
+
+def unit_requests(request: SynthesisRequest, units: Sequence[str]) -> list[SynthesisRequest]:
+    """The requests for the units of a text."""
+    return [unit_request(request, text, number) for number, text in enumerate(units)]
 
 
 def _sentence_cut(text: str) -> int | None:

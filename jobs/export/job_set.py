@@ -1,0 +1,262 @@
+"""The jobs of one dataset as one sequence of items, numbered over all jobs.
+
+The jobs are in the order in which they were submitted, so that the same jobs make the same dataset however
+they are named. An item has the index of its job's first item plus its own. An example id that several jobs
+have is preceded by the id of its job. For a dataset of several jobs, or without duplicates, a first pass
+over the items decides which of them are exported. It keeps one byte per item; what it compares are hashes
+that are sorted on disk.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property, partial
+from hashlib import blake2b
+from itertools import accumulate, chain, groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from jobs.export.files import SortedLines
+from jobs.export.items import (
+    AudioItem,
+    LeftOut,
+    audio_items,
+    exported,
+    item_metadata,
+    matched,
+    metadata_types,
+    score_names,
+    text_answers,
+)
+from jobs.ledger.records import ItemRow, Job
+from jobs.store import ObjectStore
+from jobs.where import FilteredOut, Where
+
+if TYPE_CHECKING:
+    from jobs.export.column_types import Type
+    from jobs.export.formats import ExportFormat
+    from jobs.ledger import Ledger
+
+_HASH_BYTES = 16
+#: Values of a byte of `JobSet.choose`: exported, and exported with the id of its job before its example id.
+_EXPORTED, _RENAMED = 1, 2
+_decode_line = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+class StoredJob(NamedTuple):
+    """A job with the ledger and the store that have it."""
+
+    ledger: Ledger
+    store: ObjectStore
+    job: Job
+
+
+class Repeats:
+    """Finds equal keys among any number of items, without holding them: hashes of 16 bytes, sorted on disk.
+    Two different keys have the same hash with a probability below 1e-20 for a billion items."""
+
+    def __init__(self) -> None:
+        self._lines = SortedLines(Path(tempfile.gettempdir()))
+
+    def add(self, key: object, index: int, items: int = 1) -> None:
+        """Adds the key of consecutive items, the first of which has this index."""
+        digest = blake2b(msgspec.json.encode(key), digest_size=_HASH_BYTES).hexdigest()
+        self._lines.add(b"%b%012x%x\n" % (digest.encode(), index, items))
+
+    def __iter__(self) -> Iterator[Iterator[tuple[int, int]]]:
+        """Yields (first index, items) of each use of a key, in order, key by key."""
+        begin = 2 * _HASH_BYTES
+        for _, lines in groupby(self._lines, key=lambda line: line[:begin]):
+            yield ((int(line[begin : begin + 12], 16), int(line[begin + 12 :], 16)) for line in lines)
+
+    def later(self) -> Iterator[tuple[int, int]]:
+        """Yields (first index, items) of each use of a key but its first."""
+        for uses in self:
+            next(uses)
+            yield from uses
+
+
+def in_order(jobs: Iterable[StoredJob]) -> list[StoredJob]:
+    """The jobs in the order in which they were submitted, each once."""
+    found = {one.job.id: one for one in jobs}
+    return sorted(found.values(), key=lambda one: (one.job.created_at, one.job.id))
+
+
+class JobSet:
+    """The items of jobs, in order, that match a filter and are in a format."""
+
+    def __init__(self, jobs: Sequence[StoredJob], where: Where | None, format: ExportFormat) -> None:
+        self.jobs = jobs
+        self.where = where
+        self.format = format
+        self._timed = any(one.job.spec.timestamps is True for one in jobs)
+        #: The index of the first item of each job.
+        self._starts = [0, *accumulate(one.job.total_items for one in self.jobs)]
+        self._prefixes = tuple(f"{one.job.id}-" for one in self.jobs) if self.several else ()
+        #: A byte for each item; None: every item with audio is exported.
+        self._chosen: bytearray | None = None
+        #: Number of items whose text and voice an earlier item has; None: not counted yet.
+        self.duplicates: int | None = None
+        self._unique = False
+
+    @property
+    def several(self) -> bool:
+        return len(self.jobs) > 1
+
+    @property
+    def name(self) -> str:
+        """The id of the job; of several jobs, a name that depends on their ids."""
+        ids = [one.job.id for one in self.jobs]
+        return f"set-{blake2b(','.join(ids).encode(), digest_size=8).hexdigest()}" if self.several else ids[0]
+
+    @property
+    def running(self) -> bool:
+        return not all(one.job.state.final for one in self.jobs)
+
+    def choose(self, *, unique: bool = False) -> None:
+        """Fixes which items are exported. `unique`: of the items with the same text and voice (in formats of
+        dialogues: of equal dialogues) the first one only."""
+        chosen, ids, texts = bytearray(self._starts[-1]), Repeats(), Repeats()
+
+        def noted() -> Iterator[ItemRow]:
+            for row in self.rows():
+                chosen[row.index] = _EXPORTED
+                if self.several:
+                    ids.add(row.example_id, row.index)
+                yield row
+
+        for _ in self.noting(self.items(noted()), texts) if unique else noted():
+            pass
+        if unique:
+            later = 0
+            for first, items in texts.later():
+                chosen[first : first + items] = bytes(items)
+                later += items
+            self.duplicates, self._unique = later, True
+        for uses in ids:
+            same = [index for index, _ in uses if chosen[index]]
+            if len({self._number(index) for index in same}) > 1:
+                for index in same:
+                    chosen[index] = _RENAMED
+        self._chosen = chosen
+
+    def count(self, texts: Repeats) -> None:
+        """Counts the duplicates among the items that were noted, unless they are left out."""
+        if not self._unique:
+            self.duplicates = sum(items for _, items in texts.later())
+
+    def noting(self, items: Iterable[AudioItem], texts: Repeats) -> Iterator[AudioItem]:
+        """Yields the items, and adds the text and the voice of each, or of each dialogue, to `texts`."""
+        # Ids of different jobs may be equal until the items are chosen.
+        for _, group in groupby(
+            items,
+            key=lambda item: (
+                item.job.id,
+                item.example_id if self.format.whole_dialogues else item.artifact.index,
+            ),
+        ):
+            same = list(group)
+            known = [item_metadata(item.job, item) for item in same]
+            said = (
+                _decode_line(same[0].dialogue)["messages"] if self.format.whole_dialogues else known[0].text
+            )
+            texts.add((said, [one.speaker for one in known]), same[0].artifact.index, len(same))
+            yield from same
+
+    def rows(self, after: int = -1, *, whole: bool = True) -> Iterator[ItemRow]:
+        """The items with audio after an index that match the filter and, once this is fixed, are exported.
+        `whole`: without incomplete dialogues, if the format leaves them out."""
+        for start, (ledger, _, job) in zip(self._starts, self.jobs):
+            own = max(after - start, -1)
+            if own + 1 < job.total_items:
+                dialogues, items = self.format.whole_dialogues, partial(ledger.items, job.id, after=own)
+                if self.where is not None and self.format.sounds is not None:
+                    found = matched(items(), items(where=self.where))
+                else:
+                    found = items(where=self.where, dialogues=dialogues)
+                for row in exported(found, whole=whole and dialogues):
+                    if self._chosen is None or self._chosen[start + row.index]:
+                        yield _moved(row, start)
+
+    def by_job(self, rows: Iterable[ItemRow]) -> Iterator[tuple[StoredJob, Iterator[AudioItem]]]:
+        """Yields the jobs of rows, each with its items."""
+        for number, group in groupby(rows, key=lambda row: self._number(row.index)):
+            start, one = self._starts[number], self.jobs[number]
+            found = audio_items(
+                *one[:2], one.job.id, (_moved(row, -start) for row in group), self.scores, self.types
+            )
+            yield one, (self._in_set(item, start) for item in found) if self.several else found
+
+    def items(self, rows: Iterable[ItemRow]) -> Iterator[AudioItem]:
+        return chain.from_iterable(items for _, items in self.by_job(rows))
+
+    @cached_property
+    def scores(self) -> tuple[str, ...] | None:
+        """The names of the scores of all items, see `score_names`."""
+        return score_names(*((one.ledger, one.job) for one in self.jobs))
+
+    @cached_property
+    def types(self) -> Type | None:
+        """The types of the metadata of all items, if the format needs them."""
+        return metadata_types(self.jobs) if self.format.typed else None
+
+    def left_out(self, items: int) -> LeftOut:
+        """Counts what a dataset with this number of items leaves out."""
+        jobs, where = self.jobs, self.where
+        counts = [ledger.status(job.id).items for ledger, _, job in jobs]
+        dialogues = self.format.whole_dialogues and self.format.sounds is None
+        by_job = (
+            []
+            if where is None
+            else [ledger.filtered_out(job.id, where, dialogues=dialogues) for ledger, _, job in jobs]
+        )
+        filtered = tuple(
+            FilteredOut(
+                outs[0].condition, sum(out.items for out in outs), sum(out.without_score for out in outs)
+            )
+            for outs in zip(*by_job)
+        )
+        duplicates = (self.duplicates or 0) if self._unique else 0
+        without_audio = sum(one.total for one in counts) - items - duplicates
+        # Items of a running job may get their audio after the export has passed them.
+        without_audio = max(0, without_audio - sum(out.items for out in filtered))
+        pending = sum(one.pending for one, (_, _, job) in zip(counts, jobs) if not job.state.final)
+        left = LeftOut(without_audio, filtered, min(pending, without_audio), self.running)
+        return msgspec.structs.replace(left, duplicates=duplicates) if self._unique else left
+
+    def text_answers(self) -> Iterator[tuple[msgspec.Raw, str]]:
+        """Yields the lines of items whose answer is text without audio, with that text."""
+        for ledger, store, job in self.jobs:
+            for dialogue, text in text_answers(ledger, store, job.id, self.where):
+                if self.several:
+                    own = msgspec.json.decode(_decode_line(dialogue)["example_id"], type=str)
+                    dialogue = _renamed(dialogue, f"{job.id}-{own}")
+                yield dialogue, text
+
+    def _number(self, index: int) -> int:
+        """The number of the job that has the item with this index in the dataset."""
+        return bisect_right(self._starts, index) - 1
+
+    def _in_set(self, item: AudioItem, start: int) -> AudioItem:
+        """An item with its index and its ids in the dataset. An id that looks as if it began with the id of a
+        job gets one too, so that no two ids are equal."""
+        index, job = start + item.artifact.index, item.job
+        changes: dict[str, Any] = {"artifact": msgspec.structs.replace(item.artifact, index=index)}
+        renamed = self._chosen is not None and self._chosen[index] == _RENAMED
+        if renamed or item.example_id.startswith(self._prefixes):
+            changes["example_id"], changes["id"] = (f"{job.id}-{own}" for own in (item.example_id, item.id))
+            changes["dialogue"] = _renamed(item.dialogue, changes["example_id"])
+        return msgspec.structs.replace(item, in_set=True, timed=self._timed, **changes)
+
+
+def _moved(row: ItemRow, by: int) -> ItemRow:
+    return msgspec.structs.replace(row, index=row.index + by) if by else row
+
+
+def _renamed(dialogue: msgspec.Raw, example_id: str) -> msgspec.Raw:
+    line = _decode_line(dialogue) | {"example_id": msgspec.Raw(msgspec.json.encode(example_id))}
+    return msgspec.Raw(msgspec.json.encode(line))
