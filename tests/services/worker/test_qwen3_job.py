@@ -11,12 +11,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.cli_kit import run_command
 from tests.support.golden_checkpoint import whole
 from tests.support.run_kit import until
 
 CHECKPOINT = whole(Path(__file__).parents[2] / "golden" / "qwen3_tts" / "checkpoint-design")
-LINES = 30
+LINES = 18
 
 
 def nightjar_run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -24,7 +26,7 @@ def nightjar_run(folder: Path, *options: str) -> subprocess.CompletedProcess[str
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SPEECH_")}
     environment |= {
         "OMP_NUM_THREADS": "1",
-        "NIGHTJAR_TIMES__SHARD_ITEMS": "10",
+        "NIGHTJAR_TIMES__SHARD_ITEMS": "6",
         "PYTHONPATH": str(Path(__file__).parents[3]),
     }
     return run_command(
@@ -73,11 +75,20 @@ def query(folder: Path, sql: str) -> list[Any]:
         return ledger.execute(sql).fetchall()
 
 
-def test_dialogues_in_shards_and_again_in_another_order(tmp_path: Path) -> None:
-    audio = run_job(tmp_path / "first", list(range(LINES)))
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes]]:
+    """The folder of a finished job, and its audio."""
+    folder = tmp_path_factory.mktemp("qwen3") / "first"
+    return folder, run_job(folder, list(range(LINES)))
+
+
+def test_dialogues_in_shards_and_again_in_another_order(
+    finished: tuple[Path, dict[str, bytes]], tmp_path: Path
+) -> None:
+    folder, audio = finished
     assert len(audio) == LINES
     assert len(set(audio.values())) == LINES
-    attempts = query(tmp_path / "first", "select started_at, ended_at from attempts order by started_at")
+    attempts = query(folder, "select started_at, ended_at from attempts order by started_at")
     assert len(attempts) >= 2
     assert any(later[0] < earlier[1] for earlier, later in pairwise(attempts)), (
         "the shards ran one after the other"
@@ -96,11 +107,9 @@ def test_a_worker_that_opens_its_model_ahead_touches_nothing_of_a_refused_file(t
     until(lambda: not processes_of(tmp_path), "processes are left", 60)
 
 
-def test_a_finished_job_that_is_given_again_needs_no_worker(tmp_path: Path) -> None:
-    run_job(tmp_path / "job", [1, 2])
-    again = nightjar_run(tmp_path / "job")
+def test_a_finished_job_that_is_given_again_needs_no_worker(finished: tuple[Path, dict[str, bytes]]) -> None:
+    folder, _ = finished
+    again = nightjar_run(folder)
     assert again.returncode == 0, again.stderr
-    assert query(tmp_path / "job", "select count(*) from workers") == [(1,)], (
-        "the second run's worker was never let go"
-    )
-    until(lambda: not processes_of(tmp_path / "job"), "processes are left", 60)
+    assert query(folder, "select count(*) from workers") == [(1,)], "the second run's worker was never let go"
+    until(lambda: not processes_of(folder), "processes are left", 60)
