@@ -312,6 +312,7 @@ def _with_sounds(format: ExportFormat, sounds: Sounds) -> ExportFormat:
         one_part=format.name == "lhotse",
         whole_dialogues=True,
         sounds=sounds,
+        codes=False,
     )
 
 
