@@ -82,7 +82,7 @@ class Columns:
             if counts[name] > 1:
                 advice = f"Rename one of them{'' if name in used else f', or leave them out: --drop {clean(name, 40)!r}'}."
                 raise wrong_format(uri, f"has two columns {clean(name, 40)!r}", advice)
-            if name in others and name in LINE_KEYS:
+            if name in LINE_KEYS and name in others:
                 advice = f"Rename it, or leave it out: --drop {name}."
                 raise wrong_format(uri, f"has a column {name!r}, which is a key of dialogues", advice)
         self.left_out = set[str]() if left_out is None else left_out

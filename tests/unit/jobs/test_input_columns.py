@@ -181,7 +181,9 @@ def typed_table() -> pyarrow.Table:
     return pyarrow.table({"text": ["Hi"], **columns, "audio": audio, "raw": [b"x"]})
 
 
-@pytest.mark.parametrize("kind", ["parquet", "stream", "feather", "folder", "table", "reader", "dataset"])
+@pytest.mark.parametrize(
+    "kind", ["parquet", "stream", "feather", "folder", "table", "reader", "dataset", "iterable"]
+)
 def test_typed_columns_have_the_types_of_json_and_bytes_are_left_out_with_a_note(
     tmp_path: Path, kind: str
 ) -> None:
@@ -198,12 +200,17 @@ def test_typed_columns_have_the_types_of_json_and_bytes_are_left_out_with_a_note
         if kind == "folder":
             dataset.save_to_disk(path)
         else:
-            given: Any = {"table": table, "reader": table.to_reader(), "dataset": dataset}[kind]
+            given: Any = {
+                "table": table,
+                "reader": table.to_reader(),
+                "dataset": dataset,
+                "iterable": dataset.to_iterable_dataset(),
+            }[kind]
             path = written_input(given, JobSpec("m"), tmp_path, notes.append)
     wanted = {name: value for name, (_, _, value) in TYPED.items()}
-    if kind in ("folder", "dataset"):
+    if kind in ("folder", "dataset", "iterable"):
         del wanted["kind"]
-    asked = None if kind in ("table", "reader", "dataset") else notes
+    asked = None if kind in ("table", "reader", "dataset", "iterable") else notes
     assert metadata(lines_of(path, notes=asked)) == [wanted]
     assert notes == ["Columns with audio or other bytes are left out: 'audio', 'raw'."]
 
@@ -221,6 +228,8 @@ def test_a_data_frame_is_a_table_and_its_missing_values_are_null(tmp_path: Path)
         {"age": 1.0, "day": "2026-11-27T00:00:00"},
         {"age": None, "day": None},
     ]
+    with pytest.raises(InputError, match=r"is no table: .*mixed.*Give each column one type"):
+        written_input(pandas.DataFrame({"text": ["a", "b"], "mixed": [1, "x"]}), JobSpec("m"), tmp_path)
     with pytest.raises(InputError, match="no column 'words'"):
         written_input(frame, JobSpec("m", reading=Reading(columns={"text": "words"})), tmp_path)
 
