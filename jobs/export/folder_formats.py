@@ -210,9 +210,9 @@ def _supervision(
     own = picked(about, "example_id", "role", "message_index", "sha256", "spec_sha", *ORIGIN)
     if own.pop("words", None) is not None:
         made["alignment"] = {
-            name: [(one.text, one.start_s, round(one.end_s - one.start_s, 4), None) for one in moved]
+            name: [(one.text, one.start_s, round(one.end_s - one.start_s, 4), None) for one in said]
             for name, said in (("word", item.words), ("phone", item.phonemes))
-            if (moved := [one.moved(start) for one in said])
+            if said
         }
     made["custom"] = own
     return made

@@ -15,16 +15,18 @@ import soundfile
 
 from jobs.checks import quality_of
 from jobs.codes import StoredCodes, read_codes
+from jobs.decode import CodedItem, decode, items_of_export, items_of_job
 from jobs.export import export
 from jobs.job_options import job_of
 from jobs.ledger.records import QUARANTINE, Artifact, ItemState, Job
 from jobs.packs import read_artifact
 from jobs.repair import Match, RepairOutcome, repair_objects, reproduce
+from jobs.store.base import sha256_of
 from jobs.verify import ObjectCheck
 from jobs.where import parse_where
 from pipelines.errors import ConfigError, ErrorCode, StoreError
 from pipelines.request import CodecIdentity
-from tests.support.fakes import CODEC, FRAME_SAMPLES, SAMPLE_RATE, sine
+from tests.support.fakes import CODEC, FRAME_SAMPLES, SAMPLE_RATE, FakeDecoder, sine
 from tests.support.worker_rig import Build, Rig
 from worker.shard_run import ShardEnd
 
@@ -238,3 +240,63 @@ def test_formats_of_audio_refuse_codes_alone_and_formats_of_codes_refuse_audio(b
     export(rig.ledger, rig.store, audio.id, "nemo", str(rig.folder / "nemo.jsonl"))
     with pytest.raises(StoreError, match="missing"):
         export(rig.ledger, rig.store, audio.id, "parquet", str(rig.folder / "y"))
+
+
+def stored_audio(rig: Rig) -> dict[str, bytes]:
+    return {"/".join(Path(key).parts[2:]): data for key, data in rig.audio().items()}
+
+
+def decoded_files(to: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(to)): path.read_bytes() for path in to.rglob("audio/**/*.*")}
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_audio_decoded_later_is_that_of_the_job_that_decoded_at_once(build: Build, pack: bool) -> None:
+    rig = build()
+    made(rig, "both", quality=None, format="flac", sample_rate=24_000)
+    job = made(rig, "codes", quality=None, format="flac", sample_rate=24_000, pack=pack)
+    to, items = rig.folder / "decoded", [*items_of_job(rig.ledger, rig.store, job)]
+    # Stopped after two items; the next one continues.
+    with pytest.raises(KeyboardInterrupt):
+        decode(items, FakeDecoder(died_after=2), "fake", to, job.spec)
+    assert not (to / "manifest.jsonl").exists()
+    decode(items[:3], FakeDecoder(), "fake", to, job.spec)
+    again = FakeDecoder()
+    assert decode(items, again, "fake", to, job.spec) == (4, 3)
+    assert again.decoded == 1
+    assert decoded_files(to) == stored_audio(rig)
+    lines = [json.loads(line) for line in (to / "manifest.jsonl").read_text().splitlines()]
+    for index, line in enumerate(lines):
+        data = (to / line["audio_filepath"]).read_bytes()
+        info = soundfile.info(io.BytesIO(data))
+        assert (line["example_id"], line["samples"]) == (f"item-{index}", info.frames)
+        assert (line["sample_rate"], line["sha256"]) == (24_000, sha256_of(data))
+
+
+@pytest.mark.parametrize("format", ["webdataset", "parquet"])
+def test_an_export_decodes_to_the_audio_of_its_job(finished: tuple[Rig, Job], format: str) -> None:
+    rig, job = finished
+    to = rig.folder / "decoded"
+    items = items_of_export(exported(finished, format))
+    assert decode(items, FakeDecoder(), "fake", to, msgspec.structs.replace(job.spec)) == (4, 0)
+    direct = rig.folder / "direct"
+    decode(items_of_job(rig.ledger, rig.store, job), FakeDecoder(), "fake", direct, job.spec)
+    assert decoded_files(to) == decoded_files(direct)
+
+
+def test_codes_of_another_codec_and_other_folders_are_refused(finished: tuple[Rig, Job]) -> None:
+    rig, job = finished
+    other = msgspec.structs.replace(CODEC, sha256="1" * 64)
+    items = [
+        CodedItem(item.name, item.about, StoredCodes(item.codes.codes, None, other))
+        for item in items_of_job(rig.ledger, rig.store, job)
+    ]
+    with pytest.raises(ConfigError, match="another codec"):
+        decode(items, FakeDecoder(), "fake", rig.folder / "x", job.spec)
+    with pytest.raises(ConfigError, match="no job and no finished export"):
+        next(items_of_export(rig.folder))
+    with pytest.raises(ConfigError, match="cannot be decoded"):
+        next(items_of_export(exported(finished, "shar")))
+    rig.submit(["Aloud."], seed=9)
+    with pytest.raises(ConfigError, match="has no codes"):
+        next(items_of_job(rig.ledger, rig.store, next(iter(rig.ledger.jobs()))))
