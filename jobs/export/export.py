@@ -22,6 +22,7 @@ import msgspec
 
 from jobs.export.audio import AudioNames, AudioReader, Conversion
 from jobs.export.card import CardFacts, dataset_card
+from jobs.export.code_formats import interleaved
 from jobs.export.conversation import Gaps, of_dialogues
 from jobs.export.files import (
     AGAIN,
@@ -125,6 +126,8 @@ def export_jobs(
     license: str | None = None,
     dialogues: str | None = None,
     gaps: str | None = None,
+    interleave: str | None = None,
+    tokenizer: str | None = None,
 ) -> ExportReport:
     """Writes the items of jobs that have audio, and match `where`, to `to`: a file or `-` for formats of
     one file, else a folder or `s3://` prefix. The jobs are written in the order in which they were submitted.
@@ -158,6 +161,7 @@ def export_jobs(
     conversion = _conversion(chosen, jobs, audio_format, sample_rate)
     for ledger, store, job in jobs:
         chosen = of_dialogues(chosen, dialogues, gaps, conversion, job.spec)
+        chosen = interleaved(chosen, interleave, tokenizer, job.spec)
         chosen.check(
             to, store.url, job.spec, splits, audio_root, conversion, where, unique=unique, license=license
         )
@@ -250,6 +254,8 @@ class Identity(msgspec.Struct, frozen=True):
     jobs: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
     unique: bool | msgspec.UnsetType = msgspec.UNSET
     license: str | msgspec.UnsetType = msgspec.UNSET
+    #: `ExportFormat.variant`
+    variant: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -352,7 +358,7 @@ class _Export:
                 items = self.jobs.noting(items, texts)
             # Sounds are converted as a whole.
             conversion = Conversion() if self.format.sounds else self.conversion
-            holds = self.format.embeds_audio or self.format.names_audio
+            holds = self.format.embeds_audio or self.format.names_audio or self.format.needs_codes
             codes = self.format.codes and holds and bool(one.job.spec.output)
             with AudioReader(one.store, self.audio_root, conversion, codes) as audio:
                 yield from (audio.loaded if self.format.embeds_audio else audio.located)(items)
@@ -398,6 +404,7 @@ class _Export:
             jobs=tuple(one.job.id for one in jobs) if self.jobs.several else msgspec.UNSET,
             unique=self.unique or msgspec.UNSET,
             license=self.license or msgspec.UNSET,
+            variant=self.format.variant or msgspec.UNSET,
         )
 
     def _write_common(self, files: PartFiles, plan: Plan) -> None:
