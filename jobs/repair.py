@@ -220,6 +220,8 @@ class _Resynthesis:
         """The bytes of an artifact, and its other columns in the ledger. Raises `NightjarError`."""
         if isinstance(started, JoinedSpeech):
             joined = started.encoded()
+            if artifact.kind == WORDS:
+                return words_file(started), {}
             return joined.data.read(), {**_facts(joined), "meta": artifact.meta}
         speech = self.speech(started)
         if artifact.kind == "text":
