@@ -44,6 +44,10 @@ class InputOptions(TypedDict, total=False):
     """Format of INPUT. `auto`: recognized by its first lines or its name."""
     columns: Mapping[str, str]
     """Column of a table that contains FIELD, for example text=sentence. Can be given more than once."""
+    keep: str | Sequence[str]
+    """Other columns or keys of INPUT that become metadata, separated by commas. [default: all]"""
+    drop: str | Sequence[str]
+    """Other columns or keys of INPUT that do not become metadata; `*` means all."""
     limit: Annotated[int, Field(ge=1)]
     """Use only the first N lines of INPUT."""
     sample: Annotated[int, Field(ge=1)]
@@ -156,6 +160,8 @@ _METAVARS = {
     "voice_for": "SPEAKER=NAME",
     "voices": "VOICES",
     "columns": "FIELD=NAME",
+    "keep": "NAMES",
+    "drop": "NAMES",
     "labels": "KEY=VALUE",
     "qa_set": "KEY=VALUE",
 }
@@ -321,6 +327,9 @@ def job_of(options: Mapping[str, Any], owner: str = "") -> tuple[JobSpec, Submit
     quality = quality_of(
         given.pop("qa", DEFAULT), None if config is None else Path(config), tuple(given.pop("qa_set", ()))
     )
+    for name in given.keys() & {"keep", "drop"}:
+        names = given[name]
+        given[name] = [one.strip() for one in names.split(",")] if isinstance(names, str) else [*names]
     output = given.pop("output", AUDIO)
     if output == "codes" and quality is not None:
         quality = checks_of_codes(quality)

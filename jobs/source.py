@@ -17,6 +17,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
+import msgspec
 import zstandard
 
 from jobs.dialogue import clean
@@ -62,18 +63,23 @@ class LineBatch:
 class Source:
     """An input that can be read more than once. Made by `open_source`."""
 
-    def __init__(self, file: BinaryIO, uri: str, folder: Path) -> None:
+    def __init__(self, file: BinaryIO, uri: str, folder: Path, *more: BinaryIO) -> None:
         #: The open file, not decompressed, for formats without lines.
         self.file = file
+        #: All files, of which only a dataset of Hugging Face has several.
+        self.files = (file, *more)
         #: An absolute path, `-`, or an `s3://` address.
         self.uri = uri
         #: The folder to which paths in the lines are relative.
         self.folder = folder
         with input_errors(uri):
-            self.bytes = os.fstat(file.fileno()).st_size
-            file.seek(0)
-            #: Hex SHA-256 of the file, before decompression.
-            self.sha256 = sha256_of(file)
+            self.bytes = sum(os.fstat(one.fileno()).st_size for one in self.files)
+            hashes: list[str] = []
+            for one in self.files:
+                one.seek(0)
+                hashes.append(sha256_of(one))
+            #: Hex SHA-256 of the file, before decompression; of several files, the one of their hashes.
+            self.sha256 = hashes[0] if not more else sha256_of(" ".join(hashes).encode())
         self._identity = self._stat()
 
     def lines(self) -> Iterator[bytes | None]:
@@ -105,7 +111,7 @@ class Source:
     @property
     def bytes_read(self) -> int:
         """Number of bytes that have been read, before decompression."""
-        return self.file.tell()
+        return sum(one.tell() for one in self.files)
 
     def check_unchanged(self) -> None:
         """Raises `input.unreadable` if the file has changed since it was opened."""
@@ -114,9 +120,9 @@ class Source:
                 self.uri, "changed while it was read", "Submit it again when it is no longer written to."
             )
 
-    def _stat(self) -> tuple[int, int]:
-        found = os.fstat(self.file.fileno())
-        return found.st_size, found.st_mtime_ns
+    def _stat(self) -> list[tuple[int, int]]:
+        found = [os.fstat(one.fileno()) for one in self.files]
+        return [(one.st_size, one.st_mtime_ns) for one in found]
 
 
 def batches_of(
@@ -200,8 +206,9 @@ class _ZstdReader:
 
 @contextmanager
 def open_source(address: str, s3: S3Settings | None = None) -> Generator[Source, None, None]:
-    """Opens a path, `-` (standard input) or `s3://bucket/key`; an input that cannot be read twice is first
-    copied to a temporary file. Raises `input.unreadable`, or `StoreError` if S3 cannot be reached."""
+    """Opens a path, `-` (standard input) or `s3://bucket/key`; a folder is a dataset of Hugging Face. An input
+    that cannot be read twice is first copied to a temporary file. Raises `input.unreadable`, or `StoreError`
+    if S3 cannot be reached."""
     path = Path(address).absolute()
     uri, folder, is_file = str(path), path.parent, False
     with ExitStack() as opened:
@@ -211,6 +218,11 @@ def open_source(address: str, s3: S3Settings | None = None) -> Generator[Source,
                 stream = (
                     sys.stdin.buffer if address == "-" else opened.enter_context(open_s3_object(address, s3))
                 )
+        elif paths := dataset_files(path):
+            with input_errors(address):
+                files = [opened.enter_context(one.open("rb")) for one in paths]
+            yield Source(files[0], uri, folder, *files[1:])
+            return
         else:
             with input_errors(address):
                 stream = opened.enter_context(path.open("rb"))
@@ -222,6 +234,36 @@ def open_source(address: str, s3: S3Settings | None = None) -> Generator[Source,
                 copy.flush()
             stream = cast(BinaryIO, copy)
         yield Source(stream, uri, folder)
+
+
+class _DatasetFile(msgspec.Struct):
+    filename: str
+
+
+class _Dataset(msgspec.Struct):
+    """`state.json`, or `dataset_dict.json` with the names of splits."""
+
+    data_files: list[_DatasetFile] = msgspec.field(default_factory=list[_DatasetFile], name="_data_files")
+    splits: list[str] = []
+
+
+def dataset_files(folder: Path) -> list[Path]:
+    """The Arrow files of a dataset that `save_to_disk` of Hugging Face `datasets` wrote; empty for any other
+    path. Raises `input.unreadable`, also for a folder with several splits.
+
+    Source: `datasets.Dataset.save_to_disk` and `datasets.DatasetDict.save_to_disk`.
+    """
+    names = [folder / name for name in ("dataset_dict.json", "state.json")]
+    with input_errors(str(folder)):
+        found = next((path.read_bytes() for path in names if path.is_file()), b"{}")
+        try:
+            dataset = msgspec.json.decode(found, type=_Dataset)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"its list of files is damaged ({error})") from error
+    if dataset.splits:
+        splits = ", ".join(str(folder / split) for split in dataset.splits)
+        raise _unreadable(str(folder), "is a dataset with several splits", f"Give one: {clean(splits)}.")
+    return [folder / Path(file.filename).name for file in dataset.data_files]
 
 
 def check_source(source: str) -> str:
@@ -236,6 +278,8 @@ def check_source(source: str) -> str:
     if source == "-" or is_remote(source):
         return source
     with input_errors(source):
+        if dataset_files(Path(source)):
+            return source
         mode = os.stat(source).st_mode
         if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
             open(source, "rb").close()
@@ -283,7 +327,9 @@ def input_errors(uri: str) -> Generator[None, None, None]:
         raise _unreadable(uri, f"is a damaged compressed file ({error})", "Copy it again.") from error
     except IsADirectoryError as error:
         raise _unreadable(
-            uri, "is a folder", "Give one file, plain, .gz or .zst; for a Kaldi folder, its `text`."
+            uri,
+            "is a folder",
+            "Give one file, plain, .gz or .zst; for a Kaldi folder, its `text`; of a dataset of Hugging Face, a folder that `save_to_disk` wrote.",
         ) from error
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)

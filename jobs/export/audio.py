@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
 
@@ -20,6 +20,10 @@ from jobs.packs import ArtifactReader, map_ahead
 from jobs.store.base import ObjectStore, sha256_of, split_key
 from pipelines.audio_format import AUDIO_FORMATS, AudioFormat, check_rate
 from pipelines.errors import ErrorCode, StoreError, invalid
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _THREADS = 16
 #: Maximum number, and total size, of items whose audio is read before it is needed.
@@ -31,7 +35,7 @@ Result = TypeVar("Result")
 #: Sample rates of exports, in Hz.
 MIN_SAMPLE_RATE, MAX_SAMPLE_RATE = 8_000, 48_000
 #: The quantization of `pipelines.audio.encode`, so that unchanged samples are written as they were.
-FULL_SCALE = 32_767
+_FULL_SCALE = 32_767
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +82,18 @@ class Conversion:
         rate = self.sample_rate or artifact.sample_rate
         if (audio_format, rate) == (item.extension, artifact.sample_rate):
             return item, data
-        # These take half a second to import.
-        import numpy as np
-        import soundfile
+        return self.encoded(item, decoded(data))
 
+    def encoded(self, item: AudioItem, samples: NDArray[np.float32]) -> tuple[AudioItem, bytes]:
+        """Encodes samples, [samples] or [samples, channels], at the rate of the stored audio as the audio of an
+        item."""
         from jobs.encoded_audio import encoded
         from pipelines.audio import resample
 
-        pcm, _ = soundfile.read(io.BytesIO(data), dtype="int16")
-        samples = resample(pcm.astype(np.float32) * np.float32(1 / FULL_SCALE), artifact.sample_rate, rate)
-        made = encoded(samples, rate, audio_format)
+        artifact = item.artifact
+        audio_format = self.format or cast("AudioFormat", item.extension)
+        rate = self.sample_rate or artifact.sample_rate
+        made = encoded(resample(samples, artifact.sample_rate, rate), rate, audio_format)
         written = msgspec.structs.replace(
             artifact,
             key=f"{artifact.key.rpartition('.')[0]}.{audio_format}",
@@ -100,6 +106,16 @@ class Conversion:
             pack_offset=None,
         )
         return msgspec.structs.replace(item, artifact=written), made.data
+
+
+def decoded(data: bytes) -> NDArray[np.float32]:
+    """The samples of a stored file, [samples]."""
+    # These take half a second to import.
+    import numpy as np
+    import soundfile
+
+    pcm, _ = soundfile.read(io.BytesIO(data), dtype="int16")
+    return pcm.astype(np.float32) * np.float32(1 / _FULL_SCALE)
 
 
 class AudioReader:

@@ -330,7 +330,7 @@ class _Export:
                 written = _written_part(destination, found, record)
                 if written is None:
                     first, items = self.jobs.jobs[0].job, self._read(self._rows_of(part))
-                    whole = items if sounds is None else sounds.conversations(first, items)
+                    whole = items if sounds is None else sounds.dialogues(items)
                     with PartFiles(destination, names) as part_files:
                         self.format.write(part, part_files, first, whole)
                         written = part_files.publish(record)
@@ -418,7 +418,7 @@ class _Export:
             manifest.writelines(
                 (manifest_line(item.job, item, "") for item in items)
                 if sounds is None
-                else sounds.manifest_lines(jobs.jobs[0].job, items)
+                else sounds.manifest_lines(items)
             )
         if partly:
             for _ in facts.noting(jobs.noting(jobs.items(jobs.rows()), texts)):

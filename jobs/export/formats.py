@@ -77,8 +77,8 @@ class ExportFormat:
     #: Makes the line of a failed item or of a refused input line. Such a format is always one file.
     failure_line: Callable[[Job, ItemRow | RejectedLine], bytes] | None = None
     #: Writes the files of one part, from each item with the bytes of its audio if `embeds_audio`, else with
-    #: the path or address of its audio; with `sounds` from each `Conversation`.
-    write_part: Callable[[Part, PartFiles, Job, Iterator[Any]], None] | None = None
+    #: the path or address of its audio.
+    write_part: Callable[[Part, PartFiles, Job, Iterator[tuple[AudioItem, Any]]], None] | None = None
     #: The files contain the audio. A part then ends before its audio exceeds the maximum size of a part.
     embeds_audio: bool = False
     #: A split of any size is one part, because one of its files has a line for each item.
@@ -224,7 +224,7 @@ class ExportFormat:
             for item, where in items:
                 yield 1, self.item_line(item.job, item, where)
 
-    def write(self, part: Part, files: PartFiles, job: Job, items: Iterator[Any]) -> None:
+    def write(self, part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, Any]]) -> None:
         """Writes the files of one part of a folder."""
         if self.write_part is not None:
             self.write_part(part, files, job, items)

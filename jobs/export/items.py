@@ -28,6 +28,7 @@ from pipelines.errors import ConfigError, invalid
 from pipelines.request import Generation, SpokenRole, Word
 
 if TYPE_CHECKING:
+    from jobs.export.conversation import Turn
     from jobs.ledger import Ledger
 
 
@@ -69,6 +70,9 @@ class AudioItem(msgspec.Struct, frozen=True):
     score_names: tuple[str, ...] | None = None
     #: The types of the metadata in the dataset, for tables; the same for all its items.
     metadata_types: Type = {}
+    #: The turns in its audio, if that is the sound of a dialogue, and the number of its channels.
+    turns: tuple[Turn, ...] = ()
+    channels: int = 1
     #: Whether items of the dataset have `words`.
     timed: bool = False
     #: Whether the dataset contains several jobs. Its ids and its index are then unique in the dataset.
@@ -168,7 +172,19 @@ ORIGIN = ("seed", "model", "voice", "draw", "scores", "transcript", "words", "me
 
 
 def facts(job: Job, item: AudioItem) -> dict[str, Any]:
-    """All fields of an item that formats write, under their common names."""
+    """All fields of an item that formats write, under their common names; of a dialogue also those of its
+    turns."""
+    if item.turns:
+        turns = [turn.place | facts(job, turn.item) for turn in item.turns]
+        return {
+            "example_id": item.example_id,
+            "text": "\n".join(turn["text"] for turn in turns),
+            "sample_rate": item.artifact.sample_rate,
+            "samples": item.artifact.samples,
+            "duration": round(item.seconds, 6),
+            "sha256": item.artifact.sha256,
+            "turns": turns,
+        }
     known, artifact, job = item_metadata(job, item), item.artifact, item.job
     about = {
         "example_id": item.example_id,

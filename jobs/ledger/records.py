@@ -79,6 +79,13 @@ class Reading(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     voices: dict[str, str] | None = None
     #: SHA-256 of Kaldi's `utt2spk` beside the input, if `voices` needs it.
     speakers_sha256: str | None = None
+    #: Names of the columns or keys that become metadata; None: all but those of `drop`, where `*` is all.
+    keep: list[str] | None = None
+    drop: list[str] | None = None
+
+    def keeps(self, name: str) -> bool:
+        """Whether a column or key that has no other use becomes metadata."""
+        return not {name, "*"} & {*(self.drop or ())} if self.keep is None else name in self.keep
 
 
 class FrozenVoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

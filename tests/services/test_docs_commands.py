@@ -176,7 +176,9 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "speakers").mkdir()
     (tmp_path / "speakers" / "anna.wav").write_bytes(wav(1.0))
     (tmp_path / "speakers.csv").write_text("recording,text,weight\nspeakers/anna.wav,What Anna says.,2\n")
-    (tmp_path / "table.csv").write_text("id,text,speaker\nt1,Good morning.,anna\n")
+    (tmp_path / "table.csv").write_text(
+        "id,text,speaker,accent,gender,notes\nt1,Good morning.,anna,north,f,-\n"
+    )
     (tmp_path / "common_voice.tsv").write_text("client_id\tpath\tsentence\n1\ta.mp3\tGood morning.\n")
     (tmp_path / "data/train").mkdir(parents=True)
     (tmp_path / "data/train/text").write_text("anna-1 good morning\nben-1 good night\n")

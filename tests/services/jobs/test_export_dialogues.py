@@ -148,7 +148,7 @@ def test_lhotse_reads_multicuts(finished: Finished, tmp_path: Path, monkeypatch:
     to = exported(finished, tmp_path / "to", "lhotse")
     monkeypatch.chdir(to / "train")
     cuts, recordings, supervisions = (
-        kind.from_items([row for path in sorted(Path().glob(f"{name}.*.gz")) for row in kind.from_file(path)])
+        kind.from_file(f"{name}.jsonl.gz").to_eager()
         for kind, name in (
             (lhotse.CutSet, "cuts"),
             (lhotse.RecordingSet, "recordings"),
@@ -229,7 +229,7 @@ def test_the_same_bytes_stopped_or_not(finished: Finished, tmp_path: Path, forma
     options: dict[str, Any] = {"splits": parse_splits("train=0.7,dev=0.3")}
     whole = contents(exported(finished, tmp_path / "whole", format, **options))
     with pytest.raises(StoppedError):
-        exported(finished, tmp_path / "to", format, on_part=stop_at(2), **options)
+        exported(finished, tmp_path / "to", format, on_part=stop_at(1), **options)
     redone: list[Part] = []
     assert contents(exported(finished, tmp_path / "to", format, on_part=redone.append, **options)) == whole
     assert redone

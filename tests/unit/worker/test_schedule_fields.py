@@ -47,6 +47,8 @@ ELSEWHERE = {
     "splits",
     "options",
     "columns",
+    "keep",
+    "drop",
     "voice_for",
     "voices_by",
     "balance",
