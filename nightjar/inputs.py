@@ -16,12 +16,13 @@ import msgspec
 
 from jobs.columns import Columns
 from jobs.dialogue import chat_dialogue, chosen_id, clean, row_dialogue
+from jobs.input_format import wrong_format
 from jobs.input_records import ROWS, bytes_columns, cells_of, left_out_note, supervision_rows
 from jobs.ledger.records import JobSpec, Reading
 from jobs.own_files import own_path
 from jobs.store import is_remote
 from jobs.voice_pool import voice_of_speaker
-from pipelines.errors import ErrorCode, InputError, StoreError
+from pipelines.errors import ErrorCode, InputError, StoreError, missing_library
 
 #: Name of the folder for inputs from Python objects, within the state folder.
 INPUTS = "inputs"
@@ -74,7 +75,9 @@ def written_input(
 def _check_collection(records: Any) -> None:
     """Raises `InputError` for an object that is not iterable, and for a mapping, which iterates over names instead
     of records."""
-    if isinstance(records, Mapping) or not (isinstance(records, Iterable) or hasattr(records, "to_batches")):
+    if isinstance(records, Mapping) or not (
+        isinstance(records, Iterable) or hasattr(records, "__arrow_c_stream__")
+    ):
         message = f"A {type(records).__name__} is not a list of records."
         advice = (
             "Give a path, a table, or a list of texts or mappings. For a DatasetDict, give one of its splits."
@@ -118,22 +121,31 @@ def _rows(records: Any, chosen: Reading, left_out: set[str]) -> Iterator[Any]:
 
 
 def _table(records: Any) -> tuple[Any, Callable[[list[str]], Iterator[Any]]]:
-    """The Arrow schema of a table of pandas, pyarrow or Hugging Face `datasets`, and its batches with some
-    columns; None: another collection. Audio is not decoded."""
+    """The Arrow schema of a table of pandas, Hugging Face `datasets`, pyarrow or another library with Arrow's
+    interface of streams, and its batches with some columns; None: another collection. Audio is not decoded."""
     if hasattr(records, "iterrows"):
-        import pyarrow
-
-        records = pyarrow.Table.from_pandas(records, preserve_index=False)
+        try:
+            records = _pyarrow().Table.from_pandas(records, preserve_index=False)
+        except (TypeError, ValueError) as error:
+            advice = "Give each column one type, or leave the column out."
+            raise wrong_format(_NO_URI, f"is no table: {clean(str(error), 200)}", advice) from None
     if getattr(records, "features", None) and hasattr(records, "with_format"):
         rows = records.with_format("arrow")
         return records.features.arrow_schema, lambda names: (
             batch for table in rows.select_columns(names).iter(ROWS) for batch in table.to_batches()
         )
-    if hasattr(records, "to_batches"):
-        return records.schema, lambda names: iter(records.select(names).to_batches())
-    if hasattr(records, "read_next_batch"):
-        return records.schema, lambda names: (batch.select(names) for batch in records)
+    if hasattr(records, "__arrow_c_stream__"):
+        reader = _pyarrow().RecordBatchReader.from_stream(records)
+        return reader.schema, lambda names: (batch.select(names) for batch in reader)
     return None, iter
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow
+    except ImportError:
+        raise missing_library("Reading a table", "pyarrow", "export") from None
+    return pyarrow
 
 
 def _dialogue(

@@ -157,6 +157,8 @@ class CodecIdentity(msgspec.Struct, frozen=True):
     #: Frames per second, and the rate of its audio in Hz.
     frame_rate: float
     sample_rate: int
+    #: Number of codes of each codebook.
+    codebook_sizes: tuple[int, ...]
 
     @property
     def frame_samples(self) -> int:

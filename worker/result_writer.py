@@ -285,15 +285,14 @@ def _joined(
     outcome, audio, words, meta, seed = whole
     job, line, last = shard.held.lease.job, draw.line, outcome.draws[-1].draw if outcome.draws else number
 
-    def put(kind: str, data: bytes | BinaryIO, *facts: int, **meta: object) -> Artifact:
+    def put(kind: str, data: bytes | BinaryIO, size: int, facts: tuple[int, int, int]) -> Artifact:
         key = item_key(job.id, kind, line.index, line.example_id, job.spec.extension(kind), last)
-        return _put(shard, Artifact(line.index, kind, key, "", *facts, seed, meta=meta), data)
+        return _put(shard, Artifact(line.index, kind, key, "", size, *facts, seed, meta=meta), data)
 
     with audio.data as file:
-        facts = audio.size, audio.duration_ms, audio.sample_rate, audio.samples
-        stored = [put("audio", file, *facts, **meta)]
+        stored = [put("audio", file, audio.size, (audio.duration_ms, audio.sample_rate, audio.samples))]
     if words:
-        stored.append(put(WORDS, words, len(words), 0, 0, 0))
+        stored.append(put(WORDS, words, len(words), (0, 0, 0)))
     return msgspec.structs.replace(outcome, artifacts=tuple(stored))
 
 

@@ -84,6 +84,16 @@ def _formats() -> str:
     metavar="SECONDS",
     help="Pauses between the turns of a dialogue, drawn by seed; negative ones are overlaps: normal(MEAN,DEVIATION), uniform(LOW,HIGH) or a number. [default: normal(0.2,0.3)]",
 )
+@click.option(
+    "--interleave",
+    metavar="RATIO",
+    help="Text tokens and frames of a span of the format interleaved such as 13:26, or `words`. [default: 13:26]",
+)
+@click.option(
+    "--tokenizer",
+    metavar="NAME",
+    help="Tokenizer of the format interleaved: a tokenizer.json, its folder or a name on the hub. [default: the model's]",
+)
 @where_option
 @click.option(
     "--unique",

@@ -130,7 +130,7 @@ class Sounds:
     apart: bool
 
     def turns(self, items: Iterable[AudioItem]) -> tuple[Turn, ...]:
-        """Places the turns of a dialogue."""
+        """Places the turns of a dialogue. The times of their words then count from the start of the sound."""
         turns: list[Turn] = []
         ends = dict.fromkeys(ROLES, 0)
         for item in items:
@@ -140,9 +140,11 @@ class Sounds:
                 after = max(ends.values()) + round(gap * item.artifact.sample_rate)
                 first = max(after, ends[role], turns[-1].first)
             ends[role] = first + item.artifact.samples
-            turns.append(
-                Turn(item, role, ROLES.index(role) if self.mode == "stereo" else 0, first, ends[role])
-            )
+            start = first / item.artifact.sample_rate
+            words, phonemes = ([one.moved(start) for one in said] for said in (item.words, item.phonemes))
+            item = msgspec.structs.replace(item, words=tuple(words), phonemes=tuple(phonemes))
+            channel = ROLES.index(role) if self.mode == "stereo" else 0
+            turns.append(Turn(item, role, channel, first, ends[role]))
         return tuple(turns)
 
     def dialogues(self, items: Iterable[tuple[AudioItem, Any]]) -> Iterator[tuple[AudioItem, Any]]:
@@ -283,6 +285,11 @@ def of_dialogues(
             "Use --dialogues stereo.",
         ),
         (
+            spec.output == "codes",
+            "This job has codes without audio.",
+            "Submit it with --output both.",
+        ),
+        (
             mode == "stereo" and spec.speak != "all",
             "This job speaks only one role of its dialogues, so the channel of the other one would be silent.",
             "Submit it with --speak all, or use --dialogues mono.",
@@ -305,6 +312,7 @@ def _with_sounds(format: ExportFormat, sounds: Sounds) -> ExportFormat:
         one_part=format.name == "lhotse",
         whole_dialogues=True,
         sounds=sounds,
+        codes=False,
     )
 
 

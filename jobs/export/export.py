@@ -22,6 +22,7 @@ import msgspec
 
 from jobs.export.audio import AudioNames, AudioReader, Conversion
 from jobs.export.card import CardFacts, dataset_card
+from jobs.export.code_formats import interleaved
 from jobs.export.conversation import Gaps, of_dialogues
 from jobs.export.files import (
     AGAIN,
@@ -125,6 +126,8 @@ def export_jobs(
     license: str | None = None,
     dialogues: str | None = None,
     gaps: str | None = None,
+    interleave: str | None = None,
+    tokenizer: str | None = None,
 ) -> ExportReport:
     """Writes the items of jobs that have audio, and match `where`, to `to`: a file or `-` for formats of
     one file, else a folder or `s3://` prefix. The jobs are written in the order in which they were submitted.
@@ -158,11 +161,12 @@ def export_jobs(
     conversion = _conversion(chosen, jobs, audio_format, sample_rate)
     for ledger, store, job in jobs:
         chosen = of_dialogues(chosen, dialogues, gaps, conversion, job.spec)
+        chosen = interleaved(chosen, interleave, tokenizer, job.spec)
         chosen.check(
             to, store.url, job.spec, splits, audio_root, conversion, where, unique=unique, license=license
         )
         if chosen.failure_line is None and audio_root is None:
-            _refuse_lost(ledger, store, job, where, dialogues=chosen.whole_dialogues)
+            _refuse_lost(ledger, store, job, where, dialogues=chosen.whole_dialogues, codes=chosen.codes)
     job_set = JobSet(jobs, where, chosen)
     planned = _Export(
         job_set, chosen, splits or WHOLE, part_bytes, audio_root, absolute, conversion, unique, license
@@ -183,7 +187,9 @@ def _conversion(
     format: ExportFormat, jobs: Iterable[StoredJob], audio_format: str | None, sample_rate: int | None
 ) -> Conversion:
     """Checks the conversion for each job, and what the format needs equal in all jobs."""
-    conversion = Conversion()
+    jobs, conversion = list(jobs), Conversion()
+    if format.codes and len({one.job.spec.output for one in jobs}) > 1:
+        raise invalid("Some of these jobs have codes, and others not.", "Export them to several datasets.")
     made: dict[str, dict[Any, str]] = {"audio format": {}, "sample rate": {}}
     for ledger, _, job in jobs:
         # All audio of a job has the same rate: that of its model, or of its spec.
@@ -207,15 +213,12 @@ def _conversion(
 
 
 def _refuse_lost(
-    ledger: Ledger, store: ObjectStore, job: Job, where: Where | None, *, dialogues: bool
+    ledger: Ledger, store: ObjectStore, job: Job, where: Where | None, *, dialogues: bool, codes: bool
 ) -> None:
     """Raises `store.missing` with the names of objects that are missing or have another size;
     `store.conflict` if none is missing."""
-    lost = [
-        *listed_faults(
-            store, expected_objects(ledger, job.id, ("audio", "text", WORDS), where, dialogues=dialogues)
-        )
-    ]
+    kinds = ("audio", "text", WORDS, *["codes"] * codes)
+    lost = [*listed_faults(store, expected_objects(ledger, job.id, kinds, where, dialogues=dialogues))]
     if not lost:
         return
     shown = [f"{fault.value} {expected.key}" for expected, fault in lost[:SHOWN_LOST]]
@@ -251,6 +254,8 @@ class _Identity(msgspec.Struct, frozen=True):
     jobs: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
     unique: bool | msgspec.UnsetType = msgspec.UNSET
     license: str | msgspec.UnsetType = msgspec.UNSET
+    #: `ExportFormat.variant`
+    variant: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Finished(msgspec.Struct, frozen=True):
@@ -359,7 +364,9 @@ class _Export:
                 items = self.jobs.noting(items, texts)
             # Sounds are converted as a whole.
             conversion = Conversion() if self.format.sounds else self.conversion
-            with AudioReader(one.store, self.audio_root, conversion) as audio:
+            holds = self.format.embeds_audio or self.format.names_audio or self.format.needs_codes
+            codes = self.format.codes and holds and bool(one.job.spec.output)
+            with AudioReader(one.store, self.audio_root, conversion, codes) as audio:
                 yield from (audio.loaded if self.format.embeds_audio else audio.located)(items)
 
     def _rows_of(self, part: Part) -> Iterator[ItemRow]:
@@ -403,6 +410,7 @@ class _Export:
             jobs=tuple(one.job.id for one in jobs) if self.jobs.several else msgspec.UNSET,
             unique=self.unique or msgspec.UNSET,
             license=self.license or msgspec.UNSET,
+            variant=self.format.variant or msgspec.UNSET,
         )
 
     def _write_common(self, files: PartFiles, plan: Plan) -> None:

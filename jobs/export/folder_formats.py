@@ -24,7 +24,7 @@ import shlex
 import tarfile
 import unicodedata
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from io import BytesIO
 from itertools import groupby
 from typing import IO, Any
@@ -103,8 +103,9 @@ def _readable(where: str, extension: str) -> str:
 
 
 def write_lhotse(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, str]]) -> None:
-    """Writes manifests with the ids of the items."""
+    """Writes manifests with the ids of the items, and the codes of each item to a file."""
     folder = part.split
+    beside = files.sibling_name(f"{folder}/codes")
     with (
         files.gzip(f"{folder}/recordings.jsonl.gz") as recordings,
         files.gzip(f"{folder}/supervisions.jsonl.gz") as supervisions,
@@ -113,33 +114,60 @@ def write_lhotse(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[A
         for item, where in items:
             named = files.audio_name(f"{folder}/cuts.jsonl.gz", where)
             source = {"type": "url" if "://" in where else "file", "channels": [0], "source": named}
-            cut = cut_of(item.id, job, item, source)
-            recordings.write(_encode(cut["recording"]) + b"\n")
+            place = {"storage_type": "numpy_files", "storage_path": beside, "storage_key": f"{item.name}.npy"}
+            cut = cut_of(item.id, job, item, source, place)
+            if item.codes is not None:
+                files.add(f"{folder}/codes/{item.name}.npy", npy(item.codes.codes))
+            if not item.is_codes:
+                recordings.write(_encode(cut["recording"]) + b"\n")
             supervisions.writelines(_encode(spoken) + b"\n" for spoken in cut["supervisions"])
             cuts.write(_encode(cut) + b"\n")
 
 
-#: The source of a recording in an archive.
+#: The source of a recording in an archive, and the place of codes.
 SHAR_SOURCE = {"type": "shar", "channels": [0], "source": ""}
+_SHAR_ARRAY = {"storage_type": "shar", "storage_path": "", "storage_key": ""}
 
 
 def write_shar(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]) -> None:
     """Writes one shard of an archive. Ids are the names of the audio in the store, because they name members
     of a tar file."""
     number = f"{part.number:06d}"
-    with (
-        tar_file(files.open(f"{part.split}/recording.{number}.tar")) as add,
-        files.gzip(f"{part.split}/cuts.{number}.jsonl.gz") as cuts,
-    ):
+    with ExitStack() as ended:
+        tars: dict[str, Callable[[str, bytes], None]] = {}
+
+        def add(field: str, name: str, data: bytes, about: object) -> None:
+            """Adds the file of a field of a cut, and its JSON, to the tar file of that field."""
+            if field not in tars:
+                opened = tar_file(files.open(f"{part.split}/{field}.{number}.tar"))
+                tars[field] = ended.enter_context(opened)
+            tars[field](name, data)
+            tars[field](f"{name.partition('.')[0]}.json", _encode(about) + b"\n")
+
+        cuts = ended.enter_context(files.gzip(f"{part.split}/cuts.{number}.jsonl.gz"))
         for item, audio in items:
             cut = cut_of(item.name, job, item, SHAR_SOURCE)
-            add(f"{item.name}.{item.extension}", audio)
-            add(f"{item.name}.json", _encode(cut["recording"]) + b"\n")
+            if not item.is_codes:
+                add("recording", f"{item.name}.{item.extension}", audio, cut["recording"])
+            if item.codes is not None:
+                add("codes", f"{item.name}.npy", npy(item.codes.codes), cut["custom"]["codes"])
             cuts.write(_encode(cut) + b"\n")
 
 
-def cut_of(id: str, job: Job, item: AudioItem, source: dict[str, Any]) -> dict[str, Any]:
-    """The JSON of a cut with its recording, and a supervision for each turn in it."""
+def npy(codes: Any) -> bytes:
+    """Codes as NumPy's file of one array."""
+    import numpy as np
+
+    file = BytesIO()
+    np.save(file, codes)
+    return file.getvalue()
+
+
+def cut_of(
+    id: str, job: Job, item: AudioItem, source: dict[str, Any], place: dict[str, str] = _SHAR_ARRAY
+) -> dict[str, Any]:
+    """The JSON of a cut with its recording, if it has audio, and a supervision for each turn in it. `place`:
+    where its codes are."""
     channels = [*range(item.channels)]
     recording = {
         "id": id,
@@ -153,13 +181,18 @@ def cut_of(id: str, job: Job, item: AudioItem, source: dict[str, Any]) -> dict[s
         _supervision(turn.item.id, id, job, turn.item, turn.start, turn.channel % item.channels)
         for turn in item.turns
     ]
+    sounds: dict[str, Any] = {} if item.is_codes else {"recording": recording}
+    if (codes := item.codes) is not None:
+        array = place | {"shape": list(codes.codes.shape)}
+        shift = {"temporal_dim": 0, "frame_shift": 1 / codes.codec.frame_rate, "start": 0.0}
+        sounds["custom"] = {"codes": {"array": array, **shift}}
     return {
         "id": id,
         "start": 0.0,
         "duration": item.seconds,
         "channel": channels if item.channels > 1 else 0,
         "supervisions": spoken or [_supervision(id, id, job, item)],
-        "recording": recording,
+        **sounds,
         "type": "MultiCut" if item.channels > 1 else "MonoCut",
     }
 
@@ -177,9 +210,9 @@ def _supervision(
     own = picked(about, "example_id", "role", "message_index", "sha256", "spec_sha", *ORIGIN)
     if own.pop("words", None) is not None:
         made["alignment"] = {
-            name: [(one.text, one.start_s, round(one.end_s - one.start_s, 4), None) for one in moved]
+            name: [(one.text, one.start_s, round(one.end_s - one.start_s, 4), None) for one in said]
             for name, said in (("word", item.words), ("phone", item.phonemes))
-            if (moved := [one.moved(start) for one in said])
+            if said
         }
     made["custom"] = own
     return made
@@ -263,7 +296,10 @@ def write_webdataset(
     with tar_file(files.open(f"{part.split}/shard-{part.number:06d}.tar")) as add:
         for item, audio in items:
             about = facts(job, item)
-            add(f"{item.name}.{item.extension}", audio)
+            if not item.is_codes:
+                add(f"{item.name}.{item.extension}", audio)
+            if item.codes is not None:
+                add(f"{item.name}.codes.npy", npy(item.codes.codes))
             add(f"{item.name}.json", _encode(about))
             add(f"{item.name}.txt", about["text"].encode())
 
@@ -277,9 +313,11 @@ KALDI = ExportFormat(
     local_audio=True,
 )
 LHOTSE = ExportFormat(
-    name="lhotse", summary="Lhotse's recordings, supervisions and cuts", write_part=write_lhotse
+    name="lhotse", summary="Lhotse's recordings, supervisions and cuts", write_part=write_lhotse, codes=True
 )
-SHAR = ExportFormat(name="shar", summary="Lhotse's tar archives", write_part=write_shar, embeds_audio=True)
+SHAR = ExportFormat(
+    name="shar", summary="Lhotse's tar archives", write_part=write_shar, embeds_audio=True, codes=True
+)
 ESPNET_DATASET = ExportFormat(
     name="espnet-dataset",
     summary="a dataset for ESPnet SpeechLM",
@@ -302,6 +340,7 @@ WEBDATASET = ExportFormat(
     summary="tar files of audio, JSON and text",
     write_part=write_webdataset,
     embeds_audio=True,
+    codes=True,
     equal=("audio format",),
     data_files="{}/*.tar",
 )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from jobs.checks import CHECKS, METERS, scores_with
+from jobs.codes import StoredCodes
 from jobs.dialogue import Dialogue, metadata_json, metadata_of, spoken_text
 from jobs.export.column_types import Type, widened
 from jobs.ledger.records import WORDS, Artifact, Draw, ItemRow, ItemState, Job
@@ -72,6 +73,9 @@ class AudioItem(msgspec.Struct, frozen=True):
     score_names: tuple[str, ...] | None = None
     #: The types of the metadata in the dataset, for tables; the same for all its items.
     metadata_types: Type = {}
+    #: Its codes, if the job makes codes, and what they contain once they are read.
+    codes_artifact: Artifact | None = None
+    codes: StoredCodes | None = None
     #: The turns in its audio, if that is the sound of a dialogue, and the number of its channels.
     turns: tuple[Turn, ...] = ()
     channels: int = 1
@@ -97,6 +101,11 @@ class AudioItem(msgspec.Struct, frozen=True):
     def metadata(self) -> dict[str, Any]:
         """The other columns or keys of its record, with JSON's types."""
         return metadata_of(self.dialogue)
+
+    @property
+    def is_codes(self) -> bool:
+        """Whether it has no audio, so that its artifact is its codes."""
+        return self.artifact.kind == "codes"
 
     @property
     def seconds(self) -> float:
@@ -172,10 +181,23 @@ def minutes_by_voice(ledger: Ledger, store: ObjectStore, job: Job) -> dict[str, 
 
 
 #: Names of the fields that say how an item was made and what was measured. Jobs without checks have no `draw`,
-#: `scores` and `transcript`, jobs without `--timestamps` no `words`, those without
-#: `normalize` and `lexicon` no `spoken_text`, a record without other columns or keys no
-#: `metadata`, and only datasets of several jobs have `job`.
-ORIGIN = ("seed", "model", "voice", "draw", "scores", "transcript", "words", "spoken_text", "metadata", "job")
+#: `scores` and `transcript`, jobs without `--timestamps` no `words`, those without `normalize` and `lexicon` no
+#: `spoken_text`, a record without other columns or keys no `metadata`, items whose codes are not exported no `codec` and `voice_codes`, and only datasets of several jobs
+#: have `job`.
+ORIGIN = (
+    "seed",
+    "model",
+    "voice",
+    "draw",
+    "scores",
+    "transcript",
+    "words",
+    "spoken_text",
+    "codec",
+    "voice_codes",
+    "metadata",
+    "job",
+)
 
 
 def facts(job: Job, item: AudioItem) -> dict[str, Any]:
@@ -213,6 +235,10 @@ def facts(job: Job, item: AudioItem) -> dict[str, Any]:
     if item.score_names is not None:
         draw = None if item.draw is None else item.draw.draw
         about |= {"draw": draw, "scores": item.scores, "transcript": item.transcript}
+    if item.codes is not None:
+        voice = item.codes.voice_codes
+        about["codec"] = msgspec.to_builtins(item.codes.codec)
+        about["voice_codes"] = None if voice is None else voice.tolist()
     if item.timed:
         about["words"] = item.words
     if item.respelled:
@@ -295,6 +321,7 @@ def audio_items(
         draws = ledger.draws_of(job_id, indexes) if job.spec.quality is not None else ()
         kept = {row.index: row.draw for row in draws if row.draw.kept}
         written = ledger.artifacts_of(job_id, _TEXT, indexes)
+        coded = ledger.artifacts_of(job_id, "codes", indexes) if job.spec.output else {}
         timed = ledger.artifacts_of(job_id, WORDS, indexes) if job.spec.timestamps is True else {}
         for row in page:
             line, text, times = lines.of(row), written.get(row.index), timed.get(row.index)
@@ -312,6 +339,7 @@ def audio_items(
                 words=words,
                 phonemes=phonemes[0] if phonemes else (),
                 draw=kept.get(row.index),
+                codes_artifact=coded.get(row.index),
                 score_names=names,
                 metadata_types=types or {},
                 timed=job.spec.timestamps is True,

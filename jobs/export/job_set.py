@@ -225,6 +225,10 @@ class JobSet:
         without_audio = sum(one.total for one in counts) - items - duplicates
         # Items of a running job may get their audio after the export has passed them.
         without_audio = max(0, without_audio - sum(out.items for out in filtered))
+        if where is not None and self.format.sounds is not None:
+            others = max(0, without_audio - sum(one.total - one.done for one in counts))
+            without_audio -= others
+            filtered += (FilteredOut("other turns of their dialogue", others, 0),)
         pending = sum(one.pending for one, (_, _, job) in zip(counts, jobs) if not job.state.final)
         left = LeftOut(without_audio, filtered, min(pending, without_audio), self.running)
         return msgspec.structs.replace(left, duplicates=duplicates) if self._unique else left

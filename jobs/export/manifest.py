@@ -103,6 +103,7 @@ MANIFEST = ExportFormat(
     summary="JSONL with text, key, hash and length of the audio",
     item_line=manifest_line,
     names_audio=False,
+    codes=True,
 )
 
 

@@ -542,7 +542,7 @@ class CodecStage(Generic[S]):
         self.new_state = decoder.new_state
         #: Decodes a whole utterance [frames, codebooks]: codes, `done`, and the initial state if it follows a
         #: reference.
-        self.decode = self._utterances.put
+        self.decode: Callable[..., None] = self._utterances.put
         #: Decodes the next frames of a stream and advances its state; chunks of one stream keep their order. If
         #: `last`, no chunk of this stream follows, so the state may be wrong afterwards. Chunks with an earlier
         #: `deadline` are decoded first.
