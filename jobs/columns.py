@@ -79,12 +79,10 @@ class Columns:
         ids = {"id", "example_id"} if "id" in wanted else set[str]()
         others = [name for name in counts if name not in used | ids and chosen.keeps(name)]
         for name in (*self.of.values(), *others):
-            if counts[name] > 1:
-                advice = f"Rename one of them{'' if name in used else f', or leave them out: --drop {clean(name, 40)!r}'}."
-                raise wrong_format(uri, f"has two columns {clean(name, 40)!r}", advice)
-            if name in LINE_KEYS and name in others:
-                advice = f"Rename it, or leave it out: --drop {name}."
-                raise wrong_format(uri, f"has a column {name!r}, which is a key of dialogues", advice)
+            if counts[name] > 1 or (name in LINE_KEYS and name in others):
+                what = "two columns" if counts[name] > 1 else "a column with the name of a key of dialogues,"
+                advice = f"Rename it, or leave it out: --drop {clean(name, 40)!r}."
+                raise wrong_format(uri, f"has {what} {clean(name, 40)!r}", advice)
         self.left_out = set[str]() if left_out is None else left_out
         self.left_out.difference_update(counts.keys() - {*others})
         #: Names of the columns that are metadata.

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -66,7 +65,6 @@ _ROW_SHAPE = "A line is one JSON object with `text`, and `id` (text or a number)
 # The csv module refuses fields of more than 128 KiB by default.
 csv.field_size_limit(max(csv.field_size_limit(), 2 * MAX_LINE_BYTES))
 _encode = msgspec.json.Encoder().encode
-_decode_objects = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
 
 
 @dataclass(frozen=True)
@@ -146,12 +144,7 @@ def _kaldi(records: Records) -> Iterator[Record]:
     Source: https://kaldi-asr.org/doc/data_prep.html.
     """
     voice_of, folder = records.voice_of, records.source.folder
-    beside = {name: records.chosen.keeps(name) for name in _beside(records.source)}
-    needed = [
-        name
-        for name in beside | ({SPEAKERS: False} if voice_of else {})
-        if beside.get(name) or name == SPEAKERS
-    ]
+    needed = {*_beside(records.source), *([SPEAKERS] if voice_of else ())}
     # A database without a name is a temporary file: memory stays bounded for any number of lines.
     with closing(sqlite3.connect("")) as known:
         known.execute(
@@ -179,8 +172,8 @@ def _kaldi(records: Records) -> Iterator[Record]:
                 metadata |= values_of("spk2", speaker.encode())
             elif voice_of is not None:
                 raise bad_line(f"The utterance has no speaker in {SPEAKERS}.", "Add it.")
-            metadata = {name: value for name, value in metadata.items() if beside.get(name)}
-            return row_dialogue(values, number, voice_of, metadata)
+            kept = {name: value for name, value in metadata.items() if records.chosen.keeps(name)}
+            return row_dialogue(values, number, voice_of, kept)
 
         yield from _of_lines(records, dialogue)
 
@@ -265,29 +258,16 @@ def _tsv(records: Records) -> Iterator[Record]:
     )
 
 
-def _rows(records: Records) -> Iterator[Record]:
-    """Rows of JSON, such as a manifest of NeMo. A line has the keys of a row."""
-    columns_of = _columns_of(records)
-
-    def dialogue(line: bytes, number: int) -> bytes:
-        row = decode_line(decode_object, line, _ROW_SHAPE)
-        return columns_of(tuple(row)).dialogue(row.__getitem__, number)
-
-    return _of_lines(records, dialogue)
+class _Cut(msgspec.Struct, frozen=True):
+    supervisions: list[dict[str, msgspec.Raw]] = []
+    tracks: list[_Track] = []
 
 
-def _columns_of(records: Records) -> Callable[[tuple[str, ...]], Columns]:
-    """Makes a function that returns the columns of a row with these keys; it raises `input.bad_line`."""
+class _Track(msgspec.Struct, frozen=True):
+    cut: _Cut = _Cut()
 
-    # Cached, because most rows have the same keys.
-    @lru_cache
-    def columns_of(names: tuple[str, ...]) -> Columns:
-        try:
-            return Columns(names, records.chosen, "", records.voice_of, whole=False)
-        except InputError as error:
-            raise bad_line(error.message.replace("input", "line", 1), error.advice) from None
 
-    return columns_of
+_decode_cut = msgspec.json.Decoder(_Cut).decode
 
 
 def supervision_rows(line: bytes) -> Iterator[dict[str, Any]]:
@@ -298,34 +278,45 @@ def supervision_rows(line: bytes) -> Iterator[dict[str, Any]]:
     """
     shape = "A line is the JSON of a cut with `supervisions`, or of a supervision."
     whole = decode_line(decode_object, line, shape)
+    cut = decode_line(_decode_cut, line, shape)
     own = {key: value for key, value in whole.items() if key not in ("supervisions", "tracks")}
-    inner = decode_line(_decode_objects, bytes(whole.get("tracks", b"[]")), shape)
-    cuts = [whole, *(decode_line(decode_object, bytes(track.get("cut", b"{}")), shape) for track in inner)]
-    listed = [decode_line(_decode_objects, bytes(cut.get("supervisions", b"[]")), shape) for cut in cuts]
+    listed = [*cut.supervisions, *(found for track in cut.tracks for found in track.cut.supervisions)]
     if "recording_id" in whole:
-        listed, own = [[whole]], {}
-    if not any(listed):
+        listed, own = [whole], {}
+    if not listed:
         raise bad_line("The cut has no supervisions.", shape)
-    for supervision in chain.from_iterable(listed):
+    for supervision in listed:
         row = {key: supervision.pop(key) for key in ("id", "text", "speaker") if key in supervision}
         yield row | {"supervision": supervision} | ({"cut": own} if own else {})
 
 
-def _lhotse(records: Records) -> Iterator[Record]:
-    """Yields the supervisions of Lhotse's cuts. A number is that of a supervision."""
-    columns_of, number = _columns_of(records), 0
-    for line in records.source.lines():
-        if line is None or not line or line.isspace():
-            number += 1
-            yield line
-            continue
+def _json_rows(records: Records, rows_of: Callable[[bytes], Iterable[dict[str, Any]]]) -> Iterator[Record]:
+    """Yields the records of lines of JSON, each of which has one row or more. A number is that of a row."""
+
+    # Cached, because most rows have the same keys.
+    @lru_cache
+    def columns_of(names: tuple[str, ...]) -> Columns:
+        return Columns(names, records.chosen, "", records.voice_of, whole=False)
+
+    def record(row: Any, number: int) -> Record:
         try:
-            for row in supervision_rows(line):
-                number += 1
-                yield columns_of(tuple(row)).record(row.__getitem__, number)
+            return columns_of(tuple(row)).dialogue(row.__getitem__, number)
         except InputError as error:
+            if error.code is ErrorCode.INPUT_WRONG_FORMAT:
+                error = bad_line(error.message, error.advice)
+            return rejected_line(number, error)
+
+    number = 0
+    for line in records.source.lines():
+        found: list[Any] = [line]
+        if line and not line.isspace():
+            try:
+                found = [*rows_of(line)]
+            except InputError as error:
+                found = [rejected_line(number + 1, error)]
+        for row in found:
             number += 1
-            yield rejected_line(number, error)
+            yield record(row, number) if isinstance(row, dict) else row
 
 
 def _parquet(records: Records) -> Iterator[Record]:
@@ -351,17 +342,17 @@ def _arrow(records: Records) -> Iterator[Record]:
     with _arrow_errors(records.source.uri):
         from pyarrow import ipc, py_buffer
 
-        def opened(file: BinaryIO) -> Any:
+        def opened(file: BinaryIO) -> ipc.RecordBatchStreamReader:
             # Mapped, because a batch with audio may not fit into memory.
             data = py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-            return (ipc.open_file if data[:6].to_pybytes() == b"ARROW1" else ipc.open_stream)(data)
+            # The format of files is that of streams between eight bytes and a footer.
+            return ipc.open_stream(data[8:] if data[:6].to_pybytes() == b"ARROW1" else data)
 
         readers = [opened(file) for file in records.source.files]
 
         def batches(names: list[str]) -> Iterator[pyarrow.RecordBatch]:
             for file, reader in zip(records.source.files, readers, strict=True):
-                count = getattr(reader, "num_record_batches", None)
-                for batch in reader if count is None else map(reader.get_batch, range(count)):
+                for batch in reader:
                     chosen = batch.select(names)
                     chosen.validate(full=True)
                     yield chosen
@@ -436,8 +427,9 @@ _READERS: dict[InputFormat, Callable[[Records], Iterator[Record]]] = {
         records,
         lambda line, number: row_dialogue({"text": one_line(line).strip()}, number, records.voice_of),
     ),
-    "rows": _rows,
-    "lhotse": _lhotse,
+    # Such as a manifest of NeMo.
+    "rows": lambda records: _json_rows(records, lambda line: [decode_line(decode_object, line, _ROW_SHAPE)]),
+    "lhotse": lambda records: _json_rows(records, supervision_rows),
     "csv": _csv,
     "tsv": _tsv,
     "kaldi": _kaldi,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import re
 import shutil
 import stat
 import sys
@@ -17,7 +18,6 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
-import msgspec
 import zstandard
 
 from jobs.dialogue import clean
@@ -74,10 +74,9 @@ class Source:
         self.folder = folder
         with input_errors(uri):
             self.bytes = sum(os.fstat(one.fileno()).st_size for one in self.files)
-            hashes: list[str] = []
             for one in self.files:
                 one.seek(0)
-                hashes.append(sha256_of(one))
+            hashes = [sha256_of(one) for one in self.files]
             #: Hex SHA-256 of the file, before decompression; of several files, the one of their hashes.
             self.sha256 = hashes[0] if not more else sha256_of(" ".join(hashes).encode())
         self._identity = self._stat()
@@ -236,34 +235,19 @@ def open_source(address: str, s3: S3Settings | None = None) -> Generator[Source,
         yield Source(stream, uri, folder)
 
 
-class _DatasetFile(msgspec.Struct):
-    filename: str
-
-
-class _Dataset(msgspec.Struct):
-    """`state.json`, or `dataset_dict.json` with the names of splits."""
-
-    data_files: list[_DatasetFile] = msgspec.field(default_factory=list[_DatasetFile], name="_data_files")
-    splits: list[str] = []
-
-
 def dataset_files(folder: Path) -> list[Path]:
     """The Arrow files of a dataset that `save_to_disk` of Hugging Face `datasets` wrote; empty for any other
-    path. Raises `input.unreadable`, also for a folder with several splits.
+    path. Raises `input.unreadable` for a folder with several splits, or that cannot be read.
 
     Source: `datasets.Dataset.save_to_disk` and `datasets.DatasetDict.save_to_disk`.
     """
-    names = [folder / name for name in ("dataset_dict.json", "state.json")]
     with input_errors(str(folder)):
-        found = next((path.read_bytes() for path in names if path.is_file()), b"{}")
-        try:
-            dataset = msgspec.json.decode(found, type=_Dataset)
-        except msgspec.MsgspecError as error:
-            raise ValueError(f"its list of files is damaged ({error})") from error
-    if dataset.splits:
-        splits = ", ".join(str(folder / split) for split in dataset.splits)
-        raise _unreadable(str(folder), "is a dataset with several splits", f"Give one: {clean(splits)}.")
-    return [folder / Path(file.filename).name for file in dataset.data_files]
+        if (folder / "dataset_dict.json").is_file():
+            splits = ", ".join(sorted(str(state.parent) for state in folder.glob("*/state.json")))
+            raise _unreadable(str(folder), "is a dataset with several splits", f"Give one: {clean(splits)}.")
+        state = folder / "state.json"
+        listed = state.read_text() if state.is_file() else ""
+        return [folder / name for name in re.findall(r'"filename": "([^"/]+)"', listed)]
 
 
 def check_source(source: str) -> str:

@@ -93,9 +93,13 @@ def test_other_columns_of_a_table_are_texts_under_their_names(
 @pytest.mark.parametrize(
     ("header", "chosen", "words"),
     [
-        ("text,a,a", ALL, "has two columns 'a'. Rename one of them, or leave them out: --drop 'a'"),
-        ("text,generation", ALL, "a column 'generation', which is a key of dialogues. Rename it, or"),
-        ("text,messages", ALL, "a column 'messages', which is a key of dialogues"),
+        ("text,a,a", ALL, "has two columns 'a'. Rename it, or leave it out: --drop 'a'"),
+        (
+            "text,generation",
+            ALL,
+            "a key of dialogues, 'generation'. Rename it, or leave it out: --drop 'generation'",
+        ),
+        ("text,messages", ALL, "a key of dialogues, 'messages'"),
         ("text,a", Reading(drop=["b"]), "has no column 'b'. Its columns are: 'text', 'a'"),
         ("text,a", Reading(keep=["b"]), "has no column 'b'"),
     ],
@@ -294,7 +298,7 @@ def test_rows_of_json_and_a_manifest_of_nemo(tmp_path: Path) -> None:
     }
     assert (second["example_id"], second["generation"], second["duration"]) == ("7", {"voice": "heart"}, 2)
     assert [code for code, _ in refused] == [ErrorCode.INPUT_BAD_LINE] * 3 + [ErrorCode.INPUT_BAD_JSON]
-    assert "The line has no column `text`; its columns are: 'audio_filepath'" in refused[1][1]
+    assert "The input has no column `text`; its columns are: 'audio_filepath'" in refused[1][1]
     chosen = Reading(columns={"text": "lang"})
     assert metadata(lines_of(path, chosen, "rows"))[0]["text"] == "one"
 
@@ -313,12 +317,14 @@ def test_cuts_of_lhotse(tmp_path: Path, name: str) -> None:
         for first, *numbers in ((1, 1, 2), (2, 3), (3, 4))
     )
     mixed = third.mix(other, offset_other_by=1.0)
-    cuts = CutSet.from_cuts([one, MonoCut("c0", 0.0, 1.0, 0), mixed])
+    silent = MonoCut("c4", 0.0, 2.0, 0, [supervision(5, None), supervision(6, "text 6")], recording=rec)
+    cuts = CutSet.from_cuts([one, MonoCut("c0", 0.0, 1.0, 0), mixed, silent])
     path = tmp_path / name
     cuts.to_file(path)
     lines = lines_of(path)
-    assert [line["example_id"] for line in lines if isinstance(line, dict)] == ["s1", "s2", "s4", "s3"]
-    assert lines[2][0] is ErrorCode.INPUT_BAD_LINE
+    ids = [line["example_id"] if isinstance(line, dict) else line[0] for line in lines]
+    bad = ErrorCode.INPUT_BAD_LINE
+    assert ids == ["s1", "s2", bad, "s4", "s3", bad, "s6"]
     assert lines[0]["messages"] == [["user", "text", "text 1"]]
     assert lines[0]["speaker"] == "anna"
     assert lines[0]["supervision"] == {
@@ -330,7 +336,11 @@ def test_cuts_of_lhotse(tmp_path: Path, name: str) -> None:
         "custom": {"snr": 20.5},
     }
     assert (lines[0]["cut"]["id"], lines[3]["cut"]["id"]) == ("c1", mixed.id)
-    for after in range(6):
+    with open_source(str(path)) as source:
+        spec = JobSpec(model="hibari", reading=ALL)
+        records = Records(source, format_of(source, "auto"), spec, describe("hibari")).lines()
+        assert [one.line for one in records if isinstance(one, RejectedLine)] == [3, 6]
+    for after in range(8):
         assert lines_of(path, after=after) == lines[after:]
     voices = Reading(voices={"*": "heart"})
     assert lines_of(path, voices)[0]["generation"] == {"voice": "heart"}
@@ -361,13 +371,16 @@ def test_a_dataset_folder_has_all_its_files_and_splits_are_to_be_chosen(tmp_path
             source.check_unchanged()
     with open_source(str(tmp_path / "one")) as source:
         assert source.sha256 != before
-    splits = f"{tmp_path / 'both' / 'train'}, {tmp_path / 'both' / 'test'}"
+    splits = f"{tmp_path / 'both' / 'test'}, {tmp_path / 'both' / 'train'}"
     for call in (check_source, lambda path: open_source(path).__enter__()):
         with pytest.raises(InputError, match="several splits") as caught:
             call(str(tmp_path / "both"))
         assert splits in caught.value.advice
-    (tmp_path / "one" / "state.json").write_text('{"_data_files": [{}]}')
-    with pytest.raises(InputError, match="list of files is damaged"):
+    files[0].unlink()
+    with pytest.raises(InputError, match="cannot be read: No such file"):
+        open_source(str(tmp_path / "one")).__enter__()
+    (tmp_path / "one" / "state.json").unlink()
+    with pytest.raises(InputError, match="is a folder"):
         check_source(str(tmp_path / "one"))
 
 
