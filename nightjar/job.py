@@ -51,7 +51,7 @@ _PAGE_ITEMS = 1000
 #: Options of `jobs.export.export_jobs` for users.
 _EXPORT_OPTIONS = (
     *("audio_format", "sample_rate", "splits", "audio_root", "absolute"),
-    *("unique", "license", "dialogues", "gaps"),
+    *("unique", "license", "dialogues", "gaps", "interleave", "tokenizer"),
 )
 _ENDED = {ItemState.DONE, ItemState.FAILED, ItemState.DEAD, ItemState.SKIPPED}
 

@@ -37,11 +37,14 @@ ENTRY_POINT_GROUP = "nightjar.exports"
 #: Name of a format -> the object that declares it, written as the value of an entry point.
 BUILT_IN: dict[str, str] = {
     "espnet": "jobs.export.line_formats:ESPNET",
+    "jsonl": "jobs.export.code_formats:JSONL",
+    "interleaved": "jobs.export.code_formats:INTERLEAVED",
     "manifest": "jobs.export.manifest:MANIFEST",
     "nemo": "jobs.export.line_formats:NEMO",
     "openai-batch": "jobs.export.line_formats:OPENAI_BATCH",
     "openai-batch-errors": "jobs.export.line_formats:OPENAI_BATCH_ERRORS",
     "espnet-dataset": "jobs.export.folder_formats:ESPNET_DATASET",
+    "espnet-codes": "jobs.export.code_formats:ESPNET_CODES",
     "kaldi": "jobs.export.folder_formats:KALDI",
     "lhotse": "jobs.export.folder_formats:LHOTSE",
     "shar": "jobs.export.folder_formats:SHAR",
@@ -90,6 +93,8 @@ class ExportFormat:
     #: Contains the codes of a job, beside or instead of its audio; needs them.
     codes: bool = False
     needs_codes: bool = False
+    #: Identifies the options that made this format of another one.
+    variant: str = ""
     #: Readers of the format open audio by local paths only.
     local_audio: bool = False
     #: The files refer to each other by local paths.

@@ -300,3 +300,110 @@ def test_codes_of_another_codec_and_other_folders_are_refused(finished: tuple[Ri
     rig.submit(["Aloud."], seed=9)
     with pytest.raises(ConfigError, match="has no codes"):
         next(items_of_job(rig.ledger, rig.store, next(iter(rig.ledger.jobs()))))
+
+
+def test_json_lines_have_the_codes(finished: tuple[Rig, Job]) -> None:
+    rig, job = finished
+    root = {"audio_root": rig.folder / "audio"} if job.spec.output == "both" else {}
+    lines = [json.loads(line) for line in exported(finished, "jsonl", **root).read_text().splitlines()]
+    for index, line in enumerate(lines):
+        check_codes(line["codes"], index)
+        check_about(line, index)
+        assert Path(line.get("audio_filepath", __file__)).is_file()
+        assert ("audio_filepath" in line) == (job.spec.output == "both")
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    """A tokenizer of words."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {word: number for number, word in enumerate(sorted({*" ".join(TEXTS).split(), "."}))}
+    made_of = tokenizers.Tokenizer(tokenizers.models.WordLevel({**words, "?": 99, "job": 98}, unk_token="?"))
+    made_of.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    (tmp_path / "words").mkdir()
+    made_of.save(str(tmp_path / "words" / "tokenizer.json"))
+    return tmp_path / "words"
+
+
+@pytest.mark.parametrize(("ratio", "sizes"), [("2:5", (2, 5)), ("1:100", (1, 100)), (None, (13, 26))])
+def test_text_and_codes_take_turns(
+    build: Build, tokenizer: Path, ratio: str | None, sizes: tuple[int, int]
+) -> None:
+    rig = build()
+    job = made(rig, "codes", quality=None)
+    options = {"interleave": ratio, "tokenizer": str(tokenizer)}
+    to = exported((rig, job), "interleaved", **options)
+    for index, text in enumerate(to.read_text().splitlines()):
+        line = json.loads(text)
+        assert (line["tokenizer"]["name"], len(line["tokenizer"]["sha256"])) == ("words", 64)
+        kinds, spans = zip(*line["spans"], strict=True)
+        assert kinds == ("text", "codes") * (len(spans) // 2)
+        assert len([token for ids in spans[::2] for token in ids]) == 7
+        check_codes([frame for frames in spans[1::2] for frame in frames], index)
+        for ids, frames in zip(spans[:-2:2], spans[1:-2:2], strict=True):
+            assert (len(ids), len(frames)) == sizes
+        # Of the last spans one has at most the size, and the other has the rest.
+        assert len(spans[-2]) <= sizes[0] or len(spans[-1]) <= sizes[1]
+
+
+def test_words_and_their_codes_take_turns(build: Build, tokenizer: Path) -> None:
+    rig = build()
+    job = made(rig, "both", quality=None, timestamps=True)
+    to = exported((rig, job), "interleaved", interleave="words", tokenizer=str(tokenizer))
+    (first, *_) = to.read_text().splitlines()
+    line = json.loads(first)
+    words = [text for text, _, _ in line["words"]]
+    assert [len(ids) for kind, ids in line["spans"] if kind == "text"] == [1] * (len(words) - 1) + [2]
+    ends = np.cumsum([len(frames) for kind, frames in line["spans"] if kind == "codes"])
+    assert ends[:-1].tolist() == [round(start * CODEC.frame_rate) for _, start, _ in line["words"][1:]]
+    check_codes([frame for kind, frames in line["spans"] if kind == "codes" for frame in frames], 0)
+
+
+@pytest.mark.parametrize(
+    ("format", "options", "message"),
+    [
+        ("interleaved", {"interleave": "0:3"}, "no ratio"),
+        ("interleaved", {"tokenizer": "/nowhere/at/all"}, "no tokenizer"),
+        ("interleaved", {}, "has no tokenizer.json"),
+        ("interleaved", {"interleave": "words", "tokenizer": ""}, "has no tokenizer.json"),
+        ("jsonl", {"interleave": "13:26"}, "not interleaved"),
+    ],
+)
+def test_options_of_spans_that_cannot_be_used_are_refused(
+    build: Build, format: str, options: dict[str, str], message: str
+) -> None:
+    rig = build()
+    job = made(rig, "codes", quality=None, texts=TEXTS[:1])
+    with pytest.raises(ConfigError, match=message):
+        exported((rig, job), format, **options)
+    audio = rig.submit(TEXTS)
+    with pytest.raises(ConfigError, match="needs codes"):
+        export(rig.ledger, rig.store, audio.id, "jsonl", str(rig.folder / "x"))
+
+
+def test_espnet_reads_shifted_codes_from_an_archive(
+    finished: tuple[Rig, Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to = exported(finished, "espnet-codes") / "train"
+    monkeypatch.chdir(to)
+    about = json.loads((to / "data.json").read_bytes())
+    assert (about["task"], about["num_examples"], len(about["examples"])) == ("tts", len(TEXTS), len(TEXTS))
+    files = dict(reversed(entry.split(",")[:2]) for entry in about["data_files"])
+    tables = {
+        kind: dict(line.split(" ", 1) for line in Path(file).read_text().splitlines())
+        for kind, file in files.items()
+    }
+    names = json.loads(Path(about["vocabularies"][0]).read_text())
+    assert len(names) == sum(CODEC.codebook_sizes)
+    for index, name in enumerate(about["examples"]):
+        assert tables["g2p"][name] == TEXTS[index]
+        file, offset = tables["codec"][name].rsplit(":", 1)
+        # Kaldi's binary vector of int32: its length, and the values, each after the size of its type.
+        data = Path(file).read_bytes()[int(offset) :]
+        assert data[:3] == b"\0B\4"
+        count = int.from_bytes(data[3:7], "little")
+        values = np.frombuffer(data[7 : 7 + 5 * count], [("size", "i1"), ("value", "<i4")])
+        assert set(values["size"]) == {4}
+        rows = values["value"].reshape(-1, 2)
+        assert names[rows[3, 1]] == "<codec_layer1_code3>"
+        check_codes(rows - [0, CODEC.codebook_sizes[0]], index)
