@@ -18,12 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.checkpoint import (
-    PUBLISHED_CODEC,
-    TINY_CODEC,
-    dummy_decoder,
-    dummy_model,
-)
+from benchmarks.checkpoint import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, dummy_model
 from benchmarks.common import Bench, parser, read
 from benchmarks.engine import PAGE_SIZE
 from pipelines.engine.core import EngineCore, EngineOptions

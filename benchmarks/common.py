@@ -1,70 +1,202 @@
-"""What every benchmark of a device shares: its result, times of calls, and what the device and the threads do
-meanwhile."""
+"""What the benchmarks share: options and results; checkpoints of random weights; times of calls; and what processes, threads and
+GPUs do meanwhile. Imports torch where a device is measured only."""
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import platform
+import shutil
 import statistics
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from benchmarks.report import Result, Row, parser, read  # noqa: F401
-from pipelines.interpreter import serve_threads
-from pipelines.nn.checkpoint import open_device
+ROOT = Path(__file__).resolve().parents[1]
+Row = dict[str, Any]
+NOTHING: Mapping[str, Iterable[str]] = MappingProxyType({})
+_TICKS, _PAGE, _GIB = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE"), 2.0**30
 
 
-def serves() -> float:
-    """Runs Python as an engine's process does. For how many milliseconds a thread may keep the interpreter from
-    others."""
-    serve_threads()
-    return sys.getswitchinterval() * 1000
+def commit() -> str:
+    """The commit that is measured, with `+` when the tree has changes; NIGHTJAR_COMMIT names it where there is
+    no repository."""
+    if named := os.environ.get("NIGHTJAR_COMMIT"):
+        return named
+    if shutil.which("git") is None:
+        return ""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], capture_output=True, text=True, check=False).stdout.strip()
+
+    return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain") else "")
+
+
+def parser(doc: str | None, device: str = "cuda") -> argparse.ArgumentParser:
+    """The options that all have."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--device", default=device)
+    made.add_argument("--tiny", action="store_true", help="tiny sizes for a CPU; the figures mean nothing")
+    made.add_argument("--json", type=Path, help="the result; default: a file of its name in $OUT, or here")
+    return made
+
+
+def read(
+    made: argparse.ArgumentParser, given: Sequence[str] | None = None, known: Mapping[str, Iterable[str]] = NOTHING, **defaults: Any
+) -> Any:  # fmt: skip
+    """The options of a command line, of which further ones have these defaults and their types. A list takes several
+    values, apart or with commas; a type stands for an empty list of it. `known`: the values that a list may have."""
+    lists: list[str] = []
+    for name, default in defaults.items():
+        option = "--" + name.replace("_", "-")
+        if isinstance(default, bool):
+            made.add_argument(option, action="store_true")
+        elif isinstance(default, list | type):
+            kind, values = (type(default[0]), default) if isinstance(default, list) else (default, [])
+            several = lambda text, kind=kind: [kind(one) for one in text.split(",")]  # noqa: E731
+            made.add_argument(option, nargs="*", type=several, default=[values])
+            lists.append(name)
+        else:
+            made.add_argument(option, type=str if default is None else type(default), default=default)
+    found = made.parse_args(given)
+    for name in lists:
+        setattr(found, name, [one for several in getattr(found, name) for one in several])
+    for name, values in known.items():
+        if unknown := [one for one in getattr(found, name) if one not in values]:
+            made.error(f"--{name} has no {', '.join(unknown)}: {', '.join(values)}")
+    return found
+
+
+def environment_with(*places: str | Path) -> dict[str, str]:
+    """The environment of a process that imports from these folders first, then from this tree and what ours has."""
+    path = [*map(str, places), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def write_random_checkpoint(size: str, folder: Path, texts: Iterable[str], device: str, *more: str) -> float:
+    """Writes a checkpoint in a process that leaves no memory of the device taken. Its seconds."""
+    lines, began = folder.with_name(f"{folder.name}-texts"), time.perf_counter()
+    lines.write_text("\n".join(texts), encoding="utf-8")
+    words = [sys.executable, "-m", "benchmarks.checkpoint", size, str(folder), "--texts", str(lines)]
+    subprocess.run([*words, "--device", device, *more], cwd=ROOT, check=True)
+    return time.perf_counter() - began
+
+
+class Result:
+    """The rows, faults and facts of one run."""
+
+    def __init__(self, name: str, options: argparse.Namespace, device: str, **facts: Any) -> None:
+        self.options, self._began = options, time.monotonic()
+        self.path: Path = options.json or Path(os.environ.get("OUT", ".")) / f"{name}.json"
+        self.rows, self.faults, self.left_out = list[Row](), dict[str, str](), list[str]()
+        self.found: dict[str, Any] = {"commit": commit(), "device": device, **facts}
+        self.found |= {"faults": self.faults, "left_out": self.left_out, "rows": self.rows}
+
+    def add(self, row: Row) -> None:
+        """Prints and keeps a row; its first field names the part."""
+        self.rows.append(row)
+        shown = {name: value for name, value in row.items() if not isinstance(value, dict)}
+        rounded = {
+            name: round(value, 3) if isinstance(value, float) else value for name, value in shown.items()
+        }
+        print(json.dumps(rounded), flush=True)
+        self.write()
+
+    def keep(self, **facts: Any) -> None:
+        self.found |= facts
+        self.write()
+
+    def write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
+
+    def attempt(
+        self, part: str, work: Callable[..., object], *given: Any, needs: float = 0.0, **more: Any
+    ) -> None:
+        """A part that fails is reported and does not stop the others; one that needs more seconds than `--minutes` has
+        left is left out, which the result says."""
+        if needs and self.seconds_left < needs:
+            self.left_out.append(part)
+        else:
+            try:
+                work(*given, **more)
+            except Exception:  # noqa: BLE001 - one run on a borrowed machine must bring home whatever it can
+                self.faults[part] = traceback.format_exc()
+                print(self.faults[part], flush=True)
+        self.write()
+
+    @property
+    def seconds_left(self) -> float:
+        """Of `--minutes`."""
+        return 60 * self.options.minutes - (time.monotonic() - self._began)
+
+    def end(self, *columns: str) -> int:
+        """Prints these columns of the rows, and what failed; the exit status."""
+        print(table(self.rows, columns))
+        left_out, faults = ", ".join(self.left_out) or "nothing", ", ".join(self.faults) or "none"
+        print(f"left out: {left_out}; faults: {faults}")
+        return 1 if self.faults else 0
 
 
 class Bench(Result):
     """A result of one device."""
 
     def __init__(self, name: str, options: argparse.Namespace, **facts: Any) -> None:
+        import torch
+
+        from pipelines.nn.checkpoint import open_device
+
         self.device = open_device(options.device)
         self.on_gpu = self.device.type == "cuda"
         self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
-        processor = platform.processor() or platform.machine()
-        device = torch.cuda.get_device_name(self.device) if self.on_gpu else processor
+        device = torch.cuda.get_device_name(self.device) if self.on_gpu else processor_name()
         super().__init__(name, options, device, torch=torch.__version__, **facts)
 
     def attempt(self, part: str, work: Callable[..., object], *given: Any, **more: Any) -> None:
         super().attempt(part, work, *given, **more)
         self.clean()
 
-    def timed(
-        self, part: str, batch: int, ms: float, audio_seconds: float | None = None, **more: Any
-    ) -> None:
-        """A row of one call: its milliseconds, and the RTFx where it made audio."""
-        rate = {} if audio_seconds is None else {"audio_s_per_s": 1000 * audio_seconds / ms}
-        self.add({"part": part, "batch": batch, "ms": ms, **rate, **more})
-
     def clean(self) -> None:
         """Gives back the device's memory of what was measured before."""
+        import torch
+
         if self.on_gpu:
             gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def wait(self) -> None:
+        import torch
+
         if self.on_gpu:
             torch.cuda.synchronize()
 
 
+def serves() -> float:
+    """Runs Python as an engine's process does. For how many milliseconds a thread may keep the interpreter from
+    others."""
+    from pipelines.interpreter import serve_threads
+
+    serve_threads()
+    return sys.getswitchinterval() * 1000
+
+
 def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """`work` as a CUDA graph, after two plain calls."""
+    import torch
+
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -77,8 +209,10 @@ def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def graph_us(work: Callable[[], object], calls: int = 1, repeats: int = 12) -> float:
-    """Median microseconds of one of the `calls` that `work` makes, replayed as a CUDA graph, by event pairs."""
+def graph_us(work: Callable[[], object], repeats: int) -> float:
+    """Median microseconds of `work`, replayed as a CUDA graph, by event pairs."""
+    import torch
+
     graph, times = captured(work), list[float]()
     for _ in range(repeats + 2):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -86,13 +220,15 @@ def graph_us(work: Callable[[], object], calls: int = 1, repeats: int = 12) -> f
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / calls)
+        times.append(start.elapsed_time(end) * 1000)
     return statistics.median(times[2:])
 
 
 def memory(device: torch.device) -> dict[str, float]:
     """GiB of the device since the last call: maximum that was allocated, maximum that the allocator kept; and in
     use by all now."""
+    import torch
+
     if device.type != "cuda":
         return {}
     free, total = torch.cuda.mem_get_info(device)
@@ -105,42 +241,111 @@ def memory(device: torch.device) -> dict[str, float]:
     return found
 
 
-class GpuUse:
-    """The driver's own count of the time in which any kernel ran, and the device's clock and power, sampled
-    until `stop`."""
+def table(rows: Sequence[Row], columns: Sequence[str]) -> str:
+    """The rows as lines, of those columns that some row has; `name.key` is a value inside a row's field."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._done = device, threading.Event()
-        #: Percent of the time, MHz, mW.
-        self._samples: list[tuple[int, int, int]] = []
-        self._thread = threading.Thread(target=self._watch, name="gpu-use", daemon=True)
-        if device.type == "cuda":
-            self._thread.start()
+    def value(row: Row, column: str) -> Any:
+        for name in column.split("."):
+            row = row.get(name) if isinstance(row, dict) else None  # pyright: ignore[reportAssignmentType]
+        return row
 
-    def stop(self) -> float | None:
-        """Share of the time, 0 to 1; None where there is no such count."""
+    def cell(found: Any) -> str:
+        if isinstance(found, float):
+            return f"{found:,.0f}" if abs(found) >= 1000 else f"{found:,.2f}"
+        return "" if found is None else str(found)
+
+    shown = [column for column in columns if any(value(row, column) is not None for row in rows)]
+    lines = [shown, *([cell(value(row, column)) for column in shown] for row in rows)]
+    widths = [max(len(line[at]) for line in lines) for at in range(len(shown))]
+    return "\n".join(
+        "  ".join(one.rjust(width) for one, width in zip(line, widths, strict=True)) for line in lines
+    )
+
+
+def new_database(server: str, name: str) -> str:
+    """The URL of a new empty database of a PostgreSQL server."""
+    import psycopg  # A machine for other figures may lack it.
+
+    with psycopg.connect(server, autocommit=True) as connection:
+        connection.execute(f'CREATE DATABASE "{name}"'.encode())
+    return f"{server.rpartition('/')[0]}/{name}"
+
+
+def processor_name() -> str:
+    return platform.processor() or platform.machine()
+
+
+def device_name() -> str:
+    """The name of the first GPU; the processor's where there is none."""
+    words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.CalledProcessError, IndexError):
+        return (
+            subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
+        )
+    return processor_name()
+
+
+class Use:
+    """Reads the GPUs, and some processes with all their descendants, every `seconds` until `stop`."""
+
+    def __init__(self, roots: Sequence[int] = (), seconds: float = 0.5) -> None:
+        self._roots, self._seconds = tuple(roots), seconds
+        #: Unix time, and of each process its name, its processor seconds and its private bytes in memory.
+        self._readings: list[tuple[float, dict[int, tuple[str, float, int]]]] = []
+        #: Unix time, and of each GPU the share of the time in which a kernel ran, the bytes in use, MHz and W.
+        self._gpus: list[tuple[float, list[tuple[float, int, int, float]]]] = []
+        self._nvml, self._done = _open_nvml(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="use", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
         self._done.set()
-        if self._device.type == "cuda":
-            self._thread.join()
-        return statistics.mean(one[0] for one in self._samples) / 100 if self._samples else None
+        self._thread.join()
 
-    def clocks(self) -> dict[str, float]:
-        """After `stop`: the lowest, the median and the highest clock in MHz, and the mean power in W."""
-        if not self._samples:
+    def between(self, since: float, until: float) -> dict[str, Any]:
+        """What was in use in a span: cores of all processes and by name, memory at its end, and GPUs."""
+        (began, first), (ended, last) = (
+            min(self._readings, key=lambda one: abs(one[0] - when)) for when in (since, until)
+        )
+        span, cores = max(ended - began, 1e-9), dict[str, float]()
+        for pid, (name, seconds, _) in last.items():
+            before = first[pid][1] if pid in first else 0.0
+            cores[name] = cores.get(name, 0.0) + (seconds - before) / span
+        gpus, largest = self._of_gpus(since, until), sorted(cores.items(), key=lambda one: -one[1])
+        return {
+            "cpu_cores": sum(cores.values()),
+            "cores_of": {name: used for name, used in largest if used >= 0.005},
+            "memory_gib": sum(own for _, _, own in last.values()) / _GIB,
+            "gpu_busy_nvml": [statistics.mean(one[0] for one in reads) for reads in gpus],
+            "gpu_gib": [max(one[1] for one in reads) / _GIB for reads in gpus],
+            "gpu_watts": [statistics.mean(one[3] for one in reads) for reads in gpus],
+        }
+
+    def of_gpu(self, device: torch.device) -> dict[str, Any]:
+        """Of a GPU of this process until `stop`: the share of the time in which a kernel ran, its clock and its power;
+        {} where there is no such count."""
+        gpus = self._of_gpus(0, time.time()) if device.type == "cuda" else []
+        if not gpus:
             return {}
-        _, mhz, milliwatts = zip(*self._samples, strict=True)
-        found = {"least_mhz": min(mhz), "mhz": statistics.median(mhz), "most_mhz": max(mhz)}
-        return found | {"watts": statistics.mean(milliwatts) / 1000}
+        busy, _, mhz, watts = zip(*gpus[device.index or 0], strict=True)
+        clocks = {"least_mhz": min(mhz), "mhz": statistics.median(mhz), "most_mhz": max(mhz)}
+        clocks["watts"] = statistics.mean(watts)
+        return {"gpu_busy_nvml": statistics.mean(busy), "clocks": clocks}
+
+    def _of_gpus(self, since: float, until: float) -> list[tuple[tuple[float, int, int, float], ...]]:
+        return list(zip(*(read for at, read in self._gpus if read and since <= at <= until), strict=True))
 
     def _watch(self) -> None:
-        while not self._done.wait(0.25):
-            try:
-                reads = (torch.cuda.utilization, torch.cuda.clock_rate, torch.cuda.power_draw)
-                busy, mhz, milliwatts = (read(self._device) for read in reads)
-            except (ModuleNotFoundError, RuntimeError) as error:
-                print(f"no count of the GPU's use: {error}")
+        while True:
+            now, found = time.time(), dict[int, tuple[str, float, int]]()
+            for pid in _family(self._roots) if self._roots else ():
+                stat, pages = _stat(f"/proc/{pid}/stat"), _read(f"/proc/{pid}/statm").split()
+                if stat and pages:
+                    found[pid] = _name(pid), _used_seconds(stat), (int(pages[1]) - int(pages[2])) * _PAGE
+            self._readings.append((now, found))
+            self._gpus.append((now, self._nvml()))
+            if self._done.wait(self._seconds):
                 return
-            self._samples.append((busy, mhz, milliwatts))
 
 
 class ThreadUse:
@@ -160,9 +365,88 @@ class ThreadUse:
     def _seconds() -> dict[str, float]:
         found: dict[str, float] = {}
         for thread in threading.enumerate():
-            stat = Path(f"/proc/self/task/{thread.native_id}/stat")
-            if stat.exists():
-                fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-                ticks = int(fields[11]) + int(fields[12])
-                found[thread.name] = found.get(thread.name, 0.0) + ticks / os.sysconf("SC_CLK_TCK")
+            if stat := _stat(f"/proc/self/task/{thread.native_id}/stat"):
+                found[thread.name] = found.get(thread.name, 0.0) + _used_seconds(stat)
         return found
+
+
+def _read(path: str) -> str:
+    """A file of /proc; empty where its process or thread is gone."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _stat(path: str) -> list[str]:
+    """State, parent and so on of a process or thread; empty where it is gone."""
+    return _read(path).rpartition(")")[2].split()
+
+
+def _used_seconds(stat: Sequence[str]) -> float:
+    """Processor seconds of a process or thread."""
+    return (int(stat[11]) + int(stat[12])) / _TICKS
+
+
+def _family(roots: Sequence[int]) -> list[int]:
+    """The processes and all their descendants."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        if stat := _stat(f"{entry}/stat"):
+            children.setdefault(int(stat[1]), []).append(int(entry.name))
+    found, left = list[int](), list(roots)
+    while left:
+        found.append(left.pop())
+        left += children.get(found[-1], [])
+    return found
+
+
+def _name(pid: int) -> str:
+    """The module of a Python process, such as `pipelines.engine_process`; else its program."""
+    words = [word for word in _read(f"/proc/{pid}/cmdline").split("\0") if word]
+    if not words or words[0].startswith("["):  # a title, such as Celery's
+        return ""
+    program = Path(words[0].partition(":")[0]).name
+    if program.startswith("python") and "-m" in words:
+        at = words.index("-m") + 1
+        return " ".join(words[at : at + (2 if words[at] in ("jobs", "worker") else 1)])
+    if program.startswith("python") and "-c" in words:
+        return words[words.index("-c") + 1].partition("(")[0][:60]
+    return program
+
+
+def listener_pid(port: int) -> int | None:
+    """The process of this host that listens at a TCP port; None where it is elsewhere or another user's."""
+    rows = [line.split() for name in ("tcp", "tcp6") for line in _read(f"/proc/net/{name}").splitlines()[1:]]
+    sockets = {
+        f"socket:[{row[9]}]" for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port
+    }
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if any(os.readlink(file) in sockets for file in (entry / "fd").iterdir()):
+                return int(entry.name)
+    return None
+
+
+def _open_nvml() -> Callable[[], list[tuple[float, int, int, float]]]:
+    """A function that gives of each visible GPU its use, 0 to 1, its bytes in use, MHz and W; of none where the driver's
+    library is missing."""
+
+    def read(handle: Any) -> tuple[float, int, int, float]:
+        taken = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+        mhz = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
+        watts = pynvml.nvmlDeviceGetPowerUsage(handle) / 1000
+        return pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100, taken, mhz, watts
+
+    try:
+        import pynvml  # pyright: ignore[reportMissingImports]
+
+        pynvml.nvmlInit()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        chosen = map(int, visible) if all(map(str.isdigit, visible)) else range(pynvml.nvmlDeviceGetCount())
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in chosen]
+        for handle in handles:
+            read(handle)
+    except Exception:  # noqa: BLE001 - the library's own errors need the library
+        return list
+    return lambda: [read(handle) for handle in handles]

@@ -20,8 +20,10 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +33,7 @@ import msgspec
 import numpy as np
 import sqlalchemy as sa
 
-from benchmarks.report import ROOT, Figure, new_database, report
+from benchmarks.common import ROOT, commit, new_database, processor_name, table
 from benchmarks.voices import SENTENCES
 from jobs.checks import Quality
 from jobs.export.items import AudioItem, audio_items, item_metadata
@@ -48,6 +50,7 @@ from pipelines.errors import ErrorCode, NotFoundError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+RESULTS = Path(__file__).parent / "results"
 #: A filter that keeps 1 % of the items of `filters`, and one with three conditions that keeps as many.
 FILTERS = {"1 %": "wer < 0.01", "1 %, three scores": "wer < 0.01 and distillmos > 1.2 and pause < 0.95"}
 #: Larger jobs are read whole only where a filter keeps few items.
@@ -74,6 +77,26 @@ _OUTLIER = 1.6
 
 #: (hash, text's units, seconds)
 _Length = tuple[bytes, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One value. `limit` is what the machine does for the bare work in the same run; `share` = value / limit."""
+
+    name: str
+    value: float
+    unit: str
+    aim: str = ""
+    limit: float | None = None
+    limit_name: str = ""
+
+
+def report(title: str, name: str, figures: Sequence[Figure]) -> None:
+    """Prints figures as a table, and writes `results/<name>.json` with commit, device and date."""
+    rows = [asdict(one) | {"share": one.value / one.limit if one.limit else None} for one in figures]
+    print(f"{title}\n{table(rows, ('name', 'value', 'unit', 'aim', 'limit', 'limit_name', 'share'))}")
+    facts = {"commit": commit(), "date": f"{datetime.now(UTC):%Y-%m-%d}", "device": processor_name()}
+    (RESULTS / f"{name}.json").write_text(json.dumps({**facts, "figures": rows}, indent=1) + "\n")
 
 
 def write_lines(path: Path, count: int) -> None:

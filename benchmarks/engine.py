@@ -21,7 +21,6 @@ import itertools
 import json
 import threading
 import time
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -34,11 +33,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.checkpoint import FRAMES_PER_SECOND, PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, dummy_model
-from benchmarks.common import Bench, GpuUse, Row, ThreadUse, memory, parser, read, serves
+from benchmarks.common import Bench, Row, ThreadUse, Use, memory, parser, read, serves
 from benchmarks.shapes import PUBLISHED, Device, device_named, frame_floor
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
-from pipelines.engine.core import EngineOptions, Finish
+from pipelines.engine.core import EngineOptions
 from pipelines.engine.engine import Engine
 from pipelines.engine.executor import FrameCodes, FrameExecutor, FrameSettings, PendingFrames, PrefillRun
 from pipelines.engine.opening import NativeModelOptions, open_executor
@@ -92,41 +91,31 @@ class Load:
 def requests(model: Qwen3TTSModel, load: Load, count: int, most_tokens: int = MAX_TOKENS) -> Pool:
     """Requests with the frames each will have; texts as long as the speech suggests."""
     draw, made = np.random.default_rng(0), list[tuple[GenerationRequest, int]]()
-    for index in range(count):
-        seconds = float(draw.uniform(load.shortest, load.longest))
-        frames = max(round(seconds * FRAMES_PER_SECOND), 3)
-        body = draw.integers(0, 150_000, max(round(seconds * TOKENS_PER_SECOND), 1) + load.more_text).tolist()
+    for index, frames in enumerate(load.lengths(count)):
+        tokens = max(round(frames / FRAMES_PER_SECOND * TOKENS_PER_SECOND), 1) + load.more_text
+        body = draw.integers(0, 150_000, tokens).tolist()
         task = TokenizedTask([151644, 77091, 198], body, language="english", speaker="ryan")
         prompt, sampling = build_prompt(model.config, task), SamplingParams(min_new_tokens=frames)
         made.append((GenerationRequest(str(index), prompt, sampling, index, most_tokens), frames))
     return made
 
 
-class Watched(FrameExecutor):
+class Watched:
     """A stopwatch around an executor, between `start` and `stop`: the host's time in it, and the time of its work
     on the device's stream."""
 
     def __init__(self, executor: FrameExecutor) -> None:
-        self._executor = executor
-        for name in (
-            "name",
-            "lag",
-            "kernels",
-            "packed",
-            "reproducible",
-            "state",
-            "kv",
-            "batch_sizes",
-            "stream",
-        ):
-            setattr(self, name, getattr(executor, name))
-        self.device, self._on, self._began = executor.kv.k.device, False, 0.0
-        self._spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
-        self._host: dict[str, float] = {}
-        self._turns = self._admitted = 0
+        self._executor, self.device = executor, executor.kv.k.device
+        self._on, self._turns, self._admitted = False, 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
 
     def start(self) -> None:
-        self._spans = {"prefill": [], "frames": []}
+        self._spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {
+            "prefill": [],
+            "frames": [],
+        }
         self._host = dict.fromkeys(("embed", "prefill", "frames", "wait"), 0.0)
         self._turns = self._admitted = 0
         self._began, self._on = time.perf_counter(), True
@@ -151,20 +140,17 @@ class Watched(FrameExecutor):
             return self._executor.embed_all(prompts)
 
     def embed(self, prompt: object) -> Tensor:
-        self._admitted += 1
+        self._admitted += self._on
         with self._timed("embed"):
             return self._executor.embed(prompt)
 
-    def take_text(self, ids: NDArray[np.int64]) -> None:
-        self._executor.take_text(ids)
-
     def prefill(self, runs: Sequence[PrefillRun]) -> None:
-        with self._timed("prefill"):
+        with self._timed("prefill", on_stream=True):
             self._executor.prefill(runs)
 
     def frames(self, slots: Sequence[int], count: int, settings: FrameSettings) -> PendingFrames:
-        self._turns += 1
-        with self._timed("frames"):
+        self._turns += self._on
+        with self._timed("frames", on_stream=True):
             pending = self._executor.frames(slots, count, settings)
 
         def waited() -> FrameCodes:
@@ -173,25 +159,25 @@ class Watched(FrameExecutor):
 
         return waited
 
-    def prepare(self) -> bool:
-        return self._executor.prepare()
-
     @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        begin, first = time.perf_counter(), self._mark(name)
-        yield
-        if first is not None and (last := self._mark(name)) is not None:
-            self._spans[name].append((first, last))
-        if self._on:
-            self._host[name] += time.perf_counter() - begin
+    def _timed(self, name: str, on_stream: bool = False) -> Iterator[None]:
+        if not self._on:
+            yield
+            return
+        begin, span = time.perf_counter(), list[torch.cuda.Event]()
+        on_stream &= self.device.type == "cuda"
 
-    def _mark(self, name: str) -> torch.cuda.Event | None:
-        """An event on the device's stream, of a name that has such spans."""
-        if not self._on or self.device.type != "cuda" or name not in self._spans:
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        def mark() -> None:
+            if on_stream:
+                span.append(torch.cuda.Event(enable_timing=True))
+                span[-1].record()
+
+        mark()
+        yield
+        mark()
+        if on_stream:
+            self._spans[name].append((span[0], span[1]))
+        self._host[name] += time.perf_counter() - begin
 
 
 @dataclass(slots=True)
@@ -201,8 +187,6 @@ class Tally:
     utterances: int = 0
     frames: int = 0
     wrong: int = 0
-    #: Checksums of the probes' codes, and how often each came.
-    probes: dict[int, int] = field(default_factory=dict[int, int])
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def heard(self, frames: int, right: bool) -> None:
@@ -211,11 +195,6 @@ class Tally:
             self.frames += frames
             self.wrong += not right
 
-    def probed(self, codes: NDArray[np.int64]) -> None:
-        found = zlib.crc32(np.ascontiguousarray(codes).tobytes())
-        with self.lock:
-            self.probes[found] = self.probes.get(found, 0) + 1
-
     def failed(self, error: BaseException | None) -> None:
         if not (isinstance(error, SynthesisError) and error.code is ErrorCode.SYNTH_ABORTED):
             with self.lock:
@@ -223,18 +202,12 @@ class Tally:
 
 
 class Heard(Utterance[CodecState]):
-    """The receiver of the real pipeline, whose speech is counted. A `probe` is asked for again and again; its codes
-    must not depend on when."""
+    """The receiver of the real pipeline, whose speech is counted."""
 
-    def __init__(self, loop: ClosedLoop, wanted: int, stage: CodecStage[CodecState], probe: bool) -> None:
-        self._loop, self._wanted, self._probe = loop, wanted, probe
+    def __init__(self, loop: ClosedLoop, wanted: int, stage: CodecStage[CodecState]) -> None:
+        self._loop, self._wanted = loop, wanted
         info = FrameRequestInfo("", SAMPLE_RATE, {}, keep_unfinished=True)
         super().__init__(info, stage, Listener(self._heard, lambda _done: None))
-
-    def finished(self, codes: NDArray[np.int64], finish: Finish) -> None:
-        if self._probe:
-            self._loop.tally.probed(codes)
-        super().finished(codes, finish)
 
     def _heard(self, event: Event) -> None:
         tally = self._loop.tally
@@ -284,16 +257,13 @@ class ClosedLoop:
     """Keeps every slot taken with requests of a pool, over and over, until it is drained or closed.
 
     The engine pauses while the codec is late, as in the real pipeline, and the number of requests in flight is bounded.
-    Every `probe_every`-th request is the pool's first one with one seed.
     """
 
-    def __init__(
-        self, executor: Watched, options: EngineOptions, pool: Pool, decoder: CodecDecoder, probe_every: int = 0
-    ) -> None:  # fmt: skip
+    def __init__(self, executor: Watched, options: EngineOptions, pool: Pool, decoder: CodecDecoder) -> None:
         self.tally, self.slots = Tally(), options.slots
         self._places = 2 * options.slots + 1024
         self.room = threading.Semaphore(self._places)
-        self._probe_every, self._executor = probe_every, executor
+        self._executor = executor
         self._stage = open_stage(decoder)
         # As many requests wait as in a pipeline on a GPU.
         self.engine = Engine(executor, options, options.slots, self._stage)
@@ -307,13 +277,9 @@ class ClosedLoop:
             if self._stop.is_set():
                 self.room.release()
                 return
-            probe = bool(self._probe_every) and number % self._probe_every == 0
-            if probe:
-                request, frames = pool[0]
-            receiver = Heard(self, frames, self._stage, probe)
-            named = replace(request, request_id=str(number), seed=0 if probe else number)
+            named = replace(request, request_id=str(number), seed=number)
             try:
-                self.engine.submit(named, receiver)
+                self.engine.submit(named, Heard(self, frames, self._stage))
             except SynthesisError:  # closed
                 return
 
@@ -331,21 +297,21 @@ class ClosedLoop:
 
     def measure(self, seconds: float, windows: int) -> dict[str, Any]:
         """The figures of `windows` windows one after the other."""
-        use, threads, began = GpuUse(self._executor.device), ThreadUse(), time.process_time()
+        use, threads, began = Use(seconds=0.25), ThreadUse(), time.process_time()
         self._executor.start()
         marks = [self.mark()]
         for _ in range(windows):
             time.sleep(max(marks[0].at + seconds * len(marks) - time.perf_counter(), 0))
             marks.append(self.mark())
         watched = self._executor.stop()
-        found, busy, shares = rates(marks, self.slots), use.stop(), threads.shares()
+        found, shares = rates(marks, self.slots), threads.shares()
+        use.stop()
         return {
             **found,
             "wrong_lengths": self.tally.wrong,
             "process_cpu_share": (time.process_time() - began) / found["seconds"],
             "thread_cpu_share": {name: share for name, share in shares.items() if share >= 0.01},
-            "gpu_busy_nvml": busy,
-            **({"clocks": clocks} if (clocks := use.clocks()) else {}),
+            **use.of_gpu(self._executor.device),
             **watched,
         }
 
@@ -529,13 +495,12 @@ def main() -> int:
         work = Throughput(bench, size, load)
         if options.codec:
             bench.attempt(f"{size} codec", work.codec)
-        rows: list[tuple[str, list[int], dict[str, Any]]] = [
+        for name, numbers, how in (
             ("slots", options.slots, {}),
             ("reproducible", options.reproducible, {"reproducible": True}),
             ("sweep", options.sweep, {}),
             ("long prompts", options.long_prompts, {"more_text": MORE_TEXT}),
-        ]
-        for name, numbers, how in rows:
+        ):
             for slots in numbers:
                 bench.attempt(f"{size} {name} {slots}", work.measure, slots, windows, **how)
         del work

@@ -27,8 +27,8 @@ and `context` with their text. `--voices` are numbers of recordings; every one o
 so short that recordings are the work. `--warm` is first a short job that does not count.
 
 A job has as many items as take `--seconds` at the speed of the engine (`--expected`, audio-s/s of one GPU, with
-`--skip-engine`), or `--items`; `--slots` are those of the engine alone, and of the ramp and the tail. `--folder` is where checkpoints and stores are written, by default a
-temporary folder.
+`--skip-engine`), or `--items`; `--slots` are those of the engine alone, and of the ramp and the tail. Checkpoints and stores are written below
+`TMPDIR`.
 """
 
 from __future__ import annotations
@@ -52,26 +52,30 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import voices
-from benchmarks.common import Bench, Row, parser, read
+from benchmarks.common import (
+    ROOT,
+    Bench,
+    Row,
+    Use,
+    environment_with,
+    new_database,
+    parser,
+    read,
+    write_random_checkpoint,
+)
 from benchmarks.engine import FRAMES_PER_SECOND, Load
-from benchmarks.report import ROOT, ProcessUse, new_database, s3_settings, write_random_checkpoint
 from benchmarks.voices import words_of
+from jobs.settings import load_settings
 from jobs.store import open_store
 
 _COMMITS = "SELECT made_at, count(*), sum(duration_ms) / 1000.0 FROM artifacts WHERE kind = 'audio' GROUP BY made_at ORDER BY made_at"
 _FAILED = "SELECT count(*) FROM items WHERE state IN (2, 3)"
 _REPEATED = "SELECT count(*) FROM draws WHERE draw > 0"
 _ENDED = "SELECT 1 FROM jobs WHERE finished_at IS NOT NULL"
-#: Where caches of kernels are kept; new folders make a start cold.
-CACHES = (
-    "TRITON_CACHE_DIR",
-    "TORCH_EXTENSIONS_DIR",
-    "TORCHINDUCTOR_CACHE_DIR",
-    "CUDA_CACHE_PATH",
-    "XDG_CACHE_HOME",
-)
 #: The least time in seconds for which a part is started, and the time that an interrupted command gets to end.
 LEAST_SECONDS, DRAIN_SECONDS = 25.0, 20.0
+#: A window of the engine alone.
+WINDOW_SECONDS = 3.0
 COLUMNS = (
     "path", "size", "gpus", "cloning", "voices", "slots", "start", "job_audio_s_per_s", "engine_audio_s_per_s", "share", "times_one_gpu",
     "first_audio_s", "voices_per_s", "cpu_cores", "failed",
@@ -166,7 +170,7 @@ class Command:
         command = [sys.executable, "-P", "-m", "jobs", *words]
         with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as error:
             self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=error)
-        self.use, self._over = ProcessUse([self.process.pid]), threading.Event()
+        self.use, self._over = Use([self.process.pid]), threading.Event()
         self._watcher = threading.Thread(target=self._watch, args=(there,), name="first-audio", daemon=True)
         self._watcher.start()
 
@@ -216,22 +220,21 @@ class JobBench:
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options, self.folder, self.tree = options, folder, options.tree.resolve()
-        self.load = Load(0.3, 0.8, 0.5) if options.tiny else Load(3.0, 15.0, options.window_seconds)
+        self.load = Load(0.3, 0.8, 0.5) if options.tiny else Load(3.0, 15.0, WINDOW_SECONDS)
         if options.lengths or options.instant:
             shortest, longest = options.lengths or (options.instant, options.instant)
-            self.load = Load(shortest, longest, options.window_seconds)
+            self.load = Load(shortest, longest, WINDOW_SECONDS)
         self.slots = 8 if options.tiny or options.instant else options.slots
         tree = options.tree.name if options.tree != ROOT else ""
         lengths = [self.load.shortest, self.load.longest]
         self.bench = Bench("job_h200", options, tree=tree, cores=os.cpu_count(), load_s=lengths)
-        path = [str(folder / "voices"), str(self.tree), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self.environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+        self.environment = environment_with(folder / "voices", self.tree)
         self.engine_rates: dict[tuple[str, int], float] = {}
         #: Seconds of each recording on disk.
         self.recordings: list[float] = []
 
     def attempt(self, part: str, work: Callable[..., None], *given: Any) -> None:
-        self.bench.attempt_in_time(part, LEAST_SECONDS, work, *given)
+        self.bench.attempt(part, work, *given, needs=LEAST_SECONDS)
 
     def prepare(self, size: str, kind: str) -> None:
         """Writes the checkpoint of a size, and the voice that opens it; for Base the recordings too."""
@@ -243,8 +246,8 @@ class JobBench:
         checkpoint, lengths = self.folder / name, self.load.lengths(400)
         texts = (words_of(one / FRAMES_PER_SECOND, number, str(one)) for number, one in enumerate(lengths))
         seconds = write_random_checkpoint(size, checkpoint, texts, self.options.device, "--kind", kind)
-        device = "" if self.bench.on_gpu else "cpu"
-        voices.install(place, f"planted-{name}", checkpoint, device=device)
+        device = {} if self.bench.on_gpu else {"device": "cpu"}
+        voices.install(place, f"planted-{name}", checkpoint, **device)
         gigabytes = sum(file.stat().st_size for file in checkpoint.rglob("*.safetensors")) / 1e9
         self.bench.keep(**{f"checkpoint_{name}": {"written_s": seconds, "gb": gigabytes}})
         if kind == "base" and not self.recordings:
@@ -278,12 +281,8 @@ class JobBench:
         row["engine_audio_s_per_s"] = rate
         self.add(row | {name: rows[0].get(name) for name in kept})
 
-    def job(
-        self, path: str, size: str, gpus: int, cloning: str = "none", count: int = 0, start: str = "warm"
-    ) -> None:
-        """The row of one job, which clones `count` recordings. `start` is "warm", "cold", or "first" for a short job that
-        does not count."""
-        cold, short = start == "cold", start != "warm"
+    def job(self, path: str, size: str, gpus: int, cloning: str, count: int, short: bool = False) -> None:
+        """The row of one job, which clones `count` recordings; a short one does not count."""
         frames = self._lengths(size, gpus, short)
         if not short:
             frames = self.load.lengths(max(len(frames), 2 * count))
@@ -291,19 +290,18 @@ class JobBench:
         place: dict[str, Any] = {"prefix": f"{path}-", "dir": self.folder, "ignore_cleanup_errors": True}
         with tempfile.TemporaryDirectory(**place) as name:
             folder = Path(name)
-            caches = {one: str(folder / "cache" / one) for one in CACHES} if cold else {}
             run = self._with_services if path == "s3" else self._into_folder
-            environment = self.environment | caches
-            command, found, commits = run(folder, self._words(size, gpus, cloning), gpus, environment)
-        if start == "first":
+            command, found, commits = run(
+                folder, self._words(size, gpus, cloning), gpus, {**self.environment}
+            )
+        if short:
             return
         slots = slots_of(found["worker_said"])
         row: Row = {"path": path, "size": size, "gpus": gpus, "slots": slots, "qa": "off"}
-        row |= {"cloning": cloning, "voices": count, "start": start, "items": len(frames)}
-        row |= {"asked_audio_s": sum(frames) / FRAMES_PER_SECOND}
-        row |= found
-        span = {} if cold else steady(commits, self.slots * gpus)
-        if not (span or cold) and sum(commit.items for commit in commits) + row["failed"] < len(frames):
+        row |= {"cloning": cloning, "voices": count, "start": "warm", "items": len(frames)}
+        row |= {"asked_audio_s": sum(frames) / FRAMES_PER_SECOND} | found
+        span = steady(commits, self.slots * gpus)
+        if not span and sum(commit.items for commit in commits) + row["failed"] < len(frames):
             span = later_half(commits)
         if span:
             since, until = span.pop("since"), span.pop("until")
@@ -376,7 +374,7 @@ class JobBench:
         place = f"{os.environ['BENCH_STORE']}/{folder.name.replace('_', 'x')}"
         environment |= {"SPEECH_DATABASE_URL": database, "SPEECH_STORE_URL": place}
         environment |= {"SPEECH_BROKER_URL": os.environ["BENCH_BROKER"]}
-        store, (job, worker) = open_store(place, s3_settings()), given
+        store, (job, worker) = open_store(place, load_settings().s3), given
         for words in (["db", "upgrade"], ["submit", *job]):
             whole = [sys.executable, "-P", "-m", "jobs", *words]
             subprocess.run(whole, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
@@ -394,8 +392,8 @@ class JobBench:
 
     def _jobs(self, size: str, cloning: str, counts: Sequence[int]) -> None:
         options = self.options
-        for start in [*(["cold"] if options.cold else []), *(["first"] if options.warm else [])]:
-            self.attempt(f"{start} {size} {cloning}", self.job, "folder", size, 1, cloning, counts[0], start)
+        if options.warm:
+            self.attempt(f"first {size} {cloning}", self.job, "folder", size, 1, cloning, counts[0], True)
         for gpus in options.gpus:
             for path in options.paths:
                 for count in counts:
@@ -419,16 +417,14 @@ class JobBench:
 
 def main(given: Sequence[str] | None = None) -> int:
     options = read(
-        parser(__doc__), given, sizes=["0b6"], gpus=[1], paths=["folder"], slots=1024, seconds=40.0, items=0, window_seconds=3.0,
-        expected=3000.0, instant=0.0, minutes=60.0, skip_engine=False, cold=False, warm=False, limit=300.0, tree=ROOT, folder=None,
+        parser(__doc__), given, sizes=["0b6"], gpus=[1], paths=["folder"], slots=1024, seconds=40.0, items=0,
+        expected=3000.0, instant=0.0, minutes=60.0, skip_engine=False, warm=False, limit=300.0, tree=ROOT,
         cloning=["none"], voices=[20], lengths=float,
         known={"sizes": ("0b6", "1b7"), "paths": ("folder", "s3"), "cloning": ("none", "vector", "context")},
     )  # fmt: skip
     if options.tiny:
         options.items = options.items or 200
-    with tempfile.TemporaryDirectory(
-        prefix="nightjar-job-", dir=options.folder, ignore_cleanup_errors=True
-    ) as folder:
+    with tempfile.TemporaryDirectory(prefix="nightjar-job-", ignore_cleanup_errors=True) as folder:
         return JobBench(options, Path(folder)).measure()
 
 

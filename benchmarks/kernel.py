@@ -64,7 +64,7 @@ def frame_part(bench: Bench, name: str, shape: Shape, rows: int, context: int) -
             state.positions[:rows] = contexts
             runner.run(slots, codes, flags)
 
-        us[way] = graph_us(again, 1, 15)
+        us[way] = graph_us(again, 15)
         del runner
     device, best = device_named(bench.found["device"]), min(us.values())
     row = {"part": "frame", "sizes": name, "rows": rows, "context": context, "us": us, "best_ms": best / 1000}
@@ -102,7 +102,7 @@ def prefill_part(bench: Bench, name: str, shape: Shape, positions: int, length: 
     stack = maker.stack(shape.hidden, shape.inter, shape.layers, shape, length)
     prompts, pages = prompts_of(positions, length, bench.device)
     (k, v), embeddings = maker.caches(shape, pages, PAGE), maker.normal(positions, shape.hidden)
-    us = graph_us(partial(prefill_packed, embeddings, prompts, stack, k, v, 0), 1, 11)
+    us = graph_us(partial(prefill_packed, embeddings, prompts, stack, k, v, 0), 11)
     processors = lm_products.processors(bench.device.index or 0)
     fills = lm_products.supports_swiglu(stack.layers[0].down)
     fills = fills and lm_products.fills(positions, shape.inter, processors)

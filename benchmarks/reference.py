@@ -28,14 +28,8 @@ from unittest.mock import MagicMock
 import torch
 from torch import Tensor
 
-from benchmarks.checkpoint import (
-    FRAMES_PER_SECOND,
-    PUBLISHED_CODEC,
-    fill,
-    qwen3_config,
-)
-from benchmarks.common import Bench, Row, parser, read
-from benchmarks.report import ROOT
+from benchmarks.checkpoint import FRAMES_PER_SECOND, PUBLISHED_CODEC, fill, qwen3_config
+from benchmarks.common import Bench, Row, environment_with, parser, read
 
 SITE = "NIGHTJAR_REFERENCE_SITE"
 ROLE, TAIL = [151644, 77091, 198], [151645, 198, 151644, 77091, 198]
@@ -199,10 +193,8 @@ def in_its_own_site(arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    paths = [site, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, "-m", "benchmarks.reference", *arguments, "--here"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.run(command, env=environment, check=False).returncode
+    return subprocess.run(command, env=environment_with(site), check=False).returncode
 
 
 def main() -> int:

@@ -3,8 +3,8 @@
     python -m benchmarks.soak --size 0b6 --slots 512 --count 10000
     python -m benchmarks.soak --device cpu --tiny --count 40
 
-Watched all along: utterances and frames made, memory of device and host, running requests, free pages. Every 100th
-request is the same one with the same seed. At the end everything is drained: every slot and page must be free again.
+Watched all along: utterances and frames made, memory of device and host, running requests, free pages. At the end everything is
+drained: every slot and page must be free again.
 """
 
 from __future__ import annotations
@@ -69,7 +69,6 @@ def verdict(
         "the device's memory grew": device > MOST_DEVICE_GROWTH,
         "the host's memory grew": host > MOST_HOST_GROWTH,
         f"the last third ran at {last / (first or 1):.0%} of the first": slow,
-        f"a probe had {end['distinct_probes']} results": end["reproducible"] and end["distinct_probes"] > 1,
     }
     return {
         "frames_per_s_first_third": first,
@@ -81,17 +80,13 @@ def verdict(
     }
 
 
-def soak(
-    bench: Bench, size: str, slots: int, count: int, reproducible: bool, most_seconds: float
-) -> dict[str, Any]:
+def soak(bench: Bench, size: str, slots: int, count: int, most_seconds: float) -> dict[str, Any]:
     """Runs `count` utterances and gives samples and verdict."""
-    tiny = size == "tiny"
-    load = Load(0.3, 0.6, 0) if tiny else Load(0.4, 2.0, 0)
+    load = Load(0.3, 0.6, 0) if size == "tiny" else Load(0.4, 2.0, 0)
     work = Throughput(bench, size, load)
-    executor, options, _ = work.open(slots, load, reproducible, wide=False)
+    executor, options, _ = work.open(slots, load, wide=False)
     pool = requests(work.model, load, 4 * slots, min(256, options.pages * PAGE_SIZE - 64))
-    decoder = work.fixed_decoder() if reproducible else work.decoder
-    loop = ClosedLoop(executor, options, pool, decoder, probe_every=10 if tiny else 100)
+    loop = ClosedLoop(executor, options, pool, work.decoder)
     try:
         loop.settle(min(slots, count // 4), most_seconds / 2)  # kernels are built
         before, began = loop.tally.utterances, time.perf_counter()
@@ -111,9 +106,6 @@ def soak(
             "drained": drained,
             "free_slots": loop.engine.core.scheduler.free_slots,
             "free_pages": executor.kv.free,
-            "probes": sum(loop.tally.probes.values()),
-            "distinct_probes": len(loop.tally.probes),
-            "reproducible": reproducible,
         }
     finally:
         loop.close()
@@ -125,19 +117,10 @@ def soak(
 
 
 def main() -> int:
-    options = read(
-        parser(__doc__),
-        size="0b6",
-        slots=512,
-        count=10_000,
-        seconds=90.0,
-        reproducible=False,
-        option=str,
-        codec_rows=0,
-    )
+    options = read(parser(__doc__), size="0b6", slots=512, count=10_000, seconds=90.0, option=str)
     bench = Bench("qwen3_tts_soak", options)
     size, slots = ("tiny", 8) if options.tiny else (options.size, options.slots)
-    found = soak(bench, size, slots, options.count, options.reproducible, options.seconds)
+    found = soak(bench, size, slots, options.count, options.seconds)
     bench.keep(**found)
     print(json.dumps({key: value for key, value in found.items() if key != "samples"}, indent=1))
     return 1 if found["problems"] else 0

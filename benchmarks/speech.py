@@ -1,7 +1,7 @@
 """SparkTTS and Fish Speech S2 on both engines in one run, at their published sizes with dummy weights.
 
     python -m benchmarks.speech spark [--parts speech,streams] [--requests 64,256,512] [--engines native,vllm]
-        [--turns 0,4] [--streams 1,64] [--seconds 10] [--codec-dtype bfloat16]
+        [--turns 0,4] [--streams 1,64] [--seconds 10]
     python -m benchmarks.speech fish --requests 64,256
     python -m benchmarks.speech spark --parts speech --engines native --requests 512 --voices 20 3000
     python -m benchmarks.speech fish --device cpu --tiny --engines native --requests 2 --seconds 0.2
@@ -41,7 +41,7 @@ from benchmarks.checkpoint import (
     wav2vec2,
     write_lm,
 )
-from benchmarks.common import Bench, GpuUse, ThreadUse, parser, read, serves
+from benchmarks.common import Bench, ThreadUse, Use, parser, read, serves
 from benchmarks.engine import Watched
 from benchmarks.voices import recording
 from kernels.registry import on_device
@@ -147,7 +147,7 @@ class Spark(Family):
         if bench.options.tiny:
             config = replace(config, lm=replace(config.lm, **TINY_LM))
         self.config, self.vocabulary = config, AnyIdSpeaks()
-        tokenizer, codec = dummy_bicodec(config, bench.device, bench.options.codec_dtype)
+        tokenizer, codec = dummy_bicodec(config, bench.device, bench.dtype)
         references = ReferenceEncoder(config, tokenizer, wav2vec2(bench.device))
         self.parts = spark_pipeline.Parts(config, self.vocabulary, references, codec)
         self.drawable = Drawable.of(self.vocabulary, config.lm)
@@ -188,7 +188,7 @@ class Fish(Family):
         super().__init__(bench)
         self.config = config = fish_config(folder, bench.options.tiny)
         self.vocabulary = AnyText(config)
-        self.codec = dummy_fish_codec(config, bench.device, bench.options.codec_dtype)
+        self.codec = dummy_fish_codec(config, bench.device, bench.dtype)
         self._texts = itertools.count()
 
     def request(self, name: str, index: int, seconds: float, voice: int | None = None) -> SynthesisRequest:
@@ -290,9 +290,8 @@ class Speaking:
                 return self.family.request(name, n, lengths[n % 8], new[n % len(new)])
 
             found = self.steady(number, max(TURNS * number, 2 * voices), make, watched)
-            ms, audio = found.pop("ms"), found.pop("audio_seconds")
-            row = {"engine": self.engine, "slots": number, "voices": voices, **self.about, **found}
-            self.bench.timed("speech, end to end", number, ms, audio, **row)
+            about = {"engine": self.engine, "slots": number, "voices": voices, **self.about}
+            self.bench.add({"part": "speech, end to end", "batch": number, **about, **found})
 
     def warm_up(self) -> None:
         """Every voice once; and lengths and batches that the codec has not met, which cost the compilation of a
@@ -310,7 +309,7 @@ class Speaking:
         follow. Several threads start them, since a start encodes a recording that is new."""
         under_way = slots + slots // BESIDE
         free, ends = threading.Semaphore(under_way), list[tuple[float, float]]()
-        gpu, threads = GpuUse(self.bench.device), ThreadUse()
+        gpu, threads = Use(seconds=0.25), ThreadUse()
         futures: list[Future[Speech]] = []
 
         def ended(future: Future[Speech]) -> None:
@@ -339,16 +338,18 @@ class Speaking:
             one.result()
         for future in futures:
             heard_seconds(future)
-        busy, shares = gpu.stop(), threads.shares()
+        shares = threads.shares()
+        gpu.stop()
         names = shares.keys() & {"vllm-host", "engine", "codec-stage", "MainThread"}
         found |= {f"{name}_cpu_percent": 100 * shares[name] for name in names}
-        found |= {} if busy is None else {"gpu_percent": 100 * busy}
+        if use := gpu.of_gpu(self.bench.device):
+            found["gpu_percent"] = 100 * use["gpu_busy_nvml"]
         # Callbacks run on the pipeline's threads, a moment after the results are there.
         while len(ends) < total:
             time.sleep(0.001)
         window = ends[slots : total - under_way]
         took, audio = window[-1][0] - ends[slots - 1][0], sum(heard for _, heard in window)
-        return {"ms": 1000 * took, "audio_seconds": audio, "under_way": under_way, **found}
+        return {"ms": 1000 * took, "audio_s_per_s": audio / took, "under_way": under_way, **found}
 
     def streams(self) -> None:
         """First chunks of each number of streams back to back: median and 95th of 100, without the first stream of each
@@ -361,8 +362,9 @@ class Speaking:
             waits = first_chunks(self.pipeline, number, total, make)[number:]
             took = 1000 * (time.perf_counter() - begin)
             p50, p95 = np.percentile(waits, (50, 95)).tolist()
-            more = {"slots": number, "streams": total, "p50_ms": p50, "p95_ms": p95, "longest_ms": max(waits)}
-            self.bench.timed("first chunk", number, took, engine=self.engine, **more, **self.about)
+            row = {"part": "first chunk", "batch": number, "ms": took, "engine": self.engine, "slots": number}
+            row |= {"streams": total, "p50_ms": p50, "p95_ms": p95, "longest_ms": max(waits)}
+            self.bench.add(row | self.about)
 
 
 def first_chunks(pipeline: Pipeline, at_once: int, total: int, make: Make) -> list[float]:
@@ -440,10 +442,9 @@ def main(given: list[str] | None = None) -> int:
     made.add_argument("family", choices=FAMILIES)
     options = read(
         made, given, parts=list(PARTS), engines=["native", "vllm"], requests=[64, 256, 512], turns=[0],
-        streams=[1, 64], voices=[20], seconds=10.0, codec_dtype="", known={"parts": PARTS, "engines": ("native", "vllm")},
+        streams=[1, 64], voices=[20], seconds=10.0, known={"parts": PARTS, "engines": ("native", "vllm")},
     )  # fmt: skip
-    dtype = options.codec_dtype or ("float32" if options.device == "cpu" else "bfloat16")
-    options.codec_dtype = getattr(torch, dtype)
+    dtype = "float32" if options.device == "cpu" else "bfloat16"
     kind = FAMILIES[options.family]
     engines = [one for one in options.engines if one == "native" or find_spec("vllm")]
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = kind is Spark

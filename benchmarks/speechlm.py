@@ -1,15 +1,12 @@
 """SpeechLM's backbone on a GPU at its published size, dummy weights: text alone, eight streams, guidance pairs, in one run.
 
     python -m benchmarks.speechlm [--requests 512] [--prompt 120] [--steps 300] [--parts text,streams,mixed,pairs] [--tensor-parallel 1]
-    python -m tests.support.vllm_v2 python -m benchmarks.speechlm --tiny --device cpu --requests 64 --prompt 20 --steps 36 \\
-        --parts mixed16,pairs16,mixed64,pairs64
+    python -m tests.support.vllm_v2 python -m benchmarks.speechlm --tiny --device cpu --requests 64 --prompt 20 --steps 36
 
 `text` is text alone; `streams` draws all eight streams in every step; `mixed` writes text for two thirds of the steps and
-then audio, and `pairs` does so with guidance, each request with a null branch of its own; `mixed16`, `pairs16`, `mixed64`
-and `pairs64` are the same for 16 and 64 requests. A token is a stream-0 step of a request; null branches do not count.
-Broken pairs are counted: under asynchronous scheduling there must be none. Needs vLLM. The second command shows what
-guidance costs in engine steps, in sequence steps and in time on a CPU: its engine is vLLM's V2 runner in Triton's
-interpreter, whose steps are those of a GPU.
+then audio, and `pairs` does so with guidance, each request with a null branch of its own. A token is a stream-0 step of a request;
+null branches do not count. Broken pairs are counted: under asynchronous scheduling there must be none. Needs vLLM. The second
+command has vLLM's V2 runner in Triton's interpreter, whose steps are those of a GPU.
 """
 
 from __future__ import annotations
@@ -27,8 +24,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.common import Bench, parser, read
-from benchmarks.report import ROOT
+from benchmarks.common import ROOT, Bench, environment_with, parser, read
 from pipelines.errors import NightjarError
 from pipelines.options import TokenModelOptions
 from pipelines.speechlm.config import SpeechLmConfig
@@ -74,8 +70,7 @@ def make_plugin_known(folder: Path) -> None:
     (info / "entry_points.txt").write_text(
         f"[{PLUGIN_GROUP}]\n{PLUGIN} = pipelines.vllm_engine.plugin:register\n"
     )
-    places = [str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ["PYTHONPATH"] = os.pathsep.join(places)
+    os.environ |= environment_with(folder)
     sys.path.insert(0, str(folder))
 
 
@@ -197,17 +192,16 @@ def loads(options: argparse.Namespace) -> list[Load]:
     known = {
         "text": Load("text", count, prompt, steps, 0),
         "streams": Load("streams", count, prompt, 0, steps),
+        "mixed": Load("mixed", count, prompt, steps - third, third),
+        "pairs": Load("pairs", count, prompt, steps - third, third, 3.0),
     }
-    for name, requests in (("", count), ("16", 16), ("64", 64)):
-        for kind, cfg in (("mixed", 1.0), ("pairs", 3.0)):
-            known[kind + name] = Load(kind + name, requests, prompt, steps - third, third, cfg)
     return [known[name] for name in options.parts]
 
 
 def main() -> int:
     options = read(
         parser(__doc__), requests=512, prompt=120, steps=300, tensor_parallel=1, memory_share=0.9,
-        parts=["text", "streams", "mixed", "pairs", "mixed16", "pairs16", "mixed64", "pairs64"],
+        parts=["text", "streams", "mixed", "pairs"],
     )  # fmt: skip
     vllm = load_vllm().__version__
     from pipelines.vllm_engine.host import VllmHost

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.report import ROOT
+from benchmarks.common import ROOT
 
 TINY = ("--device", "cpu", "--tiny")
 
@@ -30,12 +30,7 @@ def test_the_engine(tmp_path: Path) -> None:
     more = ("--slots", "4", "--codec", "--reproducible", "4", "--codec-rows", "4", "--long-prompts", "4")
     found = run(tmp_path, "engine", *TINY, *more)
     rows = [(row["part"], row.get("reproducible"), row.get("more_text")) for row in found["rows"]]
-    assert rows == [
-        ("codec", None, None),
-        ("all", False, 0),
-        ("all", True, 0),
-        ("all", False, 192),
-    ]
+    assert rows == [("codec", None, None), ("all", False, 0), ("all", True, 0), ("all", False, 192)]
     assert all(row["wrong_lengths"] == 0 for row in found["rows"])
 
 

@@ -1,7 +1,7 @@
 """Voices for jobs whose every length is known, as what pip would install: a plug-in that imports nothing of the
 benchmarks, so it works with any version of the packages below.
 
-`planted`: of a random checkpoint of Qwen3-TTS. A text's first word is the number of its frames, which the engine does not
+`planted`: of a random checkpoint of Qwen3-TTS. A text's first word may be the number of its frames, which the engine does not
 know: as in `benchmarks.engine`, the weights draw the end at the first frame that `min_new_tokens` allows. Everything
 else is the family's own pipeline. `instant`: the same short sound for every request at no cost, to measure the path around
 an engine. `words_of` and `write_recordings` make what a job speaks and what it clones.
@@ -48,10 +48,10 @@ def install(
     checkpoint: Path | None = None,
     *,
     seconds: float = 0.12,
-    device: str = "",
-) -> dict[str, str]:
-    """Writes a package with a voice of this name; the variables under which a process has it. `seconds`: of the instant
-    sound; `device`: on which a checkpoint is opened, empty: as any model."""
+    **options: Any,
+) -> None:
+    """Writes a package with a voice of this name for processes whose `PYTHONPATH` has the folder. `seconds`: of the instant
+    sound; `options`: with which a checkpoint is opened besides those of any model."""
     module = name.replace("-", "_")
     info = folder / f"{module}-1.dist-info"
     info.mkdir(parents=True)
@@ -59,10 +59,8 @@ def install(
     (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\n{name} = {module}\n")
     shutil.copyfile(__file__, folder / f"{module}.py")
     path = None if checkpoint is None else str(checkpoint.absolute())
-    (folder / f"{module}.json").write_text(
-        json.dumps({"checkpoint": path, "seconds": seconds, "device": device})
-    )
-    return {"PYTHONPATH": f"{folder}:{Path(__file__).parents[1]}"}
+    told = {"checkpoint": path, "seconds": seconds, "options": options}
+    (folder / f"{module}.json").write_text(json.dumps(told))
 
 
 def _installed() -> dict[str, Any]:
@@ -197,10 +195,9 @@ def load(**options: Any) -> Pipeline:
         """Made when a model is opened, since it imports torch."""
 
         def _begin(self, wanted: Any, info: Any, on_event: OnEvent, stream: bool) -> Any:
-            if info.text:
-                frames = int(info.text.split(maxsplit=1)[0])
-                wanted = replace(wanted, sampling=replace(wanted.sampling, min_new_tokens=frames))
+            if (first := info.text.partition(" ")[0]).isdigit():
+                wanted = replace(wanted, sampling=replace(wanted.sampling, min_new_tokens=int(first)))
             return super()._begin(wanted, info, on_event, stream)
 
-    options |= {"device": found["device"]} if found["device"] else {}
-    return PlantedPipeline(Path(found["checkpoint"]), read_options(PipelineOptions, options))
+    wanted = read_options(PipelineOptions, {**options, **found["options"]})
+    return PlantedPipeline(Path(found["checkpoint"]), wanted)

@@ -132,12 +132,12 @@ def parse_line(raw: bytes) -> tuple[Dialogue, bytes]:
 
 #: The keys of a line that are a dialogue's own. The others are its metadata.
 LINE_KEYS = ("example_id", "id", "messages", "generation")
-_decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def metadata_json(line: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
     """The metadata of a line: its keys that are not a dialogue's own, with their values as they are written."""
-    return {name: value for name, value in _decode_object(line).items() if name not in LINE_KEYS}
+    return {name: value for name, value in decode_object(line).items() if name not in LINE_KEYS}
 
 
 def metadata_of(line: bytes | msgspec.Raw) -> dict[str, Any]:
@@ -224,14 +224,6 @@ class _Chat(msgspec.Struct, frozen=True):
     generation: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
-class _Row(msgspec.Struct, frozen=True):
-    """A dialogue that is made from another kind of line."""
-
-    example_id: str
-    messages: Sequence[tuple[str, str, str]]
-    generation: Mapping[str, str | int] | msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-
-
 _decode_chat = msgspec.json.Decoder(_Chat).decode
 
 
@@ -255,7 +247,10 @@ def chat_dialogue(line: bytes, number: int) -> bytes:
         for message in found.messages
         for content in (message.content,)
     ]
-    return _encode(_Row(f"line-{number}" if named is None else named, messages, found.generation))
+    made = {"example_id": f"line-{number}" if named is None else named, "messages": messages}
+    if found.generation is not msgspec.UNSET:
+        made["generation"] = found.generation
+    return _encode(made | metadata_json(line))
 
 
 #: The key of an example's id in an OpenAI batch, and the supported request.
@@ -359,10 +354,14 @@ _GENERATION = ("voice", "language", "instruct", "seed", "reference_text")
 
 
 def row_dialogue(
-    values: Mapping[str, str], number: int = 0, voice_of: Callable[[str], str | None] | None = None
+    values: Mapping[str, str],
+    number: int = 0,
+    voice_of: Callable[[str], str | None] | None = None,
+    metadata: Mapping[str, Any] | None = None,
 ) -> bytes:
     """Makes a dialogue from the fields of a row, as JSON; empty fields are ignored. `number`: makes the id if
-    the row has none. `voice_of`: returns the voice of a speaker, for a row without a voice or a recording. Raises `InputError`."""
+    the row has none. `voice_of`: returns the voice of a speaker, for a row without a voice or a recording.
+    `metadata`: the other keys of the dialogue. Raises `InputError`."""
     messages = [("user", "text", values["text"])]
     if audio := values.get("reference_audio"):
         messages.insert(0, ("user", "audio", audio))
@@ -379,7 +378,10 @@ def row_dialogue(
     if voice_of is not None and "voice" not in generation and not audio:
         generation["voice"] = _voice(values.get("speaker", ""), voice_of)
     named = chosen_id(values.get("example_id") or None, values.get("id") or None)
-    return _encode(_Row(named or f"line-{number}", messages, generation or msgspec.UNSET))
+    made: dict[str, Any] = {"example_id": named or f"line-{number}", "messages": messages}
+    if generation:
+        made["generation"] = generation
+    return _encode(made | dict(metadata or {}))
 
 
 def _voice(speaker: str, voice_of: Callable[[str], str | None]) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from jobs.dialogue import parse_line
-from jobs.input_records import Records
+from jobs.input_records import Records, left_out_note
 from jobs.job_options import SubmitOptions
 from jobs.layout import input_key, job_prefix, put_numbered
 from jobs.ledger import Ledger
@@ -44,6 +44,8 @@ class IngestProgress:
     #: Bytes of the input file that were read, and its size, before decompression.
     bytes_read: int
     bytes_total: int
+    #: What the user should know about the input.
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,8 @@ class _Ingest:
             for _ in map_ahead(stager, partial(self._stage, write_all), lines, 1):
                 if self.progress is not None:
                     done, whole = self.records.source.bytes_read, self.records.source.bytes
-                    self.progress(IngestProgress(self.lines, done, whole))
+                    note = left_out_note(self.records.left_out)
+                    self.progress(IngestProgress(self.lines, done, whole, note))
         self.records.source.check_unchanged()
 
     def _stage(

@@ -1,5 +1,5 @@
-"""The formats of inputs: dialogues, chat messages, an OpenAI batch, plain text, a table or Kaldi's `text`,
-recognized by their first bytes."""
+"""The formats of inputs: dialogues, chat messages, an OpenAI batch, plain text, a table, rows of JSON, Lhotse's
+cuts or Kaldi's `text`, recognized by their first bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,19 @@ from pipelines.errors import ErrorCode, InputError
 if TYPE_CHECKING:
     from jobs.source import Source
 
-InputFormat = Literal["dialogues", "messages", "openai-batch", "text", "csv", "tsv", "kaldi", "parquet"]
+InputFormat = Literal[
+    "dialogues",
+    "messages",
+    "openai-batch",
+    "rows",
+    "lhotse",
+    "text",
+    "csv",
+    "tsv",
+    "kaldi",
+    "parquet",
+    "arrow",
+]
 #: The values of `--input-format`; `format_of` recognizes `auto`.
 AskedFormat = Literal["auto", InputFormat]
 
@@ -22,14 +34,22 @@ FORMAT_NAMES: dict[InputFormat, str] = {
     "dialogues": "dialogues (JSONL)",
     "messages": "chat messages (JSONL with `role` and `content`)",
     "openai-batch": "an OpenAI batch",
+    "rows": "rows (JSONL with `text`)",
+    "lhotse": "Lhotse's cuts (JSONL with `supervisions`)",
     "text": "plain text with one sentence per line",
     "csv": "CSV",
     "tsv": "TSV",
     "kaldi": "Kaldi's `text`",
     "parquet": "Parquet",
+    "arrow": "Arrow",
 }
+#: Formats whose records are rows with columns or keys.
+TABLES: tuple[InputFormat, ...] = ("rows", "lhotse", "csv", "tsv", "parquet", "arrow")
+#: Usual names of the column or key that contains the text.
+TEXT_COLUMNS = ("text", "sentence", "transcription", "transcript")
+_BINARY: tuple[InputFormat, ...] = ("parquet", "arrow")
 #: Formats that the first bytes identify with certainty.
-_CERTAIN: tuple[InputFormat, ...] = ("dialogues", "messages", "openai-batch", "parquet")
+_CERTAIN: tuple[InputFormat, ...] = ("dialogues", "messages", "openai-batch", "rows", "lhotse", *_BINARY)
 _BY_EXTENSION: dict[str, InputFormat] = {".txt": "text", ".csv": "csv", ".tsv": "tsv"}
 _EXAMINED_LINES = 64
 #: The command that converts a file whose lines end with CR alone, as old Macintosh programs write them.
@@ -37,14 +57,7 @@ CONVERT_RETURNS = r"`tr '\r' '\n' < OLD > NEW`"
 _UTF_16_AND_32 = (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")
 
 
-class _Keys(msgspec.Struct, frozen=True):
-    """The keys that distinguish the kinds of JSON lines; other keys are ignored."""
-
-    custom_id: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-
-
-_decode_keys = msgspec.json.Decoder(_Keys).decode
+_decode_keys = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def format_of(source: Source, asked: AskedFormat) -> InputFormat:
@@ -58,11 +71,11 @@ def format_of(source: Source, asked: AskedFormat) -> InputFormat:
         return asked
     head, uri = source.head(), source.uri
     looks = _looks_like(head)
-    if "parquet" not in (looks, asked):
+    if not {looks, asked} & {*_BINARY}:
         _check_lines(uri, head)
     if asked != "auto":
-        other = looks in _CERTAIN and (asked not in _CERTAIN or looks == "parquet")
-        if looks is not None and looks != asked and (other or asked == "parquet"):
+        other = looks in _CERTAIN and (asked not in _CERTAIN or looks in _BINARY)
+        if looks is not None and looks != asked and (other or asked in _BINARY):
             message = f"is not {FORMAT_NAMES[asked]}; it looks like {FORMAT_NAMES[looks]}"
             raise wrong_format(uri, message, f"Use --input-format {looks}, or leave it out.")
         return asked
@@ -111,6 +124,9 @@ def _looks_like(head: bytes) -> InputFormat | None:
     """The format that the first bytes of an input look like; None: empty, or JSON of an unknown kind."""
     if head.startswith(b"PAR1"):
         return "parquet"
+    # Arrow's format of files, and its format of streams.
+    if head.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
+        return "arrow"
     lines = [line.strip() for line in head.split(b"\n")[:_EXAMINED_LINES]]
     lines = [line for line in lines if line]
     for line in lines:
@@ -129,11 +145,13 @@ def _json_kind(line: bytes) -> InputFormat | None:
         found = _decode_keys(line)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
-    if found.custom_id is not msgspec.UNSET:
+    if "custom_id" in found:
         return "openai-batch"
-    if found.messages is msgspec.UNSET:
-        return None
-    return "messages" if bytes(found.messages).lstrip(b"[ \t").startswith(b"{") else "dialogues"
+    if "messages" in found:
+        return "messages" if bytes(found["messages"]).lstrip(b"[ \t").startswith(b"{") else "dialogues"
+    if found.keys() & {"supervisions", "tracks"} or found.keys() >= {"recording_id", "start", "duration"}:
+        return "lhotse"
+    return "rows" if found.keys() & {*TEXT_COLUMNS} else None
 
 
 def _extension(uri: str) -> str:

@@ -10,15 +10,31 @@ settings:
 from __future__ import annotations
 
 import csv
+import dataclasses
+import mmap
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 
-from jobs.dialogue import batch_dialogue, chat_dialogue, clean, custom_id, row_dialogue
+from jobs.columns import Columns
+from jobs.dialogue import (
+    LINE_KEYS,
+    batch_dialogue,
+    chat_dialogue,
+    clean,
+    custom_id,
+    decode_line,
+    decode_object,
+    row_dialogue,
+)
 from jobs.input_format import CONVERT_RETURNS, InputFormat, wrong_format
 from jobs.ledger.records import JobSpec, Reading
 from jobs.source import (
@@ -31,31 +47,21 @@ from jobs.source import (
     rejected_line,
 )
 from jobs.voice_pool import VoiceDraws, voice_of_speaker
-from pipelines.errors import ErrorCode, InputError, bad_line, invalid, missing_library
+from pipelines.errors import ErrorCode, InputError, bad_line, missing_library
 from pipelines.registry import ModelCard
 
-#: Field of a row -> names of its column. The first one that the table has is used; `--column FIELD=NAME`
-#: selects another column.
-FIELDS: dict[str, tuple[str, ...]] = {
-    "text": ("text", "sentence", "transcription", "transcript"),
-    "id": ("id",),
-    "example_id": ("example_id",),
-    "voice": ("voice",),
-    "speaker": ("speaker", "speaker_id"),
-    "language": ("language",),
-    "instruct": ("instruct",),
-    "seed": ("seed",),
-    "reference_audio": ("reference_audio",),
-    "reference_text": ("reference_text",),
-}
+if TYPE_CHECKING:
+    import pyarrow
+
 #: Maximum number of lines of a quoted field, which may contain line ends.
 MAX_RECORD_LINES = 1000
-#: Rows of Parquet that are read at once.
-_ROWS = 256
+#: Rows of a table that are read at once.
+ROWS = 256
 #: Kaldi's file of speakers, in the folder of its `text`.
 SPEAKERS = "utt2spk"
 #: How a job reads its input if no option changes that: all records, and the usual columns.
 ALL = Reading()
+_ROW_SHAPE = "A line is one JSON object with `text`, and `id` (text or a number) if it has an id."
 # The csv module refuses fields of more than 128 KiB by default.
 csv.field_size_limit(max(csv.field_size_limit(), 2 * MAX_LINE_BYTES))
 _encode = msgspec.json.Encoder().encode
@@ -70,6 +76,8 @@ class Records:
     format: InputFormat
     spec: JobSpec
     card: ModelCard
+    #: Columns that were left out because JSON cannot contain their values; known once they are read.
+    left_out: set[str] = dataclasses.field(default_factory=set[str], compare=False)
 
     @property
     def chosen(self) -> Reading:
@@ -130,29 +138,53 @@ def _of_lines(
 
 
 def _kaldi(records: Records) -> Iterator[Record]:
-    """Yields the records of Kaldi's `text`. A line is the id and the words of an utterance; its speaker is in
-    `utt2spk`, which has the same order.
+    """Yields the records of Kaldi's `text`. A line is the id and the words of an utterance. The values of the
+    utterance and of its speaker in the other files of the folder are metadata under the names of the files.
 
-    Source: https://kaldi-asr.org/doc/data_prep.html, where both are sorted by the utterance's id as bytes.
+    Source: https://kaldi-asr.org/doc/data_prep.html.
     """
-    voice_of = records.voice_of
-    speakers = _speaker_lines(records.source)
-    at = (b"", "")
+    voice_of, folder = records.voice_of, records.source.folder
+    needed = {*_beside(records.source), *([SPEAKERS] if voice_of else ())}
+    # A database without a name is a temporary file: memory stays bounded for any number of lines.
+    with closing(sqlite3.connect("")) as known:
+        known.execute(
+            "CREATE TABLE known (id BLOB, file TEXT, value TEXT, PRIMARY KEY (id, file)) WITHOUT ROWID"
+        )
+        for name in needed:
+            with open_source(str(folder / name)) as file:
+                words = ((line or b"").split(None, 1) for line in file.lines())
+                rows = (
+                    (two[0], name, two[1].decode(errors="replace").strip()) for two in words if len(two) == 2
+                )
+                known.executemany("INSERT OR REPLACE INTO known VALUES (?, ?, ?)", rows)
 
-    def dialogue(line: bytes, number: int) -> bytes:
-        nonlocal at
-        utterance, *words = line.split(None, 1)
-        values = {"id": decoded(utterance), "text": one_line(words[0]).strip() if words else ""}
-        if voice_of is not None:
-            while at[0] < utterance:
-                at = next(speakers, (b"\xff" * 8, ""))
-            if at[0] != utterance:
-                advice = "Add it, and sort both files by the id as bytes, as `LC_ALL=C sort` does."
-                raise bad_line(f"The utterance has no speaker in {SPEAKERS}.", advice)
-            values["speaker"] = at[1]
-        return row_dialogue(values, number, voice_of)
+        def values_of(kind: str, id: bytes) -> dict[str, str]:
+            found = known.execute("SELECT file, value FROM known WHERE id = ? ORDER BY file", (id,))
+            return {name: value for name, value in found if name.startswith(kind)}
 
-    return _of_lines(records, dialogue)
+        def dialogue(line: bytes, number: int) -> bytes:
+            utterance, *words = line.split(None, 1)
+            values = {"id": decoded(utterance), "text": one_line(words[0]).strip() if words else ""}
+            metadata = values_of("utt2", utterance)
+            speaker = metadata.get(SPEAKERS)
+            if speaker is not None:
+                values["speaker"] = speaker
+                metadata |= values_of("spk2", speaker.encode())
+            elif voice_of is not None:
+                raise bad_line(f"The utterance has no speaker in {SPEAKERS}.", "Add it.")
+            kept = {name: value for name, value in metadata.items() if records.chosen.keeps(name)}
+            return row_dialogue(values, number, voice_of, kept)
+
+        yield from _of_lines(records, dialogue)
+
+
+def _beside(source: Source) -> list[str]:
+    """The names of Kaldi's files of utterances and of speakers in the folder of an input that is a file."""
+    if Path(source.uri).parent != source.folder:
+        return []
+    with input_errors(source.uri):
+        names = sorted(path.name for path in source.folder.iterdir() if path.is_file())
+    return [name for name in names if re.fullmatch(r"(utt|spk)2\w+", name) and name != "spk2utt"]
 
 
 def speakers_sha256(source: Source) -> str:
@@ -161,75 +193,18 @@ def speakers_sha256(source: Source) -> str:
         return speakers.sha256
 
 
-def _speaker_lines(source: Source) -> Iterator[tuple[bytes, str]]:
-    with open_source(str(source.folder / SPEAKERS)) as speakers:
-        for line in speakers.lines():
-            words = (line or b"").split()
-            if len(words) == 2:
-                yield words[0], words[1].decode(errors="replace")
+def _kept(line: bytes, chosen: Reading) -> bytes:
+    """A line without the keys that are not to become metadata. A line that is not JSON stays as it is."""
+    try:
+        found = decode_object(line)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return line
+    kept = {key: value for key, value in found.items() if key in LINE_KEYS or chosen.keeps(key)}
+    return line if len(kept) == len(found) else _encode(kept)
 
 
 def _blank(record: Record) -> bool:
     return isinstance(record, bytes) and (not record or record.isspace())
-
-
-class Columns:
-    """Finds the columns of a table, and converts its rows."""
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        chosen: Reading,
-        uri: str,
-        voice_of: Callable[[str], str | None] | None,
-    ) -> None:
-        """Raises `input.wrong_format` for a table without the needed columns, or with two columns of the same
-        name."""
-        wanted = chosen.columns or {}
-        shown = ", ".join(repr(clean(name, 40)) for name in names[:20]) or "none"
-        #: Field -> name of its column.
-        self.of: dict[str, str] = {}
-        for field, usual in FIELDS.items():
-            if field in wanted and wanted[field] not in names:
-                raise wrong_format(
-                    uri, f"has no column {clean(wanted[field], 40)!r}", f"Its columns are: {shown}."
-                )
-            found = [name for name in ((wanted[field],) if field in wanted else usual) if name in names]
-            if not found or (field == "example_id" and "id" in wanted):
-                continue
-            if names.count(found[0]) > 1:
-                raise wrong_format(uri, f"has two columns {clean(found[0], 40)!r}", "Rename one of them.")
-            self.of[field] = found[0]
-        self.chat = "text" not in self.of and "messages" in names
-        if self.chat:
-            if voice_of is not None:
-                advice = "Leave --voice-for and --voices-by out."
-                raise wrong_format(uri, "has chats, which name no speakers", advice)
-            self.of["messages"] = "messages"
-        elif "text" not in self.of:
-            advice = "Give the column with the text: --column text=NAME."
-            raise wrong_format(uri, f"has no column `text`; its columns are: {shown}", advice)
-        self._voice_of = voice_of
-
-    def record(self, cell: Callable[[str], Any], number: int) -> Record:
-        """The dialogue of a row, or a rejected line if the row cannot be converted."""
-        try:
-            return self.dialogue(cell, number)
-        except InputError as error:
-            return rejected_line(number, error)
-
-    def dialogue(self, cell: Callable[[str], Any], number: int) -> bytes:
-        """Converts a row to a dialogue; `cell` reads a value by its column's name. Raises `InputError`, also for
-        a value that cannot be read."""
-        try:
-            cells = {field: cell(name) for field, name in self.of.items()}
-            if self.chat:
-                given = {field: value for field, value in cells.items() if value != ""}
-                return chat_dialogue(_encode(given), number)
-            values = {field: _text(value, self.of[field]) for field, value in cells.items()}
-            return row_dialogue(values, number, self._voice_of)
-        except (UnicodeError, TypeError, ValueError) as error:
-            raise bad_line(f"The row cannot be read: {clean(str(error), 200)}.", "Correct it.") from None
 
 
 #: (number of a row's first line, its fields or its error, number of its further lines); a blank line has no
@@ -250,7 +225,7 @@ def _table(rows: Iterator[_Row], records: Records) -> Iterator[Record]:
         elif not fields:
             yield b""
         elif columns is None:
-            names = [name.strip() for name in fields]
+            names = [name.strip() or f"column {place}" for place, name in enumerate(fields, 1)]
             columns = Columns(names, records.chosen, records.source.uri, records.voice_of)
             yield b""
         elif len(fields) == len(names):
@@ -283,38 +258,168 @@ def _tsv(records: Records) -> Iterator[Record]:
     )
 
 
+class _Cut(msgspec.Struct, frozen=True):
+    supervisions: list[dict[str, msgspec.Raw]] = []
+    tracks: list[_Track] = []
+
+
+class _Track(msgspec.Struct, frozen=True):
+    cut: _Cut = _Cut()
+
+
+_decode_cut = msgspec.json.Decoder(_Cut).decode
+
+
+def supervision_rows(line: bytes) -> Iterator[dict[str, Any]]:
+    """The supervisions of a cut of Lhotse as rows, or the row of a supervision. A row has `id`, `text`,
+    `speaker`, the other keys in `supervision`, and the other keys of the cut in `cut`. Raises `InputError`.
+
+    Source: lhotse 1.33, `MonoCut.to_dict`, `MixedCut.to_dict` and `SupervisionSegment.to_dict`.
+    """
+    shape = "A line is the JSON of a cut with `supervisions`, or of a supervision."
+    whole = decode_line(decode_object, line, shape)
+    cut = decode_line(_decode_cut, line, shape)
+    own = {key: value for key, value in whole.items() if key not in ("supervisions", "tracks")}
+    listed = [*cut.supervisions, *(found for track in cut.tracks for found in track.cut.supervisions)]
+    if "recording_id" in whole:
+        listed, own = [whole], {}
+    if not listed:
+        raise bad_line("The cut has no supervisions.", shape)
+    for supervision in listed:
+        row = {key: supervision.pop(key) for key in ("id", "text", "speaker") if key in supervision}
+        yield row | {"supervision": supervision} | ({"cut": own} if own else {})
+
+
+def _json_rows(records: Records, rows_of: Callable[[bytes], Iterable[dict[str, Any]]]) -> Iterator[Record]:
+    """Yields the records of lines of JSON, each of which has one row or more. A number is that of a row."""
+
+    # Cached, because most rows have the same keys.
+    @lru_cache
+    def columns_of(names: tuple[str, ...]) -> Columns:
+        return Columns(names, records.chosen, "", records.voice_of, whole=False)
+
+    def record(row: Any, number: int) -> Record:
+        try:
+            return columns_of(tuple(row)).dialogue(row.__getitem__, number)
+        except InputError as error:
+            if error.code is ErrorCode.INPUT_WRONG_FORMAT:
+                error = bad_line(error.message, error.advice)
+            return rejected_line(number, error)
+
+    number = 0
+    for line in records.source.lines():
+        found: list[Any] = [line]
+        if line and not line.isspace():
+            try:
+                found = [*rows_of(line)]
+            except InputError as error:
+                found = [rejected_line(number + 1, error)]
+        for row in found:
+            number += 1
+            yield record(row, number) if isinstance(row, dict) else row
+
+
 def _parquet(records: Records) -> Iterator[Record]:
     """Yields the rows of a Parquet file as dialogues. Only the needed columns are read, some rows at a time.
 
     Raises `input.unreadable`, `input.wrong_format`, and `config.missing_library` without pyarrow.
     """
-    uri, file = records.source.uri, records.source.file
+    with _arrow_errors(records.source.uri):
+        from pyarrow import parquet
+
+        records.source.file.seek(0)
+        # Streamed by pages, because a row group may not fit into memory.
+        table = parquet.ParquetFile(records.source.file, pre_buffer=False, buffer_size=1 << 20)
+        yield from _batch_records(
+            records,
+            table.schema_arrow,
+            lambda names: table.iter_batches(ROWS, columns=names, use_threads=False),
+        )
+
+
+def _arrow(records: Records) -> Iterator[Record]:
+    """Yields the rows of Arrow files, also of a dataset of Hugging Face. Raises the errors of `_parquet`."""
+    with _arrow_errors(records.source.uri):
+        from pyarrow import ipc, py_buffer
+
+        def opened(file: BinaryIO) -> ipc.RecordBatchStreamReader:
+            # Mapped, because a batch with audio may not fit into memory.
+            data = py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            # The format of files is that of streams between eight bytes and a footer.
+            return ipc.open_stream(data[8:] if data[:6].to_pybytes() == b"ARROW1" else data)
+
+        readers = [opened(file) for file in records.source.files]
+
+        def batches(names: list[str]) -> Iterator[pyarrow.RecordBatch]:
+            for file, reader in zip(records.source.files, readers, strict=True):
+                for batch in reader:
+                    chosen = batch.select(names)
+                    chosen.validate(full=True)
+                    yield chosen
+                file.seek(0, 2)
+
+        yield from _batch_records(records, readers[0].schema, batches)
+
+
+@contextmanager
+def _arrow_errors(uri: str) -> Iterator[None]:
     try:
         import pyarrow
-        from pyarrow import parquet
     except ImportError:
         raise missing_library("Reading Parquet", "pyarrow", "export") from None
     try:
-        file.seek(0)
-        # Streamed by pages, because a row group may not fit into memory.
-        table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
-        columns = Columns(table.schema_arrow.names, records.chosen, uri, records.voice_of)
-        rows = (
-            batch.slice(place, 1)
-            for batch in table.iter_batches(_ROWS, columns=[*columns.of.values()], use_threads=False)
-            for place in range(batch.num_rows)
-        )
-        for number, row in enumerate(rows, 1):
-            yield columns.record(lambda name, row=row: row.column(name)[0].as_py(), number)
+        yield
     except (pyarrow.ArrowException, OSError) as error:
         with input_errors(uri):
             raise ValueError(clean(str(error), 200)) from error
 
 
+def _batch_records(
+    records: Records,
+    schema: pyarrow.Schema,
+    read: Callable[[list[str]], Iterable[pyarrow.RecordBatch]],
+) -> Iterator[Record]:
+    records.left_out.update(bytes_columns(schema))
+    where = records.chosen, records.source.uri, records.voice_of
+    columns = Columns(schema.names, *where, records.left_out)
+    for number, cell in enumerate(cells_of(read(columns.names)), 1):
+        yield columns.record(cell, number)
+
+
+def bytes_columns(schema: pyarrow.Schema) -> set[str]:
+    """The columns of a table with bytes, such as audio and images, which JSON cannot contain."""
+
+    def has_bytes(kind: pyarrow.DataType) -> bool:
+        parts = [kind.field(place).type for place in range(kind.num_fields)]
+        return any(map(has_bytes, parts)) if parts else "binary" in str(kind)
+
+    return {field.name for field in schema if has_bytes(field.type)}
+
+
+def left_out_note(names: Iterable[str]) -> str:
+    """The note about columns that JSON cannot contain; empty if there are none."""
+    shown = ", ".join(repr(clean(name, 40)) for name in sorted(names)[:20])
+    return f"Columns with audio or other bytes are left out: {shown}." if shown else ""
+
+
+def cells_of(batches: Iterable[pyarrow.RecordBatch]) -> Iterator[Callable[[str], Any]]:
+    """Yields for each row the function that reads a value by its column's name."""
+    for batch in batches:
+        arrays = dict(zip(batch.schema.names, batch.columns, strict=True))
+        for place in range(batch.num_rows):
+            yield lambda name, arrays=arrays, place=place: arrays[name][place].as_py()
+
+
 #: Format -> the reader of all its records; `limit` and `sample` are applied afterwards.
 _READERS: dict[InputFormat, Callable[[Records], Iterator[Record]]] = {
-    "dialogues": lambda records: records.source.lines(),
-    "messages": lambda records: _of_lines(records, chat_dialogue),
+    "dialogues": lambda records: (
+        _of_lines(records, lambda line, _: _kept(line, records.chosen))
+        if records.chosen.keep is not None or records.chosen.drop
+        else records.source.lines()
+    ),
+    "messages": lambda records: _of_lines(
+        records, lambda line, number: chat_dialogue(_kept(line, records.chosen), number)
+    ),
     "openai-batch": lambda records: _of_lines(
         records, lambda line, _: batch_dialogue(line, records.card, records.spec.format), custom_id
     ),
@@ -322,10 +427,14 @@ _READERS: dict[InputFormat, Callable[[Records], Iterator[Record]]] = {
         records,
         lambda line, number: row_dialogue({"text": one_line(line).strip()}, number, records.voice_of),
     ),
+    # Such as a manifest of NeMo.
+    "rows": lambda records: _json_rows(records, lambda line: [decode_line(decode_object, line, _ROW_SHAPE)]),
+    "lhotse": lambda records: _json_rows(records, supervision_rows),
     "csv": _csv,
     "tsv": _tsv,
     "kaldi": _kaldi,
     "parquet": _parquet,
+    "arrow": _arrow,
 }
 
 
@@ -411,20 +520,3 @@ def one_line(line: bytes | None) -> str:
 def _bare_return() -> InputError:
     message = "The line contains a carriage return (CR) that is not a line end: lines must end with LF, or with CR LF."
     return bad_line(message, f"If it is meant as a line end, convert the file: {CONVERT_RETURNS}.")
-
-
-def _text(value: Any, name: str) -> str:
-    """The text of a cell; empty for a missing value. Raises `InputError`."""
-    if value is None:
-        return ""
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        message = f"The column {clean(name, 40)!r} contains {type(value).__name__}, not text."
-        raise bad_line(message, "Convert the column to text, or select another one with --column.")
-    return str(value)
-
-
-def check_columns(columns: Mapping[str, str]) -> None:
-    """Raises `config.invalid` for a field that rows do not have."""
-    for field in columns:
-        if field not in FIELDS:
-            raise invalid(f"Rows have no field {field[:40]!r}.", f"The fields are: {', '.join(FIELDS)}.")

@@ -76,6 +76,7 @@ class Progress:
 
     def __init__(self, *, quiet: bool) -> None:
         self._quiet = quiet
+        self._note = ""
         self._next_line = 0.0
         self._rate = RecentRate()
         self._bar = None if quiet or not sys.stderr.isatty() else _bar()
@@ -101,7 +102,11 @@ class Progress:
             click.echo(text, err=True)
 
     def reading(self, ingest: IngestProgress) -> None:
-        """Shows the progress of an ingest; on a stream that is not a terminal, only of a long one."""
+        """Shows the progress of an ingest; on a stream that is not a terminal, only of a long one. A note is
+        printed once."""
+        if ingest.note != self._note:
+            self._note = ingest.note
+            self.say(ingest.note)
         percent = 100 * ingest.bytes_read // max(1, ingest.bytes_total)
         if self._next_line == 0.0:
             self._next_line = time.monotonic() + FIRST_LINE_SECONDS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import re
 import shutil
 import stat
 import sys
@@ -62,18 +63,22 @@ class LineBatch:
 class Source:
     """An input that can be read more than once. Made by `open_source`."""
 
-    def __init__(self, file: BinaryIO, uri: str, folder: Path) -> None:
+    def __init__(self, file: BinaryIO, uri: str, folder: Path, *more: BinaryIO) -> None:
         #: The open file, not decompressed, for formats without lines.
         self.file = file
+        #: All files, of which only a dataset of Hugging Face has several.
+        self.files = (file, *more)
         #: An absolute path, `-`, or an `s3://` address.
         self.uri = uri
         #: The folder to which paths in the lines are relative.
         self.folder = folder
         with input_errors(uri):
-            self.bytes = os.fstat(file.fileno()).st_size
-            file.seek(0)
-            #: Hex SHA-256 of the file, before decompression.
-            self.sha256 = sha256_of(file)
+            self.bytes = sum(os.fstat(one.fileno()).st_size for one in self.files)
+            for one in self.files:
+                one.seek(0)
+            hashes = [sha256_of(one) for one in self.files]
+            #: Hex SHA-256 of the file, before decompression; of several files, the one of their hashes.
+            self.sha256 = hashes[0] if not more else sha256_of(" ".join(hashes).encode())
         self._identity = self._stat()
 
     def lines(self) -> Iterator[bytes | None]:
@@ -105,7 +110,7 @@ class Source:
     @property
     def bytes_read(self) -> int:
         """Number of bytes that have been read, before decompression."""
-        return self.file.tell()
+        return sum(one.tell() for one in self.files)
 
     def check_unchanged(self) -> None:
         """Raises `input.unreadable` if the file has changed since it was opened."""
@@ -114,9 +119,9 @@ class Source:
                 self.uri, "changed while it was read", "Submit it again when it is no longer written to."
             )
 
-    def _stat(self) -> tuple[int, int]:
-        found = os.fstat(self.file.fileno())
-        return found.st_size, found.st_mtime_ns
+    def _stat(self) -> list[tuple[int, int]]:
+        found = [os.fstat(one.fileno()) for one in self.files]
+        return [(one.st_size, one.st_mtime_ns) for one in found]
 
 
 def batches_of(
@@ -200,8 +205,9 @@ class _ZstdReader:
 
 @contextmanager
 def open_source(address: str, s3: S3Settings | None = None) -> Generator[Source, None, None]:
-    """Opens a path, `-` (standard input) or `s3://bucket/key`; an input that cannot be read twice is first
-    copied to a temporary file. Raises `input.unreadable`, or `StoreError` if S3 cannot be reached."""
+    """Opens a path, `-` (standard input) or `s3://bucket/key`; a folder is a dataset of Hugging Face. An input
+    that cannot be read twice is first copied to a temporary file. Raises `input.unreadable`, or `StoreError`
+    if S3 cannot be reached."""
     path = Path(address).absolute()
     uri, folder, is_file = str(path), path.parent, False
     with ExitStack() as opened:
@@ -211,6 +217,11 @@ def open_source(address: str, s3: S3Settings | None = None) -> Generator[Source,
                 stream = (
                     sys.stdin.buffer if address == "-" else opened.enter_context(open_s3_object(address, s3))
                 )
+        elif paths := dataset_files(path):
+            with input_errors(address):
+                files = [opened.enter_context(one.open("rb")) for one in paths]
+            yield Source(files[0], uri, folder, *files[1:])
+            return
         else:
             with input_errors(address):
                 stream = opened.enter_context(path.open("rb"))
@@ -222,6 +233,21 @@ def open_source(address: str, s3: S3Settings | None = None) -> Generator[Source,
                 copy.flush()
             stream = cast(BinaryIO, copy)
         yield Source(stream, uri, folder)
+
+
+def dataset_files(folder: Path) -> list[Path]:
+    """The Arrow files of a dataset that `save_to_disk` of Hugging Face `datasets` wrote; empty for any other
+    path. Raises `input.unreadable` for a folder with several splits, or that cannot be read.
+
+    Source: `datasets.Dataset.save_to_disk` and `datasets.DatasetDict.save_to_disk`.
+    """
+    with input_errors(str(folder)):
+        if (folder / "dataset_dict.json").is_file():
+            splits = ", ".join(sorted(str(state.parent) for state in folder.glob("*/state.json")))
+            raise _unreadable(str(folder), "is a dataset with several splits", f"Give one: {clean(splits)}.")
+        state = folder / "state.json"
+        listed = state.read_text() if state.is_file() else ""
+        return [folder / name for name in re.findall(r'"filename": "([^"/]+)"', listed)]
 
 
 def check_source(source: str) -> str:
@@ -236,6 +262,8 @@ def check_source(source: str) -> str:
     if source == "-" or is_remote(source):
         return source
     with input_errors(source):
+        if dataset_files(Path(source)):
+            return source
         mode = os.stat(source).st_mode
         if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
             open(source, "rb").close()
@@ -283,7 +311,9 @@ def input_errors(uri: str) -> Generator[None, None, None]:
         raise _unreadable(uri, f"is a damaged compressed file ({error})", "Copy it again.") from error
     except IsADirectoryError as error:
         raise _unreadable(
-            uri, "is a folder", "Give one file, plain, .gz or .zst; for a Kaldi folder, its `text`."
+            uri,
+            "is a folder",
+            "Give one file, plain, .gz or .zst; for a Kaldi folder, its `text`; of a dataset of Hugging Face, a folder that `save_to_disk` wrote.",
         ) from error
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -10,12 +10,14 @@ from typing import cast
 import msgspec
 
 from jobs.checks import ALIGNER, Quality
+from jobs.columns import check_columns
 from jobs.dialogue import CUSTOM_ID, clean
-from jobs.input_format import AskedFormat, InputFormat, format_of
-from jobs.input_records import ALL, SPEAKERS, Records, check_columns, speakers_sha256
+from jobs.input_format import TABLES, AskedFormat, InputFormat, format_of
+from jobs.input_records import ALL, SPEAKERS, Records, speakers_sha256
 from jobs.ledger.records import JobSpec
 from jobs.line_check import LineChecker
 from jobs.source import Source
+from jobs.spoken_text import SpokenText, with_spoken_text
 from jobs.voice_pool import PoolFolder
 from jobs.voices import JobVoices, names_of
 from pipelines.audio_format import check_rate
@@ -45,7 +47,10 @@ class ResolvedSpec:
     def checker(self) -> LineChecker:
         id_key = CUSTOM_ID if self.input_format == "openai-batch" else "example_id"
         spec, joins = self.spec, not self.spec.output
-        return LineChecker(self.card, spec.generation, spec.speak, self.voices, id_key, joins=joins)
+        spoken = SpokenText(spec) if spec.respells else None
+        return LineChecker(
+            self.card, spec.generation, spec.speak, self.voices, id_key, joins=joins, spoken=spoken
+        )
 
     def of_input(self, source: Source) -> ResolvedSpec:
         """The spec of a job of this input. It has the recognized format, the hash of the input's list of
@@ -89,7 +94,7 @@ def resolve(
     voices = JobVoices(card, stored).with_names(names)
     for name in names:
         voices.check(name)
-    frozen = voices.in_spec(frozen_spec(spec, card))
+    frozen = voices.in_spec(with_spoken_text(frozen_spec(spec, card), card))
     _check_format(input_format, frozen)
     resolved = ResolvedSpec(frozen, input_format, voices)
     # The checker refuses settings that no line can correct.
@@ -128,11 +133,11 @@ def _check_format(format: AskedFormat, spec: JobSpec) -> None:
     if format == "openai-batch" and spec.speak == "assistant":
         message = "An OpenAI batch has only user turns; there is no assistant turn to speak."
         raise invalid(message, "Leave `speak` out: the `input` is spoken.")
-    chosen, tables = spec.reading or ALL, ("auto", "csv", "tsv", "parquet")
+    chosen, tables = spec.reading or ALL, ("auto", *TABLES)
     if chosen.columns and format not in tables:
         raise invalid("This input is not a table, and has no columns.", "Leave --column out.")
     if (chosen.voices or (spec.pool and spec.pool.by_speaker)) and format not in (*tables, "kaldi"):
-        advice = f"Speakers are in a table's column `speaker`, or in `{SPEAKERS}` beside Kaldi's `text`. Leave --voice-for and --voices-by out."
+        advice = f"Speakers are in a column or key `speaker`, or in `{SPEAKERS}` beside Kaldi's `text`. Leave --voice-for and --voices-by out."
         raise invalid("This input names no speakers.", advice)
 
 
@@ -188,6 +193,8 @@ def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:
         raise invalid(message, "Give the folder of an aligner with --qa-set meters.align.model=FOLDER.")
     if chosen.limit is not None and chosen.sample is not None:
         raise invalid("A limit and a sample are both given.", "Use one of them.")
+    if chosen.keep is not None and chosen.drop is not None:
+        raise invalid("Names to keep and names to drop are both given.", "Use one of them.")
     check_columns(chosen.columns or {})
     if quality is not None:
         if not quality.paces and card.pace is not None:

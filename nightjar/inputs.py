@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -14,13 +14,15 @@ from typing import Any
 
 import msgspec
 
+from jobs.columns import Columns
 from jobs.dialogue import chat_dialogue, chosen_id, clean, row_dialogue
-from jobs.input_records import Columns
+from jobs.input_format import wrong_format
+from jobs.input_records import ROWS, bytes_columns, cells_of, left_out_note, supervision_rows
 from jobs.ledger.records import JobSpec, Reading
 from jobs.own_files import own_path
 from jobs.store import is_remote
 from jobs.voice_pool import voice_of_speaker
-from pipelines.errors import ErrorCode, InputError, StoreError
+from pipelines.errors import ErrorCode, InputError, StoreError, missing_library
 
 #: Name of the folder for inputs from Python objects, within the state folder.
 INPUTS = "inputs"
@@ -30,13 +32,16 @@ _encode = msgspec.json.Encoder().encode
 _NO_URI = ""
 
 
-def written_input(records: Iterable[Any], spec: JobSpec, state_folder: Path) -> Path:
+def written_input(
+    records: Iterable[Any], spec: JobSpec, state_folder: Path, say: Callable[[str], None] = lambda text: None
+) -> Path:
     """Writes these records into a file and returns its path. The file is named after the hash of its content, so
-    that equal records give the same job.
+    that equal records give the same job. `say` is called with a note about columns that are left out.
 
     A record is a text, a dialogue or chat (a mapping with `messages`), a row (a mapping with `text` or with
     the columns that `spec` names), an object with `id` and `text`, such as a supervision of Lhotse, or a
-    cut with supervisions. Relative paths of audio are relative to the working directory. Raises `InputError`
+    cut with supervisions. The rows of a table of pandas, pyarrow or Hugging Face `datasets` are records.
+    Relative paths of audio are relative to the working directory. Raises `InputError`
     for any other record, with the record's number in the message, and for an object that is not a
     collection of records; `StoreError` (`store.forbidden`) for a folder that cannot be written.
     """
@@ -45,7 +50,7 @@ def written_input(records: Iterable[Any], spec: JobSpec, state_folder: Path) -> 
     folder = state_folder / INPUTS
     for place in (state_folder, folder):
         own_path(place / "input")
-    digest = hashlib.sha256()
+    digest, left_out = hashlib.sha256(), set[str]()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=folder, prefix=".writing-")
@@ -54,7 +59,7 @@ def written_input(records: Iterable[Any], spec: JobSpec, state_folder: Path) -> 
         raise StoreError(ErrorCode.STORE_FORBIDDEN, message, "Give a writable folder as `out`.") from error
     try:
         with os.fdopen(descriptor, "wb") as file:
-            for line in islice(_lines(records, chosen, voice_of), chosen.limit):
+            for line in islice(_lines(records, chosen, voice_of, left_out), chosen.limit):
                 file.write(line)
                 digest.update(line)
         path = folder / f"{digest.hexdigest()[:32]}.jsonl"
@@ -62,22 +67,28 @@ def written_input(records: Iterable[Any], spec: JobSpec, state_folder: Path) -> 
     except BaseException:
         os.unlink(name)
         raise
+    if note := left_out_note(left_out):
+        say(note)
     return path
 
 
 def _check_collection(records: Any) -> None:
-    """Raises `InputError` for an object that is not iterable, and for a mapping or a pandas table, which iterate
-    over names instead of records."""
-    if isinstance(records, Mapping) or hasattr(records, "iterrows") or not isinstance(records, Iterable):
+    """Raises `InputError` for an object that is not iterable, and for a mapping, which iterates over names instead
+    of records."""
+    if isinstance(records, Mapping) or not (
+        isinstance(records, Iterable) or hasattr(records, "__arrow_c_stream__")
+    ):
         message = f"A {type(records).__name__} is not a list of records."
-        advice = 'Give a path, or a list of texts or mappings. For a DatasetDict, give one of its splits; for a DataFrame, to_dict("records").'
+        advice = (
+            "Give a path, a table, or a list of texts or mappings. For a DatasetDict, give one of its splits."
+        )
         raise InputError(ErrorCode.INPUT_WRONG_FORMAT, message, advice)
 
 
-def _lines(records: Iterable[Any], chosen: Reading, voice_of: VoiceOf) -> Iterator[bytes]:
+def _lines(records: Iterable[Any], chosen: Reading, voice_of: VoiceOf, left_out: set[str]) -> Iterator[bytes]:
     # Cached, because most rows have the same columns.
-    columns_of = lru_cache(lambda names: Columns(names, chosen, _NO_URI, voice_of))
-    for number, record in enumerate(_rows(records, chosen), 1):
+    columns_of = lru_cache(lambda names: Columns(names, chosen, _NO_URI, voice_of, left_out, whole=False))
+    for number, record in enumerate(_rows(records, chosen, left_out), 1):
         try:
             yield _absolute(_dialogue(record, number, voice_of, columns_of)) + b"\n"
         except InputError as error:
@@ -87,19 +98,54 @@ def _lines(records: Iterable[Any], chosen: Reading, voice_of: VoiceOf) -> Iterat
             raise InputError(ErrorCode.INPUT_BAD_LINE, message, "Give texts, numbers and lists.") from None
 
 
-def _rows(records: Iterable[Any], chosen: Reading) -> Iterator[Any]:
-    """The records, with the supervisions of a cut instead of the cut. Unused columns of a Hugging Face dataset
-    are removed, because reading them would decode their audio."""
-    if hasattr(records, "column_names") and hasattr(records, "select_columns"):
-        names: Sequence[str] = records.column_names  # pyright: ignore[reportAttributeAccessIssue]
+def _rows(records: Any, chosen: Reading, left_out: set[str]) -> Iterator[Any]:
+    """The records: rows of a table, supervisions of cuts, or what the collection contains."""
+    schema, batches = _table(records)
+    if schema is not None:
+        left_out.update(bytes_columns(schema))
+        names = [name for name in schema.names if name not in left_out]
         if "messages" not in names:
-            records = records.select_columns([*Columns(names, chosen, _NO_URI, None).of.values()])  # pyright: ignore[reportAttributeAccessIssue]
+            names = Columns(schema.names, chosen, _NO_URI, None, left_out).names
+        for cell in cells_of(batches(names)):
+            yield {name: cell(name) for name in names}
+        return
     for record in records:
-        supervisions = getattr(record, "supervisions", None)
-        if supervisions is None:
-            yield record
+        if hasattr(record, "to_dict") and (
+            hasattr(record, "supervisions") or hasattr(record, "recording_id")
+        ):
+            # The samples of a cut that is in memory are no metadata.
+            record = getattr(record, "drop_in_memory_data", lambda record=record: record)()
+            yield from supervision_rows(_encode(record.to_dict()))
         else:
-            yield from supervisions
+            yield record
+
+
+def _table(records: Any) -> tuple[Any, Callable[[list[str]], Iterator[Any]]]:
+    """The Arrow schema of a table of pandas, Hugging Face `datasets`, pyarrow or another library with Arrow's
+    interface of streams, and its batches with some columns; None: another collection. Audio is not decoded."""
+    if hasattr(records, "iterrows"):
+        try:
+            records = _pyarrow().Table.from_pandas(records, preserve_index=False)
+        except (TypeError, ValueError) as error:
+            advice = "Give each column one type, or leave the column out."
+            raise wrong_format(_NO_URI, f"is no table: {clean(str(error), 200)}", advice) from None
+    if getattr(records, "features", None) and hasattr(records, "with_format"):
+        rows = records.with_format("arrow")
+        return records.features.arrow_schema, lambda names: (
+            batch for table in rows.select_columns(names).iter(ROWS) for batch in table.to_batches()
+        )
+    if hasattr(records, "__arrow_c_stream__"):
+        reader = _pyarrow().RecordBatchReader.from_stream(records)
+        return reader.schema, lambda names: (batch.select(names) for batch in reader)
+    return None, iter
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow
+    except ImportError:
+        raise missing_library("Reading a table", "pyarrow", "export") from None
+    return pyarrow
 
 
 def _dialogue(
@@ -109,13 +155,13 @@ def _dialogue(
     if isinstance(record, str):
         return row_dialogue({"text": str(record)}, number, voice_of)
     if not isinstance(record, Mapping):
-        fields = {key: getattr(record, key, None) or "" for key in ("text", "id", "speaker")}
         if not isinstance(getattr(record, "text", None), str):
             kind = type(record).__name__
             message = f"A value of type {kind} is not a text, a dialogue, a row or a supervision."
             advice = "Give texts, or mappings with `text` or `messages`."
             raise InputError(ErrorCode.INPUT_BAD_LINE, message, advice)
-        return row_dialogue({key: str(value) for key, value in fields.items()}, number, voice_of)
+        found = {key: getattr(record, key, None) for key in ("text", "id", "speaker")}
+        record = {key: str(value) for key, value in found.items() if value}
     messages = record.get("messages")
     if messages is None:
         return columns_of(tuple(record)).dialogue(record.__getitem__, number)

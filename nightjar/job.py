@@ -51,7 +51,7 @@ _PAGE_ITEMS = 1000
 #: Options of `jobs.export.export_jobs` for users.
 _EXPORT_OPTIONS = (
     *("audio_format", "sample_rate", "splits", "audio_root", "absolute"),
-    *("unique", "license", "dialogues", "gaps"),
+    *("unique", "license", "dialogues", "gaps", "interleave", "tokenizer"),
 )
 _ENDED = {ItemState.DONE, ItemState.FAILED, ItemState.DEAD, ItemState.SKIPPED}
 
@@ -208,15 +208,17 @@ class Job:
         library, files = self._exported_for("datasets", "parquet", to, where, "data/*.parquet")
         return cast("datasets.Dataset", library.Dataset.from_parquet(files))
 
-    def to_lhotse(self, to: str | Path | None = None, *, where: str | None = None) -> lhotse.CutSet:
+    def to_lhotse(
+        self, to: str | Path | None = None, *, where: str | None = None, **options: Any
+    ) -> lhotse.CutSet:
         """The items as cuts of Lhotse with recordings and supervisions. Writes a Lhotse export to `to` and reads
         the cuts from it.
 
-        `where`: a filter as in `items`. Waits for the end of the job. Raises `config.invalid` if no item
-        matches.
+        `where`: a filter as in `items`; `options`: the options of `jobs.export.export`, such as
+        `dialogues="stereo"`. Waits for the end of the job. Raises `config.invalid` if no item matches.
         """
         library, (file,) = self._exported_for(
-            "lhotse", "lhotse", to, where, "*/*cuts.jsonl.gz", absolute=True
+            "lhotse", "lhotse", to, where, "*/*cuts.jsonl.gz", absolute=True, **options
         )
         return cast("lhotse.CutSet", library.CutSet.from_file(file))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import date
 from pathlib import Path
 from typing import Any, Unpack
@@ -59,8 +59,8 @@ def run(
         check_type("gpu", gpu, (str, int), 'an index, "0,1" or "all"')
     chosen = load_settings(home=_home(out))
     settings = embedded_settings(chosen)
-    path, resolved, submitted, settings = _read(source, options, settings)
-    say = (lambda text: None) if quiet else (lambda text: print(text, file=sys.stderr))
+    say = _say(quiet)
+    path, resolved, submitted, settings = _read(source, options, settings, say)
     if (error := missing_meters(resolved.spec.quality, say)) is not None:
         raise error
     devices = None if gpu is None else choose_gpus(str(gpu), os.environ.get(VISIBLE))
@@ -82,7 +82,7 @@ def submit(
     The same input with the same options gives the same job. Raises `NightjarError`.
     """
     settings = settings_for_new_job(None if out is None else _home(out))
-    path, resolved, submitted, settings = _read(source, options, settings)
+    path, resolved, submitted, settings = _read(source, options, settings, _say(quiet))
     job = submit_for_workers(settings, path, resolved, submitted).job
     check_has_work(job)
     return Job(job.id, job.store_url, settings, quiet=quiet)
@@ -99,6 +99,11 @@ def find_job(job: str, *, out: str | Path | None = None) -> Job:
     with reading_ledger(settings) as ledger:
         found = ledger.find_job(job)
     return Job(found.id, found.store_url, settings)
+
+
+def _say(quiet: bool) -> Callable[[str], None]:
+    """The function that prints a note."""
+    return (lambda text: None) if quiet else (lambda text: print(text, file=sys.stderr))
 
 
 def find_jobs(
@@ -126,18 +131,21 @@ def _home(out: str | Path) -> str:
 
 
 def _read(
-    source: str | Path | Iterable[Any], options: JobOptions, settings: Settings
+    source: str | Path | Iterable[Any],
+    options: JobOptions,
+    settings: Settings,
+    say: Callable[[str], None],
 ) -> tuple[str, ResolvedSpec, SubmitOptions, Settings]:
     """Checks an input. Returns its file, and the spec, the options and the settings of its job."""
     spec, submitted = job_of(checked_options(options), user_name())
     if isinstance(source, str | Path):
         place = str(source)
         if place != "-" and not is_remote(place) and not os.path.lexists(place):
-            advice = f"Check the path. To speak a text, put it into a list: nightjar.run([{place[:40]!r}])."
+            advice = f"Check the path. To speak a text, put it into a list: nightjar.run([{place[:40]!r}]). For a dataset of Hugging Face, give what `datasets.load_dataset` returns."
             raise InputError(ErrorCode.INPUT_UNREADABLE, f"There is no file {place[:300]!r}.", advice)
         path = check_source(place)
     else:
-        path = str(written_input(source, spec, settings.state_folder))
+        path = str(written_input(source, spec, settings.state_folder, say))
         reading = msgspec.structs.replace(spec.reading or Reading(), columns=None, voices=None)
         # `written_input` has already written the voice of each speaker into the lines.
         pool = msgspec.structs.replace(spec.pool, by_speaker=False) if spec.pool else spec.pool

@@ -193,11 +193,18 @@ def logging_of_its_own() -> Iterator[None]:
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> FakeGpus:
-    """A machine that says it has a GPU."""
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpus]:
+    """A machine that says it has a GPU, on which Triton can do nothing."""
+    from kernels.cuda_driver import processors
+    from kernels.toolchain import triton_fault
     from tests.support.fake_gpus import FakeGpus
 
-    return FakeGpus().install(monkeypatch)
+    found_out = (processors, triton_fault)
+    for function in found_out:
+        function.cache_clear()
+    yield FakeGpus().install(monkeypatch)
+    for function in found_out:
+        function.cache_clear()
 
 
 @pytest.fixture

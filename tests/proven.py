@@ -66,17 +66,21 @@ def proofs(path: Path = LIST) -> list[Proof]:
 
 @cache
 def left_out() -> dict[Path, str]:
-    """Of the files and folders that a run leaves out unless they are named: the reason. None if all tests are
-    asked for."""
+    """Of the files and folders that a run leaves out unless they are named: the reason."""
+    return left_out_of(proofs(), has_gpu())
+
+
+def left_out_of(groups: Iterable[Proof], gpu: bool) -> dict[Path, str]:
+    """What a run leaves out of these groups, on a machine with or without a GPU; nothing if all tests are asked for."""
     if os.environ.get(ALL_TESTS):
         return {}
     found = {
         path: f"passed with these sources: {proof.name} of tests/proven.toml"
-        for proof in proofs()
+        for proof in groups
         if proof.holds()
         for path in proof.files_of_tests()
     }
-    if not has_gpu() and "TRITON_INTERPRET" not in os.environ:
+    if not gpu and "TRITON_INTERPRET" not in os.environ:
         found[ROOT / "tests" / "gpu"] = "needs a CUDA device"
     return found
 

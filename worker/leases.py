@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
@@ -53,16 +54,18 @@ class LeaseGoneError(Exception):
         self.reason = reason
 
 
+@dataclass(eq=False)
 class HeldLease:
     """A lease whose shard runs in this process. `gone` is set once and never reset; each callback of `on_gone` is then
     called once."""
 
-    def __init__(self, lease: Lease, lease_seconds: float, clock: Clock, on_retry: OnRetry) -> None:
-        self.lease = lease
-        self._on_retry = on_retry
-        self._clock = clock
-        self._lease_seconds = lease_seconds
-        self._renewed_at = clock.monotonic()
+    lease: Lease
+    _lease_seconds: float
+    _clock: Clock
+    _on_retry: OnRetry
+
+    def __post_init__(self) -> None:
+        self._renewed_at = self._clock.monotonic()
         self._gone: GoneReason | None = None
         self._callbacks: list[Callable[[], None]] = []
         self._lock = threading.Lock()

@@ -86,8 +86,9 @@ def run(
 ) -> int:
     """Synthesize INPUT into DIR and wait until it is done.
 
-    INPUT is a path, s3://BUCKET/KEY, or `-` for standard input. It contains dialogues (JSONL), chat messages,
-    an OpenAI batch, text, CSV, TSV, Kaldi or Parquet, and may be compressed (.gz, .zst). No other service is
+    INPUT is a path, s3://BUCKET/KEY, or `-` for standard input. It contains dialogues, chat messages or rows
+    (JSONL), an OpenAI batch, text, CSV, TSV, Parquet, Arrow, Lhotse's cuts or Kaldi's text, and may be
+    compressed (.gz, .zst). No other service is
     needed: the command starts and stops its own broker and worker. To continue after an interruption, repeat
     the command; finished items are kept.
 
@@ -165,8 +166,9 @@ def submit(
 ) -> int:
     """Submit INPUT as a job and print the job's id.
 
-    INPUT is a path, s3://BUCKET/KEY, or `-` for standard input. It contains dialogues (JSONL), chat messages,
-    an OpenAI batch, text, CSV, TSV, Kaldi or Parquet, and may be compressed (.gz, .zst). The same file with
+    INPUT is a path, s3://BUCKET/KEY, or `-` for standard input. It contains dialogues, chat messages or rows
+    (JSONL), an OpenAI batch, text, CSV, TSV, Parquet, Arrow, Lhotse's cuts or Kaldi's text, and may be
+    compressed (.gz, .zst). The same file with
     the same options is the same job: submitting it again changes nothing. Bad lines are refused, and the
     other lines are submitted; the exit code is then 1.
 

@@ -10,16 +10,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
 
+from jobs.codes import read_codes
 from jobs.export.files import file_sha256, output, path_errors
 from jobs.export.items import AudioItem
+from jobs.ledger.records import Artifact
 from jobs.packs import ArtifactReader, map_ahead
 from jobs.store.base import ObjectStore, sha256_of, split_key
 from pipelines.audio_format import AUDIO_FORMATS, AudioFormat, check_rate
 from pipelines.errors import ErrorCode, StoreError, invalid
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _THREADS = 16
 #: Maximum number, and total size, of items whose audio is read before it is needed.
@@ -31,7 +37,7 @@ Result = TypeVar("Result")
 #: Sample rates of exports, in Hz.
 MIN_SAMPLE_RATE, MAX_SAMPLE_RATE = 8_000, 48_000
 #: The quantization of `pipelines.audio.encode`, so that unchanged samples are written as they were.
-FULL_SCALE = 32_767
+_FULL_SCALE = 32_767
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +84,18 @@ class Conversion:
         rate = self.sample_rate or artifact.sample_rate
         if (audio_format, rate) == (item.extension, artifact.sample_rate):
             return item, data
-        # These take half a second to import.
-        import numpy as np
-        import soundfile
+        return self.encoded(item, decoded(data))
 
+    def encoded(self, item: AudioItem, samples: NDArray[np.float32]) -> tuple[AudioItem, bytes]:
+        """Encodes samples, [samples] or [samples, channels], at the rate of the stored audio as the audio of an
+        item."""
         from jobs.encoded_audio import encoded
         from pipelines.audio import resample
 
-        pcm, _ = soundfile.read(io.BytesIO(data), dtype="int16")
-        samples = resample(pcm.astype(np.float32) * np.float32(1 / FULL_SCALE), artifact.sample_rate, rate)
-        made = encoded(samples, rate, audio_format)
+        artifact = item.artifact
+        audio_format = self.format or cast("AudioFormat", item.extension)
+        rate = self.sample_rate or artifact.sample_rate
+        made = encoded(resample(samples, artifact.sample_rate, rate), rate, audio_format)
         written = msgspec.structs.replace(
             artifact,
             key=f"{artifact.key.rpartition('.')[0]}.{audio_format}",
@@ -102,13 +110,27 @@ class Conversion:
         return msgspec.structs.replace(item, artifact=written), made.data
 
 
+def decoded(data: bytes) -> NDArray[np.float32]:
+    """The samples of a stored file, [samples]."""
+    # These take half a second to import.
+    import numpy as np
+    import soundfile
+
+    pcm, _ = soundfile.read(io.BytesIO(data), dtype="int16")
+    return pcm.astype(np.float32) * np.float32(1 / _FULL_SCALE)
+
+
 class AudioReader:
     """Reads the audio of items, in order; a context manager. Threads read ahead if the store is a bucket or
     audio is converted. Otherwise files are read one by one, which is faster than on threads."""
 
-    def __init__(self, store: ObjectStore, root: Path | None, conversion: Conversion) -> None:
-        """`root`: local folder that the audio is copied to, or None; converted copies go to a subfolder."""
+    def __init__(
+        self, store: ObjectStore, root: Path | None, conversion: Conversion, codes: bool = False
+    ) -> None:
+        """`root`: local folder that the audio is copied to, or None; converted copies go to a subfolder.
+        `codes`: whether items get their codes."""
         self._store = store
+        self._codes = codes
         self._conversion = conversion
         self._artifacts = ArtifactReader(store)
         self._root = root.absolute() / conversion.name if root is not None else None
@@ -121,22 +143,31 @@ class AudioReader:
         self._threads.shutdown(cancel_futures=True)
 
     def located(self, items: Iterable[AudioItem]) -> Iterator[tuple[AudioItem, str]]:
-        """Yields each item with the path or address of its audio. With a root, the audio is copied there
-        first."""
+        """Yields each item with the path or address of its audio; empty if it has only codes. With a root, the
+        audio is copied there first."""
         root = self._root
+        if self._codes:
+            items = self._ahead(items, self._coded)
         if root is None:
-            yield from ((item, self._store.uri(item.artifact.key)) for item in items)
+            yield from ((item, "" if item.is_codes else self._store.uri(item.artifact.key)) for item in items)
+        elif self._codes:
+            yield from ((item, "") if item.is_codes else self._copied(root, item) for item in items)
         else:
             yield from self._ahead(items, lambda item: self._copied(root, item))
 
     def loaded(self, items: Iterable[AudioItem]) -> Iterator[tuple[AudioItem, bytes]]:
-        """Yields each item with the content of its audio file. The hash of the stored file is compared with
-        the ledger's."""
+        """Yields each item with the content of its audio file; empty if it has only codes. The hash of the stored
+        file is compared with the ledger's."""
         yield from self._ahead(items, self._load)
 
-    def _ahead(
-        self, items: Iterable[AudioItem], get: Callable[[AudioItem], tuple[AudioItem, Result]]
-    ) -> Iterator[tuple[AudioItem, Result]]:
+    def _coded(self, item: AudioItem) -> AudioItem:
+        """The item with its codes, if they are wanted and it has some."""
+        artifact = item.codes_artifact
+        if not self._codes or artifact is None or item.codes is not None:
+            return item
+        return msgspec.structs.replace(item, codes=read_codes(self._read(artifact)))
+
+    def _ahead(self, items: Iterable[AudioItem], get: Callable[[AudioItem], Result]) -> Iterator[Result]:
         if not self._store.remote and not self._conversion:
             return map(get, items)
         found = map_ahead(
@@ -145,7 +176,10 @@ class AudioReader:
         return (made for _, made in found)
 
     def _load(self, item: AudioItem) -> tuple[AudioItem, bytes]:
-        artifact = item.artifact
+        item = self._coded(item)
+        return (item, b"") if item.is_codes else self._conversion.applied(item, self._read(item.artifact))
+
+    def _read(self, artifact: Artifact) -> bytes:
         data = self._artifacts.read(artifact)
         if sha256_of(data) != artifact.sha256:
             raise StoreError(
@@ -153,7 +187,7 @@ class AudioReader:
                 f"The object {artifact.key} has changed: its SHA-256 differs from the ledger's.",
                 "Make it again with: nightjar verify JOB --repair",
             )
-        return self._conversion.applied(item, data)
+        return data
 
     def _copied(self, root: Path, item: AudioItem) -> tuple[AudioItem, str]:
         """Copies the audio of an item. Equal audio is converted to equal bytes, so an existing copy is

@@ -131,6 +131,7 @@ def dataset_card(
             rejected=sum(one.job.rejected_lines for one in jobs.jobs),
             where=jobs.where,
             converted=conversion.name,
+            sounds=format.sounds,
             facts=facts,
             voices=facts.voices.longest(),
             languages=languages,

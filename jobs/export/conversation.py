@@ -1,6 +1,6 @@
 """Whole dialogues as sounds: the turns of a dialogue, one after the other or overlapping, in one audio file.
 
-    lhotse      train/cuts.000000.jsonl.gz  train/recordings.000000.jsonl.gz  train/supervisions.000000.jsonl.gz  train/000000/000000000-a2.wav ...
+    lhotse      train/cuts.jsonl.gz  train/recordings.jsonl.gz  train/supervisions.jsonl.gz  train/audio/000000000-a2.wav ...
     shar        train/cuts.000000.jsonl.gz  train/recording.000000.tar
     nemo        train/cuts.000000.jsonl.gz  train/recording.000000.tar  train/target_audio.000000.tar
     webdataset  train/shard-000000.tar: 000000000-a2.wav  000000000-a2.json  000000000-a2.txt ...
@@ -19,7 +19,6 @@ in turn-taking in conversation" (2009): the mean pause is 0.2 s.
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -30,32 +29,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
 
 import msgspec
 
-from jobs.export.audio import FULL_SCALE, Conversion
+from jobs.export.audio import Conversion, decoded
 from jobs.export.files import PartFiles
 from jobs.export.folder_formats import (
     SHAR_SOURCE,
-    cut,
+    cut_of,
     kaldi_ids,
-    recording,
-    supervision,
     tar_file,
-    write_archive,
-    write_cuts,
+    write_lhotse,
+    write_shar,
+    write_webdataset,
 )
 from jobs.export.formats import ExportFormat
 from jobs.export.items import AudioItem, Part, facts, item_metadata, picked
 from jobs.export.manifest import manifest_line
 from jobs.ledger.records import Job, JobSpec
 from jobs.spec import item_seed
-from pipelines.audio_format import AudioFormat
 from pipelines.errors import invalid
 from pipelines.request import SpokenRole
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-    from jobs.encoded_audio import EncodedAudio
 
 MODES = ("mono", "stereo")
 #: The roles of the two channels.
@@ -122,103 +117,68 @@ class Turn(NamedTuple):
         return {"start": round(self.start, 6), "end": round(end, 6), "channel": self.channel}
 
 
-class Conversation(NamedTuple):
-    """A dialogue with its sound."""
-
-    turns: list[Turn]
-    #: float32 [samples, channels].
-    samples: NDArray[np.float32]
-    sample_rate: int
-    extension: AudioFormat
-
-    @property
-    def id(self) -> str:
-        return self.turns[0].item.example_id
-
-    @property
-    def name(self) -> str:
-        """The name of its files, that of its first turn: ASCII, no dot, unique in the dataset."""
-        return self.turns[0].item.name
-
-    def encoded(self, channels: slice = slice(None)) -> EncodedAudio:
-        """Encodes its sound, or some of its channels."""
-        from jobs.encoded_audio import encoded
-
-        return encoded(self.samples[:, channels], self.sample_rate, self.extension)
-
-    def recording(
-        self, id: str, source: dict[str, Any], channels: slice = slice(None)
-    ) -> tuple[dict[str, Any], bytes]:
-        """The JSON of the recording of its sound, or of some channels, and its audio file."""
-        audio, count = self.encoded(channels), self.samples[:0, channels].shape[1]
-        source = source | {"channels": [*range(count)]}
-        return recording(id, source, audio.sample_rate, audio.samples), audio.data
-
-    def cut(self, job: Job, recorded: dict[str, Any]) -> dict[str, Any]:
-        """The JSON of a cut of a recording, with a supervision for each turn."""
-        last = recorded["channel_ids"][-1]
-        spoken = [
-            supervision(turn.item.id, recorded["id"], job, turn.item, turn.start, min(turn.channel, last))
-            for turn in self.turns
-        ]
-        return cut(recorded, spoken)
-
-
 @dataclass(frozen=True, slots=True)
 class Sounds:
     """How the sounds of an export are made from the turns of dialogues."""
 
-    #: `mono` or `stereo`, with a channel for each role.
+    #: `mono`, or `stereo` with a channel for each role.
     mode: str
     gaps: Gaps
     #: Of the whole sound.
     conversion: Conversion
+    #: Whether each channel is a file of its own.
+    apart: bool
 
-    def turns(self, job: Job, items: Iterable[AudioItem]) -> list[Turn]:
-        """Places the turns of a dialogue."""
+    def turns(self, items: Iterable[AudioItem]) -> tuple[Turn, ...]:
+        """Places the turns of a dialogue. The times of their words then count from the start of the sound."""
         turns: list[Turn] = []
         ends = dict.fromkeys(ROLES, 0)
         for item in items:
-            role, first = item_metadata(job, item).role, 0
+            role, first = item_metadata(item.job, item).role, 0
             if turns:
                 gap = self.gaps.drawn(item.job.spec.seed, item.example_id, item.message_index or 0)
                 after = max(ends.values()) + round(gap * item.artifact.sample_rate)
                 first = max(after, ends[role], turns[-1].first)
             ends[role] = first + item.artifact.samples
-            turns.append(
-                Turn(item, role, ROLES.index(role) if self.mode == "stereo" else 0, first, ends[role])
-            )
-        return turns
+            start = first / item.artifact.sample_rate
+            words, phonemes = ([one.moved(start) for one in said] for said in (item.words, item.phonemes))
+            item = msgspec.structs.replace(item, words=tuple(words), phonemes=tuple(phonemes))
+            channel = ROLES.index(role) if self.mode == "stereo" else 0
+            turns.append(Turn(item, role, channel, first, ends[role]))
+        return tuple(turns)
 
-    def conversations(self, job: Job, items: Iterable[tuple[AudioItem, Any]]) -> Iterator[Conversation]:
-        """Yields the dialogues with their sounds, one in memory at a time. `items`: with their stored audio."""
+    def dialogues(self, items: Iterable[tuple[AudioItem, Any]]) -> Iterator[tuple[AudioItem, Any]]:
+        """Yields each dialogue as an item with its sound, or with the files of its channels; one is in memory at
+        a time. `items`: with their stored audio."""
         import numpy as np
-        import soundfile
-
-        from pipelines.audio import resample
 
         for _, pairs in groupby(items, lambda pair: pair[0].example_id):
             found, files = zip(*pairs, strict=True)
-            turns = self.turns(job, found)
+            turns = self.turns(found)
             samples = np.zeros((max(turn.end for turn in turns), len(ROLES)), np.float32)
             for turn, file in zip(turns, files, strict=True):
-                pcm, _ = soundfile.read(io.BytesIO(file), turn.end - turn.first, dtype="int16")
-                channel = samples[turn.first :, ROLES.index(turn.role)]
-                channel[: len(pcm)] = pcm * np.float32(1 / FULL_SCALE)
-            samples = mixed(samples) if self.mode == "mono" else samples
-            rate = found[0].artifact.sample_rate
-            wanted = self.conversion.sample_rate or rate
-            extension = self.conversion.format or cast("AudioFormat", found[0].extension)
-            yield Conversation(turns, resample(samples, rate, wanted), wanted, extension)
+                pcm = decoded(file)[: turn.end - turn.first]
+                samples[turn.first : turn.first + len(pcm), ROLES.index(turn.role)] = pcm
+            if self.mode == "mono":
+                samples = mixed(samples)
+            whole = msgspec.structs.replace(found[0], id=found[0].example_id, turns=turns)
+            if self.apart:
+                made = [self.conversion.encoded(whole, samples[:, channel]) for channel in range(len(ROLES))]
+                yield made[0][0], [audio for _, audio in made]
+            else:
+                whole = msgspec.structs.replace(whole, channels=samples.shape[1])
+                yield self.conversion.encoded(whole, samples)
 
-    def manifest_lines(self, job: Job, items: Iterable[AudioItem]) -> Iterator[bytes]:
+    def manifest_lines(self, items: Iterable[AudioItem]) -> Iterator[bytes]:
         """Yields the lines of the turns in the manifest, with their places in the sounds. `dialogue` is the name
         of the sound."""
         for _, dialogue in groupby(items, lambda item: item.example_id):
-            turns = self.turns(job, dialogue)
+            turns = self.turns(dialogue)
             for turn in turns:
-                about = picked(facts(job, turn.item), "speaker") | {"dialogue": turns[0].item.name}
-                yield _encode(_decode(manifest_line(job, turn.item, "")) | turn.place | about) + b"\n"
+                about = picked(facts(turn.item.job, turn.item), "speaker") | {"dialogue": turns[0].item.name}
+                yield (
+                    _encode(_decode(manifest_line(turn.item.job, turn.item, "")) | turn.place | about) + b"\n"
+                )
 
 
 def mixed(samples: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -238,76 +198,56 @@ def mixed(samples: NDArray[np.float32]) -> NDArray[np.float32]:
     return total[:, None]
 
 
-def write_lhotse(part: Part, files: PartFiles, job: Job, dialogues: Iterator[Conversation]) -> None:
-    """Writes manifests, and the audio files to a folder of the part."""
-    folder = f"{part.split}/{part.number:06d}"
-    beside = files.sibling_name(folder)
+def write_manifests(
+    part: Part, files: PartFiles, job: Job, dialogues: Iterator[tuple[AudioItem, bytes]]
+) -> None:
+    """Writes Lhotse's manifests, and the audio files to a folder beside them."""
+    folder = f"{part.split}/audio"
 
-    def cuts() -> Iterator[dict[str, Any]]:
-        for made in dialogues:
-            name = f"{made.name}.{made.extension}"
-            source = {"type": "url" if "://" in beside else "file", "source": f"{beside}/{name}"}
-            recorded, audio = made.recording(made.id, source)
+    def located() -> Iterator[tuple[AudioItem, str]]:
+        for item, audio in dialogues:
+            name = f"{item.name}.{item.extension}"
             files.add(f"{folder}/{name}", audio)
-            yield made.cut(job, recorded)
+            yield item, f"{files.sibling_name(folder)}/{name}"
 
-    write_cuts(files, f"{part.split}/{{}}.{part.number:06d}.jsonl.gz", cuts())
-
-
-def write_shar(part: Part, files: PartFiles, job: Job, dialogues: Iterator[Conversation]) -> None:
-    """Writes one shard of an archive."""
-    made_files = ((made, *made.recording(made.name, SHAR_SOURCE)) for made in dialogues)
-    cuts = ((made.cut(job, recorded), made.extension, [audio]) for made, recorded, audio in made_files)
-    write_archive(part, files, cuts)
+    write_lhotse(part, files, job, located())
 
 
-def write_duplex(part: Part, files: PartFiles, job: Job, dialogues: Iterator[Conversation]) -> None:
-    """Writes one shard of an archive, with a recording for each role."""
-
-    def cuts() -> Iterator[tuple[dict[str, Any], str, list[bytes]]]:
-        for made in dialogues:
-            source, user = made.recording(made.name, SHAR_SOURCE, slice(0, 1))
-            target, agent = made.recording(made.name, SHAR_SOURCE, slice(1, 2))
-            one = made.cut(job, source)
-            for turn, spoken in zip(made.turns, one["supervisions"], strict=True):
+def write_duplex(
+    part: Part, files: PartFiles, job: Job, dialogues: Iterator[tuple[AudioItem, list[bytes]]]
+) -> None:
+    """Writes one shard of Lhotse's archives, with a recording for each role."""
+    number = f"{part.number:06d}"
+    with (
+        tar_file(files.open(f"{part.split}/recording.{number}.tar")) as add_source,
+        tar_file(files.open(f"{part.split}/target_audio.{number}.tar")) as add_target,
+        files.gzip(f"{part.split}/cuts.{number}.jsonl.gz") as cuts,
+    ):
+        for item, audio in dialogues:
+            cut = cut_of(item.name, job, item, SHAR_SOURCE)
+            for turn, spoken in zip(item.turns, cut["supervisions"], strict=True):
                 spoken["speaker"] = "user" if turn.role == "user" else "agent"
-            yield one | {"custom": {"target_audio": target}}, made.extension, [user, agent]
-
-    write_archive(part, files, cuts(), ("recording", "target_audio"))
-
-
-def write_webdataset(part: Part, files: PartFiles, job: Job, dialogues: Iterator[Conversation]) -> None:
-    """Writes one tar file."""
-    with tar_file(files.open(f"{part.split}/shard-{part.number:06d}.tar")) as add:
-        for made in dialogues:
-            audio, turns = made.encoded(), [turn.place | facts(job, turn.item) for turn in made.turns]
-            about = {
-                "example_id": made.id,
-                "sample_rate": audio.sample_rate,
-                "samples": audio.samples,
-                "duration": round(audio.samples / audio.sample_rate, 6),
-                "turns": turns,
-            }
-            add(f"{made.name}.{made.extension}", audio.data)
-            add(f"{made.name}.json", _encode(about))
-            add(f"{made.name}.txt", "\n".join(turn["text"] for turn in turns).encode())
+            for add, data in zip((add_source, add_target), audio, strict=True):
+                add(f"{item.name}.{item.extension}", data)
+                add(f"{item.name}.json", _encode(cut["recording"]) + b"\n")
+            cuts.write(_encode(cut | {"custom": {"target_audio": cut["recording"]}}) + b"\n")
 
 
-def write_rttm(part: Part, files: PartFiles, job: Job, dialogues: Iterator[Conversation]) -> None:
+def write_rttm(part: Part, files: PartFiles, job: Job, dialogues: Iterator[tuple[AudioItem, bytes]]) -> None:
     """Writes for each dialogue its audio and its turns. Channels are counted from 1."""
-    for made in dialogues:
-        name = f"{part.split}/{part.number:06d}/{made.name}"
+    for item, audio in dialogues:
+        name = f"{part.split}/{part.number:06d}/{item.name}"
         lines = [
-            f"SPEAKER {made.name} {turn.channel + 1} {turn.start:.6f} {turn.item.seconds:.6f}"
+            f"SPEAKER {item.name} {turn.channel + 1} {turn.start:.6f} {turn.item.seconds:.6f}"
             f" <NA> <NA> {kaldi_ids(item_metadata(job, turn.item).speaker, '')[0]} <NA> <NA>\n"
-            for turn in made.turns
+            for turn in item.turns
         ]
-        files.add(f"{name}.{made.extension}", made.encoded().data)
+        files.add(f"{name}.{item.extension}", audio)
         files.add(f"{name}.rttm", "".join(lines).encode())
 
 
 _WRITERS = {
-    "lhotse": write_lhotse,
+    "lhotse": write_manifests,
     "nemo": write_duplex,
     "rttm": write_rttm,
     "shar": write_shar,
@@ -326,6 +266,7 @@ def of_dialogues(
     if mode is None and gaps is None and format.sounds is None:
         return format
     mode = mode or (format.sounds and format.sounds.mode)
+    duplex = format.name == "nemo"
     refused = (
         (
             mode is None,
@@ -339,9 +280,14 @@ def of_dialogues(
             f"Use one of: {', '.join(_WRITERS)}.",
         ),
         (
-            format.name == "nemo" and mode == "mono",
+            duplex and mode == "mono",
             "Dialogues in NeMo's layout have a source and a target.",
             "Use --dialogues stereo.",
+        ),
+        (
+            spec.output == "codes",
+            "This job has codes without audio.",
+            "Submit it with --output both.",
         ),
         (
             mode == "stereo" and spec.speak != "all",
@@ -352,17 +298,25 @@ def of_dialogues(
     for wrong, message, advice in refused:
         if wrong:
             raise invalid(message, advice)
-    return _with_sounds(format, Sounds(cast("str", mode), parse_gaps(gaps or DEFAULT_GAPS), conversion))
+    return _with_sounds(
+        format, Sounds(cast("str", mode), parse_gaps(gaps or DEFAULT_GAPS), conversion, duplex)
+    )
 
 
 def _with_sounds(format: ExportFormat, sounds: Sounds) -> ExportFormat:
-    writer = _WRITERS[format.name]
     return replace(
-        format, item_line=None, write_part=writer, embeds_audio=True, whole_dialogues=True, sounds=sounds
+        format,
+        item_line=None,
+        write_part=_WRITERS[format.name],
+        embeds_audio=True,
+        one_part=format.name == "lhotse",
+        whole_dialogues=True,
+        sounds=sounds,
+        codes=False,
     )
 
 
 RTTM = _with_sounds(
     ExportFormat(name="rttm", summary="sounds of dialogues, with their turns in RTTM"),
-    Sounds("mono", parse_gaps(DEFAULT_GAPS), Conversion()),
+    Sounds("mono", parse_gaps(DEFAULT_GAPS), Conversion(), apart=False),
 )

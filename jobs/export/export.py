@@ -22,6 +22,7 @@ import msgspec
 
 from jobs.export.audio import AudioNames, AudioReader, Conversion
 from jobs.export.card import CardFacts, dataset_card
+from jobs.export.code_formats import interleaved
 from jobs.export.conversation import Gaps, of_dialogues
 from jobs.export.files import (
     AGAIN,
@@ -125,6 +126,8 @@ def export_jobs(
     license: str | None = None,
     dialogues: str | None = None,
     gaps: str | None = None,
+    interleave: str | None = None,
+    tokenizer: str | None = None,
 ) -> ExportReport:
     """Writes the items of jobs that have audio, and match `where`, to `to`: a file or `-` for formats of
     one file, else a folder or `s3://` prefix. The jobs are written in the order in which they were submitted.
@@ -158,11 +161,12 @@ def export_jobs(
     conversion = _conversion(chosen, jobs, audio_format, sample_rate)
     for ledger, store, job in jobs:
         chosen = of_dialogues(chosen, dialogues, gaps, conversion, job.spec)
+        chosen = interleaved(chosen, interleave, tokenizer, job.spec)
         chosen.check(
             to, store.url, job.spec, splits, audio_root, conversion, where, unique=unique, license=license
         )
         if chosen.failure_line is None and audio_root is None:
-            _refuse_lost(ledger, store, job, where, dialogues=chosen.whole_dialogues)
+            _refuse_lost(ledger, store, job, where, dialogues=chosen.whole_dialogues, codes=chosen.codes)
     job_set = JobSet(jobs, where, chosen)
     planned = _Export(
         job_set, chosen, splits or WHOLE, part_bytes, audio_root, absolute, conversion, unique, license
@@ -183,7 +187,9 @@ def _conversion(
     format: ExportFormat, jobs: Iterable[StoredJob], audio_format: str | None, sample_rate: int | None
 ) -> Conversion:
     """Checks the conversion for each job, and what the format needs equal in all jobs."""
-    conversion = Conversion()
+    jobs, conversion = list(jobs), Conversion()
+    if format.codes and len({one.job.spec.output for one in jobs}) > 1:
+        raise invalid("Some of these jobs have codes, and others not.", "Export them to several datasets.")
     made: dict[str, dict[Any, str]] = {"audio format": {}, "sample rate": {}}
     for ledger, _, job in jobs:
         # All audio of a job has the same rate: that of its model, or of its spec.
@@ -207,15 +213,12 @@ def _conversion(
 
 
 def _refuse_lost(
-    ledger: Ledger, store: ObjectStore, job: Job, where: Where | None, *, dialogues: bool
+    ledger: Ledger, store: ObjectStore, job: Job, where: Where | None, *, dialogues: bool, codes: bool
 ) -> None:
     """Raises `store.missing` with the names of objects that are missing or have another size;
     `store.conflict` if none is missing."""
-    lost = [
-        *listed_faults(
-            store, expected_objects(ledger, job.id, ("audio", "text", WORDS), where, dialogues=dialogues)
-        )
-    ]
+    kinds = ("audio", "text", WORDS, *["codes"] * codes)
+    lost = [*listed_faults(store, expected_objects(ledger, job.id, kinds, where, dialogues=dialogues))]
     if not lost:
         return
     shown = [f"{fault.value} {expected.key}" for expected, fault in lost[:SHOWN_LOST]]
@@ -228,7 +231,7 @@ def _refuse_lost(
     )
 
 
-class _Identity(msgspec.Struct, frozen=True):
+class Identity(msgspec.Struct, frozen=True):
     """The content of `_export/plan.json`. Only an export with an equal identity continues a stopped one."""
 
     job: str
@@ -251,12 +254,14 @@ class _Identity(msgspec.Struct, frozen=True):
     jobs: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
     unique: bool | msgspec.UnsetType = msgspec.UNSET
     license: str | msgspec.UnsetType = msgspec.UNSET
+    #: `ExportFormat.variant`
+    variant: str | msgspec.UnsetType = msgspec.UNSET
 
 
-class _Finished(msgspec.Struct, frozen=True):
+class Finished(msgspec.Struct, frozen=True):
     """The content of `export.json`, the summary of a complete export."""
 
-    identity: _Identity
+    identity: Identity
     items: dict[str, int]
     left_out: int
     files: list[WrittenFile]
@@ -321,16 +326,16 @@ class _Export:
             plan = self._plan()
             names = self._names(None if is_remote(to) else Path(to).absolute())
             identity = self._identity(plan, names)
-            if _begin(destination, identity, replaces):
+            if begin(destination, identity, replaces):
                 return plan
             found, sounds = destination.sizes(), self.format.sounds
             files: list[WrittenFile] = []
             for part in plan.parts:
                 record = f"{RECORDS}/{part.split}-{part.number:05d}.json"
-                written = _written_part(destination, found, record)
+                written = written_part(destination, found, record)
                 if written is None:
                     first, items = self.jobs.jobs[0].job, self._read(self._rows_of(part))
-                    whole = items if sounds is None else sounds.conversations(first, items)
+                    whole = items if sounds is None else sounds.dialogues(items)
                     with PartFiles(destination, names) as part_files:
                         self.format.write(part, part_files, first, whole)
                         written = part_files.publish(record)
@@ -339,16 +344,10 @@ class _Export:
             with PartFiles(destination, names) as common:
                 self._write_common(common, plan)
                 files += common.publish(f"{RECORDS}/common.json")
-            if (gone := _incomplete(destination.sizes(), files)) is not None:
-                message = f"{gone!r} in {destination.address!r} was removed or changed during the export."
-                raise invalid(message, "Export again.")
             counts = dict.fromkeys(self.splits.bounds, 0)
             for part in plan.parts:
                 counts[part.split] += part.items
-            files.sort(key=lambda file: file.name)
-            done = _Finished(identity, counts, plan.reasons.items, files, plan.reasons)
-            destination.write_record(END, done)
-            destination.remove_records()
+            finish(destination, Finished(identity, counts, plan.reasons.items, files, plan.reasons))
             return plan
 
     def _read(self, rows: Iterator[ItemRow], texts: Repeats | None = None) -> Iterator[tuple[AudioItem, Any]]:
@@ -359,7 +358,9 @@ class _Export:
                 items = self.jobs.noting(items, texts)
             # Sounds are converted as a whole.
             conversion = Conversion() if self.format.sounds else self.conversion
-            with AudioReader(one.store, self.audio_root, conversion) as audio:
+            holds = self.format.embeds_audio or self.format.names_audio or self.format.needs_codes
+            codes = self.format.codes and holds and bool(one.job.spec.output)
+            with AudioReader(one.store, self.audio_root, conversion, codes) as audio:
                 yield from (audio.loaded if self.format.embeds_audio else audio.located)(items)
 
     def _rows_of(self, part: Part) -> Iterator[ItemRow]:
@@ -384,11 +385,11 @@ class _Export:
         stores = [one.store for one in self.jobs.jobs]
         return AudioNames(stores, None if self.absolute or self.audio_root is not None else folder)
 
-    def _identity(self, plan: Plan, names: AudioNames) -> _Identity:
+    def _identity(self, plan: Plan, names: AudioNames) -> Identity:
         jobs, sounds = self.jobs.jobs, self.format.sounds
         places = dict.fromkeys(names.base(one.store) or one.store.url for one in jobs)
         place = ",".join(places) if self.audio_root is None else str(self.audio_root.absolute())
-        return _Identity(
+        return Identity(
             self.jobs.name,
             self.format.name,
             VERSION,
@@ -403,6 +404,7 @@ class _Export:
             jobs=tuple(one.job.id for one in jobs) if self.jobs.several else msgspec.UNSET,
             unique=self.unique or msgspec.UNSET,
             license=self.license or msgspec.UNSET,
+            variant=self.format.variant or msgspec.UNSET,
         )
 
     def _write_common(self, files: PartFiles, plan: Plan) -> None:
@@ -418,7 +420,7 @@ class _Export:
             manifest.writelines(
                 (manifest_line(item.job, item, "") for item in items)
                 if sounds is None
-                else sounds.manifest_lines(jobs.jobs[0].job, items)
+                else sounds.manifest_lines(items)
             )
         if partly:
             for _ in facts.noting(jobs.noting(jobs.items(jobs.rows()), texts)):
@@ -433,10 +435,10 @@ class _Export:
         files.add("README.md", card)
 
 
-def _begin(destination: Destination, identity: _Identity, replaces: Collection[str]) -> bool:
+def begin(destination: Destination, identity: Identity, replaces: Collection[str]) -> bool:
     """Claims the destination for this export. True: the export is complete already."""
-    done = destination.record(END, _Finished)
-    old = destination.record(PLAN, _Identity) if done is None else done.identity
+    done = destination.record(END, Finished)
+    old = destination.record(PLAN, Identity) if done is None else done.identity
     if old is None:
         if destination.exclusive and any(not _is_record(name) for name in destination.sizes()):
             message = f"{destination.address!r} contains files that no export wrote."
@@ -450,11 +452,21 @@ def _begin(destination: Destination, identity: _Identity, replaces: Collection[s
     return False
 
 
+def finish(destination: Destination, done: Finished) -> None:
+    """Writes the summary. Raises `config.invalid` if a file is missing or has another size."""
+    if (gone := _incomplete(destination.sizes(), done.files)) is not None:
+        message = f"{gone!r} in {destination.address!r} was removed or changed during the export."
+        raise invalid(message, "Export again.")
+    done.files.sort(key=lambda file: file.name)
+    destination.write_record(END, done)
+    destination.remove_records()
+
+
 def _replace(
     destination: Destination,
-    old: _Identity,
+    old: Identity,
     listed: list[WrittenFile],
-    new: _Identity,
+    new: Identity,
     replaces: Collection[str],
 ) -> None:
     """Removes an export that this one replaces, or this one itself if files are missing. `replaces`: jobs
@@ -487,9 +499,7 @@ def _replace(
     destination.remove_records()
 
 
-def _written_part(
-    destination: Destination, found: Mapping[str, int], record: str
-) -> list[WrittenFile] | None:
+def written_part(destination: Destination, found: Mapping[str, int], record: str) -> list[WrittenFile] | None:
     """The files of a complete part; None: it must be written. Raises `config.invalid` for a changed file."""
     listed = destination.record(record, list[WrittenFile])
     for file in listed or ():

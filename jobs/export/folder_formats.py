@@ -23,7 +23,7 @@ import re
 import shlex
 import tarfile
 import unicodedata
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from io import BytesIO
 from itertools import groupby
@@ -103,120 +103,119 @@ def _readable(where: str, extension: str) -> str:
 
 
 def write_lhotse(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, str]]) -> None:
-    """Writes manifests with the ids of the items."""
-
-    def cuts() -> Iterator[dict[str, Any]]:
-        for item, where in items:
-            source = {"type": "url" if "://" in where else "file", "channels": [0]}
-            named = files.audio_name(f"{part.split}/cuts.jsonl.gz", where)
-            yield _item_cut(item.id, job, item, source | {"source": named})
-
-    write_cuts(files, f"{part.split}/{{}}.jsonl.gz", cuts())
-
-
-def write_cuts(files: PartFiles, name: str, cuts: Iterable[dict[str, Any]]) -> None:
-    """Writes the manifests of cuts. `name`: pattern of their names."""
+    """Writes manifests with the ids of the items, and the codes of each item to a file."""
+    folder = part.split
+    beside = files.sibling_name(f"{folder}/codes")
     with (
-        files.gzip(name.format("recordings")) as recordings,
-        files.gzip(name.format("supervisions")) as supervisions,
-        files.gzip(name.format("cuts")) as whole,
+        files.gzip(f"{folder}/recordings.jsonl.gz") as recordings,
+        files.gzip(f"{folder}/supervisions.jsonl.gz") as supervisions,
+        files.gzip(f"{folder}/cuts.jsonl.gz") as cuts,
     ):
-        for one in cuts:
-            recordings.write(_encode(one["recording"]) + b"\n")
-            supervisions.writelines(_encode(spoken) + b"\n" for spoken in one["supervisions"])
-            whole.write(_encode(one) + b"\n")
+        for item, where in items:
+            named = files.audio_name(f"{folder}/cuts.jsonl.gz", where)
+            source = {"type": "url" if "://" in where else "file", "channels": [0], "source": named}
+            place = {"storage_type": "numpy_files", "storage_path": beside, "storage_key": f"{item.name}.npy"}
+            cut = cut_of(item.id, job, item, source, place)
+            if item.codes is not None:
+                files.add(f"{folder}/codes/{item.name}.npy", npy(item.codes.codes))
+            if not item.is_codes:
+                recordings.write(_encode(cut["recording"]) + b"\n")
+            supervisions.writelines(_encode(spoken) + b"\n" for spoken in cut["supervisions"])
+            cuts.write(_encode(cut) + b"\n")
 
 
-#: The source of a recording in an archive.
+#: The source of a recording in an archive, and the place of codes.
 SHAR_SOURCE = {"type": "shar", "channels": [0], "source": ""}
+_SHAR_ARRAY = {"storage_type": "shar", "storage_path": "", "storage_key": ""}
 
 
 def write_shar(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]) -> None:
     """Writes one shard of an archive. Ids are the names of the audio in the store, because they name members
     of a tar file."""
-    cuts = ((_item_cut(item.name, job, item, SHAR_SOURCE), item.extension, [audio]) for item, audio in items)
-    write_archive(part, files, cuts)
-
-
-def write_archive(
-    part: Part,
-    files: PartFiles,
-    cuts: Iterable[tuple[dict[str, Any], str, list[bytes]]],
-    fields: Sequence[str] = ("recording",),
-) -> None:
-    """Writes one shard of an archive. `cuts`: each with the extension and the contents of its audio files, one
-    for each of `fields`; other fields than `recording` are in its `custom`."""
     number = f"{part.number:06d}"
     with ExitStack() as ended:
-        tars = [
-            ended.enter_context(tar_file(files.open(f"{part.split}/{field}.{number}.tar")))
-            for field in fields
-        ]
-        manifest = ended.enter_context(files.gzip(f"{part.split}/cuts.{number}.jsonl.gz"))
-        for one, extension, audio in cuts:
-            recordings = one["recording"], *one.get("custom", {}).values()
-            for add, recorded, data in zip(tars, recordings, audio, strict=True):
-                add(f"{one['id']}.{extension}", data)
-                add(f"{one['id']}.json", _encode(recorded) + b"\n")
-            manifest.write(_encode(one) + b"\n")
+        tars: dict[str, Callable[[str, bytes], None]] = {}
+
+        def add(field: str, name: str, data: bytes, about: object) -> None:
+            """Adds the file of a field of a cut, and its JSON, to the tar file of that field."""
+            if field not in tars:
+                opened = tar_file(files.open(f"{part.split}/{field}.{number}.tar"))
+                tars[field] = ended.enter_context(opened)
+            tars[field](name, data)
+            tars[field](f"{name.partition('.')[0]}.json", _encode(about) + b"\n")
+
+        cuts = ended.enter_context(files.gzip(f"{part.split}/cuts.{number}.jsonl.gz"))
+        for item, audio in items:
+            cut = cut_of(item.name, job, item, SHAR_SOURCE)
+            if not item.is_codes:
+                add("recording", f"{item.name}.{item.extension}", audio, cut["recording"])
+            if item.codes is not None:
+                add("codes", f"{item.name}.npy", npy(item.codes.codes), cut["custom"]["codes"])
+            cuts.write(_encode(cut) + b"\n")
 
 
-def _item_cut(id: str, job: Job, item: AudioItem, source: dict[str, Any]) -> dict[str, Any]:
-    recorded = recording(id, source, item.artifact.sample_rate, item.artifact.samples)
-    return cut(recorded, [supervision(id, id, job, item)])
+def npy(codes: Any) -> bytes:
+    """Codes as NumPy's file of one array."""
+    import numpy as np
+
+    file = BytesIO()
+    np.save(file, codes)
+    return file.getvalue()
 
 
-def cut(recorded: dict[str, Any], supervisions: list[dict[str, Any]]) -> dict[str, Any]:
-    """The JSON of a cut of a whole recording."""
-    channels = recorded["channel_ids"]
+def cut_of(
+    id: str, job: Job, item: AudioItem, source: dict[str, Any], place: dict[str, str] = _SHAR_ARRAY
+) -> dict[str, Any]:
+    """The JSON of a cut with its recording, if it has audio, and a supervision for each turn in it. `place`:
+    where its codes are."""
+    channels = [*range(item.channels)]
+    recording = {
+        "id": id,
+        "sources": [source | {"channels": channels}],
+        "sampling_rate": item.artifact.sample_rate,
+        "num_samples": item.artifact.samples,
+        "duration": item.seconds,
+        "channel_ids": channels,
+    }
+    spoken = [
+        _supervision(turn.item.id, id, job, turn.item, turn.start, turn.channel % item.channels)
+        for turn in item.turns
+    ]
+    sounds: dict[str, Any] = {} if item.is_codes else {"recording": recording}
+    if (codes := item.codes) is not None:
+        array = place | {"shape": list(codes.codes.shape)}
+        shift = {"temporal_dim": 0, "frame_shift": 1 / codes.codec.frame_rate, "start": 0.0}
+        sounds["custom"] = {"codes": {"array": array, **shift}}
     return {
-        "id": recorded["id"],
+        "id": id,
         "start": 0.0,
-        "duration": recorded["duration"],
-        "channel": channels if len(channels) > 1 else channels[0],
-        "supervisions": supervisions,
-        "recording": recorded,
-        "type": "MultiCut" if len(channels) > 1 else "MonoCut",
+        "duration": item.seconds,
+        "channel": channels if item.channels > 1 else 0,
+        "supervisions": spoken or [_supervision(id, id, job, item)],
+        **sounds,
+        "type": "MultiCut" if item.channels > 1 else "MonoCut",
     }
 
 
-def supervision(
+def _supervision(
     id: str, recording_id: str, job: Job, item: AudioItem, start: float = 0.0, channel: int = 0
 ) -> dict[str, Any]:
-    """The JSON of the supervision of an item. `start`: seconds from the start of the recording."""
+    """The JSON of a supervision. `start`: seconds from the start of the recording."""
     about = facts(job, item)
-    made = {
-        "id": id,
-        "recording_id": recording_id,
-        "start": start,
-        "duration": item.seconds,
-        "channel": channel,
-        "text": about["text"],
-    }
+    span = {"start": start, "duration": item.seconds, "channel": channel}
+    made = {"id": id, "recording_id": recording_id, **span, "text": about["text"]}
     if about["language"] is not None:
         made["language"] = about["language"]
     made["speaker"] = about["speaker"]
     own = picked(about, "example_id", "role", "message_index", "sha256", "spec_sha", *ORIGIN)
     if own.pop("words", None) is not None:
         made["alignment"] = {
-            name: [(one.text, one.start_s, round(one.end_s - one.start_s, 4), None) for one in moved]
+            name: [(one.text, one.start_s, round(one.end_s - one.start_s, 4), None) for one in said]
             for name, said in (("word", item.words), ("phone", item.phonemes))
-            if (moved := [one.moved(start) for one in said])
+            if said
         }
     made["custom"] = own
     return made
-
-
-def recording(id: str, source: dict[str, Any], sample_rate: int, samples: int) -> dict[str, Any]:
-    """The JSON of a recording."""
-    return {
-        "id": id,
-        "sources": [source],
-        "sampling_rate": sample_rate,
-        "num_samples": samples,
-        "duration": samples / sample_rate,
-        "channel_ids": source["channels"],
-    }
 
 
 def write_espnet_dataset(
@@ -297,7 +296,10 @@ def write_webdataset(
     with tar_file(files.open(f"{part.split}/shard-{part.number:06d}.tar")) as add:
         for item, audio in items:
             about = facts(job, item)
-            add(f"{item.name}.{item.extension}", audio)
+            if not item.is_codes:
+                add(f"{item.name}.{item.extension}", audio)
+            if item.codes is not None:
+                add(f"{item.name}.codes.npy", npy(item.codes.codes))
             add(f"{item.name}.json", _encode(about))
             add(f"{item.name}.txt", about["text"].encode())
 
@@ -311,9 +313,11 @@ KALDI = ExportFormat(
     local_audio=True,
 )
 LHOTSE = ExportFormat(
-    name="lhotse", summary="Lhotse's recordings, supervisions and cuts", write_part=write_lhotse
+    name="lhotse", summary="Lhotse's recordings, supervisions and cuts", write_part=write_lhotse, codes=True
 )
-SHAR = ExportFormat(name="shar", summary="Lhotse's tar archives", write_part=write_shar, embeds_audio=True)
+SHAR = ExportFormat(
+    name="shar", summary="Lhotse's tar archives", write_part=write_shar, embeds_audio=True, codes=True
+)
 ESPNET_DATASET = ExportFormat(
     name="espnet-dataset",
     summary="a dataset for ESPnet SpeechLM",
@@ -336,6 +340,7 @@ WEBDATASET = ExportFormat(
     summary="tar files of audio, JSON and text",
     write_part=write_webdataset,
     embeds_audio=True,
+    codes=True,
     equal=("audio format",),
     data_files="{}/*.tar",
 )

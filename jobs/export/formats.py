@@ -37,11 +37,14 @@ ENTRY_POINT_GROUP = "nightjar.exports"
 #: Name of a format -> the object that declares it, written as the value of an entry point.
 BUILT_IN: dict[str, str] = {
     "espnet": "jobs.export.line_formats:ESPNET",
+    "jsonl": "jobs.export.code_formats:JSONL",
+    "interleaved": "jobs.export.code_formats:INTERLEAVED",
     "manifest": "jobs.export.manifest:MANIFEST",
     "nemo": "jobs.export.line_formats:NEMO",
     "openai-batch": "jobs.export.line_formats:OPENAI_BATCH",
     "openai-batch-errors": "jobs.export.line_formats:OPENAI_BATCH_ERRORS",
     "espnet-dataset": "jobs.export.folder_formats:ESPNET_DATASET",
+    "espnet-codes": "jobs.export.code_formats:ESPNET_CODES",
     "kaldi": "jobs.export.folder_formats:KALDI",
     "lhotse": "jobs.export.folder_formats:LHOTSE",
     "shar": "jobs.export.folder_formats:SHAR",
@@ -77,8 +80,8 @@ class ExportFormat:
     #: Makes the line of a failed item or of a refused input line. Such a format is always one file.
     failure_line: Callable[[Job, ItemRow | RejectedLine], bytes] | None = None
     #: Writes the files of one part, from each item with the bytes of its audio if `embeds_audio`, else with
-    #: the path or address of its audio; with `sounds` from each `Conversation`.
-    write_part: Callable[[Part, PartFiles, Job, Iterator[Any]], None] | None = None
+    #: the path or address of its audio.
+    write_part: Callable[[Part, PartFiles, Job, Iterator[tuple[AudioItem, Any]]], None] | None = None
     #: The files contain the audio. A part then ends before its audio exceeds the maximum size of a part.
     embeds_audio: bool = False
     #: A split of any size is one part, because one of its files has a line for each item.
@@ -87,6 +90,11 @@ class ExportFormat:
     names_audio: bool = True
     #: Audio formats that readers of the format can open.
     audio_formats: tuple[str, ...] = AUDIO_FORMATS
+    #: Contains the codes of a job, beside or instead of its audio; needs them.
+    codes: bool = False
+    needs_codes: bool = False
+    #: Identifies the options that made this format of another one.
+    variant: str = ""
     #: Readers of the format open audio by local paths only.
     local_audio: bool = False
     #: The files refer to each other by local paths.
@@ -136,7 +144,8 @@ class ExportFormat:
             raise missing_library(f"The format {self.name}", self.library, "export")
         made = (conversion and conversion.format) or spec.format
         failures, file = self.failure_line is not None, self.one_file(splits)
-        named = self.names_audio and not self.embeds_audio and not failures
+        only_codes = spec.output == "codes" and self.codes
+        named = self.names_audio and not self.embeds_audio and not failures and not only_codes
         to_root = "Give a folder for the audio with --audio-root"
         refused = (
             (
@@ -148,6 +157,21 @@ class ExportFormat:
                 where is not None and failures,
                 f"The format {self.name} lists failures, to which filters do not apply.",
                 "Leave the filter out.",
+            ),
+            (
+                spec.output == "codes" and not self.codes and not failures,
+                f"The format {self.name} needs audio, and the job has codes alone.",
+                "Make their audio with `nightjar decode`, or use a format that contains codes, such as webdataset, parquet or lhotse.",
+            ),
+            (
+                self.needs_codes and not spec.output,
+                f"The format {self.name} needs codes, and the job has audio alone.",
+                "Make the job with `--output codes` or `--output both`.",
+            ),
+            (
+                conversion and only_codes,
+                "Codes have no audio format and no sample rate.",
+                "Leave --audio-format and --sample-rate out; `nightjar decode` makes audio.",
             ),
             (
                 unique and failures,
@@ -180,7 +204,7 @@ class ExportFormat:
                 "Run the job with --timestamps.",
             ),
             (
-                made not in self.audio_formats,
+                made not in self.audio_formats and not only_codes,
                 f"Readers of {self.name} open {' and '.join(self.audio_formats)}, and the audio would be {made}.",
                 f"Add --audio-format {self.audio_formats[0]}{'' if self.embeds_audio else ' and --audio-root'}.",
             ),
@@ -205,7 +229,7 @@ class ExportFormat:
                 "Leave --audio-root out.",
             ),
             (
-                self.local_audio and audio_root is None and is_remote(store_url),
+                self.local_audio and not only_codes and audio_root is None and is_remote(store_url),
                 f"Readers of {self.name} open local files.",
                 f"{to_root}.",
             ),
@@ -224,7 +248,7 @@ class ExportFormat:
             for item, where in items:
                 yield 1, self.item_line(item.job, item, where)
 
-    def write(self, part: Part, files: PartFiles, job: Job, items: Iterator[Any]) -> None:
+    def write(self, part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, Any]]) -> None:
         """Writes the files of one part of a folder."""
         if self.write_part is not None:
             self.write_part(part, files, job, items)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from jobs.checks import CHECKS, METERS, scores_with
+from jobs.codes import StoredCodes
 from jobs.dialogue import Dialogue, metadata_json, metadata_of, spoken_text
 from jobs.export.column_types import Type, widened
 from jobs.ledger.records import WORDS, Artifact, Draw, ItemRow, ItemState, Job
@@ -28,6 +29,7 @@ from pipelines.errors import ConfigError, invalid
 from pipelines.request import Generation, SpokenRole, Word
 
 if TYPE_CHECKING:
+    from jobs.export.conversation import Turn
     from jobs.ledger import Ledger
 
 
@@ -63,14 +65,23 @@ class AudioItem(msgspec.Struct, frozen=True):
     #: When each word and phoneme is said, in a job with `--timestamps`; phonemes only if the model knows them.
     words: tuple[Word, ...] = ()
     phonemes: tuple[Word, ...] = ()
+    #: The text as it was spoken, if it is written otherwise.
+    spoken: str | None = None
     #: The draw that made its audio; None in a job without checks.
     draw: Draw | None = None
     #: Names of the scores, the same for all items of a dataset; None: its jobs have no checks.
     score_names: tuple[str, ...] | None = None
     #: The types of the metadata in the dataset, for tables; the same for all its items.
     metadata_types: Type = {}
-    #: Whether items of the dataset have `words`.
+    #: Its codes, if the job makes codes, and what they contain once they are read.
+    codes_artifact: Artifact | None = None
+    codes: StoredCodes | None = None
+    #: The turns in its audio, if that is the sound of a dialogue, and the number of its channels.
+    turns: tuple[Turn, ...] = ()
+    channels: int = 1
+    #: Whether items of the dataset have `words`, and whether they have `spoken_text`.
     timed: bool = False
+    respelled: bool = False
     #: Whether the dataset contains several jobs. Its ids and its index are then unique in the dataset.
     in_set: bool = False
 
@@ -92,6 +103,11 @@ class AudioItem(msgspec.Struct, frozen=True):
         return metadata_of(self.dialogue)
 
     @property
+    def is_codes(self) -> bool:
+        """Whether it has no audio, so that its artifact is its codes."""
+        return self.artifact.kind == "codes"
+
+    @property
     def seconds(self) -> float:
         return self.artifact.samples / self.artifact.sample_rate
 
@@ -111,8 +127,9 @@ class AudioItem(msgspec.Struct, frozen=True):
 class ItemMetadata(msgspec.Struct, frozen=True):
     """The metadata of an item in a dataset."""
 
-    #: The requested text.
+    #: The requested text, as it is written and as it was spoken.
     text: str
+    spoken_text: str
     #: The role of the turn.
     role: SpokenRole
     #: Index of the message that is spoken; None: the audio answers the whole dialogue.
@@ -146,7 +163,9 @@ def item_metadata(job: Job, item: AudioItem | RawLine) -> ItemMetadata:
         # The line's recording takes precedence over the job's stored voice.
         voice = None
     speaker = _speaker(job, item.references, voice, recordings)
-    return ItemMetadata(text, role, index, speaker, voice, generation.language, generation.instruct)
+    return ItemMetadata(
+        text, item.spoken or text, role, index, speaker, voice, generation.language, generation.instruct
+    )
 
 
 def minutes_by_voice(ledger: Ledger, store: ObjectStore, job: Job) -> dict[str, float]:
@@ -162,13 +181,39 @@ def minutes_by_voice(ledger: Ledger, store: ObjectStore, job: Job) -> dict[str, 
 
 
 #: Names of the fields that say how an item was made and what was measured. Jobs without checks have no `draw`,
-#: `scores` and `transcript`, jobs without `--timestamps` no `words`, a record without other columns or keys no
-#: `metadata`, and only datasets of several jobs have `job`.
-ORIGIN = ("seed", "model", "voice", "draw", "scores", "transcript", "words", "metadata", "job")
+#: `scores` and `transcript`, jobs without `--timestamps` no `words`, those without `normalize` and `lexicon` no
+#: `spoken_text`, a record without other columns or keys no `metadata`, items whose codes are not exported no `codec` and `voice_codes`, and only datasets of several jobs
+#: have `job`.
+ORIGIN = (
+    "seed",
+    "model",
+    "voice",
+    "draw",
+    "scores",
+    "transcript",
+    "words",
+    "spoken_text",
+    "codec",
+    "voice_codes",
+    "metadata",
+    "job",
+)
 
 
 def facts(job: Job, item: AudioItem) -> dict[str, Any]:
-    """All fields of an item that formats write, under their common names."""
+    """All fields of an item that formats write, under their common names; of a dialogue also those of its
+    turns."""
+    if item.turns:
+        turns = [turn.place | facts(job, turn.item) for turn in item.turns]
+        return {
+            "example_id": item.example_id,
+            "text": "\n".join(turn["text"] for turn in turns),
+            "sample_rate": item.artifact.sample_rate,
+            "samples": item.artifact.samples,
+            "duration": round(item.seconds, 6),
+            "sha256": item.artifact.sha256,
+            "turns": turns,
+        }
     known, artifact, job = item_metadata(job, item), item.artifact, item.job
     about = {
         "example_id": item.example_id,
@@ -190,8 +235,14 @@ def facts(job: Job, item: AudioItem) -> dict[str, Any]:
     if item.score_names is not None:
         draw = None if item.draw is None else item.draw.draw
         about |= {"draw": draw, "scores": item.scores, "transcript": item.transcript}
+    if item.codes is not None:
+        voice = item.codes.voice_codes
+        about["codec"] = msgspec.to_builtins(item.codes.codec)
+        about["voice_codes"] = None if voice is None else voice.tolist()
     if item.timed:
         about["words"] = item.words
+    if item.respelled:
+        about["spoken_text"] = known.spoken_text
     if metadata := metadata_json(item.dialogue):
         about["metadata"] = metadata
     return about | ({"job": job.id} if item.in_set else {})
@@ -270,6 +321,7 @@ def audio_items(
         draws = ledger.draws_of(job_id, indexes) if job.spec.quality is not None else ()
         kept = {row.index: row.draw for row in draws if row.draw.kept}
         written = ledger.artifacts_of(job_id, _TEXT, indexes)
+        coded = ledger.artifacts_of(job_id, "codes", indexes) if job.spec.output else {}
         timed = ledger.artifacts_of(job_id, WORDS, indexes) if job.spec.timestamps is True else {}
         for row in page:
             line, text, times = lines.of(row), written.get(row.index), timed.get(row.index)
@@ -282,13 +334,16 @@ def audio_items(
                 job=job,
                 message_index=line.message_index,
                 references=line.references,
+                spoken=line.spoken,
                 text_out=None if text is None else texts.read(text).decode(),
                 words=words,
                 phonemes=phonemes[0] if phonemes else (),
                 draw=kept.get(row.index),
+                codes_artifact=coded.get(row.index),
                 score_names=names,
                 metadata_types=types or {},
                 timed=job.spec.timestamps is True,
+                respelled=job.spec.respells,
             )
 
 

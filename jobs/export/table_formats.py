@@ -35,10 +35,11 @@ _GROUP_BYTES = 32 << 20
 #: Rows of a group in a table without the audio.
 _FOLDER_GROUP_ROWS = 10_000
 _REPEATED = ("role", "speaker", "language", "spec_sha", "model", "voice", "job")
-_TEXTS = ("text", "example_id", "sha256", "transcript", *_REPEATED)
+_TEXTS = ("text", "example_id", "sha256", "transcript", "spoken_text", *_REPEATED)
+_CODES: Type = [["int16"]]
 #: The types of the columns other than the audio; jobs without checks have no `draw` and
 #: `transcript`, and only datasets of several jobs have `job`.
-_COLUMNS = {
+_COLUMNS: dict[str, Type] = {
     "text": "string",
     "example_id": "string",
     "role": "string",
@@ -54,6 +55,16 @@ _COLUMNS = {
     "voice": "string",
     "draw": "int64",
     "transcript": "string",
+    "spoken_text": "string",
+    "codec": {
+        "name": "string",
+        "sha256": "string",
+        "frame_rate": "float64",
+        "sample_rate": "int64",
+        "codebook_sizes": ["int64"],
+    },
+    "voice_codes": _CODES,
+    "codes": _CODES,
     "job": "string",
 }
 #: The fields of a word in the column `words`, which a job with `--timestamps` has.
@@ -66,6 +77,8 @@ def _row(job: Job, item: AudioItem) -> dict[str, Any]:
     about = facts(job, item)
     scores = {f"score_{name}": value for name, value in about.get("scores", {}).items()}
     row: dict[str, Any] = picked(about, *_COLUMNS) | scores
+    if item.codes is not None and not item.is_codes:
+        row["codes"] = [*item.codes.codes]
     if item.metadata_types:
         row["metadata"] = metadata_cell(item.metadata_types, about.get("metadata", {}))
     if "words" in about:
@@ -114,14 +127,23 @@ def write_parquet(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[
     """Writes one Parquet file."""
     import pyarrow
 
+    def cell(item: AudioItem, data: bytes) -> tuple[AudioItem, object, int]:
+        if item.codes is not None and item.is_codes:
+            return item, [*item.codes.codes], item.artifact.bytes
+        return item, {"bytes": data, "path": f"{item.name}.{item.extension}"}, len(data)
+
+    column = pyarrow.field("codes", arrow_type(_CODES))
+    if job.spec.main_kind == "audio":
+        sound = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+        column = pyarrow.field("audio", sound)
     _write_table(
         files.open(f"data/{part.split}-{part.number:05d}-of-{part.of:05d}.parquet"),
         job,
-        pyarrow.field("audio", pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])),
-        ((item, {"bytes": data, "path": f"{item.name}.{item.extension}"}, len(data)) for item, data in items),
-        GROUP_ROWS,
+        column,
+        (cell(*one) for one in items),
+        GROUP_ROWS if job.spec.main_kind == "audio" else _FOLDER_GROUP_ROWS,
         # Audio is not compressed, because that saves little space and takes long.
-        compression=dict.fromkeys(_TEXTS, "zstd"),
+        compression=dict.fromkeys((*_TEXTS, "codes.list.element.list.element"), "zstd"),
         use_dictionary=list(_REPEATED),
         write_statistics=["index", "duration"],
     )
@@ -150,6 +172,7 @@ PARQUET = ExportFormat(
     summary="Parquet files for Hugging Face datasets",
     write_part=write_parquet,
     embeds_audio=True,
+    codes=True,
     equal=("sample rate",),
     data_files="data/{}-*.parquet",
     typed=True,

@@ -79,6 +79,13 @@ class Reading(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     voices: dict[str, str] | None = None
     #: SHA-256 of Kaldi's `utt2spk` beside the input, if `voices` needs it.
     speakers_sha256: str | None = None
+    #: Names of the columns or keys that become metadata; None: all but those of `drop`, where `*` is all.
+    keep: list[str] | None = None
+    drop: list[str] | None = None
+
+    def keeps(self, name: str) -> bool:
+        """Whether a column or key that has no other use becomes metadata."""
+        return not {name, "*"} & {*(self.drop or ())} if self.keep is None else name in self.keep
 
 
 class FrozenVoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -130,6 +137,17 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     timestamps: bool | msgspec.UnsetType = msgspec.UNSET
     #: What is stored. Unset: audio.
     output: Literal["codes", "both"] | msgspec.UnsetType = msgspec.UNSET
+    #: Language whose numbers, dates, money and units are spoken in words, and the library that writes them, with
+    #: its version. Unset: texts are spoken as they are written.
+    normalize: Literal["en"] | msgspec.UnsetType = msgspec.UNSET
+    normalizer: str | msgspec.UnsetType = msgspec.UNSET
+    #: Word -> its spelling, or its phonemes as `/…/`. Unset: none.
+    lexicon: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def respells(self) -> bool:
+        """Whether spoken texts may differ from the written ones."""
+        return bool(self.normalize or self.lexicon)
 
     @property
     def main_kind(self) -> str:

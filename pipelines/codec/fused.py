@@ -173,7 +173,6 @@ class FusedStack:
         rates = [block.rate for block in stack.blocks]
         #: Number of samples for each step of each block's input, and of the head's input.
         self._step_samples = [*accumulate(rates[::-1], mul, initial=1)][::-1]
-        self._head_span = head.span
         self._tanh = stack.tanh
         weight, bias = (
             (head.weight / HEADROOM, head.bias / HEADROOM) if stack.tanh else (head.weight, head.bias)

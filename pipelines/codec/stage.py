@@ -18,7 +18,6 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.cuda_graphs import CHUNK_PRIORITY, lacks_memory
@@ -541,6 +540,13 @@ class CodecStage(Generic[S]):
             self._utterances = UtteranceLane(decoder, max_batch, device, gathering)
         #: Makes the state before the first frame of a stream.
         self.new_state = decoder.new_state
+        #: Decodes a whole utterance [frames, codebooks]: codes, `done`, and the initial state if it follows a
+        #: reference.
+        self.decode: Callable[..., None] = self._utterances.put
+        #: Decodes the next frames of a stream and advances its state; chunks of one stream keep their order. If
+        #: `last`, no chunk of this stream follows, so the state may be wrong afterwards. Chunks with an earlier
+        #: `deadline` are decoded first.
+        self.decode_chunk = self._streams.put
 
     @property
     def is_backlogged(self) -> bool:
@@ -551,21 +557,6 @@ class CodecStage(Generic[S]):
     def is_current(self) -> bool:
         """Whether this is one of the stage's own threads, which call `done` and must not block."""
         return self._streams.is_current or self._utterances.is_current
-
-    def decode(self, codes: NDArray[np.int64], done: Done, start: S | None = None) -> None:
-        """Decodes a whole utterance [frames, codebooks], from the initial state `start` if it follows a
-        reference."""
-        self._utterances.put(codes, done, start)
-
-    def decode_chunk(
-        self, codes: NDArray[np.int64], done: Done, state: S, last: bool = False, deadline: float = 0.0
-    ) -> None:
-        """Decodes the next frames of a stream and advances `state`; chunks of one stream keep their order.
-
-        `last`: no chunk of this stream follows, so `state` may be wrong afterwards. Chunks with an earlier
-        `deadline` are decoded first.
-        """
-        self._streams.put(codes, done, state, last, deadline)
 
     def end(self, state: S) -> None:
         """Ends the stream of this state: no further chunk of it is decoded, and its device memory is released.

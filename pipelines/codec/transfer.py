@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
@@ -15,6 +16,7 @@ Samples = NDArray[np.float32]
 _STAGED_STEP = 1 << 22
 
 
+@dataclass(eq=False, slots=True)
 class PendingSamples:
     """The samples of each utterance or chunk of a batch, as consecutive parts; they are ready once `event` is
     complete.
@@ -22,15 +24,9 @@ class PendingSamples:
     Parts from a device are in pinned memory, which `release` returns; the caller owns other parts.
     """
 
-    def __init__(
-        self,
-        parts: list[list[Samples]],
-        event: torch.cuda.Event | None = None,
-        release: Callable[[], None] | None = None,
-    ) -> None:
-        self._parts = parts
-        self.event = event
-        self._release = release
+    _parts: list[list[Samples]]
+    event: torch.cuda.Event | None = None
+    _release: Callable[[], None] | None = None
 
     def wait(self) -> Self:
         """Waits until the samples are ready. Raises the device's error."""

@@ -348,7 +348,12 @@ class EngineCore:
                 return
             if flags[flag] & ENDED:
                 codes, finish = codes[:flag], "eos"
-        self._keep(utterance, codes)
+        if len(codes):
+            utterance.parts.append(codes)
+            utterance.made += len(codes)
+            self.frames_made += len(codes)
+            if utterance.playback is not None:
+                self._deliver(utterance, utterance.playback, utterance.made - utterance.delivered)
         if finish is not None:
             self._finish(utterance, finish)
 
@@ -359,18 +364,9 @@ class EngineCore:
             utterance, SynthesisError(ErrorCode.SYNTH_NAN, "The model's logits hold NaN or infinity.", advice)
         )
 
-    def _keep(self, utterance: Utterance, codes: NDArray[np.int64]) -> None:
-        """Adds frames, and delivers whole chunks of a stream. After a restart, frames that were already
-        delivered are made again, but not delivered again."""
-        if not len(codes):
-            return
-        utterance.parts.append(codes)
-        utterance.made += len(codes)
-        self.frames_made += len(codes)
-        if utterance.playback is not None:
-            self._keep_stream(utterance, utterance.playback, utterance.made - utterance.delivered)
-
-    def _keep_stream(self, utterance: Utterance, playback: Playback, fresh: int) -> None:
+    def _deliver(self, utterance: Utterance, playback: Playback, fresh: int) -> None:
+        """Delivers whole chunks of a stream. After a restart, frames that were already delivered are made again,
+        but not delivered again."""
         now = self._clock()
         if playback.awaiting:
             playback.size = self.planner.next_size(playback, now)

@@ -50,6 +50,7 @@ class Engine:
     ) -> None:
         """`codec`: how the codec differs from the default, for `info`."""
         self.core = EngineCore(executor, options)
+        self._device, self._dtype = device_name(executor.kv.k.device), type_name(executor.kv.k.dtype)
         #: New requests, the number of whole utterances among them, and calls for earlier requests, such as
         #: more text or a cancellation.
         self._arrived: list[tuple[GenerationRequest, FrameReceiver]] = []
@@ -104,8 +105,8 @@ class Engine:
         return EngineInfo(
             slots=options.slots,
             waiting_room=self._room,
-            device=device_name(executor.kv.k.device),
-            dtype=type_name(executor.kv.k.dtype),
+            device=self._device,
+            dtype=self._dtype,
             executor=executor.name,
             kernels=executor.kernels + packed + (f", {self._codec}" if self._codec else ""),
             kv_pages=executor.kv.pages,

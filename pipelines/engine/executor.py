@@ -165,7 +165,7 @@ class FrameModel:
         """
         return run_frame(
             self.tensors,
-            state.tensors(),
+            state.tensors,
             kv.k,
             kv.v,
             rows,

@@ -157,7 +157,7 @@ class GraphExecutor(FrameExecutor):
     def _new_frame(self, bucket: int) -> FusedFrame:
         """Makes the frame of a bucket."""
         plan = plan_for(bucket, self.tensors.backbone.hidden)
-        return FusedFrame(self.tensors, self.state.tensors(), self.kv.k, self.kv.v, bucket, plan)
+        return FusedFrame(self.tensors, self.state.tensors, self.kv.k, self.kv.v, bucket, plan)
 
 
 def prefills_of(executor: GraphExecutor, sizes: Sequence[int]) -> PackedPrefills | PaddedPrefills:

@@ -92,7 +92,7 @@ class MegakernelExecutor(GraphExecutor):
         plan = plan_for(bucket, self.tensors.backbone.hidden)
         return PersistentFrame(
             PredictorRun(self._predictor, bucket),
-            self.state.tensors(),
+            self.state.tensors,
             self.kv.k,
             self.kv.v,
             plan,

@@ -382,11 +382,14 @@ class NativeModelOptions(ModelOptions):
             raise invalid(message, advice)
         return found
 
+    def waiting(self, device: torch.device, slots: int) -> int:
+        """The maximum number of requests that wait for a slot."""
+        return self.waiting_room or (slots if device.type == "cuda" else _CPU_WAITING_ROOM)
+
     def open_engine(
         self, model: FrameModel, sizes: EngineOptions, stage: CodecStage[Any], codec: str = ""
     ) -> Engine:
         """Opens the engine of a loaded model, whose codes `stage` decodes. Raises like `open_executor`."""
         sizes = replace(sizes, runaway_guard=self.runaway_guard and not self.keep_unfinished)
         executor = open_executor(model, sizes, self.executor, self.reproducible, self.streams)
-        room = self.waiting_room or (sizes.slots if model.device.type == "cuda" else _CPU_WAITING_ROOM)
-        return Engine(executor, sizes, room, stage, codec)
+        return Engine(executor, sizes, self.waiting(model.device, sizes.slots), stage, codec)

@@ -102,13 +102,10 @@ class SlotState:
         ]
         #: For each slot: numbers of written entries of its page table and of its trailing text.
         self._used = [[0, 0] for _ in range(rows)]
-        self._tensors = StateTensors(
+        #: The state as the tensors that a frame takes; they share its memory.
+        self.tensors = StateTensors(
             **{field.name: getattr(self, field.name) for field in fields(StateTensors)}
         )
-
-    def tensors(self) -> StateTensors:
-        """The state as the tensors that a frame takes; they share its memory."""
-        return self._tensors
 
     def place(self, placements: Sequence[Placement]) -> None:
         """Writes requests into their slots with one transfer, and one launch for each type of values."""

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -330,18 +330,16 @@ class EngineProcess:
             self._changed.notify_all()
 
 
+@dataclass(eq=False, slots=True)
 class _OpenText:
     """The `pipelines.request.Handle` of a request whose text comes in pieces."""
 
-    def __init__(
-        self, number: int, listener: Listener, pieces: TextPieces | None, send: Callable[[Append], None]
-    ) -> None:
-        """`pieces`: tokenizes the text; None: the child tokenizes it."""
-        self._number = number
-        self._listener = listener
-        self._pieces = pieces
-        self._send = send
-        self._complete = False
+    _number: int
+    _listener: Listener
+    #: Tokenizes the text; None: the child tokenizes it.
+    _pieces: TextPieces | None
+    _send: Callable[[Append], None]
+    _complete: bool = False
 
     def append(self, text: str | list[int], final: bool) -> None:
         if self._complete:
@@ -396,7 +394,10 @@ def _record_of(
         for one in request.messages
     ]
     settings = request.generation, request.seed, request.text_open, request.timestamps, request.output
-    return RequestRecord(request.request_id, tuple(messages), *settings), recordings
+    return (
+        RequestRecord(request.request_id, tuple(messages), *settings, request.pronunciations),
+        recordings,
+    )
 
 
 def _unsendable(error: ValueError | OverflowError) -> InputError:

@@ -233,6 +233,10 @@ def describe(folder: Path) -> ModelCard:
         seconds_per_character=0.067,  # English read speech, for estimates
         check_reference=read_recording,
         codec=lambda: codec_identity(
-            "fish-s2", [folder / CODEC_WEIGHTS], config.codec.samples_per_frame, config.sample_rate
+            "fish-s2",
+            [folder / CODEC_WEIGHTS],
+            config.codec.samples_per_frame,
+            config.sample_rate,
+            config.codec.codes,
         ),
     )

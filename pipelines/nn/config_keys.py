@@ -195,7 +195,9 @@ def revision(folder: Path, suffixes: Sequence[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def codec_identity(name: str, paths: Iterable[Path], frame_samples: int, sample_rate: int) -> CodecIdentity:
+def codec_identity(
+    name: str, paths: Iterable[Path], frame_samples: int, sample_rate: int, codebook_sizes: Sequence[int]
+) -> CodecIdentity:
     """The identity of a codec: the SHA-256 of its file; of several, that of their digests. Raises `ModelError`
     (`model.bad_checkpoint`)."""
     digests: list[str] = []
@@ -206,7 +208,7 @@ def codec_identity(name: str, paths: Iterable[Path], frame_samples: int, sample_
         except OSError as error:
             raise bad_checkpoint(f"{path} cannot be read: {error}.") from error
     sha256 = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
-    return CodecIdentity(name, sha256, sample_rate / frame_samples, sample_rate)
+    return CodecIdentity(name, sha256, sample_rate / frame_samples, sample_rate, tuple(codebook_sizes))
 
 
 def read_table(path: Path) -> dict[str, Any]:

@@ -304,8 +304,14 @@ def describe(folder: Path) -> ModelCard:
 def codec_of(folder: Path) -> CodecIdentity:
     """The identity of a codec. Raises `ModelError` (`model.bad_checkpoint`)."""
     config = CodecConfig.load(folder)
-    sizes = config.decoder.samples_per_frame, config.output_sample_rate
-    return codec_identity("qwen3-tts-12hz", folder.glob("*.safetensors"), *sizes)
+    decoder = config.decoder
+    return codec_identity(
+        "qwen3-tts-12hz",
+        folder.glob("*.safetensors"),
+        decoder.samples_per_frame,
+        config.output_sample_rate,
+        [decoder.codebook_size] * decoder.num_quantizers,
+    )
 
 
 def capabilities(config: Qwen3TTSConfig) -> Capabilities:

@@ -279,25 +279,23 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
 Begin = Callable[[list[int], bool], tuple[GenerationRequest, Handle]]
 
 
+@dataclass(eq=False)
 class OpenText:
     """The `pipelines.request.Handle` of an open text.
 
     Submits the request once the ids of its prompt are known.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        begin: Begin,
-        first: int,
-        end_id: int,
-        on_event: OnEvent,
-        pieces: TextPieces | None = None,
-    ) -> None:
-        """`first`: the number of text ids that the prompt needs; `end_id`: the id after the text; `pieces`:
-        tokenizes text; None: `append` receives ids."""
-        self._engine, self._begin, self._on_event, self._pieces = engine, begin, on_event, pieces
-        self._first, self._end_id = first, end_id
+    _engine: Engine
+    _begin: Begin
+    #: The number of text ids that the prompt needs, and the id after the text.
+    _first: int
+    _end_id: int
+    _on_event: OnEvent
+    #: Tokenizes text; None: `append` receives ids.
+    _pieces: TextPieces | None = None
+
+    def __post_init__(self) -> None:
         self._lock = threading.RLock()
         self._ids: list[int] = []
         self._begun: tuple[GenerationRequest, Handle] | None = None

@@ -174,16 +174,14 @@ class SemanticQuantizer(nn.Module):
         return self.out_project(self.codebook(tokens).transpose(1, 2))
 
 
+@dataclass(eq=False, slots=True)
 class Tokenizer:
     """The encoder of BiCodec, always in float32, so that tokens do not depend on the dtype of the decoder."""
 
-    def __init__(
-        self, encoder: Encoder, quantizer: SemanticQuantizer, speaker: SpeakerEncoder, mel: MelMagnitudes
-    ) -> None:
-        self.encoder = encoder
-        self.quantizer = quantizer
-        self.speaker = speaker
-        self.mel = mel
+    encoder: Encoder
+    quantizer: SemanticQuantizer
+    speaker: SpeakerEncoder
+    mel: MelMagnitudes
 
     @torch.inference_mode()
     def semantic_tokens(self, features: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -197,24 +195,19 @@ class Tokenizer:
         return self.speaker.tokens(self.mel(clips))
 
 
+@dataclass(eq=False)
 class BiCodec:
     """The decoder of BiCodec. It is not causal: a token's audio depends on about 60 tokens on either side."""
 
-    def __init__(
-        self,
-        config: BiCodecConfig,
-        quantizer: SemanticQuantizer,
-        speaker: SpeakerEncoder,
-        prenet: Prenet,
-        wave: WaveGenerator | FusedWave,
-    ) -> None:
-        self.config = config
-        self.quantizer = quantizer
-        self.speaker = speaker
-        self.prenet = prenet
-        self.wave = wave
-        self.device = prenet.linear.weight.device
-        self.dtype = prenet.linear.weight.dtype
+    config: BiCodecConfig
+    quantizer: SemanticQuantizer
+    speaker: SpeakerEncoder
+    prenet: Prenet
+    wave: WaveGenerator | FusedWave
+
+    def __post_init__(self) -> None:
+        weight = self.prenet.linear.weight
+        self.device, self.dtype = weight.device, weight.dtype
 
     @torch.inference_mode()
     def decode(self, semantic: Sequence[Tensor], voices: Sequence[Tensor], pad_to: int = 0) -> list[Tensor]:

@@ -222,5 +222,6 @@ def describe(folder: Path) -> ModelCard:
             (folder / BICODEC).glob("*.safetensors"),
             config.bicodec.samples_per_token,
             config.sample_rate,
+            [config.bicodec.codebook_size],
         ),
     )

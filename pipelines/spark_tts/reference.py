@@ -48,7 +48,6 @@ class SemanticFeatures:
             f"wav2vec2.encoder.layers.{index}.*" for index in range(KEPT_LAYERS, config.num_hidden_layers)
         ]
         config.num_hidden_layers = KEPT_LAYERS
-        config.apply_spec_augment = False
         config.mask_time_prob = config.mask_feature_prob = 0.0
         self.normalize = bool(read_table(folder / "preprocessor_config.json").get("do_normalize", True))
         with torch.device("meta"):

@@ -4,6 +4,7 @@ width."""
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,20 +26,20 @@ _HOP = 160
 _MIN_SAMPLES = 400
 
 
+@dataclass(eq=False)
 class AudioEncoder:
     """The tower with its adaptor. Each recording is encoded alone, so that its features depend on nothing
     else."""
 
-    def __init__(
-        self, tower: nn.Module, adaptor: nn.Linear, n_window: int, window_infer: int, normalise: bool
-    ) -> None:
-        self.tower = tower
-        self.adaptor = adaptor
-        self.n_window = n_window
-        self.window_infer = window_infer
-        #: Whether recordings get zero mean and unit variance before the mel, as in training. The published
-        #: servers do not do this.
-        self.normalise = normalise
+    tower: nn.Module
+    adaptor: nn.Linear
+    n_window: int
+    window_infer: int
+    #: Whether recordings get zero mean and unit variance before the mel, as in training. The published servers do
+    #: not do this.
+    normalise: bool
+
+    def __post_init__(self) -> None:
         self._mel = WhisperFeatureExtractor(
             feature_size=128, sampling_rate=SAMPLE_RATE, hop_length=_HOP, chunk_length=TOWER_SECONDS
         )

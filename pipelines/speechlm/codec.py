@@ -103,7 +103,8 @@ def identity(config: SpeechLmConfig) -> CodecIdentity:
     with Checkpoint.open(config.folder) as checkpoint:
         checkpoint.update_digest(digest, CODEC)
     rate = config.sample_rate / frame_samples(config)
-    return CodecIdentity(name, digest.hexdigest(), rate, config.sample_rate)
+    sizes = (config.codes,) * config.streams
+    return CodecIdentity(name, digest.hexdigest(), rate, config.sample_rate, sizes)
 
 
 def _sizes(folder: Path, tag: str) -> Any:

@@ -52,7 +52,7 @@ class EngineFrames:
         if not self._buckets:
             # Each row's own settings are read, so these flags allow all of them.
             flags = DrawFlags(0, any_top_p=True, all_greedy=False)
-            return draw_frame(self._tensors, self._state.tensors(), rows, hidden, flags, flags).codes
+            return draw_frame(self._tensors, self._state.tensors, rows, hidden, flags, flags).codes
         bucket = self._bucket(bucket_of(count, self._buckets))
         bucket.hidden[:count].copy_(hidden)
         bucket.rows[:count].copy_(rows)
@@ -69,7 +69,7 @@ class EngineFrames:
             stack, dtype = tensors.backbone, tensors.head.dtype
             none = PagedKV(0, 0, stack.kv_heads, 1, stack.head_dim, dtype, device)
             frame = FusedFrame(
-                tensors, self._state.tensors(), none.k, none.v, bucket, plan_for(bucket, stack.hidden)
+                tensors, self._state.tensors, none.k, none.v, bucket, plan_for(bucket, stack.hidden)
             )
             inputs = torch.zeros(bucket, stack.hidden, dtype=dtype, device=device)
             rows = torch.full((bucket,), self._state.dead, device=device)

@@ -40,6 +40,8 @@ GATHER_SECONDS, QUIET_SECONDS = 0.2, 0.05
 class _Grouped:
     """A mixin, which precedes one of vLLM's schedulers among the bases of a class."""
 
+    gather_seconds, monotonic = GATHER_SECONDS, staticmethod(time.monotonic)
+
     def __init__(self, *arguments: Any, **keys: Any) -> None:
         super().__init__(*arguments, **keys)
         manager = self.kv_cache_manager
@@ -80,19 +82,19 @@ class _Grouped:
         finally:
             self.max_num_active_reqs = most
         if len(self.running) > before:
-            self._last_entry, self._ready = time.monotonic(), 0
+            self._last_entry, self._ready = self.monotonic(), 0
         return output
 
     def _grouped_limit(self) -> int:
         """The limit of running sequences: the current number while a group is gathered, else the maximum."""
         ready = min(len(self.waiting), self.max_num_running_reqs - len(self.running))
-        now = time.monotonic()
+        now = self.monotonic()
         if ready > self._ready:
             self._last_growth = now
         self._ready = ready
         enters = (
             ready >= max(len(self.running) // GROUP_SHARE, 1)
-            or now - self._last_entry >= GATHER_SECONDS
+            or now - self._last_entry >= self.gather_seconds
             or now - self._last_growth >= QUIET_SECONDS
             or any(request_extra(request).get(AT_ONCE) for request in islice(self.waiting, ready))
         )

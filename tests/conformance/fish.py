@@ -147,7 +147,7 @@ class Golden:
             torch.arange(len(hidden), device=self.device),
             DrawFlags(0, any_top_p=False, all_greedy=True),
         )
-        state = self.model.make_state(len(hidden), 1, 0).tensors()
+        state = self.model.make_state(len(hidden), 1, 0).tensors
         with torch.inference_mode():
             codes = draw_frame(
                 self.model.tensors, state, rows, hidden.to(self.device), flags, flags

@@ -169,7 +169,7 @@ def first_codes(
     )
     noise = frame_noise(seeds, torch.zeros_like(seeds), model.codebooks + 1)
     flags = DrawFlags.of([settings])
-    return draw_first(model.tensors, state.tensors(), rows, logits.expand(count, -1), noise, flags)
+    return draw_first(model.tensors, state.tensors, rows, logits.expand(count, -1), noise, flags)
 
 
 def _draws(golden: Golden, model: FishModel, case: Item) -> None:

@@ -1,10 +1,8 @@
-"""One kind of bad luck at a time: lost and repeated messages, stopped and draining workers, wrong clocks,
-poison, a full disk."""
+"""One kind of bad luck at a time: stopped and draining workers, wrong clocks, a full disk."""
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import shutil
@@ -12,56 +10,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from jobs.dispatch import Publisher
 from jobs.ledger import Ledger
-from jobs.ledger.records import ItemState, JobState, Ticket
-from pipelines.errors import ErrorCode
+from jobs.ledger.records import ItemState
 from tests.faults.cluster import REPOSITORY, Cluster, assert_exactly_once
-from tests.support.ledger_kit import execute, expire_leases_of_the_dead, rows
+from tests.support.ledger_kit import execute, rows
 
 
 def sentences(count: int, suffix: str = "") -> dict[str, str]:
     return {f"item-{number}": f"Sentence number {number}.{suffix}" for number in range(count)}
-
-
-def wait_and_repeat(cluster: Cluster, job: str, act: Callable[[], object], pause_seconds: float) -> None:
-    """Does `act` again and again until the job ends; on a slow machine it lets the job come through at
-    last."""
-    deadline = time.monotonic() + 400
-    for number in itertools.count():
-        status = cluster.status(job)
-        if status is not None and status.job.state.final:
-            return
-        assert time.monotonic() < deadline, status
-        if number < 30:
-            act()
-        time.sleep(pause_seconds)
-
-
-def test_an_emptied_broker_costs_time_and_no_item(patient: Cluster) -> None:
-    import redis
-
-    texts = sentences(1000)
-    job = patient.submit(texts)
-    broker = redis.Redis.from_url(patient.valkey.url)
-    wait_and_repeat(patient, job, broker.flushall, 1.0)
-    assert_exactly_once(patient, job, texts)
-
-
-def test_repeated_messages_of_every_epoch_change_nothing(patient: Cluster) -> None:
-    texts = sentences(1000)
-    job = patient.submit(texts)
-    shards = patient.ledger.job(job).total_shards
-    tickets = [Ticket(job, shard, epoch) for shard in range(shards) for epoch in range(3)]
-    publisher = Publisher(patient.settings)
-    wait_and_repeat(patient, job, lambda: publisher.publish(tickets), 0.5)
-    assert_exactly_once(patient, job, texts)
-    assert patient.attempts(job) == {"done": shards}
 
 
 def test_a_worker_that_wakes_after_its_lease_expired_writes_nothing(patient: Cluster) -> None:
@@ -184,25 +144,6 @@ def test_past_the_deadline_a_draining_worker_gives_its_shards_back(patient: Clus
     assert patient.attempts(job)["released"] == 1
 
 
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("patient", [{"NIGHTJAR_TIMES__BACKOFF_SECONDS": "0.1"}], indirect=True)
-def test_an_item_that_kills_its_workers_is_found_and_the_others_are_made(patient: Cluster) -> None:
-    texts = {**sentences(100), "poison": "[[crash]]"}
-    job = patient.submit(texts)
-    deadline = time.monotonic() + 900
-    while (status := patient.status(job)) is None or not status.job.state.final:
-        assert time.monotonic() < deadline, status
-        for number, process in list(patient.workers.items()):
-            if process.poll() is not None:
-                patient.start_worker(number)
-        expire_leases_of_the_dead(patient.ledger)
-        time.sleep(0.2)
-    assert status.job.state == JobState.COMPLETED_WITH_ERRORS
-    assert (status.items.done, status.items.failed) == (100, 1)
-    poison = next(row for row in patient.ledger.items(job) if row.example_id == "poison")
-    assert (poison.state, poison.error_code) == (ItemState.DEAD, ErrorCode.POISON_WORKER_CRASH)
-
-
 SMALL_DISK = """
 mount -t tmpfs -o size=2m tmpfs "$1"
 "$2" -m jobs run "$3" --out "$1/out" --quiet; echo "exit $?"
@@ -247,8 +188,8 @@ def test_a_full_disk_is_said_and_the_job_goes_on_when_there_is_space(tmp_path: P
     )
     assert "Traceback" not in done.stderr, done.stderr
     exits = [line for line in done.stdout.splitlines() if line.startswith("exit ")]
-    assert exits[0] != "exit 0"
-    assert "space" in done.stderr, done.stderr
+    assert exits[0] == "exit 5"
+    assert "store.full" in done.stderr, done.stderr
     assert exits[1] == "exit 0", done.stderr
     ledger = Ledger.open(f"sqlite:///{kept}/.nightjar/ledger.sqlite")
     (job,) = ledger.jobs(10)

@@ -17,15 +17,16 @@ from kernels import binaries, codec_cuda, toolchain
 from kernels.codec_cuda import TileConfig
 from tests.support.codec_unit_kit import BF16, TILE_CONFIGS, UNITS, Unit, check
 from tests.support.cuda_emulated import choose_order
+from tests.support.fake_gpus import FakeGpus
 
 #: Blocks of a launch: each has some tiles.
 BLOCKS = 2
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+def emulated(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Chooses the order in which the threads of the next launches run."""
-    monkeypatch.setattr(codec_cuda, "processors", lambda _: BLOCKS)
+    gpus.processors = BLOCKS
     return choose_order(monkeypatch)
 
 
@@ -37,9 +38,9 @@ def test_it_equals_its_twin(unit: Unit, config: TileConfig, emulated: Callable[[
 
 @pytest.mark.parametrize("config", TILE_CONFIGS, ids=lambda config: config.kernel)
 def test_the_order_of_threads_changes_no_bit(
-    config: TileConfig, emulated: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+    config: TileConfig, emulated: Callable[[int], None], gpus: FakeGpus
 ) -> None:
-    monkeypatch.setattr(codec_cuda, "processors", lambda _: 1)
+    gpus.processors = 1
     unit = Unit(3, 450, 3, ends=(450, 0, 150))
     runs: list[Tensor] = []
     for seed in range(4):
@@ -77,12 +78,13 @@ def test_a_row_has_the_same_bits_in_any_company(emulated: Callable[[int], None])
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 @pytest.mark.parametrize("config", TILE_CONFIGS, ids=lambda config: config.kernel)
 def test_the_op_takes_the_kernel_where_weights_are_packed_and_tensors_aligned(
-    config: TileConfig, emulated: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+    config: TileConfig, emulated: Callable[[int], None], gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kernels import codec_launch
 
+    # A device without TMA, whose descriptors need aligned tensors.
+    gpus.capability = (8, 0)
     unit, launched = Unit(2, 70, 3), list[int]()
-    monkeypatch.setattr(codec_launch, "_has_tma", lambda _: False)
     monkeypatch.setattr(codec_launch, "on_grid", lambda *_: lambda *given, **_: launched.append(len(given)))
     monkeypatch.setitem(codec_cuda.TILE_CONFIGS, 192, replace(codec_cuda.TILE_CONFIGS[192], fewest_steps=140))
     t, made = unit.tensors(config.channels), unit.made(config)

@@ -14,6 +14,7 @@ from kernels import lm_cuda
 from kernels.layers import codec_embedding_sum
 from kernels.sampler import all_finite, frame_noise, process_first, sample
 from tests.support.cuda_emulated import choose_order, guarded
+from tests.support.fake_gpus import FakeGpus
 
 BF16 = torch.bfloat16
 SLOTS, CODEBOOKS, WIDTH, TALKER, TRAILING = 24, 4, 72, 200, 6
@@ -22,7 +23,7 @@ FIRST_CODEBOOK = {lm_cuda.FIRST: 0, lm_cuda.MIDDLE: 2, lm_cuda.LAST: CODEBOOKS -
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+def emulated(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return choose_order(monkeypatch)
 
 

@@ -12,13 +12,14 @@ from torch.nn import functional
 from kernels import lm_cuda
 from kernels.layers import rms_norm, rope, rope_table, swiglu
 from tests.support.cuda_emulated import KernelError, choose_order, guarded
+from tests.support.fake_gpus import FakeGpus
 
 BF16, EPS = torch.bfloat16, 1e-6
 SEEDS = range(4)
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+def emulated(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Chooses the order in which the threads of the next launches run."""
     monkeypatch.setattr(lm_cuda, "WIDE_FROM", 128)
     return choose_order(monkeypatch)

@@ -18,6 +18,7 @@ from kernels.frame import DepthTensors
 from kernels.lm_persistent import FAILED, Predictor, TileConfig, Trial, kernel_name, predictor_config
 from kernels.reference import ENDED, NOT_FINITE
 from tests.support import cuda_emulated, persistent_kit
+from tests.support.fake_gpus import FakeGpus
 from tests.support.lm_checks import vary_draws
 from tests.support.persistent_kit import (
     GOLDEN,
@@ -49,7 +50,7 @@ KERNEL = "PREDICTOR(persistent_least_1, 16384, false, 32, 32, 2, 1, 16, 32, 1, 2
 
 
 @pytest.fixture(autouse=True)
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def emulated(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     persistent_kit.emulate(monkeypatch)
     Emulated.seed = 0
     with torch.inference_mode():
@@ -234,7 +235,7 @@ def test_the_dead_slot_stays_where_it_is() -> None:
 
 
 def test_a_device_that_does_not_hold_all_blocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Emulated, "resident_blocks", lambda *_: 3)
+    persistent_kit.emulate(monkeypatch, room=lambda: 3)
     with pytest.raises(RuntimeError, match="has 4 blocks; this device holds 3"):
         run_of(case(SMALLEST, 1))
 

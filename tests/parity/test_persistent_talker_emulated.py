@@ -25,6 +25,7 @@ from kernels.lm_persistent import (
     talker_config,
 )
 from tests.support import persistent_kit, persistent_talker_kit
+from tests.support.fake_gpus import FakeGpus
 from tests.support.persistent_kit import Emulated
 from tests.support.persistent_talker_kit import (
     GOLDEN_TALKER,
@@ -44,7 +45,7 @@ SHORT = 8000
 
 
 @pytest.fixture(autouse=True)
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def emulated(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     persistent_kit.emulate(monkeypatch)
     Emulated.seed = 0
     with torch.inference_mode():

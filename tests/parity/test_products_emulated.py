@@ -26,12 +26,13 @@ from kernels.lm_products import (
     tile_config,
 )
 from tests.support.cuda_emulated import KernelError, choose_order, guarded
+from tests.support.fake_gpus import FakeGpus
 
 BF16 = torch.bfloat16
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+def emulated(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Chooses the order in which the threads of the next launches run."""
     return choose_order(monkeypatch)
 

@@ -15,6 +15,7 @@ from torch.nn import functional
 from kernels import binaries, lm_products, toolchain
 from kernels.lm_products import SPLITS, add_product, has_residual, splits_for
 from tests.support.cuda_emulated import choose_order, guarded
+from tests.support.fake_gpus import FakeGpus
 
 BF16 = torch.bfloat16
 #: Clusters that an H200 holds at once, by parts.
@@ -22,7 +23,7 @@ CLUSTERS = {4: 30, 8: 15}
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+def emulated(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Chooses the order in which the threads of the next launches run."""
     return choose_order(monkeypatch)
 

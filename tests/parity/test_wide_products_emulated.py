@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels import binaries, layers, lm_products, toolchain
+from kernels import binaries, layers, toolchain
 from kernels.lm_products import blocks_of, fills, swiglu
 from pipelines.engine.buckets import BUCKETS, WIDE_BUCKETS
 from tests.support.cuda_emulated import choose_order, guarded
+from tests.support.fake_gpus import FakeGpus
 
 BF16 = torch.bfloat16
 #: Multiprocessors of the device, so that a block has several tiles.
@@ -23,9 +24,9 @@ PROCESSORS = 2
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+def emulated(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Chooses the order in which the threads of the next launches run."""
-    monkeypatch.setattr(lm_products, "processors", lambda _: PROCESSORS)
+    gpus.processors = PROCESSORS
     return choose_order(monkeypatch)
 
 

@@ -79,6 +79,14 @@ NOT_RUN: list[tuple[str, str]] = [
         "the job of the pages has no such scores; tests/services/jobs/test_export_filters.py",
     ),
     (
+        r"nightjar (export (--schedule|--name) .*|export JOB JOB .*|augment .*)",
+        "it needs other jobs or folders of sounds; tests/services/jobs/test_export_sets.py and test_augment.py",
+    ),
+    (
+        r"nightjar (run .* --output \w+|decode .*|export JOB --format interleaved .*)",
+        "the job of the pages has no codes; tests/services/worker/test_qwen3_job.py and tests/unit/worker/test_codes_jobs.py",
+    ),
+    (
         r"nightjar export JOB .* --push .*",
         "there is no hub; tests/services/jobs/test_export_hub.py pushes to a stand-in",
     ),
@@ -176,7 +184,9 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "speakers").mkdir()
     (tmp_path / "speakers" / "anna.wav").write_bytes(wav(1.0))
     (tmp_path / "speakers.csv").write_text("recording,text,weight\nspeakers/anna.wav,What Anna says.,2\n")
-    (tmp_path / "table.csv").write_text("id,text,speaker\nt1,Good morning.,anna\n")
+    (tmp_path / "table.csv").write_text(
+        "id,text,speaker,accent,gender,notes\nt1,Good morning.,anna,north,f,-\n"
+    )
     (tmp_path / "common_voice.tsv").write_text("client_id\tpath\tsentence\n1\ta.mp3\tGood morning.\n")
     (tmp_path / "data/train").mkdir(parents=True)
     (tmp_path / "data/train/text").write_text("anna-1 good morning\nben-1 good night\n")

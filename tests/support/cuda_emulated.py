@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -165,9 +164,7 @@ def emulated_map(
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> None:
-    """Lets launches run here, with the order of `seed`."""
-    for name, found in (("current_device", 0), ("current_stream", SimpleNamespace(cuda_stream=0))):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, found=found: found)
+    """Lets launches run here, with the order of `seed`, on a machine that says it has a GPU (the fixture `gpus`)."""
     monkeypatch.setattr(Source, "on", lambda source, _: kernels(source, seed))
     for module in (cuda_driver, codec_cuda):
         monkeypatch.setattr(module, "tensor_map", emulated_map)

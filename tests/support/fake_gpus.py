@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,8 @@ class FakeGpus:
     total_gib: float = 141
     #: The share of a device's memory that the allocator was given.
     shares: dict[str, float] = field(default_factory=dict)
+    #: What is called whenever a device is waited for.
+    waits: list[Callable[[], object]] = field(default_factory=list)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> FakeGpus:
         for name in _ANSWERED:
@@ -72,4 +75,5 @@ class FakeGpus:
         """Nothing is cached."""
 
     def synchronize(self, device: Any = 0) -> None:
-        """Nothing runs."""
+        for call in self.waits:
+            call()

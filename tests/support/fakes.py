@@ -38,7 +38,7 @@ from tests.support.called import CalledPipeline
 SAMPLE_RATE = 16000
 #: Samples of a frame of the fake codec; every fake speech has whole frames.
 FRAME_SAMPLES = 160
-CODEC = CodecIdentity("fake-codec", "0" * 64, SAMPLE_RATE / FRAME_SAMPLES, SAMPLE_RATE)
+CODEC = CodecIdentity("fake-codec", "0" * 64, SAMPLE_RATE / FRAME_SAMPLES, SAMPLE_RATE, (400, 1000))
 
 #: `[[word]]` or `[[word:value]]` anywhere in a text asks the fake engine for bad luck.
 MARKER = re.compile(r"\[\[(\w+)(?::([^\]]*))?\]\]")

@@ -30,8 +30,8 @@ import pytest
 from pipelines.vllm_engine import library
 from pipelines.vllm_engine.library import on_cpu
 
-#: Modules that a template imports.
-IMPORTS = ["tests.support.core_imports"]
+#: The variable that names the modules that a template imports.
+IMPORTS = "NIGHTJAR_CORE_IMPORTS"
 _STARTING = threading.Lock()
 
 
@@ -41,7 +41,7 @@ class Template(forkserver.ForkServer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.set_forkserver_preload(IMPORTS)
+        self.set_forkserver_preload(os.environ.get(IMPORTS, "tests.support.core_imports").split())
         self._owner: int | None = None
 
     def share(self, card: Path) -> None:
@@ -84,15 +84,21 @@ class Template(forkserver.ForkServer):
         return self._forkserver_pid
 
 
-TEMPLATES: dict[str, Template] = {}
+#: By the run and the kind of its cores.
+TEMPLATES: dict[tuple[str, str], Template] = {}
+
+
+def run_name() -> str:
+    """What all processes of a run of pytest have."""
+    return os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
 
 
 class _Popen(popen_forkserver.Popen):
     def _launch(self, process_obj: BaseProcess) -> None:
         environment: dict[str, str] = process_obj._environment  # pyright: ignore[reportAttributeAccessIssue]
         kind = "v2" if environment.get("TRITON_INTERPRET") == "1" else "v1"
-        template = TEMPLATES.setdefault(kind, Template())
-        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+        run = run_name()
+        template = TEMPLATES.setdefault((run, kind), Template())
         with _STARTING:
             template.share(Path(tempfile.gettempdir(), f"nightjar-cores-{run}-{kind}"))
             with patch.object(forkserver, "connect_to_new_process", template.connect_to_new_process):
@@ -153,8 +159,9 @@ def forked_pids() -> list[int]:
 
 
 def template_pids() -> list[int]:
-    """The templates among the children of this process; theirs are cores of other processes too."""
-    return [template.pid for template in TEMPLATES.values() if template.pid is not None]
+    """The templates of this run among the children of this process; theirs are cores of other processes too."""
+    own = (template for (run, _), template in TEMPLATES.items() if run == run_name())
+    return [template.pid for template in own if template.pid is not None]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -99,16 +99,18 @@ class Emulated:
 
     seed = 0
 
-    def __init__(self, name: str, shared_bytes: int) -> None:
-        self._name, self._shared_bytes = name, shared_bytes
+    def __init__(
+        self, name: str, shared_bytes: int, built: Callable[[str], ctypes.CDLL], room: Callable[[], int]
+    ) -> None:
+        self._name, self._shared_bytes, self._built, self._room = name, shared_bytes, built, room
 
     def resident_blocks(self, threads: int) -> int:
-        return 132
+        return self._room()
 
     def launch(
         self, grid: tuple[int, int], threads: int, arguments: ctypes.Structure, stream: int, cooperative: bool
     ) -> None:
-        built = library(re.sub(r"_[12](_tested)?$", "", self._name))
+        built = self._built(re.sub(r"_[12](_tested)?$", "", self._name))
         kernel = cuda_emulated.Kernel(
             built, self._name, self._shared_bytes, Emulated.seed, together=cooperative
         )
@@ -126,17 +128,22 @@ def rebuild(monkeypatch: pytest.MonkeyPatch, folder: Path, kernel: str, edits: d
         f'#include "persistent{"_talker" if kernel.startswith("TALKER") else ""}.cuh"\n{kernel}\n'
     )
     built = cuda_emulated.build(source, [name], edits)
-    monkeypatch.setattr(f"{__name__}.library", lambda _: built)
+    emulate(monkeypatch, lambda _: built)
 
 
-def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small sizes alone are known, and run here."""
+def emulate(
+    monkeypatch: pytest.MonkeyPatch,
+    built: Callable[[str], ctypes.CDLL] = library,
+    room: Callable[[], int] = lambda: 132,
+) -> None:
+    """Small sizes alone are known, and run here, on a machine that says it has a GPU. `room`: how many blocks the device
+    holds at once."""
     cuda_emulated.emulate(monkeypatch)
     _know(
         monkeypatch,
         EMULATED_CONFIGS,
         EMULATED_TALKER_CONFIGS,
-        lambda source, _: {name: Emulated(name, size) for name, size in source.kernels.items()},
+        lambda source, _: {name: Emulated(name, size, built, room) for name, size in source.kernels.items()},
     )
 
 

@@ -43,8 +43,10 @@ def scheduler(
     caching: bool = False,
     groups: int = 1,
     window: int | None = None,
+    **own: Any,
 ) -> Any:
-    """A scheduler of this kind with so much of everything; blocks of KV hold `BLOCK` tokens."""
+    """A scheduler of this kind with so much of everything; blocks of KV hold `BLOCK` tokens. `own`: its other
+    attributes, such as `gather_seconds`."""
     spec = model_spec(SparkConfig.from_folder(wide_checkpoint()))
     arguments = {
         **engine_arguments(spec, TokenModelOptions(slots=sequences, max_context=512)),
@@ -60,7 +62,7 @@ def scheduler(
     )
     kv_groups = [KVCacheGroupSpec([f"layer{group}"], attention) for group in range(groups)]
     kv = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=kv_groups)
-    return kind(
+    made = kind(
         vllm_config=config,
         kv_cache_config=kv,
         structured_output_manager=StructuredOutputManager(config),
@@ -68,6 +70,8 @@ def scheduler(
         hash_block_size=BLOCK,
         log_stats=True,
     )
+    vars(made).update(own)
+    return made
 
 
 def newcomer(name: str, prompt: int, most: int = 400, stop: int = NEVER, **extra: Any) -> Any:

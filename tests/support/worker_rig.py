@@ -43,6 +43,8 @@ class Rig:
         self.store = MemoryStore()
         self.pipeline = pipeline or FakePipeline()
         self.opened: list[str] = []
+        #: Of each: whether the decoder of its codec was opened.
+        self.decodes: list[bool] = []
         self.clock = clock or time
         self.metrics = Metrics()
         self.leases = HeldLeases(self.settings.times.lease_seconds, self.clock, self.metrics.count_retry)
@@ -129,8 +131,9 @@ class Rig:
         self.pipelines.close()
         self.ledger.close()
 
-    def _open(self, model: str, _decodes: bool) -> Pipeline:
+    def _open(self, model: str, decodes: bool) -> Pipeline:
         self.opened.append(model)
+        self.decodes.append(decodes)
         return self.pipeline
 
 

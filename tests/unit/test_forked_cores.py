@@ -26,7 +26,6 @@ WAITING = "import signal; open('/proc/self/comm', 'w').write('Engine' + 'Core');
 OTHER = f"""
 import sys
 from tests.support import forked_cores
-forked_cores.IMPORTS = []
 core = forked_cores.ForkedCores().Process(target=exec, args=({WAITING!r},))
 core.start()
 print(core.pid, flush=True)
@@ -37,13 +36,12 @@ sys.stdin.read()
 @pytest.fixture(autouse=True)
 def templates(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A run whose templates import nothing."""
-    made: dict[str, forked_cores.Template] = {}
-    monkeypatch.setattr(forked_cores, "TEMPLATES", made)
-    monkeypatch.setattr(forked_cores, "IMPORTS", [])
-    monkeypatch.setenv("PYTEST_XDIST_TESTRUNUID", f"{os.getpid()}-{time.monotonic_ns()}")
+    own = f"{os.getpid()}-{time.monotonic_ns()}"
+    monkeypatch.setenv("PYTEST_XDIST_TESTRUNUID", own)
+    monkeypatch.setenv(forked_cores.IMPORTS, "")
     yield
-    for template in made.values():
-        template._stop()  # pyright: ignore[reportAttributeAccessIssue]
+    for name in [(run, kind) for run, kind in forked_cores.TEMPLATES if run == own]:
+        forked_cores.TEMPLATES.pop(name)._stop()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_a_core_has_the_environment_and_the_output_of_its_starter(

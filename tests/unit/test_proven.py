@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from tests import proven
 from tests.conftest import pytest_ignore_collect
-from tests.proven import ROOT, Proof, proofs
+from tests.proven import ROOT, Proof, left_out_of, proofs
 
 
 @pytest.fixture
@@ -43,31 +42,29 @@ def test_a_source_that_is_added_or_renamed_counts(
 
 
 @pytest.fixture
-def proven_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def held(monkeypatch: pytest.MonkeyPatch) -> list[Proof]:
     """These tests are a group that passed."""
-    held = Proof("a", ["tests/unit/test_proven.py"], [], "")
-    monkeypatch.setattr(proven, "proofs", lambda: [replace(held, sha256=held.digest())])
     monkeypatch.delenv(proven.ALL_TESTS, raising=False)
-    proven.left_out.cache_clear()
-    yield
-    proven.left_out.cache_clear()
+    made = Proof("a", ["tests/unit/test_proven.py"], [], "")
+    return [replace(made, sha256=made.digest())]
 
 
-@pytest.mark.usefixtures("proven_here")
-def test_all_tests_run_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert pytest_ignore_collect(Path(__file__))
-    proven.left_out.cache_clear()
+def test_all_tests_run_where_they_are_asked_for(held: list[Proof], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Path(__file__) in left_out_of(held, gpu=True)
     monkeypatch.setenv(proven.ALL_TESTS, "1")
-    assert pytest_ignore_collect(Path(__file__)) is None
+    assert left_out_of(held, gpu=False) == {}
 
 
-@pytest.mark.usefixtures("proven_here")
-def test_tests_of_gpus_are_left_out_only_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_of_gpus_are_left_out_only_where_there_is_none(
+    held: list[Proof], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    for here, left_out in ((True, None), (False, True)):
-        monkeypatch.setattr(proven, "has_gpu", lambda here=here: here)
-        proven.left_out.cache_clear()
-        assert pytest_ignore_collect(ROOT / "tests/gpu") is left_out
+    assert [ROOT / "tests/gpu" in left_out_of(held, gpu=here) for here in (True, False)] == [False, True]
+
+
+def test_what_is_left_out_is_not_collected() -> None:
+    for path in (*proven.left_out(), Path(__file__)):
+        assert pytest_ignore_collect(path) is (True if path in proven.left_out() else None)
 
 
 @pytest.mark.parametrize("proof", proofs(), ids=lambda proof: proof.name)

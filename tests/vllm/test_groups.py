@@ -26,8 +26,6 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402  # i
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402  # isort: skip
 from vllm.v1.request import RequestStatus  # noqa: E402  # isort: skip
 
-from pipelines.vllm_engine import host as engine  # noqa: E402
-from pipelines.vllm_engine import scheduler as grouping  # noqa: E402
 from pipelines.vllm_engine.host import engine_arguments, sampling_params  # noqa: E402
 from pipelines.vllm_engine.scheduler import (  # noqa: E402
     GATHER_SECONDS,
@@ -48,14 +46,11 @@ from pipelines.vllm_engine.scheduler import (  # noqa: E402
         (GroupScheduler, Scheduler, 60, False),
     ],
 )
-def test_steps_and_blocks_are_those_of_vllm(
-    monkeypatch: pytest.MonkeyPatch, ours: Any, plain: Any, blocks: int, caching: bool
-) -> None:
+def test_steps_and_blocks_are_those_of_vllm(ours: Any, plain: Any, blocks: int, caching: bool) -> None:
     """Prompts in chunks that begin alike, ends, aborts, and with few blocks preemptions; nobody waits for
     company here."""
-    monkeypatch.setattr(grouping, "GATHER_SECONDS", 0.0)
     runs = [
-        Run(scheduler(kind, 24, blocks, 128, caching), issubclass(kind, AsyncScheduler))
+        Run(scheduler(kind, 24, blocks, 128, caching, gather_seconds=0.0), issubclass(kind, AsyncScheduler))
         for kind in (ours, plain)
     ]
     asked = [counted(run.scheduler.kv_cache_manager.coordinator) for run in runs]
@@ -110,12 +105,9 @@ def test_where_vllm_does_more_than_blocks_it_is_asked(other: dict[str, Any]) -> 
         (False, {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, Scheduler),
     ],
 )
-def test_engines_run_on_it(
-    monkeypatch: pytest.MonkeyPatch, cpu: bool, chosen: dict[str, Any], kind: Any
-) -> None:
-    monkeypatch.setattr(engine, "on_cpu", lambda: cpu)
+def test_engines_run_on_it(cpu: bool, chosen: dict[str, Any], kind: Any) -> None:
     spec = replace(model_spec(SparkConfig.from_folder(wide_checkpoint())), engine=chosen)
-    arguments = engine_arguments(spec, TokenModelOptions())
+    arguments = engine_arguments(spec, TokenModelOptions(), cpu)
     assert (
         SchedulerConfig.default_factory(scheduler_cls=arguments["scheduler_cls"]).get_scheduler_cls() is kind
     )
@@ -153,15 +145,13 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(grouping, "time", clock)
-    return clock
+def clock() -> Clock:
+    return Clock()
 
 
 def full(clock: Clock, slots: int, running: int) -> Run:
     """A run with so many endless sequences under way, the last of which entered now."""
-    run = Run(scheduler(AsyncGroupScheduler, slots, 4000, 8192), late=True)
+    run = Run(scheduler(AsyncGroupScheduler, slots, 4000, 8192, monotonic=clock.monotonic), late=True)
     for number in range(running):
         run.scheduler.add_request(newcomer(f"a{number}", 3))
     clock.now += GATHER_SECONDS

@@ -145,14 +145,11 @@ def test_equal_codes_survive_the_merging_of_outputs() -> None:
     ("cpu", "options"),
     [(True, TokenModelOptions(step_tokens=1000)), (False, TokenModelOptions(step_tokens=100))],
 )
-def test_a_step_that_is_too_small_is_refused(
-    monkeypatch: pytest.MonkeyPatch, cpu: bool, options: TokenModelOptions
-) -> None:
+def test_a_step_that_is_too_small_is_refused(cpu: bool, options: TokenModelOptions) -> None:
     from pipelines.vllm_engine import host as engine
 
-    monkeypatch.setattr(engine, "on_cpu", lambda: cpu)
     with pytest.raises(ConfigError) as caught:
-        engine.engine_arguments(ModelSpec(wide_checkpoint()), options)
+        engine.engine_arguments(ModelSpec(wide_checkpoint()), options, cpu)
     assert caught.value.code is ErrorCode.CONFIG_INVALID
 
 

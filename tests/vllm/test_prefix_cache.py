@@ -18,7 +18,6 @@ require_vllm()
 
 from pipelines.fish_speech.engines import as_extra  # noqa: E402
 from pipelines.fish_speech.prompt import Prompt  # noqa: E402
-from pipelines.vllm_engine import scheduler as grouping  # noqa: E402
 from tests.support.scheduler_rig import BLOCK, Run, hashed, scheduler  # noqa: E402
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402  # isort: skip
@@ -30,11 +29,6 @@ from pipelines.vllm_engine.scheduler import AsyncGroupScheduler, GroupScheduler 
 SEMANTIC = range(1000, 1002)
 KINDS = [GroupScheduler, AsyncGroupScheduler]
 Frames = NDArray[np.int64]
-
-
-@pytest.fixture(autouse=True)
-def _nobody_waits_for_company(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouping, "GATHER_SECONDS", 0.0)
 
 
 def frames(count: int, seed: int) -> Frames:
@@ -74,7 +68,8 @@ class Memory(Run):
 
     def __init__(self, kind: Any, blocks: int, step_tokens: int = 128) -> None:
         super().__init__(
-            scheduler(kind, 8, blocks, step_tokens, caching=True), issubclass(kind, AsyncScheduler)
+            scheduler(kind, 8, blocks, step_tokens, caching=True, gather_seconds=0.0),
+            issubclass(kind, AsyncScheduler),
         )
         self._kv: dict[tuple[int, int], bytes] = {}
         self._tables: dict[str, list[int]] = {}

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from tests.support.vllm_v2 import forked_environment, require_v2, v2_runner
 require_v2()
 
 from pipelines.errors import ConfigError, ErrorCode, InputError, NoAudioError, SynthesisError  # noqa: E402
-from pipelines.registry import open_pipeline  # noqa: E402
+from pipelines.registry import describe, open_decoder, open_pipeline  # noqa: E402
 from pipelines.request import (  # noqa: E402
     AudioChunk,
     Done,
@@ -118,6 +119,23 @@ def test_all_modes_together_and_again_with_shared_prefixes(pipeline: Pipeline) -
             check(name, future.result(SECONDS))
     stats = pipeline.stats()
     assert (stats.running, stats.waiting) == (0, 0)
+
+
+def test_codes_decode_later_to_the_samples_of_the_pipeline(pipeline: Pipeline) -> None:
+    request = dataclasses.replace(golden("a0"), output="both")
+    speech = submit(pipeline, request).result(SECONDS)
+    check("a0", speech)
+    alone = submit(pipeline, dataclasses.replace(request, output="codes")).result(SECONDS)
+    assert speech.codes is not None
+    np.testing.assert_array_equal(alone.codes, speech.codes)
+    assert (len(alone.samples), alone.sample_count) == (0, len(speech.samples))
+    found: queue.SimpleQueue[object] = queue.SimpleQueue()
+    with closing(open_decoder(CHECKPOINT)) as decoder:
+        decoder.decode(speech.codes, None, found.put)
+        np.testing.assert_array_equal(found.get(timeout=SECONDS), speech.samples)
+    codec = describe(CHECKPOINT).codec
+    assert codec is not None
+    assert codec().frame_samples == speech.frame_samples
 
 
 def streamed(pipeline: Pipeline, request: SynthesisRequest) -> tuple[list[AudioChunk], Speech]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import unicodedata
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,17 +40,17 @@ class AlignMeter:
 
     def __init__(self, model: str, device: str = "cpu", threads: int = 1) -> None:
         import torch
-        from transformers import AutoFeatureExtractor, AutoModelForCTC, AutoTokenizer
 
+        # Its types depend on what is installed.
+        library: Any = import_module("transformers")
         self._torch, self._device = torch, device
         torch.set_num_threads(threads)
         folder = str(Path(model).expanduser())
         try:
-            parts = [
+            self._features, tokenizer, self._model = (
                 kind.from_pretrained(folder, local_files_only=True)
-                for kind in (AutoFeatureExtractor, AutoTokenizer, AutoModelForCTC)
-            ]
-            self._features, tokenizer, self._model = (*map(_untyped, parts),)
+                for kind in (library.AutoFeatureExtractor, library.AutoTokenizer, library.AutoModelForCTC)
+            )
             self._model = self._model.eval().to(device)
             self._vocabulary: dict[str, int] = tokenizer.get_vocab()
             self._between = self._vocabulary.get(getattr(tokenizer, "word_delimiter_token", None) or "|")
@@ -126,10 +127,6 @@ class AlignMeter:
         log_probs = np.concatenate(found)[: -(-len(audio) // samples)]
         anything = np.delete(log_probs, self._blank, axis=1).max(axis=1, keepdims=True)
         return np.concatenate([log_probs, anything], axis=1), samples / SAMPLE_RATE
-
-
-def _untyped(part: Any) -> Any:
-    return part
 
 
 def viterbi(log_probs: NDArray[np.float32], ids: list[int], blank: int) -> NDArray[np.int64] | None:

@@ -45,14 +45,14 @@ class Utterance:
     #: The encoded recording of a cloned voice.
     reference: bytes | None = None
 
-    def resampled(self, sample_rate: int = SAMPLE_RATE) -> NDArray[np.float32]:
-        """The samples [samples] at another rate."""
+    def resampled(self) -> NDArray[np.float32]:
+        """The samples [samples] at the rate of built-in meters."""
         import soxr
 
         return (
             self.samples
-            if self.sample_rate == sample_rate
-            else soxr.resample(self.samples, self.sample_rate, sample_rate)
+            if self.sample_rate == SAMPLE_RATE
+            else soxr.resample(self.samples, self.sample_rate, SAMPLE_RATE)
         )
 
 

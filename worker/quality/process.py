@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -49,23 +50,18 @@ class _Draw(msgspec.Struct, frozen=True):
     fetch: bool | None = None
 
 
+@dataclass(eq=False)
 class MeterProcess:
     """A child process that measures one draw at a time, started by the first draw and restarted after a crash or
     hang."""
 
-    def __init__(
-        self,
-        draw_seconds: float = DRAW_SECONDS,
-        seconds_per_second: float = DRAW_SECONDS_PER_SECOND,
-        opening_seconds: float = OPENING_SECONDS,
-    ) -> None:
-        self._draw_seconds = draw_seconds
-        self._seconds_per_second = seconds_per_second
-        self._opening_seconds = opening_seconds
-        self._child: CalledChild[dict[str, Reading]] | None = None
-        self._stopped = False
-        #: Whether a meter has asked for another device than the CPU.
-        self._has_gpu = False
+    draw_seconds: float = DRAW_SECONDS
+    seconds_per_second: float = DRAW_SECONDS_PER_SECOND
+    opening_seconds: float = OPENING_SECONDS
+    _child: CalledChild[dict[str, Reading]] | None = None
+    _stopped: bool = False
+    #: Whether a meter has asked for another device than the CPU.
+    _has_gpu: bool = False
 
     def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
         """Measures a draw. Raises `MeterError` if a meter fails or crashes, `MeterHangError` if it takes too long, and
@@ -73,14 +69,14 @@ class MeterProcess:
         options = {name: dict(chosen) for name, chosen in meters.items()}
         draw = _Draw(options, utterance.sample_rate, utterance.text, utterance.language, utterance.reference)
         samples = np.ascontiguousarray(utterance.samples, np.float32)
-        seconds = self._draw_seconds + self._seconds_per_second * len(samples) / utterance.sample_rate
+        seconds = self.draw_seconds + self.seconds_per_second * len(samples) / utterance.sample_rate
         if any(chosen.get("device", "cpu") != "cpu" for chosen in options.values()) and not self._has_gpu:
             self._has_gpu = True
             self.close()
         child = self._child if self._child is not None and not self._child.ended else self._start()
         opened = False
         try:
-            child.call(_Draw(options)).result(self._opening_seconds)
+            child.call(_Draw(options)).result(self.opening_seconds)
             opened = True
             return child.call(draw, samples).result(seconds)
         except TimeoutError as error:
@@ -89,7 +85,7 @@ class MeterProcess:
                 raise MeterHangError(f"The meters took more than {seconds:.0f} s for one draw.") from error
             raise ModelError(
                 ErrorCode.MODEL_UNREACHABLE,
-                f"The meters {', '.join(meters)} were not open after {self._opening_seconds:g} s.",
+                f"The meters {', '.join(meters)} were not open after {self.opening_seconds:g} s.",
                 "See the worker's log. Download large weights before the job starts.",
             ) from error
         except (OSError, ChildEndedError) as error:

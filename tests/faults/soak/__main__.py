@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import commit
+from benchmarks.common import commit
 from tests.faults.cluster import ENGINE
 from tests.faults.soak.audit import audit
 from tests.faults.soak.cluster_site import ClusterSite

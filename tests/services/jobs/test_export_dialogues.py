@@ -9,21 +9,27 @@ import json
 import math
 import tarfile
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import soundfile
 
 from jobs.export import export, parse_splits
-from jobs.export.conversation import KNEE, Gaps, mixed, parse_gaps
-from jobs.export.items import Part
+from jobs.export.audio import Conversion
+from jobs.export.conversation import KNEE, Gaps, Sounds, mixed, parse_gaps
+from jobs.export.export import export_jobs
+from jobs.export.folder_formats import cut_of
+from jobs.export.items import Part, audio_items
+from jobs.export.job_set import StoredJob
 from jobs.ledger.records import JobSpec, Quality
 from jobs.store import FolderStore
 from jobs.where import parse_where
 from pipelines.errors import ConfigError, StoreError
+from pipelines.request import Word
 from tests.services.jobs.test_export_resume import StoppedError, contents, stop_at
 from tests.support.export_kit import SAMPLE_RATE, Finished, finished_job
 
@@ -148,7 +154,7 @@ def test_lhotse_reads_multicuts(finished: Finished, tmp_path: Path, monkeypatch:
     to = exported(finished, tmp_path / "to", "lhotse")
     monkeypatch.chdir(to / "train")
     cuts, recordings, supervisions = (
-        kind.from_items([row for path in sorted(Path().glob(f"{name}.*.gz")) for row in kind.from_file(path)])
+        kind.from_file(f"{name}.jsonl.gz").to_eager()
         for kind, name in (
             (lhotse.CutSet, "cuts"),
             (lhotse.RecordingSet, "recordings"),
@@ -229,7 +235,7 @@ def test_the_same_bytes_stopped_or_not(finished: Finished, tmp_path: Path, forma
     options: dict[str, Any] = {"splits": parse_splits("train=0.7,dev=0.3")}
     whole = contents(exported(finished, tmp_path / "whole", format, **options))
     with pytest.raises(StoppedError):
-        exported(finished, tmp_path / "to", format, on_part=stop_at(2), **options)
+        exported(finished, tmp_path / "to", format, on_part=stop_at(1), **options)
     redone: list[Part] = []
     assert contents(exported(finished, tmp_path / "to", format, on_part=redone.append, **options)) == whole
     assert redone
@@ -267,9 +273,29 @@ def test_a_dialogue_with_a_turn_that_the_filter_leaves_out_is_left_out(tmp_path:
     kept = [name for name in WHOLE if name not in ("a", "b c")]
     assert [turns[0]["example_id"] for turns in turn_table(to).values()] == kept
     assert report.items == TURNS - 8
-    assert [out.items for out in report.reasons.filtered] == [1, 1]
-    assert report.left_out == 10
+    assert str(report.reasons) == (
+        "2 without audio, 1 by wer != 0.01, 1 by wer != 0.05, 6 by other turns of their dialogue"
+    )
     finished.ledger.close()
+
+
+def test_several_jobs_of_dialogues_are_one_set(finished: Finished, tmp_path: Path) -> None:
+    # The last dialogue of the first job and the first one of the second have one example id.
+    lines = [LINES[0] | {"example_id": LINES[-1]["example_id"]}, *LINES[1:3]]
+    second = finished_job(tmp_path, FolderStore(tmp_path / "store"), lines, SPOKEN, seconds=0.5)
+    jobs = [StoredJob(one.ledger, one.store, one.ledger.job(one.job_id)) for one in (finished, second)]
+    to = tmp_path / "to"
+    report = export_jobs(jobs, "webdataset", str(to), dialogues="stereo", gaps=WIDE)
+    assert (report.items, report.left_out) == (TURNS + 8, 4)
+    table, files = turn_table(to), members(to)
+    both = Finished(tmp_path, second.ledger, second.store, "", finished.audio | second.audio)
+    for name, turns in table.items():
+        sound = soundfile.read(io.BytesIO(files[f"shar {name}.wav"]), dtype="int16")[0]
+        np.testing.assert_array_equal(sound, sound_of(turns, both))
+    roles = ["".join(turn["role"][0] for turn in turns) for turns in table.values()]
+    assert roles == [*(DIALOGUES[name] for name in WHOLE), "uaua", "uuaa"]
+    assert "stereo" in (to / "README.md").read_text()
+    second.ledger.close()
 
 
 @pytest.mark.parametrize(
@@ -320,6 +346,19 @@ def test_gaps_are_drawn_by_seed_example_and_turn() -> None:
     assert (drawn.mean(), drawn.std()) == pytest.approx((0.25, 1.5 / math.sqrt(12)), abs=0.02)
     # Fixed for ever, so that an export can be made again.
     assert parse_gaps("normal(0.2,0.3)").drawn(0, "a", 1) == pytest.approx(0.0, abs=2)
+
+
+def test_words_count_from_the_start_of_the_sound(finished: Finished) -> None:
+    sounds = Sounds("stereo", parse_gaps("0.5"), Conversion(), apart=False)
+    items = list(islice(audio_items(finished.ledger, finished.store, finished.job_id), 4))
+    said = [msgspec.structs.replace(item, timed=True, words=(Word("Oh", 0.25, 0.5),)) for item in items]
+    for turn in sounds.turns(said):
+        (word,) = turn.item.words
+        assert (word.start_s, word.end_s) == pytest.approx((turn.start + 0.25, turn.start + 0.5), abs=1e-3)
+    assert turn.start > 4
+    cut = cut_of("a", items[0].job, msgspec.structs.replace(items[0], turns=sounds.turns(said)), {})
+    for turn, spoken in zip(sounds.turns(said), cut["supervisions"], strict=True):
+        assert spoken["alignment"]["word"][0][1] == turn.item.words[0].start_s
 
 
 def test_a_sum_is_limited_without_clicks() -> None:

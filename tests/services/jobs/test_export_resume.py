@@ -338,17 +338,18 @@ def test_what_a_format_cannot_do_is_said_before_anything_is_written(finished: Fi
     assert not contents(to)
 
 
-def test_a_killed_export_goes_on(finished: Finished) -> None:
+@pytest.mark.parametrize("dialogues", [None, "mono"])
+def test_a_killed_export_goes_on(finished: Finished, dialogues: str | None) -> None:
     """SIGKILL at any moment; what was published stays, scratch files go."""
     whole, to = finished.folder / "whole", finished.folder / "to"
-    run(finished, "webdataset", whole)
+    run(finished, "webdataset", whole, dialogues=dialogues)
     code = (
         "import sys\n"
         "from jobs.ledger import Ledger; from jobs.store import open_store; from jobs.export import export, parse_splits\n"
         "ledger, store, job, to = sys.argv[1:]\n"
         "def told(part): print(part.number, flush=True); sys.stdin.readline()\n"
         "export(Ledger.open(ledger), open_store(store), job, 'webdataset', to,"
-        f" splits=parse_splits('train=0.7,dev=0.3'), part_bytes={PART}, on_part=told)"
+        f" splits=parse_splits('train=0.7,dev=0.3'), part_bytes={PART}, on_part=told, dialogues={dialogues!r})"
     )
     arguments = [finished.ledger.url, str(finished.folder / "store"), finished.job_id, str(to)]
     for more in (0, 2):
@@ -365,5 +366,5 @@ def test_a_killed_export_goes_on(finished: Finished) -> None:
             process.send_signal(signal.SIGKILL)
     assert len(list(whole.rglob("*.tar"))) > 6
     assert 0 < len(list(to.rglob("*.tar"))) < len(list(whole.rglob("*.tar")))
-    run(finished, "webdataset", to)
+    run(finished, "webdataset", to, dialogues=dialogues)
     assert contents(to) == contents(whole)

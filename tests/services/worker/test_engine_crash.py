@@ -97,7 +97,7 @@ def test_an_engine_that_is_killed_at_any_time_costs_only_time(site: Site) -> Non
     job = site.submit(texts, model=NAME, options=MANY)
     worker = site.worker(engine={"seconds": 0.02, "slots": 8})
     done = 0
-    for _ in range(6):
+    for _ in range(4):
         site.wait_for(lambda before=done: site.status(job).items.done > before + 5)
         time.sleep(chance.uniform(0.0, 0.3))
         os.kill(engine_of(site), signal.SIGKILL)

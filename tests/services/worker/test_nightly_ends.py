@@ -72,7 +72,9 @@ def test_the_command_ends_with_1_for_a_failed_night(
     house: House, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     house.write("no json")
-    monkeypatch.setattr(command, "_settings", lambda: house.settings)
+    of_news = house.settings.schedules["news"].model_dump(include={"input", "exports", "export_to"})
+    monkeypatch.setenv("SPEECH_HOME", str(house.settings.home))
+    monkeypatch.setenv("SPEECH_SCHEDULES", json.dumps({"news": {"model": "fake", "qa": "off", **of_news}}))
     for arguments, code in (([], 1), (["--json"], 1)):
         with pytest.raises(SystemExit) as ended:
             command.cli(["nightly", "--night", NIGHT.isoformat(), *arguments])

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -27,7 +27,7 @@ from pipelines.audio import encode
 from pipelines.errors import ErrorCode
 from tests.support.fakes import SAMPLE_RATE, sine
 from tests.support.gpu_host import core_text, install_nvidia_smi
-from tests.support.ledger_kit import execute, expire_leases_of_the_dead
+from tests.support.ledger_kit import execute, expire_leases_of_the_dead, rows
 from tests.support.manifests import newest_job_manifest, read_manifest
 from tests.support.services import Valkey, free_port
 from tests.support.worker_process import REPOSITORY, Site, closed_port, stop
@@ -134,38 +134,55 @@ def test_a_second_signal_hurries(site: Site) -> None:
     assert site.status(job).shards[ShardState.READY] == 1
 
 
-def test_duplicate_and_old_messages_do_nothing(site: Site) -> None:
-    job = site.submit([f"text {n}" for n in range(32)])
+def wait_and_repeat(site: Site, job: Job, act: Callable[[], object], times: int) -> None:
+    """Does `act` so many times, half a second apart, while the job lasts; the job comes through at last."""
+    for _ in range(times):
+        if site.status(job).job.state.final:
+            return
+        act()
+        time.sleep(0.5)
+    site.wait_until_final(job)
+
+
+def test_repeated_messages_of_every_epoch_do_nothing(site: Site) -> None:
+    """For two workers, at work and at the end."""
+    job = site.submit([f"text {n}" for n in range(160)])
+    tickets = [Ticket(job.id, shard, epoch) for shard in range(job.total_shards) for epoch in range(3)]
     publisher = Publisher(site.settings)
-    tickets = site.ledger.take_ready(10)
-    publisher.publish(tickets * 5)
     publisher.publish([Ticket(job.id, 0, 7), Ticket("no-such-job", 0, 0)])
-    site.worker(engine={"seconds": 0.02})
-    assert site.wait_until_final(job).items.done == 32
+    for _ in range(2):
+        site.worker(engine={"seconds": 0.1, "slots": 4})
+    wait_and_repeat(site, job, lambda: publisher.publish(tickets), 30)
+    publisher.publish(tickets)
     site.wait_for(lambda: site.queue_depth() == 0)
-    assert_all_done(site, job.id, 32)
+    assert_all_done(site, job.id, 160)
+    attempts = "SELECT outcome, count(*) FROM attempts GROUP BY outcome"
+    assert rows(site.ledger, attempts) == [("done", job.total_shards)]
 
 
 def test_an_emptied_broker_costs_only_time(site: Site, valkey_url: str) -> None:
-    job = site.submit([f"text {n}" for n in range(48)])
+    """Before and while a worker is at work."""
+    job = site.submit([f"text {n}" for n in range(160)])
     site.dispatch()
-    redis.Redis.from_url(valkey_url).flushall()
-    site.worker()
-    assert site.wait_until_final(job).items.done == 48
+    broker = redis.Redis.from_url(valkey_url)
+    broker.flushall()
+    site.worker(engine={"seconds": 0.1, "slots": 4})
+    site.wait_for(lambda: site.status(job).items.done)
+    wait_and_repeat(site, job, broker.flushall, 6)
+    assert_all_done(site, job.id, 160)
 
 
 def test_an_item_that_kills_its_workers_dies_alone(tmp_path: Path, valkey_url: str) -> None:
     quick = {"NIGHTJAR_TIMES__RESTART_SECONDS": "0.5", "NIGHTJAR_TIMES__BACKOFF_SECONDS": "0.1"}
     with Site(tmp_path, valkey_url, **quick) as site:
-        texts = [f"text {n}" for n in range(6)]
-        texts[3] = "[[crash]]"
-        job = site.submit(texts, options=SubmitOptions(max_attempts=2))
+        job = site.submit(["one", "[[crash]]", "two"], options=SubmitOptions(max_attempts=2))
         supervisor = site.worker("--supervise")
 
         expire_until_final(site, job)
         status = site.status(job)
-        assert status.items.done == 5
-        assert [row.error_code for row in site.ledger.items(job.id)][3] is ErrorCode.POISON_WORKER_CRASH
+        assert status.items.done == 2
+        codes = [row.error_code for row in site.ledger.items(job.id)]
+        assert codes == [None, ErrorCode.POISON_WORKER_CRASH, None]
         assert stop(supervisor) == 0
 
 

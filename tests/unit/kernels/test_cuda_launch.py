@@ -80,9 +80,9 @@ def test_a_launch_is_what_the_driver_reads(said: Callable[[], list[str]]) -> Non
 
 
 def test_a_cooperative_launch_says_so_and_its_room_is_known(
-    said: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+    said: Callable[[], list[str]], gpus: FakeGpus
 ) -> None:
-    monkeypatch.setattr(cuda_driver, "processors", lambda _: 131)
+    gpus.processors = 131
     module = cuda_driver.Module(b"code", 1)
     assert module.kernel("name", 200_000).resident_blocks(288) == 131
     kernel = module.kernel("name", 4096)

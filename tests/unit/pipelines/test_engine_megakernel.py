@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from benchmarks.shapes import Maker
+from benchmarks.shapes import Maker, Shape
 from kernels import binaries, lm_persistent
 from kernels.lm_frame import FusedFrame, PersistentFrame
 from kernels.lm_persistent import FAILED
@@ -24,7 +24,8 @@ from pipelines.engine.graph import GraphExecutor
 from pipelines.engine.megakernel import MegakernelExecutor, PersistentKernelError
 from pipelines.engine.opening import graph_executor
 from tests.support import persistent_kit
-from tests.support.persistent_kit import ANY_DRAWS, SMALLEST, Emulated
+from tests.support.fake_gpus import FakeGpus
+from tests.support.persistent_kit import ANY_DRAWS, SMALLEST
 from tests.support.qwen3_golden import golden_model
 
 SETTINGS = FrameSettings(64, ANY_DRAWS, ANY_DRAWS)
@@ -48,9 +49,9 @@ class Eager(GraphExecutor):
 class Unmade(MegakernelExecutor, Eager):
     """An executor with all that frames are made of, on a CPU; a captured graph is its frame."""
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, shape: Shape = SMALLEST) -> None:
         maker = Maker("cpu", dtype)
-        self.tensors = maker.frame(SMALLEST)
+        self.tensors = maker.frame(shape)
         k, v = maker.caches(SMALLEST, 9, 16)
         self.kv = SimpleNamespace(k=k, v=v)  # type: ignore[assignment]
         slots = maker.state(SMALLEST, 2, 9, 16, torch.zeros(2, dtype=torch.int64))
@@ -84,12 +85,9 @@ class Unmade(MegakernelExecutor, Eager):
 
 
 @pytest.fixture(autouse=True)
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
-    """What a wait for the device, which is not there, calls."""
-    calls: list[Callable[[], None]] = []
+def emulated(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Persistent kernels run here."""
     persistent_kit.emulate(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: [call() for call in calls])
-    return calls
 
 
 def test_one_and_two_rows_have_the_persistent_kernel_and_share_its_weights() -> None:
@@ -102,15 +100,11 @@ def test_one_and_two_rows_have_the_persistent_kernel_and_share_its_weights() -> 
     assert one.predictor_run.control is not two.predictor_run.control
 
 
-def test_the_talkers_layers_have_a_persistent_kernel_where_there_is_one_for_their_sizes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(lm_persistent, "TALKERS", {})
-        executor = Unmade()
-        executor.capture(1)
-        assert executor.frame(1).talker is None  # type: ignore[attr-defined]
-        assert executor.frame(1).plan.pdl
+def test_the_talkers_layers_have_a_persistent_kernel_where_there_is_one_for_their_sizes() -> None:
+    executor = Unmade(shape=replace(SMALLEST, inter=SMALLEST.inter + 16))
+    executor.capture(1)
+    assert executor.frame(1).talker is None  # type: ignore[attr-defined]
+    assert executor.frame(1).plan.pdl
     executor = Unmade()
     assert executor.kinds == [PersistentFrame, PersistentFrame, FusedFrame]
     assert not executor.frame(1).plan.pdl, "no kernel is launched early after a cooperative one"
@@ -138,7 +132,7 @@ def test_a_model_without_a_kernel_has_plain_frames_and_one_warning(caplog: pytes
 def test_a_device_without_room_has_plain_frames_and_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Emulated, "resident_blocks", lambda *_: 1)
+    persistent_kit.emulate(monkeypatch, room=lambda: 1)
     executor = Unmade()
     executor.warm()
     assert executor.name == "megakernel"
@@ -152,10 +146,10 @@ def test_a_device_without_room_has_plain_frames_and_one_warning(
 def test_a_fault_of_the_device_is_not_a_missing_kernel(
     kind: type[RuntimeError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(_: object) -> None:
+    def fails() -> int:
         raise kind("CUDA error")
 
-    monkeypatch.setattr(megakernel, "Predictor", fails)
+    persistent_kit.emulate(monkeypatch, room=fails)
     with pytest.raises(kind):
         Unmade().capture(1)
 
@@ -190,10 +184,10 @@ def test_a_wheel_brings_both_kernels() -> None:
 
 
 def test_a_launch_that_gives_up_is_an_error_once_and_plain_frames_follow(
-    caplog: pytest.LogCaptureFixture, waits: list[Callable[[], None]]
+    caplog: pytest.LogCaptureFixture, gpus: FakeGpus
 ) -> None:
     executor, held = Unmade(), list[set[int]]()
-    waits.append(lambda: held.append(executor.captured))
+    gpus.waits.append(lambda: held.append(executor.captured))
     assert executor.kinds == [PersistentFrame, PersistentFrame, FusedFrame]
     assert executor.frames([0], 1, SETTINGS)().flags.tolist() == [[0, 0]]
     executor.flags[0, 0] = FAILED

@@ -6,15 +6,12 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 from pipelines import engine_choice
-from pipelines.engine import opening
-from pipelines.engine.executor import EngineOptions
 from pipelines.engine.opening import NativeModelOptions
 from pipelines.errors import ConfigError, EngineCrashError, ErrorCode
 from pipelines.fish_speech.pipeline import FishOptions
@@ -103,13 +100,9 @@ def test_qwen3_tts_has_no_float16() -> None:
             read_options(PipelineOptions, {option: "float16"})
 
 
-def test_who_waits_for_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "open_executor", lambda *_: None)
-    monkeypatch.setattr(opening, "Engine", lambda _executor, _sizes, room, _stage, _codec: room)
-
-    def room(device: str, **chosen: Any) -> Any:
-        model: Any = SimpleNamespace(device=torch.device(device))
-        return NativeModelOptions(**chosen).open_engine(model, EngineOptions(512), cast("Any", None))
+def test_who_waits_for_a_slot() -> None:
+    def room(device: str, **chosen: Any) -> int:
+        return NativeModelOptions(**chosen).waiting(torch.device(device), 512)
 
     assert [room("cuda"), room("cpu"), room("cuda", waiting_room=7)] == [512, 64, 7]
     assert [NativeModelOptions(max_context=context).context(300) for context in (None, 0, 100)] == [

@@ -8,6 +8,7 @@ import stat
 import sys
 import threading
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,8 +58,8 @@ def model() -> Qwen3TTSModel:
 def gpu_model(model: Qwen3TTSModel, gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> Qwen3TTSModel:
     """A model that says it is on a GPU where there is none: whatever tries to make kernels for it fails
     for real."""
-    gpus.capability = (8, 0)
-    monkeypatch.setattr(model, "device", torch.device("cuda"))
+    gpus.capability, model = (8, 0), copy(model)
+    model.device = torch.device("cuda")
     monkeypatch.setattr(opening, "EagerExecutor", lambda *sizes: ("eager", *sizes))
     return model
 

@@ -1,0 +1,381 @@
+"""One process of clients that `benchmarks.stream` starts, on bare sockets and one event loop; and `python -m benchmarks.clients
+silence`, a server that answers every speech with silence at once, to measure the clients themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gc
+import json
+import os
+import random
+import re
+import sys
+import time
+from asyncio import StreamReader, StreamWriter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from benchmarks.voices import words_of
+
+SPEECH, BYTES_PER_SAMPLE = "/v1/audio/speech", 2
+#: The load continues after the span that counts, so that its last streams begin under load too; what is left later is
+#: broken off.
+AFTER_SECONDS, DRAIN_SECONDS = 1.0, 5.0
+#: A client that was refused waits this long before it asks again.
+_REFUSED_SECONDS = 0.1
+
+
+@dataclass(slots=True)
+class Plan:
+    """A server, and what the clients of one process ask of it. Times in seconds."""
+
+    url: str
+    model: str
+    key: str = ""
+    voice: str | None = None
+    sample_rate: int = 24_000
+    #: Whether the server is ours, which takes the seed of a speech, and whether requests say its length in seconds
+    #: too.
+    own: bool = True
+    sized: bool = True
+    #: A WAV file that every request clones ("": none), with other samples in each one if it shall be `new`; its text, if
+    #: requests have it.
+    recording: str = ""
+    new: bool = False
+    spoken: str = ""
+    #: Requests a second (open loop), or clients back to back.
+    rate: float = 0.0
+    clients: int = 0
+    #: Clients play what they received before they ask again.
+    listen: bool = False
+    #: Seconds of the shortest and of the longest speech.
+    seconds: tuple[float, float] = (2.0, 8.0)
+    #: Seconds before the span that counts, and its length: audio that comes in it and requests that are sent in it.
+    warm_up: float = 0.0
+    duration: float = 0.0
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came of one request, and its listener's loudspeaker: it starts with the first audio and waits whenever there is
+    none. Times in seconds."""
+
+    sent: float
+    asked_audio: float
+    #: How much later than planned the request was written.
+    late: float = 0.0
+    first: float | None = None
+    took: float = 0.0
+    audio: float = 0.0
+    #: Of each wait after the start.
+    underruns: list[float] = field(default_factory=list[float])
+    #: "" for an answer to its end, "cut off" at the end of the plan ("no audio in time" before any), or the code of a
+    #: failure.
+    failure: str = "cut off"
+
+    def receive(self, at: float, seconds: float) -> None:
+        """Takes audio that came at a time."""
+        if self.first is None:
+            self.first = at - self.sent
+        elif (wait := at - self.silent_at) > 0:
+            self.underruns.append(wait)
+        self.audio += seconds
+
+    @property
+    def silent_at(self) -> float:
+        """When everything that came has been played."""
+        return self.sent + (self.first or 0.0) + self.audio + sum(self.underruns)
+
+
+class HttpConnection:
+    """A connection that is kept and has one request at a time."""
+
+    def __init__(self, url: str, key: str = "") -> None:
+        parts = urlsplit(url)
+        self.host, self.port = parts.hostname or "127.0.0.1", parts.port or 80
+        lines = [
+            f"POST {SPEECH} HTTP/1.1",
+            f"Host: {self.host}:{self.port}",
+            "Content-Type: application/json",
+        ]
+        self._head = "\r\n".join(
+            [*lines, *([f"Authorization: Bearer {key}"] if key else []), "Content-Length: "]
+        )
+        self._hung_up = self._last = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no further request."""
+        return self._hung_up or self._last or self._reader.at_eof()
+
+    async def open(self) -> HttpConnection:
+        """Raises `OSError` where the server does not listen."""
+        self._reader, self._writer = await asyncio.open_connection(self.host, self.port)
+        return self
+
+    def hang_up(self) -> None:
+        """Closes the connection in the middle of an answer, which then has the failure "cut off"."""
+        self._hung_up = True
+        self._writer.transport.abort()
+
+    async def ask(self, content: bytes, on_bytes: Callable[[float, int], None]) -> str:
+        """Sends a request and reads its answer, whose audio goes to `on_bytes` with its time: "" after a whole one, else the
+        code or the name of what went wrong."""
+        try:
+            failure = await self._ask(content, on_bytes)
+        except (OSError, EOFError):
+            failure, self._last = "connection lost", True
+        except (ValueError, IndexError, asyncio.LimitOverrunError):
+            failure, self._last = "no answer of this protocol", True
+        return "cut off" if self._hung_up else failure
+
+    async def _ask(self, content: bytes, on_bytes: Callable[[float, int], None]) -> str:
+        self._writer.write(f"{self._head}{len(content)}\r\n\r\n".encode() + content)
+        first, *lines = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        pairs = (line.partition(":") for line in lines)
+        headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
+        status, error = int(first.split()[1]), b""
+        async for piece in self._body(headers):
+            if self._hung_up:
+                raise EOFError
+            if status == 200:
+                on_bytes(time.monotonic(), len(piece))
+            else:
+                error += piece
+        self._last |= headers.get("connection", "").lower() == "close"
+        return "" if status == 200 else f"{status} {_code_of(error)}".strip()
+
+    async def _body(self, headers: dict[str, str]) -> AsyncIterator[bytes]:
+        """The pieces of a body as they come: of chunks, of a known length, or up to the connection's end."""
+        if "chunked" not in headers.get("transfer-encoding", ""):
+            self._last |= "content-length" not in headers
+            async for piece in self._pieces(int(headers.get("content-length", sys.maxsize))):
+                yield piece
+            return
+        while size := int((await self._reader.readuntil(b"\r\n")).partition(b";")[0], 16):
+            async for piece in self._pieces(size):
+                yield piece
+            await self._reader.readexactly(2)
+        while await self._reader.readuntil(b"\r\n") != b"\r\n":  # trailers
+            pass
+
+    async def _pieces(self, left: int) -> AsyncIterator[bytes]:
+        while left and (piece := await self._reader.read(min(left, 1 << 16))):
+            left -= len(piece)
+            yield piece
+        if left and not self._last:
+            raise EOFError
+
+
+def _code_of(error: bytes) -> str:
+    """Such as `queue_full`; "" of an error of another form."""
+    try:
+        return str(json.loads(error)["error"]["code"] or "")
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+def arrivals(rate: float, chance: random.Random, start: float, stop: float) -> Iterator[float]:
+    """Times of a Poisson process of `rate` a second."""
+    at = start + chance.expovariate(rate)
+    while at < stop:
+        yield at
+        at += chance.expovariate(rate)
+
+
+def text_of(seconds: float, number: int) -> str:
+    """One sentence about as long as its speech: a server may speak each sentence by itself."""
+    return words_of(seconds, number).replace(".", ",").rstrip(" ,") + "."
+
+
+def request_body(plan: Plan, seconds: float, number: int, recording: bytes = b"") -> bytes:
+    """What a request for a speech of a length says. `recording`: base64 of a file that is cloned."""
+    body = {"model": plan.model, "input": text_of(seconds, number), "response_format": "pcm", "stream": True}
+    body |= {"voice": plan.voice} if plan.voice else {}
+    body |= {"seed": number} if plan.own else {}
+    body |= {"max_seconds": round(seconds, 3)} if plan.own and plan.sized else {}
+    body |= {"reference_text": plan.spoken} if plan.spoken else {}
+    content = json.dumps(body).encode()
+    # Half a megabyte needs no JSON encoder.
+    return content[:-1] + b', "reference_audio": "' + recording + b'"}' if recording else content
+
+
+class Clients:
+    """All clients of a process, on one event loop."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.chance = plan, random.Random(plan.seed + 1)
+        self.answers: list[Answer] = []
+        #: Seconds of audio in the span.
+        self.audio_in_span = 0.0
+        #: Open connections without a request.
+        self._idle: list[HttpConnection] = []
+        self._busy: set[HttpConnection] = set()
+        self._number = plan.seed % 10_000 * 100_000
+        self._recording = base64.b64encode(Path(plan.recording).read_bytes()) if plan.recording else b""
+
+    async def connect(self) -> None:
+        """Opens the connections that the first streams need."""
+        streams = self.plan.clients or max(round(self.plan.rate * 0.5), 1)
+        tried = (HttpConnection(self.plan.url, self.plan.key).open() for _ in range(min(streams, 256)))
+        found = await asyncio.gather(*tried, return_exceptions=True)
+        self._idle += [one for one in found if isinstance(one, HttpConnection)]
+
+    async def run(self, start: float) -> dict[str, Any]:
+        """From a time until the plan's end; everything that was received."""
+        plan, self._start = self.plan, start
+        self._from = start + plan.warm_up
+        self._until = self._from + plan.duration
+        self._stop = self._until + AFTER_SECONDS
+        tasks = [asyncio.create_task(self._client(index)) for index in range(plan.clients)]
+        if plan.rate:
+            tasks.append(asyncio.create_task(self._arrivals()))
+        if tasks:
+            await asyncio.wait(tasks, timeout=self._until + DRAIN_SECONDS - time.monotonic())
+        for connection in list(self._busy):
+            connection.hang_up()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for one in self.answers:
+            if one.failure == "cut off" and one.first is None:
+                one.failure = "no audio in time"
+        return {"heard": [asdict(one) for one in self.answers], "audio_s": self.audio_in_span}
+
+    async def _arrivals(self) -> None:
+        """The open loop: a request at each arrival, however many are under way."""
+        under_way: set[asyncio.Task[Any]] = set()
+        for at in arrivals(self.plan.rate, random.Random(self.plan.seed), self._start, self._stop):
+            await asyncio.sleep(at - time.monotonic())
+            task = asyncio.create_task(self._one(at))
+            under_way.add(task)
+            task.add_done_callback(under_way.discard)
+        if under_way:
+            await asyncio.wait(under_way)
+
+    async def _client(self, index: int) -> None:
+        """The closed loop of one client; a listener waits until it has played what it got."""
+        plan = self.plan
+        # Listeners do not all begin at once: their beginnings are spread over the mean length of a speech.
+        spread = sum(plan.seconds) / 2 if plan.listen else 0.0
+        await asyncio.sleep(self._start + spread * index / max(plan.clients, 1) - time.monotonic())
+        while time.monotonic() < self._stop:
+            answer = await self._one(time.monotonic())
+            if answer.failure:
+                await asyncio.sleep(_REFUSED_SECONDS)
+            elif plan.listen:
+                await asyncio.sleep(answer.silent_at - time.monotonic())
+
+    async def _one(self, planned: float) -> Answer:
+        """One request from its first byte to its end."""
+        plan, seconds = self.plan, self.chance.uniform(*self.plan.seconds)
+        answer = Answer(time.monotonic(), seconds)
+        self.answers.append(answer)
+        try:
+            connection = await self._free_connection()
+        except OSError as error:
+            answer.failure = f"cannot connect ({type(error).__name__})"
+            return answer
+        self._number += 1
+        content = request_body(plan, seconds, self._number, self._cloned())
+
+        def on_bytes(at: float, count: int) -> None:
+            piece = count / BYTES_PER_SAMPLE / plan.sample_rate
+            answer.receive(at, piece)
+            if self._from <= at < self._until:
+                self.audio_in_span += piece
+
+        self._busy.add(connection)
+        answer.sent = time.monotonic()
+        answer.late = answer.sent - planned
+        answer.failure = await connection.ask(content, on_bytes)
+        answer.took = time.monotonic() - answer.sent
+        self._busy.discard(connection)
+        if answer.failure == "" and answer.first is None:
+            answer.failure = "no audio"
+        if connection.closed:
+            connection.hang_up()
+        else:
+            self._idle.append(connection)
+        return answer
+
+    def _cloned(self) -> bytes:
+        """Base64 of the recording; three of the samples after the header of a new one are its own."""
+        if not self.plan.new:
+            return self._recording
+        at = 48 // 3 * 4
+        return self._recording[:at] + base64.b64encode(os.urandom(6)) + self._recording[at + 8 :]
+
+    async def _free_connection(self) -> HttpConnection:
+        while self._idle:
+            if not (connection := self._idle.pop()).closed:
+                return connection
+        return await HttpConnection(self.plan.url, self.plan.key).open()
+
+
+async def _clients(clients: Clients) -> dict[str, Any]:
+    await clients.connect()
+    print("ready", flush=True)
+    return await clients.run(float(sys.stdin.readline()))
+
+
+def clients() -> None:
+    """One process of clients: reads its plan as a line of JSON, connects, and prints `ready`; then it reads when to start,
+    and prints what it received as JSON. Times are those of `time.monotonic`, which all processes of a host share."""
+    made = Clients(Plan(**json.loads(sys.stdin.readline())))
+    # A collection would be a pause for all clients; the process is short.
+    gc.disable()
+    json.dump(asyncio.run(_clients(made)), sys.stdout)
+
+
+#: Of the server that answers with silence: samples a second, frames of the first chunks and of all that follow, and what
+#: it says besides.
+_RATE, _FRAME_SECONDS, _RAMP = 24_000, 0.08, (1, 2, 4, 8, 12)
+_CARD = {"id": "local", "owned_by": "nightjar", "sample_rate": _RATE, "capabilities": {"voices": ["calm"]}}
+_PAGES = {"/v1/models": json.dumps({"data": [_CARD]}).encode(), "/metrics": b"speech_server_running 0\n"}
+
+
+def chunks_of(seconds: float) -> Iterator[bytes]:
+    """Silence of a length, cut as a server cuts a stream."""
+    left, place = max(round(seconds / _FRAME_SECONDS), 1), 0
+    while left:
+        frames = min(_RAMP[min(place, len(_RAMP) - 1)], left)
+        left, place = left - frames, place + 1
+        yield bytes(round(frames * _FRAME_SECONDS * _RATE) * BYTES_PER_SAMPLE)
+
+
+async def answer_silence(reader: StreamReader, writer: StreamWriter) -> None:
+    """Answers what clients ask for, on one connection."""
+    with suppress(asyncio.IncompleteReadError, ConnectionError):
+        while True:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+            length = re.search(r"content-length: (\d+)", head, re.IGNORECASE)
+            body = await reader.readexactly(int(length[1]) if length else 0)
+            if not head.startswith("POST"):
+                content = _PAGES.get(head.split(maxsplit=2)[1], b'{"status": "ready"}')
+                writer.write(b"HTTP/1.1 200 -\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content))
+                continue
+            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: audio/pcm\r\n\r\n")
+            for piece in chunks_of(json.loads(body)["max_seconds"]):
+                writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+                await writer.drain()
+            writer.write(b"0\r\n\r\n")
+    writer.close()
+
+
+async def serve_silence() -> None:
+    """A server that answers every speech with silence at once. Prints its address as `nightjar serve` does."""
+    server = await asyncio.start_server(answer_silence, "127.0.0.1", 0, backlog=2048)
+    print(json.dumps({"url": f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"}), flush=True)
+    gc.disable()
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve_silence()) if sys.argv[1:] == ["silence"] else clients()

@@ -1,0 +1,173 @@
+"""Columns of tables and keys of rows: which ones are the fields of a dialogue, and which ones its metadata."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from jobs.dialogue import LINE_KEYS, chat_dialogue, clean, row_dialogue
+from jobs.input_format import TEXT_COLUMNS, wrong_format
+from jobs.ledger.records import Reading
+from jobs.source import MAX_LINE_BYTES, Record, rejected_line
+from pipelines.errors import ErrorCode, InputError, bad_line, invalid
+
+#: Field of a row -> names of its column. The first one that the table has is used; `--column FIELD=NAME`
+#: selects another column.
+FIELDS: dict[str, tuple[str, ...]] = {
+    "text": TEXT_COLUMNS,
+    "id": ("id",),
+    "example_id": ("example_id",),
+    "voice": ("voice",),
+    "speaker": ("speaker", "speaker_id"),
+    "language": ("language",),
+    "instruct": ("instruct",),
+    "seed": ("seed",),
+    "reference_audio": ("reference_audio",),
+    "reference_text": ("reference_text",),
+}
+_encode = msgspec.json.Encoder().encode
+
+
+class Columns:
+    """Finds the columns of a table, and converts its rows."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        chosen: Reading,
+        uri: str,
+        voice_of: Callable[[str], str | None] | None,
+        left_out: set[str] | None = None,
+        *,
+        whole: bool = True,
+    ) -> None:
+        """`left_out`: columns whose values JSON cannot contain; others are added as their rows are read.
+        `whole`: the names are those of all rows, not of one.
+
+        Raises `input.wrong_format` for a table without the needed columns, with two columns of the same name,
+        or with the name of another key of dialogues.
+        """
+        wanted = chosen.columns or {}
+        shown = ", ".join(repr(clean(name, 40)) for name in names[:20]) or "none"
+        asked = [*wanted.values(), *(chosen.keep or ()), *(chosen.drop or ())]
+        for name in asked if whole else ():
+            if name not in names and name != "*":
+                raise wrong_format(uri, f"has no column {clean(name, 40)!r}", f"Its columns are: {shown}.")
+        #: Field -> name of its column.
+        self.of: dict[str, str] = {}
+        for field, usual in FIELDS.items():
+            found = [name for name in ((wanted[field],) if field in wanted else usual) if name in names]
+            if found and not (field == "example_id" and "id" in wanted):
+                self.of[field] = found[0]
+        self.chat = "text" not in self.of and "messages" in names
+        if self.chat:
+            if voice_of is not None:
+                advice = "Leave --voice-for and --voices-by out."
+                raise wrong_format(uri, "has chats, which name no speakers", advice)
+            ids = {field: name for field, name in self.of.items() if field in LINE_KEYS}
+            self.of = {**ids, "messages": "messages"}
+        elif "text" not in self.of:
+            advice = "Give the column with the text: --column text=NAME."
+            raise wrong_format(uri, f"has no column `text`; its columns are: {shown}", advice)
+        counts = Counter(names)
+        # A speaker only chooses a voice, so its name is metadata too.
+        used = {name for field, name in self.of.items() if field != "speaker"}
+        ids = {"id", "example_id"} if "id" in wanted else set[str]()
+        others = [name for name in counts if name not in used | ids and chosen.keeps(name)]
+        for name in (*self.of.values(), *others):
+            if counts[name] > 1 or (name in LINE_KEYS and name in others):
+                what = "two columns" if counts[name] > 1 else "a column with the name of a key of dialogues,"
+                advice = f"Rename it, or leave it out: --drop {clean(name, 40)!r}."
+                raise wrong_format(uri, f"has {what} {clean(name, 40)!r}", advice)
+        self.left_out = set[str]() if left_out is None else left_out
+        self.left_out.difference_update(counts.keys() - {*others})
+        #: Names of the columns that are metadata.
+        self.metadata = [name for name in others if not (whole and name in self.left_out)]
+        self._voice_of = voice_of
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the columns that are read."""
+        return [*dict.fromkeys([*self.of.values(), *self.metadata])]
+
+    def record(self, cell: Callable[[str], Any], number: int) -> Record:
+        """The dialogue of a row, or a rejected line if the row cannot be converted."""
+        try:
+            return self.dialogue(cell, number)
+        except InputError as error:
+            return rejected_line(number, error)
+
+    def dialogue(self, cell: Callable[[str], Any], number: int) -> bytes:
+        """Converts a row to a dialogue; `cell` reads a value by its column's name. Raises `InputError`, also for
+        a value that cannot be read."""
+        try:
+            cells = {field: _decoded_json(cell(name)) for field, name in self.of.items()}
+            metadata = self._metadata(cell)
+            if self.chat:
+                given = {field: value for field, value in cells.items() if value != ""}
+                line = chat_dialogue(_encode(metadata | given), number)
+            else:
+                values = {field: _text(value, self.of[field]) for field, value in cells.items()}
+                line = row_dialogue(values, number, self._voice_of, metadata)
+        except (UnicodeError, TypeError, ValueError, msgspec.MsgspecError) as error:
+            raise bad_line(f"The row cannot be read: {clean(str(error), 200)}.", "Correct it.") from None
+        if metadata and len(line) > MAX_LINE_BYTES:
+            message = f"The row is longer than {MAX_LINE_BYTES >> 20} MiB as JSON."
+            raise InputError(ErrorCode.INPUT_TOO_LONG, message, "Leave its largest columns out with --drop.")
+        return line
+
+    def _metadata(self, cell: Callable[[str], Any]) -> dict[str, msgspec.Raw]:
+        found: dict[str, msgspec.Raw] = {}
+        for name in self.metadata:
+            try:
+                found[name] = msgspec.Raw(_encode(json_value(cell(name))))
+            except TypeError:
+                self.left_out.add(name)
+            except (ValueError, RecursionError) as error:
+                message = f"The column {clean(name, 40)!r} cannot be read: {clean(str(error), 200)}."
+                raise bad_line(message, "Correct it, or leave it out with --drop.") from None
+        return found
+
+
+def _decoded_json(value: Any) -> Any:
+    return msgspec.json.decode(value) if isinstance(value, msgspec.Raw) else value
+
+
+def json_value(value: Any) -> Any:
+    """A value that JSON can contain: a missing value and one that is not a number are null, a date is text in
+    ISO 8601. Raises TypeError for bytes, and ValueError for infinity."""
+    if isinstance(value, float):
+        if math.isinf(value):
+            raise ValueError("it is infinite")
+        return None if math.isnan(value) else float(value)
+    if isinstance(value, Mapping):
+        return {str(key): json_value(own) for key, own in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(own) for own in value]
+    if isinstance(value, bytes | bytearray | memoryview):
+        raise TypeError("it is bytes")
+    if hasattr(value, "isoformat"):
+        # Only pandas' missing date differs from itself.
+        return value.isoformat() if value == value else None
+    return json_value(value.tolist()) if hasattr(value, "tolist") else value
+
+
+def _text(value: Any, name: str) -> str:
+    """The text of a cell; empty for a missing value. Raises `InputError`."""
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        message = f"The column {clean(name, 40)!r} contains {type(value).__name__}, not text."
+        raise bad_line(message, "Convert the column to text, or select another one with --column.")
+    return str(value)
+
+
+def check_columns(columns: Mapping[str, str]) -> None:
+    """Raises `config.invalid` for a field that rows do not have."""
+    for field in columns:
+        if field not in FIELDS:
+            raise invalid(f"Rows have no field {field[:40]!r}.", f"The fields are: {', '.join(FIELDS)}.")

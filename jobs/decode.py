@@ -1,0 +1,178 @@
+"""Decodes the codes of a job, or of an export, to audio files: the ones that the job would have stored, if it had made
+audio in the same mode.
+
+    manifest.jsonl                     a line for each file, with its name as `audio_filepath`
+    audio/00000/000000000-utt1.wav
+
+A decoding that was stopped continues, because files appear complete, and those that exist are kept.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import msgspec
+
+from jobs.codes import StoredCodes, codec_of
+from jobs.export.audio import AudioReader, Conversion
+from jobs.export.files import END, output
+from jobs.export.items import audio_items, facts
+from jobs.layout import slug
+from jobs.ledger.records import Job, JobSpec
+from jobs.store import ObjectStore
+from jobs.store.base import sha256_of
+from pipelines.errors import NightjarError, invalid
+from pipelines.request import CodecIdentity, CodesDecoder, Speech
+
+if TYPE_CHECKING:
+    from jobs.ledger import Ledger
+
+#: Maximum utterances in the decoder at once.
+_AHEAD = 512
+
+
+class CodedItem(NamedTuple):
+    """An item with codes. `name`: of its file; `about`: its facts in an export."""
+
+    name: str
+    about: dict[str, Any]
+    codes: StoredCodes
+
+
+def items_of_job(ledger: Ledger, store: ObjectStore, job: Job) -> Iterator[CodedItem]:
+    """The items of a job, in order. Raises `config.invalid` for a job without codes."""
+    if not job.spec.output:
+        raise invalid(f"The job {job.id} has no codes.", "Its audio is in the store; export it.")
+    with AudioReader(store, None, Conversion(), codes=True) as reader:
+        for item, _ in reader.located(audio_items(ledger, store, job.id)):
+            yield CodedItem(item.name, facts(job, item), cast("StoredCodes", item.codes))
+
+
+def items_of_export(folder: Path) -> Iterator[CodedItem]:
+    """The items of a finished export with codes, in order. Raises `config.invalid` for another folder."""
+    try:
+        made_in = json.loads((folder / END).read_bytes())["identity"]["format"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise invalid(
+            f"{folder} is no job and no finished export.", "Give the id of a job, or the folder of an export."
+        ) from None
+    if made_in not in _READERS:
+        raise invalid(
+            f"Codes in the format {made_in} cannot be decoded.",
+            f"Export to {' or '.join(_READERS)}, or decode the job.",
+        )
+    pattern, read = _READERS[made_in]
+    for path in sorted(folder.glob(pattern)):
+        for about, codes in read(path):
+            if codes is None:
+                raise invalid(f"The export {folder} has no codes.", "Export a job with codes.")
+            yield CodedItem(f"{about['index']:09d}-{slug(about['example_id'])}", about, _stored(about, codes))
+
+
+def _stored(about: dict[str, Any], codes: Any) -> StoredCodes:
+    import numpy as np
+
+    voice = about["voice_codes"]
+    return StoredCodes(
+        np.asarray(codes, np.int16),
+        None if voice is None else np.asarray(voice, np.int16),
+        msgspec.convert(about["codec"], CodecIdentity),
+    )
+
+
+def _of_tar(path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
+    import numpy as np
+
+    codes: Any = None
+    with tarfile.open(path, "r|") as archive:
+        for member in archive:
+            file = archive.extractfile(member)
+            assert file is not None
+            if member.name.endswith(".codes.npy"):
+                codes = np.load(io.BytesIO(file.read()), allow_pickle=False)
+            elif member.name.endswith(".json"):
+                yield json.loads(file.read()), codes
+                codes = None
+
+
+def _of_table(path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as table:
+        names = [name for name in table.schema_arrow.names if name != "audio"]
+        for batch in table.iter_batches(100, columns=names):
+            yield from ((row, row.pop("codes", None)) for row in batch.to_pylist())
+
+
+#: Format of an export -> pattern of its files, and their reader.
+_READERS = {"webdataset": ("*/*.tar", _of_tar), "parquet": ("data/*.parquet", _of_table)}
+
+
+def decode(
+    items: Iterable[CodedItem], decoder: CodesDecoder, model: str, to: Path, spec: JobSpec
+) -> tuple[int, int]:
+    """Decodes items with the decoder of a model, to a folder, in the format and at the rate of a job's spec. Returns
+    the number of items, and of those that existed.
+
+    Raises `config.invalid` for codes of another codec, and the errors of the decoder.
+    """
+    # Imported here, because these take half a second.
+    import soundfile
+
+    from jobs.encoded_audio import encoded_audio
+
+    codec, done, kept = codec_of(model), 0, 0
+    waiting: deque[tuple[CodedItem, str, Future[Any] | None]] = deque()
+
+    def finish() -> bytes:
+        """The line of the oldest item, whose file is written."""
+        item, name, decoded = waiting.popleft()
+        path = to / name
+        if decoded is None:
+            data = path.read_bytes()
+        else:
+            data = encoded_audio(Speech(decoded.result(), decoder.sample_rate), spec).data
+            with output(str(path)) as file:
+                file.write(data)
+        info = soundfile.info(io.BytesIO(data))
+        about = {key: value for key, value in item.about.items() if key not in ("codec", "voice_codes")}
+        about |= {"sample_rate": info.samplerate, "samples": info.frames, "sha256": sha256_of(data)}
+        about["duration"] = round(info.frames / info.samplerate, 6)
+        return msgspec.json.encode({"audio_filepath": name, **about}) + b"\n"
+
+    with output(str(to / "manifest.jsonl")) as manifest:
+        for item in items:
+            if item.codes.codec != codec:
+                raise invalid(
+                    f"The codes of {item.about['example_id']!r:.100} are of another codec than that of {model}.",
+                    "Give the model that made them with --model.",
+                )
+            name = f"audio/{item.about['index'] // 10_000:05d}/{item.name}.{spec.format}"
+            exists = (to / name).is_file()
+            waiting.append((item, name, None if exists else _started(decoder, item.codes)))
+            done, kept = done + 1, kept + exists
+            if len(waiting) > _AHEAD:
+                manifest.write(finish())
+        while waiting:
+            manifest.write(finish())
+    return done, kept
+
+
+def _started(decoder: CodesDecoder, codes: StoredCodes) -> Future[Any]:
+    future: Future[Any] = Future()
+
+    def ended(outcome: Any) -> None:
+        if isinstance(outcome, NightjarError):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+
+    decoder.decode(codes.codes, codes.voice_codes, ended)
+    return future
