@@ -15,8 +15,8 @@ longest item, so it rises by chance.)
 
 What runs once for a command, a shard's start or a model's opening is left out, and so is what runs once for a time: polls,
 heartbeats, commits of several items. The run of few items waits before its first one, so that it lasts longer than the run
-of more and polls do not rise. A function is a `def`; one that runs only while a module is imported (a decorator) is not counted, nor
-are lambdas, comprehensions and methods that a library generates.
+of more and polls do not rise. A function is a `def`; one that runs only while a module is imported (a decorator) is not
+counted, nor are lambdas, comprehensions and methods that a library generates.
 """
 
 from __future__ import annotations
