@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from tempfile import SpooledTemporaryFile
 from typing import TYPE_CHECKING, BinaryIO, Generic, TypeVar, cast
 
@@ -20,7 +21,7 @@ from jobs.ledger.records import JobSpec
 from pipelines.audio import encode, encode_pcm, resample, to_pcm, trim_silence
 from pipelines.audio_format import LOSSY, AudioFormat
 from pipelines.errors import ErrorCode, SynthesisError
-from pipelines.request import Speech
+from pipelines.request import Speech, Word
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -67,7 +68,7 @@ def encoded_audio(speech: Speech, spec: JobSpec) -> EncodedAudio[bytes]:
     return encoded(samples, rate, audio_format)
 
 
-def words_file(speech: Speech) -> bytes:
+def words_file(speech: Speech | JoinedSpeech) -> bytes:
     """The content of the artifact `words`: a line with the words, and one with the phonemes if there are any."""
     return msgspec.json.Encoder().encode_lines([said for said in (speech.words, speech.phonemes) if said])
 
@@ -93,16 +94,21 @@ class JoinedSpeech:
         self._file = SpooledTemporaryFile(_SPOOLED_BYTES, prefix="nightjar-speech-")  # noqa: SIM115
         #: Number of a part -> place and size of its samples in the file, in bytes.
         self._places: dict[int, tuple[int, int]] = {}
+        self._said: dict[int, tuple[tuple[Word, ...], tuple[Word, ...]]] = {}
         self._rate = 0
         self._lock = threading.Lock()
+        #: Set by `encoded`.
+        self.words: tuple[Word, ...] = ()
+        self.phonemes: tuple[Word, ...] = ()
 
     def add(self, number: int, speech: Speech) -> bool:
         """Adds the speech of a part; whether all parts are there."""
         rate = self._spec.sample_rate or speech.sample_rate
-        samples = trim_silence(speech.samples, speech.sample_rate, KEPT_MS)
-        pcm = to_pcm(_faded(resample(samples, speech.sample_rate, rate), rate))
+        trimmed = trim_silence(speech, KEPT_MS)
+        pcm = to_pcm(_faded(resample(trimmed.samples, speech.sample_rate, rate), rate))
         with self._lock:
             self._rate = rate
+            self._said[number] = trimmed.words, trimmed.phonemes
             self._places[number] = self._file.seek(0, io.SEEK_END), pcm.nbytes
             self._file.write(pcm.data)
             return len(self._places) == len(self._pauses)
@@ -111,7 +117,19 @@ class JoinedSpeech:
         """The joined speech, after the last part."""
         audio_format = cast("AudioFormat", self._spec.format)
         gaps = [max(0, round(pause * self._rate) - 2 * _kept(self._rate)) for pause in self._pauses[:-1]]
-        total = sum(size for _, size in self._places.values()) // 2 + sum(gaps)
+        sizes = [self._places[number][1] // 2 + gap for number, gap in enumerate([*gaps, 0])]
+        total = sum(sizes)
+        starts = [start / self._rate for start in accumulate(sizes, initial=0)]
+        self.words, self.phonemes = (
+            tuple(
+                [
+                    word.moved(starts[number])
+                    for number in range(len(sizes))
+                    for word in self._said[number][kind]
+                ]
+            )
+            for kind in (0, 1)
+        )
         file = cast("BinaryIO", SpooledTemporaryFile(_SPOOLED_BYTES, prefix="nightjar-speech-"))  # noqa: SIM115
         encode_pcm(self._blocks([*gaps, 0]), total, self._rate, audio_format, file)
         size = file.seek(0, io.SEEK_END)

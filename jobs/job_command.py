@@ -72,6 +72,8 @@ def omitted_options(job: Job, home: str | None, engines: Sequence[str] = ()) -> 
         notes.append(
             f"The command uses the current recordings of stored voices: {', '.join(names[:10])}{more}."
         )
+    if job.spec.lexicon:
+        notes.append("The job has a lexicon: give --set lexicon=FILE as it was given then.")
     if job.spec.pool and job.spec.stored_voices:
         notes.append("If these are recordings of a folder or a table, give --voices as it was given then.")
     return notes

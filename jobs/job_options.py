@@ -128,6 +128,10 @@ class SetOptions(TypedDict, total=False):
     """Maximum attempts per item."""
     max_in_flight: Annotated[int, Field(ge=1)]
     """Maximum shards of this job that run at the same time."""
+    normalize: Literal["en"]
+    """Speak numbers, dates, money and units of English texts in words: en. Needs the extra `text`."""
+    lexicon: str | Path
+    """CSV or TSV file of words and their spelling, or /phonemes/ if the model takes them."""
     error_budget: Annotated[float, Field(ge=0, le=1)]
     """Pause the job when more than this share of its items (0 to 1) fails."""
 
@@ -337,6 +341,10 @@ def job_of(options: Mapping[str, Any], owner: str = "") -> tuple[JobSpec, Submit
     own = {name: given.pop(name, False) or msgspec.UNSET for name in ("pack", "timestamps")}
     own |= {"model": str(given.pop("model", DEFAULT_MODEL)), **pool}
     own |= {} if output == AUDIO else {"output": output}
+    if (lexicon := given.pop("lexicon", None)) is not None:
+        from jobs.spoken_text import read_lexicon
+
+        own["lexicon"] = read_lexicon(Path(lexicon))
     spec = JobSpec(
         generation=generation, quality=quality, reading=reading, **own, **_pop_fields(given, JobSpec)
     )
@@ -378,6 +386,8 @@ def options_of(spec: JobSpec, job: Job | SubmitOptions) -> dict[str, Any]:
         "output": spec.output or AUDIO,
         "voices_by": "speaker" if spec.pool and spec.pool.by_speaker else "dialogue",
         "balance": bool(spec.pool and spec.pool.balance),
+        # Its file is not known.
+        "lexicon": None,
         "generation": generation,
         "speak": "auto" if spec.speak == "answer" else spec.speak,
         "input_format": labels.pop(INPUT_FORMAT, "auto"),

@@ -13,6 +13,7 @@ from jobs.dialogue import Dialogue, clean, parse_line
 from jobs.input_records import Records
 from jobs.ledger.records import RejectedLine
 from jobs.source import BATCH_BYTES, BATCH_LINES, LineBatch, batches_of, line_too_long, rejected_line
+from jobs.spoken_text import SpokenText
 from jobs.turns import Speak, turn_messages, turns_and_recordings
 from jobs.voices import JobVoices, in_stored_voice
 from pipelines.errors import ErrorCode, InputError
@@ -34,6 +35,7 @@ _VOICE_FAULTS = {ErrorCode.INPUT_UNKNOWN_VOICE, ErrorCode.INPUT_AUDIO_MISSING}
 ReferenceKey = Callable[[str], str]
 
 _NO_REFERENCES: Mapping[int, str] = {}
+_NO_TEXTS: Mapping[int, str] = {}
 _NO_GENERATION = Generation()
 _ROLES: dict[Speak, tuple[SpokenRole, ...]] = {"user": ("user",), "assistant": ("assistant",)}
 
@@ -52,6 +54,8 @@ class GoodLine(msgspec.Struct, frozen=True, gc=False):
     turns: tuple[int, ...] | None = None
     #: Number of its items.
     items: int = 1
+    #: Place of a spoken message -> its text as it is spoken, if it is written otherwise.
+    spoken: Mapping[int, str] = {}
 
 
 class LineChecker:
@@ -66,6 +70,7 @@ class LineChecker:
         id_key: str = "example_id",
         *,
         joins: bool = True,
+        spoken: SpokenText | None = None,
     ) -> None:
         """`speak`: the role whose turns are spoken; `answer`: a line is one item, the model's answer to the
         whole dialogue. `voices`: the voices that lines may name, with the stored ones. `id_key`: the name of
@@ -81,6 +86,7 @@ class LineChecker:
         self._voices = JobVoices(card) if voices is None else voices
         self._max_characters = card.capabilities.max_text_characters
         self._check_text = card.check_text
+        self._spoken_text = spoken
         self._defaults = defaults
         self._speak: Speak = speak
         self.id_key = id_key
@@ -140,7 +146,7 @@ class LineChecker:
                 continue
             if line is not None and not (line := line.strip()):
                 continue
-            example_id, references = None, _NO_REFERENCES
+            example_id, references, spoken = None, _NO_REFERENCES, _NO_TEXTS
             try:
                 if line is None:
                     raise line_too_long()
@@ -151,43 +157,56 @@ class LineChecker:
                 if (turns := self._plain_turn(dialogue)) is not None:
                     characters = len(dialogue.messages[turns[0]][2])
                 else:
-                    characters, references, turns = self._accept(dialogue, reference_key)
+                    characters, references, turns, spoken = self._accept(dialogue, reference_key)
             except InputError as error:
                 rejected.append(rejected_line(line_no, error, example_id))
                 continue
             seen.add(example_id)
             estimated_ms, items = int(characters * ms_per_character), 1 if turns is None else len(turns)
-            good.append(GoodLine(line_no, example_id, line, estimated_ms, references, turns, items))
+            good.append(GoodLine(line_no, example_id, line, estimated_ms, references, turns, items, spoken))
         return good, rejected
 
     def _accept(
         self, dialogue: Dialogue, reference_key: ReferenceKey
-    ) -> tuple[int, Mapping[int, str], tuple[int, ...] | None]:
-        """The number of characters to speak, the keys of the references, and the turns. Raises
-        `InputError`."""
+    ) -> tuple[int, Mapping[int, str], tuple[int, ...] | None, Mapping[int, str]]:
+        """The number of characters to speak, the keys of the references, the turns, and their texts that are
+        spoken otherwise than they are written. Raises `InputError`."""
         messages, generation = dialogue.messages, dialogue.generation or _NO_GENERATION
         turns, recordings = turns_and_recordings(messages, self._speak)
+        spoken: dict[int, str] = {}
         if turns is None:
             whole = generation.over(self._defaults)
             characters = self._spoken(speech_task(dialogue.typed_messages(), whole, self._capabilities))
         elif turns:
-            characters = sum(self._characters(dialogue, generation, turn, len(turns) > 1) for turn in turns)
+            more = len(turns) > 1
+            characters = sum(self._characters(dialogue, generation, turn, more, spoken) for turn in turns)
         else:
             others = [message[1] for message in messages if message[1] not in ("text", "audio")]
             other = f", but a message of modality {others[0]!r}" if others else ""
             what = {"user": "user text", "assistant": "assistant text"}.get(self._speak, "text to speak")
             advice = "Add such a text message to the line, or choose another role with --speak."
             raise InputError(ErrorCode.INPUT_EMPTY_TEXT, f"The dialogue has no {what}{other}.", advice)
-        return characters, {place: reference_key(messages[place][2]) for place in recordings}, turns
+        references = {place: reference_key(messages[place][2]) for place in recordings}
+        return characters, references, turns, spoken
 
-    def _characters(self, dialogue: Dialogue, generation: Generation, turn: int, numbered: bool) -> int:
-        """The number of characters of a turn. Raises `InputError`, with the place of the turn if
-        `numbered`."""
+    def _characters(
+        self,
+        dialogue: Dialogue,
+        generation: Generation,
+        turn: int,
+        numbered: bool,
+        spoken: dict[int, str],
+    ) -> int:
+        """The number of characters of a turn; its text is added to `spoken` if it is written otherwise. Raises
+        `InputError`, with the place of the turn if `numbered`."""
         role = cast("SpokenRole", dialogue.messages[turn][0])
         try:
             own = generation.of(role)
-            messages = turn_messages(dialogue.messages, turn)
-            return self._spoken(self._task(messages, own.over(self._defaults.of(role)), own.voice))
+            settings, text = own.over(self._defaults.of(role)), dialogue.messages[turn][2].strip()
+            if self._spoken_text and (said := self._spoken_text.of(text, settings.language)) != text:
+                spoken[turn] = said
+            messages = turn_messages(dialogue.messages, turn, spoken=spoken.get(turn))
+            return self._spoken(self._task(messages, settings, own.voice))
         except InputError as error:
             advice = error.advice
             if error.code is ErrorCode.INPUT_AUDIO_MISSING and role == "assistant":
@@ -221,7 +240,8 @@ class LineChecker:
         """The place of the turn of a line that has only text and one valid spoken message, as most lines do.
         None: any other line, for `_accept`, which takes three times as long."""
         speak = self._speak
-        if speak == "answer" or dialogue.generation is not None or not self._plain_lines_pass:
+        plain = self._plain_lines_pass and self._spoken_text is None
+        if speak == "answer" or dialogue.generation is not None or not plain:
             return None
         user = assistant = -1
         users = assistants = 0

@@ -33,6 +33,7 @@ from jobs.packs import read_artifact
 from jobs.references import load_reference
 from jobs.shard_file import ShardLine, ShardLines, read_shard
 from jobs.spec import item_seed
+from jobs.spoken_text import pronunciations_of
 from jobs.store.base import ObjectStore, sha256_of
 from jobs.verify import Expected
 from jobs.voices import item_request
@@ -148,7 +149,8 @@ class _Resynthesis:
         def load(key: str) -> bytes:
             return load_reference(self.store, job.id, key)
 
-        request = item_request(line, generation, job, request_id, artifact.seed, load)
+        words = pronunciations_of(job.spec)
+        request = item_request(line, generation, job, request_id, artifact.seed, load, words)
         parts = parts_of(spoken_text(line.messages), self.pipeline.capabilities) if line.role else ()
         if not parts:
             return submit(self.pipeline, request)
@@ -220,6 +222,8 @@ class _Resynthesis:
         """The bytes of an artifact, and its other columns in the ledger. Raises `NightjarError`."""
         if isinstance(started, JoinedSpeech):
             joined = started.encoded()
+            if artifact.kind == WORDS:
+                return words_file(started), {}
             return joined.data.read(), {**_facts(joined), "meta": artifact.meta}
         speech = self.speech(started)
         if artifact.kind == "text":

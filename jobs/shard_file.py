@@ -107,6 +107,8 @@ class ShardLine(msgspec.Struct, frozen=True):
     role: SpokenRole | None = None
     #: See `metadata_json`.
     metadata: dict[str, msgspec.Raw] = {}
+    #: The text of the turn as it is written, if it is spoken otherwise.
+    written: str | None = None
 
     def generation_over(self, defaults: Generation) -> Generation:
         """The line's settings, completed by the job's defaults for its role."""
@@ -126,6 +128,8 @@ class RawLine(msgspec.Struct, frozen=True):
     message_index: int | None = msgspec.field(default=None, name="message")
     #: Index of a message -> key of its reference audio.
     references: dict[int, str] = {}
+    #: The text as it is spoken, if it is written otherwise.
+    spoken: str | None = None
 
 
 #: The settings of every line without settings of its own.
@@ -142,7 +146,11 @@ def encode_lines(first: int, line: GoodLine) -> list[bytes]:
     if line.turns is None:
         return [b'{"index":%d,"line":%d,"dialogue":%b%b}\n' % (first, number, raw, keys)]
     encoded = b'{"index":%d,"line":%d,"dialogue":%b,"message":%d%b}\n'
-    return [encoded % (index, number, raw, turn, keys) for index, turn in enumerate(line.turns, first)]
+    said = {turn: b',"spoken":%b' % msgspec.json.encode(text) for turn, text in line.spoken.items()}
+    return [
+        encoded % (index, number, raw, turn, keys + said.get(turn, b""))
+        for index, turn in enumerate(line.turns, first)
+    ]
 
 
 _compressors = threading.local()
@@ -166,16 +174,17 @@ def read_shard(store: ObjectStore, key: str, sha256: str) -> list[ShardLine]:
         dialogue, turn = _decode_dialogue(stored.dialogue), stored.message_index
         generation = dialogue.generation or NO_GENERATION
         role: SpokenRole | None = None
+        written = None if turn is None or stored.spoken is None else dialogue.messages[turn][2].strip()
         if turn is None:
             turn = speech_position(dialogue.messages)
             messages = dialogue.typed_messages(stored.references)
         else:
             role = "assistant" if dialogue.messages[turn][0] == "assistant" else "user"
-            messages = turn_messages(dialogue.messages, turn, stored.references)
+            messages = turn_messages(dialogue.messages, turn, stored.references, stored.spoken)
             if generation is not NO_GENERATION:
                 generation = generation.of(role)
         where, metadata = (stored.index, stored.line, dialogue.example_id), metadata_json(stored.dialogue)
-        lines.append(ShardLine(*where, messages, generation, turn, role, metadata))
+        lines.append(ShardLine(*where, messages, generation, turn, role, metadata, written))
     return lines
 
 

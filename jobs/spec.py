@@ -17,6 +17,7 @@ from jobs.input_records import ALL, SPEAKERS, Records, speakers_sha256
 from jobs.ledger.records import JobSpec
 from jobs.line_check import LineChecker
 from jobs.source import Source
+from jobs.spoken_text import SpokenText, with_spoken_text
 from jobs.voice_pool import PoolFolder
 from jobs.voices import JobVoices, names_of
 from pipelines.audio_format import check_rate
@@ -46,7 +47,10 @@ class ResolvedSpec:
     def checker(self) -> LineChecker:
         id_key = CUSTOM_ID if self.input_format == "openai-batch" else "example_id"
         spec, joins = self.spec, not self.spec.output
-        return LineChecker(self.card, spec.generation, spec.speak, self.voices, id_key, joins=joins)
+        spoken = SpokenText(spec) if spec.respells else None
+        return LineChecker(
+            self.card, spec.generation, spec.speak, self.voices, id_key, joins=joins, spoken=spoken
+        )
 
     def of_input(self, source: Source) -> ResolvedSpec:
         """The spec of a job of this input. It has the recognized format, the hash of the input's list of
@@ -90,7 +94,7 @@ def resolve(
     voices = JobVoices(card, stored).with_names(names)
     for name in names:
         voices.check(name)
-    frozen = voices.in_spec(frozen_spec(spec, card))
+    frozen = voices.in_spec(with_spoken_text(frozen_spec(spec, card), card))
     _check_format(input_format, frozen)
     resolved = ResolvedSpec(frozen, input_format, voices)
     # The checker refuses settings that no line can correct.

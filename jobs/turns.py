@@ -62,10 +62,10 @@ def reference_places(messages: Sequence[Triple], turn: int) -> tuple[int, ...]:
 
 
 def turn_messages(
-    messages: Sequence[Triple], turn: int, keys: Mapping[int, str] = _NO_KEYS
+    messages: Sequence[Triple], turn: int, keys: Mapping[int, str] = _NO_KEYS, spoken: str | None = None
 ) -> tuple[Message, ...]:
     """The messages of a turn as every pipeline expects them: system messages, then reference audio and the
-    text in the user's role. `keys` replaces audio contents by place."""
+    text in the user's role. `keys` replaces audio contents by place, `spoken` the text."""
     role, _, text = messages[turn]
     recordings = reference_places(messages, turn)
     view = [Message(*message) for message in messages if message[0] == "system" and message[1] != "audio"]
@@ -74,7 +74,7 @@ def turn_messages(
         # Other modalities, which no model supports, are kept, so that the turn is refused.
         first, end = _run_of_role(messages, turn)
         view += [Message(*message) for message in messages[first:end] if message[1] not in ("text", "audio")]
-    return (*view, Message("user", "text", text))
+    return (*view, Message("user", "text", text if spoken is None else spoken))
 
 
 def with_audio(messages: Sequence[Sequence[str]], audio: Mapping[int, str]) -> Iterator[Sequence[str]]:

@@ -7,17 +7,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from jobs.dialogue import clean
+from jobs.dialogue import clean, spoken_text
 from jobs.layout import references_prefix
 from jobs.ledger.records import FrozenVoice, Job, JobSpec
 from jobs.references import ReferenceAudio, checked_audio, put_reference
 from jobs.store.base import ObjectStore
 from jobs.voice_pool import PoolFolder, PoolRecording
 from pipelines.errors import ErrorCode, InputError, nearest, unsupported
+from pipelines.pronunciation import WholeWords
 from pipelines.registry import ModelCard
 from pipelines.request import Generation, Message, SynthesisRequest
 from pipelines.stored_voices import StoredVoice, VoiceFolder, in_voice_of
@@ -166,9 +167,11 @@ def item_request(
     request_id: str,
     seed: int,
     load: Callable[[str], bytes],
+    words: WholeWords | None = None,
 ) -> SynthesisRequest:
     """The request of an item, with its stored voice, if it has one; `load` reads the recordings of users and
-    of that voice by their keys in the store. Audio of other roles is not used."""
+    of that voice by their keys in the store. Audio of other roles is not used. `words`: those of the job's
+    lexicon that have phonemes."""
     messages, voices = line.messages, job.spec.stored_voices
     if voices and line.role is not None:
         own, prefix = line.generation.voice, references_prefix(job.id)
@@ -180,7 +183,9 @@ def item_request(
         for message in messages
     ]
     output, timestamps = job.spec.output or "audio", job.spec.timestamps is True
-    return SynthesisRequest(request_id, tuple(loaded), generation, seed, output=output, timestamps=timestamps)
+    said = {} if words is None else words.found(spoken_text(messages))
+    asked: dict[str, Any] = {"output": output, "timestamps": timestamps, "pronunciations": said}
+    return SynthesisRequest(request_id, tuple(loaded), generation, seed, **asked)
 
 
 def stored_voice_of(line: ShardLine, spec: JobSpec) -> str | None:

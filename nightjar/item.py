@@ -60,8 +60,13 @@ class Item:
 
     @property
     def text(self) -> str:
-        """The spoken text."""
+        """The requested text."""
         return self._metadata.text
+
+    @property
+    def spoken_text(self) -> str:
+        """The text as it was spoken, which `normalize` and `lexicon` change."""
+        return self._metadata.spoken_text
 
     @property
     def words(self) -> tuple[Word, ...]:

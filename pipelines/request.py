@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -102,6 +102,8 @@ class SynthesisRequest:
     timestamps: bool = False
     #: Other outputs than audio are for whole utterances of models with `capabilities.codes`.
     output: Output = "audio"
+    #: Word -> phonemes, for models with `capabilities.phonemes`; see `WholeWords`.
+    pronunciations: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 class PreparedRequest(msgspec.Struct, frozen=True, tag=True):
@@ -258,6 +260,8 @@ class Capabilities:
     #: Takes temperature, top_k, top_p and repetition_penalty.
     sampling: bool = True
     text_out: bool = False
+    #: The characters of phonemes that it takes for words; empty: none.
+    phonemes: str = ""
     #: Tells when each word is said: `SynthesisRequest.timestamps`.
     word_times: WordTimes | None = None
     audio_in: bool = False

@@ -7,13 +7,15 @@ import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 from jobs.references import load_reference
 from jobs.shard_file import NO_GENERATION, ShardLine
 from jobs.spec import item_seed
+from jobs.spoken_text import pronunciations_of
 from jobs.store.base import ObjectStore
 from jobs.voices import item_request
+from pipelines.pronunciation import WholeWords
 from pipelines.recording import SizedCache
 from pipelines.request import Generation, SpokenRole, SynthesisRequest
 from worker.admission import CHECK_SECONDS
@@ -36,6 +38,11 @@ class RequestBuilder:
     defaults: dict[SpokenRole | None, Generation] = field(
         default_factory=dict[SpokenRole | None, Generation], init=False
     )
+
+    @cached_property
+    def pronunciations(self) -> WholeWords | None:
+        """Those of the job's lexicon."""
+        return pronunciations_of(self.held.lease.job.spec)
 
     def seed(self, line: ShardLine, draw: int) -> int:
         """The seed of a draw of a line."""
@@ -61,7 +68,9 @@ class RequestBuilder:
             return self.held.retrying(lambda: self.references.find((self.store.url, key), read), MAX_REREADS)
 
         request_id = f"{job.id}/{line.index}/{lease.epoch}" + (f"/{draw}" if draw else "")
-        return item_request(line, generation, job, request_id, self.seed(line, draw), load)
+        return item_request(
+            line, generation, job, request_id, self.seed(line, draw), load, self.pronunciations
+        )
 
 
 #: Position of a shard in the order; the shard with the smallest position feeds first.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import BinaryIO
 
 from jobs.checks import CHECKS, Quality
-from jobs.encoded_audio import EncodedAudio, JoinedSpeech
+from jobs.encoded_audio import EncodedAudio, JoinedSpeech, words_file
 from jobs.ledger.records import Done, Draw, JobSpec, Score
 from pipelines.request import Meta, Speech
 from pipelines.text_units import TextPart
@@ -35,9 +35,9 @@ class LongItem:
 
     def keep(
         self, part: int, done: Done, speech: Speech, draw: int
-    ) -> tuple[Done, EncodedAudio[BinaryIO], Meta, int] | None:
+    ) -> tuple[Done, EncodedAudio[BinaryIO], bytes, Meta, int] | None:
         """Keeps a draw of a part. None: other parts are missing; otherwise the outcome of the item with its
-        audio, the facts of that, and its seed."""
+        audio, the times of its words (empty: not known), the facts of the audio, and its seed."""
         with self._lock:
             self._kept[part] = draw, done.draws
         if not self._speech.add(part, speech):
@@ -47,7 +47,8 @@ class LongItem:
         meta: Meta = {"parts": len(kept), "first_draw": self._first, "redrawn": later}
         audio = self._speech.encoded()
         draws = () if self._quality is None else self._joined([draws for _, draws in kept], self._quality)
-        return Done(done.index, (), self.engine_ms, draws), audio, meta, self._seed(self._first)
+        words = words_file(self._speech) if self._speech.words else b""
+        return Done(done.index, (), self.engine_ms, draws), audio, words, meta, self._seed(self._first)
 
     def _joined(self, parts: Sequence[Sequence[Draw]], quality: Quality) -> tuple[Draw, ...]:
         """The draws of the item. A score is the worst one of any part: in the last draw, of the kept draws of

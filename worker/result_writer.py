@@ -282,13 +282,18 @@ def _joined(
     with packs too, since it may be larger than memory."""
     if (whole := long.keep(draw.part, done, speech, number)) is None:
         return PartKept()
-    outcome, audio, meta, seed = whole
+    outcome, audio, words, meta, seed = whole
     job, line, last = shard.held.lease.job, draw.line, outcome.draws[-1].draw if outcome.draws else number
-    key = item_key(job.id, "audio", line.index, line.example_id, job.spec.format, last)
-    facts = audio.size, audio.duration_ms, audio.sample_rate, audio.samples, seed
+
+    def put(kind: str, data: bytes | BinaryIO, size: int, facts: tuple[int, int, int]) -> Artifact:
+        key = item_key(job.id, kind, line.index, line.example_id, job.spec.extension(kind), last)
+        return _put(shard, Artifact(line.index, kind, key, "", size, *facts, seed, meta=meta), data)
+
     with audio.data as file:
-        artifact = _put(shard, Artifact(line.index, "audio", key, "", *facts, meta=meta), file)
-    return msgspec.structs.replace(outcome, artifacts=(artifact,))
+        stored = [put("audio", file, audio.size, (audio.duration_ms, audio.sample_rate, audio.samples))]
+    if words:
+        stored.append(put(WORDS, words, len(words), (0, 0, 0)))
+    return msgspec.structs.replace(outcome, artifacts=tuple(stored))
 
 
 def _put(shard: ShardRun, artifact: Artifact, data: bytes | BinaryIO) -> Artifact:

@@ -44,6 +44,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Results": {
         "export": ("export", "Export a job as a dataset (ESPnet, Kaldi, Lhotse, Parquet, ...)."),
         "decode": ("decode", "Make the audio of a job of codes, or of its export."),
+        "augment": ("export", "Write a second dataset from an export: noise, rooms, bands, codecs, speed."),
         "report": ("export", "Write an HTML report of a job, with audio players."),
         "verify": ("export", "Check a job's files against the ledger; restore lost files."),
     },

@@ -1,4 +1,4 @@
-"""`nightjar export`, `report` and `verify`."""
+"""`nightjar export`, `augment`, `report` and `verify`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from jobs.cli.options import LateHelp, of_job, of_jobs, parsed_by, price_option, where_option
-from jobs.console import FAILED, NamedPath, Output
+from jobs.cli.options import LateHelp, of_job, of_jobs, output_options, parsed_by, price_option, where_option
+from jobs.console import FAILED, FiniteRange, NamedPath, Output
 from jobs.formatting import bytes_text, counted, printable
 from jobs.ledger.records import Job
 from jobs.recent_jobs import out_option
-from jobs.settings import Settings
+from jobs.settings import Settings, load_settings
 from pipelines.audio_format import AUDIO_FORMATS
 
 if TYPE_CHECKING:
@@ -30,6 +30,9 @@ def _formats() -> str:
     from jobs.export.formats import describe_formats
 
     return describe_formats()
+
+
+_range = parsed_by("jobs.export.augment", "parse_range")
 
 
 @click.command()
@@ -187,6 +190,79 @@ def export(
         )
     if pushed:
         output.line(pushed["pushed"])
+
+
+@click.command()
+@click.argument("source", metavar="EXPORT", type=NamedPath(path_type=Path, exists=True))
+@click.option(
+    "--to",
+    required=True,
+    metavar="PATH",
+    type=NamedPath(anywhere=True),
+    help="New folder or s3://BUCKET/PREFIX.",
+)
+@click.option("--speed", callback=_range, metavar="RANGE", help="Factor of the speed, for example 0.9..1.1.")
+@click.option("--room", metavar="DIR", type=NamedPath(path_type=Path), help="Folder of impulse responses.")
+@click.option("--noise", metavar="DIR", type=NamedPath(path_type=Path), help="Folder of recordings of noise.")
+@click.option(
+    "--snr",
+    default="5..20",
+    show_default=True,
+    callback=_range,
+    metavar="RANGE",
+    help="Speech to noise, in dB.",
+)
+@click.option(
+    "--band",
+    callback=_range,
+    metavar="RANGE",
+    help="Frequencies that are left, in Hz, for example 300..3400.",
+)
+@click.option(
+    "--codec",
+    "codecs",
+    metavar="NAMES",
+    help="Codecs of which one is drawn: mp3, opus and mulaw (8 kHz), separated by commas.",
+)
+@click.option(
+    "--probability",
+    default=1.0,
+    show_default=True,
+    type=FiniteRange(min=0, max=1),
+    metavar="SHARE",
+    help="Probability of each effect on each item.",
+)
+@click.option(
+    "--seed", default=0, show_default=True, metavar="N", type=int, help="Seed of everything that is drawn."
+)
+@click.option(
+    "--audio-root",
+    metavar="DIR",
+    type=NamedPath(path_type=Path),
+    help="Folder of the store, whose keys the format manifest names.",
+)
+@output_options
+def augment(
+    source: Path, to: str, audio_root: Path | None, codecs: str | None, output: Output, **given: Any
+) -> None:
+    """Write a second dataset from EXPORT, with the same speech at another speed, in rooms, with noise, in a
+    narrower band or after a codec.
+
+    EXPORT is a folder of the formats webdataset or audiofolder, or a file of nemo or manifest. It stays as it
+    is. The same seed gives the same bytes. To continue an interrupted command, repeat it.
+
+    \b
+    Examples:
+      nightjar augment datasets/night --to datasets/night-phone --band 300..3400 --codec mulaw
+      nightjar augment datasets/night --to datasets/night-noisy --noise noises --snr 5..20 --room rooms --probability 0.7
+    """
+    from jobs.export.augment import Effects
+    from jobs.export.augment import augment as write
+
+    effects = Effects(codecs=tuple(codecs.split(",")) if codecs else (), **given)
+    items = write(source, to, effects, audio_root=audio_root, s3=load_settings().s3)
+    output.result(to, "nightjar.augment/1", to=to, items=items)
+    output.note(f"{counted(items, 'item')} written to {to}.")
 
 
 @click.command()

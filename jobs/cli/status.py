@@ -296,6 +296,9 @@ def show(job: str, home: str | None, output: Output) -> None:
         spec["pool"] = {**spec["pool"], "weights": f"{voices:,} voices, see --json"}
         at = command.index("--voices") + 1
         shown |= {"spec": spec, "command": shlex.join([*command[:at], "VOICES", *command[at + 1 :]])}
+    if found.spec.lexicon:
+        words = f"{len(found.spec.lexicon):,} words, see --json"
+        shown |= {"spec": {**shown["spec"], "lexicon": words}}
     output.record(shown)
     for note in notes:
         output.note(note)

@@ -231,7 +231,7 @@ def _refuse_lost(
     )
 
 
-class _Identity(msgspec.Struct, frozen=True):
+class Identity(msgspec.Struct, frozen=True):
     """The content of `_export/plan.json`. Only an export with an equal identity continues a stopped one."""
 
     job: str
@@ -258,10 +258,10 @@ class _Identity(msgspec.Struct, frozen=True):
     variant: str | msgspec.UnsetType = msgspec.UNSET
 
 
-class _Finished(msgspec.Struct, frozen=True):
+class Finished(msgspec.Struct, frozen=True):
     """The content of `export.json`, the summary of a complete export."""
 
-    identity: _Identity
+    identity: Identity
     items: dict[str, int]
     left_out: int
     files: list[WrittenFile]
@@ -326,13 +326,13 @@ class _Export:
             plan = self._plan()
             names = self._names(None if is_remote(to) else Path(to).absolute())
             identity = self._identity(plan, names)
-            if _begin(destination, identity, replaces):
+            if begin(destination, identity, replaces):
                 return plan
             found, sounds = destination.sizes(), self.format.sounds
             files: list[WrittenFile] = []
             for part in plan.parts:
                 record = f"{RECORDS}/{part.split}-{part.number:05d}.json"
-                written = _written_part(destination, found, record)
+                written = written_part(destination, found, record)
                 if written is None:
                     first, items = self.jobs.jobs[0].job, self._read(self._rows_of(part))
                     whole = items if sounds is None else sounds.dialogues(items)
@@ -344,16 +344,10 @@ class _Export:
             with PartFiles(destination, names) as common:
                 self._write_common(common, plan)
                 files += common.publish(f"{RECORDS}/common.json")
-            if (gone := _incomplete(destination.sizes(), files)) is not None:
-                message = f"{gone!r} in {destination.address!r} was removed or changed during the export."
-                raise invalid(message, "Export again.")
             counts = dict.fromkeys(self.splits.bounds, 0)
             for part in plan.parts:
                 counts[part.split] += part.items
-            files.sort(key=lambda file: file.name)
-            done = _Finished(identity, counts, plan.reasons.items, files, plan.reasons)
-            destination.write_record(END, done)
-            destination.remove_records()
+            finish(destination, Finished(identity, counts, plan.reasons.items, files, plan.reasons))
             return plan
 
     def _read(self, rows: Iterator[ItemRow], texts: Repeats | None = None) -> Iterator[tuple[AudioItem, Any]]:
@@ -391,11 +385,11 @@ class _Export:
         stores = [one.store for one in self.jobs.jobs]
         return AudioNames(stores, None if self.absolute or self.audio_root is not None else folder)
 
-    def _identity(self, plan: Plan, names: AudioNames) -> _Identity:
+    def _identity(self, plan: Plan, names: AudioNames) -> Identity:
         jobs, sounds = self.jobs.jobs, self.format.sounds
         places = dict.fromkeys(names.base(one.store) or one.store.url for one in jobs)
         place = ",".join(places) if self.audio_root is None else str(self.audio_root.absolute())
-        return _Identity(
+        return Identity(
             self.jobs.name,
             self.format.name,
             VERSION,
@@ -441,10 +435,10 @@ class _Export:
         files.add("README.md", card)
 
 
-def _begin(destination: Destination, identity: _Identity, replaces: Collection[str]) -> bool:
+def begin(destination: Destination, identity: Identity, replaces: Collection[str]) -> bool:
     """Claims the destination for this export. True: the export is complete already."""
-    done = destination.record(END, _Finished)
-    old = destination.record(PLAN, _Identity) if done is None else done.identity
+    done = destination.record(END, Finished)
+    old = destination.record(PLAN, Identity) if done is None else done.identity
     if old is None:
         if destination.exclusive and any(not _is_record(name) for name in destination.sizes()):
             message = f"{destination.address!r} contains files that no export wrote."
@@ -458,11 +452,21 @@ def _begin(destination: Destination, identity: _Identity, replaces: Collection[s
     return False
 
 
+def finish(destination: Destination, done: Finished) -> None:
+    """Writes the summary. Raises `config.invalid` if a file is missing or has another size."""
+    if (gone := _incomplete(destination.sizes(), done.files)) is not None:
+        message = f"{gone!r} in {destination.address!r} was removed or changed during the export."
+        raise invalid(message, "Export again.")
+    done.files.sort(key=lambda file: file.name)
+    destination.write_record(END, done)
+    destination.remove_records()
+
+
 def _replace(
     destination: Destination,
-    old: _Identity,
+    old: Identity,
     listed: list[WrittenFile],
-    new: _Identity,
+    new: Identity,
     replaces: Collection[str],
 ) -> None:
     """Removes an export that this one replaces, or this one itself if files are missing. `replaces`: jobs
@@ -495,9 +499,7 @@ def _replace(
     destination.remove_records()
 
 
-def _written_part(
-    destination: Destination, found: Mapping[str, int], record: str
-) -> list[WrittenFile] | None:
+def written_part(destination: Destination, found: Mapping[str, int], record: str) -> list[WrittenFile] | None:
     """The files of a complete part; None: it must be written. Raises `config.invalid` for a changed file."""
     listed = destination.record(record, list[WrittenFile])
     for file in listed or ():

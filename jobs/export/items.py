@@ -65,6 +65,8 @@ class AudioItem(msgspec.Struct, frozen=True):
     #: When each word and phoneme is said, in a job with `--timestamps`; phonemes only if the model knows them.
     words: tuple[Word, ...] = ()
     phonemes: tuple[Word, ...] = ()
+    #: The text as it was spoken, if it is written otherwise.
+    spoken: str | None = None
     #: The draw that made its audio; None in a job without checks.
     draw: Draw | None = None
     #: Names of the scores, the same for all items of a dataset; None: its jobs have no checks.
@@ -77,8 +79,9 @@ class AudioItem(msgspec.Struct, frozen=True):
     #: The turns in its audio, if that is the sound of a dialogue, and the number of its channels.
     turns: tuple[Turn, ...] = ()
     channels: int = 1
-    #: Whether items of the dataset have `words`.
+    #: Whether items of the dataset have `words`, and whether they have `spoken_text`.
     timed: bool = False
+    respelled: bool = False
     #: Whether the dataset contains several jobs. Its ids and its index are then unique in the dataset.
     in_set: bool = False
 
@@ -124,8 +127,9 @@ class AudioItem(msgspec.Struct, frozen=True):
 class ItemMetadata(msgspec.Struct, frozen=True):
     """The metadata of an item in a dataset."""
 
-    #: The requested text.
+    #: The requested text, as it is written and as it was spoken.
     text: str
+    spoken_text: str
     #: The role of the turn.
     role: SpokenRole
     #: Index of the message that is spoken; None: the audio answers the whole dialogue.
@@ -159,7 +163,9 @@ def item_metadata(job: Job, item: AudioItem | RawLine) -> ItemMetadata:
         # The line's recording takes precedence over the job's stored voice.
         voice = None
     speaker = _speaker(job, item.references, voice, recordings)
-    return ItemMetadata(text, role, index, speaker, voice, generation.language, generation.instruct)
+    return ItemMetadata(
+        text, item.spoken or text, role, index, speaker, voice, generation.language, generation.instruct
+    )
 
 
 def minutes_by_voice(ledger: Ledger, store: ObjectStore, job: Job) -> dict[str, float]:
@@ -175,8 +181,8 @@ def minutes_by_voice(ledger: Ledger, store: ObjectStore, job: Job) -> dict[str, 
 
 
 #: Names of the fields that say how an item was made and what was measured. Jobs without checks have no `draw`,
-#: `scores` and `transcript`, jobs without `--timestamps` no `words`, a record without other columns or keys no
-#: `metadata`, items whose codes are not exported no `codec` and `voice_codes`, and only datasets of several jobs
+#: `scores` and `transcript`, jobs without `--timestamps` no `words`, those without `normalize` and `lexicon` no
+#: `spoken_text`, a record without other columns or keys no `metadata`, items whose codes are not exported no `codec` and `voice_codes`, and only datasets of several jobs
 #: have `job`.
 ORIGIN = (
     "seed",
@@ -186,6 +192,7 @@ ORIGIN = (
     "scores",
     "transcript",
     "words",
+    "spoken_text",
     "codec",
     "voice_codes",
     "metadata",
@@ -234,6 +241,8 @@ def facts(job: Job, item: AudioItem) -> dict[str, Any]:
         about["voice_codes"] = None if voice is None else voice.tolist()
     if item.timed:
         about["words"] = item.words
+    if item.respelled:
+        about["spoken_text"] = known.spoken_text
     if metadata := metadata_json(item.dialogue):
         about["metadata"] = metadata
     return about | ({"job": job.id} if item.in_set else {})
@@ -325,6 +334,7 @@ def audio_items(
                 job=job,
                 message_index=line.message_index,
                 references=line.references,
+                spoken=line.spoken,
                 text_out=None if text is None else texts.read(text).decode(),
                 words=words,
                 phonemes=phonemes[0] if phonemes else (),
@@ -333,6 +343,7 @@ def audio_items(
                 score_names=names,
                 metadata_types=types or {},
                 timed=job.spec.timestamps is True,
+                respelled=job.spec.respells,
             )
 
 

@@ -94,6 +94,7 @@ class JobSet:
         self.where = where
         self.format = format
         self._timed = any(one.job.spec.timestamps is True for one in jobs)
+        self._respelled = any(one.job.spec.respells for one in jobs)
         #: The index of the first item of each job.
         self._starts = [0, *accumulate(one.job.total_items for one in self.jobs)]
         self._prefixes = tuple(f"{one.job.id}-" for one in self.jobs) if self.several else ()
@@ -254,7 +255,8 @@ class JobSet:
         if renamed or item.example_id.startswith(self._prefixes):
             changes["example_id"], changes["id"] = (f"{job.id}-{own}" for own in (item.example_id, item.id))
             changes["dialogue"] = _renamed(item.dialogue, changes["example_id"])
-        return msgspec.structs.replace(item, in_set=True, timed=self._timed, **changes)
+        kinds = {"timed": self._timed, "respelled": self._respelled}
+        return msgspec.structs.replace(item, in_set=True, **kinds, **changes)
 
 
 def _moved(row: ItemRow, by: int) -> ItemRow:

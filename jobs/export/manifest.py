@@ -54,6 +54,8 @@ class ManifestEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     words: tuple[Word, ...] = ()
     #: The other columns or keys of the record.
     metadata: dict[str, msgspec.Raw] = {}
+    #: The text as it was spoken, if it is written otherwise.
+    spoken_text: str | None = None
 
 
 _ARTIFACT_FIELDS = tuple(name for name in ManifestEntry.__struct_fields__ if hasattr(Artifact, name))
@@ -85,7 +87,7 @@ def _item_entry(job: Job, item: AudioItem) -> ManifestEntry:
     known = item_metadata(job, item)
     place, metadata = (known.text, known.role, known.message_index), metadata_json(item.dialogue)
     entry = _entry(job, item.example_id, item.artifact, *place, metadata)
-    return msgspec.structs.replace(entry, words=item.words)
+    return msgspec.structs.replace(entry, words=item.words, spoken_text=item.spoken)
 
 
 def manifest_line(job: Job, item: AudioItem, where: str) -> bytes:
@@ -116,7 +118,9 @@ def put_shard_manifest(
         line = by_index[audio.index]
         text, index = spoken_text(line.messages), None if line.role is None else line.message_index
         role = line.role or "assistant"
-        entry = _entry(job, line.example_id, audio, text, role, index, line.metadata)
+        entry = _entry(job, line.example_id, audio, line.written or text, role, index, line.metadata)
+        if line.written is not None:
+            entry = msgspec.structs.replace(entry, spoken_text=text)
         entries.append(msgspec.json.encode(entry) + b"\n")
     info = put_numbered(store, shard_manifest_key(job.id, shard_no), b"".join(entries))
     store.sync()

@@ -35,7 +35,7 @@ _GROUP_BYTES = 32 << 20
 #: Rows of a group in a table without the audio.
 _FOLDER_GROUP_ROWS = 10_000
 _REPEATED = ("role", "speaker", "language", "spec_sha", "model", "voice", "job")
-_TEXTS = ("text", "example_id", "sha256", "transcript", *_REPEATED)
+_TEXTS = ("text", "example_id", "sha256", "transcript", "spoken_text", *_REPEATED)
 _CODES: Type = [["int16"]]
 #: The types of the columns other than the audio; jobs without checks have no `draw` and
 #: `transcript`, and only datasets of several jobs have `job`.
@@ -55,6 +55,7 @@ _COLUMNS: dict[str, Type] = {
     "voice": "string",
     "draw": "int64",
     "transcript": "string",
+    "spoken_text": "string",
     "codec": {
         "name": "string",
         "sha256": "string",

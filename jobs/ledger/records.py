@@ -137,6 +137,17 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     timestamps: bool | msgspec.UnsetType = msgspec.UNSET
     #: What is stored. Unset: audio.
     output: Literal["codes", "both"] | msgspec.UnsetType = msgspec.UNSET
+    #: Language whose numbers, dates, money and units are spoken in words, and the library that writes them, with
+    #: its version. Unset: texts are spoken as they are written.
+    normalize: Literal["en"] | msgspec.UnsetType = msgspec.UNSET
+    normalizer: str | msgspec.UnsetType = msgspec.UNSET
+    #: Word -> its spelling, or its phonemes as `/…/`. Unset: none.
+    lexicon: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def respells(self) -> bool:
+        """Whether spoken texts may differ from the written ones."""
+        return bool(self.normalize or self.lexicon)
 
     @property
     def main_kind(self) -> str:

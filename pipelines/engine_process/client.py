@@ -394,7 +394,10 @@ def _record_of(
         for one in request.messages
     ]
     settings = request.generation, request.seed, request.text_open, request.timestamps, request.output
-    return RequestRecord(request.request_id, tuple(messages), *settings), recordings
+    return (
+        RequestRecord(request.request_id, tuple(messages), *settings, request.pronunciations),
+        recordings,
+    )
 
 
 def _unsendable(error: ValueError | OverflowError) -> InputError:

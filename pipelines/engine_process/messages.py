@@ -7,6 +7,7 @@ so that the client's process decodes them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -40,6 +41,7 @@ class RequestRecord(msgspec.Struct, frozen=True, tag=True):
     text_open: bool
     timestamps: bool
     output: Output = "audio"
+    pronunciations: Mapping[str, str] = {}
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):

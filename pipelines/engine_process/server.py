@@ -225,7 +225,7 @@ class EngineServer:
             for role, kind, content in record.messages
         )
         settings = record.generation, record.seed, record.text_open, record.timestamps, record.output
-        return SynthesisRequest(record.request_id, messages, *settings)
+        return SynthesisRequest(record.request_id, messages, *settings, record.pronunciations)
 
     def _ask(self, number: int, place: int, reading: Reading | None) -> Received[Answer]:
         """Asks the client for a recording of a request, and waits for the answer. The process ends with the

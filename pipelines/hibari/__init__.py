@@ -13,8 +13,15 @@ from pipelines.request import Capabilities
 SAMPLE_RATE = 24_000
 #: An ASCII text that contains one of these characters can be read aloud.
 _SPOKEN = re.compile("[A-Za-z0-9]")
+#: Phonemes of misaki's American English, with the marks of stress.
+PHONEMES = "AIOQWYabdfhijklmnpstuvwzæðŋɐɑɒɔəɛɜɡɪɹɾʃʊʌʒʤʧθᵊᵻˈˌ"
 CAPABILITIES = Capabilities(
-    voices=("heart",), languages=("English",), streaming=True, sampling=False, word_times="exact"
+    voices=("heart",),
+    languages=("English",),
+    streaming=True,
+    sampling=False,
+    phonemes=PHONEMES,
+    word_times="exact",
 )
 
 

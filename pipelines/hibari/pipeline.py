@@ -21,6 +21,7 @@ from pipelines.hibari import CAPABILITIES, SAMPLE_RATE
 from pipelines.hibari.text import EnglishReader, check_pronounceable
 from pipelines.hibari.times import TimedVoice
 from pipelines.options import Count, read_options
+from pipelines.pronunciation import WholeWords
 from pipelines.request import (
     AnyRequest,
     AudioChunk,
@@ -204,11 +205,12 @@ class HibariPipeline:
         listener = Listener(on_event, lambda done: None if done else self._ended(utterance))
         owners = deque[int]() if request.timestamps else None
         utterance = Utterance(request, text, listener, stream, owners=owners)
+        words = WholeWords(request.pronunciations) if request.pronunciations else None
         if stream:
             check_pronounceable(text)
-            utterance.pieces = self._reader.pieces(text, lambda: self._is_over(utterance), owners)
+            utterance.pieces = self._reader.pieces(text, lambda: self._is_over(utterance), owners, words)
         else:
-            utterance.pieces = iter(list(self._reader.pieces(text, lambda: self._closed, owners)))
+            utterance.pieces = iter(list(self._reader.pieces(text, lambda: self._closed, owners, words)))
         with self._changed:
             if not stream:
                 self._changed.wait_for(

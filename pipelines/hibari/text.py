@@ -22,6 +22,7 @@ from hibari.tts import MAX_PHONEMES
 
 from pipelines.errors import ErrorCode, InputError
 from pipelines.hibari.times import TimedVoice, read_as
+from pipelines.pronunciation import WholeWords
 
 # "ɐ" is the vowel of the article "a", which the lexicon has in neither set.
 _PHONES = VOWELS | CONSONANTS | {"ɐ"}
@@ -133,6 +134,7 @@ class EnglishReader:
         text: str,
         is_stopped: Callable[[], bool] = lambda: False,
         owners: deque[int] | None = None,
+        pronunciations: WholeWords | None = None,
     ) -> Iterator[list[int]]:
         """Yields the phoneme ids of each piece of speech, in order, with the silences that the model expects
         around a piece. Each sentence is read when its first piece is requested.
@@ -143,6 +145,7 @@ class EnglishReader:
         its signs are written out.
 
         `owners`: gets, for each id of the pieces other than the space, the index of its word in `text.split()`.
+        `pronunciations`: the phonemes of words, which replace those of the voice.
         """
         held: list[str] = []
         pronounced = False
@@ -150,9 +153,9 @@ class EnglishReader:
         for sentence in self.voice.split_sentences(readable(text)):
             if is_stopped():
                 return
-            held += self._phonemes(sentence)
+            held += self._phonemes(_marked(sentence, pronunciations))
             if owners is not None:
-                owners += self._owners(sentence, written)
+                owners += self._owners(sentence, written, pronunciations)
             pronounced = pronounced or any(phoneme in _PHONES for chunk in held for phoneme in chunk)
             if pronounced:
                 yield from map(self.voice.ids, held)
@@ -168,7 +171,9 @@ class EnglishReader:
             # for.
             raise _unpronounceable(f"The voice cannot read this text ({error}).") from error
 
-    def _owners(self, sentence: str, written: Iterator[int]) -> Iterator[int]:
+    def _owners(
+        self, sentence: str, written: Iterator[int], pronunciations: WholeWords | None
+    ) -> Iterator[int]:
         """For each phoneme of a sentence, the index of its word. `written`: the indexes of the words that
         follow in the text."""
         words = sentence.split()
@@ -177,7 +182,7 @@ class EnglishReader:
         sounds: list[int] = []
         for part in self.voice.split_sentences(sentence):
             is_new = True
-            for token in self._g2p.tokens(part):
+            for token in self._g2p.tokens(_marked(part, pronunciations)):
                 if is_new:
                     read.append("")
                     sounds.append(0)
@@ -186,6 +191,13 @@ class EnglishReader:
                 is_new = bool(token.whitespace)
         for place, count in zip(read_as(words, read), sounds, strict=True):
             yield from repeat(own[place], count)
+
+
+def _marked(text: str, pronunciations: WholeWords | None) -> str:
+    """The text with phonemes as hibari reads them: `[word](/phonemes/)`."""
+    if pronunciations is None:
+        return text
+    return pronunciations.replaced(text, lambda word, said: f"[{word}](/{said}/)")
 
 
 def check_pronounceable(text: str) -> None:

@@ -79,6 +79,10 @@ NOT_RUN: list[tuple[str, str]] = [
         "the job of the pages has no such scores; tests/services/jobs/test_export_filters.py",
     ),
     (
+        r"nightjar (export (--schedule|--name) .*|export JOB JOB .*|augment .*)",
+        "it needs other jobs or folders of sounds; tests/services/jobs/test_export_sets.py and test_augment.py",
+    ),
+    (
         r"nightjar (run .* --output \w+|decode .*|export JOB --format interleaved .*)",
         "the job of the pages has no codes; tests/services/worker/test_qwen3_job.py and tests/unit/worker/test_codes_jobs.py",
     ),

@@ -86,6 +86,8 @@ ROWS: tuple[tuple[dict[str, Any], Sequence[str], dict[str, Any]], ...] = (
     ({"max_attempts": 5}, ["--set", "max_attempts=5"], {"options.max_attempts": 5}),
     ({"max_in_flight": 6}, ["--set", "max_in_flight=6"], {"options.max_in_flight": 6}),
     ({"error_budget": 0.25}, ["--set", "error_budget=0.25"], {"options.error_budget": 0.25}),
+    ({"normalize": "en"}, ["--set", "normalize=en"], {"spec.normalize": "en"}),
+    ({"lexicon": "words.csv"}, ["--set", "lexicon=words.csv"], {"spec.lexicon": {"SQL": "sequel"}}),
     ({"idempotency_key": "k"}, ["--idempotency-key", "k"], {"options.idempotency_key": "k"}),
     ({"generation": {"seed": 8}}, [], {"spec.generation.seed": 8}),
     (
@@ -131,6 +133,7 @@ ROWS: tuple[tuple[dict[str, Any], Sequence[str], dict[str, Any]], ...] = (
 )
 #: Fields that nobody says: submit itself fills them in.
 FOUND = {
+    "spec.normalizer",
     "spec.model_revision",
     "spec.stored_voices",
     "spec.reading.speakers_sha256",
@@ -143,6 +146,7 @@ FOUND = {
 def _config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("qa.toml").write_text("bounds.pause.high = 2")
+    Path("words.csv").write_text("SQL,sequel")
 
 
 @click.command()

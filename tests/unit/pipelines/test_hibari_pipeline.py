@@ -134,7 +134,7 @@ def test_closing_gives_up_a_text_that_is_still_read(monkeypatch: pytest.MonkeyPa
     voice = HibariPipeline(threads=1)
     begun = threading.Event()
 
-    def pieces(_text: str, given_up: Callable[[], bool], _owners: object) -> list[list[int]]:
+    def pieces(_text: str, given_up: Callable[[], bool], *_: object) -> list[list[int]]:
         begun.set()
         for _ in range(2000):
             if given_up():

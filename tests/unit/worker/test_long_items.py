@@ -14,13 +14,14 @@ import soundfile
 
 from jobs.checks import Bound, Quality
 from jobs.encoded_audio import FADE_MS, KEPT_MS
+from jobs.export.items import read_words
 from jobs.ingest import SubmitOptions
-from jobs.ledger.records import QUARANTINE, ItemState
+from jobs.ledger.records import QUARANTINE, WORDS, ItemState
 from jobs.repair import Match, RepairOutcome, repair_objects, reproduce
 from jobs.spec import item_seed
 from jobs.verify import ObjectCheck
 from pipelines.errors import ErrorCode
-from pipelines.request import Capabilities, Speech, SynthesisRequest
+from pipelines.request import Capabilities, Speech, SynthesisRequest, Word
 from pipelines.text_units import MAX_LONG_CHARACTERS, PARAGRAPH_PAUSE, SENTENCE_PAUSE, parts_of, unit_seed
 from tests.support.fakes import SAMPLE_RATE, FakePipeline, sine, spoken_text
 from tests.support.worker_rig import Build, Rig
@@ -215,3 +216,29 @@ def test_texts_have_a_maximum(build: Build) -> None:
     assert [(line.line, line.code) for line in rig.ledger.rejected_lines(job.id)] == [
         (2, ErrorCode.INPUT_TOO_LONG)
     ]
+
+
+def test_words_of_a_long_item_have_the_times_of_the_joined_audio(build: Build) -> None:
+    class Tells(FakePipeline):
+        """Says one word in each part, between 0.1 and 0.2 s, after a second of silence."""
+
+        def submit(self, request: SynthesisRequest) -> Future[Speech]:
+            text, future = spoken_text(request), Future[Speech]()
+            samples = np.concatenate([np.zeros(SAMPLE_RATE, np.float32), sine(text, request.seed)])
+            said = (Word(request.request_id.rpartition("-")[2], 1.1, 1.2),)
+            future.set_result(Speech(samples, SAMPLE_RATE, text, words=said))
+            return future
+
+    rig = build(pipeline=Tells())
+    job = rig.submit([TEXT])
+    rig.run_next()
+    (artifact,) = rig.ledger.artifacts(job.id, WORDS)
+    ((*words,),) = read_words(rig.store.get(artifact.key))
+    starts, at = [], 0.0
+    for number, text in enumerate(PARTS):
+        pause = PARAGRAPH_PAUSE if number == len(PARTS) // 2 - 1 else SENTENCE_PAUSE
+        starts.append(at + 0.1 + KEPT_MS / 1000)
+        # The kept silence before a part is part of the pause.
+        at += len(sine(text, 0)) / SAMPLE_RATE + KEPT_MS / 1000 + pause - 2 * KEPT_MS / 1000
+    assert [word.text for word in words] == [str(number) for number in range(len(PARTS))]
+    assert [word.start_s for word in words] == pytest.approx(starts, abs=0.001)

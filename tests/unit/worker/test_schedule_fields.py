@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from jobs import installed_version
 from jobs.checks import Quality, quality_of
 from jobs.job_options import hints
 from jobs.ledger import Ledger
 from jobs.ledger.records import INPUT_FORMAT, VoicePool
 from jobs.settings import Schedule, Settings
+from jobs.spoken_text import LIBRARY
 from pipelines.registry import register_pipeline
 from pipelines.request import Capabilities, Generation
 from tests.support.fake_worker import fake_card
@@ -64,6 +66,8 @@ def table(folder: Path) -> dict[str, tuple[Any, dict[str, Any]]]:
     schedule with an input alone."""
     qa = folder / "qa.toml"
     qa.write_text("bounds.pause.high = 2")
+    words = folder / "words.csv"
+    words.write_text("SQL,sequel")
     return {
         "input_format": ("text", {"labels": {INPUT_FORMAT: "text"}}),
         "model": ("second", {"spec.model": "second"}),
@@ -90,6 +94,11 @@ def table(folder: Path) -> dict[str, tuple[Any, dict[str, Any]]]:
         "max_attempts": (4, {"max_attempts": 4}),
         "max_in_flight": (2, {"max_in_flight": 2}),
         "error_budget": (0.5, {"error_budget": 0.5}),
+        "normalize": (
+            "en",
+            {"spec.normalize": "en", "spec.normalizer": f"{LIBRARY} {installed_version(LIBRARY)}"},
+        ),
+        "lexicon": (words, {"spec.lexicon": {"SQL": "sequel"}}),
         "priority": (3, {"priority": 3}),
         "weight": (5, {"weight": 5}),
         "store_url": (str(folder / "other"), {"store_url": f"file://{folder}/other"}),

@@ -1,0 +1,265 @@
+"""Augmented datasets: what each effect does, the same bytes in any order and after a stop, recipes, clean masters."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import shutil
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+from click.testing import CliRunner
+from scipy import signal
+
+from jobs.cli import cli
+from jobs.export import augment as augmenting
+from jobs.export import export
+from jobs.export.augment import Effects, Range, augment, parse_range
+from jobs.store import FolderStore
+from pipelines.errors import ConfigError
+from tests.support.export_kit import SAMPLE_RATE, Finished, datasets_library, finished_job
+
+LINES = [{"example_id": f"u {n}", "messages": [["user", "text", f"Text {n}"]]} for n in range(6)]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
+    folder = tmp_path_factory.mktemp("job")
+    made = finished_job(folder, FolderStore(folder / "store"), LINES)
+    yield made
+    made.ledger.close()
+
+
+@pytest.fixture
+def effects(tmp_path: Path) -> Effects:
+    """All effects, with two noises at other rates than the speech, one of them short, and two rooms."""
+    random = np.random.default_rng(1)
+    for name, rate, seconds in (("noise/a.wav", 16_000, 3.0), ("noise/deep/b.flac", 48_000, 0.3)):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        soundfile.write(tmp_path / name, random.uniform(-0.5, 0.5, (round(rate * seconds), 2)), rate)
+    (tmp_path / "room").mkdir()
+    for name in ("hall", "bath"):
+        tail = random.normal(0, 1, 4_000) * np.exp(-np.arange(4_000) / 400)
+        response = np.concatenate([np.zeros(100), [8.0], tail])
+        soundfile.write(tmp_path / "room" / f"{name}.wav", response / 16, 16_000)
+    return Effects(
+        seed=5,
+        probability=0.7,
+        speed=Range(0.9, 1.1),
+        room=tmp_path / "room",
+        noise=tmp_path / "noise",
+        band=Range(300, 3400),
+        codecs=("mp3", "opus", "mulaw"),
+    )
+
+
+def exported(finished: Finished, format: str, to: Path) -> Path:
+    if format == "audiofolder":
+        pytest.importorskip(
+            "pyarrow", reason="NOT TESTED: the library pyarrow comes with the extra `export`."
+        )
+    export(finished.ledger, finished.store, finished.job_id, format, str(to), part_bytes=100_000)
+    return to
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    paths = sorted([*folder.glob("*/*.jsonl"), *folder.glob("**/metadata.jsonl")])
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+def check_recipes(folder: Path, effects: Effects) -> None:
+    """The lines say what was done, and each effect was done to some items only."""
+    lines = lines_of(folder)
+    assert [line["example_id"] for line in lines] == [line["example_id"] for line in LINES]
+    for line in lines:
+        recipe = line["augment"]
+        assert recipe == effects.recipe(f"{line['example_id']}/{line['message_index']}") | {
+            "clean_sha256": recipe["clean_sha256"]
+        }
+        assert line["sha256"] != recipe["clean_sha256"]
+        samples = (SAMPLE_RATE + line["index"]) / (recipe["speed"] or 1)
+        assert line["duration"] * SAMPLE_RATE == pytest.approx(samples, abs=2)
+    for effect in ("speed", "room", "noise", "band_hz", "codec"):
+        assert 0 < sum(line["augment"][effect] is not None for line in lines) < len(lines), effect
+
+
+def test_webdataset_in_any_order_and_after_a_stop(
+    finished: Finished, effects: Effects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    webdataset = pytest.importorskip(
+        "webdataset", reason="NOT READ BACK: webdataset comes with the extra `dev`."
+    )
+    source = exported(finished, "webdataset", tmp_path / "source")
+    before, whole, again = contents(source), tmp_path / "whole", tmp_path / "again"
+    assert augment(source, str(whole), effects) == 6
+    check_recipes(whole, effects)
+    tars = sorted(map(str, (whole / "train").glob("*.tar")))
+    samples = list(webdataset.WebDataset(tars, shardshuffle=False))
+    assert [json.loads(sample["json"])["augment"] for sample in samples] == [
+        line["augment"] for line in lines_of(whole)
+    ]
+    for sample, line in zip(samples, lines_of(whole), strict=True):
+        assert soundfile.info(io.BytesIO(sample["wav"])).frames == line["samples"]
+        assert sample["txt"].decode() == line["text"]
+    write, seen = augmenting._write, []
+
+    def stop(part: Any, *rest: Any) -> None:
+        seen.append(part)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        write(part, *rest)
+
+    monkeypatch.setattr(augmenting, "_write", stop)
+    with pytest.raises(KeyboardInterrupt):
+        augment(source, str(again), effects)
+    assert not (again / "export.json").exists()
+    monkeypatch.setattr(augmenting, "_write", write)
+    assert augment(source, str(again), effects) == 6
+    assert contents(again) == contents(whole)
+    # The last part alone gives the bytes that it has in the whole.
+    alone = tmp_path / "alone"
+    shutil.copytree(source, alone)
+    last = Path(tars[-1]).name
+    for path in (alone / "train").glob("*.tar"):
+        path.name == last or path.unlink()
+    augment(alone, str(tmp_path / "one"), effects)
+    assert (tmp_path / "one" / "train" / last).read_bytes() == Path(tars[-1]).read_bytes()
+    assert contents(source) == before
+    with pytest.raises(ConfigError, match="contains another export"):
+        augment(source, str(whole), Effects(seed=6, speed=Range(1.1, 1.2)))
+
+
+def test_an_audiofolder_is_read_by_datasets(
+    finished: Finished, effects: Effects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = datasets_library(monkeypatch)
+    source, to = exported(finished, "audiofolder", tmp_path / "source"), tmp_path / "to"
+    assert augment(source, str(to), effects) == 6
+    found = datasets.load_dataset(
+        "audiofolder", data_dir=str(to), split="train", cache_dir=str(tmp_path / "c")
+    )
+    rows = found.cast_column("audio", datasets.Audio(decode=False))
+    assert [row["augment"] for row in rows] == [
+        effects.recipe(f"{row['example_id']}/{row['message_index']}")
+        | {"clean_sha256": row["augment"]["clean_sha256"]}
+        for row in rows
+    ]
+    for row in rows:
+        data = Path(row["audio"]["path"]).read_bytes()
+        assert (row["sha256"], row["duration"]) == (
+            hashlib.sha256(data).hexdigest(),
+            round(soundfile.info(io.BytesIO(data)).frames / SAMPLE_RATE, 6),
+        )
+
+
+@pytest.mark.parametrize("format", ["nemo", "manifest"])
+def test_lines_name_the_new_audio(finished: Finished, effects: Effects, tmp_path: Path, format: str) -> None:
+    source = finished.folder / f"{format}.jsonl"
+    export(finished.ledger, finished.store, finished.job_id, format, str(source))
+    root = None if format == "nemo" else finished.folder / "store"
+    assert augment(source, str(tmp_path / "to"), effects, audio_root=root) == 6
+    for line in lines_of(tmp_path / "to"):
+        frames = soundfile.info(tmp_path / "to" / "train" / "00000" / line["audio_filepath"]).frames
+        assert line["duration"] == round(frames / SAMPLE_RATE, 6)
+        assert line["text"].startswith("Text")
+    if format == "manifest":
+        with pytest.raises(ConfigError, match="does not say where its audio is"):
+            augment(source, str(tmp_path / "other"), effects)
+
+
+def power(samples: np.ndarray, low: float = 0, high: float = SAMPLE_RATE) -> float:
+    """The mean power per Hz between two frequencies."""
+    frequencies, density = signal.welch(samples, SAMPLE_RATE)
+    return float(density[(frequencies >= low) & (frequencies <= high)].mean())
+
+
+def test_each_effect_does_what_it_says(effects: Effects) -> None:
+    speech = np.random.default_rng(0).normal(0, 0.05, (SAMPLE_RATE, 2)).astype(np.float32)
+    nothing = dict.fromkeys(effects.recipe("a"))
+
+    def after(**recipe: Any) -> np.ndarray:
+        made = effects.applied(nothing | recipe, speech, SAMPLE_RATE)
+        assert made.dtype == np.float32
+        return made
+
+    assert (after() == speech).all()
+    assert len(after(speed=1.25)) == pytest.approx(SAMPLE_RATE / 1.25, abs=1)
+    noise = after(noise="a.wav", noise_at=0.3, snr_db=10.0) - speech
+    assert 10 * np.log10((speech**2).mean() / (noise**2).mean()) == pytest.approx(10, abs=0.1)
+    assert noise[:, 0] == pytest.approx(noise[:, 1], abs=1e-6)
+    room = after(room="hall.wav")
+    # The direct path is not delayed.
+    assert np.argmax(np.correlate(room[:2000, 0], speech[:1000, 0], "valid")) == 0
+    band = after(band_hz="300..3400")[:, 0]
+    assert power(band, 500, 3000) > 100 * max(power(band, 0, 100), power(band, 6000, 12_000))
+    for codec in ("mp3", "opus", "mulaw"):
+        coded = after(codec=codec)
+        assert coded.shape == speech.shape
+        assert not (coded == speech).all()
+    phone = after(codec="mulaw")[:, 0]
+    assert power(phone, 500, 3000) > 100 * power(phone, 5000, 12_000)
+    loud = effects.applied(
+        nothing | {"noise": "a.wav", "noise_at": 0.0, "snr_db": -30.0}, speech, SAMPLE_RATE
+    )
+    assert np.abs(loud).max() == 1
+
+
+def test_recipes_depend_on_seed_and_item_alone(effects: Effects) -> None:
+    ids = [f"{number}/None" for number in range(400)]
+    recipes = [effects.recipe(one) for one in ids]
+    assert recipes == [effects.recipe(one) for one in reversed(ids)][::-1]
+    drawn = [one["speed"] for one in recipes if one["speed"] is not None]
+    assert len(drawn) == pytest.approx(280, abs=40)
+    assert (min(drawn), max(drawn)) == (pytest.approx(0.9, abs=0.01), pytest.approx(1.1, abs=0.01))
+    assert {one["noise"] for one in recipes} == {None, "a.wav", "deep/b.flac"}
+    assert {one["codec"] for one in recipes} == {None, "mp3", "opus", "mulaw"}
+
+
+def test_what_cannot_be_augmented_is_refused(finished: Finished, effects: Effects, tmp_path: Path) -> None:
+    source, empty = exported(finished, "webdataset", tmp_path / "source"), tmp_path / "empty"
+    empty.mkdir()
+    for wrong, said in (
+        (Effects(), "No effect is chosen"),
+        (Effects(codecs=("mp3", "amr")), "not all known"),
+        (Effects(speed=Range(0, 1)), "a factor from 0.1 to 10"),
+        (Effects(band=Range(3000, 3000)), "The band is empty"),
+        (Effects(noise=empty), "There are no audio files in"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            augment(source, str(tmp_path / "to"), wrong)
+    with pytest.raises(ConfigError, match="is not an export"):
+        augment(empty, str(tmp_path / "to"), effects)
+    for to in (source, source / "below", tmp_path):
+        with pytest.raises(ConfigError, match="cannot be in one folder"):
+            augment(source, str(to), effects)
+    for text in ("loud", "5..1", "nan", "1..inf"):
+        with pytest.raises(ConfigError, match="is not a range"):
+            parse_range(text)
+    (tmp_path / "noise" / "c.wav").write_text("no audio")
+    augmenting.sounds.cache_clear()
+    with pytest.raises(ConfigError, match="is not an audio file"):
+        augment(source, str(tmp_path / "to"), Effects(noise=tmp_path / "noise"))
+    assert not (tmp_path / "to" / "export.json").exists()
+
+
+def test_the_command(finished: Finished, effects: Effects, tmp_path: Path) -> None:
+    source = exported(finished, "webdataset", tmp_path / "source")
+    given = ["augment", str(source), "--to", str(tmp_path / "to"), "--seed", "5", "--probability", "0.7"]
+    given += ["--speed", "0.9..1.1", "--room", str(effects.room), "--noise", str(effects.noise)]
+    given += ["--band", "300..3400", "--codec", "mp3,opus,mulaw", "--json"]
+    done = CliRunner().invoke(cli, given)
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout) == {"schema": "nightjar.augment/1", "to": str(tmp_path / "to"), "items": 6}
+    check_recipes(tmp_path / "to", effects)
+    with tarfile.open(next((tmp_path / "to" / "train").glob("*.tar"))) as archive:
+        assert [Path(name).suffix for name in archive.getnames()] == [".wav", ".json", ".txt"] * 2
