@@ -1,4 +1,4 @@
-"""One kind of bad luck at a time: stopped and draining workers, wrong clocks, a full disk."""
+"""One kind of bad luck at a time: stopped workers, wrong clocks, a full disk."""
 
 from __future__ import annotations
 
@@ -100,48 +100,6 @@ def test_wrong_clocks_of_workers_change_nothing(patient: Cluster) -> None:
     patient.wait(job, seconds=240)
     assert_exactly_once(patient, job, texts)
     assert set(patient.attempts(job)) == {"done"}
-
-
-# No shard comes out of its turn because its message waits for long.
-@pytest.mark.parametrize("patient", [{"NIGHTJAR_TIMES__QUEUED_TIMEOUT_SECONDS": "600"}], indirect=True)
-def test_a_draining_worker_finishes_its_shards_and_spends_no_attempt(patient: Cluster) -> None:
-    patient.end_worker(1)
-    shard_items = int(patient.timing["NIGHTJAR_TIMES__SHARD_ITEMS"])
-    texts = sentences(10 * shard_items)
-    for number in (0, shard_items):
-        texts[f"item-{number}"] = patient.held("A sentence that lasts.")
-    job = patient.submit(texts)
-    # All that its two shards have beside what is held: it takes no third one.
-    patient.wait_for_done(job, 2 * shard_items - 2)
-    patient.signal_worker(0, signal.SIGTERM)
-    deadline = time.monotonic() + 240
-    while "draining" not in [row.state for row in patient.ledger.worker_statuses(include_ended=True)]:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    patient.let_go()
-    assert patient.workers[0].wait(timeout=240) == 0
-    assert patient.ledger.status(job).items.done == 2 * shard_items
-    assert patient.attempts(job) == {"done": 2}
-    patient.start_worker(1)
-    patient.wait(job, seconds=240)
-    assert_exactly_once(patient, job, texts)
-    assert set(patient.attempts(job)) == {"done"}
-
-
-@pytest.mark.parametrize("patient", [{"SPEECH_WORKER__DRAIN_SECONDS": "3"}], indirect=True)
-def test_past_the_deadline_a_draining_worker_gives_its_shards_back(patient: Cluster) -> None:
-    patient.end_worker(1)
-    texts = {**sentences(40), "slow": patient.held("A very long sentence.")}
-    job = patient.submit(texts)
-    patient.wait_for_done(job, 40)
-    patient.signal_worker(0, signal.SIGTERM)
-    assert patient.workers[0].wait(timeout=240) == 0
-    assert patient.ledger.status(job).items.done == 40
-    patient.let_go()
-    patient.start_worker(1)
-    patient.wait(job, seconds=240)
-    assert_exactly_once(patient, job, texts)
-    assert patient.attempts(job)["released"] == 1
 
 
 SMALL_DISK = """

@@ -52,6 +52,11 @@ def assert_all_done(site: Site, job_id: str, items: int) -> None:
         )
 
 
+def attempts(site: Site) -> dict[str, int]:
+    """How the leases of all shards ended: outcome -> count."""
+    return dict(rows(site.ledger, "SELECT outcome, count(*) FROM attempts GROUP BY outcome"))
+
+
 def test_a_job_runs_to_its_end_and_the_worker_drains(site: Site) -> None:
     job = site.submit([f"text {n}" for n in range(100)])
     worker = site.worker()
@@ -93,6 +98,8 @@ def test_sigterm_finishes_the_shards_in_flight(site: Site) -> None:
     status = site.status(job)
     assert status.items.done == 32
     assert not status.shards.get(ShardState.LEASED)
+    assert attempts(site) == {"done": 2}
+    assert [row.state for row in site.ledger.worker_statuses(include_ended=True)] == ["retired"]
 
 
 def test_a_worker_whose_ledger_is_upgraded_finishes_its_shard_and_ends_with_a_sentence(site: Site) -> None:
@@ -120,6 +127,7 @@ def test_a_drain_past_its_deadline_gives_shards_back(
         assert worker.wait(240) == 0
         assert site.status(job).shards[ShardState.READY] == 1
         assert site.status(job).items.done == 1
+        assert attempts(site) == {"released": 1}
         assert "Traceback" not in site.log_text()
 
 
@@ -156,8 +164,7 @@ def test_repeated_messages_of_every_epoch_do_nothing(site: Site) -> None:
     publisher.publish(tickets)
     site.wait_for(lambda: site.queue_depth() == 0)
     assert_all_done(site, job.id, 160)
-    attempts = "SELECT outcome, count(*) FROM attempts GROUP BY outcome"
-    assert rows(site.ledger, attempts) == [("done", job.total_shards)]
+    assert attempts(site) == {"done": job.total_shards}
 
 
 def test_an_emptied_broker_costs_only_time(site: Site, valkey_url: str) -> None:

@@ -55,7 +55,7 @@ class Unmade(MegakernelExecutor, Eager):
         k, v = maker.caches(SMALLEST, 9, 16)
         self.kv = SimpleNamespace(k=k, v=v)  # type: ignore[assignment]
         slots = maker.state(SMALLEST, 2, 9, 16, torch.zeros(2, dtype=torch.int64))
-        self.state = SimpleNamespace(tensors=lambda: slots)  # type: ignore[assignment]
+        self.state = SimpleNamespace(tensors=slots)  # type: ignore[assignment]
         self._graphs = Buckets((1, 2, 4))
         self.flags = np.zeros((1, 2), np.uint8)
 
