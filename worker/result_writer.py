@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 
 import msgspec
 
-from jobs.checks import Quality
+from jobs.checks import ALIGNER, Quality
 from jobs.codes import StoredCodes
 from jobs.dialogue import spoken_text
 from jobs.layout import item_key, object_metadata, put_numbered
@@ -26,7 +26,7 @@ from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import ErrorCode, NightjarError
 from pipelines.request import Capabilities, Handle, Speech, SynthesisRequest
 from pipelines.text_units import parts_of, unit_request
-from worker.quality.meters import Readings, Utterance
+from worker.quality.meters import Reading, Readings, Utterance
 from worker.quality.pool import MeterPool, MeterTask
 from worker.quality.verdict import CheckedDraw, History, check_draw, check_speech, failed_draw, judged
 
@@ -202,6 +202,9 @@ class ResultWriter:
             return _stored(shard, draw, Done(index, (), draw.spent_ms), made, seed, draw.number)
         elif measured is not None:
             before, readings = measured[0], measured[1].result()
+            aligned = readings.get(ALIGNER)
+            if job.spec.timestamps is True and not made.words and isinstance(aligned, Reading):
+                made = replace(made, words=aligned.words)
             checked = judged(draw.number, seed, made, quality, readings, before)
         else:
             checked = self._checked(shard, draw, made, quality)
