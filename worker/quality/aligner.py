@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 WINDOW_SECONDS, CONTEXT_SECONDS, BATCH = 20, 1, 8
 #: Strides of CTC models are multiples of this many samples, 5 ms.
 _STRIDE_UNIT = 80
-#: The score is the worst mean of so many seconds: about a short word.
-SCORE_SECONDS = 0.4
+#: The score is the worst mean of so many seconds, about a syllable.
+SCORE_SECONDS = 0.2
 #: Power of a frame relative to the loudest one from which on it is sound (-40 dB), and the shortest pause.
 _SOUND_POWER, _PAUSE_SECONDS = 1e-4, 0.06
 

@@ -169,6 +169,7 @@ def test_times_of_the_words_are_within_30_and_80_ms_of_the_exact_ones() -> None:
     voice.close()
     assert np.median(errors) <= 0.03
     assert np.percentile(errors, 95) <= 0.08
-    bound = min(scores["whole"])
-    assert sum(score < bound for score in scores["skipped"]) >= 0.9 * len(SENTENCES)
-    assert sum(score < bound for score in scores["repeated"]) >= 0.8 * len(SENTENCES)
+    for name in ("skipped", "repeated"):
+        worse = sum(score < whole for score, whole in zip(scores[name], scores["whole"], strict=True))
+        assert worse >= 0.9 * len(SENTENCES), scores
+        assert np.median(scores[name]) < 1.5 * np.median(scores["whole"]), scores
