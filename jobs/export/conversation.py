@@ -33,9 +33,9 @@ from jobs.export.audio import Conversion, decoded
 from jobs.export.files import PartFiles
 from jobs.export.folder_formats import (
     SHAR_SOURCE,
+    archive,
     cut_of,
     kaldi_ids,
-    tar_file,
     write_lhotse,
     write_shar,
     write_webdataset,
@@ -161,12 +161,13 @@ class Sounds:
                 samples[turn.first : turn.first + len(pcm), ROLES.index(turn.role)] = pcm
             if self.mode == "mono":
                 samples = mixed(samples)
-            whole = msgspec.structs.replace(found[0], id=found[0].example_id, turns=turns)
+            channels = 1 if self.apart else samples.shape[1]
+            first = found[0]
+            whole = msgspec.structs.replace(first, id=first.example_id, turns=turns, channels=channels)
             if self.apart:
                 made = [self.conversion.encoded(whole, samples[:, channel]) for channel in range(len(ROLES))]
                 yield made[0][0], [audio for _, audio in made]
             else:
-                whole = msgspec.structs.replace(whole, channels=samples.shape[1])
                 yield self.conversion.encoded(whole, samples)
 
     def manifest_lines(self, items: Iterable[AudioItem]) -> Iterator[bytes]:
@@ -217,19 +218,13 @@ def write_duplex(
     part: Part, files: PartFiles, job: Job, dialogues: Iterator[tuple[AudioItem, list[bytes]]]
 ) -> None:
     """Writes one shard of Lhotse's archives, with a recording for each role."""
-    number = f"{part.number:06d}"
-    with (
-        tar_file(files.open(f"{part.split}/recording.{number}.tar")) as add_source,
-        tar_file(files.open(f"{part.split}/target_audio.{number}.tar")) as add_target,
-        files.gzip(f"{part.split}/cuts.{number}.jsonl.gz") as cuts,
-    ):
+    with archive(part, files) as (add, cuts):
         for item, audio in dialogues:
             cut = cut_of(item.name, job, item, SHAR_SOURCE)
             for turn, spoken in zip(item.turns, cut["supervisions"], strict=True):
                 spoken["speaker"] = "user" if turn.role == "user" else "agent"
-            for add, data in zip((add_source, add_target), audio, strict=True):
-                add(f"{item.name}.{item.extension}", data)
-                add(f"{item.name}.json", _encode(cut["recording"]) + b"\n")
+            for field, data in zip(("recording", "target_audio"), audio, strict=True):
+                add(field, f"{item.name}.{item.extension}", data, cut["recording"])
             cuts.write(_encode(cut | {"custom": {"target_audio": cut["recording"]}}) + b"\n")
 
 
@@ -283,11 +278,6 @@ def of_dialogues(
             duplex and mode == "mono",
             "Dialogues in NeMo's layout have a source and a target.",
             "Use --dialogues stereo.",
-        ),
-        (
-            spec.output == "codes",
-            "This job has codes without audio.",
-            "Submit it with --output both.",
         ),
         (
             mode == "stereo" and spec.speak != "all",

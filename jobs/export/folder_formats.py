@@ -132,19 +132,7 @@ _SHAR_ARRAY = {"storage_type": "shar", "storage_path": "", "storage_key": ""}
 def write_shar(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]) -> None:
     """Writes one shard of an archive. Ids are the names of the audio in the store, because they name members
     of a tar file."""
-    number = f"{part.number:06d}"
-    with ExitStack() as ended:
-        tars: dict[str, Callable[[str, bytes], None]] = {}
-
-        def add(field: str, name: str, data: bytes, about: object) -> None:
-            """Adds the file of a field of a cut, and its JSON, to the tar file of that field."""
-            if field not in tars:
-                opened = tar_file(files.open(f"{part.split}/{field}.{number}.tar"))
-                tars[field] = ended.enter_context(opened)
-            tars[field](name, data)
-            tars[field](f"{name.partition('.')[0]}.json", _encode(about) + b"\n")
-
-        cuts = ended.enter_context(files.gzip(f"{part.split}/cuts.{number}.jsonl.gz"))
+    with archive(part, files) as (add, cuts):
         for item, audio in items:
             cut = cut_of(item.name, job, item, SHAR_SOURCE)
             if not item.is_codes:
@@ -152,6 +140,26 @@ def write_shar(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[Aud
             if item.codes is not None:
                 add("codes", f"{item.name}.npy", npy(item.codes.codes), cut["custom"]["codes"])
             cuts.write(_encode(cut) + b"\n")
+
+
+@contextmanager
+def archive(
+    part: Part, files: PartFiles
+) -> Generator[tuple[Callable[[str, str, bytes, object], None], IO[bytes]], None, None]:
+    """Opens one shard of an archive; yields the function that adds the file of a field of a cut, and the file of
+    the cuts."""
+    number = f"{part.number:06d}"
+    with ExitStack() as ended:
+        tars: dict[str, Callable[[str, bytes], None]] = {}
+
+        def add(field: str, name: str, data: bytes, about: object) -> None:
+            if field not in tars:
+                opened = tar_file(files.open(f"{part.split}/{field}.{number}.tar"))
+                tars[field] = ended.enter_context(opened)
+            tars[field](name, data)
+            tars[field](f"{name.partition('.')[0]}.json", _encode(about) + b"\n")
+
+        yield add, ended.enter_context(files.gzip(f"{part.split}/cuts.{number}.jsonl.gz"))
 
 
 def npy(codes: Any) -> bytes:

@@ -203,17 +203,6 @@ ORIGIN = (
 def facts(job: Job, item: AudioItem) -> dict[str, Any]:
     """All fields of an item that formats write, under their common names; of a dialogue also those of its
     turns."""
-    if item.turns:
-        turns = [turn.place | facts(job, turn.item) for turn in item.turns]
-        return {
-            "example_id": item.example_id,
-            "text": "\n".join(turn["text"] for turn in turns),
-            "sample_rate": item.artifact.sample_rate,
-            "samples": item.artifact.samples,
-            "duration": round(item.seconds, 6),
-            "sha256": item.artifact.sha256,
-            "turns": turns,
-        }
     known, artifact, job = item_metadata(job, item), item.artifact, item.job
     about = {
         "example_id": item.example_id,
@@ -245,6 +234,10 @@ def facts(job: Job, item: AudioItem) -> dict[str, Any]:
         about["spoken_text"] = known.spoken_text
     if metadata := metadata_json(item.dialogue):
         about["metadata"] = metadata
+    if item.turns:
+        turns = [turn.place | facts(job, turn.item) for turn in item.turns]
+        about = picked(about, "example_id", "sample_rate", "samples", "duration", "sha256", "metadata")
+        about |= {"text": "\n".join(turn["text"] for turn in turns), "turns": turns}
     return about | ({"job": job.id} if item.in_set else {})
 
 
