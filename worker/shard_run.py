@@ -62,8 +62,7 @@ class ShardRunner:
     """Runs leased shards with the resources that they share. Thread-safe; each thread runs one shard.
 
     All open items go to the pipeline, so the engine batches items of all shards in flight. Outcomes are committed in
-    micro-batches, fenced by the lease's epoch. Calls to an unreachable ledger or store are retried until the lease
-    ends.
+    micro-batches, fenced by the lease's epoch. Calls to an unreachable ledger or store are retried until it ends.
     """
 
     ledger: Ledger
