@@ -14,7 +14,7 @@ import msgspec
 
 from jobs.dialogue import metadata_json, spoken_text
 from jobs.export.formats import ExportFormat
-from jobs.export.items import ORIGIN, AudioItem, audio_items, facts, item_metadata, picked
+from jobs.export.items import ORIGIN, AudioItem, Place, audio_items, facts, item_metadata, picked
 from jobs.layout import job_manifest_key, put_numbered, shard_manifest_key
 from jobs.ledger.records import Artifact, Job
 from jobs.shard_file import ShardLine
@@ -95,7 +95,8 @@ def manifest_line(job: Job, item: AudioItem, where: str) -> bytes:
     # `facts` has the metadata, which `to_builtins` cannot convert.
     entry = msgspec.structs.replace(_item_entry(item.job, item), metadata={})
     line: dict[str, Any] = msgspec.to_builtins(entry)
-    return msgspec.json.encode(line | picked(facts(job, item), *ORIGIN)) + b"\n"
+    place = ("speaker", *Place._fields) if item.place.dialogue else ()
+    return msgspec.json.encode(line | picked(facts(job, item), *ORIGIN, *place)) + b"\n"
 
 
 MANIFEST = ExportFormat(
