@@ -24,7 +24,7 @@ that does not end in time (`--limit` seconds) is interrupted; its row has what w
 `--cloning` says how voices are made: `none` is a named voice, `vector` clones recordings of 3 to 10 s by their speaker vector
 and `context` with their text. `--voices` are numbers of recordings; every one of them is used at least twice, in mixed order.
 `voices_per_s` is how many of them a second the steady items bring, if each is encoded once. `--lengths 0.3 0.5` makes utterances
-so short that recordings are the work. `--warm` is first a short job that does not count.
+so short that recordings are the work. `--output` is that of the jobs (`audio`, `codes`, `both`). `--warm` is first a short job that does not count.
 
 A job has as many items as take `--seconds` at the speed of the engine (`--expected`, audio-s/s of one GPU, with
 `--skip-engine`), or `--items`; `--slots` are those of the engine alone, and of the ramp and the tail. Checkpoints and stores are written below
@@ -68,7 +68,7 @@ from benchmarks.voices import words_of
 from jobs.settings import load_settings
 from jobs.store import open_store
 
-_COMMITS = "SELECT made_at, count(*), sum(duration_ms) / 1000.0 FROM artifacts WHERE kind = 'audio' GROUP BY made_at ORDER BY made_at"
+_COMMITS = "SELECT made_at, count(*), sum(duration_ms) / 1000.0 FROM artifacts WHERE samples > 0 GROUP BY made_at ORDER BY made_at"
 _FAILED = "SELECT count(*) FROM items WHERE state IN (2, 3)"
 _REPEATED = "SELECT count(*) FROM draws WHERE draw > 0"
 _ENDED = "SELECT 1 FROM jobs WHERE finished_at IS NOT NULL"
@@ -77,7 +77,7 @@ LEAST_SECONDS, DRAIN_SECONDS = 25.0, 20.0
 #: A window of the engine alone.
 WINDOW_SECONDS = 3.0
 COLUMNS = (
-    "path", "size", "gpus", "cloning", "voices", "slots", "start", "job_audio_s_per_s", "engine_audio_s_per_s", "share", "times_one_gpu",
+    "path", "size", "gpus", "output", "cloning", "voices", "slots", "start", "job_audio_s_per_s", "engine_audio_s_per_s", "share", "times_one_gpu",
     "first_audio_s", "voices_per_s", "cpu_cores", "failed",
 )  # fmt: skip
 
@@ -298,6 +298,7 @@ class JobBench:
             return
         slots = slots_of(found["worker_said"])
         row: Row = {"path": path, "size": size, "gpus": gpus, "slots": slots, "qa": "off"}
+        row |= {"output": self.options.output}
         row |= {"cloning": cloning, "voices": count, "start": "warm", "items": len(frames)}
         row |= {"asked_audio_s": sum(frames) / FRAMES_PER_SECOND} | found
         span = steady(commits, self.slots * gpus)
@@ -346,6 +347,7 @@ class JobBench:
         spoken = ["--language", "english", *(("--voice", "ryan") if cloning == "none" else ())]
         model = [voices.INSTANT] if self.options.instant else [f"planted-{size}-{kind_for(cloning)}", *spoken]
         job = [str(self.folder / "input.jsonl"), "--model", *model, "--qa", "off", "--json"]
+        job += ["--output", self.options.output] if self.options.output != "audio" else []
         return job, ["--gpu", ",".join(map(str, range(gpus)))] if gpus > 1 or self.bench.on_gpu else []
 
     def _into_folder(
@@ -354,7 +356,7 @@ class JobBench:
         """`nightjar run` with no other setting; its ledger is a SQLite file in the folder."""
         home, (job, worker) = folder / "out", given
         words = ["run", *job, "--out", str(home), *(worker if gpus > 1 else [])]
-        command = Command(folder, words, environment, lambda: any(home.glob("jobs/*/audio/*/*.wav")))
+        command = Command(folder, words, environment, lambda: any(home.glob("jobs/*/[ac]*/*/*-*.*")))
         status, state = command.wait(self._limit), home / ".nightjar"
         logs = [folder / "stderr", *sorted(state.glob("worker*.log"))]
         if not (state / "ledger.sqlite").is_file():
@@ -419,7 +421,7 @@ def main(given: Sequence[str] | None = None) -> int:
     options = read(
         parser(__doc__), given, sizes=["0b6"], gpus=[1], paths=["folder"], slots=1024, seconds=40.0, items=0,
         expected=3000.0, instant=0.0, minutes=60.0, skip_engine=False, warm=False, limit=300.0, tree=ROOT,
-        cloning=["none"], voices=[20], lengths=float,
+        cloning=["none"], voices=[20], lengths=float, output="audio",
         known={"sizes": ("0b6", "1b7"), "paths": ("folder", "s3"), "cloning": ("none", "vector", "context")},
     )  # fmt: skip
     if options.tiny:

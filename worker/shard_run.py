@@ -33,11 +33,12 @@ from jobs.shard_file import ShardLine, read_shard
 from jobs.store.base import ObjectStore
 from jobs.worker_group import WorkerReport
 from pipelines.errors import ErrorCode, ModelError, NightjarError, StoreError, SynthesisError
+from pipelines.recording import KEPT_BYTES, SizedCache
 from pipelines.request import AudioChunk, CodecIdentity, Event, Pipeline, Speech
 from pipelines.request import Done as SpeechDone
 from pipelines.text_units import parts_of, unit_request
 from worker.admission import Demand, ItemCounts
-from worker.feeding import EngineTimer, FeedingOrder, ReferenceCache, RequestBuilder
+from worker.feeding import EngineTimer, FeedingOrder, RequestBuilder
 from worker.leases import MAX_REREADS, Clock, GoneReason, HeldLease, HeldLeases, LeaseGoneError
 from worker.metrics import Metrics
 from worker.models import PipelineCache
@@ -97,7 +98,7 @@ class ShardRunner:
     only_worker: bool = False
     #: Called after a claimed shard is counted in `demand`.
     on_claimed: Callable[[], None] = lambda: None
-    references: ReferenceCache = field(default_factory=ReferenceCache, init=False)
+    references: SizedCache[bytes] = field(default_factory=lambda: SizedCache(KEPT_BYTES, len), init=False)
     order: FeedingOrder = field(default_factory=FeedingOrder, init=False)
     timer: EngineTimer = field(init=False)
 

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import numpy as np
 
+from jobs.codes import EXTENSION
 from jobs.ledger.records import Artifact
 from jobs.packs import read_artifact
 from jobs.store.base import ObjectStore
@@ -87,6 +88,8 @@ class Clips:
     def clip(self, artifact: Artifact) -> Clip:
         """Makes the clip of an artifact. If audio cannot be read, its clip has a note instead of a player."""
         link = None if self._root is None else quote(os.path.relpath(self._root / artifact.key, self._folder))
+        if artifact.key.endswith(EXTENSION):
+            return Clip(None, None, "codes")
         if artifact.bytes > MAX_BYTES:
             return Clip(link, None, f"too large to be {'drawn' if link else 'embedded'}")
         try:

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from jobs.checks import ENTRY_POINT_GROUP, METERS, Option, known_meters
+from jobs.checks import ALIGNER, ENTRY_POINT_GROUP, METERS, Option, known_meters
 from pipelines.errors import ErrorCode, ModelError
 from pipelines.languages import language_code
+from pipelines.request import Word
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -62,6 +63,8 @@ class Reading(NamedTuple):
     detail: str = ""
     #: Whether the score is compared with its bound; False: the text is too short, so the score is only recorded.
     judged: bool = True
+    #: When each word is said, by the aligner.
+    words: tuple[Word, ...] = ()
 
 
 #: Name of a score -> its reading, or only (value, detail). A score that cannot be measured is omitted.
@@ -362,6 +365,12 @@ class SpeakerMeter:
         return self._encoder.embed_utterance(self._preprocess(samples, source_sr=sample_rate))
 
 
+def _aligner(**options: Any) -> Meter:
+    from worker.quality.aligner import AlignMeter
+
+    return AlignMeter(**options)
+
+
 #: The meters of `jobs.checks.METERS`, by name. Each imports its libraries when it is opened.
 BUILT_IN: dict[str, Callable[..., Meter]] = {
     "asr": AsrMeter,
@@ -369,6 +378,7 @@ BUILT_IN: dict[str, Callable[..., Meter]] = {
     "distillmos": DistillMosMeter,
     "dnsmos": DnsMosMeter,
     "speaker": SpeakerMeter,
+    ALIGNER: _aligner,
 }
 #: Name of a meter -> function that finds or downloads its weights, if they are on a hub (`MeterCard.weights`).
 WEIGHTS: dict[str, Callable[..., object]] = {"asr": asr_folder}

@@ -60,6 +60,8 @@ class MeterProcess:
     opening_seconds: float = OPENING_SECONDS
     _child: CalledChild[dict[str, Reading]] | None = None
     _stopped: bool = False
+    #: Whether a meter has asked for another device than the CPU.
+    _has_gpu: bool = False
 
     def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
         """Measures a draw. Raises `MeterError` if a meter fails or crashes, `MeterHangError` if it takes too long, and
@@ -68,6 +70,9 @@ class MeterProcess:
         draw = _Draw(options, utterance.sample_rate, utterance.text, utterance.language, utterance.reference)
         samples = np.ascontiguousarray(utterance.samples, np.float32)
         seconds = self.draw_seconds + self.seconds_per_second * len(samples) / utterance.sample_rate
+        if any(chosen.get("device", "cpu") != "cpu" for chosen in options.values()) and not self._has_gpu:
+            self._has_gpu = True
+            self.close()
         child = self._child if self._child is not None and not self._child.ended else self._start()
         opened = False
         try:
@@ -101,9 +106,11 @@ class MeterProcess:
 
     def _start(self) -> CalledChild[dict[str, Reading]]:
         self.close()
-        # Meters run on the CPU, each process on one core, with a lower priority than the worker.
+        # Each process runs on one core, with a lower priority than the worker, and without a GPU unless a meter wants
+        # one.
         program = ("-m", "worker.quality.process")
-        child = self._child = CalledChild(program, dict[str, Reading], helper_environment())
+        environment = {} if self._has_gpu else helper_environment()
+        child = self._child = CalledChild(program, dict[str, Reading], environment)
         if self._stopped:
             # `stop` was called while this process was being started.
             child.kill()
@@ -139,7 +146,8 @@ class _Meters:
                 for name, found in meter.measure(utterance).items():
                     # Numbers such as those of NumPy are converted for the message.
                     reading = found if isinstance(found, Reading) else Reading(*found)
-                    readings[name] = Reading(float(reading.value), str(reading.detail), bool(reading.judged))
+                    plain = float(reading.value), str(reading.detail), bool(reading.judged)
+                    readings[name] = Reading(*plain, reading.words)
         return readings
 
 

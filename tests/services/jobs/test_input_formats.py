@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pytest
-from pyarrow import parquet
+from pyarrow import feather, parquet
 
 from jobs.estimate import dry_run
 from jobs.ingest import SubmitOptions, submit
@@ -45,9 +46,24 @@ def write_as(folder: Path, name: str) -> Path:
             for n, text in enumerate(SENTENCES)
         ],
         "text": [f"u{n:02} {text}" for n, text in enumerate(SENTENCES)],
+        "rows.jsonl": [json.dumps({"id": n, "text": text, "n": n}) for n, text in enumerate(SENTENCES)],
+        "cuts.jsonl": [
+            json.dumps(
+                {
+                    "id": f"c{n}",
+                    "supervisions": [{"id": f"u{n + m}", "text": SENTENCES[n + m]} for m in range(2)],
+                }
+            )
+            for n in range(0, len(SENTENCES), 2)
+        ],
     }
+    table = pyarrow.table({"text": SENTENCES, "n": range(len(SENTENCES))})
     if name == "in.parquet":
-        parquet.write_table(pyarrow.table({"text": SENTENCES}), path)
+        parquet.write_table(table, path)
+    elif name == "in.arrow":
+        feather.write_feather(table, path, chunksize=7)
+    elif name == "dataset":
+        datasets.Dataset(table).save_to_disk(path, num_shards=3)
     else:
         path.write_text("".join(line + "\n" for line in lines[name]))
     return path
@@ -64,7 +80,20 @@ def spoken(rig: Rig, job_id: str) -> dict[int, str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["in.txt", "in.csv", "in.tsv", "in.jsonl", "batch.jsonl", "text", "in.parquet"]
+    "name",
+    [
+        "in.txt",
+        "in.csv",
+        "in.tsv",
+        "in.jsonl",
+        "batch.jsonl",
+        "text",
+        "rows.jsonl",
+        "cuts.jsonl",
+        "in.parquet",
+        "in.arrow",
+        "dataset",
+    ],
 )
 def test_every_format_becomes_the_same_speech(rig: Rig, name: str) -> None:
     path = write_as(rig.folder, name)
@@ -138,7 +167,7 @@ class _Broken:
         return self._ledger.stage(job_id, shards, rejected, lines_read)
 
 
-@pytest.mark.parametrize("name", ["in.txt", "in.csv", "in.parquet"])
+@pytest.mark.parametrize("name", ["in.txt", "in.csv", "in.parquet", "cuts.jsonl", "dataset"])
 def test_a_sample_that_was_interrupted_goes_on(rig: Rig, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(write_as(rig.folder, name))
     spec = JobSpec("fake", reading=Reading(sample=40), seed=3)
@@ -158,7 +187,7 @@ def test_a_sample_that_was_interrupted_goes_on(rig: Rig, name: str, monkeypatch:
     assert spoken(rig, result.job.id) == spoken(rig, whole.job.id)
 
 
-@pytest.mark.parametrize("name", ["in.csv", "in.parquet", "in.jsonl"])
+@pytest.mark.parametrize("name", ["in.csv", "in.parquet", "in.jsonl", "cuts.jsonl", "dataset"])
 def test_lost_inputs_are_written_again_from_a_table(rig: Rig, name: str) -> None:
     path = write_as(rig.folder, name)
     spec = JobSpec("fake", reading=Reading(sample=20))
@@ -175,6 +204,7 @@ def test_lost_inputs_are_written_again_from_a_table(rig: Rig, name: str) -> None
     ("reading", "format", "words"),
     [
         (Reading(limit=1, sample=1), "csv", "both given"),
+        (Reading(keep=["a"], drop=["b"]), "csv", "both given"),
         (Reading(columns={"words": "x"}), "csv", "no field 'words'"),
         (Reading(columns={"text": "x"}), "text", "not a table"),
         (Reading(voices={"anna": "sine"}), "dialogues", "no speakers"),

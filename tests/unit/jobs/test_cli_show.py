@@ -75,6 +75,8 @@ def shown(rig: Rig, job: Job, *words: str) -> Result:
         "--qa off --format opus --sample-rate 24000 --seed 7 --pack",
         "--output codes --qa-set bounds.duration.high=3",
         "--output both",
+        "--drop 'a b,c'",
+        "--keep a,b",
         "--qa-set bounds.pause.high=2 --qa-set bounds.clipped=false --qa-set draws=5 --qa-set vad=energy --qa-set trim=true",
         "--qa-set bounds.wer.high=0.2 --qa-set meters.asr.model=tiny --limit 2 --set max_in_flight=3 --set error_budget=0.05",
         "--qa strict --qa-set meters.asr=false --qa-set meters.distillmos=false",

@@ -12,6 +12,7 @@ import pytest
 from jobs.ledger.records import JobSpec
 from jobs.shard_file import ShardLine
 from nightjar.voice import Voice
+from pipelines.recording import SizedCache
 from pipelines.request import AudioChunk, Generation, Message, SynthesisRequest
 from pipelines.serving.cartesia import GenerationConfig, SpeechFields
 from pipelines.serving.chat import AudioOut, ChatBody, Xargs
@@ -21,7 +22,7 @@ from tests.support.field_tables import changed, fields_of
 from tests.support.serving_kit import Running, b64, card_of, wav
 from tests.support.stream_voice import SAMPLE_RATE, StreamVoice, tone
 from tests.support.websocket_kit import talk
-from worker.feeding import ReferenceCache, RequestBuilder
+from worker.feeding import RequestBuilder
 
 TEXT = "Good morning."
 SAID = Message("user", "text", TEXT)
@@ -236,7 +237,7 @@ def test_a_setting_in_python(row: Row, streams: bool) -> None:
 def built(line: Generation, job: Generation, role: str | None) -> dict[str, Any]:
     """The request of a worker for an item of a line and a job with these settings."""
     lease = SimpleNamespace(job=SimpleNamespace(id="job", spec=JobSpec("m", generation=job, seed=3)), epoch=1)
-    builder = RequestBuilder(cast("Any", SimpleNamespace(lease=lease)), MemoryStore(), ReferenceCache())
+    builder = RequestBuilder(cast("Any", SimpleNamespace(lease=lease)), MemoryStore(), SizedCache(100, len))
     own = line if role is None else line.of(cast("Any", role))
     found = fields_of(builder.build(ShardLine(0, 1, "a", (SAID,), own, 0, cast("Any", role))))
     del found["request_id"]

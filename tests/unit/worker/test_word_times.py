@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import tarfile
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import closing
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,9 +28,15 @@ from jobs.repair import RepairOutcome, repair_objects
 from jobs.store import open_store
 from jobs.verify import ObjectCheck
 from pipelines.errors import ConfigError, ErrorCode
-from pipelines.request import Speech, SynthesisRequest, Word
+from pipelines.registry import register_pipeline
+from pipelines.request import Capabilities, Speech, SynthesisRequest, Word
+from tests.support.fake_worker import fake_card
 from tests.support.fakes import SAMPLE_RATE, FakePipeline, even_words, sine
 from tests.support.worker_rig import Build, Rig
+from worker.quality.meters import Reading, Readings, Utterance
+from worker.quality.pool import MeterPool
+from worker.result_writer import ResultWriter
+from worker.shard_run import ShardEnd
 
 TEXTS = ["Good evening, Tom.", 'Say "good night" & <go>!']
 
@@ -103,6 +111,50 @@ def test_items_in_python_have_their_words(build: Build) -> None:
     rig.run_next()
     with closing(nightjar.job.Job(job.id, str(rig.folder), rig.settings)) as found:
         assert [list(item.words) for item in found] == [expected(text, 1.0) for text in TEXTS]
+
+
+class Host:
+    """Meters that give each word the same share of the time."""
+
+    def measure(self, meters: Mapping[str, object], utterance: Utterance) -> Readings:
+        assert [*meters] == ["align"]
+        words = even_words(utterance.text, len(utterance.samples) / utterance.sample_rate)
+        return {"align": Reading(-0.5, "aligned", words=words)}
+
+    def stop(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+@pytest.mark.parametrize("timestamps", [True, False])
+def test_a_model_without_times_has_those_of_the_aligner(build: Build, timestamps: bool) -> None:
+    rig = build()
+    forget = register_pipeline(
+        "untimed", replace(fake_card("untimed"), capabilities=Capabilities()), FakePipeline
+    )
+    quality = Quality(trim=True, trim_keep_ms=0, meters={"align": {"model": "folder"}})
+    own = {"timestamps": True} if timestamps else {}
+    rig.pipeline.capabilities = Capabilities()
+    rig.pipeline.submit = lambda request: Timed.submit(rig.pipeline, replace(request, timestamps=False))  # type: ignore[method-assign, arg-type]
+    rig.writer = ResultWriter(meters=MeterPool(open_host=Host))  # type: ignore[arg-type, return-value]
+    rig.runner = rig.runner_on(rig.ledger)
+    try:
+        job = rig.submit(TEXTS, model="untimed", quality=quality, **own)
+        assert rig.run_next() is ShardEnd.FINISHED
+        if timestamps:
+            with pytest.raises(ConfigError) as caught:
+                rig.submit(TEXTS, model="untimed", quality=Quality(), timestamps=True)
+            assert "--qa-set meters.align.model=FOLDER" in caught.value.advice
+    finally:
+        forget()
+    for line, text in zip(manifest(rig, job), TEXTS, strict=True):
+        if timestamps:
+            near(line["words"], list(even_words(text, line["duration"])))
+        assert ("words" in line) is timestamps
+    (draw,) = [row.draw for row in rig.ledger.draws(job.id)][:1]
+    assert draw.scores["align"].value == -0.5
 
 
 def test_a_job_without_times_has_no_words(build: Build) -> None:

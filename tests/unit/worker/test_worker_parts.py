@@ -16,9 +16,10 @@ from jobs.ledger.records import Artifact, Done, Failed, Job, JobSpec, JobState, 
 from jobs.shard_file import ShardLine
 from jobs.spec import item_seed
 from pipelines.errors import ErrorCode, InputError, NightjarError, ServiceError, StoreError, SynthesisError
+from pipelines.recording import SizedCache
 from pipelines.request import Generation, Message, Pipeline, Speech
 from tests.support.fakes import FakeClock, FakePipeline, MemoryStore
-from worker.feeding import EngineTimer, ReferenceCache, RequestBuilder
+from worker.feeding import EngineTimer, RequestBuilder
 from worker.leases import MAX_REREADS, GoneReason, HeldLeases, LeaseGoneError
 from worker.maintenance import PeriodicTask
 from worker.metrics import Metrics
@@ -259,8 +260,9 @@ class TestMetrics:
 
 
 class TestRequests:
-    def builder(self, store: MemoryStore) -> RequestBuilder:
-        return RequestBuilder(HeldLeases(60, FakeClock()).hold(lease()), store, ReferenceCache())
+    def builder(self, store: MemoryStore, max_bytes: int = 1000) -> RequestBuilder:
+        held = HeldLeases(60, FakeClock()).hold(lease())
+        return RequestBuilder(held, store, SizedCache(max_bytes, len))
 
     def line(self, *messages: Message, generation: Generation | None = None) -> ShardLine:
         return ShardLine(0, 1, "item-0", messages, generation or Generation(), len(messages))
@@ -313,14 +315,16 @@ class TestRequests:
         assert caught.value.code is ErrorCode.INPUT_AUDIO_FORBIDDEN
 
     def test_the_cache_keeps_no_more_than_it_may(self) -> None:
-        store, cache = MemoryStore(), ReferenceCache(max_bytes=250)
-        for name in "abc":
+        store = MemoryStore()
+        build = self.builder(store, max_bytes=250).build
+        lines = [self.line(Message("user", "audio", f"jobs/job/references/{name}.wav")) for name in "abc"]
+        for name, line in zip("abc", lines):
             store.put(f"jobs/job/references/{name}.wav", bytes(100))
-            cache.get(store, "job", f"jobs/job/references/{name}.wav")
+            build(line)
         store.objects.clear()
-        cache.get(store, "job", "jobs/job/references/c.wav")
+        build(lines[2])
         with pytest.raises(InputError):
-            cache.get(store, "job", "jobs/job/references/a.wav")
+            build(lines[0])
 
 
 @pytest.mark.parametrize(
