@@ -7,9 +7,8 @@ import io
 import re
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate
 from tempfile import SpooledTemporaryFile
 from typing import TYPE_CHECKING, BinaryIO, Generic, TypeVar, cast
 
@@ -68,7 +67,7 @@ def encoded_audio(speech: Speech, spec: JobSpec) -> EncodedAudio[bytes]:
     return encoded(samples, rate, audio_format)
 
 
-def words_file(speech: Speech | JoinedSpeech) -> bytes:
+def words_file(speech: Speech) -> bytes:
     """The content of the artifact `words`: a line with the words, and one with the phonemes if there are any."""
     return msgspec.json.Encoder().encode_lines([said for said in (speech.words, speech.phonemes) if said])
 
@@ -90,74 +89,53 @@ class JoinedSpeech:
 
     def __init__(self, pauses: Sequence[float], spec: JobSpec) -> None:
         """`pauses`: seconds of silence after each part; the last one is not used."""
-        self._pauses, self._spec = pauses, spec
+        self._pauses, self._spec = [*pauses[:-1], 0.0], spec
         self._file = SpooledTemporaryFile(_SPOOLED_BYTES, prefix="nightjar-speech-")  # noqa: SIM115
-        #: Number of a part -> place and size of its samples in the file, in bytes.
-        self._places: dict[int, tuple[int, int]] = {}
-        self._said: dict[int, tuple[tuple[Word, ...], tuple[Word, ...]]] = {}
-        self._rate = 0
+        #: Number of a part -> place and size of its samples in the file, in bytes, and its speech without them.
+        self._parts: dict[int, tuple[int, int, Speech]] = {}
         self._lock = threading.Lock()
-        #: Set by `encoded`.
-        self.words: tuple[Word, ...] = ()
-        self.phonemes: tuple[Word, ...] = ()
 
     def add(self, number: int, speech: Speech) -> bool:
         """Adds the speech of a part; whether all parts are there."""
         rate = self._spec.sample_rate or speech.sample_rate
         trimmed = trim_silence(speech, KEPT_MS)
-        pcm = to_pcm(_faded(resample(trimmed.samples, speech.sample_rate, rate), rate))
+        samples = resample(trimmed.samples, speech.sample_rate, rate)
+        steps = np.arange(len(samples), dtype=np.float32)
+        fades = np.minimum(np.minimum(steps, steps[::-1]) / np.float32(FADE_MS * rate / 1000), 1)
+        pause = max(0, round(self._pauses[number] * rate) - 2 * KEPT_MS * rate // 1000)
+        pcm = np.pad(to_pcm(samples * fades), (0, pause))
         with self._lock:
-            self._rate = rate
-            self._said[number] = trimmed.words, trimmed.phonemes
-            self._places[number] = self._file.seek(0, io.SEEK_END), pcm.nbytes
+            said = replace(trimmed, samples=samples[:0], sample_rate=rate)
+            self._parts[number] = self._file.seek(0, io.SEEK_END), pcm.nbytes, said
             self._file.write(pcm.data)
-            return len(self._places) == len(self._pauses)
+            return len(self._parts) == len(self._pauses)
 
-    def encoded(self) -> EncodedAudio[BinaryIO]:
-        """The joined speech, after the last part."""
-        audio_format = cast("AudioFormat", self._spec.format)
-        gaps = [max(0, round(pause * self._rate) - 2 * _kept(self._rate)) for pause in self._pauses[:-1]]
-        sizes = [self._places[number][1] // 2 + gap for number, gap in enumerate([*gaps, 0])]
-        total = sum(sizes)
-        starts = [start / self._rate for start in accumulate(sizes, initial=0)]
-        self.words, self.phonemes = (
-            tuple(
-                [
-                    word.moved(starts[number])
-                    for number in range(len(sizes))
-                    for word in self._said[number][kind]
-                ]
-            )
-            for kind in (0, 1)
-        )
+    def encoded(self) -> tuple[EncodedAudio[BinaryIO], bytes]:
+        """The joined speech and its `words_file`, empty if the words are not known. Called once, after the last
+        part."""
+        audio_format, rate = cast("AudioFormat", self._spec.format), self._parts[0][2].sample_rate
+        total, words, phonemes = 0, list[Word](), list[Word]()
+        for number in range(len(self._pauses)):
+            _, size, said = self._parts[number]
+            words += [word.moved(total / rate) for word in said.words]
+            phonemes += [word.moved(total / rate) for word in said.phonemes]
+            total += size // 2
         file = cast("BinaryIO", SpooledTemporaryFile(_SPOOLED_BYTES, prefix="nightjar-speech-"))  # noqa: SIM115
-        encode_pcm(self._blocks([*gaps, 0]), total, self._rate, audio_format, file)
+        encode_pcm(self._blocks(), total, rate, audio_format, file)
         size = file.seek(0, io.SEEK_END)
         file.seek(0)
         self._file.close()
         if audio_format in LOSSY:
             total = soundfile.info(file).frames
-        return EncodedAudio(file, size, self._rate, total, round(total * 1000 / self._rate))
+        said = replace(self._parts[0][2], words=tuple(words), phonemes=tuple(phonemes))
+        audio = EncodedAudio(file, size, rate, total, round(total * 1000 / rate))
+        return audio, words_file(said) if words else b""
 
-    def _blocks(self, gaps: Sequence[int]) -> Iterator[NDArray[np.int16]]:
-        for number, gap in enumerate(gaps):
-            place, size = self._places[number]
+    def _blocks(self) -> Iterator[NDArray[np.int16]]:
+        for number in range(len(self._pauses)):
+            place, size, _ = self._parts[number]
             self._file.seek(place)
             yield np.frombuffer(self._file.read(size), "<i2")
-            yield np.zeros(gap, np.int16)
-
-
-def _kept(rate: int) -> int:
-    return KEPT_MS * rate // 1000
-
-
-def _faded(samples: NDArray[np.float32], rate: int) -> NDArray[np.float32]:
-    """The samples [samples], which rise from zero and fall to zero."""
-    ramp = np.linspace(0, 1, min(FADE_MS * rate // 1000, len(samples) // 2), endpoint=False, dtype=np.float32)
-    ends = np.ones_like(samples)
-    ends[: len(ramp)] = ramp
-    ends[len(samples) - len(ramp) :] = ramp[::-1]
-    return samples * ends
 
 
 @cache

@@ -221,10 +221,8 @@ class _Resynthesis:
     def encoded(self, started: Started, artifact: Artifact) -> tuple[bytes, dict[str, object]]:
         """The bytes of an artifact, and its other columns in the ledger. Raises `NightjarError`."""
         if isinstance(started, JoinedSpeech):
-            joined = started.encoded()
-            if artifact.kind == WORDS:
-                return words_file(started), {}
-            return joined.data.read(), {**_facts(joined), "meta": artifact.meta}
+            audio, words = started.encoded()
+            return (words, {}) if artifact.kind == WORDS else (audio.data.read(), _facts(audio))
         speech = self.speech(started)
         if artifact.kind == "text":
             if speech.text_out is None:

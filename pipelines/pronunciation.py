@@ -38,11 +38,9 @@ class WholeWords:
         return "".join([*parts, text[done:]])
 
     def found(self, text: str) -> dict[str, str]:
-        """The entries that a text contains."""
+        """The words of a text that have an entry, as they are written, and its values."""
         found: dict[str, str] = {}
-        for token in _TOKEN.finditer(text):
-            if (entry := self._at(text, token.start(), token[0])) is not None:
-                found[entry] = self._entries[entry]
+        self.replaced(text, found.setdefault)
         return found
 
     def _at(self, text: str, start: int, token: str) -> str | None:

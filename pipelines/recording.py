@@ -118,7 +118,7 @@ class Recording:
         return self._data
 
     def read(
-        self, sample_rate: int | None = None, *, channel: int | None = None, quality: Quality = "HQ"
+        self, sample_rate: int | None = None, channel: int | None = None, quality: Quality = "HQ"
     ) -> tuple[NDArray[np.float32], int]:
         """Decodes the recording; see `read_recording`. Raises `SynthesisError` (`synth.engine`) if it cannot
         be fetched from the process that has it."""
@@ -140,14 +140,12 @@ class Batcher(Generic[In, Out]):
     def __init__(
         self,
         run: Callable[[Sequence[In]], Sequence[Out]],
-        bucket: Callable[[In], Hashable] = lambda _: None,
-        *,
+        bucket: Callable[[In], Hashable],
         rows: Callable[[Any], int],
-        name: str,
     ) -> None:
         """`run` returns a result for each item. `bucket`: only items of equal buckets run together, up to
         `rows` of the bucket."""
-        self._run, self._bucket, self._rows, self._name = run, bucket, rows, name
+        self._run, self._bucket, self._rows = run, bucket, rows
         self._lock = threading.Lock()
         self.waiting: list[tuple[Hashable, In, Future[Out]]] = []
         self.running = False
@@ -157,7 +155,7 @@ class Batcher(Generic[In, Out]):
         result: Future[Out] = Future()
         with self._lock:
             if not self.running:
-                threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+                threading.Thread(target=self._serve, name="recordings", daemon=True).start()
                 self.running = True
             self.waiting.append((self._bucket(item), item, result))
         return result.result()
@@ -237,9 +235,7 @@ def _with_memory(make: Callable[[], T]) -> T:
     try:
         return make()
     except RuntimeError as error:
-        from kernels.cuda_graphs import (
-            lacks_memory,
-        )  # `make` has already imported torch
+        from kernels.cuda_graphs import lacks_memory  # `make` has already imported torch
 
         if not lacks_memory(error):
             raise

@@ -46,6 +46,20 @@ class GoneReason(StrEnum):
     PAUSED = "paused"
 
 
+class ShardEnd(StrEnum):
+    """How a run of a shard ended."""
+
+    FINISHED = "finished"
+    #: The lease was lost: another worker has the shard, or its job was cancelled.
+    LOST = "lost"
+    #: Given back because the worker drains or the job was paused; done items stay done.
+    RELEASED = "released"
+    #: Given back because this worker cannot run the shard and another one may.
+    REFUSED = "refused"
+    #: An error ended the work on the whole shard.
+    FAILED = "failed"
+
+
 class LeaseGoneError(Exception):
     """The lease has ended, so its work must stop."""
 

@@ -24,12 +24,14 @@ from pipelines.audio import trim_silence
 from pipelines.audio_format import LOSSY
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import ErrorCode, NightjarError
-from pipelines.request import Handle, Speech, SynthesisRequest
+from pipelines.request import Capabilities, Handle, Speech, SynthesisRequest
+from pipelines.text_units import parts_of, unit_request
 from worker.quality.meters import Reading, Readings, Utterance
 from worker.quality.pool import MeterPool, MeterTask
 from worker.quality.verdict import CheckedDraw, History, check_draw, check_speech, failed_draw, judged
 
 if TYPE_CHECKING:
+    from worker.feeding import RequestBuilder
     from worker.long_item import LongItem
     from worker.shard_run import ShardRun
 
@@ -68,6 +70,18 @@ class ItemDraw:
     #: The draw's share of the engine's time.
     engine_ms: int = 0
 
+    def of_part(self, request: SynthesisRequest) -> SynthesisRequest:
+        """The request of the draw, from that of the item."""
+        return (
+            request
+            if self.long is None
+            else unit_request(request, self.long.parts[self.part].text, self.part)
+        )
+
+    def following(self, history: History) -> ItemDraw:
+        """The draw after this one."""
+        return ItemDraw(self.line, self.number + 1, self.last, history, self.long, self.part)
+
     @property
     def place(self) -> tuple[int, int]:
         """The index of the item, and the number of the part."""
@@ -82,6 +96,20 @@ class ItemDraw:
     def where(self) -> str:
         """The beginning of a message about the draw: its part, if the item has parts."""
         return "" if self.long is None else f"Part {self.part + 1} of {len(self.long.parts)}: "
+
+
+def first_draws(
+    line: ShardLine, first: int, last: int, able: Capabilities, builder: RequestBuilder
+) -> list[ItemDraw]:
+    """The first draws of an item: one, or one for each part of a text that is too long for one request."""
+    parts = () if line.role is None else parts_of(spoken_text(line.messages), able)
+    if not parts:
+        return [ItemDraw(line, first, last)]
+    # Imported here, because it takes half a second and an idle worker does not need it.
+    from worker.long_item import LongItem
+
+    long = LongItem(parts, first, builder.held.lease.job.spec, partial(builder.seed, line))
+    return [ItemDraw(line, first, last, long=long, part=part) for part in range(len(parts))]
 
 
 @dataclass(frozen=True, slots=True)

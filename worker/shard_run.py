@@ -9,14 +9,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
 
 from jobs.codes import codec_of
-from jobs.dialogue import spoken_text
 from jobs.export.manifest import put_shard_manifest
 from jobs.ledger.records import (
     LASTING_OUTAGES,
@@ -36,15 +34,14 @@ from pipelines.errors import ErrorCode, ModelError, NightjarError, StoreError, S
 from pipelines.recording import KEPT_BYTES, SizedCache
 from pipelines.request import AudioChunk, CodecIdentity, Event, Pipeline, Speech
 from pipelines.request import Done as SpeechDone
-from pipelines.text_units import parts_of, unit_request
 from worker.admission import Demand, ItemCounts
 from worker.feeding import EngineTimer, FeedingOrder, RequestBuilder
-from worker.leases import MAX_REREADS, Clock, GoneReason, HeldLease, HeldLeases, LeaseGoneError
+from worker.leases import MAX_REREADS, Clock, GoneReason, HeldLease, HeldLeases, LeaseGoneError, ShardEnd
 from worker.metrics import Metrics
 from worker.models import PipelineCache
 from worker.pack_writer import PackWriter
 from worker.quality.verdict import REDRAWABLE, History
-from worker.result_writer import Answer, ItemDraw, ResultWriter
+from worker.result_writer import Answer, ItemDraw, ResultWriter, first_draws
 from worker.supervisor import report
 
 if TYPE_CHECKING:
@@ -58,20 +55,6 @@ POLL_SECONDS, ROOM_POLL_SECONDS = 0.5, 0.02
 WRITING_SECONDS = 5.0
 #: Errors that are not the fault of an item, so they end the work on its shard.
 _SHARD_ERRORS = LASTING_OUTAGES | {ErrorCode.WORKER_CRASH, ErrorCode.MODEL_UNREACHABLE}
-
-
-class ShardEnd(StrEnum):
-    """How a run of a shard ended."""
-
-    FINISHED = "finished"
-    #: The lease was lost: another worker has the shard, or its job was cancelled.
-    LOST = "lost"
-    #: Given back because the worker drains or the job was paused; done items stay done.
-    RELEASED = "released"
-    #: Given back because this worker cannot run the shard and another one may.
-    REFUSED = "refused"
-    #: An error ended the work on the whole shard.
-    FAILED = "failed"
 
 
 @dataclass(eq=False)
@@ -238,23 +221,13 @@ class ShardRun:
         lines: Sequence[ShardLine],
         drawn_before: Mapping[int, int],
     ) -> None:
-        """Plans the first draw of each line. `drawn_before`: index of an item that was reopened -> number of its earlier
-        draws."""
+        """Plans the first draws. `drawn_before`: index of a reopened item -> number of its earlier draws."""
         quality = self._job.spec.quality
         more = 0 if quality is None else quality.draws - 1
         self.store, self._builder = store, RequestBuilder(self.held, store, self._runner.references)
         for line in lines:
             first = drawn_before.get(line.index, 0)
-            parts = () if line.role is None else parts_of(spoken_text(line.messages), pipeline.capabilities)
-            if not parts:
-                self._waiting.append(ItemDraw(line, first, first + more))
-                continue
-            # Imported here, as in `result_writer`.
-            from worker.long_item import LongItem
-
-            long = LongItem(parts, first, self._job.spec, partial(self._builder.seed, line))
-            for part in range(len(parts)):
-                self._waiting.append(ItemDraw(line, first, first + more, long=long, part=part))
+            self._waiting += first_draws(line, first, first + more, pipeline.capabilities, self._builder)
         self._unsettled = {line.index for line in lines}
         if self._job.spec.pack is True:
             run = self._runner.writer.run
@@ -287,11 +260,10 @@ class ShardRun:
                     if self._stopped:
                         return
                     draw = self._waiting.popleft()
-                    if draw.line.index not in self._unsettled:
-                        # Another part of the item has failed.
-                        continue
-                    self._feeding = draw
-                self.feed(draw)
+                    # Otherwise another part of the item has failed.
+                    self._feeding = draw if draw.line.index in self._unsettled else None
+                if self._feeding is not None:
+                    self.feed(draw)
                 with self._changed:
                     self._feeding = None
                     self._changed.notify_all()
@@ -306,9 +278,7 @@ class ShardRun:
         pipeline, place = self._pipeline, draw.place
         assert pipeline is not None
         try:
-            draw.request = self._builder.build(draw.line, draw.number)
-            if draw.long is not None:
-                draw.request = unit_request(draw.request, draw.long.parts[draw.part].text, draw.part)
+            draw.request = draw.of_part(self._builder.build(draw.line, draw.number))
             draw.sampled = pipeline.capabilities.sampling and draw.request.generation.temperature != 0
             with self._changed:
                 draw.started_at, draw.entered_at = self._clock.monotonic(), self._runner.timer.change(+1)
@@ -370,16 +340,14 @@ class ShardRun:
             self._writing.discard(draw.place)
             if isinstance(outcome, History):
                 if not self._stopped:
-                    following = draw.number + 1, draw.last, outcome, draw.long, draw.part
-                    self._waiting.appendleft(ItemDraw(draw.line, *following))
+                    self._waiting.appendleft(draw.following(outcome))
             elif isinstance(outcome, Done | Failed) and index in self._unsettled:
                 self._unsettled.discard(index)
                 self._outcomes.append(outcome)
-                if draw.long is not None:
-                    # The other parts of a failed item are not needed.
-                    others = [one for one in self._in_engine.values() if one.long is draw.long]
-                    for one in others:
-                        self._leave(one)
+                # The other parts of a failed item are not needed.
+                others = [one for one in self._in_engine.values() if draw.long and one.long is draw.long]
+                for one in others:
+                    self._leave(one)
             # The committing thread also checks before it waits, so it is notified only once per batch.
             enough = not self._unsettled or len(self._outcomes) == self._times.commit_items
             if enough or self._halted or not isinstance(outcome, Done | Failed):
@@ -406,8 +374,8 @@ class ShardRun:
         elif isinstance(error, ModelError) or error.code in _SHARD_ERRORS:
             self._end_work(error)
             return None
-        message = f"{draw.where}{error}"
-        return Failed(draw.line.index, error.code, message, draw.history.draws, engine_ms=draw.spent_ms)
+        failed = draw.line.index, error.code, f"{draw.where}{error}", draw.history.draws
+        return Failed(*failed, engine_ms=draw.spent_ms)
 
     def _end_work(self, error: BaseException) -> None:
         """Ends the work on the shard with an error that is not the fault of an item."""

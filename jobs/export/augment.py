@@ -40,6 +40,7 @@ from pipelines.errors import invalid
 
 if TYPE_CHECKING:
     import numpy as np
+    import soundfile
     from numpy.typing import NDArray
 
     from jobs.settings import S3Settings
@@ -62,14 +63,8 @@ _EXTENSIONS = {f".{name}" for name in (*AUDIO_FORMATS, "ogg")}
 #: The fields of a recipe, with their types in tables.
 _RECIPE = {
     "seed": "int64",
-    "speed": "float64",
-    "room": "string",
-    "noise": "string",
-    "noise_at": "float64",
-    "snr_db": "float64",
-    "band_hz": "string",
-    "codec": "string",
-    "clean_sha256": "string",
+    **dict.fromkeys(("speed", "noise_at", "snr_db"), "float64"),
+    **dict.fromkeys(("room", "noise", "band_hz", "codec", "clean_sha256"), "string"),
 }
 _encode = msgspec.json.Encoder().encode
 
@@ -113,24 +108,17 @@ class Effects(msgspec.Struct, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raises `config.invalid` for effects that are impossible."""
         speed, band = self.speed or Range(1, 1), self.band or Range(0, 1)
+        some = self.speed or self.room or self.noise or self.band or self.codecs
         refused = (
-            (
-                not (self.speed or self.room or self.noise or self.band or self.codecs),
-                "No effect is chosen.",
-                "Give --speed, --room, --noise, --band or --codec.",
-            ),
+            (not some, "No effect is chosen.", "Give --speed, --room, --noise, --band or --codec."),
             (
                 not 0.1 <= speed.low <= speed.high <= 10,
-                "The speed is a factor from 0.1 to 10.",
+                "The speed is no factor from 0.1 to 10.",
                 "Try 0.9..1.1.",
             ),
             (not 0 <= band.low < band.high, "The band is empty.", "Write it in Hz: 300..3400."),
             (not 0 < self.probability <= 1, "The probability is not above 0 and up to 1.", "Leave it out."),
-            (
-                bool(set(self.codecs) - {*CODECS}),
-                f"The codecs {', '.join(self.codecs)[:80]!r} are not all known.",
-                f"Use some of: {','.join(CODECS)}.",
-            ),
+            (not {*self.codecs} <= {*CODECS}, "A codec is unknown.", f"Use some of: {','.join(CODECS)}."),
         )
         for wrong, message, advice in refused:
             if wrong:
@@ -232,33 +220,31 @@ def _noise(path: Path, rate: int, samples: int, at: float) -> Samples:
     """A section of noise, float32 [samples]. `at`: its place in the file, from 0 to 1; a short file repeats."""
     import numpy as np
 
-    header = _header(path)
-    needed = math.ceil(samples * header.samplerate / rate) + 1
-    if header.frames > needed:
-        found = _read(path, rate, int(at * (header.frames - needed)), needed)
-    else:
-        whole = _read(path, rate)
-        found = np.resize(np.roll(whole, -int(at * len(whole))), samples)
+    with _opened(path) as file:
+        needed = math.ceil(samples * file.samplerate / rate) + 1
+        start = int(at * max(0, file.frames - needed))
+    found = _read(path, rate, start, needed)
+    if len(found) < samples:
+        found = np.roll(found, -int(at * len(found)))
     return np.resize(found, samples)
-
-
-def _header(path: Path) -> Any:
-    import soundfile
-
-    try:
-        return soundfile.info(path)
-    except soundfile.LibsndfileError:
-        raise invalid(f"{str(path)!r} is not an audio file.", "Remove it from the folder.") from None
 
 
 def _read(path: Path, rate: int, start: int = 0, frames: int = -1) -> Samples:
     """The mean of the channels of a file, at a rate, float32 [samples]."""
-    import soundfile
     import soxr
 
-    header = _header(path)
-    found, _ = soundfile.read(path, frames, start, dtype="float32", always_2d=True)
-    return soxr.resample(found.mean(axis=1), header.samplerate, rate)
+    with _opened(path) as file:
+        file.seek(start)
+        return soxr.resample(file.read(frames, "float32", always_2d=True).mean(axis=1), file.samplerate, rate)
+
+
+def _opened(path: Path) -> soundfile.SoundFile:
+    import soundfile
+
+    try:
+        return soundfile.SoundFile(path)
+    except soundfile.LibsndfileError:
+        raise invalid(f"{str(path)!r} is not an audio file.", "Remove it from the folder.") from None
 
 
 def _coded(samples: Samples, rate: int, codec: str) -> Samples:
@@ -415,6 +401,14 @@ def augment(
     return counts.total()
 
 
+def _readable(part: SourcePart) -> Iterator[Sample]:
+    try:
+        yield from part.read()
+    except (OSError, tarfile.TarError, msgspec.MsgspecError) as error:
+        message = f"{part.name!r} of the export cannot be read: {error}."
+        raise invalid(message, "Export it again.") from error
+
+
 def _write(part: SourcePart, files: PartFiles, effects: Effects) -> None:
     """Writes a part: its audio, and a table or a file of lines with the recipes."""
     archive = part.name.endswith(".tar")
@@ -422,7 +416,7 @@ def _write(part: SourcePart, files: PartFiles, effects: Effects) -> None:
     told: list[dict[str, Any]] = []
     with ExitStack() as ended:
         add = ended.enter_context(tar_file(files.open(part.name))) if archive else None
-        for sample in part.read():
+        for sample in _readable(part):
             audio, about = _augmented(sample, effects)
             name = f"{sample.name}.{sample.extension}"
             told.append({"file_name": name, "audio_filepath": name, **about})
@@ -452,17 +446,23 @@ def _augmented(sample: Sample, effects: Effects) -> tuple[bytes, dict[str, Any]]
     about = sample.about
     # An item is known by its dialogue and turn, or by its name in the export.
     recipe = effects.recipe(f"{about.get('example_id', sample.name)}/{about.get('message_index')}")
-    clean, rate = decoded(sample.audio), soundfile.info(io.BytesIO(sample.audio)).samplerate
+    try:
+        clean, rate = decoded(sample.audio), soundfile.info(io.BytesIO(sample.audio)).samplerate
+    except soundfile.LibsndfileError:
+        raise invalid(f"The audio of {sample.name!r} cannot be read.", "Export again.") from None
     samples = effects.applied(recipe, clean.reshape(len(clean), -1), rate)
     made = encoded(samples, rate, cast("AudioFormat", sample.extension))
-    seconds = made.samples / rate
-    facts = {"sha256": sha256_of(made.data), "bytes": len(made.data), "samples": made.samples}
-    facts["duration"] = round(seconds, 6)
-    changed = {name: value for name, value in facts.items() if name in about}
-    speed = recipe["speed"] or 1
+    known = {
+        "sha256": sha256_of(made.data),
+        "bytes": len(made.data),
+        "samples": made.samples,
+        "duration": round(made.samples / rate, 6),
+    }
+    speed, clean_sha256 = recipe["speed"] or 1, about.get("sha256")
     for turn in (about, *about.get("turns", ())):
         turn |= {name: round(turn[name] / speed, 6) for name in ("start", "end") if name in turn}
         for word in turn.get("words") or ():
-            word[1:] = (round(at / speed, 4) for at in word[1:])
-    clean = {"clean_sha256": about["sha256"]} if "sha256" in about else {}
-    return made.data, {**about, **changed, "augment": {**recipe, **clean}}
+            for place in ("start_s", "end_s") if isinstance(word, dict) else (1, 2):
+                word[place] = round(word[place] / speed, 4)
+    about |= {name: value for name, value in known.items() if name in about}
+    return made.data, {**about, "augment": {**recipe, "clean_sha256": clean_sha256}}

@@ -68,8 +68,7 @@ class BatchEncoder:
         self._batcher = Batcher[tuple[Encoding, Row], Tensor](
             self.run,
             lambda item: (item[0], item[0].bucket(len(item[1]))),
-            rows=lambda bucket: bucket[0].rows(bucket[1]),
-            name="recordings",
+            lambda bucket: bucket[0].rows(bucket[1]),
         )
 
     def __call__(self, encoding: Encoding, row: Row) -> Tensor:

@@ -220,8 +220,7 @@ class EngineProcess:
             if wanted.reading is None:
                 data = recording.data
             else:
-                sample_rate, channel, quality = wanted.reading
-                data, rate = recording.read(sample_rate, channel=channel, quality=quality)
+                data, rate = recording.read(*wanted.reading)
             shared.append(share(data))
             assert self._child is not None
             # May need a descriptor too, and the child waits for an answer.

@@ -123,7 +123,7 @@ class _ClientsRecording(Recording):
         return read_shared(file, np.uint8).tobytes()
 
     def read(
-        self, sample_rate: int | None = None, *, channel: int | None = None, quality: Quality = "HQ"
+        self, sample_rate: int | None = None, channel: int | None = None, quality: Quality = "HQ"
     ) -> tuple[NDArray[np.float32], int]:
         answer, (samples,) = self._ask((sample_rate, channel, quality))
         return read_shared(samples), answer.sample_rate

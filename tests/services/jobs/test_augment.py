@@ -230,8 +230,8 @@ def test_what_cannot_be_augmented_is_refused(finished: Finished, effects: Effect
     empty.mkdir()
     for wrong, said in (
         (Effects(), "No effect is chosen"),
-        (Effects(codecs=("mp3", "amr")), "not all known"),
-        (Effects(speed=Range(0, 1)), "a factor from 0.1 to 10"),
+        (Effects(codecs=("mp3", "amr")), "A codec is unknown"),
+        (Effects(speed=Range(0, 1)), "no factor from 0.1 to 10"),
         (Effects(band=Range(3000, 3000)), "The band is empty"),
         (Effects(noise=empty), "There are no audio files in"),
     ):
@@ -250,6 +250,33 @@ def test_what_cannot_be_augmented_is_refused(finished: Finished, effects: Effect
     with pytest.raises(ConfigError, match="is not an audio file"):
         augment(source, str(tmp_path / "to"), Effects(noise=tmp_path / "noise"))
     assert not (tmp_path / "to" / "export.json").exists()
+
+
+@pytest.mark.parametrize("word", [["Hi", 0.5, 0.75], {"text": "Hi", "start_s": 0.5, "end_s": 0.75}])
+def test_the_times_of_words_and_turns_change_with_the_speed(word: Any) -> None:
+    file = io.BytesIO()
+    soundfile.write(file, np.zeros(800), 8000, format="WAV")
+    about = {"words": [word], "turns": [{"start": 1.0, "end": 2.0, "words": None}]}
+    sample = augmenting.Sample("a", "wav", file.getvalue(), about, {})
+    _, made = augmenting._augmented(sample, Effects(speed=Range(2, 2)))
+    assert [*(made["words"][0].values() if isinstance(word, dict) else made["words"][0])] == [
+        "Hi",
+        0.25,
+        0.375,
+    ]
+    assert made["turns"] == [{"start": 0.5, "end": 1.0, "words": None}]
+
+
+def test_an_export_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.jsonl"
+    for line, said in (
+        ('{"audio_filepath": "lost.wav"}', "No such file"),
+        ("no json", "cannot be read"),
+        ('{"audio_filepath": "wrong.jsonl"}', "The audio of '000000000' cannot be read"),
+    ):
+        wrong.write_text(line + "\n")
+        with pytest.raises(ConfigError, match=said):
+            augment(wrong, str(tmp_path / "to" / said), Effects(speed=Range(1.1, 1.2)))
 
 
 def test_the_command(finished: Finished, effects: Effects, tmp_path: Path) -> None:

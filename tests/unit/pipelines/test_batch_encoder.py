@@ -52,7 +52,7 @@ def test_waiting_calls_of_a_bucket_run_together_and_share_its_error() -> None:
             raise ValueError("13")
         return [-item for item in items]
 
-    batcher = Batcher[int, int](run, lambda item: item % 2, rows=lambda odd: 2 + odd, name="test")  # pyright: ignore[reportArgumentType]
+    batcher = Batcher[int, int](run, lambda item: item % 2, lambda odd: 2 + odd)  # pyright: ignore[reportArgumentType]
     with ThreadPoolExecutor(8) as pool:
         first = pool.submit(batcher, 0)
         started.wait()

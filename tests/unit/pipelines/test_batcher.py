@@ -19,9 +19,7 @@ class Runs:
         self.batches: list[list[str]] = []
         self.threads: set[str] = set()
         self.go = threading.Event()
-        self.batcher: Batcher[str, str] = Batcher(
-            self._run, lambda word: word[0], rows=lambda _: 3, name="encoder"
-        )
+        self.batcher: Batcher[str, str] = Batcher(self._run, lambda word: word[0], lambda _: 3)
         self.pool = ThreadPoolExecutor(16)
 
     def _run(self, words: Sequence[str]) -> list[str]:
@@ -52,7 +50,7 @@ def test_a_batch_has_the_bucket_of_the_oldest_call_up_to_its_rows(runs: Runs) ->
     runs.go.set()
     assert [future.result(60) for future in futures] == [word.upper() for word in words]
     assert runs.batches == [["first"], ["b1", "b2", "b3"], ["a1", "a2", "a3"], ["b4"]]
-    assert runs.threads == {"encoder"}
+    assert runs.threads == {"recordings"}
     # Nothing holds the encoder when its pipeline is closed.
     wait_for(lambda: not runs.batcher.running)
     assert runs.batcher("again") == "AGAIN"
