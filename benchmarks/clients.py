@@ -131,7 +131,7 @@ class HttpConnection:
             failure = await self._ask(content, on_bytes)
         except (OSError, EOFError):
             failure, self._last = "connection lost", True
-        except (ValueError, IndexError, asyncio.LimitOverrunError):
+        except (ValueError, LookupError, asyncio.LimitOverrunError):
             failure, self._last = "no answer of this protocol", True
         return "cut off" if self._hung_up else failure
 
@@ -152,10 +152,9 @@ class HttpConnection:
         return "" if status == 200 else f"{status} {_code_of(error)}".strip()
 
     async def _body(self, headers: dict[str, str]) -> AsyncIterator[bytes]:
-        """The pieces of a body as they come: of chunks, of a known length, or up to the connection's end."""
+        """The pieces of a body as they come: of chunks, or of a known length."""
         if "chunked" not in headers.get("transfer-encoding", ""):
-            self._last |= "content-length" not in headers
-            async for piece in self._pieces(int(headers.get("content-length", sys.maxsize))):
+            async for piece in self._pieces(int(headers["content-length"])):
                 yield piece
             return
         while size := int((await self._reader.readuntil(b"\r\n")).partition(b";")[0], 16):
@@ -169,7 +168,7 @@ class HttpConnection:
         while left and (piece := await self._reader.read(min(left, 1 << 16))):
             left -= len(piece)
             yield piece
-        if left and not self._last:
+        if left:
             raise EOFError
 
 

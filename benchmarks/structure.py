@@ -110,10 +110,6 @@ def _reached(module: str, edges: Edges) -> set[str]:
     return seen
 
 
-def room_of(module: str) -> str:
-    return module.partition(".")[0]
-
-
 def count_tokens(path: Path) -> int:
     with path.open("rb") as file:
         return sum(token.type not in LAYOUT_TOKENS for token in tokenize.tokenize(file.readline))
@@ -151,11 +147,8 @@ def surface() -> dict[str, int]:
     leaves = [cli.get_command(context, name) for name in command_line.COMMANDS]
     run = cli.get_command(context, "run")
     options = sum(isinstance(parameter, click.Option) for parameter in run.params)
-    return {
-        "settings": count_settings(Settings),
-        "commands": sum(map(commands, leaves)),
-        "options_of_run": options,
-    }
+    counts = count_settings(Settings), sum(map(commands, leaves)), options
+    return dict(zip(("settings", "commands", "options_of_run"), counts, strict=True))
 
 
 def sizes(tree: Path, paths: list[Path]) -> dict[str, Any]:
@@ -183,16 +176,14 @@ def measure(tree: Path) -> dict[str, Any]:
             anywhere[name].add(other)
             if early:
                 at_import[name].add(other)
-    upward = [
-        f"{name} -> {other}"
-        for name in sorted(anywhere)
-        for other in sorted(anywhere[name])
-        if ROOMS.index(room_of(other)) < ROOMS.index(room_of(name))
-    ]
+    place = {name: ROOMS.index(name.partition(".")[0]) for name in modules}
+    pairs = [(name, other) for name in sorted(anywhere) for other in sorted(anywhere[name])]
+    upward = [f"{name} -> {other}" for name, other in pairs if place[other] < place[name]]
     groups = {**{room: [room] for room in ROOMS}, "product": PRODUCT, "all": ROOMS}
     chosen = {
-        name: [path for module, path in modules.items() if room_of(module) in rooms] for name, rooms in groups.items()
-    }  # fmt: skip
+        name: [path for module, path in modules.items() if ROOMS[place[module]] in rooms]
+        for name, rooms in groups.items()
+    }
     return {
         "rooms": {name: sizes(tree, paths) for name, paths in chosen.items() if paths},
         "circles": circles(at_import),

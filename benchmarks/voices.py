@@ -31,7 +31,6 @@ from pipelines.request import (
     Handle,
     Listener,
     OnEvent,
-    Output,
     Pipeline,
     PreparedRequest,
     Speech,
@@ -195,12 +194,10 @@ def load(**options: Any) -> Pipeline:
     class PlantedPipeline(Qwen3TTSPipeline):
         """Made when a model is opened, since it imports torch."""
 
-        def _begin(
-            self, wanted: Any, info: Any, on_event: OnEvent, stream: bool, output: Output = "audio"
-        ) -> Any:
+        def _begin(self, wanted: Any, info: Any, *how: Any) -> Any:
             if (first := info.text.partition(" ")[0]).isdigit():
                 wanted = replace(wanted, sampling=replace(wanted.sampling, min_new_tokens=int(first)))
-            return super()._begin(wanted, info, on_event, stream, output)
+            return super()._begin(wanted, info, *how)
 
     wanted = read_options(PipelineOptions, {**options, **found["options"]})
     return PlantedPipeline(Path(found["checkpoint"]), wanted)

@@ -101,48 +101,35 @@ def dataset_card(
         keep_trailing_newline=True,
         autoescape=False,  # noqa: S701
     )
-    # A JSON string is valid YAML.
-    environment.filters["hours"] = lambda milliseconds: f"{milliseconds / 3_600_000:.2f}"
-    environment.filters["yaml"] = lambda text: msgspec.json.encode(text).decode()
-    # Text from inputs is shown as code, so that it cannot contain links, pictures or cells of a table.
-    environment.filters["code"] = lambda text: f"`{' '.join(text.replace('`', chr(39)).split())}`".replace(
-        "|", "\\|"
+    environment.filters.update(
+        hours=lambda milliseconds: f"{milliseconds / 3_600_000:.2f}",
+        # A JSON string is valid YAML.
+        json=lambda value: msgspec.json.format(msgspec.json.encode(value, order="sorted"), indent=2).decode(),
+        # Text from inputs is shown as code, so that it cannot contain links, pictures or cells of a table.
+        code=lambda text: f"`{' '.join(text.replace('`', chr(39)).split())}`".replace("|", "\\|"),
     )
     failed = Counter[str]()
     for ledger, _, job in jobs.jobs:
         failed.update({code.value: items for code, items in ledger.failed_counts(job.id).items()})
     languages = facts.languages.longest()
     codes = {language_code(name) for name, _ in languages if name != "not given"}
-    files = format.data_files or ("{}.jsonl" if format.write_part is None else None)
     template = resources.files("jobs.export").joinpath("card.md").read_text(encoding="utf-8")
-    return (
-        environment.from_string(template)
-        .render(
-            jobs=[one.job for one in jobs.jobs],
-            license=license or "unknown",
-            codes=sorted(code for code in codes if code.isascii() and code.isalpha() and len(code) in (2, 3)),
-            size=_SIZES[max(0, min(len(str(plan.items)) - 3, len(_SIZES) - 1))],
-            splits={name: list(parts) for name, parts in groupby(plan.parts, lambda part: part.split)},
-            files=files,
-            items=plan.items,
-            reasons=plan.reasons,
-            duplicates=jobs.duplicates,
-            failed=dict(failed.most_common()),
-            rejected=sum(one.job.rejected_lines for one in jobs.jobs),
-            where=jobs.where,
-            converted=conversion.name,
-            sounds=format.sounds,
-            facts=facts,
-            voices=facts.voices.longest(),
-            languages=languages,
-            checks={job.spec_sha: job.spec.quality for job in (one.job for one in jobs.jobs)},
-            specs={
-                one.job.spec_sha: msgspec.json.format(
-                    msgspec.json.encode(one.job.spec, order="sorted"), indent=2
-                )
-                for one in jobs.jobs
-            },
-            rows=_ROWS,
-        )
-        .encode()
+    card = environment.from_string(template).render(
+        jobs=[one.job for one in jobs.jobs],
+        set=jobs,
+        plan=plan,
+        facts=facts,
+        format=format,
+        license=license or "unknown",
+        codes=sorted(code for code in codes if code.isascii() and code.isalpha() and len(code) in (2, 3)),
+        size=_SIZES[max(0, min(len(str(plan.items)) - 3, len(_SIZES) - 1))],
+        splits={name: list(parts) for name, parts in groupby(plan.parts, lambda part: part.split)},
+        files=format.data_files or ("{}.jsonl" if format.write_part is None else None),
+        failed=failed.most_common(),
+        converted=conversion.name,
+        voices=facts.voices.longest(),
+        languages=languages,
+        specs={one.job.spec_sha: one.job.spec for one in jobs.jobs},
+        rows=_ROWS,
     )
+    return card.encode()

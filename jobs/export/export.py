@@ -11,8 +11,7 @@ files in its lists. So the replacement can also be stopped and continued at any 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, takewhile
 from pathlib import Path
@@ -64,7 +63,6 @@ if TYPE_CHECKING:
 
 #: Incremented when a format's files change for the same items.
 VERSION = 3
-_LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
 #: Number of lost objects that an error names.
 SHOWN_LOST = 5
 #: Maximum size of the audio in one file of a dataset: a compromise between few files and little repeated work
@@ -154,10 +152,6 @@ def export_jobs(
     `NotFoundError`, `StoreError`, `ServiceError`.
     """
     chosen, jobs = find_format(format), in_order(jobs)
-    if license is not None and not _LICENSE.fullmatch(license):
-        raise invalid(
-            f"{license[:40]!r} is not the name of a license.", "Write it as the hub does: apache-2.0."
-        )
     conversion = _conversion(chosen, jobs, audio_format, sample_rate)
     for ledger, store, job in jobs:
         chosen = of_dialogues(chosen, dialogues, gaps, conversion, job.spec)
@@ -184,10 +178,10 @@ def export_jobs(
 
 
 def _conversion(
-    format: ExportFormat, jobs: Iterable[StoredJob], audio_format: str | None, sample_rate: int | None
+    format: ExportFormat, jobs: Sequence[StoredJob], audio_format: str | None, sample_rate: int | None
 ) -> Conversion:
     """Checks the conversion for each job, and what the format needs equal in all jobs."""
-    jobs, conversion = list(jobs), Conversion()
+    conversion = Conversion()
     if format.codes and len({one.job.spec.output for one in jobs}) > 1:
         raise invalid("Some of these jobs have codes, and others not.", "Export them to several datasets.")
     made: dict[str, dict[Any, str]] = {"audio format": {}, "sample rate": {}}

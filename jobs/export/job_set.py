@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from jobs.ledger import Ledger
 
 _HASH_BYTES = 16
+#: Size of the lines that are sorted in memory, where they need twice as much.
+_SORT_BYTES = 16 << 20
 #: Values of a byte of `JobSet.choose`: exported, and exported with the id of its job before its example id.
 _EXPORTED, _RENAMED = 1, 2
 _decode_line = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -60,7 +62,7 @@ class Repeats:
     Two different keys have the same hash with a probability below 1e-20 for a billion items."""
 
     def __init__(self) -> None:
-        self._lines = SortedLines(Path(tempfile.gettempdir()))
+        self._lines = SortedLines(Path(tempfile.gettempdir()), _SORT_BYTES)
 
     def add(self, key: object, index: int, items: int = 1) -> None:
         """Adds the key of consecutive items, the first of which has this index."""
@@ -152,19 +154,14 @@ class JobSet:
 
     def noting(self, items: Iterable[AudioItem], texts: Repeats) -> Iterator[AudioItem]:
         """Yields the items, and adds the text and the voice of each, or of each dialogue, to `texts`."""
+        whole = self.format.whole_dialogues
         # Ids of different jobs may be equal until the items are chosen.
         for _, group in groupby(
-            items,
-            key=lambda item: (
-                item.job.id,
-                item.example_id if self.format.whole_dialogues else item.artifact.index,
-            ),
+            items, lambda item: (item.job.id, item.example_id if whole else item.artifact.index)
         ):
             same = list(group)
             known = [item_metadata(item.job, item) for item in same]
-            said = (
-                _decode_line(same[0].dialogue)["messages"] if self.format.whole_dialogues else known[0].text
-            )
+            said = _decode_line(same[0].dialogue)["messages"] if whole else known[0].text
             texts.add((said, [one.speaker for one in known]), same[0].artifact.index, len(same))
             yield from same
 

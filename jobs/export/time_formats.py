@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator
-from functools import partial
 from html import escape
 from typing import Any
 
@@ -41,26 +40,20 @@ def textgrid(item: AudioItem) -> str:
     """A TextGrid with the tier `words`, and the tier `phones` if the phonemes are known. The intervals of a tier
     cover the whole audio."""
     tiers = {"words": item.words} | ({"phones": item.phonemes} if item.phonemes else {})
-    lines = [
-        'File type = "ooTextFile"',
-        'Object class = "TextGrid"',
-        "",
-        "xmin = 0",
-        f"xmax = {item.seconds:.6f}",
-    ]
-    lines += ["tiers? <exists>", f"size = {len(tiers)}", "item []:"]
+    head = f'File type = "ooTextFile"\nObject class = "TextGrid"\n\nxmin = 0\nxmax = {item.seconds:.6f}\n'
+    lines = [f"{head}tiers? <exists>\nsize = {len(tiers)}\nitem []:"]
     for number, (name, words) in enumerate(tiers.items(), 1):
         spans = list(_covering(words, item.seconds))
-        lines += [f"    item [{number}]:", '        class = "IntervalTier"', f'        name = "{name}"']
-        lines += [
-            "        xmin = 0",
-            f"        xmax = {item.seconds:.6f}",
-            f"        intervals: size = {len(spans)}",
-        ]
+        lines.append(
+            f'    item [{number}]:\n        class = "IntervalTier"\n        name = "{name}"\n        xmin = 0\n'
+            f"        xmax = {item.seconds:.6f}\n        intervals: size = {len(spans)}"
+        )
         for place, word in enumerate(spans, 1):
             text = word.text.replace('"', '""')
-            lines += [f"        intervals [{place}]:", f"            xmin = {word.start_s:.6f}"]
-            lines += [f"            xmax = {word.end_s:.6f}", f'            text = "{text}"']
+            lines.append(
+                f"        intervals [{place}]:\n            xmin = {word.start_s:.6f}\n"
+                f'            xmax = {word.end_s:.6f}\n            text = "{text}"'
+            )
     return "\n".join(lines) + "\n"
 
 
@@ -77,20 +70,19 @@ def _covering(words: tuple[Word, ...], seconds: float) -> Iterator[Word]:
 
 def cues(words: tuple[Word, ...]) -> Iterator[Word]:
     """Subtitles: a cue ends at the end of a sentence, at a long pause, and before it is too long."""
-    held: list[Word] = []
+    cue: Word | None = None
     for word in words:
-        text = " ".join(one.text for one in held)
-        if held and (
-            text.endswith(_SENTENCE_ENDS)
-            or word.start_s - held[-1].end_s > _CUE_PAUSE_SECONDS
-            or word.end_s - held[0].start_s > _CUE_SECONDS
-            or len(text) + 1 + len(word.text) > _CUE_CHARACTERS
+        if cue is not None and (
+            cue.text.endswith(_SENTENCE_ENDS)
+            or word.start_s - cue.end_s > _CUE_PAUSE_SECONDS
+            or word.end_s - cue.start_s > _CUE_SECONDS
+            or len(cue.text) + 1 + len(word.text) > _CUE_CHARACTERS
         ):
-            yield Word(text, held[0].start_s, held[-1].end_s)
-            held = []
-        held.append(word)
-    if held:
-        yield Word(" ".join(one.text for one in held), held[0].start_s, held[-1].end_s)
+            yield cue
+            cue = None
+        cue = word if cue is None else Word(f"{cue.text} {word.text}", cue.start_s, word.end_s)
+    if cue is not None:
+        yield cue
 
 
 def srt(item: AudioItem) -> str:
@@ -121,22 +113,13 @@ def _clock(seconds: float, point: str) -> str:
     )
 
 
-def _write_files(
-    part: Part,
-    files: PartFiles,
-    job: Job,
-    items: Iterator[tuple[AudioItem, Any]],
-    *,
-    make: Callable[[AudioItem], str],
-    extension: str,
-) -> None:
-    """Writes a file for each item of a part."""
-    for item, _ in items:
-        files.add(f"{part.split}/{item.name}.{extension}", make(item).encode())
-
-
 def _file_format(name: str, summary: str, make: Callable[[AudioItem], str], extension: str) -> ExportFormat:
-    write = partial(_write_files, make=make, extension=extension)
+    """A format with a file for each item."""
+
+    def write(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, Any]]) -> None:
+        for item, _ in items:
+            files.add(f"{part.split}/{item.name}.{extension}", make(item).encode())
+
     return ExportFormat(name=name, summary=summary, write_part=write, names_audio=False, needs_words=True)
 
 

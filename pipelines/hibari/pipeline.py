@@ -96,7 +96,7 @@ class Utterance:
         if piece is None:
             return False
         begin = self.samples / SAMPLE_RATE
-        samples, spans = voice.timed(piece, 1.0, self._generator)
+        samples, frames = voice.timed(piece, 1.0, self._generator)
         self.samples += len(samples)
         limit = self.request.generation.max_seconds
         if limit is not None and self.samples > limit * SAMPLE_RATE:
@@ -105,7 +105,7 @@ class Utterance:
         if len(samples):
             part = AudioChunk(samples, SAMPLE_RATE)
             if self.owners is not None:
-                words, phonemes = voice.words(piece, begin + spans, self.owners, self.text.split())
+                words, phonemes = voice.words(piece, samples, frames, begin, self.owners, self.text.split())
                 part = replace(part, words=words, phonemes=phonemes)
             self._parts.append(part)
             self._audible = self._audible or peak(samples) >= _SILENT_PEAK

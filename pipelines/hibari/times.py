@@ -15,6 +15,7 @@ from hibari.g2p import G2P
 from hibari.voices import DEFAULT, voice_path
 from numpy.typing import NDArray
 
+from pipelines.audio import FRAME_SECONDS, frame_powers
 from pipelines.request import Word
 
 #: The value of hibari's model that holds the frames, of 25 ms, of each phoneme; the model does not return it by
@@ -23,8 +24,8 @@ _FRAMES = "/Round_output_0"
 #: The sound of a phoneme is this much, two frames, before its place by the durations: the place where fricatives
 #: hiss and where vowels begin after consonants without voice, in the median of 740 borders.
 _LEAD_SECONDS = 0.05
-#: Frames of sound, and their power relative to the loudest one from which on they can be heard (-40 dB).
-_HEARD_SECONDS, _HEARD_POWER = 0.01, 1e-4
+#: Power of a frame, relative to the loudest one, from which on it can be heard (-40 dB).
+_HEARD_POWER = 1e-4
 #: Phoneme ids up to this one are marks and the space, which are heard as pauses.
 SPACE = 16
 _STRESS = "ˈˌ"
@@ -50,64 +51,63 @@ class TimedVoice(Hibari):
 
     def timed(
         self, ids: Sequence[int], speed: float = 1.0, rng: np.random.Generator | None = None
-    ) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
-        """The speech [samples] of phoneme ids, and the beginning and the end [ids, 2] of each in seconds.
-
-        The space between two words is shared by them. A sound before a pause lasts as long as it is heard.
-        """
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """The speech [samples] of phoneme ids, and the duration [ids] of each in frames."""
         if len(ids) < 3:
-            return np.zeros(0, np.float32), np.zeros((len(ids), 2))
+            return np.zeros(0, np.float32), np.zeros(len(ids), np.float32)
         given = {"ids": np.asarray([ids], np.int64), "speed": np.asarray([speed], np.float32)}
         made: Any = self.sess.run(None, given)
-        *parts, frames = made
-        lh, th, ln, lr, phi, f0 = (part[0] for part in parts)
-        samples = dsp.synth(lh, th, ln, lr, phi, f0, rng or np.random.default_rng())
-        ends = np.cumsum(frames, dtype=np.float64) * (len(samples) / dsp.SR / frames.sum())
-        spans = np.maximum(np.stack([np.r_[0.0, ends[:-1]], ends], axis=1) - _LEAD_SECONDS, 0.0)
-        for place in range(1, len(ids)):
-            if ids[place - 1] <= SPACE:
-                continue
-            if ids[place] == SPACE and ids[place + 1] > SPACE:
-                spans[place - 1, 1] = spans[place + 1, 0] = spans[place].mean()
-            elif ids[place] <= SPACE:
-                spans[place - 1, 1] = _sound_end(samples, *spans[place - 1])
-        return samples, spans
+        lh, th, ln, lr, phi, f0 = (part[0] for part in made[:-1])
+        return dsp.synth(lh, th, ln, lr, phi, f0, rng or np.random.default_rng()), made[-1]
 
     def words(
-        self, ids: Sequence[int], spans: NDArray[np.float64], owners: deque[int], texts: Sequence[str]
+        self,
+        ids: Sequence[int],
+        samples: NDArray[np.float32],
+        frames: NDArray[np.float32],
+        before: float,
+        owners: deque[int],
+        texts: Sequence[str],
     ) -> tuple[tuple[Word, ...], tuple[Word, ...]]:
-        """The words and the phonemes of a piece. `spans`: of its ids, in seconds [ids, 2]; `owners`: for each
-        next id other than the space, the index of its word in `texts`; those of this piece are removed.
+        """The words and the phonemes of a piece, which `timed` made, `before` seconds after the beginning. `owners`: for each next id other than the
+        space, the index of its word in `texts`; those of this piece are removed.
 
-        A mark of stress belongs to the vowel after it. Pauses at marks are outside of words.
+        A mark of stress belongs to the vowel after it. Two words share the space between them. Pauses at marks
+        are outside of words: a sound before one lasts as long as it is heard.
         """
+        seconds = len(samples) / dsp.SR
+        edges = np.cumsum([0.0, *frames]) * (seconds / frames.sum()) - _LEAD_SECONDS
+        powers = frame_powers(samples, dsp.SR)
+        heard = np.flatnonzero(powers > powers.max() * _HEARD_POWER)
         phonemes: list[tuple[int, Word]] = []
         held, begin = "", 0.0
-        for number, (start, end) in zip(ids[1:-1], spans[1:-1].round(4).tolist(), strict=True):
+
+        def is_shared(place: int) -> bool:
+            return ids[place] == SPACE and min(ids[place - 1], ids[place + 1]) > SPACE
+
+        for place, number in enumerate(ids[1:-1], 1):
             if number == SPACE:
                 continue
-            owner, symbol = owners.popleft(), self.symbols[number]
+            owner, end = owners.popleft(), edges[place + 1]
             if number < SPACE:
                 continue
-            begin = begin if held else start
-            held += symbol
-            if symbol not in _STRESS:
-                phonemes.append((owner, Word(held, begin, end)))
-                held = ""
-        words: list[Word] = []
-        for owner, group in groupby(phonemes, key=lambda pair: pair[0]):
-            said = [phoneme for _, phoneme in group]
-            words.append(Word(texts[owner], said[0].start_s, said[-1].end_s))
+            if not held:
+                begin = edges[place - 1 : place + 1].mean() if is_shared(place - 1) else edges[place]
+            held += self.symbols[number]
+            if held[-1] in _STRESS:
+                continue
+            if is_shared(place + 1):
+                end = edges[place + 1 : place + 3].mean()
+            elif ids[place + 1] <= SPACE:
+                last = heard[heard * FRAME_SECONDS < end].max(initial=0)
+                end = min(end, max(begin + FRAME_SECONDS, (last + 1) * FRAME_SECONDS))
+            phonemes.append((owner, Word(held, float(begin), float(end)).moved(before, before + seconds)))
+            held = ""
+        groups = (
+            (owner, [one for _, one in said]) for owner, said in groupby(phonemes, key=lambda pair: pair[0])
+        )
+        words = [Word(texts[owner], said[0].start_s, said[-1].end_s) for owner, said in groups]
         return tuple(words), tuple(phoneme for _, phoneme in phonemes)
-
-
-def _sound_end(samples: NDArray[np.float32], begin: float, end: float) -> float:
-    """The end of the last frame in this span that can be heard, at least one frame after its beginning."""
-    first, last = (round(at / _HEARD_SECONDS) for at in (begin, end))
-    length = round(_HEARD_SECONDS * dsp.SR)
-    frames = np.square(samples[: len(samples) // length * length]).reshape(-1, length).mean(axis=1)
-    heard = np.flatnonzero(frames[first:last] > frames.max() * _HEARD_POWER)
-    return min((first + (int(heard[-1]) if len(heard) else 0) + 1) * _HEARD_SECONDS, end)
 
 
 def read_as(written: Sequence[str], read: Sequence[str]) -> Iterator[int]:
@@ -116,17 +116,14 @@ def read_as(written: Sequence[str], read: Sequence[str]) -> Iterator[int]:
     keys, spoken = ([_MARKS.sub("", word).casefold() or word for word in words] for words in (written, read))
     place = done = 0
     while done < len(spoken):
-        left = len(keys) - place, len(spoken) - done
         own, said = next(
             (
                 (skipped, size - skipped)
                 for size in range(_MAX_GROUP)
                 for skipped in range(size + 1)
-                if skipped < left[0]
-                and size - skipped < left[1]
-                and keys[place + skipped] == spoken[done + size - skipped]
+                if spoken[done + size - skipped :][:1] == keys[place + skipped :][:1] != []
             ),
-            left,
+            (len(keys) - place, len(spoken) - done),
         )
         for number in range(said):
             yield place + number * own // said if own else max(place - 1, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import unicodedata
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +18,16 @@ from pipelines.request import Word
 from worker.quality.meters import SAMPLE_RATE, UNSPACED, Reading, Readings, Utterance
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
 #: Longer speech is read in windows of this length, with this context on both sides, so many at once.
 WINDOW_SECONDS, CONTEXT_SECONDS, BATCH = 20, 1, 8
 #: Strides of CTC models are multiples of this many samples, 5 ms.
 _STRIDE_UNIT = 80
-#: The score is the worst mean of so many seconds: about a short word.
-SCORE_SECONDS = 0.4
+#: The score is the worst mean of so many seconds, about a syllable.
+SCORE_SECONDS = 0.2
 #: Power of a frame relative to the loudest one from which on it is sound (-40 dB), and the shortest pause.
 _SOUND_POWER, _PAUSE_SECONDS = 1e-4, 0.06
 
@@ -43,84 +46,70 @@ class AlignMeter:
 
         # Its types depend on what is installed.
         library: Any = import_module("transformers")
-        self._torch, self._device = torch, device
         torch.set_num_threads(threads)
-        folder = str(Path(model).expanduser())
+        folder, kinds = Path(model).expanduser(), ("AutoFeatureExtractor", "AutoTokenizer", "AutoModelForCTC")
         try:
-            self._features, tokenizer, self._model = (
-                kind.from_pretrained(folder, local_files_only=True)
-                for kind in (library.AutoFeatureExtractor, library.AutoTokenizer, library.AutoModelForCTC)
+            self._features, tokenizer, network = (
+                getattr(library, kind).from_pretrained(str(folder), local_files_only=True) for kind in kinds
             )
-            self._model = self._model.eval().to(device)
-            self._vocabulary: dict[str, int] = tokenizer.get_vocab()
-            self._between = self._vocabulary.get(getattr(tokenizer, "word_delimiter_token", None) or "|")
-            self._blank = int(self._model.config.pad_token_id)
+            self._torch, self._device, self._model = torch, device, network.eval().to(device)
         except Exception as error:
             raise ModelError(
                 ErrorCode.MODEL_BAD_CHECKPOINT,
                 f"The model {model[:200]!r} of the meter align cannot be opened: {error}.",
                 "Set `meters.align.model` to the folder of a CTC model in Hugging Face's layout.",
             ) from error
-        self._upper = "A" in self._vocabulary
+        self._vocabulary: dict[str, int] = tokenizer.get_vocab()
+        self._blank = int(network.config.pad_token_id)
 
     def measure(self, utterance: Utterance) -> Readings:
-        is_unspaced = language_code(utterance.language) in UNSPACED
-        words = list("".join(utterance.text.split())) if is_unspaced else utterance.text.split()
-        tokens = [self._tokens(word) for word in words]
-        words, tokens = (
-            [word for word, own in zip(words, tokens, strict=True) if own],
-            [own for own in tokens if own],
-        )
-        audio = utterance.resampled()
-        if not words or not len(audio):
+        words, audio = utterance.text.split(), utterance.resampled()
+        if language_code(utterance.language) in UNSPACED:
+            words = list("".join(words))
+        spoken = [(word, tokens) for word in words if (tokens := self._tokens(word))]
+        if not spoken or not len(audio):
             return {}
+        #: The tokens, and the word of each; -1 between words.
+        ids, owners = list[int](), list[int]()
+        between = [self._vocabulary["|"]] if "|" in self._vocabulary and len(words) > 1 else []
+        for number, (_, tokens) in enumerate(spoken):
+            ids += between * bool(number) + tokens
+            owners += [-1] * (len(ids) - len(owners) - len(tokens)) + [number] * len(tokens)
         log_probs, stride = self._log_probs(audio)
-        ids, owners = [], []
-        for number, own in enumerate(tokens):
-            if number and self._between is not None and not is_unspaced:
-                ids.append(self._between)
-                owners.append(-1)
-            ids += own
-            owners += [number] * len(own)
         path = viterbi(log_probs, ids, self._blank)
         if path is None:
             return {"align": Reading(float(log_probs.min()), "the speech is shorter than its text")}
-        owned = np.array([*owners, -1])[path]
-        said = np.where(path < 0, self._blank, np.array([*ids, self._blank])[path])
-        worse = log_probs[np.arange(len(said)), said] - log_probs[:, :-1].max(axis=1)
+        said, owned = (
+            np.where(path < 0, nothing, np.array(every)[path])
+            for nothing, every in ((self._blank, ids), (-1, owners))
+        )
+        worse = log_probs[np.arange(len(said)), said] - log_probs.max(axis=1)
         width = min(len(worse), max(1, round(SCORE_SECONDS / stride)))
         means = np.convolve(worse, np.full(width, 1 / width), mode="valid")
-        place = int(means.argmin())
-        detail = f"mean {worse.mean():.3f}, worst at {place * stride:.2f} s"
-        times = word_times(words, owned, stride, audio)
-        return {"align": Reading(float(means[place]), detail, words=times)}
+        times = word_times([word for word, _ in spoken], owned, stride, audio)
+        return {"align": Reading(float(means.min()), f"at {means.argmin() * stride:.2f} s", words=times)}
 
     def _tokens(self, word: str) -> list[int]:
         """The tokens of a word; one that stands for anything if the model has none of them; none for marks."""
         text = unicodedata.normalize("NFKC", word).replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")
-        text = text.upper() if self._upper else text.lower()
-        known = [
-            self._vocabulary[one] for one in text if one in self._vocabulary and (one.isalpha() or one == "'")
-        ]
-        spoken = any(one.isalnum() for one in text)
-        return known if any(one.isalpha() for one in text) and known else [-1] if spoken else []
+        text = text.upper() if "A" in self._vocabulary else text.lower()
+        letters = (one for one in text if one.isalpha() or one == "'")
+        known = [self._vocabulary[one] for one in letters if one in self._vocabulary]
+        return known or [-1] * any(one.isalnum() for one in text)
 
     def _log_probs(self, audio: NDArray[np.float32]) -> tuple[NDArray[np.float32], float]:
         """Log probabilities [frames, tokens + 1], the last of anything but the blank, and the seconds of a frame."""
         window, context = WINDOW_SECONDS * SAMPLE_RATE, CONTEXT_SECONDS * SAMPLE_RATE
-        if len(audio) <= window + context:
-            pieces = [np.pad(audio, (0, max(0, SAMPLE_RATE - len(audio))))]
-        else:
+        pieces = [np.pad(audio, (0, max(0, SAMPLE_RATE - len(audio))))]
+        if len(audio) > window + context:
             padded = np.pad(audio, (context, context + window))
             pieces = [padded[at : at + window + 2 * context] for at in range(0, len(audio), window)]
         found: list[NDArray[np.float32]] = []
         for first in range(0, len(pieces), BATCH):
-            given = self._features(
-                pieces[first : first + BATCH], sampling_rate=SAMPLE_RATE, return_tensors="pt"
-            )
+            batch = pieces[first : first + BATCH]
+            given = self._features(batch, sampling_rate=SAMPLE_RATE, return_tensors="pt").to(self._device)
             with self._torch.inference_mode():
-                logits = self._model(**given.to(self._device)).logits.float().log_softmax(-1)
-            found += list(logits.cpu().numpy())
+                found += list(self._model(**given).logits.float().log_softmax(-1).cpu().numpy())
         samples = _STRIDE_UNIT * round(len(pieces[0]) / len(found[0]) / _STRIDE_UNIT)
         if len(pieces) > 1:
             found = [one[context // samples :][: window // samples] for one in found]
@@ -129,7 +118,7 @@ class AlignMeter:
         return np.concatenate([log_probs, anything], axis=1), samples / SAMPLE_RATE
 
 
-def viterbi(log_probs: NDArray[np.float32], ids: list[int], blank: int) -> NDArray[np.int64] | None:
+def viterbi(log_probs: NDArray[np.float32], ids: Sequence[int], blank: int) -> NDArray[np.int64] | None:
     """The most likely place [frames] in `ids` of each frame; -1 for the blank. None if there are too few frames.
 
     `log_probs`: [frames, tokens]; -1 in `ids` is the last token.
@@ -138,59 +127,53 @@ def viterbi(log_probs: NDArray[np.float32], ids: list[int], blank: int) -> NDArr
     states = np.full(count, blank)
     states[1::2] = ids
     # A blank may be skipped between different tokens.
-    skips = np.zeros(count, bool)
-    skips[3::2] = states[3::2] != states[1:-2:2]
-    scores = np.full(count, -np.inf, np.float32)
-    scores[:2] = log_probs[0, states[:2]]
+    skips = np.full(count, -np.inf, np.float32)
+    skips[3::2][states[3::2] != states[1:-2:2]] = 0
+    nothing = np.full(2, -np.inf, np.float32)
+    scores = np.where(np.arange(count) < 2, log_probs[0, states], -np.inf).astype(np.float32)
     moves = np.zeros((len(log_probs), count), np.int8)
     for frame in range(1, len(log_probs)):
-        one = np.concatenate([[-np.inf], scores[:-1]])
-        two = np.where(skips, np.concatenate([[-np.inf, -np.inf], scores[:-2]]), -np.inf)
-        best = np.maximum(np.maximum(scores, one), two)
-        moves[frame] = np.where(best == scores, 0, np.where(best == one, 1, 2))
-        scores = (best + log_probs[frame, states]).astype(np.float32)
-    state = count - 1 if scores[-1] >= scores[-2] else count - 2
+        before = np.concatenate([nothing, scores])
+        choices = np.stack([scores, before[1:-1], before[:-2] + skips])
+        moves[frame] = choices.argmax(axis=0)
+        scores = choices.max(axis=0) + log_probs[frame, states]
+    state = count - 2 + int(scores[-1] >= scores[-2])
     if scores[state] == -np.inf:
         return None
     path = np.empty(len(log_probs), np.int64)
-    for frame in range(len(log_probs) - 1, -1, -1):
+    for frame in reversed(range(len(path))):
         path[frame] = state
         state -= int(moves[frame, state])
     return np.where(path % 2, path // 2, -1)
 
 
 def word_times(
-    words: list[str], owned: NDArray[np.int64], stride: float, audio: NDArray[np.float32]
+    words: Sequence[str], owned: NDArray[np.int64], stride: float, audio: NDArray[np.float32]
 ) -> tuple[Word, ...]:
     """The times of words. `owned`: the word [frames] of each frame, -1 between words; `audio`: at `SAMPLE_RATE`.
 
     Two words meet in the middle between their tokens, unless there is a pause: there they end and begin with the sound.
     """
-    powers = frame_powers(audio, SAMPLE_RATE)
+    powers, seconds = frame_powers(audio, SAMPLE_RATE), len(audio) / SAMPLE_RATE
     sound = powers > powers.max() * _SOUND_POWER
-    seconds = len(audio) / SAMPLE_RATE
-    frames = [np.flatnonzero(owned == number) for number in range(len(words))]
-    firsts, lasts = ([float(own[place]) * stride for own in frames] for place in (0, -1))
-    #: End of each word, and beginning of the next one.
-    ends, begins = list[float](), [_pause(sound, 0.0, firsts[0])[1]]
-    for last, first in zip(lasts, firsts[1:], strict=False):
-        end, begin = _pause(sound, last, first)
-        ends.append(end)
-        begins.append(begin)
-    ends.append(_pause(sound, lasts[-1], seconds)[0])
+    frames = [np.flatnonzero(owned == number) * stride for number in range(len(words))]
+    edges = [
+        (0.0, frames[0][0]),
+        *((one[-1], two[0]) for one, two in pairwise(frames)),
+        (frames[-1][-1], seconds),
+    ]
+    pauses = [_pause(sound, *edge) for edge in edges]
     return tuple(
-        Word(word, round(begin, 4), round(min(end, seconds), 4))
-        for word, begin, end in zip(words, begins, ends, strict=True)
+        Word(word, begin, end).moved(0.0, seconds)
+        for word, (_, begin), (end, _) in zip(words, pauses, pauses[1:], strict=False)
     )
 
 
 def _pause(sound: NDArray[np.bool_], begin: float, end: float) -> tuple[float, float]:
     """Beginning and end of the longest pause of this span in seconds; without one, twice its middle."""
     first, last = (round(at / FRAME_SECONDS) for at in (begin, end + FRAME_SECONDS))
-    edges = np.flatnonzero(np.diff(np.concatenate([[True], sound[first:last], [True]]).astype(np.int8)))
-    runs = edges.reshape(-1, 2)
-    if len(runs):
-        start, stop = runs[(runs[:, 1] - runs[:, 0]).argmax()]
-        if (stop - start) * FRAME_SECONDS >= _PAUSE_SECONDS:
-            return (first + start) * FRAME_SECONDS, (first + stop) * FRAME_SECONDS
-    return (begin + end) / 2, (begin + end) / 2
+    bounded = np.concatenate([[True], sound[first:last], [True]]).astype(np.int8)
+    runs = (first + np.flatnonzero(np.diff(bounded)).reshape(-1, 2)) * FRAME_SECONDS
+    start, stop = max(runs.tolist(), key=lambda run: run[1] - run[0], default=(0.0, 0.0))
+    middle = (begin + end) / 2
+    return (start, stop) if stop - start >= _PAUSE_SECONDS else (middle, middle)

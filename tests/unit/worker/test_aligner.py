@@ -21,9 +21,24 @@ from transformers import (
 )
 
 from pipelines.errors import ErrorCode, ModelError
+from pipelines.hibari.pipeline import HibariPipeline
+from pipelines.request import Message, SynthesisRequest, submit
 from worker.quality.aligner import viterbi, word_times
 from worker.quality.meters import SAMPLE_RATE, Utterance, open_meter
 
+MODEL = Path(__file__).parents[2] / "support" / "aligner"
+SENTENCES = (
+    "The birch canoe slid on the smooth planks.",
+    "Glue the sheet to the dark blue background.",
+    "It is easy to tell the depth of a well.",
+    "These days a chicken leg is a rare dish.",
+    "Rice is often served in round bowls.",
+    "The juice of lemons makes fine punch.",
+    "The box was thrown beside the parked truck.",
+    "The hogs were fed chopped corn and garbage.",
+    "Four hours of steady work faced us, and nobody complained.",
+    "A large size in stockings is hard to sell.",
+)
 VOCABULARY = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, "|": 4, "'": 5} | {
     chr(ord("A") + number): number + 6 for number in range(26)
 }
@@ -126,3 +141,35 @@ def test_a_folder_that_is_none_is_named() -> None:
         open_meter("align", {"model": "no/such/folder"})
     assert caught.value.code is ErrorCode.MODEL_BAD_CHECKPOINT
     assert "no/such/folder" in caught.value.message
+
+
+def test_times_of_the_words_are_within_30_and_80_ms_of_the_exact_ones() -> None:
+    """The model was trained by CTC alone, on other sentences of the same voice; see tests/support/aligner."""
+    meter = open_meter("align", {"model": str(MODEL)})
+    voice = HibariPipeline(threads=1)
+    errors: list[float] = []
+    scores: dict[str, list[float]] = {"whole": [], "skipped": [], "repeated": []}
+    for number, text in enumerate(SENTENCES):
+        asked = SynthesisRequest(text, (Message("user", "text", text),), seed=number, timestamps=True)
+        speech = submit(voice, asked).result()
+        reading = meter.measure(Utterance(speech.samples, speech.sample_rate, text))["align"]
+        scores["whole"].append(reading[0])
+        found = reading.words  # type: ignore[union-attr]
+        assert [word.text for word in found] == [word.text for word in speech.words]
+        for one, exact in zip(found, speech.words, strict=True):
+            errors += [abs(one.start_s - exact.start_s), abs(one.end_s - exact.end_s)]
+        longest = max(speech.words[:-1], key=lambda word: word.end_s - word.start_s)
+        begin, end = (round(at * speech.sample_rate) for at in (longest.start_s, longest.end_s))
+        for name, parts in (
+            ("skipped", (slice(begin), slice(end, None))),
+            ("repeated", (slice(end), slice(begin, None))),
+        ):
+            samples = np.concatenate([speech.samples[part] for part in parts])
+            scores[name].append(meter.measure(Utterance(samples, speech.sample_rate, text))["align"][0])
+    voice.close()
+    assert np.median(errors) <= 0.03
+    assert np.percentile(errors, 95) <= 0.08
+    for name in ("skipped", "repeated"):
+        worse = sum(score < whole for score, whole in zip(scores[name], scores["whole"], strict=True))
+        assert worse >= 0.9 * len(SENTENCES), scores
+        assert np.median(scores[name]) < 1.5 * np.median(scores["whole"]), scores
