@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -105,8 +105,8 @@ class Columns:
         """Converts a row to a dialogue; `cell` reads a value by its column's name. Raises `InputError`, also for
         a value that cannot be read."""
         try:
-            cells = {field: _decoded_json(cell(name)) for field, name in self.of.items()}
-            metadata = self._metadata(cell)
+            cells = {field: _decoded(cell(name)) for field, name in self.of.items()}
+            metadata = dict(self._metadata(cell))
             if self.chat:
                 given = {field: value for field, value in cells.items() if value != ""}
                 line = chat_dialogue(_encode(metadata | given), number)
@@ -120,20 +120,18 @@ class Columns:
             raise InputError(ErrorCode.INPUT_TOO_LONG, message, "Leave its largest columns out with --drop.")
         return line
 
-    def _metadata(self, cell: Callable[[str], Any]) -> dict[str, msgspec.Raw]:
-        found: dict[str, msgspec.Raw] = {}
+    def _metadata(self, cell: Callable[[str], Any]) -> Iterator[tuple[str, msgspec.Raw]]:
         for name in self.metadata:
             try:
-                found[name] = msgspec.Raw(_encode(json_value(cell(name))))
+                yield name, msgspec.Raw(_encode(json_value(cell(name))))
             except TypeError:
                 self.left_out.add(name)
             except (ValueError, RecursionError) as error:
                 message = f"The column {clean(name, 40)!r} cannot be read: {clean(str(error), 200)}."
                 raise bad_line(message, "Correct it, or leave it out with --drop.") from None
-        return found
 
 
-def _decoded_json(value: Any) -> Any:
+def _decoded(value: Any) -> Any:
     return msgspec.json.decode(value) if isinstance(value, msgspec.Raw) else value
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -148,30 +149,26 @@ def _kaldi(records: Records) -> Iterator[Record]:
     # A database without a name is a temporary file: memory stays bounded for any number of lines.
     with closing(sqlite3.connect("")) as known:
         known.execute(
-            "CREATE TABLE known (id BLOB, file TEXT, value TEXT, PRIMARY KEY (id, file)) WITHOUT ROWID"
+            "CREATE TABLE known (id TEXT, file TEXT, value TEXT, PRIMARY KEY (id, file)) WITHOUT ROWID"
         )
         for name in needed:
             with open_source(str(folder / name)) as file:
-                words = ((line or b"").split(None, 1) for line in file.lines())
-                rows = (
-                    (two[0], name, two[1].decode(errors="replace").strip()) for two in words if len(two) == 2
-                )
+                words = ((line or b"").decode(errors="replace").split(None, 1) for line in file.lines())
+                rows = ((two[0], name, two[1].strip()) for two in words if len(two) == 2)
                 known.executemany("INSERT OR REPLACE INTO known VALUES (?, ?, ?)", rows)
 
-        def values_of(kind: str, id: bytes) -> dict[str, str]:
-            found = known.execute("SELECT file, value FROM known WHERE id = ? ORDER BY file", (id,))
-            return {name: value for name, value in found if name.startswith(kind)}
+        def values_of(id: str, files: str) -> dict[str, str]:
+            query = "SELECT file, value FROM known WHERE id = ? AND file GLOB ? ORDER BY file"
+            return dict(known.execute(query, (id, files)))
 
         def dialogue(line: bytes, number: int) -> bytes:
-            utterance, *words = line.split(None, 1)
-            values = {"id": decoded(utterance), "text": one_line(words[0]).strip() if words else ""}
-            metadata = values_of("utt2", utterance)
-            speaker = metadata.get(SPEAKERS)
-            if speaker is not None:
-                values["speaker"] = speaker
-                metadata |= values_of("spk2", speaker.encode())
-            elif voice_of is not None:
+            utterance, *words = one_line(line).split(None, 1)
+            metadata = values_of(utterance, "utt2*")
+            speaker = metadata.get(SPEAKERS, "")
+            if voice_of is not None and not speaker:
                 raise bad_line(f"The utterance has no speaker in {SPEAKERS}.", "Add it.")
+            values = {"id": utterance, "text": " ".join(words).strip(), "speaker": speaker}
+            metadata |= values_of(speaker, "spk2*")
             kept = {name: value for name, value in metadata.items() if records.chosen.keeps(name)}
             return row_dialogue(values, number, voice_of, kept)
 
@@ -348,17 +345,13 @@ def _arrow(records: Records) -> Iterator[Record]:
             # The format of files is that of streams between eight bytes and a footer.
             return ipc.open_stream(data[8:] if data[:6].to_pybytes() == b"ARROW1" else data)
 
-        readers = [opened(file) for file in records.source.files]
-
         def batches(names: list[str]) -> Iterator[pyarrow.RecordBatch]:
-            for file, reader in zip(records.source.files, readers, strict=True):
-                for batch in reader:
-                    chosen = batch.select(names)
-                    chosen.validate(full=True)
-                    yield chosen
-                file.seek(0, 2)
+            for batch in chain.from_iterable(map(opened, records.source.files)):
+                chosen = batch.select(names)
+                chosen.validate(full=True)
+                yield chosen
 
-        yield from _batch_records(records, readers[0].schema, batches)
+        yield from _batch_records(records, opened(records.source.file).schema, batches)
 
 
 @contextmanager

@@ -124,28 +124,25 @@ def _table(records: Any) -> tuple[Any, Callable[[list[str]], Iterator[Any]]]:
     """The Arrow schema of a table of pandas, Hugging Face `datasets`, pyarrow or another library with Arrow's
     interface of streams, and its batches with some columns; None: another collection. Audio is not decoded."""
     if hasattr(records, "iterrows"):
-        try:
-            records = _pyarrow().Table.from_pandas(records, preserve_index=False)
-        except (TypeError, ValueError) as error:
-            advice = "Give each column one type, or leave the column out."
-            raise wrong_format(_NO_URI, f"is no table: {clean(str(error), 200)}", advice) from None
+        # The index would be another column.
+        records = records.reset_index(drop=True)
     if getattr(records, "features", None) and hasattr(records, "with_format"):
         rows = records.with_format("arrow")
         return records.features.arrow_schema, lambda names: (
             batch for table in rows.select_columns(names).iter(ROWS) for batch in table.to_batches()
         )
     if hasattr(records, "__arrow_c_stream__"):
-        reader = _pyarrow().RecordBatchReader.from_stream(records)
+        try:
+            import pyarrow
+
+            reader = pyarrow.RecordBatchReader.from_stream(records)
+        except ImportError:
+            raise missing_library("Reading a table", "pyarrow", "export") from None
+        except (TypeError, ValueError) as error:
+            advice = "Give each column one type, or leave the column out."
+            raise wrong_format(_NO_URI, f"is no table: {clean(str(error), 200)}", advice) from None
         return reader.schema, lambda names: (batch.select(names) for batch in reader)
     return None, iter
-
-
-def _pyarrow() -> Any:
-    try:
-        import pyarrow
-    except ImportError:
-        raise missing_library("Reading a table", "pyarrow", "export") from None
-    return pyarrow
 
 
 def _dialogue(

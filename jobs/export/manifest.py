@@ -68,9 +68,8 @@ def _entry(
     text: str,
     role: str,
     index: int | None,
-    metadata: dict[str, msgspec.Raw],
 ) -> ManifestEntry:
-    """The entry of an audio artifact, with its text, its role, the index of its message and its metadata."""
+    """The entry of an audio artifact, with its text, its role and the index of its message."""
     return ManifestEntry(
         example_id=example_id,
         duration=round(artifact.samples / artifact.sample_rate, 6),
@@ -78,23 +77,19 @@ def _entry(
         text=text,
         role=role,
         message_index=index,
-        metadata=metadata,
         **{name: getattr(artifact, name) for name in _ARTIFACT_FIELDS},
     )
 
 
 def _item_entry(job: Job, item: AudioItem) -> ManifestEntry:
     known = item_metadata(job, item)
-    place, metadata = (known.text, known.role, known.message_index), metadata_json(item.dialogue)
-    entry = _entry(job, item.example_id, item.artifact, *place, metadata)
+    entry = _entry(job, item.example_id, item.artifact, known.text, known.role, known.message_index)
     return msgspec.structs.replace(entry, words=item.words, spoken_text=item.spoken)
 
 
 def manifest_line(job: Job, item: AudioItem, where: str) -> bytes:
     """A line of an export; `key` names the audio in the store, so `where` is not used."""
-    # `facts` has the metadata, which `to_builtins` cannot convert.
-    entry = msgspec.structs.replace(_item_entry(item.job, item), metadata={})
-    line: dict[str, Any] = msgspec.to_builtins(entry)
+    line: dict[str, Any] = msgspec.to_builtins(_item_entry(item.job, item))
     return msgspec.json.encode(line | picked(facts(job, item), *ORIGIN)) + b"\n"
 
 
@@ -117,10 +112,9 @@ def put_shard_manifest(
     for audio in items:
         line = by_index[audio.index]
         text, index = spoken_text(line.messages), None if line.role is None else line.message_index
-        role = line.role or "assistant"
-        entry = _entry(job, line.example_id, audio, line.written or text, role, index, line.metadata)
-        if line.written is not None:
-            entry = msgspec.structs.replace(entry, spoken_text=text)
+        entry = _entry(job, line.example_id, audio, line.written or text, line.role or "assistant", index)
+        spoken = None if line.written is None else text
+        entry = msgspec.structs.replace(entry, spoken_text=spoken, metadata=line.metadata)
         entries.append(msgspec.json.encode(entry) + b"\n")
     info = put_numbered(store, shard_manifest_key(job.id, shard_no), b"".join(entries))
     store.sync()
@@ -134,7 +128,8 @@ def put_manifest(ledger: Ledger, store: ObjectStore, job_id: str) -> ObjectInfo:
     # A file without a name, so that a killed process leaves none.
     with tempfile.TemporaryFile(prefix="nightjar-manifest-") as file:
         for item in audio_items(ledger, store, job_id):
-            file.write(msgspec.json.encode(_item_entry(job, item)) + b"\n")
+            entry = msgspec.structs.replace(_item_entry(job, item), metadata=metadata_json(item.dialogue))
+            file.write(msgspec.json.encode(entry) + b"\n")
         file.seek(0)
         info = put_numbered(store, job_manifest_key(job.id), cast("BinaryIO", file))
     store.sync()
