@@ -34,11 +34,6 @@ class StoredCodes:
     voice_codes: NDArray[np.int16] | None
     codec: CodecIdentity
 
-    @property
-    def samples(self) -> int:
-        """Samples that the codec makes of them."""
-        return len(self.codes) * self.codec.frame_samples
-
     def encoded(self) -> bytes:
         """The file."""
         from safetensors.numpy import save

@@ -15,6 +15,7 @@ import tarfile
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -29,10 +30,11 @@ from jobs.ledger.records import Job, JobSpec
 from jobs.store import ObjectStore
 from jobs.store.base import sha256_of
 from pipelines.errors import NightjarError, invalid
-from pipelines.request import CodecIdentity, CodesDecoder, Speech
+from pipelines.request import CodecIdentity, Speech
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
+    from pipelines.results import StageDecoder
 
 #: Maximum utterances in the decoder at once.
 _AHEAD = 512
@@ -69,22 +71,16 @@ def items_of_export(folder: Path) -> Iterator[CodedItem]:
             f"Export to {' or '.join(_READERS)}, or decode the job.",
         )
     pattern, read = _READERS[made_in]
-    for path in sorted(folder.glob(pattern)):
-        for about, codes in read(path):
-            if codes is None:
-                raise invalid(f"The export {folder} has no codes.", "Export a job with codes.")
-            yield CodedItem(f"{about['index']:09d}-{slug(about['example_id'])}", about, _stored(about, codes))
-
-
-def _stored(about: dict[str, Any], codes: Any) -> StoredCodes:
     import numpy as np
 
-    voice = about["voice_codes"]
-    return StoredCodes(
-        np.asarray(codes, np.int16),
-        None if voice is None else np.asarray(voice, np.int16),
-        msgspec.convert(about["codec"], CodecIdentity),
-    )
+    for about, codes in chain.from_iterable(map(read, sorted(folder.glob(pattern)))):
+        if codes is None:
+            raise invalid(f"The export {folder} has no codes.", "Export a job with codes.")
+        voice = about["voice_codes"]
+        voice = None if voice is None else np.asarray(voice, np.int16)
+        codec = msgspec.convert(about["codec"], CodecIdentity)
+        stored = StoredCodes(np.asarray(codes, np.int16), voice, codec)
+        yield CodedItem(f"{about['index']:09d}-{slug(about['example_id'])}", about, stored)
 
 
 def _of_tar(path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
@@ -116,7 +112,7 @@ _READERS = {"webdataset": ("*/*.tar", _of_tar), "parquet": ("data/*.parquet", _o
 
 
 def decode(
-    items: Iterable[CodedItem], decoder: CodesDecoder, model: str, to: Path, spec: JobSpec
+    items: Iterable[CodedItem], decoder: StageDecoder[Any], model: str, to: Path, spec: JobSpec
 ) -> tuple[int, int]:
     """Decodes items with the decoder of a model, to a folder, in the format and at the rate of a job's spec. Returns
     the number of items, and of those that existed.
@@ -135,12 +131,10 @@ def decode(
         """The line of the oldest item, whose file is written."""
         item, name, decoded = waiting.popleft()
         path = to / name
-        if decoded is None:
-            data = path.read_bytes()
-        else:
-            data = encoded_audio(Speech(decoded.result(), decoder.sample_rate), spec).data
+        if decoded is not None:
             with output(str(path)) as file:
-                file.write(data)
+                file.write(encoded_audio(Speech(decoded.result(), decoder.sample_rate), spec).data)
+        data = path.read_bytes()
         info = soundfile.info(io.BytesIO(data))
         about = {key: value for key, value in item.about.items() if key not in ("codec", "voice_codes")}
         about |= {"sample_rate": info.samplerate, "samples": info.frames, "sha256": sha256_of(data)}
@@ -165,7 +159,7 @@ def decode(
     return done, kept
 
 
-def _started(decoder: CodesDecoder, codes: StoredCodes) -> Future[Any]:
+def _started(decoder: StageDecoder[Any], codes: StoredCodes) -> Future[Any]:
     future: Future[Any] = Future()
 
     def ended(outcome: Any) -> None:

@@ -10,12 +10,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipelines.duration import Pace
 from pipelines.errors import ErrorCode, ModelError, invalid, nearest
 from pipelines.nn.config_keys import bad_checkpoint, read_table
-from pipelines.request import Capabilities, CodecIdentity, CodesDecoder, Frontend, Pipeline
+from pipelines.request import Capabilities, CodecIdentity, Frontend, Pipeline
+
+if TYPE_CHECKING:
+    from pipelines.results import StageDecoder
 
 ENTRY_POINT_GROUP = "nightjar.pipelines"
 _WEIGHT_FILES = ("*.json", "*.txt", "*.jinja", "*.safetensors")
@@ -67,7 +70,7 @@ class Provider:
     #: Opens the frontend, which prepares requests outside of the engine's process.
     frontend: Callable[[], Frontend | None] = lambda: None
     #: Opens the decoder of its codec alone; None: it has none.
-    decoder: Callable[..., CodesDecoder] | None = None
+    decoder: Callable[..., StageDecoder[Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +206,7 @@ def register_pipeline(
     name: str,
     card: ModelCard,
     factory: Callable[..., Pipeline],
-    decoder: Callable[..., CodesDecoder] | None = None,
+    decoder: Callable[..., StageDecoder[Any]] | None = None,
 ) -> Callable[[], object]:
     """Adds a pipeline to this process under `name`, in place of any other with that name. Returns a function
     that removes it.
@@ -247,7 +250,7 @@ def open_frontend(model: str) -> Frontend | None:
     return _found(model, _WEIGHT_FILES).frontend()
 
 
-def open_decoder(model: str, **options: Any) -> CodesDecoder:
+def open_decoder(model: str, **options: Any) -> StageDecoder[Any]:
     """Loads the decoder of a model's codec alone, with the options of `open_pipeline`; raises like it, and
     `config.invalid` for a model without one."""
     decoder = _found(model, _WEIGHT_FILES).decoder

@@ -160,11 +160,6 @@ class CodecIdentity(msgspec.Struct, frozen=True):
     #: Number of codes of each codebook.
     codebook_sizes: tuple[int, ...]
 
-    @property
-    def frame_samples(self) -> int:
-        """Samples of a frame."""
-        return round(self.sample_rate / self.frame_rate)
-
 
 @dataclass(frozen=True, slots=True)
 class Speech:
@@ -342,24 +337,6 @@ class Handle(Protocol):
         """Ends the request. Only a chunk that is being delivered already can still arrive. Does nothing after
         the end."""
         ...
-
-
-class CodesDecoder(Protocol):
-    """The decoder of a model's codec, without the model. Its methods may be called from any thread."""
-
-    sample_rate: int
-
-    def decode(
-        self,
-        codes: NDArray[np.int16],
-        voice_codes: NDArray[np.int16] | None,
-        done: Callable[[NDArray[np.float32] | NightjarError], None],
-    ) -> None:
-        """Decodes the codes of a whole utterance, see `Speech`. Calls `done` with the samples that the pipeline
-        would make of them, or with an error."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class Pipeline(Protocol):

@@ -277,7 +277,7 @@ class SpeechEngine(Protocol[R_contra]):
 
 
 class StageDecoder(Generic[S]):
-    """The `CodesDecoder` of a family: its codec's stage."""
+    """The codec of a family without its model: decodes the codes of whole utterances."""
 
     def __init__(
         self, stage: CodecStage[S], sample_rate: int, start: Callable[[Tensor], S] | None = None
@@ -291,6 +291,7 @@ class StageDecoder(Generic[S]):
         voice_codes: NDArray[np.int16] | None,
         done: Callable[[NDArray[np.float32] | NightjarError], None],
     ) -> None:
+        """Calls `done` with the samples that the pipeline would make of these codes, see `Speech`, or an error."""
         start = None
         if voice_codes is not None and self._start is not None:
             start = self._start(torch.from_numpy(voice_codes.astype(np.int64)))

@@ -7,12 +7,10 @@ from itertools import chain
 from pathlib import Path
 
 import click
-import msgspec
 
 from jobs.cli.options import common_options, files
 from jobs.console import NamedPath, Output
 from jobs.formatting import counted
-from pipelines.audio_format import AUDIO_FORMATS
 
 
 @click.command()
@@ -27,22 +25,11 @@ from pipelines.audio_format import AUDIO_FORMATS
 @click.option(
     "--model", metavar="MODEL", help="Model whose codec decodes. [default: the model that made the codes]"
 )
-@click.option(
-    "--audio-format", type=click.Choice(AUDIO_FORMATS), help="Audio format. [default: the job's, or wav]"
-)
-@click.option(
-    "--sample-rate",
-    metavar="HZ",
-    type=click.IntRange(8000, 48000),
-    help="Sample rate. [default: the codec's]",
-)
 @common_options
 def decode(
     source: str,
     to: Path,
     model: str | None,
-    audio_format: str | None,
-    sample_rate: int | None,
     home: str | None,
     output: Output,
 ) -> None:
@@ -54,14 +41,13 @@ def decode(
     \b
     Examples:
       nightjar decode JOB --to audio
-      nightjar decode datasets/night --to audio --audio-format flac
+      nightjar decode datasets/night --to audio
     """
     from jobs import decode as decoding
     from jobs.ledger.records import JobSpec
     from jobs.recent_jobs import reading_ledger, settings_for_job
     from jobs.settings import load_settings
     from jobs.store import store_of
-    from pipelines.audio_format import check_rate
     from pipelines.registry import describe, open_decoder
 
     with ExitStack() as opened:
@@ -74,16 +60,11 @@ def decode(
             job = ledger.find_job(source)
             spec, items = job.spec, decoding.items_of_job(ledger, store_of(job, settings.s3), job)
         first = next(items, None)
-        model = model or spec.model or (first.about["model"] if first else "hibari")
-        changes = {"format": audio_format, "sample_rate": sample_rate}
-        spec = msgspec.structs.replace(
-            spec, **{name: one for name, one in changes.items() if one is not None}
-        )
+        chosen = model or (first.about["model"] if first else "")
         done = kept = 0
         if first is not None:
-            options = settings.engine_options(describe(model))
-            decoder = opened.enter_context(closing(open_decoder(model, **options)))
-            check_rate(spec.format, spec.sample_rate or decoder.sample_rate)
-            done, kept = decoding.decode(chain([first], items), decoder, model, to.absolute(), spec)
+            options = settings.engine_options(describe(chosen))
+            decoder = opened.enter_context(closing(open_decoder(chosen, **options)))
+            done, kept = decoding.decode(chain([first], items), decoder, chosen, to.absolute(), spec)
     output.result(str(to.absolute()), "nightjar.decode/1", to=str(to.absolute()), items=done, kept=kept)
     output.note(f"{counted(done, 'item')}, {kept} of them kept.")

@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from jobs.cli.options import LateHelp, of_job, of_jobs, output_options, parsed_by, price_option, where_option
-from jobs.console import FAILED, FiniteRange, NamedPath, Output
+from jobs.console import FAILED, NamedPath, Output
 from jobs.formatting import bytes_text, counted, printable
 from jobs.ledger.records import Job
 from jobs.recent_jobs import out_option
@@ -221,16 +221,9 @@ def export(
 @click.option(
     "--codec",
     "codecs",
-    metavar="NAMES",
-    help="Codecs of which one is drawn: mp3, opus and mulaw (8 kHz), separated by commas.",
-)
-@click.option(
-    "--probability",
-    default=1.0,
-    show_default=True,
-    type=FiniteRange(min=0, max=1),
-    metavar="SHARE",
-    help="Probability of each effect on each item.",
+    multiple=True,
+    type=click.Choice(("mp3", "opus", "mulaw")),
+    help="A codec; of several, one is drawn. mulaw is that of telephones, at 8 kHz.",
 )
 @click.option(
     "--seed", default=0, show_default=True, metavar="N", type=int, help="Seed of everything that is drawn."
@@ -242,9 +235,7 @@ def export(
     help="Folder of the store, whose keys the format manifest names.",
 )
 @output_options
-def augment(
-    source: Path, to: str, audio_root: Path | None, codecs: str | None, output: Output, **given: Any
-) -> None:
+def augment(source: Path, to: str, output: Output, **given: Any) -> None:
     """Write a second dataset from EXPORT, with the same speech at another speed, in rooms, with noise, in a
     narrower band or after a codec.
 
@@ -254,15 +245,12 @@ def augment(
     \b
     Examples:
       nightjar augment datasets/night --to datasets/night-phone --band 300..3400 --codec mulaw
-      nightjar augment datasets/night --to datasets/night-noisy --noise noises --snr 5..20 --room rooms --probability 0.7
+      nightjar augment datasets/night --to datasets/night-noisy --noise noises --snr 5..20 --room rooms
     """
-    from jobs.export.augment import Effects
     from jobs.export.augment import augment as write
 
-    effects = Effects(codecs=tuple(codecs.split(",")) if codecs else (), **given)
-    items = write(source, to, effects, audio_root=audio_root, s3=load_settings().s3)
-    output.result(to, "nightjar.augment/1", to=to, items=items)
-    output.note(f"{counted(items, 'item')} written to {to}.")
+    write(source, to, s3=load_settings().s3, **given)
+    output.result(to, "nightjar.augment/1", to=to)
 
 
 @click.command()

@@ -19,20 +19,19 @@ from __future__ import annotations
 import io
 import math
 import tarfile
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from hashlib import blake2b
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast
 
 import msgspec
 
 from jobs.export.audio import AudioNames, decoded
 from jobs.export.export import Finished, Identity, begin, finish, written_part
-from jobs.export.files import RECORDS, PartFiles, WrittenFile, json_bytes, open_destination
+from jobs.export.files import RECORDS, PartFiles, WrittenFile, open_destination
 from jobs.export.folder_formats import tar_file
 from jobs.store.base import sha256_of
 from pipelines.audio_format import AUDIO_FORMATS, AudioFormat, holds_rate
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
 
 #: Incremented when the same effects give other bytes.
 VERSION = 1
-CODECS = ("mp3", "opus", "mulaw")
 _MU_LAW_RATE = 8_000
 #: The rate at which a codec works that does not have the rate of the audio, in Hz.
 _CODEC_RATE = 16_000
@@ -69,66 +67,37 @@ _RECIPE = {
 _encode = msgspec.json.Encoder().encode
 
 
-class Range(NamedTuple):
-    low: float
-    high: float
+_Factor = Annotated[float, msgspec.Meta(ge=0.1, le=10)]
+_Hertz = Annotated[float, msgspec.Meta(ge=0)]
 
 
-def parse_range(text: str) -> Range:
-    """Parses a number, or a range such as `5..20`. Raises `config.invalid`."""
-    low, _, high = text.partition("..")
+def parse_range(text: str) -> list[float]:
+    """The numbers of a range such as `5..20`; of a number, twice this. Raises `config.invalid`."""
     try:
-        found = Range(float(low), float(high or low))
+        low, high = sorted(map(float, (text.split("..") * 2)[:2]))
     except ValueError:
-        found = Range(1, 0)
-    if not -math.inf < found.low <= found.high < math.inf:
-        raise invalid(f"{text[:40]!r} is not a range.", "Write a number, or LOW..HIGH such as 5..20.")
-    return found
+        raise invalid(
+            f"{text[:40]!r} is not a range.", "Write a number, or LOW..HIGH such as 5..20."
+        ) from None
+    return [low, high]
 
 
 class Effects(msgspec.Struct, frozen=True, kw_only=True):
     """What happens to the items of a dataset; None: nothing of that kind."""
 
     seed: int = 0
-    #: The probability of each effect on each item.
-    probability: float = 1.0
     #: Factor of the speed, which also changes the pitch.
-    speed: Range | None = None
+    speed: tuple[_Factor, _Factor] | None = None
     #: Folder of impulse responses.
     room: Path | None = None
     #: Folder of recordings of noise.
     noise: Path | None = None
     #: Of the speech to the noise, in dB.
-    snr: Range = Range(5, 20)
+    snr: tuple[float, float] = (5, 20)
     #: The lowest and the highest frequency that are left, in Hz.
-    band: Range | None = None
+    band: tuple[_Hertz, _Hertz] | None = None
     #: One of these is drawn.
-    codecs: tuple[str, ...] = ()
-
-    def check(self) -> None:
-        """Raises `config.invalid` for effects that are impossible."""
-        speed, band = self.speed or Range(1, 1), self.band or Range(0, 1)
-        some = self.speed or self.room or self.noise or self.band or self.codecs
-        refused = (
-            (not some, "No effect is chosen.", "Give --speed, --room, --noise, --band or --codec."),
-            (
-                not 0.1 <= speed.low <= speed.high <= 10,
-                "The speed is no factor from 0.1 to 10.",
-                "Try 0.9..1.1.",
-            ),
-            (not 0 <= band.low < band.high, "The band is empty.", "Write it in Hz: 300..3400."),
-            (not 0 < self.probability <= 1, "The probability is not above 0 and up to 1.", "Leave it out."),
-            (not {*self.codecs} <= {*CODECS}, "A codec is unknown.", f"Use some of: {','.join(CODECS)}."),
-        )
-        for wrong, message, advice in refused:
-            if wrong:
-                raise invalid(message, advice)
-        for folder in self.folders:
-            sounds(folder)
-
-    @property
-    def folders(self) -> list[Path]:
-        return [folder for folder in (self.room, self.noise) if folder is not None]
+    codecs: tuple[Literal["mp3", "opus", "mulaw"], ...] = ()
 
     def recipe(self, id: str) -> dict[str, Any]:
         """Draws what happens to an item, with a null for what does not."""
@@ -137,27 +106,21 @@ class Effects(msgspec.Struct, frozen=True, kw_only=True):
             digest = blake2b(f"{self.seed}/{name}/{id}".encode(), digest_size=7).digest()
             return int.from_bytes(digest, "big") / 2**56
 
-        def within(bounds: Range, name: str) -> float:
-            return round(bounds.low + (bounds.high - bounds.low) * unit(name), 4)
+        def within(name: str, bounds: tuple[float, float] | None) -> float | None:
+            return bounds and round(bounds[0] + (bounds[1] - bounds[0]) * unit(name), 4)
 
-        def drawn(name: str, given: Range | Path | Sequence[Any] | None) -> Any:
-            if not given or unit(f"{name}?") >= self.probability:
-                return None
-            if isinstance(given, Range):
-                return within(given, name)
-            choices = sounds(given) if isinstance(given, Path) else given
-            return choices[int(unit(name) * len(choices))]
+        def one(name: str, choices: Sequence[str]) -> str | None:
+            return choices[int(unit(name) * len(choices))] if choices else None
 
-        noise = drawn("noise", self.noise)
         return {
             "seed": self.seed,
-            "speed": drawn("speed", self.speed),
-            "room": drawn("room", self.room),
-            "noise": noise,
-            "noise_at": noise and round(unit("noise_at"), 6),
-            "snr_db": noise and within(self.snr, "snr"),
-            "band_hz": drawn("band", self.band and ["{:g}..{:g}".format(*self.band)]),
-            "codec": drawn("codec", self.codecs),
+            "speed": within("speed", self.speed),
+            "room": one("room", sounds(self.room)),
+            "noise": one("noise", sounds(self.noise)),
+            "noise_at": within("noise_at", self.noise and (0, 1)),
+            "snr_db": within("snr", self.noise and self.snr),
+            "band_hz": self.band and "{:g}..{:g}".format(*self.band),
+            "codec": one("codec", self.codecs),
         }
 
     def applied(self, recipe: dict[str, Any], samples: Any, rate: int) -> Samples:
@@ -169,21 +132,19 @@ class Effects(msgspec.Struct, frozen=True, kw_only=True):
         if recipe["speed"]:
             samples = soxr.resample(samples, rate * recipe["speed"], rate)
         if self.room and recipe["room"]:
-            response = _response(self.room / recipe["room"], rate)
+            response = _read(self.room / recipe["room"], rate)
+            response = response[int(np.abs(response).argmax()) :]
+            response /= math.sqrt(np.sum(response**2)) or 1
             samples = signal.oaconvolve(samples, response[:, None], axes=0)[: len(samples)]
         if self.noise and recipe["noise"]:
             noise = _noise(self.noise / recipe["noise"], rate, len(samples), recipe["noise_at"])
-            powers = np.mean(samples**2), np.mean(noise**2)
-            if powers[1] > 0:
-                gain = math.sqrt(powers[0] / powers[1] / 10 ** (recipe["snr_db"] / 10))
-                samples = samples + noise[:, None] * gain
+            wanted = np.mean(samples**2) / 10 ** (recipe["snr_db"] / 10)
+            samples = samples + noise[:, None] * math.sqrt(wanted / (np.mean(noise**2) or 1))
         if recipe["band_hz"]:
-            low, high = parse_range(recipe["band_hz"])
-            for edge, kind in ((low, "highpass"), (high, "lowpass")):
+            for edge, kind in zip(parse_range(recipe["band_hz"]), ("highpass", "lowpass"), strict=True):
                 if 0 < edge < rate / 2:
-                    samples = signal.sosfilt(
-                        signal.butter(_ORDER, edge, kind, fs=rate, output="sos"), samples, axis=0
-                    )
+                    band = signal.butter(_ORDER, edge, kind, fs=rate, output="sos")
+                    samples = signal.sosfilt(band, samples, axis=0)
         if recipe["codec"]:
             samples = _coded(np.asarray(samples, np.float32), rate, recipe["codec"])
         # Sums may be louder than a file can hold.
@@ -191,29 +152,14 @@ class Effects(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @cache
-def sounds(folder: Path) -> list[str]:
+def sounds(folder: Path | None) -> list[str]:
     """The audio files below a folder, sorted. Raises `config.invalid` if there is none."""
-    found = sorted(
-        path.relative_to(folder).as_posix()
-        for path in folder.rglob("*")
-        if path.suffix.lower() in _EXTENSIONS and path.is_file()
-    )
+    if folder is None:
+        return []
+    found = [path for path in folder.rglob("*") if path.suffix.lower() in _EXTENSIONS and path.is_file()]
     if not found:
         raise invalid(f"There are no audio files in {str(folder)!r}.", "Give a folder of WAV or FLAC files.")
-    return found
-
-
-@lru_cache(64)
-def _response(path: Path, rate: int) -> Samples:
-    """An impulse response from its direct path on, with an energy of 1, float32 [samples]."""
-    import numpy as np
-
-    response = _read(path, rate)
-    response = response[int(np.abs(response).argmax()) :] if len(response) else response
-    energy = float(np.sum(response**2))
-    if not energy:
-        raise invalid(f"The impulse response {str(path)!r} is silent.", "Remove it from the folder.")
-    return response / np.float32(math.sqrt(energy))
+    return sorted(path.relative_to(folder).as_posix() for path in found)
 
 
 def _noise(path: Path, rate: int, samples: int, at: float) -> Samples:
@@ -285,7 +231,6 @@ class SourcePart(NamedTuple):
 
     #: Its name in the new dataset: that of a tar file, or of a folder.
     name: str
-    items: int
     #: Of its file.
     bytes: int
     read: Callable[[], Iterator[Sample]]
@@ -333,35 +278,41 @@ _KINDS = "Give an export as webdataset or audiofolder, or a file of the formats 
 def _parts(source: Path, root: Path | None) -> Iterator[SourcePart]:
     """The parts of an export."""
     for path in sorted(source.glob("*/*.tar")):
-        with tarfile.open(path) as archive:
-            items = sum(name.endswith(".json") for name in archive.getnames())
-        name = path.relative_to(source).as_posix()
-        yield SourcePart(name, items, path.stat().st_size, partial(_of_tar, path))
+        yield SourcePart(path.relative_to(source).as_posix(), path.stat().st_size, partial(_of_tar, path))
     for path in sorted(source.glob("data/*/*/metadata.parquet")):
         from pyarrow import parquet
 
-        name, items = path.parent.relative_to(source).as_posix(), parquet.read_metadata(path).num_rows
-        read, schema = partial(_of_table, path), parquet.read_schema(path)
-        yield SourcePart(name, items, path.stat().st_size, read, schema)
+        name, read = path.parent.relative_to(source).as_posix(), partial(_of_table, path)
+        yield SourcePart(name, path.stat().st_size, read, parquet.read_schema(path))
     for path in [source] if source.is_file() else sorted(source.glob("*.jsonl")):
         with path.open("rb") as file:
             lines = sum(1 for _ in file)
         split = "train" if source.is_file() else path.stem
         for first in range(0, lines, _PART_LINES):
-            name, items = f"{split}/{first // _PART_LINES:05d}", min(_PART_LINES, lines - first)
-            yield SourcePart(name, items, path.stat().st_size, partial(_of_lines, path, root, first))
+            name, read = f"{split}/{first // _PART_LINES:05d}", partial(_of_lines, path, root, first)
+            yield SourcePart(name, path.stat().st_size, read)
 
 
 def augment(
-    source: Path, to: str, effects: Effects, *, audio_root: Path | None = None, s3: S3Settings | None = None
-) -> int:
+    source: Path,
+    to: str,
+    *,
+    audio_root: Path | None = None,
+    s3: S3Settings | None = None,
+    **given: Any,
+) -> None:
     """Writes the augmented dataset of the export `source`, which stays as it is, to `to`, a folder or an
-    `s3://` prefix. Returns the number of its items. The same call continues after a stop. `audio_root`: the
+    `s3://` prefix. `given`: the fields of `Effects`. The same call continues after a stop. `audio_root`: the
     folder of the store whose keys a manifest names.
 
     Raises `config.invalid` for effects, an export or a destination that cannot be used, and `store.full`.
     """
-    effects.check()
+    try:
+        effects = msgspec.convert(given, Effects)
+    except msgspec.ValidationError as error:
+        raise invalid(f"An effect is impossible: {error}.", "Give another value.") from None
+    if not any(effects.recipe("")[name] for name in ("speed", "room", "noise", "band_hz", "codec")):
+        raise invalid("No effect is chosen.", "Give --speed, --room, --noise, --band or --codec.")
     parts = list(_parts(source, audio_root))
     if not parts:
         raise invalid(f"{str(source)!r} is not an export that can be augmented.", _KINDS)
@@ -370,18 +321,14 @@ def augment(
         raise invalid(
             "The export and the new dataset cannot be in one folder.", "Give another one with --to."
         )
-    counts: Counter[str] = Counter()
-    for part in parts:
-        # Named as SPLIT/PART or data/SPLIT/PART.
-        counts[part.name.split("/")[-2]] += part.items
     summary = source / "export.json"
-    found = [(name, (folder / name).stat().st_size) for folder in effects.folders for name in sounds(folder)]
-    plan = [part[:3] for part in parts], found, effects, summary.read_bytes() if summary.is_file() else b""
+    found = [part[:2] for part in parts], summary.read_bytes() if summary.is_file() else b""
+    plan = found, effects, sounds(effects.room), sounds(effects.noise)
     digest = sha256_of(msgspec.json.encode(plan, enc_hook=str))
     identity = Identity(str(old), "augment", VERSION, digest, (), 0, "")
     with open_destination(to, s3) as destination:
         if begin(destination, identity, ()):
-            return counts.total()
+            return
         at, names, files = destination.sizes(), AudioNames((), None), list[WrittenFile]()
         for number, part in enumerate(parts):
             record = f"{RECORDS}/{number:05d}.json"
@@ -392,13 +339,11 @@ def augment(
                     written = part_files.publish(record)
             files += written
         with PartFiles(destination, names) as common:
-            common.add("augment.json", json_bytes(msgspec.to_builtins(effects, enc_hook=str)))
             for name in ("README.md", "provenance.json"):
                 if (source / name).is_file():
                     common.add(name, (source / name).read_bytes())
             files += common.publish(f"{RECORDS}/common.json")
-        finish(destination, Finished(identity, dict(counts), 0, files))
-    return counts.total()
+        finish(destination, Finished(identity, {}, 0, files))
 
 
 def _readable(part: SourcePart) -> Iterator[Sample]:

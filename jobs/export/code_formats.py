@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -61,13 +62,12 @@ def interleaved(
             )
         return format
     ratio = ratio or DEFAULT_RATIO
-    tokens, _, frames = ratio.partition(":")
-    if ratio != WORDS and not (tokens.isdecimal() and frames.isdecimal() and int(tokens) and int(frames)):
+    sizes = tuple(map(int, ratio.split(":"))) if re.fullmatch(r"[1-9]\d*:[1-9]\d*", ratio) else None
+    if sizes is None and ratio != WORDS:
         raise invalid(
             f"{ratio[:40]!r} is no ratio of text tokens and frames.", f"Write {DEFAULT_RATIO}, or {WORDS}."
         )
-    found, about = _tokenizer(tokenizer or spec.model, given=bool(tokenizer))
-    sizes = None if ratio == WORDS else (int(tokens), int(frames))
+    found, about = _tokenizer(tokenizer or spec.model)
     return replace(
         format,
         item_line=partial(interleaved_line, found, about, sizes),
@@ -76,30 +76,27 @@ def interleaved(
     )
 
 
-def _tokenizer(place: str, *, given: bool) -> tuple[Tokenizer, dict[str, str]]:
+def _tokenizer(place: str) -> tuple[Tokenizer, dict[str, str]]:
+    """A tokenizer with its name and its hash."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
         raise missing_library("The format interleaved", "tokenizers", "gpu") from None
-    path = Path(place)
-    files = [path, *(path / name for name in ("tokenizer.json", "LLM/tokenizer.json"))]
-    file = next((one for one in files if one.is_file()), None)
-    if file is None and not given:
-        raise invalid(f"The model {place} has no tokenizer.json.", "Give a tokenizer with --tokenizer.")
+    places = (Path(place, name) for name in ("", "tokenizer.json", "LLM/tokenizer.json"))
+    file = next((str(one) for one in places if one.is_file()), None)
     try:
-        found = Tokenizer.from_pretrained(place) if file is None else Tokenizer.from_file(str(file))
+        found = Tokenizer.from_file(file) if file else Tokenizer.from_pretrained(place)
     except Exception as error:
-        raise invalid(
-            f"There is no tokenizer {place[:200]!r}: {error}.", "Give a tokenizer.json or a name on the hub."
-        ) from error
+        message = f"There is no tokenizer {place[:200]!r}: {error}."
+        raise invalid(message, "Give a tokenizer.json or a name on the hub with --tokenizer.") from error
     sha256 = hashlib.sha256(found.to_str().encode()).hexdigest()
-    return found, {"name": path.parent.name if path.name == "tokenizer.json" else path.name, "sha256": sha256}
+    return found, {"name": Path(place).name, "sha256": sha256}
 
 
 def interleaved_line(
     tokenizer: Tokenizer,
     about: dict[str, str],
-    sizes: tuple[int, int] | None,
+    sizes: tuple[int, ...] | None,
     job: Job,
     item: AudioItem,
     _: str,

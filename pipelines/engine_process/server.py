@@ -358,19 +358,11 @@ def _message_of(number: int, event: Event) -> ToClient:
         speech = event.speech
         facts = speech.text, speech.text_out, speech.meta, speech.words, speech.phonemes
         message = SpeechMessage(number, speech.sample_rate, *facts)
-        if speech.codes is None:
+        if (codes := speech.codes) is None:
             return message
-        codes, before = (
-            None if one is None else np.ascontiguousarray(one, np.int16).tobytes()
-            for one in (speech.codes, speech.voice_codes)
-        )
-        return msgspec.structs.replace(
-            message,
-            codes=codes,
-            voice_codes=before,
-            codebooks=speech.codes.shape[1],
-            frame_samples=speech.frame_samples,
-        )
+        before = None if speech.voice_codes is None else speech.voice_codes.tobytes()
+        sizes = {"codebooks": codes.shape[1], "frame_samples": speech.frame_samples}
+        return msgspec.structs.replace(message, codes=codes.tobytes(), voice_codes=before, **sizes)
     return RequestFailed(number, ErrorRecord.of(event.error))
 
 

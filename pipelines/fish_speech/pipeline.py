@@ -123,6 +123,8 @@ class FishRequestInfo(RequestInfo[CodecState]):
     """The parts of a request that its results need."""
 
     plan: TurnPlan
+    #: Sizes of the codebooks.
+    sizes: Sequence[int]
 
     def read(self, tokens: Tokens) -> FinishedCodes[CodecState]:
         """The frames of all turns. Raises `SynthesisError`: `synth.no_eos`, and `synth.no_audio` if a turn has
@@ -131,7 +133,8 @@ class FishRequestInfo(RequestInfo[CodecState]):
         self.check_end(tokens.finish, len(tokens.codes))
         if not len(tokens.codes):
             raise no_audio("The model ended a turn before its first frame.")
-        return FinishedCodes(tokens.codes, tokens.finish)
+        # The model may draw codes that the codec reads as the last one.
+        return FinishedCodes(np.minimum(tokens.codes, np.array(self.sizes) - 1), tokens.finish)
 
 
 class Turns(Receiver[CodecState]):
@@ -301,7 +304,9 @@ class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
         positions = len(plan.current.prompt_ids)
         self._check_room(positions + sum(words[1:]))
         meta = {**self._meta, "prompt_positions": positions, "turns": len(texts)}
-        info = FishRequestInfo(task.text, self.sample_rate, meta, self._keep_unfinished, plan)
+        info = FishRequestInfo(
+            task.text, self.sample_rate, meta, self._keep_unfinished, plan, self.config.codec.codes
+        )
         return plan.current, info
 
     def _check_room(self, positions: int) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 from pipelines.nn.config_keys import Keys, Size, StackConfig, Whole, revision
 from pipelines.registry import ModelCard
-from pipelines.request import Capabilities, CodecIdentity
+from pipelines.request import Capabilities
 
 #: Maximum seconds of audio, for which the position table of the tower has room: 3000 mel frames of 10 ms.
 TOWER_SECONDS = 30
@@ -121,12 +121,6 @@ def describe(folder: Path) -> ModelCard:
         sample_rate=config.sample_rate,
         capabilities=CAPABILITIES,
         revision=revision(folder, _SUFFIXES),
-        codec=partial(_codec_of, config),
+        # That module imports torch. Its weights are in the checkpoint with those of the LM.
+        codec=lambda: import_module("pipelines.speechlm.codec").identity(config),
     )
-
-
-def _codec_of(config: SpeechLmConfig) -> CodecIdentity:
-    """The identity of the codec, whose weights are in the checkpoint with those of the LM."""
-    from pipelines.speechlm.codec import identity  # imports torch
-
-    return identity(config)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import soundfile
@@ -20,7 +21,7 @@ from scipy import signal
 from jobs.cli import cli
 from jobs.export import augment as augmenting
 from jobs.export import export
-from jobs.export.augment import Effects, Range, augment, parse_range
+from jobs.export.augment import Effects, augment, parse_range
 from jobs.store import FolderStore
 from pipelines.errors import ConfigError
 from tests.support.export_kit import SAMPLE_RATE, Finished, datasets_library, finished_job
@@ -50,13 +51,16 @@ def effects(tmp_path: Path) -> Effects:
         soundfile.write(tmp_path / "room" / f"{name}.wav", response / 16, 16_000)
     return Effects(
         seed=5,
-        probability=0.7,
-        speed=Range(0.9, 1.1),
+        speed=(0.9, 1.1),
         room=tmp_path / "room",
         noise=tmp_path / "noise",
-        band=Range(300, 3400),
+        band=(300, 3400),
         codecs=("mp3", "opus", "mulaw"),
     )
+
+
+def given(effects: Effects) -> dict[str, Any]:
+    return msgspec.structs.asdict(effects)
 
 
 def exported(finished: Finished, format: str, to: Path) -> Path:
@@ -78,7 +82,7 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def check_recipes(folder: Path, effects: Effects) -> None:
-    """The lines say what was done, and each effect was done to some items only."""
+    """The lines say what was done."""
     lines = lines_of(folder)
     assert [line["example_id"] for line in lines] == [line["example_id"] for line in LINES]
     for line in lines:
@@ -89,8 +93,6 @@ def check_recipes(folder: Path, effects: Effects) -> None:
         assert line["sha256"] != recipe["clean_sha256"]
         samples = (SAMPLE_RATE + line["index"]) / (recipe["speed"] or 1)
         assert line["duration"] * SAMPLE_RATE == pytest.approx(samples, abs=2)
-    for effect in ("speed", "room", "noise", "band_hz", "codec"):
-        assert 0 < sum(line["augment"][effect] is not None for line in lines) < len(lines), effect
 
 
 def test_webdataset_in_any_order_and_after_a_stop(
@@ -101,7 +103,7 @@ def test_webdataset_in_any_order_and_after_a_stop(
     )
     source = exported(finished, "webdataset", tmp_path / "source")
     before, whole, again = contents(source), tmp_path / "whole", tmp_path / "again"
-    assert augment(source, str(whole), effects) == 6
+    augment(source, str(whole), **given(effects))
     check_recipes(whole, effects)
     tars = sorted(map(str, (whole / "train").glob("*.tar")))
     samples = list(webdataset.WebDataset(tars, shardshuffle=False))
@@ -121,10 +123,10 @@ def test_webdataset_in_any_order_and_after_a_stop(
 
     monkeypatch.setattr(augmenting, "_write", stop)
     with pytest.raises(KeyboardInterrupt):
-        augment(source, str(again), effects)
+        augment(source, str(again), **given(effects))
     assert not (again / "export.json").exists()
     monkeypatch.setattr(augmenting, "_write", write)
-    assert augment(source, str(again), effects) == 6
+    augment(source, str(again), **given(effects))
     assert contents(again) == contents(whole)
     # The last part alone gives the bytes that it has in the whole.
     alone = tmp_path / "alone"
@@ -132,11 +134,11 @@ def test_webdataset_in_any_order_and_after_a_stop(
     last = Path(tars[-1]).name
     for path in (alone / "train").glob("*.tar"):
         path.name == last or path.unlink()
-    augment(alone, str(tmp_path / "one"), effects)
+    augment(alone, str(tmp_path / "one"), **given(effects))
     assert (tmp_path / "one" / "train" / last).read_bytes() == Path(tars[-1]).read_bytes()
     assert contents(source) == before
     with pytest.raises(ConfigError, match="contains another export"):
-        augment(source, str(whole), Effects(seed=6, speed=Range(1.1, 1.2)))
+        augment(source, str(whole), seed=6, speed=(1.1, 1.2))
 
 
 def test_an_audiofolder_is_read_by_datasets(
@@ -144,7 +146,7 @@ def test_an_audiofolder_is_read_by_datasets(
 ) -> None:
     datasets = datasets_library(monkeypatch)
     source, to = exported(finished, "audiofolder", tmp_path / "source"), tmp_path / "to"
-    assert augment(source, str(to), effects) == 6
+    augment(source, str(to), **given(effects))
     found = datasets.load_dataset(
         "audiofolder", data_dir=str(to), split="train", cache_dir=str(tmp_path / "c")
     )
@@ -167,14 +169,14 @@ def test_lines_name_the_new_audio(finished: Finished, effects: Effects, tmp_path
     source = finished.folder / f"{format}.jsonl"
     export(finished.ledger, finished.store, finished.job_id, format, str(source))
     root = None if format == "nemo" else finished.folder / "store"
-    assert augment(source, str(tmp_path / "to"), effects, audio_root=root) == 6
+    augment(source, str(tmp_path / "to"), **given(effects), audio_root=root)
     for line in lines_of(tmp_path / "to"):
         frames = soundfile.info(tmp_path / "to" / "train" / "00000" / line["audio_filepath"]).frames
         assert line["duration"] == round(frames / SAMPLE_RATE, 6)
         assert line["text"].startswith("Text")
     if format == "manifest":
         with pytest.raises(ConfigError, match="does not say where its audio is"):
-            augment(source, str(tmp_path / "other"), effects)
+            augment(source, str(tmp_path / "other"), **given(effects))
 
 
 def power(samples: np.ndarray, low: float = 0, high: float = SAMPLE_RATE) -> float:
@@ -218,37 +220,37 @@ def test_recipes_depend_on_seed_and_item_alone(effects: Effects) -> None:
     ids = [f"{number}/None" for number in range(400)]
     recipes = [effects.recipe(one) for one in ids]
     assert recipes == [effects.recipe(one) for one in reversed(ids)][::-1]
-    drawn = [one["speed"] for one in recipes if one["speed"] is not None]
-    assert len(drawn) == pytest.approx(280, abs=40)
+    drawn = [one["speed"] for one in recipes]
     assert (min(drawn), max(drawn)) == (pytest.approx(0.9, abs=0.01), pytest.approx(1.1, abs=0.01))
-    assert {one["noise"] for one in recipes} == {None, "a.wav", "deep/b.flac"}
-    assert {one["codec"] for one in recipes} == {None, "mp3", "opus", "mulaw"}
+    assert {one["noise"] for one in recipes} == {"a.wav", "deep/b.flac"}
+    assert {one["codec"] for one in recipes} == {"mp3", "opus", "mulaw"}
+    assert recipes[0] != msgspec.structs.replace(effects, seed=6).recipe(ids[0]) | {"seed": 5}
 
 
 def test_what_cannot_be_augmented_is_refused(finished: Finished, effects: Effects, tmp_path: Path) -> None:
     source, empty = exported(finished, "webdataset", tmp_path / "source"), tmp_path / "empty"
     empty.mkdir()
     for wrong, said in (
-        (Effects(), "No effect is chosen"),
-        (Effects(codecs=("mp3", "amr")), "A codec is unknown"),
-        (Effects(speed=Range(0, 1)), "no factor from 0.1 to 10"),
-        (Effects(band=Range(3000, 3000)), "The band is empty"),
-        (Effects(noise=empty), "There are no audio files in"),
+        ({}, "No effect is chosen"),
+        ({"codecs": ("mp3", "amr")}, "An effect is impossible"),
+        ({"speed": (0, 1)}, "An effect is impossible"),
+        ({"noise": empty}, "There are no audio files in"),
     ):
         with pytest.raises(ConfigError, match=said):
-            augment(source, str(tmp_path / "to"), wrong)
+            augment(source, str(tmp_path / "to"), **wrong)
     with pytest.raises(ConfigError, match="is not an export"):
-        augment(empty, str(tmp_path / "to"), effects)
+        augment(empty, str(tmp_path / "to"), **given(effects))
     for to in (source, source / "below", tmp_path):
         with pytest.raises(ConfigError, match="cannot be in one folder"):
-            augment(source, str(to), effects)
-    for text in ("loud", "5..1", "nan", "1..inf"):
+            augment(source, str(to), **given(effects))
+    assert (parse_range("20..5"), parse_range("7")) == ([5, 20], [7, 7])
+    for text in ("loud", "5..", "1..x"):
         with pytest.raises(ConfigError, match="is not a range"):
             parse_range(text)
     (tmp_path / "noise" / "c.wav").write_text("no audio")
     augmenting.sounds.cache_clear()
     with pytest.raises(ConfigError, match="is not an audio file"):
-        augment(source, str(tmp_path / "to"), Effects(noise=tmp_path / "noise"))
+        augment(source, str(tmp_path / "to"), noise=tmp_path / "noise")
     assert not (tmp_path / "to" / "export.json").exists()
 
 
@@ -258,7 +260,7 @@ def test_the_times_of_words_and_turns_change_with_the_speed(word: Any) -> None:
     soundfile.write(file, np.zeros(800), 8000, format="WAV")
     about = {"words": [word], "turns": [{"start": 1.0, "end": 2.0, "words": None}]}
     sample = augmenting.Sample("a", "wav", file.getvalue(), about, {})
-    _, made = augmenting._augmented(sample, Effects(speed=Range(2, 2)))
+    _, made = augmenting._augmented(sample, Effects(speed=(2, 2)))
     assert [*(made["words"][0].values() if isinstance(word, dict) else made["words"][0])] == [
         "Hi",
         0.25,
@@ -276,17 +278,18 @@ def test_an_export_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     ):
         wrong.write_text(line + "\n")
         with pytest.raises(ConfigError, match=said):
-            augment(wrong, str(tmp_path / "to" / said), Effects(speed=Range(1.1, 1.2)))
+            augment(wrong, str(tmp_path / "to" / said), speed=(1.1, 1.2))
 
 
 def test_the_command(finished: Finished, effects: Effects, tmp_path: Path) -> None:
     source = exported(finished, "webdataset", tmp_path / "source")
-    given = ["augment", str(source), "--to", str(tmp_path / "to"), "--seed", "5", "--probability", "0.7"]
-    given += ["--speed", "0.9..1.1", "--room", str(effects.room), "--noise", str(effects.noise)]
-    given += ["--band", "300..3400", "--codec", "mp3,opus,mulaw", "--json"]
-    done = CliRunner().invoke(cli, given)
+    arguments = ["augment", str(source), "--to", str(tmp_path / "to"), "--seed", "5"]
+    arguments += ["--speed", "0.9..1.1", "--room", str(effects.room), "--noise", str(effects.noise)]
+    arguments += ["--band", "300..3400", "--json"]
+    arguments += [f"--codec={codec}" for codec in effects.codecs]
+    done = CliRunner().invoke(cli, arguments)
     assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout) == {"schema": "nightjar.augment/1", "to": str(tmp_path / "to"), "items": 6}
+    assert json.loads(done.stdout) == {"schema": "nightjar.augment/1", "to": str(tmp_path / "to")}
     check_recipes(tmp_path / "to", effects)
     with tarfile.open(next((tmp_path / "to" / "train").glob("*.tar"))) as archive:
         assert [Path(name).suffix for name in archive.getnames()] == [".wav", ".json", ".txt"] * 2

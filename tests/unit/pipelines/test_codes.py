@@ -18,7 +18,8 @@ import pipelines.qwen3_tts.codec as qwen3
 import pipelines.spark_tts.bicodec as spark
 from pipelines.errors import ErrorCode, InputError, NightjarError
 from pipelines.registry import describe, open_decoder, open_pipeline
-from pipelines.request import CodesDecoder, Generation, Message, Output, Pipeline, SynthesisRequest, submit
+from pipelines.request import Generation, Message, Output, Pipeline, SynthesisRequest, submit
+from pipelines.results import StageDecoder
 from tests.support.fish_checkpoint import GOLDEN as FISH
 from tests.support.fish_checkpoint import whole as whole_fish
 from tests.support.golden_checkpoint import whole
@@ -67,7 +68,7 @@ def opened(case: Case, **options: Any) -> Pipeline:
 
 
 def decoded(
-    decoder: CodesDecoder, codes: NDArray[np.int16], voice_codes: NDArray[np.int16] | None
+    decoder: StageDecoder[Any], codes: NDArray[np.int16], voice_codes: NDArray[np.int16] | None
 ) -> NDArray[np.float32]:
     found: list[NDArray[np.float32] | NightjarError] = []
     ended = Event()
@@ -102,7 +103,8 @@ def test_codes_are_the_same_without_the_decoder_and_decode_to_the_same_samples(
     # Its identity has the frames of the codes.
     codec = describe(str(case.folder())).codec
     assert codec is not None
-    assert (codec().frame_samples, codec().sample_rate) == (both.frame_samples, both.sample_rate)
+    rate = codec().sample_rate
+    assert (rate / codec().frame_rate, rate) == (both.frame_samples, both.sample_rate)
     assert len(codec().codebook_sizes) == case.codebooks
     assert (both.codes < codec().codebook_sizes).all()
 

@@ -168,7 +168,7 @@ def test_a_turn_without_a_frame_fails_the_item() -> None:
     host, _, plan = start(["One.", "Two."], heard)
     host.answer([1])
     host.answer([])
-    info = FishRequestInfo("", 44_100, {}, False, plan)
+    info = FishRequestInfo("", 44_100, {}, False, plan, CONFIG.codec.codes)
     with pytest.raises(SynthesisError) as caught:
         info.read(end_of(heard))
     assert caught.value.code is ErrorCode.SYNTH_NO_AUDIO
