@@ -103,11 +103,8 @@ class SpokenText:
     def __init__(self, spec: JobSpec) -> None:
         self._normalizes = bool(spec.normalize)
         lexicon = spec.lexicon or {}
-        self._spellings = {word: said for word, said in lexicon.items() if word not in phonemes_of(lexicon)}
-
-    @cached_property
-    def _words(self) -> WholeWords:
-        return WholeWords(self._spellings)
+        phonemes = phonemes_of(lexicon)
+        self._words = WholeWords({word: said for word, said in lexicon.items() if word not in phonemes})
 
     @cached_property
     def _normalize(self) -> Callable[[str], str]:

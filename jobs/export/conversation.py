@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from random import Random
-from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import msgspec
 
@@ -41,9 +41,8 @@ from jobs.export.folder_formats import (
     write_webdataset,
 )
 from jobs.export.formats import ExportFormat
-from jobs.export.items import AudioItem, Part, facts, item_metadata, picked
-from jobs.export.manifest import manifest_line
-from jobs.ledger.records import Job, JobSpec
+from jobs.export.items import AudioItem, Part, Place, item_metadata
+from jobs.ledger.records import Job
 from jobs.spec import item_seed
 from pipelines.errors import invalid
 from pipelines.request import SpokenRole
@@ -61,7 +60,6 @@ MAX_GAP_SECONDS = 60
 #: The amplitude from which the sum of two turns is limited.
 KNEE = 0.8
 _encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class Gaps(NamedTuple):
@@ -94,29 +92,6 @@ def parse_gaps(text: str) -> Gaps:
     )
 
 
-class Turn(NamedTuple):
-    """A turn in the sound of its dialogue."""
-
-    item: AudioItem
-    role: SpokenRole
-    #: 0 or 1; in a mono sound 0.
-    channel: int
-    #: Positions of its first sample and of the sample after its last, at the rate of the stored audio.
-    first: int
-    end: int
-
-    @property
-    def start(self) -> float:
-        """Seconds from the start of the sound."""
-        return self.first / self.item.artifact.sample_rate
-
-    @property
-    def place(self) -> dict[str, Any]:
-        """Its times in seconds and its channel, for tables."""
-        end = self.end / self.item.artifact.sample_rate
-        return {"start": round(self.start, 6), "end": round(end, 6), "channel": self.channel}
-
-
 @dataclass(frozen=True, slots=True)
 class Sounds:
     """How the sounds of an export are made from the turns of dialogues."""
@@ -129,23 +104,23 @@ class Sounds:
     #: Whether each channel is a file of its own.
     apart: bool
 
-    def turns(self, items: Iterable[AudioItem]) -> tuple[Turn, ...]:
-        """Places the turns of a dialogue. The times of their words then count from the start of the sound."""
-        turns: list[Turn] = []
-        ends = dict.fromkeys(ROLES, 0)
-        for item in items:
-            role, first = item_metadata(item.job, item).role, 0
-            if turns:
-                gap = self.gaps.drawn(item.job.spec.seed, item.example_id, item.message_index or 0)
-                after = max(ends.values()) + round(gap * item.artifact.sample_rate)
-                first = max(after, ends[role], turns[-1].first)
-            ends[role] = first + item.artifact.samples
-            start = first / item.artifact.sample_rate
-            words, phonemes = ([one.moved(start) for one in said] for said in (item.words, item.phonemes))
-            item = msgspec.structs.replace(item, words=tuple(words), phonemes=tuple(phonemes))
-            channel = ROLES.index(role) if self.mode == "stereo" else 0
-            turns.append(Turn(item, role, channel, first, ends[role]))
-        return tuple(turns)
+    def placed(self, items: Iterable[AudioItem]) -> Iterator[AudioItem]:
+        """Yields the turns with their places in the sounds, from whose start the times of words then count."""
+        for _, dialogue in groupby(items, lambda item: item.example_id):
+            ends, first, name = dict.fromkeys(ROLES, 0), 0, ""
+            for item in dialogue:
+                rate, role = item.artifact.sample_rate, item_metadata(item.job, item).role
+                if name:
+                    gap = self.gaps.drawn(item.job.spec.seed, item.example_id, item.message_index or 0)
+                    first = max(first, ends[role], max(ends.values()) + round(gap * rate))
+                name = name or item.name
+                ends[role] = first + item.artifact.samples
+                channel = ROLES.index(role) if self.mode == "stereo" else 0
+                place = Place(round(first / rate, 6), round(ends[role] / rate, 6), channel, name)
+                words, phonemes = (
+                    tuple([one.moved(place.start) for one in said]) for said in (item.words, item.phonemes)
+                )
+                yield msgspec.structs.replace(item, place=place, words=words, phonemes=phonemes)
 
     def dialogues(self, items: Iterable[tuple[AudioItem, Any]]) -> Iterator[tuple[AudioItem, Any]]:
         """Yields each dialogue as an item with its sound, or with the files of its channels; one is in memory at
@@ -154,32 +129,22 @@ class Sounds:
 
         for _, pairs in groupby(items, lambda pair: pair[0].example_id):
             found, files = zip(*pairs, strict=True)
-            turns = self.turns(found)
-            samples = np.zeros((max(turn.end for turn in turns), len(ROLES)), np.float32)
+            turns, rate = tuple(self.placed(found)), found[0].artifact.sample_rate
+            end = max(turn.place.end for turn in turns)
+            samples = np.zeros((round(end * rate), len(ROLES)), np.float32)
             for turn, file in zip(turns, files, strict=True):
-                pcm = decoded(file)[: turn.end - turn.first]
-                samples[turn.first : turn.first + len(pcm), ROLES.index(turn.role)] = pcm
+                pcm, first = decoded(file)[: turn.artifact.samples], round(turn.place.start * rate)
+                role = item_metadata(turn.job, turn).role
+                samples[first : first + len(pcm), ROLES.index(role)] = pcm
             if self.mode == "mono":
                 samples = mixed(samples)
             channels = 1 if self.apart else samples.shape[1]
-            first = found[0]
-            whole = msgspec.structs.replace(first, id=first.example_id, turns=turns, channels=channels)
+            whole = msgspec.structs.replace(found[0], id=found[0].example_id, turns=turns, channels=channels)
             if self.apart:
                 made = [self.conversion.encoded(whole, samples[:, channel]) for channel in range(len(ROLES))]
                 yield made[0][0], [audio for _, audio in made]
             else:
                 yield self.conversion.encoded(whole, samples)
-
-    def manifest_lines(self, items: Iterable[AudioItem]) -> Iterator[bytes]:
-        """Yields the lines of the turns in the manifest, with their places in the sounds. `dialogue` is the name
-        of the sound."""
-        for _, dialogue in groupby(items, lambda item: item.example_id):
-            turns = self.turns(dialogue)
-            for turn in turns:
-                about = picked(facts(turn.item.job, turn.item), "speaker") | {"dialogue": turns[0].item.name}
-                yield (
-                    _encode(_decode(manifest_line(turn.item.job, turn.item, "")) | turn.place | about) + b"\n"
-                )
 
 
 def mixed(samples: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -221,8 +186,9 @@ def write_duplex(
     with archive(part, files) as (add, cuts):
         for item, audio in dialogues:
             cut = cut_of(item.name, job, item, SHAR_SOURCE)
-            for turn, spoken in zip(item.turns, cut["supervisions"], strict=True):
-                spoken["speaker"] = "user" if turn.role == "user" else "agent"
+            for spoken in cut["supervisions"]:
+                role = spoken["custom"]["role"]
+                spoken["speaker"] = role if role == "user" else "agent"
             for field, data in zip(("recording", "target_audio"), audio, strict=True):
                 add(field, f"{item.name}.{item.extension}", data, cut["recording"])
             cuts.write(_encode(cut | {"custom": {"target_audio": cut["recording"]}}) + b"\n")
@@ -233,8 +199,8 @@ def write_rttm(part: Part, files: PartFiles, job: Job, dialogues: Iterator[tuple
     for item, audio in dialogues:
         name = f"{part.split}/{part.number:06d}/{item.name}"
         lines = [
-            f"SPEAKER {item.name} {turn.channel + 1} {turn.start:.6f} {turn.item.seconds:.6f}"
-            f" <NA> <NA> {kaldi_ids(item_metadata(job, turn.item).speaker, '')[0]} <NA> <NA>\n"
+            f"SPEAKER {item.name} {turn.place.channel + 1} {turn.place.start:.6f} {turn.seconds:.6f}"
+            f" <NA> <NA> {kaldi_ids(item_metadata(job, turn).speaker, '')[0]} <NA> <NA>\n"
             for turn in item.turns
         ]
         files.add(f"{name}.{item.extension}", audio)
@@ -251,24 +217,27 @@ _WRITERS = {
 
 
 def of_dialogues(
-    format: ExportFormat, mode: str | None, gaps: str | None, conversion: Conversion, spec: JobSpec
+    format: ExportFormat,
+    mode: str | None,
+    gaps: str | None = None,
+    conversion: Conversion | None = None,
+    speak: str = "all",
 ) -> ExportFormat:
-    """The format for an export of dialogues as sounds, or with neither mode nor gaps the format itself. `spec`:
+    """The format for an export of dialogues as sounds, or with neither mode nor gaps the format itself. `speak`:
     the job's.
 
     Raises `config.invalid` for a format, a mode or gaps that cannot be used.
     """
-    if mode is None and gaps is None and format.sounds is None:
+    mode = mode or ("mono" if format.sounds else None)
+    if mode is None and gaps is None:
         return format
-    mode = mode or (format.sounds and format.sounds.mode)
     duplex = format.name == "nemo"
     refused = (
         (
-            mode is None,
-            "Gaps are pauses in the sounds of dialogues.",
+            mode not in MODES,
+            "The channels of the sounds are not given.",
             f"Add --dialogues {' or '.join(MODES)}.",
         ),
-        (mode not in MODES, f"The sound {str(mode)[:40]!r} is unknown.", f"Use one of: {', '.join(MODES)}."),
         (
             format.name not in _WRITERS,
             f"The format {format.name} has no sounds of dialogues.",
@@ -280,7 +249,7 @@ def of_dialogues(
             "Use --dialogues stereo.",
         ),
         (
-            mode == "stereo" and spec.speak != "all",
+            mode == "stereo" and speak != "all",
             "This job speaks only one role of its dialogues, so the channel of the other one would be silent.",
             "Submit it with --speak all, or use --dialogues mono.",
         ),
@@ -288,12 +257,7 @@ def of_dialogues(
     for wrong, message, advice in refused:
         if wrong:
             raise invalid(message, advice)
-    return _with_sounds(
-        format, Sounds(cast("str", mode), parse_gaps(gaps or DEFAULT_GAPS), conversion, duplex)
-    )
-
-
-def _with_sounds(format: ExportFormat, sounds: Sounds) -> ExportFormat:
+    made = Sounds(str(mode), parse_gaps(gaps or DEFAULT_GAPS), conversion or Conversion(), duplex)
     return replace(
         format,
         item_line=None,
@@ -301,12 +265,11 @@ def _with_sounds(format: ExportFormat, sounds: Sounds) -> ExportFormat:
         embeds_audio=True,
         one_part=format.name == "lhotse",
         whole_dialogues=True,
-        sounds=sounds,
+        sounds=made,
         codes=False,
     )
 
 
-RTTM = _with_sounds(
-    ExportFormat(name="rttm", summary="sounds of dialogues, with their turns in RTTM"),
-    Sounds("mono", parse_gaps(DEFAULT_GAPS), Conversion(), apart=False),
+RTTM = of_dialogues(
+    ExportFormat(name="rttm", summary="sounds of dialogues, with their turns in RTTM"), "mono"
 )

@@ -154,7 +154,7 @@ def export_jobs(
     chosen, jobs = find_format(format), in_order(jobs)
     conversion = _conversion(chosen, jobs, audio_format, sample_rate)
     for ledger, store, job in jobs:
-        chosen = of_dialogues(chosen, dialogues, gaps, conversion, job.spec)
+        chosen = of_dialogues(chosen, dialogues, gaps, conversion, job.spec.speak)
         chosen = interleaved(chosen, interleave, tokenizer, job.spec)
         chosen.check(
             to, store.url, job.spec, splits, audio_root, conversion, where, unique=unique, license=license
@@ -410,12 +410,10 @@ class _Export:
         items = jobs.items(jobs.rows(whole=sounds is not None))
         if not partly:
             items = facts.noting(jobs.noting(items, texts))
+        if sounds is not None:
+            items = sounds.placed(items)
         with files.gzip("manifest.jsonl.gz") as manifest:
-            manifest.writelines(
-                (manifest_line(item.job, item, "") for item in items)
-                if sounds is None
-                else sounds.manifest_lines(items)
-            )
+            manifest.writelines(manifest_line(item.job, item, "") for item in items)
         if partly:
             for _ in facts.noting(jobs.noting(jobs.items(jobs.rows()), texts)):
                 pass

@@ -185,10 +185,7 @@ def cut_of(
         "duration": item.seconds,
         "channel_ids": channels,
     }
-    spoken = [
-        _supervision(turn.item.id, id, job, turn.item, turn.start, turn.channel % item.channels)
-        for turn in item.turns
-    ]
+    spoken = [_supervision(turn.id, id, job, turn, item.channels) for turn in item.turns]
     sounds: dict[str, Any] = {} if item.is_codes else {"recording": recording}
     if (codes := item.codes) is not None:
         array = place | {"shape": list(codes.codes.shape)}
@@ -199,18 +196,16 @@ def cut_of(
         "start": 0.0,
         "duration": item.seconds,
         "channel": channels if item.channels > 1 else 0,
-        "supervisions": spoken or [_supervision(id, id, job, item)],
+        "supervisions": spoken or [_supervision(id, id, job, item, 1)],
         **sounds,
         "type": "MultiCut" if item.channels > 1 else "MonoCut",
     }
 
 
-def _supervision(
-    id: str, recording_id: str, job: Job, item: AudioItem, start: float = 0.0, channel: int = 0
-) -> dict[str, Any]:
-    """The JSON of a supervision. `start`: seconds from the start of the recording."""
+def _supervision(id: str, recording_id: str, job: Job, item: AudioItem, channels: int) -> dict[str, Any]:
+    """The JSON of a supervision of a recording with this number of channels."""
     about = facts(job, item)
-    span = {"start": start, "duration": item.seconds, "channel": channel}
+    span = {"start": item.place.start, "duration": item.seconds, "channel": item.place.channel % channels}
     made = {"id": id, "recording_id": recording_id, **span, "text": about["text"]}
     if about["language"] is not None:
         made["language"] = about["language"]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby, islice
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 
@@ -29,7 +29,6 @@ from pipelines.errors import ConfigError, invalid
 from pipelines.request import Generation, SpokenRole, Word
 
 if TYPE_CHECKING:
-    from jobs.export.conversation import Turn
     from jobs.ledger import Ledger
 
 
@@ -43,6 +42,18 @@ _TEXT = "text"
 _PAGE_ITEMS = 1000
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _HASHES = 2**64
+
+
+class Place(NamedTuple):
+    """The place of a turn in the sound of its dialogue."""
+
+    #: Seconds, to a millionth.
+    start: float = 0.0
+    end: float = 0.0
+    #: 0 or 1; in a mono sound 0.
+    channel: int = 0
+    #: The name of the sound.
+    dialogue: str = ""
 
 
 class AudioItem(msgspec.Struct, frozen=True):
@@ -77,8 +88,10 @@ class AudioItem(msgspec.Struct, frozen=True):
     codes_artifact: Artifact | None = None
     codes: StoredCodes | None = None
     #: The turns in its audio, if that is the sound of a dialogue, and the number of its channels.
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[AudioItem, ...] = ()
     channels: int = 1
+    #: Of a turn in such a sound.
+    place: Place = Place()
     #: Whether items of the dataset have `words`, and whether they have `spoken_text`.
     timed: bool = False
     respelled: bool = False
@@ -234,8 +247,10 @@ def facts(job: Job, item: AudioItem) -> dict[str, Any]:
         about["spoken_text"] = known.spoken_text
     if metadata := metadata_json(item.dialogue):
         about["metadata"] = metadata
+    if item.place.dialogue:
+        about |= item.place._asdict()
     if item.turns:
-        turns = [turn.place | facts(job, turn.item) for turn in item.turns]
+        turns = [facts(job, turn) for turn in item.turns]
         about = picked(about, "example_id", "sample_rate", "samples", "duration", "sha256", "metadata")
         about |= {"text": "\n".join(turn["text"] for turn in turns), "turns": turns}
     return about | ({"job": job.id} if item.in_set else {})

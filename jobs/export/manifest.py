@@ -14,7 +14,7 @@ import msgspec
 
 from jobs.dialogue import metadata_json, spoken_text
 from jobs.export.formats import ExportFormat
-from jobs.export.items import ORIGIN, AudioItem, audio_items, facts, item_metadata, picked
+from jobs.export.items import ORIGIN, AudioItem, Place, audio_items, facts, item_metadata, picked
 from jobs.layout import job_manifest_key, put_numbered, shard_manifest_key
 from jobs.ledger.records import Artifact, Job
 from jobs.shard_file import ShardLine
@@ -90,7 +90,8 @@ def _item_entry(job: Job, item: AudioItem) -> ManifestEntry:
 def manifest_line(job: Job, item: AudioItem, where: str) -> bytes:
     """A line of an export; `key` names the audio in the store, so `where` is not used."""
     line: dict[str, Any] = msgspec.to_builtins(_item_entry(item.job, item))
-    return msgspec.json.encode(line | picked(facts(job, item), *ORIGIN)) + b"\n"
+    place = ("speaker", *Place._fields) if item.place.dialogue else ()
+    return msgspec.json.encode(line | picked(facts(job, item), *ORIGIN, *place)) + b"\n"
 
 
 MANIFEST = ExportFormat(

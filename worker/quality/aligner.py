@@ -52,7 +52,7 @@ class AlignMeter:
             self._features, tokenizer, network = (
                 getattr(library, kind).from_pretrained(str(folder), local_files_only=True) for kind in kinds
             )
-            self._torch, self._device, self._model = torch, device, network.eval().to(device)
+            self._torch, self._model = torch, network.eval().to(device)
         except Exception as error:
             raise ModelError(
                 ErrorCode.MODEL_BAD_CHECKPOINT,
@@ -107,7 +107,9 @@ class AlignMeter:
         found: list[NDArray[np.float32]] = []
         for first in range(0, len(pieces), BATCH):
             batch = pieces[first : first + BATCH]
-            given = self._features(batch, sampling_rate=SAMPLE_RATE, return_tensors="pt").to(self._device)
+            given = self._features(batch, sampling_rate=SAMPLE_RATE, return_tensors="pt").to(
+                self._model.device
+            )
             with self._torch.inference_mode():
                 found += list(self._model(**given).logits.float().log_softmax(-1).cpu().numpy())
         samples = _STRIDE_UNIT * round(len(pieces[0]) / len(found[0]) / _STRIDE_UNIT)

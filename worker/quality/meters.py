@@ -12,6 +12,7 @@ import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -365,12 +366,6 @@ class SpeakerMeter:
         return self._encoder.embed_utterance(self._preprocess(samples, source_sr=sample_rate))
 
 
-def _aligner(**options: Any) -> Meter:
-    from worker.quality.aligner import AlignMeter
-
-    return AlignMeter(**options)
-
-
 #: The meters of `jobs.checks.METERS`, by name. Each imports its libraries when it is opened.
 BUILT_IN: dict[str, Callable[..., Meter]] = {
     "asr": AsrMeter,
@@ -378,7 +373,7 @@ BUILT_IN: dict[str, Callable[..., Meter]] = {
     "distillmos": DistillMosMeter,
     "dnsmos": DnsMosMeter,
     "speaker": SpeakerMeter,
-    ALIGNER: _aligner,
+    ALIGNER: lambda **options: import_module("worker.quality.aligner").AlignMeter(**options),
 }
 #: Name of a meter -> function that finds or downloads its weights, if they are on a hub (`MeterCard.weights`).
 WEIGHTS: dict[str, Callable[..., object]] = {"asr": asr_folder}

@@ -303,8 +303,8 @@ def test_several_jobs_of_dialogues_are_one_set(finished: Finished, tmp_path: Pat
     [
         ("kaldi", {}, "The format kaldi has no sounds of dialogues"),
         ("nemo", {"dialogues": "mono"}, "a source and a target"),
-        ("webdataset", {"dialogues": "surround"}, "'surround' is unknown"),
-        ("webdataset", {"dialogues": None, "gaps": "0.4"}, "Gaps are pauses"),
+        ("webdataset", {"dialogues": "surround"}, "channels of the sounds are not given"),
+        ("webdataset", {"dialogues": None, "gaps": "0.4"}, "channels of the sounds are not given"),
         ("webdataset", {"gaps": "normal(0.2,-1)"}, "no distribution"),
     ],
 )
@@ -352,13 +352,15 @@ def test_words_count_from_the_start_of_the_sound(finished: Finished) -> None:
     sounds = Sounds("stereo", parse_gaps("0.5"), Conversion(), apart=False)
     items = list(islice(audio_items(finished.ledger, finished.store, finished.job_id), 4))
     said = [msgspec.structs.replace(item, timed=True, words=(Word("Oh", 0.25, 0.5),)) for item in items]
-    for turn in sounds.turns(said):
-        (word,) = turn.item.words
-        assert (word.start_s, word.end_s) == pytest.approx((turn.start + 0.25, turn.start + 0.5), abs=1e-3)
-    assert turn.start > 4
-    cut = cut_of("a", items[0].job, msgspec.structs.replace(items[0], turns=sounds.turns(said)), {})
-    for turn, spoken in zip(sounds.turns(said), cut["supervisions"], strict=True):
-        assert spoken["alignment"]["word"][0][1] == turn.item.words[0].start_s
+    turns = tuple(sounds.placed(said))
+    for turn in turns:
+        (word,) = turn.words
+        start = turn.place.start
+        assert (word.start_s, word.end_s) == pytest.approx((start + 0.25, start + 0.5), abs=1e-3)
+    assert turns[-1].place.start > 4
+    cut = cut_of("a", items[0].job, msgspec.structs.replace(items[0], turns=turns), {})
+    for turn, spoken in zip(turns, cut["supervisions"], strict=True):
+        assert spoken["alignment"]["word"][0][1] == turn.words[0].start_s
 
 
 def test_a_sum_is_limited_without_clicks() -> None:

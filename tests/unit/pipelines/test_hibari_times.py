@@ -94,9 +94,9 @@ def test_speech_and_noise_do_not_change(voice: HibariPipeline) -> None:
     plain = submit(voice, timed(HARD, timestamps=False)).result()
     assert plain.words == plain.phonemes == ()
     assert np.array_equal(submit(voice, timed(HARD)).result().samples, plain.samples)
-    ids = voice._reader.voice.ids("həlˈO ðˈɛɹ, wˈɜɹld.")  # pyright: ignore[reportPrivateUsage]
+    ids = READER.voice.ids("həlˈO ðˈɛɹ, wˈɜɹld.")
     stock = Hibari().from_ids(ids, 1.0, np.random.default_rng(3))
-    assert np.array_equal(voice._reader.voice.from_ids(ids, 1.0, np.random.default_rng(3)), stock)  # pyright: ignore[reportPrivateUsage]
+    assert np.array_equal(READER.voice.from_ids(ids, 1.0, np.random.default_rng(3)), stock)
 
 
 def test_a_stream_has_the_same_words_with_their_sound(voice: HibariPipeline) -> None:

@@ -163,6 +163,16 @@ def test_a_part_that_stays_bad_fails_the_item_and_is_kept_in_quarantine(build: B
     assert [row.draw.draw for row in rig.ledger.draws(job.id) if row.draw.kept] == [3, 0]
 
 
+def test_the_parts_after_a_refused_one_are_not_spoken(build: Build) -> None:
+    rig = build()
+    marked = TEXT.replace("bells", "[[refuse:input.unpronounceable]]", 1)
+    job = rig.submit([marked, "other"])
+    rig.run_next()
+    row, other = rig.items(job)
+    assert (row.error_code, other.state) == (ErrorCode.INPUT_UNPRONOUNCEABLE, ItemState.DONE)
+    assert len(rig.pipeline.submitted) == 2
+
+
 def test_order_and_shards_do_not_change_a_long_item(build: Build) -> None:
     class Reversed(FakePipeline):
         """Ends its requests in the reverse order."""
