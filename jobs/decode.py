@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import json
-import tarfile
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
@@ -24,6 +23,7 @@ import msgspec
 from jobs.codes import StoredCodes, codec_of
 from jobs.export.audio import AudioReader, Conversion
 from jobs.export.files import END, output
+from jobs.export.folder_formats import tar_examples
 from jobs.export.items import audio_items, facts
 from jobs.layout import slug
 from jobs.ledger.records import Job, JobSpec
@@ -54,7 +54,7 @@ def items_of_job(ledger: Ledger, store: ObjectStore, job: Job) -> Iterator[Coded
         raise invalid(f"The job {job.id} has no codes.", "Its audio is in the store; export it.")
     with AudioReader(store, None, Conversion(), codes=True) as reader:
         for item, _ in reader.located(audio_items(ledger, store, job.id)):
-            yield CodedItem(item.name, facts(job, item), cast("StoredCodes", item.codes))
+            yield CodedItem(item.name, facts(item), cast("StoredCodes", item.codes))
 
 
 def items_of_export(folder: Path) -> Iterator[CodedItem]:
@@ -86,16 +86,9 @@ def items_of_export(folder: Path) -> Iterator[CodedItem]:
 def _of_tar(path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
     import numpy as np
 
-    codes: Any = None
-    with tarfile.open(path, "r|") as archive:
-        for member in archive:
-            file = archive.extractfile(member)
-            assert file is not None
-            if member.name.endswith(".codes.npy"):
-                codes = np.load(io.BytesIO(file.read()), allow_pickle=False)
-            elif member.name.endswith(".json"):
-                yield json.loads(file.read()), codes
-                codes = None
+    for _, files in tar_examples(path):
+        codes = files.get("codes.npy")
+        yield json.loads(files["json"]), codes and np.load(io.BytesIO(codes), allow_pickle=False)
 
 
 def _of_table(path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
