@@ -2,9 +2,11 @@
 audio in the same mode.
 
     manifest.jsonl                     a line for each file, with its name as `audio_filepath`
+    decode.json                        what is decoded here
     audio/00000/000000000-utt1.wav
 
-A decoding that was stopped continues, because files appear complete, and those that exist are kept.
+A decoding that was stopped continues, because files appear complete, and those that exist are kept. Files of another
+job may have the same names, so a folder is of one job or export.
 """
 
 from __future__ import annotations
@@ -105,18 +107,20 @@ _READERS = {"webdataset": ("*/*.tar", _of_tar), "parquet": ("data/*.parquet", _o
 
 
 def decode(
-    items: Iterable[CodedItem], decoder: StageDecoder[Any], model: str, to: Path, spec: JobSpec
+    items: Iterable[CodedItem], decoder: StageDecoder[Any], model: str, to: Path, spec: JobSpec, source: str
 ) -> tuple[int, int]:
     """Decodes items with the decoder of a model, to a folder, in the format and at the rate of a job's spec. Returns
-    the number of items, and of those that existed.
+    the number of items, and of those that existed. `source`: identifies the job or the export.
 
-    Raises `config.invalid` for codes of another codec, and the errors of the decoder.
+    Raises `config.invalid` for codes of another codec and for the folder of another source, and the errors of the
+    decoder.
     """
     # Imported here, because these take half a second.
     import soundfile
 
     from jobs.encoded_audio import encoded_audio
 
+    _claim(to, source)
     codec, done, kept = codec_of(model), 0, 0
     waiting: deque[tuple[CodedItem, str, Future[Any] | None]] = deque()
 
@@ -150,6 +154,17 @@ def decode(
         while waiting:
             manifest.write(finish())
     return done, kept
+
+
+def _claim(to: Path, source: str) -> None:
+    """Notes in a folder what is decoded there. Raises `config.invalid` if it is something else."""
+    note, path = msgspec.json.encode({"source": source}) + b"\n", to / "decode.json"
+    if path.is_file() and path.read_bytes() != note:
+        raise invalid(
+            f"{str(to)!r} has the audio of another job or export.", "Give another folder with --to."
+        )
+    with output(str(path)) as file:
+        file.write(note)
 
 
 def _started(decoder: StageDecoder[Any], codes: StoredCodes) -> Future[Any]:
