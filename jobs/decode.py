@@ -78,8 +78,7 @@ def items_of_export(folder: Path) -> Iterator[CodedItem]:
     for about, codes in chain.from_iterable(map(read, sorted(folder.glob(pattern)))):
         if codes is None:
             raise invalid(f"The export {folder} has no codes.", "Export a job with codes.")
-        voice = about["voice_codes"]
-        voice = None if voice is None else np.asarray(voice, np.int16)
+        voice = about["voice_codes"] and np.asarray(about["voice_codes"], np.int16)
         codec = msgspec.convert(about["codec"], CodecIdentity)
         stored = StoredCodes(np.asarray(codes, np.int16), voice, codec)
         yield CodedItem(f"{about['index']:09d}-{slug(about['example_id'])}", about, stored)
@@ -129,8 +128,10 @@ def decode(
         item, name, decoded = waiting.popleft()
         path = to / name
         if decoded is not None:
+            if isinstance(samples := decoded.result(), NightjarError):
+                raise samples
             with output(str(path)) as file:
-                file.write(encoded_audio(Speech(decoded.result(), decoder.sample_rate), spec).data)
+                file.write(encoded_audio(Speech(samples, decoder.sample_rate), spec).data)
         data = path.read_bytes()
         info = soundfile.info(io.BytesIO(data))
         about = {key: value for key, value in item.about.items() if key not in ("codec", "voice_codes")}
@@ -147,7 +148,10 @@ def decode(
                 )
             name = f"audio/{item.about['index'] // 10_000:05d}/{item.name}.{spec.format}"
             exists = (to / name).is_file()
-            waiting.append((item, name, None if exists else _started(decoder, item.codes)))
+            decoded = None if exists else Future[Any]()
+            if decoded is not None:
+                decoder.decode(item.codes.codes, item.codes.voice_codes, decoded.set_result)
+            waiting.append((item, name, decoded))
             done, kept = done + 1, kept + exists
             if len(waiting) > _AHEAD:
                 manifest.write(finish())
@@ -165,16 +169,3 @@ def _claim(to: Path, source: str) -> None:
         )
     with output(str(path)) as file:
         file.write(note)
-
-
-def _started(decoder: StageDecoder[Any], codes: StoredCodes) -> Future[Any]:
-    future: Future[Any] = Future()
-
-    def ended(outcome: Any) -> None:
-        if isinstance(outcome, NightjarError):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
-
-    decoder.decode(codes.codes, codes.voice_codes, ended)
-    return future

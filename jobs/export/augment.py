@@ -33,7 +33,7 @@ from jobs.export.export import Finished, Identity, begin, finish, written_part
 from jobs.export.files import END, RECORDS, PartFiles, WrittenFile, open_destination
 from jobs.export.folder_formats import tar_examples, tar_file
 from jobs.store.base import sha256_of
-from pipelines.audio_format import AUDIO_FORMATS, AudioFormat, holds_rate
+from pipelines.audio_format import AUDIO_FORMATS, AudioFormat
 from pipelines.errors import invalid
 
 if TYPE_CHECKING:
@@ -46,9 +46,12 @@ if TYPE_CHECKING:
 
 #: Incremented when the same effects give other bytes.
 VERSION = 2
-_MU_LAW_RATE = 8_000
-#: The rate at which a codec works that does not have the rate of the audio, in Hz.
-_CODEC_RATE = 16_000
+#: Name of a codec -> the rate at which it works in Hz, and its names in libsndfile.
+_CODECS = {
+    "mp3": (48_000, "MPEG_LAYER_III", "MP3"),
+    "opus": (48_000, "OPUS", "OGG"),
+    "mulaw": (8_000, "ULAW", "WAV"),
+}
 #: Order of the filters that limit the band.
 _ORDER = 5
 #: Rows of a table that are read at once.
@@ -180,14 +183,11 @@ def _coded(samples: Samples, rate: int, codec: str) -> Samples:
     import numpy as np
     import soundfile
 
-    from pipelines.audio import encode, resample
+    from pipelines.audio import resample
 
-    own = _MU_LAW_RATE if codec == "mulaw" else rate if holds_rate(codec, rate) else _CODEC_RATE
-    inside, file = resample(samples, rate, own), io.BytesIO()
-    if codec == "mulaw":
-        soundfile.write(file, inside, own, "ULAW", format="WAV")
-    else:
-        file.write(encode(inside, own, cast("AudioFormat", codec)))
+    own, coding, container = _CODECS[codec]
+    file = io.BytesIO()
+    soundfile.write(file, resample(samples, rate, own), own, coding, format=container)
     file.seek(0)
     heard = cast("Samples", soundfile.read(file, dtype="float32", always_2d=True)[0])
     made = resample(heard, own, rate)[: len(samples)]

@@ -175,20 +175,14 @@ def write_espnet_codes(
 JSONL = ExportFormat(
     name="jsonl", summary="JSONL with the codes", item_line=jsonl_line, codes=True, needs_codes=True
 )
-INTERLEAVED = ExportFormat(
-    name="interleaved",
-    summary="JSONL with text and codes in turn",
-    item_line=jsonl_line,
-    names_audio=False,
-    codes=True,
-    needs_codes=True,
+INTERLEAVED = replace(
+    JSONL, name="interleaved", summary="JSONL with text and codes in turn", names_audio=False
 )
-ESPNET_CODES = ExportFormat(
+ESPNET_CODES = replace(
+    INTERLEAVED,
     name="espnet-codes",
     summary="codes as tokens of ESPnet SpeechLM",
+    item_line=None,
     write_part=write_espnet_codes,
-    names_audio=False,
-    codes=True,
-    needs_codes=True,
     local_folder=True,
 )
