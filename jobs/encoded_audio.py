@@ -10,20 +10,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from tempfile import SpooledTemporaryFile
-from typing import TYPE_CHECKING, BinaryIO, Generic, TypeVar, cast
+from typing import BinaryIO, Generic, TypeVar, cast
 
 import msgspec
 import numpy as np
 import soundfile
+from numpy.typing import NDArray
 
 from jobs.ledger.records import JobSpec
 from pipelines.audio import encode, encode_pcm, resample, to_pcm, trim_silence
 from pipelines.audio_format import LOSSY, AudioFormat
 from pipelines.errors import ErrorCode, SynthesisError
 from pipelines.request import Speech, Word
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 #: Silence that a part of joined speech keeps at each end, and the length of its fades, both part of the pauses.
 KEPT_MS, FADE_MS = 50, 5

@@ -144,26 +144,24 @@ class Utterance(Receiver[S]):
             self.failed(error)
 
     def decode(self, made: FinishedCodes[S]) -> None:
-        """Decodes an utterance, unless only codes are wanted; its speech ends the request."""
+        """Decodes an utterance, unless only codes are wanted; its speech, with the codes if they are wanted, ends the
+        request."""
 
         def decoded(outcome: NDArray[np.float32] | NightjarError) -> None:
             if isinstance(outcome, NightjarError):
                 self.failed(outcome)
-            else:
-                self.done(self._with_codes(self._info.speech(outcome, made), made))
+                return
+            speech = self._info.speech(outcome, made)
+            if self.output != "audio":
+                codes = made.codes.astype(np.int16)
+                before = None if made.voice_codes is None else made.voice_codes.astype(np.int16)
+                speech = replace(speech, codes=codes, voice_codes=before, frame_samples=self.frame_samples)
+            self.done(speech)
 
         if self.output == "codes":
             decoded(np.zeros(0, np.float32))
         else:
             self._stage.decode(made.codes, decoded, made.start)
-
-    def _with_codes(self, speech: Speech, made: FinishedCodes[S]) -> Speech:
-        """The speech with its codes, if they are wanted."""
-        if self.output == "audio":
-            return speech
-        before = None if made.voice_codes is None else made.voice_codes.astype(np.int16)
-        codes = made.codes.astype(np.int16)
-        return replace(speech, codes=codes, voice_codes=before, frame_samples=self.frame_samples)
 
     def done(self, speech: Speech) -> None:
         """Ends the request."""
@@ -276,14 +274,14 @@ class SpeechEngine(Protocol[R_contra]):
     def close(self) -> None: ...
 
 
+@dataclass(eq=False, slots=True)
 class StageDecoder(Generic[S]):
     """The codec of a family without its model: decodes the codes of whole utterances."""
 
-    def __init__(
-        self, stage: CodecStage[S], sample_rate: int, start: Callable[[Tensor], S] | None = None
-    ) -> None:
-        """`start`: makes the codec's initial state from voice codes, int64 [n, codebooks]."""
-        self._stage, self.sample_rate, self._start = stage, sample_rate, start
+    _stage: CodecStage[S]
+    sample_rate: int
+    #: Makes the codec's initial state from voice codes, int64 [n, codebooks].
+    _start: Callable[[Tensor], S] | None = None
 
     def decode(
         self,

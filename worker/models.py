@@ -150,7 +150,7 @@ class PipelineCache:
 
     def slots(self) -> int:
         """Slots of the loaded model's engine; 0 if none is loaded."""
-        return max((pipeline.info.slots for pipeline in self.pipelines()), default=0)
+        return sum(pipeline.info.slots for pipeline in self.pipelines())
 
     def close(self) -> None:
         """Closes the pipeline. Idempotent."""

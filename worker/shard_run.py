@@ -185,8 +185,7 @@ class ShardRun:
         if todo:
             spec = self._job.spec
             self.codec = codec_of(spec.model) if spec.output else None
-            decodes = spec.output != "codes"
-            with self._runner.pipelines.use(spec.model, self.held.check, decodes) as pipeline:
+            with self._runner.pipelines.use(spec.model, self.held.check, spec.output != "codes") as pipeline:
                 if (provenance := self._runner.provenance) is not None:
                     retrying(lambda: provenance.note(store, self._job, pipeline.info))
                 retry_later = self._synthesize(store, todo, pipeline)

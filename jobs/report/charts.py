@@ -8,14 +8,12 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jobs.ledger.queries import Attempt
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 MAX_BARS = 24
 

@@ -7,10 +7,10 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jobs.codes import EXTENSION
 from jobs.ledger.records import Artifact
@@ -18,9 +18,6 @@ from jobs.packs import read_artifact
 from jobs.store.base import ObjectStore
 from pipelines.audio import decode, encode
 from pipelines.errors import NightjarError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 #: Size of a waveform in pixels. Coordinates of the SVG are also pixels.
 WIDTH, HEIGHT = 220, 44

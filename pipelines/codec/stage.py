@@ -25,7 +25,7 @@ from kernels.registry import on_device
 from pipelines.codec.graphs import Codes, UtteranceGraphs
 from pipelines.codec.states import CodecState
 from pipelines.codec.transfer import PendingSamples, Samples, Sender, sent
-from pipelines.errors import ErrorCode, NightjarError, SynthesisError, unsupported
+from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 
 log = logging.getLogger(__name__)
 
@@ -77,16 +77,6 @@ class Decoder(Generic[S]):
         """Starts `decode_chunk` without waiting for its samples. If it raises a `NightjarError`, no state
         was advanced."""
         return sent(self.decode_chunk(states, codes))
-
-
-class NoDecoder(Decoder[Any]):
-    """Stands for the decoder in a pipeline that was opened for codes alone."""
-
-    def new_state(self) -> Any:
-        raise unsupported("This pipeline was opened without the decoder of its codec.", "Ask for codes.")
-
-    def decode(self, codes: Sequence[Tensor], states: Sequence[Any] | None = None) -> list[Tensor]:
-        return self.new_state()
 
 
 @dataclass(slots=True, eq=False)
@@ -523,14 +513,15 @@ class CodecStage(Generic[S]):
 
     def __init__(
         self,
-        decoder: Decoder[S],
+        decoder: Decoder[S] | None = None,
         max_batch: int = 64,
         device: torch.device | None = None,
         gather_seconds: float = 0.0,
         gather_frames: int = 4096,
     ) -> None:
-        #: Whether it decodes at all.
-        self.decodes = not isinstance(decoder, NoDecoder)
+        #: Whether it decodes at all; a pipeline that was opened for codes alone has no decoder.
+        self.decodes = decoder is not None
+        decoder = decoder or Decoder()
         self._streams = StreamLane(decoder, max_batch, device)
         gathering = Gathering(gather_seconds, gather_frames, self._streams.alive)
         self._utterances: Lane[Any]

@@ -59,10 +59,8 @@ from pipelines.request import (
     Frontend,
     Handle,
     Listener,
-    Modality,
     OnEvent,
     PreparedRequest,
-    Role,
     Speech,
     SynthesisRequest,
     TextPieces,
@@ -371,12 +369,11 @@ def _end_of(message: SpeechMessage | RequestFailed, descriptors: list[int]) -> D
         reason = f"The speech could not be read from shared memory: {error}."
         return Failed(SynthesisError(ErrorCode.SYNTH_ENGINE, reason))
     facts = message.text, message.text_out, message.meta, message.words, message.phonemes
-    speech = Speech(samples, message.sample_rate, *facts)
     codes, before = (
         None if data is None else np.frombuffer(data, np.int16).reshape(-1, message.codebooks)
         for data in (message.codes, message.voice_codes)
     )
-    return Done(replace(speech, codes=codes, voice_codes=before, frame_samples=message.frame_samples))
+    return Done(Speech(samples, message.sample_rate, *facts, codes, before, message.frame_samples))
 
 
 def _record_of(
@@ -388,15 +385,16 @@ def _record_of(
             return request, []
         return msgspec.structs.replace(request, recording=None), [request.recording]
     recordings = [Recording.of(one.content) for one in request.messages if not isinstance(one.content, str)]
-    messages: list[tuple[Role, Modality, str | None]] = [
-        (one.role, one.modality, one.content if isinstance(one.content, str) else None)
-        for one in request.messages
-    ]
     settings = request.generation, request.seed, request.text_open, request.timestamps, request.output
-    return (
-        RequestRecord(request.request_id, tuple(messages), *settings, request.pronunciations),
-        recordings,
-    )
+    return RequestRecord(
+        request.request_id,
+        tuple(
+            (one.role, one.modality, one.content if isinstance(one.content, str) else None)
+            for one in request.messages
+        ),
+        *settings,
+        request.pronunciations,
+    ), recordings
 
 
 def _unsendable(error: ValueError | OverflowError) -> InputError:

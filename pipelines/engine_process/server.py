@@ -354,12 +354,10 @@ def _message_of(number: int, event: Event) -> ToClient:
     if isinstance(event, Done):
         speech = event.speech
         facts = speech.text, speech.text_out, speech.meta, speech.words, speech.phonemes
-        message = SpeechMessage(number, speech.sample_rate, *facts)
-        if (codes := speech.codes) is None:
-            return message
-        before = None if speech.voice_codes is None else speech.voice_codes.tobytes()
-        sizes = {"codebooks": codes.shape[1], "frame_samples": speech.frame_samples}
-        return msgspec.structs.replace(message, codes=codes.tobytes(), voice_codes=before, **sizes)
+        codes, before = (None if one is None else one.tobytes() for one in (speech.codes, speech.voice_codes))
+        codebooks = 1 if speech.codes is None else speech.codes.shape[1]
+        sizes = codebooks, speech.frame_samples
+        return SpeechMessage(number, speech.sample_rate, *facts, codes, before, *sizes)
     return RequestFailed(number, ErrorRecord.of(event.error))
 
 

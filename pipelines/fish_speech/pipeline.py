@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from pipelines.codec.decoder import CodecState
-from pipelines.codec.stage import CodecStage, NoDecoder
+from pipelines.codec.stage import CodecStage
 from pipelines.engine.opening import NativeModelOptions, explain_oom
 from pipelines.errors import ErrorCode, InputError, NightjarError, unsupported
 from pipelines.fish_speech.codec import Codec, CodecDecoder, ReferenceEncoder, load_codec
@@ -317,7 +317,7 @@ class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
 def open_stage(decoder: CodecDecoder | None, decode_frames: int | None = None) -> CodecStage[CodecState]:
     """Opens the codec's stage; without a decoder it only stands for one. On a GPU utterances are gathered into batches of up to `decode_frames` frames."""
     if decoder is None:
-        return CodecStage(NoDecoder())
+        return CodecStage()
     decoder.batch_frames = decode_frames or decoder.batch_frames
     if decoder.device.type == "cpu":
         return CodecStage(decoder)

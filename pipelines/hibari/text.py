@@ -178,18 +178,16 @@ class EnglishReader:
         follow in the text."""
         words = sentence.split()
         own = list(islice(written, len(words)))
-        read: list[str] = []
-        sounds: list[int] = []
+        #: The words as they are read, each with the number of its phonemes.
+        read: list[tuple[str, int]] = []
         for part in self.voice.split_sentences(sentence):
-            is_new = True
+            begun = False
             for token in self._g2p.tokens(_marked(part, pronunciations)):
-                if is_new:
-                    read.append("")
-                    sounds.append(0)
-                read[-1] += token.text
-                sounds[-1] += sum(one in self.voice.vocab and one != " " for one in token.phonemes or "")
-                is_new = bool(token.whitespace)
-        for place, count in zip(read_as(words, read), sounds, strict=True):
+                text, count = read.pop() if begun else ("", 0)
+                count += sum(one in self.voice.vocab and one != " " for one in token.phonemes or "")
+                read.append((text + token.text, count))
+                begun = not token.whitespace
+        for place, (_, count) in zip(read_as(words, [text for text, _ in read]), read, strict=True):
             yield from repeat(own[place], count)
 
 

@@ -17,7 +17,7 @@ from kernels.lm_persistent import PREDICTORS, TALKERS
 from kernels.registry import on_device
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.graphs import stream_bytes, utterance_bytes
-from pipelines.codec.stage import CodecStage, NoDecoder
+from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.opening import MemoryNeeds, NativeModelOptions, may_be_persistent
 from pipelines.errors import ConfigError, SynthesisError
@@ -209,7 +209,7 @@ def open_stage(
     decodes them as a continuous batch if the decoder was prepared for one. `streams`: whether there can be
     streams."""
     if decoder is None:
-        return CodecStage(NoDecoder())
+        return CodecStage()
     decoder.batch_frames = decode_frames or decoder.batch_frames
     if decoder.device.type == "cpu":
         return CodecStage(decoder)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipelines.codec.stage import CodecStage, NoDecoder
+from pipelines.codec.stage import CodecStage
 from pipelines.duration import longest_seconds
 from pipelines.engine.engine import Engine, NativeHost
 from pipelines.engine.opening import NativeModelOptions, check_executor, explain_oom
@@ -216,7 +216,7 @@ def open_stage(codec: BiCodec | None, reproducible: bool = False) -> CodecStage[
     """Opens BiCodec's stage; without a decoder it only stands for one. On a GPU utterances are gathered into
     batches, unless `reproducible`."""
     if codec is None:
-        return CodecStage(NoDecoder())
+        return CodecStage()
     gather = 0.0 if reproducible or codec.device.type == "cpu" else _GATHER_SECONDS
     return CodecStage(
         BiCodecDecoder(codec, alone=reproducible), _CODEC_BATCH, codec.device, gather, BATCH_TOKENS

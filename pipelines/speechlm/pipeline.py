@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
-from pipelines.codec.stage import CodecStage, NoDecoder
+from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, InputError, NightjarError, NoAudioError, SynthesisError, unsupported
 from pipelines.nn.checkpoint import Checkpoint, open_device, precision, type_name
 from pipelines.options import TokenModelOptions, read_options
@@ -112,7 +112,7 @@ def open_decoder(folder: Path, **options: Any) -> StageDecoder[None]:
 def open_stage(codec: Xcodec | None) -> CodecStage[None]:
     """Opens the codec's stage; without a decoder it only stands for one."""
     if codec is None:
-        return CodecStage(NoDecoder())
+        return CodecStage()
     return CodecStage(XcodecDecoder(codec), _CODEC_BATCH, codec.device)
 
 
