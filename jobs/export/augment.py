@@ -211,6 +211,9 @@ def augment(source: Path, to: str, *, s3: S3Settings | None = None, **given: Any
     if not parts or not summary.is_file():
         advice = "Give the folder of a finished export as webdataset or audiofolder."
         raise invalid(f"{str(source)!r} is not an export that can be augmented.", advice)
+    for name in (file["name"] for file in msgspec.json.decode(summary.read_bytes()).get("files", ())):
+        if name.endswith((".tar", "/metadata.parquet")) and not (source / name).is_file():
+            raise invalid(f"The export {str(source)!r} has lost {name!r}.", "Export it again.")
     new, old = Path(to).absolute(), source.absolute()
     if new == old or new in old.parents or old in new.parents:
         advice = "Give another one with --to."
