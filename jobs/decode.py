@@ -2,21 +2,23 @@
 audio in the same mode.
 
     manifest.jsonl                     a line for each file, with its name as `audio_filepath`
+    decode.json                        what is decoded here
     audio/00000/000000000-utt1.wav
 
-A decoding that was stopped continues, because files appear complete, and those that exist are kept.
+A decoding that was stopped continues, because files appear complete, and those that exist are kept. Files of another
+job may have the same names, so a folder is of one job or export.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import tarfile
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePath
+from tarfile import TarError
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
@@ -24,6 +26,7 @@ import msgspec
 from jobs.codes import StoredCodes, codec_of
 from jobs.export.audio import AudioReader, Conversion
 from jobs.export.files import END, output
+from jobs.export.folder_formats import tar_examples
 from jobs.export.items import audio_items, facts
 from jobs.layout import slug
 from jobs.ledger.records import Job, JobSpec
@@ -54,13 +57,14 @@ def items_of_job(ledger: Ledger, store: ObjectStore, job: Job) -> Iterator[Coded
         raise invalid(f"The job {job.id} has no codes.", "Its audio is in the store; export it.")
     with AudioReader(store, None, Conversion(), codes=True) as reader:
         for item, _ in reader.located(audio_items(ledger, store, job.id)):
-            yield CodedItem(item.name, facts(job, item), cast("StoredCodes", item.codes))
+            yield CodedItem(item.name, facts(item), cast("StoredCodes", item.codes))
 
 
 def items_of_export(folder: Path) -> Iterator[CodedItem]:
     """The items of a finished export with codes, in order. Raises `config.invalid` for another folder."""
     try:
-        made_in = json.loads((folder / END).read_bytes())["identity"]["format"]
+        finished = json.loads((folder / END).read_bytes())
+        made_in, written = finished["identity"]["format"], [file["name"] for file in finished["files"]]
     except (OSError, ValueError, KeyError, TypeError):
         raise invalid(
             f"{folder} is no job and no finished export.", "Give the id of a job, or the folder of an export."
@@ -73,29 +77,27 @@ def items_of_export(folder: Path) -> Iterator[CodedItem]:
     pattern, read = _READERS[made_in]
     import numpy as np
 
-    for about, codes in chain.from_iterable(map(read, sorted(folder.glob(pattern)))):
-        if codes is None:
-            raise invalid(f"The export {folder} has no codes.", "Export a job with codes.")
-        voice = about["voice_codes"]
-        voice = None if voice is None else np.asarray(voice, np.int16)
-        codec = msgspec.convert(about["codec"], CodecIdentity)
-        stored = StoredCodes(np.asarray(codes, np.int16), voice, codec)
-        yield CodedItem(f"{about['index']:09d}-{slug(about['example_id'])}", about, stored)
+    # The files that the export wrote, so that a lost one is noticed.
+    paths = [folder / name for name in sorted(written) if PurePath(name).match(pattern)]
+    try:
+        for about, codes in chain.from_iterable(map(read, paths)):
+            if codes is None:
+                raise invalid(f"The export {folder} has no codes.", "Export a job with codes.")
+            voice = about["voice_codes"] and np.asarray(about["voice_codes"], np.int16)
+            codec = msgspec.convert(about["codec"], CodecIdentity)
+            stored = StoredCodes(np.asarray(codes, np.int16), voice, codec)
+            yield CodedItem(f"{about['index']:09d}-{slug(about['example_id'])}", about, stored)
+    except (OSError, TarError, LookupError, TypeError, ValueError, msgspec.MsgspecError) as error:
+        message = f"The export {folder} is damaged: {type(error).__name__}: {error}."
+        raise invalid(message, "Export again.") from error
 
 
 def _of_tar(path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
     import numpy as np
 
-    codes: Any = None
-    with tarfile.open(path, "r|") as archive:
-        for member in archive:
-            file = archive.extractfile(member)
-            assert file is not None
-            if member.name.endswith(".codes.npy"):
-                codes = np.load(io.BytesIO(file.read()), allow_pickle=False)
-            elif member.name.endswith(".json"):
-                yield json.loads(file.read()), codes
-                codes = None
+    for _, files in tar_examples(path):
+        codes = files.get("codes.npy")
+        yield json.loads(files["json"]), codes and np.load(io.BytesIO(codes), allow_pickle=False)
 
 
 def _of_table(path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
@@ -112,18 +114,20 @@ _READERS = {"webdataset": ("*/*.tar", _of_tar), "parquet": ("data/*.parquet", _o
 
 
 def decode(
-    items: Iterable[CodedItem], decoder: StageDecoder[Any], model: str, to: Path, spec: JobSpec
+    items: Iterable[CodedItem], decoder: StageDecoder[Any], model: str, to: Path, spec: JobSpec, source: str
 ) -> tuple[int, int]:
     """Decodes items with the decoder of a model, to a folder, in the format and at the rate of a job's spec. Returns
-    the number of items, and of those that existed.
+    the number of items, and of those that existed. `source`: identifies the job or the export.
 
-    Raises `config.invalid` for codes of another codec, and the errors of the decoder.
+    Raises `config.invalid` for codes of another codec and for the folder of another source, and the errors of the
+    decoder.
     """
     # Imported here, because these take half a second.
     import soundfile
 
     from jobs.encoded_audio import encoded_audio
 
+    _claim(to, source)
     codec, done, kept = codec_of(model), 0, 0
     waiting: deque[tuple[CodedItem, str, Future[Any] | None]] = deque()
 
@@ -132,8 +136,10 @@ def decode(
         item, name, decoded = waiting.popleft()
         path = to / name
         if decoded is not None:
+            if isinstance(samples := decoded.result(), NightjarError):
+                raise samples
             with output(str(path)) as file:
-                file.write(encoded_audio(Speech(decoded.result(), decoder.sample_rate), spec).data)
+                file.write(encoded_audio(Speech(samples, decoder.sample_rate), spec).data)
         data = path.read_bytes()
         info = soundfile.info(io.BytesIO(data))
         about = {key: value for key, value in item.about.items() if key not in ("codec", "voice_codes")}
@@ -150,7 +156,10 @@ def decode(
                 )
             name = f"audio/{item.about['index'] // 10_000:05d}/{item.name}.{spec.format}"
             exists = (to / name).is_file()
-            waiting.append((item, name, None if exists else _started(decoder, item.codes)))
+            decoded = None if exists else Future[Any]()
+            if decoded is not None:
+                decoder.decode(item.codes.codes, item.codes.voice_codes, decoded.set_result)
+            waiting.append((item, name, decoded))
             done, kept = done + 1, kept + exists
             if len(waiting) > _AHEAD:
                 manifest.write(finish())
@@ -159,14 +168,12 @@ def decode(
     return done, kept
 
 
-def _started(decoder: StageDecoder[Any], codes: StoredCodes) -> Future[Any]:
-    future: Future[Any] = Future()
-
-    def ended(outcome: Any) -> None:
-        if isinstance(outcome, NightjarError):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
-
-    decoder.decode(codes.codes, codes.voice_codes, ended)
-    return future
+def _claim(to: Path, source: str) -> None:
+    """Notes in a folder what is decoded there. Raises `config.invalid` if it is something else."""
+    note, path = msgspec.json.encode({"source": source}) + b"\n", to / "decode.json"
+    if path.is_file() and path.read_bytes() != note:
+        raise invalid(
+            f"{str(to)!r} has the audio of another job or export.", "Give another folder with --to."
+        )
+    with output(str(path)) as file:
+        file.write(note)

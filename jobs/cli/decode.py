@@ -36,7 +36,7 @@ def decode(
     """Make the audio of a job, or of an export to webdataset or parquet, from its codes.
 
     The files are those that a job of audio would have stored. Only the decoder of the codec is loaded. To continue
-    after a stop, repeat the command; existing files are kept.
+    after a stop, repeat the command; existing files are kept. DIR is of one job or export.
 
     \b
     Examples:
@@ -44,13 +44,16 @@ def decode(
       nightjar decode datasets/night --to audio
     """
     from jobs import decode as decoding
+    from jobs.export.files import END
     from jobs.ledger.records import JobSpec
     from jobs.recent_jobs import reading_ledger, settings_for_job
     from jobs.settings import load_settings
     from jobs.store import store_of
+    from jobs.store.base import sha256_of
     from pipelines.registry import describe, open_decoder
 
     with ExitStack() as opened:
+        job = None
         if Path(source).is_dir():
             settings, spec = load_settings(home=home), JobSpec("")
             items = decoding.items_of_export(Path(source))
@@ -65,6 +68,10 @@ def decode(
         if first is not None:
             options = settings.engine_options(describe(chosen))
             decoder = opened.enter_context(closing(open_decoder(chosen, **options)))
-            done, kept = decoding.decode(chain([first], items), decoder, chosen, to.absolute(), spec)
+            # An export made again may have other items.
+            identity = sha256_of(Path(source, END).read_bytes()) if job is None else job.id
+            done, kept = decoding.decode(
+                chain([first], items), decoder, chosen, to.absolute(), spec, identity
+            )
     output.result(str(to.absolute()), "nightjar.decode/1", to=str(to.absolute()), items=done, kept=kept)
     output.note(f"{counted(done, 'item')}, {kept} of them kept.")

@@ -228,19 +228,13 @@ def export(
 @click.option(
     "--seed", default=0, show_default=True, metavar="N", type=int, help="Seed of everything that is drawn."
 )
-@click.option(
-    "--audio-root",
-    metavar="DIR",
-    type=NamedPath(path_type=Path),
-    help="Folder of the store, whose keys the format manifest names.",
-)
 @output_options
 def augment(source: Path, to: str, output: Output, **given: Any) -> None:
     """Write a second dataset from EXPORT, with the same speech at another speed, in rooms, with noise, in a
     narrower band or after a codec.
 
-    EXPORT is a folder of the formats webdataset or audiofolder, or a file of nemo or manifest. It stays as it
-    is. The same seed gives the same bytes. To continue an interrupted command, repeat it.
+    EXPORT is a folder of the formats webdataset or audiofolder. It stays as it is. The same seed gives the same
+    bytes. To continue an interrupted command, repeat it.
 
     \b
     Examples:

@@ -1,9 +1,8 @@
 """Writes a second dataset from an export: the same speech with another speed, in rooms, with noise, in a narrower
 band or after a codec. The export stays as it is.
 
-    webdataset             train/shard-000000.tar: as in the export, with `augment` in each .json
-    audiofolder            data/train/00000/metadata.parquet  data/train/00000/000000000-utt1.wav ...
-    a file of JSON lines   train/00000/metadata.jsonl  train/00000/000000000.wav ...
+    webdataset     train/shard-000000.tar: as in the export, with `augment` in each .json; train/shard-000000.jsonl
+    audiofolder    data/train/00000/metadata.parquet  data/train/00000/000000000-utt1.wav ...
 
 What happens to an item is drawn from the seed and the item's id alone, so it depends neither on the order nor on
 other items. Effects follow each other as in the world: speed, room, noise, band, codec. The audio keeps its
@@ -19,27 +18,26 @@ from __future__ import annotations
 import io
 import math
 import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from functools import cache, partial
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from functools import cache
 from hashlib import blake2b
-from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import msgspec
 
 from jobs.export.audio import AudioNames, decoded
+from jobs.export.column_types import arrow_type
 from jobs.export.export import Finished, Identity, begin, finish, written_part
-from jobs.export.files import RECORDS, PartFiles, WrittenFile, open_destination
-from jobs.export.folder_formats import tar_file
+from jobs.export.files import END, RECORDS, PartFiles, WrittenFile, open_destination
+from jobs.export.folder_formats import tar_examples, tar_file
 from jobs.store.base import sha256_of
-from pipelines.audio_format import AUDIO_FORMATS, AudioFormat, holds_rate
+from pipelines.audio_format import AUDIO_FORMATS, AudioFormat
 from pipelines.errors import invalid
 
 if TYPE_CHECKING:
     import numpy as np
-    import soundfile
     from numpy.typing import NDArray
 
     from jobs.settings import S3Settings
@@ -47,17 +45,18 @@ if TYPE_CHECKING:
     Samples = NDArray[np.float32]
 
 #: Incremented when the same effects give other bytes.
-VERSION = 1
-_MU_LAW_RATE = 8_000
-#: The rate at which a codec works that does not have the rate of the audio, in Hz.
-_CODEC_RATE = 16_000
+VERSION = 2
+#: Name of a codec -> the rate at which it works in Hz, and its names in libsndfile.
+_CODECS = {
+    "mp3": (48_000, "MPEG_LAYER_III", "MP3"),
+    "opus": (48_000, "OPUS", "OGG"),
+    "mulaw": (8_000, "ULAW", "WAV"),
+}
 #: Order of the filters that limit the band.
 _ORDER = 5
-#: Lines of a file that are one part.
-_PART_LINES = 1000
+#: Rows of a table that are read at once.
+_BATCH = 1000
 _EXTENSIONS = {f".{name}" for name in (*AUDIO_FORMATS, "ogg")}
-
-
 #: The fields of a recipe, with their types in tables.
 _RECIPE = {
     "seed": "int64",
@@ -65,8 +64,6 @@ _RECIPE = {
     **dict.fromkeys(("room", "noise", "band_hz", "codec", "clean_sha256"), "string"),
 }
 _encode = msgspec.json.Encoder().encode
-
-
 _Factor = Annotated[float, msgspec.Meta(ge=0.1, le=10)]
 _Hertz = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -76,9 +73,8 @@ def parse_range(text: str) -> list[float]:
     try:
         low, high = sorted(map(float, (text.split("..") * 2)[:2]))
     except ValueError:
-        raise invalid(
-            f"{text[:40]!r} is not a range.", "Write a number, or LOW..HIGH such as 5..20."
-        ) from None
+        advice = "Write a number, or LOW..HIGH such as 5..20."
+        raise invalid(f"{text[:40]!r} is not a range.", advice) from None
     return [low, high]
 
 
@@ -137,7 +133,7 @@ class Effects(msgspec.Struct, frozen=True, kw_only=True):
             response /= math.sqrt(np.sum(response**2)) or 1
             samples = signal.oaconvolve(samples, response[:, None], axes=0)[: len(samples)]
         if self.noise and recipe["noise"]:
-            noise = _noise(self.noise / recipe["noise"], rate, len(samples), recipe["noise_at"])
+            noise = _read(self.noise / recipe["noise"], rate, len(samples), recipe["noise_at"])
             wanted = np.mean(samples**2) / 10 ** (recipe["snr_db"] / 10)
             samples = samples + noise[:, None] * math.sqrt(wanted / (np.mean(noise**2) or 1))
         if recipe["band_hz"]:
@@ -162,35 +158,24 @@ def sounds(folder: Path | None) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in found)
 
 
-def _noise(path: Path, rate: int, samples: int, at: float) -> Samples:
-    """A section of noise, float32 [samples]. `at`: its place in the file, from 0 to 1; a short file repeats."""
+def _read(path: Path, rate: int, samples: int = 0, at: float = 0) -> Samples:
+    """The mean of the channels of a file, at a rate, float32 [samples]. `samples`: length of a section, 0: the
+    whole file; `at`: its place in the file, from 0 to 1; a short file repeats."""
     import numpy as np
-
-    with _opened(path) as file:
-        needed = math.ceil(samples * file.samplerate / rate) + 1
-        start = int(at * max(0, file.frames - needed))
-    found = _read(path, rate, start, needed)
-    if len(found) < samples:
-        found = np.roll(found, -int(at * len(found)))
-    return np.resize(found, samples)
-
-
-def _read(path: Path, rate: int, start: int = 0, frames: int = -1) -> Samples:
-    """The mean of the channels of a file, at a rate, float32 [samples]."""
+    import soundfile
     import soxr
 
-    with _opened(path) as file:
-        file.seek(start)
-        return soxr.resample(file.read(frames, "float32", always_2d=True).mean(axis=1), file.samplerate, rate)
-
-
-def _opened(path: Path) -> soundfile.SoundFile:
-    import soundfile
-
     try:
-        return soundfile.SoundFile(path)
+        with soundfile.SoundFile(path) as file:
+            needed = math.ceil(samples * file.samplerate / rate) + 1 if samples else file.frames
+            file.seek(int(at * max(0, file.frames - needed)))
+            heard = file.read(needed, "float32", always_2d=True).mean(axis=1)
     except soundfile.LibsndfileError:
         raise invalid(f"{str(path)!r} is not an audio file.", "Remove it from the folder.") from None
+    found = soxr.resample(heard, file.samplerate, rate)
+    if len(found) < samples:
+        found = np.roll(found, -int(at * len(found)))
+    return np.resize(found, samples or len(found))
 
 
 def _coded(samples: Samples, rate: int, codec: str) -> Samples:
@@ -198,112 +183,20 @@ def _coded(samples: Samples, rate: int, codec: str) -> Samples:
     import numpy as np
     import soundfile
 
-    from pipelines.audio import encode, resample
+    from pipelines.audio import resample
 
-    own = _MU_LAW_RATE if codec == "mulaw" else rate if holds_rate(codec, rate) else _CODEC_RATE
-    inside = resample(samples, rate, own)
-    if codec == "mulaw":
-        file = io.BytesIO()
-        soundfile.write(file, inside, own, "ULAW", format="WAV")
-    else:
-        file = io.BytesIO(encode(inside, own, cast("AudioFormat", codec)))
+    own, coding, container = _CODECS[codec]
+    file = io.BytesIO()
+    soundfile.write(file, resample(samples, rate, own), own, coding, format=container)
     file.seek(0)
-    decoded = cast("Samples", soundfile.read(file, dtype="float32", always_2d=True)[0])
-    made = resample(decoded, own, rate)[: len(samples)]
+    heard = cast("Samples", soundfile.read(file, dtype="float32", always_2d=True)[0])
+    made = resample(heard, own, rate)[: len(samples)]
     return np.pad(made, ((0, len(samples) - len(made)), (0, 0)))
 
 
-class Sample(NamedTuple):
-    """An item of an export."""
-
-    #: Unique in its part.
-    name: str
-    extension: str
-    audio: bytes
-    #: What the export says about it.
-    about: dict[str, Any]
-    #: Other files of it in an archive, by their extension.
-    others: Mapping[str, bytes]
-
-
-class SourcePart(NamedTuple):
-    """A part of an export."""
-
-    #: Its name in the new dataset: that of a tar file, or of a folder.
-    name: str
-    #: Of its file.
-    bytes: int
-    read: Callable[[], Iterator[Sample]]
-    #: The schema of its table.
-    schema: Any = None
-
-
-def _of_tar(path: Path) -> Iterator[Sample]:
-    with tarfile.open(path) as archive:
-        members = ((member.name.partition("."), archive.extractfile(member)) for member in archive)
-        for name, group in groupby(members, key=lambda one: one[0][0]):
-            files = {extension: file.read() for (_, _, extension), file in group if file is not None}
-            extension = next((one for one in files if one in AUDIO_FORMATS), None)
-            if extension is None or "json" not in files:
-                raise invalid(f"{name!r} in {str(path)!r} is not an example with audio.", _KINDS)
-            audio, about = files.pop(extension), msgspec.json.decode(files.pop("json"))
-            yield Sample(name, extension, audio, about, files)
-
-
-def _of_table(path: Path) -> Iterator[Sample]:
-    from pyarrow import parquet
-
-    for batch in parquet.ParquetFile(path).iter_batches(_PART_LINES):
-        for row in batch.to_pylist():
-            audio = path.parent / row.pop("file_name")
-            yield Sample(audio.stem, audio.suffix[1:], audio.read_bytes(), row, {})
-
-
-def _of_lines(path: Path, root: Path | None, first: int) -> Iterator[Sample]:
-    with path.open("rb") as file:
-        for number, line in enumerate(islice(file, first, first + _PART_LINES), first):
-            about = msgspec.json.decode(line, type=dict[str, Any])
-            place = about.pop("audio_filepath", None) or (root and about.get("key"))
-            if not isinstance(place, str) or about.get("pack"):
-                message = f"Line {number + 1} of {str(path)!r} does not say where its audio is."
-                advice = "Export as nemo or webdataset, or give the folder of the store with --audio-root."
-                raise invalid(message, advice)
-            audio = (root or path.parent) / place
-            yield Sample(f"{number:09d}", audio.suffix[1:], audio.read_bytes(), about, {})
-
-
-_KINDS = "Give an export as webdataset or audiofolder, or a file of the formats nemo or manifest."
-
-
-def _parts(source: Path, root: Path | None) -> Iterator[SourcePart]:
-    """The parts of an export."""
-    for path in sorted(source.glob("*/*.tar")):
-        yield SourcePart(path.relative_to(source).as_posix(), path.stat().st_size, partial(_of_tar, path))
-    for path in sorted(source.glob("data/*/*/metadata.parquet")):
-        from pyarrow import parquet
-
-        name, read = path.parent.relative_to(source).as_posix(), partial(_of_table, path)
-        yield SourcePart(name, path.stat().st_size, read, parquet.read_schema(path))
-    for path in [source] if source.is_file() else sorted(source.glob("*.jsonl")):
-        with path.open("rb") as file:
-            lines = sum(1 for _ in file)
-        split = "train" if source.is_file() else path.stem
-        for first in range(0, lines, _PART_LINES):
-            name, read = f"{split}/{first // _PART_LINES:05d}", partial(_of_lines, path, root, first)
-            yield SourcePart(name, path.stat().st_size, read)
-
-
-def augment(
-    source: Path,
-    to: str,
-    *,
-    audio_root: Path | None = None,
-    s3: S3Settings | None = None,
-    **given: Any,
-) -> None:
+def augment(source: Path, to: str, *, s3: S3Settings | None = None, **given: Any) -> None:
     """Writes the augmented dataset of the export `source`, which stays as it is, to `to`, a folder or an
-    `s3://` prefix. `given`: the fields of `Effects`. The same call continues after a stop. `audio_root`: the
-    folder of the store whose keys a manifest names.
+    `s3://` prefix. `given`: the fields of `Effects`. The same call continues after a stop.
 
     Raises `config.invalid` for effects, an export or a destination that cannot be used, and `store.full`.
     """
@@ -313,101 +206,127 @@ def augment(
         raise invalid(f"An effect is impossible: {error}.", "Give another value.") from None
     if not any(effects.recipe("")[name] for name in ("speed", "room", "noise", "band_hz", "codec")):
         raise invalid("No effect is chosen.", "Give --speed, --room, --noise, --band or --codec.")
-    parts = list(_parts(source, audio_root))
-    if not parts:
-        raise invalid(f"{str(source)!r} is not an export that can be augmented.", _KINDS)
+    parts = sorted((*source.glob("*/*.tar"), *source.glob("data/*/*/metadata.parquet")))
+    summary = source / END
+    if not parts or not summary.is_file():
+        advice = "Give the folder of a finished export as webdataset or audiofolder."
+        raise invalid(f"{str(source)!r} is not an export that can be augmented.", advice)
     new, old = Path(to).absolute(), source.absolute()
     if new == old or new in old.parents or old in new.parents:
-        raise invalid(
-            "The export and the new dataset cannot be in one folder.", "Give another one with --to."
-        )
-    summary = source / "export.json"
-    found = [part[:2] for part in parts], summary.read_bytes() if summary.is_file() else b""
-    plan = found, effects, sounds(effects.room), sounds(effects.noise)
+        advice = "Give another one with --to."
+        raise invalid("The export and the new dataset cannot be in one folder.", advice)
+    plan = parts, summary.read_bytes(), effects, sounds(effects.room), sounds(effects.noise)
     digest = sha256_of(msgspec.json.encode(plan, enc_hook=str))
     identity = Identity(str(old), "augment", VERSION, digest, (), 0, "")
     with open_destination(to, s3) as destination:
         if begin(destination, identity, ()):
             return
         at, names, files = destination.sizes(), AudioNames((), None), list[WrittenFile]()
-        for number, part in enumerate(parts):
+        for number, path in enumerate(parts):
             record = f"{RECORDS}/{number:05d}.json"
             written = written_part(destination, at, record)
             if written is None:
                 with PartFiles(destination, names) as part_files:
-                    _write(part, part_files, effects)
+                    _write(path, path.relative_to(source).as_posix(), part_files, effects)
                     written = part_files.publish(record)
             files += written
         with PartFiles(destination, names) as common:
             for name in ("README.md", "provenance.json"):
-                if (source / name).is_file():
-                    common.add(name, (source / name).read_bytes())
+                if (path := source / name).is_file():
+                    data = path.read_bytes()
+                    common.add(name, _card(data.decode(), effects) if name == "README.md" else data)
             files += common.publish(f"{RECORDS}/common.json")
         finish(destination, Finished(identity, {}, 0, files))
 
 
-def _readable(part: SourcePart) -> Iterator[Sample]:
+def _card(card: str, effects: Effects) -> bytes:
+    """The card of the new dataset, which has the hub's fields from the card of the export."""
+    fields = card.partition("\n---\n")[0].replace('pretty_name: "', 'pretty_name: "Augmented ', 1)
+    ranges = msgspec.json.format(msgspec.json.encode(effects, enc_hook=lambda folder: folder.name), indent=2)
+    return f"""{fields}
+---
+
+# Augmented speech
+
+Made by `nightjar augment` from an export of Nightjar. That export has the clean speech, and a card with its hours, its voices and
+its jobs. What was done to an example is in its `augment`, with the SHA-256 of its clean audio. It was drawn from these effects, where
+null is none; `snr` (dB) is that of the noise:
+
+```json
+{ranges.decode()}
+```
+""".encode()
+
+
+def _examples(path: Path) -> Iterator[tuple[str, dict[str, bytes], dict[str, Any]]]:
+    """Yields the name of each item of a tar file or a table, its files by extension, and what is said about it."""
     try:
-        yield from part.read()
-    except (OSError, tarfile.TarError, msgspec.MsgspecError) as error:
-        message = f"{part.name!r} of the export cannot be read: {error}."
-        raise invalid(message, "Export it again.") from error
+        if path.suffix == ".tar":
+            for name, members in tar_examples(path):
+                yield name, members, msgspec.json.decode(members["json"])
+            return
+        from pyarrow import parquet
+
+        for batch in parquet.ParquetFile(path).iter_batches(_BATCH):
+            for row in batch.to_pylist():
+                audio = path.parent / row["file_name"]
+                yield audio.stem, {audio.suffix[1:]: audio.read_bytes()}, row
+    except (OSError, KeyError, ValueError, tarfile.TarError, msgspec.MsgspecError) as error:
+        raise invalid(f"{str(path)!r} cannot be read: {error}.", "Export it again.") from error
 
 
-def _write(part: SourcePart, files: PartFiles, effects: Effects) -> None:
-    """Writes a part: its audio, and a table or a file of lines with the recipes."""
-    archive = part.name.endswith(".tar")
-    folder = part.name.removesuffix(".tar")
+def _write(path: Path, name: str, files: PartFiles, effects: Effects) -> None:
+    """Writes a part, whose file has this name: the audio, and a table or a file of lines with the recipes."""
     told: list[dict[str, Any]] = []
-    with ExitStack() as ended:
-        add = ended.enter_context(tar_file(files.open(part.name))) if archive else None
-        for sample in _readable(part):
-            audio, about = _augmented(sample, effects)
-            name = f"{sample.name}.{sample.extension}"
-            told.append({"file_name": name, "audio_filepath": name, **about})
-            if add is None:
-                files.add(f"{folder}/{name}", audio)
-                continue
-            for extension, data in {sample.extension: audio, "json": _encode(about), **sample.others}.items():
-                add(f"{sample.name}.{extension}", data)
-    if part.schema is None:
-        lines = files.open(f"{folder}.jsonl" if archive else f"{folder}/metadata.jsonl")
-        lines.writelines(_encode(one) + b"\n" for one in told)
+    tar = path.suffix == ".tar"
+    folder = "" if tar else name.removesuffix(path.name)
+    with tar_file(files.open(name)) if tar else nullcontext(files.add) as add:
+        for item, members, about in _examples(path):
+            audio = _augmented(item, members, about, effects)
+            told.append({"audio_filepath": f"{item}.{audio}", **about})
+            for extension, data in members.items():
+                add(f"{folder}{item}.{extension}", data)
+    if tar:
+        files.open(f"{name[:-4]}.jsonl").writelines(_encode(one) + b"\n" for one in told)
         return
     import pyarrow
     from pyarrow import parquet
 
-    recipe = pyarrow.struct([(name, pyarrow.type_for_alias(dtype)) for name, dtype in _RECIPE.items()])
-    table = pyarrow.Table.from_pylist(told, part.schema.append(pyarrow.field("augment", recipe)))
-    parquet.write_table(table, files.open(f"{folder}/metadata.parquet"), compression="zstd")
+    schema = parquet.read_schema(path).append(pyarrow.field("augment", arrow_type(_RECIPE)))
+    parquet.write_table(pyarrow.Table.from_pylist(told, schema), files.open(name), compression="zstd")
 
 
-def _augmented(sample: Sample, effects: Effects) -> tuple[bytes, dict[str, Any]]:
-    """Makes the audio of an item and what is said about it."""
+def _augmented(name: str, members: dict[str, bytes], about: dict[str, Any], effects: Effects) -> str:
+    """Augments the files of an item and what is said about it, in place. Returns the extension of its audio."""
     import soundfile
 
     from jobs.encoded_audio import encoded
 
-    about = sample.about
+    extension = next((one for one in members if one in AUDIO_FORMATS), "")
     # An item is known by its dialogue and turn, or by its name in the export.
-    recipe = effects.recipe(f"{about.get('example_id', sample.name)}/{about.get('message_index')}")
+    recipe = effects.recipe(f"{about.get('example_id', name)}/{about.get('message_index')}")
     try:
-        clean, rate = decoded(sample.audio), soundfile.info(io.BytesIO(sample.audio)).samplerate
-    except soundfile.LibsndfileError:
-        raise invalid(f"The audio of {sample.name!r} cannot be read.", "Export again.") from None
+        data = members[extension]
+        clean, rate = decoded(data), soundfile.info(io.BytesIO(data)).samplerate
+    except (KeyError, soundfile.LibsndfileError):
+        raise invalid(f"{name!r} has no audio that can be read.", "Export again, with audio.") from None
     samples = effects.applied(recipe, clean.reshape(len(clean), -1), rate)
-    made = encoded(samples, rate, cast("AudioFormat", sample.extension))
+    made = encoded(samples, rate, cast("AudioFormat", extension))
     known = {
         "sha256": sha256_of(made.data),
         "bytes": len(made.data),
         "samples": made.samples,
         "duration": round(made.samples / rate, 6),
+        "augment": recipe | {"clean_sha256": about.get("sha256")},
     }
-    speed, clean_sha256 = recipe["speed"] or 1, about.get("sha256")
+    speed = recipe["speed"] or 1
     for turn in (about, *about.get("turns", ())):
         turn |= {name: round(turn[name] / speed, 6) for name in ("start", "end") if name in turn}
         for word in turn.get("words") or ():
             for place in ("start_s", "end_s") if isinstance(word, dict) else (1, 2):
                 word[place] = round(word[place] / speed, 4)
-    about |= {name: value for name, value in known.items() if name in about}
-    return made.data, {**about, "augment": {**recipe, "clean_sha256": clean_sha256}}
+    about |= {name: value for name, value in known.items() if name in about or name == "augment"}
+    members[extension] = made.data
+    if "json" in members:
+        members["json"] = _encode(about)
+    return extension

@@ -23,8 +23,8 @@ from pipelines.languages import language_code
 
 #: The hub's size categories.
 _SIZES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B")
-#: Maximum number of names whose hours are in memory, of rows of a table, and of samples.
-_NAMES, _ROWS, _SAMPLES = 10_000, 50, 5
+#: Maximum number of rows of a table, and of samples.
+_ROWS, _SAMPLES = 50, 5
 _decode = msgspec.json.Decoder(tuple[str, int]).decode
 
 
@@ -32,24 +32,15 @@ class Hours:
     """Sums milliseconds of audio by name. Any number of names is possible: they are sorted on disk."""
 
     def __init__(self) -> None:
-        self._sums = Counter[str]()
         self._lines = SortedLines(Path(tempfile.gettempdir()))
         #: Number of names, known once `longest` was called.
         self.names = 0
 
     def add(self, name: str, milliseconds: int) -> None:
-        self._sums[name] += milliseconds
-        if len(self._sums) == _NAMES:
-            self._write()
-
-    def _write(self) -> None:
-        for pair in self._sums.items():
-            self._lines.add(msgspec.json.encode(pair) + b"\n")
-        self._sums.clear()
+        self._lines.add(msgspec.json.encode((name, milliseconds)) + b"\n")
 
     def longest(self) -> list[tuple[str, int]]:
         """The names with the most audio, with their milliseconds."""
-        self._write()
 
         def sums() -> Iterator[tuple[int, str]]:
             for name, pairs in groupby(map(_decode, self._lines), lambda one: one[0]):
@@ -115,21 +106,18 @@ def dataset_card(
     codes = {language_code(name) for name, _ in languages if name != "not given"}
     template = resources.files("jobs.export").joinpath("card.md").read_text(encoding="utf-8")
     card = environment.from_string(template).render(
-        jobs=[one.job for one in jobs.jobs],
         set=jobs,
         plan=plan,
         facts=facts,
         format=format,
-        license=license or "unknown",
+        license=license,
         codes=sorted(code for code in codes if code.isascii() and code.isalpha() and len(code) in (2, 3)),
         size=_SIZES[max(0, min(len(str(plan.items)) - 3, len(_SIZES) - 1))],
         splits={name: list(parts) for name, parts in groupby(plan.parts, lambda part: part.split)},
-        files=format.data_files or ("{}.jsonl" if format.write_part is None else None),
         failed=failed.most_common(),
-        converted=conversion.name,
+        conversion=conversion,
         voices=facts.voices.longest(),
         languages=languages,
-        specs={one.job.spec_sha: one.job.spec for one in jobs.jobs},
         rows=_ROWS,
     )
     return card.encode()

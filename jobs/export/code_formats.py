@@ -43,7 +43,7 @@ def jsonl_line(job: Job, item: AudioItem, where: str) -> bytes:
     """The line of an item with its codes."""
     codes = cast("StoredCodes", item.codes)
     sound = {"audio_filepath": where} if where else {}
-    return _encode(sound | facts(job, item) | {"codes": codes.codes.tolist()}) + b"\n"
+    return _encode(sound | facts(item) | {"codes": codes.codes.tolist()}) + b"\n"
 
 
 def interleaved(
@@ -103,7 +103,7 @@ def interleaved_line(
 ) -> bytes:
     """The line of an item: spans of these numbers of text tokens and frames in turn, the last of each with the rest of
     the other; None: a word and its frames in turn."""
-    codes, known = cast("StoredCodes", item.codes), facts(job, item)
+    codes, known = cast("StoredCodes", item.codes), facts(item)
     text = tokenizer.encode(known["text"], add_special_tokens=False)
     if sizes is None:
         cuts = _cuts_at_words(item, known["text"], text.offsets, codes)
@@ -175,20 +175,14 @@ def write_espnet_codes(
 JSONL = ExportFormat(
     name="jsonl", summary="JSONL with the codes", item_line=jsonl_line, codes=True, needs_codes=True
 )
-INTERLEAVED = ExportFormat(
-    name="interleaved",
-    summary="JSONL with text and codes in turn",
-    item_line=jsonl_line,
-    names_audio=False,
-    codes=True,
-    needs_codes=True,
+INTERLEAVED = replace(
+    JSONL, name="interleaved", summary="JSONL with text and codes in turn", names_audio=False
 )
-ESPNET_CODES = ExportFormat(
+ESPNET_CODES = replace(
+    INTERLEAVED,
     name="espnet-codes",
     summary="codes as tokens of ESPnet SpeechLM",
+    item_line=None,
     write_part=write_espnet_codes,
-    names_audio=False,
-    codes=True,
-    needs_codes=True,
     local_folder=True,
 )

@@ -77,10 +77,10 @@ def metadata_cell(types: Type, metadata: Mapping[str, msgspec.Raw]) -> Any:
     """The metadata of an item for a column of this type."""
     if not isinstance(types, dict):
         return msgspec.json.encode(metadata).decode()
-    found = {name: (bytes(value), json.loads(bytes(value))) for name, value in metadata.items()}
+    texts = {name: bytes(value).decode() for name, value in metadata.items()}
     return {
-        name: text.decode() if types[name] == JSON and value is not None else value
-        for name, (text, value) in found.items()
+        name: text if types[name] == JSON and text != "null" else json.loads(text)
+        for name, text in texts.items()
     }
 
 

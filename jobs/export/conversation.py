@@ -185,7 +185,7 @@ def write_duplex(
     """Writes one shard of Lhotse's archives, with a recording for each role."""
     with archive(part, files) as (add, cuts):
         for item, audio in dialogues:
-            cut = cut_of(item.name, job, item, SHAR_SOURCE)
+            cut = cut_of(item.name, item, SHAR_SOURCE)
             for spoken in cut["supervisions"]:
                 role = spoken["custom"]["role"]
                 spoken["speaker"] = role if role == "user" else "agent"

@@ -27,6 +27,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from io import BytesIO
 from itertools import groupby
+from pathlib import Path
 from typing import IO, Any
 
 import msgspec
@@ -115,7 +116,7 @@ def write_lhotse(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[A
             named = files.audio_name(f"{folder}/cuts.jsonl.gz", where)
             source = {"type": "url" if "://" in where else "file", "channels": [0], "source": named}
             place = {"storage_type": "numpy_files", "storage_path": beside, "storage_key": f"{item.name}.npy"}
-            cut = cut_of(item.id, job, item, source, place)
+            cut = cut_of(item.id, item, source, place)
             if item.codes is not None:
                 files.add(f"{folder}/codes/{item.name}.npy", npy(item.codes.codes))
             if not item.is_codes:
@@ -134,7 +135,7 @@ def write_shar(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[Aud
     of a tar file."""
     with archive(part, files) as (add, cuts):
         for item, audio in items:
-            cut = cut_of(item.name, job, item, SHAR_SOURCE)
+            cut = cut_of(item.name, item, SHAR_SOURCE)
             if not item.is_codes:
                 add("recording", f"{item.name}.{item.extension}", audio, cut["recording"])
             if item.codes is not None:
@@ -172,7 +173,7 @@ def npy(codes: Any) -> bytes:
 
 
 def cut_of(
-    id: str, job: Job, item: AudioItem, source: dict[str, Any], place: dict[str, str] = _SHAR_ARRAY
+    id: str, item: AudioItem, source: dict[str, Any], place: dict[str, str] = _SHAR_ARRAY
 ) -> dict[str, Any]:
     """The JSON of a cut with its recording, if it has audio, and a supervision for each turn in it. `place`:
     where its codes are."""
@@ -185,7 +186,7 @@ def cut_of(
         "duration": item.seconds,
         "channel_ids": channels,
     }
-    spoken = [_supervision(turn.id, id, job, turn, item.channels) for turn in item.turns]
+    spoken = [_supervision(turn.id, id, turn, item.channels) for turn in item.turns]
     sounds: dict[str, Any] = {} if item.is_codes else {"recording": recording}
     if (codes := item.codes) is not None:
         array = place | {"shape": list(codes.codes.shape)}
@@ -196,15 +197,15 @@ def cut_of(
         "start": 0.0,
         "duration": item.seconds,
         "channel": channels if item.channels > 1 else 0,
-        "supervisions": spoken or [_supervision(id, id, job, item, 1)],
+        "supervisions": spoken or [_supervision(id, id, item, 1)],
         **sounds,
         "type": "MultiCut" if item.channels > 1 else "MonoCut",
     }
 
 
-def _supervision(id: str, recording_id: str, job: Job, item: AudioItem, channels: int) -> dict[str, Any]:
+def _supervision(id: str, recording_id: str, item: AudioItem, channels: int) -> dict[str, Any]:
     """The JSON of a supervision of a recording with this number of channels."""
-    about = facts(job, item)
+    about = facts(item)
     span = {"start": item.place.start, "duration": item.seconds, "channel": item.place.channel % channels}
     made = {"id": id, "recording_id": recording_id, **span, "text": about["text"]}
     if about["language"] is not None:
@@ -292,13 +293,21 @@ def tar_file(file: IO[bytes]) -> Generator[Callable[[str, bytes], None], None, N
         yield add
 
 
+def tar_examples(path: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """Yields the name of each example of a WebDataset's tar file, and its files by their extension."""
+    with tarfile.open(path, "r|") as archive:
+        members = ((member.name.partition("."), archive.extractfile(member)) for member in archive)
+        for name, group in groupby(members, key=lambda one: one[0][0]):
+            yield name, {extension: file.read() for (_, _, extension), file in group if file is not None}
+
+
 def write_webdataset(
     part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]
 ) -> None:
     """Writes one tar file."""
     with tar_file(files.open(f"{part.split}/shard-{part.number:06d}.tar")) as add:
         for item, audio in items:
-            about = facts(job, item)
+            about = facts(item)
             if not item.is_codes:
                 add(f"{item.name}.{item.extension}", audio)
             if item.codes is not None:

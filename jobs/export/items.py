@@ -213,10 +213,10 @@ ORIGIN = (
 )
 
 
-def facts(job: Job, item: AudioItem) -> dict[str, Any]:
+def facts(item: AudioItem) -> dict[str, Any]:
     """All fields of an item that formats write, under their common names; of a dialogue also those of its
     turns."""
-    known, artifact, job = item_metadata(job, item), item.artifact, item.job
+    known, artifact, job = item_metadata(item.job, item), item.artifact, item.job
     about = {
         "example_id": item.example_id,
         "index": artifact.index,
@@ -250,7 +250,7 @@ def facts(job: Job, item: AudioItem) -> dict[str, Any]:
     if item.place.dialogue:
         about |= item.place._asdict()
     if item.turns:
-        turns = [facts(job, turn) for turn in item.turns]
+        turns = [facts(turn) for turn in item.turns]
         about = picked(about, "example_id", "sample_rate", "samples", "duration", "sha256", "metadata")
         about |= {"text": "\n".join(turn["text"] for turn in turns), "turns": turns}
     return about | ({"job": job.id} if item.in_set else {})

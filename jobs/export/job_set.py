@@ -218,8 +218,8 @@ class JobSet:
             )
             for outs in zip(*by_job)
         )
-        duplicates = (self.duplicates or 0) if self._unique else 0
-        without_audio = sum(one.total for one in counts) - items - duplicates
+        duplicates = (self.duplicates or 0) if self._unique else msgspec.UNSET
+        without_audio = sum(one.total for one in counts) - items - (duplicates or 0)
         # Items of a running job may get their audio after the export has passed them.
         without_audio = max(0, without_audio - sum(out.items for out in filtered))
         if where is not None and self.format.sounds is not None:
@@ -227,8 +227,7 @@ class JobSet:
             without_audio -= others
             filtered += (FilteredOut("other turns of their dialogue", others, 0),)
         pending = sum(one.pending for one, (_, _, job) in zip(counts, jobs) if not job.state.final)
-        left = LeftOut(without_audio, filtered, min(pending, without_audio), self.running)
-        return msgspec.structs.replace(left, duplicates=duplicates) if self._unique else left
+        return LeftOut(without_audio, filtered, min(pending, without_audio), self.running, duplicates)
 
     def text_answers(self) -> Iterator[tuple[msgspec.Raw, str]]:
         """Yields the lines of items whose answer is text without audio, with that text."""

@@ -72,7 +72,7 @@ def _with_messages(line: dict[str, msgspec.Raw], messages: Sequence[Any]) -> byt
 
 def nemo_line(job: Job, item: AudioItem, where: str) -> bytes:
     """A line of the manifest, with `lang` if the item has a language."""
-    about = facts(job, item)
+    about = facts(item)
     line = {"audio_filepath": where, **picked(about, "duration", "text")}
     if about["language"] is not None:
         line["lang"] = about["language"]
@@ -81,7 +81,7 @@ def nemo_line(job: Job, item: AudioItem, where: str) -> bytes:
 
 def openai_batch_line(job: Job, item: AudioItem, where: str) -> bytes:
     """The line of a request that succeeded."""
-    artifact, about = item.artifact, facts(job, item)
+    artifact, about = item.artifact, facts(item)
     audio = {
         "url": where,
         "format": item.extension,

@@ -91,7 +91,7 @@ def manifest_line(job: Job, item: AudioItem, where: str) -> bytes:
     """A line of an export; `key` names the audio in the store, so `where` is not used."""
     line: dict[str, Any] = msgspec.to_builtins(_item_entry(item.job, item))
     place = ("speaker", *Place._fields) if item.place.dialogue else ()
-    return msgspec.json.encode(line | picked(facts(job, item), *ORIGIN, *place)) + b"\n"
+    return msgspec.json.encode(line | picked(facts(item), *ORIGIN, *place)) + b"\n"
 
 
 MANIFEST = ExportFormat(

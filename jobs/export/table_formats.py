@@ -74,7 +74,7 @@ _WORD: dict[str, Type] = {"text": "string", "start_s": "float64", "end_s": "floa
 def _row(job: Job, item: AudioItem) -> dict[str, Any]:
     """The values of the columns other than the audio. Each score has its own column, so that readers of
     tables can filter by it."""
-    about = facts(job, item)
+    about = facts(item)
     scores = {f"score_{name}": value for name, value in about.get("scores", {}).items()}
     row: dict[str, Any] = picked(about, *_COLUMNS) | scores
     if item.codes is not None and not item.is_codes:

@@ -71,6 +71,10 @@ NOT_RUN: list[tuple[str, str]] = [
         "a measurement of minutes; benchmarks/test_smoke.py runs it",
     ),
     (
+        r"nightjar run .* --qa-set meters\.align\.model=.*",
+        "it needs two models; tests/unit/worker/test_aligner.py",
+    ),
+    (
         r"nightjar run dialogues\.jsonl --qa strict",
         "its meters download models; tests/services/worker/test_quality_jobs.py",
     ),
@@ -114,10 +118,10 @@ done
     "deploy.md": "unset SPEECH_BROKER_URL",
     "production.md": "export SPEECH_HOME=$FINISHED",
 }
-#: Lines of JSON, also with an arrow that says who sends it, of TOML and variables, of listings (a path, then
-#: what it is).
+#: Lines of JSON, also with an arrow that says who sends it, of TOML and variables, of CSV, of listings (a path,
+#: then what it is).
 DATA = re.compile(
-    r"""[{\["]|(?:->|<-) \{|.*\]\],?$|\[[\w.]+\]$|\w+ = |[A-Z_]+=\S+ +|[\w./-]+[/.][\w. /-]*( {2}|$|\.\.\.)"""
+    r"""[{\["]|(?:->|<-) \{|.*\]\],?$|\[[\w.]+\]$|\w+ = |[A-Z_]+=\S+ +|(?:\w+|"[^"]*"),\S|[\w./-]+[/.][\w. /-]*( {2}|$|\.\.\.)"""
 )
 GOLDEN = ROOT / "tests/golden"
 _LINE = '{"example_id": "d%d", "messages": [["user", "text", "%s"]]}\n'
@@ -161,7 +165,19 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]
     """(home, folder of state, job) of a finished job that is large enough to learn a speaking rate from."""
     folder = tmp_path_factory.mktemp("finished")
     (folder / "in.jsonl").write_text("".join(_LINE % (number, "Good morning.") for number in range(32)))
-    command = [sys.executable, "-m", "jobs", "run", "in.jsonl", "--speak", "all", "--out", "out", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "jobs",
+        "run",
+        "in.jsonl",
+        "--speak",
+        "all",
+        "--timestamps",
+        "--out",
+        "out",
+        "--json",
+    ]
     done = subprocess.run(
         command,
         cwd=folder,
@@ -192,6 +208,8 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "data/train/text").write_text("anna-1 good morning\nben-1 good night\n")
     (tmp_path / "data/train/utt2spk").write_text("anna-1 anna\nben-1 ben\n")
     (tmp_path / "examples").mkdir()
+    for path in (ROOT / "examples").glob("*.csv"):
+        (tmp_path / "examples" / path.name).write_text(path.read_text())
     for path in (ROOT / "examples").glob("*.jsonl"):
         (tmp_path / "examples" / path.name).write_text(
             "".join(path.read_text().splitlines(keepends=True)[:2])

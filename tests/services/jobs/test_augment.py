@@ -22,6 +22,7 @@ from jobs.cli import cli
 from jobs.export import augment as augmenting
 from jobs.export import export
 from jobs.export.augment import Effects, augment, parse_range
+from jobs.export.folder_formats import tar_file
 from jobs.store import FolderStore
 from pipelines.errors import ConfigError
 from tests.support.export_kit import SAMPLE_RATE, Finished, datasets_library, finished_job
@@ -77,8 +78,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
-    paths = sorted([*folder.glob("*/*.jsonl"), *folder.glob("**/metadata.jsonl")])
-    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    return [
+        json.loads(line)
+        for path in sorted(folder.glob("*/*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
 
 
 def check_recipes(folder: Path, effects: Effects) -> None:
@@ -164,19 +168,23 @@ def test_an_audiofolder_is_read_by_datasets(
         )
 
 
-@pytest.mark.parametrize("format", ["nemo", "manifest"])
-def test_lines_name_the_new_audio(finished: Finished, effects: Effects, tmp_path: Path, format: str) -> None:
-    source = finished.folder / f"{format}.jsonl"
-    export(finished.ledger, finished.store, finished.job_id, format, str(source))
-    root = None if format == "nemo" else finished.folder / "store"
-    augment(source, str(tmp_path / "to"), **given(effects), audio_root=root)
-    for line in lines_of(tmp_path / "to"):
-        frames = soundfile.info(tmp_path / "to" / "train" / "00000" / line["audio_filepath"]).frames
-        assert line["duration"] == round(frames / SAMPLE_RATE, 6)
-        assert line["text"].startswith("Text")
-    if format == "manifest":
-        with pytest.raises(ConfigError, match="does not say where its audio is"):
-            augment(source, str(tmp_path / "other"), **given(effects))
+def test_the_card_says_that_the_set_is_augmented(
+    finished: Finished, effects: Effects, tmp_path: Path
+) -> None:
+    source = exported(finished, "webdataset", tmp_path / "source")
+    augment(source, str(tmp_path / "to"), **given(effects))
+    clean, card = ((folder / "README.md").read_text() for folder in (source, tmp_path / "to"))
+    fields = clean.partition("\n---\n")[0].splitlines()
+    assert card.splitlines()[: len(fields)] == [
+        fields[0],
+        fields[1].replace('"', '"Augmented ', 1),
+        *fields[2:],
+    ]
+    ranges = json.loads(card.partition("```json")[2].partition("```")[0])
+    assert ranges == json.loads(msgspec.json.encode(effects, enc_hook=lambda folder: folder.name))
+    assert " hours." in clean
+    assert " hours." not in card
+    assert str(tmp_path) not in card
 
 
 def power(samples: np.ndarray, low: float = 0, high: float = SAMPLE_RATE) -> float:
@@ -258,9 +266,8 @@ def test_what_cannot_be_augmented_is_refused(finished: Finished, effects: Effect
 def test_the_times_of_words_and_turns_change_with_the_speed(word: Any) -> None:
     file = io.BytesIO()
     soundfile.write(file, np.zeros(800), 8000, format="WAV")
-    about = {"words": [word], "turns": [{"start": 1.0, "end": 2.0, "words": None}]}
-    sample = augmenting.Sample("a", "wav", file.getvalue(), about, {})
-    _, made = augmenting._augmented(sample, Effects(speed=(2, 2)))
+    made = {"words": [word], "turns": [{"start": 1.0, "end": 2.0, "words": None}]}
+    augmenting._augmented("a", {"wav": file.getvalue()}, made, Effects(speed=(2, 2)))
     assert [*(made["words"][0].values() if isinstance(word, dict) else made["words"][0])] == [
         "Hi",
         0.25,
@@ -270,15 +277,32 @@ def test_the_times_of_words_and_turns_change_with_the_speed(word: Any) -> None:
 
 
 def test_an_export_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    wrong = tmp_path / "wrong.jsonl"
-    for line, said in (
-        ('{"audio_filepath": "lost.wav"}', "No such file"),
-        ("no json", "cannot be read"),
-        ('{"audio_filepath": "wrong.jsonl"}', "The audio of '000000000' cannot be read"),
+    shard = tmp_path / "source" / "train" / "shard-000000.tar"
+    shard.parent.mkdir(parents=True)
+    (tmp_path / "source" / "export.json").write_text("{}")
+
+    def holding(**members: bytes) -> bytes:
+        file = io.BytesIO()
+        with tar_file(file) as add:
+            for extension, data in members.items():
+                add(f"a.{extension}", data)
+        return file.getvalue()
+
+    for number, (data, said) in enumerate(
+        (
+            (b"no tar" * 200, "cannot be read"),
+            (holding(wav=b"x"), "cannot be read: 'json'"),
+            (holding(json=b"no json"), "cannot be read: JSON"),
+            (holding(json=b"{}"), "'a' has no audio that can be read"),
+            (holding(wav=b"no audio", json=b"{}"), "'a' has no audio that can be read"),
+        )
     ):
-        wrong.write_text(line + "\n")
+        shard.write_bytes(data)
         with pytest.raises(ConfigError, match=said):
-            augment(wrong, str(tmp_path / "to" / said), speed=(1.1, 1.2))
+            augment(tmp_path / "source", str(tmp_path / f"to{number}"), speed=(1.1, 1.2))
+    (tmp_path / "source" / "export.json").unlink()
+    with pytest.raises(ConfigError, match="is not an export that can be augmented"):
+        augment(tmp_path / "source", str(tmp_path / "to"), speed=(1.1, 1.2))
 
 
 def test_the_command(finished: Finished, effects: Effects, tmp_path: Path) -> None:

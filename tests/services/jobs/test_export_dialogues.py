@@ -358,7 +358,7 @@ def test_words_count_from_the_start_of_the_sound(finished: Finished) -> None:
         start = turn.place.start
         assert (word.start_s, word.end_s) == pytest.approx((start + 0.25, start + 0.5), abs=1e-3)
     assert turns[-1].place.start > 4
-    cut = cut_of("a", items[0].job, msgspec.structs.replace(items[0], turns=turns), {})
+    cut = cut_of("a", msgspec.structs.replace(items[0], turns=turns), {})
     for turn, spoken in zip(turns, cut["supervisions"], strict=True):
         assert spoken["alignment"]["word"][0][1] == turn.words[0].start_s
 

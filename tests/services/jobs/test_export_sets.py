@@ -291,7 +291,6 @@ def test_a_text_cannot_write_into_the_card(tmp_path: Path) -> None:
 
 
 def test_any_number_of_names_and_keys_is_counted_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.export.card._NAMES", 10)
     monkeypatch.setattr("jobs.export.card._ROWS", 3)
     hours, repeats = Hours(), Repeats()
     for number in range(1000):

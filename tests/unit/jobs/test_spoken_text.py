@@ -233,7 +233,7 @@ def test_the_store_has_both_texts(rig: Rig) -> None:
         one, two = map(json.loads, manifest.splitlines())
         assert (one["text"], one["spoken_text"]) == ("It costs $5.", "It is five dollars.")
         assert (two["text"], "spoken_text" in two) == ("Nothing.", False)
-    found = [facts(item.job, item) for item in audio_items(rig.ledger, rig.store, job.id)]
+    found = [facts(item) for item in audio_items(rig.ledger, rig.store, job.id)]
     assert [(one["text"], one["spoken_text"]) for one in found] == [
         ("It costs $5.", "It is five dollars."),
         ("Nothing.", "Nothing."),
@@ -245,5 +245,5 @@ def test_a_job_without_the_options_is_as_before(rig: Rig) -> None:
     rig.run_next()
     assert not {"normalize", "normalizer", "lexicon"} & msgspec.to_builtins(job.spec).keys()
     (item,) = audio_items(rig.ledger, rig.store, job.id)
-    assert "spoken_text" not in facts(item.job, item)
+    assert "spoken_text" not in facts(item)
     assert b"spoken" not in rig.store.get(put_manifest(rig.ledger, rig.store, job.id).key)

@@ -258,11 +258,11 @@ def test_audio_decoded_later_is_that_of_the_job_that_decoded_at_once(build: Buil
     to, items = rig.folder / "decoded", [*items_of_job(rig.ledger, rig.store, job)]
     # Stopped after two items; the next one continues.
     with pytest.raises(KeyboardInterrupt):
-        decode(items, FakeDecoder(died_after=2), "fake", to, job.spec)
+        decode(items, FakeDecoder(died_after=2), "fake", to, job.spec, job.id)
     assert not (to / "manifest.jsonl").exists()
-    decode(items[:3], FakeDecoder(), "fake", to, job.spec)
+    decode(items[:3], FakeDecoder(), "fake", to, job.spec, job.id)
     again = FakeDecoder()
-    assert decode(items, again, "fake", to, job.spec) == (4, 3)
+    assert decode(items, again, "fake", to, job.spec, job.id) == (4, 3)
     assert again.decoded == 1
     assert decoded_files(to) == stored_audio(rig)
     lines = [json.loads(line) for line in (to / "manifest.jsonl").read_text().splitlines()]
@@ -278,10 +278,13 @@ def test_an_export_decodes_to_the_audio_of_its_job(finished: tuple[Rig, Job], fo
     rig, job = finished
     to = rig.folder / "decoded"
     items = items_of_export(exported(finished, format))
-    assert decode(items, FakeDecoder(), "fake", to, msgspec.structs.replace(job.spec)) == (4, 0)
+    assert decode(items, FakeDecoder(), "fake", to, job.spec, "export") == (4, 0)
     direct = rig.folder / "direct"
-    decode(items_of_job(rig.ledger, rig.store, job), FakeDecoder(), "fake", direct, job.spec)
+    decode(items_of_job(rig.ledger, rig.store, job), FakeDecoder(), "fake", direct, job.spec, job.id)
     assert decoded_files(to) == decoded_files(direct)
+    # Files of another source may have the same names.
+    with pytest.raises(ConfigError, match="another job or export"):
+        decode(items_of_job(rig.ledger, rig.store, job), FakeDecoder(), "fake", to, job.spec, job.id)
 
 
 def test_codes_of_another_codec_and_other_folders_are_refused(finished: tuple[Rig, Job]) -> None:
@@ -292,11 +295,21 @@ def test_codes_of_another_codec_and_other_folders_are_refused(finished: tuple[Ri
         for item in items_of_job(rig.ledger, rig.store, job)
     ]
     with pytest.raises(ConfigError, match="another codec"):
-        decode(items, FakeDecoder(), "fake", rig.folder / "x", job.spec)
+        decode(items, FakeDecoder(), "fake", rig.folder / "x", job.spec, job.id)
     with pytest.raises(ConfigError, match="no job and no finished export"):
         next(items_of_export(rig.folder))
     with pytest.raises(ConfigError, match="cannot be decoded"):
         next(items_of_export(exported(finished, "shar")))
+    export = exported(finished, "webdataset")
+    (shard,) = export.glob("*/*.tar")
+    whole = shard.read_bytes()
+    for damaged in (whole[:700], whole.replace(b'"index":1', b'"index":[')):
+        shard.write_bytes(damaged)
+        with pytest.raises(ConfigError, match="is damaged"):
+            list(items_of_export(export))
+    shard.unlink()
+    with pytest.raises(ConfigError, match="is damaged: FileNotFoundError"):
+        list(items_of_export(export))
     rig.submit(["Aloud."], seed=9)
     with pytest.raises(ConfigError, match="has no codes"):
         next(items_of_job(rig.ledger, rig.store, next(iter(rig.ledger.jobs()))))
