@@ -113,7 +113,7 @@ def _of_quality(spec: JobSpec) -> Iterator[str]:
         return
     wanted, card = msgspec.to_builtins(spec.quality), _card(spec.model)
     if card is not None and spec.quality.paces == (card.pace,):
-        wanted.pop("paces", None)
+        wanted["paces"] = ()
     presets = {name: msgspec.to_builtins(preset) for name, preset in PRESETS.items() if preset is not None}
     if spec.output == "codes":
         presets = {DEFAULT: msgspec.to_builtins(checks_of_codes(quality_of(DEFAULT) or Quality()))}

@@ -138,7 +138,7 @@ def _table(records: Any) -> tuple[Any, Callable[[list[str]], Iterator[Any]]]:
             reader = pyarrow.RecordBatchReader.from_stream(records)
         except ImportError:
             raise missing_library("Reading a table", "pyarrow", "export") from None
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             advice = "Give each column one type, or leave the column out."
             raise wrong_format(_NO_URI, f"is no table: {clean(str(error), 200)}", advice) from None
         return reader.schema, lambda names: (batch.select(names) for batch in reader)

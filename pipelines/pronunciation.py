@@ -6,8 +6,9 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
-#: A run of letters and digits, or another character.
-_TOKEN = re.compile(r"\w+|\S")
+#: A run of letters and digits, or another character that follows none.
+_TOKEN = re.compile(r"(?<!\w)(\w+|\S)")
+_LETTER = re.compile(r"\w")
 
 
 class WholeWords:
@@ -45,16 +46,10 @@ class WholeWords:
 
     def _at(self, text: str, start: int, token: str) -> str | None:
         """The entry that begins at a token."""
-        if start and _is_word(text[start - 1]):
-            return None
         for entry in self._starts.get(token.lower(), ()):
             end = start + len(entry)
             found = text[start:end]
             same = found == entry or (entry == entry.lower() and found.lower() == entry)
-            if same and not _is_word(text[end : end + 1]):
+            if same and not _LETTER.match(text, end):
                 return entry
         return None
-
-
-def _is_word(character: str) -> bool:
-    return character.isalnum() or character == "_"

@@ -143,9 +143,10 @@ def _sentence_end(window: str, *, certain: bool) -> int | None:
     return None
 
 
-def units_of(text: str) -> list[str]:
-    """The units of a complete text that have words."""
-    return [unit for unit, _ in TextUnits().add(text, final=True) if has_words(unit)]
+def units_of(text: str, *, by_word: bool = False) -> list[str]:
+    """The units, or with `by_word` the passages, of a complete text that have words."""
+    units = TextUnits(by_word=by_word).add(text, final=True)
+    return [unit.strip() for unit, _ in units if has_words(unit)]
 
 
 def parts_of(text: str, able: Capabilities) -> list[TextPart]:
@@ -157,13 +158,8 @@ def parts_of(text: str, able: Capabilities) -> list[TextPart]:
     by_word = able.max_text_characters >= MAX_PASSAGE_CHARACTERS + _MAX_WORD_CHARACTERS
     parts: list[TextPart] = []
     for paragraph in _PARAGRAPH_END.split(text):
-        units = [
-            unit.strip()
-            for unit, _ in TextUnits(by_word=by_word).add(paragraph, final=True)
-            if has_words(unit)
-        ]
-        parts += [TextPart(unit, SENTENCE_PAUSE) for unit in units[:-1]]
-        parts += [TextPart(unit, PARAGRAPH_PAUSE) for unit in units[-1:]]
+        units = units_of(paragraph, by_word=by_word)
+        parts += map(TextPart, units, [SENTENCE_PAUSE] * (len(units) - 1) + [PARAGRAPH_PAUSE])
     return parts
 
 

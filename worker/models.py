@@ -27,9 +27,9 @@ log = structlog.get_logger(__name__)
 CHECK_SECONDS = 0.2
 
 
-def open_model(settings: Settings, model: str, decodes: bool = True) -> Pipeline:
-    """Opens a model with the settings of its engine; `decodes`: with the decoder of its codec. Raises `NightjarError` if it cannot be opened, for example
-    `EngineCrashError`."""
+def open_model(settings: Settings, model: str, decodes: bool) -> Pipeline:
+    """Opens a model with the settings of its engine; `decodes`: with the decoder of its codec. Raises `NightjarError` if
+    it cannot be opened, for example `EngineCrashError`."""
     return _engine_process(settings, model, decodes) or open_pipeline(
         model, **_options(settings, describe(model), decodes)
     )
@@ -116,7 +116,18 @@ class PipelineCache:
         `check` is called during the wait, and may raise an error to end it. Raises `ModelError` if the model cannot be
         opened.
         """
-        loaded = self._acquire(model, check, decodes)
+        waiter = object()
+        with self._changed:
+            self._waiting.append(waiter)
+            try:
+                while self._waiting[0] is not waiter or not self._has_room(model, decodes):
+                    check()
+                    self._changed.wait(CHECK_SECONDS)
+                check()
+                loaded = self._take(model, decodes)
+            finally:
+                self._waiting.remove(waiter)
+                self._changed.notify_all()
         try:
             yield loaded.pipeline
         finally:
@@ -149,20 +160,6 @@ class PipelineCache:
             self._changed.notify_all()
         if loaded is not None:
             loaded.pipeline.close()
-
-    def _acquire(self, model: str, check: Callable[[], None], decodes: bool) -> _Loaded:
-        waiter = object()
-        with self._changed:
-            self._waiting.append(waiter)
-            try:
-                while self._waiting[0] is not waiter or not self._has_room(model, decodes):
-                    check()
-                    self._changed.wait(CHECK_SECONDS)
-                check()
-                return self._take(model, decodes)
-            finally:
-                self._waiting.remove(waiter)
-                self._changed.notify_all()
 
     def _has_room(self, model: str, decodes: bool) -> bool:
         if self._closed:

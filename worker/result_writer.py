@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -24,8 +24,8 @@ from pipelines.audio import trim_silence
 from pipelines.audio_format import LOSSY
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import ErrorCode, NightjarError
-from pipelines.request import Capabilities, Handle, Speech, SynthesisRequest
-from pipelines.text_units import parts_of, unit_request
+from pipelines.request import Capabilities, Handle, Meta, Speech, SynthesisRequest
+from pipelines.text_units import parts_of
 from worker.quality.meters import Reading, Readings, Utterance
 from worker.quality.pool import MeterPool, MeterTask
 from worker.quality.verdict import CheckedDraw, History, check_draw, check_speech, failed_draw, judged
@@ -69,14 +69,6 @@ class ItemDraw:
     entered_at: float = 0.0
     #: The draw's share of the engine's time.
     engine_ms: int = 0
-
-    def of_part(self, request: SynthesisRequest) -> SynthesisRequest:
-        """The request of the draw, from that of the item."""
-        return (
-            request
-            if self.long is None
-            else unit_request(request, self.long.parts[self.part].text, self.part)
-        )
 
     def following(self, history: History) -> ItemDraw:
         """The draw after this one."""
@@ -272,63 +264,60 @@ def _stored(
     # Imported here, because it takes half a second and an idle worker does not need it.
     from jobs.encoded_audio import encoded_audio, words_file
 
-    job, line = shard.held.lease.job, draw.line
-    failed = isinstance(outcome, Failed)
-    if draw.long is not None and speech is not None:
-        if isinstance(outcome, Done):
-            return _joined(shard, draw, draw.long, outcome, speech, number)
-        speech = replace(speech, meta={**speech.meta, "part": draw.part})
+    job, line, failed = shard.held.lease.job, draw.line, isinstance(outcome, Failed)
     main = QUARANTINE if failed else job.spec.main_kind
-    made: list[tuple[Artifact, bytes]] = []
+    made: list[tuple[Artifact, Any]] = []
 
-    def add(kind: str, data: bytes, facts: tuple[int, int, int] = (0, 0, 0), **meta: object) -> None:
-        """`facts`: duration in ms, sample rate and samples."""
+    def add(
+        kind: str,
+        data: Any,
+        facts: tuple[int, int, int] = (0, 0, 0),
+        meta: Meta | None = None,
+        size: int = 0,
+    ) -> None:
+        """`facts`: duration in ms, sample rate and samples; `size`: that of a file."""
         key = item_key(job.id, kind, line.index, line.example_id, job.spec.extension(kind), number)
-        made.append((Artifact(line.index, kind, key, "", len(data), *facts, seed, meta=meta), data))
+        made.append(
+            (Artifact(line.index, kind, key, "", size or len(data), *facts, seed, meta=meta or {}), data)
+        )
 
-    if speech is not None and len(speech.samples):
+    def with_objects(outcome: Done | Failed) -> Done | Failed:
+        """Stores each artifact as an object."""
+        stored: list[Artifact] = []
+        for artifact, data in made:
+            metadata = object_metadata(job.spec_sha, seed)
+            put = shard.held.retrying(partial(put_numbered, shard.store, artifact.key, data, metadata))
+            stored.append(msgspec.structs.replace(artifact, key=put.key, sha256=put.sha256))
+        return msgspec.structs.replace(outcome, artifacts=tuple(stored))
+
+    if speech is None:
+        return with_objects(outcome)
+    if draw.long is not None and isinstance(outcome, Done):
+        if (whole := draw.long.keep(draw.part, outcome, speech, number)) is None:
+            return PartKept()
+        # An object of its own in a job with packs too, since it may be larger than memory.
+        outcome, audio, words, meta, seed = whole
+        number = outcome.draws[-1].draw if outcome.draws else number
+        with audio.data as file:
+            add("audio", file, (audio.duration_ms, audio.sample_rate, audio.samples), meta, audio.size)
+            if words:
+                add(WORDS, words, meta=meta)
+            return with_objects(outcome)
+    meta = speech.meta if draw.long is None else {**speech.meta, "part": draw.part}
+    if len(speech.samples):
         audio = encoded_audio(speech, job.spec)
-        add(main, audio.data, (audio.duration_ms, audio.sample_rate, audio.samples), **speech.meta)
-    if speech is not None and speech.codes is not None:
+        add(main, audio.data, (audio.duration_ms, audio.sample_rate, audio.samples), meta)
+    if speech.codes is not None:
         assert shard.codec is not None, "the job makes codes"
         codes = StoredCodes(speech.codes, speech.voice_codes, shard.codec).encoded()
         if not len(speech.samples):
-            add(main, codes, (speech.duration_ms, speech.sample_rate, speech.sample_count), **speech.meta)
+            add(main, codes, (speech.duration_ms, speech.sample_rate, speech.sample_count), meta)
         elif not failed:
             add("codes", codes)
-    if speech is not None and speech.text_out is not None and not failed:
+    if speech.text_out is not None and not failed:
         add("text", speech.text_out.encode())
-    if speech is not None and speech.words and not failed:
+    if speech.words and not failed:
         add(WORDS, words_file(speech))
     if shard.packs is not None and isinstance(outcome, Done):
         return shard.packs.add(outcome, made, line.example_id)
-    stored = tuple([_put(shard, artifact, data) for artifact, data in made])
-    return msgspec.structs.replace(outcome, artifacts=stored)
-
-
-def _joined(
-    shard: ShardRun, draw: ItemDraw, long: LongItem, done: Done, speech: Speech, number: int
-) -> Done | PartKept:
-    """Keeps the speech of a part. After the last one, stores the joined audio, which is an object of its own in a job
-    with packs too, since it may be larger than memory."""
-    if (whole := long.keep(draw.part, done, speech, number)) is None:
-        return PartKept()
-    outcome, audio, words, meta, seed = whole
-    job, line, last = shard.held.lease.job, draw.line, outcome.draws[-1].draw if outcome.draws else number
-
-    def put(kind: str, data: bytes | BinaryIO, size: int, facts: tuple[int, int, int]) -> Artifact:
-        key = item_key(job.id, kind, line.index, line.example_id, job.spec.extension(kind), last)
-        return _put(shard, Artifact(line.index, kind, key, "", size, *facts, seed, meta=meta), data)
-
-    with audio.data as file:
-        stored = [put("audio", file, audio.size, (audio.duration_ms, audio.sample_rate, audio.samples))]
-    if words:
-        stored.append(put(WORDS, words, len(words), (0, 0, 0)))
-    return msgspec.structs.replace(outcome, artifacts=tuple(stored))
-
-
-def _put(shard: ShardRun, artifact: Artifact, data: bytes | BinaryIO) -> Artifact:
-    """Stores an artifact as an object."""
-    metadata = object_metadata(shard.held.lease.job.spec_sha, artifact.seed)
-    put = shard.held.retrying(partial(put_numbered, shard.store, artifact.key, data, metadata))
-    return msgspec.structs.replace(artifact, key=put.key, sha256=put.sha256)
+    return with_objects(outcome)

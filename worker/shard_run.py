@@ -34,6 +34,7 @@ from pipelines.errors import ErrorCode, ModelError, NightjarError, StoreError, S
 from pipelines.recording import KEPT_BYTES, SizedCache
 from pipelines.request import AudioChunk, CodecIdentity, Event, Pipeline, Speech
 from pipelines.request import Done as SpeechDone
+from pipelines.text_units import unit_request
 from worker.admission import Demand, ItemCounts
 from worker.feeding import EngineTimer, FeedingOrder, RequestBuilder
 from worker.leases import MAX_REREADS, Clock, GoneReason, HeldLease, HeldLeases, LeaseGoneError, ShardEnd
@@ -277,7 +278,10 @@ class ShardRun:
         pipeline, place = self._pipeline, draw.place
         assert pipeline is not None
         try:
-            draw.request = draw.of_part(self._builder.build(draw.line, draw.number))
+            draw.request = self._builder.build(draw.line, draw.number)
+            if draw.long is not None:
+                text = draw.long.parts[draw.part].text
+                draw.request = unit_request(draw.request, text, draw.part)
             draw.sampled = pipeline.capabilities.sampling and draw.request.generation.temperature != 0
             with self._changed:
                 draw.started_at, draw.entered_at = self._clock.monotonic(), self._runner.timer.change(+1)

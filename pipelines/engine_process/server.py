@@ -16,10 +16,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from pipelines.child_process import ORPHANED, parent_channel
 from pipelines.daemon_threads import DaemonThreads
@@ -60,9 +60,6 @@ from pipelines.request import (
     PreparedRequest,
     SynthesisRequest,
 )
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 log = logging.getLogger(__name__)
 

@@ -96,7 +96,7 @@ class Utterance:
         if piece is None:
             return False
         begin = self.samples / SAMPLE_RATE
-        samples, frames = voice.timed(piece, 1.0, self._generator)
+        samples, frames = voice.timed(piece, self._generator)
         self.samples += len(samples)
         limit = self.request.generation.max_seconds
         if limit is not None and self.samples > limit * SAMPLE_RATE:
@@ -173,7 +173,7 @@ class HibariPipeline:
         self._reader = EnglishReader()
         # Makes speech once, so that the first request does not wait for imports and allocations.
         normalize_loudness(
-            self._reader.voice.from_ids(self._reader.voice.ids("həlˈO"), 1.0, np.random.default_rng(0)),
+            self._reader.voice.timed(self._reader.voice.ids("həlˈO"), np.random.default_rng(0))[0],
             SAMPLE_RATE,
         )
         self._room = waiting_room or count * _WAITING_PER_THREAD

@@ -126,7 +126,7 @@ class EnglishReader:
     def __init__(self) -> None:
         words = oov.OOV()
         self._g2p = BoundedG2P(_in_pieces(words, words.maxlen))
-        #: The loaded voice; its `from_ids` makes the speech of `pieces`.
+        #: The loaded voice; its `timed` makes the speech of `pieces`.
         self.voice = TimedVoice(self._g2p)
 
     def pieces(

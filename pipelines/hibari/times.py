@@ -35,7 +35,7 @@ _MARKS = re.compile(r"[\W_]+")
 
 
 class TimedVoice(Hibari):
-    """hibari's voice, whose model also returns the duration of each phoneme. Its speech is the same."""
+    """hibari's voice, whose model also returns the duration of each phoneme. `timed` takes the place of `from_ids`."""
 
     def __init__(self, g2p: G2P) -> None:
         path = voice_path(DEFAULT)
@@ -43,22 +43,16 @@ class TimedVoice(Hibari):
         self.model_path = path
         self.symbols = {number: symbol for symbol, number in self.vocab.items()}
 
-    def from_ids(
-        self, ids: Sequence[int], speed: float = 1.0, rng: np.random.Generator | None = None
-    ) -> NDArray[np.float32]:
-        """The speech [samples] of phoneme ids."""
-        return self.timed(ids, speed, rng)[0]
-
     def timed(
-        self, ids: Sequence[int], speed: float = 1.0, rng: np.random.Generator | None = None
+        self, ids: Sequence[int], generator: np.random.Generator
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """The speech [samples] of phoneme ids, and the duration [ids] of each in frames."""
         if len(ids) < 3:
             return np.zeros(0, np.float32), np.zeros(len(ids), np.float32)
-        given = {"ids": np.asarray([ids], np.int64), "speed": np.asarray([speed], np.float32)}
+        given = {"ids": np.asarray([ids], np.int64), "speed": np.ones(1, np.float32)}
         made: Any = self.sess.run(None, given)
         lh, th, ln, lr, phi, f0 = (part[0] for part in made[:-1])
-        return dsp.synth(lh, th, ln, lr, phi, f0, rng or np.random.default_rng()), made[-1]
+        return dsp.synth(lh, th, ln, lr, phi, f0, generator), made[-1]
 
     def words(
         self,

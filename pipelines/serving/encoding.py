@@ -7,20 +7,17 @@ import binascii
 import io
 import re
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast
+from typing import Any, BinaryIO, Literal, cast
 
 import msgspec
 import numpy as np
 import soundfile
 import soxr
+from numpy.typing import NDArray
 
 from pipelines.audio import CONTAINERS, WAV_HEADER_BYTES, encode, read_header, resample, wav_header
 from pipelines.audio_format import CONTENT_TYPES, RATES_OF, AudioFormat, holds_rate
 from pipelines.errors import ErrorCode, InputError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 
 SpeechFormat = Literal[AudioFormat, "pcm"]
 MEDIA_TYPES: dict[SpeechFormat, str] = {**CONTENT_TYPES, "pcm": "audio/pcm"}

@@ -4,23 +4,19 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Sequence
 from importlib import import_module
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipelines.audio import FRAME_SECONDS, frame_powers
 from pipelines.errors import ErrorCode, ModelError
 from pipelines.languages import language_code
 from pipelines.request import Word
 from worker.quality.meters import SAMPLE_RATE, UNSPACED, Reading, Readings, Utterance
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
 
 #: Longer speech is read in windows of this length, with this context on both sides, so many at once.
 WINDOW_SECONDS, CONTEXT_SECONDS, BATCH = 20, 1, 8
@@ -69,20 +65,18 @@ class AlignMeter:
         spoken = [(word, tokens) for word in words if (tokens := self._tokens(word))]
         if not spoken or not len(audio):
             return {}
-        #: The tokens, and the word of each; -1 between words.
-        ids, owners = list[int](), list[int]()
-        between = [self._vocabulary["|"]] if "|" in self._vocabulary and len(words) > 1 else []
-        for number, (_, tokens) in enumerate(spoken):
-            ids += between * bool(number) + tokens
-            owners += [-1] * (len(ids) - len(owners) - len(tokens)) + [number] * len(tokens)
+        between = [(self._vocabulary["|"], -1)] if "|" in self._vocabulary and len(words) > 1 else []
+        #: The tokens, each with its word; -1 between words.
+        pairs = [
+            pair
+            for number, (_, own) in enumerate(spoken)
+            for pair in between * bool(number) + [(token, number) for token in own]
+        ]
         log_probs, stride = self._log_probs(audio)
-        path = viterbi(log_probs, ids, self._blank)
+        path = viterbi(log_probs, [token for token, _ in pairs], self._blank)
         if path is None:
             return {"align": Reading(float(log_probs.min()), "the speech is shorter than its text")}
-        said, owned = (
-            np.where(path < 0, nothing, np.array(every)[path])
-            for nothing, every in ((self._blank, ids), (-1, owners))
-        )
+        said, owned = np.where(path[:, None] < 0, (self._blank, -1), np.array(pairs)[path]).T
         worse = log_probs[np.arange(len(said)), said] - log_probs.max(axis=1)
         width = min(len(worse), max(1, round(SCORE_SECONDS / stride)))
         means = np.convolve(worse, np.full(width, 1 / width), mode="valid")
@@ -158,13 +152,9 @@ def word_times(
     """
     powers, seconds = frame_powers(audio, SAMPLE_RATE), len(audio) / SAMPLE_RATE
     sound = powers > powers.max() * _SOUND_POWER
-    frames = [np.flatnonzero(owned == number) * stride for number in range(len(words))]
-    edges = [
-        (0.0, frames[0][0]),
-        *((one[-1], two[0]) for one, two in pairwise(frames)),
-        (frames[-1][-1], seconds),
-    ]
-    pauses = [_pause(sound, *edge) for edge in edges]
+    frames = (np.flatnonzero(owned == number) * stride for number in range(len(words)))
+    edges = [0.0, *(at for own in frames for at in own[[0, -1]]), seconds]
+    pauses = [_pause(sound, *edge) for edge in zip(edges[::2], edges[1::2], strict=True)]
     return tuple(
         Word(word, begin, end).moved(0.0, seconds)
         for word, (_, begin), (end, _) in zip(words, pauses, pauses[1:], strict=False)

@@ -16,17 +16,15 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jobs.checks import ALIGNER, ENTRY_POINT_GROUP, METERS, Option, known_meters
 from pipelines.errors import ErrorCode, ModelError
 from pipelines.languages import language_code
 from pipelines.request import Word
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 #: Sample rate of all built-in meters.
 SAMPLE_RATE = 16_000

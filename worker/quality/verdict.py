@@ -6,9 +6,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jobs.checks import Bound, Quality, code_of
 from jobs.ledger.records import Draw, Score
@@ -17,9 +17,6 @@ from pipelines.duration import pace_of
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import Generation, Speech
 from worker.quality.meters import Reading
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 #: Failures of the engine that another seed may avoid; other failures concern the attempt, not the draw.
 REDRAWABLE = frozenset(

@@ -22,6 +22,7 @@ from jobs.ledger.records import Job, JobSpec
 from jobs.provenance import put_provenance
 from jobs.spec import resolve
 from jobs.store import open_store
+from pipelines.duration import Pace
 from pipelines.registry import register_pipeline
 from pipelines.request import EngineInfo
 from tests.support.fake_worker import fake_card
@@ -105,6 +106,16 @@ def test_the_command_makes_the_job_again(rig: Rig, words: str) -> None:
     }
     assert told == {name: getattr(job, name) for name in told}
     assert job.labels == options.labels
+
+
+def test_the_pace_of_the_model_is_no_option(rig: Rig) -> None:
+    register_pipeline("fake", replace(fake_card(), pace=Pace(0.3, 0.05, 0.7, 1.5)), FakePipeline)  # type: ignore[arg-type]
+    job = submitted(rig, "--model", "fake", "--qa-set", "draws=5")
+    assert job.spec.quality is not None
+    assert job.spec.quality.paces
+    words = job_command(job, None)[3:]
+    assert [words[at + 1] for at, word in enumerate(words) if word == "--qa-set"] == ["draws=5"]
+    assert submitted(rig, *words).id == job.id
 
 
 @pytest.mark.parametrize(

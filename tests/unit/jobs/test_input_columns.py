@@ -234,6 +234,8 @@ def test_a_data_frame_is_a_table_and_its_missing_values_are_null(tmp_path: Path)
     ]
     with pytest.raises(InputError, match=r"is no table: .*mixed.*Give each column one type"):
         written_input(pandas.DataFrame({"text": ["a", "b"], "mixed": [1, "x"]}), JobSpec("m"), tmp_path)
+    with pytest.raises(InputError, match=r"is no table: .*too large"):
+        written_input(pandas.DataFrame({"text": ["a", "b"], "n": [2**70, 1]}), JobSpec("m"), tmp_path)
     with pytest.raises(InputError, match="no column 'words'"):
         written_input(frame, JobSpec("m", reading=Reading(columns={"text": "words"})), tmp_path)
 

@@ -98,9 +98,7 @@ class LoudVoice:
     def __init__(self, *peaks: float) -> None:
         self._peaks = iter(peaks)
 
-    def timed(
-        self, ids: list[int], speed: float, generator: object
-    ) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
+    def timed(self, ids: list[int], generator: object) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
         samples = np.zeros(2400, np.float32)
         samples[1200] = -next(self._peaks)
         return samples, np.linspace(0, 0.1, len(ids))

@@ -18,7 +18,7 @@ from worker.models import Preload
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> FakePipeline:
     pipeline = FakePipeline()
-    monkeypatch.setattr(models, "_engine_process", lambda settings, model: cast(Any, pipeline))
+    monkeypatch.setattr(models, "_engine_process", lambda *_: cast(Any, pipeline))
     return pipeline
 
 
