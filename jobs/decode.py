@@ -142,10 +142,11 @@ def decode(
                 file.write(encoded_audio(Speech(samples, decoder.sample_rate), spec).data)
         data = path.read_bytes()
         info = soundfile.info(io.BytesIO(data))
-        about = {key: value for key, value in item.about.items() if key not in ("codec", "voice_codes")}
-        about |= {"sample_rate": info.samplerate, "samples": info.frames, "sha256": sha256_of(data)}
+        made = {"sample_rate": info.samplerate, "samples": info.frames, "sha256": sha256_of(data)}
+        about = {"audio_filepath": name} | item.about | made
         about["duration"] = round(info.frames / info.samplerate, 6)
-        return msgspec.json.encode({"audio_filepath": name, **about}) + b"\n"
+        del about["codec"], about["voice_codes"]
+        return msgspec.json.encode(about) + b"\n"
 
     with output(str(to / "manifest.jsonl")) as manifest:
         for item in items:
