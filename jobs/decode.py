@@ -17,7 +17,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePath
+from tarfile import TarError
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
@@ -62,7 +63,8 @@ def items_of_job(ledger: Ledger, store: ObjectStore, job: Job) -> Iterator[Coded
 def items_of_export(folder: Path) -> Iterator[CodedItem]:
     """The items of a finished export with codes, in order. Raises `config.invalid` for another folder."""
     try:
-        made_in = json.loads((folder / END).read_bytes())["identity"]["format"]
+        finished = json.loads((folder / END).read_bytes())
+        made_in, written = finished["identity"]["format"], [file["name"] for file in finished["files"]]
     except (OSError, ValueError, KeyError, TypeError):
         raise invalid(
             f"{folder} is no job and no finished export.", "Give the id of a job, or the folder of an export."
@@ -75,13 +77,19 @@ def items_of_export(folder: Path) -> Iterator[CodedItem]:
     pattern, read = _READERS[made_in]
     import numpy as np
 
-    for about, codes in chain.from_iterable(map(read, sorted(folder.glob(pattern)))):
-        if codes is None:
-            raise invalid(f"The export {folder} has no codes.", "Export a job with codes.")
-        voice = about["voice_codes"] and np.asarray(about["voice_codes"], np.int16)
-        codec = msgspec.convert(about["codec"], CodecIdentity)
-        stored = StoredCodes(np.asarray(codes, np.int16), voice, codec)
-        yield CodedItem(f"{about['index']:09d}-{slug(about['example_id'])}", about, stored)
+    # The files that the export wrote, so that a lost one is noticed.
+    paths = [folder / name for name in sorted(written) if PurePath(name).match(pattern)]
+    try:
+        for about, codes in chain.from_iterable(map(read, paths)):
+            if codes is None:
+                raise invalid(f"The export {folder} has no codes.", "Export a job with codes.")
+            voice = about["voice_codes"] and np.asarray(about["voice_codes"], np.int16)
+            codec = msgspec.convert(about["codec"], CodecIdentity)
+            stored = StoredCodes(np.asarray(codes, np.int16), voice, codec)
+            yield CodedItem(f"{about['index']:09d}-{slug(about['example_id'])}", about, stored)
+    except (OSError, TarError, LookupError, TypeError, ValueError, msgspec.MsgspecError) as error:
+        message = f"The export {folder} is damaged: {type(error).__name__}: {error}."
+        raise invalid(message, "Export again.") from error
 
 
 def _of_tar(path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
@@ -134,10 +142,11 @@ def decode(
                 file.write(encoded_audio(Speech(samples, decoder.sample_rate), spec).data)
         data = path.read_bytes()
         info = soundfile.info(io.BytesIO(data))
-        about = {key: value for key, value in item.about.items() if key not in ("codec", "voice_codes")}
-        about |= {"sample_rate": info.samplerate, "samples": info.frames, "sha256": sha256_of(data)}
+        made = {"sample_rate": info.samplerate, "samples": info.frames, "sha256": sha256_of(data)}
+        about = {"audio_filepath": name} | item.about | made
         about["duration"] = round(info.frames / info.samplerate, 6)
-        return msgspec.json.encode({"audio_filepath": name, **about}) + b"\n"
+        del about["codec"], about["voice_codes"]
+        return msgspec.json.encode(about) + b"\n"
 
     with output(str(to / "manifest.jsonl")) as manifest:
         for item in items:

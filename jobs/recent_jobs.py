@@ -194,10 +194,9 @@ class JobChoice(NamedTuple):
         day = job.labels.get("night") or datetime.fromtimestamp(job.created_at, UTC).date().isoformat()
         return (
             job.state.value not in ("ingesting", "failed", "cancelling", "cancelled")
-            and (self.name is None or fnmatchcase(job.name, self.name))
+            and fnmatchcase(job.name, self.name or "*")
             and self.schedule in (None, job.labels.get("schedule"))
-            and (self.since is None or _day(self.since) <= day)
-            and (self.until is None or day <= _day(self.until))
+            and _day(self.since or day) <= day <= _day(self.until or day)
         )
 
 

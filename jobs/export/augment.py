@@ -21,14 +21,14 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache
-from hashlib import blake2b
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import msgspec
 
 from jobs.export.audio import AudioNames, decoded
-from jobs.export.column_types import arrow_type
+from jobs.export.column_types import Type, arrow_type
 from jobs.export.export import Finished, Identity, begin, finish, written_part
 from jobs.export.files import END, RECORDS, PartFiles, WrittenFile, open_destination
 from jobs.export.folder_formats import tar_examples, tar_file
@@ -58,7 +58,7 @@ _ORDER = 5
 _BATCH = 1000
 _EXTENSIONS = {f".{name}" for name in (*AUDIO_FORMATS, "ogg")}
 #: The fields of a recipe, with their types in tables.
-_RECIPE = {
+_RECIPE: Type = {
     "seed": "int64",
     **dict.fromkeys(("speed", "noise_at", "snr_db"), "float64"),
     **dict.fromkeys(("room", "noise", "band_hz", "codec", "clean_sha256"), "string"),
@@ -99,8 +99,7 @@ class Effects(msgspec.Struct, frozen=True, kw_only=True):
         """Draws what happens to an item, with a null for what does not."""
 
         def unit(name: str) -> float:
-            digest = blake2b(f"{self.seed}/{name}/{id}".encode(), digest_size=7).digest()
-            return int.from_bytes(digest, "big") / 2**56
+            return Random(f"{self.seed}/{name}/{id}").random()
 
         def within(name: str, bounds: tuple[float, float] | None) -> float | None:
             return bounds and round(bounds[0] + (bounds[1] - bounds[0]) * unit(name), 4)
@@ -137,10 +136,9 @@ class Effects(msgspec.Struct, frozen=True, kw_only=True):
             wanted = np.mean(samples**2) / 10 ** (recipe["snr_db"] / 10)
             samples = samples + noise[:, None] * math.sqrt(wanted / (np.mean(noise**2) or 1))
         if recipe["band_hz"]:
-            for edge, kind in zip(parse_range(recipe["band_hz"]), ("highpass", "lowpass"), strict=True):
-                if 0 < edge < rate / 2:
-                    band = signal.butter(_ORDER, edge, kind, fs=rate, output="sos")
-                    samples = signal.sosfilt(band, samples, axis=0)
+            edges = np.clip(parse_range(recipe["band_hz"]), 1, rate / 2 - 1)
+            band = signal.butter(_ORDER, edges, "bandpass", fs=rate, output="sos")
+            samples = signal.sosfilt(band, samples, axis=0)
         if recipe["codec"]:
             samples = _coded(np.asarray(samples, np.float32), rate, recipe["codec"])
         # Sums may be louder than a file can hold.
@@ -211,8 +209,11 @@ def augment(source: Path, to: str, *, s3: S3Settings | None = None, **given: Any
     if not parts or not summary.is_file():
         advice = "Give the folder of a finished export as webdataset or audiofolder."
         raise invalid(f"{str(source)!r} is not an export that can be augmented.", advice)
+    for name in (file["name"] for file in msgspec.json.decode(summary.read_bytes()).get("files", ())):
+        if name.endswith((".tar", "/metadata.parquet")) and not (source / name).is_file():
+            raise invalid(f"The export {str(source)!r} has lost {name!r}.", "Export it again.")
     new, old = Path(to).absolute(), source.absolute()
-    if new == old or new in old.parents or old in new.parents:
+    if new in (old, *old.parents) or old in new.parents:
         advice = "Give another one with --to."
         raise invalid("The export and the new dataset cannot be in one folder.", advice)
     plan = parts, summary.read_bytes(), effects, sounds(effects.room), sounds(effects.noise)

@@ -238,9 +238,9 @@ class PartFiles:
 
 class SortedLines:
     """Takes lines in any order and yields them sorted by their bytes (the C locale); sorted runs are
-    temporary files in `folder`."""
+    temporary files in `folder`; None: in the system's."""
 
-    def __init__(self, folder: Path, run_bytes: int = _SORT_BYTES) -> None:
+    def __init__(self, folder: Path | None = None, run_bytes: int = _SORT_BYTES) -> None:
         self._folder = folder
         self._run_bytes = run_bytes
         self._lines: list[bytes] = []

@@ -9,13 +9,11 @@ that are sorted on disk.
 
 from __future__ import annotations
 
-import tempfile
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from hashlib import blake2b
 from itertools import accumulate, chain, groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -62,7 +60,7 @@ class Repeats:
     Two different keys have the same hash with a probability below 1e-20 for a billion items."""
 
     def __init__(self) -> None:
-        self._lines = SortedLines(Path(tempfile.gettempdir()), _SORT_BYTES)
+        self._lines = SortedLines(run_bytes=_SORT_BYTES)
 
     def add(self, key: object, index: int, items: int = 1) -> None:
         """Adds the key of consecutive items, the first of which has this index."""
@@ -206,11 +204,12 @@ class JobSet:
         """Counts what a dataset with this number of items leaves out."""
         jobs, where = self.jobs, self.where
         counts = [ledger.status(job.id).items for ledger, _, job in jobs]
-        dialogues = self.format.whole_dialogues and self.format.sounds is None
+        sounds = self.format.sounds is not None
+        dialogues = self.format.whole_dialogues and not sounds
         by_job = (
-            []
-            if where is None
-            else [ledger.filtered_out(job.id, where, dialogues=dialogues) for ledger, _, job in jobs]
+            ledger.filtered_out(job.id, where, dialogues=dialogues)
+            for ledger, _, job in jobs
+            if where is not None
         )
         filtered = tuple(
             FilteredOut(
@@ -222,7 +221,7 @@ class JobSet:
         without_audio = sum(one.total for one in counts) - items - (duplicates or 0)
         # Items of a running job may get their audio after the export has passed them.
         without_audio = max(0, without_audio - sum(out.items for out in filtered))
-        if where is not None and self.format.sounds is not None:
+        if where is not None and sounds:
             others = max(0, without_audio - sum(one.total - one.done for one in counts))
             without_audio -= others
             filtered += (FilteredOut("other turns of their dialogue", others, 0),)

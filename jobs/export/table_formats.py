@@ -71,7 +71,7 @@ _COLUMNS: dict[str, Type] = {
 _WORD: dict[str, Type] = {"text": "string", "start_s": "float64", "end_s": "float64"}
 
 
-def _row(job: Job, item: AudioItem) -> dict[str, Any]:
+def _row(item: AudioItem) -> dict[str, Any]:
     """The values of the columns other than the audio. Each score has its own column, so that readers of
     tables can filter by it."""
     about = facts(item)
@@ -88,7 +88,6 @@ def _row(job: Job, item: AudioItem) -> dict[str, Any]:
 
 def _write_table(
     file: IO[bytes],
-    job: Job,
     column: pyarrow.Field,
     cells: Iterator[tuple[AudioItem, object, int]],
     group_rows: int,
@@ -102,7 +101,7 @@ def _write_table(
     first = next(cells)
     # All items of a dataset have the same columns.
     known: dict[str, Type] = {**_COLUMNS, "words": [_WORD], "metadata": first[0].metadata_types}
-    types = {name: known.get(name, "float64") for name in _row(job, first[0])}
+    types = {name: known.get(name, "float64") for name in _row(first[0])}
     metadata: dict[str, bytes] | None = None
     if column.name == "audio":
         rate = first[0].artifact.sample_rate
@@ -118,7 +117,7 @@ def _write_table(
             if rows and (len(rows) == group_rows or size + cell_bytes > _GROUP_BYTES):
                 writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
                 rows, size = [], 0
-            rows.append({column.name: cell, **_row(job, item)})
+            rows.append({column.name: cell, **_row(item)})
             size += cell_bytes
         writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
 
@@ -138,7 +137,6 @@ def write_parquet(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[
         column = pyarrow.field("audio", sound)
     _write_table(
         files.open(f"data/{part.split}-{part.number:05d}-of-{part.of:05d}.parquet"),
-        job,
         column,
         (cell(*one) for one in items),
         GROUP_ROWS if job.spec.main_kind == "audio" else _FOLDER_GROUP_ROWS,
@@ -164,7 +162,7 @@ def write_audiofolder(
             yield item, name, 0
 
     table, column = files.open(f"{folder}/metadata.parquet"), pyarrow.field("file_name", pyarrow.string())
-    _write_table(table, job, column, cells(), _FOLDER_GROUP_ROWS, compression="zstd")
+    _write_table(table, column, cells(), _FOLDER_GROUP_ROWS, compression="zstd")
 
 
 PARQUET = ExportFormat(

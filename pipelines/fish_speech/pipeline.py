@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
+from pipelines.duration import longest_seconds
 from pipelines.engine.opening import NativeModelOptions, explain_oom
 from pipelines.errors import ErrorCode, InputError, NightjarError, unsupported
 from pipelines.fish_speech.codec import Codec, CodecDecoder, ReferenceEncoder, load_codec
@@ -67,6 +68,7 @@ class TurnPlan:
     context: int
     #: Whether the item continues after a turn that was cut.
     keep_unfinished: bool
+    frames_per_second: float
     #: Whether a turn reached its limit without an end, or no frames were left for a turn.
     cut: bool = False
     turn: int = 0
@@ -107,14 +109,20 @@ class TurnPlan:
         return True
 
     def _request(self) -> TokenRequest:
-        prompt = self.conversation.ask(self.texts[self.turn], self.turn + 1 < len(self.texts))
+        text = self.texts[self.turn]
+        prompt = self.conversation.ask(text, self.turn + 1 < len(self.texts))
         columns = min(self.sampling.max_tokens, self.context - len(prompt))
         if self.frames is not None:
             columns = min(columns, self.frames + 1)
         seed = (self.sampling.seed + self.turn * _SEED_STEP) % _SEEDS
         sampling = replace(self.sampling, max_tokens=max(columns, 1), seed=seed)
         return TokenRequest(
-            self.request_id, prompt.ids, sampling, prompt_codes=prompt.codes, shared_positions=prompt.shared
+            self.request_id,
+            prompt.ids,
+            sampling,
+            prompt_codes=prompt.codes,
+            shared_positions=prompt.shared,
+            longest=round(longest_seconds(text) * self.frames_per_second),
         )
 
 
@@ -299,7 +307,7 @@ class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
         seconds, rate = request.generation.max_seconds, self.config.frames_per_second
         frames = None if seconds is None else frames_within(seconds, rate, context)
         plan = TurnPlan(
-            request.request_id, conversation, texts, sampling, frames, context, self._keep_unfinished
+            request.request_id, conversation, texts, sampling, frames, context, self._keep_unfinished, rate
         )
         positions = len(plan.current.prompt_ids)
         self._check_room(positions + sum(words[1:]))

@@ -138,6 +138,9 @@ def test_webdataset_in_any_order_and_after_a_stop(
     last = Path(tars[-1]).name
     for path in (alone / "train").glob("*.tar"):
         path.name == last or path.unlink()
+    with pytest.raises(ConfigError, match="has lost"):
+        augment(alone, str(tmp_path / "one"), **given(effects))
+    (alone / "export.json").write_text("{}")
     augment(alone, str(tmp_path / "one"), **given(effects))
     assert (tmp_path / "one" / "train" / last).read_bytes() == Path(tars[-1]).read_bytes()
     assert contents(source) == before
@@ -300,6 +303,10 @@ def test_an_export_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         shard.write_bytes(data)
         with pytest.raises(ConfigError, match=said):
             augment(tmp_path / "source", str(tmp_path / f"to{number}"), speed=(1.1, 1.2))
+    lost = {"files": [{"name": "train/shard-000000.tar"}, {"name": "train/shard-000001.tar"}]}
+    (tmp_path / "source" / "export.json").write_text(json.dumps(lost))
+    with pytest.raises(ConfigError, match=r"has lost 'train/shard-000001.tar'"):
+        augment(tmp_path / "source", str(tmp_path / "to"), speed=(1.1, 1.2))
     (tmp_path / "source" / "export.json").unlink()
     with pytest.raises(ConfigError, match="is not an export that can be augmented"):
         augment(tmp_path / "source", str(tmp_path / "to"), speed=(1.1, 1.2))

@@ -56,6 +56,7 @@ def test_a_bucket_that_lacks_a_file_is_written_anew(tmp_path: Path, moto: MotoS3
     for _ in range(2):
         assert run(finished, "nemo", to, s3=access, splits=parse_splits("train=1")) == 2
         assert {info.key for info in target.list("")} == {
+            "README.md",
             "export.json",
             "manifest.jsonl.gz",
             "provenance.json",

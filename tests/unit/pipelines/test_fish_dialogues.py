@@ -109,6 +109,7 @@ class Dialogue:
             None,
             OPTIONS.max_context,
             keep_unfinished=True,
+            frames_per_second=CONFIG.frames_per_second,
         )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from pipelines.duration import longest_seconds
 from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
 from pipelines.fish_speech.config import FishConfig
 from pipelines.fish_speech.pipeline import FishRequestInfo, TurnPlan
@@ -84,7 +85,7 @@ def start(
 ) -> tuple[FakeHost, Asked, TurnPlan]:
     host = FakeHost()
     sampling = TokenSampling(most, 0.8, 30, 0.8, seed=7, stop_ids=(END,))
-    plan = TurnPlan("item", Conversation(VOCABULARY, 10), texts, sampling, frames, context, keep)
+    plan = TurnPlan("item", Conversation(VOCABULARY, 10), texts, sampling, frames, context, keep, 20.0)
     return host, Asked(host, plan, heard), plan
 
 
@@ -118,6 +119,9 @@ def test_turns_follow_one_another_and_hear_what_was_said(streamed: bool) -> None
     assert (ended.finish, ended.ids) == ("stop", [1, 2, 3, 4, 5, 6])
     assert heard.frames == ([1, 2, 3, 4, 5, 6] if streamed else [])
     prompts = [list(request.prompt_ids) for request, _ in host.sent]
+    assert [request.longest for request, _ in host.sent] == [
+        round(longest_seconds(text) * 20) for text in ("One.", "Two.", "Three.")
+    ], "each turn has the time of its own text"
     assert prompts[1][: len(prompts[0])] == prompts[0]
     assert prompts[2][: len(prompts[1])] == prompts[1]
     system = host.sent[0][0].shared_positions[0]

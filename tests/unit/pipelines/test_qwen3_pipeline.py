@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 import soundfile
 
 from pipelines.codec.stage import CodecStage
+from pipelines.duration import longest_seconds
 from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
 from pipelines.qwen3_tts import pipeline as qwen3
 from pipelines.qwen3_tts.config import SamplingDefaults
@@ -337,11 +338,11 @@ def test_close_aborts_what_runs_and_may_be_repeated() -> None:
     pipeline = open_pipeline(GOLDEN / "checkpoint-base", **SIZES)
     with held(pipeline):
         future = submit(pipeline, clone("late", max_seconds=60.0))
-        closing = threading.Thread(target=pipeline.close)
-        closing.start()
+        closes = threading.Thread(target=pipeline.close)
+        closes.start()
         while not pipeline.engine._closing:
             time.sleep(0.001)
-    closing.join()
+    closes.join()
     pipeline.close()
     assert error_of(future).code is ErrorCode.SYNTH_ABORTED
     with pytest.raises(SynthesisError) as caught:
@@ -411,3 +412,13 @@ def test_the_codec_gets_chunks_as_the_engine_cuts_them_with_their_deadlines(
     assert asked[0][2] == 0.0
     deadlines = [deadline for _, _, deadline in asked[1:]]
     np.testing.assert_allclose(np.diff(deadlines), [0.08 * size for size, _, _ in asked[1:-1]], atol=1e-6)
+
+
+def test_speech_longer_than_its_text_is_ended_unless_unfinished_speech_is_kept(
+    base: Qwen3TTSPipeline,
+) -> None:
+    slow = clone("slow", "Hi.", temperature=0.0, repetition_penalty=1.0, max_seconds=13.0)
+    kept = submit(base, slow).result(SECONDS)
+    assert len(kept.samples) / kept.sample_rate > longest_seconds("Hi.")
+    with closing(open_pipeline(GOLDEN / "checkpoint-base", **SIZES)) as pipeline:
+        assert error_of(submit(pipeline, slow)).code is ErrorCode.SYNTH_RUNAWAY

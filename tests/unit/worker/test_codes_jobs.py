@@ -300,6 +300,16 @@ def test_codes_of_another_codec_and_other_folders_are_refused(finished: tuple[Ri
         next(items_of_export(rig.folder))
     with pytest.raises(ConfigError, match="cannot be decoded"):
         next(items_of_export(exported(finished, "shar")))
+    export = exported(finished, "webdataset")
+    (shard,) = export.glob("*/*.tar")
+    whole = shard.read_bytes()
+    for damaged in (whole[:700], whole.replace(b'"index":1', b'"index":[')):
+        shard.write_bytes(damaged)
+        with pytest.raises(ConfigError, match="is damaged"):
+            list(items_of_export(export))
+    shard.unlink()
+    with pytest.raises(ConfigError, match="is damaged: FileNotFoundError"):
+        list(items_of_export(export))
     rig.submit(["Aloud."], seed=9)
     with pytest.raises(ConfigError, match="has no codes"):
         next(items_of_job(rig.ledger, rig.store, next(iter(rig.ledger.jobs()))))
