@@ -279,8 +279,7 @@ class ShardRun:
         try:
             draw.request = self._builder.build(draw.line, draw.number)
             if draw.long is not None:
-                text = draw.long.parts[draw.part].text
-                draw.request = unit_request(draw.request, text, draw.part)
+                draw.request = unit_request(draw.request, draw.long.parts[draw.part].text, draw.part)
             draw.sampled = pipeline.capabilities.sampling and draw.request.generation.temperature != 0
             with self._changed:
                 draw.started_at, draw.entered_at = self._clock.monotonic(), self._runner.timer.change(+1)
@@ -294,8 +293,7 @@ class ShardRun:
         with self._changed:
             if self._halted:
                 self._leave(draw)
-            wanted = self._in_engine.pop(place, None) is not None
-            if wanted:
+            if wanted := self._in_engine.pop(place, None):
                 # The time limit of the item starts after the wait for a slot.
                 draw.started_at = self._clock.monotonic()
                 self._in_engine[place] = draw
@@ -318,8 +316,7 @@ class ShardRun:
             self._job.spec.quality is not None and not isinstance(made, Speech) and made.code in REDRAWABLE
         )
         if isinstance(made, Speech) or redrawn:
-            writer = self._runner.writer
-            writer.run(partial(writer.work, self, draw, made))
+            self._runner.writer.run(partial(self._runner.writer.work, self, draw, made))
         else:
             self.settle(draw, made)
 

@@ -192,7 +192,7 @@ class TestMeters:
         process = MeterProcess(240)
         silence = np.zeros(2 * RATE, np.float32)
         readings = process.measure({"silero": {}}, Utterance(silence, RATE, ""))
-        assert readings["silence"] == (1.0, "silero", True)
+        assert readings["silence"] == Reading(1.0, "silero")
         with pytest.raises(ModelError) as caught:
             process.measure({"no-such-meter": {}}, Utterance(silence, RATE, ""))
         assert caught.value.code is ErrorCode.MODEL_UNKNOWN
@@ -332,7 +332,7 @@ class TestBuiltInMeters:
         monkeypatch.setenv("PYTHONPATH", add_meter(tmp_path, code))
         process = MeterProcess(240)
         sample = Utterance(np.array([0.25, -0.5], np.float32), RATE, "hello")
-        assert process.measure({"peak": {"times": 3}}, sample) == {"peak": (1.5, "hello", True)}
+        assert process.measure({"peak": {"times": 3}}, sample) == {"peak": Reading(1.5, "hello")}
         assert process.measure({"peak": {}}, replace(sample, text="short")) == {
             "peak": (1.0, "too short", False)
         }
