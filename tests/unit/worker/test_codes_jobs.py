@@ -377,8 +377,7 @@ def test_words_and_their_codes_take_turns(build: Build, tokenizer: Path) -> None
     [
         ("interleaved", {"interleave": "0:3"}, "no ratio"),
         ("interleaved", {"tokenizer": "/nowhere/at/all"}, "no tokenizer"),
-        ("interleaved", {}, "no tokenizer"),
-        ("interleaved", {"interleave": "words", "tokenizer": ""}, "no tokenizer"),
+        ("interleaved", {"interleave": "words", "tokenizer": "/nowhere/at/all"}, "no tokenizer"),
         ("jsonl", {"interleave": "13:26"}, "not interleaved"),
     ],
 )
