@@ -91,8 +91,8 @@ class TestMeters:
         lack = missing_libraries_error(METERS)
         assert lack is not None
         assert (
-            "Install Nightjar with its extra `qa` (docs/install.md); DistillMOS with: pip install "
-            in lack.advice
+            "Install Nightjar with its extra `qa` (docs/install.md); Nightjar with its extra `gpu` (docs/install.md); "
+            "DistillMOS with: pip install " in lack.advice
         )
         assert not any(card.install.startswith("it ") for card in METERS.values())
 
