@@ -334,7 +334,7 @@ class TestBuiltInMeters:
         sample = Utterance(np.array([0.25, -0.5], np.float32), RATE, "hello")
         assert process.measure({"peak": {"times": 3}}, sample) == {"peak": Reading(1.5, "hello")}
         assert process.measure({"peak": {}}, replace(sample, text="short")) == {
-            "peak": (1.0, "too short", False)
+            "peak": Reading(1.0, "too short", False)
         }
         with pytest.raises(NightjarError, match="no such text") as caught:
             process.measure({"peak": {}}, replace(sample, text="fail"))
