@@ -63,8 +63,8 @@ def test_many_streams_take_no_threads_on_either_side(process: EngineProcess) -> 
         for n, one in enumerate(listeners)
     ]
     wait_for(lambda: process.stats().running == 200 and all(one.outcomes for one in listeners))
-    # The few threads that start streams come as they are needed.
-    assert threads_of(os.getpid()) <= before[0]
+    # The few threads that start streams, and those that other tests leave, come and go.
+    assert threads_of(os.getpid()) <= before[0] + 4
     assert threads_of(process.pid) <= before[1] + 4
     for one in handles:
         one.cancel()

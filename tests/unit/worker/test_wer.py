@@ -58,8 +58,8 @@ class TestWords:
         assert [draw.record.scores[name].passed for name in rates] == [None] * len(rates)
 
     def test_a_text_just_long_enough_is_judged(self) -> None:
-        assert error_rates("a b c d", "")["wer"] == (1.0, "", True)
-        assert error_rates("a b c", "")["wer"] == (1.0, "", False)
+        assert error_rates("a b c d", "")["wer"][:3] == (1.0, "", True)
+        assert error_rates("a b c", "")["wer"][:3] == (1.0, "", False)
         assert [error_rates(text, "")["cer"].judged for text in ("abcdefghijkl", "abcdefghijk")] == [
             True,
             False,
