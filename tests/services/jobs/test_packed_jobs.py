@@ -229,16 +229,22 @@ def files_of(finished: Finished, format: str, to: Path) -> dict[str, bytes]:
     files = {os.path.relpath(path, to): path.read_bytes() for path in paths}
     files.pop("export.json", None)
     for name, data in files.items():
-        if format == "manifest" or name == "manifest.jsonl.gz":
+        if name == "manifest.jsonl.gz" or (format == "manifest" and name.endswith(".jsonl")):
             plain = gzip.decompress(data) if name.endswith(".gz") else data
-            lines = [json.loads(line) for line in plain.splitlines()] if name != "provenance.json" else []
+            lines = [json.loads(line) for line in plain.splitlines()]
             files[name] = repr(
                 [{key: value for key, value in line.items() if "pack" not in key} for line in lines]
             ).encode()
     return files
 
 
-@pytest.mark.parametrize("format", format_names())
+def of_audio(format: str) -> bool:
+    """Whether a format needs neither codes nor times of words."""
+    found = find_format(format)
+    return not (found.needs_codes or found.needs_words)
+
+
+@pytest.mark.parametrize("format", filter(of_audio, format_names()))
 def test_every_format_is_the_same_from_packs(tmp_path: Path, format: str) -> None:
     finished = finished_job(tmp_path, FolderStore(tmp_path / "store"), LINES, seconds=0.1)
     loose = files_of(finished, format, tmp_path / "loose")
