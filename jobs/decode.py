@@ -31,8 +31,8 @@ from jobs.export.items import audio_items, facts
 from jobs.layout import slug
 from jobs.ledger.records import Job, JobSpec
 from jobs.store import ObjectStore
-from jobs.store.base import sha256_of
-from pipelines.errors import NightjarError, invalid
+from jobs.store.base import sha256_of, split_key
+from pipelines.errors import NightjarError, StoreError, invalid
 from pipelines.request import CodecIdentity, Speech
 
 if TYPE_CHECKING:
@@ -77,9 +77,10 @@ def items_of_export(folder: Path) -> Iterator[CodedItem]:
     pattern, read = _READERS[made_in]
     import numpy as np
 
-    # The files that the export wrote, so that a lost one is noticed.
-    paths = [folder / name for name in sorted(written) if PurePath(name).match(pattern)]
     try:
+        # The files that the export wrote, so that a lost one is noticed.
+        names = [name for name in sorted(written) if PurePath(name).match(pattern)]
+        paths = [folder.joinpath(*split_key(name)) for name in names]
         for about, codes in chain.from_iterable(map(read, paths)):
             if codes is None:
                 raise invalid(f"The export {folder} has no codes.", "Export a job with codes.")
@@ -87,7 +88,7 @@ def items_of_export(folder: Path) -> Iterator[CodedItem]:
             codec = msgspec.convert(about["codec"], CodecIdentity)
             stored = StoredCodes(np.asarray(codes, np.int16), voice, codec)
             yield CodedItem(f"{about['index']:09d}-{slug(about['example_id'])}", about, stored)
-    except (OSError, TarError, LookupError, TypeError, ValueError, msgspec.MsgspecError) as error:
+    except (OSError, TarError, StoreError, LookupError, TypeError, ValueError, msgspec.MsgspecError) as error:
         message = f"The export {folder} is damaged: {type(error).__name__}: {error}."
         raise invalid(message, "Export again.") from error
 

@@ -138,4 +138,4 @@ class SpokenText:
 
 
 def _refused(path: Path, why: str) -> ConfigError:
-    return invalid(f"The lexicon {printable(str(path))} {why}.", "docs/submit.md describes the file.")
+    return invalid(f"The lexicon {printable(str(path))} {why}.", "docs/texts.md describes the file.")

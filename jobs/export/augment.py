@@ -19,7 +19,7 @@ import io
 import math
 import tarfile
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -70,12 +70,11 @@ _Hertz = Annotated[float, msgspec.Meta(ge=0)]
 
 def parse_range(text: str) -> list[float]:
     """The numbers of a range such as `5..20`; of a number, twice this. Raises `config.invalid`."""
-    try:
-        low, high = sorted(map(float, (text.split("..") * 2)[:2]))
-    except ValueError:
-        advice = "Write a number, or LOW..HIGH such as 5..20."
-        raise invalid(f"{text[:40]!r} is not a range.", advice) from None
-    return [low, high]
+    with suppress(ValueError):
+        ends = sorted(map(float, text.split("..")))
+        if len(ends) <= 2 and all(map(math.isfinite, ends)):
+            return [ends[0], ends[-1]]
+    raise invalid(f"{text[:40]!r} is not a range.", "Write a number, or LOW..HIGH such as 5..20.")
 
 
 class Effects(msgspec.Struct, frozen=True, kw_only=True):
@@ -270,7 +269,8 @@ def _examples(path: Path) -> Iterator[tuple[str, dict[str, bytes], dict[str, Any
 
         for batch in parquet.ParquetFile(path).iter_batches(_BATCH):
             for row in batch.to_pylist():
-                audio = path.parent / row["file_name"]
+                # The audio of an export is beside its table.
+                audio = path.parent / Path(row["file_name"]).name
                 yield audio.stem, {audio.suffix[1:]: audio.read_bytes()}, row
     except (OSError, KeyError, ValueError, tarfile.TarError, msgspec.MsgspecError) as error:
         raise invalid(f"{str(path)!r} cannot be read: {error}.", "Export it again.") from error

@@ -148,6 +148,22 @@ def test_webdataset_in_any_order_and_after_a_stop(
         augment(source, str(whole), seed=6, speed=(1.1, 1.2))
 
 
+def test_a_table_names_no_audio_outside_of_its_folder(
+    finished: Finished, effects: Effects, tmp_path: Path
+) -> None:
+    source = exported(finished, "audiofolder", tmp_path / "source")
+    parquet = pytest.importorskip(
+        "pyarrow.parquet", reason="NOT TESTED: pyarrow comes with the extra `export`."
+    )
+    table = next(source.glob("data/*/*/metadata.parquet"))
+    rows = parquet.read_table(table).to_pylist()
+    (table.parent / rows[0]["file_name"]).rename(tmp_path / "outside.wav")
+    rows[0]["file_name"] = "../../../../outside.wav"
+    parquet.write_table(parquet.read_table(table).from_pylist(rows, parquet.read_schema(table)), table)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        augment(source, str(tmp_path / "to"), **given(effects))
+
+
 def test_an_audiofolder_is_read_by_datasets(
     finished: Finished, effects: Effects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,7 +271,7 @@ def test_what_cannot_be_augmented_is_refused(finished: Finished, effects: Effect
         with pytest.raises(ConfigError, match="cannot be in one folder"):
             augment(source, str(to), **given(effects))
     assert (parse_range("20..5"), parse_range("7")) == ([5, 20], [7, 7])
-    for text in ("loud", "5..", "1..x"):
+    for text in ("loud", "5..", "1..x", "1..2..3", "nan", "5..inf"):
         with pytest.raises(ConfigError, match="is not a range"):
             parse_range(text)
     (tmp_path / "noise" / "c.wav").write_text("no audio")

@@ -307,8 +307,12 @@ def test_codes_of_another_codec_and_other_folders_are_refused(finished: tuple[Ri
         shard.write_bytes(damaged)
         with pytest.raises(ConfigError, match="is damaged"):
             list(items_of_export(export))
-    shard.unlink()
+    shard.rename(rig.folder / "outside.tar")
     with pytest.raises(ConfigError, match="is damaged: FileNotFoundError"):
+        list(items_of_export(export))
+    end = export / "export.json"
+    end.write_bytes(end.read_bytes().replace(b"train/shard-000000.tar", b"../outside.tar"))
+    with pytest.raises(ConfigError, match="is damaged: StoreError"):
         list(items_of_export(export))
     rig.submit(["Aloud."], seed=9)
     with pytest.raises(ConfigError, match="has no codes"):
