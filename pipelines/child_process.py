@@ -229,12 +229,17 @@ class CalledChild(Generic[T]):
         self._answer = answer
         self._child = Child[_Answer](program, _Answer, environment, bound=bound, output=output)
         self.pid = self._child.pid
-        self.ended = False
+        self._closed = False
         self._numbers = itertools.count()
         self._waiting: dict[int, Future[T]] = {}
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._receive, name="child-answers", daemon=True)
         self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the child has ended, or does not answer any more."""
+        return self._closed or not self._child.alive
 
     @property
     def waiting(self) -> int:
@@ -284,7 +289,7 @@ class CalledChild(Generic[T]):
                 else:
                     answered.set_result(msgspec.convert(answer.content, self._answer))
         with self._lock:
-            self.ended = True
+            self._closed = True
             left = list(self._waiting.values())
             self._waiting.clear()
         for answered in left:
