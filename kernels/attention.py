@@ -40,8 +40,8 @@ def paged_decode_attention(
         out = torch.zeros_like(q)
         for row, length in enumerate(lengths.tolist()):
             if length:
-                k, v = gather_pages(k_cache, v_cache, page_table[row], length)
-                out[row] = _attend(q[row].clone()[:, None], k, v, scale, None)[:, 0]
+                query = q[row].clone()[:, None]
+                out[row] = _attend(query, k_cache, v_cache, page_table[row], length, scale)[:, 0]
         return out.flatten(1)
     return rows_together(q, k_cache, v_cache, page_table, lengths, max_length, scale)
 
@@ -98,25 +98,30 @@ def paged_prefill_attention(
     """
     parts = []
     for run, (new, length) in enumerate(zip(q.split(rows), lengths)):
-        k, v = gather_pages(k_cache, v_cache, page_table[run], length)
         at = torch.arange(length, device=q.device)
         seen = at <= at[length - new.shape[0] :, None]
-        parts.append(_attend(new.transpose(0, 1).contiguous(), k, v, scale, seen).transpose(0, 1).flatten(1))
+        queries = new.transpose(0, 1).contiguous()
+        found = _attend(queries, k_cache, v_cache, page_table[run], length, scale, seen)
+        parts.append(found.transpose(0, 1).flatten(1))
     return torch.cat(parts)
 
 
-def gather_pages(k_cache: Tensor, v_cache: Tensor, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """The first `length` keys and values of a request, each [kv_heads, length, head_dim]."""
+def _attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    pages: Tensor,
+    length: int,
+    scale: float,
+    seen: Tensor | None = None,
+) -> Tensor:
+    """Grouped-query attention of one request over the first `length` keys and values of its pages. q: [heads, n,
+    head_dim]; pages: [pages of the request]; seen: [n, length]."""
     used = pages[: -(-length // k_cache.shape[2])]
+    # Each [kv_heads, length, head_dim].
     k, v = (
         cache[used].transpose(0, 1).flatten(1, 2)[:, :length].contiguous() for cache in (k_cache, v_cache)
     )
-    return k, v
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> Tensor:
-    """Grouped-query attention of one request. q: [heads, n, head_dim]; k, v: [kv_heads, length, head_dim];
-    seen: [n, length]."""
     heads, rows, head_dim = q.shape
     grouped = q.reshape(k.shape[0], -1, head_dim)
     scores = torch.matmul(grouped, k.transpose(1, 2)).float() * scale

@@ -228,21 +228,10 @@ def codec_head(a: Tensor, lead: int, weight: Tensor, bias: Tensor, *, ends: Tens
     If `ends` (int32 [B], in steps) is given, the result may hold anything from step ends[row] on.
     """
     wave = torch.empty(a.shape[0], a.shape[1] - lead, 1, dtype=torch.float32, device=a.device)
-    everything = (
-        a,
-        lead,
-        weight.reshape(-1, 1),
-        bias.float(),
-        weight.shape[0],
-        1,
-        None,
-        wave,
-        None,
-        0,
-        None,
-        None,
+    column, taps = weight.reshape(-1, 1), weight.shape[0]
+    codec_active_conv(
+        a, lead, column, bias.float(), taps, 1, None, wave, None, 0, None, None, ends=ends, open_ends=True
     )
-    codec_active_conv(*everything, ends=ends, open_ends=True)
     return wave.squeeze(2).clamp(-1.0, 1.0)
 
 
@@ -321,11 +310,8 @@ def codec_window_attention(
         pairs = torch.cat((before, torch.stack((keys, values), dim=2)), dim=1)
         kept.view(rows, earlier, 2, kv_heads, dim).copy_(pairs[:, steps:])
         keys, values = pairs.unbind(2)
-    query_at, key_at = (
-        torch.arange(steps, device=qkv.device) + earlier,
-        torch.arange(earlier + steps, device=qkv.device),
-    )
-    distance = query_at[:, None] - key_at
+    key_at = torch.arange(earlier + steps, device=qkv.device)
+    distance = key_at[earlier:, None] - key_at
     seen = ((distance >= 0) & (distance < window)).expand(rows, 1, -1, -1)
     if positions is not None:
         seen = seen & (key_at - earlier >= -positions[:, None])[:, None, None]

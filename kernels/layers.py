@@ -69,20 +69,8 @@ def qk_norm_rope_append(
     kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     q, k, v = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
-    k_cache[pages, :, offsets] = rope(head_norm(k, k_weight, eps), angles, wide_rope)
+    if q_weight is not None and k_weight is not None:
+        q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
+    k_cache[pages, :, offsets] = rope(k, angles, wide_rope)
     v_cache[pages, :, offsets] = v
-    return rope(head_norm(q, q_weight, eps), angles, wide_rope)
-
-
-def head_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """RMSNorm of every head; x unchanged if there is no weight. x: [..., head_dim]; weight: [head_dim]."""
-    return x if weight is None else rms_norm(x, weight, eps)
-
-
-def codec_embedding_sum(codes: Tensor, table: Tensor, starts: Tensor) -> Tensor:
-    """Sum of the embeddings of all codebooks of a frame.
-
-    codes: [n, codebooks]; table: [rows, hidden], the concatenated tables of all codebooks; starts:
-    [codebooks], the first row of each table; returns [n, hidden].
-    """
-    return table[codes + starts].sum(dim=1)
+    return rope(q, angles, wide_rope)

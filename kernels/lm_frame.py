@@ -1,6 +1,6 @@
 """A whole frame in few launches: the backbone's step, code 0, the other codebooks, the next input.
 
-It computes `kernels.reference.run_frame` and rounds at the same places. A `Plan` chooses the kernels for a number of
+It computes `backbone_step` and `draw_frame` of `kernels.reference` and rounds at the same places. A `Plan` chooses the kernels for a number of
 rows. For few rows (`Plan.skinny`) a frame takes as long as reading the weights, so each of five launches per layer
 already reads its weights while the previous one runs. For more rows, norms are separate launches between cuBLAS's
 products, or parts of the products of `Plan.products`. A run allocates nothing and reads nothing from the device on

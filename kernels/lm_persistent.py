@@ -309,7 +309,7 @@ class PredictorRun:
     def launch(
         self, x: Tensor, rows: Tensor, codes: Tensor, finite: Tensor, flags: Tensor, state: StateTensors
     ) -> None:
-        """Computes `kernels.reference.run_frame` after code 0, on the current stream of the device.
+        """Computes `kernels.reference.draw_frame` after code 0, on the current stream of the device.
 
         x: [2 * rows, width], the talker's states, which are projected if the model does so, then the embeddings of
         the codes 0; rows: int64 [rows], the slots; codes: int64 [rows, codebooks], of which code 0 is set;

@@ -3,7 +3,7 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from kernels.attention import paged_decode_attention
 from kernels.frame import DepthTensors, Feedback, FrameTensors, StackTensors, StateTensors
-from kernels.layers import codec_embedding_sum, qk_norm_rope_append, rms_norm, swiglu
+from kernels.layers import qk_norm_rope_append, rms_norm, swiglu
 from kernels.sampler import (
     RETRY_TEMPERATURE,
     RETRY_TOP_P,
@@ -24,8 +24,6 @@ from kernels.sampler import (
     sample,
 )
 
-#: temperature, top_k, top_p, greedy of each row.
-Settings = tuple[Tensor, Tensor, Tensor, Tensor]
 #: Bits of a frame's flags.
 ENDED, NOT_FINITE = 1, 2
 
@@ -84,27 +82,6 @@ def run_stack(
     return x
 
 
-def run_frame(
-    weights: FrameTensors,
-    state: StateTensors,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    rows: Tensor,
-    max_length: int,
-    first_flags: DrawFlags,
-    residual_flags: DrawFlags,
-    forced: Tensor | None = None,
-) -> FrameOutput:
-    """Computes one frame of the slots `rows` int64 [n] (the backbone's step, the draws, the next input) and updates
-    the state.
-
-    max_length: at least the longest context after this frame; first_flags, residual_flags: `DrawFlags.of` the
-    rows' settings; forced: int64 [n, codebooks], codes that are fed back instead of the drawn ones.
-    """
-    hidden = backbone_step(weights.backbone, state, k_cache, v_cache, rows, max_length)
-    return draw_frame(weights, state, rows, hidden, first_flags, residual_flags, forced)
-
-
 def draw_frame(
     weights: FrameTensors,
     state: StateTensors,
@@ -114,7 +91,12 @@ def draw_frame(
     residual_flags: DrawFlags,
     forced: Tensor | None = None,
 ) -> FrameOutput:
-    """The part of `run_frame` after the backbone's step. hidden: [n, hidden], the state that the step returned."""
+    """Computes one frame of the slots `rows` int64 [n] after `backbone_step` (the draws, the next input) and updates
+    the state.
+
+    hidden: [n, hidden], the state that the step returned; first_flags, residual_flags: `DrawFlags.of` the rows'
+    settings; forced: int64 [n, codebooks], codes that are fed back instead of the drawn ones.
+    """
     rules, depth = weights.draw, weights.depth
     logits = functional.linear(hidden, weights.head).float()
     frames = state.frames[rows]
@@ -122,14 +104,23 @@ def draw_frame(
     drawn = draw_first(weights, state, rows, logits, noise, first_flags)
     codes, finite, residual = drawn[:, None], all_finite(logits), logits.new_empty(0, len(rows), 0)
     if depth is not None:
-        fed = drawn if forced is None else forced[:, 0]
+        first = drawn if forced is None else forced[:, 0]
         settings = state.residual.rows(rows)
         codes, depth_finite, residual = depth_frame(
-            depth, hidden, fed, noise[:, 1:], settings, residual_flags, rules.nucleus_first, forced
+            depth, hidden, first, noise[:, 1:], settings, residual_flags, rules.nucleus_first, forced
         )
         codes[:, 0] = drawn
         finite = finite & depth_finite
-    _advance(weights.feedback, state, rows, codes if forced is None else forced)
+    # Writes the next input, position and history of each row. The position of the dead slot does not change.
+    alive, fed = rows != state.dead, codes if forced is None else forced
+    text = state.trailing[rows, frames.clamp(max=state.trailing.shape[1] - 1)]
+    state.inputs[rows] = next_inputs(weights.feedback, fed, text)
+    state.positions[rows] += alive
+    state.frames[rows] += alive
+    state.seen[rows, fed[:, 0]] = True
+    if window := state.recent.shape[1]:
+        # A request's first code does not count as recent, as in the published loop.
+        state.recent[rows, frames % window] = torch.where((frames > 0) & alive, fed[:, 0], -1)
     flags = is_one_of(drawn, rules.ends).to(torch.uint8) * ENDED + (~finite).to(torch.uint8) * NOT_FINITE
     return FrameOutput(codes, flags, logits, hidden, residual)
 
@@ -137,8 +128,8 @@ def draw_frame(
 def backbone_step(
     stack: StackTensors, state: StateTensors, k_cache: Tensor, v_cache: Tensor, rows: Tensor, max_length: int
 ) -> Tensor:
-    """Runs the backbone on the next input of each row, and appends the keys and values. Returns the state [n,
-    hidden] after the final norm."""
+    """Runs the backbone on the next input of each row, and appends the keys and values. max_length: at least the
+    longest context after this frame. Returns the state [n, hidden] after the final norm."""
     page_size = k_cache.shape[3]
     positions, table = state.positions[rows], state.page_table[rows]
     pages = table.gather(1, (positions // page_size)[:, None])[:, 0]
@@ -165,14 +156,14 @@ def draw_first(
     processed = process_first(
         logits, state.seen[rows] != 0, state.penalty[rows], early, rules.ends, rules.suppress_from
     )
-    temperature, top_k, top_p, greedy = state.first.rows(rows)
-    rest = (flags.max_top_k, flags.any_top_p, flags.all_greedy, rules.nucleus_first)
-    drawn = sample(processed, noise[:, 0], temperature, top_k, top_p, greedy, *rest)
+    temperature, top_k, top_p, greedy = settings = state.first.rows(rows)
+    drawn = sample(processed, noise[:, 0], settings, flags, rules.nucleus_first)
     if rules.window == 0 or flags.all_greedy:
         return drawn
     warm, wide = torch.full_like(temperature, RETRY_TEMPERATURE), torch.full_like(top_p, RETRY_TOP_P)
-    rest = (flags.max_top_k, True, False, rules.nucleus_first)
-    again = sample(processed, noise[:, weights.codebooks], warm, top_k, wide, greedy, *rest)
+    flags = DrawFlags(flags.max_top_k, any_top_p=True, all_greedy=False)
+    retry = (warm, top_k, wide, greedy)
+    again = sample(processed, noise[:, weights.codebooks], retry, flags, rules.nucleus_first)
     return torch.where((state.recent[rows] == drawn[:, None]).any(-1), again, drawn)
 
 
@@ -181,7 +172,7 @@ def depth_frame(
     hidden: Tensor,
     first: Tensor,
     random: Tensor,
-    settings: Settings,
+    settings: Sequence[Tensor],
     flags: DrawFlags,
     nucleus_first: bool = False,
     forced: Tensor | None = None,
@@ -204,15 +195,7 @@ def depth_frame(
         logits = functional.linear(rms_norm(out[:, -1], stack.norm, stack.eps), depth.heads[step]).float()
         finite &= all_finite(logits)
         kept.append(logits)
-        code = sample(
-            logits,
-            random[:, step],
-            *settings,
-            flags.max_top_k,
-            flags.any_top_p,
-            flags.all_greedy,
-            nucleus_first,
-        )
+        code = sample(logits, random[:, step], settings, flags, nucleus_first)
         codes.append(code)
         fed = code if forced is None else forced[:, step + 1]
         x = depth.inputs[fed + depth.starts[step + 1]][:, None]
@@ -243,23 +226,7 @@ def _depth_step(x: Tensor, start: int, stack: StackTensors, cache: Tensor) -> Te
 def next_inputs(feedback: Feedback, codes: Tensor, text: Tensor) -> Tensor:
     """The backbone's inputs after a frame. codes: int64 [n, codebooks]; text: int64 [n], each row's text
     id -> [n, hidden]."""
-    made = codec_embedding_sum(codes, feedback.table, feedback.starts)
+    made = feedback.table[codes + feedback.starts].sum(dim=1)
     if feedback.text is not None:
         made = made + feedback.text[codes[:, 0] if feedback.text_by_code else text]
     return made if feedback.scale == 1 else made * feedback.scale
-
-
-def _advance(feedback: Feedback, state: StateTensors, rows: Tensor, codes: Tensor) -> None:
-    """Writes the next input, position and history of each row. The position of the dead slot does not change."""
-    alive = (rows != state.dead).long()
-    frames = state.frames[rows]
-    text = state.trailing[rows, frames.clamp(max=state.trailing.shape[1] - 1)]
-    state.inputs[rows] = next_inputs(feedback, codes, text)
-    state.positions[rows] += alive
-    state.frames[rows] += alive
-    state.seen[rows, codes[:, 0]] = True
-    if window := state.recent.shape[1]:
-        # A request's first code does not count as recent, as in the published loop.
-        state.recent[rows, frames % window] = torch.where(
-            (frames > 0) & (rows != state.dead), codes[:, 0], -1
-        )

@@ -105,10 +105,7 @@ def process_first(
 
 def is_one_of(tokens: Tensor, ends: Sequence[int]) -> Tensor:
     """Whether each token is one of `ends`: bool, with the shape of `tokens`."""
-    found = tokens == ends[0]
-    for end in ends[1:]:
-        found = found | (tokens == end)
-    return found
+    return torch.stack([tokens == end for end in ends]).any(0)
 
 
 def token_weights(
@@ -178,26 +175,23 @@ def draw(weights: Tensor, random: Tensor) -> Tensor:
 def sample(
     logits: Tensor,
     random: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    greedy: Tensor,
-    max_top_k: int,
-    any_top_p: bool,
-    all_greedy: bool,
+    settings: Sequence[Tensor],
+    flags: DrawFlags,
     nucleus_first: bool = False,
 ) -> Tensor:
     """One token per row: the likeliest if the row is greedy, otherwise one drawn with `random`.
 
     logits: float32 [n, vocab], already penalized and suppressed; random: int64 [n], 32 random bits;
-    greedy: bool [n]; the other settings as in `token_weights`, or in `nucleus_weights` with `nucleus_first`;
-    returns int64 [n]. A row with NaN gets an arbitrary token, so the caller must check for NaN.
+    settings: temperature, top_k and top_p as in `token_weights`, or in `nucleus_weights` with `nucleus_first`,
+    and greedy, bool [n]; flags: `DrawFlags.of` the rows' settings; returns int64 [n]. A row with NaN gets an
+    arbitrary token, so the caller must check for NaN.
     """
     best = logits.argmax(-1)
-    if all_greedy:
+    if flags.all_greedy:
         return best
+    temperature, top_k, top_p, greedy = settings
     if nucleus_first:
         weights = nucleus_weights(logits, temperature, top_k, top_p)
     else:
-        weights = token_weights(logits, temperature, top_k, top_p, max_top_k, any_top_p)
+        weights = token_weights(logits, temperature, top_k, top_p, flags.max_top_k, flags.any_top_p)
     return torch.where(greedy, best, draw(weights, random))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.attention import PackedRuns, paged_prefill_attention
 from kernels.frame import FrameTensors
-from kernels.reference import FrameOutput, TokenPositions, run_frame, run_stack
+from kernels.reference import FrameOutput, TokenPositions, backbone_step, draw_frame, run_stack
 from kernels.registry import to_device
 from kernels.sampler import DrawFlags
 from pipelines.engine.buckets import buckets_for
@@ -79,10 +79,6 @@ class FrameSettings:
     max_length: int
     first: DrawFlags
     residual: DrawFlags
-
-    def later(self, frames: int) -> FrameSettings:
-        """The settings `frames` frames later."""
-        return replace(self, max_length=self.max_length + frames)
 
 
 class FrameModel:
@@ -163,17 +159,9 @@ class FrameModel:
 
         `forced` [n, codebooks] replaces the drawn codes wherever they are fed back.
         """
-        return run_frame(
-            self.tensors,
-            state.tensors,
-            kv.k,
-            kv.v,
-            rows,
-            settings.max_length,
-            settings.first,
-            settings.residual,
-            forced,
-        )
+        tensors, length = self.tensors, settings.max_length
+        hidden = backbone_step(tensors.backbone, state.tensors, kv.k, kv.v, rows, length)
+        return draw_frame(tensors, state.tensors, rows, hidden, settings.first, settings.residual, forced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,28 +260,26 @@ class EagerExecutor(FrameExecutor):
             for part in parts
         ]
         outputs = [
-            self._model.frame(part, settings.later(step), self.state, self.kv)
+            self._model.frame(
+                part, replace(settings, max_length=settings.max_length + step), self.state, self.kv
+            )
             for step in range(count)
             for part in rows
         ]
-        made = [
-            torch.stack([output.codes for output in outputs]).view(count, -1, self._model.codebooks)[
-                :, : len(slots)
+        codes = torch.stack([output.codes for output in outputs]).view(count, -1, self._model.codebooks)
+        flags = torch.stack([output.flags for output in outputs]).view(count, -1)
+        made, event = [each[:, : len(slots)] for each in (codes, flags)], None
+        if not self._on_cpu:
+            made = [
+                torch.empty(each.shape, dtype=each.dtype, pin_memory=True).copy_(each, non_blocking=True)
+                for each in made
             ]
-        ]
-        made.append(torch.stack([output.flags for output in outputs]).view(count, -1)[:, : len(slots)])
-        if self._on_cpu:
-            return partial(_read, made)
-        made = [
-            torch.empty(each.shape, dtype=each.dtype, pin_memory=True).copy_(each, non_blocking=True)
-            for each in made
-        ]
-        event = torch.cuda.Event()
-        event.record()
+            event = torch.cuda.Event()
+            event.record()
         return partial(_read, made, event)
 
 
-def _read(made: Sequence[Tensor], event: torch.cuda.Event | None = None) -> FrameCodes:
+def _read(made: Sequence[Tensor], event: torch.cuda.Event | None) -> FrameCodes:
     """Reads codes and flags once their transfer is complete."""
     if event is not None:
         event.synchronize()

@@ -9,7 +9,7 @@ guidance to pairs.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,7 +158,7 @@ class SpeechLmState(FrameState):
         logits[:, 0, layer:] = rows[:, -2:].masked_fill(early[:, None], _NEVER)
         sampling = [setting.repeat_interleave(streams) for setting in drawing.residual.rows(step.slots)]
         flags = DrawFlags.of([row.audio for row in settings])
-        drawn = _sampled(logits.view(count * streams, layer + 2), noise.reshape(-1), sampling, flags)
+        drawn = sample(logits.view(count * streams, layer + 2), noise.reshape(-1), sampling, flags)
         # NaN logits may draw any index, and the embedding table may lack a row for an index beyond a stream's
         # ids.
         drawn = drawn.view(count, streams)
@@ -184,7 +184,7 @@ class SpeechLmState(FrameState):
     ) -> Tensor:
         """One of `ids` [n, candidates] or of the two ends for each row."""
         candidates = torch.cat((logits, ends), 1).float()
-        place = _sampled(candidates, noise, self.drawing.first.rows(step.slots), flags)
+        place = sample(candidates, noise, self.drawing.first.rows(step.slots), flags)
         return torch.cat((ids, self._ends_ids.expand(len(ids), 2)), 1).gather(1, place[:, None])[:, 0]
 
     def _assemble(self, speaks: Tensor, text: Tensor, audio: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,16 +197,6 @@ class SpeechLmState(FrameState):
         marks = torch.where(full, ENDED_BY_LIMIT, (audio[:, 0] == layer + 1).long() * ENDED_BY_EOT)
         codes[:, 0] += marks * (speaks & ended)
         return torch.where(speaks, first, text), codes
-
-
-def _sampled(logits: Tensor, noise: Tensor, settings: Sequence[Tensor], flags: DrawFlags) -> Tensor:
-    """Draws an index [n] from each row of logits [n, candidates]. `settings`: temperature, top_k, top_p and
-    whether to be greedy, each [n]."""
-    temperature, top_k, top_p, greedy = settings
-    max_top_k = min(flags.max_top_k, logits.shape[1])
-    return sample(
-        logits, noise, temperature, top_k, top_p, greedy, max_top_k, flags.any_top_p, flags.all_greedy
-    )
 
 
 class SpeechLmForCausalLM(FrameModel, Qwen3ForCausalLM):

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels import lm_cuda
-from kernels.layers import codec_embedding_sum
-from kernels.sampler import all_finite, frame_noise, process_first, sample
+from kernels.sampler import DrawFlags, all_finite, frame_noise, process_first, sample
 from tests.support.cuda_emulated import choose_order, guarded
 from tests.support.fake_gpus import FakeGpus
 
@@ -134,7 +133,7 @@ class Draws:
             )
         noise = frame_noise(self.seeds[rows], frames, CODEBOOKS)[:, codebook]
         settings = (self.temperature[rows], self.top_k[rows], self.top_p[rows], self.greedy[rows] != 0)
-        code = sample(logits, noise, *settings, self.vocab, True, False)
+        code = sample(logits, noise, settings, DrawFlags(self.vocab, True, False))
         after.codes[:, codebook] = code
         fine = all_finite(self.logits.float())
         if stage != lm_cuda.LAST:
@@ -147,7 +146,7 @@ class Draws:
             return after
         after.flags.copy_((after.codes[:, 0] == self.end).int() + 2 * (~fine | (self.finite == 0)).int())
         text = self.text[self.trailing[rows, frames.clamp(max=TRAILING - 1)]]
-        after.state_inputs[rows] = codec_embedding_sum(after.codes, self.table, self.starts) + text
+        after.state_inputs[rows] = self.table[after.codes + self.starts].sum(1) + text
         live = rows[rows != DEAD]
         after.positions[live] += 1
         after.frames[live] += 1

@@ -18,7 +18,7 @@ from kernels.frame import DrawTensors, FrameTensors, Layer, StackTensors, StateT
 from kernels.layers import qk_norm_rope_append, rms_norm, rope, rope_table
 from kernels.lm_attention import SplitScratch, decode_attention, predictor_attention
 from kernels.lm_frame import FusedFrame, Plan
-from kernels.reference import FrameOutput, run_frame
+from kernels.reference import FrameOutput, backbone_step, draw_frame
 from kernels.sampler import DrawFlags, frame_noise, process_first, sample
 
 
@@ -248,6 +248,14 @@ def vary_draws(maker: Maker, *settings: DrawTensors) -> None:
 ALL_DRAWS = DrawFlags(1 << 20, any_top_p=True, all_greedy=False)
 
 
+def frame_of(
+    weights: FrameTensors, state: StateTensors, k: Tensor, v: Tensor, rows: Tensor, longest: int, forced: Tensor | None
+) -> FrameOutput:  # fmt: skip
+    """A frame in single PyTorch ops."""
+    hidden = backbone_step(weights.backbone, state, k, v, rows, longest)
+    return draw_frame(weights, state, rows, hidden, ALL_DRAWS, ALL_DRAWS, forced)
+
+
 def check_frame(
     maker: Maker, shape: Shape, batch: int, plan: Plan, name: str, exact: bool = False, frames: int = 2, longest_context: int = 200,
     looked_at: Sequence[int] | None = None,
@@ -286,13 +294,9 @@ def check_frame(
         flags = torch.full((n,), 9, device=device, dtype=torch.uint8)
         runner.run(rows, codes, flags)
         longest = int(twin.positions.max()) + 1
-        made = run_frame(weights, twin, k2, v2, rows, longest, ALL_DRAWS, ALL_DRAWS, None if exact else codes)
+        made = frame_of(weights, twin, k2, v2, rows, longest, None if exact else codes)
         drawn, twin_flags, twin_logits = made.codes, made.flags, last_logits(made)
-        truth = last_logits(
-            run_frame(
-                wide_weights, wide, k3, v3, rows, longest, ALL_DRAWS, ALL_DRAWS, drawn if exact else codes
-            )
-        )
+        truth = last_logits(frame_of(wide_weights, wide, k3, v3, rows, longest, drawn if exact else codes))
         logits = runner.logits[: truth.numel()].view(truth.shape)
         plain = error(twin_logits[live], truth[live])
         if exact:
@@ -355,11 +359,8 @@ def check_draw(maker: Maker) -> list[dict[str, float | str]]:
             last = shape.codebooks - 1
             logits = runner.logits[: batch * shape.codes].view(batch, -1).float()
             noise = frame_noise(before.seeds[rows], before.frames[rows], shape.codebooks)
-            draw = before.residual
-            wanted = sample(
-                logits, noise[:, last], draw.temperature[rows], draw.top_k[rows], draw.top_p[rows], draw.greedy[rows] != 0, shape.codes,
-                True, False,
-            )  # fmt: skip
+            flags = DrawFlags(shape.codes, any_top_p=True, all_greedy=False)
+            wanted = sample(logits, noise[:, last], before.residual.rows(rows), flags)
             report.append(
                 demand(
                     f"draws that differ, {launch}",
@@ -373,11 +374,8 @@ def check_draw(maker: Maker) -> list[dict[str, float | str]]:
                 first, before.seen[rows] != 0, before.penalty[rows], before.frames[rows] < before.min_new_tokens[rows], weights.draw.ends,
                 weights.draw.suppress_from,
             )  # fmt: skip
-            draw = before.first
-            wanted = sample(
-                processed, noise[:, 0], draw.temperature[rows], draw.top_k[rows], draw.top_p[rows], draw.greedy[rows] != 0, shape.vocab,
-                True, False,
-            )  # fmt: skip
+            flags = DrawFlags(shape.vocab, any_top_p=True, all_greedy=False)
+            wanted = sample(processed, noise[:, 0], before.first.rows(rows), flags)
             report.append(
                 demand(
                     f"first draws that differ, {launch}",

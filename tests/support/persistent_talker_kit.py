@@ -11,7 +11,6 @@ from torch import Tensor
 
 from benchmarks.shapes import Maker, Shape
 from kernels import reference
-from kernels.attention import gather_pages
 from kernels.frame import FrameTensors, StateTensors
 from kernels.lm_persistent import Predictor, PredictorRun, Talker, TalkerRun
 from kernels.reference import backbone_step
@@ -90,9 +89,10 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
         for row, length in enumerate(lengths.tolist()):
             if length:
                 k, v = (
-                    part.double().repeat_interleave(q.shape[1] // keys.shape[1], 0)
-                    for part in gather_pages(keys, values, table[row], length)
-                )
+                    cache[table[row]].transpose(0, 1).flatten(1, 2)[:, :length].double()
+                    .repeat_interleave(q.shape[1] // keys.shape[1], 0)
+                    for cache in (keys, values)
+                )  # fmt: skip
                 shares = torch.softmax((k @ q[row].double()[:, :, None])[..., 0] * scale, -1)
                 out[row] = (shares[:, None] @ v)[:, 0].to(q.dtype)
         return out.flatten(1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.frame import DrawRules, DrawTensors, Feedback, FrameTensors, StackTensors, StateTensors
-from kernels.reference import ENDED, next_inputs, run_frame
+from kernels.reference import ENDED, FrameOutput, backbone_step, draw_frame, next_inputs
 from kernels.sampler import DrawFlags
 
 FLAGS = DrawFlags(0, any_top_p=True, all_greedy=False)
@@ -60,7 +60,10 @@ def frames_of(model: FrameTensors, state: StateTensors, count: int) -> tuple[Ten
     """Codes and flags [frames, rows] of all live rows."""
     caches = torch.zeros(0, 1, 1, 512, 2)
     rows = torch.arange(state.dead)
-    made = [run_frame(model, state, caches, caches, rows, frame + 1, FLAGS, FLAGS) for frame in range(count)]
+    made: list[FrameOutput] = []
+    for frame in range(count):
+        hidden = backbone_step(model.backbone, state, caches, caches, rows, frame + 1)
+        made.append(draw_frame(model, state, rows, hidden, FLAGS, FLAGS))
     return torch.stack([one.codes[:, 0] for one in made]), torch.stack([one.flags for one in made])
 
 

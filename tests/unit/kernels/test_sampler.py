@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.sampler import (
     WEIGHT_BITS,
+    DrawFlags,
     all_finite,
     draw,
     frame_noise,
@@ -136,9 +137,8 @@ def test_greedy_rows_take_the_best() -> None:
     logits = torch.tensor([[0.0, 5.0, 1.0], [0.0, 5.0, 4.9]])
     ones, greedy = torch.ones(2), torch.tensor([True, False])
     random = torch.tensor([2**32 - 1, 2**32 - 1])
-    assert sample(
-        logits, random, ones, torch.zeros(2, dtype=torch.int64), ones, greedy, 0, False, False
-    ).tolist() == [1, 2]
+    settings, flags = (ones, torch.zeros(2, dtype=torch.int64), ones, greedy), DrawFlags(0, False, False)
+    assert sample(logits, random, settings, flags).tolist() == [1, 2]
 
 
 def test_processors_of_codebook_0() -> None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.attention import gather_pages
 from pipelines.engine.engine import Engine, NativeHost
 from pipelines.engine.executor import EagerExecutor, FrameSettings, PendingFrames, PrefillRun
 from pipelines.engine.scheduler import PromptPrefix
@@ -53,7 +52,9 @@ class WatchedExecutor(EagerExecutor):
         pages, length = self.state.page_table[slot], int(self.state.positions[slot])
         layers = zip(self.kv.k, self.kv.v)
         return b"".join(
-            part.numpy().tobytes() for k, v in layers for part in gather_pages(k, v, pages, length)
+            cache[pages].transpose(0, 1).flatten(1, 2)[:, :length].numpy().tobytes()
+            for layer in layers
+            for cache in layer
         )
 
 
