@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
@@ -32,9 +32,10 @@ from pipelines.serving.streaming import (
     Head,
     Parts,
     Serving,
+    SpeechPiece,
     event,
     event_head,
-    speech_bytes,
+    speech_pieces,
 )
 from pipelines.text_units import Piece, TextUnits, has_words, unit_request, unit_requests, units_of
 
@@ -92,7 +93,7 @@ class SpeechFields(Body):
     """The fields of every request in Cartesia's format."""
 
     model_config = ConfigDict(extra="allow")
-    #: Fields that no model supports.
+    #: Fields that this kind of request does not support with any model.
     unsupported: ClassVar = ("add_timestamps", "add_phoneme_timestamps", "pronunciation_dict_id", "save")
 
     transcript: str = ""
@@ -106,17 +107,38 @@ class SpeechFields(Body):
     generation_config: GenerationConfig = GenerationConfig()
 
 
-class EventsRequest(SpeechFields):
+class MessagesFields(SpeechFields):
+    """The fields of a request that is answered in messages, which can have the times of words and phonemes."""
+
+    unsupported: ClassVar = SpeechFields.unsupported[2:]
+    #: Fields that a model refuses if it does not know the times.
+    refused_without_times: ClassVar = SpeechFields.unsupported[:2]
+
+    add_timestamps: bool | None = None
+    add_phoneme_timestamps: bool | None = None
+
+    def times(self, piece: SpeechPiece) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The types and fields of the messages with the requested times of a piece."""
+        for wanted, kind, name, said in (
+            (self.add_timestamps, "timestamps", "word", piece.words),
+            (self.add_phoneme_timestamps, "phoneme_timestamps", "phoneme", piece.phonemes),
+        ):
+            if wanted and said:
+                texts, start, end = zip(*map(msgspec.structs.astuple, said), strict=True)
+                yield kind, {f"{name}_timestamps": {f"{name}s": texts, "start": start, "end": end}}
+
+
+class EventsRequest(MessagesFields):
     """A request for speech as events, each of which has the client's `context_id`."""
 
     context_id: Name | None = None
 
 
-class ContextMessage(SpeechFields):
+class ContextMessage(MessagesFields):
     """One message of a context."""
 
     #: Pipecat's and LiveKit's services always ask for the times of words, and work without them.
-    unsupported: ClassVar = SpeechFields.unsupported[1:]
+    refused_without_times: ClassVar = MessagesFields.refused_without_times[1:]
 
     context_id: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS)]
     more: Annotated[bool, Field(alias="continue")] = False
@@ -137,9 +159,14 @@ def check_speech(serving: Serving, fields: SpeechFields) -> None:
     """Raises `ApiError`: 400 for fields that this model or this route does not support, 404 for a model that
     is not served here."""
     check_fields(fields)
-    if fields.output_format.container != "raw" and isinstance(fields, (EventsRequest, ContextMessage)):
-        message = "Messages have the container `raw`; /tts/bytes sends WAV."
-        raise bad_request(message, "invalid_value", "output_format.container")
+    if isinstance(fields, MessagesFields):
+        if fields.output_format.container != "raw":
+            message = "Messages have the container `raw`; /tts/bytes sends WAV."
+            raise bad_request(message, "invalid_value", "output_format.container")
+        for name in fields.refused_without_times:
+            if getattr(fields, name) and not serving.model.card.capabilities.word_times:
+                message = f"This model does not know when it says a word. Remove `{name}`."
+                raise bad_request(message, ErrorCode.INPUT_UNSUPPORTED, name)
     serving.voices.check_model(fields.model_id, "model_id")
 
 
@@ -156,9 +183,11 @@ async def request_of(serving: Serving, fields: SpeechFields, request_id: str) ->
     language = fields.language if serving.model.card.capabilities.languages else None
     generation = Generation(language=language, **config.settings())
     voice = None if fields.voice is None else fields.voice.id
-    return await serving.voices.request(
+    request = await serving.voices.request(
         request_id, config.seed_or_new(), voice, generation, fields.transcript
     )
+    timed = isinstance(fields, MessagesFields) and (fields.add_timestamps or fields.add_phoneme_timestamps)
+    return replace(request, timestamps=bool(timed))
 
 
 def encoder_of(serving: Serving, output: OutputFormat) -> PcmStream:
@@ -177,18 +206,21 @@ async def answer(serving: Serving, fields: SpeechFields, permit: Permit, request
     requests = unit_requests(request, units)
     headers, step = {"x-seed": str(request.seed)}, permit.since
     encoder = encoder_of(serving, fields.output_format)
-    async with aclosing(speech_bytes(serving, requests, permit, encoder)) as pieces:
+    async with aclosing(speech_pieces(serving, requests, permit, encoder)) as pieces:
         if not isinstance(fields, EventsRequest):
             wav = fields.output_format.container == "wav"
             yield Head("audio/wav" if wav else "application/octet-stream", headers)
             async for piece in pieces:
-                yield piece
+                yield piece.data
             return
         name = fields.context_id
         yield event_head(headers, lambda error: failure(error, name) | {"request_id": request_id})
         async for piece in pieces:
             now = time.monotonic()
-            yield event(chunk(name, piece, 1000 * (now - step)))
+            if piece.data:
+                yield event(chunk(name, piece.data, 1000 * (now - step)))
+            for kind, times in fields.times(piece):
+                yield event(_message(kind, name, **times))
             step = now
         yield event(done(name))
 
@@ -276,6 +308,7 @@ class Context:
         self._characters = 0
         self._flushes = 0
         self._units = 0
+        self._sent_seconds = 0.0
         #: The monotonic time at which a player that started with the first chunk will have played all sent
         #: audio.
         self._played_until = 0.0
@@ -371,15 +404,20 @@ class Context:
         opened = partial(passage.attach, sent_characters=len(passage.text)) if self._streams_text else None
         encoder = encoder_of(self._serving, self._first.output_format)
         has_sent_audio = number > 0
-        async with aclosing(speech_bytes(self._serving, [request], permit, encoder, opened)) as pieces:
-            async for data in pieces:
-                now = time.monotonic()
-                self._played_until = max(self._played_until, now) + len(data) / encoder.bytes_per_second
+        speech = speech_pieces(self._serving, [request], permit, encoder, opened, self._sent_seconds)
+        async with aclosing(speech) as pieces:
+            async for spoken in pieces:
+                now, data = time.monotonic(), spoken.data
+                seconds = len(data) / encoder.bytes_per_second
+                self._sent_seconds += seconds
+                self._played_until = max(self._played_until, now) + seconds
                 for begin_byte in range(0, len(data), MAX_PIECE_BYTES):
                     piece = data[begin_byte : begin_byte + MAX_PIECE_BYTES]
                     await self._send(chunk(self.id, piece, 1000 * (now - step)))
                     step = now
-                if not has_sent_audio:
+                for kind, times in self._first.times(spoken):
+                    await self._send(_message(kind, self.id, **times))
+                if not has_sent_audio and data:
                     has_sent_audio = True
                     self._serving.metrics.first_audio(WEBSOCKET, time.monotonic() - permit.since)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Annotated, Literal, cast
 
 from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field
@@ -21,7 +22,7 @@ from pipelines.serving.streaming import (
     Serving,
     event,
     event_head,
-    speech_bytes,
+    speech_pieces,
 )
 from pipelines.text_units import unit_requests, units_of
 
@@ -102,6 +103,8 @@ class SpeechBody(SpokenBody):
         str | None, Field(validation_alias=AliasChoices("reference_text", "ref_text"))
     ] = None
     cfg: float | None = None
+    #: The events also have the times of words.
+    timestamps: bool = False
 
 
 _FIELDS = {**{name: name for name in SpeechBody.model_fields}, "instruct": "instructions"}
@@ -131,6 +134,11 @@ def check(serving: Serving, body: SpeechBody) -> bool:
             body.stream and not capabilities.streaming,
             "This model makes the whole speech at once. Remove `stream`.",
         ),
+        (
+            "timestamps",
+            body.timestamps and not (capabilities.word_times and body.stream_format == "sse"),
+            "Times of words are in events of models that know them: set `stream_format` to `sse`, or remove `timestamps`.",
+        ),
     ):
         if requested:
             raise bad_request(message, ErrorCode.INPUT_UNSUPPORTED, field)
@@ -146,12 +154,13 @@ def _streams(serving: Serving, body: SpeechBody) -> bool:
 
 async def answer(serving: Serving, body: SpeechBody, permit: Permit, request_id: str) -> Parts:
     """The parts of the answer: a whole file, a streamed file, or OpenAI's events (`speech.audio.delta` with
-    the next bytes in base64, then `speech.audio.done`). Raises `ApiError` and `NightjarError`."""
+    the next bytes in base64, and by `timestamps` the words that end in them, then `speech.audio.done`). Raises `ApiError` and `NightjarError`."""
     model, kind = serving.model, body.response_format
     generation = Generation(instruct=body.instructions or None, **body.settings())
     request = await serving.voices.request(
         request_id, body.seed_or_new(), body.voice, generation, body.input, body.reference_audio or ()
     )
+    request = replace(request, timestamps=body.timestamps)
     # Clients need the rate to play bare PCM, and the seed to repeat the speech.
     headers = {"x-sample-rate": str(model.card.sample_rate), "x-seed": str(request.seed)}
     if unknown := sorted((body.model_extra or {}).keys() - _WITHOUT_EFFECT):
@@ -171,10 +180,13 @@ async def answer(serving: Serving, body: SpeechBody, permit: Permit, request_id:
         return
     encoder = stream_encoder(model.card.sample_rate, kind)
     events = body.stream_format == "sse"
-    async with aclosing(speech_bytes(serving, requests, permit, encoder)) as pieces:
+    async with aclosing(speech_pieces(serving, requests, permit, encoder)) as pieces:
         yield event_head(headers, ApiError.view) if events else Head(MEDIA_TYPES[kind], headers)
         async for piece in pieces:
-            yield event({"type": "speech.audio.delta", "audio": piece}) if events else piece
+            times = {"words": piece.words} if body.timestamps else {}
+            yield (
+                event({"type": "speech.audio.delta", "audio": piece.data, **times}) if events else piece.data
+            )
     if events:
         # The model does not count tokens, so `usage` counts characters of the text.
         usage = {"input_tokens": len(body.input), "output_tokens": 0, "total_tokens": len(body.input)}

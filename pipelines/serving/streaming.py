@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
-from pipelines.request import Done, Handle, SynthesisRequest
+from pipelines.request import Done, Handle, SynthesisRequest, Word
 from pipelines.serving import ServeOptions
 from pipelines.serving.admission import AdmissionQueue, Permit
 from pipelines.serving.encoding import FileStream, PcmStream
@@ -40,17 +40,27 @@ class Serving:
     voices: Voices
 
 
-async def speech_bytes(
+@dataclass(frozen=True, slots=True)
+class SpeechPiece:
+    """Encoded speech, and the words and phonemes that end in it, by the time since the answer's beginning."""
+
+    data: bytes
+    words: Sequence[Word] = ()
+    phonemes: Sequence[Word] = ()
+
+
+async def speech_pieces(
     serving: Serving,
     requests: Sequence[SynthesisRequest],
     permit: Permit,
     encoder: PcmStream | FileStream,
     on_handle: Callable[[Handle], None] | None = None,
-) -> AsyncGenerator[bytes, None]:
+    begin_seconds: float = 0.0,
+) -> AsyncGenerator[SpeechPiece, None]:
     """Yields the encoded speech of all requests in order, as it is made; no piece is empty. Several requests
     hold the slot until the last one is done.
 
-    `on_handle`: as in `ServedModel.chunks`. Raises as `ServedModel.chunks`, and `synth.no_audio` if the model
+    `on_handle`: as in `ServedModel.chunks`; `begin_seconds`: the time of the first piece, for those of words. Raises as `ServedModel.chunks`, and `synth.no_audio` if the model
     made no audio.
     """
 
@@ -59,27 +69,33 @@ async def speech_bytes(
         # thread.
         return await asyncio.to_thread(call, *given) if encoder.compresses else call(*given)
 
-    has_audio = False
+    seconds = begin_seconds
     is_several = len(requests) > 1
     if is_several:
         permit.hold()
     try:
         for request in requests:
+            begin = seconds
             async with aclosing(serving.model.chunks(request, permit, on_handle)) as chunks:
                 async for chunk in chunks:
                     audio = chunk.speech if isinstance(chunk, Done) else chunk
                     if len(audio.samples):
-                        has_audio = True
-                        serving.metrics.audio_sent(len(audio.samples) / audio.sample_rate)
-                    if piece := await run(encoder.add, audio.samples, isinstance(chunk, Done)):
-                        yield piece
+                        added_seconds = len(audio.samples) / audio.sample_rate
+                        seconds += added_seconds
+                        serving.metrics.audio_sent(added_seconds)
+                    data = await run(encoder.add, audio.samples, isinstance(chunk, Done))
+                    words, phonemes = (
+                        [one.moved(begin) for one in said] for said in (audio.words, audio.phonemes)
+                    )
+                    if data or words or phonemes:
+                        yield SpeechPiece(data, words, phonemes)
     finally:
         if is_several:
             permit.release()
-    if not has_audio:
+    if seconds == begin_seconds:
         raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model made no audio.", "Try another seed.")
-    if piece := await run(encoder.end):
-        yield piece
+    if data := await run(encoder.end):
+        yield SpeechPiece(data)
 
 
 def event(view: object) -> bytes:

@@ -115,7 +115,7 @@ def test_events_end_with_an_error_where_the_speech_does(server: Running) -> None
 @pytest.mark.parametrize("route", ["/tts/bytes", "/tts/sse"])
 @pytest.mark.parametrize("name", ["add_timestamps", "add_phoneme_timestamps", "save"])
 def test_what_cartesia_has_and_we_do_not_is_refused_by_name(server: Running, route: str, name: str) -> None:
-    for value in (True, "dict-1"):
+    for value in (True, "dict-1") if name == "save" else (True,):
         refused = server.http.post(route, json={**OFFICIAL, name: value})
         assert (refused.status_code, error_of(refused)["code"], error_of(refused)["param"]) == (
             400,
