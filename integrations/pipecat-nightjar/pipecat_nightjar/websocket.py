@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-from pipecat.frames.frames import ErrorFrame, Frame, TTSAudioRawFrame, TTSTextFrame
+from pipecat.frames.frames import ErrorFrame, Frame, TTSAudioRawFrame
 from pipecat.processors.frame_processor import FrameProcessorSetup
 from pipecat.services.tts_service import TextAggregationMode, WebsocketTTSService
 from pipecat.transcriptions.language import Language
-from pipecat.utils.context.word_timestamp_tracker import WordTimestamp
 from pipecat.utils.errors import ErrorCategory, classify_http_exception
 from pipecat.utils.tracing.service_decorators import traced_tts
 from websockets.exceptions import WebSocketException
@@ -41,12 +40,14 @@ _SILENCE_SECONDS = 10.0
 
 @dataclass
 class _Reply:
-    """An open context of the server. Sentences are spoken in order, and each becomes text of the conversation
-    once it is spoken."""
+    """An open context of the server. Its words become text of the conversation when they are said."""
 
-    texts: deque[TTSTextFrame] = field(default_factory=deque)
-    #: Number of sentences that were spoken before their text frames arrived.
-    spoken: int = 0
+    #: Texts whose end the server has not reported yet; empty if the server finds the sentences.
+    texts: deque[str] = field(default_factory=deque)
+    #: Audio received, in seconds.
+    seconds: float = 0.0
+    #: Whether the model knows when it says a word.
+    is_timed: bool = False
     #: Whether the server has the whole text.
     is_whole: bool = False
 
@@ -55,8 +56,8 @@ class NightjarTTSService(WebsocketTTSService):
     """Speech of Nightjar over a WebSocket.
 
     An interruption cancels the reply in the server, which frees its slot; the connection stays open. A lost
-    connection is opened again for the next text. Words have no timestamps: a sentence becomes text of the
-    conversation when its audio is complete.
+    connection is opened again for the next text. A word becomes text of the conversation when it is said; if
+    the model does not know when that is, a sentence does so when its audio is complete.
     """
 
     Settings = NightjarTTSSettings
@@ -85,6 +86,7 @@ class NightjarTTSService(WebsocketTTSService):
             text_aggregation_mode=text_aggregation_mode,
             push_start_frame=True,
             push_stop_frames=True,
+            push_text_frames=False,
             append_trailing_space=True,
             settings=complete(settings),
             **kwargs,
@@ -146,19 +148,6 @@ class NightjarTTSService(WebsocketTTSService):
             await self._send({"context_id": context_id, "cancel": True})
         await super().on_audio_context_interrupted(context_id)
 
-    async def append_to_audio_context(
-        self, context_id: str | None, frame: Frame | WordTimestamp | None
-    ) -> None:
-        """Holds the text of a sentence back until its audio is complete, so that unspoken text does not
-        become part of the conversation."""
-        reply = self._replies.get(context_id or "")
-        if reply is not None and isinstance(frame, TTSTextFrame) and not self._is_streaming_tokens:
-            if not reply.spoken:
-                reply.texts.append(frame)
-                return
-            reply.spoken -= 1
-        await super().append_to_audio_context(context_id, frame)
-
     async def _update_settings(self, delta: NightjarTTSSettings) -> dict[str, Any]:
         """Continues the rest of a reply in a new context, because a context has one voice."""
         changed = await super()._update_settings(delta)
@@ -175,7 +164,9 @@ class NightjarTTSService(WebsocketTTSService):
         while True:
             try:
                 await self._connect()
-                self._replies.setdefault(context_id, _Reply())
+                reply = self._replies.setdefault(context_id, _Reply())
+                if not self._is_streaming_tokens:
+                    reply.texts.append(text)
                 await self._socket().send(json.dumps(self._message(context_id, text)))
                 return
             except (OSError, WebSocketException) as error:
@@ -186,6 +177,7 @@ class NightjarTTSService(WebsocketTTSService):
     def _message(self, context_id: str, text: str) -> dict[str, Any]:
         settings = self._settings
         fields = {
+            "add_timestamps": True,
             **settings.extra,
             "context_id": context_id,
             "transcript": text,
@@ -273,23 +265,25 @@ class NightjarTTSService(WebsocketTTSService):
             return
         elif kind == "chunk":
             audio = base64.b64decode(message["data"])
+            reply.seconds += len(audio) / 2 / self.sample_rate
             step = 2 * int(_FRAME_SECONDS * self.sample_rate)
             for begin in range(0, len(audio), step):
                 frame = TTSAudioRawFrame(
                     audio[begin : begin + step], self.sample_rate, 1, context_id=context_id
                 )
                 await self.append_to_audio_context(context_id, frame)
+        elif kind == "timestamps":
+            reply.is_timed = True
+            times = message["word_timestamps"]
+            await self.add_word_timestamps(list(zip(times["words"], times["start"], strict=True)), context_id)
         elif kind == "flush_done":
-            if reply.texts:
-                await super().append_to_audio_context(context_id, reply.texts.popleft())
-            else:
-                reply.spoken += 1
+            words = reply.texts.popleft().split() if reply.texts else []
+            if not reply.is_timed:
+                await self.add_word_timestamps([(word, reply.seconds) for word in words], context_id)
         elif kind == "error":
             await self.append_to_audio_context(context_id, _failure(message))
             await self._end(context_id)
         elif kind == "done":
-            for text in reply.texts:
-                await super().append_to_audio_context(context_id, text)
             await self._end(context_id)
 
     async def _end(self, context_id: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import random
 import re
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,11 +127,18 @@ class NightjarServer:
         )
         return all(now[name] == 0 for name in names)
 
+    def post(self, path: str, body: dict[str, Any]) -> str:
+        """The answer to a request without a key."""
+        return self._ask("POST", path, json.dumps(body), {"content-type": "application/json"})[1]
+
     def _get(self, path: str) -> tuple[int, str]:
         key = self._variables.get("SPEECH_SERVE__API_KEY")
+        return self._ask("GET", path, None, {"Authorization": f"Bearer {key}"} if key else {})
+
+    def _ask(self, method: str, path: str, body: str | None, headers: dict[str, str]) -> tuple[int, str]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
-            connection.request("GET", path, headers={"Authorization": f"Bearer {key}"} if key else {})
+            connection.request(method, path, body, headers)
             answer = connection.getresponse()
             return answer.status, answer.read().decode()
         finally:

@@ -92,13 +92,18 @@ Script = Callable[[Conversation], Awaitable[None]]
 
 
 async def converse(
-    service: TTSService, script: Script, *, rate: int = 24_000, observers: list[BaseObserver] | None = None
+    service: TTSService,
+    script: Script,
+    *,
+    rate: int = 24_000,
+    observers: list[BaseObserver] | None = None,
+    behind: list[FrameProcessor] | None = None,
 ) -> Conversation:
-    """Runs `script` with the service in a pipeline, then ends the pipeline properly."""
+    """Runs `script` with the service in a pipeline, and what is `behind` it, then ends the pipeline properly."""
     above, below = Listener(), Listener()
     params = PipelineParams(audio_out_sample_rate=rate, enable_metrics=True, enable_usage_metrics=True)
     worker = PipelineWorker(
-        Pipeline([above, service, below]),
+        Pipeline([above, service, below, *(behind or [])]),
         params=params,
         observers=observers or [],
         cancel_on_idle_timeout=False,

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from conftest import Ears, NightjarServer, wait_until
 from conversation import Conversation, converse
-from pipecat.frames.frames import InterruptionFrame
+from pipecat.frames.frames import InterruptionFrame, TTSTextFrame
 from pipecat.services.cartesia.tts import CartesiaTTSService
 from pipecat.services.tts_service import TextAggregationMode
 
@@ -42,6 +42,10 @@ def test_pipecats_own_cartesia_service_speaks(
     done = asyncio.run(converse(stock(server, mode), script))
     assert ears.word_error_rate(done.audio(), 24_000, f"{REPLY} {REPLY}") == 0
     assert done.errors() == []
+    words = done.below.of(TTSTextFrame)
+    assert [word.text for word in words] == [*REPLY.split(), *REPLY.split()]
+    times = [word.pts or 0 for word in words]
+    assert sorted(set(times)) == times
 
 
 def test_pipecats_own_cartesia_service_can_be_interrupted(server: NightjarServer, ears: Ears) -> None:
@@ -73,6 +77,7 @@ def test_a_long_sentence_fits_into_the_messages_that_a_stock_client_takes(server
 
 
 livekit = pytest.importorskip("livekit.plugins.cartesia", reason="livekit-plugins-cartesia is not installed")
+from livekit.agents.types import USERDATA_TIMED_TRANSCRIPT  # noqa: E402  # it is installed with the plugin
 
 
 def with_livekit(server: NightjarServer, use: Callable[[Any], Coroutine[Any, Any, bytes]]) -> bytes:
@@ -106,6 +111,25 @@ def test_livekits_plugin_streams(server: NightjarServer, ears: Ears) -> None:
 
     assert ears.word_error_rate(with_livekit(server, use), 24_000, REPLY) == 0
     wait_until(server.is_idle)
+
+
+def test_livekits_plugin_gets_the_times_of_words(server: NightjarServer) -> None:
+    said: list[Any] = []
+
+    async def use(plugin: Any) -> bytes:
+        assert plugin.capabilities.aligned_transcript
+        async with plugin.stream() as stream:
+            stream.push_text(REPLY)
+            stream.end_input()
+            async for event in stream:
+                said.extend(event.frame.userdata.get(USERDATA_TIMED_TRANSCRIPT, []))
+        return b""
+
+    with_livekit(server, use)
+    assert "".join(said).split() == REPLY.split()
+    times = [word.start_time for word in said]
+    assert times == sorted(times)
+    assert all(word.start_time < word.end_time for word in said)
 
 
 def test_livekits_plugin_that_leaves_in_mid_sentence_holds_no_slot(

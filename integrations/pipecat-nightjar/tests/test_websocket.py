@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from typing import Any
 
 import pytest
 from conftest import Ears, NightjarServer, wait_until
@@ -13,6 +15,8 @@ from pipecat.frames.frames import (
     LLMFullResponseStartFrame,
     LLMTextFrame,
     MetricsFrame,
+    OutputAudioRawFrame,
+    StartFrame,
     TTSAudioRawFrame,
     TTSSpeakFrame,
     TTSStartedFrame,
@@ -21,7 +25,11 @@ from pipecat.frames.frames import (
     TTSUpdateSettingsFrame,
 )
 from pipecat.metrics.metrics import TTFBMetricsData, TTSUsageMetricsData
+from pipecat.processors.aggregators.llm_context import LLMContext
+from pipecat.processors.aggregators.llm_response_universal import LLMContextAggregatorPair
 from pipecat.services.tts_service import TextAggregationMode
+from pipecat.transports.base_output import BaseOutputTransport
+from pipecat.transports.base_transport import TransportParams
 from pipecat_nightjar import NightjarTTSService, NightjarTTSSettings
 
 FIRST, SECOND = "The library opens in the morning.", "Bring the green basket with you."
@@ -30,8 +38,28 @@ SENTENCES = 300
 LONG = "The old captain told a story about the northern sea and its many islands. " * SENTENCES
 
 
+#: With it a text has the same times in each run.
+SEEDED = {"generation_config": {"seed": 7}}
+
+
+def word_times(server: NightjarServer) -> list[tuple[str, float, float]]:
+    """The words of `REPLY` with the seed, and when the server says them."""
+    audio = {"container": "raw", "encoding": "pcm_s16le", "sample_rate": 24_000}
+    body = {
+        "model_id": "hibari",
+        "transcript": REPLY,
+        "output_format": audio,
+        "add_timestamps": True,
+        **SEEDED,
+    }
+    answer = server.post("/tts/sse", body)
+    events = [json.loads(line.removeprefix("data: ")) for line in answer.splitlines() if line]
+    times = [one["word_timestamps"] for one in events if one["type"] == "timestamps"]
+    return [word for one in times for word in zip(one["words"], one["start"], one["end"], strict=True)]
+
+
 def service(
-    server: NightjarServer, mode: TextAggregationMode | None = None, **settings: str
+    server: NightjarServer, mode: TextAggregationMode | None = None, **settings: Any
 ) -> NightjarTTSService:
     chosen = NightjarTTSSettings(**{"model": "hibari", **settings})
     return NightjarTTSService(base_url=server.url, text_aggregation_mode=mode, settings=chosen)
@@ -63,19 +91,72 @@ def test_a_reply_is_heard_at_the_rate_of_the_pipeline(
     wait_until(server.is_idle)
 
 
-def test_a_sentence_becomes_text_of_the_conversation_behind_its_audio(server: NightjarServer) -> None:
-    done = asyncio.run(converse(service(server), saying(REPLY)))
+def said(done: Conversation) -> list[str]:
+    return [frame.text for frame in done.below.of(TTSTextFrame)]
+
+
+@pytest.mark.parametrize("mode", [TextAggregationMode.SENTENCE, TextAggregationMode.TOKEN])
+def test_a_word_becomes_text_of_the_conversation_when_it_is_said(
+    server: NightjarServer, mode: TextAggregationMode
+) -> None:
+    done = asyncio.run(converse(service(server, mode, extra=SEEDED), saying(REPLY)))
+    assert said(done) == REPLY.split()
+    begins = [frame.pts or 0 for frame in done.below.of(TTSTextFrame)]
+    times = [start for _, start, _ in word_times(server)]
+    assert [(begin - begins[0]) / 1e9 for begin in begins] == pytest.approx(
+        [at - times[0] for at in times], abs=0.001
+    )
+
+
+def test_without_times_a_sentence_becomes_text_of_the_conversation_behind_its_audio(
+    server: NightjarServer,
+) -> None:
+    untimed = service(server, extra={"add_timestamps": False})
+    done = asyncio.run(converse(untimed, saying(REPLY)))
     kinds = [
-        frame.text.strip() if isinstance(frame, TTSTextFrame) else "audio"
+        frame.text if isinstance(frame, TTSTextFrame) else "audio"
         for frame in done.below.frames
         if isinstance(frame, TTSTextFrame | TTSAudioRawFrame)
     ]
-    assert [kind for kind, before in zip(kinds, ["", *kinds], strict=False) if kind != before] == [
-        "audio",
-        FIRST,
-        "audio",
-        SECOND,
-    ]
+    parts = [kind for kind, before in zip(kinds, ["", *kinds], strict=False) if kind != before]
+    assert parts == ["audio", *FIRST.split(), "audio", *SECOND.split()]
+
+
+class Loudspeaker(BaseOutputTransport):
+    """Plays audio as it is heard, and notifies `reached` once it has played `until_seconds`."""
+
+    def __init__(self, until_seconds: float) -> None:
+        super().__init__(TransportParams(audio_out_enabled=True))
+        self._left_seconds = until_seconds
+        self.reached = asyncio.Event()
+
+    async def start(self, frame: StartFrame) -> None:
+        await super().start(frame)
+        await self.set_transport_ready(frame)
+
+    async def write_audio_frame(self, frame: OutputAudioRawFrame) -> bool:
+        seconds = len(frame.audio) / 2 / frame.sample_rate
+        await asyncio.sleep(seconds)
+        self._left_seconds -= seconds
+        if self._left_seconds <= 0:
+            self.reached.set()
+        return True
+
+
+def test_an_interruption_in_a_word_leaves_exactly_the_words_that_were_heard(server: NightjarServer) -> None:
+    # The last word of the first sentence; the second one begins after a pause.
+    _, start, end = word_times(server)[len(FIRST.split()) - 1]
+    loudspeaker, context = Loudspeaker((start + end) / 2), LLMContext()
+    behind = [loudspeaker, LLMContextAggregatorPair(context).assistant()]
+
+    async def script(conversation: Conversation) -> None:
+        await conversation.say(REPLY)
+        await loudspeaker.reached.wait()
+        await conversation.interrupt()
+        await conversation.below.until(lambda: bool(conversation.below.of(InterruptionFrame)))
+
+    asyncio.run(converse(service(server, extra=SEEDED), script, behind=behind))
+    assert [message["content"] for message in context.get_messages()] == [FIRST]
 
 
 def test_an_interruption_frees_the_slot_and_the_next_reply_is_heard_whole(
@@ -99,8 +180,6 @@ def test_an_interruption_frees_the_slot_and_the_next_reply_is_heard_whole(
 
     done = asyncio.run(converse(service(server), script))
     assert ears.word_error_rate(done.audio()[begin:], 24_000, REPLY) == 0
-    # An interrupted sentence does not become text of the conversation.
-    assert [frame.text for frame in done.below.of(TTSTextFrame) if "captain" in frame.text] == []
     assert done.errors() == []
 
 

@@ -95,7 +95,9 @@ def test_events_of_openai_have_the_times_of_their_audio(server: Running, text: s
     body = {"model": "tone", "input": text, "response_format": "pcm", "stream_format": "sse"}
     found = {}
     for timestamps in (True, False):
-        with server.http.stream("POST", "/v1/audio/speech", json={**body, "timestamps": timestamps}) as answer:
+        with server.http.stream(
+            "POST", "/v1/audio/speech", json={**body, "timestamps": timestamps}
+        ) as answer:
             found[timestamps] = list(events(answer.iter_lines()))
     words = [word for one in found[True][:-1] for word in one["words"]]
     seconds = len(tone(UNITS[1], 0)) / SAMPLE_RATE
