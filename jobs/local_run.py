@@ -4,8 +4,7 @@ All processes of the job end with this process."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -54,19 +53,11 @@ class LocalRun:
     devices: Sequence[Device] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """The final status of a run and the places of its results."""
-
-    status: JobStatus
-    #: The places of `audio`, `text`, `manifest` and `report`; None: there is none.
-    places: Mapping[str, str | None]
-
-
 def run_locally(
     run: LocalRun, progress: Progress, stop: Stop, submitted: Callable[[Job], None] = lambda job: None
-) -> RunResult:
-    """Submits an input, or finds its job, and runs the job to its end. After an interruption, the same call
+) -> tuple[JobStatus, dict[str, str | None]]:
+    """Submits an input, or finds its job, and runs the job to its end. Returns the final status, and the places of
+    `audio`, `codes`, `text`, `manifest` and `report` (None: there is none). After an interruption, the same call
     continues the job.
 
     `submitted` is called with the job once it is in the ledger. Raises `InputError` for an input without
@@ -75,7 +66,7 @@ def run_locally(
     settings, spec = run.settings, run.spec
     engine = settings.chosen_engine(spec.card)
     with full_disk_explained(settings.home), EmbeddedHome(settings, run.devices) as embedded:
-        stop.kill = embedded.kill
+        stop.kill, ledger = embedded.kill, embedded.ledger
         store = open_store(settings.effective_store_url, settings.s3)
         _explain_settings(run.chosen, store, progress)
         if engine == "native":
@@ -99,51 +90,50 @@ def run_locally(
                 )
             return lost
 
-        with closing(Ledger.of(settings)) as ledger:
-            ledger.migrate()
-            result = submit(
-                settings,
-                ledger,
-                store,
-                run.source,
-                spec,
-                options=run.options,
-                progress=reading,
-                lost_inputs=lost_inputs,
-            )
-            job = result.job
-            remember(job.id, settings.home)
-            if job.state is JobState.FAILED:
-                _report_ends(ledger, settings, progress)
-            _explain(ledger, job, progress, created=result.created)
-            submitted(job)
-            try:
-                was_started = ledger.status(job.id).items.done > 0
-                status = _follow(ledger, job, embedded, progress, stop)
-                if was_started:
-                    # The worker ends first, because a GPU may lack memory for a second model.
-                    embedded.stop(DRAIN_SECONDS)
-                    _repair(ledger, store, job.id, progress)
-                places = _results(ledger, store, status, embedded, progress, stop)
-                # The store may be outside the home, and the report would create a missing home again.
-                embedded.check_place()
-                places["report"] = _report(ledger, store, status, settings, progress)
-                _report_ends(ledger, settings, progress)
-            except (NightjarError, OSError):
-                # If the home is missing, that caused the other error.
-                embedded.check_place()
-                raise
-            except Interrupted:
-                embedded.drain(progress.say)
-                items = ledger.status(job.id).items
-                progress.say(
-                    f"Stopped after {items.done} of {items.total} items. Run the same command to continue."
-                )
-                raise
-            finally:
-                stop.cleaning = True
+        ledger.migrate()
+        result = submit(
+            settings,
+            ledger,
+            store,
+            run.source,
+            spec,
+            options=run.options,
+            progress=reading,
+            lost_inputs=lost_inputs,
+        )
+        job = result.job
+        remember(job.id, settings.home)
+        if job.state is JobState.FAILED:
+            _report_ends(ledger, settings, progress)
+        _explain(ledger, job, progress, created=result.created)
+        submitted(job)
+        try:
+            was_started = ledger.status(job.id).items.done > 0
+            status = _follow(ledger, job, embedded, progress, stop)
+            if was_started:
+                # The worker ends first, because a GPU may lack memory for a second model.
                 embedded.stop(DRAIN_SECONDS)
-    return RunResult(status, places)
+                _repair(ledger, store, job.id, progress)
+            places = _results(ledger, store, status, embedded, progress, stop)
+            # The store may be outside the home, and the report would create a missing home again.
+            embedded.check_place()
+            places["report"] = _report(ledger, store, status, settings, progress)
+            _report_ends(ledger, settings, progress)
+        except (NightjarError, OSError):
+            # If the home is missing, that caused the other error.
+            embedded.check_place()
+            raise
+        except Interrupted:
+            embedded.drain(progress.say)
+            items = ledger.status(job.id).items
+            progress.say(
+                f"Stopped after {items.done} of {items.total} items. Run the same command to continue."
+            )
+            raise
+        finally:
+            stop.cleaning = True
+            embedded.stop(DRAIN_SECONDS)
+    return status, places
 
 
 def _explain_settings(settings: Settings, store: ObjectStore, progress: Progress) -> None:
@@ -188,7 +178,7 @@ def _follow(ledger: Ledger, job: Job, embedded: EmbeddedHome, progress: Progress
     if status.job.state.final:
         return status
     started_at = ledger.now()
-    embedded.start(ledger, progress.say, job)
+    embedded.start(progress.say, job)
     ended = status.items.done + status.items.failed
     written_at = progressed_at = time.monotonic()
     while not status.job.state.final:

@@ -102,7 +102,6 @@ class Member:
     """A worker of the group: its process or the time of its restart, and its failures."""
 
     plan: WorkerPlan
-    pause_seconds: float
     child: Child[WorkerReport] | None = None
     #: What its current or last process has reported.
     came_up: bool = False
@@ -120,10 +119,6 @@ class Member:
     quarantined: bool = False
     #: Why it is quarantined, with advice.
     reason: str = ""
-
-    def reset_failures(self, pause_seconds: float) -> None:
-        self.crashes = self.failed_starts = 0
-        self.pause_seconds = pause_seconds
 
     def __str__(self) -> str:
         """A sentence that says how the worker ended, with its last message."""
@@ -159,9 +154,9 @@ class WorkerGroup:
     ending: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.members = [Member(plan, self.pauses[0]) for plan in self.plans]
+        self.members = [Member(plan) for plan in self.plans]
         self._held = True
-        self._reports = QuarantineReports(self.settings)
+        self.reports = QuarantineReports(self.settings)
 
     @property
     def processes(self) -> list[subprocess.Popen[bytes]]:
@@ -206,12 +201,8 @@ class WorkerGroup:
             if not alive:
                 self._ended(member, child, now)
                 ended.append((member, child.pid))
-        self._reports.poll(self.quarantined)
+        self.reports.poll(self.quarantined)
         return ended
-
-    def close(self, *, all_ended: bool) -> None:
-        """Stops the reports of quarantines. `all_ended`: the workers were stopped, so none is quarantined."""
-        self._reports.close(all_ended=all_ended)
 
     def send_signal(self, number: int) -> None:
         """Forwards a signal that ends the workers; none is restarted."""
@@ -227,7 +218,7 @@ class WorkerGroup:
             _release(child)
         member.started_at = time.monotonic()
         plan = member.plan
-        cores = None if plan.cores is None else sorted(plan.cores)
+        cores = plan.cores and sorted(plan.cores)
         details = {"pid": child.pid, "gpu": plan.gpu, "cores": cores, "metrics_port": plan.metrics_port}
         known = {name: value for name, value in details.items() if value is not None}
         self.on_event("info", "worker started", known)
@@ -250,7 +241,7 @@ class WorkerGroup:
     def finished(self, member: Member, now: float) -> None:
         """Records that a worker has finished items, which ends its quarantine."""
         member.finished_at = now
-        member.reset_failures(self.pauses[0])
+        member.crashes = member.failed_starts = 0
         if member.quarantined:
             member.quarantined = False
             self.on_event(
@@ -265,7 +256,7 @@ class WorkerGroup:
         if self.ending is not None:
             return
         if now - member.started_at >= HEALTHY_SECONDS:
-            member.reset_failures(self.pauses[0])
+            member.crashes = member.failed_starts = 0
         if not member.crashes:
             member.failing_since = now
         member.last_message = member.last_message or self.last_line()
@@ -276,13 +267,14 @@ class WorkerGroup:
         if member.quarantined or self._must_quarantine(member):
             self._quarantine(member, now)
             return
-        member.pause_seconds = min(member.pause_seconds * 2, self.pauses[1])
-        member.restart_at = now + member.pause_seconds
+        first, longest = self.pauses
+        pause_seconds = min(first * 2**member.crashes, longest)
+        member.restart_at = now + pause_seconds
         details = {
             "gpu": member.plan.gpu,
             "status": member.status,
             "came_up": member.came_up,
-            "restart_seconds": round(member.pause_seconds, 2),
+            "restart_seconds": round(pause_seconds, 2),
             "last_message": member.last_message,
         }
         self.on_event("warning", "worker ended", details)

@@ -28,7 +28,7 @@ def run_group(group: WorkerGroup) -> int:
         group.poll()
         time.sleep(POLL_SECONDS)
     # If all workers are quarantined, their last report remains in the ledger, which later counts the workers as lost.
-    group.close(all_ended=group.ending is not None)
+    group.reports.close(all_ended=group.ending is not None)
     if not group.quarantined:
         return 0
     event = "no worker can work; the supervisor ends" if group.ending is None else "workers were quarantined"

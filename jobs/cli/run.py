@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -123,9 +123,9 @@ def run(
 
     with Signals().installed() as signals, Progress(quiet=output.quiet) as progress:
         local = LocalRun(chosen, settings, source, resolved, options, devices)
-        result = run_locally(local, progress, signals)
-    _summarize(result.status, settings, result.places, output)
-    return exit_code_of(result.status.job.state)
+        status, places = run_locally(local, progress, signals)
+    _summarize(status, settings, places, output)
+    return exit_code_of(status.job.state)
 
 
 def _summarize(status: JobStatus, settings: Settings, made: Mapping[str, str | None], output: Output) -> None:
@@ -280,22 +280,17 @@ def dev(serves: bool, model: str, home: str | None, output: Output) -> int:
         raise invalid(message, "Unset SPEECH_BROKER_URL for both commands.")
     with defer_sigint():
         from jobs.cli.serve import check_extra
-        from jobs.ledger import Ledger
         from jobs.local_run import POLL_SECONDS
         from pipelines.registry import describe
 
     if serves:
         describe(model)
         check_extra()
-    with (
-        Signals().installed() as signals,
-        EmbeddedHome(settings) as embedded,
-        closing(Ledger.of(settings)) as ledger,
-    ):
+    with Signals().installed() as signals, EmbeddedHome(settings) as embedded:
         signals.kill = embedded.kill
         try:
-            ledger.migrate()
-            embedded.start(ledger, output.note)
+            embedded.ledger.migrate()
+            embedded.start(output.note)
             url = f"http://{settings.serve.address}:{settings.serve.port}" if serves else None
             if serves:
                 embedded.serve(model)

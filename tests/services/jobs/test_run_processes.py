@@ -24,13 +24,14 @@ from tests.support.services import free_port
 
 def test_workers_that_open_their_model_ahead_wait_for_the_job(tmp_path: Path) -> None:
     settings = embedded_settings(load_settings(home=str(tmp_path / "out")))
-    with EmbeddedHome(settings) as home, closing(Ledger.of(settings)) as ledger:
+    with EmbeddedHome(settings) as home:
+        ledger = home.ledger
         ledger.migrate()
         home.prepare(JobSpec("hibari"))
         (worker,) = home._workers.processes  # type: ignore[union-attr]
         until(lambda: ledger.worker_statuses() or is_polling(worker.pid), "the worker is not up")
         assert ledger.worker_statuses() == []
-        home.start(ledger, print)
+        home.start(print)
         until(lambda: ledger.worker_statuses(), "the worker waits for ever", 120)
 
 
