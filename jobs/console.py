@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -71,6 +72,10 @@ class NamedPath(click.Path):
         if is_address(text) and not self._anywhere:
             self.fail(f"{text!r} is an address; give a path on this host", param, ctx)
         return super().convert(value, param, ctx)
+
+
+#: The type of an option that is a path on this host.
+LOCAL_PATH = NamedPath(path_type=Path)
 
 
 class OutputClosed(BaseException):

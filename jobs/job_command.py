@@ -12,11 +12,11 @@ from jobs.checks import DEFAULT, PRESETS, Quality, checks_of_codes, quality_of
 from jobs.job_options import default_options, flags, options_of
 from jobs.ledger.records import Job, JobSpec
 from pipelines.errors import NightjarError
+from pipelines.registry import ModelCard, describe
 from pipelines.request import Generation
 
 if TYPE_CHECKING:
     from jobs.provenance import Provenance
-    from pipelines.registry import ModelCard
 
 #: The variable that chooses the engine of a model that several engines can run.
 ENGINE = "SPEECH_ENGINE__KIND"
@@ -24,69 +24,52 @@ ENGINE = "SPEECH_ENGINE__KIND"
 _LONGEST_KEY_DOTS = 2
 
 
-def job_command(job: Job, home: str | None, engines: Sequence[str] = ()) -> list[str]:
+def job_command(
+    job: Job, home: str | None, made_with: Iterable[Provenance] = ()
+) -> tuple[list[str], list[str]]:
     """The words of the command: `nightjar run` if the job is in a home, else `nightjar submit`. While the job
-    exists, the command finds it and makes no new one.
+    exists, the command finds it and makes no new one. Also returns sentences about settings of the job that the
+    command cannot contain.
 
-    `engines`: the engines that made the job, if its model has a choice. The command of a run sets the engine
-    if there is only one. A submit cannot set it, because the workers' settings decide.
+    `made_with`: the job's provenance records. If its model has a choice of engines, the command of a run sets the
+    engine, unless several made the job. A submit cannot set it, because the workers' settings decide.
     """
+    try:
+        card = describe(job.spec.model)
+    except NightjarError:
+        card = None  # the model is not installed
+    engines = sorted({record.model.engine for record in made_with} & set(card.engines if card else ()))
     if home is None:
         program = ["nightjar", "submit", job.input_uri]
     else:
         chosen = ["env", f"{ENGINE}={engines[0]}"] if len(engines) == 1 else []
         program = [*chosen, "nightjar", "run", job.input_uri, "--out", home]
-    return [*program, *_of_options(job), *_of_quality(job.spec)]
+    words = [*program, *_of_options(job), *_of_quality(job.spec, card)]
+    return words, list(_omitted(job, home, engines, card))
 
 
-def engines_of(job: Job, made_with: Iterable[Provenance]) -> list[str]:
-    """The engines that made a job, from its provenance records; empty if its model has only one engine, or is
-    not installed."""
-    card = _card(job.spec.model)
-    choice: set[str] = set() if card is None else set(card.engines)
-    return sorted({record.model.engine for record in made_with} & choice)
-
-
-def omitted_options(job: Job, home: str | None, engines: Sequence[str] = ()) -> list[str]:
-    """Sentences about settings of the job that the command of `job_command` cannot contain."""
-    notes: list[str] = []
+def _omitted(job: Job, home: str | None, engines: Sequence[str], card: ModelCard | None) -> Iterator[str]:
+    """Yields sentences about settings of the job that its command cannot contain."""
     if len(engines) > 1:
-        notes.append(
-            f"The job was made on the engines {' and '.join(engines)}; the command names none of them."
-        )
+        yield f"The job was made on the engines {' and '.join(engines)}; the command names none of them."
     elif engines and home is None:
-        notes.append(
-            f"The job was made on the engine {engines[0]}: workers of a new job need {ENGINE}={engines[0]}."
-        )
+        yield f"The job was made on the engine {engines[0]}: workers of a new job need {ENGINE}={engines[0]}."
     if job.input_uri == "-":
-        notes.append("The input was standard input: give the same lines again.")
+        yield "The input was standard input: give the same lines again."
     roles = (job.spec.generation.roles or {}).values()
     if any(one != Generation(voice=one.voice) for one in roles):
-        notes.append("The job has generation settings that no option can set; see `spec` in the JSON.")
-    card, revision = _card(job.spec.model), job.spec.model_revision
+        yield "The job has generation settings that no option can set; see `spec` in the JSON."
+    revision = job.spec.model_revision
     if revision and (card is None or card.revision != revision):
-        notes.append(f"The job was made with revision {revision} of the model, which is not installed here.")
+        yield f"The job was made with revision {revision} of the model, which is not installed here."
     if job.spec.stored_voices:
         names = sorted(job.spec.stored_voices)
         more = f" and {len(names) - 10:,} more" if len(names) > 10 else ""
-        notes.append(
-            f"The command uses the current recordings of stored voices: {', '.join(names[:10])}{more}."
-        )
+        yield f"The command uses the current recordings of stored voices: {', '.join(names[:10])}{more}."
     if job.spec.lexicon:
-        notes.append("The job has a lexicon: give --set lexicon=FILE as it was given then.")
+        yield "The job has a lexicon: give --set lexicon=FILE as it was given then."
     if job.spec.pool and job.spec.stored_voices:
-        notes.append("If these are recordings of a folder or a table, give --voices as it was given then.")
-    return notes
-
-
-def _card(model: str) -> ModelCard | None:
-    """The model's card; None: the model is not installed."""
-    from pipelines.registry import describe
-
-    try:
-        return describe(model)
-    except NightjarError:
-        return None
+        yield "If these are recordings of a folder or a table, give --voices as it was given then."
 
 
 def _of_options(job: Job) -> Iterator[str]:
@@ -105,13 +88,13 @@ def _of_options(job: Job) -> Iterator[str]:
             yield from () if value is True else (str(value),)
 
 
-def _of_quality(spec: JobSpec) -> Iterator[str]:
+def _of_quality(spec: JobSpec, card: ModelCard | None) -> Iterator[str]:
     """Yields the options of the checks: the preset with the fewest differences, and the differences. The pace
     of the model is left out, because a submit adds it."""
     if spec.quality is None:
         yield from ("--qa", "off")
         return
-    wanted, card = msgspec.to_builtins(spec.quality), _card(spec.model)
+    wanted = msgspec.to_builtins(spec.quality)
     if card is not None and spec.quality.paces == (card.pace,):
         wanted["paces"] = ()
     presets = {name: msgspec.to_builtins(preset) for name, preset in PRESETS.items() if preset is not None}

@@ -17,54 +17,69 @@ from jobs import DISTRIBUTION
 from jobs.console import Interrupted, OutputClosed, defer_sigint, exit_code, fail, record_interrupts
 from pipelines.errors import NightjarError
 
-#: Heading -> {command: (module under jobs.cli, one line of help)}, in the order of `nightjar --help`. In the
+#: Heading -> (module under jobs.cli, {command: one line of help}), in the order of `nightjar --help`. In the
 #: module, the function of a command has the command's name.
-GROUPS: dict[str, dict[str, tuple[str, str]]] = {
-    "Make speech": {
-        "run": ("run", "Synthesize a file on this machine, without other services."),
-        "submit": ("run", "Submit a file as a job for running workers."),
-        "dev": ("run", "Run a broker, ledger, store and worker on this machine until Ctrl-C."),
-        "nightly": ("serve", "Submit the scheduled jobs of the night and write their exports."),
-    },
-    "Jobs": {
-        "status": ("status", "Show a job's progress, speed and cost."),
-        "watch": ("status", "Show a job's progress until it ends."),
-        "wait": ("status", "Wait until a job ends; the exit code says how it ended."),
-        "list": ("status", "List jobs, newest first."),
-        "show": ("status", "Show a job's settings and versions, and the command that repeats it."),
-        "items": ("items", "List a job's items and their audio files."),
-        "errors": ("items", "List a job's refused lines and failed items."),
-        "retry": ("control", "Run a job's failed items again."),
-        "pause": ("control", "Pause a job; items that are being synthesized finish."),
-        "resume": ("control", "Continue a paused job."),
-        "cancel": ("control", "Cancel a job; finished items are kept."),
-        "priority": ("control", "Change a job's priority."),
-        "delete": ("control", "Delete an ended job from the ledger and the store."),
-    },
-    "Results": {
-        "export": ("export", "Export a job as a dataset (ESPnet, Kaldi, Lhotse, Parquet, ...)."),
-        "decode": ("decode", "Make the audio of a job of codes, or of its export."),
-        "augment": ("export", "Write a second dataset from an export: noise, rooms, bands, codecs, speed."),
-        "report": ("export", "Write an HTML report of a job, with audio players."),
-        "verify": ("export", "Check a job's files against the ledger; restore lost files."),
-    },
-    "Models and servers": {
-        "models": ("models", "List the models, or show one."),
-        "voices": ("models", "List, add or delete stored voices: named recordings that models clone."),
-        "serve": ("serve", "Serve a model over HTTP with OpenAI's API."),
-    },
-    "Installation": {
-        "doctor": ("admin", "Check the installation and its services."),
-        "db": ("admin", "Create or upgrade the ledger's tables."),
-        "config": ("admin", "Show the settings and where they come from."),
-        "worker": ("serve", "Run a worker process."),
-        "workers": ("serve", "List the workers with their shards and their speed."),
-        "flower": ("serve", "Run the Flower dashboard."),
-        "sweep": ("serve", "Find and delete objects in the store that no job uses."),
-        "completion": ("admin", "Print the shell completion script."),
-    },
+GROUPS: dict[str, tuple[str, dict[str, str]]] = {
+    "Make speech": (
+        "run",
+        {
+            "run": "Synthesize a file on this machine, without other services.",
+            "submit": "Submit a file as a job for running workers.",
+            "dev": "Run a broker, ledger, store and worker on this machine until Ctrl-C.",
+            "nightly": "Submit the scheduled jobs of the night and write their exports.",
+        },
+    ),
+    "Jobs": (
+        "jobs",
+        {
+            "status": "Show a job's progress, speed and cost.",
+            "watch": "Show a job's progress until it ends.",
+            "wait": "Wait until a job ends; the exit code says how it ended.",
+            "list": "List jobs, newest first.",
+            "show": "Show a job's settings and versions, and the command that repeats it.",
+            "items": "List a job's items and their audio files.",
+            "errors": "List a job's refused lines and failed items.",
+            "retry": "Run a job's failed items again.",
+            "pause": "Pause a job; items that are being synthesized finish.",
+            "resume": "Continue a paused job.",
+            "cancel": "Cancel a job; finished items are kept.",
+            "priority": "Change a job's priority.",
+            "delete": "Delete an ended job from the ledger and the store.",
+        },
+    ),
+    "Results": (
+        "results",
+        {
+            "export": "Export a job as a dataset (ESPnet, Kaldi, Lhotse, Parquet, ...).",
+            "decode": "Make the audio of a job of codes, or of its export.",
+            "augment": "Write a second dataset from an export: noise, rooms, bands, codecs, speed.",
+            "report": "Write an HTML report of a job, with audio players.",
+            "verify": "Check a job's files against the ledger; restore lost files.",
+        },
+    ),
+    "Models and servers": (
+        "models",
+        {
+            "models": "List the models, or show one.",
+            "voices": "List, add or delete stored voices: named recordings that models clone.",
+            "serve": "Serve a model over HTTP with OpenAI's API.",
+        },
+    ),
+    "Installation": (
+        "admin",
+        {
+            "doctor": "Check the installation and its services.",
+            "db": "Create or upgrade the ledger's tables.",
+            "config": "Show the settings and where they come from.",
+            "worker": "Run a worker process.",
+            "workers": "List the workers with their shards and their speed.",
+            "flower": "Run the Flower dashboard.",
+            "sweep": "Find and delete objects in the store that no job uses.",
+            "completion": "Print the shell completion script.",
+        },
+    ),
 }
-COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+COMMANDS = {name: module for module, group in GROUPS.values() for name in group}
 
 
 class LazyGroup(click.Group):
@@ -74,7 +89,7 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         with defer_sigint():
-            return getattr(importlib.import_module(f"jobs.cli.{COMMANDS[cmd_name][0]}"), cmd_name)
+            return getattr(importlib.import_module(f"jobs.cli.{COMMANDS[cmd_name]}"), cmd_name)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -84,13 +99,15 @@ class LazyGroup(click.Group):
             raise OutputClosed from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for heading, group in GROUPS.items():
+        for heading, (_, group) in GROUPS.items():
             with formatter.section(heading):
-                formatter.write_dl([(name, text) for name, (_, text) in group.items()])
+                formatter.write_dl(list(group.items()))
 
 
 @click.group(
-    cls=LazyGroup, commands=dict.fromkeys(COMMANDS), context_settings={"help_option_names": ["-h", "--help"]}
+    cls=LazyGroup,
+    commands=dict.fromkeys(COMMANDS),
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
 )
 @click.version_option(package_name=DISTRIBUTION, message="%(version)s", help="Print the version and exit.")
 def cli() -> None:

@@ -1,20 +1,26 @@
-"""`nightjar db`, `config`, `doctor` and `completion`."""
+"""The commands of an installation: `nightjar doctor`, `db`, `config`, `worker`, `workers`, `flower`, `sweep` and
+`completion`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import click
 from click.shell_completion import ShellComplete, get_completion_class
 
-from jobs.cli.options import common_options, output_options
+from jobs.cli.options import common_options, output_options, read_ledger, worker_command
 from jobs.console import FAILED, Output
 from jobs.doctor import Health, run_checks
-from jobs.formatting import field_docs, printable, redact
+from jobs.formatting import field_docs, printable, redact, seconds_text
+from jobs.ledger.status import RECENT_SECONDS, WorkerStatus, worker_statuses
+from jobs.recent_jobs import settings_for_new_job
 from jobs.settings import load_settings, setting_fields, variable_of
+from jobs.status import utc, worker_view
+from pipelines.errors import NotFoundError
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
@@ -166,6 +172,73 @@ def doctor(home: str | None, output: Output) -> int:
             if finding.advice:
                 output.line(f"{'':<15} {printable(finding.advice)}")
     return FAILED if failed else 0
+
+
+#: Characters of a job's id in the table of workers.
+_ID_CHARACTERS = 10
+_HEADER = (
+    "HOST",
+    "PID",
+    "GPU",
+    "MODEL",
+    "STATE",
+    "SINCE",
+    "HEARTBEAT",
+    "SHARD",
+    "ITEMS",
+    "RTFX",
+    "VERSION",
+    "REASON",
+)
+worker, flower, sweep = (
+    worker_command("worker", "run"),
+    worker_command("flower", "flower"),
+    worker_command("sweep", "sweep"),
+)
+
+
+@click.command()
+@click.option(
+    "--all",
+    "include_ended",
+    is_flag=True,
+    help="Also list workers that ended, and workers that were lost more than a day ago.",
+)
+@common_options
+def workers(include_ended: bool, home: str | None, output: Output) -> None:
+    """List the workers: host, state and shards of each, with the items and the speed of its last 10 minutes.
+
+    A worker is `up`, `draining` (takes no more shards), `quarantined` (keeps failing) or `lost` (no heartbeat
+    for a minute).
+
+    \b
+    Examples:
+      nightjar workers
+      nightjar workers --all --json
+    """
+    settings = settings_for_new_job(home)
+    try:
+        found = read_ledger(settings, partial(worker_statuses, include_ended=include_ended))
+    except NotFoundError as error:
+        output.note(f"No workers: {error}")
+        return
+    nothing = "No workers. Start one with `nightjar worker`."
+    output.records(_HEADER, ((worker_view(worker), _row(worker)) for worker in found), nothing)
+    if found and not output.as_json:
+        output.note(f"ITEMS and RTFX: last {RECENT_SECONDS / 60:.0f} minutes.")
+
+
+def _row(worker: WorkerStatus) -> Sequence[object]:
+    recent, doing = worker.recent, ""
+    if held := worker.held:
+        first, more = held[0], f" +{len(held) - 1}" if len(held) > 1 else ""
+        doing = f"{first.job[:_ID_CHARACTERS]}/{first.shard} {first.ended_items}/{first.items}{more}"
+    failed = f" ({recent.items_failed} failed)" if recent.items_failed else ""
+    return (
+        *(worker.host, worker.pid, worker.gpu, worker.model or "any", worker.state, utc(worker.started_at)),
+        *(f"{seconds_text(worker.silent_seconds)} ago", doing, f"{recent.items_done}{failed}"),
+        *("" if recent.rtfx is None else f"{recent.rtfx:.1f}", worker.version, worker.state_reason),
+    )
 
 
 #: Shells have a builtin `jobs`, which takes precedence over the installed program `jobs`. This function

@@ -1,41 +1,47 @@
-"""`nightjar models` and `nightjar voices`."""
+"""The commands about models and servers: `nightjar models`, `voices` and `serve`."""
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 from dataclasses import fields, replace
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
 from jobs.cli import options
-from jobs.cli.options import common_options, json_option
-from jobs.console import NamedPath, Output
+from jobs.cli.options import common_options, json_option, output_options
+from jobs.console import LOCAL_PATH, Output
 from jobs.formatting import bytes_text, counted, printable
-from jobs.settings import load_settings
+from jobs.settings import Settings, load_settings
 from jobs.voices import voice_folder
-from pipelines.errors import ErrorCode, InputError, ModelError, NotFoundError
+from pipelines.errors import ErrorCode, InputError, ModelError, NotFoundError, invalid, missing_library
 from pipelines.registry import ModelCard, describe, list_models
 from pipelines.stored_voices import StoredVoice, VoiceExistsError
 
+if TYPE_CHECKING:
+    from pipelines.serving import ServeOptions
+
 
 @click.command(name="convert")
-@click.argument("source", type=NamedPath(path_type=Path))
+@click.argument("source", type=LOCAL_PATH)
 @click.option(
     "--like",
     required=True,
-    type=NamedPath(path_type=Path),
+    type=LOCAL_PATH,
     metavar="DIR",
     help="Folder to copy config.json, tokenizer and chat template from.",
 )
-@click.option("--out", required=True, type=NamedPath(path_type=Path), metavar="DIR", help="Folder to create.")
+@click.option("--out", required=True, type=LOCAL_PATH, metavar="DIR", help="Folder to create.")
 @click.option(
     "--dtype",
     type=click.Choice(["bfloat16", "float32", "same"]),
     default="bfloat16",
-    show_default=True,
     help="Data type of the weights; `same` keeps that of SOURCE.",
 )
 def convert(source: Path, like: Path, out: Path, dtype: str) -> None:
@@ -170,8 +176,14 @@ def _row(voice: StoredVoice) -> tuple[str, ...]:
 
 @voices.command()
 @click.argument("name")
-@click.argument("recording", type=NamedPath(path_type=Path))
-@click.option("--text", metavar="WORDS", default="", help="Text of the recording; some models need it.")
+@click.argument("recording", type=LOCAL_PATH)
+@click.option(
+    "--text",
+    metavar="WORDS",
+    default="",
+    show_default=False,
+    help="Text of the recording; some models need it.",
+)
 @click.option("--replace", is_flag=True, help="Replace the stored voice if NAME exists.")
 @common_options
 def add(name: str, recording: Path, text: str, replace: bool, home: str | None, output: Output) -> None:
@@ -223,3 +235,120 @@ def _view(voice: StoredVoice) -> dict[str, object]:
         "bytes": len(voice.recording),
         "created_at": voice.created_at,
     }
+
+
+_KEYS_ADVICE = "Write one key per line, with visible ASCII characters only."
+
+
+@click.command()
+@click.option(
+    "--model",
+    metavar="MODEL",
+    required=True,
+    shell_complete=options.models,
+    help="Name of a model, or path of a checkpoint folder. See `nightjar models`.",
+)
+@click.option(
+    "--name",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="Name that clients use for the model. Can be given more than once. [default: the model's name]",
+)
+@click.option("--address", metavar="ADDRESS", help="Address to listen on. [default: 127.0.0.1]")
+@click.option(
+    "--port",
+    metavar="N",
+    type=click.IntRange(0, 65535),
+    help="Port to listen on; 0 takes a free port. [default: 8000]",
+)
+@output_options
+def serve(model: str, names: tuple[str, ...], address: str | None, port: int | None, output: Output) -> None:
+    """Serve a model over HTTP until SIGTERM. Requests that are running then still finish.
+
+    The routes are those of OpenAI: /v1/audio/speech, and /v1/chat/completions for models that write text and
+    audio. Clients need the key in SPEECH_SERVE__API_KEY, or a key from the file that
+    SPEECH_SERVE__API_KEY_FILE names.
+
+    \b
+    Examples:
+      nightjar serve --model hibari
+      nightjar serve --model qwen3-tts-0.6b-base --port 8080
+    """
+    from jobs.engine_process import engine_options, open_model
+    from jobs.logs import setup_logging
+    from pipelines.registry import describe
+
+    given = {"address": address, "port": port}
+    settings = load_settings(serve={key: value for key, value in given.items() if value is not None})
+    card = describe(model)
+    check_extra()
+    from pipelines.serving import is_loopback
+
+    options = serve_options(settings, card, names)
+    if not options.keys and not is_loopback(settings.serve.address):
+        raise invalid(
+            f"The server does not open {settings.serve.address} to the network without a key.",
+            "Set SPEECH_SERVE__API_KEY or SPEECH_SERVE__API_KEY_FILE, or listen on 127.0.0.1.",
+        )
+    from pipelines.interpreter import serve_threads
+    from pipelines.serving.server import Server
+
+    level = "warning" if output.quiet else settings.log_level
+    setup_logging(level, settings.log_format)
+    server = Server(
+        card,
+        lambda: open_model(model, card, settings, engine_options(settings, card), level),
+        options,
+        settings.serve.address,
+        settings.serve.port,
+    )
+    output.result(server.url, "nightjar.serve/1", url=server.url, model=options.names[0])
+    sys.stdout.flush()
+    output.note(
+        f"Serving {options.names[0]}; the model is loading while {server.url}/health says `starting`."
+    )
+    serve_threads()
+    server.run()
+    if server.hangs:
+        sys.stdout.flush()
+        logging.shutdown()
+        os._exit(0)
+
+
+def serve_options(settings: Settings, card: ModelCard, names: tuple[str, ...]) -> ServeOptions:
+    from jobs.voices import voice_folder
+    from pipelines.serving import ServeOptions
+
+    # Clients must not see the path of a folder.
+    names = names or (Path(card.name).name,)
+    limits = settings.serve.model_dump(exclude={"address", "port", "api_key", "api_key_file", "streams"})
+    return ServeOptions(
+        names=names, keys=read_keys(settings), **{**limits, "voices_folder": voice_folder(settings).path}
+    )
+
+
+def read_keys(settings: Settings) -> tuple[str, ...]:
+    """Reads the API keys; the one in the settings is the first, then those of the key file. Raises
+    `config.invalid` for a file without a key."""
+    keys = [] if settings.serve.api_key is None else [settings.serve.api_key.get_secret_value().strip()]
+    path = settings.serve.api_key_file
+    if path is not None:
+        try:
+            found = [line.strip() for line in path.read_text().splitlines() if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not text"
+            raise invalid(f"The key file {path} cannot be read: {reason}.", _KEYS_ADVICE) from error
+        if not found:
+            raise invalid(f"The key file {path} has no key.", _KEYS_ADVICE)
+        keys += found
+    if not all(key.isascii() and key.isprintable() and key for key in keys):
+        raise invalid("An API key is empty or has characters that a header cannot contain.", _KEYS_ADVICE)
+    return tuple(keys)
+
+
+def check_extra() -> None:
+    """Raises `config.missing_library` if a library of the server is not installed."""
+    for library in ("fastapi", "uvicorn", "websockets"):
+        if find_spec(library) is None:
+            raise missing_library("The server", library, "serve")

@@ -1,18 +1,20 @@
-"""Options that commands share, with their shell completion, and the search for a job's ledger by its id."""
+"""Options that commands share, with their shell completion, the search for a job's ledger by its id, and commands
+that run a program of the worker."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 import click
 from click.shell_completion import CompletionItem
 
-from jobs.console import FiniteRange, NamedPath, Output
+from jobs.console import LOCAL_PATH, PROGRAM, FiniteRange, NamedPath, Output
 from jobs.formatting import printable
 from jobs.ledger.status import newest_jobs
 from jobs.ledger.transaction import Transaction, read_with_driver
@@ -24,7 +26,7 @@ from jobs.recent_jobs import (
     settings_for_job,
     settings_of_places,
 )
-from jobs.settings import Settings
+from jobs.settings import Settings, load_settings
 from pipelines.errors import ErrorCode, NightjarError, nearest
 
 if TYPE_CHECKING:
@@ -167,7 +169,7 @@ def _option(name: str, flag: Flag) -> Callable[[Any], Any]:
     """Makes the option for a row of the table of `jobs.job_options`. Its value is parsed by `_read`."""
     from jobs.job_options import help_of
 
-    kind: Any = NamedPath(path_type=Path) if flag.metavar == "FILE" else None
+    kind = LOCAL_PATH if flag.metavar == "FILE" else None
     return click.option(
         flag.flag,
         name,
@@ -221,25 +223,27 @@ def models(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[
     return found or files(ctx, param, incomplete)
 
 
-def _newest(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Completes the ids of the newest jobs; none without a ledger, because a shell cannot show an error."""
-    found: dict[str, str] = {}
-    with suppress(NightjarError):
-        for settings in settings_of_places("", ctx.params.get("home")):
-            with suppress(NightjarError):
-                for job in read_ledger(settings, lambda reader: newest_jobs(reader, 200)):
-                    found[job.id] = f"{job.state.value} {printable(job.name)}"
-    return [CompletionItem(job, help=text) for job, text in found.items() if job.startswith(incomplete)]
+class JobId(click.ParamType):
+    """A job's id, or a unique prefix of it."""
 
+    name = "job"
 
-def _job_id(_ctx: click.Context, _param: click.Parameter, text: str) -> str:
-    if not text.strip():
-        raise click.BadParameter("the job id is empty")
-    return text.strip()
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not value.strip():
+            self.fail("the job id is empty", param, ctx)
+        return value.strip()
 
-
-def _job_ids(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> list[str]:
-    return [_job_id(ctx, param, text) for text in texts]
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Completes the ids of the newest jobs; none without a ledger, because a shell cannot show an error."""
+        found: dict[str, str] = {}
+        with suppress(NightjarError):
+            for settings in settings_of_places("", ctx.params.get("home")):
+                with suppress(NightjarError):
+                    for job in read_ledger(settings, lambda reader: newest_jobs(reader, 200)):
+                        found[job.id] = f"{job.state.value} {printable(job.name)}"
+        return [CompletionItem(job, help=text) for job, text in found.items() if job.startswith(incomplete)]
 
 
 _CHOICES = (
@@ -248,8 +252,7 @@ _CHOICES = (
     ("since", "DATE", "Only jobs of this night or submitted on this day (UTC), or later; YYYY-MM-DD."),
     ("until", "DATE", "Only jobs of this night or submitted on this day (UTC), or earlier."),
 )
-#: A job's id, or a unique prefix of it.
-job_argument = click.argument("job", metavar="JOB", callback=_job_id, shell_complete=_newest)
+job_argument = click.argument("job", metavar="JOB", type=JobId())
 
 
 def read_ledger(settings: Settings, work: Callable[[Transaction], T]) -> T:
@@ -277,7 +280,7 @@ def of_jobs(function: F) -> F:
 
     for name, metavar, text in reversed(_CHOICES):
         call = click.option(f"--{name}", f"of_{name}", metavar=metavar, help=text)(call)
-    job_ids = click.argument("jobs", metavar="[JOB]...", nargs=-1, callback=_job_ids, shell_complete=_newest)
+    job_ids = click.argument("jobs", metavar="[JOB]...", nargs=-1, type=JobId())
     return job_ids(common_options(call))  # pyright: ignore[reportReturnType]
 
 
@@ -294,3 +297,22 @@ def of_job(function: F) -> F:
             return function(settings, ledger, found, **given)
 
     return job_argument(common_options(call))  # pyright: ignore[reportReturnType]
+
+
+_PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+
+
+def worker_command(name: str, command: str) -> click.Command:
+    """Makes the command `nightjar NAME`, which runs `python -m worker COMMAND`."""
+
+    @click.command(name, context_settings=_PASS_ON, add_help_option=False)
+    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+    def become(arguments: Sequence[str]) -> None:
+        if not {"-h", "--help"} & set(arguments):
+            load_settings()
+        sys.stdout.flush()
+        # -P: the working directory must not shadow our modules.
+        program = [sys.executable, "-P", "-m", "worker", command, *arguments]
+        os.execve(sys.executable, program, os.environ | {PROGRAM: f"nightjar {name}"})  # noqa: S606
+
+    return become

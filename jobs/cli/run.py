@@ -1,4 +1,5 @@
-"""`nightjar run`, `submit` and `dev`. Everything is checked before anything is written."""
+"""The commands that make speech: `nightjar run`, `submit`, `dev` and `nightly`. `run` and `submit` check everything
+before they write anything."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from typing import Any
 import click
 import msgspec
 
-from jobs.cli.options import JobCommand, common_options, files, job_options, models
-from jobs.cli.status import exit_code_of, print_status
+from jobs.cli.jobs import exit_code_of, print_status
+from jobs.cli.options import JobCommand, common_options, files, job_options, models, worker_command
 from jobs.console import FAILED, Interrupted, Output, Stop, check_interrupts, defer_sigint
 from jobs.embedded import EmbeddedHome, embedded_settings
 from jobs.formatting import counted
@@ -257,7 +258,6 @@ def dry_run_of(settings: Settings, source: str, spec: Any, options: SubmitOption
     "--model",
     metavar="MODEL",
     default="hibari",
-    show_default=True,
     shell_complete=models,
     help="Model of the server. Each job names its own model.",
 )
@@ -279,7 +279,7 @@ def dev(serves: bool, model: str, home: str | None, output: Output) -> int:
         message = f"broker_url ({settings.origin('broker_url')}) names another broker, which `nightjar submit` would use."
         raise invalid(message, "Unset SPEECH_BROKER_URL for both commands.")
     with defer_sigint():
-        from jobs.cli.serve import check_extra
+        from jobs.cli.models import check_extra
         from jobs.local_run import POLL_SECONDS
         from pipelines.registry import describe
 
@@ -314,3 +314,6 @@ def _print_places(output: Output, embedded: EmbeddedHome, url: str | None) -> No
     output.result(text, "nightjar.dev/1", home=str(embedded.home), store=store, server=url)
     sys.stdout.flush()
     output.note("Ready. In another terminal: nightjar submit FILE. Ctrl-C ends everything.")
+
+
+nightly = worker_command("nightly", "nightly")

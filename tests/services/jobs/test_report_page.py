@@ -18,7 +18,7 @@ from pydantic import SecretStr
 
 from jobs.checks import PRESETS
 from jobs.cli import cli
-from jobs.cli.export import report
+from jobs.cli.results import report
 from jobs.ingest import SubmitOptions, submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import JobSpec

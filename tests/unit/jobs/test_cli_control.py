@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 from pydantic import SecretStr
 
 from jobs.cli import cli
-from jobs.cli.status import NO_WORKER, STARTING, exit_code_of, no_worker, until_end
+from jobs.cli.jobs import NO_WORKER, STARTING, exit_code_of, no_worker, until_end
 from jobs.console import exit_code
 from jobs.ingest import SubmitOptions, submit
 from jobs.ledger.records import ItemState, JobSpec, JobState

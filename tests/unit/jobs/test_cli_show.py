@@ -16,10 +16,10 @@ from jobs.cli import cli
 from jobs.cli.options import job_options
 from jobs.cli.run import run
 from jobs.ingest import submit
-from jobs.job_command import job_command, omitted_options
+from jobs.job_command import job_command
 from jobs.job_options import SubmitOptions
 from jobs.ledger.records import Job, JobSpec
-from jobs.provenance import put_provenance
+from jobs.provenance import put_provenance, read_records
 from jobs.spec import resolve
 from jobs.store import open_store
 from pipelines.duration import Pace
@@ -95,11 +95,11 @@ def test_the_command_makes_the_job_again(rig: Rig, words: str) -> None:
         [],
     )
     assert given(run, command[2:])["home"] == str(rig.folder)
-    again = submitted(rig, *job_command(job, None)[3:])
+    again = submitted(rig, *job_command(job, None)[0][3:])
     assert (again.id, again.spec_sha) == (job.id, job.spec_sha)
     assert view["spec_sha"] == job.spec_sha
     # All of the job beside its spec.
-    _, options = job_of_words(job_command(job, None)[3:])
+    _, options = job_of_words(job_command(job, None)[0][3:])
     told = {
         name: getattr(options, name)
         for name in ("name", "priority", "weight", "max_attempts", "max_in_flight", "error_budget")
@@ -113,7 +113,7 @@ def test_the_pace_of_the_model_is_no_option(rig: Rig) -> None:
     job = submitted(rig, "--model", "fake", "--qa-set", "draws=5")
     assert job.spec.quality is not None
     assert job.spec.quality.paces
-    words = job_command(job, None)[3:]
+    words = job_command(job, None)[0][3:]
     assert [words[at + 1] for at, word in enumerate(words) if word == "--qa-set"] == ["draws=5"]
     assert submitted(rig, *words).id == job.id
 
@@ -146,10 +146,14 @@ def test_the_command_names_the_engine_where_it_is_a_choice(
 
 
 def test_a_submit_leaves_the_engine_to_its_workers(rig: Rig) -> None:
+    register_pipeline("fake", replace(fake_card(), engines=("native", "vllm")), FakePipeline)  # type: ignore[arg-type]
     job = submitted(rig, "--model", "fake")
-    assert job_command(job, None, ["vllm"])[:2] == ["nightjar", "submit"]
-    assert [note for note in omitted_options(job, None, ["vllm"]) if "SPEECH_ENGINE__KIND=vllm" in note]
-    assert omitted_options(job, str(rig.folder), ["vllm"]) == []
+    put_provenance(rig.store, job, EngineInfo(executor="vllm", engine="vllm"))
+    made_with = read_records(rig.store, job)
+    words, notes = job_command(job, None, made_with)
+    assert words[:2] == ["nightjar", "submit"]
+    assert [note for note in notes if "SPEECH_ENGINE__KIND=vllm" in note]
+    assert job_command(job, str(rig.folder), made_with)[1] == []
 
 
 def test_what_an_engine_does_not_have_is_left_out(rig: Rig) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jobs.cli.serve import serve_options  # pyright: ignore[reportPrivateUsage]
+from jobs.cli.models import serve_options  # pyright: ignore[reportPrivateUsage]
 from jobs.settings import EngineSettings, ServeSettings, VllmSettings, load_settings
 from pipelines.options import read_options
 from pipelines.qwen3_tts.pipeline import PipelineOptions

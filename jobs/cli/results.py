@@ -1,21 +1,33 @@
-"""`nightjar export`, `augment`, `report` and `verify`."""
+"""The commands about results: `nightjar export`, `decode`, `augment`, `report` and `verify`."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
-from jobs.cli.options import LateHelp, of_job, of_jobs, output_options, parsed_by, price_option, where_option
-from jobs.console import FAILED, NamedPath, Output
+from jobs.cli.options import (
+    LateHelp,
+    common_options,
+    files,
+    of_job,
+    of_jobs,
+    output_options,
+    parsed_by,
+    price_option,
+    where_option,
+)
+from jobs.console import FAILED, LOCAL_PATH, NamedPath, Output
 from jobs.formatting import bytes_text, counted, printable
-from jobs.ledger.records import Job
-from jobs.recent_jobs import out_option
+from jobs.ledger.records import Job, JobSpec
+from jobs.recent_jobs import out_option, reading_ledger, settings_for_job
 from jobs.settings import Settings, load_settings
 from pipelines.audio_format import AUDIO_FORMATS
 
@@ -40,7 +52,6 @@ _range = parsed_by("jobs.export.augment", "parse_range")
     "--format",
     "format_",
     default="espnet",
-    show_default=True,
     metavar="FORMAT",
     cls=LateHelp,
     about=_formats,
@@ -48,7 +59,6 @@ _range = parsed_by("jobs.export.augment", "parse_range")
 @click.option(
     "--to",
     default="-",
-    show_default=True,
     metavar="PATH",
     type=NamedPath(anywhere=True),
     help="File, folder or s3://BUCKET/PREFIX; `-` is standard output.",
@@ -63,7 +73,7 @@ _range = parsed_by("jobs.export.augment", "parse_range")
 @click.option(
     "--audio-root",
     metavar="DIR",
-    type=NamedPath(path_type=Path),
+    type=LOCAL_PATH,
     help="Copy the audio to this folder and write the paths of the copies.",
 )
 @click.option(
@@ -193,6 +203,65 @@ def export(
 
 
 @click.command()
+@click.argument("source", metavar="JOB|EXPORT", shell_complete=files)
+@click.option(
+    "--to",
+    metavar="DIR",
+    required=True,
+    type=NamedPath(file_okay=False, path_type=Path),
+    help="Folder of the audio.",
+)
+@click.option(
+    "--model", metavar="MODEL", help="Model whose codec decodes. [default: the model that made the codes]"
+)
+@common_options
+def decode(
+    source: str,
+    to: Path,
+    model: str | None,
+    home: str | None,
+    output: Output,
+) -> None:
+    """Make the audio of a job, or of an export to webdataset or parquet, from its codes.
+
+    The files are those that a job of audio would have stored. Only the decoder of the codec is loaded. To continue
+    after a stop, repeat the command; existing files are kept. DIR is of one job or export.
+
+    \b
+    Examples:
+      nightjar decode JOB --to audio
+      nightjar decode datasets/night --to audio
+    """
+    from jobs import decode as decoding
+    from jobs.export.files import END
+    from jobs.store import store_of
+    from jobs.store.base import sha256_of
+    from pipelines.registry import describe, open_decoder
+
+    job, folder = None, to.absolute()
+    with ExitStack() as opened:
+        if Path(source).is_dir():
+            settings, spec = load_settings(home=home), JobSpec("")
+            items = decoding.items_of_export(Path(source))
+        else:
+            settings = settings_for_job(source, home)
+            ledger = opened.enter_context(reading_ledger(settings))
+            job = ledger.find_job(source)
+            spec, items = job.spec, decoding.items_of_job(ledger, store_of(job, settings.s3), job)
+        first = next(items, None)
+        chosen = model or (first.about["model"] if first else "")
+        done = kept = 0
+        if first is not None:
+            options = settings.engine_options(describe(chosen))
+            decoder = opened.enter_context(closing(open_decoder(chosen, **options)))
+            # An export made again may have other items.
+            identity = sha256_of(Path(source, END).read_bytes()) if job is None else job.id
+            done, kept = decoding.decode(chain([first], items), decoder, chosen, folder, spec, identity)
+    output.result(str(folder), "nightjar.decode/1", to=str(folder), items=done, kept=kept)
+    output.note(f"{counted(done, 'item')}, {kept} of them kept.")
+
+
+@click.command()
 @click.argument("source", metavar="EXPORT", type=NamedPath(path_type=Path, exists=True))
 @click.option(
     "--to",
@@ -202,12 +271,11 @@ def export(
     help="New folder or s3://BUCKET/PREFIX.",
 )
 @click.option("--speed", callback=_range, metavar="RANGE", help="Factor of the speed, for example 0.9..1.1.")
-@click.option("--room", metavar="DIR", type=NamedPath(path_type=Path), help="Folder of impulse responses.")
-@click.option("--noise", metavar="DIR", type=NamedPath(path_type=Path), help="Folder of recordings of noise.")
+@click.option("--room", metavar="DIR", type=LOCAL_PATH, help="Folder of impulse responses.")
+@click.option("--noise", metavar="DIR", type=LOCAL_PATH, help="Folder of recordings of noise.")
 @click.option(
     "--snr",
     default="5..20",
-    show_default=True,
     callback=_range,
     metavar="RANGE",
     help="Speech to noise, in dB.",
@@ -225,9 +293,7 @@ def export(
     type=click.Choice(("mp3", "opus", "mulaw")),
     help="A codec; of several, one is drawn. mulaw is that of telephones, at 8 kHz.",
 )
-@click.option(
-    "--seed", default=0, show_default=True, metavar="N", type=int, help="Seed of everything that is drawn."
-)
+@click.option("--seed", default=0, metavar="N", type=int, help="Seed of everything that is drawn.")
 @output_options
 def augment(source: Path, to: str, output: Output, **given: Any) -> None:
     """Write a second dataset from EXPORT, with the same speech at another speed, in rooms, with noise, in a
@@ -257,7 +323,6 @@ def augment(source: Path, to: str, output: Output, **given: Any) -> None:
 @click.option(
     "--items",
     default=60,
-    show_default=True,
     metavar="N",
     type=click.IntRange(0, 500),
     help="Number of items in the table.",
@@ -311,7 +376,6 @@ def report(
 @click.option(
     "--sample",
     default=3,
-    show_default=True,
     metavar="N",
     type=click.IntRange(min=0),
     help="Number of items to synthesize again.",

@@ -1,0 +1,631 @@
+"""The commands about jobs: `nightjar status`, `watch`, `wait`, `list`, `show`, `items`, `errors`, `retry`, `pause`,
+`resume`, `cancel`, `priority` and `delete`."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from itertools import chain, islice
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from jobs.cli.options import (
+    code_option,
+    common_options,
+    job_argument,
+    of_job,
+    pairs,
+    price_option,
+    read_ledger,
+    where_option,
+)
+from jobs.console import CANCELLED, FAILED, TIMEOUT, FiniteRange, Output
+from jobs.formatting import bytes_text, counted, printable
+from jobs.ledger.records import KEPT_REJECTED_LINES, ItemState, Job, JobState
+from jobs.ledger.status import JobStatus, find_job, newest_jobs, status_and_errors, statuses_of
+from jobs.own_files import embedded_broker_url
+from jobs.progress import Progress
+from jobs.recent_jobs import (
+    homes_of,
+    out_option,
+    reading_ledger,
+    remember_moved,
+    settings_for_job,
+    settings_of_places,
+)
+from jobs.settings import Settings, sqlite_path
+from jobs.status import (
+    NO_WORKER,
+    item_error_view,
+    item_view,
+    job_view,
+    labels_text,
+    line_error_view,
+    status_lines,
+    status_view,
+    utc,
+    waits_for_workers,
+)
+from pipelines.errors import ErrorCode, NightjarError, NotFoundError, invalid
+
+if TYPE_CHECKING:
+    from jobs.ledger import Ledger
+    from jobs.shard_file import RawLine, ShardLines
+    from jobs.where import Where
+
+STARTING = "the worker of this folder's `nightjar run` or `nightjar dev` is starting"
+
+
+@click.command()
+@job_argument
+@price_option
+@common_options
+def status(job: str, price: float | None, home: str | None, output: Output) -> None:
+    """Show the progress, speed and cost of JOB (an id, or the first characters of one).
+
+    \b
+    Examples:
+      nightjar status JOB
+      nightjar status JOB --price 2.80 --json
+    """
+    settings = settings_for_job(job, home)
+    price = settings.price_per_gpu_hour if price is None else price
+    state, errors = read_ledger(settings, lambda reader: status_and_errors(reader, job))
+    remember_moved(state.job.id, settings)
+    if output.as_json:
+        output.data(status_view(state, price, errors))
+        return
+    print_status(output, state, price, no_worker(settings))
+    for code, count in errors.items():
+        output.line(f"  {count} x {code.value}")
+    if errors:
+        output.note(
+            f"See them with: nightjar errors {state.job.id}{out_option(state.job.id, sqlite_path(settings.ledger_url))}"
+        )
+
+
+def print_status(output: Output, status: JobStatus, price: float | None, waits: str = NO_WORKER) -> None:
+    """Prints a job's status as text; `waits`: the message if no worker is live."""
+    for line in status_lines(status, price, waits, lambda text: click.style(text, bold=True)):
+        output.line(line)
+
+
+def no_worker(settings: Settings) -> str:
+    """The message for a job without a live worker. A run has workers only for the jobs of its own ledger."""
+    own_ledger = sqlite_path(settings.ledger_url) == settings.state_folder / "ledger.sqlite"
+    return STARTING if own_ledger and embedded_broker_url(settings.state_folder) is not None else NO_WORKER
+
+
+@click.command("list")
+@click.option(
+    "--state",
+    "states",
+    multiple=True,
+    type=click.Choice([state.value for state in JobState]),
+    help="Only jobs in this state.",
+)
+@click.option(
+    "--label",
+    "labels",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Only jobs with this label. Can be given more than once; a job must have all of them.",
+)
+@click.option(
+    "--limit",
+    default=50,
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Maximum number of jobs.",
+)
+@common_options
+def list(  # noqa: A001 - the name of the command
+    states: Sequence[str], labels: Sequence[str], limit: int, home: str | None, output: Output
+) -> None:
+    """List jobs, newest first. If neither --out nor a setting names a ledger, list the jobs of all folders
+    that you have used.
+
+    \b
+    Examples:
+      nightjar list --state running
+      nightjar list --label corpus=evening --json
+      nightjar list --out out
+    """
+    places, wanted = settings_of_places("", home), pairs(labels, "KEY=VALUE")
+    in_states = [JobState(state) for state in states] or None
+    found: dict[str, tuple[JobStatus, Settings]] = {}
+    for settings in places:
+        try:
+            of_place = read_ledger(
+                settings, lambda reader: statuses_of(reader, newest_jobs(reader, limit, in_states, wanted))
+            )
+        except NotFoundError as error:
+            output.note(f"No jobs: {error}")
+            return
+        except NightjarError as error:
+            if len(places) == 1:
+                raise
+            output.note(f"The jobs of {settings.home} cannot be listed: {error}")
+            continue
+        for state in of_place:
+            # A copied folder has the same jobs; the original takes precedence.
+            if state.job.id not in found or settings.home in homes_of(state.job.id):
+                found[state.job.id] = (state, settings)
+    newest = sorted(found.values(), key=lambda pair: (pair[0].job.created_at, pair[0].job.id), reverse=True)
+    header = ("JOB", "STATE", "ITEMS", "DONE", "FAILED", "MODEL", "CREATED", "NAME", "LABELS")
+    output.records(
+        (*header, "FOLDER") if len(places) > 1 else header,
+        ((status_view(s, one.price_per_gpu_hour), _row(s, one)) for s, one in newest[:limit]),
+        "No jobs.",
+    )
+
+
+def _row(status: JobStatus, settings: Settings) -> tuple[object, ...]:
+    job, items = status.job, status.items
+    counts = (job.id, job.state.value, items.total, items.done, items.failed)
+    about = (job.spec.model, utc(job.created_at), job.name, labels_text(job.labels))
+    return (*counts, *about, str(settings.home))
+
+
+POLL_SECONDS = 0.5
+
+EXIT_BY_STATE = {JobState.COMPLETED: 0, JobState.CANCELLED: CANCELLED}
+
+
+def until_end(
+    read: Callable[[], JobStatus],
+    progress: Progress,
+    settings: Settings,
+    timeout_seconds: float = math.inf,
+) -> JobStatus:
+    """Reads a job's status until it is final or the time is over, and returns it. Reports when no live worker
+    takes the job."""
+    deadline = time.monotonic() + timeout_seconds
+    last = ""
+    while True:
+        status = read()
+        progress.update(status)
+        waits = no_worker(settings) if waits_for_workers(status) else ""
+        if waits and waits != last:
+            progress.say(waits[0].upper() + waits[1:] + ".")
+        last = waits
+        if status.job.state.final or time.monotonic() >= deadline:
+            return status
+        time.sleep(max(0.0, min(POLL_SECONDS, deadline - time.monotonic())))
+
+
+def exit_code_of(state: JobState) -> int:
+    """The exit code of `nightjar wait`: 0 completed, 1 completed with errors or failed, 6 cancelled, 7 not
+    ended."""
+    return EXIT_BY_STATE.get(state, FAILED) if state.final else TIMEOUT
+
+
+@click.command()
+@click.option(
+    "--timeout",
+    "timeout_seconds",
+    type=FiniteRange(min=0),
+    metavar="SECONDS",
+    help="Maximum seconds to wait. [default: no limit]",
+)
+@of_job
+def wait(settings: Settings, ledger: Ledger, job: Job, output: Output, timeout_seconds: float | None) -> int:
+    """Wait until JOB ends.
+
+    Exit codes: 0 completed; 1 completed with errors, or failed; 6 cancelled; 7 timeout.
+
+    \b
+    Examples:
+      nightjar wait JOB --timeout 3600
+    """
+    limit = math.inf if timeout_seconds is None else timeout_seconds
+    with Progress(quiet=output.quiet) as progress:
+        status = until_end(lambda: ledger.status(job.id), progress, settings, limit)
+    if output.as_json:
+        output.data(status_view(status, settings.price_per_gpu_hour))
+    else:
+        output.note(f"{job.id} is {status.job.state.value}.")
+    return exit_code_of(status.job.state)
+
+
+@click.command()
+@of_job
+def watch(settings: Settings, ledger: Ledger, job: Job, output: Output) -> int:
+    """Show the progress of JOB until it ends, then its status.
+
+    With --json, print the status as one line at each change. Exit codes are those of `nightjar wait`.
+
+    \b
+    Examples:
+      nightjar watch JOB
+    """
+    last = None
+
+    def read() -> JobStatus:
+        nonlocal last
+        status = ledger.status(job.id)
+        counts = (status.job.state, status.items, status.workers)
+        if output.as_json and counts != last:
+            output.data(status_view(status, settings.price_per_gpu_hour))
+            sys.stdout.flush()
+        last = counts
+        return status
+
+    with Progress(quiet=output.quiet or output.as_json) as progress:
+        status = until_end(read, progress, settings)
+    if not output.as_json:
+        print_status(output, status, settings.price_per_gpu_hour)
+    return exit_code_of(status.job.state)
+
+
+#: A pool with more voices is counted by `nightjar show`.
+_SHOWN_VOICES = 20
+
+
+@click.command()
+@job_argument
+@common_options
+def show(job: str, home: str | None, output: Output) -> None:
+    """Show the frozen spec of JOB, its input and store, the versions of the software that made it, and the
+    command that would make it again.
+
+    \b
+    Examples:
+      nightjar show JOB
+      nightjar show JOB --json
+    """
+    from jobs.job_command import job_command
+    from jobs.provenance import read_records
+    from jobs.store import store_of
+
+    settings = settings_for_job(job, home)
+    found = read_ledger(settings, lambda reader: find_job(reader, job))
+    remember_moved(found.id, settings)
+    try:
+        made_with = read_records(store_of(found, settings.s3), found)
+    except NightjarError as error:
+        output.note(f"The versions that made the job cannot be read: {printable(str(error))}")
+        made_with = None
+    home = str(settings.home.absolute()) if settings.database_url is None else None
+    command, notes = job_command(found, home, made_with or ())
+    view = msgspec.to_builtins(job_view(found, made_with, command, notes))
+    if found.spec.pool:
+        from jobs.export.items import minutes_by_voice
+
+        try:
+            with reading_ledger(settings) as ledger:
+                view["minutes_by_voice"] = minutes_by_voice(ledger, store_of(found, settings.s3), found)
+        except NightjarError as error:
+            output.note(f"The minutes of each voice cannot be read: {printable(str(error))}")
+            view["minutes_by_voice"] = None
+    if output.as_json:
+        output.data(view)
+        return
+    hidden = {*view, "input_uri", "input_sha256", "seeds"}
+    made_by = [
+        {name: part for name, part in record.items() if name not in hidden}
+        for record in view["made_with"] or ()
+    ]
+    shown = {**view, "made_with": made_by, "command": shlex.join(command), "command_notes": None}
+    if found.spec.pool and len(found.spec.pool.weights) > _SHOWN_VOICES:
+        voices, recordings = len(found.spec.pool.weights), len(found.spec.stored_voices or ())
+        spec = {**view["spec"], "stored_voices": f"{recordings:,} recordings, see --json"}
+        spec["pool"] = {**spec["pool"], "weights": f"{voices:,} voices, see --json"}
+        at = command.index("--voices") + 1
+        shown |= {"spec": spec, "command": shlex.join([*command[:at], "VOICES", *command[at + 1 :]])}
+    if found.spec.lexicon:
+        words = f"{len(found.spec.lexicon):,} words, see --json"
+        shown |= {"spec": {**shown["spec"], "lexicon": words}}
+    output.record(shown)
+    for note in notes:
+        output.note(note)
+    output.note(
+        "While this job exists, the command only finds it again. Add --idempotency-key KEY to make a new job."
+    )
+
+
+limit_option = click.option(
+    "--limit", metavar="N", type=click.IntRange(min=1), help="Maximum number of rows."
+)
+
+
+@click.command()
+@click.option(
+    "--state", type=click.Choice([state.value for state in ItemState]), help="Only items in this state."
+)
+@code_option("Only items with this error code.")
+@where_option
+@click.option(
+    "--after", default=-1, show_default=False, type=int, metavar="INDEX", help="Start after this item index."
+)
+@limit_option
+@of_job
+def items(
+    settings: Settings,
+    ledger: Ledger,
+    job: Job,
+    output: Output,
+    state: str | None,
+    codes: Sequence[ErrorCode] | None,
+    where: Where | None,
+    after: int,
+    limit: int | None,
+) -> None:
+    """List the items of JOB in input order, with their audio files.
+
+    \b
+    Examples:
+      nightjar items JOB --state failed
+      nightjar items JOB --where 'wer > 0.3 or seconds < 0.5'
+      nightjar items JOB --json --limit 10
+    """
+    lines = _lines(settings, ledger, job)
+    in_state = ItemState(state) if state else None
+    if not output.as_json:
+        output.line(click.style("INDEX\tLINE\tSTATE\tSECONDS\tEXAMPLE\tKEY OR ERROR", bold=True))
+    for item in ledger.items(job.id, state=in_state, codes=codes, after=after, limit=limit, where=where):
+        line, audio = lines.number_of(item), item.artifact
+        seconds = f"{audio.duration_ms / 1000:.2f}" if audio else ""
+        last = audio.key if audio else (item.error_code or "")
+        row = (item.index, "" if line is None else line, item.state.value, seconds, printable(item.id), last)
+        output.result("\t".join(map(str, row)), item_view(job.id, item, line))
+    _note_unknown(lines, output)
+
+
+def _lines(settings: Settings, ledger: Ledger, job: Job) -> ShardLines[RawLine]:
+    # Imported late, because `errors --by code` needs no store.
+    from jobs.shard_file import ShardLines, read_raw_shard
+    from jobs.store import open_store
+
+    return ShardLines(ledger, open_store(job.store_url, settings.s3), job.id, read_raw_shard)
+
+
+def _note_unknown(lines: ShardLines[RawLine], output: Output) -> None:
+    if lines.failure is not None:
+        output.note(f"The input lines of some items cannot be shown: {printable(str(lines.failure))}")
+
+
+@click.command()
+@click.option("--by", type=click.Choice(["code"]), help="Print the number of errors per code.")
+@code_option("Only errors with this code.")
+@limit_option
+@of_job
+def errors(
+    settings: Settings,
+    ledger: Ledger,
+    job: Job,
+    output: Output,
+    by: str | None,
+    codes: Sequence[ErrorCode] | None,
+    limit: int | None,
+) -> None:
+    """List the refused input lines (the first 10,000) and the failed items of JOB.
+
+    \b
+    Examples:
+      nightjar errors JOB
+      nightjar errors JOB --by code
+    """
+    if by:
+        for code, count in ledger.error_counts(job.id).items():
+            if codes is None or code in codes:
+                text = f"{count}\t{code.value}"
+                output.result(text, "nightjar.error_count/1", job=job.id, code=code, count=count)
+        return
+    lines = _lines(settings, ledger, job)
+    refused = (line for line in ledger.rejected_lines(job.id) if codes is None or line.code in codes)
+    ended = (ItemState.FAILED, ItemState.DEAD)
+    failed = (item for state in ended for item in ledger.items(job.id, state=state, codes=codes))
+    views = chain(
+        (line_error_view(job.id, line) for line in refused),
+        (item_error_view(job.id, item, lines.number_of(item)) for item in failed),
+    )
+    shown = False
+    for view in islice(views, limit):
+        shown = True
+        where = f"item {view['index']}" if view["line"] is None else f"line {view['line']}"
+        words = (view["code"], printable(view["id"] or ""), printable(view["message"] or ""))
+        output.result("\t".join((where, *words)), view)
+    _note_unknown(lines, output)
+    if job.rejected_lines > KEPT_REJECTED_LINES:
+        output.note(
+            f"{job.rejected_lines:,} lines were refused; only the first {KEPT_REJECTED_LINES:,} are kept."
+        )
+    if not shown:
+        output.note("No errors.")
+
+
+@click.command()
+@code_option("Only items with this error code.")
+@click.option("--force", is_flag=True, help="Also retry items whose input line is wrong (input.*).")
+@of_job
+def retry(
+    settings: Settings,
+    ledger: Ledger,
+    job: Job,
+    output: Output,
+    codes: Sequence[ErrorCode] | None,
+    force: bool,
+) -> None:
+    """Run the failed items of JOB again.
+
+    Finished items are kept. Items whose input line is wrong (input.*) stay failed, unless --force is given.
+
+    \b
+    Examples:
+      nightjar retry JOB
+      nightjar retry JOB --code synth.no_eos
+    """
+    count = ledger.retry(job.id, codes, force=force)
+    # Reopened items are no longer among the failed ones.
+    failed = ledger.failed_counts(job.id).items()
+    left = {code: number for code, number in failed if code.permanent and (codes is None or code in codes)}
+    text, state = f"Reopened {counted(count, 'item')} of {job.id}.", ledger.job(job.id).state
+    output.result(text, "nightjar.retry/1", job=job.id, state=state, reopened=count, left=left)
+    if left:
+        reasons = ", ".join(f"{number} x {code.value}" for code, number in left.items())
+        output.note(
+            f"Not retried, because the input lines are wrong: {reasons}. Correct and submit the lines, or use --force."
+        )
+    if count and settings.database_url is None:
+        output.note(
+            f"To run them, repeat the job's `nightjar run` command, or start a worker for {settings.home}."
+        )
+
+
+@click.command()
+@of_job
+def pause(_: Settings, ledger: Ledger, job: Job, output: Output) -> None:
+    """Pause JOB: workers get no more shards. Items that are being synthesized finish.
+
+    \b
+    Examples:
+      nightjar pause JOB
+    """
+    ledger.pause(job.id)
+    _print_state(output, ledger, job)
+
+
+@click.command()
+@of_job
+def resume(_: Settings, ledger: Ledger, job: Job, output: Output) -> None:
+    """Continue the paused JOB.
+
+    \b
+    Examples:
+      nightjar resume JOB
+    """
+    ledger.resume(job.id)
+    _print_state(output, ledger, job)
+
+
+def _print_state(output: Output, ledger: Ledger, job: Job) -> Job:
+    """Prints the state of the job, and returns the job."""
+    now = ledger.job(job.id)
+    text = f"{now.id} is {now.state.value}."
+    output.result(text, "nightjar.job_state/1", job=now.id, state=now.state.value)
+    return now
+
+
+@click.command()
+@of_job
+def cancel(settings: Settings, ledger: Ledger, job: Job, output: Output) -> None:
+    """Cancel JOB. Finished items are kept; the other items are skipped.
+
+    \b
+    Examples:
+      nightjar cancel JOB
+    """
+    ledger.cancel(job.id)
+    if ledger.job(job.id).state is JobState.CANCELLING:
+        ledger.reconcile()
+    ended = _print_state(output, ledger, job)
+    if ended.state.final:
+        _put_manifest(settings, ledger, ended, output)
+        _report_end(settings, ledger, output)
+
+
+def _put_manifest(settings: Settings, ledger: Ledger, job: Job, output: Output) -> None:
+    """Writes the manifest, as the worker that ends a job does. If the store is unreachable, the job is
+    cancelled anyway."""
+    from jobs.export.manifest import put_manifest
+    from jobs.store import store_of
+
+    try:
+        if ledger.status(job.id).items.done:
+            put_manifest(ledger, store_of(job, settings.s3), job.id)
+    except NightjarError as error:
+        output.note(
+            f"The manifest was not written: {printable(str(error))} An export in the format `manifest` lists the same items."
+        )
+
+
+def _report_end(settings: Settings, ledger: Ledger, output: Output) -> None:
+    """Runs the operator's hook if the job is in a folder of `nightjar run`, where no worker is left to run
+    it. Other jobs are reported by workers."""
+    if settings.database_url is not None:
+        return
+    from jobs.notification import report_ends
+
+    for one in report_ends(ledger, settings):
+        if one.reason:
+            output.note(
+                f"The end of job {one.job_id} was not reported: {printable(one.reason)}. The next run in the folder tries again."
+            )
+
+
+# Otherwise a negative level would be read as an option.
+@click.command(context_settings={"ignore_unknown_options": True})
+@of_job
+@click.argument("level", type=click.IntRange(-100, 100))
+def priority(_: Settings, ledger: Ledger, job: Job, output: Output, level: int) -> None:
+    """Set the priority of JOB to LEVEL (-100 to 100). Jobs with a higher priority run first.
+
+    The change also applies to waiting shards.
+
+    \b
+    Examples:
+      nightjar priority JOB 5
+    """
+    ledger.set_priority(job.id, level)
+    output.result(f"{job.id} has priority {level}.", "nightjar.priority/1", job=job.id, priority=level)
+
+
+@click.command()
+@click.option("--dry-run", is_flag=True, help="Count what would be deleted, and delete nothing.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
+@of_job
+def delete(settings: Settings, ledger: Ledger, job: Job, output: Output, dry_run: bool, yes: bool) -> int:
+    """Delete JOB: its audio, inputs, packs, manifests and reference recordings in the store, and its rows
+    in the ledger.
+
+    The job must have ended; cancel a running job first. Exports and reports are kept, but not the files in
+    the store that they refer to. Repeat the command to continue an interrupted deletion. The same input can
+    be submitted again as a new job.
+
+    \b
+    Examples:
+      nightjar delete JOB --dry-run
+      nightjar delete JOB
+      nightjar delete JOB --yes
+    """
+    from jobs.delete import delete_job, measure_job
+    from jobs.ledger.control import check_deletable
+    from jobs.store import store_of
+
+    store = store_of(job, settings.s3)
+    if not dry_run:
+        check_deletable(job.id, job.state)
+        if not yes and not _confirmed(ledger.status(job.id)):
+            output.note("Nothing was deleted.")
+            return FAILED
+
+    gone = (measure_job if dry_run else delete_job)(ledger, store, job.id)
+    objects = f"{counted(gone.objects, 'object')} of {bytes_text(gone.bytes)} in {printable(job.store_url)}"
+    output.result(
+        f"{'Would delete' if dry_run else 'Deleted'} {job.id}: {counted(gone.items, 'item')}, {objects}.",
+        "nightjar.delete/1",
+        job=job.id,
+        deleted=not dry_run,
+        items=gone.items,
+        objects=gone.objects,
+        bytes=gone.bytes,
+    )
+    if dry_run and not job.state.final:
+        output.note(f"The job is {job.state.value}: cancel it first.")
+    return 0
+
+
+def _confirmed(status: JobStatus) -> bool:
+    """Asks for confirmation. Raises `config.invalid` without a terminal."""
+    job = status.job
+    if not sys.stdin.isatty():
+        raise invalid("A deletion must be confirmed on a terminal, and there is none.", "Give --yes.")
+    named = f" ({printable(job.name)})" if job.name else ""
+    size = f"{counted(status.items.total, 'item')}, {status.audio_ms / 3_600_000:.2f} h of audio, {bytes_text(status.bytes_out)}"
+    return click.confirm(f"Delete job {job.id}{named} with {size}? This cannot be undone.", err=True)
