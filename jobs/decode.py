@@ -33,7 +33,7 @@ from jobs.ledger.records import Job, JobSpec
 from jobs.store import ObjectStore
 from jobs.store.base import sha256_of, split_key
 from pipelines.errors import NightjarError, StoreError, invalid
-from pipelines.request import CodecIdentity, Speech
+from pipelines.request import CodecIdentity
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
@@ -140,7 +140,8 @@ def decode(
             if isinstance(samples := decoded.result(), NightjarError):
                 raise samples
             with output(str(path)) as file:
-                file.write(encoded_audio(Speech(samples, decoder.sample_rate), spec).data)
+                made = encoded_audio(samples, decoder.sample_rate, spec.format, spec.sample_rate)
+                file.write(made.data)
         data = path.read_bytes()
         info = soundfile.info(io.BytesIO(data))
         made = {"sample_rate": info.samplerate, "samples": info.frames, "sha256": sha256_of(data)}

@@ -7,7 +7,7 @@ import io
 import re
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from tempfile import SpooledTemporaryFile
 from typing import BinaryIO, Generic, TypeVar, cast
@@ -48,34 +48,34 @@ class EncodedAudio(Generic[Data]):
     duration_ms: int
 
 
-def encoded_audio(speech: Speech, spec: JobSpec) -> EncodedAudio[bytes]:
-    """Encodes speech in the job's format and at its sample rate; if it has none, at the rate of the speech.
+def encoded_audio(
+    samples: NDArray[np.float32],
+    sample_rate: int,
+    audio_format: str,
+    wanted: int | msgspec.UnsetType | None = None,
+) -> EncodedAudio[bytes]:
+    """Encodes samples, [samples] or [samples, channels], that have this rate in Hz. `wanted`: the rate to which they
+    are resampled first, if any.
 
-    Raises `SynthesisError` for invalid audio, and for speech that has no sample at that rate.
+    Raises `SynthesisError` for invalid audio, and for samples of which none is left at that rate.
     """
-    audio_format = cast("AudioFormat", spec.format)
-    rate = spec.sample_rate or speech.sample_rate
-    samples = resample(speech.samples, speech.sample_rate, rate)
+    rate, audio_format = wanted or sample_rate, cast("AudioFormat", audio_format)
+    samples = resample(samples, sample_rate, rate)
     if not len(samples):
         raise SynthesisError(
             ErrorCode.SYNTH_NO_AUDIO,
             f"The speech has no sample at {rate} Hz.",
             "Check the text, or try again.",
         )
-    return encoded(samples, rate, audio_format)
-
-
-def words_file(speech: Speech) -> bytes:
-    """The content of the artifact `words`: a line with the words, and one with the phonemes if there are any."""
-    return msgspec.json.Encoder().encode_lines([said for said in (speech.words, speech.phonemes) if said])
-
-
-def encoded(samples: np.ndarray, rate: int, audio_format: AudioFormat) -> EncodedAudio[bytes]:
-    """Encodes samples at this rate."""
     data = encode(samples, rate, audio_format)
     # MP3 and Opus decode to another number of samples.
     decoded = soundfile.info(io.BytesIO(data)).frames if audio_format in LOSSY else len(samples)
     return EncodedAudio(data, len(data), rate, decoded, round(decoded * 1000 / rate))
+
+
+def words_file(*said: Sequence[Word]) -> bytes:
+    """The content of the artifact `words`: a line with the words, and one with the phonemes if there are any."""
+    return msgspec.json.Encoder().encode_lines([line for line in said if line])
 
 
 class JoinedSpeech:
@@ -89,8 +89,8 @@ class JoinedSpeech:
         """`pauses`: seconds of silence after each part; the last one is not used."""
         self._pauses, self._spec = [*pauses[:-1], 0.0], spec
         self._file = SpooledTemporaryFile(_SPOOLED_BYTES, prefix="nightjar-speech-")  # noqa: SIM115
-        #: Number of a part -> place and size of its samples in the file, in bytes, and its speech without them.
-        self._parts: dict[int, tuple[int, int, Speech]] = {}
+        #: Number of a part -> place and size of its samples in the file, in bytes; their rate; its words and phonemes.
+        self._parts: dict[int, tuple[int, int, int, tuple[Sequence[Word], Sequence[Word]]]] = {}
         self._lock = threading.Lock()
 
     def add(self, number: int, speech: Speech) -> bool:
@@ -103,20 +103,20 @@ class JoinedSpeech:
         pause = max(0, round(self._pauses[number] * rate) - 2 * KEPT_MS * rate // 1000)
         pcm = np.pad(to_pcm(samples * fades), (0, pause))
         with self._lock:
-            said = replace(trimmed, samples=samples[:0], sample_rate=rate)
-            self._parts[number] = self._file.seek(0, io.SEEK_END), pcm.nbytes, said
+            place, said = self._file.seek(0, io.SEEK_END), (trimmed.words, trimmed.phonemes)
+            self._parts[number] = place, pcm.nbytes, rate, said
             self._file.write(pcm.data)
             return len(self._parts) == len(self._pauses)
 
     def encoded(self) -> tuple[EncodedAudio[BinaryIO], bytes]:
         """The joined speech and its `words_file`, empty if the words are not known. Called once, after the last
         part."""
-        audio_format, rate = cast("AudioFormat", self._spec.format), self._parts[0][2].sample_rate
-        total, words, phonemes = 0, list[Word](), list[Word]()
+        audio_format, rate = cast("AudioFormat", self._spec.format), self._parts[0][2]
+        total, whole = 0, (list[Word](), list[Word]())
         for number in range(len(self._pauses)):
-            _, size, said = self._parts[number]
-            words += [word.moved(total / rate) for word in said.words]
-            phonemes += [word.moved(total / rate) for word in said.phonemes]
+            _, size, _, said = self._parts[number]
+            for joined, words in zip(whole, said, strict=True):
+                joined += [word.moved(total / rate) for word in words]
             total += size // 2
         file = cast("BinaryIO", SpooledTemporaryFile(_SPOOLED_BYTES, prefix="nightjar-speech-"))  # noqa: SIM115
         encode_pcm(self._blocks(), total, rate, audio_format, file)
@@ -125,13 +125,12 @@ class JoinedSpeech:
         self._file.close()
         if audio_format in LOSSY:
             total = soundfile.info(file).frames
-        said = replace(self._parts[0][2], words=tuple(words), phonemes=tuple(phonemes))
         audio = EncodedAudio(file, size, rate, total, round(total * 1000 / rate))
-        return audio, words_file(said) if words else b""
+        return audio, words_file(*whole)
 
     def _blocks(self) -> Iterator[NDArray[np.int16]]:
         for number in range(len(self._pauses)):
-            place, size, _ = self._parts[number]
+            place, size, *_ = self._parts[number]
             self._file.seek(place)
             yield np.frombuffer(self._file.read(size), "<i2")
 

@@ -32,25 +32,24 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def read_artifact(store: ObjectStore, artifact: StoredArtifact) -> bytes:
-    """The bytes of an artifact, a separate object or a member of a pack, without a check of its hash.
+def read_artifact(
+    store: ObjectStore, artifact: StoredArtifact, get_range: Callable[[str, int, int], bytes] | None = None
+) -> bytes:
+    """The bytes of an artifact, a separate object or a member of a pack, without a check of its hash. `get_range`:
+    reads packs instead of the store.
 
     Raises `store.missing`, and `store.conflict` for a pack that is too short.
     """
     if artifact.pack is None or artifact.pack_offset is None or artifact.bytes is None:
         return store.get(artifact.key)
-    data = store.get_range(artifact.pack, artifact.pack_offset, artifact.bytes)
+    data = (get_range or store.get_range)(artifact.pack, artifact.pack_offset, artifact.bytes)
     if len(data) != artifact.bytes:
-        raise _cut_off(artifact)
+        raise StoreError(
+            ErrorCode.STORE_CONFLICT,
+            f"The pack {artifact.pack} ends before the end of its member {artifact.key}.",
+            "Repair it with: nightjar verify JOB --repair",
+        )
     return data
-
-
-def _cut_off(artifact: StoredArtifact) -> StoreError:
-    return StoreError(
-        ErrorCode.STORE_CONFLICT,
-        f"The pack {artifact.pack} ends before the end of its member {artifact.key}.",
-        "Repair it with: nightjar verify JOB --repair",
-    )
 
 
 #: Bytes of a piece. Reading them takes about as long as the request itself; a pack of the usual size has four
@@ -77,15 +76,14 @@ class ArtifactReader:
 
     def read(self, artifact: StoredArtifact) -> bytes:
         """The bytes of an artifact. Raises the errors of `read_artifact`."""
-        pack, begin, size = artifact.pack, artifact.pack_offset, artifact.bytes
-        if not self._store.remote or pack is None or begin is None or not size:
-            return read_artifact(self._store, artifact)
-        first, last = begin // self._piece_bytes, (begin + size - 1) // self._piece_bytes
-        pieces = b"".join([self._piece(pack, number) for number in range(first, last + 1)])
-        data = pieces[begin - first * self._piece_bytes :][:size]
-        if len(data) != size:
-            raise _cut_off(artifact)
-        return data
+        return read_artifact(self._store, artifact, self._range if self._store.remote else None)
+
+    def _range(self, pack: str, begin: int, size: int) -> bytes:
+        """As `ObjectStore.get_range`, from pieces."""
+        first = begin // self._piece_bytes
+        numbers = range(first, -(-(begin + size) // self._piece_bytes))
+        pieces = b"".join([self._piece(pack, number) for number in numbers])
+        return pieces[begin - first * self._piece_bytes :][:size]
 
     def _piece(self, pack: str, number: int) -> bytes:
         key = (pack, number)

@@ -232,7 +232,7 @@ class _Resynthesis:
             if not speech.words:
                 message = "The times of words come from the aligner, which repairs do not use."
                 raise SynthesisError(ErrorCode.SYNTH_ENGINE, message)
-            return words_file(speech), {}
+            return words_file(speech.words, speech.phonemes), {}
         spec = self.job.spec
         if spec.extension(artifact.kind) == EXTENSION:
             if speech.codes is None:
@@ -244,7 +244,7 @@ class _Resynthesis:
             return codes, {**facts, "samples": speech.sample_count, "meta": dict(speech.meta)}
         if not len(speech.samples) or not np.isfinite(speech.samples).all():
             raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model returned no audio this time.")
-        audio = encoded_audio(speech, self.job.spec)
+        audio = encoded_audio(speech.samples, speech.sample_rate, spec.format, spec.sample_rate)
         return audio.data, {**_facts(audio), "meta": dict(speech.meta)}
 
     def renew_manifest(self, shard_no: int) -> None:

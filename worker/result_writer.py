@@ -305,7 +305,8 @@ def _stored(
             return with_objects(outcome)
     meta = speech.meta if draw.long is None else {**speech.meta, "part": draw.part}
     if len(speech.samples):
-        audio = encoded_audio(speech, job.spec)
+        spec = job.spec
+        audio = encoded_audio(speech.samples, speech.sample_rate, spec.format, spec.sample_rate)
         add(main, audio.data, (audio.duration_ms, audio.sample_rate, audio.samples), meta)
     if speech.codes is not None:
         assert shard.codec is not None, "the job makes codes"
@@ -317,7 +318,7 @@ def _stored(
     if speech.text_out is not None and not failed:
         add("text", speech.text_out.encode())
     if speech.words and not failed:
-        add(WORDS, words_file(speech))
+        add(WORDS, words_file(speech.words, speech.phonemes))
     if shard.packs is not None and isinstance(outcome, Done):
         return shard.packs.add(outcome, made, line.example_id)
     return with_objects(outcome)

@@ -79,30 +79,24 @@ class Conversion:
 
         Raises `config.invalid` if the format does not support the rate of the stored audio.
         """
-        artifact = item.artifact
-        audio_format = self.format or cast("AudioFormat", item.extension)
-        rate = self.sample_rate or artifact.sample_rate
-        if (audio_format, rate) == (item.extension, artifact.sample_rate):
+        if self.format in (None, item.extension) and self.sample_rate in (None, item.artifact.sample_rate):
             return item, data
         return self.encoded(item, decoded(data))
 
     def encoded(self, item: AudioItem, samples: NDArray[np.float32]) -> tuple[AudioItem, bytes]:
         """Encodes samples, [samples] or [samples, channels], at the rate of the stored audio as the audio of an
         item."""
-        from jobs.encoded_audio import encoded
-        from pipelines.audio import resample
+        from jobs.encoded_audio import encoded_audio
 
-        artifact = item.artifact
-        audio_format = self.format or cast("AudioFormat", item.extension)
-        rate = self.sample_rate or artifact.sample_rate
-        made = encoded(resample(samples, artifact.sample_rate, rate), rate, audio_format)
+        artifact, audio_format = item.artifact, self.format or item.extension
+        made = encoded_audio(samples, artifact.sample_rate, audio_format, self.sample_rate)
         written = msgspec.structs.replace(
             artifact,
             key=f"{artifact.key.rpartition('.')[0]}.{audio_format}",
             sha256=sha256_of(made.data),
             bytes=len(made.data),
             duration_ms=made.duration_ms,
-            sample_rate=rate,
+            sample_rate=made.sample_rate,
             samples=made.samples,
             pack=None,
             pack_offset=None,

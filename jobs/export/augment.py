@@ -33,7 +33,7 @@ from jobs.export.export import Finished, Identity, begin, finish, written_part
 from jobs.export.files import END, RECORDS, PartFiles, WrittenFile, open_destination
 from jobs.export.folder_formats import tar_examples, tar_file
 from jobs.store.base import sha256_of
-from pipelines.audio_format import AUDIO_FORMATS, AudioFormat
+from pipelines.audio_format import AUDIO_FORMATS
 from pipelines.errors import invalid
 
 if TYPE_CHECKING:
@@ -301,7 +301,7 @@ def _augmented(name: str, members: dict[str, bytes], about: dict[str, Any], effe
     """Augments the files of an item and what is said about it, in place. Returns the extension of its audio."""
     import soundfile
 
-    from jobs.encoded_audio import encoded
+    from jobs.encoded_audio import encoded_audio
 
     extension = next((one for one in members if one in AUDIO_FORMATS), "")
     # An item is known by its dialogue and turn, or by its name in the export.
@@ -312,7 +312,7 @@ def _augmented(name: str, members: dict[str, bytes], about: dict[str, Any], effe
     except (KeyError, soundfile.LibsndfileError):
         raise invalid(f"{name!r} has no audio that can be read.", "Export again, with audio.") from None
     samples = effects.applied(recipe, clean.reshape(len(clean), -1), rate)
-    made = encoded(samples, rate, cast("AudioFormat", extension))
+    made = encoded_audio(samples, rate, extension)
     known = {
         "sha256": sha256_of(made.data),
         "bytes": len(made.data),

@@ -22,7 +22,8 @@ from pipelines.errors import NightjarError
 #: Size of a waveform in pixels. Coordinates of the SVG are also pixels.
 WIDTH, HEIGHT = 220, 44
 _STROKE = 2
-_SILENCE_DBFS = -100.0
+#: The lowest level that is told: -100 dB of full scale.
+_SILENCE = 1e-5
 #: Maximum size of a file that is drawn or embedded.
 MAX_BYTES = 32 << 20
 #: Maximum length of an embedded clip, and maximum size of all clips together, in characters of base64.
@@ -51,13 +52,9 @@ def picture(samples: NDArray[np.float32], sample_rate: int) -> Picture:
         f"M{_STROKE * at} {middle - middle * part.max():.1f}V{middle - middle * part.min() + 0.5:.1f}"
         for at, part in enumerate(parts)
     )
-    rms = math.sqrt(float(np.mean(np.square(samples, dtype=np.float64))))
-    peak = float(np.abs(samples).max())
-    return Picture("".join(strokes), len(samples) / sample_rate, _dbfs(peak), _dbfs(rms))
-
-
-def _dbfs(value: float) -> float:
-    return max(_SILENCE_DBFS, 20 * math.log10(value)) if value > 0 else _SILENCE_DBFS
+    levels = float(np.abs(samples).max()), math.sqrt(float(np.mean(np.square(samples, dtype=np.float64))))
+    peak_dbfs, rms_dbfs = (20 * math.log10(max(_SILENCE, level)) for level in levels)
+    return Picture("".join(strokes), len(samples) / sample_rate, peak_dbfs, rms_dbfs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -42,6 +43,8 @@ class SampleItem:
     row: ItemRow
     #: Its audio; if the item failed its checks, the audio in quarantine.
     artifact: Artifact | None
+    #: Length of that audio.
+    seconds: float | None = None
     text: str = ""
     #: Requested voice; empty: none.
     voice: str = ""
@@ -55,10 +58,6 @@ class SampleItem:
     #: How bad it is, and why; the worst items are shown first.
     badness: float = 0.0
     reason: str = "typical"
-
-    @property
-    def seconds(self) -> float | None:
-        return self.artifact.samples / self.artifact.sample_rate if self.artifact else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,32 +125,33 @@ def take_sample(
     rows = list(_failed_rows(ledger, job, list(codes), max(1, int(shown * _FAILED_SHARE))))
     quarantined = ledger.artifacts_of(job.id, QUARANTINE, [row.index for row in rows])
     failed = [SampleItem(row, quarantined.get(row.index)) for row in rows]
-    done = [
-        SampleItem(row, row.artifact) for row in _measured_rows(ledger, job) if row.state is ItemState.DONE
-    ]
+    whole, size = job.total_items <= MAX_MEASURED, MAX_MEASURED // BLOCKS
+    firsts = [(job.total_items - size) * block // (BLOCKS - 1) for block in range(BLOCKS)]
+    blocks = (ledger.items(job.id, after=first - 1, limit=size) for first in firsts)
+    measured = ledger.items(job.id) if whole else chain.from_iterable(blocks)
+    done = [SampleItem(row, row.artifact) for row in measured if row.state is ItemState.DONE]
     both = sorted([*done, *failed], key=lambda item: item.row.index)
-    draws: dict[int, list[Draw]] = {}
+    draws = defaultdict[int, list[Draw]](list)
     if job.spec.quality is not None:
         for row in ledger.draws_of(job.id, [item.row.index for item in both]):
-            draws.setdefault(row.index, []).append(row.draw)
+            draws[row.index].append(row.draw)
     lines = ShardLines(ledger, store, job.id, read_raw_shard)
     for item in both:
-        known = item_metadata(job, lines.of(item.row))
+        known, seed = item_metadata(job, lines.of(item.row)), None
         item.text, item.role, item.voice = known.text, known.role, known.voice or ""
-        _score(item, draws.get(item.row.index, []))
-    sample = Sample(done, failed, job.total_items <= MAX_MEASURED)
+        if (artifact := item.artifact) is not None:
+            item.seconds, seed = artifact.samples / artifact.sample_rate, artifact.seed
+        item.draws = draws[item.row.index]
+        # The draw whose audio is shown, kept or in quarantine, else the last draw.
+        own = [draw for draw in item.draws if draw.kept or draw.seed == seed] or item.draws[-1:]
+        scores = own[0].scores if own else {}
+        item.values = {name: score.value for name, score in scores.items() if score.value is not None}
+        item.refused = sorted(name for name, score in scores.items() if score.passed is False)
+        if item.seconds and item.text:
+            item.values[PACE] = text_units(item.text) / item.seconds
+    sample = Sample(done, failed, whole)
     sample.rank()
     return sample
-
-
-def _measured_rows(ledger: Ledger, job: Job) -> Iterator[ItemRow]:
-    if job.total_items <= MAX_MEASURED:
-        yield from ledger.items(job.id)
-        return
-    size = MAX_MEASURED // BLOCKS
-    for block in range(BLOCKS):
-        first = (job.total_items - size) * block // (BLOCKS - 1)
-        yield from ledger.items(job.id, after=first - 1, limit=size)
 
 
 def _failed_rows(ledger: Ledger, job: Job, codes: Sequence[ErrorCode], limit: int) -> Iterator[ItemRow]:
@@ -164,19 +164,3 @@ def _failed_rows(ledger: Ledger, job: Job, codes: Sequence[ErrorCode], limit: in
             for state in (ItemState.FAILED, ItemState.DEAD)
         )
         yield from islice(chain.from_iterable(found), each)
-
-
-def _score(item: SampleItem, draws: list[Draw]) -> None:
-    """Sets the draws of an item, and the scores of the draw whose audio is shown: the kept draw or the one in
-    quarantine, else the last draw."""
-    item.draws = draws
-    seed = None if item.artifact is None else item.artifact.seed
-    shown = [draw for draw in draws if draw.kept or draw.seed == seed] or draws[-1:]
-    for name, score in (shown[0].scores if shown else {}).items():
-        if score.value is not None:
-            item.values[name] = score.value
-        if score.passed is False:
-            item.refused.append(name)
-    item.refused.sort()
-    if (seconds := item.seconds) and item.text:
-        item.values[PACE] = text_units(item.text) / seconds

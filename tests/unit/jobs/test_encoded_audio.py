@@ -106,12 +106,12 @@ def test_python_refuses_it_too() -> None:
 @pytest.mark.parametrize("rate", [None, 8_000, 24_000, 48_000])
 def test_facts_are_those_of_the_stored_file(audio_format: str, rate: int | None) -> None:
     speech = Speech(sine("some text that is spoken", 3), 16_000)
-    spec = JobSpec("fake", format=audio_format, sample_rate=msgspec.UNSET if rate is None else rate)
-    made = encoded_audio(speech, spec)
+    given = speech.samples, 16_000, audio_format, rate
+    made = encoded_audio(*given)
     samples, found = soundfile.read(io.BytesIO(made.data))
     assert (made.samples, made.sample_rate) == (len(samples), found)
     assert (found, made.duration_ms) == (rate or 16_000, round(len(speech.samples) / 16))
-    assert encoded_audio(speech, spec) == made
+    assert encoded_audio(*given) == made
     if rate is None and audio_format in ("wav", "flac"):
         assert made.data == encode(speech.samples, 16_000, audio_format)  # type: ignore[arg-type]
 
@@ -120,13 +120,13 @@ def test_samples_are_counted_in_the_file_that_was_encoded(monkeypatch: pytest.Mo
     """An encoder that does not say what it added: its readers get more."""
     longer = encode(np.zeros(16_000, np.float32), 16_000, "opus")
     monkeypatch.setattr(encoded_audio_module, "encode", lambda *_: longer)
-    made = encoded_audio(Speech(sine("text", 3), 16_000), JobSpec("fake", format="opus"))
+    made = encoded_audio(sine("text", 3), 16_000, "opus")
     assert (made.samples, made.duration_ms) == (16_000, 1000)
 
 
 def test_speech_that_is_shorter_than_a_sample_is_no_audio() -> None:
     with pytest.raises(SynthesisError) as caught:
-        encoded_audio(Speech(np.full(1, 0.1, np.float32), 48_000), JobSpec("fake", sample_rate=8_000))
+        encoded_audio(np.full(1, 0.1, np.float32), 48_000, "wav", 8_000)
     assert caught.value.code is ErrorCode.SYNTH_NO_AUDIO
 
 
@@ -162,7 +162,7 @@ def test_a_dry_run_knows_the_size_of_a_format(tmp_path: Path) -> None:
 def test_what_is_read_back_sounds_as_what_was_said() -> None:
     speech = Speech(sine("some text that is spoken", 3), 16_000)
     for audio_format in AUDIO_FORMATS:
-        data = encoded_audio(speech, JobSpec("fake", format=audio_format, sample_rate=48_000)).data
+        data = encoded_audio(speech.samples, 16_000, audio_format, 48_000).data
         samples, rate = decode(data, 16_000)
         assert (rate, len(samples)) == (16_000, len(speech.samples))
         assert np.corrcoef(samples, speech.samples)[0, 1] > 0.9
