@@ -9,8 +9,8 @@ import sys
 from typing import TYPE_CHECKING, Any, cast
 
 from jobs.logs import LogFormat, setup_logging
-from pipelines.engine_choice import has_gpu
 from pipelines.engine_process.client import EngineProcess
+from pipelines.options import has_gpu
 from pipelines.registry import has_option, is_registered, open_pipeline
 
 if TYPE_CHECKING:

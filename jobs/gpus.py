@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from pipelines.engine_choice import NO_GPU, VISIBLE
 from pipelines.errors import ConfigError, invalid
+from pipelines.options import NO_GPU, VISIBLE
 
 log = logging.getLogger(__name__)
 

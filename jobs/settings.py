@@ -39,8 +39,8 @@ from pydantic_core import PydanticCustomError
 from jobs.formatting import is_address
 from jobs.own_files import STATE_FOLDER, embedded_broker_url
 from jobs.times import Times, read_times
-from pipelines.engine_choice import EngineKind
 from pipelines.errors import ConfigError, invalid, nearest
+from pipelines.options import EngineKind
 from pipelines.registry import ModelCard, has_option
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,9 @@ import os
 import struct
 import zlib
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import numpy as np
@@ -112,25 +113,19 @@ def read_header(data: bytes, max_seconds: float) -> soundfile.SoundFile:
 
 
 @contextmanager
-def _in_memory(data: bytes) -> Generator[int | io.BytesIO]:
-    """The descriptor of a file in memory with this data. libsndfile reads it without the GIL, for which it waits a
-    hundred times if it reads a Python object, as it does if no descriptor is free."""
-    try:
-        descriptor = share(data)
-    except OSError:
-        yield io.BytesIO(data)
-        return
-    try:
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
 def _opened(data: bytes, max_seconds: float) -> Generator[soundfile.SoundFile]:
+    """libsndfile reads the descriptor of a file in memory without the GIL, for which it waits a hundred times if
+    it reads a Python object, as it does if no descriptor is free."""
+    memory: int | io.BytesIO
     try:
-        with _in_memory(data) as memory, soundfile.SoundFile(memory, closefd=False) as file:
+        with ExitStack() as stack:
+            try:
+                memory = share(data)
+                stack.callback(os.close, memory)
+                os.lseek(memory, 0, os.SEEK_SET)
+            except OSError:
+                memory = io.BytesIO(data)
+            file = stack.enter_context(soundfile.SoundFile(memory, closefd=False))
             rate, frames, channels = file.samplerate, file.frames, file.channels
             if rate not in RATES or not 0 < channels <= MAX_CHANNELS:
                 message = f"The audio has {channels} channels at {rate} Hz; 1 to {MAX_CHANNELS} channels at {RATES[0]} to {MAX_SAMPLE_RATE} Hz are supported."
@@ -393,15 +388,10 @@ def activity(powers: NDArray[np.float32]) -> tuple[int, int, float]:
     """
     levels: list[float] = powers.tolist()
     floor = max(max(levels) * _RELATIVE_POWER, _MIN_POWER)
-    sounding, longest, total, last = 0, 0, 0.0, -1
-    for place, level in enumerate(levels):
-        if level > floor:
-            if sounding and place - last > longest:
-                longest = place - last
-            last = place
-            sounding += 1
-            total += level
-    return sounding, max(0, longest - 1), total / sounding if sounding else 0.0
+    places = [place for place, level in enumerate(levels) if level > floor]
+    longest = max((after - before for before, after in pairwise(places)), default=1)
+    power = sum(levels[place] for place in places)
+    return len(places), longest - 1, power / len(places) if places else 0.0
 
 
 def trim_silence(speech: Speech, keep_ms: int) -> Speech:

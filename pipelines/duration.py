@@ -100,11 +100,9 @@ class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def pace_of(paces: tuple[Pace, ...], voice: str | None, language: str | None) -> Pace | None:
     """The first pace that applies to this voice and language, or None."""
-    code = language_code(language or "")
     for pace in paces:
-        if pace.voice.casefold() in ("", (voice or "").casefold()) and language_code(pace.language) in (
-            "",
-            code,
+        if pace.voice.casefold() in ("", (voice or "").casefold()) and (
+            not pace.language or language_code(pace.language) == language_code(language or "")
         ):
             return pace
     return None

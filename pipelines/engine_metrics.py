@@ -9,22 +9,24 @@ from prometheus_client.registry import Collector
 
 from pipelines.request import Pipeline
 
-#: Metrics of `EngineInfo` and of `EngineStats`: name -> (field, description).
+#: Metrics of `EngineInfo` and of `EngineStats`: field -> description.
 _SIZES = {
-    "slots": ("slots", "Utterances that can run at the same time."),
-    "waiting_room": ("waiting_room", "Requests that can wait for a slot."),
-    "kv_pages": ("kv_pages", "Pages of the KV cache."),
+    "slots": "Utterances that can run at the same time.",
+    "waiting_room": "Requests that can wait for a slot.",
+    "kv_pages": "Pages of the KV cache.",
 }
 _GAUGES = {
-    "batch_size": ("running", "Requests in the engine's running batch."),
-    "waiting": ("waiting", "Requests that wait for a slot of the engine."),
-    "kv_use": ("kv_use", "Share of the KV cache in use."),
+    "running": "Requests in the engine's running batch.",
+    "waiting": "Requests that wait for a slot of the engine.",
+    "kv_use": "Share of the KV cache in use.",
 }
 _COUNTERS = {
-    "requests": ("requests_done", "Requests that ended in the engine."),
-    "frames": ("frames", "Frames or tokens that the engine made."),
-    "audio_seconds": ("audio_seconds", "Seconds of speech that the engine made."),
+    "requests_done": "Requests that ended in the engine.",
+    "frames": "Frames or tokens that the engine made.",
+    "audio_seconds": "Seconds of speech that the engine made.",
 }
+#: Names of metrics that differ from their field.
+_NAMES = {"running": "batch_size", "requests_done": "requests"}
 _LABELS = ("model", "device", "dtype", "executor", "kernels", "reproducible")
 
 
@@ -51,7 +53,7 @@ class EngineMetrics(Collector):
             # Counters restart from 0 with a new engine; Prometheus handles that.
             (CounterMetricFamily, stats, _COUNTERS),
         ):
-            for name, (field, text) in rows.items():
+            for field, text in rows.items():
                 values = [getattr(engine, field) for engine in engines]
                 total = max(values, default=0) if field == "kv_use" else sum(values)
-                yield family(f"speech_engine_{name}", text, total)
+                yield family(f"speech_engine_{_NAMES.get(field, field)}", text, total)

@@ -1,15 +1,16 @@
-"""Options of pipelines, and how they are read. Imports no torch."""
+"""Options of pipelines, how they are read, and the choice of an engine and of a device. Imports no torch."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from pipelines.engine_choice import EngineKind
 from pipelines.errors import invalid, nearest
 
 #: A whole number of 1 or more.
@@ -41,6 +42,23 @@ def read_options(kind: type[T], given: Mapping[str, Any], *others: str) -> T:
 
 #: The option that selects the engine.
 ENGINE = "engine"
+#: Values of `SPEECH_ENGINE__KIND` and of the option `engine` of a model that both engines can run; "auto" means
+#: native.
+EngineKind = Literal["auto", "native", "vllm"]
+#: The environment variable that selects the GPUs of a process, and its values for no GPU; Slurm sets the last
+#: one.
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+NO_GPU = ("", "-1", "NoDevFiles")
+#: Exists if NVIDIA's driver is loaded, and stays when a GPU is lost.
+DRIVER = Path("/dev/nvidiactl")
+
+
+def has_gpu() -> bool:
+    """Whether CUDA should find a GPU. CUDA itself is not asked, because that takes seconds and device
+    memory."""
+    return os.environ.get(VISIBLE, "0") not in NO_GPU and DRIVER.exists()
+
+
 #: Default maximum positions of a sequence: a minute of reference, a minute of speech, and their texts.
 CONTEXT = 8192
 Precision = Literal["float32", "bfloat16", "float16"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import stat
 import tempfile
@@ -17,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
@@ -129,6 +131,7 @@ class ReadsRecordings:
     """The base class of pipelines that take each recording as a `Recording`. Others get the bytes of its file."""
 
 
+@dataclass(eq=False)
 class Batcher(Generic[In, Out]):
     """Collects the calls of several threads into batches, and runs these on a thread of its own, which ends with
     the last call.
@@ -137,18 +140,14 @@ class Batcher(Generic[In, Out]):
     wait for more of them.
     """
 
-    def __init__(
-        self,
-        run: Callable[[Sequence[In]], Sequence[Out]],
-        bucket: Callable[[In], Hashable],
-        rows: Callable[[Any], int],
-    ) -> None:
-        """`run` returns a result for each item. `bucket`: only items of equal buckets run together, up to
-        `rows` of the bucket."""
-        self._run, self._bucket, self._rows = run, bucket, rows
-        self._lock = threading.Lock()
-        self.waiting: list[tuple[Hashable, In, Future[Out]]] = []
-        self.running = False
+    #: Returns a result for each item.
+    _run: Callable[[Sequence[In]], Sequence[Out]]
+    #: Only items of equal buckets run together, up to `_rows` of the bucket.
+    _bucket: Callable[[In], Hashable]
+    _rows: Callable[[Any], int]
+    waiting: list[tuple[Hashable, In, Future[Out]]] = field(default_factory=list)
+    running: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, item: In) -> Out:
         """Waits for the result of an item. Raises what `run` raised for its batch."""
@@ -180,18 +179,18 @@ class Batcher(Generic[In, Out]):
                     result.set_exception(error)
 
 
+@dataclass(eq=False)
 class SizedCache(Generic[T]):
     """A cache of the most recently used results, up to `capacity_bytes`. A second call for a result that is being
     made waits for it."""
 
-    def __init__(self, capacity_bytes: int, size: Callable[[T], int]) -> None:
-        """`size`: the bytes of a result, on any device."""
-        self.capacity_bytes = capacity_bytes
-        self._size = size
-        self._bytes = 0
-        #: Finished and pending results with their bytes (0 while pending), the least recently used first.
-        self._kept: OrderedDict[Hashable, tuple[Future[T], int]] = OrderedDict()
-        self._lock = threading.Lock()
+    capacity_bytes: int
+    #: The bytes of a result, on any device.
+    _size: Callable[[T], int]
+    _bytes: int = 0
+    #: Finished and pending results with their bytes (0 while pending), the least recently used first.
+    _kept: OrderedDict[Hashable, tuple[Future[T], int]] = field(default_factory=OrderedDict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def find(self, key: Hashable, make: Callable[[], T]) -> T:
         """The kept result for a key, or that of `make`. Raises what `make` raises, which is not kept."""
@@ -228,23 +227,20 @@ class RecordingCache(SizedCache[T]):
         Raises `SynthesisError` (`synth.oom`) if the device runs out of memory, and what `make` raises. A
         failed result is not kept.
         """
-        return self.find((recording.digest, variant), lambda: _with_memory(make))
+        try:
+            return self.find((recording.digest, variant), make)
+        except RuntimeError as error:
+            from kernels.cuda_graphs import lacks_memory  # `make` has already imported torch
+
+            if not lacks_memory(error):
+                raise
+            message = f"The device ran out of memory while it encoded the reference audio: {error}."
+            raise SynthesisError(
+                ErrorCode.SYNTH_OOM, message, "Use a shorter reference or a smaller engine."
+            ) from error
 
 
-def _with_memory(make: Callable[[], T]) -> T:
-    try:
-        return make()
-    except RuntimeError as error:
-        from kernels.cuda_graphs import lacks_memory  # `make` has already imported torch
-
-        if not lacks_memory(error):
-            raise
-        message = f"The device ran out of memory while it encoded the reference audio: {error}."
-        raise SynthesisError(
-            ErrorCode.SYNTH_OOM, message, "Use a shorter reference or a smaller engine."
-        ) from error
-
-
+@dataclass(eq=False)
 class RecordingFiles:
     """A cache of files in a folder, limited to `maximum_bytes`. Only their owner can read and write them.
 
@@ -253,14 +249,13 @@ class RecordingFiles:
     written, are not read. If the folder cannot be used, one warning is logged and nothing is stored.
     """
 
-    def __init__(self, folder: Path, maximum_bytes: int, identity: str) -> None:
-        """`identity`: identifies everything that the arrays depend on besides recording and variant."""
-        self._folder = folder
-        self._maximum_bytes = maximum_bytes
-        self._identity = identity
-        #: Bytes that were written since the last check.
-        self._unchecked = maximum_bytes
-        self._warned = False
+    _folder: Path
+    _maximum_bytes: int
+    #: Identifies everything that the arrays depend on besides recording and variant.
+    _identity: str
+    #: Bytes that were written since the last check; infinite before the first one.
+    _unchecked: float = math.inf
+    _warned: bool = False
 
     def get(self, recording: Recording, variant: str, make: Callable[[], Arrays]) -> Arrays:
         """The stored arrays of this recording and variant, or the result of `make`, which is then stored.

@@ -4,11 +4,11 @@ before that."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -74,15 +74,6 @@ class Provider:
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
-    """A checkpoint on the model hub, and its card as published; `pipelines.registry.describe` reads the
-    checkpoint itself."""
-
-    hub_id: str
-    card: ModelCard
-
-
-@dataclass(frozen=True, slots=True)
 class Family:
     """How the folder of a checkpoint family is recognised, and the package that reads it.
 
@@ -98,8 +89,9 @@ class Family:
     model_types: tuple[str, ...] = ()
     #: Subfolders that identify the family if the folder has no config.json.
     subfolders: tuple[str, ...] = ()
-    #: Checkpoints that can be opened by a name.
-    published: tuple[Published, ...] = ()
+    #: Checkpoints on the model hub that can be opened by a name: id -> card as published.
+    #: `pipelines.registry.describe` reads the checkpoint itself.
+    published: Mapping[str, ModelCard] = field(default_factory=dict[str, ModelCard])
     #: The package; empty: `pipelines.<name>`.
     package: str = ""
     #: Whether it has a module `prompt` with `open_frontend(folder) -> Frontend`, which imports no torch. If
@@ -128,18 +120,6 @@ class Family:
             ) from error
 
 
-def _qwen3_tts(hub_name: str, capabilities: Capabilities) -> Published:
-    card = ModelCard(
-        f"qwen3-tts-{hub_name.lower()}",
-        "qwen3_tts",
-        "native",
-        24_000,
-        capabilities,
-        executors=("eager", "graph", "megakernel"),
-    )
-    return Published(f"Qwen/Qwen3-TTS-12Hz-{hub_name}", card)
-
-
 # Values of codec_language_id and spk_id in the published config.json. Dialects are left out, because each is
 # spoken only by its own voices.
 _LANGUAGES = (
@@ -156,19 +136,29 @@ _LANGUAGES = (
     "russian",
 )
 _VOICES = ("serena", "vivian", "uncle_fu", "ryan", "aiden", "ono_anna", "sohee", "eric", "dylan")
-_BASE = Capabilities(languages=_LANGUAGES, cloning=True, needs_reference=True, streaming=True, codes=True)
-_CUSTOM = Capabilities(voices=_VOICES, languages=_LANGUAGES, instruct=True, streaming=True, codes=True)
 _DESIGN = Capabilities(languages=_LANGUAGES, instruct=True, streaming=True, codes=True)
-_QWEN3_TTS = (
-    _qwen3_tts("0.6B-Base", _BASE),
-    _qwen3_tts("0.6B-CustomVoice", replace(_CUSTOM, instruct=False)),
-    _qwen3_tts("1.7B-Base", _BASE),
-    _qwen3_tts("1.7B-CustomVoice", _CUSTOM),
-    _qwen3_tts("1.7B-VoiceDesign", _DESIGN),
-)
+_CUSTOM = replace(_DESIGN, voices=_VOICES)
+_BASE = replace(_DESIGN, instruct=False, cloning=True, needs_reference=True)
+_QWEN3_TTS = {
+    f"Qwen/Qwen3-TTS-12Hz-{name}": ModelCard(
+        f"qwen3-tts-{name.lower()}",
+        "qwen3_tts",
+        "native",
+        24_000,
+        able,
+        executors=("eager", "graph", "megakernel"),
+    )
+    for name, able in (
+        ("0.6B-Base", _BASE),
+        ("0.6B-CustomVoice", replace(_CUSTOM, instruct=False)),
+        ("1.7B-Base", _BASE),
+        ("1.7B-CustomVoice", _CUSTOM),
+        ("1.7B-VoiceDesign", _DESIGN),
+    )
+}
 
-#: Models that need no checkpoint: name -> the package with `describe`, whose module `pipeline` has `load`.
-BUILT_IN: dict[str, str] = {"hibari": "pipelines.hibari"}
+#: Packages of models that need no checkpoint.
+BUILT_IN = EntryPoints((EntryPoint("hibari", "pipelines.hibari", ENTRY_POINT_GROUP),))
 #: Families of checkpoints; the first one that recognises a folder reads it.
 FAMILIES: tuple[Family, ...] = (
     Family(
@@ -189,8 +179,8 @@ FAMILIES: tuple[Family, ...] = (
         options=frozenset({"streams"}),
     ),
 )
-PUBLISHED: dict[str, tuple[Family, Published]] = {
-    one.card.name: (family, one) for family in FAMILIES for one in family.published
+PUBLISHED: dict[str, tuple[Family, str, ModelCard]] = {
+    card.name: (family, hub_id, card) for family in FAMILIES for hub_id, card in family.published.items()
 }
 
 
@@ -261,15 +251,15 @@ def open_decoder(model: str, **options: Any) -> StageDecoder[Any]:
 
 def model_names() -> list[str]:
     """All registry names; imports none of their modules."""
-    added = (entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))
-    return sorted({*PUBLISHED, *BUILT_IN, *_registered, *added})
+    added = entry_points(group=ENTRY_POINT_GROUP).names
+    return sorted({*PUBLISHED, *BUILT_IN.names, *_registered, *added})
 
 
 def list_models() -> list[ModelCard]:
     """The cards of all registry names, sorted. Uses no network: published checkpoints have their published
     cards."""
     return [
-        PUBLISHED[name][1].card if name in PUBLISHED and name not in _registered else describe(name)
+        PUBLISHED[name][2] if name in PUBLISHED and name not in _registered else describe(name)
         for name in model_names()
     ]
 
@@ -296,17 +286,11 @@ def _found(model: str, hub_files: Sequence[str]) -> Provider:
     whose names match `hub_files` are downloaded."""
     if (registered := _registered.get(model)) is not None:
         return registered
-    if (package := BUILT_IN.get(model)) is not None:
-
-        def load(**options: Any) -> Pipeline:
-            return importlib.import_module(f"{package}.pipeline").load(**options)
-
-        return Provider(model, importlib.import_module(package).describe, load)
     if model in PUBLISHED:
-        family, published = PUBLISHED[model]
-        folder = _download(family, published.hub_id, hub_files)
+        family, hub_id, _ = PUBLISHED[model]
+        folder = _download(family, hub_id, hub_files)
         return _of_folder(model, family, folder, revision=folder.name)
-    for entry in entry_points(group=ENTRY_POINT_GROUP, name=model):
+    for entry in BUILT_IN.select(name=model) or entry_points(group=ENTRY_POINT_GROUP, name=model):
         try:
             found = entry.load()
             return Provider(model, found.describe, found.load)

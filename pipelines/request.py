@@ -418,23 +418,23 @@ def check_start(pipeline: Pipeline, request: AnyRequest, stream: bool) -> None:
     raise unsupported(f"The model {pipeline.name} {lacks}.", advice)
 
 
+@dataclass(eq=False)
 class Listener:
     """Delivers the events of one request, which may come from any thread, in order until its end. It is the
     `Handle` of a request whose text is complete."""
 
-    def __init__(self, on_event: OnEvent, on_end: Callable[[bool], None]) -> None:
-        """`on_end` is called once after the end, with True after `Done` and False after an error or `cancel`."""
-        self._on_event = on_event
-        self._on_end = on_end
-        self._order = threading.RLock()
-        self._lock = threading.Lock()
-        self._open = True
-        #: Seconds of audio that were delivered.
-        self.seconds = 0.0
+    _on_event: OnEvent
+    #: Called once after the end, with True after `Done` and False after an error or `cancel`.
+    _on_end: Callable[[bool], None]
+    #: Seconds of audio that were delivered.
+    seconds: float = 0.0
+    _order: threading.RLock = field(default_factory=threading.RLock)
+    #: Taken by the end of the request, and never given back.
+    _ended: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, event: Event) -> None:
         with self._order:
-            if not (self._open if isinstance(event, AudioChunk) else self._end()):
+            if not (self.is_open if isinstance(event, AudioChunk) else self._ended.acquire(blocking=False)):
                 return
             if not isinstance(event, Failed):
                 audio = event.speech if isinstance(event, Done) else event
@@ -452,15 +452,10 @@ class Listener:
 
     def cancel(self) -> None:
         """Stops the delivery of events. Does not wait for a chunk that is being delivered."""
-        if self._end():
+        if self._ended.acquire(blocking=False):
             self._on_end(False)
 
     @property
     def is_open(self) -> bool:
         """Whether the request has not ended."""
-        return self._open
-
-    def _end(self) -> bool:
-        with self._lock:
-            first, self._open = self._open, False
-        return first
+        return not self._ended.locked()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -91,25 +91,21 @@ def no_audio(message: str) -> SynthesisError:
     return SynthesisError(ErrorCode.SYNTH_NO_AUDIO, message, "Try another seed.")
 
 
+@dataclass(eq=False)
 class Receiver(Generic[S]):
     """Receives the output of one request from the engine and sends it to the codec."""
 
-    #: Whether the engine delivers tokens by calls of `tokens` while the request runs.
-    streamed = False
-    #: Frames of a stream's first chunks; the last size repeats. Small sizes first for a quick start, large ones
-    #: later for fewer calls. Empty: frames are decoded as they arrive.
-    chunk_frames: tuple[int, ...] = (1, 2, 4, 8, 12)
+    _info: RequestInfo[S]
+    _stage: CodecStage[S]
+    _listener: Listener
     #: The engine that makes this speech, and the latest request to it.
-    engine: SpeechEngine[Any]
-    current: Any
+    engine: SpeechEngine[Any] = field(init=False)
+    current: Any = field(init=False)
     #: What the request wants, and the samples of a frame.
     output: Output = "audio"
-    frame_samples = 0
-
-    def __init__(self, info: RequestInfo[S], stage: CodecStage[S], listener: Listener) -> None:
-        self._info = info
-        self._stage = stage
-        self._listener = listener
+    frame_samples: int = 0
+    #: Whether the engine delivers tokens by calls of `tokens` while the request runs.
+    streamed = False
 
     def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
         """Receives the next tokens, and their codes if the engine returns them; called only if `streamed`."""
@@ -129,9 +125,6 @@ class Receiver(Generic[S]):
             self.engine.submit(request, self)
         if not self._listener.is_open:  # it may have been cancelled before the engine had the request
             self.engine.cancel(request)
-
-    def release(self) -> None:
-        """Releases the request's resources; called once when it ends or is cancelled."""
 
 
 class Utterance(Receiver[S]):
@@ -172,6 +165,9 @@ class Streamer(Receiver[S]):
     """Decodes one utterance chunk by chunk while it grows. The end is delivered after the last chunk."""
 
     streamed = True
+    #: Frames of the first chunks; the last size repeats. Small sizes first for a quick start, large ones later
+    #: for fewer calls. Empty: frames are decoded as they arrive.
+    chunk_frames: tuple[int, ...] = (1, 2, 4, 8, 12)
     #: Whether the codec looks ahead. If so, empty codes mark the end of the stream.
     looks_ahead = False
 
@@ -229,6 +225,7 @@ class Streamer(Receiver[S]):
         self._stage.decode_chunk(codes, self._decoded, self._state, last, deadline)
 
     def release(self) -> None:
+        """Releases the state of the codec; called once when the request ends or is cancelled."""
         if self._state is not None:
             self._stage.end(self._state)
 
@@ -364,11 +361,12 @@ class SpeechPipeline(ReadsRecordings, Generic[R, O]):
                 self._audio_seconds += listener.seconds
             if not done:
                 self._engine.cancel(receiver.current)
-            receiver.release()
+            if isinstance(receiver, Streamer):
+                receiver.release()
 
         listener = Listener(on_event, on_end)
         receiver = (self._streamer if stream else self._utterance)(info, self._stage, listener)
-        if self._cuts_chunks:
+        if self._cuts_chunks and isinstance(receiver, Streamer):
             receiver.chunk_frames = ()
         receiver.engine, receiver.current = self._engine, wanted
         receiver.output, receiver.frame_samples = output, self.frame_samples

@@ -87,28 +87,31 @@ class SpeechTask(msgspec.Struct, frozen=True):
     instruct: str | None = None
     voice: str | None = None
     language: str | None = None
-    #: The voice to clone: a path or key at ingest, the recording or its bytes in a request.
-    reference_audio: str | bytes | Recording | None = None
+    #: The voices to clone: paths or keys at ingest, recordings or their bytes in a request.
+    reference_audio: tuple[str | bytes | Recording, ...] = ()
     reference_text: str | None = None
-    #: Further voices, for models that take several.
-    more_audio: tuple[str | bytes | Recording, ...] = ()
-
-    @property
-    def recording(self) -> Recording:
-        """The voice to clone. Raises `InputError` (`input.audio_missing`) if it is not
-        loaded."""
-        return _loaded(self.reference_audio)
 
     @property
     def references(self) -> list[tuple[Recording, str]]:
-        """Every voice to clone, and its text ("" without one). Raises like
-        `recording`."""
-        if self.reference_audio is None:
-            return []
+        """Every voice to clone, and its text ("" without one). Raises `InputError` (`input.audio_missing`) if
+        one is not loaded."""
         text = self.reference_text or ""
-        texts = text.split("\n") if self.more_audio else [text]
-        audio = map(_loaded, (self.reference_audio, *self.more_audio))
-        return [(recording, text.strip()) for recording, text in zip(audio, texts, strict=True)]
+        texts = text.split("\n") if len(self.reference_audio) > 1 else [text]
+        found: list[tuple[Recording, str]] = []
+        for audio, words in zip(self.reference_audio, texts):
+            if isinstance(audio, str):
+                message, advice = (
+                    "The reference audio was not loaded.",
+                    "Give it as bytes of the encoded file.",
+                )
+                raise InputError(ErrorCode.INPUT_AUDIO_MISSING, message, advice)
+            found.append((Recording.of(audio), words.strip()))
+        return found
+
+    @property
+    def recording(self) -> Recording:
+        """The first of `references`, for a task that has one."""
+        return self.references[0][0]
 
 
 def speech_task(
@@ -126,8 +129,6 @@ def speech_task(
     """
     check_generation(generation, seed)
     text, audio, system = _contents(messages, capabilities)
-    if capabilities.multi_turn:
-        audio = []
     check_length(text, capabilities)
     voice, language = generation.voice, generation.language
     instruct = generation.instruct
@@ -139,9 +140,8 @@ def speech_task(
         instruct or None,
         None if voice is None else _voice(voice, capabilities),
         None if language is None else _language(language, capabilities.languages),
-        audio[0] if audio else None,
+        tuple(audio),
         generation.reference_text,
-        tuple(audio[1:]),
     )
 
 
@@ -223,17 +223,10 @@ def is_visible(text: str) -> bool:
     )
 
 
-def _loaded(audio: str | bytes | Recording | None) -> Recording:
-    if isinstance(audio, bytes | Recording):
-        return Recording.of(audio)
-    message, advice = "The reference audio was not loaded.", "Give it as bytes of the encoded file."
-    raise InputError(ErrorCode.INPUT_AUDIO_MISSING, message, advice)
-
-
 def _contents(
     messages: Sequence[Message], able: Capabilities
 ) -> tuple[str, list[str | bytes | Recording], str | None]:
-    """The user's texts, one per line, the user's audio, and the system text. Raises `InputError` for a
+    """The user's texts, one per line, the voices to clone, and the system text. Raises `InputError` for a
     dialogue without a user text or audio, and for several user turns if the model takes one."""
     written: list[str] = []
     audio: list[str | bytes | Recording] = []
@@ -265,7 +258,7 @@ def _contents(
     if not is_visible(text) and not (able.multi_turn and audio):
         message, advice = "The dialogue has no user text.", "Give the line a user text message."
         raise InputError(ErrorCode.INPUT_EMPTY_TEXT, message, advice)
-    return text, audio, "\n".join(filter(is_visible, system)) or None
+    return text, [] if able.multi_turn else audio, "\n".join(filter(is_visible, system)) or None
 
 
 def _check_abilities(audio: Sequence[object], generation: Generation, able: Capabilities) -> None:

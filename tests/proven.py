@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from pipelines.engine_choice import has_gpu
+from pipelines.options import has_gpu
 
 ROOT = Path(__file__).parents[1]
 LIST = ROOT / "tests" / "proven.toml"

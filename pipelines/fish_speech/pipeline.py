@@ -209,7 +209,7 @@ class FishOptions(TokenModelOptions):
 @explain_oom()
 def open_pipeline(folder: Path, **options: Any) -> FishPipeline:
     """Loads a checkpoint folder. The option `engine` is `native`, `vllm` or `auto`
-    (`pipelines.engine_choice`); the other options are those of that engine.
+    (`pipelines.options`); the other options are those of that engine.
 
     Raises `ModelError` (`model.bad_checkpoint`, `model.missing_extra`), `ConfigError` for an option that is
     unknown or not supported, and `SynthesisError` (`synth.oom`) if other programs use the GPU's memory.

@@ -4,11 +4,14 @@ no model library."""
 from __future__ import annotations
 
 import re
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from typing import Any
 
 from pipelines.duration import Pace
+from pipelines.options import Count, read_options
 from pipelines.registry import ModelCard
-from pipelines.request import Capabilities
+from pipelines.request import Capabilities, Pipeline
 
 SAMPLE_RATE = 24_000
 #: An ASCII text that contains one of these characters can be read aloud.
@@ -42,6 +45,22 @@ def describe() -> ModelCard:
         # `pace`; numbers, initials and single words take up to 1.5 times.
         pace=Pace(base_seconds=0.33, seconds_per_unit=0.0558, low=0.7, high=1.5),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class HibariOptions:
+    """Options of the voice: `threads` synthesize at the same time (None: one per core); `waiting_room`
+    requests can wait before `submit` blocks."""
+
+    threads: Count | None = None
+    waiting_room: Count | None = None
+
+
+def load(**options: Any) -> Pipeline:
+    """Loads the voice. Raises `ConfigError` (`config.invalid`) for an unknown option or a wrong value."""
+    from pipelines.hibari.pipeline import HibariPipeline
+
+    return HibariPipeline(**asdict(read_options(HibariOptions, options)))
 
 
 def check_text(text: str) -> None:

@@ -10,8 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -20,7 +19,6 @@ from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisErro
 from pipelines.hibari import CAPABILITIES, SAMPLE_RATE
 from pipelines.hibari.text import EnglishReader, check_pronounceable
 from pipelines.hibari.times import TimedVoice
-from pipelines.options import Count, read_options
 from pipelines.pronunciation import WholeWords
 from pipelines.request import (
     AnyRequest,
@@ -297,20 +295,6 @@ class HibariPipeline:
             self._samples_made += utterance.samples
         utterance.send(Done(speech))
         return False
-
-
-@dataclass(frozen=True, slots=True)
-class HibariOptions:
-    """Options of the voice: `threads` synthesize at the same time (None: one per core); `waiting_room`
-    requests can wait before `submit` blocks."""
-
-    threads: Count | None = None
-    waiting_room: Count | None = None
-
-
-def load(**options: Any) -> HibariPipeline:
-    """Loads the voice. Raises `ConfigError` (`config.invalid`) for an unknown option or a wrong value."""
-    return HibariPipeline(**asdict(read_options(HibariOptions, options)))
 
 
 def _aborted() -> SynthesisError:

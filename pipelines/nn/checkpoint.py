@@ -20,10 +20,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from kernels.frame import Layer, StackTensors
-from pipelines.engine_choice import VISIBLE, has_gpu
 from pipelines.errors import EngineCrashError, ErrorCode, invalid
 from pipelines.nn.config_keys import StackConfig, bad_checkpoint, read_table
-from pipelines.options import Precision
+from pipelines.options import VISIBLE, Precision, has_gpu
 
 if TYPE_CHECKING:
     import hashlib

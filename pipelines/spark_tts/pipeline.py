@@ -140,7 +140,7 @@ _GATHER_SECONDS = 0.05
 @explain_oom()
 def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
     """Loads a checkpoint folder. The option `engine` is `native`, `vllm` or `auto`
-    (`pipelines.engine_choice`); the other options are those of that engine.
+    (`pipelines.options`); the other options are those of that engine.
 
     Raises `ModelError` (`model.bad_checkpoint`, `model.missing_extra`), `ConfigError` for an option that
     is unknown or not supported, and `SynthesisError` (`synth.oom`) if other programs use the GPU's memory.
@@ -275,7 +275,7 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
     def _prompt(self, task: SpeechTask) -> tuple[list[int], tuple[int, ...] | None]:
         """The prompt of a task and the voice it clones; None for a voice that the LM creates."""
         vocabulary = self.parts.vocabulary
-        if task.reference_audio is None:
+        if not task.reference_audio:
             return creation_prompt(vocabulary, task.text, task.voice or DEFAULT_VOICE), None
         if task.voice is not None:
             message = f"The line has both reference audio and the created voice {task.voice!r}."

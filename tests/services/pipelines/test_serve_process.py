@@ -214,7 +214,7 @@ def test_a_model_that_can_is_prepared_for_streams() -> None:
         "spark_tts",
     }
     assert "streams" in {one.name for one in fields(PipelineOptions)}
-    card = PUBLISHED["qwen3-tts-0.6b-base"][1].card
+    card = PUBLISHED["qwen3-tts-0.6b-base"][2]
     assert engine_options(load_settings(), card)["streams"] in (8, 128)
     assert engine_options(load_settings(serve={"streams": 32}), card)["streams"] == 32
     assert "text_first" not in engine_options(load_settings(serve={"text_in": False}), card)

@@ -19,7 +19,7 @@ from pipelines.serving import ServeOptions
 from pipelines.speechlm.pipeline import SpeechLmOptions
 from tests.support.field_tables import changed, fields_of
 
-NATIVE = PUBLISHED["qwen3-tts-0.6b-base"][1].card
+NATIVE = PUBLISHED["qwen3-tts-0.6b-base"][2]
 VLLM = replace(NATIVE, family="speechlm", engine="vllm", engines=())
 
 #: Setting -> what is said, and what the server is told.

@@ -189,7 +189,7 @@ def test_an_engine_is_told_what_was_set_and_nothing_else() -> None:
     nothing = load_settings()
     cards = voice, qwen, spoken = (
         describe("hibari"),
-        PUBLISHED["qwen3-tts-0.6b-base"][1].card,
+        PUBLISHED["qwen3-tts-0.6b-base"][2],
         replace(describe("hibari"), engine="vllm"),
     )
     assert [nothing.engine_options(card) for card in cards] == [{}, {}, {}]
@@ -211,7 +211,7 @@ def test_an_engine_is_told_what_was_set_and_nothing_else() -> None:
 
 
 def test_the_engine_of_a_model_that_both_can_run_is_chosen() -> None:
-    spark = replace(PUBLISHED["qwen3-tts-0.6b-base"][1].card, family="spark_tts", engines=("native", "vllm"))
+    spark = replace(PUBLISHED["qwen3-tts-0.6b-base"][2], family="spark_tts", engines=("native", "vllm"))
     asked = {
         "engine": {"slots": 5, "voice_cache": "/voices", "executor": "graph"},
         "vllm": {"tensor_parallel": 2},
@@ -230,7 +230,7 @@ def test_the_engine_of_a_model_that_both_can_run_is_chosen() -> None:
 def test_gpus_that_share_an_lm_on_another_engine_than_vllm_are_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    qwen = PUBLISHED["qwen3-tts-0.6b-base"][1].card
+    qwen = PUBLISHED["qwen3-tts-0.6b-base"][2]
     load_settings().engine_options(qwen)
     settings = load_settings(vllm={"tensor_parallel": 2})
     settings.engine_options(replace(qwen, engine="vllm"))
@@ -257,7 +257,7 @@ def test_a_time_of_the_protocol_is_no_setting_and_can_be_replaced_for_a_test(
 def test_an_engine_that_cannot_run_a_model_is_refused_in_a_sentence(
     kind: str, engine: Literal["native", "vllm"]
 ) -> None:
-    card = replace(PUBLISHED["qwen3-tts-0.6b-base"][1].card, engine=engine)
+    card = replace(PUBLISHED["qwen3-tts-0.6b-base"][2], engine=engine)
     settings = load_settings(engine={"kind": kind})
     with pytest.raises(
         ConfigError, match=f"'{kind}' was chosen, but {card.name} runs on the engine '{engine}' only"

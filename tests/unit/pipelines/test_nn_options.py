@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from pipelines import engine_choice
 from pipelines.engine.opening import NativeModelOptions
 from pipelines.errors import ConfigError, EngineCrashError, ErrorCode
 from pipelines.fish_speech.pipeline import FishOptions
@@ -136,7 +135,7 @@ def cuda_host(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         if driver:
             (tmp_path / "nvidiactl").touch()
         monkeypatch.setattr(torch.version, "cuda", cuda)
-        monkeypatch.setattr(engine_choice, "DRIVER", tmp_path / "nvidiactl")
+        monkeypatch.setattr("pipelines.options.DRIVER", tmp_path / "nvidiactl")
 
     return install
 

@@ -105,7 +105,7 @@ def test_entry_points_add_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "[nightjar.pipelines]\nnight-voice = night_voice\nbroken = night_voice_missing\n"
     )
     (tmp_path / "night_voice.py").write_text(
-        "from pipelines.hibari.pipeline import load\n"
+        "from pipelines.hibari import load\n"
         "from pipelines.registry import ModelCard\n"
         "from pipelines.request import Capabilities\n"
         "def describe(): return ModelCard('x', 'night', 'cpu', 24000, Capabilities())\n"

@@ -53,7 +53,7 @@ def test_white_space_around_text_is_not_spoken() -> None:
 
 @pytest.mark.parametrize("audio", ["ref.wav", b"RIFF"])
 def test_user_audio_is_the_reference_in_either_order(audio: str | bytes) -> None:
-    expected = SpeechTask("Hello.", reference_audio=audio, reference_text="Words.")
+    expected = SpeechTask("Hello.", reference_audio=(audio,), reference_text="Words.")
     assert task(HELLO, ("user", "audio", audio), capabilities=CLONER, reference_text="Words.") == expected
     assert task(("user", "audio", audio), HELLO, capabilities=CLONER, reference_text="Words.") == expected
 
