@@ -132,7 +132,7 @@ def ingest(folder: Path, lines: int, postgres: str | None) -> list[Figure]:
 def _status_ms(url: str, job: str) -> float:
     """Median milliseconds of the ledger's status call."""
     times: list[float] = []
-    with closing(Ledger.open(url)) as ledger:
+    with closing(Ledger(url)) as ledger:
         for _ in range(21):
             start = time.perf_counter()
             ledger.status(job)
@@ -146,7 +146,7 @@ def made_job(ledger: Ledger, items: int) -> str:
     ledger.migrate()
     spec = JobSpec("instant", quality=Quality(meters={"asr": {}, "distillmos": {}}), pack=True)
     job = ledger.begin_job(NewJob(spec, "spec", "input", "input", "key", "file:///store"))
-    kind = ledger.database.engine.dialect.name
+    kind = ledger.engine.dialect.name
     name, shard = _NAME[kind], 10_000
     artifact = "sha256, bytes, duration_ms, sample_rate, samples, seed, epoch, meta, made_at"
     values = f"{_SHA[kind]}, 500, 10000, 24000, 240000, i, 1, '{{}}', 1.0"
@@ -167,7 +167,7 @@ def made_job(ledger: Ledger, items: int) -> str:
         "ANALYZE",
     ]
     for statement in statements:
-        with ledger.database.engine.begin() as connection:
+        with ledger.engine.begin() as connection:
             connection.execute(sa.text(statement))
     return job.id
 
@@ -176,7 +176,7 @@ def filter_figures(url: str, items: int, name: str) -> list[Figure]:
     """The time to the first page and the whole time of each filter, beside those without one."""
     figures: list[Figure] = []
     about = f"{items:,} items, {name}"
-    with closing(Ledger.open(url)) as ledger:
+    with closing(Ledger(url)) as ledger:
         job_id = made_job(ledger, items)
 
         def read(text: str, whole: bool) -> tuple[float, float, int]:
@@ -308,7 +308,7 @@ def jobs(lines: int, name: str, postgres: str | None) -> None:
 @click.argument("source")
 def ingest_once(url: str, store: str, source: str) -> None:
     """Ingests one file: prints seconds, the most memory that this process held, and the job."""
-    with closing(Ledger.open(url)) as ledger:
+    with closing(Ledger(url)) as ledger:
         ledger.migrate()
         start = time.perf_counter()
         result = submit(load_settings(), ledger, open_store(store), source, JobSpec(model="hibari"))

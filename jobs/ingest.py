@@ -20,6 +20,7 @@ from jobs.ledger import Ledger
 from jobs.ledger.ingest import DuplicateExamples
 from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState, JobTerms, NewJob, NewShard, RejectedLine
 from jobs.line_check import GoodLine, LineChecker, ReferenceKey, aborted_by, duplicate_lines
+from jobs.own_files import recorded
 from jobs.packs import map_ahead
 from jobs.references import ReferenceReader, put_reference
 from jobs.shard_file import ShardSize, compress, cut, encode_lines
@@ -86,7 +87,7 @@ def submit(
     with open_source(source, settings.s3) as opened:
         resolved = resolved.of_input(opened)
         sha = spec_sha(resolved.spec)
-        labels, made_from = dict(options.labels), [opened.sha256, sha, ledger.store_address(store.url)]
+        labels, made_from = dict(options.labels), [opened.sha256, sha, recorded(store.url, ledger.place)]
         if resolved.input_format != "dialogues":
             labels[INPUT_FORMAT] = resolved.input_format
             made_from.append(resolved.input_format)
@@ -299,7 +300,7 @@ def _undo(ledger: Ledger, store: ObjectStore, job: Job) -> None:
 def _identity_of(ledger: Ledger, store: ObjectStore) -> str:
     """The identity of a store for a submit. A store that already has jobs of the ledger must exist and is not
     created."""
-    known, file = ledger.store_identity(store.url), ledger.database.path
+    known, file = ledger.store_identity(store.url), ledger.path
     # A ledger inside the store proves that it is the right store.
     within = store.root is not None and file is not None and file.absolute().is_relative_to(store.root)
     if known is None:

@@ -441,7 +441,7 @@ def verify(
                 f"Restored: {repairs['same']} with the same bytes, {repairs['other']} with other bytes. Not restored: {repairs['failed']}."
             )
         elif lost:
-            where = out_option(job.id, ledger.database.path)
+            where = out_option(job.id, ledger.path)
             output.note(f"To restore them: nightjar verify {job.id} --repair{where}")
         if matches:
             compared = ", ".join(f"{count} {name}" for name, count in matches.items())

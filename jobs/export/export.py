@@ -221,7 +221,7 @@ def _refuse_lost(
     raise StoreError(
         ErrorCode.STORE_MISSING if missing else ErrorCode.STORE_CONFLICT,
         f"{len(lost)} of the job's objects cannot be exported: {', '.join(shown)}{more}.",
-        f"Make them again with: nightjar verify {job.id} --repair{out_option(job.id, ledger.database.path)}",
+        f"Make them again with: nightjar verify {job.id} --repair{out_option(job.id, ledger.path)}",
     )
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 from urllib.parse import quote
 
 import sqlalchemy as sa
@@ -24,9 +24,6 @@ from jobs.ledger.schema import statements
 from jobs.ledger.transaction import Transaction
 from jobs.own_files import disk_full, has_room, home_of, open_own, own_ledger, place_of
 from pipelines.errors import ErrorCode, NightjarError, ServiceError, invalid, missing_library
-
-if TYPE_CHECKING:
-    from alembic.config import Config
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -69,17 +66,17 @@ class Database:
 
     def __init__(self, url: str, backoff_seconds: float = 1.0) -> None:
         parsed = _parse(url)
-        self.display_url = parsed.render_as_string(hide_password=True)
-        self.is_sqlite = parsed.get_backend_name() == "sqlite"
-        self.path = Path(parsed.database or "") if self.is_sqlite else None
+        self.url = parsed.render_as_string(hide_password=True)
+        #: The file of a SQLite ledger; None for PostgreSQL.
+        self.path = Path(parsed.database or "") if parsed.get_backend_name() == "sqlite" else None
         #: For messages: the path of a file, else the address without its password.
-        self.name = self.display_url if self.path is None else str(self.path)
+        self.name = self.url if self.path is None else str(self.path)
         self.engine = _postgresql_engine(parsed) if self.path is None else _sqlite_engine(self.path)
         self.place = place_of(self.path)
         self._backoff_seconds = backoff_seconds
         self._reader = self.engine.execution_options(**{_READ_ONLY: True})
         # Threads wait for this lock; SQLite's own lock would make them poll.
-        self._writing = threading.Lock() if self.is_sqlite else nullcontext()
+        self._writing = nullcontext() if self.path is None else threading.Lock()
 
     def write(self, work: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs `work` in one transaction and commits it. On PostgreSQL a transaction that conflicts with
@@ -90,7 +87,7 @@ class Database:
                     return work(self._transaction(connection), *args, **kwargs)
             except ConflictError:
                 time.sleep(random.uniform(0.01, 0.05) * attempt)
-        message = f"The ledger {self.display_url} is too busy."
+        message = f"The ledger {self.url} is too busy."
         raise ServiceError(ErrorCode.LEDGER_UNREACHABLE, message, "Try again in a moment.")
 
     def read(self, work: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -106,13 +103,55 @@ class Database:
         engine = connection.dialect.name
         return Transaction(execute, engine, self.place, self._backoff_seconds, connection)
 
-    def use_write_ahead_log(self) -> None:
-        """Lets readers work during a write. The setting is stored in the file."""
-        with self._explained(), self.engine.connect() as connection:
-            driver: Any = connection.connection.driver_connection
-            driver.execute("PRAGMA journal_mode = WAL")
+    def migrate(self) -> None:
+        """Creates the tables of a new ledger, or migrates those of an older one, and creates the folder of a
+        SQLite file; several processes may do so at once.
 
-    def wrong_schema(self, message: str) -> ServiceError:
+        Raises `ServiceError`: `ledger.schema` if the tables are of a newer version or another program,
+        `ledger.unreachable` otherwise; `StoreError` (`store.forbidden`) for a symbolic link in a home.
+        """
+        with _one_process(self):
+            current = self._current_revision()
+            if current is None and self.path is not None and self.read(_tables):
+                message = f"The file {self.path} is the database of another program."
+                raise ServiceError(
+                    ErrorCode.LEDGER_SCHEMA,
+                    message,
+                    "Find out which program uses it. Then move it away, or name another file.",
+                )
+            if self.path is not None:
+                # Lets readers work during a write. The setting is stored in the file.
+                with self._explained(), self.engine.connect() as connection:
+                    driver: Any = connection.connection.driver_connection
+                    driver.execute("PRAGMA journal_mode = WAL")
+            if current != SCHEMA_REVISION:
+                self.write(_upgrade)
+
+    def check_schema(self) -> None:
+        """Raises `ServiceError` with `ledger.schema` unless the tables are of this version."""
+        if self.path is not None and not self.path.exists():
+            raise self._wrong_schema(f"There is no ledger at {self.path} yet.")
+        current = self._current_revision()
+        if current is None:
+            raise self._wrong_schema(f"The ledger {self.name} has no tables yet.")
+        if current < SCHEMA_REVISION:
+            raise self._wrong_schema(
+                f"The ledger {self.name} has the tables of an older version ({current}; this is {SCHEMA_REVISION})."
+            )
+
+    def _current_revision(self) -> str | None:
+        """The version of the tables; None: there are none. Raises `ServiceError` with `ledger.schema` for a
+        newer version."""
+        current = self.read(_revision)
+        if current is not None and current > SCHEMA_REVISION:
+            raise ServiceError(
+                ErrorCode.LEDGER_SCHEMA,
+                f"The ledger {self.name} has the tables of a newer version ({current}; this is {SCHEMA_REVISION}).",
+                "Install the version of nightjar that created it, or a newer one.",
+            )
+        return current
+
+    def _wrong_schema(self, message: str) -> ServiceError:
         """The error for a ledger whose tables have another version."""
         home = home_of(self.path)
         where = "" if home is None else f" --out {shlex.quote(str(home))}"
@@ -148,11 +187,11 @@ class Database:
         if sqlstate in _CONFLICT:
             return ConflictError()
         if sqlstate in _WRONG_SCHEMA or text.startswith(("no such table", "no such column")):
-            return self.wrong_schema(f"The ledger {self.name} lacks tables of this version.")
+            return self._wrong_schema(f"The ledger {self.name} lacks tables of this version.")
         if sqlstate in _TIMED_OUT:
             return ServiceError(
                 ErrorCode.LEDGER_UNREACHABLE,
-                f"The ledger {self.display_url} did not answer in time: {text}.",
+                f"The ledger {self.url} did not answer in time: {text}.",
                 "Try again. If this persists, pg_stat_activity shows which transaction holds the locks.",
             )
         kind = {base.__name__ for base in type(error).__mro__}
@@ -175,12 +214,12 @@ class Database:
         if self.path is not None and (reason == "database or disk is full" or not has_room(self.path.parent)):
             return disk_full(self.path)
         advice = (
-            "Check that the file's folder is writable, has space, and is on a local disk."
-            if self.is_sqlite
-            else "Check that PostgreSQL is running and that the database URL is correct."
+            "Check that PostgreSQL is running and that the database URL is correct."
+            if self.path is None
+            else "Check that the file's folder is writable, has space, and is on a local disk."
         )
         return ServiceError(
-            ErrorCode.LEDGER_UNREACHABLE, f"The ledger {self.display_url} cannot be used: {reason}.", advice
+            ErrorCode.LEDGER_UNREACHABLE, f"The ledger {self.url} cannot be used: {reason}.", advice
         )
 
 
@@ -279,53 +318,6 @@ def _postgresql_engine(url: sa.URL) -> sa.Engine:
     return engine
 
 
-def upgrade(database: Database) -> None:
-    """Creates the tables of a new ledger, or migrates those of an older one; several processes may do so
-    at once.
-
-    Raises `ServiceError`: `ledger.schema` if the tables are of a newer version or another program,
-    `ledger.unreachable` otherwise; `StoreError` (`store.forbidden`) for a symbolic link in a home.
-    """
-    with _one_process(database):
-        current = database.read(_revision)
-        if current is None and database.path is not None and database.read(_tables):
-            message = f"The file {database.path} is the database of another program."
-            raise ServiceError(
-                ErrorCode.LEDGER_SCHEMA,
-                message,
-                "Find out which program uses it. Then move it away, or name another file.",
-            )
-        if current is not None and current > SCHEMA_REVISION:
-            raise _too_new(database, current)
-        if database.path is not None:
-            database.use_write_ahead_log()
-        if current != SCHEMA_REVISION:
-            database.write(_upgrade)
-
-
-def check(database: Database) -> None:
-    """Raises `ServiceError` with `ledger.schema` unless the tables are of this version."""
-    if database.path is not None and not database.path.exists():
-        raise database.wrong_schema(f"There is no ledger at {database.path} yet.")
-    current = database.read(_revision)
-    if current is None:
-        raise database.wrong_schema(f"The ledger {database.name} has no tables yet.")
-    if current > SCHEMA_REVISION:
-        raise _too_new(database, current)
-    if current < SCHEMA_REVISION:
-        raise database.wrong_schema(
-            f"The ledger {database.name} has the tables of an older version ({current}; this is {SCHEMA_REVISION})."
-        )
-
-
-def _too_new(database: Database, current: str) -> ServiceError:
-    return ServiceError(
-        ErrorCode.LEDGER_SCHEMA,
-        f"The ledger {database.name} has the tables of a newer version ({current}; this is {SCHEMA_REVISION}).",
-        "Install the version of nightjar that created it, or a newer one.",
-    )
-
-
 def _tables(sql: Transaction) -> list[str]:
     return sa.inspect(sql.connection).get_table_names()
 
@@ -360,12 +352,14 @@ def _one_process(database: Database) -> Iterator[None]:
 
 def _upgrade(sql: Transaction) -> None:
     from alembic import command
+    from alembic.config import Config
 
     if sql.engine == "postgresql":
         # A migration may rewrite a large table, or wait for another process that does.
         sql.value(set_limits(dict.fromkeys(LIMITS, 0.0), local=True))
         sql.value(f"SELECT pg_advisory_xact_lock({MIGRATION_LOCK})")
-    config = _config()
+    config = Config()
+    config.set_main_option("script_location", str(Path(migrations.__file__).parent).replace("%", "%%"))
     config.attributes["connection"] = sql.connection
     current = _revision(sql)
     if current is None:
@@ -374,11 +368,3 @@ def _upgrade(sql: Transaction) -> None:
         command.stamp(config, SCHEMA_REVISION)
     elif current != SCHEMA_REVISION:
         command.upgrade(config, SCHEMA_REVISION)
-
-
-def _config() -> Config:
-    from alembic.config import Config
-
-    config = Config()
-    config.set_main_option("script_location", str(Path(migrations.__file__).parent).replace("%", "%%"))
-    return config

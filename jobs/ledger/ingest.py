@@ -22,7 +22,7 @@ from jobs.ledger.records import (
     clean,
     no_such_job,
 )
-from jobs.ledger.status import job_of, read_job
+from jobs.ledger.status import jobs_by, read_job
 from jobs.ledger.transaction import Transaction, columns_of
 from jobs.own_files import recorded
 from pipelines.errors import ErrorCode, InputError
@@ -68,7 +68,7 @@ def begin_job(sql: Transaction, new: NewJob) -> Job:
     }
     sql.insert("jobs", [row], "ON CONFLICT (idempotency_key) DO NOTHING", created_at="<now>")
     statement = "SELECT * FROM jobs WHERE idempotency_key = :key"
-    return job_of(sql, sql.row(statement, key=row["idempotency_key"]))
+    return next(jobs_by(sql, statement, key=row["idempotency_key"]))
 
 
 def stage(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import wraps
+from itertools import chain
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy.exc import IntegrityError
@@ -11,22 +13,19 @@ from sqlalchemy.exc import IntegrityError
 from jobs.ledger import control, ingest, leases, lifecycle, queries, workers
 from jobs.ledger import reconcile as reconciler
 from jobs.ledger import status as job_status
-from jobs.ledger.database import Database, check, upgrade
+from jobs.ledger.database import Database
 from jobs.ledger.ingest import DuplicateExamples
 from jobs.ledger.records import (
     CommitResult,
     ItemRow,
     ItemState,
-    Job,
     NewShard,
     Outcome,
     RejectedLine,
     Ticket,
 )
 from jobs.ledger.schema import ROWS_OF_JOBS
-from jobs.ledger.status import JobStatus
 from jobs.ledger.transaction import Transaction
-from jobs.own_files import recorded
 from jobs.where import Where
 from pipelines.errors import ErrorCode, ServiceError
 
@@ -43,7 +42,7 @@ def _reads(work: Callable[Concatenate[Transaction, P], T]) -> Callable[Concatena
 
     @wraps(work)
     def method(ledger: Ledger, *args: P.args, **kwargs: P.kwargs) -> T:
-        return ledger.database.read(work, *args, **kwargs)
+        return ledger.read(work, *args, **kwargs)
 
     return method
 
@@ -53,7 +52,7 @@ def _writes(work: Callable[Concatenate[Transaction, P], T]) -> Callable[Concaten
 
     @wraps(work)
     def method(ledger: Ledger, *args: P.args, **kwargs: P.kwargs) -> T:
-        return ledger.database.write(work, *args, **kwargs)
+        return ledger.write(work, *args, **kwargs)
 
     return method
 
@@ -67,14 +66,14 @@ def _pages(
     @wraps(read_page)
     def method(ledger: Ledger, job_id: str, *args: P.args, **kwargs: P.kwargs) -> Iterator[Row]:
         after = -1
-        while page := ledger.database.read(read_page, job_id, after, queries.PAGE_ROWS, *args, **kwargs):
+        while page := ledger.read(read_page, job_id, after, queries.PAGE_ROWS, *args, **kwargs):
             yield from page
             after = getattr(page[-1], key)
 
     return method
 
 
-class Ledger:
+class Ledger(Database):
     """A ledger on SQLite or PostgreSQL. Methods are thread-safe; each is one transaction unless stated
     otherwise.
 
@@ -85,44 +84,10 @@ class Ledger:
     `ledger.state` if the job's state does not permit the action.
     """
 
-    def __init__(self, database: Database) -> None:
-        self.database = database
-
-    @classmethod
-    def open(cls, url: str, backoff_seconds: float = 1.0) -> Ledger:
-        """The ledger at `sqlite:///PATH` or `postgresql://...`; connects at first use. Raises
-        `ConfigError` for other URLs.
-
-        `backoff_seconds`: first backoff of a failed shard, doubled with each attempt.
-        """
-        return cls(Database(url, backoff_seconds))
-
     @classmethod
     def of(cls, settings: Settings) -> Ledger:
-        """The ledger of the settings; raises the same errors as `open`."""
-        return cls.open(settings.ledger_url, settings.times.backoff_seconds)
-
-    @property
-    def url(self) -> str:
-        """The URL of the ledger, without its password."""
-        return self.database.display_url
-
-    def migrate(self) -> None:
-        """Creates or migrates the tables, and creates the folder of a SQLite file. Several processes may do
-        so at once."""
-        upgrade(self.database)
-
-    def check_schema(self) -> None:
-        """Raises `ServiceError` with `ledger.schema` unless the tables are of this version."""
-        check(self.database)
-
-    def close(self) -> None:
-        """Closes all connections; the next use opens new ones."""
-        self.database.close()
-
-    def read(self, work: Callable[[Transaction], T]) -> T:
-        """The result of `work`, in one read-only transaction."""
-        return self.database.read(work)
+        """The ledger of the settings."""
+        return cls(settings.ledger_url, settings.times.backoff_seconds)
 
     now = _reads(lambda sql: sql.now)
 
@@ -142,9 +107,9 @@ class Ledger:
         `ServiceError` with `ledger.state` if the job is not ingesting.
         """
         try:
-            return self.database.write(ingest.stage, job_id, shards, rejected, lines_read)
+            return self.write(ingest.stage, job_id, shards, rejected, lines_read)
         except IntegrityError as error:
-            example_ids = self.database.read(ingest.duplicates, job_id, shards)
+            example_ids = self.read(ingest.duplicates, job_id, shards)
             # Checked after the query, so that items staged by another process do not count as duplicates.
             if self.staged_shards(job_id)[2] >= lines_read:
                 return False
@@ -183,9 +148,9 @@ class Ledger:
         If items failed and the job has an error budget, a second transaction pauses the job if the budget is
         exceeded.
         """
-        result = self.database.write(leases.commit, ticket, ended)
+        result = self.write(leases.commit, ticket, ended)
         if result.failed:
-            self.database.write(lifecycle.complete_or_pause, ticket.job_id)
+            self.write(lifecycle.complete_or_pause, ticket.job_id)
         return result
 
     def reconcile(
@@ -193,7 +158,7 @@ class Ledger:
     ) -> reconciler.ReconcileReport:
         """Repairs expired leases, lost messages, stale workers, wrong times and unfinished cancels. Ends or
         pauses jobs that their last worker should have ended or paused. One transaction per repair."""
-        return reconciler.reconcile(self.database, queued_timeout_seconds, worker_timeout_seconds)
+        return reconciler.reconcile(self, queued_timeout_seconds, worker_timeout_seconds)
 
     note_manifest = _writes(reconciler.note_manifest)
 
@@ -209,13 +174,13 @@ class Ledger:
     def check_writable(self, job_id: str) -> None:
         """Raises `store.full` for a ledger on a full disk, and `ServiceError` if it cannot be written;
         changes nothing."""
-        self.database.check_room()
-        self.database.write(lifecycle.update_job, job_id, "priority = priority")
+        self.check_room()
+        self.write(lifecycle.update_job, job_id, "priority = priority")
 
     def cancel(self, job_id: str) -> None:
         """Cancels a job and skips its pending items; several transactions."""
-        self.database.write(control.begin_cancel, job_id)
-        while self.database.write(control.cancel_some, job_id):
+        self.write(control.begin_cancel, job_id)
+        while self.write(control.cancel_some, job_id):
             pass
 
     def retry(self, job_id: str, codes: Collection[ErrorCode] | None, *, force: bool = False) -> int:
@@ -225,12 +190,10 @@ class Ledger:
         Raises `ServiceError` with `ledger.state` for a job that is ingesting, cancelled or failed.
         """
         opened, after = 0, -1
-        while True:
-            more, last = self.database.write(control.retry_some, job_id, codes, force, after)
+        while after is not None:
+            more, after = self.write(control.retry_some, job_id, codes, force, after)
             opened += more
-            if last is None:
-                return opened
-            after = last
+        return opened
 
     # Reports of job ends
     unreported_ends = _reads(control.unreported_ends)
@@ -246,9 +209,9 @@ class Ledger:
     def delete_rows(self, job_id: str) -> None:
         """Deletes all rows of a job after `begin_delete`, its own row last; several transactions."""
         for table in ROWS_OF_JOBS:
-            while self.database.write(control.delete_some, table, job_id):
+            while self.write(control.delete_some, table, job_id):
                 pass
-        self.database.write(control.end_delete, job_id)
+        self.write(control.end_delete, job_id)
 
     # Jobs and their status
     job = _reads(job_status.read_job)
@@ -260,24 +223,9 @@ class Ledger:
     jobs = _reads(job_status.newest_jobs)
     error_counts = _reads(job_status.error_counts)
     failed_counts = _reads(job_status.failed_counts)
-
-    def status(self, job_id: str) -> JobStatus:
-        """A job with the sums of its shard counters."""
-        return self.read(lambda sql: job_status.status_of(sql, job_status.read_job(sql, job_id)))
-
-    def busy_spans(self, job_id: str) -> list[tuple[float, float]]:
-        """(start, end) of the times in which workers held shards of a job, in order, by the ledger's
-        clock."""
-        return self.read(lambda sql: job_status.busy_spans(sql, [job_id])).get(job_id, [])
-
-    def store_address(self, store_url: str) -> str:
-        """The address of a store as this ledger records it, which stays the same when the ledger's home is
-        moved."""
-        return recorded(store_url, self.database.place)
-
-    def store_identity(self, store_url: str) -> str | None:
-        """The identity of the store at a URL, if a job of this ledger has recorded it."""
-        return self.database.read(queries.store_identity, self.store_address(store_url))
+    status = _reads(job_status.status_of)
+    busy_spans = _reads(job_status.busy_spans)
+    store_identity = _reads(queries.store_identity)
 
     # Items and artifacts. Methods that return an iterator hold one page in memory and read each page in its own
     # transaction.
@@ -314,17 +262,15 @@ class Ledger:
         job = self.job(job_id)
         if where is not None:
             queries.check_names(job, where)
-        return self._items(job, queries.Selection(state, codes, where, dialogues), after, limit)
 
-    def _items(self, job: Job, wanted: queries.Selection, after: int, limit: int | None) -> Iterator[ItemRow]:
-        while limit is None or limit > 0:
-            rows = queries.PAGE_ROWS if limit is None else min(limit, queries.PAGE_ROWS)
-            page = self.database.read(queries.items_page, job, wanted, after, rows)
-            yield from page.items[:limit]
-            if page.after is None:
-                return
-            after = page.after
-            limit = None if limit is None else limit - len(page.items)
+        def pages(after: int | None, left: int) -> Iterator[list[ItemRow]]:
+            while after is not None and left > 0:
+                rows = min(left, queries.PAGE_ROWS)
+                page, after = self.read(queries.items_page, job, state, codes, where, dialogues, after, rows)
+                yield page
+                left -= len(page)
+
+        return chain.from_iterable(pages(after, sys.maxsize if limit is None else limit))
 
     #: Rejected lines, up to `KEPT_REJECTED_LINES`, in input order.
     rejected_lines = _pages(queries.rejected_page, "line")

@@ -23,8 +23,9 @@ from jobs.ledger.records import (
     RejectedLine,
 )
 from jobs.ledger.schema import ITEM_STATE_NUMBERS, ITEM_STATES, SCORE_COLUMNS
-from jobs.ledger.status import job_of, no_such_job, read_job
-from jobs.ledger.transaction import Row, Transaction, literals, record
+from jobs.ledger.status import jobs_by, no_such_job, read_job
+from jobs.ledger.transaction import Transaction, literals, record
+from jobs.own_files import recorded
 from jobs.where import FACTS, OF_ALL_ITEMS, Comparison, Condition, FilteredOut, Where
 from pipelines.errors import ErrorCode, invalid, nearest
 
@@ -63,14 +64,14 @@ def measured_rtf(sql: Transaction, model: str) -> float | None:
     return None if (audio_ms or 0) < _MEASURED_AUDIO_MS else rtf
 
 
-def store_identity(sql: Transaction, address: str) -> str | None:
-    """The identity of the store at a recorded address, from its newest job that has one; None: unknown."""
+def store_identity(sql: Transaction, store_url: str) -> str | None:
+    """The identity of the store at a URL, from its newest job that has one; None: unknown."""
     return sql.value(
         """
         SELECT store_identity FROM jobs WHERE store_url = :address AND store_identity IS NOT NULL
         ORDER BY no DESC LIMIT 1
         """,
-        address=address,
+        address=recorded(store_url, sql.place),
     )
 
 
@@ -81,55 +82,60 @@ def jobs_of_keys(sql: Transaction, first: str) -> list[Job]:
     SELECT * FROM jobs WHERE idempotency_key = :key
     OR substr(idempotency_key, 1, length(:below)) = :below ORDER BY no
     """
-    rows = sql.rows(statement, key=first, below=f"{first}/")
-    return [job_of(sql, row) for row in rows]
+    return list(jobs_by(sql, statement, key=first, below=f"{first}/"))
 
 
 def jobs_of_input(sql: Transaction, input_sha256: str, spec_sha: str) -> list[Job]:
     """The jobs of one input and spec, the oldest first."""
     statement = "SELECT * FROM jobs WHERE input_sha256 = :input AND spec_sha = :spec ORDER BY no"
-    return [job_of(sql, row) for row in sql.rows(statement, input=input_sha256, spec=spec_sha)]
+    return list(jobs_by(sql, statement, input=input_sha256, spec=spec_sha))
 
 
-class Selection(NamedTuple):
-    """A selection of the items of a job."""
+def items_page(
+    sql: Transaction,
+    job: Job,
+    state: ItemState | None,
+    codes: Collection[ErrorCode] | None,
+    where: Where | None,
+    dialogues: bool,
+    after: int,
+    limit: int,
+) -> tuple[list[ItemRow], int | None]:
+    """Up to `limit` items with an index above `after`, in index order. If the state of an item changes between
+    pages, it may or may not be included. `dialogues`: `where` selects whole dialogues, those with a matching
+    item.
 
-    state: ItemState | None = None
-    codes: Collection[ErrorCode] | None = None
-    where: Where | None = None
-    #: Whether `where` selects whole dialogues, those with a matching item.
-    dialogues: bool = False
-
-
-class ItemsPage(NamedTuple):
-    """Items in index order. If the state of an item changes between pages, it may or may not be included."""
-
-    items: list[ItemRow]
-    #: The argument `after` for the next page; None: this is the last page.
-    after: int | None
-
-
-def items_page(sql: Transaction, job: Job, wanted: Selection, after: int, limit: int) -> ItemsPage:
-    """Up to `limit` items with an index above `after`."""
+    The second result is the argument `after` for the next page; None: this is the last page.
+    """
     conditions = ""
-    implied = wanted.where is not None and wanted.where.needs_scores and not wanted.dialogues
-    if wanted.state is not None and not (implied and wanted.state is ItemState.DONE):
-        conditions += f" AND items.state = {ITEM_STATE_NUMBERS[wanted.state]}"
-    if wanted.codes is not None:
-        conditions += f" AND items.error_code IN ({literals(*wanted.codes) or 'NULL'})"
-    if wanted.where is None:
+    implied = where is not None and where.needs_scores and not dialogues
+    if state is not None and not (implied and state is ItemState.DONE):
+        conditions += f" AND items.state = {ITEM_STATE_NUMBERS[state]}"
+    if codes is not None:
+        conditions += f" AND items.error_code IN ({literals(*codes) or 'NULL'})"
+    if where is None:
         statement = f"SELECT idx FROM items WHERE job_no = {NUMBER} AND idx > :after{conditions} ORDER BY idx LIMIT :limit"
         page = sql.column(statement, job=job.id, after=after, limit=limit)
     else:
-        page = matching_page(
-            sql, job, wanted.where, after, limit, dialogues=wanted.dialogues, conditions=conditions
-        )
+        page = matching_page(sql, job, where, after, limit, dialogues, conditions)
     if not page:
-        return ItemsPage([], None)
-    on_page = set(page)
-    rows = sql.rows(_with_artifact(page, conditions, job.spec.main_kind), job=job.id)
-    found = [_item(row, speaks_turns=job.speaks_turns) for row in rows if row.idx in on_page]
-    return ItemsPage(found, page[-1] if len(page) == limit else None)
+        return [], None
+    found: list[ItemRow] = []
+    on_page, speaks_turns = set(page), job.speaks_turns
+    for row in sql.rows(_with_artifact(page, conditions, job.spec.main_kind), job=job.id):
+        if row.idx in on_page:
+            artifact = None if row.kind is None else record(Artifact, row, index=row.idx)
+            item = record(
+                ItemRow,
+                row,
+                index=row.idx,
+                state=ITEM_STATES[row.state],
+                artifact=artifact,
+                several=bool(row.several),
+                speaks_turns=speaks_turns,
+            )
+            found.append(item)
+    return found, page[-1] if len(page) == limit else None
 
 
 def _with_artifact(page: list[int], conditions: str, kind: str) -> str:
@@ -154,18 +160,6 @@ def _with_artifact(page: list[int], conditions: str, kind: str) -> str:
         AND {on_page("following.idx", 1)}
     WHERE items.job_no = {NUMBER} AND {on_page("items.idx")}{conditions} ORDER BY items.idx
     """
-
-
-def _item(row: Row, *, speaks_turns: bool) -> ItemRow:
-    return record(
-        ItemRow,
-        row,
-        index=row.idx,
-        state=ITEM_STATES[row.state],
-        artifact=None if row.kind is None else record(Artifact, row, index=row.idx),
-        several=bool(row.several),
-        speaks_turns=speaks_turns,
-    )
 
 
 #: The columns of `Artifact` without `meta`, which is large and slow to decode.
@@ -344,7 +338,7 @@ class _Source:
 
 
 def matching_page(
-    sql: Transaction, job: Job, where: Where, after: int, limit: int, *, dialogues: bool, conditions: str
+    sql: Transaction, job: Job, where: Where, after: int, limit: int, dialogues: bool, conditions: str
 ) -> list[int]:
     """The indexes of up to `limit` matching items above `after`, in order.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -180,16 +180,17 @@ class JobStatus:
     quarantined_workers: int | None = None
 
 
-def job_of(sql: Transaction, row: Row) -> Job:
-    """A row of `jobs` as a record."""
-    return record(Job, row, store_url=located(row.store_url, sql.place))
+def jobs_by(sql: Transaction, statement: str, **values: object) -> Iterator[Job]:
+    """The rows of `jobs` that a statement finds, as records."""
+    for row in sql.rows(statement, **values):
+        yield record(Job, row, store_url=located(row.store_url, sql.place))
 
 
 def find_job(sql: Transaction, prefix: str) -> Job:
     """The job with this id or unique prefix of an id. Raises `NotFoundError`."""
     wanted = clean(prefix.strip().lower().replace("\x00", ""))
     statement = "SELECT * FROM jobs WHERE substr(id, 1, length(:wanted)) = :wanted ORDER BY id LIMIT 2"
-    found = sql.rows(statement, wanted=wanted) if wanted else []
+    found = list(jobs_by(sql, statement, wanted=wanted)) if wanted else []
     if not found:
         raise no_such_job(wanted)
     if len(found) > 1:
@@ -198,15 +199,14 @@ def find_job(sql: Transaction, prefix: str) -> Job:
             f"Several job ids begin with {wanted!r}.",
             "Enter more characters of the id.",
         )
-    return job_of(sql, found[0])
+    return found[0]
 
 
 def read_job(sql: Transaction, job_id: str) -> Job:
     """The job with this id. Raises `NotFoundError`."""
-    row = sql.row("SELECT * FROM jobs WHERE id = :job", job=job_id)
-    if row is None:
-        raise no_such_job(job_id)
-    return job_of(sql, row)
+    for job in jobs_by(sql, "SELECT * FROM jobs WHERE id = :job", job=job_id):
+        return job
+    raise no_such_job(job_id)
 
 
 def newest_jobs(
@@ -219,19 +219,19 @@ def newest_jobs(
     where = "" if states is None else f"WHERE state IN ({literals(*states) or 'NULL'})"
     # Labels are compared here, because a key may be any text and the databases have different JSON paths.
     end = "" if labels else f"LIMIT {limit:d}"
-    rows = sql.rows(f"SELECT * FROM jobs {where} ORDER BY created_at DESC, id DESC {end}")
-    found = (job_of(sql, row) for row in rows)
+    found = jobs_by(sql, f"SELECT * FROM jobs {where} ORDER BY created_at DESC, id DESC {end}")
     return list(islice((job for job in found if not labels or labels.items() <= job.labels.items()), limit))
 
 
 def status_and_errors(sql: Transaction, prefix: str) -> tuple[JobStatus, dict[ErrorCode, int]]:
     """Status and error counts of the job with this id or unique prefix of an id. Raises `NotFoundError`."""
-    job = find_job(sql, prefix)
-    return status_of(sql, job), error_counts(sql, job.id)
+    job_id = find_job(sql, prefix).id
+    return status_of(sql, job_id), error_counts(sql, job_id)
 
 
-def status_of(sql: Transaction, job: Job) -> JobStatus:
-    """The status of a job, with its outage and workers."""
+def status_of(sql: Transaction, job_id: str) -> JobStatus:
+    """The status of a job, with its outage and workers. Raises `NotFoundError`."""
+    job = read_job(sql, job_id)
     (status,) = statuses_of(sql, [job])
     if job.state.final:
         return status
@@ -254,30 +254,31 @@ def statuses_of(sql: Transaction, found: Sequence[Job]) -> list[JobStatus]:
     shards: dict[str, list[Row]] = {job.id: [] for job in found}
     for row in sql.rows(_SHARDS, jobs=list(shards)):
         shards[row.job_id].append(row)
-    return [_status(job, shards[job.id], busy.get(job.id, []), now) for job in found]
-
-
-def _status(job: Job, by_state: Sequence[Row], busy: Sequence[tuple[float, float]], now: float) -> JobStatus:
-    total, done, failed, skipped, audio_ms, engine_ms, bytes_out = (
-        sum(getattr(row, name) for row in by_state) for name in _SUMS
-    )
-    ended = (row for row in by_state if row.state == ShardState.DONE)
-    spread = (ShardSpread(row.made, row.item_ms or 0.0, row.item_ms_squared or 0.0) for row in ended)
-    return JobStatus(
-        job,
-        ItemCounts(total, done, failed, skipped),
-        {ShardState(row.state): row.shards for row in by_state},
-        audio_ms,
-        engine_ms,
-        bytes_out,
-        now,
-        spread=next(spread, ShardSpread()),
-        busy_seconds=sum(end - start for start, end in busy),
-    )
+    statuses: list[JobStatus] = []
+    for job in found:
+        by_state = shards[job.id]
+        total, done, failed, skipped, audio_ms, engine_ms, bytes_out = (
+            sum(getattr(row, name) for row in by_state) for name in _SUMS
+        )
+        ended = (row for row in by_state if row.state == ShardState.DONE)
+        spread = (ShardSpread(row.made, row.item_ms or 0.0, row.item_ms_squared or 0.0) for row in ended)
+        status = JobStatus(
+            job,
+            ItemCounts(total, done, failed, skipped),
+            {ShardState(row.state): row.shards for row in by_state},
+            audio_ms,
+            engine_ms,
+            bytes_out,
+            now,
+            spread=next(spread, ShardSpread()),
+            busy_seconds=sum(end - start for start, end in busy.get(job.id, [])),
+        )
+        statuses.append(status)
+    return statuses
 
 
 def busy_spans(sql: Transaction, job_ids: Sequence[str]) -> dict[str, list[tuple[float, float]]]:
-    """Job -> (start, end) of the times in which its shards were leased, in order.
+    """Job -> (start, end) of the times in which workers held its shards, in order, by the ledger's clock.
 
     Times that overlap or are less than `GAP_SECONDS` apart are merged. Jobs without leases are missing.
     """

@@ -80,7 +80,7 @@ def write_report(
     cannot be written, `NotFoundError`, `StoreError`, `ServiceError`.
     """
     status = ledger.status(job_id)
-    job, errors, busy = status.job, ledger.error_counts(job_id), ledger.busy_spans(job_id)
+    job, errors, busy = status.job, ledger.error_counts(job_id), ledger.busy_spans([job_id])
     sample = take_sample(ledger, store, job, items, errors)
     chosen, scores = sample.choose(items), sample.scores()
     constant = {name: found[0] for name, found in scores.items() if len(found) > 1 and len({*found}) == 1}
@@ -94,7 +94,7 @@ def write_report(
         price=price_per_gpu_hour,
         input=_input_name(job),
         voice=_voice(job, sample),
-        work=timeline(ledger.attempts(job_id), busy) if busy else None,
+        work=timeline(ledger.attempts(job_id), busy[job_id]) if busy else None,
         histograms=_histograms(sample, constant),
         constant=constant,
         scores=scores,

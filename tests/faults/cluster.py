@@ -103,7 +103,7 @@ class Cluster:
                 patch.setenv(name, value)
             self.settings = load_settings()
         self.store = open_store(self.store_url, self.settings.s3)
-        self.ledger = Ledger.open(self.database_url)
+        self.ledger = Ledger(self.database_url)
         self.ledger.migrate()
         self.workers: dict[int, Started] = {}
         for number in range(workers):

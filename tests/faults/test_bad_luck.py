@@ -149,7 +149,7 @@ def test_a_full_disk_is_said_and_the_job_goes_on_when_there_is_space(tmp_path: P
     assert exits[0] == "exit 5"
     assert "store.full" in done.stderr, done.stderr
     assert exits[1] == "exit 0", done.stderr
-    ledger = Ledger.open(f"sqlite:///{kept}/.nightjar/ledger.sqlite")
+    ledger = Ledger(f"sqlite:///{kept}/.nightjar/ledger.sqlite")
     (job,) = ledger.jobs(10)
     rows = list(ledger.items(job.id))
     assert [row.state for row in rows] == [ItemState.DONE] * len(lines)

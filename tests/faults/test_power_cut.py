@@ -81,7 +81,7 @@ def test_what_the_ledger_calls_done_is_there_after_a_power_cut(
 
 def check(home: Path) -> int:
     """Items of the only job that the ledger calls done, all of whose objects are there."""
-    ledger = Ledger.open(Settings(home=home).ledger_url)
+    ledger = Ledger(Settings(home=home).ledger_url)
     (job,) = ledger.jobs()
     assert list(ObjectCheck(ledger, open_store(job.store_url), job)) == []
     done = ledger.status(job.id).items.done

@@ -33,7 +33,7 @@ def ledger_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 @pytest.fixture
 def ledger(ledger_url: str) -> Iterator[Ledger]:
     # What waits for its next attempt still waits after a machine stood still.
-    ledger = Ledger.open(ledger_url, backoff_seconds=600)
+    ledger = Ledger(ledger_url, backoff_seconds=600)
     ledger.migrate()
     yield ledger
     ledger.close()

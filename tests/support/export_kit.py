@@ -172,7 +172,7 @@ def finished_job(
     sample_rate: int = SAMPLE_RATE,
 ) -> Finished:
     """Submits the lines and makes them; shards of two items."""
-    ledger = Ledger.open(f"sqlite:///{folder}/ledger.sqlite")
+    ledger = Ledger(f"sqlite:///{folder}/ledger.sqlite")
     ledger.migrate()
     source = folder / "in.jsonl"
     source.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))

@@ -138,12 +138,12 @@ def expire_leases_of_the_dead(ledger: Ledger) -> None:
 
 
 def execute(ledger: Ledger, statement: str, **values: object) -> None:
-    with ledger.database.engine.begin() as connection:
+    with ledger.engine.begin() as connection:
         connection.execute(sa.text(statement), values)
 
 
 def rows(ledger: Ledger, statement: str, **values: object) -> list[tuple]:
-    with ledger.database.engine.connect() as connection:
+    with ledger.engine.connect() as connection:
         return [tuple(row) for row in connection.execute(sa.text(statement), values)]
 
 

@@ -40,7 +40,7 @@ class House:
                 )
             },
         )
-        self.ledger = Ledger.open(self.settings.ledger_url)
+        self.ledger = Ledger(self.settings.ledger_url)
         self.ledger.migrate()
         self.store = open_store(self.settings.effective_store_url)
 

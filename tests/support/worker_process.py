@@ -62,7 +62,7 @@ class Site:
         if database_url is not None:
             self.environment["SPEECH_DATABASE_URL"] = database_url
         self.settings = self._load()
-        self.ledger = Ledger.open(self.settings.ledger_url)
+        self.ledger = Ledger(self.settings.ledger_url)
         self.ledger.migrate()
         self.store = open_store(self.settings.effective_store_url, self.settings.s3)
         self.processes: list[Started] = []

@@ -37,7 +37,7 @@ class Rig:
         times = {name: worker.pop(name) for name in Times.__struct_fields__ if name in worker}
         settings = Settings(home=folder, worker=WorkerSettings(**worker))  # pyright: ignore[reportArgumentType]
         self.settings = with_times(settings, **times)
-        self.ledger = Ledger.open(self.settings.ledger_url)
+        self.ledger = Ledger(self.settings.ledger_url)
         self.ledger.migrate()
         self.ledger.register_worker(WORKER)
         self.store = MemoryStore()

@@ -412,7 +412,7 @@ class ClusterSite:
         return self._done()
 
     def _execute(self, statement: str) -> None:
-        with self.ledger.database.engine.begin() as connection:
+        with self.ledger.engine.begin() as connection:
             connection.execute(sa.text(statement))
 
     def _until(self, condition: Callable[[], object], seconds: float) -> None:

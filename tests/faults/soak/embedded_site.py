@@ -81,7 +81,7 @@ class EmbeddedSite:
     @property
     def ledger(self) -> Ledger:
         if self._ledger is None:
-            self._ledger = Ledger.open(f"sqlite:///{self._database}")
+            self._ledger = Ledger(f"sqlite:///{self._database}")
         return self._ledger
 
     @property

@@ -98,7 +98,7 @@ def test_priority_of_a_waiting_job(submitted: tuple[Path, str, str]) -> None:
         "job": job,
         "priority": 7,
     }
-    with closing(Ledger.open(f"sqlite:///{folder}/out/.nightjar/ledger.sqlite")) as ledger:
+    with closing(Ledger(f"sqlite:///{folder}/out/.nightjar/ledger.sqlite")) as ledger:
         assert ledger.job(job).priority == 7
     assert call(folder, "priority", job, "-7").stdout == f"{job} has priority -7.\n"
     assert call(folder, "priority", job, "1000").returncode == 2
@@ -271,7 +271,7 @@ def test_status_and_workers_pay_for_nothing_else(submitted: tuple[Path, str, str
 def test_the_driver_reads_what_the_ledger_says(submitted: tuple[Path, str, str]) -> None:
     folder, _, job = submitted
     url = f"sqlite:///{folder}/out/.nightjar/ledger.sqlite"
-    ledger = Ledger.open(url)
+    ledger = Ledger(url)
     before = ledger.now()
     seen = read_with_driver(url, lambda reader: status_and_errors(reader, job[:8].upper()))
     assert seen is not None
@@ -312,7 +312,7 @@ def test_postgresql_and_s3(folder: Path, valkey_url: str, postgres_url: str, mot
     job = call(folder, "submit", "in.jsonl", "-q", **environment).stdout.strip()
     seen = read_with_driver(postgres_url, lambda reader: status_and_errors(reader, job[:10]))
     assert seen is not None
-    ledger = Ledger.open(postgres_url)
+    ledger = Ledger(postgres_url)
     expected = ledger.status(job)
     assert (seen[0].job, seen[0].items, seen[0].shards) == (expected.job, expected.items, expected.shards)
     assert seen[1] == ledger.error_counts(job)

@@ -41,7 +41,7 @@ def ended(ledger: Ledger, sizes: Sequence[int] = (2, 2), **changes: object) -> J
 def tables_of(ledger: Ledger, job: Job) -> dict[str, int]:
     """Rows of a job in every table of the database that names a job, as the database itself says."""
     number = rows(ledger, "SELECT no FROM jobs WHERE id = :job", job=job.id)
-    inspector = sa.inspect(ledger.database.engine)
+    inspector = sa.inspect(ledger.engine)
     found: dict[str, int] = {}
     for table in inspector.get_table_names():
         columns = {column["name"] for column in inspector.get_columns(table)}
@@ -59,14 +59,14 @@ def fill(ledger: Ledger, job: Job) -> None:
     for name, count in tables_of(ledger, job).items():
         if count:
             continue
-        table = sa.Table(name, sa.MetaData(), autoload_with=ledger.database.engine)
+        table = sa.Table(name, sa.MetaData(), autoload_with=ledger.engine)
         needed = [column for column in table.c if not column.nullable and column.server_default is None]
         values = {
             column.name: next(value for kind, value in _VALUES if isinstance(column.type, kind))
             for column in needed
         }
         values |= {key: value for key, value in (("job_no", number), ("job_id", job.id)) if key in table.c}
-        with ledger.database.engine.begin() as connection:
+        with ledger.engine.begin() as connection:
             connection.execute(sa.insert(table).values(**values))
 
 
@@ -161,7 +161,7 @@ def test_a_deletion_that_was_interrupted_goes_on(ledger: Ledger, monkeypatch: py
     with pytest.raises(StoreError):
         delete_job(ledger, store, job.id)
     assert (len(store.objects), ledger.job(job.id).state_reason) == (3, control.BEING_DELETED)
-    store.left, write, writes = 100, ledger.database.write, 0
+    store.left, write, writes = 100, ledger.write, 0
 
     def killed(work: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal writes
@@ -170,7 +170,7 @@ def test_a_deletion_that_was_interrupted_goes_on(ledger: Ledger, monkeypatch: py
             raise KeyboardInterrupt
         return write(work, *args, **kwargs)
 
-    monkeypatch.setattr(ledger.database, "write", killed)
+    monkeypatch.setattr(ledger, "write", killed)
     with pytest.raises(KeyboardInterrupt):
         delete_job(ledger, store, job.id)
     assert ledger.job(job.id).id == job.id
@@ -187,8 +187,8 @@ def test_two_at_once_delete_nothing_of_the_job_that_takes_the_number(ledger: Led
     # What a second process that had begun before does now.
     ledger.delete_rows(first.id)
     for table in schema.ROWS_OF_JOBS:
-        assert ledger.database.write(control.delete_some, table, first.id) == 0
-        assert ledger.database.write(control.delete_some, table, second.id) == 0
+        assert ledger.write(control.delete_some, table, first.id) == 0
+        assert ledger.write(control.delete_some, table, second.id) == 0
     assert tables_of(ledger, second) == before
 
 

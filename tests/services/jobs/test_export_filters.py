@@ -37,7 +37,7 @@ def begun(folder: Path, lines: list[dict[str, Any]], spec: JobSpec = SPEC) -> Fi
     """A job of which nothing is made yet, in the home `out` of a folder; shards of two items."""
     (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     ledger, store = (
-        Ledger.open(f"sqlite:///{folder}/out/.nightjar/ledger.sqlite"),
+        Ledger(f"sqlite:///{folder}/out/.nightjar/ledger.sqlite"),
         FolderStore(folder / "out"),
     )
     ledger.migrate()

@@ -348,7 +348,7 @@ def test_a_killed_export_goes_on(finished: Finished, dialogues: str | None) -> N
         "from jobs.ledger import Ledger; from jobs.store import open_store; from jobs.export import export, parse_splits\n"
         "ledger, store, job, to = sys.argv[1:]\n"
         "def told(part): print(part.number, flush=True); sys.stdin.readline()\n"
-        "export(Ledger.open(ledger), open_store(store), job, 'webdataset', to,"
+        "export(Ledger(ledger), open_store(store), job, 'webdataset', to,"
         f" splits=parse_splits('train=0.7,dev=0.3'), part_bytes={PART}, on_part=told, dialogues={dialogues!r})"
     )
     arguments = [finished.ledger.url, str(finished.folder / "store"), finished.job_id, str(to)]

@@ -26,11 +26,9 @@ def by_id(ledger: Ledger, *, include_ended: bool = False) -> dict[str, WorkerSta
     """Read in both ways, which agree."""
     found = ledger.worker_statuses(include_ended=include_ended)
     plain = read_with_driver(
-        ledger.database.engine.url.render_as_string(hide_password=False).replace(
-            "postgresql+psycopg", "postgresql"
-        )
-        if not ledger.database.is_sqlite
-        else f"sqlite:///{ledger.database.path}",
+        ledger.engine.url.render_as_string(hide_password=False).replace("postgresql+psycopg", "postgresql")
+        if ledger.path is None
+        else f"sqlite:///{ledger.path}",
         lambda reader: worker_statuses(reader, include_ended=include_ended),
     )
     assert plain is not None
@@ -154,11 +152,11 @@ def said(
     monkeypatch: pytest.MonkeyPatch,
     capsysbinary: pytest.CaptureFixture[bytes],
 ) -> str:
-    url = ledger.database.engine.url
+    url = ledger.engine.url
     monkeypatch.setenv(
         "SPEECH_DATABASE_URL",
-        f"sqlite:///{ledger.database.path}"
-        if ledger.database.is_sqlite
+        f"sqlite:///{ledger.path}"
+        if ledger.path is not None
         else str(url.render_as_string(False)).replace("+psycopg", ""),
     )
     assert main(words) == 0

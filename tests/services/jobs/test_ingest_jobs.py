@@ -81,7 +81,7 @@ def place(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Place]:
         if request.param == "sqlite"
         else request.getfixturevalue("postgres_url")
     )
-    ledger = Ledger.open(url)
+    ledger = Ledger(url)
     ledger.migrate()
     settings = with_times(Settings(), shard_items=4)
     yield Place(tmp_path, ledger, FolderStore(tmp_path / "store"), settings)

@@ -23,7 +23,7 @@ THREADS = 2
 @pytest.fixture
 def ledger(ledger_url: str) -> Iterator[Ledger]:
     """A ledger whose shards hardly wait for their next attempt."""
-    ledger = Ledger.open(ledger_url, backoff_seconds=0.1)
+    ledger = Ledger(ledger_url, backoff_seconds=0.1)
     ledger.migrate()
     yield ledger
     ledger.close()
@@ -32,7 +32,7 @@ def ledger(ledger_url: str) -> Iterator[Ledger]:
 def work_as_process(url: str, number: int) -> None:
     """A worker: every message is delivered twice, now and then a lease is dropped or expires under its
     feet."""
-    ledger = Ledger.open(url)
+    ledger = Ledger(url)
     failures: list[BaseException] = []
 
     def run(name: str) -> None:

@@ -238,7 +238,7 @@ class TestBusy:
         lease_next(ledger)
         running = ledger.status(job.id)
         assert 9 < running.busy_seconds < 60
-        assert ledger.busy_spans(job.id) == [
+        assert ledger.busy_spans([job.id])[job.id] == [
             pytest.approx((running.now - 86400, running.now - 86390), abs=30),
             pytest.approx((running.now, running.now), abs=30),
         ]
@@ -258,8 +258,8 @@ class TestBusy:
         execute(ledger, "UPDATE attempts SET started_at = 1000, ended_at = 1010 WHERE shard_no = 0")
         execute(ledger, "UPDATE attempts SET started_at = 1015 WHERE shard_no = 1")
         execute(ledger, "UPDATE shards SET heartbeat_at = 1020, lease_until = 1030 WHERE no = 1")
-        assert ledger.busy_spans(job.id) == [(1000, 1030)]
+        assert ledger.busy_spans([job.id])[job.id] == [(1000, 1030)]
         # Its worker is dead, which is found much later.
         assert ledger.reconcile().expired_leases == 1
-        assert ledger.busy_spans(job.id) == [(1000, 1030)]
+        assert ledger.busy_spans([job.id])[job.id] == [(1000, 1030)]
         assert not ledger.finish_shard(lease.ticket)

@@ -10,7 +10,6 @@ import sqlalchemy as sa
 from alembic.util import CommandError
 
 from jobs.ledger import Ledger
-from jobs.ledger.database import Database, check, upgrade
 from jobs.ledger.records import SCHEMA_REVISION, JobState, ShardState
 from jobs.ledger.schema import ROWS_OF_JOBS, SCORE_COLUMNS, TABLES
 from pipelines.errors import ErrorCode, ServiceError
@@ -18,13 +17,13 @@ from tests.support.ledger_kit import execute, submit
 
 
 def test_a_new_ledger_has_the_tables_of_the_schema(ledger_url: str) -> None:
-    database = Database(ledger_url)
+    ledger = Ledger(ledger_url)
     with pytest.raises(ServiceError) as caught:
-        check(database)
+        ledger.check_schema()
     assert caught.value.code is ErrorCode.LEDGER_SCHEMA
-    upgrade(database)
-    check(database)
-    inspector = sa.inspect(database.engine)
+    ledger.migrate()
+    ledger.check_schema()
+    inspector = sa.inspect(ledger.engine)
     tables = re.findall(r"CREATE TABLE (\w+)", TABLES)
     assert set(inspector.get_table_names()) == {*tables, "alembic_version"}
     columns = {table: {column["name"] for column in inspector.get_columns(table)} for table in tables}
@@ -34,7 +33,7 @@ def test_a_new_ledger_has_the_tables_of_the_schema(ledger_url: str) -> None:
     assert of_jobs == ROWS_OF_JOBS.keys()
     for table, column in ROWS_OF_JOBS.items():
         assert column in inspector.get_pk_constraint(table)["constrained_columns"]
-    database.close()
+    ledger.close()
 
 
 def test_an_older_ledger_is_changed_by_the_migrations(ledger: Ledger) -> None:
@@ -49,7 +48,7 @@ def test_an_older_ledger_is_changed_by_the_migrations(ledger: Ledger) -> None:
 
 
 def test_constraints_and_indexes_have_the_names_and_conditions_of_the_schema(ledger: Ledger) -> None:
-    inspector = sa.inspect(ledger.database.engine)
+    inspector = sa.inspect(ledger.engine)
     for text in TABLES.split("CREATE TABLE ")[1:]:
         table = text.split()[0]
         found = {check["name"]: check["sqltext"] for check in inspector.get_check_constraints(table)}
@@ -76,7 +75,7 @@ def test_several_threads_migrate_at_once(ledger_url: str) -> None:
 
     def run() -> None:
         try:
-            ledger = Ledger.open(ledger_url)
+            ledger = Ledger(ledger_url)
             ledger.migrate()
             ledger.check_schema()
             ledger.close()

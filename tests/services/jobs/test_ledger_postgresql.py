@@ -24,14 +24,14 @@ def server() -> Iterator[Postgres]:
 
 @pytest.fixture
 def ledger(postgres_url: str) -> Iterator[Ledger]:
-    ledger = Ledger.open(postgres_url)
+    ledger = Ledger(postgres_url)
     ledger.migrate()
     yield ledger
     ledger.close()
 
 
 def test_a_killed_server_is_unreachable_and_then_goes_on(server: Postgres) -> None:
-    ledger = Ledger.open(server.create_database("ledger"))
+    ledger = Ledger(server.create_database("ledger"))
     ledger.migrate()
     job = submit(ledger, (2,))
     lease = lease_next(ledger)
@@ -69,7 +69,7 @@ def test_a_connection_cut_in_a_transaction_is_unreachable(ledger: Ledger, postgr
         raise AssertionError(sql.value("SELECT 1"))
 
     with pytest.raises(ServiceError) as caught:
-        ledger.database.write(cut)
+        ledger.write(cut)
     assert caught.value.code is ErrorCode.LEDGER_UNREACHABLE
     assert ledger.now() > 0
 
@@ -89,9 +89,7 @@ def test_deadlocks_are_tried_again(ledger: Ledger) -> None:
         sql.value(lock, job=second)
 
     ids = [job.id for job in jobs]
-    threads = [
-        threading.Thread(target=ledger.database.write, args=(cross, *order)) for order in (ids, ids[::-1])
-    ]
+    threads = [threading.Thread(target=ledger.write, args=(cross, *order)) for order in (ids, ids[::-1])]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -100,7 +98,7 @@ def test_deadlocks_are_tried_again(ledger: Ledger) -> None:
 
 
 def test_a_wrong_password_or_database_is_unreachable_and_hides_the_password(postgres_url: str) -> None:
-    ledger = Ledger.open(postgres_url.replace("nightjar@", "nobody:s3cret@"))
+    ledger = Ledger(postgres_url.replace("nightjar@", "nobody:s3cret@"))
     with pytest.raises(ServiceError) as caught:
         ledger.check_schema()
     assert caught.value.code is ErrorCode.LEDGER_UNREACHABLE
@@ -110,5 +108,5 @@ def test_a_wrong_password_or_database_is_unreachable_and_hides_the_password(post
 @pytest.mark.parametrize("listed", [[], ["it's"], ("it's", 'a "b\\c}'), {"it's"}])
 def test_any_list_stands_in_an_in(ledger: Ledger, listed: Collection[str]) -> None:
     statement = "SELECT name FROM (SELECT 'it''s' AS name) AS names WHERE name IN (:listed)"
-    found = ledger.database.read(lambda sql: sql.column(statement, listed=listed))
+    found = ledger.read(lambda sql: sql.column(statement, listed=listed))
     assert found == [name for name in listed if name == "it's"]

@@ -86,7 +86,7 @@ class TestIngest:
         has looked which it is."""
         job = ledger.begin_job(new_job())
         ledger.stage(job.id, [NewShard(0, ((0, "a"), (1, "b")), "k", "s", 1)], [], 2)
-        read = ledger.database.read
+        read = ledger.read
 
         def overtaken(*arguments: Any) -> Any:
             monkeypatch.undo()
@@ -94,7 +94,7 @@ class TestIngest:
             assert ledger.stage(job.id, rest, [RejectedLine(4, ErrorCode.INPUT_DUPLICATE_ID, "m", "b")], 5)
             return read(*arguments)
 
-        monkeypatch.setattr(ledger.database, "read", overtaken)
+        monkeypatch.setattr(ledger, "read", overtaken)
         assert not ledger.stage(job.id, [NewShard(1, ((2, "c"), (3, "b"), (4, "d")), "k1", "s1", 1)], [], 5)
         assert ledger.staged_shards(job.id) == (2, 4, 5)
         assert ledger.job(job.id).rejected_lines == 1

@@ -13,7 +13,7 @@ EXAMPLES = {"sqlite": 60, "postgresql": 10}
 
 
 def test_the_ledger_moves_as_its_model(ledger_url: str) -> None:
-    ledger = Ledger.open(ledger_url)
+    ledger = Ledger(ledger_url)
     ledger.migrate()
     machine = type("Machine", (LedgerMachine,), {"ledger": ledger})
     examples = EXAMPLES[ledger_url.partition(":")[0]]

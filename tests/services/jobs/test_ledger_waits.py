@@ -33,7 +33,7 @@ from jobs.ledger.records import Ticket
 from pipelines.errors import ServiceError
 url, what, *ticket = sys.argv[1:]
 LIMITS["idle_in_transaction_session_timeout"] = 0.2
-ledger = Ledger.open(url)
+ledger = Ledger(url)
 def work(connection):
     if what == "finish":
         made = leases.finish_shard(connection, Ticket(ticket[0], int(ticket[1]), int(ticket[2])), None, None)
@@ -45,10 +45,10 @@ def work(connection):
     return made
 stopped = []
 try:
-    print(ledger.database.write(work))
+    print(ledger.write(work))
 except ServiceError as error:
     print(error.code.value, error.code.retryable)
-print(bool(ledger.database.write(work)))
+print(bool(ledger.write(work)))
 """
 
 
@@ -56,7 +56,7 @@ print(bool(ledger.database.write(work)))
 def ledger(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ledger]:
     # Longer than a stopped process keeps its locks, on a slow machine too.
     monkeypatch.setitem(LIMITS, "lock_timeout", 60)
-    ledger = Ledger.open(postgres_url)
+    ledger = Ledger(postgres_url)
     ledger.migrate()
     yield ledger
     ledger.close()
@@ -116,7 +116,7 @@ def test_a_lock_is_waited_for_no_longer_than_set_and_the_error_says_so(
 ) -> None:
     job = submit(ledger)
     monkeypatch.setitem(LIMITS, "lock_timeout", 0.1)
-    hasty = Ledger.open(postgres_url)
+    hasty = Ledger(postgres_url)
     with psycopg.connect(postgres_url) as holder:
         holder.execute("SELECT 1 FROM jobs FOR UPDATE")
         with pytest.raises(ServiceError, match="lock timeout") as caught:
@@ -130,7 +130,7 @@ def test_a_lock_is_waited_for_no_longer_than_set_and_the_error_says_so(
 
 def test_a_statement_takes_no_longer_than_set(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LIMITS, "statement_timeout", 0.1)
-    ledger = Ledger.open(postgres_url)
+    ledger = Ledger(postgres_url)
     with pytest.raises(ServiceError, match="statement timeout") as caught:
         ledger.read(lambda sql: sql.value("SELECT pg_sleep(60)"))
     assert caught.value.code.retryable
@@ -165,7 +165,7 @@ def test_a_migration_may_wait_and_take_its_time(postgres_url: str, monkeypatch: 
         seen.append([str(connection.scalar(sa.text(f"SHOW {name}"))) for name in names])
 
     monkeypatch.setattr(command, "stamp", stamp)
-    ledger = Ledger.open(postgres_url)
+    ledger = Ledger(postgres_url)
     ledger.migrate()
     assert seen == [["0", "0", "0"]]
     assert session(ledger)["lock_timeout"] == "30s"
@@ -174,7 +174,7 @@ def test_a_migration_may_wait_and_take_its_time(postgres_url: str, monkeypatch: 
 
 def test_a_ledger_on_a_socket_has_them_too(postgres: Postgres, postgres_url: str) -> None:
     database = postgres_url.rpartition("/")[2]
-    ledger = Ledger.open(f"postgresql://nightjar@/{database}?host={postgres.folder}&port={postgres.port}")
+    ledger = Ledger(f"postgresql://nightjar@/{database}?host={postgres.folder}&port={postgres.port}")
     assert session(ledger)["lock_timeout"] == "30s"
     ledger.close()
 
@@ -183,7 +183,7 @@ def test_a_store_that_is_slow_to_delete_keeps_the_lock_of_the_job(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(LIMITS, "idle_in_transaction_session_timeout", 0.1)
-    ledger = Ledger.open(postgres_url)
+    ledger = Ledger(postgres_url)
     ledger.migrate()
     job = submit(ledger, (1,))
     ledger.cancel(job.id)

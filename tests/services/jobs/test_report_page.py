@@ -329,7 +329,7 @@ def test_a_ledger_on_postgresql_has_the_same_report(desk: Desk, postgres_url: st
     on_sqlite, _ = desk.report(desk.job(MIXED, quality=PRESETS["basic"]))
     rig = desk.rig
     rig.ledger.close()
-    rig.ledger = Ledger.open(postgres_url)
+    rig.ledger = Ledger(postgres_url)
     rig.ledger.migrate()
     rig.ledger.register_worker(WORKER)
     rig.runner = rig.runner_on(rig.ledger)

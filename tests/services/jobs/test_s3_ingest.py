@@ -35,7 +35,7 @@ def test_a_file_in_a_bucket_becomes_a_job_in_a_bucket(tmp_path: Path, s3: S3, bu
         for n in range(100)
     ]
     s3.client().put_object(Bucket=bucket, Key="in/.odd name//x.jsonl.gz", Body=gzip.compress(b"".join(lines)))
-    ledger = Ledger.open(f"sqlite:///{tmp_path}/ledger.sqlite")
+    ledger = Ledger(f"sqlite:///{tmp_path}/ledger.sqlite")
     ledger.migrate()
     store = open_store(f"s3://{bucket}/out", settings.s3)
 

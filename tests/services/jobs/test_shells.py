@@ -126,7 +126,7 @@ def desk(tmp_path: Path) -> tuple[Path, list[tuple[str, str]]]:
     """A folder with what there is to complete, and the cases."""
     (tmp_path / "example-of-mine.jsonl").touch()
     (tmp_path / "mine/checkpoint").mkdir(parents=True)
-    with closing(Ledger.open(Settings(home=tmp_path / "elsewhere").ledger_url)) as ledger:
+    with closing(Ledger(Settings(home=tmp_path / "elsewhere").ledger_url)) as ledger:
         ledger.migrate()
         job = ledger_kit.submit(ledger, (1,)).id
     (tmp_path / "state/nightjar/jobs").mkdir(parents=True)

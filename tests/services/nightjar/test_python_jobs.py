@@ -219,7 +219,7 @@ def test_a_job_for_a_fleet(here: Path, valkey_url: str, monkeypatch: pytest.Monk
     assert (job.state, len(job), job.status.job.labels) == ("ready", 1, {"corpus": "evening"})
     assert nightjar.submit(["Good evening."], out="fleet", quiet=True).id == job.id
     assert list(job.items()) == []
-    with closing(Ledger.open(f"sqlite:///{here}/fleet/.nightjar/ledger.sqlite")) as ledger:
+    with closing(Ledger(f"sqlite:///{here}/fleet/.nightjar/ledger.sqlite")) as ledger:
         ledger.cancel(job.id)
     for again in (nightjar.submit, nightjar.run):
         with pytest.raises(NightjarError, match="cancelled") as caught:

@@ -60,6 +60,6 @@ def test_a_store_that_is_away_does_not_keep_a_job_from_its_end(rig: Rig) -> None
     assert done.exit_code == 0, done.output
     assert done.stdout == f"{job.id} is cancelled.\n"
     assert "manifest was not written" in done.stderr
-    with_ledger = Ledger.open(rig.settings.ledger_url)
+    with_ledger = Ledger(rig.settings.ledger_url)
     assert with_ledger.job(job.id).state.value == "cancelled"
     with_ledger.close()

@@ -20,7 +20,7 @@ from tests.support.ledger_kit import done, expire, failed, lease_next, rows, sub
 
 
 def ledger_of(folder: Path) -> Ledger:
-    ledger = Ledger.open(f"sqlite:///{folder}/ledger.sqlite")
+    ledger = Ledger(f"sqlite:///{folder}/ledger.sqlite")
     ledger.migrate()
     return ledger
 

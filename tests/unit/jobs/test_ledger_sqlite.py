@@ -21,13 +21,13 @@ from tests.support.ledger_kit import execute, submit, worker
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Ledger:
-    ledger = Ledger.open(f"sqlite:///{tmp_path}/home/ledger.sqlite")
+    ledger = Ledger(f"sqlite:///{tmp_path}/home/ledger.sqlite")
     ledger.migrate()
     return ledger
 
 
 def migrate_at(url: str) -> None:
-    Ledger.open(url).migrate()
+    Ledger(url).migrate()
 
 
 def test_the_schema_revision_is_the_newest_migration() -> None:
@@ -38,7 +38,7 @@ def test_the_schema_revision_is_the_newest_migration() -> None:
 
 def test_a_missing_ledger_is_named_with_advice_and_not_made(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
-    ledger = Ledger.open(f"sqlite:///{path}")
+    ledger = Ledger(f"sqlite:///{path}")
     with pytest.raises(ServiceError, match="nightjar db upgrade") as caught:
         ledger.check_schema()
     assert caught.value.code is ErrorCode.LEDGER_SCHEMA
@@ -51,7 +51,7 @@ def test_a_missing_ledger_is_named_with_advice_and_not_made(tmp_path: Path) -> N
 def test_an_empty_database_and_another_version_are_refused(ledger: Ledger, tmp_path: Path) -> None:
     sqlite3.connect(tmp_path / "empty.sqlite").execute("VACUUM")
     (tmp_path / "empty.sqlite").touch()
-    empty = Ledger.open(f"sqlite:///{tmp_path}/empty.sqlite")
+    empty = Ledger(f"sqlite:///{tmp_path}/empty.sqlite")
     for call in (empty.check_schema, empty.jobs):
         with pytest.raises(ServiceError) as caught:
             call()
@@ -73,15 +73,13 @@ def test_items_that_change_while_a_page_is_read_do_not_end_the_list(ledger: Ledg
             cursor.connection.execute("UPDATE items SET state = 1 WHERE idx = 1")
             changed.append(True)
 
-    event.listen(ledger.database.engine, "before_cursor_execute", change)
+    event.listen(ledger.engine, "before_cursor_execute", change)
     assert [row.index for row in ledger.items(job.id, ItemState.PENDING, limit=4)] == [0, 2, 3, 4]
 
 
 def test_statements_run_on_the_sqlite_of_ubuntu_22_04(ledger: Ledger) -> None:
     statements: list[str] = []
-    event.listen(
-        ledger.database.engine, "before_cursor_execute", lambda *about: statements.append(str(about[2]))
-    )
+    event.listen(ledger.engine, "before_cursor_execute", lambda *about: statements.append(str(about[2])))
     job = submit(ledger, [2])
     # Bound to one model, so that models of jobs are compared.
     ledger.register_worker(worker())
@@ -106,12 +104,12 @@ def test_several_processes_migrate_at_once(tmp_path: Path) -> None:
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0, 0, 0]
-    Ledger.open(url).check_schema()
+    Ledger(url).check_schema()
 
 
 def test_the_file_is_in_write_ahead_mode_and_readers_do_not_wait_for_a_writer(ledger: Ledger) -> None:
     job = submit(ledger, (1,))
-    with ledger.database.engine.begin() as connection:
+    with ledger.engine.begin() as connection:
         assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
         assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 1
         connection.exec_driver_sql("UPDATE jobs SET name = 'written'")
@@ -132,11 +130,11 @@ def test_workers_of_two_hosts_cannot_share_the_file(ledger: Ledger) -> None:
 def test_a_folder_that_cannot_be_written_is_unreachable(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ServiceError) as caught:
-        Ledger.open(f"sqlite:///{tmp_path}/file/ledger.sqlite").migrate()
+        Ledger(f"sqlite:///{tmp_path}/file/ledger.sqlite").migrate()
     assert caught.value.code is ErrorCode.LEDGER_UNREACHABLE
     (tmp_path / "noise").write_bytes(b"no database" * 1000)
     with pytest.raises(NightjarError) as caught:
-        Ledger.open(f"sqlite:///{tmp_path}/noise").migrate()
+        Ledger(f"sqlite:///{tmp_path}/noise").migrate()
     assert caught.value.code is ErrorCode.LEDGER_UNREACHABLE
 
 
@@ -146,13 +144,13 @@ def test_a_folder_that_cannot_be_written_is_unreachable(tmp_path: Path) -> None:
 )
 def test_other_urls_are_refused_without_their_password(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Ledger.open(url)
+        Ledger(url)
     assert "secret" not in str(caught.value)
     assert caught.value.__cause__ is None
 
 
 def test_an_unreachable_server_is_named_without_its_password() -> None:
-    ledger = Ledger.open("postgresql://nightjar:s3cret@127.0.0.1:1/ledger")
+    ledger = Ledger("postgresql://nightjar:s3cret@127.0.0.1:1/ledger")
     with pytest.raises(ServiceError) as caught:
         ledger.now()
     assert caught.value.code is ErrorCode.LEDGER_UNREACHABLE

@@ -39,7 +39,7 @@ from tests.support.run_kit import listening_broker
 def submitted(home: Path, store: Path | None = None) -> tuple[Ledger, Job, bool]:
     """The job of one small input in a home, and whether it is new."""
     settings = Settings(home=home)
-    ledger = Ledger.open(settings.ledger_url)
+    ledger = Ledger(settings.ledger_url)
     ledger.migrate()
     source = home / "in.jsonl"
     source.write_text(json.dumps({"example_id": "a", "messages": [["user", "text", "Hello."]]}) + "\n")
@@ -179,7 +179,7 @@ def test_list_and_status_know_the_same_jobs(tmp_path: Path, monkeypatch: pytest.
     assert all(CliRunner().invoke(cli, ["status", job_id]).exit_code == 0 for job_id in jobs)
     table = CliRunner().invoke(cli, ["list"]).stdout
     assert all(str(home) in line for home, line in zip(("out", homes[1], homes[0]), table.splitlines()[1:]))
-    ledger = Ledger.open(Settings(home=homes[1]).ledger_url)
+    ledger = Ledger(Settings(home=homes[1]).ledger_url)
     execute(ledger, "UPDATE alembic_version SET version_num = '0000'")
     ledger.close()
     assert listed() == [jobs[2], jobs[0]]

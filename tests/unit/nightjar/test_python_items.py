@@ -57,7 +57,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 
 def test_text_and_speaker_are_those_of_exports(job: Job, tmp_path: Path) -> None:
-    with closing(Ledger.open(f"sqlite:///{tmp_path}/ledger.sqlite")) as ledger:
+    with closing(Ledger(f"sqlite:///{tmp_path}/ledger.sqlite")) as ledger:
         found = list(audio_items(ledger, FolderStore(tmp_path / "store"), job.id))
     known = {item.id: item_metadata(job.status.job, item) for item in found}
     items = {item.id: item for item in job.items()}

@@ -38,7 +38,7 @@ def settings(tmp_path: Path) -> Settings:
 @pytest.fixture
 def job(settings: Settings) -> Iterator[Job]:
     """A job that was submitted, of two dialogues with three items."""
-    ledger = Ledger.open(settings.ledger_url)
+    ledger = Ledger(settings.ledger_url)
     ledger.migrate()
     source = settings.home / "in.jsonl"
     source.write_text(f"{json.dumps(TALK)}\n{json.dumps(ONE)}\n")
@@ -54,7 +54,7 @@ def job(settings: Settings) -> Iterator[Job]:
 
 
 def test_an_item_has_the_text_of_its_own_turn(settings: Settings, job: Job) -> None:
-    ledger = Ledger.open(settings.ledger_url)
+    ledger = Ledger(settings.ledger_url)
     run_all(ledger, open_store(settings.effective_store_url), job.id, 0.1)
     ledger.close()
     expected = [("talk", "Who goes?"), ("talk", "A friend."), ("one", "Good evening.")]
@@ -63,7 +63,7 @@ def test_an_item_has_the_text_of_its_own_turn(settings: Settings, job: Job) -> N
 
 
 def test_a_dataset_with_a_filter_stands_beside_the_others(settings: Settings, job: Job) -> None:
-    ledger = Ledger.open(settings.ledger_url)
+    ledger = Ledger(settings.ledger_url)
     scores = {"talk": {"wer": 0.1}, "one": {"wer": 0.3}}
     run_all(ledger, open_store(settings.effective_store_url), job.id, 0.1, scores=scores)
     ledger.close()
@@ -80,7 +80,7 @@ def test_a_wait_ends_with_its_time(job: Job) -> None:
 
 
 def test_a_loop_gives_each_item_once_while_its_shard_goes_on(settings: Settings, job: Job) -> None:
-    ledger = Ledger.open(settings.ledger_url)
+    ledger = Ledger(settings.ledger_url)
     lease, found = lease_next(ledger), queue.SimpleQueue[int]()
     loop = threading.Thread(target=lambda: [found.put(item.index) for item in job], daemon=True)
     loop.start()

@@ -181,7 +181,7 @@ def test_a_ledger_older_than_a_retry_deletes_nothing_of_it(rig: Rig, tmp_path: P
     rig.run_next()
     assert rig.status(job).items.done == 5
     age(rig)
-    with closing(Ledger.open(f"sqlite:///{tmp_path}/backup.sqlite")) as backup:
+    with closing(Ledger(f"sqlite:///{tmp_path}/backup.sqlite")) as backup:
         execute(backup, "UPDATE jobs SET finished_at = finished_at - 200000")
         assert sweep(backup, lambda _: rig.store, delete=True).orphans == 0
     assert len(rig.audio()) == 5
@@ -232,7 +232,7 @@ def test_a_ledger_older_than_a_retry_deletes_no_pack_of_it(rig: Rig, tmp_path: P
     rig.run_next()
     assert len(rig.ledger.packs(job.id)) == 2
     age(rig)
-    with closing(Ledger.open(f"sqlite:///{tmp_path}/backup.sqlite")) as backup:
+    with closing(Ledger(f"sqlite:///{tmp_path}/backup.sqlite")) as backup:
         execute(backup, "UPDATE jobs SET finished_at = finished_at - 200000")
         assert sweep(backup, lambda _: rig.store, delete=True).orphans == 0
     assert rig.ledger.packs(job.id) <= rig.store.objects.keys()

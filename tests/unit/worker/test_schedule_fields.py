@@ -141,7 +141,7 @@ def home(_models: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
         for name, fields in said.items()
     }
     settings = Settings(home=folder / "home", schedules=schedules)
-    with closing(Ledger.open(settings.ledger_url)) as ledger:
+    with closing(Ledger(settings.ledger_url)) as ledger:
         ledger.migrate()
         yield settings, ledger
 

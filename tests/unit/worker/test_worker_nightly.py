@@ -29,7 +29,7 @@ def settings(tmp_path: Path) -> Iterator[Settings]:
     forget = register_pipeline("fake", fake_card(), FakePipeline)
     schedule = changed_schedule(None, input=str(tmp_path / "in-{date}.jsonl"), model="fake", seed=4)
     settings = Settings(home=tmp_path / "home", schedules={"evening": schedule})
-    ledger = Ledger.open(settings.ledger_url)
+    ledger = Ledger(settings.ledger_url)
     ledger.migrate()
     ledger.close()
     yield settings
@@ -49,7 +49,7 @@ def test_a_night_is_submitted_once(tmp_path: Path, settings: Settings) -> None:
     write_night(tmp_path, "2026-11-20")
     assert ends(settings, "2026-11-20") == [NightEnd.SUBMITTED]
     assert ends(settings, "2026-11-20") == [NightEnd.RAN]
-    ledger = Ledger.open(settings.ledger_url)
+    ledger = Ledger(settings.ledger_url)
     (job,) = ledger.jobs()
     ledger.close()
     assert (job.name, job.spec.model, job.spec.seed) == ("evening 2026-11-20", "fake", 4)
@@ -61,7 +61,7 @@ def test_a_night_that_ran_does_not_run_again_when_its_job_is_deleted(
 ) -> None:
     write_night(tmp_path, "2026-11-20")
     assert ends(settings, "2026-11-20") == [NightEnd.SUBMITTED]
-    with closing(Ledger.open(settings.ledger_url)) as ledger:
+    with closing(Ledger(settings.ledger_url)) as ledger:
         (job,) = ledger.jobs()
         ledger.cancel(job.id)
         delete_job(ledger, open_store(job.store_url), job.id)
@@ -80,7 +80,7 @@ def test_equal_files_of_two_nights_are_two_jobs(tmp_path: Path, settings: Settin
         write_night(tmp_path, "x")
         (tmp_path / "in-x.jsonl").rename(tmp_path / f"in-{night}.jsonl")
     assert ends(settings, "2026-11-20", 1) == [NightEnd.SUBMITTED, NightEnd.SUBMITTED]
-    ledger = Ledger.open(settings.ledger_url)
+    ledger = Ledger(settings.ledger_url)
     assert len(ledger.jobs()) == 2
     ledger.close()
 
@@ -100,7 +100,7 @@ def test_a_crash_before_the_night_was_recorded_makes_no_second_job(
 ) -> None:
     write_night(tmp_path, "2026-11-20")
     ends(settings, "2026-11-20")
-    ledger = Ledger.open(settings.ledger_url)
+    ledger = Ledger(settings.ledger_url)
     ledger.schedule_forget("evening", "2026-11-20")
     assert ends(settings, "2026-11-20") == [NightEnd.SUBMITTED]
     assert len(ledger.jobs()) == 1

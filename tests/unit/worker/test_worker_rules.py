@@ -35,7 +35,7 @@ from worker.runtime import Handling, Runtime
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Iterator[Ledger]:
-    ledger = Ledger.open(f"sqlite:///{tmp_path}/ledger.sqlite")
+    ledger = Ledger(f"sqlite:///{tmp_path}/ledger.sqlite")
     ledger.migrate()
     yield ledger
     ledger.close()
