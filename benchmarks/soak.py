@@ -36,7 +36,7 @@ def sample(loop: ClosedLoop, device: torch.device, began: float) -> dict[str, fl
         "utterances": loop.tally.utterances,
         "frames": core.frames_made,
         "running": len(core.scheduler.running),
-        "free_pages": core.executor.kv.free,
+        "free_pages": len(core.executor.kv.free),
         "device_mib": torch.cuda.memory_allocated(device) / MIB if on_gpu else 0.0,
         "device_reserved_mib": torch.cuda.memory_reserved(device) / MIB if on_gpu else 0.0,
         "host_mib": int(resident.split()[1]) / 1024,
@@ -105,7 +105,7 @@ def soak(bench: Bench, size: str, slots: int, count: int, most_seconds: float) -
             "wrong": loop.tally.wrong,
             "drained": drained,
             "free_slots": loop.engine.core.scheduler.free_slots,
-            "free_pages": executor.kv.free,
+            "free_pages": len(executor.kv.free),
         }
     finally:
         loop.close()

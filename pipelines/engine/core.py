@@ -63,6 +63,7 @@ class EngineCore:
         self._clock = clock
         self._turns: deque[_Turn] = deque()
         self._since_admission = 0
+        #: The samplers' flags for a batch, kept while the batch stays the same.
         self._drawn: tuple[list[Utterance], DrawFlags, DrawFlags] | None = None
         #: Maximum rows of a frame.
         self._rows = executor.state.slots - options.spare_slots
@@ -141,7 +142,13 @@ class EngineCore:
         """
         began, streams = self._clock(), self.has_streams
         try:
-            turn, prefilled = self._stream_turn(batch) if streams else self._whole_turn()
+            if streams:
+                turn, prefilled = self._stream_turn(batch)
+            else:
+                self._admit()
+                prefilled = self._prefill(self.scheduler.running)
+                rows = self.scheduler.ready()[: self._rows]
+                turn = self._start_frames(rows, self.options.frames_per_turn, True)
         except RuntimeError as error:
             if not lacks_memory(error):
                 raise
@@ -156,14 +163,6 @@ class EngineCore:
         if turn is not None:
             self.planner.record((self._clock() - began) / turn.frames, turn.together)
         return turn is not None or prefilled or read
-
-    def _whole_turn(self) -> tuple[_Turn | None, bool]:
-        """Starts a turn of whole utterances; also returns whether prompts were prefilled."""
-        self._admit()
-        prefilled = self._prefill(self.scheduler.running)
-        return self._start_frames(
-            self.scheduler.ready()[: self._rows], self.options.frames_per_turn, True
-        ), prefilled
 
     def _stream_turn(self, batch: bool) -> tuple[_Turn | None, bool]:
         """Prefills new streams and starts the turn that `TurnPlanner` plans; also returns whether prompts were
@@ -205,7 +204,7 @@ class EngineCore:
 
     def _place(self, admitted: list[Utterance]) -> None:
         """Writes new requests into their slots. If their prompts cannot be embedded together, embeds each one
-        alone."""
+        alone; a request whose prompt cannot be embedded fails alone."""
         found: list[Tensor] | list[None] = [None] * len(admitted)
         if len(admitted) > 1:
             try:
@@ -216,39 +215,29 @@ class EngineCore:
                 log.warning(
                     "prompts could not be embedded together, and are embedded one by one", exc_info=True
                 )
-        placements = [
-            self._placement(utterance, embeddings)
-            for utterance, embeddings in zip(admitted, found, strict=True)
-        ]
-        if known := [placement for placement in placements if placement is not None]:
-            self.executor.state.place(known)
-
-    def _placement(self, utterance: Utterance, embeddings: Tensor | None) -> Placement | None:
-        """The contents of the utterance's slot; None if its prompt cannot be embedded, which fails it alone."""
-        request, last = utterance.request, len(utterance.request.prompt) - 1
-        try:
-            if embeddings is None:
-                embeddings = self.executor.embed(request.prompt)
-            utterance.embeddings = embeddings if utterance.prefilled < last else None
-            embedding, trailing = embeddings[last], utterance.trailing
+        placements: list[Placement] = []
+        for utterance, embeddings in zip(admitted, found, strict=True):
+            request, last = utterance.request, utterance.last
+            try:
+                if embeddings is None:
+                    embeddings = self.executor.embed(request.prompt)
+                utterance.embeddings = embeddings if utterance.prefilled < last else None
+                placements.append(
+                    Placement(
+                        utterance.slot, utterance.pages, request.seed, request.sampling, utterance.trailing,
+                        embeddings[last], last, request.drawn,
+                    )
+                )  # fmt: skip
+            except Exception as error:
+                if lacks_memory(error):
+                    raise
+                log.exception("a request could not be admitted")
+                self._fail(utterance, engine_failure(error))
+                continue
             if self._guard is not None:
                 self._guard.begin(utterance.slot, request.longest)
-            return Placement(
-                utterance.slot,
-                utterance.pages,
-                request.seed,
-                request.sampling,
-                trailing,
-                embedding,
-                last,
-                request.drawn,
-            )
-        except Exception as error:
-            if lacks_memory(error):
-                raise
-            log.exception("a request could not be admitted")
-            self._fail(utterance, engine_failure(error))
-            return None
+        if placements:
+            self.executor.state.place(placements)
 
     def _prefill(self, among: Sequence[Utterance], share: int = 1) -> bool:
         """Prefills the chunks that `Scheduler.prefill` plans. Returns whether there were any chunks."""
@@ -288,24 +277,22 @@ class EngineCore:
         batch = [one for one in batch if one.slot >= 0]
         if not batch:
             return None
-        settings = FrameSettings(max([one.last + one.started for one in batch]) + 1, *self._draw_flags(batch))
+        if self._drawn is None or self._drawn[0] != batch:
+            samplings = [one.request.sampling for one in batch]
+            self._drawn = (
+                batch,
+                DrawFlags.of([(s.temperature, s.top_k, s.top_p) for s in samplings]),
+                DrawFlags.of(
+                    [(s.residual_temperature, s.residual_top_k, s.residual_top_p) for s in samplings]
+                ),
+            )
+        settings = FrameSettings(max([one.last + one.started for one in batch]) + 1, *self._drawn[1:])
         pending = self.executor.frames([one.slot for one in batch], count, settings)
         for utterance in batch:
             utterance.started += count
         turn = _Turn([(one, one.run) for one in batch], pending, count, together)
         self._turns.append(turn)
         return turn
-
-    def _draw_flags(self, batch: list[Utterance]) -> tuple[DrawFlags, DrawFlags]:
-        """The samplers' flags for a batch, kept while the batch stays the same."""
-        if self._drawn is None or self._drawn[0] != batch:
-            samplings = [one.request.sampling for one in batch]
-            first = DrawFlags.of([(s.temperature, s.top_k, s.top_p) for s in samplings])
-            residual = DrawFlags.of(
-                [(s.residual_temperature, s.residual_top_k, s.residual_top_p) for s in samplings]
-            )
-            self._drawn = batch, first, residual
-        return self._drawn[1:]
 
     def _read(self, turn: _Turn) -> None:
         result = turn.pending()
@@ -323,14 +310,11 @@ class EngineCore:
                 utterance.parts.append(codes)
                 utterance.made += count
                 self.frames_made += count
-        if self._guard is not None:
-            self._end_runaways(self._guard, turn, result.codes[:, :, 0])
-
-    def _end_runaways(self, guard: RunawayGuard, turn: _Turn, codes: NDArray[np.int64]) -> None:
-        """Fails utterances of a turn that run away; codes [frames, rows] of codebook 0."""
+        if self._guard is None:
+            return
         rows = [row for row, (utterance, run) in enumerate(turn.batch) if utterance.run == run]
         running = [turn.batch[row][0] for row in rows]
-        for index in guard.record([one.slot for one in running], codes[:, rows]):
+        for index in self._guard.record([one.slot for one in running], result.codes[:, rows, 0]):
             seconds = running[index].made * self.options.frame_seconds
             message = f"After {seconds:.1f} s the speech repeats itself, or is much longer than its text."
             self._fail(running[index], SynthesisError(ErrorCode.SYNTH_RUNAWAY, message, "Try another seed."))
@@ -344,7 +328,10 @@ class EngineCore:
         if flags is not None:
             flag = int((flags[:room] != 0).argmax())
             if flags[flag] & NOT_FINITE:
-                self._fail_not_finite(utterance)
+                self.scheduler.scrub(utterance)
+                message = "The model's logits hold NaN or infinity."
+                advice = "Try another seed; if it persists, check the weights or use a wider type."
+                self._fail(utterance, SynthesisError(ErrorCode.SYNTH_NAN, message, advice))
                 return
             if flags[flag] & ENDED:
                 codes, finish = codes[:flag], "eos"
@@ -354,15 +341,16 @@ class EngineCore:
             self.frames_made += len(codes)
             if utterance.playback is not None:
                 self._deliver(utterance, utterance.playback, utterance.made - utterance.delivered)
-        if finish is not None:
-            self._finish(utterance, finish)
-
-    def _fail_not_finite(self, utterance: Utterance) -> None:
-        self.scheduler.scrub(utterance)
-        advice = "Try another seed; if it persists, check the weights or use a wider type."
-        self._fail(
-            utterance, SynthesisError(ErrorCode.SYNTH_NAN, "The model's logits hold NaN or infinity.", advice)
-        )
+        if finish is None:
+            return
+        self.scheduler.remove(utterance)
+        codes = np.concatenate(utterance.parts) if utterance.parts else np.zeros((0, 0), np.int64)
+        self.requests_done += 1
+        try:
+            utterance.receiver.finished(codes, finish)
+        except Exception as error:
+            log.exception("a receiver of the engine failed")
+            _notify(utterance.receiver.failed, engine_failure(error))
 
     def _deliver(self, utterance: Utterance, playback: Playback, fresh: int) -> None:
         """Delivers whole chunks of a stream. After a restart, frames that were already delivered are made again,
@@ -381,21 +369,8 @@ class EngineCore:
             _notify(utterance.receiver.frames, chunk)
         playback.missing = playback.wanted - fresh
 
-    def _finish(self, utterance: Utterance, finish: Finish) -> None:
-        self.scheduler.remove(utterance)
-        codes = np.concatenate(utterance.parts) if utterance.parts else np.zeros((0, 0), np.int64)
-        self.requests_done += 1
-        try:
-            utterance.receiver.finished(codes, finish)
-        except Exception as error:
-            log.exception("a receiver of the engine failed")
-            _notify(utterance.receiver.failed, engine_failure(error))
-
     def _fail(self, utterance: Utterance, error: NightjarError) -> None:
-        if utterance.slot >= 0:
-            self.scheduler.remove(utterance)
-        else:
-            self.scheduler.remove_waiting(utterance)
+        self.scheduler.remove(utterance)
         self.requests_done += 1
         _notify(utterance.receiver.failed, error)
 

@@ -150,7 +150,12 @@ class Engine:
         with on_device(executor.kv.k.device), torch.cuda.stream(executor.stream):
             while self._run_once():
                 continue
-        self._stop()
+        self.core.fail_all(engine_closed())
+        with self._wake:
+            left, self._arrived = self._arrived, []
+            self._wake.notify_all()
+        for _, receiver in left:
+            receiver.failed(engine_closed())
 
     def _run_once(self) -> bool:
         """Runs one turn, or prepares for later ones while idle. Returns False when the engine is closing."""
@@ -159,7 +164,13 @@ class Engine:
                 lambda: self._arrived or self._calls or self._closing or not self.core.idle,
                 IDLE_SECONDS if self._preparing else None,
             )
-            while self._is_paused:
+            # Whole utterances alone wait for the stage.
+            while self._is_backlogged and not (
+                self._closing
+                or self._calls
+                or self.core.has_streams
+                or len(self._arrived) > self._arrived_whole
+            ):
                 self._wake.wait(_REST_SECONDS)
             if self._closing:
                 return False
@@ -174,27 +185,6 @@ class Engine:
             self.core.add(*one)
         for call in calls:
             call()
-        self._turn()
-        return True
-
-    @property
-    def _is_backlogged(self) -> bool:
-        return self._stage is not None and self._stage.is_backlogged
-
-    @property
-    def _is_paused(self) -> bool:
-        """Whether there are only whole utterances and they must wait for the stage."""
-        streams = self.core.has_streams or len(self._arrived) > self._arrived_whole
-        return not (self._closing or self._calls or streams) and self._is_backlogged
-
-    def _prepare(self) -> None:
-        try:
-            self._preparing = self.core.executor.prepare()
-        except Exception:
-            log.exception("the executor could not prepare for later batches")
-            self._preparing = False
-
-    def _turn(self) -> None:
         worked = True
         try:
             worked = self.core.step(not self._is_backlogged)
@@ -206,18 +196,18 @@ class Engine:
             self._wake.notify_all()
             if not (worked or self._arrived or self._calls or self._closing):
                 self._wake.wait(_REST_SECONDS)
+        return True
 
-    def _stop(self) -> None:
-        self.core.fail_all(engine_closed())
-        with self._wake:
-            left, self._arrived = self._arrived, []
-            self._wake.notify_all()
-        for _, receiver in left:
-            receiver.failed(engine_closed())
+    @property
+    def _is_backlogged(self) -> bool:
+        return self._stage is not None and self._stage.is_backlogged
 
-
-#: Converts frames to ids, and to the codes of their steps.
-TokensOf = Callable[[NDArray[np.int64]], tuple[list[int], NDArray[np.int64] | None]]
+    def _prepare(self) -> None:
+        try:
+            self._preparing = self.core.executor.prepare()
+        except Exception:
+            log.exception("the executor could not prepare for later batches")
+            self._preparing = False
 
 
 class NativeHost:
@@ -281,9 +271,9 @@ class NativeHost:
             origin=request,
             longest=request.longest,
         )  # fmt: skip
-        self._engine.submit(wanted, _Receiver(receiver, self._tokens_of, sampling.max_tokens))
+        self._engine.submit(wanted, _Receiver(receiver, self, sampling.max_tokens))
 
-    def _tokens_of(self, codes: NDArray[np.int64]) -> tuple[list[int], NDArray[np.int64] | None]:
+    def tokens_of(self, codes: NDArray[np.int64]) -> tuple[list[int], NDArray[np.int64] | None]:
         """The ids of frames [frames, codebooks], and the codes of their steps."""
         frames = codes if len(codes) else codes.reshape(0, self._codebooks)
         ids = self._ids[frames[:, 0]]
@@ -293,8 +283,8 @@ class NativeHost:
 class _Receiver:
     """Converts the frames of a request to tokens for a receiver."""
 
-    def __init__(self, receiver: Receiver[Any], tokens_of: TokensOf, max_tokens: int) -> None:
-        self._receiver, self._tokens_of, self._max_tokens = receiver, tokens_of, max_tokens
+    def __init__(self, receiver: Receiver[Any], host: NativeHost, max_tokens: int) -> None:
+        self._receiver, self._tokens_of, self._max_tokens = receiver, host.tokens_of, max_tokens
         self._passed = 0
         self.failed = receiver.failed
 

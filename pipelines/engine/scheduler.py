@@ -138,20 +138,18 @@ class PrefixCache:
 
     def __init__(self, kv: PagedKV) -> None:
         self._kv = kv
-        self._known: dict[tuple[SharedPrefix | None, bytes, int], SharedPrefix] = {}
+        #: By parent, content and number of pages.
+        self.known: dict[tuple[SharedPrefix | None, bytes, int], SharedPrefix] = {}
         #: Prefixes without users, the least recently used first.
         self._unused: dict[SharedPrefix, None] = {}
         self._unused_pages = 0
         #: Free pages that can hold NaN.
         self._unclean: list[int] = []
 
-    def __len__(self) -> int:
-        return len(self._known)
-
     @property
     def free(self) -> int:
         """The number of pages that no running request uses."""
-        return self._kv.free + self._unused_pages + len(self._unclean)
+        return len(self._kv.free) + self._unused_pages + len(self._unclean)
 
     def take(self, count: int) -> list[int] | None:
         """Takes free pages, and evicts unused prefixes if needed. Returns None if there are too few."""
@@ -159,11 +157,11 @@ class PrefixCache:
             return None
         if self._unclean:
             self._kv.scrub(self._unclean)
-            self._kv.give_back(self._unclean)
+            self._kv.free += self._unclean
             self._unclean = []
-        while count > self._kv.free:
+        while count > len(self._kv.free):
             self.evict()
-        return self._kv.take(count)
+        return [self._kv.free.pop() for _ in range(count)]
 
     def use(self, prefixes: Iterable[tuple[bytes, int]]) -> SharedPrefix | None:
         """Adds a user to the longest known prefix and its ancestors, and returns it; None if none is known.
@@ -172,7 +170,7 @@ class PrefixCache:
         """
         found, start = None, 0
         for content, end in prefixes:
-            longer = self._known.get((found, content, end - start))
+            longer = self.known.get((found, content, end - start))
             if longer is None:
                 break
             found, start = longer, end
@@ -189,9 +187,9 @@ class PrefixCache:
         Returns None if the prefix is already known, or the parent is invalid.
         """
         key = parent, content, len(pages)
-        if key in self._known or (parent is not None and parent.invalid):
+        if key in self.known or (parent is not None and parent.invalid):
             return None
-        prefix = self._known[key] = SharedPrefix(content, parent, pages)
+        prefix = self.known[key] = SharedPrefix(content, parent, pages)
         return prefix
 
     def release(self, prefix: SharedPrefix) -> None:
@@ -212,9 +210,9 @@ class PrefixCache:
         Their users continue; the pages are zeroed once they are released.
         """
         first = prefix.chain[-1]
-        for one in [one for one in self._known.values() if one.chain[-1] is first]:
+        for one in [one for one in self.known.values() if one.chain[-1] is first]:
             one.invalid = True
-            del self._known[one.parent, one.content, len(one.pages)]
+            del self.known[one.parent, one.content, len(one.pages)]
             if not one.users:
                 self._remove_unused(one)
                 self._unclean += one.pages
@@ -227,8 +225,8 @@ class PrefixCache:
     def evict(self) -> None:
         prefix = next(iter(self._unused))
         self._remove_unused(prefix)
-        del self._known[prefix.parent, prefix.content, len(prefix.pages)]
-        self._kv.give_back(list(prefix.pages))
+        del self.known[prefix.parent, prefix.content, len(prefix.pages)]
+        self._kv.free += prefix.pages
 
     def _remove_unused(self, prefix: SharedPrefix) -> None:
         del self._unused[prefix]
@@ -398,7 +396,7 @@ class Scheduler:
         if not self._free_slots or len(self.running) >= self.limit.now:
             return False
         request = utterance.request
-        shared = self._known_prefix(request) if request.prefixes else None
+        shared = self.prefixes.use(request.prefix_ends(self.kv.page_size)) if request.prefixes else None
         known = [] if shared is None else shared.all_pages
         room = min(request.positions, len(request.prompt) + self._options.reserve_frames)
         enough = not self.running or self.kv.pages_for(room) - len(known) <= self.prefixes.free
@@ -413,10 +411,6 @@ class Scheduler:
         self.running.append(utterance)
         return True
 
-    def _known_prefix(self, request: GenerationRequest) -> SharedPrefix | None:
-        """Adds a user to the longest known prefix of a request; see `PrefixCache.use`."""
-        return self.prefixes.use(request.prefix_ends(self.kv.page_size))
-
     def adopt_prefixes(self, among: Iterable[Utterance]) -> list[Utterance]:
         """Shares new prefixes with utterances whose prefill has not begun. Returns those with changed pages.
 
@@ -424,12 +418,15 @@ class Scheduler:
         whole utterances. The duplicated work is bounded by the budget of a turn.
         """
         adopted: list[Utterance] = []
-        for utterance in among if len(self.prefixes) else ():
-            if utterance.prefilled or (shared := self._known_prefix(utterance.request)) is None:
+        for utterance in among if self.prefixes.known else ():
+            if utterance.prefilled:
+                continue
+            shared = self.prefixes.use(utterance.request.prefix_ends(self.kv.page_size))
+            if shared is None:
                 continue
             known = shared.all_pages
             count = utterance.shared_pages = len(known)
-            self.kv.give_back(utterance.pages[:count])
+            self.kv.free += utterance.pages[:count]
             utterance.pages[:count], utterance.shared = known, shared
             utterance.prefilled = count * self.kv.page_size
             if utterance.prefilled == utterance.last:
@@ -496,11 +493,9 @@ class Scheduler:
                 self.preempt_youngest()
         return grown
 
-    def preempt_youngest(self) -> Utterance:
-        """Preempts and returns the youngest whole utterance, or the youngest stream if there is none."""
-        youngest = (self.whole or self.running)[-1]
-        self.preempt(youngest)
-        return youngest
+    def preempt_youngest(self) -> None:
+        """Preempts the youngest whole utterance, or the youngest stream if there is none."""
+        self.preempt((self.whole or self.running)[-1])
 
     def preempt(self, utterance: Utterance) -> None:
         """Moves an utterance back to the head of its queue, to start again."""
@@ -513,10 +508,17 @@ class Scheduler:
             self.waiting_streams.appendleft(utterance)
 
     def remove(self, utterance: Utterance) -> None:
-        """Takes an utterance out of its slot; its pending frames become invalid."""
+        """Takes an utterance out of its queue, or out of its slot; then its pending frames become invalid."""
+        if utterance.slot < 0:
+            if utterance.playback is None:
+                self.waiting.remove(utterance)
+                self.preempted -= utterance.run > 0
+            else:
+                self.waiting_streams.remove(utterance)
+            return
         self.running.remove(utterance)
         self._free_slots.append(utterance.slot)
-        self.kv.give_back(utterance.pages[utterance.shared_pages :])
+        self.kv.free += utterance.pages[utterance.shared_pages :]
         if utterance.shared is not None:
             self.prefixes.release(utterance.shared)
         utterance.slot, utterance.pages, utterance.shared, utterance.shared_pages = -1, [], None, 0
@@ -528,14 +530,6 @@ class Scheduler:
         self.kv.scrub(utterance.pages[utterance.shared_pages :])
         if utterance.shared is not None:
             self.prefixes.invalidate(utterance.shared)
-
-    def remove_waiting(self, utterance: Utterance) -> None:
-        """Takes an utterance out of its queue."""
-        if utterance.playback is not None:
-            self.waiting_streams.remove(utterance)
-            return
-        self.waiting.remove(utterance)
-        self.preempted -= utterance.run > 0
 
     def all(self) -> list[Utterance]:
         """All utterances, running or waiting."""

@@ -111,8 +111,20 @@ class SlotState:
         """Writes requests into their slots with one transfer, and one launch for each type of values."""
         cells: list[NDArray[np.int64]] = []
         values: list[NDArray[np.int64]] = []
+        settings: list[tuple[float, ...]] = []
         for one in placements:
             sampling, trailing = one.sampling, one.trailing[: self.trailing.shape[1] - 1]
+            tables = (
+                (self.page_table, np.asarray(one.pages, np.int64), 0),
+                (self.trailing, trailing, self.pad_text),
+            )
+            for at, (table, entries, rest) in enumerate(tables):
+                # An earlier request may have written further entries; they are reset.
+                empty = max(self._used[one.slot][at] - len(entries), 0)
+                cells.append(_cells(table, one.slot, 0, len(entries) + empty))
+                values += [entries, np.full(empty, rest, np.int64)]
+                self._used[one.slot][at] = len(entries)
+            cells.append(self._offsets[0] + one.slot)
             numbers = (
                 one.position,
                 0,
@@ -121,21 +133,18 @@ class SlotState:
                 sampling.top_k,
                 sampling.residual_top_k,
             )
-            for at, (table, entries, rest) in enumerate(
-                (
-                    (self.page_table, np.asarray(one.pages, np.int64), 0),
-                    (self.trailing, trailing, self.pad_text),
-                )
-            ):
-                # An earlier request may have written further entries; they are reset.
-                empty = max(self._used[one.slot][at] - len(entries), 0)
-                cells.append(_cells(table, one.slot, 0, len(entries) + empty))
-                values += [entries, np.full(empty, rest, np.int64)]
-                self._used[one.slot][at] = len(entries)
-            cells.append(self._offsets[0] + one.slot)
             values.append(np.array(numbers, np.int64))
+            # In the order of a slot's blocks; greedy rows have a temperature of 1.
+            settings.append(
+                (
+                    sampling.temperature or 1.0,
+                    sampling.top_p,
+                    sampling.residual_temperature or 1.0,
+                    sampling.residual_top_p,
+                    sampling.repetition_penalty,
+                )
+            )
         slots = np.array([one.slot for one in placements], np.int64)
-        settings = np.array([_float_settings(one.sampling) for one in placements], np.float32)
         greedy = np.array(
             [(one.sampling.temperature == 0, one.sampling.residual_temperature == 0) for one in placements]
         )
@@ -148,7 +157,7 @@ class SlotState:
         ]
         packed = [
             np.concatenate(places).view(np.uint8),
-            settings.ravel().view(np.uint8),
+            np.array(settings, np.float32).ravel().view(np.uint8),
             greedy.ravel().view(np.uint8),
         ]
         sent = self._sent(np.concatenate(packed))
@@ -214,17 +223,6 @@ def _cells(table: Tensor, row: int, column: int, count: int) -> NDArray[np.int64
     return np.arange(start, start + count)
 
 
-def _float_settings(sampling: SamplingParams) -> tuple[float, ...]:
-    """The float32 settings in the order of a slot's blocks; greedy rows have a temperature of 1."""
-    return (
-        sampling.temperature or 1.0,
-        sampling.top_p,
-        sampling.residual_temperature or 1.0,
-        sampling.residual_top_p,
-        sampling.repetition_penalty,
-    )
-
-
 #: Page 0 is never allocated; unused rows write to it.
 SCRATCH_PAGE = 0
 #: Maximum positions of a page.
@@ -232,7 +230,7 @@ LARGEST_PAGE = 1024
 
 
 class PagedKV:
-    """The key and value pages of all layers, and the free pages.
+    """The key and value pages of all layers, and the numbers of the `free` pages.
 
     `k`, `v`: [layers, pages, kv_heads, page_size, head_dim], initialized with zeros so that masked positions
     are never NaN.
@@ -253,27 +251,13 @@ class PagedKV:
         self.v: Tensor = torch.zeros(shape, dtype=dtype, device=device)
         self.page_size = page_size
         self.pages = pages
-        self._free = list(range(pages, SCRATCH_PAGE, -1))
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
+        self.free = list(range(pages, SCRATCH_PAGE, -1))
 
     def pages_for(self, positions: int) -> int:
         """The number of pages that hold this many positions."""
         return -(-positions // self.page_size)
 
-    def take(self, count: int) -> list[int] | None:
-        """Takes free pages; None if there are too few."""
-        if count > len(self._free):
-            return None
-        return [self._free.pop() for _ in range(count)]
-
-    def give_back(self, pages: list[int]) -> None:
-        self._free.extend(pages)
-
     def scrub(self, pages: list[int]) -> None:
         """Zeroes pages that hold NaN, which would affect their next owner through masked positions (0 * NaN)."""
-        if pages:
-            self.k[:, pages] = 0
-            self.v[:, pages] = 0
+        for cache in (self.k, self.v):
+            cache[:, pages] = 0

@@ -133,13 +133,13 @@ class TurnPlanner:
         due = [index for index in order if crowded or streams[index].deadline - now < DUE_SECONDS]
         if urgent and not (batch and self._skipped >= FAIR_TURNS):
             self._skipped += batch
-            first, rows = set(urgent), max(self._padded(len(urgent)), CHEAP_ROWS)
+            first, rows = set(urgent), max(bucket_of(len(urgent), self._batch_sizes), CHEAP_ROWS)
             return Plan([*urgent, *(index for index in order if index not in first)][:rows], False, False)
         self._skipped = 0
         if batch:
             return Plan(due, True, True)
-        rows = min(max(len(streams) // 4, AHEAD_ROWS), MAX_AHEAD_ROWS)
-        return Plan(order[: self._padded(max(len(due), rows))], False, bool(due))
+        rows = max(len(due), min(max(len(streams) // 4, AHEAD_ROWS), MAX_AHEAD_ROWS))
+        return Plan(order[: bucket_of(rows, self._batch_sizes)], False, bool(due))
 
     def is_urgent(self, stream: Playback, now: float) -> bool:
         """Whether a stream waits for its first chunk, or its next one would be late in turns of all rows."""
@@ -177,6 +177,3 @@ class TurnPlanner:
     def whole_part(self, frames: int) -> int:
         """The largest chunk size that `frames` frames fill; all of them if they fill none."""
         return max((size for size in self._chunk_frames if size <= frames), default=frames)
-
-    def _padded(self, rows: int) -> int:
-        return bucket_of(rows, self._batch_sizes)

@@ -177,7 +177,17 @@ def forced_frames(
     kv, state = model.make_kv(pages, page_size), model.make_state(1, pages, len(prompt.trailing))
     embeddings = model.embed(prompt)
     state.place(
-        [Placement(0, kv.take(pages) or [], 0, sampling, prompt.trailing, embeddings[-1], len(prompt) - 1)]
+        [
+            Placement(
+                0,
+                [kv.free.pop() for _ in range(pages)],
+                0,
+                sampling,
+                prompt.trailing,
+                embeddings[-1],
+                len(prompt) - 1,
+            )
+        ]
     )
     if len(prompt) > 1:
         model.prefill([PrefillRun(0, 0, embeddings[:-1])], state, kv)

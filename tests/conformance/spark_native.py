@@ -67,7 +67,17 @@ def forced_frames(model: SparkModel, ids: NDArray[np.int64], codes: NDArray[np.i
     kv, state = model.make_kv(pages, page_size), model.make_state(1, pages, 0)
     embeddings = model.embed(prompt)
     state.place(
-        [Placement(0, kv.take(pages) or [], 0, GREEDY, prompt.trailing, embeddings[-1], len(prompt) - 1)]
+        [
+            Placement(
+                0,
+                [kv.free.pop() for _ in range(pages)],
+                0,
+                GREEDY,
+                prompt.trailing,
+                embeddings[-1],
+                len(prompt) - 1,
+            )
+        ]
     )
     model.prefill([PrefillRun(0, 0, embeddings[:-1])], state, kv)
     row = torch.tensor([0], device=model.device)

@@ -68,7 +68,7 @@ def spoken(
                 core.step()
             while core.busy:
                 core.step()
-    assert core.scheduler.kv.free == core.scheduler.kv.pages
+    assert len(core.scheduler.kv.free) == core.scheduler.kv.pages
     return heard
 
 

@@ -191,7 +191,7 @@ class Run:
         """Each page has one owner, or is of a prefix with its users; each utterance reads what is its own,
         from first to last."""
         running, cache, kv = self.core.scheduler.running, self.core.scheduler.prefixes, self.device.kv
-        unused, known, free = cache._unused, set(cache._known.values()), kv._free
+        unused, known, free = cache._unused, set(cache.known.values()), kv.free
         users = Counter(prefix for one in running if one.shared is not None for prefix in one.shared.chain)
         assert {prefix: prefix.users for prefix in users} == users
         assert not any(prefix.users or prefix.invalid for prefix in unused)
@@ -214,4 +214,4 @@ class Run:
 
     @property
     def known(self) -> set[bytes]:
-        return {prefix.content for prefix in self.core.scheduler.prefixes._known.values()}
+        return {prefix.content for prefix in self.core.scheduler.prefixes.known.values()}

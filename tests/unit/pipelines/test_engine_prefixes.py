@@ -90,7 +90,7 @@ def test_prefixes_go_before_anybody_makes_way_and_the_one_read_longest_ago_first
         run.add(request(number, voice, 8, 1))
         run.end()
     assert run.known == {bytes([voice, 8]) for voice in (1, 2, 3)}
-    assert run.core.scheduler.kv.free == 4
+    assert len(run.core.scheduler.kv.free) == 4
     run.add(request(4, 0, 0, 20, frames=9))
     (utterance,) = run.core.scheduler.waiting
     run.end()
@@ -104,7 +104,7 @@ def test_admission_counts_the_pages_of_prefixes_that_nobody_reads() -> None:
     run = Run(slots=3, pages=10)
     run.add(request(0, 1, 13, 1, frames=1), request(1, 2, 13, 1, frames=1))
     run.end()
-    assert (run.core.scheduler.kv.free, run.core.scheduler.prefixes.free) == (4, 10)
+    assert (len(run.core.scheduler.kv.free), run.core.scheduler.prefixes.free) == (4, 10)
     run.add(request(2, 0, 0, 6, frames=9), request(3, 1, 13, 3, frames=9), request(4, 0, 0, 5, frames=9))
     run.step()
     assert [one.request.request_id for one in run.core.scheduler.running] == ["r2", "r3", "r4"]
@@ -158,7 +158,7 @@ def test_what_was_computed_before_a_fault_is_not_kept() -> None:
     assert run.known
     run.device.fault = RuntimeError("a kernel failed")
     run.step()
-    assert (run.known, run.core.scheduler.kv.free) == (set(), run.device.kv.pages)
+    assert (run.known, len(run.core.scheduler.kv.free)) == (set(), run.device.kv.pages)
     run.end()
 
 
@@ -179,7 +179,7 @@ def test_kv_in_use_is_what_requests_use() -> None:
     waiter = Waiter()
     engine.submit(request(0, 1, 8, 3), waiter)
     waiter.wait()
-    assert device.kv.free == 20 - 2
+    assert len(device.kv.free) == 20 - 2
     assert engine.stats().kv_use == 0
     engine.close()
 
@@ -187,7 +187,7 @@ def test_kv_in_use_is_what_requests_use() -> None:
 def test_a_prefix_is_known_by_its_content_and_its_pages() -> None:
     kv = PagedKV(1, 8, 1, PAGE, 1, torch.float32, CPU)
     cache = PrefixCache(kv)
-    pages = kv.take(3) or []
+    pages = [kv.free.pop() for _ in range(3)]
     kept = cache.keep(None, b"voice", pages[:2])
     assert kept is not None
     assert cache.keep(None, b"voice", pages[1:]) is None, "it is known already"
@@ -200,7 +200,7 @@ def test_a_prefix_is_known_by_its_content_and_its_pages() -> None:
 def test_a_longer_prefix_goes_on_from_the_very_shorter_one_and_both_are_read() -> None:
     kv = PagedKV(1, 8, 1, PAGE, 1, torch.float32, CPU)
     cache = PrefixCache(kv)
-    pages = kv.take(5) or []
+    pages = [kv.free.pop() for _ in range(5)]
     voice = cache.keep(None, b"voice", pages[:2])
     turn = cache.keep(voice, b"turn", pages[2:3])
     assert voice is not None
@@ -256,4 +256,4 @@ def test_nothing_is_shared_by_those_who_declare_nothing() -> None:
     for utterance in scheduler.admit():
         utterance.prefilled = 8
         scheduler.keep_prefix(utterance)
-    assert len(scheduler.prefixes) == 0
+    assert not scheduler.prefixes.known

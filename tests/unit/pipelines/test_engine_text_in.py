@@ -96,7 +96,7 @@ def test_text_in_pieces_gives_the_codes_of_the_whole_text_in_any_company(clone: 
             np.testing.assert_array_equal(
                 codes, run_alone(golden_model("base"), replace(request, stream=False))[0]
             )
-    assert core.scheduler.kv.free == core.scheduler.kv.pages
+    assert len(core.scheduler.kv.free) == core.scheduler.kv.pages
 
 
 def test_a_stream_whose_text_is_used_up_takes_no_frames_and_others_go_on() -> None:
@@ -152,7 +152,7 @@ def test_a_stream_that_starts_again_has_all_text_that_came() -> None:
     run(core)
     (starved,) = core.scheduler.running
     core.scheduler.preempt_youngest()
-    assert core.scheduler.kv.free == core.scheduler.kv.pages
+    assert len(core.scheduler.kv.free) == core.scheduler.kv.pages
     writer.write(core, 3)
     run(core)
     assert (starved.made, starved.starved) == (9, True)
@@ -172,7 +172,7 @@ def test_a_starved_stream_that_is_cancelled_frees_its_slot_and_pages() -> None:
     assert core.scheduler.free_slots == 0
     core.abort(writer.open)
     assert heard.errors[writer.open].code is ErrorCode.SYNTH_ABORTED
-    assert (core.scheduler.free_slots, core.scheduler.kv.free) == (1, core.scheduler.kv.pages)
+    assert (core.scheduler.free_slots, len(core.scheduler.kv.free)) == (1, core.scheduler.kv.pages)
     assert not core.busy
     writer.write(core, 3)
     assert core.idle

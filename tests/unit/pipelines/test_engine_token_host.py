@@ -220,7 +220,7 @@ def test_codes_of_a_step_are_its_id_and_those_of_all_codebooks() -> None:
     assert tokens.codes[:, 0].tolist() == tokens.ids == (tokens.codes[:, 1] + 1000).tolist()
     assert [one for part in parts for one in part] == tokens.ids
     assert tokens.codes.max() < 1000 + model.config.talker.vocab
-    _, none = host._tokens_of(np.zeros((0, 0), np.int64))
+    _, none = host.tokens_of(np.zeros((0, 0), np.int64))
     assert none is not None
     assert none.shape == (0, 1 + model.codebooks), "a sequence without a frame has codes of none"
 
