@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from jobs.dialogue import LINE_KEYS, chat_dialogue, clean, row_dialogue
+from jobs.dialogue import LINE_KEYS, chat_dialogue, row_dialogue
+from jobs.formatting import printable
 from jobs.input_format import TEXT_COLUMNS, wrong_format
 from jobs.ledger.records import Reading
 from jobs.source import MAX_LINE_BYTES, Record, rejected_line
@@ -29,7 +33,28 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "reference_audio": ("reference_audio",),
     "reference_text": ("reference_text",),
 }
+# The csv module refuses fields of more than 128 KiB by default.
+csv.field_size_limit(max(csv.field_size_limit(), 2 * MAX_LINE_BYTES))
 _encode = msgspec.json.Encoder().encode
+
+
+def csv_dialect(header: str, *, tabs: bool) -> dict[str, Any]:
+    """The options of `csv.reader` for CSV (RFC 4180), separated by commas, or by semicolons if the header has no
+    comma; or for TSV, without quoting."""
+    if tabs:
+        return {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+    return {"delimiter": ";" if ";" in header and "," not in header else ",", "strict": True}
+
+
+def file_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yields (number of its last line, cells) of each row of a CSV file, or of a TSV file by its name. Raises
+    `OSError`, `UnicodeDecodeError` or `csv.Error`."""
+    with path.open(newline="", encoding="utf-8-sig") as lines:
+        header = lines.readline()
+        lines.seek(0)
+        rows = csv.reader(lines, **csv_dialect(header, tabs=path.suffix.lower() == ".tsv"))
+        for cells in rows:
+            yield rows.line_num, cells
 
 
 class Columns:
@@ -52,11 +77,13 @@ class Columns:
         or with the name of another key of dialogues.
         """
         wanted = chosen.columns or {}
-        shown = ", ".join(repr(clean(name, 40)) for name in names[:20]) or "none"
+        shown = ", ".join(repr(printable(name, 40)) for name in names[:20]) or "none"
         asked = [*wanted.values(), *(chosen.keep or ()), *(chosen.drop or ())]
         for name in asked if whole else ():
             if name not in names and name != "*":
-                raise wrong_format(uri, f"has no column {clean(name, 40)!r}", f"Its columns are: {shown}.")
+                raise wrong_format(
+                    uri, f"has no column {printable(name, 40)!r}", f"Its columns are: {shown}."
+                )
         #: Field -> name of its column.
         self.of: dict[str, str] = {}
         for field, usual in FIELDS.items():
@@ -81,8 +108,8 @@ class Columns:
         for name in (*self.of.values(), *others):
             if counts[name] > 1 or (name in LINE_KEYS and name in others):
                 what = "two columns" if counts[name] > 1 else "a column with the name of a key of dialogues,"
-                advice = f"Rename it, or leave it out: --drop {clean(name, 40)!r}."
-                raise wrong_format(uri, f"has {what} {clean(name, 40)!r}", advice)
+                advice = f"Rename it, or leave it out: --drop {printable(name, 40)!r}."
+                raise wrong_format(uri, f"has {what} {printable(name, 40)!r}", advice)
         self.left_out = set[str]() if left_out is None else left_out
         self.left_out.difference_update(counts.keys() - {*others})
         #: Names of the columns that are metadata.
@@ -114,7 +141,7 @@ class Columns:
                 values = {field: _text(value, self.of[field]) for field, value in cells.items()}
                 line = row_dialogue(values, number, self._voice_of, metadata)
         except (UnicodeError, TypeError, ValueError, msgspec.MsgspecError) as error:
-            raise bad_line(f"The row cannot be read: {clean(str(error), 200)}.", "Correct it.") from None
+            raise bad_line(f"The row cannot be read: {printable(str(error), 200)}.", "Correct it.") from None
         if metadata and len(line) > MAX_LINE_BYTES:
             message = f"The row is longer than {MAX_LINE_BYTES >> 20} MiB as JSON."
             raise InputError(ErrorCode.INPUT_TOO_LONG, message, "Leave its largest columns out with --drop.")
@@ -127,8 +154,17 @@ class Columns:
             except TypeError:
                 self.left_out.add(name)
             except (ValueError, RecursionError) as error:
-                message = f"The column {clean(name, 40)!r} cannot be read: {clean(str(error), 200)}."
+                message = f"The column {printable(name, 40)!r} cannot be read: {printable(str(error), 200)}."
                 raise bad_line(message, "Correct it, or leave it out with --drop.") from None
+
+
+def row_converter(
+    chosen: Reading, voice_of: Callable[[str], str | None] | None, left_out: set[str] | None = None
+) -> Callable[[Mapping[str, Any], int], bytes]:
+    """A function that converts rows with columns of their own to dialogues. It raises `InputError`."""
+    # Cached, because most rows have the same columns.
+    columns_of = lru_cache(lambda names: Columns(names, chosen, "", voice_of, left_out, whole=False))
+    return lambda row, number: columns_of(tuple(row)).dialogue(row.__getitem__, number)
 
 
 def _decoded(value: Any) -> Any:
@@ -159,7 +195,7 @@ def _text(value: Any, name: str) -> str:
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, str | int):
-        message = f"The column {clean(name, 40)!r} contains {type(value).__name__}, not text."
+        message = f"The column {printable(name, 40)!r} contains {type(value).__name__}, not text."
         raise bad_line(message, "Convert the column to text, or select another one with --column.")
     return str(value)
 

@@ -27,20 +27,20 @@ MAX_EXAMPLE_ID_BYTES = 2000
 MAX_INTEGER_DIGITS = 4300
 _LONG_NUMBER = re.compile(rb"\d{%d}" % (MAX_INTEGER_DIGITS + 1))
 #: Patterns of msgspec's messages for wrong JSON, each with its error code and advice.
-Faults = tuple[tuple[re.Pattern[str], ErrorCode, str], ...]
+Faults = tuple[tuple[str, ErrorCode, str], ...]
 _FAULTS: Faults = (
     (
-        re.compile(r"Invalid enum.*messages\[\d+\]\[0\]`"),
+        r"Invalid enum.*messages\[\d+\]\[0\]`",
         ErrorCode.INPUT_BAD_ROLE,
         "Roles are user, assistant and system.",
     ),
     (
-        re.compile(r"Invalid enum.*messages\[\d+\]\[1\]`"),
+        r"Invalid enum.*messages\[\d+\]\[1\]`",
         ErrorCode.INPUT_BAD_MODALITY,
         "Modalities are text, audio, image, video and toolcall.",
     ),
     (
-        re.compile(r".*`\$\.generation.*`"),
+        r".*`\$\.generation.*`",
         ErrorCode.INPUT_BAD_GENERATION,
         f"The keys of `generation` are: {', '.join(Generation.__struct_fields__)}.",
     ),
@@ -90,14 +90,14 @@ def decode_line(decode: Callable[[bytes], Decoded], line: bytes, shape: str, fau
         if not line.isascii():
             line.decode()
     except msgspec.ValidationError as error:
-        reason = clean(str(error))
+        reason = printable(str(error), 500)
         for pattern, code, advice in faults:
-            if pattern.fullmatch(reason):
+            if re.fullmatch(pattern, reason):
                 raise InputError(code, f"{reason}.", advice) from None
         raise bad_line(f"{reason}.", shape) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
-        message = f"The line is not JSON: {clean(reason)}."
+        message = f"The line is not JSON: {printable(reason, 500)}."
         raise InputError(ErrorCode.INPUT_BAD_JSON, message, "Write one JSON object per line.") from None
     return found
 
@@ -119,9 +119,9 @@ def parse_line(raw: bytes) -> tuple[Dialogue, bytes]:
     example_id, named = line.example_id, raw
     if line.id is not msgspec.UNSET:
         example_id = chosen_id(example_id, decode_line(msgspec.json.decode, bytes(line.id), _SHAPE))
-        if line.example_id is msgspec.UNSET and example_id is not None:
+        if line.example_id is msgspec.UNSET:
             named = b'{"example_id":%b,%b' % (_encode(example_id), raw.lstrip()[1:])
-    if example_id is msgspec.UNSET or example_id is None:
+    if not isinstance(example_id, str):
         raise bad_line("The line has no `example_id`.", _SHAPE)
     if len(example_id) > 500 or not example_id.isprintable() or not example_id:
         check_example_id(example_id, "example_id")
@@ -153,7 +153,7 @@ def chosen_id(example_id: object, other: object) -> str | None:
         str(one) for one in (example_id, other) if isinstance(one, str | int) and not isinstance(one, bool)
     ]
     if len(set(ids)) > 1:
-        both = " and ".join(f"{clean(one, 100)!r}" for one in ids)
+        both = " and ".join(f"{printable(one, 100)!r}" for one in ids)
         advice = "Leave one of them out; for a table, `--column id=NAME` selects one."
         raise bad_line(f"`example_id` and `id` differ: {both}.", advice)
     return ids[0] if ids else None
@@ -177,12 +177,6 @@ def speech_position(messages: Sequence[Sequence[str]]) -> int:
     return len(messages)
 
 
-def clean(text: str, limit: int = 500) -> str:
-    """Makes text of an input safe for a ledger and a terminal: escapes control characters, bounds the
-    length."""
-    return printable(text if len(text) <= limit else f"{text[:limit]}...")
-
-
 def check_example_id(example_id: str, key: str) -> None:
     """Raises `input.bad_line` for an id that is empty or that databases cannot store; `key`: its name in the
     line."""
@@ -200,7 +194,7 @@ def check_example_id(example_id: str, key: str) -> None:
 _CHAT_SHAPE = "A line is one JSON object with `messages`, a list of objects with `role` and `content`."
 _CHAT_FAULTS: Faults = (
     (
-        re.compile(r".*content\[.*\.type`"),
+        r".*content\[.*\.type`",
         ErrorCode.INPUT_BAD_MODALITY,
         "The parts of a chat message must be texts; audio needs the format of dialogues.",
     ),
@@ -215,6 +209,11 @@ class _Part(msgspec.Struct, frozen=True):
 class _ChatMessage(msgspec.Struct, frozen=True):
     role: str
     content: str | list[_Part]
+
+    @property
+    def text(self) -> str:
+        content = self.content
+        return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 class _Chat(msgspec.Struct, frozen=True):
@@ -238,15 +237,7 @@ def chat_dialogue(line: bytes, number: int) -> bytes:
     """
     found = decode_line(_decode_chat, line, _CHAT_SHAPE, _CHAT_FAULTS)
     named = chosen_id(found.example_id, found.id)
-    messages = [
-        (
-            message.role,
-            "text",
-            content if isinstance(content, str) else "\n".join(part.text for part in content),
-        )
-        for message in found.messages
-        for content in (message.content,)
-    ]
+    messages = [(message.role, "text", message.text) for message in found.messages]
     made = {"example_id": f"line-{number}" if named is None else named, "messages": messages}
     if found.generation is not msgspec.UNSET:
         made["generation"] = found.generation
@@ -263,7 +254,7 @@ _BATCH_SHAPE = (
 )
 _BATCH_FAULTS: Faults = (
     (
-        re.compile("Object contains unknown field.*"),
+        "Object contains unknown field.*",
         ErrorCode.INPUT_UNSUPPORTED,
         "It has no effect; remove it from the line.",
     ),
@@ -328,7 +319,7 @@ def batch_dialogue(line: bytes, card: ModelCard, encoding: str) -> bytes:
     )
     for key, value, supported, advice in asked:
         if value not in supported:
-            message = f"The line has {key} {clean(str(value), 100)!r}, but this job has {supported[0]!r}."
+            message = f"The line has {key} {printable(str(value), 100)!r}, but this job has {supported[0]!r}."
             raise unsupported(message, advice)
     if not is_visible(body.input):
         message = "The `input` has no text to speak."
@@ -367,14 +358,12 @@ def row_dialogue(
         messages.insert(0, ("user", "audio", audio))
     generation: dict[str, str | int] = {field: values[field] for field in _GENERATION if values.get(field)}
     if "seed" in generation:
-        try:
-            # `int` would also accept `1_000` and digits of other scripts.
-            seed = int(generation["seed"] if re.fullmatch(r"\s*-?[0-9]+\s*", values["seed"]) else "")
-        except ValueError:
-            message = f"The seed is {clean(values['seed'], 40)!r}."
-            raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Write a whole number.") from None
+        # `int` would also accept `1_000` and digits of other scripts.
+        if not re.fullmatch(rf"\s*-?[0-9]{{1,{MAX_INTEGER_DIGITS}}}\s*", values["seed"]):
+            message = f"The seed is {printable(values['seed'], 40)!r}."
+            raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Write a whole number.")
+        generation["seed"] = seed = int(values["seed"])
         check_generation(Generation(seed=seed))
-        generation["seed"] = seed
     if voice_of is not None and "voice" not in generation and not audio:
         generation["voice"] = _voice(values.get("speaker", ""), voice_of)
     named = chosen_id(values.get("example_id") or None, values.get("id") or None)
@@ -385,11 +374,10 @@ def row_dialogue(
 
 
 def _voice(speaker: str, voice_of: Callable[[str], str | None]) -> str:
-    if (voice := voice_of(speaker)) is None:
-        if not speaker:
-            advice = "Give the row a speaker or a voice."
-            raise InputError(ErrorCode.INPUT_UNKNOWN_VOICE, "The row has no speaker.", advice)
+    if (voice := voice_of(speaker)) is not None:
+        return voice
+    message, advice = "The row has no speaker.", "Give the row a speaker or a voice."
+    if speaker:
+        message = f"The speaker {printable(speaker, 40)!r} has no voice."
         advice = "Set one with --voice-for SPEAKER=VOICE, or one for all other speakers with --voice-for '*=VOICE'."
-        message = f"The speaker {clean(speaker, 40)!r} has no voice."
-        raise InputError(ErrorCode.INPUT_UNKNOWN_VOICE, message, advice)
-    return voice
+    raise InputError(ErrorCode.INPUT_UNKNOWN_VOICE, message, advice)

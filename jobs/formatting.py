@@ -34,8 +34,11 @@ def is_address(text: str) -> bool:
     return _ADDRESS.match(text) is not None
 
 
-def printable(text: str) -> str:
-    """Escapes characters that can control a terminal (control and format characters, newlines)."""
+def printable(text: str, limit: int | None = None) -> str:
+    """Makes text of a user safe for a ledger and a terminal: escapes characters that can control it (control and
+    format characters, newlines), and cuts the text after `limit` characters."""
+    if limit is not None and len(text) > limit:
+        text = f"{text[:limit]}..."
     if text.isprintable():
         return text
     return "".join(

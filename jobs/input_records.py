@@ -16,26 +16,26 @@ import random
 import re
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 
-from jobs.columns import Columns
+from jobs.columns import Columns, csv_dialect, row_converter
 from jobs.dialogue import (
     LINE_KEYS,
     batch_dialogue,
     chat_dialogue,
-    clean,
     custom_id,
     decode_line,
     decode_object,
     row_dialogue,
 )
+from jobs.formatting import printable
 from jobs.input_format import CONVERT_RETURNS, InputFormat, wrong_format
 from jobs.ledger.records import JobSpec, Reading
 from jobs.source import (
@@ -63,8 +63,6 @@ SPEAKERS = "utt2spk"
 #: How a job reads its input if no option changes that: all records, and the usual columns.
 ALL = Reading()
 _ROW_SHAPE = "A line is one JSON object with `text`, and `id` (text or a number) if it has an id."
-# The csv module refuses fields of more than 128 KiB by default.
-csv.field_size_limit(max(csv.field_size_limit(), 2 * MAX_LINE_BYTES))
 _encode = msgspec.json.Encoder().encode
 
 
@@ -204,22 +202,20 @@ def _blank(record: Record) -> bool:
     return isinstance(record, bytes) and (not record or record.isspace())
 
 
-#: (number of a row's first line, its fields or its error, number of its further lines); a blank line has no
-#: fields.
-_Row = tuple[int, list[str] | InputError, int]
-
-
-def _table(rows: Iterator[_Row], records: Records) -> Iterator[Record]:
+def _table(records: Records) -> Iterator[Record]:
     """Yields the records of a table with a header, one for each line: a row for its first line, and blank
-    records for its further lines, the header and blank lines. Raises `input.wrong_format`."""
+    records for its further lines, the header and blank lines. In TSV lines of only tabs and spaces, which
+    spreadsheets leave below a table, count as blank. Raises `input.wrong_format`."""
     columns: Columns | None = None
     names: list[str] = []
-    for number, fields, more in rows:
+    header = records.source.head().lstrip().partition(b"\n")[0].decode(errors="replace")
+    tabs = records.format == "tsv"
+    for number, fields, more in _csv_rows(records.source.lines(), csv_dialect(header, tabs=tabs)):
         if isinstance(fields, InputError):
             if columns is None:
                 raise wrong_format(records.source.uri, "has no readable header", str(fields))
             yield rejected_line(number, fields)
-        elif not fields:
+        elif not fields or (tabs and not "".join(fields).strip()):
             yield b""
         elif columns is None:
             names = [name.strip() or f"column {place}" for place, name in enumerate(fields, 1)]
@@ -233,26 +229,6 @@ def _table(rows: Iterator[_Row], records: Records) -> Iterator[Record]:
             yield rejected_line(number, bad_line(message, advice))
         for _ in range(more):
             yield b""
-
-
-def _csv(records: Records) -> Iterator[Record]:
-    """CSV with a header (RFC 4180), separated by commas, or by semicolons if the header has no comma."""
-    header = records.source.head().lstrip().partition(b"\n")[0]
-    delimiter = ";" if b";" in header and b"," not in header else ","
-    return _table(_csv_rows(records.source.lines(), delimiter=delimiter), records)
-
-
-def _tsv(records: Records) -> Iterator[Record]:
-    """TSV with a header, without quoting. Lines of only tabs and spaces, which spreadsheets leave below a
-    table, count as blank."""
-    rows = _csv_rows(records.source.lines(), delimiter="\t", quoting=csv.QUOTE_NONE)
-    return _table(
-        (
-            (number, [] if isinstance(fields, list) and not "".join(fields).strip() else fields, more)
-            for number, fields, more in rows
-        ),
-        records,
-    )
 
 
 class _Cut(msgspec.Struct, frozen=True):
@@ -289,21 +265,7 @@ def supervision_rows(line: bytes) -> Iterator[dict[str, Any]]:
 
 def _json_rows(records: Records, rows_of: Callable[[bytes], Iterable[dict[str, Any]]]) -> Iterator[Record]:
     """Yields the records of lines of JSON, each of which has one row or more. A number is that of a row."""
-
-    # Cached, because most rows have the same keys.
-    @lru_cache
-    def columns_of(names: tuple[str, ...]) -> Columns:
-        return Columns(names, records.chosen, "", records.voice_of, whole=False)
-
-    def record(row: Any, number: int) -> Record:
-        try:
-            return columns_of(tuple(row)).dialogue(row.__getitem__, number)
-        except InputError as error:
-            if error.code is ErrorCode.INPUT_WRONG_FORMAT:
-                error = bad_line(error.message, error.advice)
-            return rejected_line(number, error)
-
-    number = 0
+    dialogue, number = row_converter(records.chosen, records.voice_of), 0
     for line in records.source.lines():
         found: list[Any] = [line]
         if line and not line.isspace():
@@ -313,70 +275,55 @@ def _json_rows(records: Records, rows_of: Callable[[bytes], Iterable[dict[str, A
                 found = [rejected_line(number + 1, error)]
         for row in found:
             number += 1
-            yield record(row, number) if isinstance(row, dict) else row
-
-
-def _parquet(records: Records) -> Iterator[Record]:
-    """Yields the rows of a Parquet file as dialogues. Only the needed columns are read, some rows at a time.
-
-    Raises `input.unreadable`, `input.wrong_format`, and `config.missing_library` without pyarrow.
-    """
-    with _arrow_errors(records.source.uri):
-        from pyarrow import parquet
-
-        records.source.file.seek(0)
-        # Streamed by pages, because a row group may not fit into memory.
-        table = parquet.ParquetFile(records.source.file, pre_buffer=False, buffer_size=1 << 20)
-        yield from _batch_records(
-            records,
-            table.schema_arrow,
-            lambda names: table.iter_batches(ROWS, columns=names, use_threads=False),
-        )
+            try:
+                yield dialogue(row, number) if isinstance(row, dict) else row
+            except InputError as error:
+                if error.code is ErrorCode.INPUT_WRONG_FORMAT:
+                    error = bad_line(error.message, error.advice)
+                yield rejected_line(number, error)
 
 
 def _arrow(records: Records) -> Iterator[Record]:
-    """Yields the rows of Arrow files, also of a dataset of Hugging Face. Raises the errors of `_parquet`."""
-    with _arrow_errors(records.source.uri):
-        from pyarrow import ipc, py_buffer
+    """Yields the rows of a Parquet file, or of Arrow files such as a dataset of Hugging Face, as dialogues. Only the
+    needed columns are read, some rows at a time.
 
-        def opened(file: BinaryIO) -> ipc.RecordBatchStreamReader:
-            # Mapped, because a batch with audio may not fit into memory.
-            data = py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-            # The format of files is that of streams between eight bytes and a footer.
-            return ipc.open_stream(data[8:] if data[:6].to_pybytes() == b"ARROW1" else data)
-
-        def batches(names: list[str]) -> Iterator[pyarrow.RecordBatch]:
-            for batch in chain.from_iterable(map(opened, records.source.files)):
-                chosen = batch.select(names)
-                chosen.validate(full=True)
-                yield chosen
-
-        yield from _batch_records(records, opened(records.source.file).schema, batches)
-
-
-@contextmanager
-def _arrow_errors(uri: str) -> Iterator[None]:
+    Raises `input.unreadable`, `input.wrong_format`, and `config.missing_library` without pyarrow.
+    """
     try:
         import pyarrow
+        from pyarrow import ipc, parquet
     except ImportError:
         raise missing_library("Reading Parquet", "pyarrow", "export") from None
+    source, left_out = records.source, records.left_out
+
+    def opened(file: BinaryIO) -> ipc.RecordBatchStreamReader:
+        # Mapped, because a batch with audio may not fit into memory.
+        data = pyarrow.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        # The format of files is that of streams between eight bytes and a footer.
+        return ipc.open_stream(data[8:] if data[:6].to_pybytes() == b"ARROW1" else data)
+
+    def checked(columns: list[str]) -> Iterator[pyarrow.RecordBatch]:
+        for batch in chain.from_iterable(map(opened, source.files)):
+            chosen = batch.select(columns)
+            chosen.validate(full=True)
+            yield chosen
+
     try:
-        yield
+        if records.format == "parquet":
+            source.file.seek(0)
+            # Streamed by pages, because a row group may not fit into memory.
+            table = parquet.ParquetFile(source.file, pre_buffer=False, buffer_size=1 << 20)
+            schema = table.schema_arrow
+            read = partial(table.iter_batches, ROWS, use_threads=False)
+        else:
+            schema, read = opened(source.file).schema, checked
+        left_out.update(bytes_columns(schema))
+        columns = Columns(schema.names, records.chosen, source.uri, records.voice_of, left_out)
+        for number, cell in enumerate(cells_of(read(columns=columns.names)), 1):
+            yield columns.record(cell, number)
     except (pyarrow.ArrowException, OSError) as error:
-        with input_errors(uri):
-            raise ValueError(clean(str(error), 200)) from error
-
-
-def _batch_records(
-    records: Records,
-    schema: pyarrow.Schema,
-    read: Callable[[list[str]], Iterable[pyarrow.RecordBatch]],
-) -> Iterator[Record]:
-    records.left_out.update(bytes_columns(schema))
-    where = records.chosen, records.source.uri, records.voice_of
-    columns = Columns(schema.names, *where, records.left_out)
-    for number, cell in enumerate(cells_of(read(columns.names)), 1):
-        yield columns.record(cell, number)
+        with input_errors(source.uri):
+            raise ValueError(printable(str(error), 200)) from error
 
 
 def bytes_columns(schema: pyarrow.Schema) -> set[str]:
@@ -391,7 +338,7 @@ def bytes_columns(schema: pyarrow.Schema) -> set[str]:
 
 def left_out_note(names: Iterable[str]) -> str:
     """The note about columns that JSON cannot contain; empty if there are none."""
-    shown = ", ".join(repr(clean(name, 40)) for name in sorted(names)[:20])
+    shown = ", ".join(repr(printable(name, 40)) for name in sorted(names)[:20])
     return f"Columns with audio or other bytes are left out: {shown}." if shown else ""
 
 
@@ -423,24 +370,27 @@ _READERS: dict[InputFormat, Callable[[Records], Iterator[Record]]] = {
     # Such as a manifest of NeMo.
     "rows": lambda records: _json_rows(records, lambda line: [decode_line(decode_object, line, _ROW_SHAPE)]),
     "lhotse": lambda records: _json_rows(records, supervision_rows),
-    "csv": _csv,
-    "tsv": _tsv,
+    "csv": _table,
+    "tsv": _table,
     "kaldi": _kaldi,
-    "parquet": _parquet,
+    "parquet": _arrow,
     "arrow": _arrow,
 }
 
 
-def _csv_rows(lines: Iterator[bytes | None], **dialect: Any) -> Iterator[_Row]:
-    """Yields the rows of CSV. If a row is invalid, only its first line is rejected, and its further lines are
-    read again as new rows."""
+def _csv_rows(
+    lines: Iterator[bytes | None], dialect: dict[str, Any]
+) -> Iterator[tuple[int, list[str] | InputError, int]]:
+    """Yields (number of its first line, its fields or its error, number of its further lines) of each row of CSV; a
+    blank line has no fields. If a row is invalid, only its first line is rejected, and its further lines are read
+    again as new rows."""
     #: Lines to read before the next one of `lines`, in reverse order.
     again: list[bytes | None] = []
     number, reader = 1, None
     taken: list[bytes | None] = []
     while True:
         taken.clear()
-        reader = reader or csv.reader(_recorded(again, lines, taken), strict=True, **dialect)
+        reader = reader or csv.reader(_recorded(again, lines, taken), **dialect)
         try:
             found: list[str] | InputError = next(reader)
         except StopIteration:
@@ -451,7 +401,7 @@ def _csv_rows(lines: Iterator[bytes | None], **dialect: Any) -> Iterator[_Row]:
             found = error
         except csv.Error as error:
             bare = any(b"\r" in (line or b"").rstrip(b"\r") for line in taken)
-            message = f"The line is not CSV: {clean(str(error), 200)}."
+            message = f"The line is not CSV: {printable(str(error), 200)}."
             advice = 'In a quoted field, write each quote twice: "".'
             found = _bare_return() if bare else bad_line(message, advice)
         if isinstance(found, InputError):

@@ -9,18 +9,18 @@ from typing import cast
 
 import msgspec
 
-from jobs.dialogue import Dialogue, clean, parse_line
+from jobs.dialogue import Dialogue, parse_line
+from jobs.formatting import printable
 from jobs.input_records import Records
-from jobs.ledger.records import RejectedLine
+from jobs.ledger.records import JobSpec, RejectedLine
 from jobs.source import BATCH_BYTES, BATCH_LINES, LineBatch, batches_of, line_too_long, rejected_line
 from jobs.spoken_text import SpokenText
-from jobs.turns import Speak, turn_messages, turns_and_recordings
+from jobs.turns import Speak, plain_turn, turn_messages, turns_and_recordings
 from jobs.voices import JobVoices, in_stored_voice
 from pipelines.errors import ErrorCode, InputError
-from pipelines.registry import ModelCard
 from pipelines.request import Generation, Message, SpokenRole
 from pipelines.text_units import MAX_LONG_CHARACTERS, parts_of
-from pipelines.validation import SpeechTask, check_length, is_visible, own_voice, speech_task
+from pipelines.validation import SpeechTask, check_length, own_voice, speech_task
 
 #: Maximum number of bad lines, and its increase for each good one: a small compressed file can contain
 #: billions.
@@ -37,7 +37,7 @@ ReferenceKey = Callable[[str], str]
 _NO_REFERENCES: Mapping[int, str] = {}
 _NO_TEXTS: Mapping[int, str] = {}
 _NO_GENERATION = Generation()
-_ROLES: dict[Speak, tuple[SpokenRole, ...]] = {"user": ("user",), "assistant": ("assistant",)}
+_ROLES: tuple[SpokenRole, ...] = ("user", "assistant")
 
 
 class GoodLine(msgspec.Struct, frozen=True, gc=False):
@@ -59,46 +59,28 @@ class GoodLine(msgspec.Struct, frozen=True, gc=False):
 
 
 class LineChecker:
-    """Checks lines against one model and the defaults of one job."""
+    """Checks lines against the model and the spec of one job."""
 
-    def __init__(
-        self,
-        card: ModelCard,
-        defaults: Generation,
-        speak: Speak = "auto",
-        voices: JobVoices | None = None,
-        id_key: str = "example_id",
-        *,
-        joins: bool = True,
-        spoken: SpokenText | None = None,
-    ) -> None:
-        """`speak`: the role whose turns are spoken; `answer`: a line is one item, the model's answer to the
-        whole dialogue. `voices`: the voices that lines may name, with the stored ones. `id_key`: the name of
-        the example's id in the input. `joins`: whether a text that is too long is spoken in parts, which are joined.
-
-        Raises `InputError` if the model does not support the defaults.
-        """
-        self._able = card.capabilities
-        self._capabilities = card.capabilities
-        if joins and not self._able.multi_turn:
+    def __init__(self, voices: JobVoices, spec: JobSpec, id_key: str = "example_id") -> None:
+        """`voices`: the voices that lines may name, with the stored ones. `id_key`: the name of the example's id in
+        the input. Raises `InputError` if the model does not support the defaults of the spec."""
+        card, defaults = voices.card, spec.generation
+        self._able = self._capabilities = card.capabilities
+        # A text that is too long is spoken in parts, whose audio is joined.
+        if not spec.output and not self._able.multi_turn:
             longest = max(self._able.max_text_characters, MAX_LONG_CHARACTERS)
             self._capabilities = replace(self._able, max_text_characters=longest)
-        self._voices = JobVoices(card) if voices is None else voices
-        self._max_characters = card.capabilities.max_text_characters
+        self._voices = voices
         self._check_text = card.check_text
-        self._spoken_text = spoken
+        self._spoken_text = SpokenText(spec) if spec.respells else None
         self._defaults = defaults
-        self._speak: Speak = speak
+        self._speak: Speak = spec.speak
         self.id_key = id_key
         self._ms_per_character = card.seconds_per_character * 1000
-        by_role = (
-            [defaults]
-            if speak == "answer"
-            else [defaults.of(role) for role in _ROLES.get(speak, ("user", "assistant"))]
-        )
+        by_role = [defaults.of(role) for role in _ROLES if spec.speak in (role, "auto", "all")]
         # All roles are checked, because each may have settings that no line can correct.
-        passed = [self._passes(generation) for generation in by_role]
-        self._plain_lines_pass = all(passed)
+        passed = [self._passes(generation) for generation in by_role or [defaults]]
+        self._plain_lines_pass = all(passed) and bool(by_role) and not spec.respells
 
     def _passes(self, generation: Generation) -> bool:
         """Whether a line of plain text passes with these settings. Raises `InputError` for settings that no
@@ -139,7 +121,6 @@ class LineChecker:
         good: list[GoodLine] = []
         rejected: list[RejectedLine] = []
         seen: set[str] = set()
-        ms_per_character = self._ms_per_character
         for line_no, line in enumerate(batch.lines, batch.first):
             if isinstance(line, RejectedLine):
                 rejected.append(line)
@@ -154,15 +135,23 @@ class LineChecker:
                 example_id = dialogue.example_id
                 if example_id in seen:
                     raise duplicate(example_id, self.id_key)
-                if (turns := self._plain_turn(dialogue)) is not None:
-                    characters = len(dialogue.messages[turns[0]][2])
-                else:
+                plain = None
+                if self._plain_lines_pass and dialogue.generation is None:
+                    plain = plain_turn(dialogue.messages, self._speak, self._able.max_text_characters)
+                if plain is None:
+                    # This takes three times as long.
                     characters, references, turns, spoken = self._accept(dialogue, reference_key)
+                else:
+                    text, turns = dialogue.messages[plain][2], (plain,)
+                    characters = len(text)
+                    if self._check_text is not None:
+                        self._check_text(text)
             except InputError as error:
                 rejected.append(rejected_line(line_no, error, example_id))
                 continue
             seen.add(example_id)
-            estimated_ms, items = int(characters * ms_per_character), 1 if turns is None else len(turns)
+            items = 1 if turns is None else len(turns)
+            estimated_ms = int(characters * self._ms_per_character)
             good.append(GoodLine(line_no, example_id, line, estimated_ms, references, turns, items, spoken))
         return good, rejected
 
@@ -183,7 +172,7 @@ class LineChecker:
         else:
             others = [message[1] for message in messages if message[1] not in ("text", "audio")]
             other = f", but a message of modality {others[0]!r}" if others else ""
-            what = {"user": "user text", "assistant": "assistant text"}.get(self._speak, "text to speak")
+            what = f"{self._speak} text" if self._speak in _ROLES else "text to speak"
             advice = "Add such a text message to the line, or choose another role with --speak."
             raise InputError(ErrorCode.INPUT_EMPTY_TEXT, f"The dialogue has no {what}{other}.", advice)
         references = {place: reference_key(messages[place][2]) for place in recordings}
@@ -236,43 +225,10 @@ class LineChecker:
                 raise self._voices.refusal(settings.voice) from None
             raise
 
-    def _plain_turn(self, dialogue: Dialogue) -> tuple[int] | None:
-        """The place of the turn of a line that has only text and one valid spoken message, as most lines do.
-        None: any other line, for `_accept`, which takes three times as long."""
-        speak = self._speak
-        plain = self._plain_lines_pass and self._spoken_text is None
-        if speak == "answer" or dialogue.generation is not None or not plain:
-            return None
-        user = assistant = -1
-        users = assistants = 0
-        for place, (role, modality, _) in enumerate(dialogue.messages):
-            if modality != "text":
-                return None
-            if role == "user":
-                user = place
-                users += 1
-            elif role == "assistant":
-                assistant = place
-                assistants += 1
-        if speak == "user" or (not assistants and speak != "assistant"):
-            turn, spoken = user, users
-        elif speak != "all" or not users:
-            turn, spoken = assistant, assistants
-        else:
-            return None
-        if spoken != 1:
-            return None
-        text = dialogue.messages[turn][2]
-        if not text or len(text) > self._max_characters or not ("!" <= text[0] <= "~" or is_visible(text)):
-            return None
-        if self._check_text is not None:
-            self._check_text(text)
-        return (turn,)
-
 
 def duplicate(example_id: str, key: str) -> InputError:
     """The error of a line with the example_id of an earlier line; `key`: the name of the id in the input."""
-    message = f"An earlier line has the {key} {clean(example_id, 100)!r}."
+    message = f"An earlier line has the {key} {printable(example_id, 100)!r}."
     return InputError(ErrorCode.INPUT_DUPLICATE_ID, message, "Give every line a unique id.")
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from jobs.dialogue import clean
+from jobs.formatting import printable
 from jobs.layout import is_reference_key, put_hashed, reference_key, references_prefix
 from jobs.store.base import ObjectStore, sha256_of
 from pipelines.errors import ErrorCode, InputError, StoreError
@@ -65,7 +65,7 @@ class ReferenceReader:
         if _URL.match(content):
             raise InputError(
                 ErrorCode.INPUT_AUDIO_FORBIDDEN,
-                f"The audio {clean(content, 200)!r} is a URL. URLs are not fetched.",
+                f"The audio {printable(content, 200)!r} is a URL. URLs are not fetched.",
                 "Use a path below the input's folder or below `audio_roots`.",
             )
         try:
@@ -75,7 +75,7 @@ class ReferenceReader:
         if not any(path.is_relative_to(root) for root in self._roots):
             raise InputError(
                 ErrorCode.INPUT_AUDIO_FORBIDDEN,
-                f"The audio {clean(content, 200)!r} is outside the allowed folders.",
+                f"The audio {printable(content, 200)!r} is outside the allowed folders.",
                 "Move it below the input's folder, or add its folder to the setting `audio_roots`.",
             )
         return str(path)
@@ -142,7 +142,7 @@ def load_reference(store: ObjectStore, job_id: str, content: str) -> bytes:
     if not content.startswith(references_prefix(job_id)):
         raise InputError(
             ErrorCode.INPUT_AUDIO_FORBIDDEN,
-            f"{clean(content, 200)!r} is not a reference of job {job_id}.",
+            f"{printable(content, 200)!r} is not a reference of job {job_id}.",
             "Submit it again.",
         )
     data = _read_object(store, content, content)
@@ -179,13 +179,13 @@ def _read_file(path: str, content: str) -> bytes:
 def _missing(content: str) -> InputError:
     return InputError(
         ErrorCode.INPUT_AUDIO_MISSING,
-        f"There is no audio file {clean(content, 200)!r}.",
+        f"There is no audio file {printable(content, 200)!r}.",
         "Check the path in the line.",
     )
 
 
 def _named(content: str) -> str:
-    return f"The audio {clean(content, 200)!r}"
+    return f"The audio {printable(content, 200)!r}"
 
 
 def _unreadable(name: str, reason: str) -> InputError:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 
 import zstandard
 
-from jobs.dialogue import clean
+from jobs.formatting import printable
 from jobs.ledger.records import RejectedLine
 from jobs.store import is_remote
 from jobs.store.base import sha256_of
@@ -244,7 +244,9 @@ def dataset_files(folder: Path) -> list[Path]:
     with input_errors(str(folder)):
         if (folder / "dataset_dict.json").is_file():
             splits = ", ".join(sorted(str(state.parent) for state in folder.glob("*/state.json")))
-            raise _unreadable(str(folder), "is a dataset with several splits", f"Give one: {clean(splits)}.")
+            raise _unreadable(
+                str(folder), "is a dataset with several splits", f"Give one: {printable(splits, 500)}."
+            )
         state = folder / "state.json"
         listed = state.read_text() if state.is_file() else ""
         return [folder / name for name in re.findall(r'"filename": "([^"/]+)"', listed)]
@@ -275,7 +277,7 @@ def check_source(source: str) -> str:
 
 def rejected_line(line: int, error: InputError, example_id: str | None = None) -> RejectedLine:
     """The record of a line that is rejected with this error. `example_id`: its id, if that is valid."""
-    return RejectedLine(line, error.code, clean(str(error)), example_id)
+    return RejectedLine(line, error.code, printable(str(error), 500), example_id)
 
 
 def line_too_long() -> InputError:

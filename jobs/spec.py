@@ -11,13 +11,14 @@ import msgspec
 
 from jobs.checks import ALIGNER, Quality
 from jobs.columns import check_columns
-from jobs.dialogue import CUSTOM_ID, clean
+from jobs.dialogue import CUSTOM_ID
+from jobs.formatting import printable
 from jobs.input_format import TABLES, AskedFormat, InputFormat, format_of
 from jobs.input_records import ALL, SPEAKERS, Records, speakers_sha256
 from jobs.ledger.records import JobSpec
 from jobs.line_check import LineChecker
 from jobs.source import Source
-from jobs.spoken_text import SpokenText, with_spoken_text
+from jobs.spoken_text import with_spoken_text
 from jobs.voice_pool import PoolFolder
 from jobs.voices import JobVoices, names_of
 from pipelines.audio_format import check_rate
@@ -46,11 +47,7 @@ class ResolvedSpec:
     @cached_property
     def checker(self) -> LineChecker:
         id_key = CUSTOM_ID if self.input_format == "openai-batch" else "example_id"
-        spec, joins = self.spec, not self.spec.output
-        spoken = SpokenText(spec) if spec.respells else None
-        return LineChecker(
-            self.card, spec.generation, spec.speak, self.voices, id_key, joins=joins, spoken=spoken
-        )
+        return LineChecker(self.voices, self.spec, id_key)
 
     def of_input(self, source: Source) -> ResolvedSpec:
         """The spec of a job of this input. It has the recognized format, the hash of the input's list of
@@ -153,7 +150,7 @@ def _frozen_generation(generation: Generation, card: ModelCard) -> Generation:
         and language.casefold() not in {name.casefold() for name in capabilities.languages}
     ):
         if (found := language_of(language, capabilities.languages)) is None:
-            message = f"The model {card.name} has no language {clean(language, 80)!r}."
+            message = f"The model {card.name} has no language {printable(language, 80)!r}."
             raise InputError(
                 ErrorCode.INPUT_UNKNOWN_LANGUAGE, message, f"It has: {', '.join(capabilities.languages)}."
             )

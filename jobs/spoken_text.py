@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from jobs import installed_version
+from jobs.columns import file_rows
 from jobs.formatting import printable
 from jobs.ledger.records import JobSpec
 from pipelines.errors import ConfigError, ErrorCode, InputError, invalid, missing_library
@@ -33,9 +34,7 @@ def read_lexicon(path: Path) -> dict[str, str]:
     """Reads a lexicon: rows of a word and its spelling, or its phonemes as `/…/`; separated by commas, in a file
     `.tsv` by tabs. Raises `config.invalid`."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-        is_tsv = path.suffix.lower() == ".tsv"
-        rows = [*csv.reader(lines, delimiter="\t" if is_tsv else ",", quoting=csv.QUOTE_NONE if is_tsv else csv.QUOTE_MINIMAL, strict=True)]  # fmt: skip
+        rows = [row for _, row in file_rows(path)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise _refused(path, f"cannot be read: {error}") from None
     entries: dict[str, str] = {}

@@ -6,7 +6,6 @@ content).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, cast
 
@@ -18,7 +17,6 @@ from pipelines.validation import is_visible
 Speak = Literal["auto", "user", "assistant", "all", "answer"]
 
 Triple = tuple[Role, Modality, str]
-_TURN_SUFFIX = re.compile(r":turn[0-9]+\Z")
 _NO_KEYS: Mapping[int, str] = {}
 
 
@@ -29,6 +27,28 @@ def spoken_turns(messages: Sequence[Triple], speak: Speak) -> tuple[int, ...]:
         silent = [place for place in assistant if not _recordings(messages, place)]
         return tuple(silent or user)
     return tuple(sorted(([] if speak == "assistant" else user) + ([] if speak == "user" else assistant)))
+
+
+def plain_turn(messages: Sequence[Triple], speak: Speak, max_characters: int) -> int | None:
+    """The only spoken turn of a dialogue that has only text, as most have, if that turn is visible and not too long.
+    None: any other dialogue, for `turns_and_recordings`."""
+    places: dict[str, list[int]] = {"user": [], "assistant": [], "system": []}
+    for place, (role, modality, _) in enumerate(messages):
+        if modality != "text":
+            return None
+        places[role].append(place)
+    user, assistant = places["user"], places["assistant"]
+    if speak == "all":
+        turns = user + assistant
+    elif speak == "auto":
+        turns = assistant or user
+    else:
+        turns = places[speak]
+    if len(turns) != 1:
+        return None
+    text = messages[turns[0]][2]
+    visible = text and ("!" <= text[0] <= "~" or is_visible(text))
+    return turns[0] if visible and len(text) <= max_characters else None
 
 
 def turns_and_recordings(
@@ -99,18 +119,6 @@ def with_audio(messages: Sequence[Sequence[str]], audio: Mapping[int, str]) -> I
         if place in after:
             role, where = after[place]
             yield [role, "audio", where]
-
-
-def row_id(example_id: str, turn: int, *, several: bool, speaks_turns: bool) -> str:
-    """The id of an item in a dataset with one row per item: `example_id:turn1` in a dialogue with several
-    spoken turns, else the example id. It is unique in the job: if the job may have such dialogues
-    (`speaks_turns`), an example id that ends like a turn's id gets the turn appended too.
-    """
-    return (
-        f"{example_id}:turn{turn}"
-        if several or (speaks_turns and _TURN_SUFFIX.search(example_id))
-        else example_id
-    )
 
 
 def _places(messages: Iterable[Triple], role: Role, kind: Modality = "text") -> list[int]:

@@ -8,6 +8,7 @@ import heapq
 import math
 import os
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -16,7 +17,9 @@ from typing import cast
 
 import msgspec
 
-from jobs.dialogue import Dialogue, clean, parse_line
+from jobs.columns import file_rows
+from jobs.dialogue import Dialogue, parse_line
+from jobs.formatting import printable
 from jobs.ledger.records import JobSpec, VoicePool
 from jobs.references import read_audio_file
 from jobs.source import Record
@@ -73,8 +76,8 @@ def read_pool(
         weights: dict[str, float] = {}
         recordings: dict[str, PoolRecording] = {}
         for name, weight, audio, text in rows:
-            if name != name.strip() or clean(name, MAX_NAME_CHARACTERS) != name or not name:
-                reason = f"'{clean(name, 80)}' cannot be the name of a voice: it must have 1 to {MAX_NAME_CHARACTERS} visible characters, without a space at an end"
+            if name != name.strip() or printable(name, MAX_NAME_CHARACTERS) != name or not name:
+                reason = f"'{printable(name, 80)}' cannot be the name of a voice: it must have 1 to {MAX_NAME_CHARACTERS} visible characters, without a space at an end"
                 raise _refused(which, reason)
             if name in weights:
                 raise _refused(which, f"the voice {name!r} occurs twice")
@@ -118,35 +121,28 @@ def _text_beside(folder: Path, audio: Path) -> str:
         with path.open(encoding="utf-8-sig") as file:
             return _text(folder, path.name, file.read(8 * MAX_TEXT_CHARACTERS))
     except UnicodeDecodeError as error:
-        raise _refused(folder, f"the text {clean(path.name, 80)} is not UTF-8") from error
+        raise _refused(folder, f"the text {printable(path.name, 80)} is not UTF-8") from error
 
 
 def _of_table(table: Path) -> Iterator[_Row]:
     if table.stat().st_size > MAX_LIST_BYTES:
         raise _refused(table, f"it is larger than {MAX_LIST_BYTES >> 20} MiB")
-    with table.open(newline="", encoding="utf-8-sig") as lines:
-        if table.suffix.lower() == ".tsv":
-            rows = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
-        else:
-            header = lines.readline()
-            lines.seek(0)
-            has_semicolons = ";" in header and "," not in header
-            rows = csv.reader(lines, delimiter=";" if has_semicolons else ",", strict=True)
-        names = [name.strip() for name in next(rows, [])]
-        if not {"voice", "recording"} & set(names):
-            raise _refused(table, "it has neither a column `voice` nor a column `recording`")
-        for cells in rows:
-            if not any(cells):
-                continue
-            where = f"line {rows.line_num}"
-            if len(cells) != len(names):
-                reason = f"{where} has {len(cells)} fields, but the header has {len(names)}"
-                raise _refused(table, reason)
-            row = dict(zip(names, cells))
-            recording, text = row.get("recording") or "", row.get("text") or ""
-            audio = table.parent / recording if recording else None
-            name = row.get("voice", "").strip() or os.path.splitext(recording)[0]
-            yield name, _weight(table, row.get("weight") or "1"), audio, _text(table, where, text)
+    rows = file_rows(table)
+    _, header = next(rows, (0, []))
+    names = [name.strip() for name in header]
+    if not {"voice", "recording"} & {*names}:
+        raise _refused(table, "it has neither a column `voice` nor a column `recording`")
+    for number, cells in rows:
+        if not any(cells):
+            continue
+        where = f"line {number}"
+        if len(cells) != len(names):
+            raise _refused(table, f"{where} has {len(cells)} fields, but the header has {len(names)}")
+        row = defaultdict(str, zip(names, cells))
+        recording = row["recording"]
+        name = row["voice"].strip() or os.path.splitext(recording)[0]
+        audio = table.parent / recording if recording else None
+        yield name, _weight(table, row["weight"] or "1"), audio, _text(table, where, row["text"])
 
 
 def _weight(which: str | Path, weight: str) -> float:
@@ -162,14 +158,14 @@ def _weight(which: str | Path, weight: str) -> float:
 def _text(which: str | Path, where: str, text: str) -> str:
     """The text of a recording, on one line; `where` is its place."""
     if len(text) > MAX_TEXT_CHARACTERS and len(text := " ".join(text.split())) > MAX_TEXT_CHARACTERS:
-        reason = f"the text of {clean(where, 80)} has more than {MAX_TEXT_CHARACTERS:,} characters"
+        reason = f"the text of {printable(where, 80)} has more than {MAX_TEXT_CHARACTERS:,} characters"
         raise _refused(which, reason)
     return " ".join(text.split())
 
 
 def _refused(which: str | Path, why: str) -> ConfigError:
     advice = "Give a folder of recordings, a CSV or TSV file of voices, or names such as anna=2,ben."
-    return invalid(f"The voices '{clean(str(which), 80)}' cannot be used: {why}.", advice)
+    return invalid(f"The voices '{printable(str(which), 80)}' cannot be used: {why}.", advice)
 
 
 def voice_of_speaker(spec: JobSpec) -> Callable[[str], str | None] | None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from jobs.dialogue import clean, spoken_text
+from jobs.dialogue import spoken_text
+from jobs.formatting import printable
 from jobs.layout import references_prefix
 from jobs.ledger.records import FrozenVoice, Job, JobSpec
 from jobs.references import ReferenceAudio, checked_audio, put_reference
@@ -100,13 +101,15 @@ class JobVoices:
             return known
         stored = self.names
         if name in stored:
-            message = f"{clean(name, 80)!r} is a stored voice, which the model {self.card.name} cannot clone."
+            message = (
+                f"{printable(name, 80)!r} is a stored voice, which the model {self.card.name} cannot clone."
+            )
             return unsupported(message, "Use a model that clones voices, or a voice of this model.")
         voices = self.card.capabilities.voices
         has = f"It has: {', '.join(voices)}. " if voices else ""
         if self.can_clone and self.folder is not None:
             has += f"{nearest(name, stored)}`nightjar voices list` shows the stored voices."
-        message = f"The model {self.card.name} has no voice {clean(name, 80)!r}."
+        message = f"The model {self.card.name} has no voice {printable(name, 80)!r}."
         advice = has or "It has no named voices: remove `voice`."
         return InputError(ErrorCode.INPUT_UNKNOWN_VOICE, message, advice)
 

@@ -7,22 +7,22 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from jobs.columns import Columns
-from jobs.dialogue import chat_dialogue, chosen_id, clean, row_dialogue
+from jobs.columns import Columns, row_converter
+from jobs.dialogue import chat_dialogue, chosen_id, row_dialogue
+from jobs.formatting import printable
 from jobs.input_format import wrong_format
 from jobs.input_records import ROWS, bytes_columns, cells_of, left_out_note, supervision_rows
 from jobs.ledger.records import JobSpec, Reading
 from jobs.own_files import own_path
 from jobs.store import is_remote
 from jobs.voice_pool import voice_of_speaker
-from pipelines.errors import ErrorCode, InputError, StoreError, missing_library
+from pipelines.errors import ErrorCode, InputError, StoreError, bad_line, missing_library
 
 #: Name of the folder for inputs from Python objects, within the state folder.
 INPUTS = "inputs"
@@ -86,16 +86,15 @@ def _check_collection(records: Any) -> None:
 
 
 def _lines(records: Iterable[Any], chosen: Reading, voice_of: VoiceOf, left_out: set[str]) -> Iterator[bytes]:
-    # Cached, because most rows have the same columns.
-    columns_of = lru_cache(lambda names: Columns(names, chosen, _NO_URI, voice_of, left_out, whole=False))
+    of_row = row_converter(chosen, voice_of, left_out)
     for number, record in enumerate(_rows(records, chosen, left_out), 1):
         try:
-            yield _absolute(_dialogue(record, number, voice_of, columns_of)) + b"\n"
+            yield _absolute(_dialogue(record, number, voice_of, of_row)) + b"\n"
         except InputError as error:
             raise InputError(error.code, f"Record {number}: {error.message}", error.advice) from None
         except (TypeError, ValueError) as error:
-            message = f"Record {number} cannot be written as JSON: {clean(str(error), 200)}."
-            raise InputError(ErrorCode.INPUT_BAD_LINE, message, "Give texts, numbers and lists.") from None
+            message = f"Record {number} cannot be written as JSON: {printable(str(error), 200)}."
+            raise bad_line(message, "Give texts, numbers and lists.") from None
 
 
 def _rows(records: Any, chosen: Reading, left_out: set[str]) -> Iterator[Any]:
@@ -140,13 +139,13 @@ def _table(records: Any) -> tuple[Any, Callable[[list[str]], Iterator[Any]]]:
             raise missing_library("Reading a table", "pyarrow", "export") from None
         except (TypeError, ValueError, OverflowError) as error:
             advice = "Give each column one type, or leave the column out."
-            raise wrong_format(_NO_URI, f"is no table: {clean(str(error), 200)}", advice) from None
+            raise wrong_format(_NO_URI, f"is no table: {printable(str(error), 200)}", advice) from None
         return reader.schema, lambda names: (batch.select(names) for batch in reader)
     return None, iter
 
 
 def _dialogue(
-    record: Any, number: int, voice_of: VoiceOf, columns_of: Callable[[tuple[str, ...]], Columns]
+    record: Any, number: int, voice_of: VoiceOf, of_row: Callable[[Mapping[str, Any], int], bytes]
 ) -> bytes:
     """The dialogue of a record as JSON. Raises `InputError`, and TypeError for values that JSON cannot represent."""
     if isinstance(record, str):
@@ -155,13 +154,12 @@ def _dialogue(
         if not isinstance(getattr(record, "text", None), str):
             kind = type(record).__name__
             message = f"A value of type {kind} is not a text, a dialogue, a row or a supervision."
-            advice = "Give texts, or mappings with `text` or `messages`."
-            raise InputError(ErrorCode.INPUT_BAD_LINE, message, advice)
+            raise bad_line(message, "Give texts, or mappings with `text` or `messages`.")
         found = {key: getattr(record, key, None) for key in ("text", "id", "speaker")}
         record = {key: str(value) for key, value in found.items() if value}
     messages = record.get("messages")
     if messages is None:
-        return columns_of(tuple(record)).dialogue(record.__getitem__, number)
+        return of_row(record, number)
     if voice_of is not None:
         advice = "Give rows with `text` and `speaker`, or leave `voice_for` and `voices_by` out."
         raise InputError(ErrorCode.INPUT_WRONG_FORMAT, "A dialogue names no speaker.", advice)
@@ -169,7 +167,7 @@ def _dialogue(
         isinstance(message, str) or not isinstance(message, Collection) for message in messages
     ):
         advice = "Write them as [role, modality, content], or as mappings with `role` and `content`."
-        raise InputError(ErrorCode.INPUT_BAD_LINE, "`messages` is not a list of messages.", advice)
+        raise bad_line("`messages` is not a list of messages.", advice)
     if messages and isinstance(messages[0], Mapping):
         return chat_dialogue(_encode(record), number)
     named = chosen_id(record.get("example_id"), record.get("id"))
@@ -182,9 +180,7 @@ def _absolute(line: bytes) -> bytes:
         return line
     dialogue = msgspec.json.decode(line)
     for message in dialogue["messages"]:
-        if isinstance(message, list) and len(message) == 3 and message[1] == "audio":
-            content = message[2]
-            message[2] = (
-                os.path.abspath(content) if isinstance(content, str) and not is_remote(content) else content
-            )
+        is_audio = isinstance(message, list) and len(message) == 3 and message[1] == "audio"
+        if is_audio and isinstance(message[2], str) and not is_remote(message[2]):
+            message[2] = os.path.abspath(message[2])
     return _encode(dialogue)

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import structlog
 
-from jobs.dialogue import clean
-from jobs.formatting import counted
+from jobs.formatting import counted, printable
 from jobs.job_options import SubmitOptions, job_of
 from jobs.layout import slug
 from jobs.ledger.records import Job, JobSpec, JobState
@@ -100,7 +99,7 @@ class Night:
 
     def __str__(self) -> str:
         tail = "".join(f" {part}" for part in (self.job_id, self.code or "", self.reason) if part)
-        lines = [f"{clean(self.name, 100)} {self.night.isoformat()} {self.end}{tail}"]
+        lines = [f"{printable(self.name, 100)} {self.night.isoformat()} {self.end}{tail}"]
         if self.failed_items or self.rejected_lines:
             counts = (
                 f"{counted(self.failed_items, 'item')} failed, {counted(self.rejected_lines, 'line')} refused"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -11,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from jobs.checks import Quality
-from jobs.turns import Speak, row_id
+from jobs.turns import Speak
 from pipelines.errors import ErrorCode, NotFoundError
 from pipelines.request import Generation
 
@@ -22,6 +23,7 @@ KEPT_REJECTED_LINES = 10_000
 #: The newest migration; a database at another revision is refused.
 SCHEMA_REVISION = "0001"
 MAX_MESSAGE_CHARACTERS = 2000
+_TURN_SUFFIX = re.compile(r":turn[0-9]+\Z")
 
 
 def clean(text: str) -> str:
@@ -396,8 +398,11 @@ class ItemRow(msgspec.Struct, frozen=True):
 
     @property
     def id(self) -> str:
-        """The example id, with the turn if the dialogue has several spoken turns."""
-        return row_id(self.example_id, self.turn, several=self.several, speaks_turns=self.speaks_turns)
+        """`example_id:turn1` if the dialogue has several spoken turns, else the example id. It is unique in the job: if
+        the job may have such dialogues, an example id that ends like a turn's id gets the turn appended too."""
+        if self.several or (self.speaks_turns and _TURN_SUFFIX.search(self.example_id)):
+            return f"{self.example_id}:turn{self.turn}"
+        return self.example_id
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,9 @@ import jinja2
 
 from jobs import status as figures
 from jobs.checks import CHECKS
-from jobs.dialogue import clean
 from jobs.export.files import output
 from jobs.export.items import minutes_by_voice
-from jobs.formatting import bytes_text, redact, seconds_text
+from jobs.formatting import bytes_text, printable, redact, seconds_text
 from jobs.ledger.records import Job
 from jobs.ledger.status import GAP_SECONDS
 from jobs.own_files import STATE_FOLDER, own_path
@@ -124,7 +123,7 @@ def _rendered(**page: Any) -> Iterable[str]:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"number": number, "seconds": seconds_text, "bytes": bytes_text}
-    environment.filters |= {"clean": clean, "redact": redact}
+    environment.filters |= {"clean": printable, "redact": redact}
     environment.globals |= {"figures": figures, "PACE": PACE, "GAP_SECONDS": GAP_SECONDS}
     environment.globals |= {"MIN_LEASES": MIN_LEASES, "WAVE_WIDTH": WIDTH, "WAVE_HEIGHT": HEIGHT}
     template = environment.from_string(_asset("report.html"))
@@ -164,7 +163,7 @@ def _histograms(sample: Sample, constant: Collection[str]) -> list[Chart]:
     found = [histogram("duration", "Length of an item", "s", lengths)]
     scores = sample.scores()
     for name in sorted(scores.keys() - constant, key=lambda name: (name != PACE, name)):
-        title = "Pace: letters per second" if name == PACE else f"Score: {clean(name, 60)}"
+        title = "Pace: letters per second" if name == PACE else f"Score: {printable(name, 60)}"
         unit = CHECKS[name].unit if name in CHECKS else ""
         found.append(histogram(f"score-{len(found)}", title, unit, scores[name]))
     return [chart for chart in found if chart is not None]

@@ -18,7 +18,6 @@ from jobs.export import export
 from jobs.ingest import submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import ItemState, Job, JobSpec, NewShard
-from jobs.line_check import LineChecker
 from jobs.repair import Match, repair_objects, reproduce
 from jobs.report import write_report
 from jobs.shard_file import read_shard
@@ -29,6 +28,7 @@ from jobs.verify import Expected
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.registry import register_pipeline
 from pipelines.request import Capabilities, Generation, Speech, SynthesisRequest
+from tests.support.checked_lines import line_checker
 from tests.support.cli_kit import call
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import SAMPLE_RATE, FakePipeline, spoken_text
@@ -385,7 +385,7 @@ def test_the_export_of_a_user_alone_is_submitted_again(rig: Rig, capabilities: C
         ["user", "text"],
         ["assistant", "audio"],
     ]
-    checker = LineChecker(replace(fake_card(), capabilities=capabilities), Generation(), speak="auto")
+    checker = line_checker(replace(fake_card(), capabilities=capabilities), Generation(), speak="auto")
     (good,), refused = checker.check(LineBatch(1, [(rig.folder / "espnet.jsonl").read_bytes().strip()]), str)
     assert (good.turns, dict(good.references), refused) == ((0,), {}, [])
 

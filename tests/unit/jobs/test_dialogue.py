@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.dialogue import MAX_EXAMPLE_ID_CHARACTERS, clean, parse_line, speech_position, spoken_text
+from jobs.dialogue import MAX_EXAMPLE_ID_CHARACTERS, parse_line, speech_position, spoken_text
+from jobs.formatting import printable
 from pipelines.errors import ErrorCode, InputError
 from pipelines.request import Generation, Message
 
@@ -213,5 +214,5 @@ def test_the_spoken_text() -> None:
 
 
 def test_clean_text_is_fit_for_a_terminal() -> None:
-    assert clean("a\x1b[31m\0\n\u202e") == "a\\x1b[31m\\x00\\n\\u202e"
-    assert len(clean("x" * 10_000)) < 600
+    assert printable("a\x1b[31m\0\n\u202e") == "a\\x1b[31m\\x00\\n\\u202e"
+    assert len(printable("x" * 10_000, 500)) < 600

@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.line_check import GoodLine, LineChecker
+from jobs.line_check import GoodLine
 from jobs.shard_file import ENGINE_SECONDS, ITEMS_PER_GROWTH, MAX_SHARD_BYTES, MIN_ITEMS, ShardSize, cut
 from jobs.source import LineBatch
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import ModelCard
 from pipelines.request import Capabilities, Generation, Message
 from pipelines.validation import speech_task
+from tests.support.checked_lines import line_checker
 
 PLAIN = ModelCard(
     "plain",
@@ -54,7 +55,7 @@ def test_a_line_that_is_one_item_gets_the_verdict_on_its_task(
     messages: list[tuple[str, str, str]], card: ModelCard, voice: bool
 ) -> None:
     defaults = Generation(voice="V" if voice and card is PLAIN else None)
-    checker = LineChecker(card, defaults, speak="answer")
+    checker = line_checker(card, defaults, speak="answer")
     raw = json.dumps({"example_id": "a", "messages": messages}, ensure_ascii=False).encode()
     good, rejected = checker.check(LineBatch(1, [raw]), lambda content: f"key of {content}")
     assert [line.code for line in rejected] == [code for code in [verdict(card, defaults, messages)] if code]
@@ -63,7 +64,7 @@ def test_a_line_that_is_one_item_gets_the_verdict_on_its_task(
 
 def test_a_batch() -> None:
     keys: list[str] = []
-    checker = LineChecker(replace(CLONING, seconds_per_character=0.1), Generation(), speak="answer")
+    checker = line_checker(replace(CLONING, seconds_per_character=0.1), Generation(), speak="answer")
     spoken = [["user", "audio", "v.wav"], ["user", "text", "hello"], ["assistant", "audio", "gt.wav"]]
     lines = [
         b"\xef",
@@ -94,7 +95,7 @@ def test_a_batch() -> None:
 
 def test_what_stands_in_the_place_of_a_text_is_named() -> None:
     lines = [line(messages=[["user", "video", "x.mp4"]]), line("b", [["user", "audio", "x.wav"]])]
-    _, rejected = LineChecker(PLAIN, Generation(), speak="auto").check(
+    _, rejected = line_checker(PLAIN, Generation(), speak="auto").check(
         LineBatch(1, [*lines]), lambda content: content
     )
     assert [(one.code, one.message.partition(".")[0]) for one in rejected] == [
@@ -105,7 +106,7 @@ def test_what_stands_in_the_place_of_a_text_is_named() -> None:
 
 def test_a_line_is_kept_with_its_example_id() -> None:
     raw = b'{"id": "a", "messages": [["user", "text", "hi"]]}'
-    good, rejected = LineChecker(PLAIN, Generation(), speak="auto").check(
+    good, rejected = line_checker(PLAIN, Generation(), speak="auto").check(
         LineBatch(1, [raw, raw]), lambda content: content
     )
     assert json.loads(good[0].raw)["example_id"] == good[0].example_id == "a"
@@ -130,13 +131,13 @@ def test_a_line_is_kept_with_its_example_id() -> None:
     ],
 )
 def test_settings_of_a_line_and_of_a_job(generation: dict[str, object], code: ErrorCode) -> None:
-    good, rejected = LineChecker(PLAIN, Generation(), speak="answer").check(
+    good, rejected = line_checker(PLAIN, Generation(), speak="answer").check(
         LineBatch(1, [line(generation=generation)]), str
     )
     assert not good
     assert rejected[0].code is code
     with pytest.raises(InputError) as caught:
-        LineChecker(PLAIN, Generation(**generation), speak="answer")  # type: ignore[arg-type]
+        line_checker(PLAIN, Generation(**generation), speak="answer")  # type: ignore[arg-type]
     assert caught.value.code is code
 
 

@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.cli.options import job_options
-from jobs.ledger.records import JobSpec
-from jobs.line_check import LineChecker
+from jobs.ledger.records import ItemRow, ItemState, JobSpec
 from jobs.source import LineBatch
 from jobs.spec import resolve
-from jobs.turns import Speak, reference_places, row_id, spoken_turns, turn_messages, with_audio
+from jobs.turns import Speak, reference_places, spoken_turns, turn_messages, with_audio
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import ModelCard
 from pipelines.request import Capabilities, Generation, Message
 from pipelines.validation import speech_task
+from tests.support.checked_lines import line_checker
 
 Triple = tuple[str, str, str]
 CARD = ModelCard(
@@ -138,6 +138,11 @@ def test_a_turn_in_the_words_of_a_pipeline() -> None:
     assert turn_messages(messages, 2) == (Message("system", "text", "S"), Message("user", "text", "U"))  # type: ignore[arg-type]
 
 
+def row_id(example_id: str, turn: int, *, several: bool) -> str:
+    outcome = (ItemState.DONE, 0, 1, None, None, None)
+    return ItemRow(0, example_id, *outcome, turn, several, speaks_turns=True).id
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from(["a", "a:turn1", "b:turn", ":turn0"]), st.integers(0, 3), st.booleans()),
@@ -148,13 +153,10 @@ def test_no_two_items_share_an_id(items: list[tuple[str, int, bool]]) -> None:
     # A dialogue has one spoken turn, its first, or several.
     several = {example_id: flag for example_id, _, flag in items}
     real = {(example_id, turn) for example_id, turn, _ in items if several[example_id] or turn == 0}
-    assert len(
-        {
-            row_id(example_id, turn, several=several[example_id], speaks_turns=True)
-            for example_id, turn in real
-        }
-    ) == len(real)
-    assert row_id("utterance-7", 0, several=False, speaks_turns=True) == "utterance-7"
+    assert len({row_id(example_id, turn, several=several[example_id]) for example_id, turn in real}) == len(
+        real
+    )
+    assert row_id("utterance-7", 0, several=False) == "utterance-7"
 
 
 def test_settings_of_a_role() -> None:
@@ -204,7 +206,7 @@ def test_the_quick_verdict_is_the_full_one(
         if voice and card is CARD
         else Generation()
     )
-    checker = LineChecker(card, defaults, speak=speak)
+    checker = line_checker(card, defaults, speak=speak)
     raw = json.dumps({"example_id": "a", "messages": messages}, ensure_ascii=False).encode()
     good, rejected = checker.check(LineBatch(1, [raw]), lambda content: f"key of {content}")
     code, turns = verdict(card, defaults, messages, speak)
@@ -218,7 +220,7 @@ def check(
     raw = json.dumps({"example_id": "a", "messages": messages, **rest}).encode()
     return [
         (line.code, line.message)
-        for line in LineChecker(card, Generation(), speak=speak).check(LineBatch(1, [raw]), str)[1]
+        for line in line_checker(card, Generation(), speak=speak).check(LineBatch(1, [raw]), str)[1]
     ]
 
 
@@ -247,13 +249,13 @@ def test_what_is_refused_says_what_to_do() -> None:
 def test_a_plain_text_is_held_to_the_limit_of_the_model(speak: Speak) -> None:
     for length, codes in ((20, []), (21, [ErrorCode.INPUT_TOO_LONG])):
         raw = json.dumps({"example_id": "a", "messages": [("user", "text", "a" * length)]}).encode()
-        _, rejected = LineChecker(CARD, Generation(), speak=speak).check(LineBatch(1, [raw]), str)
+        _, rejected = line_checker(CARD, Generation(), speak=speak).check(LineBatch(1, [raw]), str)
         assert [line.code for line in rejected] == codes
 
 
 def test_estimates_count_every_turn() -> None:
     raw = json.dumps({"example_id": "a", "messages": [U, A, U]}).encode()
-    (line,), _ = LineChecker(CARD, Generation(), speak="all").check(LineBatch(1, [raw]), str)
+    (line,), _ = line_checker(CARD, Generation(), speak="all").check(LineBatch(1, [raw]), str)
     assert (line.turns, line.estimated_ms) == ((0, 1, 2), 300)
 
 

@@ -1,0 +1,14 @@
+"""The checker of lines for a model without stored voices."""
+
+from __future__ import annotations
+
+from jobs.ledger.records import JobSpec
+from jobs.line_check import LineChecker
+from jobs.turns import Speak
+from jobs.voices import JobVoices
+from pipelines.registry import ModelCard
+from pipelines.request import Generation
+
+
+def line_checker(card: ModelCard, defaults: Generation, speak: Speak) -> LineChecker:
+    return LineChecker(JobVoices(card), JobSpec(card.name, generation=defaults, speak=speak))
