@@ -8,16 +8,16 @@ how their checkpoints name and store them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import conv1d, gelu, layer_norm, linear, pad, scaled_dot_product_attention, silu
+from torch.nn.functional import conv1d, gelu, layer_norm, linear, pad, scaled_dot_product_attention
 
 from kernels.codec_ops import codec_residual_unit, codec_upsample, pack_upsample, snake_beta
-from kernels.layers import rms_norm
+from kernels.layers import rms_norm, swiglu
 
 CONVNEXT_KERNEL, CONVNEXT_EPS = 7, 1e-6
 RESIDUAL_KERNEL, RESIDUAL_DILATIONS = 7, (1, 3, 9)
@@ -25,14 +25,20 @@ RESIDUAL_KERNEL, RESIDUAL_DILATIONS = 7, (1, 3, 9)
 STACK_KERNEL = 7
 
 
+class Snake(NamedTuple):
+    """x + gain * sin^2(frequency * x) for each channel (Ziyin, Hartwig and Ueda, 2020); its parameters are
+    float32 [channels]."""
+
+    frequency: Tensor
+    gain: Tensor
+
+
 class CodecLoader(Protocol):
     """Loads the weights of blocks: a `pipelines.nn.checkpoint.Loader` with a family's format of convolutions
     and snakes."""
 
-    @property
-    def unit_names(self) -> tuple[str, str, str, str]:
-        """The names of a residual unit's first snake, wide convolution, second snake and narrow convolution."""
-        ...
+    #: The names of a residual unit's first snake, wide convolution, second snake and narrow convolution.
+    unit_names: ClassVar[tuple[str, str, str, str]]
 
     def __call__(self, name: str, *shape: int) -> Tensor: ...
 
@@ -44,8 +50,8 @@ class CodecLoader(Protocol):
         """The weight of the convolution at this prefix, in the shape that `torch.nn` uses."""
         ...
 
-    def snake(self, channels: int) -> tuple[Tensor, Tensor]:
-        """Frequency and gain of the activation at this prefix, float32 [channels] each."""
+    def snake(self, channels: int) -> Snake:
+        """The activation at this prefix."""
         ...
 
 
@@ -53,13 +59,13 @@ class CodecLoader(Protocol):
 class StateSpan:
     """The part of a row's flat state that holds the last `steps` inputs of a block."""
 
-    offset: int
+    at: slice
     steps: int
     channels: int
 
-    @property
-    def end(self) -> int:
-        return self.offset + self.steps * self.channels
+    def of(self, states: Tensor) -> Tensor:
+        """The part of states [B, size], a view [B, steps, channels]."""
+        return states[:, self.at].view(-1, self.steps, self.channels)
 
 
 class StateLayout:
@@ -71,9 +77,9 @@ class StateLayout:
 
     def add(self, steps: int, channels: int) -> StateSpan:
         """Reserves room for `steps` inputs of `channels` values."""
-        span = StateSpan(self.size, steps, channels)
-        self.size = span.end
-        return span
+        start = self.size
+        self.size += steps * channels
+        return StateSpan(slice(start, self.size), steps, channels)
 
 
 class Past:
@@ -91,9 +97,7 @@ class Past:
     def swap(self, span: StateSpan, x: Tensor) -> Tensor:
         """Returns the span.steps inputs before x [B, T, C] as [B, span.steps, C]. Stores the inputs that come
         before the next chunk: the last span.steps, up to the end of x."""
-        rows, steps, _ = x.shape
-        history = self.before[:, span.offset : span.end].view(rows, span.steps, span.channels)
-        kept = self.after[:, span.offset : span.end].view(rows, span.steps, span.channels)
+        steps, history, kept = x.shape[1], span.of(self.before), span.of(self.after)
         if steps >= span.steps:
             kept.copy_(x[:, steps - span.steps :])
         else:
@@ -116,8 +120,8 @@ class PastOfEnds(Past):
     def swap(self, span: StateSpan, x: Tensor) -> Tensor:
         steps = self._ends[:, None, None] + torch.arange(-span.steps, 0, device=x.device)[:, None]
         kept = x.gather(1, steps.clamp(min=0).expand(-1, -1, span.channels)).masked_fill_(steps < 0, 0)
-        self.after[:, span.offset : span.end] = kept.flatten(1)
-        return self.before[:, span.offset : span.end].view_as(kept)
+        span.of(self.after).copy_(kept)
+        return span.of(self.before)
 
 
 class CausalConv:
@@ -151,21 +155,6 @@ class CausalConv:
         ).transpose(1, 2)
 
 
-class Repeat:
-    """Transposed convolution whose kernel equals its stride: every step becomes `factor` steps, without a
-    past."""
-
-    def __init__(self, load: CodecLoader, channels: int, factor: int) -> None:
-        weight = load.kernel(channels, channels, factor)
-        self.weight = weight.permute(2, 1, 0).reshape(factor * channels, channels).contiguous()
-        self.bias = load("bias", channels).repeat(factor)
-        self.factor = factor
-
-    def __call__(self, x: Tensor) -> Tensor:
-        rows, steps, channels = x.shape
-        return linear(x, self.weight, self.bias).view(rows, steps * self.factor, channels)
-
-
 class ConvNeXt:
     """ConvNeXt block (Liu et al., 2022): x + gamma * linear(gelu(linear(norm(depthwise(x)))))."""
 
@@ -189,34 +178,21 @@ class ConvNeXt:
         return x + self.gamma * linear(hidden, self.narrow_weight, self.narrow_bias)
 
 
-class UpsampleLayers:
-    """Repeats steps by each factor in turn, followed by a ConvNeXt block each: [B, T, channels] -> [B, T *
-    factors, channels]."""
+class UpsampleLayer:
+    """Repeats steps by a transposed convolution whose kernel equals its stride, and so has no past; then a
+    ConvNeXt block: [B, T, channels] -> [B, T * factor, channels]."""
 
-    def __init__(self, load: CodecLoader, layout: StateLayout, channels: int, factors: Sequence[int]) -> None:
-        self.layers = [
-            (
-                Repeat(load.at(f"{i}.0.conv."), channels, factor),
-                ConvNeXt(load.at(f"{i}.1."), layout, channels),
-            )
-            for i, factor in enumerate(factors)
-        ]
+    def __init__(self, load: CodecLoader, layout: StateLayout, channels: int, factor: int) -> None:
+        weight = load.at("0.conv.").kernel(channels, channels, factor)
+        self.weight = weight.permute(2, 1, 0).reshape(factor * channels, channels).contiguous()
+        self.bias = load("0.conv.bias", channels).repeat(factor)
+        self.factor = factor
+        self.block = ConvNeXt(load.at("1."), layout, channels)
 
     def __call__(self, x: Tensor, past: Past | None) -> Tensor:
-        for repeat, convnext in self.layers:
-            x = convnext(repeat(x), past)
-        return x
-
-
-class Snake:
-    """x + gain * sin^2(frequency * x) for each channel (Ziyin, Hartwig and Ueda, 2020); its parameters are
-    float32 [channels]."""
-
-    def __init__(self, load: CodecLoader, channels: int) -> None:
-        self.frequency, self.gain = load.snake(channels)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return snake_beta(x, self.frequency, self.gain)
+        rows, steps, channels = x.shape
+        repeated = linear(x, self.weight, self.bias).view(rows, steps * self.factor, channels)
+        return self.block(repeated, past)
 
 
 class ResidualUnit:
@@ -224,7 +200,7 @@ class ResidualUnit:
 
     def __init__(self, load: CodecLoader, layout: StateLayout, channels: int, dilation: int) -> None:
         first, wide, second, narrow = (load.at(name) for name in load.unit_names)
-        self.first, self.second = Snake(first, channels), Snake(second, channels)
+        self.first, self.second = first.snake(channels), second.snake(channels)
         self.weight1 = wide.kernel(channels, channels, RESIDUAL_KERNEL)
         self.bias1 = wide("bias", channels)
         self.weight2 = narrow.kernel(channels, channels, 1).squeeze(2)
@@ -234,9 +210,8 @@ class ResidualUnit:
 
     def __call__(self, x: Tensor, past: Past | None) -> Tensor:
         history = None if past is None else past.swap(self.span, x)
-        one = (self.first.frequency, self.first.gain, self.weight1, self.bias1)
-        two = (self.second.frequency, self.second.gain, self.weight2, self.bias2)
-        return codec_residual_unit(x, history, *one, *two, self.dilation)
+        wide, narrow = (self.weight1, self.bias1), (self.weight2, self.bias2)
+        return codec_residual_unit(x, history, *self.first, *wide, *self.second, *narrow, self.dilation)
 
 
 class UpsampleBlock:
@@ -245,7 +220,7 @@ class UpsampleBlock:
 
     def __init__(self, load: CodecLoader, layout: StateLayout, channels: int, rate: int) -> None:
         half = channels // 2
-        self.snake = Snake(load.at("block.0."), channels)
+        self.snake = load.at("block.0.").snake(channels)
         self.weight = pack_upsample(load.at("block.1.conv.").kernel(channels, half, 2 * rate))
         self.bias = load("block.1.conv.bias", half)
         self.rate = rate
@@ -257,9 +232,7 @@ class UpsampleBlock:
 
     def __call__(self, x: Tensor, past: Past | None) -> Tensor:
         history = None if past is None else past.swap(self.span, x)
-        x = codec_upsample(
-            x, history, self.snake.frequency, self.snake.gain, self.weight, self.bias, self.rate
-        )
+        x = codec_upsample(x, history, *self.snake, self.weight, self.bias, self.rate)
         for unit in self.units:
             x = unit(x, past)
         return x
@@ -290,7 +263,7 @@ class ConvStack:
         self.blocks = [
             UpsampleBlock(load.at(f"{i + 1}."), layout, widths[i], rate) for i, rate in enumerate(rates)
         ]
-        self.snake = Snake(load.at(f"{last}."), widths[-1])
+        self.snake = load.at(f"{last}.").snake(widths[-1])
         self.head = CausalConv(load.at(f"{last + 1}.conv."), layout, widths[-1], 1, STACK_KERNEL)
         self.tanh = tanh
 
@@ -300,22 +273,12 @@ class ConvStack:
         x = self.stem(x, past)
         for block in self.blocks:
             x = block(x, past)
-        samples = self.head(self.snake(x), past).squeeze(2).float()
+        samples = self.head(snake_beta(x, *self.snake), past).squeeze(2).float()
         return torch.tanh(samples) if self.tanh else samples.clamp(-1.0, 1.0)
 
 
 #: Maximum queries that attend at once, so that masks do not grow with the square of a recording's length.
 ATTENTION_STEPS = 1024
-
-#: Positions int64 [B, T] and the type of the activations -> cosines and sines, [B, 1, T, head_dim] each.
-Rotary = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
-
-
-def angles(positions: Tensor, frequencies: Tensor) -> Tensor:
-    """Angles of rotary embedding in half-split layout: positions [B, T], frequencies float32 [head_dim /
-    2] -> [B, 1, T, head_dim]."""
-    found = positions[:, None, :, None].float() * frequencies
-    return torch.cat((found, found), dim=-1)
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -325,52 +288,32 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return (wide * cosine + torch.cat((-second, first), dim=-1) * sine).to(x.dtype)
 
 
-def window_mask(queries: Tensor, keys: Tensor, window: int) -> Tensor:
-    """The mask of the keys that a query attends to: key j for query i if i - window < j <= i and j >= 0.
+def window_masks(
+    positions: Tensor, window: int, with_past: bool, dtype: torch.dtype
+) -> list[tuple[slice, slice, Tensor]]:
+    """The masks of causal attention in a window, for all layers of a pass: which queries, the keys that they
+    can see, and the mask [B, 1, queries, keys].
 
-    queries: positions [B, T]; keys: positions [B, K]. Returns bool [B, 1, T, K].
+    positions: int64 [B, T] of the queries. The keys are those of the same steps, after those of the `window` - 1
+    steps before them if `with_past`. Key j is seen by query i if i - window < j <= i and j >= 0. A mask is
+    bool; on a GPU it has numbers of type `dtype` that are added, so that it is not converted in every layer.
     """
-    distance = queries[:, :, None] - keys[:, None, :]
-    return ((distance >= 0) & (distance < window) & (keys[:, None, :] >= 0)).unsqueeze(1)
-
-
-class WindowAttention:
-    """Causal attention in a window, with masks made once for all layers of a pass.
-
-    positions: int64 [B, T] of the queries. Keys and values are those of the same steps, preceded by those of
-    the `window` - 1 steps before them if `with_past`.
-    """
-
-    def __init__(self, positions: Tensor, window: int, with_past: bool, dtype: torch.dtype) -> None:
-        keys, earlier, steps = positions, 0, positions.shape[1]
-        if with_past:
-            earlier = window - 1
-            keys = torch.cat(
-                (positions[:, :1] + torch.arange(-earlier, 0, device=positions.device), positions), dim=1
-            )
-        self._parts: list[tuple[slice, slice, Tensor]] = []
-        for start in range(0, steps, ATTENTION_STEPS):
-            end = min(start + ATTENTION_STEPS, steps)
-            seen = slice(max(0, start + earlier - window + 1), end + earlier)
-            mask = window_mask(positions[:, start:end], keys[:, seen], window)
-            if mask.is_cuda:
-                # The mask as numbers that are added, so that it is not converted in every layer.
-                mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
-                    ~mask, -torch.inf
-                )
-            self._parts.append((slice(start, end), seen, mask))
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query: [B, heads, T, head_dim]; key, value: [B, kv_heads, earlier + T, head_dim]. Returns [B,
-        heads, T, head_dim]."""
-        grouped = query.shape[1] != key.shape[1]
-        parts = [
-            scaled_dot_product_attention(
-                query[:, :, at], key[:, :, seen], value[:, :, seen], attn_mask=mask, enable_gqa=grouped
-            )
-            for at, seen, mask in self._parts
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    keys, earlier, steps = positions, 0, positions.shape[1]
+    if with_past:
+        earlier = window - 1
+        keys = torch.cat(
+            (positions[:, :1] + torch.arange(-earlier, 0, device=positions.device), positions), dim=1
+        )
+    masks: list[tuple[slice, slice, Tensor]] = []
+    for start in range(0, steps, ATTENTION_STEPS):
+        end = min(start + ATTENTION_STEPS, steps)
+        seen = slice(max(0, start + earlier - window + 1), end + earlier)
+        distance = positions[:, start:end, None] - keys[:, None, seen]
+        mask = ((distance >= 0) & (distance < window) & (keys[:, None, seen] >= 0)).unsqueeze(1)
+        if mask.is_cuda:
+            mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+        masks.append((slice(start, end), seen, mask))
+    return masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,46 +340,51 @@ class TransformerLayer:
         weights: LayerWeights,
         layout: StateLayout,
         head_dim: int,
-        kv_width: int,
+        kv_heads: int,
         window: int,
         eps: float,
     ) -> None:
-        self.weights, self.eps = weights, eps
-        self.head_dim, self.kv_width = head_dim, kv_width
-        self._widths = (len(weights.qkv) - 2 * kv_width, kv_width, kv_width)
-        self.span = layout.add(window - 1, 2 * kv_width)
+        self.weights, self.eps, self.head_dim = weights, eps, head_dim
+        self.heads, self.kv_heads = len(weights.qkv) // head_dim - 2 * kv_heads, kv_heads
+        self.span = layout.add(window - 1, 2 * kv_heads * head_dim)
 
     def __call__(
-        self, x: Tensor, cosine: Tensor, sine: Tensor, attend: WindowAttention, past: Past | None
+        self,
+        x: Tensor,
+        cosine: Tensor,
+        sine: Tensor,
+        masks: Sequence[tuple[slice, slice, Tensor]],
+        past: Past | None,
     ) -> Tensor:
-        """x: [B, T, dim] -> [B, T, dim]."""
-        weights = self.weights
-        x = x + weights.scale1 * self._attention(
-            rms_norm(x, weights.norm1, self.eps), cosine, sine, attend, past
-        )
-        gate, up = linear(rms_norm(x, weights.norm2, self.eps), weights.gate_up).chunk(2, dim=-1)
-        return x + weights.scale2 * linear(silu(gate) * up, weights.down)
-
-    def _attention(
-        self, x: Tensor, cosine: Tensor, sine: Tensor, attend: WindowAttention, past: Past | None
-    ) -> Tensor:
-        weights = self.weights
-        query, key, value = linear(x, weights.qkv).split(self._widths, dim=-1)
-        query = rotate(self._heads(query), cosine, sine)
-        key = rotate(self._heads(key), cosine, sine)
+        """x: [B, T, dim] -> [B, T, dim]; cosine, sine: [B, 1, T, head_dim]; `masks`: see `window_masks`."""
+        weights, split = self.weights, (-1, self.head_dim)
+        projected = linear(rms_norm(x, weights.norm1, self.eps), weights.qkv)
+        heads = projected.unflatten(-1, split).transpose(1, 2)
+        query, key, value = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
         if past is not None:
-            pairs = torch.cat((key.transpose(1, 2).flatten(2), value), dim=-1)
-            flat_key, value = torch.cat((past.swap(self.span, pairs), pairs), dim=1).chunk(2, dim=-1)
-            key = self._heads(flat_key)
-        attended = attend(query, key, self._heads(value))
-        return linear(attended.transpose(1, 2).flatten(2), weights.out)
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            pairs = torch.cat((key.transpose(1, 2), value.transpose(1, 2)), dim=2).flatten(2)
+            pairs = torch.cat((past.swap(self.span, pairs), pairs), dim=1)
+            key, value = pairs.unflatten(-1, split).transpose(1, 2).chunk(2, dim=1)
+        grouped = self.heads != self.kv_heads
+        parts = [
+            scaled_dot_product_attention(
+                query[:, :, at], key[:, :, seen], value[:, :, seen], attn_mask=mask, enable_gqa=grouped
+            )
+            for at, seen, mask in masks
+        ]
+        attended = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        x = x + weights.scale1 * linear(attended.transpose(1, 2).flatten(2), weights.out)
+        inner = swiglu(linear(rms_norm(x, weights.norm2, self.eps), weights.gate_up))
+        return x + weights.scale2 * linear(inner, weights.down)
 
 
 class WindowTransformer:
-    """A causal sliding-window transformer: [B, T, dim] -> [B, T, dim]. Positions count its steps."""
+    """A causal sliding-window transformer: [B, T, dim] -> [B, T, dim]. Positions count its steps.
+
+    `frequencies`: those of rotary embedding, float32 [head_dim / 2]. `rounded`: whether its cosines and sines are
+    rounded to bfloat16 and then applied in float32, as in training.
+    """
 
     def __init__(
         self,
@@ -444,20 +392,30 @@ class WindowTransformer:
         layout: StateLayout,
         norm: Tensor,
         head_dim: int,
-        kv_width: int,
+        kv_heads: int,
         window: int,
         eps: float,
-        rotary: Rotary,
+        frequencies: Tensor,
+        rounded: bool = False,
     ) -> None:
-        self.layers = [TransformerLayer(one, layout, head_dim, kv_width, window, eps) for one in layers]
-        self.norm, self.eps = norm, eps
-        self.window, self.rotary = window, rotary
+        self.layers = [TransformerLayer(one, layout, head_dim, kv_heads, window, eps) for one in layers]
+        self.norm, self.eps, self.window = norm, eps, window
+        self._frequencies, self._rounded = frequencies, rounded
 
     def __call__(self, x: Tensor, past: Past | None) -> Tensor:
         offsets = torch.arange(x.shape[1], device=x.device)[None]
         positions = offsets if past is None else past.positions[:, None] + offsets
         cosine, sine = self.rotary(positions, x.dtype)
-        attend = WindowAttention(positions, self.window, past is not None, x.dtype)
+        masks = window_masks(positions, self.window, past is not None, x.dtype)
         for layer in self.layers:
-            x = layer(x, cosine, sine, attend, past)
+            x = layer(x, cosine, sine, masks, past)
         return rms_norm(x, self.norm, self.eps)
+
+    def rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of rotary embedding in half-split layout, computed in float32: positions [B, T] ->
+        [B, 1, T, head_dim] each, in `dtype` unless they are rounded."""
+        half = positions[:, None, :, None].float() * self._frequencies
+        angles = torch.cat((half, half), dim=-1)
+        if self._rounded:
+            return angles.cos().bfloat16().float(), angles.sin().bfloat16().float()
+        return angles.cos().to(dtype), angles.sin().to(dtype)

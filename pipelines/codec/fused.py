@@ -38,7 +38,7 @@ from pipelines.codec.blocks import (
     StateSpan,
     TransformerLayer,
     UpsampleBlock,
-    UpsampleLayers,
+    UpsampleLayer,
     WindowTransformer,
 )
 
@@ -241,16 +241,14 @@ def _buffer(
     if past is None:
         return like.new_empty(like.shape[0], steps, channels), 0
     buffer = like.new_empty(like.shape[0], span.steps + steps, channels)
-    buffer[:, : span.steps] = past.before[:, span.offset : span.end].view(-1, span.steps, span.channels)
+    buffer[:, : span.steps] = span.of(past.before)
     return buffer, span.steps
 
 
 def _settle(a: Tensor, lead: int, span: StateSpan, past: Past | None) -> Tensor:
     """Stores the last steps of an activated input for the next chunk; returns the input."""
     if past is not None:
-        past.after[:, span.offset : span.end].view(-1, span.steps, span.channels).copy_(
-            a[:, a.shape[1] - lead :]
-        )
+        span.of(past.after).copy_(a[:, a.shape[1] - lead :])
     return a
 
 
@@ -279,8 +277,7 @@ class _Layer:
     def __init__(self, layer: TransformerLayer, window: int) -> None:
         weights = layer.weights
         self._eps, self._span, self._window = layer.eps, layer.span, window
-        self._kv_heads = layer.kv_width // layer.head_dim
-        self._heads = len(weights.qkv) // layer.head_dim - 2 * self._kv_heads
+        self._heads, self._kv_heads = layer.heads, layer.kv_heads
         self._qkv = _packed(weights.qkv.float() * weights.norm1.float(), weights.qkv.dtype)
         self._out = _packed(weights.scale1.float()[:, None] * weights.out.float(), weights.out.dtype)
         self._gate_up = _packed(weights.gate_up.float() * weights.norm2.float(), weights.gate_up.dtype)
@@ -290,7 +287,7 @@ class _Layer:
         """x: [B, T, dim] -> [B, T, dim]; cosine, sine: float32 [B or 1, T, head_dim / 2]."""
         before = kept = positions = None
         if past is not None:
-            at = slice(self._span.offset, self._span.end)
+            at = self._span.at
             before, kept, positions = past.before[:, at], past.after[:, at], past.positions
         qkv = _ops.codec_product(x, self._qkv, None, None, self._eps, PLAIN)
         attended = _ops.codec_window_attention(
@@ -338,7 +335,7 @@ class FusedFront:
         entry: Linear,
         transformer: WindowTransformer,
         exit_: Linear,
-        upsample: UpsampleLayers,
+        upsample: Sequence[UpsampleLayer],
     ) -> None:
         """The modules in their order: `conv`, the linear map `entry`, the transformer, the linear map
         `exit_`, and at least one upsampling."""
@@ -350,7 +347,7 @@ class FusedFront:
         self._conv_bias = into.float() @ conv.bias.float() + into_bias.float()
         self._layers = [_Layer(layer, transformer.window) for layer in transformer.layers]
         self._eps, self._rotary = transformer.eps, transformer.rotary
-        first = upsample.layers[0][0]
+        first = upsample[0]
         wide = first.weight.float()
         exits = (
             _packed(wide @ (out.float() * transformer.norm.float()), dtype),
@@ -358,11 +355,10 @@ class FusedFront:
         )
         repeats = [
             exits,
-            *((_packed(repeat.weight, dtype), repeat.bias.float()) for repeat, _ in upsample.layers[1:]),
+            *((_packed(layer.weight, dtype), layer.bias.float()) for layer in upsample[1:]),
         ]
         self._upsample = [
-            (repeat.factor, *made, _ConvNeXt(block))
-            for made, (repeat, block) in zip(repeats, upsample.layers)
+            (layer.factor, *made, _ConvNeXt(layer.block)) for made, layer in zip(repeats, upsample)
         ]
 
     def __call__(self, x: Tensor, past: Past | None) -> Tensor:

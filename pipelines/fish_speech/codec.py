@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import conv1d, embedding, linear, normalize, pad
 
+from kernels.codec_ops import snake_beta
 from pipelines.codec.blocks import (
     RESIDUAL_DILATIONS,
     CausalConv,
@@ -26,9 +28,8 @@ from pipelines.codec.blocks import (
     ResidualUnit,
     Snake,
     StateLayout,
-    UpsampleLayers,
+    UpsampleLayer,
     WindowTransformer,
-    angles,
 )
 from pipelines.codec.decoder import CausalDecoder
 from pipelines.codec.encoding import BatchEncoder, Encoding
@@ -68,37 +69,30 @@ class CodecLoader(Loader):
     """Loads the codec's tensors: weight norms are folded into convolutions; snakes have one parameter per
     channel."""
 
-    @property
-    def unit_names(self) -> tuple[str, str, str, str]:
-        return "block.0.", "block.1.conv.", "block.2.", "block.3.conv."
+    unit_names: ClassVar[tuple[str, str, str, str]] = "block.0.", "block.1.conv.", "block.2.", "block.3.conv."
 
     def kernel(self, *shape: int) -> Tensor:
         return take_normed(self.source, self.prefix, shape).to(self.device, self.dtype)
 
-    def snake(self, channels: int) -> tuple[Tensor, Tensor]:
+    def snake(self, channels: int) -> Snake:
         frequency = self("alpha", 1, channels, 1).float().flatten()
-        return frequency, 1.0 / (frequency + _SNAKE_EPS)
-
-
-def rotary(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for half-split heads, rounded to bfloat16 as in training: positions [B, T] -> two
-    of [B, 1, T, head_dim]."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
-    found = angles(positions, 1.0 / base**exponents)
-    return found.cos().bfloat16().float(), found.sin().bfloat16().float()
+        return Snake(frequency, 1.0 / (frequency + _SNAKE_EPS))
 
 
 def window_transformer(load: CodecLoader, layout: StateLayout, config: CodecStackConfig) -> WindowTransformer:
     """One of the codec's transformers: [B, T, dim] -> [B, T, dim]."""
+    head_dim = config.head_dim
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=load.device) / head_dim
     return WindowTransformer(
         [_layer(load.at(f"layers.{i}."), config) for i in range(config.layers)],
         layout,
         load("norm.weight", config.dim),
-        config.head_dim,
-        config.dim,
+        head_dim,
+        config.dim // head_dim,
         config.window,
         config.eps,
-        lambda positions, _: rotary(positions, config.head_dim, config.rope_base),
+        1.0 / config.rope_base**exponents,
+        rounded=True,
     )
 
 
@@ -129,14 +123,14 @@ class EncoderBlock:
             ResidualUnit(load.at(f"block.{i}."), layout, channels, dilation)
             for i, dilation in enumerate(RESIDUAL_DILATIONS)
         ]
-        self.snake = Snake(load.at("block.3."), channels)
+        self.snake = load.at("block.3.").snake(channels)
         self.conv = CausalConv(load.at("block.4.conv."), layout, channels, 2 * channels, 2 * rate, rate)
         self.transformer = None if stack is None else window_transformer(load.at("block.5."), layout, stack)
 
     def __call__(self, x: Tensor) -> Tensor:
         for unit in self.units:
             x = unit(x, None)
-        x = self.conv(self.snake(x), None)
+        x = self.conv(snake_beta(x, *self.snake), None)
         return x if self.transformer is None else self.transformer(x, None)
 
 
@@ -180,7 +174,7 @@ class CodecEncoder:
             for i, (rate, stack) in enumerate(zip(config.encoder_rates, config.encoder_stacks))
         ]
         last = len(self._blocks) + 1
-        self._snake = Snake(encoder.at(f"block.{last}."), config.latent)
+        self._snake = encoder.at(f"block.{last}.").snake(config.latent)
         self._head = CausalConv(
             encoder.at(f"block.{last + 1}.conv."), layout, config.latent, config.latent, HEAD_KERNEL
         )
@@ -213,7 +207,7 @@ class CodecEncoder:
         x = self._stem(x, None)
         for block in self._blocks:
             x = block(x)
-        return self._head(self._snake(x), None)
+        return self._head(snake_beta(x, *self._snake), None)
 
     def downsampled(self, x: Tensor) -> Tensor:
         """[B, steps, latent] -> [B, frames, latent]."""
@@ -334,7 +328,10 @@ class CodecDecoder(CausalDecoder):
         sizes = torch.tensor(config.codes)
         self._offsets, self._last = (sizes.cumsum(0) - sizes).to(device), (sizes - 1).to(device)
         self.post = window_transformer(load.at("post_module."), layout, config.post)
-        self.upsample = UpsampleLayers(load.at("upsample."), layout, config.latent, config.downsample[::-1])
+        self.upsample = [
+            UpsampleLayer(load.at(f"upsample.{i}."), layout, config.latent, factor)
+            for i, factor in enumerate(reversed(config.downsample))
+        ]
         model = CodecLoader(source, "decoder.model.", dtype, device)
         stack = ConvStack(model, layout, config.latent, config.decoder_dim, config.decoder_rates, tanh=True)
         self._stack = prepared_stack(stack, device, dtype, fused)
@@ -346,7 +343,10 @@ class CodecDecoder(CausalDecoder):
         return embedding(torch.minimum(codes.long(), self._last) + self._offsets, self._table).sum(dim=2)
 
     def run(self, codes: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:
-        return self._stack(self.upsample(self.post(self.latents(codes), past), past), past, lengths)
+        x = self.post(self.latents(codes), past)
+        for layer in self.upsample:
+            x = layer(x, past)
+        return self._stack(x, past, lengths)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,10 +23,10 @@ from pipelines.codec.blocks import (
     LayerWeights,
     Past,
     PastOfEnds,
+    Snake,
     StateLayout,
-    UpsampleLayers,
+    UpsampleLayer,
     WindowTransformer,
-    angles,
 )
 from pipelines.codec.decoder import CausalDecoder
 from pipelines.codec.fused import FusedFront, prepared_stack
@@ -46,37 +46,29 @@ class CodecLoader(Loader):
     """Loads the decoder's tensors: plain convolutions, and SnakeBeta, whose parameters are stored as
     logarithms."""
 
-    @property
-    def unit_names(self) -> tuple[str, str, str, str]:
-        return "act1.", "conv1.conv.", "act2.", "conv2.conv."
+    unit_names: ClassVar[tuple[str, str, str, str]] = "act1.", "conv1.conv.", "act2.", "conv2.conv."
 
     def kernel(self, *shape: int) -> Tensor:
         return self("weight", *shape)
 
-    def snake(self, channels: int) -> tuple[Tensor, Tensor]:
+    def snake(self, channels: int) -> Snake:
         wide = self.float()
-        return snake_parameters(wide("alpha", channels), wide("beta", channels))
-
-
-def rotary(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of rotary embedding, half-split layout, computed in float32: positions [B, T] ->
-    two of [B, 1, T, head_dim]."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
-    found = angles(positions, theta**-exponents)
-    return found.cos().to(dtype), found.sin().to(dtype)
+        return Snake(*snake_parameters(wide("alpha", channels), wide("beta", channels)))
 
 
 def _transformer(load: CodecLoader, layout: StateLayout, config: CodecDecoderConfig) -> WindowTransformer:
     """The decoder's transformer at frame rate: [B, T, hidden] -> [B, T, hidden]."""
+    head_dim = config.head_dim
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=load.device) / head_dim
     return WindowTransformer(
         [_layer(load.at(f"layers.{i}."), config) for i in range(config.num_hidden_layers)],
         layout,
         load("norm.weight", config.hidden_size),
-        config.head_dim,
-        config.num_key_value_heads * config.head_dim,
+        head_dim,
+        config.num_key_value_heads,
         config.sliding_window,
         config.rms_norm_eps,
-        lambda positions, dtype: rotary(positions, config.head_dim, config.rope_theta, dtype),
+        config.rope_theta**-exponents,
     )
 
 
@@ -134,7 +126,10 @@ class CodecDecoder(CausalDecoder):
         self._entry = inside("input_proj.weight", hidden, latent), inside("input_proj.bias", hidden)
         self._exit = inside("output_proj.weight", latent, hidden), inside("output_proj.bias", latent)
         self._transformer = _transformer(inside, layout, config)
-        self._upsample = UpsampleLayers(load.at("upsample."), layout, latent, config.upsampling_ratios)
+        self._upsample = [
+            UpsampleLayer(load.at(f"upsample.{i}."), layout, latent, factor)
+            for i, factor in enumerate(config.upsampling_ratios)
+        ]
         parts = self._pre_conv, self._entry, self._transformer, self._exit, self._upsample
         self._front = FusedFront(*parts) if fused_front else None
         stack = ConvStack(
@@ -165,7 +160,9 @@ class CodecDecoder(CausalDecoder):
         if self._front is not None:
             return self._stack(self._front(x, past), past, lengths)
         x = linear(self._transformer(linear(self._pre_conv(x, past), *self._entry), past), *self._exit)
-        return self._stack(self._upsample(x, past), past, lengths)
+        for layer in self._upsample:
+            x = layer(x, past)
+        return self._stack(x, past, lengths)
 
 
 def _reach(config: CodecDecoderConfig) -> int:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pipelines.codec.blocks import Past, window_mask
+from pipelines.codec.blocks import Past, window_masks
 from pipelines.codec.decoder import PASS_FRAMES, CodecState
 from pipelines.errors import ErrorCode, ModelError, SynthesisError
 from pipelines.qwen3_tts.codec import CodecDecoder, load_codec
@@ -177,12 +177,12 @@ def test_bfloat16_errs_no_more_than_the_reference() -> None:
 @pytest.mark.parametrize("position", [0, 1, 4, 7, 100])
 def test_window_mask_sees_what_the_whole_sequence_sees(position: int) -> None:
     window, steps = 5, 4
-    positions = torch.arange(1 - window, position + steps)[None]
-    whole = window_mask(positions[:, window - 1 :], positions[:, window - 1 :], window)[0, 0]
-    chunk = window_mask(positions[:, position + window - 1 :], positions[:, position:], window)[0, 0]
+    positions = torch.arange(position + steps)[None]
+    ((_, _, whole),) = window_masks(positions, window, False, torch.float32)
+    ((_, keys, chunk),) = window_masks(positions[:, position:], window, True, torch.float32)
     for query in range(steps):
-        seen = {position - (window - 1) + int(key) for key in chunk[query].nonzero()}
-        assert seen == {int(key) for key in whole[position + query].nonzero()}
+        seen = {position - (window - 1) + keys.start + int(key) for key in chunk[0, 0, query].nonzero()}
+        assert seen == {int(key) for key in whole[0, 0, position + query].nonzero()}
 
 
 @pytest.mark.parametrize(
