@@ -178,7 +178,9 @@ class CausalDecoder(Decoder[CodecState]):
         self.decode(batches[0])
 
     @torch.inference_mode()
-    def decode(self, codes: Sequence[Tensor], states: Sequence[CodecState] | None = None) -> list[Tensor]:
+    def decode(
+        self, codes: Sequence[Tensor], states: Sequence[CodecState | None] | None = None
+    ) -> list[Tensor]:
         """Decodes whole utterances.
 
         codes: one [frames, codebooks] of integers each, of any lengths. The utterances continue from `states`
@@ -188,16 +190,14 @@ class CausalDecoder(Decoder[CodecState]):
         """
         self._check(codes)
         waves: list[Tensor] = [torch.empty(0, device=self.device)] * len(codes)
-        warm = [states is not None and states[i].frames > 0 for i in range(len(codes))]
+        starts = states or [None] * len(codes)
+        warm = [start is not None and start.frames > 0 for start in starts]
         lengths = [len(item) for item in codes]
         for indices in self._batches(lengths, warm):
             # A new state is treated like no state, so that the bits are the same.
-            starts = (
-                [states[i].copy() for i in indices]
-                if states is not None and any(warm[i] for i in indices)
-                else None
-            )
-            decoded = self.decode_padded([codes[i] for i in indices], starts)
+            is_warm = any(warm[i] for i in indices)
+            before = [(starts[i] or CodecState()).copy() for i in indices] if is_warm else None
+            decoded = self.decode_padded([codes[i] for i in indices], before)
             for i, wave in zip(indices, decoded):
                 waves[i] = wave[: lengths[i] * self.samples_per_frame]
         return waves
@@ -214,11 +214,11 @@ class CausalDecoder(Decoder[CodecState]):
         order = sorted(range(len(codes)), key=lambda i: len(codes[i]))
         for frames, same in groupby(order, key=lambda i: len(codes[i])):
             for indices in self._rows(list(same), frames):
-                rows = self._filled([codes[i] for i in indices])
-                past = self._past([states[i] for i in indices], len(rows))
-                decoded = self.run(self._on_device(torch.stack(rows)), past)
+                batch = self._batch([codes[i] for i in indices], frames)
+                past = self._past([states[i] for i in indices], len(batch))
+                decoded = self.run(batch, past)
                 kept = [
-                    past.after[row].clone() if len(rows) > 1 else past.after[row]
+                    past.after[row].clone() if len(batch) > 1 else past.after[row]
                     for row in range(len(indices))
                 ]
                 written = WriteEvent(self.device) if self.device.type == "cuda" else None
@@ -257,10 +257,6 @@ class CausalDecoder(Decoder[CodecState]):
                 ErrorCode.SYNTH_ENGINE, f"The codec got codes from {low} to {high}; {bounds}."
             )
 
-    def _on_device(self, batch: Tensor) -> Tensor:
-        """Sends a tensor to the decoder's device, unless it is there; the host does not wait."""
-        return batch if batch.device == self.device or batch.is_cuda else to_device(batch, self.device)
-
     def _batches(self, lengths: Sequence[int], warm: Sequence[bool]) -> list[list[int]]:
         """Groups utterances that are decoded together; `warm`: whether each continues from a state."""
         if self.alone:
@@ -274,9 +270,13 @@ class CausalDecoder(Decoder[CodecState]):
         ]
         return [indices for kind in kinds for indices in same_length_batches(kind)]
 
-    def _filled(self, codes: list[Tensor]) -> list[Tensor]:
-        """Adds silent rows up to the fixed number, if there is one."""
-        return codes + [torch.zeros_like(codes[0])] * (FIXED_ROWS - len(codes)) if self.fixed else codes
+    def _batch(self, codes: Sequence[Tensor], frames: int) -> Tensor:
+        """Utterances as one batch on the device, [rows, frames, codebooks]: padded on the right, and with silent
+        rows up to the fixed number if there is one. The host does not wait."""
+        silent = [torch.zeros_like(codes[0])] * (FIXED_ROWS - len(codes)) if self.fixed else []
+        together = pad_sequence([*codes, *silent], batch_first=True)
+        batch = pad(together, (0, 0, 0, frames - together.shape[1]))
+        return batch if batch.is_cuda else to_device(batch, self.device)
 
     def _rows(self, indices: list[int], frames: int) -> list[list[int]]:
         """Splits streams whose chunks have one length into batches."""
@@ -288,8 +288,8 @@ class CausalDecoder(Decoder[CodecState]):
     def _past(self, states: Sequence[CodecState], rows: int) -> Past:
         """The past of these streams, padded with new states to `rows` rows."""
         self._make_values(states)
-        states = [*states, *[self.new_state() for _ in range(rows - len(states))]]
-        positions = self._on_device(torch.tensor([state.frames for state in states]))
+        states = [*states, *[CodecState() for _ in range(rows - len(states))]]
+        positions = to_device(torch.tensor([state.frames for state in states]), self.device)
         shape = self.shape
         return Past(torch.stack([state.own_values(shape) for state in states]), positions)
 
@@ -316,18 +316,16 @@ class CausalDecoder(Decoder[CodecState]):
         least = math.inf if self.alone or not self.reach else self.reach
         for i, item in enumerate(codes):
             if len(item) < least:
-                state = self.new_state()
+                state = CodecState()
                 self.decode_chunk([state], [item])
                 assert state.values is not None
                 found[i] = item, state.values, state.written
         lengths = [0 if i in found else len(item) for i, item in enumerate(codes)]
         for indices in self._batches(lengths, [False] * len(lengths)):
-            rows = self._filled([codes[i] for i in indices])
-            together = pad_sequence(rows, batch_first=True)
-            longest = together.shape[1]
-            padded = self._on_device(pad(together, (0, 0, 0, round_up(longest) - longest)))
-            ends = self._on_device(torch.tensor([len(row) for row in rows]))
-            values, written = self.states_after(padded, ends), WriteEvent(self.device)
+            ends = [lengths[i] for i in indices]
+            padded = self._batch([codes[i] for i in indices], round_up(max(ends)))
+            ends = torch.tensor(ends + ends[:1] * (len(padded) - len(ends)))
+            values, written = self.states_after(padded, to_device(ends, self.device)), WriteEvent(self.device)
             found |= {i: (codes[i], one.clone(), written) for i, one in zip(indices, values)}
         return [found[i] for i in range(len(codes))]
 
@@ -337,8 +335,7 @@ class CausalDecoder(Decoder[CodecState]):
         lengths = [len(item) for item in codes]
         longest = max(lengths)
         padded = longest if self.alone else round_up(longest)
-        together = pad_sequence(self._filled(list(codes)), batch_first=True)
-        batch = self._on_device(pad(together, (0, 0, 0, padded - longest)))
+        batch = self._batch(codes, padded)
         if states is None and padded <= PASS_FRAMES:
             # Rows without padding have lengths too: otherwise kernels would be compiled for both cases.
             ends = self.skips_padding and not self.fixed

@@ -57,9 +57,9 @@ class Decoder(Generic[S]):
         """The state before the first frame of a stream."""
         raise NotImplementedError
 
-    def decode(self, codes: Sequence[Tensor], states: Sequence[S] | None = None) -> list[Tensor]:
+    def decode(self, codes: Sequence[Tensor], states: Sequence[S | None] | None = None) -> list[Tensor]:
         """Decodes whole utterances [frames, codebooks] into samples [n] each; `states` are their initial
-        states, and are not changed."""
+        states (None: a new state), and are not changed."""
         raise NotImplementedError
 
     def decode_chunk(self, states: Sequence[S], codes: Sequence[Tensor]) -> list[Tensor]:
@@ -125,6 +125,9 @@ class Gathering:
 
 _NO_GATHERING = Gathering()
 
+#: A group that was started, and its samples or its error.
+Started = tuple[Sequence[Job[S]], PendingSamples | NightjarError]
+
 
 class Lane(Generic[S]):
     """The part that all lanes share. Calls `done` on its own threads."""
@@ -134,39 +137,30 @@ class Lane(Generic[S]):
     _priority = 0
 
     def __init__(self, device: torch.device | None = None, gathering: Gathering = _NO_GATHERING) -> None:
-        self._device, self._gathering = device, gathering
+        self._device, self.gathering = device, gathering
         on_gpu = device is not None and device.type == "cuda"
         self._stream = torch.cuda.Stream(device, priority=self._priority) if on_gpu else None
         #: Jobs that are not started, in the order of arrival.
         self._waiting: deque[Job[S]] = deque()
-        self._waiting_frames = 0
+        self.waiting_frames = 0
+        #: Jobs of which a part is started; only the thread that starts groups uses them.
+        self._inside: list[Job[S]] = []
         self._arrivals: deque[float] = deque(maxlen=QUIET_ARRIVALS + 1)
         self._started = 0
         self._wake = threading.Condition()
         self._closing = False
-        self._pending: queue.SimpleQueue[tuple[Sequence[Job[S]], PendingSamples | NightjarError] | None] = (
-            queue.SimpleQueue()
-        )
-        self._threads = [
+        #: What was started, in order; None at the end.
+        self._pending: queue.SimpleQueue[list[Started[S]] | None] = queue.SimpleQueue()
+        self.threads = [
             threading.Thread(target=run, name=name, daemon=True)
             for run, name in zip((self._start_groups, self._deliver_groups), self._names)
         ]
-        for thread in self._threads:
+        for thread in self.threads:
             thread.start()
-
-    @property
-    def is_backlogged(self) -> bool:
-        """Whether a full batch is waiting to be started, so that more codes would only wait longer."""
-        return self._waiting_frames >= self._gathering.frames
-
-    @property
-    def is_current(self) -> bool:
-        """Whether this is one of the lane's own threads."""
-        return threading.current_thread() in self._threads
 
     def alive(self) -> bool:
         """Whether codes are waiting, being decoded, or arrived within the last second."""
-        lately = bool(self._arrivals) and self._gathering.monotonic() < self._arrivals[-1] + _ALIVE_SECONDS
+        lately = bool(self._arrivals) and self.gathering.monotonic() < self._arrivals[-1] + _ALIVE_SECONDS
         return bool(self._waiting or self._started) or lately
 
     def put(
@@ -175,9 +169,9 @@ class Lane(Generic[S]):
         """Queues an utterance, or the next frames of a stream."""
         with self._wake:
             if not self._closing:
-                now = self._gathering.monotonic()
+                now = self.gathering.monotonic()
                 self._waiting.append(Job(codes, done, state, last, deadline, now))
-                self._waiting_frames += len(codes)
+                self.waiting_frames += len(codes)
                 self._arrivals.append(now)
                 self._wake.notify()
                 return
@@ -188,13 +182,9 @@ class Lane(Generic[S]):
         with self._wake:
             self._closing = True
             self._wake.notify()
-        if not self.is_current:
-            for thread in self._threads:
+        if threading.current_thread() not in self.threads:
+            for thread in self.threads:
                 thread.join()
-
-    def _unstarted(self) -> Sequence[Job[S]]:
-        """Jobs with frames that are not started."""
-        return self._waiting
 
     def _gather_seconds(self, now: float) -> float:
         """How much longer the next group waits for more codes."""
@@ -220,7 +210,7 @@ class Lane(Generic[S]):
         except Exception as error:  # noqa: BLE001 (`failure` logs it)
             with self._wake:
                 self._closing = True
-            self._pending.put((list(self._unstarted()), failure(error)))
+            self._pending.put([([*self._inside, *self._waiting], failure(error))])
         finally:
             self._pending.put(None)
 
@@ -229,44 +219,34 @@ class Lane(Generic[S]):
         closed and empty."""
         with self._wake:
             while (seconds := self._seconds_until_due()) != 0:
-                if self._closing and not self._unstarted():
+                if self._closing and not (self._inside or self._waiting):
                     return False
                 self._wake.wait(seconds)
             self._started += 1
             group = self._take()
-            self._waiting_frames -= sum(len(job.codes) for job in group)
-        self._start(group)
+            self.waiting_frames -= sum(len(job.codes) for job in group)
+        self._pending.put(self._start(group))
         return True
 
     def _seconds_until_due(self) -> float | None:
         """Seconds until the next group is due; None: nothing is waiting, or the maximum number of groups is
         on the device."""
-        if not self._unstarted() or self._started >= (
-            1 if self._gathering.beside_streams() else _MAX_STARTED
-        ):
+        maximum = 1 if self.gathering.beside_streams() else _MAX_STARTED
+        if not (self._inside or self._waiting) or self._started >= maximum:
             return None
-        now = self._gathering.monotonic()
+        now = self.gathering.monotonic()
         is_quiet = len(self._arrivals) <= QUIET_ARRIVALS or self._arrivals[0] < now - 1
         return 0 if is_quiet or self._closing else max(self._gather_seconds(now), 0)
 
-    def _start(self, group: list[Job[S]]) -> None:
+    def _start(self, group: list[Job[S]]) -> list[Started[S]]:
         """Starts a group. If that fails, starts its halves: one faulty job must not fail the others."""
         try:
-            outcome = self._decode(group)
+            return [(group, self._decode(group))]
         except Exception as error:  # noqa: BLE001 (`failure` logs it)
-            if len(group) > 1 and not self._is_final(error):
-                self._count_started(1)
-                self._start(group[: len(group) // 2])
-                self._start(group[len(group) // 2 :])
-                return
-            outcome = failure(error)
-        self._pending.put((group, outcome))
-
-    def _count_started(self, groups: int) -> None:
-        """Adds `groups` to the number of groups on the device."""
-        with self._wake:
-            self._started += groups
-            self._wake.notify()
+            if len(group) < 2 or self._is_final(error):
+                return [(group, failure(error))]
+        half = len(group) // 2
+        return self._start(group[:half]) + self._start(group[half:])
 
     def _deliver_groups(self) -> None:
         with on_device(self._device):
@@ -274,29 +254,27 @@ class Lane(Generic[S]):
                 pass
 
     def _deliver_next(self) -> bool:
-        """Delivers the group that was started first; keeps no reference to it afterwards. Returns False after
-        the last one."""
-        started = self._pending.get()
-        if started is not None:
-            self._deliver(*started)
-        return started is not None
-
-    def _deliver(self, group: Sequence[Job[S]], outcome: PendingSamples | NightjarError) -> None:
-        """Waits for a group's samples, and passes them or the group's error to the receivers."""
-        if isinstance(outcome, PendingSamples):
-            outcome = _attempt(outcome.wait)
-        self._count_started(-1)
-        for at, job in enumerate(group):
-            if isinstance(outcome, NightjarError):
-                job.notify(outcome)
-            else:
-                self._receive(job, outcome, at)
-        if isinstance(outcome, PendingSamples):
-            outcome.release()
+        """Waits for the samples of what was started first, and passes them or their error to the receivers;
+        keeps no reference to them afterwards. Returns False after the last ones."""
+        if (started := self._pending.get()) is None:
+            return False
+        outcomes = [_attempt(one.wait) if isinstance(one, PendingSamples) else one for _, one in started]
+        with self._wake:
+            self._started -= 1
+            self._wake.notify()
+        for (group, _), outcome in zip(started, outcomes):
+            for at, job in enumerate(group):
+                if isinstance(outcome, NightjarError):
+                    job.notify(outcome)
+                else:
+                    self._receive(job, outcome, at)
+            if isinstance(outcome, PendingSamples):
+                outcome.release()
+        return True
 
     def _receive(self, job: Job[S], samples: PendingSamples, at: int) -> None:
         """Receives the samples of one job of a group."""
-        job.notify(_attempt(lambda: _finite(samples.of(at))))
+        job.notify(_attempt(lambda: samples.of(at)))
 
 
 class StreamLane(Lane[S]):
@@ -326,14 +304,12 @@ class StreamLane(Lane[S]):
         self._waiting = deque(job for job in self._waiting if job not in taken)
         return group
 
-    def _start(self, group: list[Job[S]]) -> None:
+    def _start(self, group: list[Job[S]]) -> list[Started[S]]:
         """Starts the chunks of streams that have not ended."""
-        if ended := [job for job in group if getattr(job.state, "closed", False)]:
-            group = [job for job in group if job not in ended]
-            self._count_started(int(bool(group)))
-            self._pending.put((ended, SynthesisError(ErrorCode.SYNTH_ABORTED, "The stream was ended.")))
-        if group:
-            super()._start(group)
+        ended = [job for job in group if getattr(job.state, "closed", False)]
+        group = [job for job in group if job not in ended]
+        error = SynthesisError(ErrorCode.SYNTH_ABORTED, "The stream was ended.")
+        return [(ended, error), *(super()._start(group) if group else ())]
 
     def _decode(self, group: list[Job[S]]) -> PendingSamples:
         states = [job.state for job in group if job.state is not None]
@@ -357,16 +333,16 @@ class UtteranceLane(Lane[S]):
         gathering: Gathering = _NO_GATHERING,
     ) -> None:
         self._decoder, self._max_batch = decoder, max_batch
-        self._sender = Sender()
+        self._send = Sender() if device is not None and device.type == "cuda" else sent
         super().__init__(device, gathering)
 
     def _gather_seconds(self, now: float) -> float:
-        full = len(self._waiting) >= self._max_batch or self.is_backlogged
-        return 0 if full else self._gathering.seconds - (now - self._waiting[0].since)
+        full = len(self._waiting) >= self._max_batch or self.waiting_frames >= self.gathering.frames
+        return 0 if full else self.gathering.seconds - (now - self._waiting[0].since)
 
     def _take(self) -> list[Job[S]]:
         """Removes the oldest utterances, up to a full batch."""
-        full, small = self._gathering.frames, self._gathering.beside_streams()
+        full, small = self.gathering.frames, self.gathering.beside_streams()
         batch: list[Job[S]] = []
         frames = 0
         while self._waiting and len(batch) < self._max_batch and frames < full:
@@ -378,9 +354,8 @@ class UtteranceLane(Lane[S]):
         return batch
 
     def _decode(self, group: list[Job[S]]) -> PendingSamples:
-        fresh = self._decoder.new_state()
-        states = [fresh if job.state is None else job.state for job in group]
-        return self._sender(self._decoder.decode([torch.from_numpy(job.codes) for job in group], states))
+        codes = [torch.from_numpy(job.codes) for job in group]
+        return self._send(self._decoder.decode(codes, [job.state for job in group]))
 
 
 class ContinuousLane(Lane[CodecState]):
@@ -394,48 +369,36 @@ class ContinuousLane(Lane[CodecState]):
     def __init__(
         self, steps: UtteranceGraphs, device: torch.device | None = None, gathering: Gathering = _NO_GATHERING
     ) -> None:
-        self._steps = steps
-        #: Jobs that have a row; only the thread that starts steps uses them.
-        self._inside: list[Job[CodecState]] = []
-        self._last_start = 0.0
+        self._steps, self._last_start = steps, 0.0
         super().__init__(device, gathering)
-
-    def _unstarted(self) -> Sequence[Job[CodecState]]:
-        return [*self._inside, *self._waiting]
 
     def _gather_seconds(self, now: float) -> float:
         full = len(self._waiting) + len(self._inside) >= self._steps.rows
-        return 0 if full else self._gathering.seconds - (now - self._last_start)
+        return 0 if full else self.gathering.seconds - (now - self._last_start)
 
     def _take(self) -> list[Job[CodecState]]:
-        """Removes the jobs that waited longest, one for each free row."""
-        self._last_start = self._gathering.monotonic()
-        self._drop()
-        return [
-            self._waiting.popleft()
-            for _ in range(min(self._steps.rows - len(self._inside), len(self._waiting)))
-        ]
-
-    def _drop(self) -> None:
-        """Frees the rows of failed jobs, which were notified before their end."""
+        """Frees the rows of failed jobs, which were notified before their end. Removes the jobs that waited
+        longest, one for each free row."""
+        self._last_start = self.gathering.monotonic()
         for job in self._inside:
             if job.notified:
                 self._leave(job)
         self._inside = [job for job in self._inside if job.state is not None]
+        free = self._steps.rows - len(self._inside)
+        return [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
 
     def _leave(self, job: Job[CodecState]) -> None:
         if job.state is not None:
             self._steps.leave(job.state)
         job.state = None
 
-    def _start(self, group: list[Job[CodecState]]) -> None:
+    def _start(self, group: list[Job[CodecState]]) -> list[Started[CodecState]]:
         """Gives these jobs rows and starts a step. A step that fails loses the states of all its jobs."""
         for job in group:
             self._join(job)
         inside, frames = self._inside, self._steps.frames
         if not inside:
-            self._count_started(-1)
-            return
+            return []
         parts = [job.codes[job.started : job.started + frames] for job in inside]
         states = [job.state for job in inside if job.state is not None]
         outcome = _attempt(lambda: self._steps.step(states, parts))
@@ -444,27 +407,25 @@ class ContinuousLane(Lane[CodecState]):
             if job.started == len(job.codes):
                 self._leave(job)
         self._inside = [job for job in inside if job.state is not None]
-        self._pending.put((inside, outcome))
+        return [(inside, outcome)]
 
     def _join(self, job: Job[CodecState]) -> None:
         """Gives a job a row, or notifies its receiver of the error."""
         if not len(job.codes):
             job.notify(job.samples)
             return
-
-        def enter() -> None:
+        try:
             job.samples = np.empty(len(job.codes) * self._steps.samples_per_frame, np.float32)
             job.state = self._steps.enter(torch.from_numpy(job.codes), job.state)
             assert job.state is not None, "a row is free"
             self._inside.append(job)
-
-        if (error := _attempt(enter)) is not None:
-            job.notify(error)
+        except Exception as error:  # noqa: BLE001 (`failure` logs it)
+            job.notify(failure(error))
 
     def _receive(self, job: Job[CodecState], samples: PendingSamples, at: int) -> None:
         place = job.samples[job.received : job.received + self._steps.frames * self._steps.samples_per_frame]
         job.received += len(place)
-        outcome = _attempt(lambda: _finite(samples.of(at, place)))
+        outcome = _attempt(lambda: samples.of(at, place))
         if isinstance(outcome, NightjarError):
             job.notify(outcome)
         elif job.received == len(job.samples):
@@ -477,13 +438,6 @@ def _attempt(call: Callable[[], T]) -> T | NightjarError:
         return call()
     except Exception as error:  # noqa: BLE001 (`failure` logs it)
         return failure(error)
-
-
-def _finite(samples: Samples) -> Samples:
-    """The samples. Raises `SynthesisError` (`synth.nan`) unless all of them are finite."""
-    if not np.isfinite(samples).all():
-        raise SynthesisError(ErrorCode.SYNTH_NAN, "The codec made values that are not numbers.")
-    return samples
 
 
 def failure(error: Exception) -> NightjarError:
@@ -541,13 +495,14 @@ class CodecStage(Generic[S]):
 
     @property
     def is_backlogged(self) -> bool:
-        """Whether a full batch of whole utterances is waiting to be started; see `Lane.is_backlogged`."""
-        return self._utterances.is_backlogged
+        """Whether a full batch of whole utterances is waiting to be started, so that more codes would only wait
+        longer."""
+        return self._utterances.waiting_frames >= self._utterances.gathering.frames
 
     @property
     def is_current(self) -> bool:
         """Whether this is one of the stage's own threads, which call `done` and must not block."""
-        return self._streams.is_current or self._utterances.is_current
+        return threading.current_thread() in (*self._streams.threads, *self._utterances.threads)
 
     def end(self, state: S) -> None:
         """Ends the stream of this state: no further chunk of it is decoded, and its device memory is released.

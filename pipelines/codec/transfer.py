@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pipelines.errors import ErrorCode, SynthesisError
+
 Samples = NDArray[np.float32]
 #: A `Sender`'s memory on the device grows in steps of this many samples.
 _STAGED_STEP = 1 << 22
@@ -38,11 +40,15 @@ class PendingSamples:
         """The samples of one item of the batch, which must be ready. They are copied to `place`, or without it
         to new memory. But a single part that the caller owns is returned itself if there is no `place`.
 
-        Raises ValueError if `place` has another length.
+        Raises ValueError if `place` has another length, and `SynthesisError` (`synth.nan`) unless all samples are
+        finite.
         """
         parts = self._parts[at] or [np.zeros(0, np.float32)]
         own = self.event is None and self._release is None
-        return parts[0] if own and place is None and len(parts) == 1 else np.concatenate(parts, out=place)
+        samples = parts[0] if own and place is None and len(parts) == 1 else np.concatenate(parts, out=place)
+        if not np.isfinite(samples).all():
+            raise SynthesisError(ErrorCode.SYNTH_NAN, "The codec made values that are not numbers.")
+        return samples
 
     def release(self) -> None:
         """Returns the pinned memory, so that it can be reused."""

@@ -320,10 +320,10 @@ class BiCodecDecoder(Decoder[Voice]):
         """A placeholder: every request has a voice of its own."""
         return Voice(torch.zeros(self.codec.config.speaker.token_num, dtype=torch.long))
 
-    def decode(self, codes: Sequence[Tensor], states: Sequence[Voice] | None = None) -> list[Tensor]:
+    def decode(self, codes: Sequence[Tensor], states: Sequence[Voice | None] | None = None) -> list[Tensor]:
         """Whole utterances in the voices of `states` -> float32 samples each."""
-        assert states is not None
-        return self._decode([row[:, 0] for row in codes], [state.tokens for state in states])
+        voices = [(state or self.new_state()).tokens for state in states or [None] * len(codes)]
+        return self._decode([row[:, 0] for row in codes], voices)
 
     def decode_chunk(self, states: Sequence[Voice], codes: Sequence[Tensor]) -> list[Tensor]:
         """Adds the next tokens of streams. Returns the audio of tokens that are followed by enough later

@@ -154,10 +154,10 @@ def test_it_is_behind_while_much_waits_for_a_row() -> None:
     for _ in range(4):
         put(lane, heard, "x", 1, 1)
     put(lane, heard, "x", *[1] * 4)
-    assert lane.is_backlogged
+    assert lane.waiting_frames >= lane.gathering.frames
     steps.gate.set()
     heard.take(5)
-    assert not lane.is_backlogged
+    assert lane.waiting_frames == 0
     lane.close()
 
 
@@ -194,14 +194,13 @@ def test_a_receiver_that_raises_stops_nobody_and_is_on_the_lanes_thread() -> Non
     current: list[bool] = []
 
     def fail(_: np.ndarray | NightjarError) -> None:
-        current.append(lane.is_current)
+        current.append(threading.current_thread() in lane.threads)
         raise RuntimeError("a bad receiver")
 
     lane.put(np.ones((1, 1), np.int64), fail)
     put(lane, heard, "next", 2)
     assert lists(heard.take(1)) == [("next", [2])]
     assert current == [True]
-    assert not lane.is_current
     lane.close()
     put(lane, heard, "late", 1)
     ((_, late),) = heard.take(1)
@@ -228,9 +227,9 @@ def test_one_that_turns_over_while_places_are_freed_keeps_its_own_or_gives_it_ba
     codes = torch.ones(3, 1, dtype=torch.int64)
     state = steps.enter(codes, None)
     lane._inside = [Turning(codes.numpy(), lambda _: None, state, False, 0.0, 0.0)]
-    lane._drop()
+    lane._take()
     assert (len(lane._inside), steps.inside) == (1, 1)
-    lane._drop()
+    lane._take()
     assert (len(lane._inside), steps.inside) == (0, 0)
     lane.close()
 

@@ -46,12 +46,12 @@ class Adder(Decoder[Sum]):
     def new_state(self) -> Sum:
         return Sum()
 
-    def decode(self, codes: Sequence[Tensor], states: Sequence[Sum] | None = None) -> list[Tensor]:
+    def decode(self, codes: Sequence[Tensor], states: Sequence[Sum | None] | None = None) -> list[Tensor]:
         self.gate.wait()
         self.batches.append(len(codes))
         if any(bool((one == 13).any()) for one in codes):
             raise RuntimeError("unlucky")
-        starts = [0] * len(codes) if states is None else [state.total for state in states]
+        starts = [state.total if state else 0 for state in states or [None] * len(codes)]
         waves = [(start + one[:, 0].cumsum(0)).float() for start, one in zip(starts, codes)]
         return [wave.masked_fill((one[:, 0] == 99), float("nan")) for wave, one in zip(waves, codes)]
 
@@ -190,9 +190,9 @@ def test_a_second_batch_is_started_while_the_device_has_the_first_and_no_third()
         put(lane, heard.at(str(index)), index)
     first, second = lane.events.get(timeout=60), lane.events.get(timeout=60)
     assert decoder.batches == [1, 1]
-    assert not lane.is_backlogged
+    assert lane.waiting_frames < lane.gathering.frames
     put(lane, heard.at("3"), 3)
-    assert lane.is_backlogged, (
+    assert lane.waiting_frames >= lane.gathering.frames, (
         "two frames wait, which is a full batch, and both places on the device are taken"
     )
     second.done.set()
@@ -201,7 +201,7 @@ def test_a_second_batch_is_started_while_the_device_has_the_first_and_no_third()
     for _ in range(2):
         lane.events.get(timeout=60).done.set()
     assert lists(heard.take(2)) == [("2", [2]), ("3", [3])]
-    assert not lane.is_backlogged
+    assert lane.waiting_frames == 0
     lane.close()
 
 
