@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from itertools import accumulate
 from operator import mul
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -58,37 +57,27 @@ _ops = torch.ops.nightjar
 Linear = tuple[Tensor, Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class _Next:
+class _Next(NamedTuple):
     """The snake that an op applies to its result, and the part of the state that holds the past inputs of the
     next op."""
 
-    frequency: Tensor
-    gain: Tensor
+    snake: Snake
     span: StateSpan
-
-    @classmethod
-    def of(cls, snake: Snake, span: StateSpan, rate: int = 1) -> _Next:
-        """`rate`: number of steps of the next op for each step of this op."""
-        return cls(snake.frequency.repeat(rate), snake.gain.repeat(rate), span)
 
 
 class FusedUnit:
     """A residual unit: one kernel, or one for each convolution if it has too many channels. `after` is the
     snake of the next op."""
 
-    def __init__(self, unit: Any, after: Any) -> None:
-        """`unit`: weight1 [C, C, taps] and weight2 [C, C], both with the output channel first; biases;
-        dilation; the inner snake `second`.
-
-        A snake has `frequency` and `gain`, float32 [channels] each.
-        """
-        self._dilation, self._after = unit.dilation, (after.frequency, after.gain)
-        self._taps = unit.weight1.shape[2]
-        self._whole = len(unit.bias1) <= WIDEST_UNIT
-        self._weight1, self._bias1 = tap_major(unit.weight1), unit.bias1.float()
-        self._weight2, self._bias2 = unit.weight2.T.contiguous(), unit.bias2.float()
-        self._inner = (unit.second.frequency, unit.second.gain)
+    def __init__(self, wide: Linear, narrow: Linear, dilation: int, inner: Snake, after: Snake) -> None:
+        """`wide`: weight [C, C, taps] and bias of the dilated convolution; `narrow`: weight [C, C] and bias; both
+        with the output channel first. `inner`: the snake between them."""
+        (weight1, bias1), (weight2, bias2) = wide, narrow
+        self._dilation, self._inner, self._after = dilation, inner, after
+        self._taps = weight1.shape[2]
+        self._whole = len(bias1) <= WIDEST_UNIT
+        self._weight1, self._bias1 = tap_major(weight1), bias1.float()
+        self._weight2, self._bias2 = weight2.T.contiguous(), bias2.float()
         self._packed = codec_cuda.chosen(self._weight1, self._weight2, self._dilation)
 
     def __call__(
@@ -127,11 +116,14 @@ class _Block:
         self.weight, self.bias = block.weight, block.bias.float().repeat(block.rate)
         self.channels = len(block.bias)
         units = block.units
-        self.first = _Next.of(units[0].first, units[0].span, block.rate)
-        followers = [_Next.of(unit.first, unit.span) for unit in units[1:]]
-        self.units = [
-            (FusedUnit(unit, following), following) for unit, following in zip(units, [*followers, after])
-        ]
+        # Each step of the transposed convolution becomes `rate` steps of the first unit.
+        first = Snake(*(values.repeat(block.rate) for values in units[0].first))
+        self.first = _Next(first, units[0].span)
+        self.units: list[tuple[FusedUnit, _Next]] = []
+        for unit, following in zip(units, [*(_Next(unit.first, unit.span) for unit in units[1:]), after]):
+            wide, narrow = (unit.weight1, unit.bias1), (unit.weight2, unit.bias2)
+            fused = FusedUnit(wide, narrow, unit.dilation, unit.second, following.snake)
+            self.units.append((fused, following))
 
     def __call__(
         self, a: Tensor, lead: int, past: Past | None, before: Tensor | None, ends: Tensor | None
@@ -142,7 +134,7 @@ class _Block:
         x = a.new_empty(rows, steps, self.channels)
         following, ahead = _buffer(a, steps, self.channels, self.first.span, past)
         first = self.first
-        into = (x, following, ahead * self.channels, first.frequency, first.gain)
+        into = (x, following, ahead * self.channels, *first.snake)
         _ops.codec_active_conv(
             a, lead, self.weight, self.bias, 2, 1, None, *into, ends=before, open_ends=True
         )
@@ -165,9 +157,7 @@ class FusedStack:
         stem, head = stack.stem, stack.head
         self._stem_span, self._stem_taps = stem.span, stem.weight.shape[2]
         self._stem_weight, self._stem_bias = tap_major(stem.weight), stem.bias.float()
-        entries = [_Next.of(block.snake, block.span) for block in stack.blocks] + [
-            _Next.of(stack.snake, head.span)
-        ]
+        entries = [_Next(block.snake, block.span) for block in stack.blocks] + [_Next(stack.snake, head.span)]
         self._entry = entries[0]
         self._blocks = [_Block(block, after) for block, after in zip(stack.blocks, entries[1:])]
         rates = [block.rate for block in stack.blocks]
@@ -189,7 +179,7 @@ class FusedStack:
         entry = self._entry
         width = len(self._stem_bias)
         a, ahead = _buffer(x, x.shape[1] - lead, width, entry.span, past)
-        into = (None, a, ahead * width, entry.frequency, entry.gain)
+        into = (None, a, ahead * width, *entry.snake)
         stem = (self._stem_weight, self._stem_bias, self._stem_taps, 1, None)
         _ops.codec_active_conv(x, lead, *stem, *into, ends=ends[0], open_ends=True)
         a = _settle(a, ahead, entry.span, past)

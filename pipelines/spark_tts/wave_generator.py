@@ -8,14 +8,14 @@ different lengths are zero after their ends, as with the masks of the plain modu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from kernels.codec_ops import pack_centred_upsample
+from pipelines.codec import blocks
 from pipelines.codec.fused import HEADROOM, FusedUnit, tap_major, uses_fused_ops
 from pipelines.spark_tts.config import WaveConfig
 
@@ -38,6 +38,11 @@ class Snake(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, channels, steps]."""
         return torch.addcmul(x, (self.alpha + SNAKE_EPS).reciprocal(), torch.sin(self.alpha * x).square_())
+
+    def fused(self) -> blocks.Snake:
+        """The snake for fused ops."""
+        alpha = self.alpha.float().flatten()
+        return blocks.Snake(alpha, 1.0 / (alpha + SNAKE_EPS))
 
 
 class ResidualUnit(nn.Module):
@@ -124,12 +129,12 @@ class FusedWave:
 
     def __init__(self, wave: WaveGenerator, dtype: torch.dtype) -> None:
         model: Any = wave.model
-        stem, *blocks, snake, head = model
+        stem, *ups, snake, head = model
         self._dtype = dtype
         self._stem, self._stem_bias = tap_major(stem.weight.to(dtype)), stem.bias.float()
-        readers = [_Reader.of(block.block[0], _UP_REACH) for block in blocks] + [_Reader.of(snake, _REACH)]
+        readers = [_Reader(up.block[0].fused(), _UP_REACH) for up in ups] + [_Reader(snake.fused(), _REACH)]
         self._entry = readers[0]
-        self._blocks = [_Block(block, after, dtype) for block, after in zip(blocks, readers[1:])]
+        self._blocks = [_Block(up, after, dtype) for up, after in zip(ups, readers[1:])]
         self._head, self._head_bias = (
             (head.weight[0].T / HEADROOM).to(dtype).contiguous(),
             head.bias.float() / HEADROOM,
@@ -149,7 +154,7 @@ class FusedWave:
         a[:, _REACH : _REACH + steps] = masked(x, mask).transpose(1, 2)
         entry, taps = self._entry, 2 * _REACH + 1
         following = entry.input(a, steps)
-        after = (following, entry.lead, entry.frequency, entry.gain)
+        after = (following, entry.lead, *entry.snake)
         _ops.codec_active_conv(
             a, 2 * _REACH, self._stem, self._stem_bias, taps, 1, None, None, *after, ends=ends
         )
@@ -158,29 +163,22 @@ class FusedWave:
         return torch.tanh(_ops.codec_head(following, 2 * _REACH, self._head, self._head_bias) * HEADROOM)
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """The op that reads a result: its snake, float32 [channels], which the op before it applies, and `reach`,
-    the number of steps that it reads on either side."""
+class _Reader(NamedTuple):
+    """The op that reads a result: its snake, which the op before it applies, and `reach`, the number of steps
+    that it reads on either side."""
 
-    frequency: Tensor
-    gain: Tensor
+    snake: blocks.Snake
     reach: int
-
-    @classmethod
-    def of(cls, snake: Snake, reach: int) -> _Reader:
-        alpha = snake.alpha.float().flatten()
-        return cls(alpha, 1.0 / (alpha + SNAKE_EPS), reach)
 
     def input(self, like: Tensor, steps: int) -> Tensor:
         """An input that is still to be filled, [batch, reach + steps + reach, channels]; its margins are
         zero."""
-        return _margined(like, steps, len(self.frequency), self.reach, like.dtype)
+        return _margined(like, steps, len(self.snake.gain), self.reach, like.dtype)
 
     @property
     def lead(self) -> int:
         """Number of values in a row before its first step."""
-        return self.reach * len(self.frequency)
+        return self.reach * len(self.snake.gain)
 
 
 class _Block:
@@ -192,13 +190,15 @@ class _Block:
         self._rate = block.rate
         self._weight = pack_centred_upsample(up.weight, block.rate).to(dtype)
         self._bias = up.bias.float().repeat(block.rate)
-        readers = [_Reader.of(unit.block[0], unit.block[1].padding[0]) for unit in units] + [after]
+        readers = [_Reader(unit.block[0].fused(), unit.block[1].padding[0]) for unit in units] + [after]
         self._first = readers[0]
-        self._snake = (readers[0].frequency.repeat(block.rate), readers[0].gain.repeat(block.rate))
-        self._units = [
-            (FusedUnit(_Weights.of(unit, dtype), following), reader.reach, following)
-            for unit, (reader, following) in zip(units, pairwise(readers))
-        ]
+        self._snake = [values.repeat(block.rate) for values in self._first.snake]
+        self._units: list[tuple[FusedUnit, int, _Reader]] = []
+        for unit, (reader, following) in zip(units, pairwise(readers)):
+            _, wide, inner, narrow = unit.block
+            weights = (wide.weight.to(dtype), wide.bias), (narrow.weight[:, :, 0].to(dtype), narrow.bias)
+            fused = FusedUnit(*weights, wide.dilation[0], inner.fused(), following.snake)
+            self._units.append((fused, reader.reach, following))
 
     def __call__(self, a: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
         """Activated [batch, 1 + steps + 1, 2 * channels] and the rows' ends -> the next op's input and the
@@ -217,30 +217,6 @@ class _Block:
             unit(a, 2 * reach, x, raw, following, reader.lead, ends)
             x = x if raw is None else raw
         return following, ends
-
-
-@dataclass(slots=True)
-class _Weights:
-    """The weights of a residual unit in the form that `FusedUnit` needs."""
-
-    weight1: Tensor
-    bias1: Tensor
-    weight2: Tensor
-    bias2: Tensor
-    dilation: int
-    second: _Reader
-
-    @classmethod
-    def of(cls, unit: ResidualUnit, dtype: torch.dtype) -> _Weights:
-        parts: Any = unit.block
-        _, wide, snake, narrow = parts
-        weights = (
-            wide.weight.to(dtype),
-            wide.bias.float(),
-            narrow.weight[:, :, 0].to(dtype),
-            narrow.bias.float(),
-        )
-        return cls(*weights, wide.dilation[0], _Reader.of(snake, 0))
 
 
 def _margined(like: Tensor, steps: int, channels: int, margin: int, dtype: torch.dtype) -> Tensor:
