@@ -380,6 +380,11 @@ def frame_powers(samples: NDArray[np.float32], sample_rate: int) -> NDArray[np.f
     return np.vecdot(framed, framed) / np.float32(framed.shape[1])
 
 
+def sound_floor(loudest: float) -> float:
+    """The power above which a frame has sound, in speech whose loudest frame has that power."""
+    return max(loudest * _RELATIVE_POWER, _MIN_POWER)
+
+
 def activity(powers: NDArray[np.float32]) -> tuple[int, int, float]:
     """Returns (number of frames with sound, longest run of silent frames between two of them, mean power of
     the frames with sound) for the result of `frame_powers`, [frames].
@@ -387,7 +392,7 @@ def activity(powers: NDArray[np.float32]) -> tuple[int, int, float]:
     For the few frames of an utterance a Python loop is faster than NumPy.
     """
     levels: list[float] = powers.tolist()
-    floor = max(max(levels) * _RELATIVE_POWER, _MIN_POWER)
+    floor = sound_floor(max(levels))
     places = [place for place, level in enumerate(levels) if level > floor]
     longest = max((after - before for before, after in pairwise(places)), default=1)
     power = sum(levels[place] for place in places)
@@ -401,7 +406,7 @@ def trim_silence(speech: Speech, keep_ms: int) -> Speech:
     if len(samples) == 0:
         return speech
     powers = frame_powers(samples, rate)
-    active = np.flatnonzero(powers > max(float(powers.max()) * _RELATIVE_POWER, _MIN_POWER))
+    active = np.flatnonzero(powers > sound_floor(float(powers.max())))
     if len(active) == 0:
         return speech
     length, keep = max(1, int(FRAME_SECONDS * rate)), keep_ms * rate // 1000

@@ -111,8 +111,6 @@ class MessagesFields(SpeechFields):
     """The fields of a request that is answered in messages, which can have the times of words and phonemes."""
 
     unsupported: ClassVar = SpeechFields.unsupported[2:]
-    #: Fields that a model refuses if it does not know the times.
-    refused_without_times: ClassVar = SpeechFields.unsupported[:2]
 
     add_timestamps: bool | None = None
     add_phoneme_timestamps: bool | None = None
@@ -125,7 +123,8 @@ class MessagesFields(SpeechFields):
         ):
             if wanted and said:
                 texts, start, end = zip(*map(msgspec.structs.astuple, said), strict=True)
-                yield kind, {f"{name}_timestamps": {f"{name}s": texts, "start": start, "end": end}}
+                times = {f"{name}s": texts, "start": start, "end": end}
+                yield kind, {f"{name}_timestamps": times, **({"estimated": True} if piece.estimated else {})}
 
 
 class EventsRequest(MessagesFields):
@@ -136,9 +135,6 @@ class EventsRequest(MessagesFields):
 
 class ContextMessage(MessagesFields):
     """One message of a context."""
-
-    #: Pipecat's and LiveKit's services always ask for the times of words, and work without them.
-    refused_without_times: ClassVar = MessagesFields.refused_without_times[1:]
 
     context_id: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS)]
     more: Annotated[bool, Field(alias="continue")] = False
@@ -163,10 +159,10 @@ def check_speech(serving: Serving, fields: SpeechFields) -> None:
         if fields.output_format.container != "raw":
             message = "Messages have the container `raw`; /tts/bytes sends WAV."
             raise bad_request(message, "invalid_value", "output_format.container")
-        for name in fields.refused_without_times:
-            if getattr(fields, name) and not serving.model.card.capabilities.word_times:
-                message = f"This model does not know when it says a word. Remove `{name}`."
-                raise bad_request(message, ErrorCode.INPUT_UNSUPPORTED, name)
+        name = "add_phoneme_timestamps"
+        if fields.add_phoneme_timestamps and not serving.model.card.capabilities.word_times:
+            message = f"This model does not know when it says a phoneme. Remove `{name}`."
+            raise bad_request(message, ErrorCode.INPUT_UNSUPPORTED, name)
     serving.voices.check_model(fields.model_id, "model_id")
 
 
@@ -404,7 +400,9 @@ class Context:
         opened = partial(passage.attach, sent_characters=len(passage.text)) if self._streams_text else None
         encoder = encoder_of(self._serving, self._first.output_format)
         has_sent_audio = number > 0
-        speech = speech_pieces(self._serving, [request], permit, encoder, opened, self._sent_seconds)
+        speech = speech_pieces(
+            self._serving, [request], permit, encoder, opened, self._sent_seconds, lambda: passage.text
+        )
         async with aclosing(speech) as pieces:
             async for spoken in pieces:
                 now, data = time.monotonic(), spoken.data

@@ -136,8 +136,8 @@ def check(serving: Serving, body: SpeechBody) -> bool:
         ),
         (
             "timestamps",
-            body.timestamps and not (capabilities.word_times and body.stream_format == "sse"),
-            "Times of words are in events of models that know them: set `stream_format` to `sse`, or remove `timestamps`.",
+            body.timestamps and body.stream_format != "sse",
+            "Times of words are in events. Set `stream_format` to `sse`, or remove `timestamps`.",
         ),
     ):
         if requested:
@@ -183,7 +183,7 @@ async def answer(serving: Serving, body: SpeechBody, permit: Permit, request_id:
     async with aclosing(speech_pieces(serving, requests, permit, encoder)) as pieces:
         yield event_head(headers, ApiError.view) if events else Head(MEDIA_TYPES[kind], headers)
         async for piece in pieces:
-            times = {"words": piece.words} if body.timestamps else {}
+            times = {"words": piece.words, "estimated": piece.estimated} if body.timestamps else {}
             yield (
                 event({"type": "speech.audio.delta", "audio": piece.data, **times}) if events else piece.data
             )

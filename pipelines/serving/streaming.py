@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.model import ServedModel
 from pipelines.serving.request_body import finishes_before_disconnect
 from pipelines.serving.voices import Voices
+from pipelines.serving.word_estimates import WordEstimates
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ class SpeechPiece:
     data: bytes
     words: Sequence[Word] = ()
     phonemes: Sequence[Word] = ()
+    #: Whether the times are estimates, because the model does not know them.
+    estimated: bool = False
 
 
 async def speech_pieces(
@@ -56,11 +59,13 @@ async def speech_pieces(
     encoder: PcmStream | FileStream,
     on_handle: Callable[[Handle], None] | None = None,
     begin_seconds: float = 0.0,
+    text_so_far: Callable[[], str] | None = None,
 ) -> AsyncGenerator[SpeechPiece, None]:
     """Yields the encoded speech of all requests in order, as it is made; no piece is empty. Several requests
     hold the slot until the last one is done.
 
-    `on_handle`: as in `ServedModel.chunks`; `begin_seconds`: the time of the first piece, for those of words. Raises as `ServedModel.chunks`, and `synth.no_audio` if the model
+    `on_handle`: as in `ServedModel.chunks`; `begin_seconds`: the time of the first piece, for those of words;
+    `text_so_far`: the text of a request whose text is still open. Raises as `ServedModel.chunks`, and `synth.no_audio` if the model
     made no audio.
     """
 
@@ -75,7 +80,9 @@ async def speech_pieces(
         permit.hold()
     try:
         for request in requests:
-            begin = seconds
+            begin, estimates = seconds, None
+            if request.timestamps and not serving.model.card.capabilities.word_times:
+                estimates = WordEstimates(serving.model.card.sample_rate)
             async with aclosing(serving.model.chunks(request, permit, on_handle)) as chunks:
                 async for chunk in chunks:
                     audio = chunk.speech if isinstance(chunk, Done) else chunk
@@ -84,11 +91,13 @@ async def speech_pieces(
                         seconds += added_seconds
                         serving.metrics.audio_sent(added_seconds)
                     data = await run(encoder.add, audio.samples, isinstance(chunk, Done))
-                    words, phonemes = (
-                        [one.moved(begin) for one in said] for said in (audio.words, audio.phonemes)
-                    )
+                    words: Iterable[Word] = audio.words
+                    if estimates is not None:
+                        text = text_so_far() if text_so_far else str(request.messages[-1].content)
+                        words = estimates.add(audio.samples, text, isinstance(chunk, Done))
+                    words, phonemes = ([one.moved(begin) for one in said] for said in (words, audio.phonemes))
                     if data or words or phonemes:
-                        yield SpeechPiece(data, words, phonemes)
+                        yield SpeechPiece(data, words, phonemes, estimates is not None)
     finally:
         if is_several:
             permit.release()

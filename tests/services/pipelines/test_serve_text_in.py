@@ -71,6 +71,19 @@ def test_text_in_pieces_is_one_utterance_and_the_speech_of_the_joined_text(
     assert server.pipeline.stats().requests_done == before + 3
 
 
+def test_estimated_words_are_those_of_the_whole_text_in_any_pieces(server: Running, client: Talk) -> None:
+    for number in range(0, len(TEXT), 3):
+        client.say("a", TEXT[number : number + 3], more=True, add_timestamps=True, **settings(server))
+    client.say("a", " ")
+    messages = [client.next("a")]
+    while messages[-1]["type"] != "done":
+        messages.append(client.next("a"))
+    times = [one["word_timestamps"] for one in messages if one["type"] == "timestamps"]
+    assert [word for one in times for word in one["words"]] == TEXT.split()
+    ends = [end for one in times for end in one["end"]]
+    assert ends == sorted(ends)
+
+
 def test_speech_begins_before_its_sentence_ends_and_waits_for_the_rest(server: Running, client: Talk) -> None:
     client.say("a", "Good morning, my ", more=True, max_buffer_delay_ms=60_000, **settings(server))
     assert client.next("a")["type"] == "chunk"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -113,6 +114,26 @@ def test_times_that_cannot_be_are_refused(server: Running) -> None:
     body = {"model": "tone", "input": TEXT, "response_format": "pcm", "timestamps": True}
     refused = server.http.post("/v1/audio/speech", json=body)
     assert (refused.status_code, error_of(refused)["param"]) == (400, "timestamps")
-    with Running(StreamVoice()) as other:
-        refused = other.http.post("/v1/audio/speech", json={**body, "stream_format": "sse"})
-        assert (refused.status_code, error_of(refused)["code"]) == (400, "input.unsupported")
+    with Running(StreamVoice()) as other, talk(other.url) as client:
+        client.say("b", **{**OFFICIAL, "add_phoneme_timestamps": True})
+        assert client.error("b")["error_code"] == "input.unsupported"
+
+
+def test_a_model_that_does_not_know_its_times_has_estimates() -> None:
+    body = {"model": "tone", "input": TEXT, "response_format": "pcm", "stream_format": "sse"}
+    with Running(StreamVoice()) as server, talk(server.url) as client:
+        client.say("a", **{**OFFICIAL, **SEEDED, "add_timestamps": True})
+        messages = [client.next("a")]
+        while messages[-1]["type"] != "done":
+            messages.append(client.next("a"))
+        with server.http.stream("POST", "/v1/audio/speech", json={**body, "timestamps": True}) as answer:
+            *deltas, _ = events(answer.iter_lines())
+    times = [one for one in messages if one["type"] == "timestamps"]
+    assert [word for one in times for word in one["word_timestamps"]["words"]] == TEXT.split()
+    assert all(one["estimated"] for one in [*times, *deltas])
+    words = [word for one in deltas for word in one["words"]]
+    assert [word[0] for word in words] == TEXT.split()
+    seconds = sum(len(base64.b64decode(one["audio"])) for one in deltas) / 2 / SAMPLE_RATE
+    at = [time for word in words for time in word[1:]]
+    assert at == sorted(at)
+    assert 0 <= at[0] < at[-1] <= seconds + 0.02

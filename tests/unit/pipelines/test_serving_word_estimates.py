@@ -1,0 +1,58 @@
+"""Estimated times of words, beside the exact ones of `hibari`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipelines.hibari import pipeline as hibari
+from pipelines.registry import open_pipeline
+from pipelines.request import Message, SynthesisRequest, Word, stream
+from pipelines.serving.word_estimates import WordEstimates
+
+RATE = hibari.SAMPLE_RATE
+EVENING = Path(__file__).parents[3] / "examples" / "evening.jsonl"
+
+
+def estimated(samples: np.ndarray, text: str, chunk_seconds: float) -> list[Word]:
+    estimates, step = WordEstimates(RATE), int(chunk_seconds * RATE)
+    chunks = [samples[begin : begin + step] for begin in range(0, len(samples), step)]
+    words = [word for chunk in chunks for word in estimates.add(chunk, text, False)]
+    return [*words, *estimates.add(samples[:0], text, True)]
+
+
+@pytest.mark.parametrize("chunk_seconds", [0.08, 2.0])
+def test_half_of_the_estimates_are_within_80_ms_and_95_of_100_within_250(chunk_seconds: float) -> None:
+    lines = [json.loads(line)["messages"] for line in EVENING.read_text().splitlines()]
+    texts = [content for line in lines for _, kind, content in line if kind == "text"][:30]
+    errors: list[float] = []
+    pipeline = open_pipeline("hibari")
+    for seed, text in enumerate(texts):
+        request = SynthesisRequest("one", (Message("user", "text", text),), seed=seed, timestamps=True)
+        chunks = list(stream(pipeline, request))
+        exact = [word for chunk in chunks for word in chunk.words]
+        found = estimated(np.concatenate([chunk.samples for chunk in chunks]), text, chunk_seconds)
+        assert [word.text for word in found] == [word.text for word in exact]
+        for one, other in zip(found, exact, strict=True):
+            errors += abs(one.start_s - other.start_s), abs(one.end_s - other.end_s)
+    pipeline.close()
+    assert len(errors) > 400
+    assert np.median(errors) < 0.08
+    assert np.quantile(errors, 0.95) < 0.25
+
+
+def test_silence_and_text_without_sound_have_words_all_the_same() -> None:
+    words = estimated(np.zeros(RATE, np.float32), "Good morning, all.", 0.1)
+    assert [word.text for word in words] == ["Good", "morning,", "all."]
+    assert {(word.start_s, word.end_s) for word in words} == {(1.0, 1.0)}
+    assert estimated(np.zeros(0, np.float32), "", 0.1) == []
+
+
+def test_a_word_is_given_once_it_is_written_whole() -> None:
+    sound = np.full(2 * RATE, 0.1, np.float32)
+    estimates = WordEstimates(RATE)
+    assert [word.text for word in estimates.add(sound, "Good mor", False)] == ["Good"]
+    assert [word.text for word in estimates.add(sound, "Good morning, all ", False)] == ["morning,", "all"]
