@@ -41,7 +41,7 @@ def open_own(path: Path, flags: int, depth: int = 2, *, make_folders: bool = Fal
     that is not a folder. Raises `OSError` for other faults.
     """
     # Imported here, because read-only commands do not need it.
-    from jobs.store.folder import FOLDER_FLAGS, walk_down
+    from jobs.store.folder import FOLDER_FLAGS, open_file, walk_down
 
     *folders, name = path.parts[-depth:]
     above = path.parents[depth - 1]
@@ -54,17 +54,13 @@ def open_own(path: Path, flags: int, depth: int = 2, *, make_folders: bool = Fal
         finally:
             os.close(top)
         try:
-            file = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644, dir_fd=folder)
+            return open_file(folder, name, flags)
         finally:
             os.close(folder)
     except OSError as error:
         if error.errno not in _REFUSED:
             raise
         raise _no_plain_file(path) from error
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise _no_plain_file(path)
-    return file
 
 
 def read_own(path: Path) -> str:

@@ -65,6 +65,19 @@ class ObjectStore:
         """
         raise NotImplementedError
 
+    def _compare(self, content: bytes | None, expected: str | None) -> None:
+        """Compares the content of the identity's object, or None if that is missing, with the expected identity.
+        Raises `store.unreachable`."""
+        found = None if content is None else read_identity(content)
+        if expected in (None, found):
+            return
+        reason = "is missing" if found is None else f"contains {found[:32]!a}"
+        raise StoreError(
+            ErrorCode.STORE_UNREACHABLE,
+            f"The store {self.root or self.url} is not available: its file {IDENTITY_KEY} {reason}, but {expected} was expected.",
+            f"Mount or restart it; the work then continues. If this is the right place, write the expected line into {IDENTITY_KEY} there.",
+        )
+
     def put(
         self,
         key: str,
@@ -193,10 +206,7 @@ def split_key(key: str) -> list[str]:
         why = "contains a backslash or a control character"
     elif any(not segment or segment[0] == "." for segment in segments):
         why = "has an empty part or one that begins with a dot"
-    elif (
-        max(len(key.encode()) - MAX_KEY_BYTES, *(len(one.encode()) - MAX_SEGMENT_BYTES for one in segments))
-        > 0
-    ):
+    elif len(key.encode()) > MAX_KEY_BYTES or any(len(one.encode()) > MAX_SEGMENT_BYTES for one in segments):
         why = f"is longer than {MAX_KEY_BYTES} bytes, or has a part longer than {MAX_SEGMENT_BYTES}"
     else:
         return segments
@@ -219,13 +229,3 @@ _IDENTITY = re.compile(r"[0-9a-f]{32}")
 def read_identity(data: bytes) -> str:
     """Reads the identity from the content of its object."""
     return data[:200].decode(errors="replace").strip()
-
-
-def store_unavailable(where: str, found: str | None, expected: str) -> StoreError:
-    """The error for a store without the expected identity."""
-    reason = "is missing" if found is None else f"contains {found[:32]!a}"
-    return StoreError(
-        ErrorCode.STORE_UNREACHABLE,
-        f"The store {where} is not available: its file {IDENTITY_KEY} {reason}, but {expected} was expected.",
-        f"Mount or restart it; the work then continues. If this is the right place, write the expected line into {IDENTITY_KEY} there.",
-    )

@@ -9,7 +9,7 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -20,15 +20,12 @@ from jobs.store.base import (
     ObjectInfo,
     ObjectStore,
     missing_allowed,
-    read_identity,
     sha256_of,
     split_key,
     split_prefix,
-    store_unavailable,
 )
 from pipelines.errors import ErrorCode, StoreError
 
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _WRITE = os.O_WRONLY | os.O_CLOEXEC
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 #: Number of folders kept open, enough for the audio, texts and manifests of one job.
@@ -74,7 +71,7 @@ class FolderStore(ObjectStore):
         self.url = self._root.as_uri()
         self._identity: str | None = None
         self._top: Handle | None = None
-        self._handles = FolderHandles(self._root)
+        self._handles = FolderHandles()
         #: Device -> a folder on it that was written to. There may be several, because other file systems may
         #: be mounted below the root.
         self._written: dict[int, Handle] = {}
@@ -100,8 +97,8 @@ class FolderStore(ObjectStore):
     ) -> ObjectInfo:
         *folders, name = split_key(key)
         with self._errors(key, putting=True):
-            folder = self._handles.open(folders, self._opened_top)
-            self._written.setdefault(folder.device, folder)
+            folder = self._made_folder(*folders)
+            self._written.setdefault(folder.stat.st_dev, folder)
             if isinstance(data, bytes):
                 info = self._write(key, folder.fd, name, [data])
             elif _exists(folder.fd, name):
@@ -120,12 +117,12 @@ class FolderStore(ObjectStore):
     def open(self, key: str) -> BinaryIO:
         """The object as a readable stream. Raises `store.missing`."""
         *folders, name = split_key(key)
-        with self._errors(key), self._folder(folders) as folder:
-            return cast(BinaryIO, os.fdopen(_open_file(folder, name), "rb"))
+        with self._folder(folders, key) as folder:
+            return cast(BinaryIO, os.fdopen(open_file(folder, name), "rb"))
 
     def _facts(self, key: str) -> ObjectInfo:
         *folders, name = split_key(key)
-        with self._errors(key), self._folder(folders) as folder:
+        with self._folder(folders, key) as folder:
             return _describe(key, folder, name)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -135,7 +132,7 @@ class FolderStore(ObjectStore):
     def delete(self, key: str) -> None:
         """Deletes an object; a missing one is not an error."""
         *folders, name = split_key(key)
-        with missing_allowed(), self._errors(key), self._folder(folders) as folder:
+        with missing_allowed(), self._folder(folders, key) as folder:
             os.unlink(name, dir_fd=folder)
 
     def delete_many(self, keys: Sequence[str]) -> None:
@@ -147,7 +144,7 @@ class FolderStore(ObjectStore):
         for name in sorted(above, key=len, reverse=True):
             *folders, last = name.split("/")
             # It is not an error if the folder is missing or not empty.
-            with suppress(OSError), self._folder(folders) as parent:
+            with suppress(StoreError), self._folder(folders, name) as parent:
                 os.rmdir(last, dir_fd=parent)
 
     def sync(self) -> None:
@@ -170,6 +167,20 @@ class FolderStore(ObjectStore):
             top = self._top = self._open_checked(self._identity)
         return top
 
+    def _made_folder(self, *segments: str) -> Handle:
+        """The handle of a folder, which is created if missing. Raises `OSError`, and `store.unreachable`."""
+        opened = self._handles.opened
+        handle = opened.pop(segments, None)
+        if handle is None or not handle.current:
+            # This variable keeps the descriptor open, because another thread may reopen the root.
+            top = self._opened_top()
+            folder = walk_down(top.fd, segments, create=True)
+            handle = Handle(folder, os.path.join(self._root, *segments))
+        if len(opened) >= _HANDLES_PER_THREAD:
+            del opened[next(iter(opened))]
+        opened[segments] = handle
+        return handle
+
     def _open_checked(self, identity: str | None) -> Handle:
         """Opens the folder that is now at the root's path, and compares its identity. Raises
         `store.unreachable` if it is missing or has another identity."""
@@ -180,16 +191,15 @@ class FolderStore(ObjectStore):
                 message = f"The store {self._root} is not available: there is no such folder."
                 advice = "Mount it, or move it back; the work then continues."
                 raise StoreError(ErrorCode.STORE_UNREACHABLE, message, advice) from error
-            found: str | None = None
+            found: bytes | None = None
             try:
-                with os.fdopen(_open_file(top.fd, IDENTITY_KEY), "rb") as file:
-                    found = read_identity(file.read(200))
+                with os.fdopen(open_file(top.fd, IDENTITY_KEY), "rb") as file:
+                    found = file.read(200)
             except OSError as error:
                 # The file is missing or not a regular file.
                 if error.errno not in _NO_FILE:
                     raise
-        if identity is not None and found != identity:
-            raise store_unavailable(str(self._root), found, identity)
+        self._compare(found, identity)
         return top
 
     def _below(self, segments: list[str], stem: str = "") -> Iterator[ObjectInfo]:
@@ -206,8 +216,7 @@ class FolderStore(ObjectStore):
         found: list[tuple[str, int, float]] = []
         with (
             missing_allowed(),
-            self._errors("/".join(segments)),
-            self._folder(segments) as folder,
+            self._folder(segments, "/".join(segments)) as folder,
             os.scandir(folder) as entries,
         ):
             for entry in entries:
@@ -259,13 +268,15 @@ class FolderStore(ObjectStore):
         return os.open(name, _WRITE | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=folder), name
 
     @contextmanager
-    def _folder(self, segments: list[str]) -> Generator[int, None, None]:
-        top = self._opened_top()
-        folder = walk_down(top.fd, segments)
-        try:
-            yield folder
-        finally:
-            os.close(folder)
+    def _folder(self, segments: list[str], key: str) -> Generator[int, None, None]:
+        """Opens a folder, with errors that name `key`."""
+        with self._errors(key):
+            top = self._opened_top()
+            folder = walk_down(top.fd, segments)
+            try:
+                yield folder
+            finally:
+                os.close(folder)
 
     @contextmanager
     def _errors(self, key: str, *, putting: bool = False) -> Generator[None, None, None]:
@@ -290,8 +301,9 @@ def _exists(folder: int, name: str) -> bool:
     return True
 
 
-def _open_file(folder: int, name: str) -> int:
-    file = os.open(name, _READ, dir_fd=folder)
+def open_file(folder: int, name: str, flags: int = os.O_RDONLY) -> int:
+    """A file descriptor of a regular file in an open folder; no link is followed. Raises `OSError`."""
+    file = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -299,7 +311,7 @@ def _open_file(folder: int, name: str) -> int:
 
 
 def _describe(key: str, folder: int, name: str) -> ObjectInfo:
-    with os.fdopen(_open_file(folder, name), "rb") as file:
+    with os.fdopen(open_file(folder, name), "rb") as file:
         digest = sha256_of(file)
         return ObjectInfo(key, file.tell(), digest)
 
@@ -318,7 +330,7 @@ def sync_file_system(folder: int) -> None:
         os.sync()
 
 
-def walk_down(top: int, segments: list[str], create: bool = False) -> int:
+def walk_down(top: int, segments: Sequence[str], create: bool = False) -> int:
     """A file descriptor of a folder below the open folder `top`; the caller closes it.
 
     Each folder is opened relative to the one before, so that symbolic links are never followed, not even
@@ -327,7 +339,10 @@ def walk_down(top: int, segments: list[str], create: bool = False) -> int:
     current = os.open(".", FOLDER_FLAGS, dir_fd=top)
     try:
         for segment in segments:
-            below = _step(current, segment, create)
+            if create:
+                with suppress(FileExistsError):
+                    os.mkdir(segment, dir_fd=current)
+            below = os.open(segment, FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=current)
             os.close(current)
             current = below
     except BaseException:
@@ -336,38 +351,23 @@ def walk_down(top: int, segments: list[str], create: bool = False) -> int:
     return current
 
 
-def _step(folder: int, segment: str, create: bool) -> int:
-    try:
-        return os.open(segment, FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=folder)
-    except FileNotFoundError:
-        if not create:
-            raise
-        with suppress(FileExistsError):
-            os.mkdir(segment, dir_fd=folder)
-        return os.open(segment, FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=folder)
-
-
 class Handle:
     """An open folder, which is closed when no reference to it is left."""
 
-    __slots__ = ("_identity", "_path", "device", "fd")
+    __slots__ = ("_path", "fd", "stat")
 
     def __init__(self, fd: int, path: str) -> None:
         self.fd = fd
         self._path = path
-        found = os.fstat(self.fd)
-        #: Number of its file system.
-        self.device = found.st_dev
-        self._identity = (found.st_dev, found.st_ino)
+        self.stat = os.fstat(fd)
 
     @property
     def current(self) -> bool:
         """Whether the folder is still at its path; it may have been moved or removed."""
         try:
-            found = os.stat(self._path, follow_symlinks=False)
+            return os.path.samestat(os.stat(self._path, follow_symlinks=False), self.stat)
         except OSError:
             return False
-        return (found.st_dev, found.st_ino) == self._identity
 
     def __del__(self) -> None:
         if (fd := getattr(self, "fd", None)) is not None:
@@ -375,25 +375,7 @@ class Handle:
 
 
 class FolderHandles(threading.local):
-    """The folders that each thread wrote to most recently."""
+    """The folders that each thread wrote to most recently: their segments -> the handle."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._handles: dict[tuple[str, ...], Handle] = {}
-
-    def open(self, segments: list[str], top: Callable[[], Handle]) -> Handle:
-        """The handle of a folder, which is created if missing; `top` opens the root. Raises `OSError` and the
-        errors of `top`."""
-        name = tuple(segments)
-        handle = self._handles.get(name)
-        if handle is not None and handle.current:
-            return handle
-        self._handles.pop(name, None)
-        while len(self._handles) >= _HANDLES_PER_THREAD:
-            del self._handles[next(iter(self._handles))]
-        # This variable keeps the descriptor open, because another thread may reopen the root.
-        root = top()
-        handle = self._handles[name] = Handle(
-            walk_down(root.fd, segments, create=True), os.path.join(self._root, *segments)
-        )
-        return handle
+    def __init__(self) -> None:
+        self.opened: dict[tuple[str, ...], Handle] = {}

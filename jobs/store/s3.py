@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, TypeVar, cast
 from urllib.parse import quote, urlsplit
 
@@ -14,11 +15,9 @@ from jobs.store.base import (
     ObjectInfo,
     ObjectStore,
     missing_allowed,
-    read_identity,
     sha256_of,
     split_key,
     split_prefix,
-    store_unavailable,
 )
 from pipelines.audio_format import CONTENT_TYPES as AUDIO_TYPES
 from pipelines.errors import ErrorCode, StoreError, invalid, missing_library
@@ -61,31 +60,35 @@ _CODES: Mapping[ErrorCode, set[str | int]] = {
     },
     ErrorCode.STORE_MISSING: {404},
     ErrorCode.STORE_BAD_KEY: {"KeyTooLongError"},
+    # Of a put: the key exists, or another conditional write to it is in progress.
+    ErrorCode.STORE_CONFLICT: {"PreconditionFailed", 412, "ConditionalRequestConflict", 409},
 }
-#: Errors of a put: the key exists; another conditional write to it is in progress.
-_EXISTS: set[str | int] = {"PreconditionFailed", 412}
-_CONFLICTS: set[str | int] = {"ConditionalRequestConflict", 409}
 _ADVICE = {
     ErrorCode.STORE_MISSING: "Check the bucket's name and the key.",
     ErrorCode.STORE_FORBIDDEN: "Check the S3 credentials and the bucket's policy.",
     ErrorCode.STORE_FULL: "Free space or raise the quota; the work then continues.",
     ErrorCode.STORE_BAD_KEY: "Use a shorter name.",
+    ErrorCode.STORE_CONFLICT: "Try again.",
     ErrorCode.STORE_UNREACHABLE: "Check the endpoint, the network and the server.",
 }
 
 
-def translated(error: Exception, uri: str) -> StoreError:
-    """The `StoreError` for an error of boto3, without credentials in its message."""
-    from botocore.exceptions import ClientError, NoCredentialsError, PartialCredentialsError
+@contextmanager
+def _errors(uri: str) -> Generator[None, None, None]:
+    """Raises errors of boto3 as `StoreError`, without credentials in its message."""
+    from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, PartialCredentialsError
 
-    if isinstance(error, ClientError):
-        name, status = _name_and_status(error)
-        code, reason = _code_of({name, status}), f"S3 answered {name or status}"
-    elif isinstance(error, NoCredentialsError | PartialCredentialsError):
-        code, reason = ErrorCode.STORE_FORBIDDEN, "No S3 credentials are set"
-    else:
-        code, reason = ErrorCode.STORE_UNREACHABLE, f"S3 could not be reached ({type(error).__name__})"
-    return StoreError(code, f"{reason} for {uri[:300]}.", _ADVICE[code])
+    try:
+        yield
+    except (ClientError, BotoCoreError, OSError) as error:
+        if isinstance(error, ClientError):
+            name, status = _name_and_status(error)
+            code, reason = _code_of({name, status}), f"S3 answered {name or status}"
+        elif isinstance(error, NoCredentialsError | PartialCredentialsError):
+            code, reason = ErrorCode.STORE_FORBIDDEN, "No S3 credentials are set"
+        else:
+            code, reason = ErrorCode.STORE_UNREACHABLE, f"S3 could not be reached ({type(error).__name__})"
+        raise StoreError(code, f"{reason} for {uri[:300]}.", _ADVICE[code]) from error
 
 
 def _code_of(identifiers: set[str | int]) -> ErrorCode:
@@ -128,25 +131,21 @@ class S3Store(ObjectStore):
         `store.unreachable`."""
         if identity is None:
             return
-        found: str | None = None
+        found: bytes | None = None
         with missing_allowed():
-            found = read_identity(
-                self._answer(IDENTITY_KEY, lambda: self._get(self._name(IDENTITY_KEY))["Body"].read())
-            )
-        if found != identity:
-            raise store_unavailable(self.url, found, identity)
+            found = self._answer(IDENTITY_KEY, lambda: self._get(self._name(IDENTITY_KEY))["Body"].read())
+        self._compare(found, identity)
         self._identity = identity
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
         """Up to `length` bytes of an object, from `offset`; fewer if it ends earlier. Raises
         `store.missing`."""
-        from botocore.exceptions import ClientError
 
         def read() -> bytes:
             wanted = f"bytes={offset}-{offset + length - 1}"
             try:
                 return self._get(self._name(key), Range=wanted)["Body"].read()
-            except ClientError as error:
+            except self._client.exceptions.ClientError as error:
                 if _name_and_status(error)[1] != 416:
                     raise
                 # The object ends before the range.
@@ -238,10 +237,15 @@ class S3Store(ObjectStore):
             "Metadata": {name: quote(value, safe=_METADATA_SAFE) for name, value in (metadata or {}).items()},
         }
         for attempt in range(CONFLICT_ATTEMPTS):
-            refused = self._call(key, lambda: self._put_once(data, request))
-            if not refused:
+            if not isinstance(data, bytes):
+                data.seek(0)
+            try:
+                self._call(key, lambda: self._client.put_object(Body=data, **request))
                 return ObjectInfo(key, size, sha256, created=True)
-            if refused & _EXISTS and (info := self.head(key)) is not None:
+            except StoreError as error:
+                if error.code is not ErrorCode.STORE_CONFLICT:
+                    raise
+            if (info := self.head(key)) is not None:
                 return info
             time.sleep(0.05 * 2**attempt)
         raise StoreError(
@@ -249,22 +253,6 @@ class S3Store(ObjectStore):
             f"Other writers are putting {self.uri(key)} at the same time.",
             "The work is retried later.",
         )
-
-    def _put_once(self, data: bytes | BinaryIO, request: dict[str, Any]) -> set[str | int]:
-        """Puts the object. Returns S3's error (name, status) if the key exists or another write is in
-        progress, else an empty set."""
-        from botocore.exceptions import ClientError
-
-        try:
-            if not isinstance(data, bytes):
-                data.seek(0)
-            self._client.put_object(Body=data, **request)
-        except ClientError as error:
-            identifiers = {*_name_and_status(error)}
-            if not identifiers & (_EXISTS | _CONFLICTS):
-                raise
-            return identifiers
-        return set()
 
     def _object(self, key: str, request: Callable[[], Result]) -> Result:
         """The answer to a request for an object. Raises `store.missing` only if the store's identity is
@@ -293,12 +281,8 @@ class S3Store(ObjectStore):
             raise StoreError(ErrorCode.STORE_UNREACHABLE, error.message, error.advice) from error
 
     def _answer(self, key: str, request: Callable[[], Result]) -> Result:
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        try:
+        with _errors(f"s3://{self.bucket}/{self.prefix}{key}"):
             return request()
-        except (ClientError, BotoCoreError, OSError) as error:
-            raise translated(error, f"s3://{self.bucket}/{self.prefix}{key}") from error
 
 
 class _Body(io.RawIOBase):
@@ -312,12 +296,8 @@ class _Body(io.RawIOBase):
         return True
 
     def read(self, size: int = -1, /) -> bytes:
-        from botocore.exceptions import BotoCoreError
-
-        try:
+        with _errors(self._uri):
             return self._body.read(None if size < 0 else size)
-        except (BotoCoreError, OSError) as error:
-            raise translated(error, self._uri) from error
 
     def readinto(self, buffer: Any, /) -> int:
         data = self.read(len(buffer))

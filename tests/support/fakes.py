@@ -21,7 +21,7 @@ from typing import BinaryIO, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from jobs.store.base import ObjectInfo, ObjectStore, store_unavailable
+from jobs.store.base import ObjectInfo, ObjectStore
 from pipelines.errors import ErrorCode, InputError, NightjarError, StoreError, SynthesisError
 from pipelines.request import (
     AudioChunk,
@@ -424,8 +424,7 @@ class MemoryStore(ObjectStore):
         return self.identity
 
     def confirm(self, identity: str | None) -> None:
-        if identity not in (None, self.identity):
-            raise store_unavailable(self.url, self.identity, str(identity))
+        self._compare(self.identity.encode(), identity)
 
     def _object(self, key: str) -> tuple[bytes, Mapping[str, str]]:
         if key not in self.objects:
