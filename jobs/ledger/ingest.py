@@ -62,8 +62,6 @@ def begin_job(sql: Transaction, new: NewJob) -> Job:
         **columns_of(new),
         "id": new_job_id(),
         "state": JobState.INGESTING.value,
-        "spec": msgspec.json.encode(new.spec).decode(),
-        "labels": msgspec.json.encode(new.labels).decode(),
         "store_url": recorded(new.store_url, sql.place),
     }
     sql.insert("jobs", [row], "ON CONFLICT (idempotency_key) DO NOTHING", created_at="<now>")

@@ -10,17 +10,16 @@ import msgspec
 from jobs.ledger.lifecycle import (
     NUMBER,
     PENDING_OF,
-    complete_if_over,
+    complete_or_pause,
     crash,
     end_attempt,
     end_items,
     items_of,
-    lock_job,
+    lock_lease,
     lock_shard,
     move_to,
     of_ticket,
     open_items,
-    pause_if_over_budget,
     progressed,
     ready_after,
     record_errors,
@@ -36,7 +35,6 @@ from jobs.ledger.records import (
     AttemptOutcome,
     CommitResult,
     Done,
-    Draw,
     Failed,
     ItemState,
     JobState,
@@ -46,7 +44,6 @@ from jobs.ledger.records import (
     Ticket,
     after_failure,
     clean,
-    last_attempt,
 )
 from jobs.ledger.schema import ITEM_STATE_NUMBERS, SCORE_COLUMNS
 from jobs.ledger.status import read_job
@@ -102,7 +99,7 @@ _KEPT = "ON CONFLICT DO NOTHING"
 def should_run_alone(sql: Transaction, ticket: Ticket) -> bool:
     """Whether a shard should run alone, because its next crash would split it or fail its only item."""
     row = sql.row(_LAST_ATTEMPTS, **of_ticket(ticket))
-    return row is not None and last_attempt(row.attempts, row.max_attempts)
+    return row is not None and row.attempts + 1 >= row.max_attempts
 
 
 def claim(sql: Transaction, ticket: Ticket, worker_id: str, lease_seconds: float) -> Lease | None:
@@ -152,7 +149,7 @@ def heartbeat(
     # Sorted, so that two heartbeats cannot deadlock.
     return {
         ticket
-        for ticket in sorted(tickets, key=lambda ticket: (ticket.job_id, ticket.shard_no))
+        for ticket in sorted(tickets)
         if not sql.change(_EXTEND, **of_ticket(ticket), worker=worker_id, seconds=lease_seconds)
     }
 
@@ -162,7 +159,7 @@ def finish_shard(
 ) -> bool:
     """Ends a lease: the shard is done, or its pending items wait for another attempt. False: the lease was
     lost."""
-    held = _lock_held(sql, ticket)
+    held = lock_lease(sql, ticket)
     if held is None:
         return False
     job, shard = held
@@ -177,8 +174,6 @@ def finish_shard(
     if open_items(shard) == 0:
         end_attempt(sql, shard, AttemptOutcome.DONE)
         move_to(sql, shard, ShardState.DONE, "attempts = 0, outages = 0")
-        if complete_if_over(sql, ticket.job_id):
-            return True
     elif progressed(shard) or sql.value(_RECORDED_ERRORS, **items_of(shard), epoch=shard.epoch):
         end_attempt(sql, shard, AttemptOutcome.PARTIAL)
         tries = sql.value(f"SELECT max(attempts) FROM items WHERE {PENDING_OF}", **items_of(shard))
@@ -187,15 +182,14 @@ def finish_shard(
         message = "The worker ended the shard without an outcome for any of its open items."
         end_attempt(sql, shard, AttemptOutcome.FAILED, ErrorCode.WORKER_CRASH, message)
         crash(sql, job, shard, message)
-    if shard.n_failed > shard.claimed_failed:
-        pause_if_over_budget(sql, job)
+    complete_or_pause(sql, ticket.job_id)
     return True
 
 
 def release(sql: Transaction, ticket: Ticket, reason: str) -> bool:
     """Gives a shard back at once, without counting an attempt, because the worker drains or the job was
     paused. False: the lease was lost."""
-    held = _lock_held(sql, ticket)
+    held = lock_lease(sql, ticket)
     if held is None:
         return False
     _, shard = held
@@ -210,7 +204,7 @@ def release(sql: Transaction, ticket: Ticket, reason: str) -> bool:
 def refuse(sql: Transaction, ticket: Ticket, code: ErrorCode, message: str) -> bool:
     """Gives back a shard that this worker cannot run but another one may, without counting an attempt.
     False: no other worker may run it, or the lease was lost."""
-    held = _lock_held(sql, ticket)
+    held = lock_lease(sql, ticket)
     if held is None or not others_may_run(sql, ticket.job_id, held[1].worker_id):
         return False
     _, shard = held
@@ -226,7 +220,7 @@ def fail_shard(sql: Transaction, ticket: Ticket, code: ErrorCode, message: str) 
     An outage of a service costs only time; another retryable code counts as a crash; any other code fails
     the pending items.
     """
-    held = _lock_held(sql, ticket)
+    held = lock_lease(sql, ticket)
     if held is None:
         return False
     job, shard = held
@@ -240,9 +234,7 @@ def fail_shard(sql: Transaction, ticket: Ticket, code: ErrorCode, message: str) 
     else:
         end_items(sql, shard, ItemState.FAILED, code, message)
         move_to(sql, shard, ShardState.DONE)
-        if complete_if_over(sql, ticket.job_id):
-            return True
-    pause_if_over_budget(sql, job)
+    complete_or_pause(sql, ticket.job_id)
     return True
 
 
@@ -285,7 +277,7 @@ def _commit_done(sql: Transaction, shard: Row, done: list[Done]) -> int:
     if not done:
         return 0
     _add_made(sql, shard, done, redrawn=[one for one in done if one.draws and one.draws[0].draw])
-    add_scores(sql, shard, done)
+    _add_scores(sql, shard, done)
     statement = f"""
     UPDATE items SET state = {_DONE}, attempts = attempts + 1, error_code = NULL, error_message = NULL WHERE {_OPEN}
     """
@@ -303,42 +295,32 @@ def _add_made(sql: Transaction, shard: Row, made: Sequence[Outcome], redrawn: Se
             indexes=[one.index for one in redrawn],
         )
     lease = {name: getattr(shard, name) for name in ("job_no", "epoch", "worker_id", "made_at")}
-    artifacts = [{**lease, **_columns(artifact)} for one in made for artifact in one.artifacts]
+    artifacts: list[dict[str, object]] = []
+    for artifact in (artifact for one in made for artifact in one.artifacts):
+        columns = msgspec.structs.asdict(artifact)
+        artifacts.append({**lease, "idx": columns.pop("index"), **columns})
     sql.insert("artifacts", artifacts, _KEPT)
     draws = [
-        {"job_no": shard.job_no, "idx": one.index, **msgspec.to_builtins(draw), "scores": _json(draw.scores)}
+        {"job_no": shard.job_no, "idx": one.index, **msgspec.to_builtins(draw)}
         for one in made
         for draw in one.draws
     ]
     sql.insert("draws", draws, _KEPT)
 
 
-def _columns(artifact: Artifact) -> dict[str, object]:
-    """A row of the table `artifacts`, without the columns of its lease."""
-    values = msgspec.structs.asdict(artifact)
-    return {"idx": values.pop("index"), **values, "meta": _json(artifact.meta)}
-
-
-def _json(value: object) -> str:
-    return msgspec.json.encode(value).decode()
-
-
-def add_scores(sql: Transaction, shard: Row, done: Sequence[Done]) -> None:
+def _add_scores(sql: Transaction, shard: Row, done: Sequence[Done]) -> None:
     """Inserts the scores of the kept draws."""
-    kept = [(one.index, draw) for one in done for draw in one.draws if draw.kept]
-    sql.insert("scores", [_scores(shard.job_no, index, draw) for index, draw in kept], _KEPT)
-
-
-def _scores(job_no: int, index: int, draw: Draw) -> dict[str, object]:
-    """A row of `scores` for the kept draw."""
-    measured = {
-        name: score.value
-        for name, score in draw.scores.items()
-        if score.value is not None and math.isfinite(score.value)
-    }
-    known = {name: measured.pop(name, None) for name in SCORE_COLUMNS}
-    others = _json(measured) if measured else None
-    return {"job_no": job_no, "idx": index, "draw": draw.draw, **known, "others": others}
+    rows: list[dict[str, object]] = []
+    for index, draw in ((one.index, draw) for one in done for draw in one.draws if draw.kept):
+        measured = {
+            name: score.value
+            for name, score in draw.scores.items()
+            if score.value is not None and math.isfinite(score.value)
+        }
+        known = {name: measured.pop(name, None) for name in SCORE_COLUMNS}
+        others = msgspec.json.encode(measured).decode() if measured else None
+        rows.append({"job_no": shard.job_no, "idx": index, "draw": draw.draw, **known, "others": others})
+    sql.insert("scores", rows, _KEPT)
 
 
 def _commit_failed(
@@ -398,9 +380,10 @@ def replace_artifact(sql: Transaction, job_id: str, artifact: Artifact, sha256: 
     )
     if before is None:
         return False
-    columns = _columns(artifact)
-    change = ", ".join(f"{name} = :{name}" for name in columns)
-    sql.change(f"UPDATE artifacts SET {change} WHERE {of_artifact}", **columns | key)
+    columns = msgspec.structs.asdict(artifact)
+    columns["meta"] = msgspec.json.encode(artifact.meta).decode()
+    change = ", ".join(f"{name} = :{name}" for name in columns if name != "index")
+    sql.change(f"UPDATE artifacts SET {change} WHERE {of_artifact}", **columns, job=job_id)
     if artifact.kind != QUARANTINE:
         update_shard(
             sql,
@@ -424,14 +407,3 @@ def set_shard_manifest(sql: Transaction, job_id: str, shard_no: int, key: str, s
         key=key,
         sha256=sha256,
     )
-
-
-def _lock_held(sql: Transaction, ticket: Ticket) -> tuple[Row, Row] | None:
-    """The locked rows of the job and the shard of a lease; None: the lease was lost."""
-    job = lock_job(sql, ticket.job_id)
-    if job is None or job.state not in WORKING:
-        return None
-    shard = lock_shard(sql, ticket.job_id, ticket.shard_no)
-    if shard is None or shard.epoch != ticket.epoch or shard.state != ShardState.LEASED:
-        return None
-    return job, shard

@@ -27,7 +27,7 @@ from jobs.ledger.records import (
 )
 from jobs.ledger.schema import ITEM_STATE_NUMBERS
 from jobs.ledger.status import no_such_job
-from jobs.ledger.transaction import Row, Transaction, literals
+from jobs.ledger.transaction import Row, Transaction
 from pipelines.errors import ErrorCode, ServiceError
 
 #: The number of a job, as a subquery.
@@ -63,6 +63,17 @@ def lock_shard(sql: Transaction, job_id: str, shard_no: int) -> Row | None:
     return sql.row(
         "SELECT * FROM shards WHERE job_id = :job AND no = :shard FOR UPDATE", job=job_id, shard=shard_no
     )
+
+
+def lock_lease(sql: Transaction, ticket: Ticket) -> tuple[Row, Row] | None:
+    """The locked rows of the job and the shard of a lease; None: the lease was lost."""
+    job = lock_job(sql, ticket.job_id)
+    if job is None or job.state not in WORKING:
+        return None
+    shard = lock_shard(sql, ticket.job_id, ticket.shard_no)
+    if shard is None or shard.epoch != ticket.epoch or shard.state != ShardState.LEASED:
+        return None
+    return job, shard
 
 
 def of_ticket(ticket: Ticket) -> dict[str, object]:
@@ -169,7 +180,7 @@ def progressed(shard: Row) -> bool:
 
 def crash(sql: Transaction, job: Row, shard: Row, message: str) -> Verdict:
     """Handles a lease that ended without outcomes for its pending items: another attempt, a bisection, or a
-    dead item."""
+    dead item. The caller completes the job if that was its last open shard."""
     verdict, attempts = after_crash(open_items(shard), shard.attempts, job.max_attempts, progressed(shard))
     change = "attempts = :attempts"
     if verdict is Verdict.RETRY:
@@ -181,7 +192,6 @@ def crash(sql: Transaction, job: Row, shard: Row, message: str) -> Verdict:
         if dead:
             end_items(sql, shard, ItemState.DEAD, ErrorCode.POISON_WORKER_CRASH, message)
         move_to(sql, shard, ShardState.DEAD if dead else ShardState.DONE, change, attempts=attempts)
-    complete_if_over(sql, shard.job_id)
     return verdict
 
 
@@ -270,32 +280,21 @@ def has_open_shards(sql: Transaction, job_id: str) -> bool:
     return bool(sql.value(f"SELECT {some}", job=job_id))
 
 
-def complete_if_over(sql: Transaction, job_id: str) -> bool:
-    """Completes a job whose shards have all ended, exactly once thanks to the lock on the job."""
-    if has_open_shards(sql, job_id):
-        return False
-    _, failed = ended_items(sql, job_id)
-    rejected = sql.value("SELECT rejected_lines FROM jobs WHERE id = :job", job=job_id) or 0
-    statement = f"""
-    UPDATE jobs SET state = :state, state_reason = '', finished_at = <now>
-    WHERE id = :job AND state IN ({literals(*WORKING)})
-    """
-    return sql.change(statement, job=job_id, state=final_state(failed, rejected)) == 1
-
-
 def complete_or_pause(sql: Transaction, job_id: str) -> None:
-    """Completes a job whose shards have all ended, or pauses one that is over its error budget. Must not run
-    in the transaction of a commit, which has locked a shard and must not lock the job after it."""
+    """Completes a job whose shards have all ended, exactly once thanks to the lock on the job, or pauses one
+    that is over its error budget. Must not run in the transaction of a commit, which has locked a shard and
+    must not lock the job after it."""
     job = lock_job(sql, job_id)
-    if job is not None and job.state in WORKING and not complete_if_over(sql, job_id):
-        pause_if_over_budget(sql, job)
-
-
-def pause_if_over_budget(sql: Transaction, job: Row) -> None:
-    """Pauses a job that is over its error budget."""
+    if job is None or job.state not in WORKING:
+        return
+    if not has_open_shards(sql, job_id):
+        _, failed = ended_items(sql, job_id)
+        state = final_state(failed, job.rejected_lines)
+        update_job(sql, job_id, "state = :state, state_reason = '', finished_at = <now>", state=state)
+        return
     reason = spent_budget(sql, job)
     if reason is not None:
-        pause_job(sql, job.id, reason)
+        pause_job(sql, job_id, reason)
 
 
 def spent_budget(sql: Transaction, job: Row) -> str | None:

@@ -7,7 +7,6 @@ pages are in input order without sorting.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from jobs.checks import METERS, scores_with
@@ -236,8 +235,7 @@ def rejected_page(sql: Transaction, job_id: str, after: int, limit: int) -> list
     return [record(RejectedLine, row) for row in sql.rows(statement, job=job_id, after=after, limit=limit)]
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
+class Attempt(NamedTuple):
     """One lease of a shard with its results. Times are UTC epoch seconds of the ledger's clock."""
 
     shard_no: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from jobs.layout import draw_of, index_of, is_reference_key, job_prefix, lease_of_pack, shard_of_input
 from jobs.ledger.control import cancel_some
@@ -18,7 +18,8 @@ from jobs.ledger.lifecycle import (
     end_attempt,
     has_open_shards,
     lock_job,
-    lock_shard,
+    lock_lease,
+    of_ticket,
     spent_budget,
 )
 from jobs.ledger.queries import shard_inputs
@@ -33,7 +34,7 @@ from jobs.ledger.records import (
     AttemptOutcome,
     ItemState,
     Job,
-    ShardState,
+    Ticket,
     Verdict,
 )
 from jobs.ledger.schema import ITEM_STATES
@@ -103,8 +104,7 @@ def note_manifest(sql: Transaction, job: Job) -> None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ReconcileReport:
+class ReconcileReport(NamedTuple):
     """The repairs of one pass."""
 
     expired_leases: int = 0
@@ -122,9 +122,7 @@ class ReconcileReport:
     @property
     def counts(self) -> dict[str, int]:
         """Number of repairs by kind."""
-        return {
-            name: value for name in self.__dataclass_fields__ if isinstance(value := getattr(self, name), int)
-        }
+        return {name: value for name, value in self._asdict().items() if isinstance(value, int)}
 
     @property
     def changed(self) -> bool:
@@ -138,10 +136,10 @@ def reconcile(
     to repair."""
     expired = database.read(_shards_that, _EXPIRED)
     times_ahead = _change_rows(database, _REPAIRS)
-    verdicts = Counter(database.write(_expire, job_id, no) for job_id, no in expired)
+    verdicts = Counter(database.write(_expire, lease) for lease in expired)
     lost = sum(
-        database.write(_requeue, job_id, no, queued_timeout_seconds)
-        for job_id, no in database.read(_shards_that, _LOST_MESSAGE, queued_timeout_seconds)
+        database.write(_requeue, ticket, queued_timeout_seconds)
+        for ticket in database.read(_shards_that, _LOST_MESSAGE, queued_timeout_seconds)
     )
     stale = _change_rows(database, _STALE_WORKERS, timeout=worker_timeout_seconds)
     cancelling, ending, without_manifest = database.read(_jobs_to_end)
@@ -150,7 +148,7 @@ def reconcile(
             pass
     for job_id in ending:
         database.write(complete_or_pause, job_id)
-    touched = {job_id for job_id, _ in expired}.union(cancelling, ending)
+    touched = {lease.job_id for lease in expired}.union(cancelling, ending)
     return ReconcileReport(
         expired_leases=verdicts.total() - verdicts[None],
         lost_messages=lost,
@@ -163,11 +161,11 @@ def reconcile(
     )
 
 
-def _shards_that(sql: Transaction, condition: str, timeout_seconds: float = 0.0) -> list[tuple[str, int]]:
-    """(job, number) of the shards that match a condition, in order."""
+def _shards_that(sql: Transaction, condition: str, timeout_seconds: float = 0.0) -> list[Ticket]:
+    """The shards that match a condition, in order."""
     # Sorting by SQL would scan the primary key instead of the small partial index.
-    rows = sql.rows(f"SELECT job_id, no FROM shards WHERE {condition}", timeout=timeout_seconds)
-    return sorted(map(tuple, rows))
+    rows = sql.rows(f"SELECT job_id, no, epoch FROM shards WHERE {condition}", timeout=timeout_seconds)
+    return sorted(Ticket(*row) for row in rows)
 
 
 def _jobs_to_end(sql: Transaction) -> tuple[list[str], list[str], list[str]]:
@@ -181,12 +179,12 @@ def _jobs_to_end(sql: Transaction) -> tuple[list[str], list[str], list[str]]:
     )
 
 
-def _expire(sql: Transaction, job_id: str, shard_no: int) -> Verdict | None:
+def _expire(sql: Transaction, ticket: Ticket) -> Verdict | None:
     """Ends an expired lease; None: it has not expired."""
-    job = lock_job(sql, job_id)
-    shard = lock_shard(sql, job_id, shard_no)
-    if job is None or shard is None or job.state not in WORKING or shard.state != ShardState.LEASED:
+    held = lock_lease(sql, ticket)
+    if held is None:
         return None
+    job, shard = held
     if shard.lease_until >= sql.now:
         return None
     message = f"The lease of worker {shard.worker_id} expired: it died, hung, or lost the ledger."
@@ -194,11 +192,11 @@ def _expire(sql: Transaction, job_id: str, shard_no: int) -> Verdict | None:
     return crash(sql, job, shard, message)
 
 
-def _requeue(sql: Transaction, job_id: str, shard_no: int, timeout_seconds: float) -> int:
+def _requeue(sql: Transaction, ticket: Ticket, timeout_seconds: float) -> int:
     """Makes a shard whose message was lost ready again. If the message arrives later, it is dropped or
     harmless."""
     statement = f"UPDATE shards SET {UNQUEUED} WHERE job_id = :job AND no = :shard AND {_LOST_MESSAGE}"
-    return sql.change(statement, job=job_id, shard=shard_no, timeout=timeout_seconds)
+    return sql.change(statement, **of_ticket(ticket), timeout=timeout_seconds)
 
 
 #: Time limit for the deletion of one object. Any store has deleted it or given up before, with all retries.

@@ -247,7 +247,7 @@ class NewShard:
     turns: Mapping[int, int] = field(default_factory=dict[int, int])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Ticket:
     """The content of a queue message: a shard at an epoch."""
 
@@ -521,11 +521,6 @@ def after_crash(open_items: int, attempts: int, max_attempts: int, progressed: b
         return Verdict.RETRY, attempts
     verdicts = {0: Verdict.CLOSE, 1: Verdict.MARK_DEAD}
     return verdicts.get(open_items, Verdict.BISECT), attempts
-
-
-def last_attempt(attempts: int, max_attempts: int) -> bool:
-    """Whether the attempt after `attempts` others is the last one before a bisection."""
-    return attempts + 1 >= max_attempts
 
 
 def attempts_after_bisection(open_items: int, max_attempts: int) -> int:

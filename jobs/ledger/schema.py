@@ -8,15 +8,9 @@ from __future__ import annotations
 
 from jobs.ledger.records import ItemState
 
-#: Stored values of `items.state`.
-ITEM_STATE_NUMBERS = {
-    ItemState.PENDING: 0,
-    ItemState.DONE: 1,
-    ItemState.FAILED: 2,
-    ItemState.DEAD: 3,
-    ItemState.SKIPPED: 4,
-}
-ITEM_STATES = {number: state for state, number in ITEM_STATE_NUMBERS.items()}
+#: The states of items, each at the place of its stored value in `items.state`, and these values.
+ITEM_STATES = (ItemState.PENDING, ItemState.DONE, ItemState.FAILED, ItemState.DEAD, ItemState.SKIPPED)
+ITEM_STATE_NUMBERS = {state: number for number, state in enumerate(ITEM_STATES)}
 #: Scores with a column of their own in `scores`.
 SCORE_COLUMNS = (
     "ended",

@@ -11,7 +11,7 @@ import sqlite3
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
@@ -94,6 +94,8 @@ class Transaction:
         an ON CONFLICT clause."""
         if not rows:
             return 0
+        for name in _JSON.intersection(rows[0]):
+            rows = [{**row, name: msgspec.json.encode(row[name]).decode()} for row in rows]
         columns = {**{name: f":{name}" for name in rows[0]}, **expressions}
         statement = (
             f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join(columns.values())}) {conflict}"
@@ -130,22 +132,19 @@ def literals(*values: Enum) -> str:
     return ", ".join(f"'{value.value}'" for value in values)
 
 
-def decoded(value: Any) -> Any:
-    """The value of a JSON column, which SQLite returns as text."""
-    return msgspec.json.decode(value) if isinstance(value, str) else value
-
-
 def columns_of(record: DataclassInstance) -> dict[str, object]:
     """The columns of a record, with texts that every database accepts."""
-    values = {field.name: getattr(record, field.name) for field in fields(record)}
-    return {name: clean(value) if isinstance(value, str) else value for name, value in values.items()}
+    values = asdict(record).items()
+    return {name: clean(value) if isinstance(value, str) else value for name, value in values}
 
 
 def record(kind: type[T], row: Row, **changes: object) -> T:
     """Makes a record from a row, with these changes. Columns that are not fields of the record are ignored."""
     values = row._asdict() | changes
     for name in _JSON.intersection(values):
-        values[name] = decoded(values[name])
+        # SQLite returns it as text.
+        if isinstance(values[name], str):
+            values[name] = msgspec.json.decode(values[name])
     return msgspec.convert(values, kind)
 
 

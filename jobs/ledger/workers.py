@@ -270,8 +270,7 @@ def give_back(sql: Transaction, tickets: Sequence[Ticket]) -> int:
     UPDATE shards SET {UNQUEUED}
     WHERE job_id = :job AND no = :shard AND enqueued_epoch = :epoch AND state = 'queued'
     """
-    in_order = sorted(tickets, key=lambda ticket: (ticket.job_id, ticket.shard_no))
-    return sum(sql.change(statement, **of_ticket(ticket)) for ticket in in_order)
+    return sum(sql.change(statement, **of_ticket(ticket)) for ticket in sorted(tickets))
 
 
 def _share_out(sql: Transaction, jobs: list[_Job], limit: int, remaining: dict[str, int]) -> list[Ticket]:
