@@ -49,8 +49,7 @@ _SHELF_DB, _SHELF_HZ, _SHELF_Q, _PASS_HZ, _PASS_Q = 4.0, 1500.0, math.sqrt(0.5),
 #: Number of samples that a filter processes at a time.
 _FILTERED_SAMPLES = 1 << 15
 _WAV_HEADER = struct.Struct("<4sI4s4sIHHIIHH4sI")
-WAV_HEADER_BYTES = _WAV_HEADER.size
-_MAX_WAV_SAMPLES = (2**32 - 1 - WAV_HEADER_BYTES) // 2
+_MAX_WAV_SAMPLES = (2**32 - 1 - _WAV_HEADER.size) // 2
 
 #: Container and coding of the formats that libsndfile writes, by libsndfile's names.
 CONTAINERS: dict[str, tuple[str, str]] = {
@@ -128,8 +127,9 @@ def _opened(data: bytes, max_seconds: float) -> Generator[soundfile.SoundFile]:
             file = stack.enter_context(soundfile.SoundFile(memory, closefd=False))
             rate, frames, channels = file.samplerate, file.frames, file.channels
             if rate not in RATES or not 0 < channels <= MAX_CHANNELS:
-                message = f"The audio has {channels} channels at {rate} Hz; 1 to {MAX_CHANNELS} channels at {RATES[0]} to {MAX_SAMPLE_RATE} Hz are supported."
-                raise _unreadable(message)
+                raise _unreadable(
+                    f"The audio has {channels} channels at {rate} Hz; 1 to {MAX_CHANNELS} channels at {RATES[0]} to {MAX_SAMPLE_RATE} Hz are supported."
+                )
             if frames > max_seconds * rate or frames * channels > MAX_SAMPLES:
                 raise _too_long(max_seconds)
             yield file
@@ -156,14 +156,14 @@ def to_pcm(samples: NDArray[np.float32]) -> NDArray[np.int16]:
     (`synth.nan`) for samples that are not numbers."""
     # Each call of NumPy may switch to another thread, so clipping, which most speech does not need, is
     # skipped if possible.
-    low, high = (float(samples.min()), float(samples.max())) if len(samples) else (0.0, 0.0)
-    if not (math.isfinite(low) and math.isfinite(high)):
+    highest = float(np.abs(samples).max(initial=0.0))
+    if not math.isfinite(highest):
         raise SynthesisError(
             ErrorCode.SYNTH_NAN,
             "The speech holds values that are not numbers.",
             "Try again, or report the model.",
         )
-    if low < -1 or high > 1:
+    if highest > 1:
         samples = np.clip(samples, np.float32(-1), np.float32(1))
     scaled = samples * np.float32(32767)
     np.rint(scaled, out=scaled)
@@ -188,8 +188,9 @@ def encode_pcm(
             file.write(block.data)
         return
     if audio_format not in CONTAINERS:
-        advice = f"Choose one of: {', '.join(AUDIO_FORMATS)}."
-        raise invalid(f"Unknown audio format {audio_format!r}.", advice)
+        raise invalid(
+            f"Unknown audio format {audio_format!r}.", f"Choose one of: {', '.join(AUDIO_FORMATS)}."
+        )
     check_rate(audio_format, sample_rate)
     container, coding = CONTAINERS[audio_format]
     with soundfile.SoundFile(file, "w", sample_rate, channels, coding, format=container) as written:
@@ -223,8 +224,6 @@ def resample(samples: NDArray[np.float32], sample_rate: int, wanted: int) -> NDA
     if sample_rate == wanted or not len(samples):
         return samples
     made: NDArray[np.float32] = soxr.resample(samples, sample_rate, wanted, quality="HQ")
-    if not len(made):
-        return made
     limit, after = max(peak(samples), PEAK_LIMIT), peak(made)
     return made * np.float32(limit / after) if after > limit else made
 
@@ -275,18 +274,16 @@ def _k_weighting(sample_rate: int) -> tuple[NDArray[np.float64], NDArray[np.floa
     Its stages are a high shelf and a high pass, as defined in the Audio EQ Cookbook of R. Bristow-Johnson.
     """
     (cosine, width), gain = _angle(_SHELF_HZ, _SHELF_Q, sample_rate), 10 ** (_SHELF_DB / 40)
-    more, less, edge = gain + 1, gain - 1, 2 * math.sqrt(gain) * width
-    shelf = gain * np.array(
-        [more + less * cosine + edge, -2 * (less + more * cosine), more + less * cosine - edge]
-    )
-    below_shelf = np.array(
-        [more - less * cosine + edge, 2 * (less - more * cosine), more - less * cosine - edge]
-    )
-    cosine, width = _angle(_PASS_HZ, _PASS_Q, sample_rate)
-    high_pass, below_pass = (
-        (1 + cosine) / 2 * np.array([1.0, -2.0, 1.0]),
-        np.array([1 + width, -2 * cosine, 1 - width]),
-    )
+    more, edge = gain + 1, 2 * math.sqrt(gain) * width
+
+    def polynomial(less: float) -> NDArray[np.float64]:
+        middle = more + less * cosine
+        return np.array([middle + edge, -2 * (less + more * cosine), middle - edge])
+
+    shelf, below_shelf = gain * polynomial(gain - 1), polynomial(1 - gain)
+    turn, spread = _angle(_PASS_HZ, _PASS_Q, sample_rate)
+    high_pass = (1 + turn) / 2 * np.array([1.0, -2.0, 1.0])
+    below_pass = np.array([1 + spread, -2 * turn, 1 - spread])
     numerator, denominator = np.convolve(shelf, high_pass), np.convolve(below_shelf, below_pass)
     return numerator / denominator[0], denominator / denominator[0]
 
@@ -350,8 +347,8 @@ def _ogg_checksum(page: bytearray) -> int:
 
 
 def peak(samples: NDArray[np.float32]) -> float:
-    """The largest amplitude of samples [samples]."""
-    return max(float(samples.max()), -float(samples.min()))
+    """The largest amplitude of samples [samples]; 0 if there are none."""
+    return float(np.abs(samples).max(initial=0.0))
 
 
 def _unreadable(message: str) -> InputError:
@@ -359,9 +356,10 @@ def _unreadable(message: str) -> InputError:
 
 
 def _too_long(max_seconds: float) -> InputError:
-    message = f"The audio is longer than {max_seconds:g} seconds, or has more than {MAX_SAMPLES:,} samples in all its channels."
     return InputError(
-        ErrorCode.INPUT_TOO_LONG, message, "Cut it, or give it with one channel and a lower rate."
+        ErrorCode.INPUT_TOO_LONG,
+        f"The audio is longer than {max_seconds:g} seconds, or has more than {MAX_SAMPLES:,} samples in all its channels.",
+        "Cut it, or give it with one channel and a lower rate.",
     )
 
 

@@ -34,5 +34,7 @@ def check_rate(audio_format: str, sample_rate: int) -> None:
     """Raises `config.invalid` for a sample rate in Hz that files of a format cannot have."""
     if not holds_rate(audio_format, sample_rate):
         *first, last = map(str, RATES_OF[audio_format])
-        advice = f"Use a sample rate of {', '.join(first)} or {last} Hz, or the format flac."
-        raise invalid(f"The format {audio_format} has no sample rate of {sample_rate} Hz.", advice)
+        raise invalid(
+            f"The format {audio_format} has no sample rate of {sample_rate} Hz.",
+            f"Use a sample rate of {', '.join(first)} or {last} Hz, or the format flac.",
+        )

@@ -31,8 +31,9 @@ def read_options(kind: type[T], given: Mapping[str, Any], *others: str) -> T:
     known = {field.name for field in fields(kind)}  # pyright: ignore[reportArgumentType]
     if unknown := sorted(set(given) - known):
         names = sorted({*known, *others})
-        advice = f"{nearest(unknown[0], names)}Options are: {', '.join(names)}."
-        raise invalid(f"Unknown option {unknown[0]!r}.", advice)
+        raise invalid(
+            f"Unknown option {unknown[0]!r}.", f"{nearest(unknown[0], names)}Options are: {', '.join(names)}."
+        )
     try:
         with _converting:
             return msgspec.convert(dict(given), kind)

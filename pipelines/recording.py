@@ -234,9 +234,10 @@ class RecordingCache(SizedCache[T]):
 
             if not lacks_memory(error):
                 raise
-            message = f"The device ran out of memory while it encoded the reference audio: {error}."
             raise SynthesisError(
-                ErrorCode.SYNTH_OOM, message, "Use a shorter reference or a smaller engine."
+                ErrorCode.SYNTH_OOM,
+                f"The device ran out of memory while it encoded the reference audio: {error}.",
+                "Use a shorter reference or a smaller engine.",
             ) from error
 
 

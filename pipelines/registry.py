@@ -251,8 +251,7 @@ def open_decoder(model: str, **options: Any) -> StageDecoder[Any]:
 
 def model_names() -> list[str]:
     """All registry names; imports none of their modules."""
-    added = entry_points(group=ENTRY_POINT_GROUP).names
-    return sorted({*PUBLISHED, *BUILT_IN.names, *_registered, *added})
+    return sorted({*PUBLISHED, *BUILT_IN.names, *_registered, *entry_points(group=ENTRY_POINT_GROUP).names})
 
 
 def list_models() -> list[ModelCard]:
@@ -277,8 +276,10 @@ def recognise(folder: Path, families: Sequence[Family]) -> Family:
         if model_type in family.model_types:
             return family
     known = ", ".join(sorted(name for family in families for name in family.model_types))
-    message = f"The folder {_short(str(folder))} has the unknown model_type {str(model_type)[:80]!r}."
-    raise bad_checkpoint(message, f"Supported are: {known}.")
+    raise bad_checkpoint(
+        f"The folder {_short(str(folder))} has the unknown model_type {str(model_type)[:80]!r}.",
+        f"Supported are: {known}.",
+    )
 
 
 def _found(model: str, hub_files: Sequence[str]) -> Provider:
@@ -329,15 +330,19 @@ def _folder(model: str) -> Path:
             return folder
     names = model_names()
     given = f"Give the folder that holds a checkpoint's config.json, or one of: {', '.join(names)}."
-    message = f"There is no model and no readable folder {_short(model)}."
-    raise ModelError(ErrorCode.MODEL_UNKNOWN, message, nearest(model, names).rstrip() or given)
+    raise ModelError(
+        ErrorCode.MODEL_UNKNOWN,
+        f"There is no model and no readable folder {_short(model)}.",
+        nearest(model, names).rstrip() or given,
+    )
 
 
 def _download(family: Family, hub_id: str, patterns: Sequence[str]) -> Path:
     """Downloads files with these patterns. Returns the hub's snapshot folder, whose name is the commit."""
     try:
-        found = family.call("huggingface_hub", "snapshot_download", hub_id, allow_patterns=list(patterns))
-        return Path(found)
+        return Path(
+            family.call("huggingface_hub", "snapshot_download", hub_id, allow_patterns=list(patterns))
+        )
     except OSError as error:
         raise ModelError(
             ErrorCode.MODEL_UNREACHABLE,

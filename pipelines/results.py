@@ -75,9 +75,10 @@ class RequestInfo(Generic[S]):
         """Raises `SynthesisError` (`synth.no_eos`) for speech that did not end by itself, unless unfinished
         speech is kept."""
         if finish == "length" and not self.keep_unfinished:
-            advice = "Try another seed, a shorter text or a larger max_seconds."
             raise SynthesisError(
-                ErrorCode.SYNTH_NO_EOS, f"The speech did not end within {count} {unit}.", advice
+                ErrorCode.SYNTH_NO_EOS,
+                f"The speech did not end within {count} {unit}.",
+                "Try another seed, a shorter text or a larger max_seconds.",
             )
 
     def speech(self, samples: NDArray[np.float32], made: FinishedCodes[S]) -> Speech:
@@ -213,8 +214,7 @@ class Streamer(Receiver[S]):
                 self._decode_buffered(len(self._buffer))
             if self.looks_ahead:
                 self.decode(np.zeros((0, whole.codes.shape[1]), np.int64))
-            speech = self._info.speech(np.zeros(0, np.float32), replace(whole, text_out=None))
-            self._end = Done(speech)
+            self._end = Done(self._info.speech(np.zeros(0, np.float32), replace(whole, text_out=None)))
         self._part_ended()
 
     def decode(self, codes: NDArray[np.int64], last: bool = False, deadline: float = 0.0) -> None:

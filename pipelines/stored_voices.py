@@ -77,9 +77,10 @@ class VoiceFolder:
             return None
         except (OSError, msgspec.MsgspecError) as error:
             reason = getattr(error, "strerror", None) or "its file is damaged"
-            message = f"The stored voice {name!r} cannot be read: {reason}."
             raise InputError(
-                ErrorCode.INPUT_AUDIO_UNREADABLE, message, "Delete it, and add it again."
+                ErrorCode.INPUT_AUDIO_UNREADABLE,
+                f"The stored voice {name!r} cannot be read: {reason}.",
+                "Delete it, and add it again.",
             ) from error
 
     def add(self, name: str, recording: bytes, text: str, *, replace: bool = True) -> StoredVoice:
@@ -92,11 +93,17 @@ class VoiceFolder:
         _check_name(name)
         text = text.strip()
         if len(text) > MAX_TEXT_CHARACTERS:
-            message = f"The text of the recording has {len(text):,} characters; {MAX_TEXT_CHARACTERS:,} are the maximum."
-            raise InputError(ErrorCode.INPUT_TOO_LONG, message, "Give only the words of the recording.")
+            raise InputError(
+                ErrorCode.INPUT_TOO_LONG,
+                f"The text of the recording has {len(text):,} characters; {MAX_TEXT_CHARACTERS:,} are the maximum.",
+                "Give only the words of the recording.",
+            )
         if len(recording) > self.max_bytes:
-            message = f"The recording has {len(recording):,} bytes; {self.max_bytes:,} are the maximum."
-            raise InputError(ErrorCode.INPUT_REFERENCE_LENGTH, message, "Give a shorter one, or FLAC.")
+            raise InputError(
+                ErrorCode.INPUT_REFERENCE_LENGTH,
+                f"The recording has {len(recording):,} bytes; {self.max_bytes:,} are the maximum.",
+                "Give a shorter one, or FLAC.",
+            )
         read_recording(recording)
         voice = StoredVoice(name, recording, text, int(time.time()))
         try:

@@ -174,11 +174,10 @@ def unit_seed(seed: int, number: int) -> int:
 
 def unit_request(request: SynthesisRequest, text: str, number: int) -> SynthesisRequest:
     """The request for one unit of a text, which replaces the last message of `request`."""
-    messages = (*request.messages[:-1], Message("user", "text", text))
     return replace(
         request,
         request_id=f"{request.request_id}-{number}",
-        messages=messages,
+        messages=(*request.messages[:-1], Message("user", "text", text)),
         seed=unit_seed(request.seed, number),
     )
 

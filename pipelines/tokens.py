@@ -92,8 +92,11 @@ def token_sampling(
     """
     temperature = or_default(generation.temperature, defaults.temperature)
     if temperature > MAX_TEMPERATURE:
-        message = f"`temperature` is {temperature!r}; this model takes 0 to {MAX_TEMPERATURE:g}."
-        raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Correct the `generation` object.")
+        raise InputError(
+            ErrorCode.INPUT_BAD_GENERATION,
+            f"`temperature` is {temperature!r}; this model takes 0 to {MAX_TEMPERATURE:g}.",
+            "Correct the `generation` object.",
+        )
     return TokenSampling(
         max_tokens=max_tokens,
         temperature=bounded(temperature),

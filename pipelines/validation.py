@@ -100,11 +100,11 @@ class SpeechTask(msgspec.Struct, frozen=True):
         found: list[tuple[Recording, str]] = []
         for audio, words in zip(self.reference_audio, texts):
             if isinstance(audio, str):
-                message, advice = (
+                raise InputError(
+                    ErrorCode.INPUT_AUDIO_MISSING,
                     "The reference audio was not loaded.",
                     "Give it as bytes of the encoded file.",
                 )
-                raise InputError(ErrorCode.INPUT_AUDIO_MISSING, message, advice)
             found.append((Recording.of(audio), words.strip()))
         return found
 
@@ -161,14 +161,20 @@ def check_generation(generation: Generation, seed: int = 0) -> None:
     for name, value in (("seed", seed), *((name, getattr(generation, name)) for name in _RANGES)):
         minimum, maximum, allowed = _RANGES[name]
         if value is not None and not minimum <= value <= maximum:
-            message = f"`{name}` is {value!r}; it must be {allowed}."
-            raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Correct the `generation` object.")
+            raise InputError(
+                ErrorCode.INPUT_BAD_GENERATION,
+                f"`{name}` is {value!r}; it must be {allowed}.",
+                "Correct the `generation` object.",
+            )
 
 
 def not_unicode() -> InputError:
     """The error for a text that is not valid Unicode."""
-    message = "The text holds half of a surrogate pair, which is not a character."
-    return InputError(ErrorCode.INPUT_UNPRONOUNCEABLE, message, "Correct its encoding.")
+    return InputError(
+        ErrorCode.INPUT_UNPRONOUNCEABLE,
+        "The text holds half of a surrogate pair, which is not a character.",
+        "Correct its encoding.",
+    )
 
 
 def check_unicode(text: str) -> None:
@@ -181,8 +187,11 @@ def check_unicode(text: str) -> None:
 
 def control_token(name: str) -> InputError:
     """The error of a text that contains a control token (`input.unpronounceable`)."""
-    message = f"The text holds the control token {name}, which cannot be spoken."
-    return InputError(ErrorCode.INPUT_UNPRONOUNCEABLE, message, "Remove it from the text.")
+    return InputError(
+        ErrorCode.INPUT_UNPRONOUNCEABLE,
+        f"The text holds the control token {name}, which cannot be spoken.",
+        "Remove it from the text.",
+    )
 
 
 def check_room(positions: int, held: int, room: int, setting: str) -> None:
@@ -240,8 +249,11 @@ def _contents(
             several = True
         elif message.modality == "text":
             if not isinstance(message.content, str):
-                text = f"A {message.role} text message holds bytes."
-                raise InputError(ErrorCode.INPUT_BAD_LINE, text, "Give its content as text.")
+                raise InputError(
+                    ErrorCode.INPUT_BAD_LINE,
+                    f"A {message.role} text message holds bytes.",
+                    "Give its content as text.",
+                )
             (system if message.role == "system" else written).append(message.content.strip())
         elif message.modality == "audio" and message.role == "user" and takes_audio:
             audio.append(message.content)
@@ -252,12 +264,16 @@ def _contents(
                 "Remove the message, or use a model that takes it.",
             )
     if several or (not able.multi_turn and len(written) > 1):
-        message, advice = "The dialogue has more than one user turn or text.", "Give each its own line."
-        raise InputError(ErrorCode.INPUT_MULTI_TURN, message, advice)
+        raise InputError(
+            ErrorCode.INPUT_MULTI_TURN,
+            "The dialogue has more than one user turn or text.",
+            "Give each its own line.",
+        )
     text = "\n".join(written)
     if not is_visible(text) and not (able.multi_turn and audio):
-        message, advice = "The dialogue has no user text.", "Give the line a user text message."
-        raise InputError(ErrorCode.INPUT_EMPTY_TEXT, message, advice)
+        raise InputError(
+            ErrorCode.INPUT_EMPTY_TEXT, "The dialogue has no user text.", "Give the line a user text message."
+        )
     return text, [] if able.multi_turn else audio, "\n".join(filter(is_visible, system)) or None
 
 
@@ -268,18 +284,24 @@ def _check_abilities(audio: Sequence[object], generation: Generation, able: Capa
         limit = "one audio message" if able.references == 1 else f"{able.references} audio messages"
         raise unsupported(f"The user turn has more than {limit}.", "Keep only the reference voices.")
     if audio and not able.cloning:
-        advice = "Remove the audio message beside the text, or use a model that clones."
-        raise unsupported("This model cannot clone a voice.", advice)
+        raise unsupported(
+            "This model cannot clone a voice.",
+            "Remove the audio message beside the text, or use a model that clones.",
+        )
     if not audio and able.needs_reference:
-        advice = "Name a stored voice, or add a user audio message."
-        raise InputError(ErrorCode.INPUT_AUDIO_MISSING, "This model needs a voice to clone.", advice)
+        raise InputError(
+            ErrorCode.INPUT_AUDIO_MISSING,
+            "This model needs a voice to clone.",
+            "Name a stored voice, or add a user audio message.",
+        )
     for names, ability, lacks, others in _NEEDS:
         for name in names:
             if getattr(generation, name) is not None and not getattr(able, ability):
                 raise unsupported(f"This model {lacks}.", f"Remove `{name}`, or use a model {others}.")
     if generation.mode is not None and generation.mode not in able.modes:
-        advice = "Remove `mode`, or use a model that has it."
-        raise unsupported(f"This model has no mode {generation.mode!r}.", advice)
+        raise unsupported(
+            f"This model has no mode {generation.mode!r}.", "Remove `mode`, or use a model that has it."
+        )
     text = generation.reference_text
     lines = [text or ""] if len(audio) < 2 else (text or "").split("\n")
     message = advice = ""
@@ -331,5 +353,6 @@ def _language(asked: str, languages: tuple[str, ...]) -> str:
 
 def _unknown(code: ErrorCode, kind: str, asked: str, known: tuple[str, ...]) -> InputError:
     none = f"This model has none to choose from: remove `{kind}`."
-    advice = f"Choose one of: {', '.join(known)}." if known else none
-    return InputError(code, f"Unknown {kind} {asked[:80]!r}.", advice)
+    return InputError(
+        code, f"Unknown {kind} {asked[:80]!r}.", f"Choose one of: {', '.join(known)}." if known else none
+    )

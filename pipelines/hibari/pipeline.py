@@ -98,8 +98,11 @@ class Utterance:
         self.samples += len(samples)
         limit = self.request.generation.max_seconds
         if limit is not None and self.samples > limit * SAMPLE_RATE:
-            message = f"The speech is longer than max_seconds ({limit:g})."
-            raise InputError(ErrorCode.INPUT_TOO_LONG, message, "Shorten the text or raise the limit.")
+            raise InputError(
+                ErrorCode.INPUT_TOO_LONG,
+                f"The speech is longer than max_seconds ({limit:g}).",
+                "Shorten the text or raise the limit.",
+            )
         if len(samples):
             part = AudioChunk(samples, SAMPLE_RATE)
             if self.owners is not None:
@@ -124,8 +127,9 @@ class Utterance:
             samples, lufs = normalize_loudness(samples, SAMPLE_RATE)
             more = {"loudness_lufs": round(lufs, 2)}
         if not self._audible or lufs == -math.inf:
-            message = "The voice made no audible speech from this text."
-            raise SynthesisError(ErrorCode.SYNTH_SILENT, message, "Check the text.")
+            raise SynthesisError(
+                ErrorCode.SYNTH_SILENT, "The voice made no audible speech from this text.", "Check the text."
+            )
         meta = {"frames": self.samples // SAMPLES_PER_FRAME, "finish_reason": "stop", **more}
         words = tuple(word for part in self._parts for word in part.words)
         phonemes = tuple(phoneme for part in self._parts for phoneme in part.phonemes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +50,7 @@ class TimedVoice(Hibari):
             return np.zeros(0, np.float32), np.zeros(len(ids), np.float32)
         given = {"ids": np.asarray([ids], np.int64), "speed": np.ones(1, np.float32)}
         made: Any = self.sess.run(None, given)
-        lh, th, ln, lr, phi, f0 = (part[0] for part in made[:-1])
-        return dsp.synth(lh, th, ln, lr, phi, f0, generator), made[-1]
+        return dsp.synth(*(part[0] for part in made[:-1]), rng=generator), made[-1]
 
     def words(
         self,
@@ -73,7 +71,8 @@ class TimedVoice(Hibari):
         edges = np.cumsum([0.0, *frames]) * (seconds / frames.sum()) - _LEAD_SECONDS
         powers = frame_powers(samples, dsp.SR)
         heard = np.flatnonzero(powers > powers.max() * _HEARD_POWER)
-        phonemes: list[tuple[int, Word]] = []
+        words: dict[int, Word] = {}
+        phonemes: list[Word] = []
         held, begin = "", 0.0
 
         def is_shared(place: int) -> bool:
@@ -95,13 +94,11 @@ class TimedVoice(Hibari):
             elif ids[place + 1] <= SPACE:
                 last = heard[heard * FRAME_SECONDS < end].max(initial=0)
                 end = min(end, max(begin + FRAME_SECONDS, (last + 1) * FRAME_SECONDS))
-            phonemes.append((owner, Word(held, float(begin), float(end)).moved(before, before + seconds)))
+            phoneme = Word(held, float(begin), float(end)).moved(before, before + seconds)
+            phonemes.append(phoneme)
+            words[owner] = Word(texts[owner], words.get(owner, phoneme).start_s, phoneme.end_s)
             held = ""
-        groups = (
-            (owner, [one for _, one in said]) for owner, said in groupby(phonemes, key=lambda pair: pair[0])
-        )
-        words = [Word(texts[owner], said[0].start_s, said[-1].end_s) for owner, said in groups]
-        return tuple(words), tuple(phoneme for _, phoneme in phonemes)
+        return tuple(words.values()), tuple(phonemes)
 
 
 def read_as(written: Sequence[str], read: Sequence[str]) -> Iterator[int]:

@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from pipelines.serving.errors import ApiError, unavailable
 
@@ -16,18 +17,18 @@ _MAX_RETRY_SECONDS = 60
 _NEWEST_WEIGHT = 0.1
 
 
+@dataclass(eq=False, slots=True)
 class AdmissionQueue:
     """Assigns slots in the order of arrival. Used on the event loop only."""
 
-    def __init__(self, slots: int, waiting_room: int) -> None:
-        self._slots = slots
-        self._room = waiting_room
-        self._queue: deque[asyncio.Future[None]] = deque()
-        self._mean_seconds = 1.0
-        #: Called for each admitted request with the seconds that it waited.
-        self.admitted: Callable[[float], None] = lambda _seconds: None
-        self.running = 0
-        self.closed = False
+    slots: int
+    waiting_room: int
+    #: Called for each admitted request with the seconds that it waited.
+    admitted: Callable[[float], None] = lambda _seconds: None
+    running: int = 0
+    closed: bool = False
+    _queue: deque[asyncio.Future[None]] = field(default_factory=deque[asyncio.Future[None]])
+    _mean_seconds: float = 1.0
 
     @property
     def waiting(self) -> int:
@@ -36,11 +37,11 @@ class AdmissionQueue:
     @property
     def full(self) -> bool:
         """Whether the next request has to wait."""
-        return self.running >= self._slots
+        return self.running >= self.slots
 
     def resize(self, slots: int) -> None:
         """Sets the number of slots. More slots admit waiting requests; fewer never stop running ones."""
-        self._slots = slots
+        self.slots = slots
         self._admit_waiting()
 
     def check_open(self) -> None:
@@ -66,7 +67,7 @@ class AdmissionQueue:
         since = time.monotonic() if since is None else since
         if self.full:
             too_long = max_wait_seconds is not None and self._expected_seconds() > max_wait_seconds
-            if too_long or len(self._queue) >= self._room:
+            if too_long or len(self._queue) >= self.waiting_room:
                 raise self._refusal()
             await self._wait_for_slot(max_wait_seconds)
         else:
@@ -106,24 +107,28 @@ class AdmissionQueue:
 
     def _refusal(self) -> ApiError:
         seconds = str(min(max(math.ceil(self._expected_seconds()), 1), _MAX_RETRY_SECONDS))
-        message = f"All {self._slots} slots are taken and {len(self._queue)} requests wait. Try again after {seconds} s."
-        return ApiError(429, message, "rate_limit_exceeded", headers={"retry-after": seconds})
+        return ApiError(
+            429,
+            f"All {self.slots} slots are taken and {len(self._queue)} requests wait. Try again after {seconds} s.",
+            "rate_limit_exceeded",
+            headers={"retry-after": seconds},
+        )
 
     def _expected_seconds(self) -> float:
         """How long the next request is expected to wait."""
-        return self._mean_seconds * (len(self._queue) + 1) / self._slots
+        return self._mean_seconds * (len(self._queue) + 1) / self.slots
 
 
+@dataclass(eq=False, slots=True)
 class Permit:
     """One slot, held by the connection and by its requests in the pipeline. The last holder gives it back."""
 
-    def __init__(self, admission: AdmissionQueue, since: float) -> None:
-        self._admission = admission
-        self._holders = 1
-        self._connected = True
-        #: Arrival of the request's first byte, and time of its admission.
-        self.since = since
-        self.began_at = time.monotonic()
+    _admission: AdmissionQueue
+    #: Arrival of the request's first byte, and time of its admission.
+    since: float
+    began_at: float = field(default_factory=time.monotonic)
+    _holders: int = 1
+    _connected: bool = True
 
     def hold(self) -> None:
         self._holders += 1

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
@@ -115,8 +116,19 @@ class MessagesFields(SpeechFields):
     add_timestamps: bool | None = None
     add_phoneme_timestamps: bool | None = None
 
-    def times(self, piece: SpeechPiece) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The types and fields of the messages with the requested times of a piece."""
+    def messages(
+        self,
+        piece: SpeechPiece,
+        context_id: str | None,
+        step_seconds: float,
+        maximum_bytes: int = sys.maxsize,
+    ) -> Iterator[dict[str, Any]]:
+        """The messages with a piece of speech, each with up to `maximum_bytes`, and with its requested times.
+        `step_seconds`: time since the previous piece, or since the start."""
+        for begin in range(0, len(piece.data), maximum_bytes):
+            data = piece.data[begin : begin + maximum_bytes]
+            yield _message("chunk", context_id, data=data, step_time=round(1000 * step_seconds, 3))
+            step_seconds = 0.0
         for wanted, kind, name, said in (
             (self.add_timestamps, "timestamps", "word", piece.words),
             (self.add_phoneme_timestamps, "phoneme_timestamps", "phoneme", piece.phonemes),
@@ -124,7 +136,8 @@ class MessagesFields(SpeechFields):
             if wanted and said:
                 texts, start, end = zip(*map(msgspec.structs.astuple, said), strict=True)
                 times = {f"{name}s": texts, "start": start, "end": end}
-                yield kind, {f"{name}_timestamps": times, **({"estimated": True} if piece.estimated else {})}
+                facts = {"estimated": True} if piece.estimated else {}
+                yield _message(kind, context_id, **{f"{name}_timestamps": times, **facts})
 
 
 class EventsRequest(MessagesFields):
@@ -147,8 +160,9 @@ def check_fields(fields: SpeechFields) -> None:
     """Raises `ApiError` (400) for a field that no model supports."""
     for name in fields.unsupported:
         if (fields.model_extra or {}).get(name):
-            message = f"`{name}` is not supported here. Remove it."
-            raise bad_request(message, ErrorCode.INPUT_UNSUPPORTED, name)
+            raise bad_request(
+                f"`{name}` is not supported here. Remove it.", ErrorCode.INPUT_UNSUPPORTED, name
+            )
 
 
 def check_speech(serving: Serving, fields: SpeechFields) -> None:
@@ -157,12 +171,18 @@ def check_speech(serving: Serving, fields: SpeechFields) -> None:
     check_fields(fields)
     if isinstance(fields, MessagesFields):
         if fields.output_format.container != "raw":
-            message = "Messages have the container `raw`; /tts/bytes sends WAV."
-            raise bad_request(message, "invalid_value", "output_format.container")
+            raise bad_request(
+                "Messages have the container `raw`; /tts/bytes sends WAV.",
+                "invalid_value",
+                "output_format.container",
+            )
         name = "add_phoneme_timestamps"
         if fields.add_phoneme_timestamps and not serving.model.card.capabilities.word_times:
-            message = f"This model does not know when it says a phoneme. Remove `{name}`."
-            raise bad_request(message, ErrorCode.INPUT_UNSUPPORTED, name)
+            raise bad_request(
+                f"This model does not know when it says a phoneme. Remove `{name}`.",
+                ErrorCode.INPUT_UNSUPPORTED,
+                name,
+            )
     serving.voices.check_model(fields.model_id, "model_id")
 
 
@@ -179,11 +199,10 @@ async def request_of(serving: Serving, fields: SpeechFields, request_id: str) ->
     language = fields.language if serving.model.card.capabilities.languages else None
     generation = Generation(language=language, **config.settings())
     voice = None if fields.voice is None else fields.voice.id
-    request = await serving.voices.request(
-        request_id, config.seed_or_new(), voice, generation, fields.transcript
-    )
     timed = isinstance(fields, MessagesFields) and (fields.add_timestamps or fields.add_phoneme_timestamps)
-    return replace(request, timestamps=bool(timed))
+    return await serving.voices.request(
+        request_id, config.seed_or_new(), voice, generation, fields.transcript, timestamps=bool(timed)
+    )
 
 
 def encoder_of(serving: Serving, output: OutputFormat) -> PcmStream:
@@ -213,21 +232,14 @@ async def answer(serving: Serving, fields: SpeechFields, permit: Permit, request
         yield event_head(headers, lambda error: failure(error, name) | {"request_id": request_id})
         async for piece in pieces:
             now = time.monotonic()
-            if piece.data:
-                yield event(chunk(name, piece.data, 1000 * (now - step)))
-            for kind, times in fields.times(piece):
-                yield event(_message(kind, name, **times))
+            for message in fields.messages(piece, name, now - step):
+                yield event(message)
             step = now
         yield event(done(name))
 
 
 def _message(kind: str, context_id: str | None, **facts: object) -> dict[str, Any]:
     return {"type": kind, "done": False, "status_code": 206, "context_id": context_id, **facts}
-
-
-def chunk(context_id: str | None, data: bytes, step_ms: float) -> dict[str, Any]:
-    """The message with a piece of speech. `step_ms`: time since the previous piece, or since the start."""
-    return _message("chunk", context_id, data=data, step_time=round(step_ms, 3))
 
 
 def done(context_id: str | None) -> dict[str, Any]:
@@ -316,18 +328,23 @@ class Context:
         `SETTINGS`."""
         for name in SETTINGS & message.model_fields_set:
             if getattr(self._first, name) != getattr(message, name):
-                text = f"`{name}` cannot change in a context. Begin another context."
-                raise bad_request(text, "invalid_value", name)
+                raise bad_request(
+                    f"`{name}` cannot change in a context. Begin another context.", "invalid_value", name
+                )
         if self._ended:
             if message.transcript.strip():
-                text = "The context has ended: nothing can follow `continue: false`."
-                raise bad_request(text, "context_ended", "context_id")
+                raise bad_request(
+                    "The context has ended: nothing can follow `continue: false`.",
+                    "context_ended",
+                    "context_id",
+                )
             return
         # A message without text counts as one character, so that flushes are limited too.
         self._characters += len(message.transcript) or 1
         if self._characters > (limit := self._serving.options.context_characters):
-            text = f"The context has more than {limit:,} characters."
-            raise bad_request(text, ErrorCode.INPUT_TOO_LONG, "transcript")
+            raise bad_request(
+                f"The context has more than {limit:,} characters.", ErrorCode.INPUT_TOO_LONG, "transcript"
+            )
         self._active_at = time.monotonic()
         ends = not message.more or message.flush or not message.max_buffer_delay_ms
         pieces = self._text.add(message.transcript, final=ends)
@@ -369,8 +386,11 @@ class Context:
                     async with asyncio.timeout(seconds):
                         await self._speak(next_part, permit)
                 except TimeoutError:
-                    message = f"The speech took longer than {seconds:g} s and was ended."
-                    raise ApiError(504, message, ErrorCode.SYNTH_TIMEOUT) from None
+                    raise ApiError(
+                        504,
+                        f"The speech took longer than {seconds:g} s and was ended.",
+                        ErrorCode.SYNTH_TIMEOUT,
+                    ) from None
                 finally:
                     permit.disconnect()
                 self._active_at = time.monotonic()
@@ -404,18 +424,15 @@ class Context:
             self._serving, [request], permit, encoder, opened, self._sent_seconds, lambda: passage.text
         )
         async with aclosing(speech) as pieces:
-            async for spoken in pieces:
-                now, data = time.monotonic(), spoken.data
-                seconds = len(data) / encoder.bytes_per_second
+            async for piece in pieces:
+                now = time.monotonic()
+                seconds = len(piece.data) / encoder.bytes_per_second
                 self._sent_seconds += seconds
                 self._played_until = max(self._played_until, now) + seconds
-                for begin_byte in range(0, len(data), MAX_PIECE_BYTES):
-                    piece = data[begin_byte : begin_byte + MAX_PIECE_BYTES]
-                    await self._send(chunk(self.id, piece, 1000 * (now - step)))
-                    step = now
-                for kind, times in self._first.times(spoken):
-                    await self._send(_message(kind, self.id, **times))
-                if not has_sent_audio and data:
+                for message in self._first.messages(piece, self.id, now - step, MAX_PIECE_BYTES):
+                    await self._send(message)
+                step = now if piece.data else step
+                if not has_sent_audio and piece.data:
                     has_sent_audio = True
                     self._serving.metrics.first_audio(WEBSOCKET, time.monotonic() - permit.since)
 
@@ -512,8 +529,12 @@ class _Connection:
             check_fields(parsed)
             if parsed.cancel:
                 if not await self._cancel(parsed.context_id):
-                    text = "The context is not open: it has ended or was never opened."
-                    raise ApiError(404, text, "context_not_found", "context_id")
+                    raise ApiError(
+                        404,
+                        "The context is not open: it has ended or was never opened.",
+                        "context_not_found",
+                        "context_id",
+                    )
                 await self._send(done(parsed.context_id))
             elif parsed.context_id in self._contexts:
                 self._contexts[parsed.context_id][0].add(parsed)
@@ -534,8 +555,13 @@ class _Connection:
             (self._route.contexts, self._options.contexts, "server"),
         ):
             if count >= limit:
-                text = f"The {owner} has {limit} open contexts. Cancel one, or wait until one is done."
-                raise ApiError(429, text, "too_many_contexts", "context_id", {"retry-after": "1"})
+                raise ApiError(
+                    429,
+                    f"The {owner} has {limit} open contexts. Cancel one, or wait until one is done.",
+                    "too_many_contexts",
+                    "context_id",
+                    {"retry-after": "1"},
+                )
         check_speech(self._serving, message)
         # Counted first: other contexts may be opened while a recording is read.
         self._route.contexts += 1

@@ -134,8 +134,9 @@ def check(serving: Serving, body: ChatBody) -> None:
     """Raises `ApiError` (400, 404) for what this model cannot do."""
     serving.voices.check_model(body.model)
     if not serving.model.card.capabilities.text_out:
-        message = "This model speaks texts. Use /v1/audio/speech."
-        raise bad_request(message, ErrorCode.INPUT_UNSUPPORTED, "model")
+        raise bad_request(
+            "This model speaks texts. Use /v1/audio/speech.", ErrorCode.INPUT_UNSUPPORTED, "model"
+        )
 
 
 async def answer(serving: Serving, body: ChatBody, permit: Permit, request_id: str) -> Parts:
@@ -229,8 +230,11 @@ def _mode(body: ChatBody, modes: Sequence[Mode]) -> Mode | None:
         for name in _XARG_ONLY_WITH_AUDIO:
             value = getattr(body.vllm_xargs, name)
             if value is not None and not (name == "cfg" and 0 <= value <= 1):
-                message = f"`{name}` is a setting of audio, and the mode text_only makes none. Remove it, or set mode to text_audio."
-                raise bad_request(message, ErrorCode.INPUT_BAD_GENERATION, f"vllm_xargs.{name}")
+                raise bad_request(
+                    f"`{name}` is a setting of audio, and the mode text_only makes none. Remove it, or set mode to text_audio.",
+                    ErrorCode.INPUT_BAD_GENERATION,
+                    f"vllm_xargs.{name}",
+                )
     return mode
 
 
@@ -242,8 +246,11 @@ def _messages(turn: ChatMessage, max_seconds: float) -> Iterator[Message]:
             yield Message(role, "text", part.text)
             continue
         if role != "user":
-            message = f"Audio of the role {turn.role} is not supported. Only user messages may have audio."
-            raise bad_request(message, "invalid_value", "messages")
+            raise bad_request(
+                f"Audio of the role {turn.role} is not supported. Only user messages may have audio.",
+                "invalid_value",
+                "messages",
+            )
         audio = part.audio_url.url if part.audio_url else part.input_audio.data if part.input_audio else ""
         yield Message(role, "audio", read_audio(audio, max_seconds))
 

@@ -8,9 +8,9 @@ import json
 import logging
 import resource
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 import h11
@@ -60,9 +60,9 @@ class Connections:
         self._clock = clock
         self._open: set[Connection] = set()
         #: Connections that have not sent a complete request, in the order in which they opened.
-        self._without_request: OrderedDict[Connection, None] = OrderedDict()
+        self._without_request: dict[Connection, None] = {}
         #: Connections that are idle after an answer; those that are idle for the longest time come first.
-        self._idle: OrderedDict[Connection, None] = OrderedDict()
+        self._idle: dict[Connection, None] = {}
         self._logged_at = -float("inf")
         self._unlogged = 0
 
@@ -111,9 +111,7 @@ class Connections:
         """Closes the connection that has been without a request for the longest time; False if there is
         none."""
         closing = (connection for connection in self._open if connection.transport.is_closing())
-        oldest = (
-            next(iter(self._without_request), None) or next(iter(self._idle), None) or next(closing, None)
-        )
+        oldest = next(chain(self._without_request, self._idle, closing), None)
         if oldest is None:
             return False
         self.leave(oldest)
@@ -375,12 +373,8 @@ def connection_limit(maximum: int) -> int:
     if raised == wanted:
         return maximum
     room = max(raised - _RESERVED_DESCRIPTORS, raised // 4)
-    log.warning(
-        "The limit of descriptors (%d) has room for %d connections, not %d. Raise it (ulimit -n).",
-        raised,
-        room,
-        maximum,
-    )
+    message = "The limit of descriptors (%d) has room for %d connections, not %d. Raise it (ulimit -n)."
+    log.warning(message, raised, room, maximum)
     return room
 
 

@@ -15,7 +15,7 @@ import soundfile
 import soxr
 from numpy.typing import NDArray
 
-from pipelines.audio import CONTAINERS, WAV_HEADER_BYTES, encode, read_header, resample, wav_header
+from pipelines.audio import CONTAINERS, encode, read_header, resample, to_pcm, wav_header
 from pipelines.audio_format import CONTENT_TYPES, RATES_OF, AudioFormat, holds_rate
 from pipelines.errors import ErrorCode, InputError
 
@@ -52,13 +52,12 @@ def _file_rate(sample_rate: int, kind: AudioFormat) -> int:
 
 def encoded(samples: NDArray[np.float32], encoding: Encoding = "pcm_s16le") -> bytes:
     """Mono samples [samples] as bytes in little-endian order. Raises `SynthesisError` (`synth.nan`)."""
-    linear = encode(samples, MAX_RATE, "wav")[WAV_HEADER_BYTES:]
+    pcm = to_pcm(samples)
     if encoding == "pcm_s16le":
-        return linear
+        return pcm.tobytes()
     if encoding == "pcm_f32le":
         return np.clip(samples, np.float32(-1), np.float32(1)).astype("<f4").tobytes()
     buffer = io.BytesIO()
-    pcm = np.frombuffer(linear, "<i2")
     soundfile.write(buffer, pcm, MAX_RATE, format="RAW", subtype=_LAWS[encoding])
     return buffer.getvalue()
 

@@ -84,8 +84,11 @@ def empty_text(param: str) -> ApiError:
 def check_text(text: str, limit: int, param: str) -> None:
     """Raises `ApiError` (400) for an empty text, and for one of more than `limit` characters."""
     if len(text) > limit:
-        message = f"The text has {len(text):,} characters; the maximum is {limit:,}. Split it."
-        raise bad_request(message, ErrorCode.INPUT_TOO_LONG, param)
+        raise bad_request(
+            f"The text has {len(text):,} characters; the maximum is {limit:,}. Split it.",
+            ErrorCode.INPUT_TOO_LONG,
+            param,
+        )
     if not is_visible(text):
         raise empty_text(param)
 
@@ -148,10 +151,14 @@ def _of_body(error: RequestValidationError | ValidationError) -> ApiError:
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
     param = path.lstrip(".")[:200] or None
     if param is None:
-        message = "The body is not a JSON object. Send one, with `Content-Type: application/json`."
-        return bad_request(message, "invalid_value")
+        return bad_request(
+            "The body is not a JSON object. Send one, with `Content-Type: application/json`.", "invalid_value"
+        )
     if first["type"] == "extra_forbidden":
-        message = f"There is no field `{param}` here. Remove it; docs/serving.md lists the fields."
-        return bad_request(message, "unknown_field", param)
+        return bad_request(
+            f"There is no field `{param}` here. Remove it; docs/serving.md lists the fields.",
+            "unknown_field",
+            param,
+        )
     reason = str(first["msg"]).removeprefix("Value error, ").rstrip(".")
     return bad_request(f"`{param}`: {reason}.", "invalid_value", param)

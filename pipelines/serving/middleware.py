@@ -136,8 +136,11 @@ class RequestMiddleware:
         host = headers.get(b"host", b"").decode("latin-1").lower()
         name = re.sub(r":\d*$", "", host).removeprefix("[").removesuffix("]")
         if name not in self._hosts and not is_loopback(name):
-            message = f"This server has no key, and {host[:100]!r} is not a name of this machine. Set SPEECH_SERVE__ALLOWED_HOSTS or a key."
-            raise ApiError(403, message, "host_forbidden")
+            raise ApiError(
+                403,
+                f"This server has no key, and {host[:100]!r} is not a name of this machine. Set SPEECH_SERVE__ALLOWED_HOSTS or a key.",
+                "host_forbidden",
+            )
 
     def _check_key(self, headers: Headers, *more_keys: bytes) -> None:
         """Raises `ApiError` (401) without a valid key. Compares in constant time."""
@@ -147,10 +150,12 @@ class RequestMiddleware:
             given.append(bearer.strip())
         matches = [hmac.compare_digest(_digest(key), known) for key in given for known in self._keys]
         if not any(matches):
-            message = (
-                "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`, or as `X-API-Key`."
+            raise ApiError(
+                401,
+                "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`, or as `X-API-Key`.",
+                "invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
             )
-            raise ApiError(401, message, "invalid_api_key", headers={"www-authenticate": "Bearer"})
 
     async def _admit(
         self, permits: list[Permit], streams: bool, body: LimitedBody, since: float | None
@@ -180,8 +185,11 @@ def _check_type(headers: Headers) -> None:
     """Raises `ApiError` (415) for a body whose type is not JSON: browsers let any page send other types to
     any server."""
     if not _JSON.fullmatch(headers.get(b"content-type", b"").strip()):
-        message = "The content type of the body is not JSON. Send `Content-Type: application/json`."
-        raise ApiError(415, message, "unsupported_media_type")
+        raise ApiError(
+            415,
+            "The content type of the body is not JSON. Send `Content-Type: application/json`.",
+            "unsupported_media_type",
+        )
 
 
 def _check_origin(headers: Headers) -> None:
@@ -189,8 +197,12 @@ def _check_origin(headers: Headers) -> None:
     server."""
     origin = headers.get(b"origin", b"")
     if origin and origin.partition(b"://")[2] != headers.get(b"host", b""):
-        message = "A page of another site may not use a server that has no key. Set SPEECH_SERVE__API_KEY."
-        raise ApiError(403, message, "origin_forbidden", headers={"connection": "close"})
+        raise ApiError(
+            403,
+            "A page of another site may not use a server that has no key. Set SPEECH_SERVE__API_KEY.",
+            "origin_forbidden",
+            headers={"connection": "close"},
+        )
 
 
 def _digest(key: bytes) -> bytes:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -46,19 +45,19 @@ _MAX_PAUSE_SECONDS = 60.0
 CLOSE_SECONDS = 60.0
 
 
+@dataclass(eq=False, slots=True)
 class Progress:
     """Counts open calls of the pipeline and remembers when one of them, or the engine, last made progress.
 
     Calls are counted on the event loop; `is_stuck` may be called from any thread.
     """
 
-    def __init__(self, stuck_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stuck_seconds = stuck_seconds
-        self._clock = clock
-        #: Open calls.
-        self.calls = 0
-        self._seen: tuple[object, ...] = ()
-        self._advanced_at = clock()
+    _stuck_seconds: float
+    _clock: Callable[[], float] = time.monotonic
+    #: Open calls.
+    calls: int = 0
+    _seen: tuple[object, ...] = ()
+    _advanced_at: float = 0.0
 
     def advanced(self) -> None:
         """Records progress: a call returned something, or failed in the pipeline."""
@@ -74,22 +73,6 @@ class Progress:
         return self._clock() - self._advanced_at >= self._stuck_seconds
 
 
-class Playback:
-    """A model of a player that starts with the first chunk and pauses when a chunk is late."""
-
-    def __init__(self) -> None:
-        self._lasts_until = math.inf
-
-    def add(self, now: float, seconds: float) -> float:
-        """Adds a chunk of `seconds`. Returns for how long the player had nothing to play; 0 if the chunk was
-        in time."""
-        late_seconds = max(now - self._lasts_until, 0.0)
-        self._lasts_until = seconds + (
-            now if late_seconds or self._lasts_until == math.inf else self._lasts_until
-        )
-        return late_seconds
-
-
 @dataclass(eq=False, slots=True)
 class _Call:
     """A request in the pipeline. No thread waits for it: its events are queued on the event loop."""
@@ -99,7 +82,9 @@ class _Call:
     _permit: Permit
     _on_open: Callable[[Handle], None] | None
     _stream: bool
-    _playback: Playback = field(default_factory=Playback)
+    #: When a player that starts with the first chunk, and pauses if a chunk is late, has played all chunks; 0
+    #: before the first one.
+    _played_until: float = 0.0
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     _events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue[Event])
     _cancelled: bool = False
@@ -108,7 +93,9 @@ class _Call:
     async def events(self) -> AsyncGenerator[AudioChunk | Done, None]:
         """Yields the chunks, then `Done`. Every event counts as progress of the engine, and so does every
         error except an `InputError`, which is raised before the engine works."""
-        pipeline = self._model.ready_pipeline()
+        pipeline = self._model.pipeline
+        if pipeline is None or pipeline.stats().state != "ready":
+            raise unavailable("The engine is starting. Try again.", "engine_starting")
         start = partial(pipeline.start, self._request, self._on_event, self._stream)
         started: Future[Handle] = Future()
         self._permit.hold()
@@ -154,9 +141,11 @@ class _Call:
             self._events.put_nowait(event)
             # While a text is still being written, pauses are not underruns.
             if self._on_open is None and isinstance(event, AudioChunk) and len(event.samples):
-                late_seconds = self._playback.add(self._loop.time(), len(event.samples) / event.sample_rate)
-                if late_seconds:
-                    self._model.on_underrun(late_seconds)
+                now = self._loop.time()
+                if 0 < self._played_until < now:
+                    self._model.on_underrun(now - self._played_until)
+                seconds = len(event.samples) / event.sample_rate
+                self._played_until = max(self._played_until, now) + seconds
         if not isinstance(event, AudioChunk):
             self._settle()
 
@@ -199,7 +188,7 @@ class ServedModel:
     progress: Progress
     #: Called on the event loop with every newly opened pipeline.
     _on_open: Callable[[Pipeline], None] = lambda _pipeline: None
-    _pipeline: Pipeline | None = None
+    pipeline: Pipeline | None = None
     #: Threads that start requests; streams have their own, so that they never wait for whole requests.
     threads: dict[bool, DaemonThreads] = field(
         default_factory=lambda: {
@@ -223,10 +212,10 @@ class ServedModel:
 
     def pipelines(self) -> list[Pipeline]:
         """The pipeline, if it is open."""
-        return [] if (pipeline := self._pipeline) is None else [pipeline]
+        return [] if (pipeline := self.pipeline) is None else [pipeline]
 
     def stats(self) -> EngineStats:
-        return EngineStats(state="starting") if self._pipeline is None else self._pipeline.stats()
+        return EngineStats(state="starting") if self.pipeline is None else self.pipeline.stats()
 
     async def speech(self, request: SynthesisRequest, permit: Permit) -> Speech:
         """The whole speech; cancelling the call aborts it. Raises `NightjarError`, and `ApiError` (503)
@@ -279,7 +268,7 @@ class ServedModel:
 
         def opened() -> Pipeline:
             # Set in the thread, so that a model that loads while the server stops is closed too.
-            self._pipeline = pipeline = self._open()
+            self.pipeline = pipeline = self._open()
             return pipeline
 
         pipeline = await asyncio.to_thread(opened)
@@ -289,11 +278,11 @@ class ServedModel:
         self._on_open(pipeline)
 
     async def _reopen(self) -> None:
-        broken, self._pipeline = self._pipeline, None
+        broken, self.pipeline = self.pipeline, None
         if broken is not None:
             await asyncio.to_thread(broken.close)
         pause_seconds = 1.0
-        while self._pipeline is None:
+        while self.pipeline is None:
             try:
                 await self.open()
             except NightjarError as error:
@@ -304,7 +293,7 @@ class ServedModel:
     def close(self) -> bool:
         """Closes the pipeline; its requests fail with `synth.aborted`. May be called more than once. False if
         the pipeline does not close in time."""
-        pipeline, self._pipeline = self._pipeline, None
+        pipeline, self.pipeline = self.pipeline, None
         closing = threading.Thread(target=pipeline.close if pipeline else None, name="close", daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)
@@ -313,10 +302,3 @@ class ServedModel:
         for threads in self.threads.values():
             threads.shutdown(cancel_futures=True)
         return not closing.is_alive()
-
-    def ready_pipeline(self) -> Pipeline:
-        """The pipeline. Raises `ApiError` (503) while no engine is ready."""
-        pipeline = self._pipeline
-        if pipeline is None or pipeline.stats().state != "ready":
-            raise unavailable("The engine is starting. Try again.", "engine_starting")
-        return pipeline

@@ -60,8 +60,10 @@ def count_delimiters(part: bytes) -> int:
 
 def too_complex() -> ApiError:
     """The error for JSON whose shape exceeds a limit."""
-    message = f"The JSON is nested too deeply or has too many values: {MAX_DEPTH} levels and {MAX_VALUES:,} values are the maximum."
-    return bad_request(message, ErrorCode.INPUT_BAD_JSON)
+    return bad_request(
+        f"The JSON is nested too deeply or has too many values: {MAX_DEPTH} levels and {MAX_VALUES:,} values are the maximum.",
+        ErrorCode.INPUT_BAD_JSON,
+    )
 
 
 async def read(text: bytes | str) -> Any:
@@ -118,8 +120,12 @@ class BodyMemory:
     def take(self, count: int) -> None:
         """Counts bytes. Raises `ApiError` (429) beyond the limit."""
         if self.bytes + count > MAX_LARGE_BODIES * self.max_body_bytes:
-            message = "Too many large requests are waiting. Try again after 5 s."
-            raise ApiError(429, message, "rate_limit_exceeded", headers={**_CLOSE, "retry-after": "5"})
+            raise ApiError(
+                429,
+                "Too many large requests are waiting. Try again after 5 s.",
+                "rate_limit_exceeded",
+                headers={**_CLOSE, "retry-after": "5"},
+            )
         self.bytes += count
 
 

@@ -135,5 +135,6 @@ def bound_socket(address: str, port: int) -> socket.socket:
         return listener
     except (OSError, UnicodeError) as error:
         reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
-        message = f"The server cannot listen at {address} port {port}: {reason}."
-        raise invalid(message, "Choose another port or address.") from error
+        raise invalid(
+            f"The server cannot listen at {address} port {port}: {reason}.", "Choose another port or address."
+        ) from error

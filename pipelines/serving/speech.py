@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Annotated, Literal, cast
 
 from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field
@@ -158,9 +157,14 @@ async def answer(serving: Serving, body: SpeechBody, permit: Permit, request_id:
     model, kind = serving.model, body.response_format
     generation = Generation(instruct=body.instructions or None, **body.settings())
     request = await serving.voices.request(
-        request_id, body.seed_or_new(), body.voice, generation, body.input, body.reference_audio or ()
+        request_id,
+        body.seed_or_new(),
+        body.voice,
+        generation,
+        body.input,
+        body.reference_audio or (),
+        body.timestamps,
     )
-    request = replace(request, timestamps=body.timestamps)
     # Clients need the rate to play bare PCM, and the seed to repeat the speech.
     headers = {"x-sample-rate": str(model.card.sample_rate), "x-seed": str(request.seed)}
     if unknown := sorted((body.model_extra or {}).keys() - _WITHOUT_EFFECT):
@@ -184,9 +188,8 @@ async def answer(serving: Serving, body: SpeechBody, permit: Permit, request_id:
         yield event_head(headers, ApiError.view) if events else Head(MEDIA_TYPES[kind], headers)
         async for piece in pieces:
             times = {"words": piece.words, "estimated": piece.estimated} if body.timestamps else {}
-            yield (
-                event({"type": "speech.audio.delta", "audio": piece.data, **times}) if events else piece.data
-            )
+            delta = {"type": "speech.audio.delta", "audio": piece.data, **times}
+            yield event(delta) if events else piece.data
     if events:
         # The model does not count tokens, so `usage` counts characters of the text.
         usage = {"input_tokens": len(body.input), "output_tokens": 0, "total_tokens": len(body.input)}

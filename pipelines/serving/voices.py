@@ -56,11 +56,18 @@ class Voices:
         `speech_field`: the field that names the model in a request for speech. Such a request raises 400 if
         the model answers dialogues."""
         if name is not None and name not in self._options.names:
-            message = f"The model {name[:100]!r} is not served here. The server has: {', '.join(self._options.names)}."
-            raise ApiError(404, message, "model_not_found", "model")
+            raise ApiError(
+                404,
+                f"The model {name[:100]!r} is not served here. The server has: {', '.join(self._options.names)}.",
+                "model_not_found",
+                "model",
+            )
         if speech_field and self._capabilities.multi_turn:
-            message = "This model answers dialogues. Use /v1/chat/completions."
-            raise bad_request(message, ErrorCode.INPUT_UNSUPPORTED, speech_field)
+            raise bad_request(
+                "This model answers dialogues. Use /v1/chat/completions.",
+                ErrorCode.INPUT_UNSUPPORTED,
+                speech_field,
+            )
 
     async def request(
         self,
@@ -70,6 +77,7 @@ class Voices:
         generation: Generation,
         text: str,
         recordings: Sequence[str] = (),
+        timestamps: bool = False,
     ) -> SynthesisRequest:
         """A request for a text in the named voice, or in the voices of its recordings.
 
@@ -83,25 +91,22 @@ class Voices:
             messages = [Message("user", "audio", read_audio(audio, seconds)) for audio in recordings]
             messages.append(Message("user", "text", text))
             voice = self.named(voice_name)
-            if not isinstance(voice, StoredVoice):
-                if (
-                    voice is not None
-                    and not recordings
-                    and self._capabilities.cloning
-                    and not self._is_own(voice)
-                ):
-                    raise self._unknown(voice)
-                spoken = msgspec.structs.replace(generation, voice=voice)
-            elif recordings:
-                message = f"The voice {voice_name!r} has a recording, and the request has another one."
-                raise unsupported(message, "Leave one of them out.")
-            else:
+            if isinstance(voice, StoredVoice):
+                if recordings:
+                    raise unsupported(
+                        f"The voice {voice_name!r} has a recording, and the request has another one.",
+                        "Leave one of them out.",
+                    )
                 messages, spoken = in_voice_of(messages, generation, voice.recording, voice.text)
-            return SynthesisRequest(request_id, tuple(messages), spoken, seed)
+            elif not (voice is None or recordings or self._is_own(voice)) and self._capabilities.cloning:
+                raise self._unknown(voice)
+            else:
+                spoken = msgspec.structs.replace(generation, voice=voice)
+            return SynthesisRequest(request_id, tuple(messages), spoken, seed, timestamps=timestamps)
 
         # Recordings are read in a thread. Other requests are built here, which is faster than a thread.
         folder = None if voice_name is None or self._is_own(voice_name) else self._folder
-        if recordings or (folder is not None and voice_name is not None and folder.has(voice_name)):
+        if recordings or (voice_name is not None and folder is not None and folder.has(voice_name)):
             return await asyncio.to_thread(build)
         return build()
 
@@ -160,8 +165,9 @@ class Voices:
         try:
             voice = self._folder.add(body.name, recording, body.text, replace=body.replace)
         except VoiceExistsError:
-            message = f"There is a voice {body.name!r}. Delete it, or send `replace`."
-            raise ApiError(409, message, "voice_exists", "name") from None
+            raise ApiError(
+                409, f"There is a voice {body.name!r}. Delete it, or send `replace`.", "voice_exists", "name"
+            ) from None
         return {"id": voice.name, "object": "voice", "kind": "stored", "created_at": voice.created_at}
 
     def delete(self, name: str) -> dict[str, object]:
@@ -174,12 +180,13 @@ class Voices:
     def _unknown(self, voice_name: str) -> InputError:
         names = list(self._names())
         near = names if len(names) <= _SHOWN else get_close_matches(voice_name, names, _SHOWN, 0.0)
-        advice = (
+        return InputError(
+            ErrorCode.INPUT_UNKNOWN_VOICE,
+            f"There is no voice {voice_name[:80]!r}.",
             f"Choose one of: {', '.join(near)}."
             if near
-            else "No voice is stored here: add one, or send a recording."
+            else "No voice is stored here: add one, or send a recording.",
         )
-        return InputError(ErrorCode.INPUT_UNKNOWN_VOICE, f"There is no voice {voice_name[:80]!r}.", advice)
 
     def _is_own(self, name: str) -> bool:
         """Whether the model has a voice of this name."""

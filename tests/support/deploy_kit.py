@@ -60,7 +60,7 @@ def server_page() -> str:
     """What `/metrics` of a server says, once everything happened that it counts."""
     pipeline = FakePipeline()
     model = ServedModel(describe("hibari"), lambda: pipeline, Progress(60.0))
-    model._pipeline = pipeline  # pyright: ignore[reportPrivateUsage]
+    model.pipeline = pipeline
     gate = AdmissionQueue(1, 1)
     metrics = ServerMetrics(model, gate)
     metrics.first_audio(metrics.answered("/v1/audio/speech", 200, 0.1), 0.1)
