@@ -26,7 +26,6 @@ from jobs.settings import Settings
 from pipelines.child_process import Child, exit_description, signal_group
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import NightjarError
-from pipelines.ipc import ErrorRecord
 
 #: A worker counts as unable to start once it has ended this many times in a row, with an exit status, before
 #: it was up.
@@ -54,7 +53,7 @@ class WorkerReport(msgspec.Struct, frozen=True, omit_defaults=True):
     #: Why it ends, without passwords.
     last_message: str = ""
     #: Why it cannot open its model, if a restart would not help.
-    refusal: ErrorRecord | None = None
+    refusal: NightjarError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,11 +229,10 @@ class WorkerGroup:
         """Processes the reports received so far."""
         with suppress(EOFError, OSError, msgspec.MsgspecError):
             while True:
-                report = child.channel.receive(0).message
+                report = child.channel.receive(0)
                 member.came_up |= report.up
                 member.last_message = report.last_message or member.last_message
-                if report.refusal is not None:
-                    member.refusal = report.refusal.error
+                member.refusal = report.refusal or member.refusal
                 if report.finished:
                     self.finished(member, time.monotonic())
 

@@ -21,12 +21,10 @@ from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import NightjarError
-from pipelines.ipc import Channel, ErrorRecord, read_shared, share
+from pipelines.ipc import Channel
 
 T = TypeVar("T")
 
@@ -202,8 +200,6 @@ class ChildEndedError(Exception):
 
 
 class _Call(msgspec.Struct, frozen=True):
-    """A call. It is sent with the descriptor of its data, which are in shared memory."""
-
     number: int
     content: Any
 
@@ -211,10 +207,10 @@ class _Call(msgspec.Struct, frozen=True):
 class _Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     number: int
     content: Any = None
-    error: ErrorRecord | None = None
+    error: NightjarError | None = None
 
 
-class CalledChild(Generic[T]):
+class CalledChild(Child[_Answer], Generic[T]):
     """A child that runs `answer_calls`. It may answer calls in any order."""
 
     def __init__(
@@ -226,9 +222,8 @@ class CalledChild(Generic[T]):
         bound: bool = True,
         output: int = 2,
     ) -> None:
+        super().__init__(program, _Answer, environment, bound=bound, output=output)
         self._answer = answer
-        self._child = Child[_Answer](program, _Answer, environment, bound=bound, output=output)
-        self.pid = self._child.pid
         self._closed = False
         self._numbers = itertools.count()
         self._waiting: dict[int, Future[T]] = {}
@@ -239,53 +234,50 @@ class CalledChild(Generic[T]):
     @property
     def ended(self) -> bool:
         """Whether the child has ended, or does not answer any more."""
-        return self._closed or not self._child.alive
+        return self._closed or not self.alive
 
     @property
     def waiting(self) -> int:
         """The number of unanswered calls."""
         return len(self._waiting)
 
-    def call(self, content: object, data: bytes | NDArray[Any] = b"") -> Future[T]:
+    def call(self, content: object) -> Future[T]:
         """Returns the future of the answer; its exception is the child's `NightjarError`, or
         `ChildEndedError`. Raises `ChildEndedError` after the child's end, and `OSError` if there is no memory
-        to share."""
-        shared, answered = share(data), Future[T]()
+        for large arrays."""
+        number, answered = next(self._numbers), Future[T]()
+        with self._lock:
+            if self.ended:
+                raise ChildEndedError
+            self._waiting[number] = answered
         try:
-            with self._lock:
-                if self.ended:
-                    raise ChildEndedError
-                number = next(self._numbers)
-                self._waiting[number] = answered
-            with suppress(OSError):  # the receiving thread gets the same error and ends the call
-                self._child.channel.send(_Call(number, content), [shared])
-        finally:
-            os.close(shared)
+            with suppress(ConnectionError):  # the receiving thread gets the same error and ends the call
+                self.channel.send(_Call(number, content))
+        except BaseException:
+            self._waiting.pop(number, None)
+            raise
         return answered
-
-    def kill(self) -> None:
-        self._child.kill()
 
     def close(self, seconds: float = 0.0) -> str:
         """Ends the child, and kills it after `seconds`. Returns how it ended. May be called more than
         once."""
-        self._child.channel.shut_down()
+        self.channel.shut_down()
         with suppress(subprocess.TimeoutExpired):
-            self._child.wait(seconds)
-        self._child.kill()
-        how = self._child.wait()
+            self.wait(seconds)
+        self.kill()
+        how = self.wait()
         self._thread.join()
-        self._child.channel.close()
+        self.channel.close()
         return how
 
     def _receive(self) -> None:
         with suppress(EOFError, OSError, msgspec.MsgspecError):
             while True:
-                answer = self._child.channel.receive().message
+                answer = self.channel.receive()
                 with self._lock:
                     answered = self._waiting.pop(answer.number)
                 if answer.error is not None:
-                    answered.set_exception(answer.error.error)
+                    answered.set_exception(answer.error)
                 else:
                     answered.set_result(msgspec.convert(answer.content, self._answer))
         with self._lock:
@@ -298,7 +290,7 @@ class CalledChild(Generic[T]):
 
 def answer_calls(
     content: type[T] | Any,
-    answer: Callable[[T, NDArray[np.uint8]], object],
+    answer: Callable[[T], object],
     failure: Callable[[Exception], NightjarError],
     threads: int = 1,
 ) -> None:
@@ -307,18 +299,17 @@ def answer_calls(
     channel: Channel[_Call] = parent_channel(_Call)
     answering = DaemonThreads(threads, "answer")
 
-    def answered(call: _Call, data: NDArray[np.uint8]) -> None:
+    def answered(call: _Call) -> None:
         try:
-            message = _Answer(call.number, answer(msgspec.convert(call.content, content), data))
+            message = _Answer(call.number, answer(msgspec.convert(call.content, content)))
         except Exception as error:  # noqa: BLE001 - every error is sent to the parent
             ours = error if isinstance(error, NightjarError) else failure(error)
-            message = _Answer(call.number, error=ErrorRecord.of(ours))
+            message = _Answer(call.number, error=ours)
         with suppress(OSError):
             channel.send(message)
 
     with suppress(EOFError, OSError):
         while True:
-            call, (shared,) = channel.receive()
-            answering.submit(answered, call, read_shared(shared, np.uint8))
+            answering.submit(answered, channel.receive())
     # Does not wait for running calls.
     os._exit(0)

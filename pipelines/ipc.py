@@ -1,9 +1,9 @@
 """Messages between two processes: a channel over a socket pair, and memory that both can read.
 
-A message is its length and one MessagePack object. Decoding it runs no code. Samples are not sent through
-the socket: the writer puts them into an anonymous memory file and sends its descriptor with the message.
-The memory is freed when the last process with the descriptor closes it or dies, so a killed process leaks
-nothing.
+A message is its length and one MessagePack object, which may contain arrays and errors. Decoding it runs no
+code. Large arrays are not sent through the socket: the writer puts them into an anonymous memory file and
+sends its descriptor with the message. The memory is freed when the last process with the descriptor closes it
+or dies, so a killed process leaks nothing.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Generic, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from pipelines import errors
 from pipelines.errors import NightjarError
@@ -33,24 +33,41 @@ _HEAD = struct.Struct(">IB")
 MAXIMUM_BYTES = 256 << 20
 #: Maximum number of descriptors of one message; the kernel's own limit is 253.
 MAXIMUM_DESCRIPTORS = 64
+#: Arrays of more bytes cross in shared memory.
+INLINE_BYTES = 1 << 16
 _READ_BYTES = 1 << 16
+#: The MessagePack extensions of arrays (data type, shape, and bytes or the number of a descriptor) and of errors (name
+#: of the class, and its arguments).
+_ARRAY, _ERROR = 1, 2
+_CLASSES = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, NightjarError)
+}
 
 
-def _plain_number(value: object) -> object:
-    """Converts a NumPy number to a Python number."""
+def _extension(shared: list[int], value: object) -> object:
+    """What a message contains for an array, an error or a number of NumPy. The descriptors of large arrays are
+    added to `shared`."""
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, np.ndarray):
+        values: NDArray[Any] = np.ascontiguousarray(value)
+        content: bytes | int = len(shared)
+        if values.nbytes > INLINE_BYTES:
+            shared.append(share(values))
+        else:
+            content = values.tobytes()
+        return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode((values.dtype.str, values.shape, content)))
+    if isinstance(value, NightjarError):
+        # A class of another package becomes the nearest base class in `pipelines.errors`.
+        kind = next(one.__name__ for one in type(value).__mro__ if one.__name__ in _CLASSES)
+        known = kind == type(value).__name__
+        arguments = value.args if known else (value.code, value.message, value.advice)
+        return msgspec.msgpack.Ext(
+            _ERROR, msgspec.msgpack.encode((kind, arguments), enc_hook=partial(_extension, shared))
+        )
     raise TypeError(f"{type(value).__name__} cannot be sent")
-
-
-_encode = msgspec.msgpack.Encoder(enc_hook=_plain_number).encode
-
-
-class Received(NamedTuple, Generic[T]):
-    """One message. Its descriptors belong to the receiver, which closes them (`read_shared` does)."""
-
-    message: T
-    descriptors: list[int]
 
 
 class Channel(Generic[T]):
@@ -65,39 +82,50 @@ class Channel(Generic[T]):
     ) -> None:
         connection.setblocking(False)
         self._connection = connection
-        self._decode = msgspec.msgpack.Decoder(incoming).decode
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(connection, select.POLLIN)
+        self._writable.register(connection, select.POLLOUT)
+        self._decode = msgspec.msgpack.Decoder(incoming, ext_hook=self._extended).decode
         self._maximum_bytes = maximum_bytes
         self._buffer = bytearray()
+        #: Descriptors of messages that are not decoded yet, and of the one that is being decoded.
         self._descriptors: deque[int] = deque()
-        #: Unsent messages with copies of their descriptors; the first one may be partly sent.
+        self._shared: list[int] = []
+        #: Unsent messages with their descriptors; the first one may be partly sent.
         self._left: deque[tuple[memoryview, list[int]]] = deque()
         self._changed = threading.Condition()
         self._error: OSError | None = None
         self._closed = False
         self._sender: threading.Thread | None = None
 
-    def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
-        """Sends a message and copies of descriptors, which the caller may close afterwards.
+    def send(self, message: object) -> None:
+        """Sends a message with its arrays and errors.
 
         Raises `ValueError` for a message that is too long, the encoder's errors, and `OSError` if the other
-        end is closed.
+        end is closed (`ConnectionError`) or there is no memory or descriptor for large arrays.
         """
-        data = _encode(message)
-        if len(data) > self._maximum_bytes or len(descriptors) > MAXIMUM_DESCRIPTORS:
-            raise ValueError(f"a message of {len(data)} bytes and {len(descriptors)} descriptors is too long")
-        view = memoryview(_HEAD.pack(len(data), len(descriptors)) + data)
-        with self._changed:
-            if self._error is not None or self._closed:
-                raise self._error or BrokenPipeError("the channel is closed")
-            if not self._left:
-                view, descriptors = self._sent(view, descriptors)
-            if view:
-                if self._sender is None:
-                    sender = threading.Thread(target=self._send_left, name="sender", daemon=True)
-                    sender.start()
-                    self._sender = sender
-                self._left.append((view, [os.dup(one) for one in descriptors]))
-                self._changed.notify_all()
+        shared: list[int] = []
+        try:
+            data = msgspec.msgpack.encode(message, enc_hook=partial(_extension, shared))
+            if len(data) > self._maximum_bytes or len(shared) > MAXIMUM_DESCRIPTORS:
+                raise ValueError(f"a message of {len(data)} bytes and {len(shared)} descriptors is too long")
+            view = memoryview(_HEAD.pack(len(data), len(shared)) + data)
+            with self._changed:
+                if self._error is not None or self._closed:
+                    raise self._error or BrokenPipeError("the channel is closed")
+                if not self._left:
+                    view = self._sent(view, shared)
+                if view:
+                    if self._sender is None:
+                        sender = threading.Thread(target=self._send_left, name="sender", daemon=True)
+                        sender.start()
+                        self._sender = sender
+                    self._left.append((view, shared.copy()))
+                    shared.clear()
+                    self._changed.notify_all()
+        finally:
+            for descriptor in shared:
+                os.close(descriptor)
 
     def flush(self) -> None:
         """Waits until everything is sent. Raises `OSError` if the other end is closed."""
@@ -106,7 +134,7 @@ class Channel(Generic[T]):
             if self._error is not None:
                 raise self._error
 
-    def receive(self, seconds: float | None = None) -> Received[T]:
+    def receive(self, seconds: float | None = None) -> T:
         """The next message. Raises `TimeoutError` after `seconds` without data, `EOFError` if the other end is
         closed, and `OSError` or `msgspec.MsgspecError` if the channel is broken."""
         self._fill(_HEAD.size, seconds)
@@ -119,12 +147,12 @@ class Channel(Generic[T]):
         if count > len(self._descriptors):
             raise ConnectionError("a message arrived without its descriptors")
         # Descriptors arrive with the first byte of their message at the latest.
-        descriptors = [self._descriptors.popleft() for _ in range(count)]
+        self._shared = [self._descriptors.popleft() for _ in range(count)]
         try:
-            return Received(self._decode(data), descriptors)
-        except BaseException:
-            close_all(descriptors)
-            raise
+            return self._decode(data)
+        finally:
+            for descriptor in self._shared:
+                os.close(descriptor)
 
     def shut_down(self) -> None:
         """Closes both directions, which wakes `flush` and `receive` at both ends. May be called from any
@@ -142,8 +170,9 @@ class Channel(Generic[T]):
         if self._sender is not None:
             self._sender.join()
         self._connection.close()
-        for descriptors in (self._descriptors, *(copies for _, copies in self._left)):
-            close_all(descriptors)
+        for descriptors in (self._descriptors, *(shared for _, shared in self._left)):
+            for descriptor in descriptors:
+                os.close(descriptor)
         self._descriptors.clear()
         self._left.clear()
 
@@ -156,7 +185,7 @@ class Channel(Generic[T]):
                     self._connection, room, MAXIMUM_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
                 )
             except BlockingIOError:
-                if not self._poll(select.POLLIN, None if seconds is None else 1000 * seconds):
+                if not self._readable.poll(None if seconds is None else 1000 * seconds):
                     raise TimeoutError("the other end did not answer in time") from None
                 continue
             self._descriptors.extend(descriptors)
@@ -166,10 +195,20 @@ class Channel(Generic[T]):
                 raise EOFError("the other end is closed")
             self._buffer += data
 
-    def _poll(self, event: int, milliseconds: float | None = None) -> bool:
-        poll = select.poll()
-        poll.register(self._connection, event)
-        return bool(poll.poll(milliseconds))
+    def _extended(self, code: int, data: memoryview) -> object:
+        """The array or the error of an extension in the message that is being decoded. Arrays are writable.
+
+        Does not map the memory: in Python 3.11 a mapping keeps a descriptor open, and takes as long.
+        """
+        if code == _ERROR:
+            kind, arguments = msgspec.msgpack.decode(data, type=tuple[str, list[Any]])
+            return _CLASSES[kind](*arguments)
+        dtype, shape, content = msgspec.msgpack.decode(data, type=tuple[str, tuple[int, ...], bytes | int])
+        if isinstance(content, bytes):
+            return np.frombuffer(bytearray(content), dtype).reshape(shape)
+        with open(self._shared[content], "rb", closefd=False) as file:
+            file.seek(0)
+            return np.fromfile(file, dtype).reshape(shape)
 
     def _send_left(self) -> None:
         while True:
@@ -177,68 +216,37 @@ class Channel(Generic[T]):
                 self._changed.wait_for(lambda: self._left or self._closed)
                 if self._closed or self._error is not None:
                     return
-            self._poll(select.POLLOUT)
+            self._writable.poll()
             with self._changed, suppress(OSError):
                 while self._left:
-                    view, copies = self._left[0]
-                    left, unsent = self._sent(view, copies)
-                    if not unsent:
-                        close_all(copies)
-                        copies = []
-                    self._left[0] = (left, copies)
+                    view, shared = self._left[0]
+                    left = self._sent(view, shared)
+                    self._left[0] = left, shared
                     if left:
                         break
                     self._left.popleft()
                 self._changed.notify_all()
 
-    def _sent(self, view: memoryview, descriptors: Sequence[int]) -> tuple[memoryview, Sequence[int]]:
-        """Sends as much as the socket accepts, and returns the rest. Descriptors are sent with the first byte.
-        Called inside the lock."""
+    def _sent(self, view: memoryview, shared: list[int]) -> memoryview:
+        """Sends as much as the socket accepts, and returns the rest. Descriptors are sent with the first byte,
+        and then closed. Called inside the lock."""
         try:
             while view:
-                if descriptors:
-                    sent = socket.send_fds(self._connection, [view], descriptors)
-                else:
-                    sent = self._connection.send(view)
-                view, descriptors = view[sent:], ()
+                view = view[socket.send_fds(self._connection, [view], shared) :]
+                while shared:
+                    os.close(shared.pop())
         except BlockingIOError:
             pass
         except OSError as error:
             self._error = error
             self._changed.notify_all()
             raise
-        return view, descriptors
-
-
-_CLASSES = {
-    name: kind
-    for name, kind in vars(errors).items()
-    if isinstance(kind, type) and issubclass(kind, NightjarError)
-}
-
-
-class ErrorRecord(msgspec.Struct, frozen=True):
-    """A `NightjarError` in a message."""
-
-    #: The name of its class in `pipelines.errors`, or of the nearest base class there.
-    kind: str
-    #: The arguments of the class.
-    arguments: list[Any]
-
-    @classmethod
-    def of(cls, error: NightjarError) -> ErrorRecord:
-        kind = next(one.__name__ for one in type(error).__mro__ if one.__name__ in _CLASSES)
-        known = kind == type(error).__name__
-        return cls(kind, [*error.args] if known else [error.code, error.message, error.advice])
-
-    @property
-    def error(self) -> NightjarError:
-        return _CLASSES[self.kind](*self.arguments)
+        return view
 
 
 def share(data: bytes | memoryview | NDArray[Any]) -> int:
     """Copies bytes or contiguous samples into anonymous shared memory. Returns its descriptor, which the
-    caller closes after sending it.
+    caller closes.
 
     Raises `OSError` if there is no memory or no descriptor left.
     """
@@ -250,20 +258,3 @@ def share(data: bytes | memoryview | NDArray[Any]) -> int:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def read_shared(descriptor: int, dtype: DTypeLike = np.float32) -> NDArray[Any]:
-    """Copies shared memory into a new array [values], and closes the descriptor.
-
-    Does not map the memory: in Python 3.11 a mapping keeps a descriptor open, and takes as long. Raises
-    `OSError`.
-    """
-    with open(descriptor, "rb") as file:
-        file.seek(0)
-        return np.fromfile(file, dtype)
-
-
-def close_all(descriptors: Sequence[int] | deque[int]) -> None:
-    """Closes descriptors."""
-    for descriptor in descriptors:
-        os.close(descriptor)

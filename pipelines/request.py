@@ -425,7 +425,7 @@ class Listener:
 
     _on_event: OnEvent
     #: Called once after the end, with True after `Done` and False after an error or `cancel`.
-    _on_end: Callable[[bool], None]
+    _on_end: Callable[[bool], object]
     #: Seconds of audio that were delivered.
     seconds: float = 0.0
     _order: threading.RLock = field(default_factory=threading.RLock)

@@ -11,7 +11,7 @@ from jobs.formatting import redact
 from jobs.worker_group import WorkerGroup, WorkerReport
 from pipelines.child_process import has_parent, parent_channel
 from pipelines.errors import ConfigError, ModelError
-from pipelines.ipc import Channel, ErrorRecord
+from pipelines.ipc import Channel
 
 POLL_SECONDS = 0.2
 _MAX_CHARACTERS = 2000
@@ -55,7 +55,7 @@ def wait_for_release() -> bool:
         return True
     assert _parent is not None
     with suppress(EOFError, OSError):
-        return _parent.receive().message
+        return _parent.receive()
     return False
 
 
@@ -75,7 +75,7 @@ def report_end(reason: str) -> None:
 def report_refusal(error: ConfigError | ModelError) -> None:
     """Reports that restarts cannot help, because a person must correct a setting or the model."""
     plain = type(error)(error.code, _plain(error.message), _plain(error.advice))
-    report(WorkerReport(refusal=ErrorRecord.of(plain)))
+    report(WorkerReport(refusal=plain))
 
 
 def _plain(text: str) -> str:

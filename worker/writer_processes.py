@@ -15,9 +15,10 @@ import threading
 from collections.abc import Generator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import msgspec
+import numpy as np
 import structlog
 from numpy.typing import NDArray
 
@@ -41,32 +42,28 @@ TRIES = 3
 _KILL_SECONDS = 5.0
 
 
-class _Open(msgspec.Struct, frozen=True, tag="open"):
-    """The first call; its answer comes when the process has a client for this store."""
+class _Put(msgspec.Struct, frozen=True):
+    """A call that opens a store, unless it is open, and puts an object. The first call of a process only opens."""
 
+    url: str
     #: The S3 settings, which may come from a file that the child does not read.
     settings: dict[str, str | None] | None
-    url: str
-
-
-class _Put(msgspec.Struct, frozen=True, tag="put"):
-    """A call that puts an object, whose content is the data of the call."""
-
-    url: str
-    key: str
-    metadata: dict[str, str]
+    key: str = ""
+    #: The content of the object; None: there is no object to put.
+    data: NDArray[np.uint8] | None = None
+    metadata: dict[str, str] = {}
 
 
 class WriterProcess(CalledChild[ObjectInfo | None]):
     """A writer process, as its worker sees it."""
 
-    def __init__(self, settings: S3Settings | None, url: str) -> None:
+    def __init__(self, opening: _Put) -> None:
         # Signals to the worker's process group do not reach this process, because it must work while the worker drains.
         # It is not bound to the thread that starts it, because that thread may end before the worker.
         program = ("-m", "worker.writer_processes")
         super().__init__(program, ObjectInfo | None, helper_environment(), bound=False)
         try:
-            self._opened = self.call(_Open(_plain(settings), url))
+            self._opened = self.call(opening)
         except ChildEndedError:
             self._opened = Future()
 
@@ -85,6 +82,11 @@ class WriterProcesses:
     def __init__(self, maximum: int | None, settings: S3Settings | None, busy_puts: int = BUSY_PUTS) -> None:
         self.maximum = min(MAX_PROCESSES, len(os.sched_getaffinity(0)) // 2) if maximum is None else maximum
         self._settings = settings
+        self.access: dict[str, str | None] | None = None
+        if settings is not None:
+            secret = settings.secret_access_key
+            plain = secret.get_secret_value() if secret else None
+            self.access = {**settings.model_dump(), "secret_access_key": plain}
         self._busy_puts = busy_puts
         self.processes: list[WriterProcess] = []
         #: Number of puts of the worker itself.
@@ -114,7 +116,10 @@ class WriterProcesses:
                 and len(up) == len(self.processes) < self.maximum
                 and not self._closed
             ):
-                self._start(url)
+                try:
+                    self.processes.append(WriterProcess(_Put(url, self.access)))
+                except OSError as error:
+                    self._count_failed_start(repr(error))
             return process
 
     @contextmanager
@@ -135,12 +140,6 @@ class WriterProcesses:
             processes, self.processes = self.processes, []
         for one in processes:
             one.close(_KILL_SECONDS)
-
-    def _start(self, url: str) -> None:
-        try:
-            self.processes.append(WriterProcess(self._settings, url))
-        except OSError as error:
-            self._count_failed_start(repr(error))
 
     def _remove_ended(self) -> None:
         for one in [one for one in self.processes if one.ended]:
@@ -174,44 +173,33 @@ class ProcessStore(S3Store):
     ) -> ObjectInfo:
         """Puts an object as `ObjectStore.put` does. If a process dies, another one repeats the put and may find that the
         object already exists."""
-        put = _Put(self.url, key, dict(metadata or {}))
-        for _ in range(TRIES):
-            process = self._processes.least_busy(self.url)
-            if process is None or not isinstance(data, bytes):
-                break
-            with suppress(ChildEndedError, OSError):
-                result = process.call(put, data).result()
-                assert result is not None
-                return result
+        if isinstance(data, bytes):
+            content = np.frombuffer(data, np.uint8)
+            put = _Put(self.url, self._processes.access, key, content, dict(metadata or {}))
+            for _ in range(TRIES):
+                if (process := self._processes.least_busy(self.url)) is None:
+                    break
+                with suppress(ChildEndedError, OSError):
+                    result = process.call(put).result()
+                    assert result is not None
+                    return result
         with self._processes.own_put():
             return super().put(key, data, metadata)
 
 
-def _plain(settings: S3Settings | None) -> dict[str, str | None] | None:
-    if settings is None:
+#: The stores of the child process.
+_stores: dict[str, ObjectStore] = {}
+_opening = threading.Lock()
+
+
+def _answer(put: _Put) -> ObjectInfo | None:
+    with _opening:
+        if put.url not in _stores:
+            settings = None if put.settings is None else S3Settings.model_validate(put.settings)
+            _stores[put.url] = open_store(put.url, settings)
+    if put.data is None:
         return None
-    secret = settings.secret_access_key
-    return {**settings.model_dump(), "secret_access_key": secret.get_secret_value() if secret else None}
-
-
-class _Stores:
-    """The stores of the child process."""
-
-    def __init__(self) -> None:
-        self._settings: S3Settings | None = None
-        self._open: dict[str, ObjectStore] = {}
-        self._lock = threading.Lock()
-
-    def answer(self, asked: _Open | _Put, data: NDArray[Any]) -> ObjectInfo | None:
-        if isinstance(asked, _Open) and asked.settings is not None:
-            self._settings = S3Settings.model_validate(asked.settings)
-        with self._lock:
-            if asked.url not in self._open:
-                self._open[asked.url] = open_store(asked.url, self._settings)
-        if isinstance(asked, _Open):
-            return None
-        store = self._open[asked.url]
-        return store.put(asked.key, data.tobytes(), asked.metadata)
+    return _stores[put.url].put(put.key, put.data.tobytes(), put.metadata)
 
 
 def _failure(error: Exception) -> StoreError:
@@ -220,4 +208,4 @@ def _failure(error: Exception) -> StoreError:
 
 
 if __name__ == "__main__":
-    answer_calls(_Open | _Put, _Stores().answer, _failure, PUTS_AT_ONCE)
+    answer_calls(_Put, _answer, _failure, PUTS_AT_ONCE)

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import astuple
 
 from pipelines.child_process import Child
 from pipelines.daemon_threads import DaemonThreads
@@ -28,7 +29,6 @@ from pipelines.engine_process.messages import (
     Opened,
     RequestFailed,
     RequestRecord,
-    SpeechMessage,
     Start,
     Stats,
     ToChild,
@@ -45,7 +45,6 @@ from pipelines.errors import (
     engine_closed,
     unsupported,
 )
-from pipelines.ipc import ErrorRecord, close_all, read_shared, share
 from pipelines.recording import Recording
 from pipelines.registry import open_frontend
 from pipelines.request import (
@@ -157,7 +156,7 @@ class EngineProcess:
         record, recordings = _record_of(request)
         # Computed before the lock is taken.
         digests = [recording.digest for recording in recordings]
-        listener = Listener(on_event, lambda _done: self._on_request_end(number))
+        listener = Listener(on_event, lambda _done: self._remove(number, cancel=True))
         with self._changed:
             # The host's thread must not wait: it is the one that makes room.
             if not stream and threading.current_thread() is not self._host:
@@ -205,48 +204,42 @@ class EngineProcess:
             self._kill()
             self._host.join(CLOSE_SECONDS)
 
-    def _send(self, message: ToChild, shared: Sequence[int] = ()) -> None:
+    def _send(self, message: ToChild) -> None:
         if self._child is not None:
             with suppress(OSError):  # the host's thread gets the same error and fails all requests
-                self._child.channel.send(message, shared)
+                self._child.channel.send(message)
 
     def _read(self, wanted: Wanted, recordings: Sequence[Recording]) -> None:
         """Sends what the child wants of a recording, or why that cannot be read or sent."""
-        rate, shared = 0, list[int]()
         try:
             recording = recordings[wanted.place]
             if wanted.reading is None:
-                data = recording.data
+                data, rate = np.frombuffer(recording.data, np.uint8), 0
             else:
                 data, rate = recording.read(*wanted.reading)
-            shared.append(share(data))
             assert self._child is not None
-            # May need a descriptor too, and the child waits for an answer.
-            self._child.channel.send(Answer(wanted.wanted, rate), shared)
+            # May need a descriptor, and the child waits for an answer.
+            self._child.channel.send(Answer(wanted.wanted, data, rate))
         except ConnectionError:
             pass  # the host's thread gets the same error and fails all requests
         except NightjarError as refused:
-            self._send(Answer(wanted.wanted, error=ErrorRecord.of(refused)))
+            self._send(Answer(wanted.wanted, error=refused))
         except Exception as failed:
             log.exception("a recording could not be sent")
             reason = f"The recording could not be read: {failed!r}."
             error = SynthesisError(ErrorCode.SYNTH_ENGINE, reason, "See the log.")
-            self._send(Answer(wanted.wanted, error=ErrorRecord.of(error)))
-        finally:
-            close_all(shared)
+            self._send(Answer(wanted.wanted, error=error))
 
-    def _on_request_end(self, number: int) -> None:
-        """Removes a request, and cancels it in the child unless the child has ended it."""
-        if self._remove(number) is not None:
-            self._send(Cancel(number))
-
-    def _remove(self, number: int) -> Listener | None:
-        """Removes a request, also from the pending ones; None if it was removed before."""
+    def _remove(self, number: int, cancel: bool = False) -> Listener | None:
+        """Removes a request, also from the pending ones, and cancels it in the child if it is wanted; None if it was
+        removed before."""
         with self._changed:
-            if number in self._pending:
-                self._pending.discard(number)
-                self._changed.notify()
-            return self._requests.pop(number, None)
+            self._pending.discard(number)
+            self._changed.notify()
+            removed = self._requests.pop(number, None)
+        if cancel and removed is not None:
+            self._send(Cancel(number))
+        return removed
 
     def _run(self, wanted: Open) -> None:
         """Runs on the host's thread: starts the child, handles its messages, and waits for its end."""
@@ -258,8 +251,7 @@ class EngineProcess:
                 if self._closed is not None:
                     self._send(Close())
                 while True:
-                    received = child.channel.receive()
-                    self._handle(received.message, received.descriptors)
+                    self._handle(child.channel.receive())
             except (EOFError, OSError, msgspec.MsgspecError) as error:
                 if not isinstance(error, EOFError | ConnectionResetError | BrokenPipeError):
                     log.warning("the channel to the engine's process broke: %s", error)
@@ -273,12 +265,10 @@ class EngineProcess:
         finally:
             self._end(reason)
 
-    def _handle(self, message: ToClient, descriptors: list[int]) -> None:
+    def _handle(self, message: ToClient) -> None:
         """Handles a message of the child."""
         if isinstance(message, ChunkMessage):
-            samples = np.frombuffer(message.samples, np.float32)
-            facts = message.text, message.words, message.phonemes
-            _notify(self._requests.get(message.number), AudioChunk(samples, message.sample_rate, *facts))
+            _notify(self._requests.get(message.number), AudioChunk(*astuple(message)[1:]))
         elif isinstance(message, Stats):
             self._stats = message.stats
             self.info = message.info or self.info
@@ -286,7 +276,7 @@ class EngineProcess:
             self.info = message.info
             self._opened.set_result(message)
         elif isinstance(message, NotOpened):
-            self._opened.set_exception(message.error.error)
+            self._opened.set_exception(message.error)
         elif isinstance(message, Accepted):
             with self._changed:
                 self.recordings.pop(message.number, None)
@@ -294,8 +284,10 @@ class EngineProcess:
                 self._changed.notify()
         elif isinstance(message, Wanted):
             self.readers.submit(self._read, message, self.recordings.get(message.number, ()))
+        elif isinstance(message, RequestFailed):
+            _notify(self._remove(message.number), Failed(message.error))
         else:
-            _notify(self._remove(message.number), _end_of(message, descriptors))
+            _notify(self._remove(message.number), Done(Speech(*astuple(message)[1:])))
 
     def _kill(self) -> None:
         if self._child is not None:
@@ -360,22 +352,6 @@ def _notify(listener: Listener | None, event: Event) -> None:
         log.exception("a listener of a request failed")
 
 
-def _end_of(message: SpeechMessage | RequestFailed, descriptors: list[int]) -> Done | Failed:
-    if isinstance(message, RequestFailed):
-        return Failed(message.error.error)
-    try:
-        samples = read_shared(descriptors[0]) if descriptors else np.zeros(0, np.float32)
-    except OSError as error:
-        reason = f"The speech could not be read from shared memory: {error}."
-        return Failed(SynthesisError(ErrorCode.SYNTH_ENGINE, reason))
-    facts = message.text, message.text_out, message.meta, message.words, message.phonemes
-    codes, before = (
-        None if data is None else np.frombuffer(data, np.int16).reshape(-1, message.codebooks)
-        for data in (message.codes, message.voice_codes)
-    )
-    return Done(Speech(samples, message.sample_rate, *facts, codes, before, message.frame_samples))
-
-
 def _record_of(
     request: AnyRequest,
 ) -> tuple[RequestRecord | PreparedRequest, list[Recording]]:
@@ -385,16 +361,15 @@ def _record_of(
             return request, []
         return msgspec.structs.replace(request, recording=None), [request.recording]
     recordings = [Recording.of(one.content) for one in request.messages if not isinstance(one.content, str)]
-    settings = request.generation, request.seed, request.text_open, request.timestamps, request.output
-    return RequestRecord(
+    record = RequestRecord(
         request.request_id,
         tuple(
             (one.role, one.modality, one.content if isinstance(one.content, str) else None)
             for one in request.messages
         ),
-        *settings,
-        request.pronunciations,
-    ), recordings
+        *(getattr(request, name) for name in RequestRecord.__struct_fields__[2:]),
+    )
+    return record, recordings
 
 
 def _unsendable(error: ValueError | OverflowError) -> InputError:

@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from pipelines.ipc import ErrorRecord
+from pipelines.errors import NightjarError
 from pipelines.recording import Quality
 from pipelines.request import (
     Capabilities,
@@ -31,7 +33,7 @@ Reading = tuple[int | None, int | None, Quality]
 
 
 class RequestRecord(msgspec.Struct, frozen=True, tag=True):
-    """A `SynthesisRequest` in a message."""
+    """The fields of a `SynthesisRequest`, in their order."""
 
     request_id: str
     #: The content is text; None stands for the next recording of the request.
@@ -63,11 +65,12 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `Wanted`: an error, or what was wanted in shared memory, and the rate of samples."""
+    """The answer to `Wanted`: an error, or samples and their rate, or the bytes (uint8) of a file."""
 
     wanted: int
+    data: NDArray[Any] | None = None
     sample_rate: int = 0
-    error: ErrorRecord | None = None
+    error: NightjarError | None = None
 
 
 class Append(msgspec.Struct, frozen=True, tag=True):
@@ -102,12 +105,12 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
 class NotOpened(msgspec.Struct, frozen=True, tag=True):
     """The model could not be opened; the child ends."""
 
-    error: ErrorRecord
+    error: NightjarError
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
     """The pipeline has accepted or refused a request, and reads none of its recordings any more. The client may
-    send another whole utterance. Not sent for streams without recordings."""
+    send another whole utterance."""
 
     number: int
 
@@ -125,34 +128,33 @@ class Wanted(msgspec.Struct, frozen=True, tag=True):
 
 
 class SpeechMessage(msgspec.Struct, frozen=True, tag=True):
-    """A `Done` in a message. Its samples (float32), if there are any, are in shared memory."""
+    """A `Done` in a message: the fields of its `Speech`, in their order."""
 
     number: int
+    samples: NDArray[np.float32]
     sample_rate: int
     text: str
     text_out: str | None
     meta: dict[str, Any]
     words: tuple[Word, ...]
     phonemes: tuple[Word, ...]
-    #: The codes and voice codes as bytes of int16 with `codebooks` in a frame, and the samples of a frame.
-    codes: bytes | None = None
-    voice_codes: bytes | None = None
-    codebooks: int = 1
-    frame_samples: int = 0
+    codes: NDArray[np.int16] | None
+    voice_codes: NDArray[np.int16] | None
+    frame_samples: int
 
 
 class RequestFailed(msgspec.Struct, frozen=True, tag=True):
     """A `Failed` in a message."""
 
     number: int
-    error: ErrorRecord
+    error: NightjarError
 
 
 class ChunkMessage(msgspec.Struct, frozen=True, tag=True):
-    """An `AudioChunk` in a message, with its samples as bytes of float32."""
+    """The fields of an `AudioChunk`, in their order."""
 
     number: int
-    samples: bytes
+    samples: NDArray[np.float32]
     sample_rate: int
     text: str
     words: tuple[Word, ...]

@@ -11,14 +11,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import astuple
 from numpy.typing import NDArray
 
 from pipelines.child_process import ORPHANED, parent_channel
@@ -43,7 +46,7 @@ from pipelines.engine_process.messages import (
 )
 from pipelines.errors import EngineCrashError, ErrorCode, NightjarError, SynthesisError
 from pipelines.interpreter import serve_threads
-from pipelines.ipc import Channel, ErrorRecord, Received, close_all, read_shared, share
+from pipelines.ipc import Channel
 from pipelines.recording import Quality, ReadsRecordings, Recording
 from pipelines.registry import open_pipeline
 from pipelines.request import (
@@ -58,6 +61,7 @@ from pipelines.request import (
     Message,
     Pipeline,
     PreparedRequest,
+    Speech,
     SynthesisRequest,
 )
 
@@ -100,11 +104,11 @@ class _Request:
     #: Set once the pipeline has started the request.
     handle: Handle | None = None
     #: Text that arrived before the pipeline had started the request.
-    early_text: list[Append] = field(default_factory=list[Append])
+    early_text: deque[Append] = field(default_factory=deque[Append])
 
 
-#: Receives the answer of the client for the given arguments of `Recording.read`; None: the file.
-_Ask = Callable[[Reading | None], Received[Answer]]
+#: Receives the data and their rate from the client for the given arguments of `Recording.read`; None: the file.
+_Ask = Callable[[Reading | None], tuple[NDArray[Any], int]]
 
 
 class _ClientsRecording(Recording):
@@ -116,14 +120,12 @@ class _ClientsRecording(Recording):
 
     @property
     def data(self) -> bytes:
-        (file,) = self._ask(None).descriptors
-        return read_shared(file, np.uint8).tobytes()
+        return self._ask(None)[0].tobytes()
 
     def read(
         self, sample_rate: int | None = None, channel: int | None = None, quality: Quality = "HQ"
     ) -> tuple[NDArray[np.float32], int]:
-        answer, (samples,) = self._ask((sample_rate, channel, quality))
-        return read_shared(samples), answer.sample_rate
+        return self._ask((sample_rate, channel, quality))
 
 
 class EngineServer:
@@ -145,7 +147,7 @@ class EngineServer:
         self._cloners = DaemonThreads(_CLONING_THREADS, "cloner")
         self._questions = itertools.count()
         #: Answers of the client that threads wait for.
-        self._asked: dict[int, Future[Received[Answer]]] = {}
+        self._asked: dict[int, Future[tuple[NDArray[Any], int]]] = {}
         self._pipeline: Pipeline | None = None
         #: The stats and the description that were sent last.
         self._sent = EngineStats()
@@ -155,16 +157,14 @@ class EngineServer:
     def run(self) -> int:
         """Serves until the client closes; returns the exit status. Raises `EOFError` or `OSError` if the
         client ends before it sends `Open`."""
-        wanted = self._channel.receive().message
+        wanted = self._channel.receive()
         if not isinstance(wanted, Open):
             return 0
         threading.Thread(target=self._read, name="reader", daemon=True).start()
         try:
             pipeline = self._pipeline = open_pipeline(wanted.model, **wanted.options)
         except Exception as error:  # noqa: BLE001 - whatever it is, the client reports it
-            self._send(
-                NotOpened(ErrorRecord.of(_error_of(error, "The model could not be opened"))), wait=True
-            )
+            self._send(NotOpened(_error_of(error, "The model could not be opened")), wait=True)
             return 0
         serve_threads()
         self._info = pipeline.info
@@ -183,23 +183,26 @@ class EngineServer:
             log.exception("the reader failed")
         os._exit(ORPHANED)
 
-    def _handle(self, received: Received[ToChild]) -> None:
-        message = received.message
+    def _handle(self, message: ToChild) -> None:
         if isinstance(message, Start):
             number, stream = message.number, message.stream
             with self._lock:
                 self._requests[number] = _Request()
             request = self._request_of(message)
             if message.recordings:
-                self._cloners.submit(self._feed, number, request, stream)
+                self._cloners.submit(self._start, number, request, stream)
             elif not stream:
-                self._feeder.submit(self._feed, number, request, stream)
+                self._feeder.submit(self._start, number, request, stream)
             elif isinstance(request, PreparedRequest):
                 self._start(number, request, stream)
             else:
                 self._starters.submit(self._start, number, request, stream)
         elif isinstance(message, Answer):
-            self._asked.pop(message.wanted).set_result(Received(message, received.descriptors))
+            asked = self._asked.pop(message.wanted)
+            if message.data is None:
+                asked.set_exception(message.error)
+            else:
+                asked.set_result((message.data, message.sample_rate))
         elif isinstance(message, Append):
             self._append(message)
         elif isinstance(message, Cancel):
@@ -221,56 +224,42 @@ class EngineServer:
             Message(role, kind, next(left) if content is None else content)
             for role, kind, content in record.messages
         )
-        settings = record.generation, record.seed, record.text_open, record.timestamps, record.output
-        return SynthesisRequest(record.request_id, messages, *settings, record.pronunciations)
+        return SynthesisRequest(record.request_id, messages, *astuple(record)[2:])
 
-    def _ask(self, number: int, place: int, reading: Reading | None) -> Received[Answer]:
+    def _ask(self, number: int, place: int, reading: Reading | None) -> tuple[NDArray[Any], int]:
         """Asks the client for a recording of a request, and waits for the answer. The process ends with the
         client, so no thread waits for ever."""
-        answer: Future[Received[Answer]] = Future()
         question = next(self._questions)
-        self._asked[question] = answer
+        answer = self._asked[question] = Future()
         self._send(Wanted(question, number, place, reading))
-        received = answer.result()
-        if (error := received.message.error) is not None:
-            raise error.error
-        return received
-
-    def _feed(self, number: int, request: AnyRequest, stream: bool) -> None:
-        self._start(number, request, stream)
-        self._send(Accepted(number))
+        return answer.result()
 
     def _start(self, number: int, request: AnyRequest, stream: bool) -> None:
-        """Starts a request, unless it was cancelled meanwhile."""
-        if number not in self._requests:
-            return
+        """Starts a request, and appends the text that has arrived meanwhile, unless it was cancelled."""
         assert self._pipeline is not None, "requests come after the model is open"
         try:
+            if number not in self._requests:
+                return
             if isinstance(request, SynthesisRequest) and not isinstance(self._pipeline, ReadsRecordings):
                 request = _with_files(request)
             handle = self._pipeline.start(
                 request, lambda event: self._on_event(number, event, stream), stream
             )
-            self._started(number, handle)
+            while True:
+                with self._lock:
+                    started = self._requests.get(number)
+                    if started is not None and not started.early_text:
+                        started.handle = handle
+                        return
+                    early = None if started is None else started.early_text.popleft()
+                if early is None:  # it was cancelled or has ended meanwhile
+                    handle.cancel()
+                    return
+                handle.append(early.text, early.final)
         except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to this request
             self._on_event(number, Failed(_error_of(error, "The engine failed")), stream)
-
-    def _started(self, number: int, handle: Handle) -> None:
-        """Stores the handle of a started request, after the text that arrived meanwhile is appended."""
-        while True:
-            with self._lock:
-                request = self._requests.get(number)
-                early_text = [] if request is None else request.early_text
-                if request is not None:
-                    request.early_text = []
-                    if not early_text:
-                        request.handle = handle
-                        return
-            if request is None:  # it was cancelled or has ended meanwhile
-                handle.cancel()
-                return
-            for message in early_text:
-                handle.append(message.text, message.final)
+        finally:
+            self._send(Accepted(number))
 
     def _append(self, message: Append) -> None:
         with self._lock:
@@ -327,38 +316,26 @@ class EngineServer:
 
     def _send_event(self, number: int, event: Event, wait: bool = False) -> None:
         """Sends an event of a request. If that fails, sends the failure instead."""
-        shared: list[int] = []
         try:
-            if isinstance(event, Done) and len(event.speech.samples):
-                shared.append(share(np.ascontiguousarray(event.speech.samples, np.float32)))
-            self._send(_message_of(number, event), shared, wait=wait)
+            if isinstance(event, Failed):
+                message = RequestFailed(number, event.error)
+            else:
+                made = event.speech if isinstance(event, Done) else event
+                kind = SpeechMessage if isinstance(made, Speech) else ChunkMessage
+                samples = np.ascontiguousarray(made.samples, np.float32)
+                facts = (getattr(made, name) for name in kind.__struct_fields__[2:])
+                message = kind(number, samples, *facts)
+            self._send(message, wait=wait)
         except (TypeError, ValueError, OverflowError, OSError) as error:
-            unsent = Failed(_error_of(error, "The engine's answer cannot be sent"))
-            self._send(_message_of(number, unsent), wait=wait)
-        finally:
-            close_all(shared)
+            unsent = _error_of(error, "The engine's answer cannot be sent")
+            self._send(RequestFailed(number, unsent), wait=wait)
 
-    def _send(self, message: ToClient, shared: Sequence[int] = (), *, wait: bool = False) -> None:
+    def _send(self, message: ToClient, *, wait: bool = False) -> None:
         """Sends a message. Does nothing if the client is gone: the reader then ends the process."""
         with suppress(ConnectionError):
-            self._channel.send(message, shared)
+            self._channel.send(message)
             if wait:
                 self._channel.flush()
-
-
-def _message_of(number: int, event: Event) -> ToClient:
-    """The message of an event; the samples of a `Done` are not in it."""
-    if isinstance(event, AudioChunk):
-        samples = np.ascontiguousarray(event.samples, np.float32).tobytes()
-        return ChunkMessage(number, samples, event.sample_rate, event.text, event.words, event.phonemes)
-    if isinstance(event, Done):
-        speech = event.speech
-        facts = speech.text, speech.text_out, speech.meta, speech.words, speech.phonemes
-        codes, before = (None if one is None else one.tobytes() for one in (speech.codes, speech.voice_codes))
-        codebooks = 1 if speech.codes is None else speech.codes.shape[1]
-        sizes = codebooks, speech.frame_samples
-        return SpeechMessage(number, speech.sample_rate, *facts, codes, before, *sizes)
-    return RequestFailed(number, ErrorRecord.of(event.error))
 
 
 def _with_files(request: SynthesisRequest) -> SynthesisRequest:

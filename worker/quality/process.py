@@ -2,7 +2,7 @@
 a crash of a meter does not end the worker.
 
 This module has the code of the worker and of the child process. One call opens the meters of a draw, another one
-measures its samples, which are float32 in shared memory.
+measures it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from jobs.checks import METERS, Option
 from pipelines.child_process import CalledChild, ChildEndedError, answer_calls, helper_environment
@@ -40,12 +38,9 @@ class MeterHangError(MeterError):
 class _Draw(msgspec.Struct, frozen=True):
     """A call to the child process: a draw to measure, or meters to open or to find."""
 
-    meters: dict[str, dict[str, Option]]
+    meters: Mapping[str, Mapping[str, Option]]
     #: None: the meters are only opened, not run.
-    sample_rate: int | None = None
-    text: str = ""
-    language: str = ""
-    reference: bytes | None = None
+    utterance: Utterance | None = None
     #: If not None, the meters' weights are only looked for, and downloaded if this is True (`jobs.checks`).
     fetch: bool | None = None
 
@@ -66,19 +61,16 @@ class MeterProcess:
     def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
         """Measures a draw. Raises `MeterError` if a meter fails or crashes, `MeterHangError` if it takes too long, and
         `ModelError` if one cannot be opened (`model.unreachable` if that takes too long)."""
-        options = {name: dict(chosen) for name, chosen in meters.items()}
-        draw = _Draw(options, utterance.sample_rate, utterance.text, utterance.language, utterance.reference)
-        samples = np.ascontiguousarray(utterance.samples, np.float32)
-        seconds = self.draw_seconds + self.seconds_per_second * len(samples) / utterance.sample_rate
-        if any(chosen.get("device", "cpu") != "cpu" for chosen in options.values()) and not self._has_gpu:
+        seconds = self.draw_seconds + self.seconds_per_second * len(utterance.samples) / utterance.sample_rate
+        if any(chosen.get("device", "cpu") != "cpu" for chosen in meters.values()) and not self._has_gpu:
             self._has_gpu = True
             self.close()
         child = self._child if self._child is not None and not self._child.ended else self._start()
         opened = False
         try:
-            child.call(_Draw(options)).result(self.opening_seconds)
+            child.call(_Draw(meters)).result(self.opening_seconds)
             opened = True
-            return child.call(draw, samples).result(seconds)
+            return child.call(_Draw(meters, utterance)).result(seconds)
         except TimeoutError as error:
             self.close()
             if opened:
@@ -123,7 +115,7 @@ class _Meters:
     def __init__(self) -> None:
         self._open: dict[bytes, Meter | None] = {}
 
-    def answer(self, draw: _Draw, data: NDArray[np.uint8]) -> dict[str, Reading]:
+    def answer(self, draw: _Draw) -> dict[str, Reading]:
         """The readings of the meters. Raises `ModelError` for one that cannot be opened."""
         if draw.fetch is not None:
             if (error := missing_weights(draw.meters, fetch=draw.fetch)) is not None:
@@ -135,15 +127,10 @@ class _Meters:
         for key, (name, options) in keys.items():
             if key not in self._open:
                 self._open[key] = _opened(name, options)
-        if draw.sample_rate is None:
-            return {}
-        utterance = Utterance(
-            data.view(np.float32), draw.sample_rate, draw.text, draw.language, draw.reference
-        )
         readings: dict[str, Reading] = {}
         for key in keys:
-            if (meter := self._open[key]) is not None:
-                for name, found in meter.measure(utterance).items():
+            if draw.utterance is not None and (meter := self._open[key]) is not None:
+                for name, found in meter.measure(draw.utterance).items():
                     # Numbers such as those of NumPy are converted for the message.
                     reading = found if isinstance(found, Reading) else Reading(*found)
                     plain = float(reading.value), str(reading.detail), bool(reading.judged)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -30,7 +31,7 @@ from pipelines.errors import (
     NoAudioError,
     SynthesisError,
 )
-from pipelines.ipc import ErrorRecord
+from pipelines.ipc import Channel
 from pipelines.request import (
     Event,
     Failed,
@@ -150,7 +151,11 @@ def test_errors_keep_class_code_message_and_advice(process: EngineProcess, open_
     ],
 )
 def test_an_error_travels_whole(error: NightjarError) -> None:
-    arrived = ErrorRecord.of(error).error
+    one, two = (Channel[Any](connection, Any) for connection in socket.socketpair())
+    one.send([error])
+    (arrived,) = two.receive()
+    one.close()
+    two.close()
     assert isinstance(error, type(arrived))
     assert type(arrived) is not NightjarError
     assert (arrived.code, str(arrived)) == (error.code, str(error))

@@ -11,13 +11,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from pipelines.child_process import Child
-from pipelines.ipc import Channel, close_all, read_shared, share
+from pipelines.ipc import INLINE_BYTES, Channel, share
 
 
 class _Text(msgspec.Struct, frozen=True, tag="text"):
@@ -28,12 +30,20 @@ class _Data(msgspec.Struct, frozen=True, tag="data"):
     data: bytes
 
 
-Ends = tuple[Channel[_Text | _Data], Channel[_Text | _Data]]
+class _Samples(msgspec.Struct, frozen=True, tag="samples"):
+    text: str
+    samples: NDArray[Any] | None = None
+    more: list[NDArray[Any]] = []
+
+
+Ends = tuple[Channel[_Text | _Data | _Samples], Channel[_Text | _Data | _Samples]]
+#: An array that crosses in shared memory.
+LARGE = np.zeros(INLINE_BYTES + 1, np.uint8)
 
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
-    one, two = (Channel(connection, _Text | _Data) for connection in socket.socketpair())
+    one, two = (Channel(connection, _Text | _Data | _Samples) for connection in socket.socketpair())
     yield one, two
     one.close()
     two.close()
@@ -47,7 +57,7 @@ def test_messages_come_whole_and_in_order(ends: Ends) -> None:
     sent = [_Text("a"), _Data(bytes(3_000_000)), _Text(""), _Data(b"\0" * 70_000), _Text("ä" * 1000)]
     thread = threading.Thread(target=lambda: [ends[0].send(message) for message in sent])
     thread.start()
-    assert [ends[1].receive().message for _ in sent] == sent
+    assert [ends[1].receive() for _ in sent] == sent
     thread.join()
 
 
@@ -61,7 +71,7 @@ def test_messages_of_many_threads_do_not_mix(ends: Ends) -> None:
         thread.start()
     sizes: dict[int, list[int]] = {}
     for _ in range(4 * 40):
-        message = ends[1].receive().message
+        message = ends[1].receive()
         assert isinstance(message, _Data)
         assert len(set(message.data)) <= 1
         if message.data:
@@ -71,37 +81,43 @@ def test_messages_of_many_threads_do_not_mix(ends: Ends) -> None:
         thread.join()
 
 
-def test_samples_go_through_shared_memory_and_leave_no_descriptor(ends: Ends) -> None:
+@pytest.mark.parametrize(
+    "samples",
+    [
+        *(np.arange(size, dtype=np.float32) for size in (0, 1, 200_000)),
+        np.arange(48, dtype=np.int16).reshape(3, 16),
+        np.arange(160_000, dtype=np.int16).reshape(-1, 16)[::2],
+        np.zeros((0, 8), np.int16),
+        np.frombuffer(os.urandom(100_001), np.uint8),
+    ],
+)
+def test_arrays_arrive_whole_and_leave_no_descriptor(ends: Ends, samples: NDArray[Any]) -> None:
     before = open_descriptors()
-    arrays = [np.arange(size, dtype=np.float32) for size in (0, 1, 200_000)]
-    for number, samples in enumerate(arrays):
-        descriptor = share(samples)
-        ends[0].send(_Text(str(number)), [descriptor])
-        os.close(descriptor)
-    ends[0].send(_Text("none"))
-    for number, samples in enumerate(arrays):
-        message, (descriptor,) = ends[1].receive()
-        assert message == _Text(str(number))
-        got = read_shared(descriptor)
-        np.testing.assert_array_equal(got, samples)
-        assert got.flags.writeable
-    assert ends[1].receive().descriptors == []
+    ends[0].send(_Samples("first", samples))
+    ends[0].send(_Samples("none"))
+    message = ends[1].receive()
+    assert isinstance(message, _Samples)
+    assert message.text == "first"
+    assert message.samples is not None
+    np.testing.assert_array_equal(message.samples, samples, strict=True)
+    assert message.samples.flags.writeable
+    assert ends[1].receive() == _Samples("none")
     assert open_descriptors() == before
 
 
 def test_shared_bytes_are_the_same_bytes() -> None:
     for data in (b"", b"x", os.urandom(100_001)):
-        assert read_shared(share(data), np.uint8).tobytes() == data
+        with open(share(data), "rb") as file:
+            file.seek(0)
+            assert file.read() == data
 
 
 def test_what_was_not_received_is_closed_with_the_channel() -> None:
     before = open_descriptors()
-    one, two = (Channel(connection, _Text) for connection in socket.socketpair())
-    descriptor = share(b"lost")
-    one.send(_Text("first"), [descriptor])
-    one.send(_Text("second"), [descriptor])
-    os.close(descriptor)
-    close_all(two.receive().descriptors)
+    one, two = (Channel(connection, _Samples) for connection in socket.socketpair())
+    one.send(_Samples("first", LARGE))
+    one.send(_Samples("second", LARGE))
+    two.receive()
     two.close()
     one.close()
     assert open_descriptors() == before
@@ -110,7 +126,7 @@ def test_what_was_not_received_is_closed_with_the_channel() -> None:
 def test_a_closed_end_is_the_end_of_the_messages(ends: Ends) -> None:
     ends[0].send(_Text("last"))
     ends[0].close()
-    assert ends[1].receive().message == _Text("last")
+    assert ends[1].receive() == _Text("last")
     with pytest.raises(EOFError):
         ends[1].receive()
     with pytest.raises(OSError, match="Broken pipe"):
@@ -143,7 +159,7 @@ def test_a_message_that_is_too_long_is_not_sent() -> None:
     with pytest.raises(ValueError, match="too long"):
         one.send(_Data(bytes(2000)))
     one.send(_Data(b"fits"))
-    assert two.receive().message == _Data(b"fits")
+    assert two.receive() == _Data(b"fits")
     wide = Channel(one._connection, _Data)
     wide.send(_Data(bytes(2000)))
     with pytest.raises(ConnectionError, match="too long"):
@@ -153,9 +169,7 @@ def test_a_message_that_is_too_long_is_not_sent() -> None:
 
 
 def test_lost_descriptors_are_an_error(ends: Ends) -> None:
-    descriptors = [share(b"x") for _ in range(8)]
-    ends[0].send(_Text("many"), descriptors)
-    close_all(descriptors)
+    ends[0].send(_Samples("many", more=[LARGE] * 8))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.dup(0)
     os.close(free)
@@ -169,11 +183,12 @@ def test_lost_descriptors_are_an_error(ends: Ends) -> None:
 
 _CHILD = """
 import socket, sys
-from tests.unit.pipelines.test_ipc import _Text
-from pipelines.ipc import Channel, share
-channel = Channel(socket.socket(fileno=0), _Text)
+import numpy as np
+from tests.unit.pipelines.test_ipc import _Samples
+from pipelines.ipc import Channel
+channel = Channel(socket.socket(fileno=0), _Samples)
 while True:
-    channel.send(_Text("chunk"), [share(bytes(1 << 20))])
+    channel.send(_Samples("chunk", np.zeros(1 << 20, np.uint8)))
     channel.flush()
 """
 
@@ -183,14 +198,16 @@ def test_a_killed_child_leaves_nothing_behind() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         child = subprocess.Popen([sys.executable, "-c", _CHILD], stdin=theirs.fileno())
-    channel = Channel(ours, _Text)
+    channel = Channel[_Samples](ours, _Samples)
     for _ in range(5):
-        assert len(read_shared(channel.receive().descriptors[0], np.uint8)) == 1 << 20
+        samples = channel.receive().samples
+        assert samples is not None
+        assert len(samples) == 1 << 20
     child.send_signal(signal.SIGKILL)
     child.wait()
     with pytest.raises((EOFError, ConnectionResetError)):
         while True:
-            close_all(channel.receive().descriptors)
+            channel.receive()
     channel.close()
     assert open_descriptors() == before
 
@@ -199,27 +216,24 @@ def test_sending_waits_for_nobody_and_keeps_the_order(ends: Ends) -> None:
     """The socket takes a few hundred kB; what it has no room for goes out as it is read, with its
     descriptors."""
     before = open_descriptors()
-    data = bytes(20_000)
+    text = 20_000 * "x"
     for number in range(200):
-        descriptor = share(str(number).encode())
-        ends[0].send(_Data(data), [descriptor])
-        os.close(descriptor)
+        ends[0].send(_Samples(text, LARGE + number))
     for number in range(200):
-        message, (descriptor,) = ends[1].receive()
-        assert message == _Data(data)
-        assert read_shared(descriptor, np.uint8).tobytes() == str(number).encode()
+        message = ends[1].receive()
+        assert isinstance(message, _Samples)
+        assert message.text == text
+        np.testing.assert_array_equal(message.samples, LARGE + number)
     ends[0].flush()
     assert open_descriptors() == before
     ends[0].send(_Text("at once"))
-    assert ends[1].receive().message == _Text("at once")
+    assert ends[1].receive() == _Text("at once")
 
 
 def test_sending_to_nobody_says_so(ends: Ends) -> None:
     before = open_descriptors()
-    descriptor = share(b"x")
     for _ in range(100):
-        ends[0].send(_Data(bytes(20_000)), [descriptor])
-    os.close(descriptor)
+        ends[0].send(_Samples(20_000 * "x", LARGE))
     ends[1].shut_down()
     with pytest.raises(OSError, match="Broken pipe"):
         ends[0].flush()
@@ -236,7 +250,7 @@ from tests.unit.pipelines.test_ipc import _Text
 from pipelines.child_process import parent_channel
 channel = parent_channel(_Text)
 assert sys.stdin.read() == ""
-channel.send(_Text(channel.receive().message.text.upper()))
+channel.send(_Text(channel.receive().text.upper()))
 time.sleep(3600)
 """
 
@@ -244,7 +258,7 @@ time.sleep(3600)
 def test_a_child_answers_at_its_standard_input_and_says_how_it_ended() -> None:
     child = Child[_Text](("-c", _ASKING), _Text)
     child.channel.send(_Text("hello"))
-    assert child.channel.receive(60).message == _Text("HELLO")
+    assert child.channel.receive(60) == _Text("HELLO")
     assert child.alive
     child.kill()
     assert child.wait(60) == "by signal 9 (SIGKILL)"

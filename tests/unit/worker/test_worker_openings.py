@@ -149,10 +149,10 @@ def test_a_worker_says_what_no_start_of_it_can_open(
             with runtime.pipelines.use("fake"):
                 pass
         report(WorkerReport(finished=True))
-        heard = [parent.receive(60).message]
+        heard = [parent.receive(60)]
         while not heard[-1].finished:
-            heard.append(parent.receive(60).message)
-        refusals = [one.refusal.error for one in heard if one.refusal is not None]
+            heard.append(parent.receive(60))
+        refusals = [one.refusal for one in heard if one.refusal is not None]
         assert [(one.code, one.message) for one in refusals] == [(error.code, error.message)] * told
     finally:
         runtime.drain()

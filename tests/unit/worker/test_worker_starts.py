@@ -53,7 +53,7 @@ def test_a_start_waits_for_a_ledger_that_is_away(
     runtime.start()
     assert calls == ["check_schema"] * 2 + ["register_worker"] * 2
     assert [row.state for row in runtime.ledger.worker_statuses(include_ended=True)] == ["up"]
-    assert parent.receive(60).message == WorkerReport(up=True)
+    assert parent.receive(60) == WorkerReport(up=True)
 
 
 def test_a_start_that_waits_ends_when_it_is_told_to(
