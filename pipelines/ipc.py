@@ -98,8 +98,8 @@ class Channel(Generic[T]):
         self._closed = False
         self._sender: threading.Thread | None = None
 
-    def send(self, message: object) -> None:
-        """Sends a message with its arrays and errors.
+    def send(self, message: object, wait: bool = False) -> None:
+        """Sends a message with its arrays and errors. `wait`: waits until everything is sent.
 
         Raises `ValueError` for a message that is too long, the encoder's errors, and `OSError` if the other
         end is closed (`ConnectionError`) or there is no memory or descriptor for large arrays.
@@ -123,16 +123,13 @@ class Channel(Generic[T]):
                     self._left.append((view, shared.copy()))
                     shared.clear()
                     self._changed.notify_all()
+                if wait:
+                    self._changed.wait_for(lambda: not self._left or self._error or self._closed)
+                    if self._error is not None:
+                        raise self._error
         finally:
             for descriptor in shared:
                 os.close(descriptor)
-
-    def flush(self) -> None:
-        """Waits until everything is sent. Raises `OSError` if the other end is closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._left or self._error or self._closed)
-            if self._error is not None:
-                raise self._error
 
     def receive(self, seconds: float | None = None) -> T:
         """The next message. Raises `TimeoutError` after `seconds` without data, `EOFError` if the other end is
@@ -155,7 +152,7 @@ class Channel(Generic[T]):
                 os.close(descriptor)
 
     def shut_down(self) -> None:
-        """Closes both directions, which wakes `flush` and `receive` at both ends. May be called from any
+        """Closes both directions, which wakes `send` and `receive` at both ends. May be called from any
         thread."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)

@@ -6,22 +6,20 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import structlog
 
 from jobs.delete import delete_objects, objects_of
 from jobs.layout import index_of, job_prefix, packs_prefix
+from jobs.ledger import Ledger
+from jobs.ledger.control import DeletedJob
 from jobs.ledger.records import FINAL, QUARANTINE, WORDS, Artifact, Job
+from jobs.settings import Settings
 from jobs.shard_file import read_references
+from jobs.store import open_store
 from jobs.store.base import ObjectInfo, ObjectStore
 from jobs.voices import recording_keys
 from pipelines.errors import ErrorCode, NightjarError, StoreError
-
-if TYPE_CHECKING:
-    from jobs.ledger import Ledger
-    from jobs.ledger.control import DeletedJob
-    from jobs.settings import Settings
 
 log = structlog.get_logger(__name__)
 
@@ -92,9 +90,6 @@ def sweep(
 
 def sweep_all(settings: Settings, grace_seconds: float, *, delete: bool) -> SweepReport:
     """Sweeps all jobs of the ledger in the settings."""
-    from jobs.ledger import Ledger
-    from jobs.store import open_store
-
     with closing(Ledger.of(settings)) as ledger:
         ledger.check_schema()
         return sweep(ledger, lambda url: open_store(url, settings.s3), grace_seconds, delete=delete)

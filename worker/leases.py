@@ -70,18 +70,18 @@ class LeaseGoneError(Exception):
 
 @dataclass(eq=False)
 class HeldLease:
-    """A lease whose shard runs in this process. `gone` is set once and never reset; each callback of `on_gone` is then
-    called once."""
+    """A lease whose shard runs in this process. `gone` is set once and never reset."""
 
     lease: Lease
     _lease_seconds: float
     _clock: Clock
     _on_retry: OnRetry
+    #: Called after the lease was given up, perhaps more than once.
+    on_gone: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         self._renewed_at = self._clock.monotonic()
         self._gone: GoneReason | None = None
-        self._callbacks: list[Callable[[], None]] = []
         self._lock = threading.Lock()
 
     @property
@@ -97,19 +97,8 @@ class HeldLease:
 
     def give_up(self, reason: GoneReason) -> None:
         with self._lock:
-            if self._gone is not None:
-                return
-            self._gone = reason
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
-
-    def on_gone(self, callback: Callable[[], None]) -> None:
-        with self._lock:
-            if self._gone is None:
-                self._callbacks.append(callback)
-                return
-        callback()
+            self._gone = self._gone or reason
+        self.on_gone()
 
     def check(self) -> None:
         """Raises `LeaseGoneError` if the work must stop."""

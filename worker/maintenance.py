@@ -6,23 +6,20 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import structlog
 
 from jobs.dispatch import Publisher, dispatch
+from jobs.export.manifest import put_manifest
+from jobs.ledger import Ledger
 from jobs.ledger.records import WorkerInfo
 from jobs.notification import report_ends
+from jobs.settings import Settings
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, NightjarError, NotFoundError
 from worker.admission import Demand
 from worker.leases import Clock, HeldLeases
 from worker.metrics import Metrics
-
-if TYPE_CHECKING:
-    from jobs.ledger import Ledger
-    from jobs.settings import Settings
-
 
 log = structlog.get_logger(__name__)
 
@@ -223,8 +220,6 @@ class Manifests:
         """Writes the manifest of a job with audio, if the job has ended."""
         if self.clock.monotonic() < self.due_at.get(job_id, 0.0):
             return
-        from jobs.export.manifest import put_manifest
-
         try:
             job = self.ledger.job(job_id)
             if job.state.final and self.ledger.status(job_id).items.done:

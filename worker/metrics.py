@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -57,23 +56,17 @@ class Metrics:
 
     def count(self, outcomes: Iterable[Outcome]) -> None:
         """Counts committed outcomes."""
-        ends: Tally[tuple[str, str]] = Tally()
-        refused: Tally[str] = Tally()
-        audio_ms = stored = 0
         for outcome in outcomes:
-            refused.update([draw.code.value for draw in outcome.draws if draw.code is not None])
+            for draw in outcome.draws:
+                if draw.code is not None:
+                    self.refused_draws.labels(draw.code.value).inc()
             if isinstance(outcome, Failed):
-                ends["failed", outcome.code.value] += 1
+                self.items.labels("failed", outcome.code.value).inc()
                 continue
-            ends["done", ""] += 1
+            self.items.labels("done", "").inc()
             for artifact in outcome.artifacts:
-                audio_ms, stored = audio_ms + artifact.duration_ms, stored + artifact.bytes
-        for labels, number in ends.items():
-            self.items.labels(*labels).inc(number)
-        for code, number in refused.items():
-            self.refused_draws.labels(code).inc(number)
-        self.audio_seconds.inc(audio_ms / 1000)
-        self.bytes_stored.inc(stored)
+                self.audio_seconds.inc(artifact.duration_ms / 1000)
+                self.bytes_stored.inc(artifact.bytes)
 
     def count_retry(self, error: NightjarError) -> None:
         """Counts and logs the error of a call that will be retried."""

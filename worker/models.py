@@ -8,18 +8,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 
 from jobs.engine_process import open_engine_process
+from jobs.settings import Settings
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.engine_process.client import EngineProcess
 from pipelines.registry import ModelCard, describe, is_registered, open_pipeline
 from pipelines.request import Pipeline
-
-if TYPE_CHECKING:
-    from jobs.settings import Settings
 
 log = structlog.get_logger(__name__)
 

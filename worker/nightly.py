@@ -10,24 +10,24 @@ from dataclasses import dataclass, replace
 from datetime import date, datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import structlog
 
+from jobs.export import export, find_format, own_output, parse_splits
+from jobs.export.items import Splits
 from jobs.formatting import counted, printable
+from jobs.ingest import submit
 from jobs.job_options import SubmitOptions, job_of
 from jobs.layout import slug
+from jobs.ledger import Ledger
 from jobs.ledger.records import Job, JobSpec, JobState
 from jobs.recent_jobs import remember_if_embedded
-from jobs.store import is_remote
+from jobs.settings import Schedule, Settings
+from jobs.source import open_source
+from jobs.store import is_remote, open_store, store_of
 from pipelines.errors import ConfigError, ErrorCode, InputError, NightjarError, ServiceError, invalid
-
-if TYPE_CHECKING:
-    from jobs.export.items import Splits
-    from jobs.ledger import Ledger
-    from jobs.settings import Schedule, Settings
-    from jobs.store.base import ObjectStore
 
 log = structlog.get_logger(__name__)
 
@@ -229,8 +229,6 @@ class Night:
     def _submit(self, number: int) -> Job:
         """Submits the job with this number, or continues an interrupted submission, or finds the job. Raises
         `NightjarError`."""
-        from jobs.ingest import submit
-
         spec, options = _job(self.schedule)
         day, source = self.night.isoformat(), input_of(self.schedule, self.night)
         options = replace(
@@ -239,54 +237,43 @@ class Night:
             labels={**options.labels, "schedule": self.name, "night": day},
             idempotency_key=self._key(number),
         )
-        job = submit(self.settings, self.ledger, self._store(), source, spec, options=options).job
+        store = open_store(store_url_of(self.settings, self.schedule), self.settings.s3)
+        job = submit(self.settings, self.ledger, store, source, spec, options=options).job
         remember_if_embedded(job.id, self.settings)
         return job
 
     def _has_another_file(self, job: Job) -> bool:
         """Whether the night's file differs from the file of the job. Raises `NightjarError`."""
-        from jobs.source import open_source
-
         with open_source(input_of(self.schedule, self.night), self.settings.s3) as opened:
             return opened.sha256 != job.input_sha256
 
-    def _store(self) -> ObjectStore:
-        from jobs.store import open_store
-
-        return open_store(self.schedule.store_url or self.settings.effective_store_url, self.settings.s3)
-
     def _written(self, jobs: Sequence[Job], format: str) -> Dataset:
-        """Writes one export. A failure is only recorded in the result."""
+        """Writes an export or report. A failure is only recorded in the result."""
         to = place_of(self.settings, self.name, format, self.night)
+        ledger, job, own, s3 = self.ledger, jobs[-1], {one.id for one in jobs}, self.settings.s3
         try:
-            return Dataset(format, to, self._write(jobs, format, to))
-        except NightjarError as error:
-            reason = str(error)
-        except Exception as error:
-            reason = f"The export failed unexpectedly: {error!r}."
-            log.exception("dataset not written", job=jobs[-1].id, format=format, to=to)
-        return Dataset(format, to, reason=reason)
-
-    def _write(self, jobs: Sequence[Job], format: str, to: str) -> int:
-        """Writes an export or report; returns its number of items."""
-        from jobs.export import export, own_output
-        from jobs.store import store_of
-
-        job, own, s3 = jobs[-1], {one.id for one in jobs}, self.settings.s3
-        store = store_of(job, s3)
-        if format == REPORT:
+            store = store_of(job, s3)
+            if format != REPORT:
+                splits = _splits(format, self.schedule)
+                made = export(ledger, store, job.id, format, to, splits=splits, s3=s3, replaces=own)
+                return Dataset(format, to, made.items)
             from jobs.report import write_report
 
-            return write_report(
-                self.ledger,
+            report = write_report(
+                ledger,
                 store,
                 job.id,
                 Path(to),
                 price_per_gpu_hour=self.settings.price_per_gpu_hour,
                 open_file=lambda place: own_output(place, job.id, own),
-            ).measured
-        splits = _splits(format, self.schedule)
-        return export(self.ledger, store, job.id, format, to, splits=splits, s3=s3, replaces=own).items
+            )
+            return Dataset(format, to, report.measured)
+        except NightjarError as error:
+            reason = str(error)
+        except Exception as error:
+            reason = f"The export failed unexpectedly: {error!r}."
+            log.exception("dataset not written", job=job.id, format=format, to=to)
+        return Dataset(format, to, reason=reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,8 +309,6 @@ def run_nights(
 
     Raises `ConfigError` for an invalid date, an unknown schedule and impossible exports, and `ServiceError`.
     """
-    from jobs.ledger import Ledger
-
     try:
         last = date.fromisoformat(night) if night else (now or datetime.now().astimezone()).date()
     except ValueError:
@@ -372,6 +357,11 @@ def input_of(schedule: Schedule, night: date) -> str:
     return night.strftime(schedule.input.replace("{date}", "%Y-%m-%d"))
 
 
+def store_url_of(settings: Settings, schedule: Schedule) -> str:
+    """The store of the schedule's jobs."""
+    return schedule.store_url or settings.effective_store_url
+
+
 def _job(schedule: Schedule) -> tuple[JobSpec, SubmitOptions]:
     return job_of({"input_format": "dialogues", **schedule.options})
 
@@ -382,8 +372,6 @@ def place_of(settings: Settings, name: str, format: str, night: date) -> str:
     schedule = settings.schedules[name]
     extension = ".html"
     if format != REPORT:
-        from jobs.export import find_format
-
         extension = ".jsonl" if find_format(format).one_file(schedule.splits) else ""
     datasets = f"{settings.home.absolute()}/datasets".replace("%", "%%")
     to = schedule.export_to or f"{datasets}/{slug(name)}/{{date}}/{{format}}"
@@ -393,8 +381,6 @@ def place_of(settings: Settings, name: str, format: str, night: date) -> str:
 
 def _splits(format: str, schedule: Schedule) -> Splits | None:
     """The splits of an export; None if it has none."""
-    from jobs.export import find_format, parse_splits
-
     wanted = schedule.splits
     return parse_splits(wanted) if wanted and find_format(format).splittable else None
 
@@ -402,12 +388,10 @@ def _splits(format: str, schedule: Schedule) -> Splits | None:
 def check_exports(settings: Settings, names: Collection[str]) -> None:
     """Raises `config.invalid` for unknown exports of these schedules, and for paths that cannot be written, before a
     night's work."""
-    from jobs.export import find_format
-
     for name in names:
         schedule = settings.schedules[name]
         spec, _ = _job(schedule)
-        store_url = schedule.store_url or settings.effective_store_url
+        store_url = store_url_of(settings, schedule)
         for wanted in schedule.exports:
             try:
                 place = place_of(settings, name, wanted, date.today())

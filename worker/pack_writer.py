@@ -107,7 +107,7 @@ class PackWriter:
     times: Times
     clock: Clock
     #: Runs a function on a thread that may wait for the store.
-    run: Callable[[Callable[[], None]], None]
+    run: Callable[[Callable[[], None]], object]
     #: Whether all items in progress are in the open pack and no others will follow. The argument is the number of items
     #: in this pack.
     are_last: Callable[[int], bool]
@@ -181,25 +181,20 @@ class PackWriter:
 
     def _put(self, pack: _OpenPack) -> None:
         """Stores a pack and sets the futures of its items to their outcomes, with the key of the pack in each artifact."""
+        lease = self.held.lease
+        written_by = (lease.job.id, lease.shard_no, lease.epoch, pack.number)
+        metadata = {"spec_sha": lease.job.spec_sha[:SPEC_SHA_CHARACTERS]}
         try:
-            key = self._put_bytes(pack)
+            data = pack.builder.finish(pack_index_name(*written_by))
+            sha256 = hashlib.sha256(data).hexdigest()
+            key = pack_key(*written_by, sha256)
+            self.held.retrying(partial(put_hashed, self.store, key, data, sha256, metadata))
         except Exception as error:  # noqa: BLE001 - passed to the items
             for _, stored in pack.items:
                 stored.set_exception(error)
             return
+        log.debug("pack stored", key=key, items=len(pack.items), bytes=len(data))
         for done, stored in pack.items:
             stored.set_result(
                 replace(done, artifacts=tuple([replace(artifact, pack=key) for artifact in done.artifacts]))
             )
-
-    def _put_bytes(self, pack: _OpenPack) -> str:
-        lease = self.held.lease
-        written_by = (lease.job.id, lease.shard_no, lease.epoch, pack.number)
-        data = pack.builder.finish(pack_index_name(*written_by))
-        sha256 = hashlib.sha256(data).hexdigest()
-        key = pack_key(*written_by, sha256)
-        metadata = {"spec_sha": lease.job.spec_sha[:SPEC_SHA_CHARACTERS]}
-
-        self.held.retrying(partial(put_hashed, self.store, key, data, sha256, metadata))
-        log.debug("pack stored", key=key, items=len(pack.items), bytes=len(data))
-        return key

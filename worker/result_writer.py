@@ -4,8 +4,9 @@ engine never waits for a disk."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -75,11 +76,6 @@ class ItemDraw:
         return ItemDraw(self.line, self.number + 1, self.last, history, self.long, self.part)
 
     @property
-    def place(self) -> tuple[int, int]:
-        """The index of the item, and the number of the part."""
-        return self.line.index, self.part
-
-    @property
     def spent_ms(self) -> int:
         """The share of the engine's time of all draws of the item so far."""
         return self.history.engine_ms + self.engine_ms if self.long is None else self.long.engine_ms
@@ -118,28 +114,20 @@ class ResultWriter:
     lease ends."""
 
     def __init__(self, meters: MeterPool | None = None) -> None:
-        self._meters = meters or MeterPool()
-        self._threads = DaemonThreads(0, "writer")
+        self.meters = meters or MeterPool()
+        #: Threads that may wait for the store.
+        self.threads = DaemonThreads(0, "writer")
 
     def ensure_threads(self, store: ObjectStore, audio_format: str) -> None:
         """Adds threads if this store or audio format needs more."""
         wanted = S3_THREADS if store.remote else FOLDER_THREADS
         lossy = LOSSY_THREADS if audio_format in LOSSY else 0
-        self._threads.count = max(self._threads.count, wanted, lossy)
-
-    @property
-    def full(self) -> bool:
-        """Whether too many results wait, so that the engine should get no more requests."""
-        return self._threads.waiting >= MAX_BACKLOG or self._meters.full
-
-    def run(self, work: Callable[[], None]) -> None:
-        """Runs `work` on a thread of the writer; it may wait for the store and must not raise."""
-        self._threads.submit(work)
+        self.threads.count = max(self.threads.count, wanted, lossy)
 
     def close(self) -> None:
         """Stores the submitted results, then ends the threads. Draws that wait for meters are dropped."""
-        self._meters.close()
-        self._threads.shutdown(wait=True)
+        self.meters.close()
+        self.threads.shutdown(wait=True)
 
     def work(
         self,
@@ -239,9 +227,9 @@ class ResultWriter:
         )
         # The item has its own id here, because request ids differ between attempts and draws.
         task = MeterTask(meters, utterance, lambda: shard.abandoned, f"{job.id}/{line.index}")
-        measuring, scores = self._meters.submit(task), checked.record.scores
+        measuring, scores = self.meters.submit(task), checked.record.scores
         measuring.add_done_callback(
-            lambda done: self.run(partial(self.work, shard, draw, speech, (scores, done)))
+            lambda done: self.threads.submit(self.work, shard, draw, speech, (scores, done))
         )
         return None
 
@@ -261,11 +249,14 @@ def _stored(
     Each is stored under its key, or under the next number if that key has another object, for example one that was
     damaged by a power cut or rounded differently. Waits for an unreachable store until the lease ends.
     """
+    if speech is None:
+        return outcome
     # Imported here, because it takes half a second and an idle worker does not need it.
     from jobs.encoded_audio import encoded_audio, words_file
 
-    job, line, failed = shard.held.lease.job, draw.line, isinstance(outcome, Failed)
-    main = QUARANTINE if failed else job.spec.main_kind
+    job, line, packs, failed = shard.held.lease.job, draw.line, shard.packs, isinstance(outcome, Failed)
+    spec, meta = job.spec, speech.meta if draw.long is None else {**speech.meta, "part": draw.part}
+    main = QUARANTINE if failed else spec.main_kind
     made: list[tuple[Artifact, Any]] = []
 
     def add(
@@ -276,49 +267,40 @@ def _stored(
         size: int = 0,
     ) -> None:
         """`facts`: duration in ms, sample rate and samples; `size`: that of a file."""
-        key = item_key(job.id, kind, line.index, line.example_id, job.spec.extension(kind), number)
-        made.append(
-            (Artifact(line.index, kind, key, "", size or len(data), *facts, seed, meta=meta or {}), data)
-        )
+        key = item_key(job.id, kind, line.index, line.example_id, spec.extension(kind), number)
+        size = size or len(data)
+        made.append((Artifact(line.index, kind, key, "", size, *facts, seed, meta=meta or {}), data))
 
-    def with_objects(outcome: Done | Failed) -> Done | Failed:
-        """Stores each artifact as an object."""
-        stored: list[Artifact] = []
-        for artifact, data in made:
-            metadata = object_metadata(job.spec_sha, seed)
-            put = shard.held.retrying(partial(put_numbered, shard.store, artifact.key, data, metadata))
-            stored.append(msgspec.structs.replace(artifact, key=put.key, sha256=put.sha256))
-        return msgspec.structs.replace(outcome, artifacts=tuple(stored))
-
-    if speech is None:
-        return with_objects(outcome)
     if draw.long is not None and isinstance(outcome, Done):
         if (whole := draw.long.keep(draw.part, outcome, speech, number)) is None:
             return PartKept()
         # An object of its own in a job with packs too, since it may be larger than memory.
         outcome, audio, words, meta, seed = whole
-        number = outcome.draws[-1].draw if outcome.draws else number
-        with audio.data as file:
-            add("audio", file, (audio.duration_ms, audio.sample_rate, audio.samples), meta, audio.size)
-            if words:
-                add(WORDS, words, meta=meta)
-            return with_objects(outcome)
-    meta = speech.meta if draw.long is None else {**speech.meta, "part": draw.part}
-    if len(speech.samples):
-        spec = job.spec
-        audio = encoded_audio(speech.samples, speech.sample_rate, spec.format, spec.sample_rate)
-        add(main, audio.data, (audio.duration_ms, audio.sample_rate, audio.samples), meta)
-    if speech.codes is not None:
-        assert shard.codec is not None, "the job makes codes"
-        codes = StoredCodes(speech.codes, speech.voice_codes, shard.codec).encoded()
-        if not len(speech.samples):
-            add(main, codes, (speech.duration_ms, speech.sample_rate, speech.sample_count), meta)
-        elif not failed:
-            add("codes", codes)
-    if speech.text_out is not None and not failed:
-        add("text", speech.text_out.encode())
-    if speech.words and not failed:
-        add(WORDS, words_file(speech.words, speech.phonemes))
-    if shard.packs is not None and isinstance(outcome, Done):
-        return shard.packs.add(outcome, made, line.example_id)
-    return with_objects(outcome)
+        packs, number = None, outcome.draws[-1].draw if outcome.draws else number
+        add("audio", audio.data, (audio.duration_ms, audio.sample_rate, audio.samples), meta, audio.size)
+        if words:
+            add(WORDS, words, meta=meta)
+    else:
+        if len(speech.samples):
+            audio = encoded_audio(speech.samples, speech.sample_rate, spec.format, spec.sample_rate)
+            add(main, audio.data, (audio.duration_ms, audio.sample_rate, audio.samples), meta)
+        if speech.codes is not None:
+            assert shard.codec is not None, "the job makes codes"
+            codes = StoredCodes(speech.codes, speech.voice_codes, shard.codec).encoded()
+            if not made:
+                add(main, codes, (speech.duration_ms, speech.sample_rate, speech.sample_count), meta)
+            elif not failed:
+                add("codes", codes)
+        if speech.text_out is not None and not failed:
+            add("text", speech.text_out.encode())
+        if speech.words and not failed:
+            add(WORDS, words_file(speech.words, speech.phonemes))
+    if packs is not None and isinstance(outcome, Done):
+        return packs.add(outcome, made, line.example_id)
+    stored: list[Artifact] = []
+    for artifact, data in made:
+        with nullcontext() if isinstance(data, bytes) else data:
+            metadata = object_metadata(job.spec_sha, seed)
+            put = shard.held.retrying(partial(put_numbered, shard.store, artifact.key, data, metadata))
+        stored.append(msgspec.structs.replace(artifact, key=put.key, sha256=put.sha256))
+    return msgspec.structs.replace(outcome, artifacts=tuple(stored))

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import structlog
 from structlog.contextvars import bound_contextvars
@@ -23,6 +23,7 @@ from jobs.dispatch import Publisher
 from jobs.ledger import Ledger
 from jobs.ledger.records import HOME_WORKER_PREFIX, Ticket, WorkerInfo
 from jobs.provenance import ProvenanceWriter
+from jobs.settings import Settings
 from jobs.worker_group import WorkerReport
 from pipelines.errors import (
     ConfigError,
@@ -44,9 +45,6 @@ from worker.result_writer import ResultWriter
 from worker.shard_run import ShardEnd, ShardRunner
 from worker.supervisor import is_supervised, report, report_refusal, wait_for_release
 from worker.writer_processes import WriterProcesses
-
-if TYPE_CHECKING:
-    from jobs.settings import Settings
 
 log = structlog.get_logger(__name__)
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 import structlog
 
 from jobs.codes import codec_of
 from jobs.export.manifest import put_shard_manifest
+from jobs.ledger import Ledger
 from jobs.ledger.records import (
     LASTING_OUTAGES,
     WORKER_FAULTS,
@@ -27,6 +27,7 @@ from jobs.ledger.records import (
     Outcome,
 )
 from jobs.provenance import ProvenanceWriter
+from jobs.settings import Settings
 from jobs.shard_file import ShardLine, read_shard
 from jobs.store.base import ObjectStore
 from jobs.worker_group import WorkerReport
@@ -42,12 +43,8 @@ from worker.metrics import Metrics
 from worker.models import PipelineCache
 from worker.pack_writer import PackWriter
 from worker.quality.verdict import REDRAWABLE, History
-from worker.result_writer import Answer, ItemDraw, ResultWriter, first_draws
+from worker.result_writer import MAX_BACKLOG, Answer, ItemDraw, ResultWriter, first_draws
 from worker.supervisor import report
-
-if TYPE_CHECKING:
-    from jobs.ledger import Ledger
-    from jobs.settings import Settings
 
 log = structlog.get_logger(__name__)
 
@@ -81,12 +78,10 @@ class ShardRunner:
     only_worker: bool = False
     #: Called after a claimed shard is counted in `demand`.
     on_claimed: Callable[[], None] = lambda: None
-    references: SizedCache[bytes] = field(default_factory=lambda: SizedCache(KEPT_BYTES, len), init=False)
-    order: FeedingOrder = field(default_factory=FeedingOrder, init=False)
-    timer: EngineTimer = field(init=False)
 
     def __post_init__(self) -> None:
-        self.timer = EngineTimer(self.clock)
+        self.references = SizedCache[bytes](KEPT_BYTES, len)
+        self.order, self.timer = FeedingOrder(), EngineTimer(self.clock)
 
     def run(self, lease: Lease) -> ShardEnd:
         """Runs a shard until it is finished or its lease ends. Does not raise."""
@@ -120,7 +115,7 @@ class ShardRun:
         self._job = held.lease.job
         self._clock = runner.clock
         self._times = runner.settings.times
-        #: Set by `begin`, as are `packs`, `_builder` and `_pipeline`.
+        #: Set by `run`; `packs`, `_builder` and `_pipeline` are set by `begin`.
         self.store: ObjectStore
         #: Stores the artifacts of a job with packs; None if each artifact is a separate object.
         self.packs: PackWriter | None = None
@@ -132,13 +127,12 @@ class ShardRun:
         #: Draws to feed. A draw that follows a rejected one is fed before the first draws of other items.
         self._waiting: deque[ItemDraw] = deque()
         self._unsettled: set[int] = set()
-        #: Place of a draw in the engine -> the draw, the oldest first.
-        self._in_engine: dict[tuple[int, int], ItemDraw] = {}
+        self._in_engine: set[ItemDraw] = set()
         #: The draw that the feeding thread is passing to the engine, which may not have it yet.
         self._feeding: ItemDraw | None = None
         self._answered = 0
-        #: Places of draws that left the engine and are not yet settled.
-        self._writing: set[tuple[int, int]] = set()
+        #: Draws that left the engine and are not yet settled.
+        self._writing: set[ItemDraw] = set()
         self._outcomes: list[Outcome] = []
         #: Whether feeding has stopped while items in the engine may finish.
         self._winding_down = False
@@ -147,7 +141,7 @@ class ShardRun:
         #: Whether outcomes are no longer accepted.
         self._closed = False
         self._error: BaseException | None = None
-        held.on_gone(self._wake)
+        held.on_gone = self._wake
 
     def run(self) -> ShardEnd:
         """Runs the shard. Does not raise."""
@@ -170,8 +164,8 @@ class ShardRun:
         return ItemCounts(len(self._in_engine) + waiting, self._answered, len(self._writing))
 
     def _work(self) -> None:
-        lease, retrying = self._lease, self.held.retrying
-        store = self._runner.store_for(self._job.store_url)
+        lease, ledger, retrying = self._lease, self._runner.ledger, self.held.retrying
+        store = self.store = self._runner.store_for(self._job.store_url)
         self._runner.writer.ensure_threads(store, self._job.spec.format)
         retrying(lambda: store.confirm(self._job.store_identity))
         lines = retrying(lambda: read_shard(store, lease.input_key, lease.input_sha256), MAX_REREADS)
@@ -188,10 +182,17 @@ class ShardRun:
             with self._runner.pipelines.use(spec.model, self.held.check, spec.output != "codes") as pipeline:
                 if (provenance := self._runner.provenance) is not None:
                     retrying(lambda: provenance.note(store, self._job, pipeline.info))
-                retry_later = self._synthesize(store, todo, pipeline)
-        self._finish(store, lines, retry_later)
+                retry_later = self._synthesize(todo, pipeline)
 
-    def _synthesize(self, store: ObjectStore, todo: Sequence[ShardLine], pipeline: Pipeline) -> bool:
+        def put_manifest() -> tuple[str, str]:
+            made = ledger.shard_audio(self._job.id, lease.shard_no)
+            return put_shard_manifest(store, self._job, lease.shard_no, made, lines)
+
+        manifest = (None, None) if retry_later else retrying(put_manifest)
+        if not retrying(lambda: ledger.finish_shard(lease.ticket, *manifest)):
+            self._raise_lost()
+
+    def _synthesize(self, todo: Sequence[ShardLine], pipeline: Pipeline) -> bool:
         """Synthesizes every line and commits the outcomes. Returns whether items are left for another attempt.
 
         Raises `LeaseGoneError` if the job was paused, after the items in the engine are committed.
@@ -203,7 +204,7 @@ class ShardRun:
             # An item of `nightjar retry` continues with its next draw; draws of a lost worker are repeated.
             places = self._job.id, todo[0].index, todo[-1].index
             drawn_before = self.held.retrying(lambda: self._runner.ledger.drawn_before(*places))
-        self.begin(store, pipeline, todo, drawn_before)
+        self.begin(pipeline, todo, drawn_before)
         in_context, name = contextvars.copy_context().run, f"feeder-{self._lease.shard_no}"
         threading.Thread(target=in_context, args=(self.feed_all,), name=name, daemon=True).start()
         try:
@@ -213,24 +214,18 @@ class ShardRun:
             if pipeline.stats().state == "broken":
                 self._runner.pipelines.discard(pipeline)
 
-    def begin(
-        self,
-        store: ObjectStore,
-        pipeline: Pipeline,
-        lines: Sequence[ShardLine],
-        drawn_before: Mapping[int, int],
-    ) -> None:
+    def begin(self, pipeline: Pipeline, lines: Sequence[ShardLine], drawn_before: Mapping[int, int]) -> None:
         """Plans the first draws. `drawn_before`: index of a reopened item -> number of its earlier draws."""
         quality = self._job.spec.quality
         more = 0 if quality is None else quality.draws - 1
-        self.store, self._builder = store, RequestBuilder(self.held, store, self._runner.references)
+        self._builder = RequestBuilder(self.held, self.store, self._runner.references)
         for line in lines:
             first = drawn_before.get(line.index, 0)
             self._waiting += first_draws(line, first, first + more, pipeline.capabilities, self._builder)
         self._unsettled = {line.index for line in lines}
         if self._job.spec.pack is True:
-            run = self._runner.writer.run
-            self.packs = PackWriter(self.held, store, self._times, self._clock, run, self._are_last)
+            run = self._runner.writer.threads.submit
+            self.packs = PackWriter(self.held, self.store, self._times, self._clock, run, self._are_last)
         self._pipeline = pipeline
 
     @property
@@ -253,7 +248,7 @@ class ShardRun:
                         self._changed.wait_for(lambda: self._waiting or not self._unsettled or self._stopped)
                 if not self._waiting or not order.take(rank, lambda: self._stopped):
                     return
-                while writer.full and not self._stopped:
+                while (writer.threads.waiting >= MAX_BACKLOG or writer.meters.full) and not self._stopped:
                     self._clock.sleep(ROOM_POLL_SECONDS)
                 with self._changed:
                     if self._stopped:
@@ -274,7 +269,7 @@ class ShardRun:
 
     def feed(self, draw: ItemDraw) -> None:
         """Passes a draw to the pipeline; the call may wait for a free slot. Only this method starts requests."""
-        pipeline, place = self._pipeline, draw.place
+        pipeline = self._pipeline
         assert pipeline is not None
         try:
             draw.request = self._builder.build(draw.line, draw.number)
@@ -283,7 +278,7 @@ class ShardRun:
             draw.sampled = pipeline.capabilities.sampling and draw.request.generation.temperature != 0
             with self._changed:
                 draw.started_at, draw.entered_at = self._clock.monotonic(), self._runner.timer.change(+1)
-                self._in_engine[place] = draw
+                self._in_engine.add(draw)
             draw.handle = pipeline.start(draw.request, partial(self._made, draw))
         except NightjarError as error:
             with self._changed:
@@ -293,10 +288,9 @@ class ShardRun:
         with self._changed:
             if self._halted:
                 self._leave(draw)
-            if wanted := self._in_engine.pop(place, None):
-                # The time limit of the item starts after the wait for a slot.
-                draw.started_at = self._clock.monotonic()
-                self._in_engine[place] = draw
+            # The time limit of the item starts after the wait for a slot.
+            draw.started_at = self._clock.monotonic()
+            wanted = draw in self._in_engine
         if not wanted:
             draw.handle.cancel()
 
@@ -308,7 +302,7 @@ class ShardRun:
                 # The draw was cancelled or has timed out.
                 return
             # Changed without releasing the lock in between, so that the item always has exactly one state.
-            self._writing.add(draw.place)
+            self._writing.add(draw)
             self._answered += 1
         made = event.speech if isinstance(event, SpeechDone) else event.error
         # A failure that another seed may avoid counts as a draw that failed its checks.
@@ -316,14 +310,16 @@ class ShardRun:
             self._job.spec.quality is not None and not isinstance(made, Speech) and made.code in REDRAWABLE
         )
         if isinstance(made, Speech) or redrawn:
-            self._runner.writer.run(partial(self._runner.writer.work, self, draw, made))
+            writer = self._runner.writer
+            writer.threads.submit(writer.work, self, draw, made)
         else:
             self.settle(draw, made)
 
     def _leave(self, draw: ItemDraw) -> bool:
         """Removes a draw from those in the engine; False if it was not among them. The caller must hold the lock."""
-        if self._in_engine.pop(draw.place, None) is None:
+        if draw not in self._in_engine:
             return False
+        self._in_engine.remove(draw)
         draw.engine_ms = round((self._runner.timer.change(-1) - draw.entered_at) * 1000)
         if draw.long is not None:
             draw.long.engine_ms += draw.engine_ms
@@ -336,7 +332,7 @@ class ShardRun:
         outcome = self._judged(draw, answer) if isinstance(answer, BaseException) else answer
         others: list[ItemDraw] = []
         with self._changed:
-            self._writing.discard(draw.place)
+            self._writing.discard(draw)
             if isinstance(outcome, History):
                 if not self._stopped:
                     self._waiting.appendleft(draw.following(outcome))
@@ -344,7 +340,7 @@ class ShardRun:
                 self._unsettled.discard(index)
                 self._outcomes.append(outcome)
                 # The other parts of a failed item are not needed.
-                others = [one for one in self._in_engine.values() if draw.long and one.long is draw.long]
+                others = [one for one in self._in_engine if draw.long and one.long is draw.long]
                 for one in others:
                     self._leave(one)
             # The committing thread also checks before it waits, so it is notified only once per batch.
@@ -482,10 +478,10 @@ class ShardRun:
         seconds = self._runner.settings.worker.item_timeout_seconds
         started_before = self._clock.monotonic() - seconds
         with self._changed:
-            late = [draw for draw in self._in_engine.values() if draw.started_at <= started_before]
+            late = [draw for draw in self._in_engine if draw.started_at <= started_before]
             for draw in late:
                 self._leave(draw)
-                self._writing.add(draw.place)
+                self._writing.add(draw)
             stuck = self._feeding in late
         message = f"The item took more than {seconds:g} s in the engine."
         for draw in late:
@@ -505,7 +501,7 @@ class ShardRun:
         """
         with self._changed:
             self._halted = True
-            ended = list(self._in_engine.values())
+            ended = list(self._in_engine)
             for draw in ended:
                 self._leave(draw)
             self._changed.notify_all()
@@ -552,17 +548,6 @@ class ShardRun:
         runner.metrics.count(batch)
         if any(not isinstance(outcome, Failed) or not outcome.code.retryable for outcome in batch):
             report(WorkerReport(finished=True))
-
-    def _finish(self, store: ObjectStore, lines: Sequence[ShardLine], retry_later: bool) -> None:
-        ledger, lease = self._runner.ledger, self._lease
-
-        def put_manifest() -> tuple[str, str]:
-            made = ledger.shard_audio(self._job.id, lease.shard_no)
-            return put_shard_manifest(store, self._job, lease.shard_no, made, lines)
-
-        manifest = (None, None) if retry_later else self.held.retrying(put_manifest)
-        if not self.held.retrying(lambda: ledger.finish_shard(lease.ticket, *manifest)):
-            self._raise_lost()
 
     def _give_up(self, reason: GoneReason) -> ShardEnd:
         if reason not in (GoneReason.DRAINED, GoneReason.PAUSED):

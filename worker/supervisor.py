@@ -6,6 +6,7 @@ from __future__ import annotations
 import signal
 import time
 from contextlib import suppress
+from functools import cache
 
 from jobs.formatting import redact
 from jobs.worker_group import WorkerGroup, WorkerReport
@@ -37,34 +38,31 @@ def run_group(group: WorkerGroup) -> int:
     return 1
 
 
-#: The channel to the process that started this one, once opened.
-_parent: Channel[bool] | None = None
+@cache
+def _parent() -> Channel[bool] | None:
+    """The channel to the supervisor, if there is one."""
+    return parent_channel(bool) if has_parent() else None
 
 
 def is_supervised() -> bool:
     """Whether the process that started this one restarts it when it ends."""
-    global _parent
-    if _parent is None and has_parent():
-        _parent = parent_channel(bool)
-    return _parent is not None
+    return _parent() is not None
 
 
 def wait_for_release() -> bool:
     """Waits until the supervisor permits work; False if the supervisor has ended. True without a supervisor."""
-    if not is_supervised():
+    if (parent := _parent()) is None:
         return True
-    assert _parent is not None
     with suppress(EOFError, OSError):
-        return _parent.receive()
+        return parent.receive()
     return False
 
 
 def report(message: WorkerReport) -> None:
     """Sends a report to the supervisor, if there is one."""
-    if is_supervised():
-        assert _parent is not None
+    if (parent := _parent()) is not None:
         with suppress(OSError):
-            _parent.send(message)
+            parent.send(message)
 
 
 def report_end(reason: str) -> None:

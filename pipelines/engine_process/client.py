@@ -192,12 +192,9 @@ class EngineProcess:
         """Ends the child, and kills it after `CLOSE_SECONDS`; see `Pipeline.close`."""
         with self._changed:
             self._closed = self._closed or engine_closed()
-            entries = list(self._requests.values())
-            self._requests.clear()
             self._changed.notify_all()
         self._send(Close())
-        for entry in entries:
-            _notify(entry, Failed(engine_closed()))
+        self._fail_all(engine_closed())
         self._host.join(CLOSE_SECONDS)
         if self._host.is_alive():
             log.error("the engine's process did not end in time and is killed")
@@ -289,6 +286,13 @@ class EngineProcess:
         else:
             _notify(self._remove(message.number), Done(Speech(*astuple(message)[1:])))
 
+    def _fail_all(self, error: NightjarError) -> None:
+        with self._changed:
+            left = list(self._requests.values())
+            self._requests.clear()
+        for listener in left:
+            _notify(listener, Failed(error))
+
     def _kill(self) -> None:
         if self._child is not None:
             self._child.kill()
@@ -302,18 +306,15 @@ class EngineProcess:
         )
         with self._changed:
             self._ended = ended
-            entries = list(self._requests.values())
-            self._requests.clear()
             self.recordings.clear()
         self.readers.shutdown(cancel_futures=True)
         advice = "See the log. The model may need more memory than there is."
         crash = EngineCrashError(ErrorCode.WORKER_CRASH, f"The engine's process ended {reason}.", advice)
         if self._closed is None:
-            log.error("the engine's process ended %s; requests in it: %d", reason, len(entries))
+            log.error("the engine's process ended %s; requests in it: %d", reason, len(self._requests))
         if not self._opened.done():
             self._opened.set_exception(crash)
-        for entry in entries:
-            _notify(entry, Failed(crash))
+        self._fail_all(crash)
         with self._changed:
             self._closed = self._closed or ended
             self._changed.notify_all()

@@ -325,17 +325,15 @@ class EngineServer:
                 samples = np.ascontiguousarray(made.samples, np.float32)
                 facts = (getattr(made, name) for name in kind.__struct_fields__[2:])
                 message = kind(number, samples, *facts)
-            self._send(message, wait=wait)
+            self._send(message, wait)
         except (TypeError, ValueError, OverflowError, OSError) as error:
             unsent = _error_of(error, "The engine's answer cannot be sent")
-            self._send(RequestFailed(number, unsent), wait=wait)
+            self._send(RequestFailed(number, unsent), wait)
 
-    def _send(self, message: ToClient, *, wait: bool = False) -> None:
+    def _send(self, message: ToClient, wait: bool = False) -> None:
         """Sends a message. Does nothing if the client is gone: the reader then ends the process."""
         with suppress(ConnectionError):
-            self._channel.send(message)
-            if wait:
-                self._channel.flush()
+            self._channel.send(message, wait)
 
 
 def _with_files(request: SynthesisRequest) -> SynthesisRequest:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import msgspec
 
@@ -109,38 +110,29 @@ class MeterProcess:
         return child
 
 
-class _Meters:
-    """The meters of this process, opened at first use."""
-
-    def __init__(self) -> None:
-        self._open: dict[bytes, Meter | None] = {}
-
-    def answer(self, draw: _Draw) -> dict[str, Reading]:
-        """The readings of the meters. Raises `ModelError` for one that cannot be opened."""
-        if draw.fetch is not None:
-            if (error := missing_weights(draw.meters, fetch=draw.fetch)) is not None:
-                raise error
-            return {}
-        keys = {
-            msgspec.json.encode([name, options]): (name, options) for name, options in draw.meters.items()
-        }
-        for key, (name, options) in keys.items():
-            if key not in self._open:
-                self._open[key] = _opened(name, options)
-        readings: dict[str, Reading] = {}
-        for key in keys:
-            if draw.utterance is not None and (meter := self._open[key]) is not None:
-                for name, found in meter.measure(draw.utterance).items():
-                    # Numbers such as those of NumPy are converted for the message.
-                    reading = found if isinstance(found, Reading) else Reading(*found)
-                    plain = float(reading.value), str(reading.detail), bool(reading.judged)
-                    readings[name] = Reading(*plain, reading.words)
-        return readings
+def _answer(draw: _Draw) -> dict[str, Reading]:
+    """The readings of the meters. Raises `ModelError` for one that cannot be opened."""
+    if draw.fetch is not None:
+        if (error := missing_weights(draw.meters, fetch=draw.fetch)) is not None:
+            raise error
+        return {}
+    meters = [_opened(name, msgspec.json.encode(options)) for name, options in draw.meters.items()]
+    readings: dict[str, Reading] = {}
+    for meter in meters:
+        if draw.utterance is not None and meter is not None:
+            for name, found in meter.measure(draw.utterance).items():
+                # Numbers such as those of NumPy are converted for the message.
+                reading = found if isinstance(found, Reading) else Reading(*found)
+                plain = float(reading.value), str(reading.detail), bool(reading.judged)
+                readings[name] = Reading(*plain, reading.words)
+    return readings
 
 
-def _opened(name: str, options: Mapping[str, Option]) -> Meter | None:
+@cache
+def _opened(name: str, options: bytes) -> Meter | None:
+    """The meter with these options as JSON, opened at first use."""
     try:
-        return open_meter(name, options)
+        return open_meter(name, msgspec.json.decode(options))
     except ModelError as error:
         # Without this optional meter, the scores that the worker measured itself remain, and their details say so.
         if name in METERS and METERS[name].optional and error.code is ErrorCode.CONFIG_MISSING_LIBRARY:
@@ -152,6 +144,6 @@ if __name__ == "__main__":
     os.nice(5)
     answer_calls(
         _Draw,
-        _Meters().answer,
+        _answer,
         lambda error: MeterError(f"A meter failed: {type(error).__name__}: {error}"[:500]),
     )

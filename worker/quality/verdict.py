@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from jobs.checks import Bound, Quality, code_of
@@ -66,15 +67,10 @@ class History:
     def ended_by(self, draw: CheckedDraw, sampled: bool) -> bool:
         """Whether a draw failed exactly like the previous one, so that another seed would not help. `sampled`: the model
         samples, so that a failure without speech does not predict the next draw."""
-        if not self.draws or (sampled and not draw.record.scores and draw.record.code in _RANDOM):
+        now = draw.record
+        if not self.draws or (sampled and not now.scores and now.code in _RANDOM):
             return False
-        last, now = self.draws[-1], draw.record
-        return (last.code, last.duration_ms, last.scores, self.message) == (
-            now.code,
-            now.duration_ms,
-            now.scores,
-            draw.message,
-        )
+        return draw.message == self.message and now == replace(self.draws[-1], draw=now.draw, seed=now.seed)
 
     def after(self, draw: CheckedDraw, engine_ms: int) -> History:
         """The history with one more draw. Of draws with equal rank the earlier one is better."""
@@ -132,7 +128,18 @@ def cheap_readings(
     stopped = "length" in (meta.get("finish"), meta.get("finish_reason"))
     readings: dict[str, tuple[float, str] | Score] = {"ended": (0.0 if stopped else 1.0, "")}
     if len(speech.samples):
-        readings |= _of_samples(speech)
+        powers = frame_powers(speech.samples, speech.sample_rate)
+        sounding, pause, power = activity(powers)
+        # In LUFS if the pipeline measured it, else the level of the frames with sound in dBFS.
+        loudness, unit = meta.get("loudness_lufs"), "lufs"
+        if not isinstance(loudness, float | int) or not math.isfinite(loudness):
+            loudness, unit = 10 * math.log10(power) if power else _NO_LEVEL, "rms"
+        readings |= {
+            "clipped": (clipped_share(speech.samples), ""),
+            "silence": (1.0 - sounding / len(powers), "energy"),
+            "pause": (pause * FRAME_SECONDS, "energy"),
+            "loudness": (float(loudness), unit),
+        }
     pace = pace_of(quality.paces, generation.voice, generation.language)
     if pace is not None and text:
         seconds, expected = speech.sample_count / speech.sample_rate, pace.expected_seconds(text)
@@ -140,23 +147,6 @@ def cheap_readings(
         passed = None if bound is None else pace.fits(seconds, expected, text) and bound.allows(ratio)
         readings["duration"] = Score(round(ratio, 4), passed, f"{expected:.2f} s expected")
     return readings
-
-
-def _of_samples(speech: Speech) -> dict[str, tuple[float, str] | Score]:
-    """`clipped`, `silence`, `pause` and `loudness`."""
-    samples, rate, meta = speech.samples, speech.sample_rate, speech.meta
-    powers = frame_powers(samples, rate)
-    sounding, pause, power = activity(powers)
-    # In LUFS if the pipeline measured it, else the level of the frames with sound in dBFS.
-    loudness, unit = meta.get("loudness_lufs"), "lufs"
-    if not isinstance(loudness, float | int) or not math.isfinite(loudness):
-        loudness, unit = 10 * math.log10(power) if power else _NO_LEVEL, "rms"
-    return {
-        "clipped": (clipped_share(samples), ""),
-        "silence": (1.0 - sounding / len(powers), "energy"),
-        "pause": (pause * FRAME_SECONDS, "energy"),
-        "loudness": (float(loudness), unit),
-    }
 
 
 def clipped_share(samples: NDArray[np.float32]) -> float:

@@ -188,8 +188,7 @@ from tests.unit.pipelines.test_ipc import _Samples
 from pipelines.ipc import Channel
 channel = Channel(socket.socket(fileno=0), _Samples)
 while True:
-    channel.send(_Samples("chunk", np.zeros(1 << 20, np.uint8)))
-    channel.flush()
+    channel.send(_Samples("chunk", np.zeros(1 << 20, np.uint8)), wait=True)
 """
 
 
@@ -224,9 +223,8 @@ def test_sending_waits_for_nobody_and_keeps_the_order(ends: Ends) -> None:
         assert isinstance(message, _Samples)
         assert message.text == text
         np.testing.assert_array_equal(message.samples, LARGE + number)
-    ends[0].flush()
+    ends[0].send(_Text("at once"), wait=True)
     assert open_descriptors() == before
-    ends[0].send(_Text("at once"))
     assert ends[1].receive() == _Text("at once")
 
 
@@ -236,7 +234,7 @@ def test_sending_to_nobody_says_so(ends: Ends) -> None:
         ends[0].send(_Samples(20_000 * "x", LARGE))
     ends[1].shut_down()
     with pytest.raises(OSError, match="Broken pipe"):
-        ends[0].flush()
+        ends[0].send(_Text("late"), wait=True)
     with pytest.raises(OSError, match="Broken pipe"):
         ends[0].send(_Text("late"))
     ends[1].close()

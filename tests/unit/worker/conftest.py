@@ -37,7 +37,7 @@ def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Channel[WorkerReport]]:
     """The end of a process that started this one as its worker."""
     ours, theirs = socket.socketpair()
     channel, own = Channel(ours, WorkerReport), Channel(theirs, bool)
-    monkeypatch.setattr("worker.supervisor._parent", own)
+    monkeypatch.setattr("worker.supervisor._parent", lambda: own)
     yield channel
     channel.close()
     own.close()

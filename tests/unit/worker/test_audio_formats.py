@@ -106,7 +106,7 @@ def test_lossy_formats_are_encoded_on_more_threads(build: Build, monkeypatch: py
             together.wait(240)
 
         for _ in range(count):
-            rig.writer.run(meet)
+            rig.writer.threads.submit(meet)
         together.wait(240)
 
 

@@ -35,7 +35,8 @@ def test_a_failure_is_awaited_until_it_is_settled(build: Build, how: str) -> Non
     rig.submit(["text"])
     lease = rig.claim_next()
     run = Watched(rig.runner, rig.leases.hold(lease))
-    run.begin(rig.store, rig.pipeline, read_shard(rig.store, lease.input_key, lease.input_sha256), {})
+    run.store = rig.store
+    run.begin(rig.pipeline, read_shard(rig.store, lease.input_key, lease.input_sha256), {})
     run.feed_all()
     if how == "late":
         clock.advance(10)
