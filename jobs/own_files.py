@@ -41,18 +41,14 @@ def open_own(path: Path, flags: int, depth: int = 2, *, make_folders: bool = Fal
     that is not a folder. Raises `OSError` for other faults.
     """
     # Imported here, because read-only commands do not need it.
-    from jobs.store.folder import FOLDER_FLAGS, open_file, walk_down
+    from jobs.store.folder import open_file, walk_down
 
     *folders, name = path.parts[-depth:]
     above = path.parents[depth - 1]
     try:
         if make_folders:
             above.mkdir(parents=True, exist_ok=True)
-        top = os.open(above, FOLDER_FLAGS)
-        try:
-            folder = walk_down(top, folders, create=make_folders)
-        finally:
-            os.close(top)
+        folder = walk_down(None, folders, make_folders, above)
         try:
             return open_file(folder, name, flags)
         finally:
@@ -169,8 +165,9 @@ def own_ledger(ledger: Path) -> Path:
 def recorded(store_url: str, place: Path | None) -> str:
     """The address that the ledger records for a store: `home:` with a relative path for a folder in `place`,
     otherwise the URL itself."""
-    folder = _folder(store_url)
-    if place is None or folder is None or not folder.is_relative_to(place):
+    parts = urlsplit(store_url)
+    folder = Path(unquote(parts.path))
+    if place is None or parts.scheme != "file" or not folder.is_relative_to(place):
         return store_url
     relative = folder.relative_to(place).as_posix()
     return _RELATIVE + ("" if relative == "." else quote(relative))
@@ -181,9 +178,3 @@ def located(address: str, place: Path | None) -> str:
     if place is None or not address.startswith(_RELATIVE):
         return address
     return (place / unquote(address[len(_RELATIVE) :])).as_uri()
-
-
-def _folder(url: str) -> Path | None:
-    """The folder of a `file://` URL; None for another store."""
-    parts = urlsplit(url)
-    return Path(unquote(parts.path)) if parts.scheme == "file" and parts.path.startswith("/") else None

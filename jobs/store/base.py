@@ -36,7 +36,9 @@ class ObjectStore:
     remote: ClassVar[bool]
     url: str
     #: The local folder with each object as the file of its key; None for remote stores.
-    root: Path | None
+    root: Path | None = None
+    #: The identity that was confirmed last; None: none was.
+    _identity: str | None = None
 
     def establish(self, identity: str | None = None) -> str:
         """Returns the store's identity, and compares it from now on. A store without an identity gets

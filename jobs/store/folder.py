@@ -69,7 +69,6 @@ class FolderStore(ObjectStore):
     def __init__(self, root: Path) -> None:
         self.root = self._root = Path(os.path.abspath(root))
         self.url = self._root.as_uri()
-        self._identity: str | None = None
         self._top: Handle | None = None
         self._handles = FolderHandles()
         #: Device -> a folder on it that was written to. There may be several, because other file systems may
@@ -203,57 +202,49 @@ class FolderStore(ObjectStore):
         return top
 
     def _below(self, segments: list[str], stem: str = "") -> Iterator[ObjectInfo]:
-        # Names are not checked, because folders of other programs may have names that are not valid in keys.
-        for name, size, modified_at in self._entries(segments):
-            if name.endswith("/") and name.startswith(stem):
-                yield from self._below([*segments, name[:-1]])
-            elif name.startswith(stem):
-                yield ObjectInfo("/".join([*segments, name]), size, modified_at=modified_at)
-
-    def _entries(self, segments: list[str]) -> list[tuple[str, int, float]]:
-        """Names, sizes and modification times in a folder, empty if it is missing. Names of folders end with
-        a slash, so that sorted names are in key order."""
-        found: list[tuple[str, int, float]] = []
-        with (
-            missing_allowed(),
-            self._folder(segments, "/".join(segments)) as folder,
-            os.scandir(folder) as entries,
-        ):
+        """The objects in a folder, none if it is missing. Names are not checked, because folders of other
+        programs may have names that are not valid in keys."""
+        place = "/".join(segments)
+        # Size and modification time; None for a folder, whose name ends with a slash here, so that sorted names
+        # are in key order.
+        found: dict[str, tuple[int, float] | None] = {}
+        with missing_allowed(), self._folder(segments, place) as folder, os.scandir(folder) as entries:
             for entry in entries:
-                if entry.name.startswith("."):
+                if entry.name.startswith(".") or not entry.name.startswith(stem):
                     continue
                 if entry.is_dir(follow_symlinks=False):
-                    found.append((entry.name + "/", 0, 0.0))
+                    found[entry.name + "/"] = None
                 elif entry.is_file(follow_symlinks=False):
                     with suppress(FileNotFoundError):
                         status = entry.stat(follow_symlinks=False)
-                        found.append((entry.name, status.st_size, status.st_mtime))
-        return sorted(found)
+                        found[entry.name] = status.st_size, status.st_mtime
+        for name in sorted(found):
+            if (facts := found[name]) is None:
+                yield from self._below([*segments, name[:-1]])
+            else:
+                yield ObjectInfo("/".join([*segments, name]), facts[0], modified_at=facts[1])
 
     def _write(self, key: str, folder: int, name: str, chunks: Iterable[bytes]) -> ObjectInfo | None:
         """Writes an unnamed file and links it to its name. None: the name exists already."""
-        file, temporary, digest, size = -1, "", hashlib.sha256(), 0
+        temporary, digest = "", hashlib.sha256()
         try:
-            file, temporary = self._new_file(folder)
-            for chunk in chunks:
-                digest.update(chunk)
-                size += len(chunk)
-                view = memoryview(chunk)
-                while view:
-                    view = view[os.write(file, view) :]
-            source, source_folder = (temporary, folder) if temporary else (f"/proc/self/fd/{file}", None)
-            os.link(source, name, src_dir_fd=source_folder, dst_dir_fd=folder, follow_symlinks=not temporary)
+            opened, temporary = self._new_file(folder)
+            with os.fdopen(opened, "wb") as file:
+                for chunk in chunks:
+                    digest.update(chunk)
+                    file.write(chunk)
+                file.flush()
+                source, place = (temporary, folder) if temporary else (f"/proc/self/fd/{opened}", None)
+                os.link(source, name, src_dir_fd=place, dst_dir_fd=folder, follow_symlinks=not temporary)
+                return ObjectInfo(key, file.tell(), digest.hexdigest(), created=True)
         except OSError:
             # An error such as a full disk does not matter if the object exists.
             if not _exists(folder, name):
                 raise
             return None
         finally:
-            if file >= 0:
-                os.close(file)
             if temporary:
                 os.unlink(temporary, dir_fd=folder)
-        return ObjectInfo(key, size, digest.hexdigest(), created=True)
 
     def _new_file(self, folder: int) -> tuple[int, str]:
         """An unnamed file, or one with a hidden name if the file system has no O_TMPFILE."""
@@ -330,13 +321,14 @@ def sync_file_system(folder: int) -> None:
         os.sync()
 
 
-def walk_down(top: int, segments: Sequence[str], create: bool = False) -> int:
-    """A file descriptor of a folder below the open folder `top`; the caller closes it.
+def walk_down(top: int | None, segments: Sequence[str], create: bool = False, start: str | Path = ".") -> int:
+    """A file descriptor of a folder below the open folder `top`, or below the path `start`; the caller closes
+    it.
 
     Each folder is opened relative to the one before, so that symbolic links are never followed, not even
     ones created meanwhile.
     """
-    current = os.open(".", FOLDER_FLAGS, dir_fd=top)
+    current = os.open(start, FOLDER_FLAGS, dir_fd=top)
     try:
         for segment in segments:
             if create:
@@ -370,8 +362,7 @@ class Handle:
             return False
 
     def __del__(self) -> None:
-        if (fd := getattr(self, "fd", None)) is not None:
-            os.close(fd)
+        os.close(self.fd)
 
 
 class FolderHandles(threading.local):

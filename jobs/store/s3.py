@@ -23,8 +23,6 @@ from pipelines.audio_format import CONTENT_TYPES as AUDIO_TYPES
 from pipelines.errors import ErrorCode, StoreError, invalid, missing_library
 
 if TYPE_CHECKING:
-    from botocore.exceptions import ClientError
-
     from jobs.settings import S3Settings
 
 
@@ -60,8 +58,9 @@ _CODES: Mapping[ErrorCode, set[str | int]] = {
     },
     ErrorCode.STORE_MISSING: {404},
     ErrorCode.STORE_BAD_KEY: {"KeyTooLongError"},
-    # Of a put: the key exists, or another conditional write to it is in progress.
-    ErrorCode.STORE_CONFLICT: {"PreconditionFailed", 412, "ConditionalRequestConflict", 409},
+    # Of a put: the key exists, or another conditional write to it is in progress. Of a range: the object ends
+    # before it.
+    ErrorCode.STORE_CONFLICT: {"PreconditionFailed", 412, "ConditionalRequestConflict", 409, 416},
 }
 _ADVICE = {
     ErrorCode.STORE_MISSING: "Check the bucket's name and the key.",
@@ -74,33 +73,30 @@ _ADVICE = {
 
 
 @contextmanager
-def _errors(uri: str) -> Generator[None, None, None]:
-    """Raises errors of boto3 as `StoreError`, without credentials in its message."""
+def _errors(uri: str, missing: ErrorCode = ErrorCode.STORE_MISSING) -> Generator[None, None, None]:
+    """Raises errors of boto3 as `StoreError`, without credentials in its message. `missing`: the code for
+    status 404."""
     from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, PartialCredentialsError
 
     try:
         yield
     except (ClientError, BotoCoreError, OSError) as error:
         if isinstance(error, ClientError):
-            name, status = _name_and_status(error)
+            response: Mapping[str, Any] = error.response
+            name = str(response.get("Error", {}).get("Code", ""))
+            status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
             code, reason = _code_of({name, status}), f"S3 answered {name or status}"
         elif isinstance(error, NoCredentialsError | PartialCredentialsError):
             code, reason = ErrorCode.STORE_FORBIDDEN, "No S3 credentials are set"
         else:
             code, reason = ErrorCode.STORE_UNREACHABLE, f"S3 could not be reached ({type(error).__name__})"
-        raise StoreError(code, f"{reason} for {uri[:300]}.", _ADVICE[code]) from error
+        advice = _ADVICE[code]
+        code = missing if code is ErrorCode.STORE_MISSING else code
+        raise StoreError(code, f"{reason} for {uri[:300]}.", advice) from error
 
 
 def _code_of(identifiers: set[str | int]) -> ErrorCode:
     return next((code for code, known in _CODES.items() if known & identifiers), ErrorCode.STORE_UNREACHABLE)
-
-
-def _name_and_status(error: ClientError) -> tuple[str, int]:
-    """The name of an error and its status."""
-    response: Mapping[str, Any] = error.response
-    return str(response.get("Error", {}).get("Code", "")), int(
-        response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    )
 
 
 CONNECT_TIMEOUT_SECONDS = 5
@@ -122,9 +118,7 @@ class S3Store(ObjectStore):
         self.bucket = bucket
         self.prefix = f"{prefix}/" if prefix else ""
         self.url = f"s3://{bucket}/{self.prefix}".rstrip("/")
-        self.root = None
         self._client = make_client(settings)
-        self._identity: str | None = None
 
     def confirm(self, identity: str | None) -> None:
         """Checks that the store has this identity, and keeps it for later checks. Raises
@@ -140,19 +134,17 @@ class S3Store(ObjectStore):
     def get_range(self, key: str, offset: int, length: int) -> bytes:
         """Up to `length` bytes of an object, from `offset`; fewer if it ends earlier. Raises
         `store.missing`."""
-
-        def read() -> bytes:
-            wanted = f"bytes={offset}-{offset + length - 1}"
-            try:
-                return self._get(self._name(key), Range=wanted)["Body"].read()
-            except self._client.exceptions.ClientError as error:
-                if _name_and_status(error)[1] != 416:
-                    raise
-                # The object ends before the range.
-                return b""
-
-        # HTTP has no empty range.
-        return self._object(key, read) if length else b""
+        if not length:
+            # HTTP has no empty range.
+            return b""
+        wanted = f"bytes={offset}-{offset + length - 1}"
+        try:
+            return self._object(key, lambda: self._get(self._name(key), Range=wanted)["Body"].read())
+        except StoreError as error:
+            if error.code is not ErrorCode.STORE_CONFLICT:
+                raise
+            # The object ends before the range.
+            return b""
 
     def open(self, key: str) -> BinaryIO:
         """The object as a readable stream. Raises `store.missing`. Reading from the stream may also raise
@@ -257,12 +249,10 @@ class S3Store(ObjectStore):
     def _object(self, key: str, request: Callable[[], Result]) -> Result:
         """The answer to a request for an object. Raises `store.missing` only if the store's identity is
         confirmed before and after a second request."""
-        try:
-            return self._answer(key, request)
-        except StoreError as error:
-            if error.code is not ErrorCode.STORE_MISSING or self._identity is None:
-                raise
-        self.confirm(self._identity)
+        if self._identity is not None:
+            with missing_allowed():
+                return self._answer(key, request)
+            self.confirm(self._identity)
         try:
             return self._answer(key, request)
         except StoreError as error:
@@ -273,15 +263,12 @@ class S3Store(ObjectStore):
     def _call(self, key: str, request: Callable[[], Result]) -> Result:
         """The answer to a request for which no object needs to exist, so status 404 means that the bucket is
         missing."""
-        try:
-            return self._answer(key, request)
-        except StoreError as error:
-            if error.code is not ErrorCode.STORE_MISSING:
-                raise
-            raise StoreError(ErrorCode.STORE_UNREACHABLE, error.message, error.advice) from error
+        return self._answer(key, request, ErrorCode.STORE_UNREACHABLE)
 
-    def _answer(self, key: str, request: Callable[[], Result]) -> Result:
-        with _errors(f"s3://{self.bucket}/{self.prefix}{key}"):
+    def _answer(
+        self, key: str, request: Callable[[], Result], missing: ErrorCode = ErrorCode.STORE_MISSING
+    ) -> Result:
+        with _errors(f"s3://{self.bucket}/{self.prefix}{key}", missing):
             return request()
 
 
