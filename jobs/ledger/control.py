@@ -25,6 +25,7 @@ from jobs.ledger.records import (
     CLOCK_SLACK_SECONDS,
     DISPATCHED,
     FINAL,
+    ITEM_STATE_NUMBERS,
     OPEN_SHARDS,
     RETRYABLE_JOBS,
     WORKING,
@@ -33,7 +34,7 @@ from jobs.ledger.records import (
     JobState,
     ShardState,
 )
-from jobs.ledger.schema import ITEM_STATE_NUMBERS, ROWS_OF_JOBS
+from jobs.ledger.schema import ROWS_OF_JOBS
 from jobs.ledger.transaction import Row, Transaction, literals
 from jobs.own_files import located
 from pipelines.errors import ErrorCode, ServiceError
@@ -45,14 +46,14 @@ SHARDS_AT_ONCE = 500
 def pause(sql: Transaction, job_id: str) -> None:
     """Pauses a job: claims stop at once, and workers give back items that are not in the engine. Raises
     `ServiceError` with `ledger.state`."""
-    job = lock_known_job(sql, job_id, "paused", *DISPATCHED, JobState.PAUSED)
+    job = lock_known_job(sql, job_id, "paused", *WORKING)
     if job.state != JobState.PAUSED:
         pause_job(sql, job_id, "paused by a person")
 
 
 def resume(sql: Transaction, job_id: str) -> None:
     """Resumes a paused job and resets its error budget. Raises `ServiceError` with `ledger.state`."""
-    job = lock_known_job(sql, job_id, "resumed", *DISPATCHED, JobState.PAUSED)
+    job = lock_known_job(sql, job_id, "resumed", *WORKING)
     if job.state in DISPATCHED:
         return
     done, failed = ended_items(sql, job_id)
@@ -285,20 +286,19 @@ def begin_delete(sql: Transaction, job_id: str) -> None:
     sql.insert("deleted_jobs", [tombstone], "ON CONFLICT DO NOTHING", deleted_at="<now>")
 
 
-def delete_some(sql: Transaction, table: str, job_id: str) -> int:
-    """Deletes some rows of a job that is being deleted; returns their number, 0 if none are left."""
-    column = ROWS_OF_JOBS[table]
-    # The job's number is looked up in the same statement, because SQLite may give the number of a deleted job
-    # to a new one.
-    of_job = f"job_no = {NUMBER}" if column == "idx" else "job_id = :job"
-    of_job += " AND EXISTS (SELECT 1 FROM deleted_jobs WHERE id = :job)"
-    end = f"(SELECT min({column}) FROM {table} WHERE {of_job}) + {ROWS_AT_ONCE}"
-    return sql.change(f"DELETE FROM {table} WHERE {of_job} AND {column} < {end}", job=job_id)
-
-
-def end_delete(sql: Transaction, job_id: str) -> None:
-    """Deletes the row of a job that has no other rows left."""
+def delete_some(sql: Transaction, job_id: str) -> bool:
+    """Deletes some rows of a job that is being deleted, or its own row if no others are left. Returns whether
+    it may have more rows."""
+    for table, column in ROWS_OF_JOBS.items():
+        # The job's number is looked up in the same statement, because SQLite may give the number of a deleted
+        # job to a new one.
+        of_job = f"job_no = {NUMBER}" if column == "idx" else "job_id = :job"
+        of_job += " AND EXISTS (SELECT 1 FROM deleted_jobs WHERE id = :job)"
+        end = f"(SELECT min({column}) FROM {table} WHERE {of_job}) + {ROWS_AT_ONCE}"
+        if sql.change(f"DELETE FROM {table} WHERE {of_job} AND {column} < {end}", job=job_id):
+            return True
     sql.change("DELETE FROM jobs WHERE id = :job AND id IN (SELECT id FROM deleted_jobs)", job=job_id)
+    return False
 
 
 def deleted_jobs(sql: Transaction) -> list[DeletedJob]:

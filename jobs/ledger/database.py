@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
-from urllib.parse import quote
 
 import sqlalchemy as sa
 from sqlalchemy import event, exc
@@ -21,15 +20,13 @@ from sqlalchemy import event, exc
 import migrations
 from jobs.ledger.records import SCHEMA_REVISION
 from jobs.ledger.schema import statements
-from jobs.ledger.transaction import Transaction
+from jobs.ledger.transaction import CONNECT_SECONDS, Transaction, connect_sqlite
 from jobs.own_files import disk_full, has_room, home_of, open_own, own_ledger, place_of
 from pipelines.errors import ErrorCode, NightjarError, ServiceError, invalid, missing_library
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-BUSY_TIMEOUT_MS = 30_000
-CONNECT_TIMEOUT_SECONDS = 5
 #: Detection of a lost PostgreSQL connection by either end: idle time before the first probe, time between
 #: probes, number of probes, time without an acknowledgement of sent data.
 KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVES, UNANSWERED_SECONDS = 30, 10, 3, 30
@@ -39,7 +36,6 @@ TRANSACTION_TRIES = 6
 _READ_ONLY = "nightjar_read_only"
 #: Settings of each SQLite connection.
 _PRAGMAS = (
-    f"busy_timeout = {BUSY_TIMEOUT_MS}",
     "synchronous = NORMAL",
     "foreign_keys = ON",
     "cache_size = -16000",
@@ -249,13 +245,10 @@ def _parse(url: str) -> sa.URL:
 
 
 def _sqlite_engine(path: Path) -> sa.Engine:
-    uri = f"file:{quote(str(path.absolute()))}?mode=rw"
+    file = path.absolute()
 
     def connect() -> sqlite3.Connection:
-        own_ledger(path)
-        connection = sqlite3.connect(
-            uri, uri=True, timeout=BUSY_TIMEOUT_MS / 1000, check_same_thread=False, isolation_level=None
-        )
+        connection = connect_sqlite(file)
         for pragma in _PRAGMAS:
             connection.execute(f"PRAGMA {pragma}")
         return connection
@@ -286,7 +279,7 @@ def set_limits(limits: Mapping[str, float], *, local: bool = False) -> str:
 def _postgresql_engine(url: sa.URL) -> sa.Engine:
     # The server gets the same values below, so that both ends notice a lost host equally soon.
     defaults: dict[str, Any] = {
-        "connect_timeout": CONNECT_TIMEOUT_SECONDS,
+        "connect_timeout": CONNECT_SECONDS,
         "application_name": "nightjar",
         "keepalives_idle": KEEPALIVE_IDLE_SECONDS,
         "keepalives_interval": KEEPALIVE_INTERVAL_SECONDS,
@@ -329,20 +322,19 @@ def _revision(sql: Transaction) -> str | None:
 
 @contextmanager
 def _one_process(database: Database) -> Iterator[None]:
-    if database.path is None:
+    path = database.path
+    if path is None:
         yield
         return
     try:
-        own_ledger(database.path).parent.mkdir(parents=True, exist_ok=True)
-        database.path.touch(exist_ok=True)
-        lock = open_own(
-            database.path.with_name(database.path.name + ".migrate"), os.O_RDWR | os.O_CREAT, depth=1
-        )
+        own_ledger(path).parent.mkdir(parents=True, exist_ok=True)
+        path.touch(exist_ok=True)
+        lock = open_own(path.with_name(path.name + ".migrate"), os.O_RDWR | os.O_CREAT, depth=1)
     except OSError as error:
         database.check_room()
         raise ServiceError(
             ErrorCode.LEDGER_UNREACHABLE,
-            f"The ledger {database.path} cannot be created: {error.strerror or error}.",
+            f"The ledger {path} cannot be created: {error.strerror or error}.",
             "Name a writable folder.",
         ) from error
     with os.fdopen(lock):

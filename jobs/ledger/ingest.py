@@ -190,4 +190,4 @@ def staged_shards(sql: Transaction, job_id: str) -> tuple[int, int, int]:
     )
     if row is None:
         raise no_such_job(job_id)
-    return row[0], row[1], row[2]
+    return row

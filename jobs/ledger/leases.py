@@ -27,9 +27,11 @@ from jobs.ledger.lifecycle import (
 )
 from jobs.ledger.records import (
     DISPATCHED,
+    ITEM_STATE_NUMBERS,
     OUTAGES,
     QUARANTINE,
     SCHEMA_REVISION,
+    SCORE_COLUMNS,
     WORKING,
     Artifact,
     AttemptOutcome,
@@ -45,7 +47,6 @@ from jobs.ledger.records import (
     after_failure,
     clean,
 )
-from jobs.ledger.schema import ITEM_STATE_NUMBERS, SCORE_COLUMNS
 from jobs.ledger.status import read_job
 from jobs.ledger.transaction import Row, Transaction, literals
 from jobs.ledger.workers import note_refusal, others_may_run
@@ -127,18 +128,10 @@ def claim(sql: Transaction, ticket: Ticket, worker_id: str, lease_seconds: float
     """
     sql.change(attempt, job=shard.job_id, shard=shard.no, epoch=shard.epoch, worker=worker_id)
     statement = f"SELECT idx, example_id, attempts FROM items WHERE {PENDING_OF} ORDER BY idx"
-    return Lease(
-        job=read_job(sql, shard.job_id),
-        shard_no=shard.no,
-        epoch=shard.epoch,
-        worker_id=worker_id,
-        input_key=shard.input_key,
-        input_sha256=shard.input_sha256,
-        open_items={
-            index: (example_id, attempts)
-            for index, example_id, attempts in sql.rows(statement, **items_of(shard))
-        },
-    )
+    rows = sql.rows(statement, **items_of(shard))
+    pending = {index: (example_id, attempts) for index, example_id, attempts in rows}
+    job = read_job(sql, shard.job_id)
+    return Lease(job, shard.no, shard.epoch, worker_id, shard.input_key, shard.input_sha256, pending)
 
 
 def heartbeat(
@@ -159,10 +152,9 @@ def finish_shard(
 ) -> bool:
     """Ends a lease: the shard is done, or its pending items wait for another attempt. False: the lease was
     lost."""
-    held = lock_lease(sql, ticket)
-    if held is None:
+    shard = lock_lease(sql, ticket)
+    if shard is None:
         return False
-    job, shard = held
     if manifest_key is not None:
         update_shard(
             sql,
@@ -181,7 +173,7 @@ def finish_shard(
     else:
         message = "The worker ended the shard without an outcome for any of its open items."
         end_attempt(sql, shard, AttemptOutcome.FAILED, ErrorCode.WORKER_CRASH, message)
-        crash(sql, job, shard, message)
+        crash(sql, shard, message)
     complete_or_pause(sql, ticket.job_id)
     return True
 
@@ -189,10 +181,9 @@ def finish_shard(
 def release(sql: Transaction, ticket: Ticket, reason: str) -> bool:
     """Gives a shard back at once, without counting an attempt, because the worker drains or the job was
     paused. False: the lease was lost."""
-    held = lock_lease(sql, ticket)
-    if held is None:
+    shard = lock_lease(sql, ticket)
+    if shard is None:
         return False
-    _, shard = held
     if open_items(shard) == 0:
         return finish_shard(sql, ticket)
     end_attempt(sql, shard, AttemptOutcome.RELEASED, None, reason)
@@ -204,10 +195,9 @@ def release(sql: Transaction, ticket: Ticket, reason: str) -> bool:
 def refuse(sql: Transaction, ticket: Ticket, code: ErrorCode, message: str) -> bool:
     """Gives back a shard that this worker cannot run but another one may, without counting an attempt.
     False: no other worker may run it, or the lease was lost."""
-    held = lock_lease(sql, ticket)
-    if held is None or not others_may_run(sql, ticket.job_id, held[1].worker_id):
+    shard = lock_lease(sql, ticket)
+    if shard is None or not others_may_run(sql, ticket.job_id, shard.worker_id):
         return False
-    _, shard = held
     note_refusal(sql, shard.worker_id, f"It cannot run job {ticket.job_id} ({code.value}): {message}")
     end_attempt(sql, shard, AttemptOutcome.REFUSED, code, message)
     move_to(sql, shard, ShardState.READY, "not_before = NULL")
@@ -220,17 +210,16 @@ def fail_shard(sql: Transaction, ticket: Ticket, code: ErrorCode, message: str) 
     An outage of a service costs only time; another retryable code counts as a crash; any other code fails
     the pending items.
     """
-    held = lock_lease(sql, ticket)
-    if held is None:
+    shard = lock_lease(sql, ticket)
+    if shard is None:
         return False
-    job, shard = held
     end_attempt(sql, shard, AttemptOutcome.FAILED, code, message)
     if code in OUTAGES:
         outages, attempts = (1, 0) if progressed(shard) else (shard.outages + 1, shard.attempts)
         change = "attempts = :attempts, outages = :outages"
         ready_after(sql, shard, outages, change, attempts=attempts, outages=outages)
     elif code.retryable:
-        crash(sql, job, shard, message)
+        crash(sql, shard, message)
     else:
         end_items(sql, shard, ItemState.FAILED, code, message)
         move_to(sql, shard, ShardState.DONE)
@@ -257,20 +246,20 @@ def commit(sql: Transaction, ticket: Ticket, outcomes: Sequence[Outcome]) -> Com
     done = [outcome for outcome in first.values() if isinstance(outcome, Done)]
     failed = [outcome for outcome in first.values() if isinstance(outcome, Failed)]
     n_done = _commit_done(sql, shard, done)
-    n_failed, n_waiting, failed_ms = _commit_failed(sql, shard, failed, attempts) if failed else (0, 0, 0)
+    changed, broken = _commit_failed(sql, shard, failed, attempts) if failed else ([], [])
     made = [artifact for outcome in done for artifact in outcome.artifacts]
     update_shard(
         sql,
         shard,
         _COUNT,
         n_done=n_done,
-        n_failed=n_failed,
+        n_failed=len(broken),
         audio_ms=sum([artifact.duration_ms for artifact in made]),
-        engine_ms=sum([outcome.engine_ms for outcome in done]) + failed_ms,
+        engine_ms=sum([outcome.engine_ms for outcome in (*done, *changed)]),
         bytes_out=sum([artifact.bytes for artifact in made]),
     )
-    failed_for_good = n_failed if shard.error_budget is not None else 0
-    return CommitResult(n_done + n_failed + n_waiting, failed=failed_for_good)
+    failed_for_good = len(broken) if shard.error_budget is not None else 0
+    return CommitResult(n_done + len(changed), failed=failed_for_good)
 
 
 def _commit_done(sql: Transaction, shard: Row, done: list[Done]) -> int:
@@ -325,9 +314,8 @@ def _add_scores(sql: Transaction, shard: Row, done: Sequence[Done]) -> None:
 
 def _commit_failed(
     sql: Transaction, shard: Row, failed: list[Failed], attempts: dict[int, int]
-) -> tuple[int, int, int]:
-    """Records failures. Returns (items that failed permanently, items that wait for another attempt, engine
-    milliseconds of failures that were not recorded before)."""
+) -> tuple[list[Failed], list[Failed]]:
+    """Records failures. Returns those that were not recorded before, and those of them that are permanent."""
     # Items whose failure under this lease was recorded before.
     recorded = set(
         sql.column(
@@ -337,13 +325,16 @@ def _commit_failed(
             epoch=shard.epoch,
         )
     )
-    changed: list[tuple[Failed, ItemState]] = []
+    changed: list[Failed] = []
+    ended: list[Failed] = []
     for outcome in failed:
         tries = attempts[outcome.index] + (outcome.index not in recorded)
         state = after_failure(tries, shard.max_attempts, outcome.code)
         if state is ItemState.PENDING and outcome.index in recorded:
             continue
-        changed.append((outcome, state))
+        changed.append(outcome)
+        if state is not ItemState.PENDING:
+            ended.append(outcome)
         sql.change(
             f"""
             UPDATE items SET state = :state, attempts = :tries, error_code = :code, error_message = :message
@@ -356,11 +347,10 @@ def _commit_failed(
             job_no=shard.job_no,
             index=outcome.index,
         )
-    record_errors(sql, shard, [(outcome.index, outcome.code, outcome.message) for outcome, _ in changed])
-    ended = [outcome for outcome, state in changed if state is not ItemState.PENDING]
+    record_errors(sql, shard, [(outcome.index, outcome.code, outcome.message) for outcome in changed])
     refused = [outcome for outcome in ended if outcome.draws]
     _add_made(sql, shard, refused, redrawn=refused)
-    return len(ended), len(changed) - len(ended), sum(outcome.engine_ms for outcome, _ in changed)
+    return changed, ended
 
 
 def replace_artifact(sql: Transaction, job_id: str, artifact: Artifact, sha256: str) -> bool:

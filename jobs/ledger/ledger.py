@@ -24,7 +24,6 @@ from jobs.ledger.records import (
     RejectedLine,
     Ticket,
 )
-from jobs.ledger.schema import ROWS_OF_JOBS
 from jobs.ledger.transaction import Transaction
 from jobs.where import Where
 from pipelines.errors import ErrorCode, ServiceError
@@ -153,13 +152,7 @@ class Ledger(Database):
             self.write(lifecycle.complete_or_pause, ticket.job_id)
         return result
 
-    def reconcile(
-        self, queued_timeout_seconds: float = 600, worker_timeout_seconds: float = 60
-    ) -> reconciler.ReconcileReport:
-        """Repairs expired leases, lost messages, stale workers, wrong times and unfinished cancels. Ends or
-        pauses jobs that their last worker should have ended or paused. One transaction per repair."""
-        return reconciler.reconcile(self, queued_timeout_seconds, worker_timeout_seconds)
-
+    reconcile = reconciler.reconcile
     note_manifest = _writes(reconciler.note_manifest)
 
     # Control
@@ -208,10 +201,8 @@ class Ledger(Database):
 
     def delete_rows(self, job_id: str) -> None:
         """Deletes all rows of a job after `begin_delete`, its own row last; several transactions."""
-        for table in ROWS_OF_JOBS:
-            while self.write(control.delete_some, table, job_id):
-                pass
-        self.write(control.end_delete, job_id)
+        while self.write(control.delete_some, job_id):
+            pass
 
     # Jobs and their status
     job = _reads(job_status.read_job)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from jobs.ledger.records import (
     DISPATCHED,
+    ITEM_STATE_NUMBERS,
     WORKING,
     AttemptOutcome,
     ItemState,
@@ -25,7 +26,6 @@ from jobs.ledger.records import (
     final_state,
     over_budget,
 )
-from jobs.ledger.schema import ITEM_STATE_NUMBERS
 from jobs.ledger.status import no_such_job
 from jobs.ledger.transaction import Row, Transaction
 from pipelines.errors import ErrorCode, ServiceError
@@ -59,21 +59,23 @@ def lock_known_job(sql: Transaction, job_id: str, verb: str = "", *states: JobSt
 
 
 def lock_shard(sql: Transaction, job_id: str, shard_no: int) -> Row | None:
-    """The row of a shard, locked until the end of the transaction."""
-    return sql.row(
-        "SELECT * FROM shards WHERE job_id = :job AND no = :shard FOR UPDATE", job=job_id, shard=shard_no
-    )
+    """The row of a shard, with `max_attempts` of its job, locked until the end of the transaction."""
+    statement = """
+    SELECT shards.*, jobs.max_attempts FROM shards JOIN jobs ON jobs.id = shards.job_id
+    WHERE shards.job_id = :job AND shards.no = :shard FOR UPDATE OF shards
+    """
+    return sql.row(statement, job=job_id, shard=shard_no)
 
 
-def lock_lease(sql: Transaction, ticket: Ticket) -> tuple[Row, Row] | None:
-    """The locked rows of the job and the shard of a lease; None: the lease was lost."""
+def lock_lease(sql: Transaction, ticket: Ticket) -> Row | None:
+    """Locks the job and the shard of a lease; returns the row of the shard. None: the lease was lost."""
     job = lock_job(sql, ticket.job_id)
     if job is None or job.state not in WORKING:
         return None
     shard = lock_shard(sql, ticket.job_id, ticket.shard_no)
     if shard is None or shard.epoch != ticket.epoch or shard.state != ShardState.LEASED:
         return None
-    return job, shard
+    return shard
 
 
 def of_ticket(ticket: Ticket) -> dict[str, object]:
@@ -140,7 +142,7 @@ def ended_items(sql: Transaction, job_id: str) -> tuple[int, int]:
     FROM shards WHERE job_id = :job
     """
     (ended,) = sql.rows(statement, job=job_id)
-    return ended[0], ended[1]
+    return ended
 
 
 def end_attempt(
@@ -178,15 +180,15 @@ def progressed(shard: Row) -> bool:
     return shard.n_done + shard.n_failed > shard.claimed_done + shard.claimed_failed
 
 
-def crash(sql: Transaction, job: Row, shard: Row, message: str) -> Verdict:
+def crash(sql: Transaction, shard: Row, message: str) -> Verdict:
     """Handles a lease that ended without outcomes for its pending items: another attempt, a bisection, or a
     dead item. The caller completes the job if that was its last open shard."""
-    verdict, attempts = after_crash(open_items(shard), shard.attempts, job.max_attempts, progressed(shard))
+    verdict, attempts = after_crash(open_items(shard), shard.attempts, shard.max_attempts, progressed(shard))
     change = "attempts = :attempts"
     if verdict is Verdict.RETRY:
         ready_after(sql, shard, attempts, change, attempts=attempts)
     elif verdict is Verdict.BISECT:
-        bisect(sql, job, shard)
+        bisect(sql, shard)
     else:
         dead = verdict is Verdict.MARK_DEAD
         if dead:
@@ -195,7 +197,7 @@ def crash(sql: Transaction, job: Row, shard: Row, message: str) -> Verdict:
     return verdict
 
 
-def bisect(sql: Transaction, job: Row, shard: Row) -> None:
+def bisect(sql: Transaction, shard: Row) -> None:
     """Moves the upper half of the pending items to a new shard with the same input object."""
     pending = sql.column(f"SELECT idx FROM items WHERE {PENDING_OF} ORDER BY idx", **items_of(shard))
     upper = pending[len(pending) // 2 :]
@@ -223,7 +225,7 @@ def bisect(sql: Transaction, job: Row, shard: Row) -> None:
         last=upper[-1],
         moved=len(upper),
         estimate=estimate,
-        attempts=attempts_after_bisection(len(upper), job.max_attempts),
+        attempts=attempts_after_bisection(len(upper), shard.max_attempts),
         pause=backoff(sql, 1),
     )
     ready_after(
@@ -233,7 +235,7 @@ def bisect(sql: Transaction, job: Row, shard: Row) -> None:
         "n_items = n_items - :moved, estimated_ms = estimated_ms - :estimate, attempts = :attempts",
         moved=len(upper),
         estimate=estimate,
-        attempts=attempts_after_bisection(kept, job.max_attempts),
+        attempts=attempts_after_bisection(kept, shard.max_attempts),
     )
     update_job(sql, shard.job_id, "total_shards = total_shards + 1")
 

@@ -12,6 +12,9 @@ from typing import NamedTuple
 from jobs.checks import METERS, scores_with
 from jobs.ledger.lifecycle import NUMBER
 from jobs.ledger.records import (
+    ITEM_STATE_NUMBERS,
+    ITEM_STATES,
+    SCORE_COLUMNS,
     Artifact,
     Draw,
     DrawRow,
@@ -21,7 +24,6 @@ from jobs.ledger.records import (
     JobState,
     RejectedLine,
 )
-from jobs.ledger.schema import ITEM_STATE_NUMBERS, ITEM_STATES, SCORE_COLUMNS
 from jobs.ledger.status import jobs_by, no_such_job, read_job
 from jobs.ledger.transaction import Transaction, literals, record
 from jobs.own_files import recorded

@@ -26,6 +26,7 @@ from jobs.ledger.queries import shard_inputs
 from jobs.ledger.records import (
     CLOCK_SLACK_SECONDS,
     FINAL,
+    ITEM_STATES,
     LOST,
     MANIFEST_GRACE_SECONDS,
     MAX_BACKOFF_SECONDS,
@@ -37,7 +38,6 @@ from jobs.ledger.records import (
     Ticket,
     Verdict,
 )
-from jobs.ledger.schema import ITEM_STATES
 from jobs.ledger.status import read_job
 from jobs.ledger.transaction import Row, Transaction, literals
 from jobs.ledger.workers import ACTIVE
@@ -130,10 +130,13 @@ class ReconcileReport(NamedTuple):
 
 
 def reconcile(
-    database: Database, queued_timeout_seconds: float, worker_timeout_seconds: float
+    database: Database, queued_timeout_seconds: float = 600, worker_timeout_seconds: float = 60
 ) -> ReconcileReport:
-    """Makes one pass; any number of processes may do so at once. Takes write locks only if there is something
-    to repair."""
+    """Repairs expired leases, lost messages, stale workers, wrong times and unfinished cancels. Ends or pauses
+    jobs that their last worker should have ended or paused. One transaction per repair.
+
+    Any number of processes may make such a pass at once. Takes write locks only if there is something to
+    repair."""
     expired = database.read(_shards_that, _EXPIRED)
     times_ahead = _change_rows(database, _REPAIRS)
     verdicts = Counter(database.write(_expire, lease) for lease in expired)
@@ -181,15 +184,12 @@ def _jobs_to_end(sql: Transaction) -> tuple[list[str], list[str], list[str]]:
 
 def _expire(sql: Transaction, ticket: Ticket) -> Verdict | None:
     """Ends an expired lease; None: it has not expired."""
-    held = lock_lease(sql, ticket)
-    if held is None:
-        return None
-    job, shard = held
-    if shard.lease_until >= sql.now:
+    shard = lock_lease(sql, ticket)
+    if shard is None or shard.lease_until >= sql.now:
         return None
     message = f"The lease of worker {shard.worker_id} expired: it died, hung, or lost the ledger."
     end_attempt(sql, shard, AttemptOutcome.EXPIRED, ErrorCode.WORKER_LOST, message)
-    return crash(sql, job, shard, message)
+    return crash(sql, shard, message)
 
 
 def _requeue(sql: Transaction, ticket: Ticket, timeout_seconds: float) -> int:

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import comb
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from jobs.checks import Quality
 from jobs.turns import Speak
@@ -66,6 +67,11 @@ class ItemState(StrEnum):
     DEAD = "dead"
     #: Not run because its job was cancelled.
     SKIPPED = "skipped"
+
+
+#: The states of items, each at the place of its stored value in `items.state`, and these values.
+ITEM_STATES = (ItemState.PENDING, ItemState.DONE, ItemState.FAILED, ItemState.DEAD, ItemState.SKIPPED)
+ITEM_STATE_NUMBERS = {state: number for number, state in enumerate(ITEM_STATES)}
 
 
 class Reading(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -126,25 +132,25 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     speak: Speak = "auto"
     #: Whether the audio and texts of many items share one object, a pack. Unset: no. Unset fields are not
     #: part of the spec's hash, so specs from before the field existed keep their hash.
-    pack: bool | msgspec.UnsetType = msgspec.UNSET
+    pack: bool | UnsetType = UNSET
     #: Which records of the input are read. Unset: all.
-    reading: Reading | msgspec.UnsetType = msgspec.UNSET
+    reading: Reading | UnsetType = UNSET
     #: Name in a line -> stored voice. Unset: none.
-    stored_voices: dict[str, FrozenVoice] | msgspec.UnsetType = msgspec.UNSET
+    stored_voices: dict[str, FrozenVoice] | UnsetType = UNSET
     #: The pool from which voices are drawn. Unset: none.
-    pool: VoicePool | msgspec.UnsetType = msgspec.UNSET
+    pool: VoicePool | UnsetType = UNSET
     #: Sample rate of the stored audio in Hz. Unset: that of the model.
-    sample_rate: int | msgspec.UnsetType = msgspec.UNSET
+    sample_rate: int | UnsetType = UNSET
     #: Whether the times of words are stored. Unset: no.
-    timestamps: bool | msgspec.UnsetType = msgspec.UNSET
+    timestamps: bool | UnsetType = UNSET
     #: What is stored. Unset: audio.
-    output: Literal["codes", "both"] | msgspec.UnsetType = msgspec.UNSET
+    output: Literal["codes", "both"] | UnsetType = UNSET
     #: Language whose numbers, dates, money and units are spoken in words, and the library that writes them, with
     #: its version. Unset: texts are spoken as they are written.
-    normalize: Literal["en"] | msgspec.UnsetType = msgspec.UNSET
-    normalizer: str | msgspec.UnsetType = msgspec.UNSET
+    normalize: Literal["en"] | UnsetType = UNSET
+    normalizer: str | UnsetType = UNSET
     #: Word -> its spelling, or its phonemes as `/…/`. Unset: none.
-    lexicon: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+    lexicon: dict[str, str] | UnsetType = UNSET
 
     @property
     def respells(self) -> bool:
@@ -158,10 +164,8 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def extension(self, kind: str) -> str:
         """The extension of the key of an artifact."""
-        if kind in ("text", WORDS):
-            return "txt" if kind == "text" else "json"
-        is_codes = kind == "codes" or (kind == QUARANTINE and self.output == "codes")
-        return "safetensors" if is_codes else self.format
+        kind = self.main_kind if kind == QUARANTINE else kind
+        return {"text": "txt", WORDS: "json", "codes": "safetensors"}.get(kind, self.format)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,8 +234,7 @@ class RejectedLine:
     example_id: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class NewShard:
+class NewShard(NamedTuple):
     """A shard to stage. Items are (index, example_id); indexes are consecutive over the whole job.
 
     The items of one dialogue have consecutive indexes; `turns` numbers all but the first.
@@ -244,7 +247,7 @@ class NewShard:
     #: Estimated duration of the audio of all items.
     estimated_ms: int
     #: Index -> number of the spoken turn within its dialogue, from 1. Items that are not in it are turn 0.
-    turns: Mapping[int, int] = field(default_factory=dict[int, int])
+    turns: Mapping[int, int] = {}
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -258,8 +261,7 @@ class Ticket:
     priority: int = field(default=0, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(NamedTuple):
     """A worker's right to a shard. Writes under an older `epoch` are refused."""
 
     job: Job
@@ -314,6 +316,22 @@ class Score(msgspec.Struct, frozen=True, array_like=True):
     passed: bool | None = None
     #: Source of the value, or what was found, such as the transcript of an ASR meter.
     detail: str = ""
+
+
+#: Scores with a column of their own in `scores`.
+SCORE_COLUMNS = (
+    "ended",
+    "duration",
+    "clipped",
+    "silence",
+    "pause",
+    "loudness",
+    "wer",
+    "cer",
+    "distillmos",
+    "dnsmos",
+    "similarity",
+)
 
 
 class Draw(msgspec.Struct, frozen=True):
@@ -448,26 +466,22 @@ CLOCK_SLACK_SECONDS = 10.0
 MANIFEST_GRACE_SECONDS = 60.0
 
 #: Codes for a service that is down or refuses. This is not the fault of the shard, so it costs no attempt.
-OUTAGES = frozenset(
-    {
-        ErrorCode.STORE_UNREACHABLE,
-        ErrorCode.STORE_FULL,
-        ErrorCode.STORE_FORBIDDEN,
-        ErrorCode.LEDGER_UNREACHABLE,
-        ErrorCode.BROKER_UNREACHABLE,
-        ErrorCode.MODEL_UNREACHABLE,
-    }
+OUTAGES = (
+    ErrorCode.STORE_UNREACHABLE,
+    ErrorCode.STORE_FULL,
+    ErrorCode.STORE_FORBIDDEN,
+    ErrorCode.LEDGER_UNREACHABLE,
+    ErrorCode.BROKER_UNREACHABLE,
+    ErrorCode.MODEL_UNREACHABLE,
 )
 
 #: Faults of one worker, its settings or its copy of a model: another worker may run the shard.
-WORKER_FAULTS = frozenset(
-    {
-        ErrorCode.CONFIG_INVALID,
-        ErrorCode.CONFIG_MISSING_LIBRARY,
-        ErrorCode.MODEL_UNKNOWN,
-        ErrorCode.MODEL_BAD_CHECKPOINT,
-        ErrorCode.MODEL_MISSING_EXTRA,
-    }
+WORKER_FAULTS = (
+    ErrorCode.CONFIG_INVALID,
+    ErrorCode.CONFIG_MISSING_LIBRARY,
+    ErrorCode.MODEL_UNKNOWN,
+    ErrorCode.MODEL_BAD_CHECKPOINT,
+    ErrorCode.MODEL_MISSING_EXTRA,
 )
 
 #: States of a worker process: working; ended normally; heartbeats stopped.
@@ -540,7 +554,7 @@ def backoff_seconds(attempts: int, jitter: float, base_seconds: float = 1.0) -> 
     return min(MAX_BACKOFF_SECONDS, base_seconds * 2.0 ** min(attempts, 16)) * (0.5 + jitter / 2)
 
 
-def over_budget(error_budget: float | None, done: int, failed: int, pending: int) -> bool:
+def over_budget(error_budget: float, done: int, failed: int, pending: int) -> bool:
     """Whether too many items have failed since the start or the last resume.
 
     This is so if the budget is exceeded even when all pending items succeed. Otherwise it depends on the
@@ -548,7 +562,7 @@ def over_budget(error_budget: float | None, done: int, failed: int, pending: int
     the failure rate that the budget allows.
     """
     ended = done + failed
-    if error_budget is None or not failed or failed / ended <= error_budget:
+    if not failed or failed / ended <= error_budget:
         return False
     if failed / (ended + pending) > error_budget or ended >= BUDGET_MIN_ITEMS:
         return True

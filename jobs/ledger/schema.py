@@ -6,25 +6,6 @@ then items. A change of an item requires the lock of its shard, so shard counter
 
 from __future__ import annotations
 
-from jobs.ledger.records import ItemState
-
-#: The states of items, each at the place of its stored value in `items.state`, and these values.
-ITEM_STATES = (ItemState.PENDING, ItemState.DONE, ItemState.FAILED, ItemState.DEAD, ItemState.SKIPPED)
-ITEM_STATE_NUMBERS = {state: number for number, state in enumerate(ITEM_STATES)}
-#: Scores with a column of their own in `scores`.
-SCORE_COLUMNS = (
-    "ended",
-    "duration",
-    "clipped",
-    "silence",
-    "pause",
-    "loudness",
-    "wer",
-    "cer",
-    "distillmos",
-    "dnsmos",
-    "similarity",
-)
 #: Placeholder -> SQL of each database: an auto-increment number, and a table stored in the index of its
 #: primary key.
 DIALECTS = {

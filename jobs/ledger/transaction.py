@@ -16,12 +16,13 @@ from enum import Enum
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import msgspec
 
 from jobs.ledger.records import SCHEMA_REVISION, clean
 from jobs.own_files import own_ledger, place_of
+from jobs.settings import sqlite_path
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -154,12 +155,9 @@ def read_with_driver(url: str, work: Callable[[Transaction], T]) -> T | None:
     None if that fails: another schema, an unreachable database, a missing driver. `Ledger` then raises the
     error with the reason.
     """
-    scheme = url.partition(":")[0]
-    opened = {"sqlite": _sqlite, "postgresql": _postgresql, "postgres": _postgresql}.get(scheme)
-    if opened is None:
-        return None
+    path = sqlite_path(url)
     try:
-        with opened(url) as transaction:
+        with _postgresql(url) if path is None else _sqlite(path.absolute()) as transaction:
             if transaction.column("SELECT version_num FROM alembic_version") == [SCHEMA_REVISION]:
                 return work(transaction)
     except ModuleNotFoundError:
@@ -176,11 +174,16 @@ def _row_type(*names: str) -> Callable[..., Row]:
     return namedtuple("Row", names, rename=True)
 
 
-@contextmanager
-def _sqlite(url: str) -> Iterator[Transaction]:
-    path = Path(unquote(url.partition(":///")[2].partition("?")[0])).absolute()
+def connect_sqlite(path: Path) -> sqlite3.Connection:
+    """Opens an existing ledger. Transactions are begun by statements. Raises `store.forbidden` for a link in a
+    home."""
     uri = f"file:{quote(str(own_ledger(path)))}?mode=rw"
-    with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None)) as connection:
+    return sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, check_same_thread=False, isolation_level=None)
+
+
+@contextmanager
+def _sqlite(path: Path) -> Iterator[Transaction]:
+    with closing(connect_sqlite(path)) as connection:
         connection.execute("BEGIN")
         yield Transaction(connection.execute, "sqlite", place_of(path))
 

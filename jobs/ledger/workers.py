@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 from jobs.ledger.lifecycle import UNQUEUED, of_ticket
 from jobs.ledger.records import (
@@ -179,47 +180,34 @@ class _Job:
     ready: list[Row] | None = None
 
     @property
-    def share(self) -> float:
-        """Pending items in flight divided by the weight. Shards are not counted, because they differ in
-        size."""
-        return self.items / self.weight
-
-    @property
     def full(self) -> bool:
         return self.max_in_flight is not None and self.shards >= self.max_in_flight
 
 
-class _Fleet:
-    """The capacity of the live workers by model, and the jobs whose models they serve."""
+class _Fleet(NamedTuple):
+    """The jobs whose models live workers serve, and the capacity of these workers."""
 
-    def __init__(self, sql: Transaction, window_factor: int) -> None:
-        # Model to which workers are pinned, or `ANY_MODEL` -> shards that these workers can use in total.
-        slots = dict(sql.rows(_SLOTS))
-        #: Maximum number of shards in flight of each pinned model, so that one model does not fill the
-        #: window. Empty if a live worker serves all models, or no worker is live.
-        self._limits = {} if ANY_MODEL in slots else {name: n * window_factor for name, n in slots.items()}
-        self.window = sum(slots.values()) * window_factor if slots else WINDOW_WITHOUT_WORKERS
-        found = (_Job(*row) for row in sql.rows(_JOBS))
-        #: The highest priority first.
-        self.jobs = [job for job in found if not self._limits or job.model in self._limits]
+    #: The highest priority first.
+    jobs: list[_Job]
+    #: Maximum number of shards in flight.
+    window: int
+    #: The same for each pinned model, so that one model does not fill the window. Empty if a live worker serves
+    #: all models, or no worker is live.
+    limits: dict[str, int]
+    #: Number of shards in flight. Jobs whose priority is lower than that of a job with ready shards do not
+    #: count.
+    in_flight: int
 
-    @property
-    def in_flight(self) -> int:
-        """Number of shards in flight. Jobs whose priority is lower than that of a job with ready shards do
-        not count."""
-        return self.taken(max((job.priority for job in self.jobs if job.has_ready), default=-math.inf))
 
-    def taken(self, priority: float) -> int:
-        """Number of shards in flight of jobs with at least this priority."""
-        return sum(job.shards for job in self.jobs if job.priority >= priority)
-
-    def remaining(self, priority: int) -> dict[str, int]:
-        """Pinned model -> number of shards that jobs of this priority may still get."""
-        remaining = dict(self._limits)
-        for job in self.jobs if remaining else ():
-            if job.priority >= priority:
-                remaining[job.model] -= job.shards
-        return remaining
+def _fleet(sql: Transaction, window_factor: int) -> _Fleet:
+    # Model to which workers are pinned, or `ANY_MODEL` -> shards that these workers can use in total.
+    slots = dict(sql.rows(_SLOTS))
+    limits = {} if ANY_MODEL in slots else {name: n * window_factor for name, n in slots.items()}
+    window = sum(slots.values()) * window_factor if slots else WINDOW_WITHOUT_WORKERS
+    found = (_Job(*row) for row in sql.rows(_JOBS))
+    jobs = [job for job in found if not limits or job.model in limits]
+    first = max((job.priority for job in jobs if job.has_ready), default=-math.inf)
+    return _Fleet(jobs, window, limits, sum(job.shards for job in jobs if job.priority >= first))
 
 
 def free_window(sql: Transaction, window_factor: int = 2) -> int:
@@ -228,7 +216,7 @@ def free_window(sql: Transaction, window_factor: int = 2) -> int:
     Shards of models without a worker do not count, nor do shards whose priority is lower than that of a ready
     shard.
     """
-    fleet = _Fleet(sql, window_factor)
+    fleet = _fleet(sql, window_factor)
     return max(0, fleet.window - fleet.in_flight)
 
 
@@ -244,13 +232,19 @@ def take_ready(sql: Transaction, limit: int, window_factor: int = 2) -> list[Tic
         return []
     if sql.engine == "postgresql":
         sql.value(f"SELECT pg_advisory_xact_lock({_DISPATCH_LOCK})")
-    fleet = _Fleet(sql, window_factor)
+    fleet = _fleet(sql, window_factor)
     tickets: list[Ticket] = []
-    window = limit + fleet.in_flight
-    ready = (job for job in fleet.jobs if job.has_ready)
-    for priority, level in groupby(ready, key=lambda job: job.priority):
-        maximum = min(limit - len(tickets), window - fleet.taken(priority))
-        tickets += _share_out(sql, list(level), maximum, fleet.remaining(priority))
+    # The parts of the window, and of each pinned model's, that this and lower priorities may use.
+    free, remaining = limit + fleet.in_flight, fleet.limits
+    for _, level in groupby(fleet.jobs, key=lambda job: job.priority):
+        jobs = list(level)
+        free -= sum(job.shards for job in jobs)
+        for job in jobs if remaining else ():
+            remaining[job.model] -= job.shards
+        ready = [job for job in jobs if job.has_ready]
+        shared = _share_out(sql, ready, min(limit - len(tickets), free), remaining)
+        free -= len(shared)
+        tickets += shared
     for ticket in tickets:
         # The rows were locked and ready in this transaction.
         sql.change(
@@ -274,14 +268,15 @@ def give_back(sql: Transaction, tickets: Sequence[Ticket]) -> int:
 
 
 def _share_out(sql: Transaction, jobs: list[_Job], limit: int, remaining: dict[str, int]) -> list[Ticket]:
-    """Gives one shard at a time to the job with the smallest share; if shares are equal, to the older job.
+    """Gives one shard at a time to the job with the smallest share, its pending items in flight divided by its
+    weight; if shares are equal, to the older job. Shards are not counted, because they differ in size.
 
     `remaining` limits the shards of its models, and is updated.
     """
     tickets: list[Ticket] = []
     waiting = [job for job in jobs if not job.full]
     while waiting and len(tickets) < limit:
-        job = min(waiting, key=lambda job: job.share)
+        job = min(waiting, key=lambda job: job.items / job.weight)
         if job.ready is None:
             job.ready = _ready_shards(sql, job.id, limit - len(tickets))
         if not job.ready or remaining.get(job.model, 1) <= 0:

@@ -10,8 +10,8 @@ import sqlalchemy as sa
 from alembic.util import CommandError
 
 from jobs.ledger import Ledger
-from jobs.ledger.records import SCHEMA_REVISION, JobState, ShardState
-from jobs.ledger.schema import ROWS_OF_JOBS, SCORE_COLUMNS, TABLES
+from jobs.ledger.records import SCHEMA_REVISION, SCORE_COLUMNS, JobState, ShardState
+from jobs.ledger.schema import ROWS_OF_JOBS, TABLES
 from pipelines.errors import ErrorCode, ServiceError
 from tests.support.ledger_kit import execute, submit
 

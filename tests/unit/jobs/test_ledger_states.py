@@ -71,7 +71,6 @@ def test_the_error_budget_compares_shares_from_a_hundred_items_on() -> None:
     assert over_budget(0.1, done=89, failed=11, pending=10_000)
     assert not over_budget(0.1, done=90, failed=10, pending=10_000)
     assert over_budget(0.5, done=0, failed=100, pending=10_000)
-    assert not over_budget(None, done=0, failed=1000, pending=0)
 
 
 def test_of_fewer_items_the_budget_is_spent_by_what_chance_does_not_explain() -> None:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from jobs.checks import CHECKS, PRESETS
 from jobs.ledger.queries import check_names
-from jobs.ledger.records import JobSpec
-from jobs.ledger.schema import SCORE_COLUMNS
+from jobs.ledger.records import SCORE_COLUMNS, JobSpec
 from jobs.where import EXAMPLE, MAX_COMPARISONS, Where, parse_where
 from pipelines.errors import ConfigError, ErrorCode
 
