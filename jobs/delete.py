@@ -8,9 +8,8 @@ affected. An interrupted deletion continues when the command is repeated.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from jobs.layout import job_prefix
 from jobs.recent_jobs import forget
@@ -27,8 +26,7 @@ OBJECTS_AT_ONCE = 1000
 MAX_PASSES = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Deleted:
+class Deleted(NamedTuple):
     """The data that was deleted, or would be deleted."""
 
     items: int
@@ -65,10 +63,8 @@ def delete_objects(store: ObjectStore, job_id: str) -> tuple[int, int]:
 
 def measure_job(ledger: Ledger, store: ObjectStore, job_id: str) -> Deleted:
     """The data that `delete_job` would delete. Raises `NotFoundError` and `StoreError`."""
-    objects = size = 0
-    for info in objects_of(store, job_id):
-        objects, size = objects + 1, size + info.bytes
-    return Deleted(ledger.job(job_id).total_items, objects, size)
+    sizes = [info.bytes for info in objects_of(store, job_id)]
+    return Deleted(ledger.job(job_id).total_items, len(sizes), sum(sizes))
 
 
 def delete_job(ledger: Ledger, store: ObjectStore, job_id: str) -> Deleted:

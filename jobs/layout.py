@@ -25,11 +25,10 @@ def slug(example_id: str) -> str:
 
     Different ids may have the same slug; keys still differ, because they contain the item's index.
     """
-    head = example_id[: 4 * MAX_SLUG_CHARACTERS]
-    ascii_head = (
-        head if head.isascii() else unicodedata.normalize("NFKD", head).encode("ascii", "ignore").decode()
+    head = unicodedata.normalize("NFKD", example_id[: 4 * MAX_SLUG_CHARACTERS])
+    return (
+        _NOT_SAFE.sub("_", head.encode("ascii", "ignore").decode())[:MAX_SLUG_CHARACTERS].strip("_") or "item"
     )
-    return _NOT_SAFE.sub("_", ascii_head)[:MAX_SLUG_CHARACTERS].strip("_") or "item"
 
 
 #: Length of `spec_sha` in an object's metadata. Longer metadata does not fit into an ext4 inode and needs a

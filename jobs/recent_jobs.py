@@ -121,8 +121,7 @@ def homes_of(prefix: str) -> set[Path]:
     homes: set[Path] = set()
     if not prefix or _JOB_ID.fullmatch(prefix):
         with suppress(*_IGNORED):
-            folder = _folder("jobs")
-            for note in [folder / name for name in os.listdir(folder) if name.startswith(prefix)]:
+            for note in _folder("jobs").glob(f"{prefix}*"):
                 # A note that cannot be read, or was just removed, is skipped.
                 with suppress(*_IGNORED):
                     homes.add(Path(read_own(note)))

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -101,11 +101,13 @@ def reproduce(
     for row in sample_items(ledger, job.id, count):
         # All items of a sample have audio.
         artifact = cast(Artifact, row.artifact)
+        ratio, reason = None, ""
         try:
             data, _ = again.encoded(again.start(row, artifact), artifact)
-            yield _compared(row, artifact, store, data)
+            match, ratio = _compared(artifact, store, data)
         except NightjarError as error:
-            yield ReproducedItem(row.index, row.example_id, Match.FAILED, reason=str(error))
+            match, reason = Match.FAILED, str(error)
+        yield ReproducedItem(row.index, row.example_id, match, ratio, reason)
 
 
 #: The speech of an item, or the joined speech of its parts.
@@ -145,11 +147,7 @@ class _Resynthesis:
         line, job = self.lines.of(row), self.job
         request_id = f"verify/{artifact.kind}/{job.id}/{line.index}"
         generation = line.generation_over(job.spec.generation)
-
-        def load(key: str) -> bytes:
-            return load_reference(self.store, job.id, key)
-
-        words = pronunciations_of(job.spec)
+        load, words = partial(load_reference, self.store, job.id), pronunciations_of(job.spec)
         request = item_request(line, generation, job, request_id, artifact.seed, load, words)
         parts = parts_of(spoken_text(line.messages), self.pipeline.capabilities) if line.role else ()
         if not parts:
@@ -189,25 +187,26 @@ class _Resynthesis:
         """Replaces an artifact with the new speech. The object is written first. The ledger is updated after
         it, and only if the bytes differ, so the next repair repeats an interrupted one. A member of a pack
         becomes a separate object, because packs are write-once."""
+        repaired = partial(Repaired, artifact.key, row.example_id)
         try:
             if isinstance(started, NightjarError):
                 raise started
             data, facts = self.encoded(started, artifact)
         except NightjarError as error:
-            return Repaired(artifact.key, row.example_id, RepairOutcome.FAILED, str(error))
+            return repaired(RepairOutcome.FAILED, str(error))
         try:
             self.store.delete(artifact.key)
         except StoreError as error:
             if error.code is not ErrorCode.STORE_BAD_KEY:
                 raise
             # There is a folder in its place; a symbolic link would have been deleted.
-            return Repaired(artifact.key, row.example_id, RepairOutcome.FAILED, str(error))
+            return repaired(RepairOutcome.FAILED, str(error))
         self.store.put(artifact.key, data, metadata=object_metadata(self.job.spec_sha, artifact.seed))
         self.store.sync()
         sha256 = sha256_of(data)
         if sha256 == artifact.sha256:
             if artifact.pack is None:
-                return Repaired(artifact.key, row.example_id, RepairOutcome.SAME)
+                return repaired(RepairOutcome.SAME)
             facts = {}
         made = msgspec.structs.replace(
             artifact, sha256=sha256, bytes=len(data), pack=None, pack_offset=None, **facts
@@ -216,7 +215,7 @@ class _Resynthesis:
             message = f"Another process replaced {artifact.key} meanwhile."
             raise StoreError(ErrorCode.STORE_CONFLICT, message, "Verify the job again.")
         outcome = RepairOutcome.SAME if sha256 == artifact.sha256 else RepairOutcome.OTHER
-        return Repaired(artifact.key, row.example_id, outcome, entry_changed=True)
+        return repaired(outcome, entry_changed=True)
 
     def encoded(self, started: Started, artifact: Artifact) -> tuple[bytes, dict[str, object]]:
         """The bytes of an artifact, and its other columns in the ledger. Raises `NightjarError`."""
@@ -258,19 +257,19 @@ def _facts(audio: EncodedAudio[Any]) -> dict[str, object]:
     return {name: getattr(audio, name) for name in ("duration_ms", "sample_rate", "samples")}
 
 
-def _compared(row: ItemRow, artifact: Artifact, store: ObjectStore, data: bytes) -> ReproducedItem:
+def _compared(artifact: Artifact, store: ObjectStore, data: bytes) -> tuple[Match, float | None]:
+    """The result of comparing new data with an artifact, and its `ReproducedItem.snr_db`."""
     if sha256_of(data) == artifact.sha256:
-        return ReproducedItem(row.index, row.example_id, Match.SAME, math.inf)
+        return Match.SAME, math.inf
     if artifact.key.endswith(EXTENSION):
-        return ReproducedItem(row.index, row.example_id, Match.DIFFERENT)
+        return Match.DIFFERENT, None
     before, rate = decode(read_artifact(store, artifact))
     after, rate_after = decode(data)
     if (rate, len(before)) != (rate_after, len(after)):
-        return ReproducedItem(row.index, row.example_id, Match.DIFFERENT)
+        return Match.DIFFERENT, None
     ratio = snr_db(before, after)
     lossy = artifact.key.rpartition(".")[2] in LOSSY
-    match = Match.CLOSE if ratio >= CLOSE_DB[lossy] else Match.DIFFERENT
-    return ReproducedItem(row.index, row.example_id, match, ratio)
+    return Match.CLOSE if ratio >= CLOSE_DB[lossy] else Match.DIFFERENT, ratio
 
 
 def snr_db(signal: NDArray[np.float32], other: NDArray[np.float32]) -> float:
@@ -293,8 +292,7 @@ class RepairOutcome(StrEnum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True)
-class Repaired:
+class Repaired(NamedTuple):
     """A repaired object, or one whose repair failed."""
 
     key: str

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import msgspec
 import zstandard
@@ -42,8 +41,7 @@ MAX_SHARD_BYTES = 16 << 20
 _COMPRESSION_LEVEL = 1
 
 
-@dataclass(frozen=True, slots=True)
-class ShardSize:
+class ShardSize(NamedTuple):
     """The maximum size of shards."""
 
     audio_ms: int
@@ -228,9 +226,10 @@ class ShardLines(Generic[Line]):
 
     def of(self, item: ItemRow) -> Line:
         """The line of an item. Raises `StoreError`."""
-        if self.inputs[item.shard_no] != self._loaded:
-            self._lines = {line.index: line for line in self._read(self._store, *self.inputs[item.shard_no])}
-            self._loaded = self.inputs[item.shard_no]
+        place = self.inputs[item.shard_no]
+        if place != self._loaded:
+            self._lines = {line.index: line for line in self._read(self._store, *place)}
+            self._loaded = place
         return self._lines[item.index]
 
     def number_of(self, item: ItemRow) -> int | None:

@@ -22,8 +22,6 @@ from jobs.recent_jobs import (
     JobChoice,
     chosen_jobs,
     reading_ledger,
-    remember_moved,
-    settings_for_job,
     settings_of_places,
 )
 from jobs.settings import Settings, load_settings
@@ -290,11 +288,8 @@ def of_job(function: F) -> F:
 
     @wraps(function)
     def call(job: str, home: str | None, **given: Any) -> Any:
-        settings = settings_for_job(job, home)
-        with reading_ledger(settings) as ledger:
-            found = ledger.find_job(job)
-            remember_moved(found.id, settings)
-            return function(settings, ledger, found, **given)
+        with chosen_jobs([job], JobChoice(), home) as found:
+            return function(*found[0], **given)
 
     return job_argument(common_options(call))  # pyright: ignore[reportReturnType]
 
