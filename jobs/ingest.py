@@ -230,13 +230,10 @@ class _Ingest:
         items: list[tuple[int, str]] = []
         turns: dict[int, int] = {}
         for line in lines:
-            index, example_id, places = first + len(items), line.example_id, line.turns
+            index = first + len(items)
             encoded += encode_lines(index, line)
-            items.append((index, example_id))
-            if places is not None and len(places) > 1:
-                later = range(1, len(places))
-                items += [(index + turn, example_id) for turn in later]
-                turns.update({index + turn: turn for turn in later})
+            items += [(index + turn, line.example_id) for turn in range(line.items)]
+            turns |= {index + turn: turn for turn in range(1, line.items)}
         info = put_numbered(self.store, input_key(self.job.id, shard_no), compress(encoded))
         return NewShard(
             shard_no, tuple(items), info.key, info.sha256, sum([line.estimated_ms for line in lines]), turns

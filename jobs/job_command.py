@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from jobs.checks import DEFAULT, PRESETS, Quality, checks_of_codes, quality_of
+from jobs.checks import BASIC, DEFAULT, PRESETS, checks_of_codes
 from jobs.job_options import default_options, flags, options_of
 from jobs.ledger.records import Job, JobSpec
 from pipelines.errors import NightjarError
@@ -99,7 +99,7 @@ def _of_quality(spec: JobSpec, card: ModelCard | None) -> Iterator[str]:
         wanted["paces"] = ()
     presets = {name: msgspec.to_builtins(preset) for name, preset in PRESETS.items() if preset is not None}
     if spec.output == "codes":
-        presets = {DEFAULT: msgspec.to_builtins(checks_of_codes(quality_of(DEFAULT) or Quality()))}
+        presets = {DEFAULT: msgspec.to_builtins(checks_of_codes(BASIC))}
     changes = {name: list(_changes(preset, wanted)) for name, preset in presets.items()}
     name = min(changes, key=lambda one: (len(changes[one]), one != DEFAULT))
     if name != DEFAULT:

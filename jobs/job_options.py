@@ -215,12 +215,17 @@ class SubmitOptions(JobTerms):
     idempotency_key: str | None = None
 
 
+@dataclass(eq=False)
 class OptionError(ValueError):
     """An unknown option, or one whose value cannot be used."""
 
-    def __init__(self, name: str, reason: str, value: object = None, *, unknown: bool = False) -> None:
-        super().__init__(reason)
-        self.name, self.reason, self.value, self.unknown = name, reason, value, unknown
+    name: str
+    reason: str
+    value: object = None
+    unknown: bool = False
+
+    def __str__(self) -> str:
+        return f"The option {self.name} is {self.value!r:.100}: {self.reason}."
 
 
 @cache
@@ -255,8 +260,7 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     except OptionError as fault:
         if fault.unknown:
             raise unknown_name("option", fault.name, hints()) from None
-        message = f"The option {fault.name} is {fault.value!r:.100}: {fault.reason}."
-        raise invalid(message, "Correct it; docs/python.md lists the options.") from None
+        raise invalid(str(fault), "Correct it; docs/python.md lists the options.") from None
 
 
 def checked_generation(asked: Mapping[str, Any]) -> Generation:
@@ -312,53 +316,45 @@ def job_of(options: Mapping[str, Any], owner: str = "") -> tuple[JobSpec, Submit
     """Divides options, as `read_options` returns them, into the job's spec and the other options. Raises
     `config.invalid`."""
     given = {"input_format": "auto", **options}
-    asked = {**given.pop("generation", {}), **{key: given.pop(key) for key in OWN_OPTION if key in given}}
-    generation = checked_generation(asked)
+    asked = {**given.pop("generation", {}), **_popped(given, OWN_OPTION)}
     if voices := given.pop("voice_of", None):
-        roles: dict[SpokenRole, Generation] = {
-            role: Generation(voice=voice) for role, voice in voices.items()
-        }
-        generation = msgspec.structs.replace(generation, roles=roles)
+        asked["roles"] = {role: {"voice": voice} for role, voice in voices.items()}
+    generation = checked_generation(asked)
+    own: dict[str, Any] = {name: given.pop(name, False) or msgspec.UNSET for name in ("pack", "timestamps")}
+    own |= {"model": str(given.pop("model", DEFAULT_MODEL))}
     by_speaker, balance = given.pop("voices_by", "dialogue") == "speaker", given.pop("balance", False)
-    pool: dict[str, Any] = {}
     if (voices := given.pop("voices", None)) is not None:
         from jobs.voice_pool import read_pool
 
-        pool["pool"], given["recordings"] = read_pool(voices, balance=balance, by_speaker=by_speaker)
+        own["pool"], given["recordings"] = read_pool(voices, balance=balance, by_speaker=by_speaker)
     elif by_speaker or balance:
         raise invalid("There is no pool of voices.", "Give its voices with --voices.")
-    config = given.pop("qa_config", None)
-    quality = quality_of(
-        given.pop("qa", DEFAULT), None if config is None else Path(config), tuple(given.pop("qa_set", ()))
-    )
+    quality = quality_of(given.pop("qa", DEFAULT), given.pop("qa_config", None), given.pop("qa_set", ()))
     for name in given.keys() & {"keep", "drop"}:
         names = given[name]
         given[name] = [one.strip() for one in names.split(",")] if isinstance(names, str) else [*names]
     output = given.pop("output", AUDIO)
     if output == "codes" and quality is not None:
         quality = checks_of_codes(quality)
-    reading = Reading(voices=given.pop("voice_for", None), **_pop_fields(given, Reading))
-    own = {name: given.pop(name, False) or msgspec.UNSET for name in ("pack", "timestamps")}
-    own |= {"model": str(given.pop("model", DEFAULT_MODEL)), **pool}
+    reading = Reading(voices=given.pop("voice_for", None), **_popped(given, Reading.__struct_fields__))
     own |= {} if output == AUDIO else {"output": output}
     if (lexicon := given.pop("lexicon", None)) is not None:
         from jobs.spoken_text import read_lexicon
 
         own["lexicon"] = read_lexicon(Path(lexicon))
-    spec = JobSpec(
-        generation=generation, quality=quality, reading=reading, **own, **_pop_fields(given, JobSpec)
-    )
+    own |= _popped(given, JobSpec.__struct_fields__)
+    spec = JobSpec(generation=generation, quality=quality, reading=reading, **own)
     return spec, SubmitOptions(owner=owner, **given)
 
 
-def _pop_fields(given: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Removes and returns the options that are fields of this type."""
-    return {name: given.pop(name) for name in kind.__struct_fields__ if name in given}
+def _popped(given: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Removes and returns the options with these names."""
+    return {name: given.pop(name) for name in names if name in given}
 
 
 def options_of(spec: JobSpec, job: Job | SubmitOptions) -> dict[str, Any]:
-    """The options that a job was made with, except those of its checks, `on_error` and its idempotency key;
-    None: not given."""
+    """The options that a job was made with, except those of its checks and its idempotency key; None: not given or
+    not known."""
     reading = spec.reading or Reading()
     found = {
         name: next(
@@ -366,7 +362,7 @@ def options_of(spec: JobSpec, job: Job | SubmitOptions) -> dict[str, Any]:
             None,
         )
         for name in hints()
-        if name not in ("qa", "qa_config", "qa_set", "on_error", "idempotency_key")
+        if name not in ("qa", "qa_config", "qa_set", "idempotency_key")
     }
     found = {name: None if value is msgspec.UNSET else value for name, value in found.items()}
     generation = {
@@ -399,10 +395,7 @@ def options_of(spec: JobSpec, job: Job | SubmitOptions) -> dict[str, Any]:
 
 def default_options() -> dict[str, Any]:
     """The defaults of the options."""
-    return options_of(JobSpec(DEFAULT_MODEL), SubmitOptions()) | {
-        "qa": DEFAULT,
-        "on_error": SubmitOptions().on_error,
-    }
+    return options_of(JobSpec(DEFAULT_MODEL), SubmitOptions()) | {"qa": DEFAULT}
 
 
 def user_name() -> str:

@@ -37,10 +37,6 @@ FIRST_PAUSE_SECONDS = 5.0
 _SHOWN_BYTES = 400
 
 
-class HookError(Exception):
-    """A hook did not accept the report of an ended job. The message is the reason, without secrets."""
-
-
 @dataclass(frozen=True, slots=True)
 class Reported:
     """The result of one try to report the end of a job."""
@@ -76,23 +72,19 @@ def _report(ledger: Ledger, settings: Settings, end: JobEnd, again_seconds: floa
         # The job was retried meanwhile, so this is no longer its end.
         return None
     view = status_view(status, settings.price_per_gpu_hour, errors)
-    reason = ""
-    try:
-        # A hook can recognize repeated reports by `end`, which is the same for each try.
-        run_hook(notify, {**view, "end": f"{end.job_id}/{end.finished_at:.3f}"})
-    except HookError as error:
-        reason = str(error)
-        if attempt < MAX_ATTEMPTS:
-            if again_seconds is None:
-                again_seconds = backoff_seconds(attempt - 1, random.random(), FIRST_PAUSE_SECONDS)
-            ledger.postpone_report(end, again_seconds)
-            return Reported(end.job_id, attempt, reason, again_seconds)
+    # A hook can recognize repeated reports by `end`, which is the same for each try.
+    reason = run_hook(notify, {**view, "end": f"{end.job_id}/{end.finished_at:.3f}"})
+    if reason and attempt < MAX_ATTEMPTS:
+        if again_seconds is None:
+            again_seconds = backoff_seconds(attempt - 1, random.random(), FIRST_PAUSE_SECONDS)
+        ledger.postpone_report(end, again_seconds)
+        return Reported(end.job_id, attempt, reason, again_seconds)
     ledger.note_reported(end)
     return Reported(end.job_id, attempt, reason)
 
 
-def run_hook(notify: NotifySettings, view: Mapping[str, Any]) -> None:
-    """Runs the command with a view as its input. Raises `HookError` if it fails."""
+def run_hook(notify: NotifySettings, view: Mapping[str, Any]) -> str:
+    """Runs the command with a view as its input. Returns why it failed, without secrets; empty if it did not."""
     variables = {"NIGHTJAR_JOB": view["job"], "NIGHTJAR_STATE": view["state"], "NIGHTJAR_END": view["end"]}
     with tempfile.TemporaryFile() as errors, tempfile.TemporaryFile() as given:
         given.write(msgspec.json.encode(view))
@@ -107,17 +99,16 @@ def run_hook(notify: NotifySettings, view: Mapping[str, Any]) -> None:
                 start_new_session=True,
             )
         except OSError as error:
-            raise HookError(
-                f"the command {notify.command[0]!r} cannot be started: {error.strerror}"
-            ) from error
+            return f"the command {notify.command[0]!r} cannot be started: {error.strerror}"
         try:
             status = process.wait(notify.timeout_seconds)
         except subprocess.TimeoutExpired:
             # The group includes the child processes of the command.
             signal_group(process, signal.SIGKILL)
             process.wait()
-            raise HookError(f"the command did not end within {notify.timeout_seconds:g} s") from None
-        if status:
-            errors.seek(max(0, errors.seek(0, os.SEEK_END) - _SHOWN_BYTES))
-            words = redact(errors.read().decode(errors="replace").strip())
-            raise HookError(f"the command ended with status {status}{f': {words}' if words else ''}")
+            return f"the command did not end within {notify.timeout_seconds:g} s"
+        if not status:
+            return ""
+        errors.seek(max(0, errors.seek(0, os.SEEK_END) - _SHOWN_BYTES))
+        words = redact(errors.read().decode(errors="replace").strip())
+        return f"the command ended with status {status}{f': {words}' if words else ''}"

@@ -6,7 +6,6 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import click
@@ -88,9 +87,7 @@ class Progress:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 

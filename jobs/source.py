@@ -63,23 +63,23 @@ class LineBatch:
 class Source:
     """An input that can be read more than once. Made by `open_source`."""
 
-    def __init__(self, file: BinaryIO, uri: str, folder: Path, *more: BinaryIO) -> None:
+    def __init__(self, files: Sequence[BinaryIO], uri: str, folder: Path) -> None:
         #: The open file, not decompressed, for formats without lines.
-        self.file = file
+        self.file = files[0]
         #: All files, of which only a dataset of Hugging Face has several.
-        self.files = (file, *more)
+        self.files = files
         #: An absolute path, `-`, or an `s3://` address.
         self.uri = uri
         #: The folder to which paths in the lines are relative.
         self.folder = folder
         with input_errors(uri):
-            self.bytes = sum(os.fstat(one.fileno()).st_size for one in self.files)
-            for one in self.files:
+            self._identity = self._stat()
+            self.bytes = sum(size for size, _ in self._identity)
+            for one in files:
                 one.seek(0)
-            hashes = [sha256_of(one) for one in self.files]
+            hashes = [sha256_of(one) for one in files]
             #: Hex SHA-256 of the file, before decompression; of several files, the one of their hashes.
-            self.sha256 = hashes[0] if not more else sha256_of(" ".join(hashes).encode())
-        self._identity = self._stat()
+            self.sha256 = hashes[0] if len(files) == 1 else sha256_of(" ".join(hashes).encode())
 
     def lines(self) -> Iterator[bytes | None]:
         """The lines, decompressed; a line longer than `MAX_LINE_BYTES` is None.
@@ -146,8 +146,7 @@ def split_lines(stream: BinaryIO) -> Iterator[list[bytes | None]]:
     """Yields lists of lines, without their newlines; a line that is too long is None. A byte order mark at
     the start is dropped."""
     tail, skipping = b"", False
-    head = stream.read(_CHUNK_BYTES)
-    chunk = head.removeprefix(_BOM)
+    chunk = stream.read(_CHUNK_BYTES).removeprefix(_BOM)
     while chunk:
         data = tail + chunk
         whole = data.split(b"\n")
@@ -211,28 +210,21 @@ def open_source(address: str, s3: S3Settings | None = None) -> Generator[Source,
     path = Path(address).absolute()
     uri, folder, is_file = str(path), path.parent, False
     with ExitStack() as opened:
-        if is_remote(address) or address == "-":
-            uri, folder = address, Path.cwd()
-            with input_errors(address):
-                stream = (
+        with input_errors(address):
+            if is_remote(address) or address == "-":
+                uri, folder = address, Path.cwd()
+                files: list[BinaryIO] = [
                     sys.stdin.buffer if address == "-" else opened.enter_context(open_s3_object(address, s3))
-                )
-        elif paths := dataset_files(path):
-            with input_errors(address):
-                files = [opened.enter_context(one.open("rb")) for one in paths]
-            yield Source(files[0], uri, folder, *files[1:])
-            return
-        else:
-            with input_errors(address):
-                stream = opened.enter_context(path.open("rb"))
-            is_file = stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
-        if not is_file:
-            copy = opened.enter_context(tempfile.TemporaryFile(prefix="nightjar-input-"))
-            with input_errors(address):
-                shutil.copyfileobj(stream, copy, _CHUNK_BYTES)
+                ]
+            else:
+                files = [opened.enter_context(one.open("rb")) for one in dataset_files(path) or [path]]
+                is_file = stat.S_ISREG(os.fstat(files[0].fileno()).st_mode)
+            if not is_file:
+                copy = opened.enter_context(tempfile.TemporaryFile(prefix="nightjar-input-"))
+                shutil.copyfileobj(files[0], copy, _CHUNK_BYTES)
                 copy.flush()
-            stream = cast(BinaryIO, copy)
-        yield Source(stream, uri, folder)
+                files = [cast(BinaryIO, copy)]
+        yield Source(files, uri, folder)
 
 
 def dataset_files(folder: Path) -> list[Path]:
@@ -261,10 +253,8 @@ def check_source(source: str) -> str:
         raise InputError(
             ErrorCode.INPUT_UNREADABLE, "The input's name is not UTF-8.", "Rename the file."
         ) from None
-    if source == "-" or is_remote(source):
-        return source
     with input_errors(source):
-        if dataset_files(Path(source)):
+        if source == "-" or is_remote(source) or dataset_files(Path(source)):
             return source
         mode = os.stat(source).st_mode
         if stat.S_ISREG(mode) or stat.S_ISDIR(mode):

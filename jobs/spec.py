@@ -8,9 +8,10 @@ from functools import cached_property
 from typing import cast
 
 import msgspec
+from msgspec.structs import replace
 
 from jobs.checks import ALIGNER, Quality
-from jobs.columns import check_columns
+from jobs.columns import FIELDS
 from jobs.dialogue import CUSTOM_ID
 from jobs.formatting import printable
 from jobs.input_format import TABLES, AskedFormat, InputFormat, format_of
@@ -60,8 +61,8 @@ class ResolvedSpec:
         spec, chosen = self.spec, self.spec.reading or ALL
         by_speaker = chosen.voices is not None or (spec.pool and spec.pool.by_speaker)
         if found == "kaldi" and by_speaker:
-            chosen = msgspec.structs.replace(chosen, speakers_sha256=speakers_sha256(source))
-            spec = msgspec.structs.replace(spec, reading=chosen)
+            chosen = replace(chosen, speakers_sha256=speakers_sha256(source))
+            spec = replace(spec, reading=chosen)
         voices = self.voices.with_lines(Records(source, found, spec, self.card))
         return ResolvedSpec(voices.in_spec(spec), found, voices)
 
@@ -83,9 +84,7 @@ def resolve(
     generation = _frozen_generation(spec.generation, card)
     _check_pool(spec, card, stored)
     only = _only_voice(card) if generation.voice is None and not spec.pool else None
-    spec = msgspec.structs.replace(
-        spec, generation=msgspec.structs.replace(generation, voice=generation.voice or only)
-    )
+    spec = replace(spec, generation=replace(generation, voice=generation.voice or only))
     names = [*names_of(spec.generation), *((spec.reading or ALL).voices or {}).values()]
     names += spec.pool.weights if spec.pool else ()
     voices = JobVoices(card, stored).with_names(names)
@@ -158,7 +157,7 @@ def _frozen_generation(generation: Generation, card: ModelCard) -> Generation:
     roles = generation.roles and {
         role: _frozen_generation(own, card) for role, own in generation.roles.items()
     }
-    return msgspec.structs.replace(generation, voice=voice, language=language, roles=roles)
+    return replace(generation, voice=voice, language=language, roles=roles)
 
 
 def _only_voice(card: ModelCard) -> str | None:
@@ -192,13 +191,15 @@ def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:
         raise invalid("A limit and a sample are both given.", "Use one of them.")
     if chosen.keep is not None and chosen.drop is not None:
         raise invalid("Names to keep and names to drop are both given.", "Use one of them.")
-    check_columns(chosen.columns or {})
+    for field in chosen.columns or ():
+        if field not in FIELDS:
+            raise invalid(f"Rows have no field {field[:40]!r}.", f"The fields are: {', '.join(FIELDS)}.")
     if quality is not None:
         if not quality.paces and card.pace is not None:
             # Later calibrations must not change this job.
-            quality = msgspec.structs.replace(quality, paces=(card.pace,))
+            quality = replace(quality, paces=(card.pace,))
         quality = _with_asr_language(quality, card.capabilities.languages)
-    return msgspec.structs.replace(
+    return replace(
         spec,
         model=card.name,
         model_revision=spec.model_revision or card.revision,
@@ -214,9 +215,7 @@ def _with_asr_language(quality: Quality, languages: tuple[str, ...]) -> Quality:
     options = quality.meters.get("asr")
     if options is None or "language" in options or len(languages) != 1:
         return quality
-    return msgspec.structs.replace(
-        quality, meters={**quality.meters, "asr": {**options, "language": languages[0]}}
-    )
+    return replace(quality, meters={**quality.meters, "asr": {**options, "language": languages[0]}})
 
 
 def spec_sha(spec: JobSpec) -> str:

@@ -8,7 +8,7 @@ import heapq
 import math
 import os
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -235,7 +235,7 @@ class VoiceDraws:
     def in_record(self, record: Record, speak: Speak) -> Record:
         """The record with a voice for each role that is spoken and has neither a voice nor a recording. The
         roles of a dialogue get different voices."""
-        if not isinstance(record, bytes) or not record.strip():
+        if not isinstance(record, bytes):
             return record
         try:
             dialogue, line = parse_line(record.strip())
@@ -244,19 +244,18 @@ class VoiceDraws:
         own = dialogue.generation or _NO_GENERATION
         if own.voice is not None:
             return record
-        characters: dict[SpokenRole, int] = {}
+        characters: Counter[SpokenRole] = Counter()
         cloned: set[SpokenRole] = set()
         for turn in spoken_turns(dialogue.messages, speak):
             role = cast("SpokenRole", dialogue.messages[turn][0])
-            characters[role] = characters.get(role, 0) + len(dialogue.messages[turn][2])
+            characters[role] += len(dialogue.messages[turn][2])
             if reference_places(dialogue.messages, turn):
                 cloned.add(role)
         voices = {role: one.voice for role, one in (own.roles or {}).items() if one.voice is not None}
         drawn: dict[SpokenRole, str] = {}
         for role in sorted(characters.keys() - voices.keys() - cloned):
             other = next(iter((voices | drawn).values()), None)
-            key = dialogue.example_id, role
-            drawn[role] = self.of(*key, characters=characters[role], other=other)
+            drawn[role] = self.of(dialogue.example_id, role, characters=characters[role], other=other)
         return _with_voices(line, dialogue, drawn) if drawn else record
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -185,10 +185,15 @@ def item_request(
         else message
         for message in messages
     ]
-    output, timestamps = job.spec.output or "audio", job.spec.timestamps is True
-    said = {} if words is None else words.found(spoken_text(messages))
-    asked: dict[str, Any] = {"output": output, "timestamps": timestamps, "pronunciations": said}
-    return SynthesisRequest(request_id, tuple(loaded), generation, seed, **asked)
+    return SynthesisRequest(
+        request_id,
+        tuple(loaded),
+        generation,
+        seed,
+        timestamps=job.spec.timestamps is True,
+        output=job.spec.output or "audio",
+        pronunciations={} if words is None else words.found(spoken_text(messages)),
+    )
 
 
 def stored_voice_of(line: ShardLine, spec: JobSpec) -> str | None:

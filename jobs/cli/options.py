@@ -203,7 +203,7 @@ def _read(given: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any
         check_generation(checked_generation(generation))
         return read_options(asked | ({"generation": generation} if generation else {}))
     except OptionError as error:
-        raise click.UsageError(f"The option {error.name} is {error.value!r:.100}: {error.reason}.") from None
+        raise click.UsageError(str(error)) from None
     except NightjarError as error:
         raise click.UsageError(f"--set: {error.message}") from None
 
