@@ -12,27 +12,28 @@ from typing import Any
 
 import msgspec
 
-from jobs.dialogue import LINE_KEYS, chat_dialogue, row_dialogue
+from jobs.dialogue import LINE_KEYS, VoiceOf, chat_dialogue, row_dialogue
 from jobs.formatting import printable
 from jobs.input_format import TEXT_COLUMNS, wrong_format
 from jobs.ledger.records import Reading
 from jobs.source import MAX_LINE_BYTES, Record, rejected_line
 from pipelines.errors import ErrorCode, InputError, bad_line
 
-#: Field of a row -> names of its column. The first one that the table has is used; `--column FIELD=NAME`
-#: selects another column.
-FIELDS: dict[str, tuple[str, ...]] = {
-    "text": TEXT_COLUMNS,
-    "id": ("id",),
-    "example_id": ("example_id",),
-    "voice": ("voice",),
-    "speaker": ("speaker", "speaker_id"),
-    "language": ("language",),
-    "instruct": ("instruct",),
-    "seed": ("seed",),
-    "reference_audio": ("reference_audio",),
-    "reference_text": ("reference_text",),
-}
+#: The fields of a row. `--column FIELD=NAME` selects the column of a field.
+FIELDS = (
+    "text",
+    "id",
+    "example_id",
+    "voice",
+    "speaker",
+    "language",
+    "instruct",
+    "seed",
+    "reference_audio",
+    "reference_text",
+)
+#: Field -> usual names of its column, if they are not just that of the field. The first one that the table has is used.
+_USUAL_NAMES = {"text": TEXT_COLUMNS, "speaker": ("speaker", "speaker_id")}
 # The csv module refuses fields of more than 128 KiB by default.
 csv.field_size_limit(max(csv.field_size_limit(), 2 * MAX_LINE_BYTES))
 _encode = msgspec.json.Encoder().encode
@@ -65,8 +66,8 @@ class Columns:
         names: Sequence[str],
         chosen: Reading,
         uri: str,
-        voice_of: Callable[[str], str | None] | None,
-        left_out: set[str] | None = None,
+        voice_of: VoiceOf,
+        left_out: set[str],
         *,
         whole: bool = True,
     ) -> None:
@@ -86,8 +87,9 @@ class Columns:
                 )
         #: Field -> name of its column.
         self.of: dict[str, str] = {}
-        for field, usual in FIELDS.items():
-            found = [name for name in ((wanted[field],) if field in wanted else usual) if name in names]
+        for field in FIELDS:
+            usual = (wanted[field],) if field in wanted else _USUAL_NAMES.get(field, (field,))
+            found = [name for name in usual if name in names]
             if found and not (field == "example_id" and "id" in wanted):
                 self.of[field] = found[0]
         self.chat = "text" not in self.of and "messages" in names
@@ -110,10 +112,10 @@ class Columns:
                 what = "two columns" if counts[name] > 1 else "a column with the name of a key of dialogues,"
                 advice = f"Rename it, or leave it out: --drop {printable(name, 40)!r}."
                 raise wrong_format(uri, f"has {what} {printable(name, 40)!r}", advice)
-        self.left_out = set[str]() if left_out is None else left_out
-        self.left_out.difference_update(counts.keys() - {*others})
+        self.left_out = left_out
+        left_out.difference_update(counts.keys() - {*others})
         #: Names of the columns that are metadata.
-        self.metadata = [name for name in others if not (whole and name in self.left_out)]
+        self.metadata = [name for name in others if not (whole and name in left_out)]
         self._voice_of = voice_of
 
     @property
@@ -159,7 +161,7 @@ class Columns:
 
 
 def row_converter(
-    chosen: Reading, voice_of: Callable[[str], str | None] | None, left_out: set[str] | None = None
+    chosen: Reading, voice_of: VoiceOf, left_out: set[str]
 ) -> Callable[[Mapping[str, Any], int], bytes]:
     """A function that converts rows with columns of their own to dialogues. It raises `InputError`."""
     # Cached, because most rows have the same columns.

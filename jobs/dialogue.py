@@ -79,6 +79,10 @@ class _Line(msgspec.Struct, frozen=True, gc=False):
 _decode = msgspec.json.Decoder(_Line).decode
 _encode = msgspec.json.Encoder().encode
 Decoded = TypeVar("Decoded")
+#: Returns the voice of a speaker, or None for a speaker without one; None itself: speakers have no voices.
+VoiceOf = Callable[[str], str | None] | None
+#: The errors of msgspec for a line that is not JSON, or not what is expected.
+BAD_JSON = (msgspec.MsgspecError, UnicodeError, RecursionError)
 
 
 def decode_line(decode: Callable[[bytes], Decoded], line: bytes, shape: str, faults: Faults = ()) -> Decoded:
@@ -336,7 +340,7 @@ def custom_id(line: bytes) -> str | None:
     try:
         found = _decode_id(line).custom_id
         check_example_id(found, CUSTOM_ID)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError, InputError):
+    except (*BAD_JSON, InputError):
         return None
     return found
 
@@ -347,7 +351,7 @@ _GENERATION = ("voice", "language", "instruct", "seed", "reference_text")
 def row_dialogue(
     values: Mapping[str, str],
     number: int = 0,
-    voice_of: Callable[[str], str | None] | None = None,
+    voice_of: VoiceOf = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> bytes:
     """Makes a dialogue from the fields of a row, as JSON; empty fields are ignored. `number`: makes the id if

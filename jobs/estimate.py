@@ -18,7 +18,6 @@ from jobs.source import open_source
 from jobs.spec import ResolvedSpec, resolve
 from jobs.store.base import ObjectStore
 from jobs.voices import voice_folder
-from pipelines.audio_format import LOSSY
 from pipelines.errors import ErrorCode
 from pipelines.registry import ModelCard
 
@@ -27,17 +26,12 @@ if TYPE_CHECKING:
 
 #: Maximum number of rejected lines that are kept as examples.
 MAX_EXAMPLES = 100
-_BYTES_PER_SAMPLE = 2
+_PCM_BITS = 16
 #: Size of FLAC as a share of 16-bit PCM, for speech.
 _FLAC_SHARE = 0.55
 #: Size of a file's headers in bytes, by format.
 _HEADER_BYTES = {"opus": 900, "mp3": 400}
 _WAV_HEADER_BYTES = 44
-
-
-def _bits_per_second(audio_format: str, rate: int) -> float:
-    """Bits per second of speech, fitted to measurements of libsndfile's encoders on the voice `hibari`."""
-    return 12e3 + 0.9 * rate if audio_format == "opus" else min(10e3 + 2 * rate, 46e3 + rate / 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +94,15 @@ def dry_run(
 
 
 def _audio_bytes(items: int, seconds: float, card: ModelCard, spec: JobSpec) -> int:
+    """The size of the audio files. That of lossy formats is fitted to measurements of libsndfile's encoders on the
+    voice `hibari`."""
     rate = spec.sample_rate or card.sample_rate
-    pcm = rate * _BYTES_PER_SAMPLE * (_FLAC_SHARE if spec.format == "flac" else 1.0)
-    bytes_per_second = _bits_per_second(spec.format, rate) / 8 if spec.format in LOSSY else pcm
-    return round(seconds * bytes_per_second) + items * _HEADER_BYTES.get(spec.format, _WAV_HEADER_BYTES)
+    bits_per_second = {
+        "opus": 12e3 + 0.9 * rate,
+        "mp3": min(10e3 + 2 * rate, 46e3 + rate / 2),
+        "flac": rate * _PCM_BITS * _FLAC_SHARE,
+    }.get(spec.format, rate * _PCM_BITS)
+    return round(seconds * bits_per_second / 8) + items * _HEADER_BYTES.get(spec.format, _WAV_HEADER_BYTES)
 
 
 def _new_ids(

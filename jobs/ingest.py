@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import accumulate, count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 _S3_WRITERS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class IngestProgress:
+class IngestProgress(NamedTuple):
     """The progress of an ingest."""
 
     lines: int
@@ -49,8 +48,7 @@ class IngestProgress:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class SubmitResult:
+class SubmitResult(NamedTuple):
     """The job of a submit."""
 
     job: Job
@@ -106,20 +104,17 @@ def submit(
             message = f"The idempotency key {key!r} belongs to job {job.id}, which was made from another input or spec."
             advice = "Use another key, or submit the input and spec of that job."
             raise ServiceError(ErrorCode.LEDGER_STATE, message, advice)
-        if options.on_error == "abort":
+        if abort := options.on_error == "abort":
             _refuse_skipped(ledger, store, job)
-        ingesting = job.state is JobState.INGESTING
-        lost = () if ingesting else lost_inputs(job)
-        if not ingesting and not lost:
-            return SubmitResult(job, created=False, resumed=False)
         reader = ReferenceReader(opened.folder, settings.audio_roots, store, resolved.card.check_reference)
         times, measured_rtf = settings.times, ledger.measured_rtf(resolved.spec.model)
         size = ShardSize.of(resolved.card, times.shard_seconds, times.shard_items, measured_rtf)
         reference_key = reader.keys(partial(put_reference, store, job.id))
-        records, abort = resolved.records(opened), options.on_error == "abort"
+        records = resolved.records(opened)
         ingest = _Ingest(ledger, store, job, records, resolved.checker, reference_key, size, abort, progress)
-        if lost:
-            ingest.restore(lost)
+        if job.state is not JobState.INGESTING:
+            if lost := lost_inputs(job):
+                ingest.restore(lost)
             return SubmitResult(job, created=False, resumed=False)
         try:
             resolved.voices.put(store, job.id)
@@ -144,12 +139,12 @@ def check_has_work(job: Job) -> None:
             f"Job {job.id} of this input with these options was cancelled.",
             advice,
         )
-    if job.state is JobState.FAILED and job.rejected_lines:
+    if job.state is JobState.FAILED:
+        if not job.rejected_lines:
+            raise empty_input()
         raise InputError(
             ErrorCode.INPUT_NO_ITEMS, f"Job {job.id} has no items.", f"See why with: nightjar errors {job.id}"
         )
-    if job.state is JobState.FAILED:
-        raise empty_input()
 
 
 @dataclass
@@ -167,6 +162,10 @@ class _Ingest:
     progress: Callable[[IngestProgress], None] | None
 
     def __post_init__(self) -> None:
+        self._read_place()
+
+    def _read_place(self) -> None:
+        """Reads the committed numbers, after which the ingest continues."""
         self.shards, self.items, self.lines = self.ledger.staged_shards(self.job.id)
 
     def run(self) -> None:
@@ -208,7 +207,7 @@ class _Ingest:
             # Objects that the ledger names must survive a power cut.
             self.store.sync()
             try:
-                staged = self.ledger.stage(self.job.id, shards, rejected, lines_read)
+                self.ledger.stage(self.job.id, shards, rejected, lines_read)
                 break
             except DuplicateExamples as error:
                 known = set(error.example_ids)
@@ -218,12 +217,7 @@ class _Ingest:
                 good = [line for line in good if line.example_id not in known]
                 rejected = duplicate_lines(repeated, self.checker.id_key) + rejected
                 rejected.sort(key=lambda line: line.line)
-        if not staged:
-            self.shards, self.items, self.lines = self.ledger.staged_shards(self.job.id)
-            return
-        self.shards += len(shards)
-        self.items += sum([line.items for line in good])
-        self.lines = lines_read
+        self._read_place()
 
     def _write(self, shard_no: int, first: int, lines: Sequence[GoodLine]) -> NewShard:
         encoded: list[bytes] = []
@@ -279,12 +273,12 @@ def _refuse_skipped(ledger: Ledger, store: ObjectStore, job: Job) -> None:
     """Raises for a bad line that an earlier submit of the same job left out. An unfinished ingest is
     undone."""
     skipped = next(ledger.rejected_lines(job.id), None)
-    if skipped is None:
-        return
-    if job.state is JobState.INGESTING:
-        _undo(ledger, store, job)
-        raise aborted_by(skipped, "Nothing was submitted")
-    raise aborted_by(skipped, f"Job {job.id} was already made from the other lines")
+    if skipped is not None:
+        outcome = f"Job {job.id} was already made from the other lines"
+        if job.state is JobState.INGESTING:
+            _undo(ledger, store, job)
+            outcome = "Nothing was submitted"
+        raise aborted_by(skipped, outcome)
 
 
 def _undo(ledger: Ledger, store: ObjectStore, job: Job) -> None:

@@ -6,8 +6,7 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Literal
 
-import msgspec
-
+from jobs.dialogue import BAD_JSON, decode_object
 from pipelines.errors import ErrorCode, InputError
 
 if TYPE_CHECKING:
@@ -55,9 +54,6 @@ _EXAMINED_LINES = 64
 #: The command that converts a file whose lines end with CR alone, as old Macintosh programs write them.
 CONVERT_RETURNS = r"`tr '\r' '\n' < OLD > NEW`"
 _UTF_16_AND_32 = (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")
-
-
-_decode_keys = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def format_of(source: Source, asked: AskedFormat) -> InputFormat:
@@ -127,8 +123,7 @@ def _looks_like(head: bytes) -> InputFormat | None:
     # Arrow's format of files, and its format of streams.
     if head.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
         return "arrow"
-    lines = [line.strip() for line in head.split(b"\n")[:_EXAMINED_LINES]]
-    lines = [line for line in lines if line]
+    lines = [line for line in map(bytes.strip, head.split(b"\n")[:_EXAMINED_LINES]) if line]
     for line in lines:
         if line.startswith(b"{") and (kind := _json_kind(line)) is not None:
             return kind
@@ -142,8 +137,8 @@ def _looks_like(head: bytes) -> InputFormat | None:
 
 def _json_kind(line: bytes) -> InputFormat | None:
     try:
-        found = _decode_keys(line)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        found = decode_object(line)
+    except BAD_JSON:
         return None
     if "custom_id" in found:
         return "openai-batch"

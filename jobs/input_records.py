@@ -27,7 +27,9 @@ import msgspec
 
 from jobs.columns import Columns, csv_dialect, row_converter
 from jobs.dialogue import (
+    BAD_JSON,
     LINE_KEYS,
+    VoiceOf,
     batch_dialogue,
     chat_dialogue,
     custom_id,
@@ -83,8 +85,7 @@ class Records:
         return self.spec.reading or ALL
 
     @cached_property
-    def voice_of(self) -> Callable[[str], str | None] | None:
-        """The voice of a speaker, see `voice_of_speaker`."""
+    def voice_of(self) -> VoiceOf:
         return voice_of_speaker(self.spec)
 
     def lines(self) -> Iterator[Record]:
@@ -192,7 +193,7 @@ def _kept(line: bytes, chosen: Reading) -> bytes:
     """A line without the keys that are not to become metadata. A line that is not JSON stays as it is."""
     try:
         found = decode_object(line)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+    except BAD_JSON:
         return line
     kept = {key: value for key, value in found.items() if key in LINE_KEYS or chosen.keeps(key)}
     return line if len(kept) == len(found) else _encode(kept)
@@ -219,7 +220,7 @@ def _table(records: Records) -> Iterator[Record]:
             yield b""
         elif columns is None:
             names = [name.strip() or f"column {place}" for place, name in enumerate(fields, 1)]
-            columns = Columns(names, records.chosen, records.source.uri, records.voice_of)
+            columns = Columns(names, records.chosen, records.source.uri, records.voice_of, records.left_out)
             yield b""
         elif len(fields) == len(names):
             yield columns.record(dict(zip(names, fields)).__getitem__, number)
@@ -265,7 +266,7 @@ def supervision_rows(line: bytes) -> Iterator[dict[str, Any]]:
 
 def _json_rows(records: Records, rows_of: Callable[[bytes], Iterable[dict[str, Any]]]) -> Iterator[Record]:
     """Yields the records of lines of JSON, each of which has one row or more. A number is that of a row."""
-    dialogue, number = row_converter(records.chosen, records.voice_of), 0
+    dialogue, number = row_converter(records.chosen, records.voice_of, records.left_out), 0
     for line in records.source.lines():
         found: list[Any] = [line]
         if line and not line.isspace():

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_origin, get_type_hints
 
 import msgspec
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
@@ -171,8 +171,7 @@ _METAVARS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Flag:
+class Flag(NamedTuple):
     """How the command line shows an option."""
 
     #: The type of the option, without its bounds.

@@ -34,8 +34,7 @@ _VOICE_FAULTS = {ErrorCode.INPUT_UNKNOWN_VOICE, ErrorCode.INPUT_AUDIO_MISSING}
 #: Maps the audio content of a line to its key in the store; raises `InputError`.
 ReferenceKey = Callable[[str], str]
 
-_NO_REFERENCES: Mapping[int, str] = {}
-_NO_TEXTS: Mapping[int, str] = {}
+_NOTHING: Mapping[int, str] = {}
 _NO_GENERATION = Generation()
 _ROLES: tuple[SpokenRole, ...] = ("user", "assistant")
 
@@ -127,7 +126,7 @@ class LineChecker:
                 continue
             if line is not None and not (line := line.strip()):
                 continue
-            example_id, references, spoken = None, _NO_REFERENCES, _NO_TEXTS
+            example_id, references, spoken = None, _NOTHING, _NOTHING
             try:
                 if line is None:
                     raise line_too_long()

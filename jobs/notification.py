@@ -12,8 +12,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -37,8 +36,7 @@ FIRST_PAUSE_SECONDS = 5.0
 _SHOWN_BYTES = 400
 
 
-@dataclass(frozen=True, slots=True)
-class Reported:
+class Reported(NamedTuple):
     """The result of one try to report the end of a job."""
 
     job_id: str

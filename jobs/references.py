@@ -6,9 +6,9 @@ import os
 import re
 import stat
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from jobs.formatting import printable
 from jobs.layout import is_reference_key, put_hashed, reference_key, references_prefix
@@ -25,8 +25,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 _EXTENSIONS = {"WAV": "wav", "WAVEX": "wav", "FLAC": "flac", "OGG": "ogg", "MP3": "mp3"}
 
 
-@dataclass(frozen=True, slots=True)
-class ReferenceAudio:
+class ReferenceAudio(NamedTuple):
     """An encoded audio file."""
 
     data: bytes

@@ -435,11 +435,11 @@ def load_settings(**overrides: Any) -> Settings:
 
 
 def _read_toml(path: Path, *, required: bool) -> dict[str, Any]:
-    if not required and not path.exists():
-        return {}
     try:
         return tomllib.loads(path.read_text("utf-8"))
     except FileNotFoundError:
+        if not required:
+            return {}
         message = f"The configuration file {path} does not exist."
         raise invalid(message, "Correct SPEECH_CONFIG or unset it.") from None
     except (OSError, ValueError) as error:
@@ -537,14 +537,14 @@ def variable_of(key: str) -> str:
 
 
 def setting_fields(
-    group: type[SettingsGroup] = Settings, path: str = "", schedule: str = "NAME"
+    group: type[SettingsGroup] = Settings, path: str = ""
 ) -> Iterator[tuple[str, type[SettingsGroup]]]:
-    """Yields (dotted key, group) of all settings. Keys of a schedule contain its name."""
+    """Yields (dotted key, group) of all settings. Keys of a schedule contain `NAME`."""
     for name, field in group.model_fields.items():
         inner = Schedule if name == "schedules" else field.annotation
         if isinstance(inner, type) and issubclass(inner, SettingsGroup):
-            below = f"{name}.{schedule}" if inner is Schedule else name
-            yield from setting_fields(inner, f"{path}{below}.", schedule)
+            below = "schedules.NAME" if inner is Schedule else name
+            yield from setting_fields(inner, f"{path}{below}.")
         else:
             yield f"{path}{name}", group
 
@@ -554,5 +554,5 @@ def setting_keys(like: str) -> set[str]:
     from jobs.job_options import hints
 
     schedule = like.split(".")[1] if like.startswith("schedules.") else "NAME"
-    keys = {key for key, _ in setting_fields(schedule=schedule)}
-    return keys | {f"schedules.{schedule}.{option}" for option in hints()}
+    keys = [*(key for key, _ in setting_fields()), *(f"schedules.NAME.{option}" for option in hints())]
+    return {key.replace(".NAME.", f".{schedule}.") for key in keys}

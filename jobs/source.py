@@ -13,10 +13,9 @@ import tempfile
 import zlib
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
 
 import zstandard
 
@@ -39,7 +38,7 @@ MAX_BLANK_LINES, MAX_BLANK_LINES_EACH = 1_000_000, 10
 BATCH_LINES, BATCH_BYTES = 10_000, 16 << 20
 #: Number of lines that are added to a batch before its bytes are counted again.
 _LINES_AT_ONCE = 16
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES, _HEAD_BYTES = 1 << 20, 1 << 16
 #: zstd expands 4 bytes to at most 128 KiB, so one piece expands to less than 32 MiB.
 _ZSTD_PIECE_BYTES = 1 << 10
 _ZSTD_MAX_WINDOW_BYTES = 1 << 27
@@ -51,8 +50,7 @@ _BOM = b"\xef\xbb\xbf"
 Record = bytes | RejectedLine | None
 
 
-@dataclass(frozen=True, slots=True)
-class LineBatch:
+class LineBatch(NamedTuple):
     """The records of consecutive lines, or rows of Parquet. `first`: the number of the first line, counted
     from 1."""
 
@@ -101,11 +99,11 @@ class Source:
                     raise _unreadable(self.uri, reason, "Remove them.")
                 yield lines
 
-    def head(self, size: int = 1 << 16) -> bytes:
+    def head(self) -> bytes:
         """The first bytes, decompressed. Raises `input.unreadable`."""
         with input_errors(self.uri):
             self.file.seek(0)
-            return decompressed(self.file).read(size).removeprefix(_BOM)[:size]
+            return decompressed(self.file).read(_HEAD_BYTES).removeprefix(_BOM)[:_HEAD_BYTES]
 
     @property
     def bytes_read(self) -> int:

@@ -10,7 +10,7 @@ from typing import cast
 import msgspec
 from msgspec.structs import replace
 
-from jobs.checks import ALIGNER, Quality
+from jobs.checks import ALIGNER
 from jobs.columns import FIELDS
 from jobs.dialogue import CUSTOM_ID
 from jobs.formatting import printable
@@ -198,7 +198,11 @@ def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:
         if not quality.paces and card.pace is not None:
             # Later calibrations must not change this job.
             quality = replace(quality, paces=(card.pace,))
-        quality = _with_asr_language(quality, card.capabilities.languages)
+        languages, asr = card.capabilities.languages, quality.meters.get("asr")
+        if asr is not None and len(languages) == 1:
+            # Without a language the meter detects that of each line.
+            asr = {**asr, "language": asr.get("language", languages[0])}
+            quality = replace(quality, meters={**quality.meters, "asr": asr})
     return replace(
         spec,
         model=card.name,
@@ -207,15 +211,6 @@ def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:
         speak=speak,
         reading=msgspec.UNSET if chosen == ALL else chosen,
     )
-
-
-def _with_asr_language(quality: Quality, languages: tuple[str, ...]) -> Quality:
-    """Sets the language of the ASR meter for a model of one language; otherwise the meter detects it if a line
-    has none."""
-    options = quality.meters.get("asr")
-    if options is None or "language" in options or len(languages) != 1:
-        return quality
-    return replace(quality, meters={**quality.meters, "asr": {**options, "language": languages[0]}})
 
 
 def spec_sha(spec: JobSpec) -> str:

@@ -152,10 +152,8 @@ class ObjectCheck:
             checksum matches the pack's key and the pack is long enough; its hash is then the recorded one."""
             if expected.pack:
                 info = head(expected.pack) if by_server else None
-                whole = info is not None and info.sha256[:PACK_SHA_CHARACTERS] == sha256_of_pack(
-                    expected.pack
-                )
-                if info is not None and whole and expected.end <= info.bytes:
+                known = None if info is None else info.sha256[:PACK_SHA_CHARACTERS]
+                if info is not None and known == sha256_of_pack(expected.pack) and expected.end <= info.bytes:
                     return expected.sha256
                 return sha256_of(artifacts.read(expected))
             if not self.deep:

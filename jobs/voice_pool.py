@@ -9,7 +9,7 @@ import math
 import os
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -18,13 +18,13 @@ from typing import cast
 import msgspec
 
 from jobs.columns import file_rows
-from jobs.dialogue import Dialogue, parse_line
+from jobs.dialogue import Dialogue, VoiceOf, parse_line
 from jobs.formatting import printable
 from jobs.ledger.records import JobSpec, VoicePool
 from jobs.references import read_audio_file
 from jobs.source import Record
 from jobs.turns import Speak, reference_places, spoken_turns
-from pipelines.errors import ConfigError, InputError, invalid
+from pipelines.errors import InputError, invalid
 from pipelines.request import Generation, SpokenRole
 from pipelines.stored_voices import MAX_TEXT_CHARACTERS, StoredVoice, VoiceFolder
 
@@ -64,113 +64,111 @@ def read_pool(
     `recording`, and may have `text` and `weight`; paths start in its folder. Raises `config.invalid`.
     """
     path = Path(which)
+    weights: dict[str, float] = {}
+    recordings: dict[str, PoolRecording] = {}
     try:
         if os.path.isdir(which):
             rows = _of_folder(path)
         elif os.path.isfile(which):
             rows = _of_table(path)
         elif path.suffix in (".csv", ".tsv") or os.sep in str(which):
-            raise _refused(which, "there is no such folder or file")
+            raise _UnusableError("there is no such folder or file")
         else:
             rows = _of_names(str(which))
-        weights: dict[str, float] = {}
-        recordings: dict[str, PoolRecording] = {}
-        for name, weight, audio, text in rows:
+        for where, name, weight, audio, text in rows:
             if name != name.strip() or printable(name, MAX_NAME_CHARACTERS) != name or not name:
                 reason = f"'{printable(name, 80)}' cannot be the name of a voice: it must have 1 to {MAX_NAME_CHARACTERS} visible characters, without a space at an end"
-                raise _refused(which, reason)
+                raise _UnusableError(reason)
             if name in weights:
-                raise _refused(which, f"the voice {name!r} occurs twice")
-            weights[name] = weight
+                raise _UnusableError(f"the voice {name!r} occurs twice")
+            weights[name] = _weight(weight)
+            said = " ".join(text.split())
+            if len(said) > MAX_TEXT_CHARACTERS:
+                reason = (
+                    f"the text of {printable(where, 80)} has more than {MAX_TEXT_CHARACTERS:,} characters"
+                )
+                raise _UnusableError(reason)
             if audio is not None:
-                recordings[name] = audio, text
+                recordings[name] = audio, said
             if len(weights) > MAX_POOL_VOICES:
-                raise _refused(which, f"it has more than {MAX_POOL_VOICES:,} voices")
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise _refused(which, f"it cannot be read ({getattr(error, 'strerror', None) or error})") from error
-    if not weights:
-        raise _refused(which, "it has no voice")
-    if sum(weights.values()) == math.inf:
-        raise _refused(which, "the sum of its weights is too large")
+                raise _UnusableError(f"it has more than {MAX_POOL_VOICES:,} voices")
+        if not weights:
+            raise _UnusableError("it has no voice")
+        if sum(weights.values()) == math.inf:
+            raise _UnusableError("the sum of its weights is too large")
+    except (_UnusableError, OSError, UnicodeDecodeError, csv.Error) as error:
+        reason = getattr(error, "strerror", None) or error
+        why = reason if isinstance(error, _UnusableError) else f"it cannot be read ({reason})"
+        advice = "Give a folder of recordings, a CSV or TSV file of voices, or names such as anna=2,ben."
+        raise invalid(f"The voices '{printable(str(which), 80)}' cannot be used: {why}.", advice) from error
     return VoicePool(weights, balance=balance, by_speaker=by_speaker), recordings
 
 
-#: Name, weight, audio file and text of a voice.
-_Row = tuple[str, float, "Path | None", str]
+class _UnusableError(Exception):
+    """Why voices cannot be used."""
+
+
+#: Where a voice is given, its name, weight, audio file and text.
+_Row = tuple[str, str, str, "Path | None", str]
 
 
 def _of_names(names: str) -> Iterator[_Row]:
     for one in names.split(","):
         name, _, weight = one.partition("=")
-        yield name.strip(), _weight(names, weight.strip() or "1"), None, ""
+        yield "", name.strip(), weight.strip() or "1", None, ""
 
 
 def _of_folder(folder: Path) -> Iterator[_Row]:
     for path in sorted(folder.rglob("*")):
-        inside = path.relative_to(folder)
+        inside, text = path.relative_to(folder), path.with_suffix(".txt")
         is_hidden = any(part.startswith(".") for part in inside.parts)
         if path.suffix.lower() in _SUFFIXES and not is_hidden and path.is_file():
-            yield inside.with_suffix("").as_posix(), 1.0, path, _text_beside(folder, path)
+            yield text.name, inside.with_suffix("").as_posix(), "1", path, _read(text)
 
 
-def _text_beside(folder: Path, audio: Path) -> str:
-    path = audio.with_suffix(".txt")
+def _read(path: Path) -> str:
+    """The beginning of a text; empty if there is none."""
     if not path.is_file():
         return ""
     try:
         with path.open(encoding="utf-8-sig") as file:
-            return _text(folder, path.name, file.read(8 * MAX_TEXT_CHARACTERS))
+            return file.read(8 * MAX_TEXT_CHARACTERS)
     except UnicodeDecodeError as error:
-        raise _refused(folder, f"the text {printable(path.name, 80)} is not UTF-8") from error
+        raise _UnusableError(f"the text {printable(path.name, 80)} is not UTF-8") from error
 
 
 def _of_table(table: Path) -> Iterator[_Row]:
     if table.stat().st_size > MAX_LIST_BYTES:
-        raise _refused(table, f"it is larger than {MAX_LIST_BYTES >> 20} MiB")
+        raise _UnusableError(f"it is larger than {MAX_LIST_BYTES >> 20} MiB")
     rows = file_rows(table)
     _, header = next(rows, (0, []))
     names = [name.strip() for name in header]
     if not {"voice", "recording"} & {*names}:
-        raise _refused(table, "it has neither a column `voice` nor a column `recording`")
+        raise _UnusableError("it has neither a column `voice` nor a column `recording`")
     for number, cells in rows:
         if not any(cells):
             continue
         where = f"line {number}"
         if len(cells) != len(names):
-            raise _refused(table, f"{where} has {len(cells)} fields, but the header has {len(names)}")
+            raise _UnusableError(f"{where} has {len(cells)} fields, but the header has {len(names)}")
         row = defaultdict(str, zip(names, cells))
         recording = row["recording"]
         name = row["voice"].strip() or os.path.splitext(recording)[0]
-        audio = table.parent / recording if recording else None
-        yield name, _weight(table, row["weight"] or "1"), audio, _text(table, where, row["text"])
+        yield where, name, row["weight"] or "1", table.parent / recording if recording else None, row["text"]
 
 
-def _weight(which: str | Path, weight: str) -> float:
+def _weight(weight: str) -> float:
     try:
         value = float(weight)
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise _refused(which, f"{weight[:40]!r} is no weight: it must be a number above 0")
+        raise _UnusableError(f"{weight[:40]!r} is no weight: it must be a number above 0")
     return value
 
 
-def _text(which: str | Path, where: str, text: str) -> str:
-    """The text of a recording, on one line; `where` is its place."""
-    if len(text) > MAX_TEXT_CHARACTERS and len(text := " ".join(text.split())) > MAX_TEXT_CHARACTERS:
-        reason = f"the text of {printable(where, 80)} has more than {MAX_TEXT_CHARACTERS:,} characters"
-        raise _refused(which, reason)
-    return " ".join(text.split())
-
-
-def _refused(which: str | Path, why: str) -> ConfigError:
-    advice = "Give a folder of recordings, a CSV or TSV file of voices, or names such as anna=2,ben."
-    return invalid(f"The voices '{printable(str(which), 80)}' cannot be used: {why}.", advice)
-
-
-def voice_of_speaker(spec: JobSpec) -> Callable[[str], str | None] | None:
-    """Makes a function that returns the voice of a speaker, or None for a speaker without one. Returns None
-    itself if the job gives speakers no voices."""
+def voice_of_speaker(spec: JobSpec) -> VoiceOf:
+    """The voices that a job gives speakers."""
     if spec.pool and spec.pool.by_speaker:
         draws = VoiceDraws(spec.pool, spec.seed)
         return lambda speaker: draws.of("speaker", speaker) if speaker else None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from jobs.dialogue import spoken_text
+from jobs.dialogue import BAD_JSON, spoken_text
 from jobs.formatting import printable
 from jobs.layout import references_prefix
 from jobs.ledger.records import FrozenVoice, Job, JobSpec
@@ -234,6 +234,6 @@ def _named_in(records: Records, known: frozenset[str]) -> set[str]:
         # The word may be written with escapes.
         if not isinstance(line, bytes) or (b'"voice"' not in line and b"\\u" not in line):
             continue
-        with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        with suppress(*BAD_JSON):
             found.update(known.intersection(names_of(_decode(line).generation)))
     return found

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from jobs.columns import Columns, row_converter
-from jobs.dialogue import chat_dialogue, chosen_id, row_dialogue
+from jobs.dialogue import VoiceOf, chat_dialogue, chosen_id, row_dialogue
 from jobs.formatting import printable
 from jobs.input_format import wrong_format
 from jobs.input_records import ROWS, bytes_columns, cells_of, left_out_note, supervision_rows
@@ -26,7 +26,6 @@ from pipelines.errors import ErrorCode, InputError, StoreError, bad_line, missin
 
 #: Name of the folder for inputs from Python objects, within the state folder.
 INPUTS = "inputs"
-VoiceOf = Callable[[str], str | None] | None
 _encode = msgspec.json.Encoder().encode
 #: Inputs from Python objects have no URI.
 _NO_URI = ""
