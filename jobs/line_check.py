@@ -9,13 +9,12 @@ from typing import cast
 
 import msgspec
 
-from jobs.dialogue import Dialogue, parse_line
+from jobs.dialogue import Dialogue, Speak, parse_line, plain_turn, turn_messages, turns_and_recordings
 from jobs.formatting import printable
 from jobs.input_records import Records
 from jobs.ledger.records import JobSpec, RejectedLine
 from jobs.source import BATCH_BYTES, BATCH_LINES, LineBatch, batches_of, line_too_long, rejected_line
 from jobs.spoken_text import SpokenText
-from jobs.turns import Speak, plain_turn, turn_messages, turns_and_recordings
 from jobs.voices import JobVoices, in_stored_voice
 from pipelines.errors import ErrorCode, InputError
 from pipelines.request import Generation, Message, SpokenRole

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 import msgspec
 import zstandard
 
-from jobs.dialogue import Dialogue, metadata_json, speech_position
+from jobs.dialogue import Dialogue, metadata_json, speech_position, turn_messages
 from jobs.ledger.records import ItemRow
 from jobs.store.base import ObjectStore, sha256_of
-from jobs.turns import turn_messages
 from pipelines.errors import ErrorCode, StoreError
 from pipelines.request import Generation, Message, SpokenRole
 

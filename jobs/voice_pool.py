@@ -18,12 +18,11 @@ from typing import cast
 import msgspec
 
 from jobs.columns import file_rows
-from jobs.dialogue import Dialogue, VoiceOf, parse_line
+from jobs.dialogue import Dialogue, Speak, VoiceOf, parse_line, reference_places, spoken_turns
 from jobs.formatting import printable
 from jobs.ledger.records import JobSpec, VoicePool
 from jobs.references import read_audio_file
 from jobs.source import Record
-from jobs.turns import Speak, reference_places, spoken_turns
 from pipelines.errors import InputError, invalid
 from pipelines.request import Generation, SpokenRole
 from pipelines.stored_voices import MAX_TEXT_CHARACTERS, StoredVoice, VoiceFolder

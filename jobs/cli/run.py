@@ -230,7 +230,7 @@ def _report(result: Any, output: Output) -> int:
 
 def dry_run_of(settings: Settings, source: str, spec: Any, options: SubmitOptions, output: Output) -> int:
     """Prints the estimate of a job, and returns the exit code of the command."""
-    from jobs.estimate import dry_run
+    from jobs.ingest import dry_run
     from jobs.store import open_store
 
     store = open_store(settings.effective_store_url, settings.s3)

@@ -17,13 +17,12 @@ import msgspec
 
 from jobs.checks import CHECKS, METERS, scores_with
 from jobs.codes import StoredCodes
-from jobs.dialogue import Dialogue, metadata_json, metadata_of, spoken_text
+from jobs.dialogue import Dialogue, metadata_json, metadata_of, reference_places, spoken_text
 from jobs.export.column_types import Type, widened
 from jobs.ledger.records import WORDS, Artifact, Draw, ItemRow, ItemState, Job
 from jobs.packs import ArtifactReader
 from jobs.shard_file import RawLine, ShardLines, read_raw_shard
 from jobs.store.base import ObjectStore
-from jobs.turns import reference_places
 from jobs.where import FilteredOut, Where
 from pipelines.errors import ConfigError, invalid
 from pipelines.request import Generation, SpokenRole, Word

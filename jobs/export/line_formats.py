@@ -21,11 +21,10 @@ from typing import Any
 
 import msgspec
 
-from jobs.dialogue import speech_position
+from jobs.dialogue import speech_position, with_audio
 from jobs.export.formats import ExportFormat
 from jobs.export.items import ORIGIN, AudioItem, facts, picked
 from jobs.ledger.records import ItemRow, Job, RejectedLine
-from jobs.turns import with_audio
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode

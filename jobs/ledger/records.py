@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from jobs.checks import Quality
-from jobs.turns import Speak
+from jobs.dialogue import Speak
 from pipelines.errors import ErrorCode, NotFoundError
 from pipelines.request import Generation
 

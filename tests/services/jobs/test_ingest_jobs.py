@@ -17,8 +17,7 @@ import pyarrow.parquet
 import pytest
 import soundfile
 
-from jobs.estimate import dry_run
-from jobs.ingest import SubmitOptions, SubmitResult, submit
+from jobs.ingest import SubmitOptions, SubmitResult, dry_run, submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import JobSpec, JobState, NewShard, Reading, RejectedLine
 from jobs.settings import Settings

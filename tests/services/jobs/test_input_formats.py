@@ -13,8 +13,7 @@ import pyarrow
 import pytest
 from pyarrow import feather, parquet
 
-from jobs.estimate import dry_run
-from jobs.ingest import SubmitOptions, submit
+from jobs.ingest import SubmitOptions, dry_run, submit
 from jobs.ledger.records import JobSpec, JobState, NewShard, Reading, RejectedLine
 from jobs.shard_file import read_shard
 from jobs.spec import resolve

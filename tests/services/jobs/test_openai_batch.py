@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from jobs.dialogue import batch_dialogue
-from jobs.estimate import dry_run
 from jobs.export import export
-from jobs.ingest import SubmitOptions, SubmitResult, submit
+from jobs.ingest import SubmitOptions, SubmitResult, dry_run, submit
 from jobs.ledger.records import JobSpec, RejectedLine
 from jobs.shard_file import read_shard
 from pipelines.errors import ErrorCode, InputError, ServiceError

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from jobs.checks import Quality
-from jobs.estimate import dry_run
 from jobs.export.items import audio_items, item_metadata
-from jobs.ingest import SubmitOptions, submit
+from jobs.ingest import SubmitOptions, dry_run, submit
 from jobs.layout import references_prefix
 from jobs.ledger import Ledger
 from jobs.ledger.records import FrozenVoice, Job, JobSpec, JobState, Reading

@@ -17,7 +17,7 @@ import nightjar
 from jobs import encoded_audio as encoded_audio_module
 from jobs.cli import cli
 from jobs.encoded_audio import encoded_audio, encoder
-from jobs.estimate import dry_run
+from jobs.ingest import dry_run
 from jobs.ledger.records import JobSpec, Reading
 from jobs.settings import Settings
 from jobs.spec import frozen_spec, spec_sha

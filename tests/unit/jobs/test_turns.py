@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.cli.options import job_options
+from jobs.dialogue import Speak, reference_places, spoken_turns, turn_messages, with_audio
 from jobs.ledger.records import ItemRow, ItemState, JobSpec
 from jobs.source import LineBatch
 from jobs.spec import resolve
-from jobs.turns import Speak, reference_places, spoken_turns, turn_messages, with_audio
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import ModelCard
 from pipelines.request import Capabilities, Generation, Message
