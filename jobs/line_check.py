@@ -19,7 +19,7 @@ from jobs.voices import JobVoices, in_stored_voice
 from pipelines.errors import ErrorCode, InputError
 from pipelines.request import Generation, Message, SpokenRole
 from pipelines.text_units import MAX_LONG_CHARACTERS, parts_of
-from pipelines.validation import SpeechTask, check_length, own_voice, speech_task
+from pipelines.validation import SpeechTask, own_voice, speech_task, too_long
 
 #: Maximum number of bad lines, and its increase for each good one: a small compressed file can contain
 #: billions.
@@ -204,7 +204,8 @@ class LineChecker:
     def _spoken(self, task: SpeechTask) -> int:
         """The number of characters of a text that the model can speak. Raises `InputError`."""
         for text in [part.text for part in parts_of(task.text, self._able)] or [task.text]:
-            check_length(text, self._able)
+            if len(text) > self._able.max_text_characters:
+                raise too_long(text, self._able)
             if self._check_text is not None:
                 self._check_text(text)
         return len(task.text)

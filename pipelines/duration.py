@@ -83,6 +83,11 @@ class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     voice: str = ""
     language: str = ""
 
+    def applies_to(self, voice: str | None, language: str | None) -> bool:
+        """Whether it is the pace of this voice in this language."""
+        of_voice = self.voice.casefold() in ("", (voice or "").casefold())
+        return of_voice and language_code(self.language) in ("", language_code(language or ""))
+
     def expected_seconds(self, text: str) -> float:
         return self.base_seconds + self.seconds_per_unit * text_units(text)
 
@@ -96,13 +101,3 @@ class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             <= seconds
             <= high * expected_seconds + self.slack_seconds
         )
-
-
-def pace_of(paces: tuple[Pace, ...], voice: str | None, language: str | None) -> Pace | None:
-    """The first pace that applies to this voice and language, or None."""
-    for pace in paces:
-        if pace.voice.casefold() in ("", (voice or "").casefold()) and (
-            not pace.language or language_code(pace.language) == language_code(language or "")
-        ):
-            return pace
-    return None

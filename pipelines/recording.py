@@ -275,8 +275,11 @@ class RecordingFiles:
             self._write(path, made)
         except OSError as error:
             if not self._warned:
-                message = "encoded voices cannot be stored in %s (%s); set SPEECH_ENGINE__VOICE_CACHE"
-                log.warning(message, self._folder, error)
+                log.warning(
+                    "encoded voices cannot be stored in %s (%s); set SPEECH_ENGINE__VOICE_CACHE",
+                    self._folder,
+                    error,
+                )
             self._warned = True
         return made
 

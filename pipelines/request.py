@@ -62,8 +62,9 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     def of(self, role: SpokenRole) -> Generation:
         """The settings of one role's turns. `reference_text` outside of `roles` belongs to the user's
         recording."""
-        reference_text = self.reference_text if role == "user" else None
-        whole = msgspec.structs.replace(self, roles=None, reference_text=reference_text)
+        whole = msgspec.structs.replace(
+            self, roles=None, reference_text=self.reference_text if role == "user" else None
+        )
         own = None if self.roles is None else self.roles.get(role)
         return whole if own is None else own.over(whole)
 

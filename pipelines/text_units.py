@@ -263,14 +263,16 @@ def _last_gap(text: str, begin: int) -> int:
 
     A word is complete if a space follows; in scripts without spaces, if a mark and another character follow.
     """
-    gaps = (
-        found.end()
-        for pattern in (_SPACE, _SOFT_END, _WIDE_END)
-        for found in pattern.finditer(text, begin)
-        if (found.end() < len(text) or pattern is _SPACE)
-        and not _belong_together(text[found.end() - 1], text[found.end() : found.end() + 1])
+    return max(
+        (
+            found.end()
+            for pattern in (_SPACE, _SOFT_END, _WIDE_END)
+            for found in pattern.finditer(text, begin)
+            if (found.end() < len(text) or pattern is _SPACE)
+            and not _belong_together(text[found.end() - 1], text[found.end() : found.end() + 1])
+        ),
+        default=begin,
     )
-    return max(gaps, default=begin)
 
 
 def _between_characters(text: str, place: int, minimum: int) -> int:

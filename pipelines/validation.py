@@ -129,7 +129,8 @@ def speech_task(
     """
     check_generation(generation, seed)
     text, audio, system = _contents(messages, capabilities)
-    check_length(text, capabilities)
+    if len(text) > capabilities.max_text_characters:
+        raise too_long(text, capabilities)
     voice, language = generation.voice, generation.language
     instruct = generation.instruct
     if instruct is None and capabilities.instruct:
@@ -145,14 +146,13 @@ def speech_task(
     )
 
 
-def check_length(text: str, capabilities: Capabilities) -> None:
-    """Raises `InputError` (`input.too_long`) for a text that is too long for one request."""
-    if len(text) > capabilities.max_text_characters:
-        raise InputError(
-            ErrorCode.INPUT_TOO_LONG,
-            f"The text has {len(text)} characters; this model takes at most {capabilities.max_text_characters}.",
-            "Split it into several lines.",
-        )
+def too_long(text: str, capabilities: Capabilities) -> InputError:
+    """The error of a text that is too long for one request (`input.too_long`)."""
+    return InputError(
+        ErrorCode.INPUT_TOO_LONG,
+        f"The text has {len(text)} characters; this model takes at most {capabilities.max_text_characters}.",
+        "Split it into several lines.",
+    )
 
 
 def check_generation(generation: Generation, seed: int = 0) -> None:

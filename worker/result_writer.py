@@ -90,7 +90,8 @@ def first_draws(
     line: ShardLine, first: int, last: int, able: Capabilities, builder: RequestBuilder
 ) -> list[ItemDraw]:
     """The first draws of an item: one, or one for each part of a text that is too long for one request."""
-    parts = () if line.role is None else parts_of(spoken_text(line.messages), able)
+    text = "" if line.role is None else spoken_text(line.messages)
+    parts = parts_of(text, able) if len(text) > able.max_text_characters else ()
     if not parts:
         return [ItemDraw(line, first, last)]
     # Imported here, because it takes half a second and an idle worker does not need it.

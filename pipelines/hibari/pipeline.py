@@ -131,9 +131,14 @@ class Utterance:
                 ErrorCode.SYNTH_SILENT, "The voice made no audible speech from this text.", "Check the text."
             )
         meta = {"frames": self.samples // SAMPLES_PER_FRAME, "finish_reason": "stop", **more}
-        words = tuple(word for part in self._parts for word in part.words)
-        phonemes = tuple(phoneme for part in self._parts for phoneme in part.phonemes)
-        return Speech(samples, SAMPLE_RATE, self.text, meta=meta, words=words, phonemes=phonemes)
+        return Speech(
+            samples,
+            SAMPLE_RATE,
+            self.text,
+            meta=meta,
+            words=tuple(word for part in self._parts for word in part.words),
+            phonemes=tuple(phoneme for part in self._parts for phoneme in part.phonemes),
+        )
 
     def priority(self, now: float) -> tuple[int, float, int]:
         """The priority of its next piece; the smallest value is first.

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from http import HTTPStatus
 from typing import Annotated, Any, ClassVar, Literal
@@ -197,11 +197,14 @@ async def request_of(serving: Serving, fields: SpeechFields, request_id: str) ->
     config = fields.generation_config
     # Clients also send a language to models without a choice of languages.
     language = fields.language if serving.model.card.capabilities.languages else None
-    generation = Generation(language=language, **config.settings())
-    voice = None if fields.voice is None else fields.voice.id
     timed = isinstance(fields, MessagesFields) and (fields.add_timestamps or fields.add_phoneme_timestamps)
     return await serving.voices.request(
-        request_id, config.seed_or_new(), voice, generation, fields.transcript, timestamps=bool(timed)
+        request_id,
+        config.seed_or_new(),
+        fields.voice and fields.voice.id,
+        Generation(language=language, **config.settings()),
+        fields.transcript,
+        timestamps=bool(timed),
     )
 
 
@@ -220,11 +223,10 @@ async def answer(serving: Serving, fields: SpeechFields, permit: Permit, request
         raise empty_text("transcript")
     requests = unit_requests(request, units)
     headers, step = {"x-seed": str(request.seed)}, permit.since
-    encoder = encoder_of(serving, fields.output_format)
-    async with aclosing(speech_pieces(serving, requests, permit, encoder)) as pieces:
+    output = fields.output_format
+    async with aclosing(speech_pieces(serving, requests, permit, encoder_of(serving, output))) as pieces:
         if not isinstance(fields, EventsRequest):
-            wav = fields.output_format.container == "wav"
-            yield Head("audio/wav" if wav else "application/octet-stream", headers)
+            yield Head("audio/wav" if output.container == "wav" else "application/octet-stream", headers)
             async for piece in pieces:
                 yield piece.data
             return
@@ -257,13 +259,13 @@ def failure(error: Exception, context_id: str | None) -> dict[str, Any]:
     return _message("error", context_id, done=True, error_code=api_error.code or "internal_error", **facts)
 
 
+@dataclass(eq=False, slots=True)
 class Passage:
     """A text to speak, complete or still growing."""
 
-    def __init__(self) -> None:
-        self.text = ""
-        self._complete = False
-        self._handle: Handle | None = None
+    text: str = ""
+    _complete: bool = False
+    _handle: Handle | None = None
 
     def add(self, text: str, final: bool) -> None:
         """Adds text; `final` ends it. Raises `InputError` for text that the model refuses."""
@@ -300,13 +302,13 @@ class Context:
         self._first = first
         self._request = request
         self._send = send
-        # A voice cloned with its transcript needs a text token for each frame of the recording: speech by
-        # sentences starts sooner.
-        in_context = request.generation.reference_text is not None
-        wanted = not in_context if serving.options.text_in is None else serving.options.text_in
-        streams_text = wanted and serving.model.takes_text and first.max_buffer_delay_ms > 0
-        self._streams_text = streams_text
-        self._text = TextUnits(by_word=streams_text)
+        wanted = serving.options.text_in
+        if wanted is None:
+            # A voice cloned with its transcript needs a text token for each frame of the recording: speech by
+            # sentences starts sooner.
+            wanted = request.generation.reference_text is None
+        self._streams_text = wanted and serving.model.takes_text and first.max_buffer_delay_ms > 0
+        self._text = TextUnits(by_word=self._streams_text)
         self._passage: Passage | None = None
         #: Texts to speak, and numbers of flushes, each of which is reported once the speech before it is
         #: sent.
@@ -452,13 +454,13 @@ class Context:
         self._changed.set()
 
 
+@dataclass(eq=False, slots=True)
 class WebSocketSpeech:
     """The ASGI app of the WebSocket. The middleware has already checked the key."""
 
-    def __init__(self, serving: Serving) -> None:
-        self.serving = serving
-        #: Open contexts of all connections.
-        self.contexts = 0
+    serving: Serving
+    #: Open contexts of all connections.
+    contexts: int = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one connection until it ends."""
@@ -510,8 +512,7 @@ class _Connection:
         self._set_idle(not self._contexts)
         seconds = 0 if self._draining else self._options.connection_idle_seconds
         with suppress(RuntimeError):  # the timeout has already ended
-            now = asyncio.get_running_loop().time()
-            self._idle.reschedule(None if self._contexts else now + seconds)
+            self._idle.reschedule(None if self._contexts else asyncio.get_running_loop().time() + seconds)
 
     async def _handle(self, message: Any) -> None:
         """Handles a message. An error is sent to the client and ends the context that it names."""

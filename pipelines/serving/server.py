@@ -53,24 +53,25 @@ class Server(uvicorn.Server):
         self._slots = options.slots
         connections = Connections(connection_limit(options.connections), options.header_seconds)
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
-        config = uvicorn.Config(
-            create_app(self._model, options, self._admission, self.stop),
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            http=partial(HttpProtocol, connections),  # pyright: ignore[reportArgumentType]
-            ws=partial(WebSocketProtocol, connections),  # pyright: ignore[reportArgumentType]
-            ws_max_size=options.message_bytes,
-            ws_ping_interval=PING_SECONDS,
-            ws_ping_timeout=PONG_SECONDS,
-            # Speech in base64 costs more to compress than to send.
-            ws_per_message_deflate=False,
-            loop="asyncio",
-            backlog=_BACKLOG,
-            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=options.drain_seconds,  # pyright: ignore[reportArgumentType]
+        super().__init__(
+            uvicorn.Config(
+                create_app(self._model, options, self._admission, self.stop),
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                http=partial(HttpProtocol, connections),  # pyright: ignore[reportArgumentType]
+                ws=partial(WebSocketProtocol, connections),  # pyright: ignore[reportArgumentType]
+                ws_max_size=options.message_bytes,
+                ws_ping_interval=PING_SECONDS,
+                ws_ping_timeout=PONG_SECONDS,
+                # Speech in base64 costs more to compress than to send.
+                ws_per_message_deflate=False,
+                loop="asyncio",
+                backlog=_BACKLOG,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=options.drain_seconds,  # pyright: ignore[reportArgumentType]
+            )
         )
-        super().__init__(config)
         self._connections = connections
         #: Whether the model failed to close, so that its threads or processes may keep this process alive.
         self.hangs = False

@@ -146,8 +146,9 @@ def check(serving: Serving, body: SpeechBody) -> bool:
 
 
 def _streams(serving: Serving, body: SpeechBody) -> bool:
-    by_format = body.response_format == "pcm" or body.stream_format is not None
-    requested = by_format if body.stream is None else body.stream
+    requested = body.stream
+    if requested is None:
+        requested = body.response_format == "pcm" or body.stream_format is not None
     return serving.model.card.capabilities.streaming and requested
 
 
@@ -155,12 +156,11 @@ async def answer(serving: Serving, body: SpeechBody, permit: Permit, request_id:
     """The parts of the answer: a whole file, a streamed file, or OpenAI's events (`speech.audio.delta` with
     the next bytes in base64, and by `timestamps` the words that end in them, then `speech.audio.done`). Raises `ApiError` and `NightjarError`."""
     model, kind = serving.model, body.response_format
-    generation = Generation(instruct=body.instructions or None, **body.settings())
     request = await serving.voices.request(
         request_id,
         body.seed_or_new(),
         body.voice,
-        generation,
+        Generation(instruct=body.instructions or None, **body.settings()),
         body.input,
         body.reference_audio or (),
         body.timestamps,
@@ -175,7 +175,8 @@ async def answer(serving: Serving, body: SpeechBody, permit: Permit, request_id:
     long = len(body.input) > model.card.capabilities.max_text_characters
     units = units_of(body.input) if long else []
     requests = unit_requests(request, units) or [request]
-    if not (_streams(serving, body) or units or body.stream_format == "sse"):
+    events = body.stream_format == "sse"
+    if not (_streams(serving, body) or units or events):
         speech = await model.speech(request, permit)
         data = await asyncio.to_thread(whole_file, speech.samples, speech.sample_rate, kind)
         serving.metrics.audio_sent(len(speech.samples) / speech.sample_rate)
@@ -183,7 +184,6 @@ async def answer(serving: Serving, body: SpeechBody, permit: Permit, request_id:
         yield data
         return
     encoder = stream_encoder(model.card.sample_rate, kind)
-    events = body.stream_format == "sse"
     async with aclosing(speech_pieces(serving, requests, permit, encoder)) as pieces:
         yield event_head(headers, ApiError.view) if events else Head(MEDIA_TYPES[kind], headers)
         async for piece in pieces:

@@ -195,8 +195,8 @@ class Voices:
 
 def _card(name: str, kind: str) -> dict[str, Any]:
     own = kind == "stored"
-    facts = {"is_owner": own, "access": "private" if own else "public"}
-    return {"id": name, "name": name, "description": "", **facts}
+    access = "private" if own else "public"
+    return {"id": name, "name": name, "description": "", "is_owner": own, "access": access}
 
 
 def _no_voice(name: str, what: str = "voice") -> ApiError:

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from jobs.checks import Bound, Quality, code_of
 from jobs.ledger.records import Draw, Score
 from pipelines.audio import FRAME_SECONDS, activity, frame_powers
-from pipelines.duration import pace_of
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import Generation, Speech
 from worker.quality.meters import Reading
@@ -140,7 +139,8 @@ def cheap_readings(
             "pause": (pause * FRAME_SECONDS, "energy"),
             "loudness": (float(loudness), unit),
         }
-    pace = pace_of(quality.paces, generation.voice, generation.language)
+    voice, language = generation.voice, generation.language
+    pace = next((pace for pace in quality.paces if pace.applies_to(voice, language)), None)
     if pace is not None and text:
         seconds, expected = speech.sample_count / speech.sample_rate, pace.expected_seconds(text)
         ratio, bound = seconds / expected, quality.bounds.get("duration")

@@ -27,7 +27,7 @@ from jobs.checks import (
 from jobs.ledger.records import JobSpec, Score
 from jobs.spec import frozen_spec, spec_sha
 from pipelines.audio import activity, frame_powers, trim_silence
-from pipelines.duration import Pace, is_prose, pace_of, text_units
+from pipelines.duration import Pace, is_prose, text_units
 from pipelines.errors import ConfigError, ErrorCode, SynthesisError
 from pipelines.hibari import describe as describe_hibari
 from pipelines.request import Generation, Speech, Word
@@ -133,9 +133,10 @@ class TestGates:
         assert text_units("abc 12.") == 7 + 2 * 4 + 2
         assert text_units("今天") > 2 * text_units("to")
         for_anna, for_all = Pace(0, 1, 0, 1, voice="Anna"), Pace(0, 2, 0, 1)
-        assert pace_of((for_anna, for_all), "anna", None) is for_anna
-        assert pace_of((for_anna, for_all), None, "English") is for_all
-        assert pace_of((for_anna,), "bob", None) is None
+        assert for_anna.applies_to("anna", None)
+        assert for_all.applies_to(None, "English")
+        assert not for_anna.applies_to("bob", None)
+        assert not Pace(0, 1, 0, 1, language="de").applies_to(None, "English")
 
     def test_trimming_cuts_both_ends_and_nothing_else(self) -> None:
         speech = np.concatenate([np.zeros(RATE, np.float32), sine("abc", 1), np.zeros(RATE, np.float32)])
