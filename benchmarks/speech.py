@@ -50,7 +50,7 @@ from pipelines.engine.engine import Engine
 from pipelines.engine.executor import FrameExecutor
 from pipelines.engine.opening import MemoryNeeds, NativeModelOptions, open_executor
 from pipelines.errors import ErrorCode, NightjarError
-from pipelines.fish_speech import engines as fish_engines
+from pipelines.fish_speech import model as fish_lm
 from pipelines.fish_speech import pipeline as fish_pipeline
 from pipelines.fish_speech.model import FishModel
 from pipelines.fish_speech.model import take_weights as take_fish
@@ -209,7 +209,7 @@ class Fish(Family):
         return fish_pipeline.open_stage(self.codec.decoder)
 
     def host(self, engine: Engine) -> TokenHost:
-        return fish_engines.native_host(self.config, engine)
+        return fish_lm.native_host(self.config, engine)
 
     def pipeline(self, host: TokenHost, stage: Any) -> Pipeline:
         given = self.config, self.vocabulary, self.codec, host, stage
@@ -217,7 +217,7 @@ class Fish(Family):
 
     def spec(self) -> tuple[ModelSpec, TokenModelOptions]:
         dtype = "bfloat16" if self.bench.on_gpu else "float32"
-        spec = fish_engines.model_spec(self.config, True, load_format="dummy")
+        spec = fish_lm.model_spec(self.config, True, load_format="dummy")
         return spec, TokenModelOptions(dtype=dtype, max_context=CONTEXT)
 
 

@@ -23,6 +23,11 @@ def round_up(frames: int) -> int:
     return -(-frames // LENGTH_STEP) * LENGTH_STEP
 
 
+def by_length(lengths: Sequence[int]) -> list[int]:
+    """Indices of the utterances that are not empty, the longest first."""
+    return sorted((i for i, length in enumerate(lengths) if length), key=lambda i: -lengths[i])
+
+
 def longest_first(lengths: Sequence[int], max_frames: int) -> list[list[int]]:
     """Indices of utterances in batches of up to `max_frames` padded frames, the longest first, so that the
     lengths in a batch are similar."""
@@ -44,7 +49,7 @@ def cheapest_batches(
     `pass_frames` frames, since longer ones are decoded in passes of that length. `padding_cost`: the cost of
     a padded frame in a batch of one pass; the cost is 1 in batches of several passes.
     """
-    order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: -lengths[i])
+    order = by_length(lengths)
     widths = [round_up(lengths[i]) for i in order]
     shares = [padding_cost if width <= pass_frames else 1.0 for width in widths]
     limits = [max(max_frames // min(width, pass_frames), 1) for width in widths]
@@ -74,12 +79,12 @@ def cheapest_batches(
     return batches[::-1]
 
 
-def same_length_batches(lengths: Sequence[int]) -> list[list[int]]:
-    """Batches of up to `FIXED_ROWS` utterances of one padded length: the shape of an utterance's batch depends
-    on its length only."""
-    sizes: dict[int, list[int]] = {}
-    for i in sorted((i for i, length in enumerate(lengths) if length), key=lambda i: -lengths[i]):
-        sizes.setdefault(round_up(lengths[i]), []).append(i)
+def same_length_batches(lengths: Sequence[int], warm: Sequence[bool]) -> list[list[int]]:
+    """Batches of up to `FIXED_ROWS` utterances of one padded length, all of which continue from a state (`warm`)
+    or none: the shape of an utterance's batch depends on its length only. Omits empty ones."""
+    sizes: dict[tuple[bool, int], list[int]] = {}
+    for i in by_length(lengths):
+        sizes.setdefault((warm[i], round_up(lengths[i])), []).append(i)
     return [
         same[start : start + FIXED_ROWS]
         for same in sizes.values()

@@ -15,7 +15,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kernels.registry import on_device, to_device
 from kernels.toolchain import triton_fault
-from pipelines.codec.batches import FIXED_ROWS, PADDING_COST, cheapest_batches, round_up, same_length_batches
+from pipelines.codec.batches import (
+    FIXED_ROWS,
+    PADDING_COST,
+    by_length,
+    cheapest_batches,
+    round_up,
+    same_length_batches,
+)
 from pipelines.codec.blocks import Past
 from pipelines.codec.graphs import STEP_FRAMES, StreamGraphs, UtteranceGraphs, pieces
 from pipelines.codec.stage import Decoder
@@ -260,15 +267,12 @@ class CausalDecoder(Decoder[CodecState]):
     def _batches(self, lengths: Sequence[int], warm: Sequence[bool]) -> list[list[int]]:
         """Groups utterances that are decoded together; `warm`: whether each continues from a state."""
         if self.alone:
-            return [[i] for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]) if lengths[i]]
-        if not self.fixed:
-            # Rows that continue from a state are decoded to the padded end of their batch.
-            padding = PADDING_COST if self.skips_padding and not any(warm) else 1.0
-            return cheapest_batches(lengths, self.batch_frames, PASS_FRAMES, padding)
-        kinds = [
-            [length if one is kind else 0 for length, one in zip(lengths, warm)] for kind in (False, True)
-        ]
-        return [indices for kind in kinds for indices in same_length_batches(kind)]
+            return [[i] for i in by_length(lengths)]
+        if self.fixed:
+            return same_length_batches(lengths, warm)
+        # Rows that continue from a state are decoded to the padded end of their batch.
+        padding = PADDING_COST if self.skips_padding and not any(warm) else 1.0
+        return cheapest_batches(lengths, self.batch_frames, PASS_FRAMES, padding)
 
     def _batch(self, codes: Sequence[Tensor], frames: int) -> Tensor:
         """Utterances as one batch on the device, [rows, frames, codebooks]: padded on the right, and with silent

@@ -19,8 +19,7 @@ from pipelines.engine.opening import NativeModelOptions, explain_oom
 from pipelines.errors import ErrorCode, InputError, NightjarError, unsupported
 from pipelines.fish_speech.codec import Codec, CodecDecoder, ReferenceEncoder, load_codec
 from pipelines.fish_speech.config import CAPABILITIES, FishConfig
-from pipelines.fish_speech.engines import model_spec, native_host, plan_sizes
-from pipelines.fish_speech.model import FishModel, load_weights
+from pipelines.fish_speech.model import FishModel, load_weights, model_spec, native_host, plan_sizes
 from pipelines.fish_speech.prompt import (
     Conversation,
     Reference,

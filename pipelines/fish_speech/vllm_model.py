@@ -20,8 +20,7 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from kernels.frame import FrameTensors, Layer, StackTensors
 from kernels.registry import to_device
 from pipelines.fish_speech.config import DualArStack, FishConfig
-from pipelines.fish_speech.engines import PROMPT_CODES
-from pipelines.fish_speech.model import SLOW, drawn_ids, frame_tensors, take_fast, take_layers
+from pipelines.fish_speech.model import PROMPT_CODES, SLOW, drawn_ids, frame_tensors, take_fast, take_layers
 from pipelines.nn.checkpoint import Checkpoint, Loader, Shapes
 from pipelines.vllm_engine.frames import EngineFrameState, FrameModel
 

@@ -328,21 +328,22 @@ class BiCodecDecoder(Decoder[Voice]):
     def decode_chunk(self, states: Sequence[Voice], codes: Sequence[Tensor]) -> list[Tensor]:
         """Adds the next tokens of streams. Returns the audio of tokens that are followed by enough later
         ones."""
-        for state, new in zip(states, codes):
+        ready: list[tuple[int, int, int]] = []
+        for at, (state, new) in enumerate(zip(states, codes)):
             state.semantic += new[:, 0].tolist()
-        ends = [len(state.semantic) - (self._right if len(new) else 0) for state, new in zip(states, codes)]
-        ready = [(state, end) for state, end in zip(states, ends) if end > state.delivered]
-        starts = [max(0, state.delivered - self._left) for state, _ in ready]
-        windows = [torch.tensor(state.semantic[start:]) for (state, _), start in zip(ready, starts)]
-        waves = self._decode(windows, [state.tokens for state, _ in ready]) if ready else []
-        new_samples = {
-            id(state): self._new_samples(state, end, start, wave)
-            for (state, end), start, wave in zip(ready, starts, waves)
-        }
-        return [new_samples.get(id(state), torch.zeros(0)) for state in states]
+            end = len(state.semantic) - (self._right if len(new) else 0)
+            if end > state.delivered:
+                ready.append((at, max(0, state.delivered - self._left), end))
+        windows = [torch.tensor(states[at].semantic[start:]) for at, start, _ in ready]
+        waves = self._decode(windows, [states[at].tokens for at, _, _ in ready])
+        found = [torch.zeros(0)] * len(states)
+        for (at, start, end), wave in zip(ready, waves):
+            found[at] = self._new_samples(states[at], start, end, wave)
+        return found
 
-    def _new_samples(self, state: Voice, end: int, start: int, wave: Tensor) -> Tensor:
-        """Takes the new samples of a window that starts at token `start`, with a fade from the last window."""
+    def _new_samples(self, state: Voice, start: int, end: int, wave: Tensor) -> Tensor:
+        """Takes the new samples, up to token `end`, of a window that starts at token `start`, with a fade from the
+        last window."""
         first, last = (state.delivered - start) * self._samples, (end - start) * self._samples
         new = wave[first:last].clone()
         if state.tail is not None:

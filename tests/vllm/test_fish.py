@@ -22,7 +22,7 @@ require_v2()
 from pipelines.errors import ErrorCode, InputError, NightjarError  # noqa: E402
 from pipelines.fish_speech.codec import load_codec  # noqa: E402
 from pipelines.fish_speech.config import FishConfig  # noqa: E402
-from pipelines.fish_speech.engines import model_spec  # noqa: E402
+from pipelines.fish_speech.model import model_spec  # noqa: E402
 from pipelines.fish_speech.pipeline import FishPipeline, open_stage  # noqa: E402
 from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary  # noqa: E402
 from pipelines.options import TokenModelOptions  # noqa: E402

@@ -16,7 +16,7 @@ from tests.support.vllm_kit import require_vllm
 
 require_vllm()
 
-from pipelines.fish_speech.engines import as_extra  # noqa: E402
+from pipelines.fish_speech.model import as_extra  # noqa: E402
 from pipelines.fish_speech.prompt import Prompt  # noqa: E402
 from tests.support.scheduler_rig import BLOCK, Run, hashed, scheduler  # noqa: E402
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pipelines.engine.engine import Engine, NativeHost
 from pipelines.engine.executor import EagerExecutor, FrameSettings, PendingFrames, PrefillRun
 from pipelines.engine.scheduler import PromptPrefix
-from pipelines.fish_speech.engines import shared_prefixes
+from pipelines.fish_speech.model import shared_prefixes
 from pipelines.fish_speech.pipeline import TurnPlan
 from pipelines.fish_speech.prompt import Conversation, Prompt, Reference, prompt_of
 from pipelines.tokens import TokenSampling

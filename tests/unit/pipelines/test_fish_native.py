@@ -28,8 +28,14 @@ from pipelines.engine.opening import NativeModelOptions
 from pipelines.engine.state import PagedKV, SlotState
 from pipelines.errors import ConfigError, ErrorCode, ModelError, SynthesisError
 from pipelines.fish_speech.config import FishConfig
-from pipelines.fish_speech.engines import memory_needs, plan_sizes, shared_prefixes
-from pipelines.fish_speech.model import FishModel, load_weights, take_weights
+from pipelines.fish_speech.model import (
+    FishModel,
+    load_weights,
+    memory_needs,
+    plan_sizes,
+    shared_prefixes,
+    take_weights,
+)
 from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary, prompt_of
 from pipelines.registry import describe, open_pipeline
 from pipelines.request import Event, Generation, Message, SynthesisRequest, stream, submit
