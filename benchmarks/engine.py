@@ -45,9 +45,8 @@ from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.qwen3_tts.codec import CodecDecoder, fuses_front
-from pipelines.qwen3_tts.execution import engine_options, open_stage
 from pipelines.qwen3_tts.model import Qwen3TTSModel
-from pipelines.qwen3_tts.pipeline import FrameRequestInfo
+from pipelines.qwen3_tts.pipeline import FrameRequestInfo, engine_options, open_stage
 from pipelines.qwen3_tts.prompt import TokenizedTask, build_prompt
 from pipelines.request import Done, Event, Failed, Listener
 from pipelines.results import Utterance

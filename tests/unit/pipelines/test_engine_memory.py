@@ -30,10 +30,9 @@ from pipelines.engine.opening import (
 from pipelines.errors import ConfigError, ErrorCode, SynthesisError
 from pipelines.fish_speech import pipeline as fish
 from pipelines.nn.checkpoint import open_device
-from pipelines.qwen3_tts import execution
 from pipelines.qwen3_tts import pipeline as qwen3
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
-from pipelines.qwen3_tts.execution import (
+from pipelines.qwen3_tts.pipeline import (
     LATE_STATES,
     codec_needs,
     engine_options,
@@ -245,7 +244,7 @@ def test_only_jobs_have_more_than_512_slots_by_default_and_spare_ones(
         Qwen3TTSConfig.from_folder(GOLDEN / "checkpoint-base"),
         qwen3.PipelineOptions(executor="graph", **chosen),
     )
-    sizes = execution.plan_sizes(config, options, torch.device("cuda:1"), torch.bfloat16, torch.bfloat16)
+    sizes = qwen3.plan_sizes(config, options, torch.device("cuda:1"), torch.bfloat16, torch.bfloat16)
     assert (sizes.slots, sizes.spare_slots) == (slots, spare)
 
 
@@ -274,13 +273,13 @@ def test_a_gpu_that_another_program_fills_is_no_wrong_setting(
 def test_whole_utterances_wait_for_less_company_beside_streams_and_in_the_steps_of_a_continuous_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(execution, "CodecStage", lambda _decoder, _most, _device, seconds, _frames: seconds)
+    monkeypatch.setattr(qwen3, "CodecStage", lambda _decoder, _most, _device, seconds, _frames: seconds)
     decoder: Any = SimpleNamespace(device=torch.device("cuda"), batch_frames=4096, utterances=None)
-    short, long = execution.open_stage(decoder, 2048, streams=True), execution.open_stage(decoder, 2048)
+    short, long = qwen3.open_stage(decoder, 2048, streams=True), qwen3.open_stage(decoder, 2048)
     assert 0 < short < long
     assert decoder.batch_frames == 2048
     decoder.utterances = object()
-    assert execution.open_stage(decoder) == short
+    assert qwen3.open_stage(decoder) == short
 
 
 def test_what_streams_take_is_known_before_the_codec_is_loaded() -> None:

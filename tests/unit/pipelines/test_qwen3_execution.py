@@ -27,10 +27,10 @@ from pipelines.engine.core import EngineOptions
 from pipelines.engine.executor import EagerExecutor
 from pipelines.engine.opening import open_executor
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, SynthesisError
-from pipelines.qwen3_tts import execution
+from pipelines.qwen3_tts import pipeline as qwen3
 from pipelines.qwen3_tts.config import Qwen3TTSConfig, StackConfig
-from pipelines.qwen3_tts.execution import packed_needs, start_warming
 from pipelines.qwen3_tts.model import Qwen3TTSModel
+from pipelines.qwen3_tts.pipeline import packed_needs, start_warming
 from tests.support.fake_gpus import FakeGpus
 from tests.support.qwen3_golden import golden_model
 
@@ -270,13 +270,11 @@ def test_persistent_kernels_that_nobody_asked_for_take_no_slot_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpus.free_gib, gpus.total_gib = free_gib, total_gib
-    monkeypatch.setattr(execution, "packed_needs", lambda *_: 4 << 30)
+    monkeypatch.setattr(qwen3, "packed_needs", lambda *_: 4 << 30)
 
     def sizes(executor: opening.ExecutorKind) -> EngineOptions:
-        options = execution.PipelineOptions(executor=executor)
-        return execution.plan_sizes(
-            model.config, options, torch.device("cuda"), torch.bfloat16, torch.bfloat16
-        )
+        options = qwen3.PipelineOptions(executor=executor)
+        return qwen3.plan_sizes(model.config, options, torch.device("cuda"), torch.bfloat16, torch.bfloat16)
 
     plain, chosen, roomy = sizes("graph"), sizes("auto"), free_gib == 140
     assert (chosen.slots, chosen.persistent) == (plain.slots, roomy)
