@@ -37,6 +37,8 @@ _WARM_BATCHES = ((3, 56), (3, 48), (3, 104), (3, 112), (16, 56), (16, 104), (16,
 PASS_FRAMES, BATCH_FRAMES = 512, 4096
 #: States that keep the values that were made from their codes.
 KEPT_STATES = 64
+#: Codes, the values of the state after them, and the event of the write.
+Made = tuple[Tensor, Tensor, WriteEvent | None]
 
 
 class CausalDecoder(Decoder[CodecState]):
@@ -76,7 +78,7 @@ class CausalDecoder(Decoder[CodecState]):
         self.fixed = reproducible and not self.alone
         self._graphs: StreamGraphs | None = None
         #: The last values that were made from codes, with these codes, by their identity.
-        self.made: dict[int, tuple[Tensor, Tensor, WriteEvent | None]] = {}
+        self.made: dict[int, Made] = {}
 
     @property
     def shape(self) -> CodecShape:
@@ -304,34 +306,33 @@ class CausalDecoder(Decoder[CodecState]):
             for state in states
             if state.codes is not None and state.values is None
         }
-        found = {key: self.made.pop(key, None) for key in wanted}
-        codes = [wanted[key] for key, made in found.items() if made is None]
-        found |= zip((id(item) for item in codes), self._after(codes))
+        found = {key: made for key in wanted if (made := self.made.pop(key, None)) is not None}
+        found |= self._after([codes for key, codes in wanted.items() if key not in found])
         for state in states:
             if state.values is None and (made := found.get(id(state.codes))) is not None:
                 _, state.values, state.written = made
-        self.made |= {key: made for key, made in found.items() if made is not None}
+        self.made |= found
         for key in [*self.made][:-KEPT_STATES]:
             self.made.pop(key, None)
 
-    def _after(self, codes: Sequence[Tensor]) -> list[tuple[Tensor, Tensor, WriteEvent | None]]:
-        """For each of some codes: they, the values of the state after them, and the event of the write."""
-        found: dict[int, tuple[Tensor, Tensor, WriteEvent | None]] = {}
+    def _after(self, codes: Sequence[Tensor]) -> dict[int, Made]:
+        """The values of the states after codes, by their identity."""
+        found: dict[int, Made] = {}
         least = math.inf if self.alone or not self.reach else self.reach
-        for i, item in enumerate(codes):
+        for item in codes:
             if len(item) < least:
                 state = CodecState()
                 self.decode_chunk([state], [item])
                 assert state.values is not None
-                found[i] = item, state.values, state.written
-        lengths = [0 if i in found else len(item) for i, item in enumerate(codes)]
+                found[id(item)] = item, state.values, state.written
+        lengths = [0 if id(item) in found else len(item) for item in codes]
         for indices in self._batches(lengths, [False] * len(lengths)):
             ends = [lengths[i] for i in indices]
             padded = self._batch([codes[i] for i in indices], round_up(max(ends)))
             ends = torch.tensor(ends + ends[:1] * (len(padded) - len(ends)))
             values, written = self.states_after(padded, to_device(ends, self.device)), WriteEvent(self.device)
-            found |= {i: (codes[i], one.clone(), written) for i, one in zip(indices, values)}
-        return [found[i] for i in range(len(codes))]
+            found |= {id(codes[i]): (codes[i], one.clone(), written) for i, one in zip(indices, values)}
+        return found
 
     def decode_padded(self, codes: Sequence[Tensor], states: Sequence[CodecState] | None) -> Tensor:
         """[B] utterances -> [B, samples of the longest one, rounded up]; long ones are decoded in passes, which

@@ -26,7 +26,7 @@ from pipelines.engine.opening import MemoryNeeds, NativeModelOptions, check_exec
 from pipelines.engine.scheduler import PromptPrefix
 from pipelines.engine.state import LARGEST_PAGE
 from pipelines.fish_speech.config import CODEC_WEIGHTS, DualArStack, FishConfig
-from pipelines.fish_speech.prompt import Prompt, columns, prompt_of
+from pipelines.fish_speech.prompt import Prompt, columns, is_speech, prompt_of
 from pipelines.nn.checkpoint import Checkpoint, Loader, StackWeights, TensorSource
 from pipelines.vllm_engine.library import PRIVATE, SALTS, ModelSpec
 
@@ -162,7 +162,7 @@ class FishModel(FrameModel):
         ids = np.asarray(prompt.ids, np.int64)
         made = self._embeddings[to_device(torch.from_numpy(ids), self.device)]
         if len(prompt.codes):
-            spoken = np.flatnonzero((ids >= self._semantic.start) & (ids < self._semantic.stop))
+            spoken = np.flatnonzero(is_speech(ids, self._semantic))
             places, codes = (
                 to_device(torch.from_numpy(part), self.device) for part in (spoken, prompt.codes)
             )
@@ -345,8 +345,8 @@ def as_extra(prompt: Prompt, semantic: range) -> dict[str, Any]:
     share their KV. The KV of drawn frames is private to the request, because different frames may have the
     same ids.
     """
-    codes, ids = prompt.codes.astype(np.int16), np.array(prompt.ids)
-    places = np.flatnonzero((ids >= semantic.start) & (ids < semantic.stop))
+    codes = prompt.codes.astype(np.int16)
+    places = np.flatnonzero(is_speech(np.array(prompt.ids), semantic))
     breaks = np.flatnonzero(np.diff(places) > 1) + 1
     runs = zip(np.split(places, breaks), np.split(codes, breaks))
     salts = [

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -251,8 +252,13 @@ def columns(prompt: Prompt, semantic: range) -> NDArray[np.int64]:
     ids = np.array(prompt.ids, dtype=np.int64)
     table = np.zeros((1 + prompt.codes.shape[1], len(ids)), np.int64)
     table[0] = ids
-    table[1:, (ids >= semantic.start) & (ids < semantic.stop)] = prompt.codes.T
+    table[1:, is_speech(ids, semantic)] = prompt.codes.T
     return table
+
+
+def is_speech(ids: Any, semantic: range) -> Any:
+    """Which ids, an array or a tensor, are semantic tokens: bool of the same shape."""
+    return (ids >= semantic.start) & (ids < semantic.stop)
 
 
 def _tagged(text: str, index: int) -> str:

@@ -21,6 +21,7 @@ from kernels.frame import FrameTensors, Layer, StackTensors
 from kernels.registry import to_device
 from pipelines.fish_speech.config import DualArStack, FishConfig
 from pipelines.fish_speech.model import PROMPT_CODES, SLOW, drawn_ids, frame_tensors, take_fast, take_layers
+from pipelines.fish_speech.prompt import is_speech
 from pipelines.nn.checkpoint import Checkpoint, Loader, Shapes
 from pipelines.vllm_engine.frames import EngineFrameState, FrameModel
 
@@ -44,8 +45,7 @@ class FishState(EngineFrameState):
         semantic, data = self._fish.semantic, (sampling.extra_args or {}).get(PROMPT_CODES, b"")
         codes = np.frombuffer(data, dtype=np.int16).reshape(-1, len(self._offsets)).copy()
         if len(codes):
-            ids = np.array(prompt)
-            places = np.flatnonzero((ids >= semantic.start) & (ids < semantic.stop))
+            places = np.flatnonzero(is_speech(np.array(prompt), semantic))
             self.codes[slot, to_device(torch.from_numpy(places), self.device)] = to_device(
                 torch.from_numpy(codes), self.device
             )
@@ -53,7 +53,7 @@ class FishState(EngineFrameState):
     def embed(self, ids: Tensor, codes: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         model, semantic = self.model, self._fish.semantic
         text = model.embed_input_ids(ids)
-        speech = (ids >= semantic.start) & (ids < semantic.stop)
+        speech = is_speech(ids, semantic)
         spoken = embedding_bag(codes.long() + self._offsets, model.fast.codebooks, mode="sum")
         return torch.where(speech[:, None], (text + spoken) * (1 / math.sqrt(self._fish.codebooks + 1)), text)
 
@@ -126,17 +126,16 @@ def as_qwen3(layer: Layer, stack: DualArStack) -> dict[str, Tensor]:
     gate, up = layer.gate_up.chunk(2)
     assert layer.q_norm is not None
     assert layer.k_norm is not None
-    attention = {
-        "q_proj": query,
-        "k_proj": key,
-        "v_proj": value,
-        "o_proj": layer.o,
-        "q_norm": layer.q_norm,
-        "k_norm": layer.k_norm,
-    }
     return {
-        **{f"self_attn.{name}": tensor for name, tensor in attention.items()},
-        **{f"mlp.{name}_proj": tensor for name, tensor in (("gate", gate), ("up", up), ("down", layer.down))},
+        "self_attn.q_proj": query,
+        "self_attn.k_proj": key,
+        "self_attn.v_proj": value,
+        "self_attn.o_proj": layer.o,
+        "self_attn.q_norm": layer.q_norm,
+        "self_attn.k_norm": layer.k_norm,
+        "mlp.gate_proj": gate,
+        "mlp.up_proj": up,
+        "mlp.down_proj": layer.down,
         "input_layernorm": layer.input_norm,
         "post_attention_layernorm": layer.post_norm,
     }

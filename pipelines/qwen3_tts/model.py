@@ -62,10 +62,12 @@ def take_weights(
     def linear(name: str, *shape: int) -> tuple[Tensor, Tensor]:
         return take(f"{name}.weight", *shape), take(f"{name}.bias", shape[0])
 
-    tables = [take("model.codec_embedding.weight", vocab, hidden)]
-    tables += [
-        take(f"code_predictor.model.codec_embedding.{index}.weight", predictor.vocab, hidden)
-        for index in residuals
+    tables = [
+        take("model.codec_embedding.weight", vocab, hidden),
+        *(
+            take(f"code_predictor.model.codec_embedding.{index}.weight", predictor.vocab, hidden)
+            for index in residuals
+        ),
     ]
     project = (
         linear("code_predictor.small_to_mtp_projection", predictor.hidden, hidden)
@@ -125,16 +127,6 @@ class TextTable:
             )
             self.rows[part.to(self.rows.device)] = functional.linear(inner, *self._weights.fc2)[: len(part)]
         self._known[missing] = True
-
-
-def predictor_inputs(weights: ModelWeights) -> Tensor:
-    """The codec table after `small_to_mtp_projection`: [rows, predictor hidden], projected once instead of at
-    every step."""
-    if weights.projection is None:
-        return weights.codec_table
-    return torch.cat(
-        [functional.linear(part, *weights.projection) for part in weights.codec_table.split(4096)]
-    )
 
 
 #: Maximum positions of prompts that are embedded together: the rows of all their codebooks take 64 MiB at the
@@ -220,12 +212,15 @@ def _frame_tensors(
     # Prompts are padded to whole pages, and the maximum context may end within a page.
     table = rope_table(max_context + LARGEST_PAGE, talker.head_dim, talker.rope_theta, dtype, device)
     frame_table = rope_table(config.codebooks, predictor.head_dim, predictor.rope_theta, dtype, device)
-    starts = weights.codec_starts
+    starts, inputs = weights.codec_starts, weights.codec_table
+    if weights.projection is not None:
+        # Projected once instead of at every step.
+        inputs = torch.cat([functional.linear(part, *weights.projection) for part in inputs.split(4096)])
     depth = weights.predictor.tensors(predictor, frame_table)
     return FrameTensors(
         backbone=weights.talker.tensors(talker, table),
         head=weights.head,
         draw=DrawRules((config.ids.codec_eos_token_id,), talker.vocab - CONTROL_IDS),
         feedback=Feedback(weights.codec_table, starts, text),
-        depth=DepthTensors(depth, weights.heads, predictor_inputs(weights), starts, weights.projection),
+        depth=DepthTensors(depth, weights.heads, inputs, starts, weights.projection),
     )

@@ -280,18 +280,18 @@ def start_warming(decoder: CodecDecoder | None, clones: bool = False) -> Callabl
     """Warms the codec's decoder on a GPU while other parts of the model are opened. Returns a function that
     waits until that is done."""
 
+    if decoder is None or decoder.device.type == "cpu":
+        return lambda: None
+
     def warm() -> None:
         """Only logs errors, since they occur again when speech is decoded."""
         try:
-            assert decoder is not None
             with on_device(decoder.device), torch.cuda.stream(torch.cuda.Stream(decoder.device)):
                 decoder.warm(clones)
                 torch.cuda.current_stream().synchronize()
         except Exception:
             log.warning("the codec could not be warmed up", exc_info=True)
 
-    if decoder is None or decoder.device.type == "cpu":
-        return lambda: None
     thread = threading.Thread(target=warm, name="codec-warming", daemon=True)
     thread.start()
     return thread.join
@@ -331,15 +331,19 @@ def open_pipeline(folder: Path, **options: Any) -> Qwen3TTSPipeline:
 
 def open_decoder(folder: Path, **options: Any) -> StageDecoder[CodecState]:
     """Loads the decoder of a checkpoint's codec alone, with the options of `open_pipeline`; raises like it."""
-    chosen = read_options(PipelineOptions, options)
-    device = open_device(chosen.device, chosen.threads)
-    dtype, rows = precision(chosen.codec_dtype or chosen.dtype, device), chosen.codec_rows
-    fused = fuses_front(device, dtype, chosen.reproducible, rows)
-    codec = load_codec(folder / "speech_tokenizer", device, dtype, chosen.reproducible, fused, encodes=False)
+    chosen = read_options(PipelineOptions, {**options, "decodes": True})
+    codec = _codec(folder, chosen, open_device(chosen.device, chosen.threads), encodes=False)
     decoder = codec.decoder
     assert decoder is not None
-    decoder.prepare_utterances(rows)
+    decoder.prepare_utterances(chosen.codec_rows)
     return StageDecoder(open_stage(decoder), codec.config.output_sample_rate, decoder.state_after)
+
+
+def _codec(folder: Path, options: PipelineOptions, device: torch.device, encodes: bool) -> Codec:
+    dtype = precision(options.codec_dtype or options.dtype, device)
+    fused = fuses_front(device, dtype, options.reproducible, options.codec_rows)
+    place = folder / "speech_tokenizer"
+    return load_codec(place, device, dtype, options.reproducible, fused, encodes, options.decodes)
 
 
 class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
@@ -358,16 +362,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
             (config.talker, config.predictor),
         )
         sizes = plan_sizes(config, options, device, dtype, codec_dtype)
-        fused = fuses_front(device, codec_dtype, options.reproducible, options.codec_rows)
-        self.codec = load_codec(
-            folder / "speech_tokenizer",
-            device,
-            codec_dtype,
-            options.reproducible,
-            fused,
-            config.clones,
-            options.decodes,
-        )
+        self.codec = _codec(folder, options, device, config.clones)
         _check_codec(config, self.codec)
         decoder = self.codec.decoder
         wait_for_codec = start_warming(decoder, config.clones)

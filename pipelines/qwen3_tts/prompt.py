@@ -187,11 +187,11 @@ class TextTokenizer:
 
     def _in_added_token(self, text: str, at: int) -> bool:
         """Whether this position is inside an added token, or inside the beginning of one."""
-        for token in self._added:
-            for begin in range(max(at - len(token) + 1, 0), at):
-                if token.startswith(text[begin : begin + len(token)]):
-                    return True
-        return False
+        return any(
+            token.startswith(text[begin : begin + len(token)])
+            for token in self._added
+            for begin in range(max(at - len(token) + 1, 0), at)
+        )
 
     def encode(self, text: str) -> list[int]:
         """The ids of a string with its template. Raises `InputError` (`input.unpronounceable`) for a text that
