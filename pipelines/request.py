@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import msgspec
 
@@ -31,6 +31,8 @@ EngineState = Literal["ready", "starting", "broken"]
 #: `exact`: the model itself knows when it says each word; `estimated`: from the text and the frames made.
 WordTimes = Literal["exact", "estimated"]
 Meta = dict[str, str | int | float | bool]
+#: Ids or codes. A string, so that requests are read without numpy.
+IntArray: TypeAlias = "NDArray[np.int64]"
 
 
 class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

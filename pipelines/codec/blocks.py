@@ -9,7 +9,6 @@ how their checkpoints name and store them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol, Self
 
 import torch
@@ -55,8 +54,7 @@ class CodecLoader(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class StateSpan:
+class StateSpan(NamedTuple):
     """The part of a row's flat state that holds the last `steps` inputs of a block."""
 
     at: slice
@@ -316,8 +314,7 @@ def window_masks(
     return masks
 
 
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
+class LayerWeights(NamedTuple):
     """One layer. `qkv`: [(heads + 2 * kv_heads) * head_dim, dim], its heads in half-split layout;
     `gate_up`: [2 * intermediate, dim]."""
 

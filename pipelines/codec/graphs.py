@@ -6,10 +6,9 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib import import_module
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -49,8 +48,7 @@ STEP_FRAMES = 16
 _HALVINGS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
+class Buffer(NamedTuple):
     """Memory for one launch, on the device or pinned on the host: its inputs (int64) and its samples
     (float32)."""
 

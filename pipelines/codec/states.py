@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -146,8 +147,7 @@ class CodecState:
             self.row.release()
 
 
-@dataclass(frozen=True, slots=True)
-class CodecShape:
+class CodecShape(NamedTuple):
     """A decoder's sizes (values of a stream's state, codes and samples of a frame), and its type and
     device."""
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ from pipelines.fish_speech.config import CODEC_WEIGHTS, CodecConfig, CodecStackC
 from pipelines.fish_speech.model import halves
 from pipelines.nn.checkpoint import Loader, TensorSource, TensorTable, read_pickle, shown, take_normed
 from pipelines.recording import KEPT_BYTES, Recording, RecordingCache
+from pipelines.request import IntArray
 
 log = logging.getLogger(__name__)
 
@@ -250,11 +251,9 @@ class ReferenceEncoder:
         self._batches = BatchEncoder(encoder.device)
         steps = _BATCH_SECONDS * encoder.config.sample_rate
         self._encoding = Encoding(lambda samples, _: encoder.encode(samples), steps)
-        self._cache: RecordingCache[NDArray[np.int64]] = RecordingCache(
-            KEPT_BYTES, lambda codes: codes.nbytes
-        )
+        self._cache: RecordingCache[IntArray] = RecordingCache(KEPT_BYTES, lambda codes: codes.nbytes)
 
-    def prepare(self, recording: Recording) -> NDArray[np.int64]:
+    def prepare(self, recording: Recording) -> IntArray:
         """The codes, int64 [frames, codebooks], of an audio file within the limits of `pipelines.audio`.
 
         Raises `InputError`: `input.audio_unreadable`, `input.reference_length`, `input.reference_silent`;
@@ -262,7 +261,7 @@ class ReferenceEncoder:
         """
         return self._cache.get(recording, None, lambda: self.encode(self.read(recording).numpy()))
 
-    def encode(self, samples: NDArray[np.float32]) -> NDArray[np.int64]:
+    def encode(self, samples: NDArray[np.float32]) -> IntArray:
         """The codes, int64 [frames, codebooks], of samples at the codec's rate."""
         frames = -(-len(samples) // self._encoder.config.samples_per_frame)
         return self._batches(self._encoding, samples)[:frames].clone().numpy()
@@ -349,8 +348,7 @@ class CodecDecoder(CausalDecoder):
         return self._stack(x, past, lengths)
 
 
-@dataclass(frozen=True, slots=True)
-class Codec:
+class Codec(NamedTuple):
     """The decoder and the encoder of the codec; the decoder is None if it is not needed."""
 
     decoder: CodecDecoder | None

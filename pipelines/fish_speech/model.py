@@ -7,9 +7,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -56,8 +56,7 @@ def rotary_table(positions: int, head_dim: int, base: float) -> tuple[Tensor, Te
     return angles.cos().bfloat16().float(), angles.sin().bfloat16().float()
 
 
-@dataclass(frozen=True, slots=True)
-class FastWeights:
+class FastWeights(NamedTuple):
     """The fast AR, and its tables."""
 
     stack: StackWeights
@@ -70,8 +69,7 @@ class FastWeights:
     project: tuple[Tensor, Tensor] | None
 
 
-@dataclass(frozen=True, slots=True)
-class LmWeights:
+class LmWeights(NamedTuple):
     """Both transformers. embeddings: [vocabulary, dim], of all ids; the head has the same weights."""
 
     slow: StackWeights

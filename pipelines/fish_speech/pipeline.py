@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
@@ -30,7 +29,7 @@ from pipelines.fish_speech.prompt import (
 )
 from pipelines.nn.checkpoint import open_device, precision, type_name
 from pipelines.options import TokenModelOptions, read_model_options
-from pipelines.request import Listener, SynthesisRequest
+from pipelines.request import IntArray, Listener, SynthesisRequest
 from pipelines.results import (
     FinishedCodes,
     Meta,
@@ -82,7 +81,7 @@ class TurnPlan:
         speech: it is the end, or it is dropped."""
         return self.current.sampling.max_tokens
 
-    def advance(self, frames: NDArray[np.int64], cut: bool) -> bool:
+    def advance(self, frames: IntArray, cut: bool) -> bool:
         """Adds the frames of the current turn, which ended or was `cut`. Returns whether there is another
         turn, which is then `current`.
 
@@ -151,9 +150,9 @@ class Turns(Receiver[CodecState]):
         super().__init__(info, stage, listener)
         self._plan = info.plan
         self._columns = 0
-        self._parts: list[NDArray[np.int64]] = []
+        self._parts: list[IntArray] = []
 
-    def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
+    def tokens(self, ids: list[int], codes: IntArray | None) -> None:
         assert codes is not None
         # The last possible column is not speech, as in the published loop.
         whole = codes[: max(self._plan.max_columns - 1 - self._columns, 0)]
@@ -187,7 +186,7 @@ class FishStreamer(Turns, Streamer[CodecState]):
     """A stream of frames, 21.5 per second: the first chunk is the first frame."""
 
 
-def _spoken(columns: NDArray[np.int64], request: TokenRequest) -> NDArray[np.int64]:
+def _spoken(columns: IntArray, request: TokenRequest) -> IntArray:
     """The codes [frames, codebooks] of columns [n, 1 + codebooks] before their end."""
     ends = np.flatnonzero(np.isin(columns[:, 0], request.sampling.stop_ids))
     return columns[: ends[0] if len(ends) else len(columns), 1:]

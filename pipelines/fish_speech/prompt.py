@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from pipelines.errors import ErrorCode, InputError
 from pipelines.fish_speech.config import FishConfig
 from pipelines.nn.config_keys import bad_checkpoint, read_tokenizer
+from pipelines.request import IntArray
 from pipelines.tokens import TokenRequest
 from pipelines.validation import check_unicode, control_token, is_visible
 
@@ -144,13 +144,12 @@ _CLONING = "convert the provided text to speech reference to the following:\n\nT
 _SPEECH = "\n\nSpeech:\n"
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
+class Reference(NamedTuple):
     """A recording to clone, as part of a prompt."""
 
     text: str
     #: int64 [frames, codebooks].
-    codes: NDArray[np.int64]
+    codes: IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +158,7 @@ class Prompt:
     codebooks]."""
 
     ids: Sequence[int]
-    codes: NDArray[np.int64]
+    codes: IntArray
     #: Lengths of prefixes that other prompts share: the system message with its references, then the prompt
     #: of each turn except the last turn. A prompt's last position is excluded, because its keys and values
     #: are computed with the first frame.
@@ -188,7 +187,7 @@ class Conversation:
         """Raises `InputError` (`input.unpronounceable`) for a reference text that contains a control token."""
         self._vocabulary = vocabulary
         self._ids: list[int] = []
-        self._codes: list[NDArray[np.int64]] = [np.zeros((0, codebooks), np.int64)]
+        self._codes: list[IntArray] = [np.zeros((0, codebooks), np.int64)]
         self._add(_SYSTEM)
         if references:
             self._add(_CLONING)
@@ -215,7 +214,7 @@ class Conversation:
             self._shared.append(len(self._ids) - 1)
         return Prompt(tuple(self._ids), np.concatenate(self._codes), tuple(self._shared))
 
-    def answer(self, codes: NDArray[np.int64]) -> None:
+    def answer(self, codes: IntArray) -> None:
         """Adds the speech of the last `ask`, int64 [frames, codebooks]."""
         self._speech(codes)
         self._add(_END)
@@ -223,7 +222,7 @@ class Conversation:
     def _add(self, part: str) -> None:
         self._ids += self._vocabulary.encode(part)
 
-    def _speech(self, codes: NDArray[np.int64]) -> None:
+    def _speech(self, codes: IntArray) -> None:
         self._ids += (codes[:, 0] + self._vocabulary.semantic.start).tolist()
         self._codes.append(codes)
 
@@ -246,7 +245,7 @@ def groups(text: str, max_bytes: int, max_turns: int) -> list[str]:
     return ["\n".join(group) for group in found]
 
 
-def columns(prompt: Prompt, semantic: range) -> NDArray[np.int64]:
+def columns(prompt: Prompt, semantic: range) -> IntArray:
     """A prompt in the published model's format: int64 [1 + codebooks, positions], zeros at positions without
     speech."""
     ids = np.array(prompt.ids, dtype=np.int64)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -198,8 +198,7 @@ def _code_table(config: CodecDecoderConfig, load: Loader) -> Tensor:
     return torch.cat(tables)
 
 
-@dataclass(frozen=True, slots=True)
-class Codec:
+class Codec(NamedTuple):
     """Both halves of the 12 Hz codec; each is None if it is not needed."""
 
     config: CodecConfig

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -20,6 +18,7 @@ from pipelines.engine.executor import FrameModel
 from pipelines.engine.state import LARGEST_PAGE
 from pipelines.nn.checkpoint import Loader, StackWeights, TensorSource, take_stack
 from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig
+from pipelines.request import IntArray
 
 if TYPE_CHECKING:
     from pipelines.qwen3_tts.prompt import Prompt
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
 ROW_BLOCK = 32
 
 
-@dataclass(frozen=True, slots=True)
-class ModelWeights:
+class ModelWeights(NamedTuple):
     talker: StackWeights
     #: [text_vocab, text_hidden] and the two layers of `text_projection`.
     text_embedding: Tensor
@@ -183,7 +181,7 @@ class Qwen3TTSModel(FrameModel):
             codec.index_copy_(0, to_device(at, self.device), to_device(voices, self.device).to(self.dtype))
         return self.text.rows[rows[:, -1]] + codec
 
-    def take_text(self, ids: NDArray[np.int64]) -> None:
+    def take_text(self, ids: IntArray) -> None:
         """See `FrameModel`."""
         self.text.ensure(torch.from_numpy(ids))
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kernels.lm_persistent import PREDICTORS, TALKERS
 from kernels.registry import on_device
@@ -58,6 +57,7 @@ from pipelines.request import (
     Failed,
     Generation,
     Handle,
+    IntArray,
     Listener,
     OnEvent,
     PreparedRequest,
@@ -89,9 +89,9 @@ class FrameRequestInfo(RequestInfo[CodecState]):
     #: Seconds of speech in a frame.
     frame_seconds: float = 0.08
     #: The codes of that reference, int64 [frames, codebooks].
-    voice_codes: NDArray[np.int64] | None = None
+    voice_codes: IntArray | None = None
 
-    def read(self, codes: NDArray[np.int64], finish: Finish) -> FinishedCodes[CodecState]:
+    def read(self, codes: IntArray, finish: Finish) -> FinishedCodes[CodecState]:
         """See `RequestInfo.read`; codes: [frames, codebooks]."""
         self.check_end(finish, len(codes))
         if not len(codes):
@@ -110,12 +110,12 @@ class FrameStreamer(Streamer[CodecState]):
         #: once.
         self._played_until = 0.0
 
-    def frames(self, codes: NDArray[np.int64]) -> None:
+    def frames(self, codes: IntArray) -> None:
         self._received += len(codes)
         self.decode(codes, deadline=self._played_until)
         self._played_until = (self._played_until or time.monotonic()) + len(codes) * self._frame_seconds
 
-    def finished(self, codes: NDArray[np.int64], finish: Finish) -> None:
+    def finished(self, codes: IntArray, finish: Finish) -> None:
         if len(rest := codes[self._received :]):
             self.decode(rest, last=True, deadline=self._played_until)
         super().finished(codes, finish)

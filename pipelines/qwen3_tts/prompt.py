@@ -18,7 +18,7 @@ from tokenizers.models import BPE
 from pipelines.errors import ErrorCode, InputError
 from pipelines.nn.config_keys import bad_checkpoint, read_tokenizer
 from pipelines.qwen3_tts.config import Qwen3TTSConfig, capabilities
-from pipelines.request import Generation, PreparedRequest, SynthesisRequest, TextPieces
+from pipelines.request import Generation, IntArray, PreparedRequest, SynthesisRequest, TextPieces
 from pipelines.validation import MAX_TOP_K, check_unicode, speech_task
 
 #: Marks positions without an id.
@@ -30,12 +30,12 @@ class Prompt:
     """The talker's input of one request, by positions."""
 
     #: int64 [length]: text ids; NONE at positions without text.
-    text: NDArray[np.int64]
+    text: IntArray
     #: int64 [length, codebooks]: codec ids that are embedded and summed; NONE if there is none.
-    codes: NDArray[np.int64]
+    codes: IntArray
     #: int64 [frames]: the text id that is added to the input after each frame; after later frames it is
     #: tts_pad.
-    trailing: NDArray[np.int64]
+    trailing: IntArray
     #: Position of the voice vector, and the vector, float32 [hidden]; both None if there is none.
     voice_at: int | None = None
     voice: NDArray[np.float32] | None = None
@@ -62,7 +62,7 @@ class TokenizedTask(msgspec.Struct, frozen=True, array_like=True):
     #: of the text. Not with `text_first`.
     text_open: bool = False
 
-    def streamed_ids(self, codes: NDArray[np.int64] | None) -> int:
+    def streamed_ids(self, codes: IntArray | None) -> int:
         """The minimum number of ids of an open text in its prompt. One text token is read in each frame, so
         the ids of the reference's text and of the open text together must be at least one more than the
         frames of `codes`."""
@@ -73,7 +73,7 @@ def build_prompt(
     config: Qwen3TTSConfig,
     task: TokenizedTask,
     voice: NDArray[np.float32] | None = None,
-    codes: NDArray[np.int64] | None = None,
+    codes: IntArray | None = None,
     text_first: bool = True,
 ) -> Prompt:
     """The prompt and the trailing text of one request, in the layout of the published wrapper.

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -32,6 +31,7 @@ from pipelines.nn.checkpoint import Checkpoint, TensorSource, device_name, fill_
 from pipelines.qwen3_tts.codec import Codec
 from pipelines.qwen3_tts.config import CodecConfig, Qwen3TTSConfig, SpeakerEncoderConfig
 from pipelines.recording import KEPT_BYTES, Recording, RecordingCache, RecordingFiles
+from pipelines.request import IntArray
 
 N_FFT = 1024
 HOP = 256
@@ -255,15 +255,14 @@ def _causal(layer: MimiConv1d, x: Tensor) -> Tensor:
     return layer.conv(pad(x, (_left(layer), 0)))
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedVoice:
+class PreparedVoice(NamedTuple):
     """A recording encoded for the model. `codes`, and `codec_state` (the decoder's state after them), are set
     only for cloning in context, the state only if there is a decoder."""
 
     #: float32 [talker hidden].
     vector: NDArray[np.float32]
     #: int64 [frames, codebooks].
-    codes: NDArray[np.int64] | None = None
+    codes: IntArray | None = None
     codec_state: CodecState | None = None
 
 

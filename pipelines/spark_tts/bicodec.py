@@ -307,13 +307,9 @@ class BiCodecDecoder(Decoder[Voice]):
     is rounded differently, and on a CPU a batch is not faster.
     """
 
-    def __init__(
-        self, codec: BiCodec, *, left: int = LEFT_TOKENS, right: int = RIGHT_TOKENS, alone: bool = False
-    ) -> None:
+    def __init__(self, codec: BiCodec, alone: bool = False) -> None:
         self.codec = codec
         self._alone = alone or codec.device.type == "cpu"
-        self._left = left
-        self._right = right
         self._samples = codec.config.samples_per_token
 
     def new_state(self) -> Voice:
@@ -331,9 +327,9 @@ class BiCodecDecoder(Decoder[Voice]):
         ready: list[tuple[int, int, int]] = []
         for at, (state, new) in enumerate(zip(states, codes)):
             state.semantic += new[:, 0].tolist()
-            end = len(state.semantic) - (self._right if len(new) else 0)
+            end = len(state.semantic) - (RIGHT_TOKENS if len(new) else 0)
             if end > state.delivered:
-                ready.append((at, max(0, state.delivered - self._left), end))
+                ready.append((at, max(0, state.delivered - LEFT_TOKENS), end))
         windows = [torch.tensor(states[at].semantic[start:]) for at, start, _ in ready]
         waves = self._decode(windows, [states[at].tokens for at, _, _ in ready])
         found = [torch.zeros(0)] * len(states)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -18,6 +18,7 @@ from pipelines.engine.executor import FrameModel
 from pipelines.engine.opening import MemoryNeeds, NativeModelOptions
 from pipelines.engine.state import LARGEST_PAGE
 from pipelines.nn.checkpoint import Checkpoint, Loader, StackWeights, TensorSource, bad_checkpoint, take_stack
+from pipelines.request import IntArray
 from pipelines.spark_tts.config import BICODEC, LLM, WAV2VEC2, LmConfig, SparkConfig
 from pipelines.spark_tts.prompt import Vocabulary
 
@@ -30,7 +31,7 @@ class Drawable:
     """The ids that the LM can write. The engine's codes are indices into them."""
 
     #: int64 [codes], in order.
-    ids: NDArray[np.int64]
+    ids: IntArray
     #: The codes that end a sequence.
     ends: tuple[int, ...]
 
@@ -55,8 +56,7 @@ class Drawable:
         return cls(ids, tuple(np.searchsorted(ids, sorted(ends)).tolist()))
 
 
-@dataclass(frozen=True, slots=True)
-class LmWeights:
+class LmWeights(NamedTuple):
     stack: StackWeights
     #: [vocabulary, hidden], the embeddings of all ids.
     table: Tensor
@@ -99,7 +99,7 @@ def _rows(table: Tensor, drawable: Drawable) -> Tensor:
 class Prompt:
     """Ids of the vocabulary, int64 [length]. The prompt contains the whole text, so `trailing` is empty."""
 
-    ids: NDArray[np.int64]
+    ids: IntArray
     trailing = np.zeros(0, np.int64)
 
     def __len__(self) -> int:

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from pipelines.codec.stage import CodecStage
 from pipelines.duration import longest_seconds
@@ -18,7 +17,7 @@ from pipelines.engine.opening import NativeModelOptions, check_executor, explain
 from pipelines.errors import invalid, unsupported
 from pipelines.nn.checkpoint import open_device, precision, type_name
 from pipelines.options import CONTEXT, TokenModelOptions, read_model_options
-from pipelines.request import Listener, SynthesisRequest
+from pipelines.request import IntArray, Listener, SynthesisRequest
 from pipelines.results import (
     FinishedCodes,
     Meta,
@@ -96,7 +95,7 @@ class SparkStreamer(Streamer[Voice]):
         self._ids: list[int] = []
         self._left = info.max_semantic
 
-    def frames_of(self, ids: list[int], codes: NDArray[np.int64] | None) -> NDArray[np.int64]:
+    def frames_of(self, ids: list[int], codes: IntArray | None) -> IntArray:
         self._ids += ids
         semantic = self._request.vocabulary.parse(ids).semantic[: self._left]
         if self._left is not None:
@@ -110,7 +109,7 @@ class SparkStreamer(Streamer[Voice]):
         return Voice(torch.tensor(voice)) if len(voice) == info.voice_tokens else None
 
 
-def column(semantic: tuple[int, ...] | list[int]) -> NDArray[np.int64]:
+def column(semantic: tuple[int, ...] | list[int]) -> IntArray:
     """Semantic tokens as codes of one codebook, int64 [steps, 1]."""
     return np.array(semantic, dtype=np.int64).reshape(-1, 1)
 
@@ -191,8 +190,7 @@ def open_host(engine: Engine, drawable: Drawable) -> NativeHost:
     return NativeHost(engine, drawable.ids, lambda request: Prompt(np.asarray(request.prompt_ids, np.int64)))
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
+class Parts(NamedTuple):
     """The parts of the model except the LM."""
 
     config: SparkConfig
@@ -218,9 +216,7 @@ def open_stage(codec: BiCodec | None, reproducible: bool = False) -> CodecStage[
     if codec is None:
         return CodecStage()
     gather = 0.0 if reproducible or codec.device.type == "cpu" else _GATHER_SECONDS
-    return CodecStage(
-        BiCodecDecoder(codec, alone=reproducible), _CODEC_BATCH, codec.device, gather, BATCH_TOKENS
-    )
+    return CodecStage(BiCodecDecoder(codec, reproducible), _CODEC_BATCH, codec.device, gather, BATCH_TOKENS)
 
 
 class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):

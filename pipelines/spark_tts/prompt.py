@@ -4,8 +4,8 @@ template."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -32,8 +32,7 @@ _LABELS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SparkCodes:
+class SparkCodes(NamedTuple):
     """The tokens of BiCodec in a sequence of ids, in order."""
 
     semantic: tuple[int, ...]
@@ -98,12 +97,6 @@ class Vocabulary:
             tuple(token - voice.start for token in known if token in voice),
         )
 
-    def semantic_ids(self, codes: Sequence[int]) -> list[int]:
-        return [self.semantic.start + code for code in codes]
-
-    def voice_ids(self, codes: Sequence[int]) -> list[int]:
-        return [self.voice.start + code for code in codes]
-
     def _run(self, name: str, count: int) -> range:
         """The ids of `<|name_0|>`, `<|name_1|>` ..., which must be consecutive."""
         ids = [self.id(f"{name}_{code}") for code in range(count)]
@@ -131,11 +124,12 @@ def clone_prompt(
         vocabulary.control("task_tts"),
         *vocabulary.spoken((reference_text or "") + text),
         vocabulary.control("start_global_token"),
-        *vocabulary.voice_ids(voice),
+        *(vocabulary.voice.start + code for code in voice),
         vocabulary.control("end_global_token"),
     ]
     if reference_text:
-        ids += [vocabulary.control("start_semantic_token"), *vocabulary.semantic_ids(semantic)]
+        ids.append(vocabulary.control("start_semantic_token"))
+        ids += [vocabulary.semantic.start + code for code in semantic]
     return ids
 
 

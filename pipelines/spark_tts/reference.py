@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -117,8 +116,7 @@ _CLIPS, _BATCH_SECONDS = 8, 24
 _TOKEN_BYTES = 36
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
+class Reference(NamedTuple):
     """The tokens of a recording."""
 
     #: Global tokens.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pipelines.codec.batches import longest_first
 from pipelines.codec.stage import CodecStage
+from pipelines.spark_tts import bicodec
 from pipelines.spark_tts.bicodec import BiCodec, BiCodecDecoder, Voice, load_bicodec
 from pipelines.spark_tts.config import SparkConfig
 from tests.support.vllm_kit import checkpoint
@@ -65,10 +66,14 @@ def stream(decoder: BiCodecDecoder, semantic: Tensor, voice: Tensor, sizes: list
 
 
 @pytest.mark.parametrize("sizes", [[100], [1] * 5 + [95], [20, 25, 55], [50, 49, 1]])
-def test_a_stream_with_all_its_context_equals_the_whole(codec: BiCodec, sizes: list[int]) -> None:
+def test_a_stream_with_all_its_context_equals_the_whole(
+    codec: BiCodec, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bicodec, "LEFT_TOKENS", 200)
+    monkeypatch.setattr(bicodec, "RIGHT_TOKENS", 90)
     semantic, voice = tokens(codec, 100, 3)
     whole = codec.decode([semantic], [voice])[0]
-    heard = stream(BiCodecDecoder(codec, left=200, right=90), semantic, voice, sizes)
+    heard = stream(BiCodecDecoder(codec), semantic, voice, sizes)
     assert (heard - whole).abs().max() <= 10 * WAVE_LIMIT
 
 
