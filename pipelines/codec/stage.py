@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -110,8 +110,7 @@ class Job(Generic[S]):
             log.exception("a receiver of audio failed")
 
 
-@dataclass(frozen=True, slots=True)
-class Gathering:
+class Gathering(NamedTuple):
     """How long codes wait so that more of them are decoded together: at most `seconds`, or until `frames`
     frames are waiting."""
 

@@ -199,7 +199,14 @@ class CodecEncoder:
     def encode(self, samples: Tensor) -> Tensor:
         """float32 [B, samples] at the codec's rate -> int64 [B, frames, codebooks]; the last frame is padded
         with silence. Frames do not depend on later samples, such as those that pad a row."""
-        return self.quantize(self.latents(self.features(samples)))
+        z = self.latents(self.features(samples))
+        codes: list[Tensor] = []
+        # Each codebook quantizes the residual of those before it.
+        for codebook in self.codebooks:
+            chosen, found = codebook.choose(z)
+            codes.append(chosen)
+            z = z - found
+        return torch.stack(codes, dim=-1)
 
     def features(self, samples: Tensor) -> Tensor:
         """float32 [B, samples] -> the input of the quantizer, [B, steps, latent]."""
@@ -219,16 +226,6 @@ class CodecEncoder:
     def latents(self, x: Tensor) -> Tensor:
         """[B, steps, latent] -> the vectors from which codes are chosen, [B, frames, latent]."""
         return self._pre(self.downsampled(x), None)
-
-    def quantize(self, z: Tensor) -> Tensor:
-        """[B, frames, latent] -> int64 [B, frames, codebooks]. Each codebook quantizes the residual of those
-        before it."""
-        codes: list[Tensor] = []
-        for codebook in self.codebooks:
-            chosen, found = codebook.choose(z)
-            codes.append(chosen)
-            z = z - found
-        return torch.stack(codes, dim=-1)
 
 
 #: Zero crossings of the resampling filter on either side, and its cutoff as a share of the lower Nyquist

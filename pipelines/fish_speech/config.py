@@ -142,10 +142,9 @@ class FishConfig:
         return self.sample_rate / self.codec.samples_per_frame
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> FishConfig:
+    def from_folder(cls, folder: Path) -> FishConfig:
         """Reads the configs. Raises `ModelError` (`model.bad_checkpoint`) that names the file and the wrong
         key."""
-        folder = Path(folder)
         keys = Keys.read(folder / "config.json")
         keys.expect(model_type=MODEL_TYPE)
         text, audio = keys.section("text_config"), keys.section("audio_decoder_config")

@@ -192,7 +192,10 @@ class Conversation:
         if references:
             self._add(_CLONING)
             self._ids += vocabulary.spoken(
-                "\n".join(_tagged(reference.text, i) for i, reference in enumerate(references))
+                "\n".join(
+                    ("" if has_speaker(reference.text) else f"<|speaker:{index}|>") + reference.text
+                    for index, reference in enumerate(references)
+                )
             )
             self._add(_SPEECH)
             for reference in references:
@@ -258,7 +261,3 @@ def columns(prompt: Prompt, semantic: range) -> IntArray:
 def is_speech(ids: Any, semantic: range) -> Any:
     """Which ids, an array or a tensor, are semantic tokens: bool of the same shape."""
     return (ids >= semantic.start) & (ids < semantic.stop)
-
-
-def _tagged(text: str, index: int) -> str:
-    return text if has_speaker(text) else f"<|speaker:{index}|>{text}"

@@ -221,7 +221,7 @@ def fuses_front(device: torch.device | str, dtype: torch.dtype, reproducible: bo
 
 
 def load_codec(
-    folder: str | Path,
+    folder: Path,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     reproducible: bool = False,

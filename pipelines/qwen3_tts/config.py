@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,7 +22,7 @@ from pipelines.nn.config_keys import (
 )
 from pipelines.recording import read_recording
 from pipelines.registry import ModelCard
-from pipelines.request import Capabilities, CodecIdentity
+from pipelines.request import Capabilities
 
 CheckpointType = Literal["base", "custom_voice", "voice_design"]
 TOKENIZER = "qwen3_tts_tokenizer_12hz"
@@ -130,10 +129,9 @@ class Qwen3TTSConfig:
         return self.talker.hidden != self.predictor.hidden
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> Qwen3TTSConfig:
+    def from_folder(cls, folder: Path) -> Qwen3TTSConfig:
         """Reads a checkpoint folder. Raises `ModelError` (`model.bad_checkpoint`) that names the file and the
         wrong key."""
-        folder = Path(folder)
         top = Keys.read(folder / "config.json")
         top.expect(model_type="qwen3_tts", tokenizer_type=TOKENIZER)
         talker = top.section("talker_config")
@@ -265,10 +263,10 @@ class CodecConfig:
     encode_downsample_rate: Size
 
     @classmethod
-    def load(cls, folder: str | Path) -> CodecConfig:
+    def load(cls, folder: Path) -> CodecConfig:
         """Reads `config.json` of a `speech_tokenizer` folder. Raises `ModelError` (`model.bad_checkpoint`)
         that names the file and the wrong key."""
-        keys = Keys.read(Path(folder) / "config.json")
+        keys = Keys.read(folder / "config.json")
         keys.expect(model_type=TOKENIZER)
         encoder = keys.section("encoder_config")
         encoder.expect(use_causal_conv=True, audio_channels=1, pad_mode="constant")
@@ -286,31 +284,25 @@ class CodecConfig:
 
 def describe(folder: Path) -> ModelCard:
     """The card of a checkpoint folder. Raises `ModelError` (`model.bad_checkpoint`)."""
-    config = Qwen3TTSConfig.from_folder(folder)
+    config, codec = Qwen3TTSConfig.from_folder(folder), CodecConfig.load(folder / "speech_tokenizer")
+    decoder = codec.decoder
     return ModelCard(
         name=str(folder),
         family="qwen3_tts",
         engine="native",
-        sample_rate=CodecConfig.load(folder / "speech_tokenizer").output_sample_rate,
+        sample_rate=codec.output_sample_rate,
         capabilities=capabilities(config),
         revision=revision(folder, (".json", ".safetensors")),
         seconds_per_character=0.067,  # English read speech, for estimates
         executors=("eager", "graph", "megakernel"),
         check_reference=read_recording,
-        codec=partial(codec_of, folder / "speech_tokenizer"),
-    )
-
-
-def codec_of(folder: Path) -> CodecIdentity:
-    """The identity of a codec. Raises `ModelError` (`model.bad_checkpoint`)."""
-    config = CodecConfig.load(folder)
-    decoder = config.decoder
-    return codec_identity(
-        "qwen3-tts-12hz",
-        folder.glob("*.safetensors"),
-        decoder.samples_per_frame,
-        config.output_sample_rate,
-        [decoder.codebook_size] * decoder.num_quantizers,
+        codec=lambda: codec_identity(
+            "qwen3-tts-12hz",
+            (folder / "speech_tokenizer").glob("*.safetensors"),
+            decoder.samples_per_frame,
+            codec.output_sample_rate,
+            [decoder.codebook_size] * decoder.num_quantizers,
+        ),
     )
 
 

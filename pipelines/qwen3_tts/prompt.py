@@ -145,13 +145,12 @@ class TextTokenizer:
         }
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> TextTokenizer:
+    def from_folder(cls, folder: Path) -> TextTokenizer:
         """Reads `tokenizer.json`, or `vocab.json` with `merges.txt` and the added tokens of
         `tokenizer_config.json`.
 
         Raises `ModelError` (`model.bad_checkpoint`) naming the file when none can be read.
         """
-        folder = Path(folder)
         if (path := folder / "tokenizer.json").is_file():
             return cls(read_tokenizer(path))
         try:
@@ -176,22 +175,19 @@ class TextTokenizer:
         for end in range(len(text) - 1, 0, -1):
             last, following = text[end - 1], text[end]
             after_word = unicodedata.category(last)[0] in "LN" and unicodedata.category(following)[0] in "PSZ"
-            if (after_word or (following == " " and not last.isspace())) and not self._in_added_token(
-                text, end
+            if not after_word and (following != " " or last.isspace()):
+                continue
+            # Inside an added token, or inside the beginning of one, a part does not end.
+            if not any(
+                token.startswith(text[begin : begin + len(token)])
+                for token in self._added
+                for begin in range(max(end - len(token) + 1, 0), end)
             ):
                 # The tokenizer has its own Unicode table, so the split is checked.
                 known = self._tokenizer.normalizer.normalize_str(text[: end + 1])
                 if self._tokenizer.pre_tokenizer.pre_tokenize_str(known)[-1][1][0] == len(known) - 1:
                     return end
         return 0
-
-    def _in_added_token(self, text: str, at: int) -> bool:
-        """Whether this position is inside an added token, or inside the beginning of one."""
-        return any(
-            token.startswith(text[begin : begin + len(token)])
-            for token in self._added
-            for begin in range(max(at - len(token) + 1, 0), at)
-        )
 
     def encode(self, text: str) -> list[int]:
         """The ids of a string with its template. Raises `InputError` (`input.unpronounceable`) for a text that

@@ -120,11 +120,8 @@ class SpeakerEncoder(ECAPA_TimeDelayNet):
         """
         samples, lengths = _rows(samples, lengths, self.device)
         mel, frames = log_mel(samples, lengths, self.config.sample_rate, self.config.mel_dim)
-        return self._vectors(mel.to(self.dtype), frames)
-
-    def _vectors(self, mel: Tensor, frames: Tensor) -> Tensor:
-        """The forward pass of transformers for rows of different lengths: mel [B, mel_dim, T], frames [B] ->
-        [B, enc_dim]."""
+        mel = mel.to(self.dtype)
+        # The forward pass of transformers, for rows of different lengths.
         inside = (torch.arange(mel.shape[2], device=mel.device) < frames[:, None])[:, None]
         blocks: list[Any] = [*self.blocks]
         x, found = _delayed(blocks[0], mel, frames), []

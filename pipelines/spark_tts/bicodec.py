@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -174,8 +175,7 @@ class SemanticQuantizer(nn.Module):
         return self.out_project(self.codebook(tokens).transpose(1, 2))
 
 
-@dataclass(eq=False, slots=True)
-class Tokenizer:
+class Tokenizer(NamedTuple):
     """The encoder of BiCodec, always in float32, so that tokens do not depend on the dtype of the decoder."""
 
     encoder: Encoder
@@ -188,11 +188,6 @@ class Tokenizer:
         """features: float32 [batch, steps, dim]; mask: bool [batch, steps], False after the end of each row
         -> int64 [batch, steps]."""
         return self.quantizer.tokens(self.encoder(features, None if mask is None else mask[:, None]))
-
-    @torch.inference_mode()
-    def global_tokens(self, clips: Tensor) -> Tensor:
-        """clips: float32 [batch, clip samples] -> int64 [batch, tokens]."""
-        return self.speaker.tokens(self.mel(clips))
 
 
 @dataclass(eq=False)
@@ -334,22 +329,18 @@ class BiCodecDecoder(Decoder[Voice]):
         waves = self._decode(windows, [states[at].tokens for at, _, _ in ready])
         found = [torch.zeros(0)] * len(states)
         for (at, start, end), wave in zip(ready, waves):
-            found[at] = self._new_samples(states[at], start, end, wave)
+            state = states[at]
+            first, last = (state.delivered - start) * self._samples, (end - start) * self._samples
+            found[at] = new = wave[first:last].clone()
+            if state.tail is not None:
+                # The last window fades into this one.
+                size = min(len(state.tail), len(new))
+                rise = torch.linspace(0, 1, size, device=new.device)
+                new[:size] = new[:size] * rise + state.tail[:size] * (1 - rise)
+            tail = wave[last : last + FADE_SAMPLES]
+            state.tail = tail.clone() if len(tail) else None
+            state.delivered = end
         return found
-
-    def _new_samples(self, state: Voice, start: int, end: int, wave: Tensor) -> Tensor:
-        """Takes the new samples, up to token `end`, of a window that starts at token `start`, with a fade from the
-        last window."""
-        first, last = (state.delivered - start) * self._samples, (end - start) * self._samples
-        new = wave[first:last].clone()
-        if state.tail is not None:
-            size = min(len(state.tail), len(new))
-            rise = torch.linspace(0, 1, size, device=new.device)
-            new[:size] = new[:size] * rise + state.tail[:size] * (1 - rise)
-        tail = wave[last : last + FADE_SAMPLES]
-        state.tail = tail.clone() if len(tail) else None
-        state.delivered = end
-        return new
 
     def _decode(self, semantic: list[Tensor], voices: list[Tensor]) -> list[Tensor]:
         if self._alone:

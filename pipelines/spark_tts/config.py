@@ -137,10 +137,9 @@ class SparkConfig:
         return self.sample_rate / self.bicodec.samples_per_token
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> SparkConfig:
+    def from_folder(cls, folder: Path) -> SparkConfig:
         """Reads the configs. Raises `ModelError` (`model.bad_checkpoint`) that names the file and the wrong
         key."""
-        folder = Path(folder)
         top = Keys.read(folder / "config.yaml")
         bicodec = _bicodec(Keys.read(folder / BICODEC / "config.yaml").section("audio_tokenizer"))
         hop = top.value("latent_hop_length", Whole)

@@ -26,8 +26,7 @@ from pipelines.spark_tts.prompt import Vocabulary
 ROW_STEP = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Drawable:
+class Drawable(NamedTuple):
     """The ids that the LM can write. The engine's codes are indices into them."""
 
     #: int64 [codes], in order.

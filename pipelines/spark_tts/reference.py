@@ -135,7 +135,9 @@ class ReferenceEncoder:
         self._batches = BatchEncoder(features.device)
         rate = config.sample_rate
         self.clips = Encoding(
-            EXACT(lambda clips, _: tokenizer.global_tokens(clips)), _CLIPS * config.clip_samples, int
+            EXACT(lambda clips, _: tokenizer.speaker.tokens(tokenizer.mel(clips))),
+            _CLIPS * config.clip_samples,
+            int,
         )
         self.semantic = Encoding(
             self.semantic_tokens, _BATCH_SECONDS * rate, rounded if features.takes_padding else int
