@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding_bag
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
-from kernels.frame import FrameTensors, Layer, StackTensors
+from kernels.frame import FrameTensors, StackTensors
 from kernels.registry import to_device
-from pipelines.fish_speech.config import DualArStack, FishConfig
+from pipelines.fish_speech.config import FishConfig
 from pipelines.fish_speech.model import PROMPT_CODES, SLOW, drawn_ids, frame_tensors, take_fast, take_layers
 from pipelines.fish_speech.prompt import is_speech
 from pipelines.nn.checkpoint import Checkpoint, Loader, Shapes
@@ -109,36 +109,33 @@ class FishForCausalLM(FrameModel, Qwen3ForCausalLM):
         return loaded | {f"beside.{index}" for index in range(len(self.beside))}
 
     def _slow(self, load: Loader) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of the slow AR, by the names of transformers' Qwen3."""
         slow = self.fish.slow
         yield "model.embed_tokens.weight", self._embeddings(load)
         yield "model.norm.weight", load("norm.weight", slow.hidden)
         for index, layer in enumerate(take_layers(load, slow)):
-            for name, tensor in as_qwen3(layer, slow).items():
+            query, key, value = layer.qkv.split([slow.q_width, slow.kv_width, slow.kv_width])
+            gate, up = layer.gate_up.chunk(2)
+            assert layer.q_norm is not None
+            assert layer.k_norm is not None
+            named = {
+                "self_attn.q_proj": query,
+                "self_attn.k_proj": key,
+                "self_attn.v_proj": value,
+                "self_attn.o_proj": layer.o,
+                "self_attn.q_norm": layer.q_norm,
+                "self_attn.k_norm": layer.k_norm,
+                "mlp.gate_proj": gate,
+                "mlp.up_proj": up,
+                "mlp.down_proj": layer.down,
+                "input_layernorm": layer.input_norm,
+                "post_attention_layernorm": layer.post_norm,
+            }
+            for name, tensor in named.items():
                 yield f"model.layers.{index}.{name}.weight", tensor
 
     def _embeddings(self, load: Loader) -> Tensor:
         return load("embeddings.weight", self.fish.slow.vocab, self.fish.slow.hidden)
-
-
-def as_qwen3(layer: Layer, stack: DualArStack) -> dict[str, Tensor]:
-    """A layer's tensors, by the names of transformers' Qwen3."""
-    query, key, value = layer.qkv.split([stack.q_width, stack.kv_width, stack.kv_width])
-    gate, up = layer.gate_up.chunk(2)
-    assert layer.q_norm is not None
-    assert layer.k_norm is not None
-    return {
-        "self_attn.q_proj": query,
-        "self_attn.k_proj": key,
-        "self_attn.v_proj": value,
-        "self_attn.o_proj": layer.o,
-        "self_attn.q_norm": layer.q_norm,
-        "self_attn.k_norm": layer.k_norm,
-        "mlp.gate_proj": gate,
-        "mlp.up_proj": up,
-        "mlp.down_proj": layer.down,
-        "input_layernorm": layer.input_norm,
-        "post_attention_layernorm": layer.post_norm,
-    }
 
 
 def _tensors(held: Any) -> list[Tensor]:

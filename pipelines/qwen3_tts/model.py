@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,10 +18,8 @@ from pipelines.engine.executor import FrameModel
 from pipelines.engine.state import LARGEST_PAGE
 from pipelines.nn.checkpoint import Loader, StackWeights, TensorSource, take_stack
 from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig
+from pipelines.qwen3_tts.prompt import Prompt
 from pipelines.request import IntArray
-
-if TYPE_CHECKING:
-    from pipelines.qwen3_tts.prompt import Prompt
 
 #: Rows of each matrix product whose results must not depend on which rows are requested together.
 ROW_BLOCK = 32

@@ -395,12 +395,9 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
     def warm_up(self) -> None:
         """Makes speech from an artificial prompt, once as a stream and once whole, so that the first request
         is not slower."""
-        shape, pad, draws = (
-            (_WARM_POSITIONS, self.config.codebooks),
-            self.config.text_ids.tts_pad_token_id,
-            _WARM_FRAMES + 1,
-        )
-        prompt = Prompt(np.full(shape[0], pad), np.full(shape, NONE), np.full(_WARM_FRAMES, pad))
+        pad, draws = self.config.text_ids.tts_pad_token_id, _WARM_FRAMES + 1
+        codes = np.full((_WARM_POSITIONS, self.config.codebooks), NONE)
+        prompt = Prompt(np.full(_WARM_POSITIONS, pad), codes, np.full(_WARM_FRAMES, pad))
         info = FrameRequestInfo("", self.sample_rate, {}, True, None, self._frame_seconds)
         for stream in (True, False):
             events: SimpleQueue[Event] = SimpleQueue()
