@@ -8,7 +8,7 @@ how their checkpoints name and store them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple, Protocol, Self
 
 import torch
@@ -379,8 +379,8 @@ class TransformerLayer:
 class WindowTransformer:
     """A causal sliding-window transformer: [B, T, dim] -> [B, T, dim]. Positions count its steps.
 
-    `frequencies`: those of rotary embedding, float32 [head_dim / 2]. `rounded`: whether its cosines and sines are
-    rounded to bfloat16 and then applied in float32, as in training.
+    `frequencies`: makes those of rotary embedding from their exponents, 0 to 1, float32 [head_dim / 2]. `rounded`:
+    whether its cosines and sines are rounded to bfloat16 and then applied in float32, as in training.
     """
 
     def __init__(
@@ -392,12 +392,13 @@ class WindowTransformer:
         kv_heads: int,
         window: int,
         eps: float,
-        frequencies: Tensor,
+        frequencies: Callable[[Tensor], Tensor],
         rounded: bool = False,
     ) -> None:
         self.layers = [TransformerLayer(one, layout, head_dim, kv_heads, window, eps) for one in layers]
         self.norm, self.eps, self.window = norm, eps, window
-        self._frequencies, self._rounded = frequencies, rounded
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=norm.device) / head_dim
+        self._frequencies, self._rounded = frequencies(exponents), rounded
 
     def __call__(self, x: Tensor, past: Past | None) -> Tensor:
         offsets = torch.arange(x.shape[1], device=x.device)[None]

@@ -200,13 +200,6 @@ class FusedStack:
         return to_device(torch.from_numpy(table), device)[:, : len(lengths)].unbind()
 
 
-def prepared_stack(
-    stack: ConvStack, device: torch.device, dtype: torch.dtype, fused: bool | None = None
-) -> ConvStack | FusedStack:
-    """The stack, plain or on fused ops; `fused` as for `uses_fused_ops`."""
-    return FusedStack(stack) if uses_fused_ops(device, dtype, fused) else stack
-
-
 def uses_fused_ops(device: torch.device, dtype: torch.dtype, fused: bool | None) -> bool:
     """Whether a codec runs on fused ops, whose kernels are then loaded on a GPU. `fused` None: in bfloat16 on a
     GPU, if the kernels can be made."""

@@ -477,11 +477,11 @@ class CodecStage(Generic[S]):
         decoder = decoder or Decoder()
         self._streams = StreamLane(decoder, max_batch, device)
         gathering = Gathering(gather_seconds, gather_frames, self._streams.alive)
-        self._utterances: Lane[Any]
-        if decoder.utterances is not None:
-            self._utterances = ContinuousLane(decoder.utterances, device, gathering)
-        else:
-            self._utterances = UtteranceLane(decoder, max_batch, device, gathering)
+        self._utterances: Lane[Any] = (
+            UtteranceLane(decoder, max_batch, device, gathering)
+            if decoder.utterances is None
+            else ContinuousLane(decoder.utterances, device, gathering)
+        )
         #: Makes the state before the first frame of a stream.
         self.new_state = decoder.new_state
         #: Decodes a whole utterance [frames, codebooks]: codes, `done`, and the initial state if it follows a

@@ -33,7 +33,7 @@ from pipelines.codec.blocks import (
 )
 from pipelines.codec.decoder import CausalDecoder
 from pipelines.codec.encoding import BatchEncoder, Encoding
-from pipelines.codec.fused import prepared_stack
+from pipelines.codec.fused import FusedStack, uses_fused_ops
 from pipelines.fish_speech.config import CODEC_WEIGHTS, CodecConfig, CodecStackConfig, FishConfig
 from pipelines.fish_speech.model import halves
 from pipelines.nn.checkpoint import Loader, TensorSource, TensorTable, read_pickle, shown, take_normed
@@ -82,17 +82,15 @@ class CodecLoader(Loader):
 
 def window_transformer(load: CodecLoader, layout: StateLayout, config: CodecStackConfig) -> WindowTransformer:
     """One of the codec's transformers: [B, T, dim] -> [B, T, dim]."""
-    head_dim = config.head_dim
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=load.device) / head_dim
     return WindowTransformer(
         [_layer(load.at(f"layers.{i}."), config) for i in range(config.layers)],
         layout,
         load("norm.weight", config.dim),
-        head_dim,
-        config.dim // head_dim,
+        config.head_dim,
+        config.dim // config.head_dim,
         config.window,
         config.eps,
-        1.0 / config.rope_base**exponents,
+        lambda exponents: 1.0 / config.rope_base**exponents,
         rounded=True,
     )
 
@@ -304,7 +302,7 @@ class CodecDecoder(CausalDecoder):
     """Decodes codes [frames, codebooks] to 44.1 kHz audio. Codes above the last one of their codebook are
     read as the last one, as in the published model.
 
-    `fused`: see `pipelines.codec.fused.prepared_stack`; `reproducible`: see `CausalDecoder`.
+    `fused`: see `pipelines.codec.fused.uses_fused_ops`; `reproducible`: see `CausalDecoder`.
     """
 
     def __init__(
@@ -330,7 +328,7 @@ class CodecDecoder(CausalDecoder):
         ]
         model = CodecLoader(source, "decoder.model.", dtype, device)
         stack = ConvStack(model, layout, config.latent, config.decoder_dim, config.decoder_rates, tanh=True)
-        self._stack = prepared_stack(stack, device, dtype, fused)
+        self._stack = FusedStack(stack) if uses_fused_ops(device, dtype, fused) else stack
         self.skips_padding = self._stack.skips_padding
         self.state_size = layout.size
 

@@ -107,15 +107,12 @@ class CodecConfig:
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults(BaseSamplingDefaults):
-    """The sampling settings of the published server, which are combined with repetition-aware sampling."""
+    """The sampling settings of the published server, which are combined with repetition-aware sampling. That server
+    accepts a repetition penalty but does not use it."""
 
     temperature: float = 0.8
     top_k: int = 30
     top_p: float = 0.8
-    #: The published server accepts this setting but does not use it.
-    repetition_penalty: float = 1.0
-    #: Maximum columns of one turn; the last possible column is not speech.
-    max_new_tokens: int = 2048
     #: A long text is spoken in groups; their maximum UTF-8 bytes and speaker turns.
     chunk_bytes: int = 200
     chunk_turns: int = 5

@@ -83,6 +83,8 @@ class BaseSamplingDefaults:
     top_k: Whole = 0
     top_p: NotNegative = 1.0
     repetition_penalty: NotNegative = 1.0
+    #: Maximum tokens or frames of an utterance or a turn; the last possible one is not speech.
+    max_new_tokens: Size = 2048
 
 
 class Keys:

@@ -29,7 +29,7 @@ from pipelines.codec.blocks import (
     WindowTransformer,
 )
 from pipelines.codec.decoder import CausalDecoder
-from pipelines.codec.fused import FusedFront, prepared_stack
+from pipelines.codec.fused import FusedFront, FusedStack, uses_fused_ops
 from pipelines.nn.checkpoint import Checkpoint, Loader, TensorSource
 from pipelines.qwen3_tts.config import CodecConfig, CodecDecoderConfig
 
@@ -58,17 +58,15 @@ class CodecLoader(Loader):
 
 def _transformer(load: CodecLoader, layout: StateLayout, config: CodecDecoderConfig) -> WindowTransformer:
     """The decoder's transformer at frame rate: [B, T, hidden] -> [B, T, hidden]."""
-    head_dim = config.head_dim
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=load.device) / head_dim
     return WindowTransformer(
         [_layer(load.at(f"layers.{i}."), config) for i in range(config.num_hidden_layers)],
         layout,
         load("norm.weight", config.hidden_size),
-        head_dim,
+        config.head_dim,
         config.num_key_value_heads,
         config.sliding_window,
         config.rms_norm_eps,
-        config.rope_theta**-exponents,
+        lambda exponents: config.rope_theta**-exponents,
     )
 
 
@@ -92,7 +90,7 @@ def _layer(load: CodecLoader, config: CodecDecoderConfig) -> LayerWeights:
 class CodecDecoder(CausalDecoder):
     """Decodes codes [frames, codebooks] to 24 kHz audio.
 
-    `fused`: see `pipelines.codec.fused.prepared_stack`. `fused_front`: whether the layers before the
+    `fused`: see `pipelines.codec.fused.uses_fused_ops`. `fused_front`: whether the layers before the
     convolution stack run on fused ops too.
     """
 
@@ -135,7 +133,7 @@ class CodecDecoder(CausalDecoder):
         stack = ConvStack(
             load.at("decoder."), layout, latent, config.decoder_dim, config.upsample_rates, tanh=False
         )
-        self._stack = prepared_stack(stack, self.device, dtype, fused)
+        self._stack = FusedStack(stack) if uses_fused_ops(self.device, dtype, fused) else stack
         self.skips_padding = self._stack.skips_padding
         self.state_size = layout.size
         self.reach = _reach(config)

@@ -69,7 +69,6 @@ class SamplingDefaults(BaseSamplingDefaults):
     predictor_temperature: Annotated[NotNegative, "subtalker_temperature"] = 0.9
     predictor_top_k: Annotated[Whole, "subtalker_top_k"] = 50
     predictor_top_p: Annotated[NotNegative, "subtalker_top_p"] = 1.0
-    max_new_tokens: Size = 2048
 
 
 @dataclass(frozen=True, slots=True)

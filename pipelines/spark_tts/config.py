@@ -109,14 +109,8 @@ class LmConfig(StackConfig):
     tie_word_embeddings: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingDefaults(BaseSamplingDefaults):
-    """The sampling settings of the published model (cli/SparkTTS.py, `inference`)."""
-
-    temperature: float = 0.8
-    top_k: int = 50
-    top_p: float = 0.95
-    max_new_tokens: int = 3000
+#: The sampling settings of the published model (cli/SparkTTS.py, `inference`).
+SAMPLING = BaseSamplingDefaults(temperature=0.8, top_k=50, top_p=0.95, max_new_tokens=3000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +124,6 @@ class SparkConfig:
     bicodec: BiCodecConfig
     lm: LmConfig
     volume_normalize: bool = False
-    sampling: SamplingDefaults = SamplingDefaults()
 
     @property
     def tokens_per_second(self) -> float:
@@ -151,9 +144,7 @@ class SparkConfig:
         rate = top.value("sample_rate", Size)
         clip = int(rate * top.value("ref_segment_duration", Positive)) // hop * hop
         lm = _lm(Keys.read(folder / LLM / "config.json"))
-        return top.take(
-            cls, folder=folder, clip_samples=clip, bicodec=bicodec, lm=lm, sampling=SamplingDefaults()
-        )
+        return top.take(cls, folder=folder, clip_samples=clip, bicodec=bicodec, lm=lm)
 
 
 def _bicodec(keys: Keys) -> BiCodecConfig:

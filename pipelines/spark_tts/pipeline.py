@@ -35,7 +35,7 @@ from pipelines.spark_tts.bicodec import (
     Voice,
     load_bicodec,
 )
-from pipelines.spark_tts.config import CAPABILITIES, DEFAULT_VOICE, LLM, WAV2VEC2, SparkConfig
+from pipelines.spark_tts.config import CAPABILITIES, DEFAULT_VOICE, LLM, SAMPLING, WAV2VEC2, SparkConfig
 from pipelines.spark_tts.language_model import (
     Drawable,
     Prompt,
@@ -250,7 +250,7 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
         # Maximum tokens that the LM writes: speech, the tokens before it, and one for the end.
         tokens, max_tokens, max_semantic = (
             config.bicodec.speaker.token_num,
-            config.sampling.max_new_tokens,
+            SAMPLING.max_new_tokens,
             None,
         )
         if generation.max_seconds is not None:
@@ -258,7 +258,7 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
             before = 1 if voice is not None else tokens + CREATION_EXTRAS
             max_tokens = min(max_tokens, before + max_semantic + 1)
         stops = (config.lm.eos_token_id, vocabulary.control("end_semantic_token"))
-        sampling = token_sampling(config.sampling, generation, min(max_tokens, room), request.seed, stops)
+        sampling = token_sampling(SAMPLING, generation, min(max_tokens, room), request.seed, stops)
         meta = {**self._meta, "prompt_positions": len(prompt)}
         info = SparkRequestInfo(
             task.text, self.sample_rate, meta, self._keep_unfinished, vocabulary, voice, tokens, max_semantic

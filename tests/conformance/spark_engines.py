@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from pipelines.request import Generation, Message, SynthesisRequest, stream, submit
+from pipelines.spark_tts.config import SAMPLING
 from pipelines.spark_tts.pipeline import SparkPipeline, open_pipeline
 from pipelines.tokens import TokenRequest, Tokens, TokenSampling, token_sampling
 from tests.conformance.token_engines import SECONDS, check_share, staggered
@@ -153,7 +154,7 @@ def sampling_of(golden: Golden, settings: list[float], seed: int, ends: tuple[in
     """One draw with settings [temperature, top_k, top_p] as a line's `generation` gives them."""
     temperature, top_k, top_p = settings
     return token_sampling(
-        golden.config.sampling,
+        SAMPLING,
         Generation(temperature=temperature, top_k=int(top_k), top_p=top_p),
         1,
         seed,

@@ -7,7 +7,7 @@ import pytest
 
 from pipelines.errors import ErrorCode, InputError, SynthesisError
 from pipelines.request import Generation
-from pipelines.spark_tts.config import LLM, SamplingDefaults, SparkConfig
+from pipelines.spark_tts.config import LLM, SAMPLING, SparkConfig
 from pipelines.spark_tts.pipeline import SparkRequestInfo
 from pipelines.spark_tts.prompt import Vocabulary, clone_prompt, creation_prompt
 from pipelines.spark_tts.reference import normalize_volume, reference_clip
@@ -73,6 +73,10 @@ def code_of(info: SparkRequestInfo, ids: list[int], finish: Finish = "stop") -> 
     return caught.value.code
 
 
+def voice_ids(vocabulary: Vocabulary, codes: tuple[int, ...]) -> list[int]:
+    return [vocabulary.voice.start + code for code in codes]
+
+
 def test_a_clone_keeps_its_own_voice(vocabulary: Vocabulary) -> None:
     ids = vocabulary.encode(
         "<|start_semantic_token|><|bicodec_semantic_5|> noise <|pitch_value_3|><|bicodec_semantic_2|><|im_end|>"
@@ -81,28 +85,28 @@ def test_a_clone_keeps_its_own_voice(vocabulary: Vocabulary) -> None:
 
 
 def test_a_created_voice_is_read_from_the_tokens(vocabulary: Vocabulary) -> None:
-    ids = [*vocabulary.voice_ids(VOICE), *vocabulary.semantic_ids((9,))]
+    ids = [*voice_ids(vocabulary, VOICE), vocabulary.semantic.start + 9]
     assert heard(info(vocabulary, None), ids)[1] == VOICE
 
 
 @pytest.mark.parametrize("missing", [1, 16])
 def test_a_created_voice_that_is_not_whole_is_no_audio(vocabulary: Vocabulary, missing: int) -> None:
-    ids = [*vocabulary.voice_ids(VOICE[missing:]), *vocabulary.semantic_ids((9,))]
+    ids = [*voice_ids(vocabulary, VOICE[missing:]), vocabulary.semantic.start + 9]
     assert code_of(info(vocabulary, None), ids) is ErrorCode.SYNTH_NO_AUDIO
-    one_more = [*vocabulary.voice_ids((*VOICE, 1)), *vocabulary.semantic_ids((9,))]
+    one_more = [*voice_ids(vocabulary, (*VOICE, 1)), vocabulary.semantic.start + 9]
     assert code_of(info(vocabulary, None), one_more) is ErrorCode.SYNTH_NO_AUDIO
 
 
 def test_no_speech_token_is_no_audio_and_no_end_is_no_speech(vocabulary: Vocabulary) -> None:
     assert code_of(info(vocabulary, VOICE), []) is ErrorCode.SYNTH_NO_AUDIO
     assert code_of(info(vocabulary, VOICE), vocabulary.encode("only text")) is ErrorCode.SYNTH_NO_AUDIO
-    ids = vocabulary.semantic_ids((1, 2))
+    ids = [vocabulary.semantic.start + code for code in (1, 2)]
     assert code_of(info(vocabulary, VOICE), ids, "length") is ErrorCode.SYNTH_NO_EOS
     assert heard(info(vocabulary, VOICE, keep_unfinished=True), ids, "length")[0] == (1, 2)
 
 
 def test_a_line_draws_as_it_asks_and_else_as_the_model_does() -> None:
-    defaults = SamplingDefaults()
+    defaults = SAMPLING
     plain = token_sampling(defaults, Generation(), 10, 5, (1, 2))
     assert (plain.temperature, plain.top_k, plain.top_p, plain.repetition_penalty) == (0.8, 50, 0.95, 1.0)
     assert (plain.max_tokens, plain.seed, plain.stop_ids) == (10, 5, (1, 2))
@@ -113,9 +117,9 @@ def test_a_line_draws_as_it_asks_and_else_as_the_model_does() -> None:
 
 
 def test_a_temperature_that_vllm_refuses_is_refused_before_it() -> None:
-    assert token_sampling(SamplingDefaults(), Generation(temperature=2.0), 10, 5, ()).temperature == 2.0
+    assert token_sampling(SAMPLING, Generation(temperature=2.0), 10, 5, ()).temperature == 2.0
     with pytest.raises(InputError, match=r"`temperature` is 2\.5; this model takes 0 to 2\.") as caught:
-        token_sampling(SamplingDefaults(), Generation(temperature=2.5), 10, 5, ())
+        token_sampling(SAMPLING, Generation(temperature=2.5), 10, 5, ())
     assert caught.value.code is ErrorCode.INPUT_BAD_GENERATION
 
 
