@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import msgspec
 
 from jobs.codes import StoredCodes, codec_of
-from jobs.export.audio import AudioReader, Conversion
+from jobs.export.audio import AudioReader
 from jobs.export.files import END, output
-from jobs.export.folder_formats import tar_examples
+from jobs.export.folder_formats import read_examples
 from jobs.export.items import audio_items, facts
 from jobs.layout import slug
 from jobs.ledger.records import Job, JobSpec
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 #: Maximum utterances in the decoder at once.
 _AHEAD = 512
+#: Format of an export with codes -> pattern of its files.
+_FILES = {"webdataset": "*/*.tar", "parquet": "data/*.parquet"}
 
 
 class CodedItem(NamedTuple):
@@ -55,9 +57,8 @@ def items_of_job(ledger: Ledger, store: ObjectStore, job: Job) -> Iterator[Coded
     """The items of a job, in order. Raises `config.invalid` for a job without codes."""
     if not job.spec.output:
         raise invalid(f"The job {job.id} has no codes.", "Its audio is in the store; export it.")
-    with AudioReader(store, None, Conversion(), codes=True) as reader:
-        for item, _ in reader.located(audio_items(ledger, store, job.id)):
-            yield CodedItem(item.name, facts(item), cast("StoredCodes", item.codes))
+    for item, _ in AudioReader(store, codes=True).located(audio_items(ledger, store, job.id)):
+        yield CodedItem(item.name, facts(item), cast("StoredCodes", item.codes))
 
 
 def items_of_export(folder: Path) -> Iterator[CodedItem]:
@@ -69,19 +70,21 @@ def items_of_export(folder: Path) -> Iterator[CodedItem]:
         raise invalid(
             f"{folder} is no job and no finished export.", "Give the id of a job, or the folder of an export."
         ) from None
-    if made_in not in _READERS:
+    if made_in not in _FILES:
         raise invalid(
             f"Codes in the format {made_in} cannot be decoded.",
-            f"Export to {' or '.join(_READERS)}, or decode the job.",
+            f"Export to {' or '.join(_FILES)}, or decode the job.",
         )
-    pattern, read = _READERS[made_in]
     import numpy as np
 
     try:
         # The files that the export wrote, so that a lost one is noticed.
-        names = [name for name in sorted(written) if PurePath(name).match(pattern)]
+        names = [name for name in sorted(written) if PurePath(name).match(_FILES[made_in])]
         paths = [folder.joinpath(*split_key(name)) for name in names]
-        for about, codes in chain.from_iterable(map(read, paths)):
+        for _, files, row in chain.from_iterable(map(read_examples, paths)):
+            about = json.loads(files["json"]) if row is None else row
+            if (codes := about.pop("codes", None)) is None and "codes.npy" in files:
+                codes = np.load(io.BytesIO(files["codes.npy"]), allow_pickle=False)
             if codes is None:
                 raise invalid(f"The export {folder} has no codes.", "Export a job with codes.")
             voice = about["voice_codes"] and np.asarray(about["voice_codes"], np.int16)
@@ -91,27 +94,6 @@ def items_of_export(folder: Path) -> Iterator[CodedItem]:
     except (OSError, TarError, StoreError, LookupError, TypeError, ValueError, msgspec.MsgspecError) as error:
         message = f"The export {folder} is damaged: {type(error).__name__}: {error}."
         raise invalid(message, "Export again.") from error
-
-
-def _of_tar(path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
-    import numpy as np
-
-    for _, files in tar_examples(path):
-        codes = files.get("codes.npy")
-        yield json.loads(files["json"]), codes and np.load(io.BytesIO(codes), allow_pickle=False)
-
-
-def _of_table(path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
-    from pyarrow import parquet
-
-    with parquet.ParquetFile(path) as table:
-        names = [name for name in table.schema_arrow.names if name != "audio"]
-        for batch in table.iter_batches(100, columns=names):
-            yield from ((row, row.pop("codes", None)) for row in batch.to_pylist())
-
-
-#: Format of an export -> pattern of its files, and their reader.
-_READERS = {"webdataset": ("*/*.tar", _of_tar), "parquet": ("data/*.parquet", _of_table)}
 
 
 def decode(

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -16,7 +16,7 @@ import msgspec
 
 from jobs.codes import read_codes
 from jobs.export.files import file_sha256, output, path_errors
-from jobs.export.items import AudioItem
+from jobs.export.items import AudioItem, Loaded, Located
 from jobs.ledger.records import Artifact
 from jobs.packs import ArtifactReader, map_ahead
 from jobs.store.base import ObjectStore, sha256_of, split_key
@@ -67,14 +67,14 @@ class Conversion:
         return converted
 
     def __bool__(self) -> bool:
-        return self.format is not None or self.sample_rate is not None
+        return bool(self.name)
 
     @property
     def name(self) -> str:
         """The name of the folder for its copies, such as `mp3-16000`."""
-        return "-".join(str(part) for part in (self.format, self.sample_rate) if part is not None)
+        return "-".join(str(part) for part in (self.format, self.sample_rate) if part)
 
-    def applied(self, item: AudioItem, data: bytes) -> tuple[AudioItem, bytes]:
+    def applied(self, item: AudioItem, data: bytes) -> Loaded:
         """Converts the audio of an item; audio that has the format and the rate already is unchanged.
 
         Raises `config.invalid` if the format does not support the rate of the stored audio.
@@ -83,7 +83,7 @@ class Conversion:
             return item, data
         return self.encoded(item, decoded(data))
 
-    def encoded(self, item: AudioItem, samples: NDArray[np.float32]) -> tuple[AudioItem, bytes]:
+    def encoded(self, item: AudioItem, samples: NDArray[np.float32]) -> Loaded:
         """Encodes samples, [samples] or [samples, channels], at the rate of the stored audio as the audio of an
         item."""
         from jobs.encoded_audio import encoded_audio
@@ -114,64 +114,55 @@ def decoded(data: bytes) -> NDArray[np.float32]:
     return pcm.astype(np.float32) * np.float32(1 / _FULL_SCALE)
 
 
+@dataclass(frozen=True)
 class AudioReader:
-    """Reads the audio of items, in order; a context manager. Threads read ahead if the store is a bucket or
-    audio is converted. Otherwise files are read one by one, which is faster than on threads."""
+    """Reads the audio of items, in order. Threads read ahead if the store is a bucket or audio is converted.
+    Otherwise files are read one by one, which is faster than on threads."""
 
-    def __init__(
-        self, store: ObjectStore, root: Path | None, conversion: Conversion, codes: bool = False
-    ) -> None:
-        """`root`: local folder that the audio is copied to, or None; converted copies go to a subfolder.
-        `codes`: whether items get their codes."""
-        self._store = store
-        self._codes = codes
-        self._conversion = conversion
-        self._artifacts = ArtifactReader(store)
-        self._root = root.absolute() / conversion.name if root is not None else None
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="fetch")
+    store: ObjectStore
+    #: Local folder that the audio is copied to, or None; converted copies go to a subfolder.
+    root: Path | None = None
+    conversion: Conversion = Conversion()
+    #: Whether items get their codes.
+    codes: bool = False
 
-    def __enter__(self) -> AudioReader:
-        return self
+    @cached_property
+    def _artifacts(self) -> ArtifactReader:
+        return ArtifactReader(self.store)
 
-    def __exit__(self, *_: object) -> None:
-        self._threads.shutdown(cancel_futures=True)
-
-    def located(self, items: Iterable[AudioItem]) -> Iterator[tuple[AudioItem, str]]:
+    def located(self, items: Iterable[AudioItem]) -> Iterator[Located]:
         """Yields each item with the path or address of its audio; empty if it has only codes. With a root, the
         audio is copied there first."""
-        root = self._root
-        if self._codes:
-            items = self._ahead(items, self._coded)
-        if root is None:
-            yield from ((item, "" if item.is_codes else self._store.uri(item.artifact.key)) for item in items)
-        elif self._codes:
-            yield from ((item, "") if item.is_codes else self._copied(root, item) for item in items)
-        else:
-            yield from self._ahead(items, lambda item: self._copied(root, item))
+        return self._ahead(items, self._locate) if self.codes or self.root else map(self._locate, items)
 
-    def loaded(self, items: Iterable[AudioItem]) -> Iterator[tuple[AudioItem, bytes]]:
+    def loaded(self, items: Iterable[AudioItem]) -> Iterator[Loaded]:
         """Yields each item with the content of its audio file; empty if it has only codes. The hash of the stored
         file is compared with the ledger's."""
-        yield from self._ahead(items, self._load)
+        return self._ahead(items, self._load)
+
+    def _ahead(self, items: Iterable[AudioItem], get: Callable[[AudioItem], Result]) -> Iterator[Result]:
+        if not self.store.remote and not self.conversion:
+            yield from map(get, items)
+            return
+        threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="fetch")
+        try:
+            found = map_ahead(
+                threads, get, items, _AHEAD_ITEMS, lambda item: item.artifact.bytes, _AHEAD_BYTES
+            )
+            yield from (made for _, made in found)
+        finally:
+            threads.shutdown(cancel_futures=True)
 
     def _coded(self, item: AudioItem) -> AudioItem:
         """The item with its codes, if they are wanted and it has some."""
         artifact = item.codes_artifact
-        if not self._codes or artifact is None or item.codes is not None:
+        if not self.codes or artifact is None:
             return item
         return msgspec.structs.replace(item, codes=read_codes(self._read(artifact)))
 
-    def _ahead(self, items: Iterable[AudioItem], get: Callable[[AudioItem], Result]) -> Iterator[Result]:
-        if not self._store.remote and not self._conversion:
-            return map(get, items)
-        found = map_ahead(
-            self._threads, get, items, _AHEAD_ITEMS, lambda item: item.artifact.bytes, _AHEAD_BYTES
-        )
-        return (made for _, made in found)
-
-    def _load(self, item: AudioItem) -> tuple[AudioItem, bytes]:
+    def _load(self, item: AudioItem) -> Loaded:
         item = self._coded(item)
-        return (item, b"") if item.is_codes else self._conversion.applied(item, self._read(item.artifact))
+        return (item, b"") if item.is_codes else self.conversion.applied(item, self._read(item.artifact))
 
     def _read(self, artifact: Artifact) -> bytes:
         data = self._artifacts.read(artifact)
@@ -183,12 +174,14 @@ class AudioReader:
             )
         return data
 
-    def _copied(self, root: Path, item: AudioItem) -> tuple[AudioItem, str]:
-        """Copies the audio of an item. Equal audio is converted to equal bytes, so an existing copy is
-        kept."""
-        item, data = self._load(item) if self._conversion else (item, None)
+    def _locate(self, item: AudioItem) -> Located:
+        """The item with the place of its audio, which is copied to the root. Equal audio is converted to equal bytes,
+        so an existing copy is kept."""
+        item, data = self._load(item) if self.root and self.conversion else (self._coded(item), None)
         artifact = item.artifact
-        path = root.joinpath(*split_key(artifact.key))
+        if item.is_codes or self.root is None:
+            return item, "" if item.is_codes else self.store.uri(artifact.key)
+        path = self.root.absolute().joinpath(self.conversion.name, *split_key(artifact.key))
         with path_errors(path):
             if (
                 path.is_file()
@@ -198,9 +191,8 @@ class AudioReader:
                 return item, str(path)
             # The copy must not be written through a link.
             path.unlink(missing_ok=True)
-        if data is None:
-            # Read before the file is created, so that lost audio leaves no file.
-            data = self._load(item)[1]
+        # Read before the file is created, so that lost audio leaves no file.
+        data = self._read(artifact) if data is None else data
         with output(str(path)) as copy:
             copy.write(data)
         return item, str(path)
@@ -211,10 +203,8 @@ class AudioNames:
     export; None (standard output, a bucket): the names are absolute paths."""
 
     def __init__(self, stores: Iterable[ObjectStore], folder: Path | None) -> None:
-        self._roots = (
-            {str(one.root) for one in stores if one.root is not None} if folder is not None else set()
-        )
-        self._folder = folder
+        self._roots = {str(one.root) for one in stores if folder and one.root}
+        self._folder = folder or ""
         self._prefix = cache(self._relative)
 
     @property
@@ -237,5 +227,5 @@ class AudioNames:
     def _relative(self, below: str, root: str) -> str:
         """The path of a store relative to a folder of the export."""
         # Links are resolved, because `..` is relative to the target of a link.
-        folder = os.path.realpath(os.path.join(self._folder or "", below))
+        folder = os.path.realpath(os.path.join(self._folder, below))
         return os.path.relpath(os.path.realpath(root), folder)

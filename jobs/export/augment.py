@@ -20,7 +20,7 @@ import math
 import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -29,9 +29,9 @@ import msgspec
 
 from jobs.export.audio import AudioNames, decoded
 from jobs.export.column_types import Type, arrow_type
-from jobs.export.export import Finished, Identity, begin, finish, written_part
-from jobs.export.files import END, RECORDS, PartFiles, WrittenFile, open_destination
-from jobs.export.folder_formats import tar_examples, tar_file
+from jobs.export.files import END, Dataset, Identity, PartFiles, json_line, open_destination
+from jobs.export.folder_formats import read_examples, tar_file
+from jobs.export.items import LeftOut
 from jobs.store.base import sha256_of
 from pipelines.audio_format import AUDIO_FORMATS
 from pipelines.errors import invalid
@@ -54,8 +54,6 @@ _CODECS = {
 }
 #: Order of the filters that limit the band.
 _ORDER = 5
-#: Rows of a table that are read at once.
-_BATCH = 1000
 _EXTENSIONS = {f".{name}" for name in (*AUDIO_FORMATS, "ogg")}
 #: The fields of a recipe, with their types in tables.
 _RECIPE: Type = {
@@ -63,7 +61,6 @@ _RECIPE: Type = {
     **dict.fromkeys(("speed", "noise_at", "snr_db"), "float64"),
     **dict.fromkeys(("room", "noise", "band_hz", "codec", "clean_sha256"), "string"),
 }
-_encode = msgspec.json.Encoder().encode
 _Factor = Annotated[float, msgspec.Meta(ge=0.1, le=10)]
 _Hertz = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -219,24 +216,21 @@ def augment(source: Path, to: str, *, s3: S3Settings | None = None, **given: Any
     digest = sha256_of(msgspec.json.encode(plan, enc_hook=str))
     identity = Identity(str(old), "augment", VERSION, digest, (), 0, "")
     with open_destination(to, s3) as destination:
-        if begin(destination, identity, ()):
+        dataset = Dataset(destination, identity, AudioNames((), None))
+        if dataset.begin():
             return
-        at, names, files = destination.sizes(), AudioNames((), None), list[WrittenFile]()
         for number, path in enumerate(parts):
-            record = f"{RECORDS}/{number:05d}.json"
-            written = written_part(destination, at, record)
-            if written is None:
-                with PartFiles(destination, names) as part_files:
-                    _write(path, path.relative_to(source).as_posix(), part_files, effects)
-                    written = part_files.publish(record)
-            files += written
-        with PartFiles(destination, names) as common:
-            for name in ("README.md", "provenance.json"):
-                if (path := source / name).is_file():
-                    data = path.read_bytes()
-                    common.add(name, _card(data.decode(), effects) if name == "README.md" else data)
-            files += common.publish(f"{RECORDS}/common.json")
-        finish(destination, Finished(identity, {}, 0, files))
+            dataset.add(f"{number:05d}", partial(_write, path, path.relative_to(source).as_posix(), effects))
+        dataset.add("common", partial(_write_common, source, effects), again=True)
+        dataset.finish({}, LeftOut())
+
+
+def _write_common(source: Path, effects: Effects, files: PartFiles) -> None:
+    """Writes the provenance and the card, if the export has them."""
+    for name in ("README.md", "provenance.json"):
+        if (path := source / name).is_file():
+            data = path.read_bytes()
+            files.add(name, _card(data.decode(), effects) if name == "README.md" else data)
 
 
 def _card(card: str, effects: Effects) -> bytes:
@@ -261,14 +255,10 @@ null is none; `snr` (dB) is that of the noise:
 def _examples(path: Path) -> Iterator[tuple[str, dict[str, bytes], dict[str, Any]]]:
     """Yields the name of each item of a tar file or a table, its files by extension, and what is said about it."""
     try:
-        if path.suffix == ".tar":
-            for name, members in tar_examples(path):
+        for name, members, row in read_examples(path):
+            if row is None:
                 yield name, members, msgspec.json.decode(members["json"])
-            return
-        from pyarrow import parquet
-
-        for batch in parquet.ParquetFile(path).iter_batches(_BATCH):
-            for row in batch.to_pylist():
+            else:
                 # The audio of an export is beside its table.
                 audio = path.parent / Path(row["file_name"]).name
                 yield audio.stem, {audio.suffix[1:]: audio.read_bytes()}, row
@@ -276,7 +266,7 @@ def _examples(path: Path) -> Iterator[tuple[str, dict[str, bytes], dict[str, Any
         raise invalid(f"{str(path)!r} cannot be read: {error}.", "Export it again.") from error
 
 
-def _write(path: Path, name: str, files: PartFiles, effects: Effects) -> None:
+def _write(path: Path, name: str, effects: Effects, files: PartFiles) -> None:
     """Writes a part, whose file has this name: the audio, and a table or a file of lines with the recipes."""
     told: list[dict[str, Any]] = []
     tar = path.suffix == ".tar"
@@ -288,7 +278,7 @@ def _write(path: Path, name: str, files: PartFiles, effects: Effects) -> None:
             for extension, data in members.items():
                 add(f"{folder}{item}.{extension}", data)
     if tar:
-        files.open(f"{name[:-4]}.jsonl").writelines(_encode(one) + b"\n" for one in told)
+        files.open(f"{name[:-4]}.jsonl").writelines(json_line(one) for one in told)
         return
     import pyarrow
     from pyarrow import parquet
@@ -329,5 +319,5 @@ def _augmented(name: str, members: dict[str, bytes], about: dict[str, Any], effe
     about |= {name: value for name, value in known.items() if name in about or name == "augment"}
     members[extension] = made.data
     if "json" in members:
-        members["json"] = _encode(about)
+        members["json"] = msgspec.json.encode(about)
     return extension

@@ -13,7 +13,7 @@ from itertools import groupby
 import msgspec
 
 from jobs.export.audio import Conversion
-from jobs.export.files import SortedLines
+from jobs.export.files import SortedLines, json_line
 from jobs.export.formats import ExportFormat
 from jobs.export.items import AudioItem, Plan, item_metadata
 from jobs.export.job_set import JobSet
@@ -35,7 +35,7 @@ class Hours:
         self.names = 0
 
     def add(self, name: str, milliseconds: int) -> None:
-        self._lines.add(msgspec.json.encode((name, milliseconds)) + b"\n")
+        self._lines.add(json_line((name, milliseconds)))
 
     def longest(self) -> list[tuple[str, int]]:
         """The names with the most audio, with their milliseconds."""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from jobs.codes import StoredCodes
-from jobs.export.files import PartFiles
+from jobs.export.files import PartFiles, json_line
 from jobs.export.folder_formats import kaldi_ids, one_line
 from jobs.export.formats import ExportFormat
 from jobs.export.items import AudioItem, Part, facts, item_metadata
@@ -34,7 +34,6 @@ from pipelines.errors import invalid, missing_library
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_encode = msgspec.json.Encoder().encode
 #: Text tokens and frames of a span, and the other way to interleave.
 DEFAULT_RATIO, WORDS = "13:26", "words"
 
@@ -43,7 +42,7 @@ def jsonl_line(job: Job, item: AudioItem, where: str) -> bytes:
     """The line of an item with its codes."""
     codes = cast("StoredCodes", item.codes)
     sound = {"audio_filepath": where} if where else {}
-    return _encode(sound | facts(item) | {"codes": codes.codes.tolist()}) + b"\n"
+    return json_line(sound | facts(item) | {"codes": codes.codes.tolist()})
 
 
 def interleaved(
@@ -114,7 +113,7 @@ def interleaved_line(
     spans: list[tuple[str, Any]] = []
     for (token, frame), (next_token, next_frame) in itertools.pairwise(bounds):
         spans += ("text", text.ids[token:next_token]), ("codes", codes.codes[frame:next_frame].tolist())
-    return _encode(known | {"tokenizer": about, "spans": [span for span in spans if span[1]]}) + b"\n"
+    return json_line(known | {"tokenizer": about, "spans": [span for span in spans if span[1]]})
 
 
 def _cuts_at_words(
@@ -151,7 +150,7 @@ def write_espnet_codes(
         codes, known = cast("StoredCodes", item.codes), item_metadata(job, item)
         codec = codes.codec
         speaker, utterance = kaldi_ids(known.speaker, item.id)
-        about.write(b"," * bool(count) + _encode(utterance))
+        about.write(b"," * bool(count) + msgspec.json.encode(utterance))
         count += 1
         texts.write(f"{utterance} {one_line(known.text)}\n".encode())
         speakers.write(f"{utterance} {speaker}\n".encode())
@@ -164,12 +163,12 @@ def write_espnet_codes(
         archive.write(b"\0B\4" + len(row).to_bytes(4, "little") + vector.tobytes())
     sizes = codec.codebook_sizes if codec else ()
     names = [f"<codec_layer{layer}_code{code}>" for layer, size in enumerate(sizes) for code in range(size)]
-    files.add(f"{folder}/token_list.json", _encode(names) + b"\n")
+    files.add(f"{folder}/token_list.json", json_line(names))
     entries = ("text", "g2p", "text"), ("utt2spk", "spk", "text"), ("wav.scp", "codec", "kaldi_ark")
     placed = [f"{files.sibling_name(f'{folder}/{name}')},{kind},{reader}" for name, kind, reader in entries]
     names_file = files.sibling_name(f"{folder}/token_list.json")
     rest = {"num_examples": count, "vocabularies": [names_file], "data_files": placed, "codec": codec}
-    about.write(b"]," + _encode(rest)[1:] + b"\n")
+    about.write(b"]," + json_line(rest)[1:])
 
 
 JSONL = ExportFormat(

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 import msgspec
 
 from jobs.export.audio import Conversion, decoded
-from jobs.export.files import PartFiles
+from jobs.export.files import PartFiles, json_line
 from jobs.export.folder_formats import (
     SHAR_SOURCE,
     archive,
@@ -41,7 +41,7 @@ from jobs.export.folder_formats import (
     write_webdataset,
 )
 from jobs.export.formats import ExportFormat
-from jobs.export.items import AudioItem, Part, Place, item_metadata
+from jobs.export.items import AudioItem, Loaded, Located, Part, Place, item_metadata
 from jobs.ledger.records import Job
 from jobs.spec import item_seed
 from pipelines.errors import invalid
@@ -59,7 +59,6 @@ DEFAULT_GAPS = "normal(0.2,0.3)"
 MAX_GAP_SECONDS = 60
 #: The amplitude from which the sum of two turns is limited.
 KNEE = 0.8
-_encode = msgspec.json.Encoder().encode
 
 
 class Gaps(NamedTuple):
@@ -164,13 +163,11 @@ def mixed(samples: NDArray[np.float32]) -> NDArray[np.float32]:
     return total[:, None]
 
 
-def write_manifests(
-    part: Part, files: PartFiles, job: Job, dialogues: Iterator[tuple[AudioItem, bytes]]
-) -> None:
+def write_manifests(part: Part, files: PartFiles, job: Job, dialogues: Iterator[Loaded]) -> None:
     """Writes Lhotse's manifests, and the audio files to a folder beside them."""
     folder = f"{part.split}/audio"
 
-    def located() -> Iterator[tuple[AudioItem, str]]:
+    def located() -> Iterator[Located]:
         for item, audio in dialogues:
             name = f"{item.name}.{item.extension}"
             files.add(f"{folder}/{name}", audio)
@@ -191,10 +188,10 @@ def write_duplex(
                 spoken["speaker"] = role if role == "user" else "agent"
             for field, data in zip(("recording", "target_audio"), audio, strict=True):
                 add(field, f"{item.name}.{item.extension}", data, cut["recording"])
-            cuts.write(_encode(cut | {"custom": {"target_audio": cut["recording"]}}) + b"\n")
+            cuts.write(json_line(cut | {"custom": {"target_audio": cut["recording"]}}))
 
 
-def write_rttm(part: Part, files: PartFiles, job: Job, dialogues: Iterator[tuple[AudioItem, bytes]]) -> None:
+def write_rttm(part: Part, files: PartFiles, job: Job, dialogues: Iterator[Loaded]) -> None:
     """Writes for each dialogue its audio and its turns. Channels are counted from 1."""
     for item, audio in dialogues:
         name = f"{part.split}/{part.number:06d}/{item.name}"

@@ -1,18 +1,13 @@
 """Writes the items of jobs to a file or a dataset: streamed in index order, complete or absent, the same
 bytes each time.
-
-A dataset is written part by part, so that a stopped export continues with its current part. While an export
-runs, `_export/plan.json` at its destination identifies it, and `_export/train-00000.json` lists the files of
-a part. The list is written when the files are finished and before the first of them is moved to its name, so
-every file at the destination is known to belong to the export. `export.json` is written last, with the hash
-of every file. An export that replaces another first turns that one into a stopped export, then removes the
-files in its lists. So the replacement can also be stopped and continued at any time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,32 +17,11 @@ import msgspec
 from jobs.export.audio import AudioNames, AudioReader, Conversion
 from jobs.export.card import CardFacts, dataset_card
 from jobs.export.code_formats import interleaved
-from jobs.export.conversation import Gaps, of_dialogues
-from jobs.export.files import (
-    AGAIN,
-    END,
-    PLAN,
-    RECORDS,
-    Destination,
-    PartFiles,
-    WrittenFile,
-    foreign_file,
-    json_bytes,
-    open_destination,
-    output,
-    own_output,
-)
+from jobs.export.conversation import of_dialogues
+from jobs.export.files import Dataset, Identity, PartFiles, json_bytes, open_destination, output, own_output
 from jobs.export.formats import ExportFormat, find_format
-from jobs.export.items import (
-    WHOLE,
-    AudioItem,
-    LeftOut,
-    Part,
-    Plan,
-    Splits,
-    make_plan,
-)
-from jobs.export.job_set import JobSet, Repeats, StoredJob, in_order
+from jobs.export.items import WHOLE, AudioItem, LeftOut, Part, Plan, Splits, make_plan
+from jobs.export.job_set import JobSet, StoredJob, in_order
 from jobs.export.manifest import manifest_line
 from jobs.ledger.records import WORDS, ItemRow, ItemState, Job
 from jobs.provenance import exporter_record, read_records
@@ -55,7 +29,7 @@ from jobs.recent_jobs import out_option
 from jobs.store import ObjectStore, is_remote
 from jobs.verify import Fault, expected_objects, listed_faults
 from jobs.where import Where
-from pipelines.errors import ConfigError, ErrorCode, StoreError, invalid
+from pipelines.errors import ErrorCode, StoreError, invalid
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
@@ -161,11 +135,14 @@ def export_jobs(
         )
         if chosen.failure_line is None and audio_root is None:
             _refuse_lost(ledger, store, job, where, dialogues=chosen.whole_dialogues, codes=chosen.codes)
-    job_set = JobSet(jobs, where, chosen)
-    planned = _Export(
-        job_set, chosen, splits or WHOLE, part_bytes, audio_root, absolute, conversion, unique, license
-    )
-    if chosen.one_file(splits):
+    job_set = JobSet(jobs, where, chosen, unique=unique)
+    one_file = chosen.one_file(splits)
+    path = None if to == "-" or is_remote(to) else Path(to).absolute()
+    # Other names of audio are absolute.
+    folder = None if path is None or absolute or audio_root else path.parent if one_file else path
+    names = AudioNames((one.store for one in jobs), folder)
+    planned = _Export(job_set, chosen, splits or WHOLE, part_bytes, audio_root, names, conversion, license)
+    if one_file:
         items, reasons = planned.to_file(to, replaces)
     else:
         if chosen.text_line is not None and any(job_set.text_answers()):
@@ -173,8 +150,7 @@ def export_jobs(
             raise invalid(message, "Leave the splits out.")
         plan = planned.to_folder(to, replaces or (), s3, on_part)
         items, reasons = plan.items, plan.reasons
-    place = to if to == "-" or is_remote(to) else str(Path(to).absolute())
-    return ExportReport(format, place, items, reasons, job_set.duplicates)
+    return ExportReport(format, str(path or to), items, reasons, job_set.duplicates)
 
 
 def _conversion(
@@ -225,44 +201,6 @@ def _refuse_lost(
     )
 
 
-class Identity(msgspec.Struct, frozen=True):
-    """The content of `_export/plan.json`. Only an export with an equal identity continues a stopped one."""
-
-    job: str
-    format: str
-    version: int
-    #: `Plan.digest`
-    digest: str
-    splits: tuple[tuple[str, int], ...]
-    part_bytes: int
-    audio: str
-    #: `Conversion.name`
-    converted: str = ""
-    #: The sounds of dialogues, if the export contains them.
-    sounds: tuple[str, Gaps] | msgspec.UnsetType = msgspec.UNSET
-    #: The filter in its normal form, if there is one.
-    where: str | None = None
-    #: Whether the job was still running; a later export of the job then replaces this one.
-    running: bool = False
-    #: The jobs, if there are several; `job` is then the name of the set.
-    jobs: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
-    unique: bool | msgspec.UnsetType = msgspec.UNSET
-    license: str | msgspec.UnsetType = msgspec.UNSET
-    #: `ExportFormat.variant`
-    variant: str | msgspec.UnsetType = msgspec.UNSET
-
-
-class Finished(msgspec.Struct, frozen=True):
-    """The content of `export.json`, the summary of a complete export."""
-
-    identity: Identity
-    items: dict[str, int]
-    left_out: int
-    files: list[WrittenFile]
-    reasons: LeftOut = LeftOut()
-    schema: str = "nightjar.dataset/1"
-
-
 @dataclass(frozen=True, slots=True)
 class _Export:
     """An export in progress."""
@@ -272,41 +210,37 @@ class _Export:
     splits: Splits
     part_bytes: int
     audio_root: Path | None
-    #: Whether audio is named by absolute paths.
-    absolute: bool
+    names: AudioNames
     conversion: Conversion
-    unique: bool
     license: str | None
 
     def to_file(self, to: str, replaces: Collection[str] | None) -> tuple[int, LeftOut]:
         """Writes the file of a format of lines; returns the number of its items, and the items left out."""
-        names = self._names(None if to == "-" else Path(to).absolute().parent)
         opened = output(to) if replaces is None else own_output(to, self.jobs.name, replaces)
         items = 0
         with opened as file:
-            for count, line in self._lines(names):
+            for count, line in self._lines():
                 file.write(line)
                 items += count
         failures = self.format.failure_line is not None
         return items, LeftOut(running=self.jobs.running) if failures else self.jobs.left_out(items)
 
-    def _lines(self, names: AudioNames) -> Iterator[tuple[int, bytes]]:
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
         """Yields the lines of the file, each with the number of its items."""
-        chosen = self.format
+        chosen, jobs = self.format, self.jobs
         if chosen.failure_line is not None:
-            for ledger, _, job in self.jobs.jobs:
+            for ledger, _, job in jobs.jobs:
                 failed = (ledger.items(job.id, state=state) for state in (ItemState.FAILED, ItemState.DEAD))
                 for failure in chain(ledger.rejected_lines(job.id), *failed):
                     yield 1, chosen.failure_line(job, failure)
             return
-        if self.jobs.several or self.unique:
-            self.jobs.choose(unique=self.unique)
-        texts = Repeats()
-        located = self._read(self.jobs.rows(), texts)
-        yield from chosen.lines((item, names.of("", where)) for item, where in located)
-        self.jobs.count(texts)
+        if jobs.several or jobs.unique:
+            jobs.choose()
+        located = self._read(jobs.rows(), jobs.noting)
+        yield from chosen.lines((item, self.names.of("", where)) for item, where in located)
+        jobs.count()
         if chosen.text_line is not None:
-            for dialogue, text in self.jobs.text_answers():
+            for dialogue, text in jobs.text_answers():
                 yield 1, chosen.text_line(dialogue, text)
 
     def to_folder(
@@ -318,44 +252,39 @@ class _Export:
         """
         with open_destination(to, s3) as destination:
             plan = self._plan()
-            names = self._names(None if is_remote(to) else Path(to).absolute())
-            identity = self._identity(plan, names)
-            if begin(destination, identity, replaces):
+            dataset = Dataset(destination, self._identity(plan), self.names)
+            if dataset.begin(replaces):
                 return plan
-            found, sounds = destination.sizes(), self.format.sounds
-            files: list[WrittenFile] = []
-            for part in plan.parts:
-                record = f"{RECORDS}/{part.split}-{part.number:05d}.json"
-                written = written_part(destination, found, record)
-                if written is None:
-                    first, items = self.jobs.jobs[0].job, self._read(self._rows_of(part))
-                    whole = items if sounds is None else sounds.dialogues(items)
-                    with PartFiles(destination, names) as part_files:
-                        self.format.write(part, part_files, first, whole)
-                        written = part_files.publish(record)
-                    on_part(part)
-                files += written
-            with PartFiles(destination, names) as common:
-                self._write_common(common, plan)
-                files += common.publish(f"{RECORDS}/common.json")
             counts = dict.fromkeys(self.splits.bounds, 0)
             for part in plan.parts:
                 counts[part.split] += part.items
-            finish(destination, Finished(identity, counts, plan.reasons.items, files, plan.reasons))
+                if dataset.add(f"{part.split}-{part.number:05d}", partial(self._write_part, part)):
+                    on_part(part)
+            dataset.add("common", partial(self._write_common, plan), again=True)
+            dataset.finish(counts, plan.reasons)
             return plan
 
-    def _read(self, rows: Iterator[ItemRow], texts: Repeats | None = None) -> Iterator[tuple[AudioItem, Any]]:
-        """Yields each item with its audio, if the format contains it, else with its path or address. Adds the
-        texts to `texts`."""
+    def _read(
+        self,
+        rows: Iterator[ItemRow],
+        noting: Callable[[Iterator[AudioItem]], Iterator[AudioItem]] = iter,
+    ) -> Iterator[tuple[AudioItem, Any]]:
+        """Yields each item with its audio, if the format contains it, else with its path or address."""
+        chosen = self.format
         for one, items in self.jobs.by_job(rows):
-            if texts is not None:
-                items = self.jobs.noting(items, texts)
             # Sounds are converted as a whole.
-            conversion = Conversion() if self.format.sounds else self.conversion
-            holds = self.format.embeds_audio or self.format.names_audio or self.format.needs_codes
-            codes = self.format.codes and holds and bool(one.job.spec.output)
-            with AudioReader(one.store, self.audio_root, conversion, codes) as audio:
-                yield from (audio.loaded if self.format.embeds_audio else audio.located)(items)
+            conversion = Conversion() if chosen.sounds else self.conversion
+            holds = chosen.embeds_audio or chosen.names_audio or chosen.needs_codes
+            codes = chosen.codes and holds and bool(one.job.spec.output)
+            audio = AudioReader(one.store, self.audio_root, conversion, codes)
+            yield from (audio.loaded if chosen.embeds_audio else audio.located)(noting(items))
+
+    def _write_part(self, part: Part, files: PartFiles) -> None:
+        """Writes the files of a part. Raises `config.invalid` if its items have changed since the export was
+        planned."""
+        items, sounds = self._read(self._rows_of(part)), self.format.sounds
+        whole = items if sounds is None else sounds.dialogues(items)
+        self.format.write(part, files, self.jobs.jobs[0].job, whole)
 
     def _rows_of(self, part: Part) -> Iterator[ItemRow]:
         """The items of a part. Raises `config.invalid` if they have changed since the export was planned."""
@@ -369,19 +298,15 @@ class _Export:
             raise invalid("The job changed while it was exported.", advice)
 
     def _plan(self) -> Plan:
-        if self.jobs.several or self.jobs.running or self.unique:
-            self.jobs.choose(unique=self.unique)
+        if self.jobs.several or self.jobs.running or self.jobs.unique:
+            self.jobs.choose()
         part_bytes = self.part_bytes if self.format.embeds_audio and not self.format.one_part else None
         plan = make_plan(self.jobs.rows(), self.splits, part_bytes, whole=self.format.whole_dialogues)
         return msgspec.structs.replace(plan, reasons=self.jobs.left_out(plan.items))
 
-    def _names(self, folder: Path | None) -> AudioNames:
-        stores = [one.store for one in self.jobs.jobs]
-        return AudioNames(stores, None if self.absolute or self.audio_root is not None else folder)
-
-    def _identity(self, plan: Plan, names: AudioNames) -> Identity:
+    def _identity(self, plan: Plan) -> Identity:
         jobs, sounds = self.jobs.jobs, self.format.sounds
-        places = dict.fromkeys(names.base(one.store) or one.store.url for one in jobs)
+        places = dict.fromkeys(self.names.base(one.store) or one.store.url for one in jobs)
         place = ",".join(places) if self.audio_root is None else str(self.audio_root.absolute())
         return Identity(
             self.jobs.name,
@@ -396,28 +321,25 @@ class _Export:
             where=None if self.jobs.where is None else str(self.jobs.where),
             running=plan.reasons.running,
             jobs=tuple(one.job.id for one in jobs) if self.jobs.several else msgspec.UNSET,
-            unique=self.unique or msgspec.UNSET,
+            unique=self.jobs.unique or msgspec.UNSET,
             license=self.license or msgspec.UNSET,
             variant=self.format.variant or msgspec.UNSET,
         )
 
-    def _write_common(self, files: PartFiles, plan: Plan) -> None:
+    def _write_common(self, plan: Plan, files: PartFiles) -> None:
         """Writes the manifest of all items that match the filter (of sounds: of all turns in them), the
         provenance and the card."""
-        jobs, sounds = self.jobs, self.format.sounds
+        jobs, sounds, facts = self.jobs, self.format.sounds, CardFacts()
+        noted = facts.noting(jobs.noting(jobs.items(jobs.rows())))
         partly = self.format.whole_dialogues and sounds is None
-        facts, texts = CardFacts(), Repeats()
-        items = jobs.items(jobs.rows(whole=sounds is not None))
-        if not partly:
-            items = facts.noting(jobs.noting(items, texts))
+        listed = jobs.items(jobs.rows(whole=False)) if partly else noted
         if sounds is not None:
-            items = sounds.placed(items)
+            listed = sounds.placed(listed)
         with files.gzip("manifest.jsonl.gz") as manifest:
-            manifest.writelines(manifest_line(item.job, item, "") for item in items)
-        if partly:
-            for _ in facts.noting(jobs.noting(jobs.items(jobs.rows()), texts)):
-                pass
-        jobs.count(texts)
+            manifest.writelines(manifest_line(item.job, item, "") for item in listed)
+        # What the card says is known at the end.
+        deque(noted, maxlen=0)
+        jobs.count()
         records = [read_records(store, job) or [exporter_record(job)] for _, store, job in jobs.jobs]
         files.add("provenance.json", json_bytes([*chain.from_iterable(records)]))
         if self.format.card is not None:
@@ -425,89 +347,3 @@ class _Export:
         else:
             card = dataset_card(jobs, plan, facts, self.format, self.conversion, self.license)
         files.add("README.md", card)
-
-
-def begin(destination: Destination, identity: Identity, replaces: Collection[str]) -> bool:
-    """Claims the destination for this export. True: the export is complete already."""
-    done = destination.record(END, Finished)
-    old = destination.record(PLAN, Identity) if done is None else done.identity
-    if old is None:
-        if destination.exclusive and any(not _is_record(name) for name in destination.sizes()):
-            message = f"{destination.address!r} contains files that no export wrote."
-            raise invalid(message, "Export to an empty folder.")
-    elif done is not None and old == identity and _incomplete(destination.sizes(), done.files) is None:
-        destination.remove_records()
-        return True
-    elif done is not None or old != identity:
-        _replace(destination, old, [] if done is None else done.files, identity, replaces)
-    destination.write_record(PLAN, identity)
-    return False
-
-
-def finish(destination: Destination, done: Finished) -> None:
-    """Writes the summary. Raises `config.invalid` if a file is missing or has another size."""
-    if (gone := _incomplete(destination.sizes(), done.files)) is not None:
-        message = f"{gone!r} in {destination.address!r} was removed or changed during the export."
-        raise invalid(message, "Export again.")
-    done.files.sort(key=lambda file: file.name)
-    destination.write_record(END, done)
-    destination.remove_records()
-
-
-def _replace(
-    destination: Destination,
-    old: Identity,
-    listed: list[WrittenFile],
-    new: Identity,
-    replaces: Collection[str],
-) -> None:
-    """Removes an export that this one replaces, or this one itself if files are missing. `replaces`: jobs
-    whose exports in this format are replaced. An earlier export of the same job, made while it was running,
-    is also replaced.
-
-    Raises `config.invalid` for any other export, and removes nothing if a file was changed.
-    """
-    continued = msgspec.structs.replace(old, digest=new.digest, version=new.version, running=new.running)
-    own = old == new or (old.running and continued == new)
-    if not own and not (old.job in replaces and old.format == new.format):
-        filtered = f" with the filter {old.where!r}" if old.where else ""
-        message = f"{destination.address!r} contains another export: of job {old.job} in the format {old.format}{filtered}, with other items or options."
-        raise invalid(message, "Export to an empty folder or prefix, or remove the other export.")
-    lists = [destination.record(name, list[WrittenFile]) or [] for name in destination.lists()]
-    files = {file.name: file for file in chain(listed, *lists)}
-    if destination.exclusive:
-        for name in destination.sizes():
-            if name not in files and name != END and not _is_record(name):
-                raise foreign_file(destination.address, name)
-    for file in files.values():
-        if destination.sha256(file.name) not in (None, file.sha256):
-            raise _changed_file(destination, file)
-    if listed:
-        # Turns it into a stopped export, because `export.json` must not list missing files.
-        destination.write_record(PLAN, old)
-        destination.write_record(f"{RECORDS}/replaced.json", listed)
-    for name in (END, *files):
-        destination.remove(name)
-    destination.remove_records()
-
-
-def written_part(destination: Destination, found: Mapping[str, int], record: str) -> list[WrittenFile] | None:
-    """The files of a complete part; None: it must be written. Raises `config.invalid` for a changed file."""
-    listed = destination.record(record, list[WrittenFile])
-    for file in listed or ():
-        if found.get(file.name, file.bytes) != file.bytes:
-            raise _changed_file(destination, file)
-    return listed if listed is not None and _incomplete(found, listed) is None else None
-
-
-def _changed_file(destination: Destination, file: WrittenFile) -> ConfigError:
-    return invalid(f"{file.name!r} in {destination.address!r} was changed after it was exported.", AGAIN)
-
-
-def _is_record(name: str) -> bool:
-    return name.startswith(f"{RECORDS}/")
-
-
-def _incomplete(sizes: Mapping[str, int], files: Iterable[WrittenFile]) -> str | None:
-    """The name of a file that is missing or has another size, or None."""
-    return next((file.name for file in files if sizes.get(file.name) != file.bytes), None)

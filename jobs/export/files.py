@@ -1,28 +1,36 @@
 """The files of an export: a single file, or the files of a dataset in a folder or a bucket.
 
-A file appears there complete or not at all.
+A file appears there complete or not at all. A dataset is written part by part, so that a stopped export continues
+with its current part. While an export runs, `_export/plan.json` at its destination identifies it, and
+`_export/train-00000.json` lists the files of a part. The list is written when the files are finished and before
+the first of them is moved to its name, so every file at the destination is known to belong to the export.
+`export.json` is written last, with the hash of every file. An export that replaces another first turns that one
+into a stopped export, then removes the files in its lists. So the replacement can also be stopped and continued
+at any time.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import gzip
 import heapq
 import os
 import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
+from gzip import GzipFile
 from io import BufferedWriter, FileIO
+from itertools import chain
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, ClassVar, TypeVar, cast
+from typing import IO, TYPE_CHECKING, ClassVar, TypeVar
 
 import msgspec
 
+from jobs.export.items import LeftOut
 from jobs.store import FolderStore, ObjectStore, is_remote, open_store
 from jobs.store.base import missing_allowed, sha256_of, split_key
 from jobs.store.folder import sync_file_system
@@ -32,6 +40,7 @@ if TYPE_CHECKING:
     from jobs.export.audio import AudioNames
     from jobs.settings import S3Settings
 
+_encode = msgspec.json.Encoder().encode
 Record = TypeVar("Record")
 _BUFFER_BYTES = 1 << 20
 #: Higher levels make manifests only a little smaller, but the export much slower.
@@ -43,7 +52,7 @@ AGAIN = "Move it away; the next export writes the dataset again."
 @contextmanager
 def output(
     to: str, may_replace: Callable[[Path, Path], bool] = lambda new, path: True
-) -> Generator[IO[bytes], None, None]:
+) -> Generator[IO[bytes]]:
     """Opens the file `to` for writing; `-` is standard output. The file appears, complete, once the block
     ends without an error.
 
@@ -81,7 +90,7 @@ def output(
 
 
 @contextmanager
-def path_errors(path: Path) -> Generator[None, None, None]:
+def path_errors(path: Path) -> Generator[None]:
     """Raises `OSError` as `store.full`, or as `config.invalid` for a file that cannot be written."""
     try:
         yield
@@ -91,6 +100,11 @@ def path_errors(path: Path) -> Generator[None, None, None]:
             advice = "Free space there, then export again."
             raise StoreError(ErrorCode.STORE_FULL, f"{reason}: {str(path)!r}.", advice) from error
         raise invalid(f"{reason}: {str(path)!r} cannot be written.", "Export to another path.") from error
+
+
+def json_line(value: object) -> bytes:
+    """JSON on one line, with a newline at its end."""
+    return _encode(value) + b"\n"
 
 
 def json_bytes(value: object) -> bytes:
@@ -132,7 +146,7 @@ def _may_replace(new: Path, path: Path, job_id: str, replaces: Collection[str]) 
         raise invalid(message, "Move it away; the next export writes it again.")
     if before != after or stamp is None or (stamp.job, stamp.sha256) != (job_id, after):
         with output(str(beside)) as file:
-            file.write(msgspec.json.encode(_Stamp(job_id, after, before)) + b"\n")
+            file.write(json_line(_Stamp(job_id, after, before)))
     return before != after
 
 
@@ -199,13 +213,9 @@ class PartFiles:
         path = self._paths[name] = self.destination.scratch / f"{len(self._paths):06d}"
         return path
 
-    @contextmanager
-    def gzip(self, name: str) -> Generator[IO[bytes], None, None]:
+    def gzip(self, name: str) -> GzipFile:
         """Opens a new gzip file; equal content gives equal bytes."""
-        with gzip.GzipFile(
-            filename="", mode="wb", compresslevel=_GZIP_LEVEL, fileobj=self.open(name), mtime=0
-        ) as file:
-            yield cast("IO[bytes]", file)
+        return GzipFile("", "wb", _GZIP_LEVEL, self.open(name), mtime=0)
 
     def sorted_lines(self) -> SortedLines:
         """Makes a `SortedLines` in the scratch folder."""
@@ -328,8 +338,12 @@ class Destination:
             try:
                 return msgspec.json.decode(self._store.get(name), type=kind)
             except ValueError:
-                raise foreign_file(self.address, name) from None
+                raise self.foreign_file(name) from None
         return None
+
+    def foreign_file(self, name: str) -> ConfigError:
+        """The error for a file that does not belong to an export."""
+        return invalid(f"{self.address!r} contains {name!r}, which no export wrote.", AGAIN)
 
     def lists(self) -> list[str]:
         """The names of the records that list files."""
@@ -388,7 +402,7 @@ class FolderDestination(Destination):
             os.removedirs(path.parent)
 
     @contextmanager
-    def _at(self, name: str) -> Generator[Path, None, None]:
+    def _at(self, name: str) -> Generator[Path]:
         """The path of a file. Raises `store.bad_key` for a name outside the folder, which a record could
         contain."""
         path = self._folder.joinpath(*split_key(name))
@@ -397,7 +411,7 @@ class FolderDestination(Destination):
 
 
 @contextmanager
-def open_destination(to: str, s3: S3Settings | None) -> Generator[Destination, None, None]:
+def open_destination(to: str, s3: S3Settings | None) -> Generator[Destination]:
     """Opens the destination at a path or an `s3://` address. A folder is locked, so that one export at a time
     writes to it."""
     if is_remote(to):
@@ -428,10 +442,143 @@ def open_destination(to: str, s3: S3Settings | None) -> Generator[Destination, N
                 destination.scratch.parent.rmdir()
 
 
-def foreign_file(address: str, name: str) -> ConfigError:
-    """The error for a file in a destination that does not belong to an export."""
-    return invalid(f"{address!r} contains {name!r}, which no export wrote.", AGAIN)
-
-
 def _raise(error: OSError) -> None:
     raise error
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """The content of `_export/plan.json`. Only an export with an equal identity continues a stopped one."""
+
+    job: str
+    format: str
+    version: int
+    #: `Plan.digest`
+    digest: str
+    splits: tuple[tuple[str, int], ...]
+    part_bytes: int
+    audio: str
+    #: `Conversion.name`
+    converted: str = ""
+    #: The mode and the gaps of the sounds of dialogues, if the export contains them.
+    sounds: tuple[str, tuple[str, float, float]] | msgspec.UnsetType = msgspec.UNSET
+    #: The filter in its normal form, if there is one.
+    where: str | None = None
+    #: Whether the job was still running; a later export of the job then replaces this one.
+    running: bool = False
+    #: The jobs, if there are several; `job` is then the name of the set.
+    jobs: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    unique: bool | msgspec.UnsetType = msgspec.UNSET
+    license: str | msgspec.UnsetType = msgspec.UNSET
+    #: `ExportFormat.variant`
+    variant: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """The content of `export.json`, the summary of a complete export."""
+
+    identity: Identity
+    items: dict[str, int]
+    left_out: int
+    files: list[WrittenFile]
+    reasons: LeftOut = LeftOut()
+    schema: str = "nightjar.dataset/1"
+
+
+class Dataset:
+    """The parts of a dataset at its destination: `begin`, then `add` for each part, then `finish`."""
+
+    def __init__(self, destination: Destination, identity: Identity, names: AudioNames) -> None:
+        self._destination = destination
+        self._identity = identity
+        self._names = names
+        self._files: list[WrittenFile] = []
+
+    def begin(self, replaces: Collection[str] = ()) -> bool:
+        """Claims the destination for this export. True: the export is complete already. `replaces`: jobs whose
+        exports in this format are replaced. An earlier export of the same job, made while it was running, is also
+        replaced.
+
+        Raises `config.invalid` for a destination with any other export or other files.
+        """
+        there, identity = self._destination, self._identity
+        done = there.record(END, Finished)
+        old = there.record(PLAN, Identity) if done is None else done.identity
+        if old is None:
+            if there.exclusive and any(not _is_record(name) for name in there.sizes()):
+                message = f"{there.address!r} contains files that no export wrote."
+                raise invalid(message, "Export to an empty folder.")
+        elif done is not None and old == identity and _incomplete(there.sizes(), done.files) is None:
+            there.remove_records()
+            return True
+        elif done is not None or old != identity:
+            self._replace(old, [] if done is None else done.files, replaces)
+        there.write_record(PLAN, identity)
+        self._sizes = there.sizes()
+        return False
+
+    def add(self, name: str, write: Callable[[PartFiles], None], *, again: bool = False) -> bool:
+        """Writes the files of a part, unless they are there and it is not written `again`. Returns whether it
+        wrote them. Raises `config.invalid` for a changed file."""
+        record = f"{RECORDS}/{name}.json"
+        files = None if again else self._destination.record(record, list[WrittenFile])
+        for file in files or ():
+            if self._sizes.get(file.name, file.bytes) != file.bytes:
+                raise self._changed(file)
+        missing = files is None or _incomplete(self._sizes, files) is not None
+        if missing:
+            with PartFiles(self._destination, self._names) as part:
+                write(part)
+                files = part.publish(record)
+        self._files += files or ()
+        return missing
+
+    def finish(self, items: dict[str, int], reasons: LeftOut) -> None:
+        """Writes the summary. `items`: those of each split. Raises `config.invalid` if a file is missing or has
+        another size."""
+        there = self._destination
+        if (gone := _incomplete(there.sizes(), self._files)) is not None:
+            message = f"{gone!r} in {there.address!r} was removed or changed during the export."
+            raise invalid(message, "Export again.")
+        files = sorted(self._files, key=lambda file: file.name)
+        there.write_record(END, Finished(self._identity, items, reasons.items, files, reasons))
+        there.remove_records()
+
+    def _replace(self, old: Identity, listed: list[WrittenFile], replaces: Collection[str]) -> None:
+        """Removes an export that this one replaces, or this one itself if files are missing. Raises
+        `config.invalid` for any other export, and removes nothing if a file was changed."""
+        there, new = self._destination, self._identity
+        continued = msgspec.structs.replace(old, digest=new.digest, version=new.version, running=new.running)
+        own = old == new or (old.running and continued == new)
+        if not own and not (old.job in replaces and old.format == new.format):
+            filtered = f" with the filter {old.where!r}" if old.where else ""
+            message = f"{there.address!r} contains another export: of job {old.job} in the format {old.format}{filtered}, with other items or options."
+            raise invalid(message, "Export to an empty folder or prefix, or remove the other export.")
+        lists = [there.record(name, list[WrittenFile]) or [] for name in there.lists()]
+        files = {file.name: file for file in chain(listed, *lists)}
+        if there.exclusive:
+            for name in there.sizes():
+                if name not in files and name != END and not _is_record(name):
+                    raise there.foreign_file(name)
+        for file in files.values():
+            if there.sha256(file.name) not in (None, file.sha256):
+                raise self._changed(file)
+        if listed:
+            # Turns it into a stopped export, because `export.json` must not list missing files.
+            there.write_record(PLAN, old)
+            there.write_record(f"{RECORDS}/replaced.json", listed)
+        for name in (END, *files):
+            there.remove(name)
+        there.remove_records()
+
+    def _changed(self, file: WrittenFile) -> ConfigError:
+        place = self._destination.address
+        return invalid(f"{file.name!r} in {place!r} was changed after it was exported.", AGAIN)
+
+
+def _is_record(name: str) -> bool:
+    return name.startswith(f"{RECORDS}/")
+
+
+def _incomplete(sizes: Mapping[str, int], files: Iterable[WrittenFile]) -> str | None:
+    """The name of a file that is missing or has another size, or None."""
+    return next((file.name for file in files if sizes.get(file.name) != file.bytes), None)

@@ -25,6 +25,7 @@ import tarfile
 import unicodedata
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from gzip import GzipFile
 from io import BytesIO
 from itertools import groupby
 from pathlib import Path
@@ -32,16 +33,17 @@ from typing import IO, Any
 
 import msgspec
 
-from jobs.export.files import PartFiles
+from jobs.export.files import PartFiles, json_line
 from jobs.export.formats import ExportFormat
-from jobs.export.items import ORIGIN, AudioItem, Part, facts, item_metadata, picked
+from jobs.export.items import ORIGIN, AudioItem, Loaded, Located, Part, facts, item_metadata, picked
 from jobs.export.line_formats import espnet_line
 from jobs.ledger.records import Job
 from pipelines.errors import invalid
 
-_encode = msgspec.json.Encoder().encode
 #: Unicode's categories of control characters and of line and paragraph separators.
 _BREAKS = {"Cc", "Zl", "Zp"}
+#: Rows of a table that are read at once.
+_BATCH = 100
 
 
 def one_line(text: str, separator: str = "") -> str:
@@ -68,7 +70,7 @@ def _escaped(pattern: bytes, text: str) -> str:
     return re.sub(pattern, lambda found: b"~%02X" % found[0][0], text.encode()).decode()
 
 
-def write_kaldi(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, str]]) -> None:
+def write_kaldi(part: Part, files: PartFiles, job: Job, items: Iterator[Located]) -> None:
     """Writes a data directory. Raises `config.invalid` for audio whose path Kaldi cannot read."""
     lines = files.sorted_lines()
     for item, where in items:
@@ -76,20 +78,18 @@ def write_kaldi(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[Au
         speaker, utterance = kaldi_ids(known.speaker, item.id)
         audio = _readable(files.audio_name(f"{part.split}/wav.scp", where), item.extension)
         lines.add(
-            b"%b\t%b\n"
-            % (utterance.encode(), _encode((speaker, audio, one_line(known.text), f"{item.seconds:.6f}")))
+            b"%b\t%b"
+            % (utterance.encode(), json_line((speaker, audio, one_line(known.text), f"{item.seconds:.6f}")))
         )
-    tables = {
-        name: files.open(f"{part.split}/{name}")
-        for name in ("wav.scp", "text", "utt2spk", "utt2dur", "reco2dur")
-    }
+    names = "wav.scp", "text", "utt2spk", "utt2dur", "reco2dur"
+    tables = [files.open(f"{part.split}/{name}") for name in names]
     utterances = files.open(f"{part.split}/spk2utt")
     decode = msgspec.json.Decoder(tuple[str, str, str, str]).decode
     split = ((utterance, *decode(rest)) for utterance, _, rest in (line.partition(b"\t") for line in lines))
     for speaker, group in groupby(split, lambda row: row[1]):
         utterances.write(speaker.encode())
         for utterance, _, audio, text, seconds in group:
-            for file, value in zip(tables.values(), (audio, text, speaker, seconds, seconds), strict=True):
+            for file, value in zip(tables, (audio, text, speaker, seconds, seconds), strict=True):
                 file.write(b"%b %b" % (utterance, value.encode()) if value else utterance)
                 file.write(b"\n")
             utterances.write(b" " + utterance)
@@ -103,7 +103,7 @@ def _readable(where: str, extension: str) -> str:
     return f"flac -c -d -s {shlex.quote(where)} |" if extension == "flac" else where
 
 
-def write_lhotse(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, str]]) -> None:
+def write_lhotse(part: Part, files: PartFiles, job: Job, items: Iterator[Located]) -> None:
     """Writes manifests with the ids of the items, and the codes of each item to a file."""
     folder = part.split
     beside = files.sibling_name(f"{folder}/codes")
@@ -120,9 +120,9 @@ def write_lhotse(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[A
             if item.codes is not None:
                 files.add(f"{folder}/codes/{item.name}.npy", npy(item.codes.codes))
             if not item.is_codes:
-                recordings.write(_encode(cut["recording"]) + b"\n")
-            supervisions.writelines(_encode(spoken) + b"\n" for spoken in cut["supervisions"])
-            cuts.write(_encode(cut) + b"\n")
+                recordings.write(json_line(cut["recording"]))
+            supervisions.writelines(json_line(spoken) for spoken in cut["supervisions"])
+            cuts.write(json_line(cut))
 
 
 #: The source of a recording in an archive, and the place of codes.
@@ -130,7 +130,7 @@ SHAR_SOURCE = {"type": "shar", "channels": [0], "source": ""}
 _SHAR_ARRAY = {"storage_type": "shar", "storage_path": "", "storage_key": ""}
 
 
-def write_shar(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]) -> None:
+def write_shar(part: Part, files: PartFiles, job: Job, items: Iterator[Loaded]) -> None:
     """Writes one shard of an archive. Ids are the names of the audio in the store, because they name members
     of a tar file."""
     with archive(part, files) as (add, cuts):
@@ -140,13 +140,13 @@ def write_shar(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[Aud
                 add("recording", f"{item.name}.{item.extension}", audio, cut["recording"])
             if item.codes is not None:
                 add("codes", f"{item.name}.npy", npy(item.codes.codes), cut["custom"]["codes"])
-            cuts.write(_encode(cut) + b"\n")
+            cuts.write(json_line(cut))
 
 
 @contextmanager
 def archive(
     part: Part, files: PartFiles
-) -> Generator[tuple[Callable[[str, str, bytes, object], None], IO[bytes]], None, None]:
+) -> Generator[tuple[Callable[[str, str, bytes, object], None], GzipFile]]:
     """Opens one shard of an archive; yields the function that adds the file of a field of a cut, and the file of
     the cuts."""
     number = f"{part.number:06d}"
@@ -158,7 +158,7 @@ def archive(
                 opened = tar_file(files.open(f"{part.split}/{field}.{number}.tar"))
                 tars[field] = ended.enter_context(opened)
             tars[field](name, data)
-            tars[field](f"{name.partition('.')[0]}.json", _encode(about) + b"\n")
+            tars[field](f"{name.partition('.')[0]}.json", json_line(about))
 
         yield add, ended.enter_context(files.gzip(f"{part.split}/cuts.{number}.jsonl.gz"))
 
@@ -222,22 +222,20 @@ def _supervision(id: str, recording_id: str, item: AudioItem, channels: int) -> 
     return made
 
 
-def write_espnet_dataset(
-    part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, str]]
-) -> None:
+def write_espnet_dataset(part: Part, files: PartFiles, job: Job, items: Iterator[Located]) -> None:
     """Writes the dataset of one split, in one pass over its items."""
     turns, examples = files.sorted_lines(), files.sorted_lines()
     name = f"{part.split}/dialogue.jsonl"
     texts, dialogues = files.open(f"{part.split}/text.jsonl"), files.open(name)
 
-    def written() -> Generator[tuple[AudioItem, str], None, None]:
+    def written() -> Generator[Located]:
         for _, group in groupby(items, key=lambda pair: pair[0].example_id):
             dialogue = list(group)
             located = [(item, files.audio_name(name, where)) for item, where in dialogue]
             dialogues.write(espnet_line(job, located))
             examples.add(_sample(dialogue[0][0].example_id))
             for item, where in dialogue:
-                texts.write(_encode({"id": item.id, "text": item_metadata(job, item).text}) + b"\n")
+                texts.write(json_line({"id": item.id, "text": item_metadata(job, item).text}))
                 turns.add(_sample(item.id))
                 yield item, where
 
@@ -257,17 +255,17 @@ def write_espnet_dataset(
 def _sample(id: str) -> bytes:
     """The line by which an id is sorted: its JSON without the closing quote, because `a"` would sort after
     `a b"`."""
-    return _encode(id)[:-1] + b"\n"
+    return json_line(id)[:-2] + b"\n"
 
 
 def _write_dataset(file: IO[bytes], entries: list[dict[str, str]], samples: Iterable[bytes]) -> None:
-    file.write(b'{"data_entry":%b,"samples":[' % _encode(entries))
+    file.write(b'{"data_entry":%b,"samples":[' % msgspec.json.encode(entries))
     for number, sample in enumerate(samples):
         file.write(b'%b\n%b"' % (b"," if number else b"", sample[:-1]))
     file.write(b"\n]}\n")
 
 
-def write_ljspeech(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]) -> None:
+def write_ljspeech(part: Part, files: PartFiles, job: Job, items: Iterator[Loaded]) -> None:
     """Writes the audio of a split and its table. A row has an item's name and twice its text, because there
     is no normalized text for the third field. Readers ignore quotes, so `|` in a text becomes a space."""
     table = files.open(f"{part.split}/metadata.csv")
@@ -278,7 +276,7 @@ def write_ljspeech(part: Part, files: PartFiles, job: Job, items: Iterator[tuple
 
 
 @contextmanager
-def tar_file(file: IO[bytes]) -> Generator[Callable[[str, bytes], None], None, None]:
+def tar_file(file: IO[bytes]) -> Generator[Callable[[str, bytes], None]]:
     """Opens a tar archive in `file`; yields the function that adds a member. Equal members give equal bytes:
     user 0, dated 1970."""
     with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as archive:
@@ -293,17 +291,24 @@ def tar_file(file: IO[bytes]) -> Generator[Callable[[str, bytes], None], None, N
         yield add
 
 
-def tar_examples(path: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Yields the name of each example of a WebDataset's tar file, and its files by their extension."""
-    with tarfile.open(path, "r|") as archive:
-        members = ((member.name.partition("."), archive.extractfile(member)) for member in archive)
-        for name, group in groupby(members, key=lambda one: one[0][0]):
-            yield name, {extension: file.read() for (_, _, extension), file in group if file is not None}
+def read_examples(path: Path) -> Iterator[tuple[str, dict[str, bytes], dict[str, Any] | None]]:
+    """Yields the items of a WebDataset's tar file: the name of each and its files by their extension, and None; or of
+    a table: their rows without the audio."""
+    if path.suffix == ".tar":
+        with tarfile.open(path, "r|") as archive:
+            members = ((member.name.partition("."), archive.extractfile(member)) for member in archive)
+            for name, group in groupby(members, key=lambda one: one[0][0]):
+                yield name, {extension: file.read() for (_, _, extension), file in group if file}, None
+        return
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as table:
+        columns = [name for name in table.schema_arrow.names if name != "audio"]
+        for batch in table.iter_batches(_BATCH, columns=columns):
+            yield from (("", {}, row) for row in batch.to_pylist())
 
 
-def write_webdataset(
-    part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]
-) -> None:
+def write_webdataset(part: Part, files: PartFiles, job: Job, items: Iterator[Loaded]) -> None:
     """Writes one tar file."""
     with tar_file(files.open(f"{part.split}/shard-{part.number:06d}.tar")) as add:
         for item, audio in items:
@@ -312,7 +317,7 @@ def write_webdataset(
                 add(f"{item.name}.{item.extension}", audio)
             if item.codes is not None:
                 add(f"{item.name}.codes.npy", npy(item.codes.codes))
-            add(f"{item.name}.json", _encode(about))
+            add(f"{item.name}.json", msgspec.json.encode(about))
             add(f"{item.name}.txt", about["text"].encode())
 
 

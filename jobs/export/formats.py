@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jobs.export.audio import Conversion
     from jobs.export.conversation import Sounds
     from jobs.export.files import PartFiles
-    from jobs.export.items import AudioItem, Part, Plan, Splits
+    from jobs.export.items import AudioItem, Located, Part, Plan, Splits
     from jobs.ledger.records import ItemRow, Job, JobSpec, RejectedLine
     from jobs.where import Where
 
@@ -74,7 +74,7 @@ class ExportFormat:
     #: Makes the line of an item, from the path or address of its audio.
     item_line: Callable[[Job, AudioItem, str], bytes] | None = None
     #: Makes the line of a dialogue with all its items.
-    dialogue_line: Callable[[Job, Sequence[tuple[AudioItem, str]]], bytes] | None = None
+    dialogue_line: Callable[[Job, Sequence[Located]], bytes] | None = None
     #: With `dialogue_line`: makes the line of a dialogue whose answer is text without audio.
     text_line: Callable[[msgspec.Raw, str], bytes] | None = None
     #: Makes the line of a failed item or of a refused input line. Such a format is always one file.
@@ -238,7 +238,7 @@ class ExportFormat:
             if wrong:
                 raise invalid(message, advice)
 
-    def lines(self, items: Iterable[tuple[AudioItem, str]]) -> Iterator[tuple[int, bytes]]:
+    def lines(self, items: Iterable[Located]) -> Iterator[tuple[int, bytes]]:
         """Yields the lines of a format of lines, each with the number of its items."""
         if self.dialogue_line is not None:
             for _, dialogue in groupby(items, key=lambda pair: pair[0].example_id):

@@ -67,7 +67,7 @@ def _libraries() -> tuple[Any, Any]:
 
 
 @contextmanager
-def _errors(repository: str) -> Generator[None, None, None]:
+def _errors(repository: str) -> Generator[None]:
     """Turns errors of the hub's library into Nightjar's errors. The original texts contain addresses and
     request numbers, but no token."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled

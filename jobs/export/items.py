@@ -23,7 +23,7 @@ from jobs.ledger.records import WORDS, Artifact, Draw, ItemRow, ItemState, Job
 from jobs.packs import ArtifactReader
 from jobs.shard_file import RawLine, ShardLines, read_raw_shard
 from jobs.store.base import ObjectStore
-from jobs.where import FilteredOut, Where
+from jobs.where import FilteredOut
 from pipelines.errors import ConfigError, invalid
 from pipelines.request import Generation, SpokenRole, Word
 
@@ -37,7 +37,7 @@ read_words = msgspec.json.Decoder(tuple[Word, ...]).decode_lines
 #: Scores whose detail is the transcript of an ASR model.
 _TRANSCRIBED = ("wer", "cer")
 #: Kind of the artifact for the text that a model wrote beside its audio.
-_TEXT = "text"
+TEXT = "text"
 _PAGE_ITEMS = 1000
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _HASHES = 2**64
@@ -136,6 +136,11 @@ class AudioItem(msgspec.Struct, frozen=True):
         return self.artifact.key.rpartition(".")[2]
 
 
+#: An item with the path or address of its audio, or with the content of its file; empty if it has only codes.
+Located = tuple[AudioItem, str]
+Loaded = tuple[AudioItem, bytes]
+
+
 class ItemMetadata(msgspec.Struct, frozen=True):
     """The metadata of an item in a dataset."""
 
@@ -161,6 +166,7 @@ def item_metadata(job: Job, item: AudioItem | RawLine) -> ItemMetadata:
     dialogue, index = _decode(item.dialogue), item.message_index
     own, defaults = dialogue.generation or Generation(), job.spec.generation
     role: SpokenRole = "assistant"
+    #: Indexes of the messages that contain the voice; None: any message.
     recordings: Sequence[int] | None = None
     if index is None:
         text = spoken_text(dialogue.typed_messages())
@@ -174,7 +180,15 @@ def item_metadata(job: Job, item: AudioItem | RawLine) -> ItemMetadata:
     if recordings and own.voice is None and voice in (job.spec.stored_voices or {}):
         # The line's recording takes precedence over the job's stored voice.
         voice = None
-    speaker = _speaker(job, item.references, voice, recordings)
+    keys = [
+        item.references[place]
+        for place in sorted(item.references)
+        if recordings is None or place in recordings
+    ]
+    speaker = voice.strip() if voice else ""
+    if not speaker and keys:
+        speaker = f"ref-{keys[0].rpartition('/')[2][:16]}"
+    speaker = speaker or job.spec.model.rstrip("/").rpartition("/")[2]
     return ItemMetadata(
         text, item.spoken or text, role, index, speaker, voice, generation.language, generation.instruct
     )
@@ -322,12 +336,12 @@ def audio_items(
     job, texts = ledger.job(job_id), ArtifactReader(store)
     lines = ShardLines(ledger, store, job_id, read_raw_shard)
     names = score_names((ledger, job)) if names is msgspec.UNSET else names
-    for page in _pages(exported(ledger.items(job_id) if rows is None else rows)):
+    for page in pages(exported(ledger.items(job_id) if rows is None else rows)):
         indexes = [row.index for row in page]
         # Read after the items, so that all items of a running job have their draws.
         draws = ledger.draws_of(job_id, indexes) if job.spec.quality is not None else ()
         kept = {row.index: row.draw for row in draws if row.draw.kept}
-        written = ledger.artifacts_of(job_id, _TEXT, indexes)
+        written = ledger.artifacts_of(job_id, TEXT, indexes)
         coded = ledger.artifacts_of(job_id, "codes", indexes) if job.spec.output else {}
         timed = ledger.artifacts_of(job_id, WORDS, indexes) if job.spec.timestamps is True else {}
         for row in page:
@@ -354,38 +368,11 @@ def audio_items(
             )
 
 
-def text_answers(
-    ledger: Ledger, store: ObjectStore, job_id: str, where: Where | None = None
-) -> Iterator[tuple[msgspec.Raw, str]]:
-    """Yields the lines of items whose answer is text without audio, with that text, in index order."""
-    if next(ledger.artifacts(job_id, _TEXT), None) is None:
-        return
-    lines, texts = ShardLines(ledger, store, job_id, read_raw_shard), ArtifactReader(store)
-    done = ledger.items(job_id, state=ItemState.DONE, where=where)
-    for page in _pages(row for row in done if row.artifact is None):
-        written = ledger.artifacts_of(job_id, _TEXT, [row.index for row in page])
-        for row in page:
-            if row.index in written:
-                yield lines.of(row).dialogue, texts.read(written[row.index]).decode()
-
-
-def _pages(rows: Iterable[ItemRow]) -> Iterator[list[ItemRow]]:
+def pages(rows: Iterable[ItemRow]) -> Iterator[list[ItemRow]]:
+    """Yields the rows in lists, one for each query of what belongs to them."""
     rows = iter(rows)
     while page := list(islice(rows, _PAGE_ITEMS)):
         yield page
-
-
-def _speaker(
-    job: Job, references: Mapping[int, str], voice: str | None, recordings: Sequence[int] | None
-) -> str:
-    """The speaker of an item. `recordings`: indexes of the messages that contain the voice; None: any
-    message."""
-    if voice and voice.strip():
-        return voice.strip()
-    keys = [references[index] for index in sorted(references) if recordings is None or index in recordings]
-    if keys:
-        return f"ref-{keys[0].rpartition('/')[2][:16]}"
-    return job.spec.model.rstrip("/").rpartition("/")[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -510,9 +497,9 @@ def make_plan(
             own.append([row.index, row.index, 0, 0])
         dialogue = row.example_id
         own[-1][1:] = row.index, own[-1][2] + 1, own[-1][3] + artifact.bytes
-    made = [
+    made = (
         Part(split, number, *facts, of=len(own))
         for split, own in parts.items()
         for number, facts in enumerate(own)
-    ]
-    return Plan(tuple(made), digest.hexdigest())
+    )
+    return Plan((*made,), digest.hexdigest())

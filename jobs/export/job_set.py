@@ -20,6 +20,7 @@ import msgspec
 
 from jobs.export.files import SortedLines
 from jobs.export.items import (
+    TEXT,
     AudioItem,
     LeftOut,
     audio_items,
@@ -27,10 +28,12 @@ from jobs.export.items import (
     item_metadata,
     matched,
     metadata_types,
+    pages,
     score_names,
-    text_answers,
 )
-from jobs.ledger.records import ItemRow, Job
+from jobs.ledger.records import ItemRow, ItemState, Job
+from jobs.packs import ArtifactReader
+from jobs.shard_file import ShardLines, read_raw_shard
 from jobs.store import ObjectStore
 from jobs.where import FilteredOut, Where
 
@@ -89,10 +92,15 @@ def in_order(jobs: Iterable[StoredJob]) -> list[StoredJob]:
 class JobSet:
     """The items of jobs, in order, that match a filter and are in a format."""
 
-    def __init__(self, jobs: Sequence[StoredJob], where: Where | None, format: ExportFormat) -> None:
+    def __init__(
+        self, jobs: Sequence[StoredJob], where: Where | None, format: ExportFormat, *, unique: bool
+    ) -> None:
+        """`unique`: of the items with the same text and voice (in formats of dialogues: of equal dialogues), only the
+        first one is exported."""
         self.jobs = jobs
         self.where = where
         self.format = format
+        self.unique = unique
         self._timed = any(one.job.spec.timestamps is True for one in jobs)
         self._respelled = any(one.job.spec.respells for one in jobs)
         #: The index of the first item of each job.
@@ -102,7 +110,7 @@ class JobSet:
         self._chosen: bytearray | None = None
         #: Number of items whose text and voice an earlier item has; None: not counted yet.
         self.duplicates: int | None = None
-        self._unique = False
+        self._texts = Repeats()
 
     @property
     def several(self) -> bool:
@@ -118,10 +126,9 @@ class JobSet:
     def running(self) -> bool:
         return not all(one.job.state.final for one in self.jobs)
 
-    def choose(self, *, unique: bool = False) -> None:
-        """Fixes which items are exported. `unique`: of the items with the same text and voice (in formats of
-        dialogues: of equal dialogues) the first one only."""
-        chosen, ids, texts = bytearray(self._starts[-1]), Repeats(), Repeats()
+    def choose(self) -> None:
+        """Fixes which items are exported."""
+        chosen, ids = bytearray(self._starts[-1]), Repeats()
 
         def noted() -> Iterator[ItemRow]:
             for row in self.rows():
@@ -130,14 +137,13 @@ class JobSet:
                     ids.add(row.example_id, row.index)
                 yield row
 
-        for _ in self.noting(self.items(noted()), texts) if unique else noted():
+        for _ in self.noting(self.items(noted())) if self.unique else noted():
             pass
-        if unique:
-            later = 0
-            for first, items in texts.later():
+        if self.unique:
+            self.duplicates = 0
+            for first, items in self._texts.later():
                 chosen[first : first + items] = bytes(items)
-                later += items
-            self.duplicates, self._unique = later, True
+                self.duplicates += items
         for uses in ids:
             same = [index for index, _ in uses if chosen[index]]
             if len({self._number(index) for index in same}) > 1:
@@ -145,13 +151,13 @@ class JobSet:
                     chosen[index] = _RENAMED
         self._chosen = chosen
 
-    def count(self, texts: Repeats) -> None:
+    def count(self) -> None:
         """Counts the duplicates among the items that were noted, unless they are left out."""
-        if not self._unique:
-            self.duplicates = sum(items for _, items in texts.later())
+        if not self.unique:
+            self.duplicates = sum(items for _, items in self._texts.later())
 
-    def noting(self, items: Iterable[AudioItem], texts: Repeats) -> Iterator[AudioItem]:
-        """Yields the items, and adds the text and the voice of each, or of each dialogue, to `texts`."""
+    def noting(self, items: Iterable[AudioItem]) -> Iterator[AudioItem]:
+        """Yields the items, and notes the text and the voice of each, or of each dialogue."""
         whole = self.format.whole_dialogues
         # Ids of different jobs may be equal until the items are chosen.
         for _, group in groupby(
@@ -160,7 +166,7 @@ class JobSet:
             same = list(group)
             known = [item_metadata(item.job, item) for item in same]
             said = _decode_line(same[0].dialogue)["messages"] if whole else known[0].text
-            texts.add((said, [one.speaker for one in known]), same[0].artifact.index, len(same))
+            self._texts.add((said, [one.speaker for one in known]), same[0].artifact.index, len(same))
             yield from same
 
     def rows(self, after: int = -1, *, whole: bool = True) -> Iterator[ItemRow]:
@@ -217,7 +223,7 @@ class JobSet:
             )
             for outs in zip(*by_job)
         )
-        duplicates = (self.duplicates or 0) if self._unique else msgspec.UNSET
+        duplicates = (self.duplicates or 0) if self.unique else msgspec.UNSET
         without_audio = sum(one.total for one in counts) - items - (duplicates or 0)
         # Items of a running job may get their audio after the export has passed them.
         without_audio = max(0, without_audio - sum(out.items for out in filtered))
@@ -229,13 +235,20 @@ class JobSet:
         return LeftOut(without_audio, filtered, min(pending, without_audio), self.running, duplicates)
 
     def text_answers(self) -> Iterator[tuple[msgspec.Raw, str]]:
-        """Yields the lines of items whose answer is text without audio, with that text."""
+        """Yields the lines of items whose answer is text without audio, with that text, in index order."""
         for ledger, store, job in self.jobs:
-            for dialogue, text in text_answers(ledger, store, job.id, self.where):
-                if self.several:
-                    own = msgspec.json.decode(_decode_line(dialogue)["example_id"], type=str)
-                    dialogue = _renamed(dialogue, f"{job.id}-{own}")
-                yield dialogue, text
+            if next(ledger.artifacts(job.id, TEXT), None) is None:
+                continue
+            lines, texts = ShardLines(ledger, store, job.id, read_raw_shard), ArtifactReader(store)
+            done = ledger.items(job.id, ItemState.DONE, where=self.where)
+            for page in pages(row for row in done if row.artifact is None):
+                written = ledger.artifacts_of(job.id, TEXT, [row.index for row in page])
+                for row in page:
+                    if row.index in written:
+                        dialogue = lines.of(row).dialogue
+                        if self.several:
+                            dialogue = _renamed(dialogue, f"{job.id}-{row.example_id}")
+                        yield dialogue, texts.read(written[row.index]).decode()
 
     def _number(self, index: int) -> int:
         """The number of the job that has the item with this index in the dataset."""

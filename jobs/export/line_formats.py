@@ -22,16 +22,16 @@ from typing import Any
 import msgspec
 
 from jobs.dialogue import speech_position, with_audio
+from jobs.export.files import json_line
 from jobs.export.formats import ExportFormat
-from jobs.export.items import ORIGIN, AudioItem, facts, picked
+from jobs.export.items import ORIGIN, AudioItem, Located, facts, picked
 from jobs.ledger.records import ItemRow, Job, RejectedLine
 
-_encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_messages = msgspec.json.Decoder(list[list[Any]]).decode
 
 
-def espnet_line(job: Job, items: Sequence[tuple[AudioItem, str]]) -> bytes:
+def espnet_line(job: Job, items: Sequence[Located]) -> bytes:
     """The line of a dialogue as it was submitted, with the audio of its items. `items`: each with the path or
     address of its audio.
 
@@ -66,7 +66,7 @@ def _answered(messages: list[list[Any]], text_out: str | None, where: str) -> li
 
 
 def _with_messages(line: dict[str, msgspec.Raw], messages: Sequence[Any]) -> bytes:
-    return _encode(line | {"messages": messages}) + b"\n"
+    return json_line(line | {"messages": messages})
 
 
 def nemo_line(job: Job, item: AudioItem, where: str) -> bytes:
@@ -75,7 +75,7 @@ def nemo_line(job: Job, item: AudioItem, where: str) -> bytes:
     line = {"audio_filepath": where, **picked(about, "duration", "text")}
     if about["language"] is not None:
         line["lang"] = about["language"]
-    return _encode(line | picked(about, "speaker", "example_id", "role", "message_index", *ORIGIN)) + b"\n"
+    return json_line(line | picked(about, "speaker", "example_id", "role", "message_index", *ORIGIN))
 
 
 def openai_batch_line(job: Job, item: AudioItem, where: str) -> bytes:
@@ -110,7 +110,7 @@ def _batch_line(job: Job, custom_id: str, body: object, error: object) -> bytes:
     # A fixed id, so that an export has the same bytes each time.
     request = "batch_req_" + hashlib.blake2b(f"{job.id} {custom_id}".encode(), digest_size=12).hexdigest()
     response = None if body is None else {"status_code": 200, "request_id": request, "body": body}
-    return _encode({"id": request, "custom_id": custom_id, "response": response, "error": error}) + b"\n"
+    return json_line({"id": request, "custom_id": custom_id, "response": response, "error": error})
 
 
 ESPNET = ExportFormat(

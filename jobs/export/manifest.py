@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 import msgspec
 
 from jobs.dialogue import metadata_json, spoken_text
+from jobs.export.files import json_line
 from jobs.export.formats import ExportFormat
 from jobs.export.items import ORIGIN, AudioItem, Place, audio_items, facts, item_metadata, picked
 from jobs.layout import job_manifest_key, put_numbered, shard_manifest_key
@@ -61,37 +62,21 @@ class ManifestEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 _ARTIFACT_FIELDS = tuple(name for name in ManifestEntry.__struct_fields__ if hasattr(Artifact, name))
 
 
-def _entry(
-    job: Job,
-    example_id: str,
-    artifact: Artifact,
-    text: str,
-    role: str,
-    index: int | None,
-) -> ManifestEntry:
-    """The entry of an audio artifact, with its text, its role and the index of its message."""
-    return ManifestEntry(
-        example_id=example_id,
-        duration=round(artifact.samples / artifact.sample_rate, 6),
-        spec_sha=job.spec_sha,
-        text=text,
-        role=role,
-        message_index=index,
-        **{name: getattr(artifact, name) for name in _ARTIFACT_FIELDS},
-    )
-
-
-def _item_entry(job: Job, item: AudioItem) -> ManifestEntry:
-    known = item_metadata(job, item)
-    entry = _entry(job, item.example_id, item.artifact, known.text, known.role, known.message_index)
-    return msgspec.structs.replace(entry, words=item.words, spoken_text=item.spoken)
+def _entry(job: Job, artifact: Artifact, **known: Any) -> ManifestEntry:
+    """The entry of an audio artifact. `known`: what is known of its item, by the names of the fields."""
+    duration = round(artifact.samples / artifact.sample_rate, 6)
+    own = {name: getattr(artifact, name) for name in _ARTIFACT_FIELDS}
+    return ManifestEntry(duration=duration, spec_sha=job.spec_sha, **own, **known)
 
 
 def manifest_line(job: Job, item: AudioItem, where: str) -> bytes:
     """A line of an export; `key` names the audio in the store, so `where` is not used."""
-    line: dict[str, Any] = msgspec.to_builtins(_item_entry(item.job, item))
+    about = facts(item)
+    known = picked(about, "example_id", "text", "role", "message_index")
+    entry = _entry(item.job, item.artifact, words=item.words, spoken_text=item.spoken, **known)
+    line: dict[str, Any] = msgspec.to_builtins(entry)
     place = ("speaker", *Place._fields) if item.place.dialogue else ()
-    return msgspec.json.encode(line | picked(facts(item), *ORIGIN, *place)) + b"\n"
+    return json_line(line | picked(about, *ORIGIN, *place))
 
 
 MANIFEST = ExportFormat(
@@ -112,11 +97,18 @@ def put_shard_manifest(
     entries: list[bytes] = []
     for audio in items:
         line = by_index[audio.index]
-        text, index = spoken_text(line.messages), None if line.role is None else line.message_index
-        entry = _entry(job, line.example_id, audio, line.written or text, line.role or "assistant", index)
-        spoken = None if line.written is None else text
-        entry = msgspec.structs.replace(entry, spoken_text=spoken, metadata=line.metadata)
-        entries.append(msgspec.json.encode(entry) + b"\n")
+        text = spoken_text(line.messages)
+        entry = _entry(
+            job,
+            audio,
+            example_id=line.example_id,
+            text=line.written or text,
+            role=line.role or "assistant",
+            message_index=None if line.role is None else line.message_index,
+            metadata=line.metadata,
+            spoken_text=None if line.written is None else text,
+        )
+        entries.append(json_line(entry))
     info = put_numbered(store, shard_manifest_key(job.id, shard_no), b"".join(entries))
     store.sync()
     return info.key, info.sha256
@@ -129,8 +121,19 @@ def put_manifest(ledger: Ledger, store: ObjectStore, job_id: str) -> ObjectInfo:
     # A file without a name, so that a killed process leaves none.
     with tempfile.TemporaryFile(prefix="nightjar-manifest-") as file:
         for item in audio_items(ledger, store, job_id):
-            entry = msgspec.structs.replace(_item_entry(job, item), metadata=metadata_json(item.dialogue))
-            file.write(msgspec.json.encode(entry) + b"\n")
+            known = item_metadata(job, item)
+            entry = _entry(
+                job,
+                item.artifact,
+                example_id=item.example_id,
+                text=known.text,
+                role=known.role,
+                message_index=known.message_index,
+                words=item.words,
+                metadata=metadata_json(item.dialogue),
+                spoken_text=item.spoken,
+            )
+            file.write(json_line(entry))
         file.seek(0)
         info = put_numbered(store, job_manifest_key(job.id), cast("BinaryIO", file))
     store.sync()

@@ -23,7 +23,7 @@ import msgspec
 from jobs.export.column_types import Type, arrow_type, feature_of, metadata_cell
 from jobs.export.files import PartFiles
 from jobs.export.formats import ExportFormat
-from jobs.export.items import AudioItem, Part, facts, picked
+from jobs.export.items import AudioItem, Loaded, Part, facts, picked
 from jobs.ledger.records import Job
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ _GROUP_BYTES = 32 << 20
 #: Rows of a group in a table without the audio.
 _FOLDER_GROUP_ROWS = 10_000
 _REPEATED = ("role", "speaker", "language", "spec_sha", "model", "voice", "job")
-_TEXTS = ("text", "example_id", "sha256", "transcript", "spoken_text", *_REPEATED)
 _CODES: Type = [["int16"]]
 #: The types of the columns other than the audio; jobs without checks have no `draw` and
 #: `transcript`, and only datasets of several jobs have `job`.
@@ -67,6 +66,7 @@ _COLUMNS: dict[str, Type] = {
     "codes": _CODES,
     "job": "string",
 }
+_TEXTS = [name for name, kind in _COLUMNS.items() if kind == "string"]
 #: The fields of a word in the column `words`, which a job with `--timestamps` has.
 _WORD: dict[str, Type] = {"text": "string", "start_s": "float64", "end_s": "float64"}
 
@@ -122,7 +122,7 @@ def _write_table(
         writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
 
 
-def write_parquet(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]) -> None:
+def write_parquet(part: Part, files: PartFiles, job: Job, items: Iterator[Loaded]) -> None:
     """Writes one Parquet file."""
     import pyarrow
 
@@ -147,9 +147,7 @@ def write_parquet(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[
     )
 
 
-def write_audiofolder(
-    part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]
-) -> None:
+def write_audiofolder(part: Part, files: PartFiles, job: Job, items: Iterator[Loaded]) -> None:
     """Writes the audio of a part and its table."""
     import pyarrow
 
