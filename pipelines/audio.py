@@ -17,15 +17,17 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 import numpy as np
 import soundfile
 import soxr
+from numpy.typing import NDArray
 
 from pipelines.audio_format import AUDIO_FORMATS, AudioFormat, check_rate
 from pipelines.errors import ErrorCode, InputError, SynthesisError, invalid
 from pipelines.ipc import share
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from pipelines.request import Speech
+
+#: float32 [samples], mono unless it is said otherwise.
+Samples = NDArray[np.float32]
 
 #: Target loudness of all audio that Nightjar writes, in LUFS (EBU R 128), and the maximum peak that reaching
 #: it may cause.
@@ -69,7 +71,7 @@ def decode(
     max_seconds: float = 600.0,
     channel: int | None = None,
     quality: Literal["HQ", "VHQ"] = "HQ",
-) -> tuple[NDArray[np.float32], int]:
+) -> tuple[Samples, int]:
     """Mono samples (float32 [samples]) and their rate in Hz, from a WAV, FLAC, OGG, MP3 or AIFF file.
 
     Averages the channels, or takes only the one with the index `channel`. Resamples to `sample_rate`, if
@@ -79,7 +81,7 @@ def decode(
     numbers, has a rate outside `RATES`, or has more than `MAX_CHANNELS`; `input.too_long` for more than
     `max_seconds` or `MAX_SAMPLES`.
     """
-    blocks: list[NDArray[np.float32]] = []
+    blocks: list[Samples] = []
     with _opened(data, max_seconds) as file:
         rate = file.samplerate
         left = min(int(max_seconds * rate), MAX_SAMPLES // file.channels)
@@ -137,7 +139,7 @@ def _opened(data: bytes, max_seconds: float) -> Generator[soundfile.SoundFile]:
         raise _unreadable("The audio cannot be read.") from error
 
 
-def encode(samples: NDArray[np.float32], sample_rate: int, audio_format: AudioFormat) -> bytes:
+def encode(samples: Samples, sample_rate: int, audio_format: AudioFormat) -> bytes:
     """Encodes samples, [samples] or [samples, channels], as a file; values outside [-1, 1] are clipped. `wav`
     and `flac` hold 16-bit PCM.
 
@@ -151,7 +153,7 @@ def encode(samples: NDArray[np.float32], sample_rate: int, audio_format: AudioFo
     return file.getvalue()
 
 
-def to_pcm(samples: NDArray[np.float32]) -> NDArray[np.int16]:
+def to_pcm(samples: Samples) -> NDArray[np.int16]:
     """Converts samples of any shape to 16-bit PCM; values outside [-1, 1] are clipped. Raises `SynthesisError`
     (`synth.nan`) for samples that are not numbers."""
     # Each call of NumPy may switch to another thread, so clipping, which most speech does not need, is
@@ -214,7 +216,7 @@ def wav_header(
     return _WAV_HEADER.pack(b"RIFF", riff, b"WAVE", b"fmt ", *facts, b"data", data)
 
 
-def resample(samples: NDArray[np.float32], sample_rate: int, wanted: int) -> NDArray[np.float32]:
+def resample(samples: Samples, sample_rate: int, wanted: int) -> Samples:
     """Resamples samples, [samples] or [samples, channels], to the rate `wanted` in Hz, with soxr in high quality (HQ: 20 bits,
     while files have 16).
 
@@ -223,12 +225,12 @@ def resample(samples: NDArray[np.float32], sample_rate: int, wanted: int) -> NDA
     """
     if sample_rate == wanted or not len(samples):
         return samples
-    made: NDArray[np.float32] = soxr.resample(samples, sample_rate, wanted, quality="HQ")
+    made: Samples = soxr.resample(samples, sample_rate, wanted, quality="HQ")
     limit, after = max(peak(samples), PEAK_LIMIT), peak(made)
     return made * np.float32(limit / after) if after > limit else made
 
 
-def loudness(samples: NDArray[np.float32], sample_rate: int) -> float:
+def loudness(samples: Samples, sample_rate: int) -> float:
     """Integrated loudness in LUFS of mono samples [samples]; -inf for silence.
 
     Follows ITU-R BS.1770-4 as pyloudnorm does: K-weighting, blocks of 400 ms that overlap by 75 %, and gates
@@ -253,7 +255,7 @@ def loudness(samples: NDArray[np.float32], sample_rate: int) -> float:
     return _OFFSET_LUFS + 10 * math.log10(blocks.mean())
 
 
-def normalize_loudness(samples: NDArray[np.float32], sample_rate: int) -> tuple[NDArray[np.float32], float]:
+def normalize_loudness(samples: Samples, sample_rate: int) -> tuple[Samples, float]:
     """Scales samples [samples] to `TARGET_LUFS`, or to a peak of `PEAK_LIMIT` if the target would exceed it.
     Returns them and their loudness in LUFS.
 
@@ -296,7 +298,7 @@ def _angle(hz: float, quality: float, sample_rate: int) -> tuple[float, float]:
 
 
 def _filtered(
-    numerator: NDArray[np.float64], denominator: NDArray[np.float64], samples: NDArray[np.float32]
+    numerator: NDArray[np.float64], denominator: NDArray[np.float64], samples: Samples
 ) -> NDArray[np.floating[Any]]:
     """Applies a recursive filter, which is initially at rest and whose denominator begins with 1, to
     `samples` [samples].
@@ -346,7 +348,7 @@ def _ogg_checksum(page: bytearray) -> int:
     return int(f"{register:032b}"[::-1], 2)
 
 
-def peak(samples: NDArray[np.float32]) -> float:
+def peak(samples: Samples) -> float:
     """The largest amplitude of samples [samples]; 0 if there are none."""
     return float(np.abs(samples).max(initial=0.0))
 
@@ -369,7 +371,7 @@ FRAME_SECONDS = 0.02
 _RELATIVE_POWER, _MIN_POWER = 1e-4, 1e-6
 
 
-def frame_powers(samples: NDArray[np.float32], sample_rate: int) -> NDArray[np.float32]:
+def frame_powers(samples: Samples, sample_rate: int) -> NDArray[np.float32]:
     """The mean square of each complete frame of 20 ms, [frames]; of all samples [samples] if they are shorter
     than a frame."""
     length = max(1, int(FRAME_SECONDS * sample_rate))

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pipelines.audio import Samples
 from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.recording import ReadsRecordings
@@ -34,6 +35,8 @@ from pipelines.request import (
 )
 
 S = TypeVar("S")
+#: int64 [frames, codebooks].
+Codes = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class FinishedCodes(Generic[S]):
     """The codes of a whole utterance."""
 
     #: int64 [frames, codebooks].
-    codes: NDArray[np.int64]
+    codes: Codes
     #: The engine's finish reason.
     finish: str
     #: Initial state of the codec; None: the default one.
@@ -49,7 +52,7 @@ class FinishedCodes(Generic[S]):
     #: Text that the model wrote.
     text_out: str | None = None
     #: int64 [n, codebooks]: see `Speech.voice_codes`; `start` is made from it.
-    voice_codes: NDArray[np.int64] | None = None
+    voice_codes: Codes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ class RequestInfo(Generic[S]):
                 "Try another seed, a shorter text or a larger max_seconds.",
             )
 
-    def speech(self, samples: NDArray[np.float32], made: FinishedCodes[S]) -> Speech:
+    def speech(self, samples: Samples, made: FinishedCodes[S]) -> Speech:
         """The result, with the engine's finish reason."""
         meta = {**self.meta, "frames": len(made.codes), "finish": made.finish}
         return Speech(samples, self.sample_rate, self.text, made.text_out, meta)
@@ -108,7 +111,7 @@ class Receiver(Generic[S]):
     #: Whether the engine delivers tokens by calls of `tokens` while the request runs.
     streamed = False
 
-    def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
+    def tokens(self, ids: list[int], codes: Codes | None) -> None:
         """Receives the next tokens, and their codes if the engine returns them; called only if `streamed`."""
 
     def finished(self, *made: Any, **_: Any) -> None:
@@ -141,7 +144,7 @@ class Utterance(Receiver[S]):
         """Decodes an utterance, unless only codes are wanted; its speech, with the codes if they are wanted, ends the
         request."""
 
-        def decoded(outcome: NDArray[np.float32] | NightjarError) -> None:
+        def decoded(outcome: Samples | NightjarError) -> None:
             if isinstance(outcome, NightjarError):
                 self.failed(outcome)
                 return
@@ -178,14 +181,14 @@ class Streamer(Receiver[S]):
         super().__init__(info, stage, listener)
         #: State of the codec; None while it is unknown, so that frames are buffered.
         self._state = state
-        self._buffer: list[NDArray[np.int64]] = []
+        self._buffer: list[Codes] = []
         self._chunks = 0
         self._lock = threading.Lock()
         #: Number of pending parts: the chunks that are being decoded, and the engine's end.
         self._expected = 1
         self._end: Done | Failed | None = None
 
-    def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
+    def tokens(self, ids: list[int], codes: Codes | None) -> None:
         """Receives the next tokens, and decodes their frames in chunks with the sizes of `chunk_frames`."""
         frames = self.frames_of(ids, codes)
         if self._state is None and (len(frames) or self._buffer):
@@ -194,7 +197,7 @@ class Streamer(Receiver[S]):
         while self._state is not None and len(self._buffer) >= (size := self._next_size()):
             self._decode_buffered(size)
 
-    def frames_of(self, ids: list[int], codes: NDArray[np.int64] | None) -> NDArray[np.int64]:
+    def frames_of(self, ids: list[int], codes: Codes | None) -> Codes:
         """The frames [frames, codebooks] that these tokens complete; by default the codes of every step."""
         assert codes is not None
         return codes
@@ -217,7 +220,7 @@ class Streamer(Receiver[S]):
             self._end = Done(self._info.speech(np.zeros(0, np.float32), replace(whole, text_out=None)))
         self._part_ended()
 
-    def decode(self, codes: NDArray[np.int64], last: bool = False, deadline: float = 0.0) -> None:
+    def decode(self, codes: Codes, last: bool = False, deadline: float = 0.0) -> None:
         """Decodes the next frames [frames, codebooks] as one chunk; see `CodecStage.decode_chunk`."""
         assert self._state is not None, "a stream is decoded from a known state"
         with self._lock:
@@ -239,7 +242,7 @@ class Streamer(Receiver[S]):
         self._chunks += 1
         self.decode(codes)
 
-    def _decoded(self, outcome: NDArray[np.float32] | NightjarError) -> None:
+    def _decoded(self, outcome: Samples | NightjarError) -> None:
         if isinstance(outcome, NightjarError):
             self.failed(outcome)
         elif len(outcome):
@@ -284,7 +287,7 @@ class StageDecoder(Generic[S]):
         self,
         codes: NDArray[np.int16],
         voice_codes: NDArray[np.int16] | None,
-        done: Callable[[NDArray[np.float32] | NightjarError], None],
+        done: Callable[[Samples | NightjarError], None],
     ) -> None:
         """Calls `done` with the samples that the pipeline would make of these codes, see `Speech`, or an error."""
         start = None

@@ -6,13 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from pipelines.errors import ErrorCode, InputError
 from pipelines.nn.config_keys import BaseSamplingDefaults
 from pipelines.request import Generation
-from pipelines.results import SpeechEngine
+from pipelines.results import Codes, SpeechEngine
 from pipelines.validation import MAX_TOP_K, bounded, or_default
 
 Finish = Literal["stop", "length"]
@@ -46,7 +43,7 @@ class TokenRequest:
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
     #: int64 [positions, codebooks]: the codes at the positions of the prompt that hold frames, for models
     #: that feed whole frames back.
-    prompt_codes: NDArray[np.int64] | None = None
+    prompt_codes: Codes | None = None
     #: Lengths of prefixes that other prompts share, ascending, such as those of a voice or of the dialogue so
     #: far.
     shared_positions: Sequence[int] = ()
@@ -73,7 +70,7 @@ class Tokens:
     ids: list[int]
     finish: Finish
     #: int64 [steps, codes_per_step] for models that make several codes per step.
-    codes: NDArray[np.int64] | None = None
+    codes: Codes | None = None
 
 
 #: An engine of token sequences, which calls a `Receiver` for each request; both engines implement it.

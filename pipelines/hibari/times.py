@@ -14,7 +14,7 @@ from hibari.g2p import G2P
 from hibari.voices import DEFAULT, voice_path
 from numpy.typing import NDArray
 
-from pipelines.audio import FRAME_SECONDS, frame_powers
+from pipelines.audio import FRAME_SECONDS, Samples, frame_powers
 from pipelines.request import Word
 
 #: The value of hibari's model that holds the frames, of 25 ms, of each phoneme; the model does not return it by
@@ -44,7 +44,7 @@ class TimedVoice(Hibari):
 
     def timed(
         self, ids: Sequence[int], generator: np.random.Generator
-    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    ) -> tuple[Samples, NDArray[np.float32]]:
         """The speech [samples] of phoneme ids, and the duration [ids] of each in frames."""
         if len(ids) < 3:
             return np.zeros(0, np.float32), np.zeros(len(ids), np.float32)
@@ -55,7 +55,7 @@ class TimedVoice(Hibari):
     def words(
         self,
         ids: Sequence[int],
-        samples: NDArray[np.float32],
+        samples: Samples,
         frames: NDArray[np.float32],
         before: float,
         owners: deque[int],

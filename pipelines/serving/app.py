@@ -25,7 +25,7 @@ from pipelines.serving import ServeOptions, cartesia, chat, errors, speech
 from pipelines.serving.admission import AdmissionQueue
 from pipelines.serving.cartesia import EventsRequest, SpeechFields, WebSocketSpeech
 from pipelines.serving.chat import ChatBody
-from pipelines.serving.errors import as_api_error
+from pipelines.serving.errors import JsonObject, as_api_error
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.middleware import ADMIT, HEALTH, REQUEST_ID, WEBSOCKET, RequestMiddleware
 from pipelines.serving.model import ServedModel
@@ -94,12 +94,12 @@ def _add_info_routes(app: FastAPI, serving: Serving) -> None:
         return Response(serving.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/v1/models")
-    def models() -> dict[str, Any]:
+    def models() -> JsonObject:
         """The served models with their capabilities and sample rates."""
         return {"object": "list", "data": [{"id": name, **facts} for name in serving.options.names]}
 
     @app.get("/v1/models/{name:path}")
-    def one(name: str) -> dict[str, Any]:
+    def one(name: str) -> JsonObject:
         """One served model."""
         serving.voices.check_model(name)
         return {"id": name, **facts}

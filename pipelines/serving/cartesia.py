@@ -26,7 +26,7 @@ from pipelines.request import Generation, Handle, SynthesisRequest
 from pipelines.serving.admission import Permit
 from pipelines.serving.connections import DRAIN, SET_IDLE
 from pipelines.serving.encoding import MAX_RATE, MIN_RATE, Encoding, PcmStream
-from pipelines.serving.errors import ApiError, as_api_error, bad_request, check_text, empty_text
+from pipelines.serving.errors import ApiError, JsonObject, as_api_error, bad_request, check_text, empty_text
 from pipelines.serving.middleware import CLIENT_CLOSED, WEBSOCKET
 from pipelines.serving.request_body import Body, SpokenBody, read
 from pipelines.serving.streaming import (
@@ -122,7 +122,7 @@ class MessagesFields(SpeechFields):
         context_id: str | None,
         step_seconds: float,
         maximum_bytes: int = sys.maxsize,
-    ) -> Iterator[dict[str, Any]]:
+    ) -> Iterator[JsonObject]:
         """The messages with a piece of speech, each with up to `maximum_bytes`, and with its requested times.
         `step_seconds`: time since the previous piece, or since the start."""
         for begin in range(0, len(piece.data), maximum_bytes):
@@ -240,16 +240,16 @@ async def answer(serving: Serving, fields: SpeechFields, permit: Permit, request
         yield event(done(name))
 
 
-def _message(kind: str, context_id: str | None, **facts: object) -> dict[str, Any]:
+def _message(kind: str, context_id: str | None, **facts: object) -> JsonObject:
     return {"type": kind, "done": False, "status_code": 206, "context_id": context_id, **facts}
 
 
-def done(context_id: str | None) -> dict[str, Any]:
+def done(context_id: str | None) -> JsonObject:
     """The message that a context has ended."""
     return _message("done", context_id, done=True)
 
 
-def failure(error: Exception, context_id: str | None) -> dict[str, Any]:
+def failure(error: Exception, context_id: str | None) -> JsonObject:
     """The message about an error, which ends the context that it names."""
     api_error = as_api_error(error)
     status, headers = api_error.status_code, api_error.headers or {}
@@ -294,7 +294,7 @@ class Context:
         serving: Serving,
         first: ContextMessage,
         request: SynthesisRequest,
-        send: Callable[[dict[str, Any]], Awaitable[None]],
+        send: Callable[[JsonObject], Awaitable[None]],
     ) -> None:
         """`request`: a template; each unit of text replaces its last message."""
         self.id = first.context_id
@@ -605,6 +605,6 @@ class _Connection:
             await asyncio.gather(task, return_exceptions=True)
         return task is not None
 
-    async def _send(self, view: dict[str, Any]) -> None:
+    async def _send(self, view: JsonObject) -> None:
         """Sends a message as JSON. Raises `ClientDisconnected` if the client is gone."""
         await self._asgi_send({"type": "websocket.send", "text": msgspec.json.encode(view).decode()})

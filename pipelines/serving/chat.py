@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -19,7 +19,7 @@ from pipelines.errors import ErrorCode, NightjarError, NoAudioError
 from pipelines.request import Done, Generation, Message, Mode, Role, Speech, SynthesisRequest
 from pipelines.serving.admission import Permit
 from pipelines.serving.encoding import SpeechFormat, read_audio, whole_file
-from pipelines.serving.errors import ApiError, as_api_error, bad_request, named_field
+from pipelines.serving.errors import ApiError, JsonObject, as_api_error, bad_request, named_field
 from pipelines.serving.request_body import Body, SpokenBody
 from pipelines.serving.streaming import Head, Parts, Serving, event, event_head
 from pipelines.stored_voices import DEFAULT_VOICE
@@ -147,10 +147,10 @@ async def answer(serving: Serving, body: ChatBody, permit: Permit, request_id: s
     facts["object"] = "chat.completion.chunk" if body.stream else "chat.completion"
     headers = {"x-seed": str(request.seed)}
 
-    def choices(finish: str | None, **content: dict[str, Any]) -> dict[str, Any]:
+    def choices(finish: str | None, **content: JsonObject) -> JsonObject:
         return {**facts, "choices": [{"index": 0, **content, "finish_reason": finish, "logprobs": None}]}
 
-    def delta(content: dict[str, Any], finish: str | None = None) -> bytes:
+    def delta(content: JsonObject, finish: str | None = None) -> bytes:
         return event(choices(finish, delta=content))
 
     if body.stream:
@@ -255,7 +255,7 @@ def _messages(turn: ChatMessage, max_seconds: float) -> Iterator[Message]:
         yield Message(role, "audio", read_audio(audio, max_seconds))
 
 
-def _audio(speech: Speech, kind: SpeechFormat, created: int) -> dict[str, Any] | None:
+def _audio(speech: Speech, kind: SpeechFormat, created: int) -> JsonObject | None:
     """`message.audio`, or None if there is no audio."""
     if not len(speech.samples):
         return None

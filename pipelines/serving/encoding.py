@@ -13,9 +13,8 @@ import msgspec
 import numpy as np
 import soundfile
 import soxr
-from numpy.typing import NDArray
 
-from pipelines.audio import CONTAINERS, encode, read_header, resample, to_pcm, wav_header
+from pipelines.audio import CONTAINERS, Samples, encode, read_header, resample, to_pcm, wav_header
 from pipelines.audio_format import CONTENT_TYPES, RATES_OF, AudioFormat, holds_rate
 from pipelines.errors import ErrorCode, InputError
 
@@ -36,7 +35,7 @@ _TAGS: dict[Encoding, tuple[int, int]] = {
 _MP3_LEVEL = 0.5
 
 
-def whole_file(samples: NDArray[np.float32], sample_rate: int, kind: SpeechFormat) -> bytes:
+def whole_file(samples: Samples, sample_rate: int, kind: SpeechFormat) -> bytes:
     """A file, or bare 16-bit PCM in little-endian order. Raises `SynthesisError` (`synth.nan`)."""
     if kind == "pcm":
         return encoded(samples)
@@ -50,7 +49,7 @@ def _file_rate(sample_rate: int, kind: AudioFormat) -> int:
     return sample_rate if holds_rate(kind, sample_rate) else RATES_OF[kind][-1]
 
 
-def encoded(samples: NDArray[np.float32], encoding: Encoding = "pcm_s16le") -> bytes:
+def encoded(samples: Samples, encoding: Encoding = "pcm_s16le") -> bytes:
     """Mono samples [samples] as bytes in little-endian order. Raises `SynthesisError` (`synth.nan`)."""
     pcm = to_pcm(samples)
     if encoding == "pcm_s16le":
@@ -81,7 +80,7 @@ class PcmStream:
         self._resampler: soxr.ResampleStream | None = None
         self.bytes_per_second = _TAGS[encoding][1] * wanted_rate
 
-    def add(self, samples: NDArray[np.float32], last: bool = False) -> bytes:
+    def add(self, samples: Samples, last: bool = False) -> bytes:
         """Adds a chunk [samples] and returns the bytes that are ready. The `last` chunk of an utterance
         flushes the resampler."""
         sample_rate, wanted_rate = self._rates
@@ -155,7 +154,7 @@ class FileStream:
             cast(BinaryIO, self._pipe), "w", rate, 1, format=container, subtype=subtype, **steady
         )
 
-    def add(self, samples: NDArray[np.float32], _last: bool = False) -> bytes:
+    def add(self, samples: Samples, _last: bool = False) -> bytes:
         """Adds a chunk [samples] and returns the bytes that are ready. The file continues over all
         utterances, so the end of one does not flush the resampler."""
         self._file.buffer_write(self._pcm.add(samples), "int16")

@@ -19,6 +19,9 @@ from pipelines.validation import is_visible
 
 log = logging.getLogger(__name__)
 
+#: An object that is sent as JSON.
+JsonObject = dict[str, Any]
+
 #: The message for clients if the engine fails; details are in the log.
 _ENGINE_SENTENCE = "The engine failed. The request may be tried again."
 _RETRY_SECONDS = 5
@@ -60,7 +63,7 @@ class ApiError(HTTPException):
         self.code = code
         self.param = param
 
-    def view(self) -> dict[str, Any]:
+    def view(self) -> JsonObject:
         """The body of the answer."""
         status = self.status_code
         kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")

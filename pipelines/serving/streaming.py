@@ -20,7 +20,7 @@ from pipelines.request import Done, Handle, SynthesisRequest, Word
 from pipelines.serving import ServeOptions
 from pipelines.serving.admission import AdmissionQueue, Permit
 from pipelines.serving.encoding import FileStream, PcmStream
-from pipelines.serving.errors import ApiError
+from pipelines.serving.errors import ApiError, JsonObject
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.model import ServedModel
 from pipelines.serving.request_body import finishes_before_disconnect
@@ -119,10 +119,10 @@ class Head:
     media_type: str
     headers: Mapping[str, str]
     #: Makes the event that reports an error after the first event. None: the answer is cut off instead.
-    failed: Callable[[ApiError], dict[str, Any]] | None = None
+    failed: Callable[[ApiError], JsonObject] | None = None
 
 
-def event_head(headers: Mapping[str, str], failed: Callable[[ApiError], dict[str, Any]]) -> Head:
+def event_head(headers: Mapping[str, str], failed: Callable[[ApiError], JsonObject]) -> Head:
     """The head of server-sent events."""
     return Head("text/event-stream", {**headers, "cache-control": "no-cache"}, failed)
 

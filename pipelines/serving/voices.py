@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from pydantic import Field
@@ -15,7 +15,7 @@ from pipelines.recording import MAX_REFERENCE_SECONDS
 from pipelines.request import Generation, Message, SynthesisRequest
 from pipelines.serving import ServeOptions
 from pipelines.serving.encoding import read_audio
-from pipelines.serving.errors import ApiError, bad_request
+from pipelines.serving.errors import ApiError, JsonObject, bad_request
 from pipelines.serving.model import ServedModel
 from pipelines.serving.request_body import Body
 from pipelines.stored_voices import (
@@ -129,18 +129,18 @@ class Voices:
         stored = self._folder.names() if self._folder is not None else []
         return dict.fromkeys(self._capabilities.voices, "model") | dict.fromkeys(stored, "stored")
 
-    def listed(self) -> dict[str, Any]:
+    def listed(self) -> JsonObject:
         """All voices in OpenAI's format."""
         names = self._names()
         cards = [{"id": name, "object": "voice", "kind": kind} for name, kind in names.items()]
         return {"object": "list", "data": cards, "voices": list(names)}
 
-    def page(self, starting_after: str | None = None) -> dict[str, Any]:
+    def page(self, starting_after: str | None = None) -> JsonObject:
         """All voices in Cartesia's format, on one page; a page after any voice is empty."""
         cards = [] if starting_after else [_card(name, kind) for name, kind in self._names().items()]
         return {"data": cards, "has_more": False}
 
-    def card(self, name: str) -> dict[str, Any]:
+    def card(self, name: str) -> JsonObject:
         """One voice in Cartesia's format. Raises `ApiError` (404)."""
         if (kind := self._names().get(name)) is None:
             raise _no_voice(name)
@@ -193,7 +193,7 @@ class Voices:
         return own_voice(name, self._capabilities.voices) is not None
 
 
-def _card(name: str, kind: str) -> dict[str, Any]:
+def _card(name: str, kind: str) -> JsonObject:
     own = kind == "stored"
     access = "private" if own else "public"
     return {"id": name, "name": name, "description": "", "is_owner": own, "access": access}

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 import numpy as np
-from numpy.typing import NDArray
 
-from pipelines.audio import FRAME_SECONDS, frame_powers, sound_floor
+from pipelines.audio import FRAME_SECONDS, Samples, frame_powers, sound_floor
 from pipelines.duration import text_units
 from pipelines.request import Word
 
@@ -45,7 +44,7 @@ class WordEstimates:
         #: Numbers of the frames with sound since that pause.
         self._sounding: list[int] = []
 
-    def add(self, samples: NDArray[np.float32], text: str, final: bool) -> Iterator[Word]:
+    def add(self, samples: Samples, text: str, final: bool) -> Iterator[Word]:
         """Adds float32 [samples]. Yields the words that end in the audio so far; with `final` all that are
         left. `text`: the text so far."""
         if text != self._text:
