@@ -49,7 +49,7 @@ from jobs.source import (
     open_source,
     rejected_line,
 )
-from jobs.voice_pool import VoiceDraws, voice_of_speaker
+from jobs.voices import VoiceDraws, voice_of_speaker
 from pipelines.errors import ErrorCode, InputError, bad_line, missing_library
 from pipelines.registry import ModelCard
 

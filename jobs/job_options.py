@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from jobs.ledger.records import Job
-    from jobs.voice_pool import PoolRecording
+    from jobs.voices import PoolRecording
 
 DEFAULT_MODEL = "hibari"
 AUDIO: Output = "audio"
@@ -323,7 +323,7 @@ def job_of(options: Mapping[str, Any], owner: str = "") -> tuple[JobSpec, Submit
     own |= {"model": str(given.pop("model", DEFAULT_MODEL))}
     by_speaker, balance = given.pop("voices_by", "dialogue") == "speaker", given.pop("balance", False)
     if (voices := given.pop("voices", None)) is not None:
-        from jobs.voice_pool import read_pool
+        from jobs.voices import read_pool
 
         own["pool"], given["recordings"] = read_pool(voices, balance=balance, by_speaker=by_speaker)
     elif by_speaker or balance:

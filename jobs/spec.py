@@ -20,8 +20,7 @@ from jobs.ledger.records import JobSpec
 from jobs.line_check import LineChecker
 from jobs.source import Source
 from jobs.spoken_text import with_spoken_text
-from jobs.voice_pool import PoolFolder
-from jobs.voices import JobVoices, names_of
+from jobs.voices import JobVoices, PoolFolder, names_of
 from pipelines.audio_format import check_rate
 from pipelines.errors import ErrorCode, InputError, invalid
 from pipelines.languages import language_of

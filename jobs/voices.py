@@ -1,34 +1,78 @@
-"""The voices of a job: those of its model, and stored voices, whose recordings become part of the job at
-submit."""
+"""The voices of a job: those of its model, stored voices, whose recordings become part of the job at submit, and
+pools, from which each dialogue's roles, or each speaker of a table, get a voice."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import csv
+import hashlib
+import heapq
+import math
+import os
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from jobs.dialogue import BAD_JSON, spoken_text
+from jobs.columns import file_rows
+from jobs.dialogue import (
+    BAD_JSON,
+    Dialogue,
+    Speak,
+    VoiceOf,
+    parse_line,
+    reference_places,
+    spoken_text,
+    spoken_turns,
+)
 from jobs.formatting import printable
 from jobs.layout import references_prefix
-from jobs.ledger.records import FrozenVoice, Job, JobSpec
-from jobs.references import ReferenceAudio, checked_audio, put_reference
+from jobs.ledger.records import FrozenVoice, Job, JobSpec, VoicePool
+from jobs.references import ReferenceAudio, checked_audio, put_reference, read_audio_file
+from jobs.source import Record
 from jobs.store.base import ObjectStore
-from jobs.voice_pool import PoolFolder, PoolRecording
-from pipelines.errors import ErrorCode, InputError, nearest, unsupported
+from pipelines.errors import ErrorCode, InputError, invalid, nearest, unsupported
 from pipelines.pronunciation import WholeWords
 from pipelines.registry import ModelCard
-from pipelines.request import Generation, Message, SynthesisRequest
-from pipelines.stored_voices import StoredVoice, VoiceFolder, in_voice_of
+from pipelines.request import Generation, Message, SpokenRole, SynthesisRequest
+from pipelines.stored_voices import MAX_TEXT_CHARACTERS, StoredVoice, VoiceFolder, in_voice_of
 from pipelines.validation import OPENAI_VOICES, own_voice
 
 if TYPE_CHECKING:
     from jobs.input_records import Records
     from jobs.settings import Settings
     from jobs.shard_file import ShardLine
+
+#: Maximum voices of a pool, characters of a name, and bytes of a file that lists voices.
+MAX_POOL_VOICES, MAX_NAME_CHARACTERS, MAX_LIST_BYTES = 10_000, 200, 16 << 20
+_SUFFIXES = {".wav", ".flac", ".ogg", ".mp3"}
+#: The audio file of a voice, and its text, empty if unknown.
+PoolRecording = tuple[Path, str]
+_NO_GENERATION, _NOTHING = Generation(), msgspec.Raw(b"null")
+#: Decodes an object, but not the parts in it; None for `null`.
+_decode_parts = msgspec.json.Decoder(dict[str, msgspec.Raw] | None).decode
+
+
+@dataclass(frozen=True)
+class PoolFolder(VoiceFolder):
+    """Stored voices together with the recordings of a pool, which take precedence."""
+
+    recordings: Mapping[str, PoolRecording] = field(default_factory=dict[str, PoolRecording])
+
+    def names(self) -> list[str]:
+        return sorted({*self.recordings, *super().names()})
+
+    def get(self, name: str) -> StoredVoice | None:
+        if (found := self.recordings.get(name)) is None:
+            return super().get(name)
+        path, text = found
+        return StoredVoice(name, read_audio_file(path).data, text)
 
 
 @dataclass(frozen=True)
@@ -237,3 +281,220 @@ def _named_in(records: Records, known: frozenset[str]) -> set[str]:
         with suppress(*BAD_JSON):
             found.update(known.intersection(names_of(_decode(line).generation)))
     return found
+
+
+def read_pool(
+    which: str | Path, *, balance: bool = False, by_speaker: bool = False
+) -> tuple[VoicePool, dict[str, PoolRecording]]:
+    """Reads `--voices`: a folder of recordings, a table of voices, or names such as `anna=2,ben`.
+
+    Returns the pool, and its recordings by name. A recording's text is in the file
+    of the same name with the ending `.txt`. A table (CSV, or TSV by its name) has a column `voice` or
+    `recording`, and may have `text` and `weight`; paths start in its folder. Raises `config.invalid`.
+    """
+    path = Path(which)
+    weights: dict[str, float] = {}
+    recordings: dict[str, PoolRecording] = {}
+    try:
+        if os.path.isdir(which):
+            rows = _of_folder(path)
+        elif os.path.isfile(which):
+            rows = _of_table(path)
+        elif path.suffix in (".csv", ".tsv") or os.sep in str(which):
+            raise _UnusableError("there is no such folder or file")
+        else:
+            rows = _of_names(str(which))
+        for where, name, weight, audio, text in rows:
+            if name != name.strip() or printable(name, MAX_NAME_CHARACTERS) != name or not name:
+                reason = f"'{printable(name, 80)}' cannot be the name of a voice: it must have 1 to {MAX_NAME_CHARACTERS} visible characters, without a space at an end"
+                raise _UnusableError(reason)
+            if name in weights:
+                raise _UnusableError(f"the voice {name!r} occurs twice")
+            weights[name] = _weight(weight)
+            said = " ".join(text.split())
+            if len(said) > MAX_TEXT_CHARACTERS:
+                reason = (
+                    f"the text of {printable(where, 80)} has more than {MAX_TEXT_CHARACTERS:,} characters"
+                )
+                raise _UnusableError(reason)
+            if audio is not None:
+                recordings[name] = audio, said
+            if len(weights) > MAX_POOL_VOICES:
+                raise _UnusableError(f"it has more than {MAX_POOL_VOICES:,} voices")
+        if not weights:
+            raise _UnusableError("it has no voice")
+        if sum(weights.values()) == math.inf:
+            raise _UnusableError("the sum of its weights is too large")
+    except (_UnusableError, OSError, UnicodeDecodeError, csv.Error) as error:
+        reason = getattr(error, "strerror", None) or error
+        why = reason if isinstance(error, _UnusableError) else f"it cannot be read ({reason})"
+        advice = "Give a folder of recordings, a CSV or TSV file of voices, or names such as anna=2,ben."
+        raise invalid(f"The voices '{printable(str(which), 80)}' cannot be used: {why}.", advice) from error
+    return VoicePool(weights, balance=balance, by_speaker=by_speaker), recordings
+
+
+class _UnusableError(Exception):
+    """Why voices cannot be used."""
+
+
+#: Where a voice is given, its name, weight, audio file and text.
+_Row = tuple[str, str, str, "Path | None", str]
+
+
+def _of_names(names: str) -> Iterator[_Row]:
+    for one in names.split(","):
+        name, _, weight = one.partition("=")
+        yield "", name.strip(), weight.strip() or "1", None, ""
+
+
+def _of_folder(folder: Path) -> Iterator[_Row]:
+    for path in sorted(folder.rglob("*")):
+        inside, text = path.relative_to(folder), path.with_suffix(".txt")
+        is_hidden = any(part.startswith(".") for part in inside.parts)
+        if path.suffix.lower() in _SUFFIXES and not is_hidden and path.is_file():
+            yield text.name, inside.with_suffix("").as_posix(), "1", path, _read(text)
+
+
+def _read(path: Path) -> str:
+    """The beginning of a text; empty if there is none."""
+    if not path.is_file():
+        return ""
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            return file.read(8 * MAX_TEXT_CHARACTERS)
+    except UnicodeDecodeError as error:
+        raise _UnusableError(f"the text {printable(path.name, 80)} is not UTF-8") from error
+
+
+def _of_table(table: Path) -> Iterator[_Row]:
+    if table.stat().st_size > MAX_LIST_BYTES:
+        raise _UnusableError(f"it is larger than {MAX_LIST_BYTES >> 20} MiB")
+    rows = file_rows(table)
+    _, header = next(rows, (0, []))
+    names = [name.strip() for name in header]
+    if not {"voice", "recording"} & {*names}:
+        raise _UnusableError("it has neither a column `voice` nor a column `recording`")
+    for number, cells in rows:
+        if not any(cells):
+            continue
+        where = f"line {number}"
+        if len(cells) != len(names):
+            raise _UnusableError(f"{where} has {len(cells)} fields, but the header has {len(names)}")
+        row = defaultdict(str, zip(names, cells))
+        recording = row["recording"]
+        name = row["voice"].strip() or os.path.splitext(recording)[0]
+        yield where, name, row["weight"] or "1", table.parent / recording if recording else None, row["text"]
+
+
+def _weight(weight: str) -> float:
+    try:
+        value = float(weight)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise _UnusableError(f"{weight[:40]!r} is no weight: it must be a number above 0")
+    return value
+
+
+def voice_of_speaker(spec: JobSpec) -> VoiceOf:
+    """The voices that a job gives speakers."""
+    if spec.pool and spec.pool.by_speaker:
+        draws = VoiceDraws(spec.pool, spec.seed)
+        return lambda speaker: draws.of("speaker", speaker) if speaker else None
+    voices = spec.reading.voices if spec.reading else None
+    return None if voices is None else lambda speaker: voices.get(speaker) or voices.get("*")
+
+
+class VoiceDraws:
+    """The draws of a pool in one pass over an input; each pass draws the same voices.
+
+    Without `balance` a draw depends on the seed and the key alone. With `balance` each draw takes the voice
+    with the fewest characters for its weight so far, so draws depend on the order of the input too.
+    """
+
+    def __init__(self, pool: VoicePool, seed: int) -> None:
+        self._seed = seed
+        self._weights = pool.weights
+        self._names = sorted(pool.weights)
+        #: Sum of the weights up to and including each voice.
+        self._ends = dict(zip(self._names, accumulate(pool.weights[name] for name in self._names)))
+        #: With `balance`: a heap of (characters / weight, order among equal quotients, name).
+        self._loads = [(0.0, self._unit("order", name), name) for name in self._names if pool.balance]
+        heapq.heapify(self._loads)
+
+    def of(self, *key: str, characters: int = 0, other: str | None = None) -> str:
+        """The voice of a key, for a text with this number of characters. If the pool has several voices, it is not
+        `other`."""
+        if other not in self._weights or len(self._names) == 1:
+            other = None
+        if self._loads:
+            return self._least_loaded(characters, other)
+        point = self._unit(*key)
+        if other is None:
+            point *= self._ends[self._names[-1]]
+        else:
+            # The weights of all voices form a line. The point is on it, outside the part of `other`.
+            point *= self._ends[self._names[-1]] - self._weights[other]
+            if point >= self._ends[other] - self._weights[other]:
+                point += self._weights[other]
+        at = bisect_right(self._names, point, key=self._ends.__getitem__)
+        # Rounding may lead just beyond the last voice.
+        rest = [name for name in self._names[at : at + 2] if name != other]
+        return rest[0] if rest else next(name for name in reversed(self._names) if name != other)
+
+    def _least_loaded(self, characters: int, other: str | None) -> str:
+        first = heapq.heappop(self._loads)
+        load, order, name = first
+        if name == other:
+            load, order, name = heapq.heappop(self._loads)
+            heapq.heappush(self._loads, first)
+        heapq.heappush(self._loads, (load + characters / self._weights[name], order, name))
+        return name
+
+    def _unit(self, *key: str) -> float:
+        """A number x, 0 <= x < 1, computed from the seed and from each part of the key with its length."""
+        digest = hashlib.blake2b(str(self._seed).encode(), digest_size=8, person=b"nightjar.voice")
+        for part in key:
+            data = part.encode(errors="surrogatepass")
+            digest.update(len(data).to_bytes(8, "big") + data)
+        return (int.from_bytes(digest.digest(), "big") >> 11) / 2**53
+
+    def in_record(self, record: Record, speak: Speak) -> Record:
+        """The record with a voice for each role that is spoken and has neither a voice nor a recording. The
+        roles of a dialogue get different voices."""
+        if not isinstance(record, bytes):
+            return record
+        try:
+            dialogue, line = parse_line(record.strip())
+        except InputError:
+            return record
+        own = dialogue.generation or _NO_GENERATION
+        if own.voice is not None:
+            return record
+        characters: Counter[SpokenRole] = Counter()
+        cloned: set[SpokenRole] = set()
+        for turn in spoken_turns(dialogue.messages, speak):
+            role = cast("SpokenRole", dialogue.messages[turn][0])
+            characters[role] += len(dialogue.messages[turn][2])
+            if reference_places(dialogue.messages, turn):
+                cloned.add(role)
+        voices = {role: one.voice for role, one in (own.roles or {}).items() if one.voice is not None}
+        drawn: dict[SpokenRole, str] = {}
+        for role in sorted(characters.keys() - voices.keys() - cloned):
+            other = next(iter((voices | drawn).values()), None)
+            drawn[role] = self.of(dialogue.example_id, role, characters=characters[role], other=other)
+        return _with_voices(line, dialogue, drawn) if drawn else record
+
+
+def _with_voices(line: bytes, dialogue: Dialogue, voices: Mapping[SpokenRole, str]) -> bytes:
+    """A line with the voices of its roles; its other parts keep their bytes."""
+    roles = {role: {"voice": voice} for role, voice in voices.items()}
+    if dialogue.generation is None and b'"generation"' not in line and b"\\u" not in line:
+        return b'%b,"generation":{"roles":%b}}' % (line.rstrip()[:-1], msgspec.json.encode(roles))
+    whole = _decode_parts(line)
+    generation = _decode_parts(whole.get("generation", _NOTHING)) or {}
+    before = _decode_parts(generation.get("roles", _NOTHING)) or {}
+    merged = {
+        role: {**(_decode_parts(before.get(role, _NOTHING)) or {}), **voice} for role, voice in roles.items()
+    }
+    return msgspec.json.encode({**whole, "generation": {**generation, "roles": {**before, **merged}}})

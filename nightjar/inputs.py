@@ -21,7 +21,7 @@ from jobs.input_records import ROWS, bytes_columns, cells_of, left_out_note, sup
 from jobs.ledger.records import JobSpec, Reading
 from jobs.own_files import own_path
 from jobs.store import is_remote
-from jobs.voice_pool import voice_of_speaker
+from jobs.voices import voice_of_speaker
 from pipelines.errors import ErrorCode, InputError, StoreError, bad_line, missing_library
 
 #: Name of the folder for inputs from Python objects, within the state folder.

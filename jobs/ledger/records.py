@@ -106,7 +106,7 @@ class FrozenVoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class VoicePool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Voices from which each spoken role of a dialogue gets one, see `jobs.voice_pool`."""
+    """Voices from which each spoken role of a dialogue gets one, see `jobs.voices`."""
 
     #: Name of a voice -> its share, relative to those of the others.
     weights: dict[str, float]

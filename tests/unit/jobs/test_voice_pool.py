@@ -18,8 +18,7 @@ from jobs.ledger.records import JobSpec, VoicePool
 from jobs.settings import load_settings
 from jobs.source import open_source
 from jobs.spec import ResolvedSpec, resolve
-from jobs.voice_pool import MAX_POOL_VOICES, VoiceDraws, read_pool
-from jobs.voices import voice_folder
+from jobs.voices import MAX_POOL_VOICES, VoiceDraws, read_pool, voice_folder
 from nightjar.inputs import written_input
 from pipelines.errors import ConfigError, ErrorCode, NightjarError
 from pipelines.registry import register_pipeline
