@@ -14,9 +14,8 @@ import msgspec
 
 from jobs.dialogue import LINE_KEYS, VoiceOf, chat_dialogue, row_dialogue
 from jobs.formatting import printable
-from jobs.input_format import TEXT_COLUMNS, wrong_format
 from jobs.ledger.records import Reading
-from jobs.source import MAX_LINE_BYTES, Record, rejected_line
+from jobs.source import MAX_LINE_BYTES, TEXT_COLUMNS, Record, rejected_line, wrong_format
 from pipelines.errors import ErrorCode, InputError, bad_line
 
 #: The fields of a row. `--column FIELD=NAME` selects the column of a field.

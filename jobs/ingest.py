@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from jobs.dialogue import parse_line
-from jobs.input_format import InputFormat
 from jobs.input_records import Records, left_out_note
 from jobs.job_options import SubmitOptions
 from jobs.layout import input_key, job_prefix, put_numbered
@@ -28,7 +27,7 @@ from jobs.own_files import recorded
 from jobs.packs import map_ahead
 from jobs.references import ReferenceReader, put_reference
 from jobs.shard_file import ShardSize, compress, cut, encode_lines
-from jobs.source import BATCH_BYTES, BATCH_LINES, Record, batches_of, empty_input, open_source
+from jobs.source import BATCH_BYTES, BATCH_LINES, InputFormat, Record, batches_of, empty_input, open_source
 from jobs.spec import ResolvedSpec, resolve, spec_sha
 from jobs.store.base import ObjectStore, sha256_of
 from jobs.voices import voice_folder

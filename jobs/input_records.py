@@ -38,16 +38,18 @@ from jobs.dialogue import (
     row_dialogue,
 )
 from jobs.formatting import printable
-from jobs.input_format import CONVERT_RETURNS, InputFormat, wrong_format
 from jobs.ledger.records import JobSpec, Reading
 from jobs.source import (
+    CONVERT_RETURNS,
     MAX_LINE_BYTES,
+    InputFormat,
     Record,
     Source,
     input_errors,
     line_too_long,
     open_source,
     rejected_line,
+    wrong_format,
 )
 from jobs.voices import VoiceDraws, voice_of_speaker
 from pipelines.errors import ErrorCode, InputError, bad_line, missing_library

@@ -15,8 +15,8 @@ from typing_extensions import TypedDict
 
 from jobs.checks import DEFAULT, checks_of_codes, quality_of
 from jobs.formatting import field_docs
-from jobs.input_format import AskedFormat
 from jobs.ledger.records import INPUT_FORMAT, JobSpec, JobTerms, Reading
+from jobs.source import AskedFormat
 from pipelines.audio_format import AudioFormat
 from pipelines.errors import ConfigError, invalid, nearest
 from pipelines.request import Generation, Output, SpokenRole

@@ -14,7 +14,6 @@ from jobs.export.manifest import put_manifest
 from jobs.formatting import counted, redact
 from jobs.gpus import Device
 from jobs.ingest import IngestProgress, SubmitOptions, check_has_work, submit
-from jobs.input_format import FORMAT_NAMES
 from jobs.layout import job_prefix
 from jobs.ledger import Ledger
 from jobs.ledger.records import INPUT_FORMAT, LASTING_OUTAGES, Job, JobState, ShardState
@@ -23,13 +22,14 @@ from jobs.own_files import full_disk_explained
 from jobs.progress import Progress
 from jobs.recent_jobs import remember
 from jobs.settings import Settings
+from jobs.source import FORMAT_NAMES
 from jobs.spec import ResolvedSpec
 from jobs.store import open_store
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, NightjarError, ServiceError, StoreError
 
 if TYPE_CHECKING:
-    from jobs.input_format import InputFormat
+    from jobs.source import InputFormat
 
 #: Interval at which the ledger and the processes are checked.
 POLL_SECONDS = 0.5

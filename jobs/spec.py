@@ -14,11 +14,10 @@ from jobs.checks import ALIGNER
 from jobs.columns import FIELDS
 from jobs.dialogue import CUSTOM_ID
 from jobs.formatting import printable
-from jobs.input_format import TABLES, AskedFormat, InputFormat, format_of
 from jobs.input_records import ALL, SPEAKERS, Records, speakers_sha256
 from jobs.ledger.records import JobSpec
 from jobs.line_check import LineChecker
-from jobs.source import Source
+from jobs.source import TABLES, AskedFormat, InputFormat, Source, format_of
 from jobs.spoken_text import with_spoken_text
 from jobs.voices import JobVoices, PoolFolder, names_of
 from pipelines.audio_format import check_rate

@@ -16,10 +16,10 @@ import msgspec
 from jobs.columns import Columns, row_converter
 from jobs.dialogue import VoiceOf, chat_dialogue, chosen_id, row_dialogue
 from jobs.formatting import printable
-from jobs.input_format import wrong_format
 from jobs.input_records import ROWS, bytes_columns, cells_of, left_out_note, supervision_rows
 from jobs.ledger.records import JobSpec, Reading
 from jobs.own_files import own_path
+from jobs.source import wrong_format
 from jobs.store import is_remote
 from jobs.voices import voice_of_speaker
 from pipelines.errors import ErrorCode, InputError, StoreError, bad_line, missing_library

@@ -17,10 +17,9 @@ import pytest
 from lhotse import AudioSource, CutSet, MonoCut, Recording, SupervisionSegment
 from pyarrow import feather, ipc, parquet
 
-from jobs.input_format import AskedFormat, format_of
 from jobs.input_records import Records, left_out_note
 from jobs.ledger.records import JobSpec, Reading, RejectedLine
-from jobs.source import MAX_LINE_BYTES, batches_of, check_source, open_source
+from jobs.source import MAX_LINE_BYTES, AskedFormat, batches_of, check_source, format_of, open_source
 from nightjar.inputs import written_input
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import describe

@@ -21,10 +21,9 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from jobs.dialogue import chat_dialogue
-from jobs.input_format import InputFormat, format_of
 from jobs.input_records import MAX_RECORD_LINES, Records
 from jobs.ledger.records import JobSpec, Reading, RejectedLine
-from jobs.source import MAX_LINE_BYTES, Source, batches_of, open_source
+from jobs.source import MAX_LINE_BYTES, InputFormat, Source, batches_of, format_of, open_source
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import describe
 
