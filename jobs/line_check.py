@@ -33,7 +33,6 @@ _VOICE_FAULTS = {ErrorCode.INPUT_UNKNOWN_VOICE, ErrorCode.INPUT_AUDIO_MISSING}
 #: Maps the audio content of a line to its key in the store; raises `InputError`.
 ReferenceKey = Callable[[str], str]
 
-_NOTHING: Mapping[int, str] = {}
 _NO_GENERATION = Generation()
 _ROLES: tuple[SpokenRole, ...] = ("user", "assistant")
 
@@ -47,7 +46,7 @@ class GoodLine(msgspec.Struct, frozen=True, gc=False):
     raw: bytes
     estimated_ms: int
     #: Place among the messages -> key of its audio in the store.
-    references: Mapping[int, str]
+    references: Mapping[int, str] = {}
     #: Places of the messages that are spoken; None: the item is the whole dialogue.
     turns: tuple[int, ...] | None = None
     #: Number of its items.
@@ -125,7 +124,7 @@ class LineChecker:
                 continue
             if line is not None and not (line := line.strip()):
                 continue
-            example_id, references, spoken = None, _NOTHING, _NOTHING
+            example_id = None
             try:
                 if line is None:
                     raise line_too_long()
@@ -138,26 +137,20 @@ class LineChecker:
                     plain = plain_turn(dialogue.messages, self._speak, self._able.max_text_characters)
                 if plain is None:
                     # This takes three times as long.
-                    characters, references, turns, spoken = self._accept(dialogue, reference_key)
+                    good.append(self._accept(line_no, line, dialogue, reference_key))
                 else:
-                    text, turns = dialogue.messages[plain][2], (plain,)
-                    characters = len(text)
+                    text = dialogue.messages[plain][2]
                     if self._check_text is not None:
                         self._check_text(text)
+                    estimated_ms = int(len(text) * self._ms_per_character)
+                    good.append(GoodLine(line_no, example_id, line, estimated_ms, turns=(plain,)))
+                seen.add(example_id)
             except InputError as error:
                 rejected.append(rejected_line(line_no, error, example_id))
-                continue
-            seen.add(example_id)
-            items = 1 if turns is None else len(turns)
-            estimated_ms = int(characters * self._ms_per_character)
-            good.append(GoodLine(line_no, example_id, line, estimated_ms, references, turns, items, spoken))
         return good, rejected
 
-    def _accept(
-        self, dialogue: Dialogue, reference_key: ReferenceKey
-    ) -> tuple[int, Mapping[int, str], tuple[int, ...] | None, Mapping[int, str]]:
-        """The number of characters to speak, the keys of the references, the turns, and their texts that are
-        spoken otherwise than they are written. Raises `InputError`."""
+    def _accept(self, number: int, raw: bytes, dialogue: Dialogue, reference_key: ReferenceKey) -> GoodLine:
+        """The line of any dialogue that can be spoken. Raises `InputError`."""
         messages, generation = dialogue.messages, dialogue.generation or _NO_GENERATION
         turns, recordings = turns_and_recordings(messages, self._speak)
         spoken: dict[int, str] = {}
@@ -174,7 +167,9 @@ class LineChecker:
             advice = "Add such a text message to the line, or choose another role with --speak."
             raise InputError(ErrorCode.INPUT_EMPTY_TEXT, f"The dialogue has no {what}{other}.", advice)
         references = {place: reference_key(messages[place][2]) for place in recordings}
-        return characters, references, turns, spoken
+        items = 1 if turns is None else len(turns)
+        estimated_ms = int(characters * self._ms_per_character)
+        return GoodLine(number, dialogue.example_id, raw, estimated_ms, references, turns, items, spoken)
 
     def _characters(
         self,

@@ -41,6 +41,7 @@ LIBRARIES = tuple(
     )
 )
 SEEDS = "seed of an item = first 63 bits of BLAKE2b-64 over (job seed, example_id, message index, draw), see jobs/spec.py"
+_NO_ENGINE = EngineInfo()
 _MODEL_FILES = (".safetensors", ".json", ".txt", ".jinja", ".model", ".bin", ".onnx")
 
 
@@ -116,9 +117,9 @@ def provenance_key(job_id: str) -> str:
 
 
 def provenance(
-    job: Job, recorded_by: str, model: ModelProvenance, info: EngineInfo | None = None
+    job: Job, recorded_by: str, model: ModelProvenance, info: EngineInfo = _NO_ENGINE
 ) -> Provenance:
-    """Makes the record of this process; `info`: the engine, if it is a worker."""
+    """Makes the record of this process; `info`: the engine of a worker."""
     return Provenance(
         job=job.id,
         input_uri=job.input_uri,
@@ -126,17 +127,15 @@ def provenance(
         spec=job.spec,
         spec_sha=job.spec_sha,
         # The engine that ran the model, if the model has a choice of engines.
-        model=model
-        if info is None or not info.engine
-        else msgspec.structs.replace(model, engine=info.engine),
+        model=msgspec.structs.replace(model, engine=info.engine or model.engine),
         recorded_by=recorded_by,
         nightjar=installed_version() or "unknown",
         commit=commit(),
         python=platform.python_version(),
         machine=f"{platform.system()} {platform.machine()}",
-        device="" if info is None or info.device == "cpu" else info.device,
+        device="" if info.device == "cpu" else info.device,
         libraries={name: found for name in LIBRARIES if (found := installed_version(name)) is not None},
-        engine=None if info is None else EngineProvenance.of(info),
+        engine=EngineProvenance.of(info) if recorded_by == "worker" else None,
         encoder=_encoder(job.spec),
     )
 
@@ -169,9 +168,6 @@ def put_provenance(store: ObjectStore, job: Job, info: EngineInfo) -> ObjectInfo
     return put_numbered(store, provenance_key(job.id), data)
 
 
-_decode = msgspec.json.Decoder(Provenance).decode
-
-
 class ProvenanceWriter:
     """Writes a worker's record of each of its jobs, once for each kind of engine; thread-safe."""
 
@@ -196,7 +192,7 @@ def read_records(store: ObjectStore, job: Job) -> list[Provenance]:
     while store.head(key := numbered_key(provenance_key(job.id), len(found) + 1)) is not None:
         data = store.get(key)
         try:
-            found.append(_decode(data))
+            found.append(msgspec.json.decode(data, type=Provenance))
         except ValueError as error:
             message = f"The object {key} is not a provenance record."
             raise StoreError(
@@ -249,7 +245,7 @@ def reopened_model(store: ObjectStore, job: Job, say: Callable[[str], None]) -> 
     """Opens the model of a job, on the recorded engine if the model has a choice. `say` is called with a
     sentence if the model or the encoder has another version now, and if the records have several engines."""
     card = describe(job.spec.model)
-    made_by = [record for record in read_records(store, job) if record.recorded_by == "worker"]
+    made_by = read_records(store, job)
     encoders = {record.encoder for record in made_by if record.encoder is not msgspec.UNSET}
     engines = {record.model.engine for record in made_by} & set(card.engines)
     engine = next(iter(engines)) if len(engines) == 1 else card.engine
