@@ -11,6 +11,8 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+#: A call and the future of its result; None ends a thread.
+_Work = tuple[Future[Any], Callable[[], Any]] | None
 
 
 class DaemonThreads(Executor):
@@ -19,7 +21,7 @@ class DaemonThreads(Executor):
     def __init__(self, count: int, name: str) -> None:
         self.count = count
         self._name = name
-        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[_Work] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._idle = 0
         self._threads: list[threading.Thread] = []
@@ -52,7 +54,7 @@ class DaemonThreads(Executor):
         that have not started; `wait` waits for the threads."""
         with self._lock:
             self._closed = True
-            waiting: list[tuple[Future[Any], Callable[[], Any]] | None] = []
+            waiting: list[_Work] = []
             with suppress(queue.Empty):
                 while cancel_futures:
                     waiting.append(self._work.get_nowait())

@@ -39,11 +39,6 @@ _READ_BYTES = 1 << 16
 #: The MessagePack extensions of arrays (data type, shape, and bytes or the number of a descriptor) and of errors (name
 #: of the class, and its arguments).
 _ARRAY, _ERROR = 1, 2
-_CLASSES = {
-    name: kind
-    for name, kind in vars(errors).items()
-    if isinstance(kind, type) and issubclass(kind, NightjarError)
-}
 
 
 def _extension(shared: list[int], value: object) -> object:
@@ -61,11 +56,11 @@ def _extension(shared: list[int], value: object) -> object:
         return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode((values.dtype.str, values.shape, content)))
     if isinstance(value, NightjarError):
         # A class of another package becomes the nearest base class in `pipelines.errors`.
-        kind = next(one.__name__ for one in type(value).__mro__ if one.__name__ in _CLASSES)
-        known = kind == type(value).__name__
-        arguments = value.args if known else (value.code, value.message, value.advice)
+        kind = next(one for one in type(value).__mro__ if one.__module__ == errors.__name__)
+        arguments = value.args if kind is type(value) else (value.code, value.message, value.advice)
+        record = kind.__name__, arguments
         return msgspec.msgpack.Ext(
-            _ERROR, msgspec.msgpack.encode((kind, arguments), enc_hook=partial(_extension, shared))
+            _ERROR, msgspec.msgpack.encode(record, enc_hook=partial(_extension, shared))
         )
     raise TypeError(f"{type(value).__name__} cannot be sent")
 
@@ -77,16 +72,13 @@ class Channel(Generic[T]):
     order of messages and does not block: it writes at once if the socket has room, else on a thread.
     """
 
-    def __init__(
-        self, connection: socket.socket, incoming: type[T] | Any, maximum_bytes: int = MAXIMUM_BYTES
-    ) -> None:
+    def __init__(self, connection: socket.socket, incoming: type[T] | Any) -> None:
         connection.setblocking(False)
         self._connection = connection
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(connection, select.POLLIN)
         self._writable.register(connection, select.POLLOUT)
         self._decode = msgspec.msgpack.Decoder(incoming, ext_hook=self._extended).decode
-        self._maximum_bytes = maximum_bytes
         self._buffer = bytearray()
         #: Descriptors of messages that are not decoded yet, and of the one that is being decoded.
         self._descriptors: deque[int] = deque()
@@ -107,7 +99,7 @@ class Channel(Generic[T]):
         shared: list[int] = []
         try:
             data = msgspec.msgpack.encode(message, enc_hook=partial(_extension, shared))
-            if len(data) > self._maximum_bytes or len(shared) > MAXIMUM_DESCRIPTORS:
+            if len(data) > MAXIMUM_BYTES or len(shared) > MAXIMUM_DESCRIPTORS:
                 raise ValueError(f"a message of {len(data)} bytes and {len(shared)} descriptors is too long")
             view = memoryview(_HEAD.pack(len(data), len(shared)) + data)
             with self._changed:
@@ -136,7 +128,7 @@ class Channel(Generic[T]):
         closed, and `OSError` or `msgspec.MsgspecError` if the channel is broken."""
         self._fill(_HEAD.size, seconds)
         size, count = _HEAD.unpack_from(self._buffer)
-        if size > self._maximum_bytes:
+        if size > MAXIMUM_BYTES:
             raise ConnectionError(f"a message of {size} bytes is too long")
         self._fill(_HEAD.size + size, seconds)
         data = self._buffer[_HEAD.size : _HEAD.size + size]
@@ -199,7 +191,7 @@ class Channel(Generic[T]):
         """
         if code == _ERROR:
             kind, arguments = msgspec.msgpack.decode(data, type=tuple[str, list[Any]])
-            return _CLASSES[kind](*arguments)
+            return getattr(errors, kind)(*arguments)
         dtype, shape, content = msgspec.msgpack.decode(data, type=tuple[str, tuple[int, ...], bytes | int])
         if isinstance(content, bytes):
             return np.frombuffer(bytearray(content), dtype).reshape(shape)

@@ -55,10 +55,10 @@ _runtime: Runtime | None = None
 def run_worker(settings: Settings, options: WorkerOptions) -> int:
     """Runs the worker until a signal; returns the exit status. Raises `NightjarError` if it cannot start."""
     global _runtime
-    # Celery warns about pickled messages if it runs as root; only JSON is accepted here.
-    warnings.filterwarnings("ignore", category=SecurityWarning)
-    # Celery also warns about running tasks at each lost connection; the ledger's leases handle those.
-    warnings.filterwarnings("ignore", category=CPendingDeprecationWarning)
+    # Celery warns about pickled messages if it runs as root (only JSON is accepted here), and about running tasks at each
+    # lost connection (the ledger's leases handle those).
+    for category in (SecurityWarning, CPendingDeprecationWarning):
+        warnings.filterwarnings("ignore", category=category)
     _runtime = Runtime(settings, options)
     worker = create_app(settings).Worker(
         pool_cls=EnginePool,
@@ -103,18 +103,14 @@ def run_flower(settings: Settings) -> None:
 
 
 def create_app(settings: Settings) -> Celery:
-    """The Celery app with its task. Connecting to the signal `setup_logging` prevents Celery from configuring
-    logging."""
-    signals.setup_logging.connect(_keep_logging)
+    """The Celery app with its task. The logging of this process stays as it is: Celery configures none if the signal
+    `setup_logging` has a receiver."""
+    signals.setup_logging.connect(lambda **_: None, weak=False)
     app = make_celery(settings)
     app.conf.worker_consumer = ReconnectingConsumer
     app.task(name=RUN_SHARD, Request=ShardRequest)(run_shard)
     app.finalize()
     return app
-
-
-def _keep_logging(**_: object) -> None:
-    """Does nothing, so that the logging of this process stays as it is."""
 
 
 def run_shard(job: str, shard: int, epoch: int) -> str:
@@ -141,8 +137,7 @@ class EnginePool(TaskPool):
     def on_start(self) -> None:
         super().on_start()
         assert _runtime is not None
-        self.runtime: Runtime = _runtime
-        runtime = self.runtime
+        runtime = self.runtime = _runtime
         # SIGTERM and SIGINT drain the worker; a second one, or SIGQUIT, stops it at once. The exit status is 0. These
         # handlers replace Celery's, whose cold shutdown fails for this pool and waits for its time limit (celery#9505).
         for number, end in (

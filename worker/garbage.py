@@ -41,8 +41,6 @@ class SweepReport:
 #: An orphan and the inputs that were searched for references to it, without finding any. Only reference audio needs such
 #: a search; for other objects the set is empty.
 Orphan = tuple[ObjectInfo, frozenset[tuple[str, str]]]
-#: Pairs of a number of objects and their total size in bytes.
-_Found = Iterator[tuple[int, int]]
 
 
 def sweep(
@@ -71,11 +69,7 @@ def sweep(
         try:
             store = store_for(job.store_url)
             store.confirm(job.store_identity)
-            for more, their_size in (
-                _sweep_ended(ledger, store, job, before, delete)
-                if isinstance(job, Job)
-                else _sweep_deleted(ledger, store, job, delete)
-            ):
+            for more, their_size in _swept(ledger, store, job, before, delete):
                 found, size = found + more, size + their_size
         except NightjarError as error:
             if error.code is ErrorCode.LEDGER_UNREACHABLE:
@@ -108,22 +102,22 @@ def orphans(ledger: Ledger, store: ObjectStore, job: Job, before: float) -> Iter
             yield info, read
 
 
-def _sweep_ended(ledger: Ledger, store: ObjectStore, job: Job, before: float, delete: bool) -> _Found:
-    for info, read in orphans(ledger, store, job, before):
-        if not delete or ledger.delete_orphan(
-            job.id, info.key, before, partial(store.delete, info.key), read
-        ):
-            yield 1, info.bytes
-
-
-def _sweep_deleted(ledger: Ledger, store: ObjectStore, job: DeletedJob, delete: bool) -> _Found:
-    """Objects that a worker without a lease stored after the deletion of its job."""
-    if not delete:
+def _swept(
+    ledger: Ledger, store: ObjectStore, job: Job | DeletedJob, before: float, delete: bool
+) -> Iterator[tuple[int, int]]:
+    """Numbers of orphans and their total sizes in bytes. Those of a deleted job were stored by a worker without a lease
+    after the deletion."""
+    if isinstance(job, Job):
+        for info, read in orphans(ledger, store, job, before):
+            remove = partial(store.delete, info.key)
+            if not delete or ledger.delete_orphan(job.id, info.key, before, remove, read):
+                yield 1, info.bytes
+    elif not delete:
         yield from ((1, info.bytes) for info in objects_of(store, job.id))
-        return
-    yield delete_objects(store, job.id)
-    if ledger.now() - job.deleted_at > REMEMBERED_SECONDS:
-        ledger.forget_deleted(job.id)
+    else:
+        yield delete_objects(store, job.id)
+        if ledger.now() - job.deleted_at > REMEMBERED_SECONDS:
+            ledger.forget_deleted(job.id)
 
 
 def _unreferenced(ledger: Ledger, store: ObjectStore, job: Job) -> Iterator[Orphan]:

@@ -150,8 +150,7 @@ class HeldLeases:
         held = HeldLease(lease, self.lease_seconds, self._clock, self._on_retry)
         with self._lock:
             self._held[lease.ticket] = held
-            draining = self._draining
-        if draining:
+        if self._draining:
             held.give_up(GoneReason.DRAINED)
         return held
 

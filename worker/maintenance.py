@@ -27,6 +27,8 @@ UP, DRAINING = "up", "draining"
 
 #: Delay between a wake-up and the run, so that one run serves several wake-ups.
 WAKE_DELAY_SECONDS = 0.02
+#: Maximum time that the end of a worker waits for a run.
+STOP_SECONDS = 5.0
 #: Pause before a retry of a manifest whose inputs are lost or damaged.
 RETRY_SECONDS = 600.0
 
@@ -50,11 +52,11 @@ class PeriodicTask:
     def wake(self) -> None:
         self._woken.set()
 
-    def stop(self, timeout_seconds: float = 5.0) -> None:
+    def stop(self) -> None:
         self._stopping = True
         self._woken.set()
         if self._thread.ident is not None:
-            self._thread.join(timeout_seconds)
+            self._thread.join(STOP_SECONDS)
 
     def run_once(self) -> None:
         try:

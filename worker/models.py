@@ -8,15 +8,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import structlog
 
 from jobs.engine_process import open_engine_process
 from jobs.settings import Settings
 from pipelines.daemon_threads import DaemonThreads
-from pipelines.engine_process.client import EngineProcess
-from pipelines.registry import ModelCard, describe, is_registered, open_pipeline
+from pipelines.registry import describe, is_registered, open_pipeline
 from pipelines.request import Pipeline
 
 log = structlog.get_logger(__name__)
@@ -28,21 +26,16 @@ CHECK_SECONDS = 0.2
 def open_model(settings: Settings, model: str, decodes: bool) -> Pipeline:
     """Opens a model with the settings of its engine; `decodes`: with the decoder of its codec. Raises `NightjarError` if
     it cannot be opened, for example `EngineCrashError`."""
-    return _engine_process(settings, model, decodes) or open_pipeline(
-        model, **_options(settings, describe(model), decodes)
-    )
-
-
-def _options(settings: Settings, card: ModelCard, decodes: bool) -> dict[str, Any]:
-    return settings.engine_options(card) | ({} if decodes else {"decodes": False})
-
-
-def _engine_process(settings: Settings, model: str, decodes: bool) -> EngineProcess | None:
-    """Opens a model in its own process; None if it must be opened in the process of the worker."""
     card = describe(model)
-    if settings.chosen_engine(card) != "native" or is_registered(model):
-        return None
-    return open_engine_process(model, _options(settings, card, decodes), settings)
+    options = settings.engine_options(card) | ({} if decodes else {"decodes": False})
+    if not has_process(settings, model):
+        return open_pipeline(model, **options)
+    return open_engine_process(model, options, settings)
+
+
+def has_process(settings: Settings, model: str) -> bool:
+    """Whether a model is opened in its own process, and not in that of the worker."""
+    return settings.chosen_engine(describe(model)) == "native" and not is_registered(model)
 
 
 class Preload:
@@ -50,8 +43,8 @@ class Preload:
 
     def __init__(self, settings: Settings, model: str, decodes: bool = True) -> None:
         self._wanted = model, decodes
-        self._opened: Future[EngineProcess | None] | None = DaemonThreads(1, "preload").submit(
-            _engine_process, settings, model, decodes
+        self._opened: Future[Pipeline | None] | None = DaemonThreads(1, "preload").submit(
+            lambda: open_model(settings, model, decodes) if has_process(settings, model) else None
         )
 
     def take(self, model: str, decodes: bool = True) -> Pipeline | None:
@@ -75,7 +68,7 @@ class Preload:
             self._opened = None
 
 
-def _close(opened: Future[EngineProcess | None]) -> None:
+def _close(opened: Future[Pipeline | None]) -> None:
     if opened.exception() is None and (pipeline := opened.result()) is not None:
         pipeline.close()
 

@@ -237,7 +237,8 @@ class Night:
             labels={**options.labels, "schedule": self.name, "night": day},
             idempotency_key=self._key(number),
         )
-        store = open_store(store_url_of(self.settings, self.schedule), self.settings.s3)
+        store_url = self.schedule.store_url or self.settings.effective_store_url
+        store = open_store(store_url, self.settings.s3)
         job = submit(self.settings, self.ledger, store, source, spec, options=options).job
         remember_if_embedded(job.id, self.settings)
         return job
@@ -357,11 +358,6 @@ def input_of(schedule: Schedule, night: date) -> str:
     return night.strftime(schedule.input.replace("{date}", "%Y-%m-%d"))
 
 
-def store_url_of(settings: Settings, schedule: Schedule) -> str:
-    """The store of the schedule's jobs."""
-    return schedule.store_url or settings.effective_store_url
-
-
 def _job(schedule: Schedule) -> tuple[JobSpec, SubmitOptions]:
     return job_of({"input_format": "dialogues", **schedule.options})
 
@@ -391,7 +387,7 @@ def check_exports(settings: Settings, names: Collection[str]) -> None:
     for name in names:
         schedule = settings.schedules[name]
         spec, _ = _job(schedule)
-        store_url = store_url_of(settings, schedule)
+        store_url = schedule.store_url or settings.effective_store_url
         for wanted in schedule.exports:
             try:
                 place = place_of(settings, name, wanted, date.today())

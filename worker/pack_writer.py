@@ -50,9 +50,6 @@ class PackBuilder:
         #: Size in bytes so far.
         self.bytes = 0
 
-    def __len__(self) -> int:
-        return len(self._members)
-
     def add(self, key: str, data: bytes, *, sha256: str, index: int, example_id: str) -> int:
         """Adds a member. Returns the offset of its data in the pack."""
         offset = self._append(key, data)
@@ -125,7 +122,7 @@ class PackWriter:
         If the pack is then full, this call stores it, so that a slow store slows down its callers.
         """
         stored: Future[Done] = Future()
-        hashes = [hashlib.sha256(data).hexdigest() for _, data in artifacts]
+        hashed = [(replace(one, sha256=hashlib.sha256(data).hexdigest()), data) for one, data in artifacts]
         with self._changed:
             # The thread that stores the previous pack stores the full one next.
             self._changed.wait_for(
@@ -136,11 +133,11 @@ class PackWriter:
                 pack = self._open = _OpenPack(self._packs, self.clock.monotonic())
                 self._packs += 1
             placed: list[Artifact] = []
-            for (made, data), sha256 in zip(artifacts, hashes, strict=True):
+            for one, data in hashed:
                 offset = pack.builder.add(
-                    made.key, data, sha256=sha256, index=made.index, example_id=example_id
+                    one.key, data, sha256=one.sha256, index=one.index, example_id=example_id
                 )
-                placed.append(replace(made, sha256=sha256, pack_offset=offset))
+                placed.append(replace(one, pack_offset=offset))
             pack.items.append((replace(done, artifacts=tuple(placed)), stored))
         self._put_due()
         return stored
@@ -170,11 +167,8 @@ class PackWriter:
 
     def _due(self) -> bool:
         pack = self._open
-        if pack is None:
-            return False
-        full = pack.builder.bytes >= self.times.pack_bytes
-        return (
-            full
+        return pack is not None and (
+            pack.builder.bytes >= self.times.pack_bytes
             or self.clock.monotonic() - pack.started_at >= self.times.pack_seconds
             or self.are_last(len(pack.items))
         )

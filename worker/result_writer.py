@@ -3,21 +3,34 @@ engine never waits for a disk."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import msgspec
 
-from jobs.checks import ALIGNER, Quality
+from jobs.checks import ALIGNER, CHECKS, Quality
 from jobs.codes import StoredCodes
 from jobs.dialogue import spoken_text
+from jobs.encoded_audio import EncodedAudio, JoinedSpeech, encoded_audio, words_file
 from jobs.layout import item_key, object_metadata, put_numbered
-from jobs.ledger.records import QUARANTINE, WORDS, Artifact, Done, Failed, Outcome, Score
+from jobs.ledger.records import (
+    QUARANTINE,
+    WORDS,
+    Artifact,
+    Done,
+    Draw,
+    Failed,
+    JobSpec,
+    Outcome,
+    Score,
+)
 from jobs.shard_file import ShardLine
 from jobs.store.base import ObjectStore
 from jobs.voices import stored_voice_of
@@ -26,14 +39,13 @@ from pipelines.audio_format import LOSSY
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import ErrorCode, NightjarError
 from pipelines.request import Capabilities, Handle, Meta, Speech, SynthesisRequest
-from pipelines.text_units import parts_of
+from pipelines.text_units import TextPart, parts_of
 from worker.quality.meters import Reading, Readings, Utterance
-from worker.quality.pool import MeterPool, MeterTask
+from worker.quality.process import MeterPool, MeterTask
 from worker.quality.verdict import CheckedDraw, History, check_draw, check_speech, failed_draw, judged
 
 if TYPE_CHECKING:
     from worker.feeding import RequestBuilder
-    from worker.long_item import LongItem
     from worker.shard_run import ShardRun
 
 #: Number of threads per kind of store. Threads for folders need processor time; those for S3 mostly wait: 500 objects
@@ -44,6 +56,8 @@ FOLDER_THREADS, S3_THREADS = 2, 64
 LOSSY_THREADS = max(FOLDER_THREADS, len(os.sched_getaffinity(0)))
 #: Number of waiting results at which the engine gets no more requests.
 MAX_BACKLOG = 256
+#: Scores whose detail is a transcript.
+_TRANSCRIBED = ("wer", "cer")
 
 
 @dataclass(slots=True, eq=False)
@@ -94,9 +108,6 @@ def first_draws(
     parts = parts_of(text, able) if len(text) > able.max_text_characters else ()
     if not parts:
         return [ItemDraw(line, first, last)]
-    # Imported here, because it takes half a second and an idle worker does not need it.
-    from worker.long_item import LongItem
-
     long = LongItem(parts, first, builder.held.lease.job.spec, partial(builder.seed, line))
     return [ItemDraw(line, first, last, long=long, part=part) for part in range(len(parts))]
 
@@ -252,9 +263,6 @@ def _stored(
     """
     if speech is None:
         return outcome
-    # Imported here, because it takes half a second and an idle worker does not need it.
-    from jobs.encoded_audio import encoded_audio, words_file
-
     job, line, packs, failed = shard.held.lease.job, draw.line, shard.packs, isinstance(outcome, Failed)
     spec, meta = job.spec, speech.meta if draw.long is None else {**speech.meta, "part": draw.part}
     main = QUARANTINE if failed else spec.main_kind
@@ -305,3 +313,70 @@ def _stored(
             put = shard.held.retrying(partial(put_numbered, shard.store, artifact.key, data, metadata))
         stored.append(msgspec.structs.replace(artifact, key=put.key, sha256=put.sha256))
     return msgspec.structs.replace(outcome, artifacts=tuple(stored))
+
+
+class LongItem:
+    """An item whose text is too long for one request: its parts are drawn and checked one by one, and joined.
+    Thread-safe."""
+
+    def __init__(
+        self, parts: Sequence[TextPart], first: int, spec: JobSpec, seed: Callable[[int], int]
+    ) -> None:
+        """`first`: number of the first draw; `seed`: the item's seed for a draw, from which those of the parts
+        derive."""
+        self.parts = parts
+        self._first, self._seed = first, seed
+        #: Total time of its draws in the engine.
+        self.engine_ms = 0
+        self._speech = JoinedSpeech([part.pause for part in parts], spec)
+        #: Number of a part -> the number of its kept draw, and all its draws.
+        self._kept: dict[int, tuple[int, Sequence[Draw]]] = {}
+        self._lock = threading.Lock()
+
+    def keep(
+        self, part: int, done: Done, speech: Speech, draw: int
+    ) -> tuple[Done, EncodedAudio[BinaryIO], bytes, Meta, int] | None:
+        """Keeps a draw of a part. None: other parts are missing; otherwise the outcome of the item with its
+        audio, the times of its words (empty: not known), the facts of the audio, and its seed."""
+        with self._lock:
+            self._kept[part] = draw, done.draws
+        if not self._speech.add(part, speech):
+            return None
+        kept = [self._kept[number] for number in range(len(self.parts))]
+        later = " ".join(f"{number}:{one}" for number, (one, _) in enumerate(kept) if one != self._first)
+        meta: Meta = {"parts": len(kept), "first_draw": self._first, "redrawn": later}
+        audio, words = self._speech.encoded()
+        draws = tuple(self._joined([draws for _, draws in kept])) if done.draws else ()
+        return Done(done.index, (), self.engine_ms, draws), audio, words, meta, self._seed(self._first)
+
+    def _joined(self, parts: Sequence[Sequence[Draw]]) -> Iterator[Draw]:
+        """The draws of the item: in each, every part has its draw of that number, or its kept one if no other
+        followed. A score is the worst one of any part."""
+        for place in range(count := max(map(len, parts))):
+            chosen = [
+                draws[place] if place < len(draws) - 1 else next(draw for draw in draws if draw.kept)
+                for draws in parts
+            ]
+            names = dict.fromkeys(name for draw in chosen for name in draw.scores)
+            scores = {
+                name: _worst(name, [draw.scores.get(name, Score(None)) for draw in chosen]) for name in names
+            }
+            code = next((draw.code for draw in chosen if draw.code is not None), None)
+            milliseconds, number = sum(draw.duration_ms for draw in chosen), self._first + place
+            yield Draw(number, self._seed(number), code, place == count - 1, milliseconds, scores)
+
+
+def _worst(name: str, scores: Sequence[Score]) -> Score:
+    """The worst of the scores of parts; its detail names the part, or is the whole transcript."""
+    bad = CHECKS[name].bad if name in CHECKS else "low"
+
+    def badness(part: int) -> tuple[bool, float]:
+        value = scores[part].value
+        far = -math.inf if value is None else {"low": -value, "high": value, "both": abs(value - 1)}[bad]
+        return scores[part].passed is False, far
+
+    part = max(range(len(scores)), key=badness)
+    detail = f"part {part + 1}: {scores[part].detail}".removesuffix(": ")
+    if name in _TRANSCRIBED:
+        detail = " ".join(score.detail for score in scores)
+    return msgspec.structs.replace(scores[part], detail=detail)

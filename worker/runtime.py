@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -12,7 +13,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache
+from functools import cache, lru_cache
 from typing import TypeVar
 
 import structlog
@@ -40,7 +41,7 @@ from worker.leases import Clock, GoneReason, HeldLeases, LeaseGoneError
 from worker.maintenance import Maintenance, Manifests, report_ended_jobs
 from worker.metrics import Metrics
 from worker.models import PipelineCache, Preload, open_model
-from worker.quality.pool import MeterPool
+from worker.quality.process import MeterPool
 from worker.result_writer import ResultWriter
 from worker.shard_run import ShardEnd, ShardRunner
 from worker.supervisor import is_supervised, report, report_refusal, wait_for_release
@@ -52,6 +53,8 @@ T = TypeVar("T")
 
 #: Pause before this worker returns the message of a job that it does not run.
 REFUSE_PAUSE_SECONDS = 0.5
+#: Number of jobs whose models a worker for one model remembers.
+_KNOWN_JOBS = 64
 #: Time from the deadline of a drain until the process is forced to end.
 EXIT_SECONDS = 20.0
 
@@ -96,7 +99,6 @@ class Runtime:
         self.settings = settings
         self.options = options or WorkerOptions()
         self._clock = clock or time
-        self._models: dict[str, str] = {}
         #: Job -> time at which this worker refused it.
         self._refused_at: dict[str, float] = {}
         self._draining = threading.Event()
@@ -120,6 +122,7 @@ class Runtime:
         self._up = False
         self._stop_serving: Callable[[], None] = lambda: None
         self.ledger = Ledger.of(settings)
+        self._job = lru_cache(_KNOWN_JOBS)(self.ledger.job)
         self._writer = ResultWriter(meters=MeterPool(settings.worker.meter_processes))
         self._writer_processes = WriterProcesses(settings.times.writer_processes, settings.s3)
         #: URL -> store, whose client is kept until the process ends.
@@ -296,21 +299,14 @@ class Runtime:
     def _leaves_to_others(self, job_id: str) -> bool:
         """Whether this worker leaves a job to others, because it serves another model or recently could not run the
         job."""
-        refused_at = self._refused_at.get(job_id)
-        if (
-            refused_at is not None
-            and self._clock.monotonic() - refused_at < self.settings.times.quarantine_seconds
-        ):
+        refused_at = self._refused_at.get(job_id, -math.inf)
+        if self._clock.monotonic() - refused_at < self.settings.times.quarantine_seconds:
             return bool(self._retrying(lambda: self.ledger.others_may_run(job_id, self.worker.id)))
         if self.options.model is None:
             return False
-        if (
-            job_id not in self._models
-            and (job := self._retrying(lambda: self.ledger.job(job_id))) is not None
-        ):
-            self._models[job_id] = job.spec.model
+        job = self._retrying(lambda: self._job(job_id))
         # An unknown job is dropped at the claim.
-        return self._models.get(job_id, self.options.model) != self.options.model
+        return job is not None and job.spec.model != self.options.model
 
     def _retrying(self, call: Callable[[], T]) -> T | None:
         """The result of `call`, retried with growing pauses after retryable errors; None if the worker drains or the job

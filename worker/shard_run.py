@@ -304,13 +304,10 @@ class ShardRun:
             # Changed without releasing the lock in between, so that the item always has exactly one state.
             self._writing.add(draw)
             self._answered += 1
-        made = event.speech if isinstance(event, SpeechDone) else event.error
+        made, writer = event.speech if isinstance(event, SpeechDone) else event.error, self._runner.writer
         # A failure that another seed may avoid counts as a draw that failed its checks.
-        redrawn = (
-            self._job.spec.quality is not None and not isinstance(made, Speech) and made.code in REDRAWABLE
-        )
-        if isinstance(made, Speech) or redrawn:
-            writer = self._runner.writer
+        redrawable = REDRAWABLE if self._job.spec.quality is not None else frozenset[ErrorCode]()
+        if isinstance(made, Speech) or made.code in redrawable:
             writer.threads.submit(writer.work, self, draw, made)
         else:
             self.settle(draw, made)

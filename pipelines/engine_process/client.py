@@ -267,8 +267,7 @@ class EngineProcess:
         if isinstance(message, ChunkMessage):
             _notify(self._requests.get(message.number), AudioChunk(*astuple(message)[1:]))
         elif isinstance(message, Stats):
-            self._stats = message.stats
-            self.info = message.info or self.info
+            self._stats, self.info = message.stats, message.info
         elif isinstance(message, Opened):
             self.info = message.info
             self._opened.set_result(message)

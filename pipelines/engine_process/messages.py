@@ -32,7 +32,11 @@ from pipelines.request import (
 Reading = tuple[int | None, int | None, Quality]
 
 
-class RequestRecord(msgspec.Struct, frozen=True, tag=True):
+class _Message(msgspec.Struct, frozen=True, tag=True):
+    """A message, tagged with the name of its class."""
+
+
+class RequestRecord(_Message, frozen=True):
     """The fields of a `SynthesisRequest`, in their order."""
 
     request_id: str
@@ -46,14 +50,14 @@ class RequestRecord(msgspec.Struct, frozen=True, tag=True):
     pronunciations: Mapping[str, str] = {}
 
 
-class Open(msgspec.Struct, frozen=True, tag=True):
+class Open(_Message, frozen=True):
     """The first message: the arguments of `open_pipeline`."""
 
     model: str
     options: dict[str, Any]
 
 
-class Start(msgspec.Struct, frozen=True, tag=True):
+class Start(_Message, frozen=True):
     """The arguments of `Pipeline.start`."""
 
     number: int
@@ -64,7 +68,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     recordings: list[str] = []
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True):
+class Answer(_Message, frozen=True):
     """The answer to `Wanted`: an error, or samples and their rate, or the bytes (uint8) of a file."""
 
     wanted: int
@@ -73,7 +77,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     error: NightjarError | None = None
 
 
-class Append(msgspec.Struct, frozen=True, tag=True):
+class Append(_Message, frozen=True):
     """The arguments of `Handle.append`."""
 
     number: int
@@ -81,13 +85,13 @@ class Append(msgspec.Struct, frozen=True, tag=True):
     final: bool
 
 
-class Cancel(msgspec.Struct, frozen=True, tag=True):
+class Cancel(_Message, frozen=True):
     """Cancels a request."""
 
     number: int
 
 
-class Close(msgspec.Struct, frozen=True, tag=True):
+class Close(_Message, frozen=True):
     """The child closes the pipeline and ends."""
 
 
@@ -95,27 +99,27 @@ class Close(msgspec.Struct, frozen=True, tag=True):
 ToChild = Open | Start | Answer | Append | Cancel | Close
 
 
-class Opened(msgspec.Struct, frozen=True, tag=True):
+class Opened(_Message, frozen=True):
     name: str
     sample_rate: int
     capabilities: Capabilities
     info: EngineInfo
 
 
-class NotOpened(msgspec.Struct, frozen=True, tag=True):
+class NotOpened(_Message, frozen=True):
     """The model could not be opened; the child ends."""
 
     error: NightjarError
 
 
-class Accepted(msgspec.Struct, frozen=True, tag=True):
+class Accepted(_Message, frozen=True):
     """The pipeline has accepted or refused a request, and reads none of its recordings any more. The client may
     send another whole utterance."""
 
     number: int
 
 
-class Wanted(msgspec.Struct, frozen=True, tag=True):
+class Wanted(_Message, frozen=True):
     """Asks for the samples (float32) of a recording of a request that is not accepted yet, or for its file."""
 
     #: The number of this message.
@@ -127,7 +131,7 @@ class Wanted(msgspec.Struct, frozen=True, tag=True):
     reading: Reading | None
 
 
-class SpeechMessage(msgspec.Struct, frozen=True, tag=True):
+class SpeechMessage(_Message, frozen=True):
     """A `Done` in a message: the fields of its `Speech`, in their order."""
 
     number: int
@@ -143,14 +147,14 @@ class SpeechMessage(msgspec.Struct, frozen=True, tag=True):
     frame_samples: int
 
 
-class RequestFailed(msgspec.Struct, frozen=True, tag=True):
+class RequestFailed(_Message, frozen=True):
     """A `Failed` in a message."""
 
     number: int
     error: NightjarError
 
 
-class ChunkMessage(msgspec.Struct, frozen=True, tag=True):
+class ChunkMessage(_Message, frozen=True):
     """The fields of an `AudioChunk`, in their order."""
 
     number: int
@@ -161,10 +165,10 @@ class ChunkMessage(msgspec.Struct, frozen=True, tag=True):
     phonemes: tuple[Word, ...]
 
 
-class Stats(msgspec.Struct, frozen=True, tag=True):
+class Stats(_Message, frozen=True):
     stats: EngineStats
-    #: Set if it has changed, for example because a persistent kernel was disabled.
-    info: EngineInfo | None = None
+    #: May have changed, for example because a persistent kernel was disabled.
+    info: EngineInfo
 
 
 #: Messages to the client.

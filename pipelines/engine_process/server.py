@@ -53,7 +53,6 @@ from pipelines.request import (
     AnyRequest,
     AudioChunk,
     Done,
-    EngineInfo,
     EngineStats,
     Event,
     Failed,
@@ -149,10 +148,6 @@ class EngineServer:
         #: Answers of the client that threads wait for.
         self._asked: dict[int, Future[tuple[NDArray[Any], int]]] = {}
         self._pipeline: Pipeline | None = None
-        #: The stats and the description that were sent last.
-        self._sent = EngineStats()
-        self._info = EngineInfo()
-        self._stats_due_at = 0.0
 
     def run(self) -> int:
         """Serves until the client closes; returns the exit status. Raises `EOFError` or `OSError` if the
@@ -167,8 +162,7 @@ class EngineServer:
             self._send(NotOpened(_error_of(error, "The model could not be opened")), wait=True)
             return 0
         serve_threads()
-        self._info = pipeline.info
-        self._send(Opened(pipeline.name, pipeline.sample_rate, pipeline.capabilities, self._info))
+        self._send(Opened(pipeline.name, pipeline.sample_rate, pipeline.capabilities, pipeline.info))
         self._deliver(pipeline)
         pipeline.close()
         return 0
@@ -302,17 +296,15 @@ class EngineServer:
     def _deliver(self, pipeline: Pipeline) -> None:
         """Sends whole speech and stats until the client closes. Waits for a client that reads slowly instead
         of buffering speech."""
+        sent, due_at = EngineStats(), 0.0
         while True:
             with suppress(queue.Empty):
                 if (answer := self._answers.get(timeout=STATS_SECONDS)) is None:
                     return
                 self._send_event(*answer, wait=True)
-            if time.monotonic() >= self._stats_due_at and (stats := pipeline.stats()) != self._sent:
-                self._stats_due_at = time.monotonic() + STATS_SECONDS
-                self._sent = stats
-                info = pipeline.info
-                self._send(Stats(stats, None if info == self._info else info), wait=True)
-                self._info = info
+            if time.monotonic() >= due_at and (stats := pipeline.stats()) != sent:
+                sent, due_at = stats, time.monotonic() + STATS_SECONDS
+                self._send(Stats(stats, pipeline.info), wait=True)
 
     def _send_event(self, number: int, event: Event, wait: bool = False) -> None:
         """Sends an event of a request. If that fails, sends the failure instead."""

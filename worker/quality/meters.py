@@ -4,7 +4,6 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-import hashlib
 import re
 import sys
 import types
@@ -348,17 +347,14 @@ class SpeakerMeter:
 
         self._encoder: Any = VoiceEncoder("cpu", verbose=False)
         self._preprocess: Any = preprocess_wav
-        self._decode = decode
-        self._last: tuple[bytes, NDArray[np.float32]] | None = None
+        # Consecutive draws often clone the same voice.
+        self._voice_of = lru_cache(maxsize=1)(lambda reference: self._embedding(*decode(reference)))
 
     def measure(self, utterance: Utterance) -> Readings:
         if utterance.reference is None:
             return {}
-        digest = hashlib.sha256(utterance.reference).digest()
-        if self._last is None or self._last[0] != digest:
-            self._last = digest, self._embedding(*self._decode(utterance.reference))
         voice = self._embedding(utterance.samples, utterance.sample_rate)
-        return {"similarity": (float(np.dot(voice, self._last[1])), "")}
+        return {"similarity": (float(np.dot(voice, self._voice_of(utterance.reference))), "")}
 
     def _embedding(self, samples: NDArray[np.float32], sample_rate: int) -> NDArray[np.float32]:
         return self._encoder.embed_utterance(self._preprocess(samples, source_sr=sample_rate))

@@ -19,8 +19,7 @@ from tests.support.ledger_kit import wake
 from tests.support.quality_kit import TextMeter
 from tests.support.worker_rig import Rig
 from worker.quality.meters import Readings, Utterance
-from worker.quality.pool import HANGS_IN_A_ROW, OUTAGES_IN_A_ROW, MeterPool
-from worker.quality.process import MeterHangError
+from worker.quality.process import HANGS_IN_A_ROW, OUTAGES_IN_A_ROW, MeterHangError, MeterPool
 from worker.result_writer import ResultWriter
 
 

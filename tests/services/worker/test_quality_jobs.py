@@ -30,7 +30,7 @@ from tests.support.times import with_times
 from tests.support.worker_rig import Rig
 from worker.garbage import orphans
 from worker.quality.meters import Readings, Utterance
-from worker.quality.pool import MeterPool
+from worker.quality.process import MeterPool
 from worker.result_writer import ResultWriter
 from worker.shard_run import ShardEnd
 

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from pipelines import ipc
 from pipelines.child_process import Child
 from pipelines.ipc import INLINE_BYTES, Channel, share
 
@@ -154,18 +155,15 @@ def test_time_limits(ends: Ends) -> None:
         ends[0].receive(0.01)
 
 
-def test_a_message_that_is_too_long_is_not_sent() -> None:
-    one, two = (Channel(connection, _Data, maximum_bytes=1000) for connection in socket.socketpair())
+def test_a_message_that_is_too_long_is_not_sent(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends[0].send(_Data(bytes(2000)))
+    monkeypatch.setattr(ipc, "MAXIMUM_BYTES", 1000)
     with pytest.raises(ValueError, match="too long"):
-        one.send(_Data(bytes(2000)))
-    one.send(_Data(b"fits"))
-    assert two.receive() == _Data(b"fits")
-    wide = Channel(one._connection, _Data)
-    wide.send(_Data(bytes(2000)))
+        ends[0].send(_Data(bytes(2000)))
     with pytest.raises(ConnectionError, match="too long"):
-        two.receive()
-    one.close()
-    two.close()
+        ends[1].receive()
+    ends[1].send(_Data(b"fits"))
+    assert ends[0].receive() == _Data(b"fits")
 
 
 def test_lost_descriptors_are_an_error(ends: Ends) -> None:

@@ -19,7 +19,7 @@ from jobs.verify import ObjectCheck
 from pipelines.request import Generation, Speech, SynthesisRequest
 from tests.support.fakes import SAMPLE_RATE, FakeClock, FakePipeline, sine
 from tests.support.worker_rig import Build, wait_for
-from worker.quality.pool import MeterTask
+from worker.quality.process import MeterTask
 from worker.result_writer import ResultWriter
 from worker.shard_run import ShardEnd
 

@@ -3,8 +3,6 @@ is told to who asks for it."""
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import pytest
 
 from jobs.settings import Settings
@@ -18,7 +16,8 @@ from worker.models import Preload
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> FakePipeline:
     pipeline = FakePipeline()
-    monkeypatch.setattr(models, "_engine_process", lambda *_: cast(Any, pipeline))
+    monkeypatch.setattr(models, "has_process", lambda *_: True)
+    monkeypatch.setattr(models, "open_model", lambda *_: pipeline)
     return pipeline
 
 

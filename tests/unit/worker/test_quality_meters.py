@@ -24,8 +24,7 @@ from pipelines.audio import encode
 from pipelines.errors import ErrorCode, ModelError, NightjarError
 from pipelines.request import Message, Speech, SynthesisRequest, submit
 from worker.quality.meters import AsrMeter, Reading, Utterance, missing_weights, open_meter
-from worker.quality.pool import MeterPool, MeterTask
-from worker.quality.process import MeterHangError, MeterProcess
+from worker.quality.process import MeterHangError, MeterPool, MeterProcess, MeterTask
 
 RATE = 16_000
 

@@ -12,15 +12,16 @@ import numpy as np
 from jobs.checks import Option
 from pipelines.errors import ErrorCode, ModelError, NightjarError
 from worker.quality.meters import Readings, Utterance
-from worker.quality.pool import (
+from worker.quality.process import (
     HANGS_IN_A_ROW,
     MAX_SAMPLES,
     MAX_WAITING,
     OUTAGES_IN_A_ROW,
+    MeterHangError,
     MeterPool,
+    MeterProcess,
     MeterTask,
 )
-from worker.quality.process import MeterHangError, MeterProcess
 
 RATE = 16_000
 
@@ -166,7 +167,7 @@ ENDS_EARLY = """
 import threading
 import numpy as np
 from worker.quality.meters import Utterance
-from worker.quality.pool import MeterPool, MeterTask
+from worker.quality.process import MeterPool, MeterTask
 
 begun = threading.Event()
 

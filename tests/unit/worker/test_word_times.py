@@ -34,7 +34,7 @@ from tests.support.fake_worker import fake_card
 from tests.support.fakes import SAMPLE_RATE, FakePipeline, even_words, sine
 from tests.support.worker_rig import Build, Rig
 from worker.quality.meters import Reading, Readings, Utterance
-from worker.quality.pool import MeterPool
+from worker.quality.process import MeterPool
 from worker.result_writer import ResultWriter
 from worker.shard_run import ShardEnd
 
