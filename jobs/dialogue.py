@@ -432,12 +432,7 @@ class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     body: _Body
 
 
-class _CustomId(msgspec.Struct, frozen=True):
-    custom_id: str
-
-
 _decode_request = msgspec.json.Decoder(_Request).decode
-_decode_id = msgspec.json.Decoder(_CustomId).decode
 
 
 def batch_dialogue(line: bytes, card: ModelCard, encoding: str) -> bytes:
@@ -488,9 +483,9 @@ def batch_dialogue(line: bytes, card: ModelCard, encoding: str) -> bytes:
 def custom_id(line: bytes) -> str | None:
     """The `custom_id` of a batch line, even if the rest of the line is invalid."""
     try:
-        found = _decode_id(line).custom_id
+        found = msgspec.json.decode(decode_object(line)[CUSTOM_ID], type=str)
         check_example_id(found, CUSTOM_ID)
-    except (*BAD_JSON, InputError):
+    except (*BAD_JSON, KeyError, InputError):
         return None
     return found
 

@@ -27,8 +27,6 @@ from pipelines.errors import ErrorCode, InputError, StoreError, bad_line, missin
 #: Name of the folder for inputs from Python objects, within the state folder.
 INPUTS = "inputs"
 _encode = msgspec.json.Encoder().encode
-#: Inputs from Python objects have no URI.
-_NO_URI = ""
 
 
 def written_input(
@@ -103,7 +101,7 @@ def _rows(records: Any, chosen: Reading, left_out: set[str]) -> Iterator[Any]:
         left_out.update(bytes_columns(schema))
         names = [name for name in schema.names if name not in left_out]
         if "messages" not in names:
-            names = Columns(schema.names, chosen, _NO_URI, None, left_out).names
+            names = Columns(schema.names, chosen, "", None, left_out).names
         for cell in cells_of(batches(names)):
             yield {name: cell(name) for name in names}
         return
@@ -138,7 +136,7 @@ def _table(records: Any) -> tuple[Any, Callable[[list[str]], Iterator[Any]]]:
             raise missing_library("Reading a table", "pyarrow", "export") from None
         except (TypeError, ValueError, OverflowError) as error:
             advice = "Give each column one type, or leave the column out."
-            raise wrong_format(_NO_URI, f"is no table: {printable(str(error), 200)}", advice) from None
+            raise wrong_format("", f"is no table: {printable(str(error), 200)}", advice) from None
         return reader.schema, lambda names: (batch.select(names) for batch in reader)
     return None, iter
 
