@@ -22,13 +22,21 @@ from jobs.layout import input_key, job_prefix, put_numbered
 from jobs.ledger import Ledger
 from jobs.ledger.ingest import DuplicateExamples
 from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState, JobTerms, NewJob, NewShard, RejectedLine
-from jobs.line_check import GoodLine, LineChecker, ReferenceKey, aborted_by, duplicate_lines
 from jobs.own_files import recorded
 from jobs.packs import map_ahead
 from jobs.references import ReferenceReader, put_reference
 from jobs.shard_file import ShardSize, compress, cut, encode_lines
 from jobs.source import BATCH_BYTES, BATCH_LINES, InputFormat, Record, batches_of, empty_input, open_source
-from jobs.spec import ResolvedSpec, resolve, spec_sha
+from jobs.spec import (
+    GoodLine,
+    LineChecker,
+    ReferenceKey,
+    ResolvedSpec,
+    aborted_by,
+    duplicate_lines,
+    resolve,
+    spec_sha,
+)
 from jobs.store.base import ObjectStore, sha256_of
 from jobs.voices import voice_folder
 from pipelines.errors import ErrorCode, InputError, ServiceError, StoreError

@@ -18,7 +18,7 @@ from pipelines.request import Generation, Message, SpokenRole
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
-    from jobs.line_check import GoodLine
+    from jobs.spec import GoodLine
     from pipelines.registry import ModelCard
 
 

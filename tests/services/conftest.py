@@ -42,7 +42,7 @@ def ledger(ledger_url: str) -> Iterator[Ledger]:
 @pytest.fixture
 def short_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines of an input are taken in batches of two."""
-    monkeypatch.setattr("jobs.line_check.BATCH_LINES", 2)
+    monkeypatch.setattr("jobs.spec.BATCH_LINES", 2)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jobs.dialogue import Speak
 from jobs.ledger.records import JobSpec
-from jobs.line_check import LineChecker
+from jobs.spec import LineChecker
 from jobs.voices import JobVoices
 from pipelines.registry import ModelCard
 from pipelines.request import Generation

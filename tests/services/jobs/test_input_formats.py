@@ -178,7 +178,7 @@ def test_a_sample_that_was_interrupted_goes_on(rig: Rig, name: str, monkeypatch:
         spec,
         options=SubmitOptions(input_format="auto", idempotency_key="whole"),
     )
-    monkeypatch.setattr("jobs.line_check.BATCH_LINES", 10)
+    monkeypatch.setattr("jobs.spec.BATCH_LINES", 10)
     with pytest.raises(ServiceError):
         submit(rig.settings, _Broken(rig), rig.store, path, spec, options=AUTO)  # type: ignore[arg-type]
     result = submit(rig.settings, rig.ledger, rig.store, path, spec, options=AUTO)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from jobs.layout import item_key, numbered_key, put_numbered, slug
 from jobs.ledger.records import Job, JobSpec, JobState
-from jobs.line_check import GoodLine
 from jobs.shard_file import compress, encode_lines, read_raw_shard, read_shard
+from jobs.spec import GoodLine
 from jobs.store import FolderStore
 from jobs.store.base import split_key
 from pipelines.errors import ErrorCode, StoreError

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.line_check import GoodLine
 from jobs.shard_file import ENGINE_SECONDS, ITEMS_PER_GROWTH, MAX_SHARD_BYTES, MIN_ITEMS, ShardSize, cut
 from jobs.source import LineBatch
+from jobs.spec import GoodLine
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import ModelCard
 from pipelines.request import Capabilities, Generation, Message
