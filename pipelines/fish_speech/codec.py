@@ -266,7 +266,7 @@ class ReferenceEncoder:
         `InputError` as `prepare`."""
         samples, rate = recording.read()
         wanted = self._encoder.config.sample_rate
-        if (rate // math.gcd(rate, wanted)) * (wanted // math.gcd(rate, wanted)) > _MAX_VALUES:
+        if math.lcm(rate, wanted) // math.gcd(rate, wanted) > _MAX_VALUES:
             samples, rate = recording.read(wanted, quality="VHQ")
         return resample(torch.from_numpy(samples).to(self._encoder.device), rate, wanted).cpu()
 

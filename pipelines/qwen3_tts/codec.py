@@ -241,11 +241,14 @@ def load_codec(
             decoder = CodecDecoder(
                 config.decoder, checkpoint, device, dtype, reproducible=reproducible, fused_front=fused_front
             )
+        else:
+            checkpoint.ignore("decoder.*")
         if encodes:
             from pipelines.qwen3_tts.speaker import CodecEncoder  # takes seconds to import
 
             encoder = CodecEncoder(config, checkpoint, device)
-        unused = [] if encodes else ["encoder.*"]
-        checkpoint.ignore("*rotary_emb*", *unused, *([] if decodes else ["decoder.*"]))
+        else:
+            checkpoint.ignore("encoder.*")
+        checkpoint.ignore("*rotary_emb*")
         checkpoint.finish()
     return Codec(config, decoder, encoder)

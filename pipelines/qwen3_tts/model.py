@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -135,21 +135,46 @@ class Qwen3TTSModel(FrameModel):
     embeddings of each frame."""
 
     def __init__(self, config: Qwen3TTSConfig, weights: ModelWeights, max_context: int) -> None:
-        self.config = config
-        self.weights = weights
-        self.text = TextTable(weights)
-        self._codec_starts = weights.codec_starts.to("cpu")
+        self.config, self.weights, self.text = config, weights, TextTable(weights)
+        talker, predictor, pad = config.talker, config.predictor, config.text_ids.tts_pad_token_id
+        starts, inputs = weights.codec_starts, weights.codec_table
+        self._codec_starts = starts.to("cpu")
+        # Prompts are padded to whole pages, and the maximum context may end within a page.
+        positions, dtype, device = max_context + LARGEST_PAGE, inputs.dtype, inputs.device
+        table = rope_table(positions, talker.head_dim, talker.rope_theta, dtype, device)
+        frame_table = rope_table(config.codebooks, predictor.head_dim, predictor.rope_theta, dtype, device)
+        if weights.projection is not None:
+            # Projected once instead of at every step.
+            inputs = torch.cat([functional.linear(part, *weights.projection) for part in inputs.split(4096)])
+        depth = weights.predictor.tensors(predictor, frame_table)
         super().__init__(
-            _frame_tensors(config, weights, self.text.rows, max_context), config.text_ids.tts_pad_token_id
+            FrameTensors(
+                backbone=weights.talker.tensors(talker, table),
+                head=weights.head,
+                draw=DrawRules((config.ids.codec_eos_token_id,), talker.vocab - CONTROL_IDS),
+                feedback=Feedback(weights.codec_table, starts, self.text.rows),
+                depth=DepthTensors(depth, weights.heads, inputs, starts, weights.projection),
+            ),
+            pad,
         )
-        self.text.ensure(torch.tensor([config.text_ids.tts_pad_token_id]))
+        self.text.ensure(torch.tensor([pad]))
 
     def embed_all(self, prompts: Sequence[Prompt]) -> list[Tensor]:
-        """Embeds prompts in groups, with one set of launches for each group."""
-        found: list[Tensor] = []
-        for group in _groups(prompts):
-            found += self.embed(*group).split([len(prompt) for prompt in group])
-        return found
+        """Embeds prompts in their order, in groups of up to `EMBEDDED_POSITIONS` positions, with one set of launches
+        for each group; a longer prompt has its own."""
+        groups: list[list[Prompt]] = []
+        room = 0
+        for prompt in prompts:
+            if len(prompt) > room:
+                groups.append([])
+                room = EMBEDDED_POSITIONS
+            groups[-1].append(prompt)
+            room -= len(prompt)
+        return [
+            embedded
+            for group in groups
+            for embedded in self.embed(*group).split([len(prompt) for prompt in group])
+        ]
 
     def embed(self, *prompts: Prompt) -> Tensor:
         """Embeddings of prompts one after another, [positions, hidden]: projected text, plus the sum of the
@@ -166,57 +191,13 @@ class Qwen3TTSModel(FrameModel):
         rows = to_device(torch.cat((codec_rows, text_rows[:, None]), dim=1), self.device)
         codec = self.weights.codec_table[rows[:, :-1]].sum(dim=1)
         firsts = accumulate((len(prompt) for prompt in prompts), initial=0)
-        places = [
-            (first + prompt.voice_at, prompt.voice)
-            for first, prompt in zip(firsts, prompts)
-            if prompt.voice_at is not None and prompt.voice is not None
-        ]
-        if places:
-            at, voices = (
-                torch.tensor([place for place, _ in places]),
-                torch.from_numpy(np.stack([voice for _, voice in places])),
-            )
-            codec.index_copy_(0, to_device(at, self.device), to_device(voices, self.device).to(self.dtype))
+        voices = [(first, *prompt.voice) for first, prompt in zip(firsts, prompts) if prompt.voice]
+        if voices:
+            at = torch.tensor([first + place for first, place, _ in voices])
+            vectors = torch.from_numpy(np.stack([vector for _, _, vector in voices]))
+            codec.index_copy_(0, to_device(at, self.device), to_device(vectors, self.device).to(self.dtype))
         return self.text.rows[rows[:, -1]] + codec
 
     def take_text(self, ids: IntArray) -> None:
         """See `FrameModel`."""
         self.text.ensure(torch.from_numpy(ids))
-
-
-def _groups(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
-    """Groups prompts in order, up to `EMBEDDED_POSITIONS` positions in a group; a longer prompt has its
-    own."""
-    group: list[Prompt] = []
-    room = EMBEDDED_POSITIONS
-    for prompt in prompts:
-        if group and len(prompt) > room:
-            yield group
-            group, room = [], EMBEDDED_POSITIONS
-        group.append(prompt)
-        room -= len(prompt)
-    if group:
-        yield group
-
-
-def _frame_tensors(
-    config: Qwen3TTSConfig, weights: ModelWeights, text: Tensor, max_context: int
-) -> FrameTensors:
-    """The frame's tensors: views of the weights, except the predictor's inputs if they are projected."""
-    talker, predictor = config.talker, config.predictor
-    dtype, device = weights.codec_table.dtype, weights.codec_table.device
-    # Prompts are padded to whole pages, and the maximum context may end within a page.
-    table = rope_table(max_context + LARGEST_PAGE, talker.head_dim, talker.rope_theta, dtype, device)
-    frame_table = rope_table(config.codebooks, predictor.head_dim, predictor.rope_theta, dtype, device)
-    starts, inputs = weights.codec_starts, weights.codec_table
-    if weights.projection is not None:
-        # Projected once instead of at every step.
-        inputs = torch.cat([functional.linear(part, *weights.projection) for part in inputs.split(4096)])
-    depth = weights.predictor.tensors(predictor, frame_table)
-    return FrameTensors(
-        backbone=weights.talker.tensors(talker, table),
-        head=weights.head,
-        draw=DrawRules((config.ids.codec_eos_token_id,), talker.vocab - CONTROL_IDS),
-        feedback=Feedback(weights.codec_table, starts, text),
-        depth=DepthTensors(depth, weights.heads, inputs, starts, weights.projection),
-    )

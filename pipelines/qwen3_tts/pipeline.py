@@ -258,7 +258,7 @@ def packed_needs(config: Qwen3TTSConfig, dtype: torch.dtype) -> int:
     are no such kernels."""
 
     def layers(stack: StackConfig) -> int:
-        heads = 2 * (stack.heads + stack.kv_heads) * stack.head_dim
+        heads = 2 * (stack.q_width + stack.kv_width)
         return stack.layers * stack.hidden * (heads + 3 * stack.intermediate)
 
     def sizes(stack: StackConfig) -> tuple[int, ...]:

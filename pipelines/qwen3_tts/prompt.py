@@ -36,9 +36,8 @@ class Prompt:
     #: int64 [frames]: the text id that is added to the input after each frame; after later frames it is
     #: tts_pad.
     trailing: IntArray
-    #: Position of the voice vector, and the vector, float32 [hidden]; both None if there is none.
-    voice_at: int | None = None
-    voice: NDArray[np.float32] | None = None
+    #: The position of the voice vector, and the vector, float32 [hidden].
+    voice: tuple[int, NDArray[np.float32]] | None = None
 
     def __len__(self) -> int:
         return len(self.text)
@@ -122,8 +121,8 @@ def build_prompt(
     rows[:, 0] = first + reference
     if codes is not None:
         rows[len(text) - frames :] = codes
-    voice_at = None if voice is None else len(head) + len(prefix) - 3
-    return Prompt(np.array(text, np.int64), rows, np.array(trailing, np.int64), voice_at, voice)
+    placed = None if voice is None else (len(head) + len(prefix) - 3, voice)
+    return Prompt(np.array(text, np.int64), rows, np.array(trailing, np.int64), placed)
 
 
 #: Splits a text before BPE, as in Qwen2 (transformers, `Qwen2Tokenizer`).

@@ -58,10 +58,9 @@ class ConvNeXt(nn.Module):
 class Vocos(nn.Module):
     """A stack of ConvNeXt blocks: [batch, input, steps] -> [batch, steps, dim]. Not causal."""
 
-    def __init__(
-        self, input: int, dim: int, intermediate: int, layers: int, condition: int | None = None
-    ) -> None:
+    def __init__(self, config: VocosConfig, input: int, layers: int, condition: int | None = None) -> None:
         super().__init__()
+        dim, intermediate = config.vocos_dim, config.vocos_intermediate_dim
         self.embed = nn.Conv1d(input, dim, 7, padding=3)
         self.norm = _norm(dim, condition)
         self.convnext = nn.ModuleList([ConvNeXt(dim, intermediate, condition) for _ in range(layers)])
@@ -80,9 +79,7 @@ class Encoder(nn.Module):
 
     def __init__(self, config: VocosConfig) -> None:
         super().__init__()
-        self.encoder = Vocos(
-            config.input_channels, config.vocos_dim, config.vocos_intermediate_dim, config.vocos_num_layers
-        )
+        self.encoder = Vocos(config, config.input_channels, config.vocos_num_layers)
         self.downsample = _samplings(config)
         self.project = nn.Linear(config.vocos_dim, config.out_channels)
 
@@ -102,13 +99,7 @@ class Prenet(nn.Module):
         super().__init__()
         self.linear_pre = nn.Linear(config.input_channels, config.vocos_dim)
         self.downsample = _samplings(config)
-        self.vocos_backbone = Vocos(
-            config.vocos_dim,
-            config.vocos_dim,
-            config.vocos_intermediate_dim,
-            config.vocos_num_layers,
-            condition,
-        )
+        self.vocos_backbone = Vocos(config, config.vocos_dim, config.vocos_num_layers, condition)
         self.linear = nn.Linear(config.vocos_dim, config.out_channels)
 
     def forward(self, x: Tensor, condition: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -123,9 +114,7 @@ class Sampling(nn.Sequential):
     """The published sampling block at ratio 1, which returns three times its input, followed by a Vocos."""
 
     def __init__(self, config: VocosConfig) -> None:
-        super().__init__(
-            nn.Identity(), Vocos(config.vocos_dim, config.vocos_dim, config.vocos_intermediate_dim, 2)
-        )
+        super().__init__(nn.Identity(), Vocos(config, config.vocos_dim, 2))
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """x: [batch, steps, dim]."""
@@ -262,12 +251,9 @@ def load_bicodec(
             fill_module(module, checkpoint, f"{name}.", device)
         checkpoint.ignore(*_UNUSED, *([] if decodes else ["prenet.*", "decoder.*"]))
         checkpoint.finish()
-    tokenizer = Tokenizer(
-        encoder, quantizer, speaker, MelMagnitudes(sizes.mel_params, config.sample_rate, device)
-    )
-    if not decodes:
-        return tokenizer, None
-    return tokenizer, BiCodec(sizes, quantizer, speaker, prenet, prepared(wave, dtype, fused))
+    mel = MelMagnitudes(sizes.mel_params, config.sample_rate, device)
+    codec = BiCodec(sizes, quantizer, speaker, prenet, prepared(wave, dtype, fused)) if decodes else None
+    return Tokenizer(encoder, quantizer, speaker, mel), codec
 
 
 #: Maximum tokens of a batch of the decoder on a GPU, including padding; the widest tensor has 61 kB per token
@@ -347,7 +333,7 @@ class BiCodecDecoder(Decoder[Voice]):
             return [self.codec.decode([row], [voice])[0] for row, voice in zip(semantic, voices)]
         waves: dict[int, Tensor] = {}
         for batch in longest_first([len(row) for row in semantic], BATCH_TOKENS):
-            longest = -(-max(len(semantic[index]) for index in batch) // LENGTH_STEP) * LENGTH_STEP
+            longest = -(-len(semantic[batch[0]]) // LENGTH_STEP) * LENGTH_STEP
             made = self.codec.decode(
                 [semantic[index] for index in batch], [voices[index] for index in batch], pad_to=longest
             )

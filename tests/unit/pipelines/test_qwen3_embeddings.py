@@ -33,6 +33,6 @@ def test_prompts_embedded_together_are_embedded_as_each_alone(
         for prompt, embeddings in zip(prompts, found, strict=True):
             assert embeddings.shape == (len(prompt), model.config.talker.hidden)
             torch.testing.assert_close(embeddings, model.embed(prompt), rtol=0, atol=0)
-    assert kind != "base" or sum(prompt.voice_at is not None for prompt in prompts) > 1, (
+    assert kind != "base" or sum(prompt.voice is not None for prompt in prompts) > 1, (
         "no voice vectors were put into their places"
     )
