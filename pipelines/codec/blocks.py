@@ -160,20 +160,15 @@ class ConvNeXt:
         self.depthwise = CausalConv(
             load.at("dwconv.conv."), layout, channels, channels, CONVNEXT_KERNEL, groups=channels
         )
-        self.norm_weight = load("norm.weight", channels)
-        self.norm_bias = load("norm.bias", channels)
-        self.wide_weight = load("pwconv1.weight", 4 * channels, channels)
-        self.wide_bias = load("pwconv1.bias", 4 * channels)
-        self.narrow_weight = load("pwconv2.weight", channels, 4 * channels)
-        self.narrow_bias = load("pwconv2.bias", channels)
+        self.norm = load("norm.weight", channels), load("norm.bias", channels)
+        self.wide = load("pwconv1.weight", 4 * channels, channels), load("pwconv1.bias", 4 * channels)
+        self.narrow = load("pwconv2.weight", channels, 4 * channels), load("pwconv2.bias", channels)
         self.gamma = load("gamma", channels)
 
     def __call__(self, x: Tensor, past: Past | None) -> Tensor:
-        hidden = layer_norm(
-            self.depthwise(x, past), self.norm_weight.shape, self.norm_weight, self.norm_bias, CONVNEXT_EPS
-        )
-        hidden = gelu(linear(hidden, self.wide_weight, self.wide_bias))
-        return x + self.gamma * linear(hidden, self.narrow_weight, self.narrow_bias)
+        hidden = layer_norm(self.depthwise(x, past), self.gamma.shape, *self.norm, CONVNEXT_EPS)
+        hidden = gelu(linear(hidden, *self.wide))
+        return x + self.gamma * linear(hidden, *self.narrow)
 
 
 class UpsampleLayer:
@@ -199,17 +194,16 @@ class ResidualUnit:
     def __init__(self, load: CodecLoader, layout: StateLayout, channels: int, dilation: int) -> None:
         first, wide, second, narrow = (load.at(name) for name in load.unit_names)
         self.first, self.second = first.snake(channels), second.snake(channels)
-        self.weight1 = wide.kernel(channels, channels, RESIDUAL_KERNEL)
-        self.bias1 = wide("bias", channels)
-        self.weight2 = narrow.kernel(channels, channels, 1).squeeze(2)
-        self.bias2 = narrow("bias", channels)
+        self.wide = wide.kernel(channels, channels, RESIDUAL_KERNEL), wide("bias", channels)
+        self.narrow = narrow.kernel(channels, channels, 1).squeeze(2), narrow("bias", channels)
         self.dilation = dilation
         self.span = layout.add((RESIDUAL_KERNEL - 1) * dilation, channels)
 
     def __call__(self, x: Tensor, past: Past | None) -> Tensor:
         history = None if past is None else past.swap(self.span, x)
-        wide, narrow = (self.weight1, self.bias1), (self.weight2, self.bias2)
-        return codec_residual_unit(x, history, *self.first, *wide, *self.second, *narrow, self.dilation)
+        return codec_residual_unit(
+            x, history, *self.first, *self.wide, *self.second, *self.narrow, self.dilation
+        )
 
 
 class UpsampleBlock:

@@ -121,8 +121,7 @@ class _Block:
         self.first = _Next(first, units[0].span)
         self.units: list[tuple[FusedUnit, _Next]] = []
         for unit, following in zip(units, [*(_Next(unit.first, unit.span) for unit in units[1:]), after]):
-            wide, narrow = (unit.weight1, unit.bias1), (unit.weight2, unit.bias2)
-            fused = FusedUnit(wide, narrow, unit.dilation, unit.second, following.snake)
+            fused = FusedUnit(unit.wide, unit.narrow, unit.dilation, unit.second, following.snake)
             self.units.append((fused, following))
 
     def __call__(
@@ -285,17 +284,14 @@ class _ConvNeXt:
     """A ConvNeXt block: convolution and norm, wide product, narrow product."""
 
     def __init__(self, block: ConvNeXt) -> None:
-        conv, dtype = block.depthwise, block.wide_weight.dtype
-        self._span, self._taps, self._bias = (
-            conv.span,
-            conv.weight[:, 0].T.float().contiguous(),
-            conv.bias.float(),
-        )
-        wide, gamma = block.wide_weight.float(), block.gamma.float()
-        self._wide = _packed(wide * block.norm_weight.float(), dtype)
-        self._wide_bias = block.wide_bias.float() + wide @ block.norm_bias.float()
-        self._narrow = _packed(gamma[:, None] * block.narrow_weight.float(), dtype)
-        self._narrow_bias = gamma * block.narrow_bias.float()
+        conv, gamma, dtype = block.depthwise, block.gamma.float(), block.gamma.dtype
+        norm, norm_bias = (values.float() for values in block.norm)
+        wide, wide_bias = (values.float() for values in block.wide)
+        narrow, narrow_bias = (values.float() for values in block.narrow)
+        self._span, self._taps = conv.span, conv.weight[:, 0].T.float().contiguous()
+        self._bias = conv.bias.float()
+        self._wide, self._wide_bias = _packed(wide * norm, dtype), wide_bias + wide @ norm_bias
+        self._narrow, self._narrow_bias = _packed(gamma[:, None] * narrow, dtype), gamma * narrow_bias
 
     def __call__(self, x: Tensor, past: Past | None) -> Tensor:
         history = None if past is None else past.swap(self._span, x)
