@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,8 +30,7 @@ def rounded(length: int) -> int:
     return -(-length // step) * step
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Encoding:
+class Encoding(NamedTuple):
     """One encoder. `encode`: rows [rows, width, ...] of these lengths, int64 [rows] (None: no row is padded) ->
     [rows, ...], without waiting for the device."""
 
