@@ -93,7 +93,7 @@ class Publisher:
         """Sends one message (job, shard, epoch) per ticket, pipelined."""
         if not tickets:
             return
-        with self._connection() as connection:
+        with self.connection() as connection:
             producer = self._app.amqp.Producer(connection, auto_declare=False)
             queue = self._app.amqp.queues[QUEUE]
             queue(producer.channel).declare()
@@ -115,21 +115,16 @@ class Publisher:
 
     def queue_depth(self) -> int:
         """The number of messages in the queue."""
-        with self._connection() as connection:
+        with self.connection() as connection:
             channel: Any = connection.default_channel
             return int(channel.queue_declare(QUEUE).message_count)
-
-    def ping(self) -> None:
-        """Raises `broker.unreachable` if the broker does not answer."""
-        with self._connection() as connection:
-            channel: Any = connection.default_channel
-            channel.client.ping()
 
     def close(self) -> None:
         self._app.close()
 
     @contextmanager
-    def _connection(self) -> Iterator[Connection]:
+    def connection(self) -> Iterator[Connection]:
+        """A connection of the pool. Raises `broker.unreachable`, also for errors of the block."""
         from kombu.exceptions import OperationalError
         from redis.exceptions import RedisError
 
@@ -150,8 +145,9 @@ class Publisher:
 
 def check(settings: Settings) -> None:
     """Raises `broker.unreachable` if the broker does not answer within a few seconds."""
-    with closing(Publisher(settings)) as publisher:
-        publisher.ping()
+    with closing(Publisher(settings)) as publisher, publisher.connection() as connection:
+        channel: Any = connection.default_channel
+        channel.client.ping()
 
 
 def dispatch(ledger: Ledger, settings: Settings, publisher: Publisher | None = None) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from jobs import installed_version
 from jobs.formatting import redact
+from jobs.gpus import count_gpus
 from jobs.ledger.records import QUARANTINED, UP
 from jobs.settings import Settings, load_settings, sqlite_path
 from kernels import binaries, toolchain
@@ -196,7 +197,7 @@ class Machine:
 @cache
 def inspect_machine() -> Machine:
     """Inspects this machine. torch runs in a separate process, and only if there is a GPU."""
-    devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    devices = count_gpus({})
     if not devices:
         return Machine(0)
     driver, cuda, names = None, None, ()

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -88,14 +88,16 @@ def _nvidia_smi(*arguments: str) -> tuple[list[str], str]:
 
 
 def choose_gpus(
-    wanted: str, visible: str | None = None, listing: Callable[[], Sequence[Device]] = list_gpus
+    wanted: str,
+    variables: Mapping[str, str] = os.environ,
+    listing: Callable[[], Sequence[Device]] = list_gpus,
 ) -> tuple[Device, ...]:
     """The devices of `--gpu`: comma-separated indexes, UUIDs and MIG ids, or `all`.
 
-    `visible` is CUDA_VISIBLE_DEVICES, which limits the choice; None: not set. If the GPUs cannot be listed,
-    well-formed names are accepted unchecked. Raises `config.invalid`, with the existing GPUs, for other
-    names.
+    CUDA_VISIBLE_DEVICES of `variables` limits the choice. If the GPUs cannot be listed, well-formed names are
+    accepted unchecked. Raises `config.invalid`, with the existing GPUs, for other names.
     """
+    visible = variables.get(VISIBLE)
     names = [str(int(name)) if name.isdecimal() else name for name in map(str.strip, wanted.split(","))]
     for name in names:
         if names != [ALL] and _NAME.fullmatch(name) is None:
@@ -127,10 +129,10 @@ def choose_gpus(
     return tuple(chosen)
 
 
-def count_gpus(visible: str | None, devices: Path = Path("/dev")) -> int:
-    """The number of GPUs for this process, from `visible` or the device files, because `nvidia-smi` takes a
-    second."""
-    if visible is not None:
+def count_gpus(variables: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> int:
+    """The number of GPUs for this process, from CUDA_VISIBLE_DEVICES or the device files, because `nvidia-smi`
+    takes a second."""
+    if (visible := variables.get(VISIBLE)) is not None:
         return sum(name.strip() not in NO_GPU for name in visible.split(","))
     return len(list(devices.glob("nvidia[0-9]*")))
 

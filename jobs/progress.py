@@ -71,14 +71,14 @@ class RecentRate:
 
 class Progress:
     """Shows a job's progress on stderr: a bar on a terminal, else a line at the start and every 30 s; a context
-    manager."""
+    manager. `only_notes`: without bar and lines."""
 
-    def __init__(self, *, quiet: bool) -> None:
-        self._quiet = quiet
+    def __init__(self, *, quiet: bool, only_notes: bool = False) -> None:
+        self._quiet, self._only_notes = quiet, only_notes
         self._note = ""
         self._next_line = 0.0
         self._rate = RecentRate()
-        self._bar = None if quiet or not sys.stderr.isatty() else _bar()
+        self._bar = None if quiet or only_notes or not sys.stderr.isatty() else _bar()
         if self._bar is not None:
             self._bar.add_task("starting", total=None, facts="")
 
@@ -121,7 +121,7 @@ class Progress:
             self._bar.update(
                 self._bar.task_ids[0], description=state, completed=completed, total=total, facts=facts
             )
-        elif not self._quiet and time.monotonic() >= self._next_line:
+        elif not self._quiet and not self._only_notes and time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + LINE_SECONDS
             click.echo(f"{state}: {line}", err=True)
 

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jobs.job_options import JobOptions
-    from nightjar.item import Item
-    from nightjar.job import Job, Report, export
+    from nightjar.job import Item, Job, Report, export
     from nightjar.runs import find_job, find_jobs, run, submit
     from nightjar.voice import Sound, Voice, open_model
     from pipelines.errors import ErrorCode, InputError, NightjarError
@@ -45,7 +44,7 @@ __all__ = [
 _MODULES = {
     "ErrorCode": "pipelines.errors",
     "InputError": "pipelines.errors",
-    "Item": "nightjar.item",
+    "Item": "nightjar.job",
     "Job": "nightjar.job",
     "JobOptions": "jobs.job_options",
     "NightjarError": "pipelines.errors",

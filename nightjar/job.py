@@ -1,4 +1,5 @@
-"""A job: its progress, its items as they finish, and its data as datasets, cuts and a report."""
+"""A job: its progress, its items as they finish, with their audio and text, and its data as datasets, cuts and a
+report."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ import io
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import cached_property
 from html import escape
 from importlib import import_module
@@ -16,14 +17,15 @@ from inspect import signature
 from itertools import islice
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from jobs.delete import Deleted, delete_job, measure_job
+from jobs.dialogue import metadata_of
 from jobs.export.items import ItemMetadata, item_metadata, read_words
 from jobs.job_options import unknown_name
 from jobs.ledger import Ledger
 from jobs.ledger.queries import ShardEnds
-from jobs.ledger.records import WORDS, Artifact, ItemRow, ItemState, RejectedLine
+from jobs.ledger.records import WORDS, ItemRow, ItemState, RejectedLine
 from jobs.ledger.status import JobStatus
 from jobs.packs import ArtifactReader
 from jobs.progress import Progress
@@ -32,9 +34,8 @@ from jobs.shard_file import RawLine, ShardLines, read_raw_shard
 from jobs.status import status_lines
 from jobs.store import ObjectStore, open_store, store_of
 from jobs.where import Where, parse_where
-from nightjar.item import Item
-from nightjar.voice import check_type
-from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError, invalid
+from nightjar.voice import Sound, check_type
+from pipelines.errors import ConfigError, ErrorCode, NightjarError, NotFoundError, ServiceError, invalid
 
 if TYPE_CHECKING:
     import datasets
@@ -54,6 +55,90 @@ _EXPORT_OPTIONS = (
     *("unique", "license", "dialogues", "gaps", "interleave", "tokenizer"),
 )
 _ENDED = {ItemState.DONE, ItemState.FAILED, ItemState.DEAD, ItemState.SKIPPED}
+
+
+@dataclass(frozen=True)
+class Item:
+    """One item that has ended. Its text and its audio are read on demand, also after unpickling in another
+    process."""
+
+    #: Unique in the job: the example id, followed by the turn if several turns are synthesized.
+    id: str
+    example_id: str
+    #: Position in the job, from 0.
+    index: int
+    #: `done`, `failed`, `dead` or `skipped`.
+    state: str
+    #: Length of the audio; 0 without audio.
+    seconds: float
+    seed: int | None
+    #: Number of the draw (the attempt) that was kept; 0 is the first. None in a job without checks.
+    draw: int | None
+    #: Name of a score, such as `wer` -> its value; None: not measured.
+    scores: Mapping[str, float | None]
+    #: The error code of a failed item, and its message.
+    error_code: str | None
+    error: str | None
+    #: Path or `s3://` address of the audio; None if there is none or if it is in a pack.
+    path: str | None
+    source: InitVar[tuple[Job, ItemRow]]
+    #: Where audio and text are read from. Not a field, so it is neither shown nor compared.
+    _source: ClassVar[tuple[Job, ItemRow]]
+
+    def __post_init__(self, source: tuple[Job, ItemRow]) -> None:
+        object.__setattr__(self, "_source", source)
+
+    @property
+    def audio(self) -> Sound:
+        """The item's speech. Raises `store.missing` for an item without audio, and `StoreError`."""
+        job, row = self._source
+        if row.artifact is None:
+            message = f"The item {self.id[:100]!r} has no audio: it is {self.state}."
+            raise NotFoundError(ErrorCode.STORE_MISSING, message, self.error or "")
+        import soundfile
+
+        samples, rate = soundfile.read(io.BytesIO(job._reader.read(row.artifact)), dtype="float32")
+        return Sound(cast("NDArray[np.float32]", samples), rate, self.text)
+
+    @property
+    def text(self) -> str:
+        """The requested text."""
+        return self._metadata.text
+
+    @property
+    def spoken_text(self) -> str:
+        """The text as it was spoken, which `normalize` and `lexicon` change."""
+        return self._metadata.spoken_text
+
+    @property
+    def words(self) -> tuple[Word, ...]:
+        """The words with their times, in a job with `timestamps`."""
+        job, row = self._source
+        found = job._ledger.artifacts_of(job.id, WORDS, [row.index]).get(row.index)
+        return () if found is None else read_words(job._reader.read(found))[0]
+
+    @property
+    def speaker(self) -> str:
+        """The name of the voice; for a cloned voice `ref-` and the beginning of the recording's hash; without a
+        voice the name of the model."""
+        return self._metadata.speaker
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The other columns or keys of its record, with JSON's types."""
+        job, row = self._source
+        return metadata_of(job._line_of(row).dialogue)
+
+    @property
+    def _metadata(self) -> ItemMetadata:
+        job, row = self._source
+        return item_metadata(job._ledger.job(job.id), job._line_of(row))
+
+    def _repr_html_(self) -> str:
+        scores = ", ".join(f"{name} {value:.3g}" for name, value in self.scores.items() if value is not None)
+        _, row = self._source
+        shown = self.audio._repr_html_() if row.artifact else f"<p>{escape(self.error or self.state)}</p>"
+        return f"<div><code>{escape(self.id)}</code> {self.seconds:.2f} s {escape(scores)}{shown}</div>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,27 +391,11 @@ class Job:
         lines = status_lines(self.status, self._settings.price_per_gpu_hour)
         return f"<pre>{escape(chr(10).join(lines))}</pre>"
 
-    def metadata_of(self, row: ItemRow) -> ItemMetadata:
-        """The metadata of an item, as in datasets."""
-        return item_metadata(self._ledger.job(self.id), self.line_of(row))
-
-    def line_of(self, row: ItemRow) -> RawLine:
+    def _line_of(self, row: ItemRow) -> RawLine:
         """The line of an item."""
         # The lines of the latest shard are cached.
         with self._lock:
             return self._lines.of(row)
-
-    def audio_of(self, artifact: Artifact) -> tuple[NDArray[np.float32], int]:
-        """The samples of an artifact, float32 [samples], and their rate in Hz. Raises `StoreError`."""
-        import soundfile
-
-        found = soundfile.read(io.BytesIO(self._reader.read(artifact)), dtype="float32")
-        return cast("tuple[NDArray[np.float32], int]", found)
-
-    def words_of(self, row: ItemRow) -> tuple[Word, ...]:
-        """The words of an item with their times. Raises `StoreError`."""
-        found = self._ledger.artifacts_of(self.id, WORDS, [row.index]).get(row.index)
-        return () if found is None else read_words(self._reader.read(found))[0]
 
     @cached_property
     def _lines(self) -> ShardLines[RawLine]:

@@ -14,18 +14,6 @@ from jobs.progress import Progress
 _WAIT_SECONDS = 0.2
 
 
-class _StderrNotes(Progress):
-    """Prints the notes of a run to standard error; the job itself shows the progress."""
-
-    def __init__(self, *, silent: bool) -> None:
-        super().__init__(quiet=True)
-        self._silent = silent
-
-    def say(self, text: str) -> None:
-        if not self._silent:
-            print(text, file=sys.stderr)
-
-
 class LocalThread(threading.Thread):
     """Runs one job. The operating system kills the workers when this thread ends, so the thread waits for them.
 
@@ -36,7 +24,8 @@ class LocalThread(threading.Thread):
     def __init__(self, run: LocalRun, *, quiet: bool) -> None:
         super().__init__(name="nightjar-run", daemon=False)
         self._run = run
-        self._notes = _StderrNotes(silent=quiet)
+        # The job itself shows the progress.
+        self._notes = Progress(quiet=quiet, only_notes=True)
         self._job_known = threading.Event()
         self._stop_request = Stop()
         #: The job, once the run has submitted it.

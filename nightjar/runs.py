@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterable
 from datetime import date
 from pathlib import Path
@@ -13,8 +12,9 @@ from typing import Any, Unpack
 import msgspec
 
 from jobs.checks import missing_meters
+from jobs.console import Output
 from jobs.embedded import embedded_settings
-from jobs.gpus import VISIBLE, choose_gpus
+from jobs.gpus import choose_gpus
 from jobs.ingest import check_has_work, submit_for_workers
 from jobs.job_options import JobOptions, SubmitOptions, checked_options, job_of, user_name
 from jobs.ledger.records import Reading
@@ -59,11 +59,11 @@ def run(
         check_type("gpu", gpu, (str, int), 'an index, "0,1" or "all"')
     chosen = load_settings(home=_home(out))
     settings = embedded_settings(chosen)
-    say = _say(quiet)
+    say = Output(quiet=quiet).note
     path, resolved, submitted, settings = _read(source, options, settings, say)
     if (error := missing_meters(resolved.spec.quality, say)) is not None:
         raise error
-    devices = None if gpu is None else choose_gpus(str(gpu), os.environ.get(VISIBLE))
+    devices = None if gpu is None else choose_gpus(str(gpu))
     thread = LocalThread(LocalRun(chosen, settings, path, resolved, submitted, devices), quiet=quiet)
     job = thread.until_submitted()
     return Job(job.id, job.store_url, settings, thread, quiet=quiet)
@@ -81,8 +81,8 @@ def submit(
 
     The same input with the same options gives the same job. Raises `NightjarError`.
     """
-    settings = settings_for_new_job(None if out is None else _home(out))
-    path, resolved, submitted, settings = _read(source, options, settings, _say(quiet))
+    settings = settings_for_new_job(_home(out))
+    path, resolved, submitted, settings = _read(source, options, settings, Output(quiet=quiet).note)
     job = submit_for_workers(settings, path, resolved, submitted).job
     check_has_work(job)
     return Job(job.id, job.store_url, settings, quiet=quiet)
@@ -95,15 +95,10 @@ def find_job(job: str, *, out: str | Path | None = None) -> Job:
     Raises `NotFoundError`.
     """
     check_type("job", job, str, "the id of a job, or the beginning of one")
-    settings = settings_for_job(job, None if out is None else _home(out))
+    settings = settings_for_job(job, _home(out))
     with reading_ledger(settings) as ledger:
         found = ledger.find_job(job)
     return Job(found.id, found.store_url, settings)
-
-
-def _say(quiet: bool) -> Callable[[str], None]:
-    """The function that prints a note."""
-    return (lambda text: None) if quiet else (lambda text: print(text, file=sys.stderr))
 
 
 def find_jobs(
@@ -121,13 +116,13 @@ def find_jobs(
     Raises `NotFoundError` if there is none.
     """
     days = (None if day is None else str(day) for day in (since, until))
-    with chosen_jobs((), JobChoice(name, schedule, *days), None if out is None else _home(out)) as found:
+    with chosen_jobs((), JobChoice(name, schedule, *days), _home(out)) as found:
         return [Job(job.id, job.store_url, settings) for settings, _, job in found]
 
 
-def _home(out: str | Path) -> str:
-    check_type("out", out, (str, os.PathLike), "a folder")
-    return str(out)
+def _home(out: str | Path | None) -> str | None:
+    check_type("out", out, (str, os.PathLike, type(None)), "a folder")
+    return None if out is None else str(out)
 
 
 def _read(

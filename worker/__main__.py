@@ -12,7 +12,7 @@ import click
 import structlog
 
 from jobs.console import PROGRAM, FiniteRange, Output, exit_code, fail
-from jobs.gpus import VISIBLE, count_gpus
+from jobs.gpus import count_gpus
 from jobs.logs import setup_logging
 from jobs.settings import Settings, load_settings
 from jobs.worker_group import WorkerGroup, WorkerPlan, WorkerReport, plan_workers
@@ -91,13 +91,13 @@ def run(
     # Checked first, because the process that started this one may end at any time.
     supervised = is_supervised()
     settings = _settings()
-    count = 0 if gpus is not None or supervised or private else count_gpus(os.environ.get(VISIBLE))
+    count = 0 if gpus is not None or supervised or private else count_gpus()
     if count > 1 and settings.vllm.tensor_parallel == 1:
         log.warning("this worker uses one GPU; --gpu all uses all of them", gpus=count)
     if gpus is not None or supervise:
         from jobs.gpus import choose_gpus
 
-        devices = None if gpus is None else choose_gpus(gpus, os.environ.get(VISIBLE))
+        devices = None if gpus is None else choose_gpus(gpus)
         sys.exit(run_group(_group(settings, plan_workers(settings, devices), model, preload)))
     from worker.models import Preload
 

@@ -3,7 +3,6 @@ before they write anything."""
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -21,7 +20,7 @@ from jobs.cli.options import JobCommand, common_options, files, job_options, mod
 from jobs.console import FAILED, Interrupted, Output, Stop, check_interrupts, defer_sigint
 from jobs.embedded import EmbeddedHome, embedded_settings
 from jobs.formatting import counted
-from jobs.gpus import VISIBLE, choose_gpus, count_gpus
+from jobs.gpus import choose_gpus, count_gpus
 from jobs.job_options import SubmitOptions
 from jobs.ledger.records import JobSpec
 from jobs.ledger.status import JobStatus
@@ -103,7 +102,7 @@ def run(
     """
     chosen = load_settings(home=home)
     settings = embedded_settings(chosen)
-    devices = None if gpus is None else choose_gpus(gpus, os.environ.get(VISIBLE))
+    devices = None if gpus is None else choose_gpus(gpus)
     with defer_sigint():
         from jobs.checks import missing_meters
         from jobs.local_run import LocalRun, run_locally
@@ -114,7 +113,7 @@ def run(
     resolved = resolve(spec, options.input_format, voice_folder(settings, options.recordings))
     engine = settings.chosen_engine(resolved.card)
     alone = gpus is None and engine != "cpu" and not (engine == "vllm" and settings.vllm.tensor_parallel > 1)
-    if alone and (count := count_gpus(os.environ.get(VISIBLE))) > 1:
+    if alone and (count := count_gpus()) > 1:
         output.note(f"This run uses one of {count} GPUs. Give --gpu all to use all of them.")
     if (missing := missing_meters(spec.quality, output.note)) is not None:
         raise missing

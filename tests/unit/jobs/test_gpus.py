@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.gpus import Device, NotListedError, choose_gpus, count_gpus, list_gpus, share_cores
+from jobs.gpus import VISIBLE, Device, NotListedError, choose_gpus, count_gpus, list_gpus, share_cores
 from jobs.settings import Settings, load_settings
 from jobs.worker_group import plan_workers
 from pipelines.errors import ConfigError, ErrorCode
@@ -21,13 +21,17 @@ def not_listed() -> tuple[Device, ...]:
     raise NotListedError("`nvidia-smi` is away")
 
 
+def variables(visible: str | None) -> dict[str, str]:
+    return {} if visible is None else {VISIBLE: visible}
+
+
 def chosen(wanted: str, visible: str | None = None, gpus: tuple[Device, ...] = TWO) -> list[str]:
-    return [device.name for device in choose_gpus(wanted, visible, lambda: gpus)]
+    return [device.name for device in choose_gpus(wanted, variables(visible), lambda: gpus)]
 
 
 def refusal(wanted: str, visible: str | None = None, gpus: tuple[Device, ...] | None = TWO) -> str:
     with pytest.raises(ConfigError) as caught:
-        choose_gpus(wanted, visible, not_listed if gpus is None else lambda: gpus)
+        choose_gpus(wanted, variables(visible), not_listed if gpus is None else lambda: gpus)
     assert caught.value.code is ErrorCode.CONFIG_INVALID
     assert caught.value.advice
     return caught.value.message
@@ -35,17 +39,17 @@ def refusal(wanted: str, visible: str | None = None, gpus: tuple[Device, ...] | 
 
 def test_indexes_are_those_of_nvidia_smi() -> None:
     assert chosen("1, 0") == ["1", "0"]
-    assert [device.bus_id for device in choose_gpus("1,0", None, lambda: TWO)] == [bus_id(1), bus_id(0)]
+    assert [device.bus_id for device in choose_gpus("1,0", {}, lambda: TWO)] == [bus_id(1), bus_id(0)]
     assert chosen("01") == ["1"]
 
 
 @pytest.mark.parametrize("name", [UUIDS[1], UUIDS[1][:12]])
 def test_a_uuid_or_its_beginning_is_a_gpu(name: str) -> None:
-    assert choose_gpus(name, None, lambda: TWO) == TWO[1:]
+    assert choose_gpus(name, {}, lambda: TWO) == TWO[1:]
 
 
 def test_a_mig_id_is_passed_on() -> None:
-    (device,) = choose_gpus(MIG_ID, None, lambda: WITH_MIG)
+    (device,) = choose_gpus(MIG_ID, {}, lambda: WITH_MIG)
     assert (device.name, device.bus_id) == (MIG_ID, bus_id(1))
 
 
@@ -110,7 +114,7 @@ def test_all_of_no_gpus_says_what_was_looked_for(gpus: tuple[Device, ...] | None
 
 
 def test_names_are_taken_as_they_are_where_gpus_cannot_be_listed(caplog: pytest.LogCaptureFixture) -> None:
-    assert [device.name for device in choose_gpus(f"0,3,{UUIDS[5]},{MIG_ID}", None, not_listed)] == [
+    assert [device.name for device in choose_gpus(f"0,3,{UUIDS[5]},{MIG_ID}", {}, not_listed)] == [
         "0",
         "3",
         UUIDS[5],
@@ -198,28 +202,30 @@ def test_every_core_has_one_worker(count: int, cores: int, tmp_path: Path) -> No
 
 def test_ports_of_metrics_count_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPEECH_WORKER__METRICS_PORT", "9108")
-    plans = plan_workers(load_settings(), choose_gpus("0,1", None, lambda: TWO))
+    plans = plan_workers(load_settings(), choose_gpus("0,1", {}, lambda: TWO))
     assert [plan.environment["SPEECH_WORKER__METRICS_PORT"] for plan in plans] == ["9108", "9109"]
     assert plan_workers(load_settings(), None)[0].environment == {}
 
 
 def test_a_worker_sees_its_gpu_by_the_number_that_people_see() -> None:
-    plans = plan_workers(Settings(), choose_gpus("1", None, lambda: TWO))
+    plans = plan_workers(Settings(), choose_gpus("1", {}, lambda: TWO))
     assert plans[0].environment == {"CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def test_each_of_several_workers_has_its_own_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    devices = choose_gpus("0,1", None, lambda: TWO)
+    devices = choose_gpus("0,1", {}, lambda: TWO)
     assert None not in [plan.cores for plan in plan_workers(Settings(), devices)]
 
 
 def test_gpus_are_counted_without_the_driver(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    assert count_gpus(None, tmp_path) == 3
-    assert [count_gpus(visible, tmp_path) for visible in ("", "-1", "NoDevFiles")] == [0, 0, 0]
-    assert [count_gpus(visible, tmp_path) for visible in ("3", "0,1", f"{UUIDS[0]}, {UUIDS[1]}")] == [1, 2, 2]
+    assert count_gpus({}, tmp_path) == 3
+    assert [count_gpus({VISIBLE: visible}, tmp_path) for visible in ("", "-1", "NoDevFiles")] == [0, 0, 0]
+    assert [
+        count_gpus({VISIBLE: visible}, tmp_path) for visible in ("3", "0,1", f"{UUIDS[0]}, {UUIDS[1]}")
+    ] == [1, 2, 2]
 
 
 def test_the_others_are_found_where_one_gpu_is_lost(
@@ -230,8 +236,8 @@ def test_the_others_are_found_where_one_gpu_is_lost(
         monkeypatch.setenv(name, value)
     assert [device.shown for device in list_gpus()] == ["0", "2", "3"]
     assert caplog.text.count("A GPU may be lost") == 1
-    assert [device.name for device in choose_gpus("all")] == [UUIDS[0], UUIDS[2], UUIDS[3]]
-    assert [device.name for device in choose_gpus("3,0")] == [UUIDS[3], UUIDS[0]]
+    assert [device.name for device in choose_gpus("all", {})] == [UUIDS[0], UUIDS[2], UUIDS[3]]
+    assert [device.name for device in choose_gpus("3,0", {})] == [UUIDS[3], UUIDS[0]]
     with pytest.raises(ConfigError, match="GPU 1 does not exist; this host has 0, 2, 3"):
-        choose_gpus("0,1")
+        choose_gpus("0,1", {})
     assert "A GPU may be lost: `nvidia-smi` ended with status 15" in caplog.text
