@@ -22,6 +22,7 @@ from pipelines.errors import ErrorCode, NotFoundError, StoreError, invalid
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
     from jobs.ledger.records import Job
+    from jobs.store import ObjectStore
 
 #: Maximum number of notes; the oldest are removed first.
 MAX_NOTES = 1000
@@ -206,13 +207,32 @@ def _day(text: str) -> str:
         raise invalid(f"{text[:40]!r} is not a date.", "Write it as YYYY-MM-DD.") from None
 
 
+class FoundJob(NamedTuple):
+    """A job with its ledger and the settings of its place."""
+
+    settings: Settings
+    ledger: Ledger
+    job: Job
+
+    @property
+    def id(self) -> str:
+        return self.job.id
+
+    @property
+    def store(self) -> ObjectStore:
+        """The store of the job, with its identity confirmed. Raises the errors of `store_of`."""
+        from jobs.store import store_of
+
+        return store_of(self.job, self.settings.s3)
+
+
 @contextmanager
 def chosen_jobs(
-    ids: Sequence[str], choice: JobChoice, home: str | None
-) -> Iterator[list[tuple[Settings, Ledger, Job]]]:
-    """Finds jobs by their ids, or else by a choice in all places that may have some, the oldest first. Yields
-    each with its settings and its ledger, which are closed at the end. Raises `ledger.not_found`."""
-    found: dict[str, tuple[Settings, Ledger, Job]] = {}
+    ids: Sequence[str], home: str | None, choice: JobChoice = JobChoice()
+) -> Iterator[list[FoundJob]]:
+    """Finds jobs by their ids, or else by a choice in all places that may have some, the oldest first. Their
+    ledgers are closed at the end. Raises `ledger.not_found`."""
+    found: dict[str, FoundJob] = {}
     with ExitStack() as opened:
         opening = cache(lambda url: opened.enter_context(reading_ledger(settings)))
         for prefix in ids:
@@ -220,17 +240,17 @@ def chosen_jobs(
             ledger = opening(settings.ledger_url)
             job = ledger.find_job(prefix)
             remember_moved(job.id, settings)
-            found[job.id] = settings, ledger, job
+            found[job.id] = FoundJob(settings, ledger, job)
         for settings in () if ids else settings_of_places("", home):
             ledger = opening(settings.ledger_url)
             for job in filter(choice.has, ledger.jobs(limit=MAX_JOBS)):
                 # A copied folder has the same jobs; the original takes precedence.
                 if job.id not in found or settings.home in homes_of(job.id):
-                    found[job.id] = settings, ledger, job
+                    found[job.id] = FoundJob(settings, ledger, job)
         if not found:
             message = "No job has this name, schedule and dates."
             raise NotFoundError(ErrorCode.LEDGER_NOT_FOUND, message, "See the jobs with: nightjar list.")
-        yield sorted(found.values(), key=lambda one: (one[2].created_at, one[2].id))
+        yield sorted(found.values(), key=lambda one: (one.job.created_at, one.id))
 
 
 def out_option(job_id: str, ledger: Path | None) -> str:

@@ -116,8 +116,8 @@ def find_jobs(
     Raises `NotFoundError` if there is none.
     """
     days = (None if day is None else str(day) for day in (since, until))
-    with chosen_jobs((), JobChoice(name, schedule, *days), _home(out)) as found:
-        return [Job(job.id, job.store_url, settings) for settings, _, job in found]
+    with chosen_jobs((), _home(out), JobChoice(name, schedule, *days)) as found:
+        return [Job(one.id, one.job.store_url, one.settings) for one in found]
 
 
 def _home(out: str | Path | None) -> str | None:

@@ -26,11 +26,12 @@ from jobs.cli.options import (
 )
 from jobs.console import CANCELLED, FAILED, TIMEOUT, FiniteRange, Output
 from jobs.formatting import bytes_text, counted, printable
-from jobs.ledger.records import KEPT_REJECTED_LINES, ItemState, Job, JobState
+from jobs.ledger.records import KEPT_REJECTED_LINES, ItemState, JobState
 from jobs.ledger.status import JobStatus, find_job, newest_jobs, status_and_errors, statuses_of
 from jobs.own_files import embedded_broker_url
 from jobs.progress import Progress
 from jobs.recent_jobs import (
+    FoundJob,
     homes_of,
     out_option,
     reading_ledger,
@@ -54,7 +55,6 @@ from jobs.status import (
 from pipelines.errors import ErrorCode, NightjarError, NotFoundError, invalid
 
 if TYPE_CHECKING:
-    from jobs.ledger import Ledger
     from jobs.shard_file import RawLine, ShardLines
     from jobs.where import Where
 
@@ -214,7 +214,7 @@ def exit_code_of(state: JobState) -> int:
     help="Maximum seconds to wait. [default: no limit]",
 )
 @of_job
-def wait(settings: Settings, ledger: Ledger, job: Job, output: Output, timeout_seconds: float | None) -> int:
+def wait(found: FoundJob, output: Output, timeout_seconds: float | None) -> int:
     """Wait until JOB ends.
 
     Exit codes: 0 completed; 1 completed with errors, or failed; 6 cancelled; 7 timeout.
@@ -225,17 +225,17 @@ def wait(settings: Settings, ledger: Ledger, job: Job, output: Output, timeout_s
     """
     limit = math.inf if timeout_seconds is None else timeout_seconds
     with Progress(quiet=output.quiet) as progress:
-        status = until_end(lambda: ledger.status(job.id), progress, settings, limit)
+        status = until_end(lambda: found.ledger.status(found.id), progress, found.settings, limit)
     if output.as_json:
-        output.data(status_view(status, settings.price_per_gpu_hour))
+        output.data(status_view(status, found.settings.price_per_gpu_hour))
     else:
-        output.note(f"{job.id} is {status.job.state.value}.")
+        output.note(f"{found.id} is {status.job.state.value}.")
     return exit_code_of(status.job.state)
 
 
 @click.command()
 @of_job
-def watch(settings: Settings, ledger: Ledger, job: Job, output: Output) -> int:
+def watch(found: FoundJob, output: Output) -> int:
     """Show the progress of JOB until it ends, then its status.
 
     With --json, print the status as one line at each change. Exit codes are those of `nightjar wait`.
@@ -244,22 +244,22 @@ def watch(settings: Settings, ledger: Ledger, job: Job, output: Output) -> int:
     Examples:
       nightjar watch JOB
     """
-    last = None
+    last, price = None, found.settings.price_per_gpu_hour
 
     def read() -> JobStatus:
         nonlocal last
-        status = ledger.status(job.id)
+        status = found.ledger.status(found.id)
         counts = (status.job.state, status.items, status.workers)
         if output.as_json and counts != last:
-            output.data(status_view(status, settings.price_per_gpu_hour))
+            output.data(status_view(status, price))
             sys.stdout.flush()
         last = counts
         return status
 
     with Progress(quiet=output.quiet or output.as_json) as progress:
-        status = until_end(read, progress, settings)
+        status = until_end(read, progress, found.settings)
     if not output.as_json:
-        print_status(output, status, settings.price_per_gpu_hour)
+        print_status(output, status, price)
     return exit_code_of(status.job.state)
 
 
@@ -346,9 +346,7 @@ limit_option = click.option(
 @limit_option
 @of_job
 def items(
-    settings: Settings,
-    ledger: Ledger,
-    job: Job,
+    found: FoundJob,
     output: Output,
     state: str | None,
     codes: Sequence[ErrorCode] | None,
@@ -364,25 +362,28 @@ def items(
       nightjar items JOB --where 'wer > 0.3 or seconds < 0.5'
       nightjar items JOB --json --limit 10
     """
-    lines = _lines(settings, ledger, job)
+    lines = _lines(found)
     in_state = ItemState(state) if state else None
     if not output.as_json:
         output.line(click.style("INDEX\tLINE\tSTATE\tSECONDS\tEXAMPLE\tKEY OR ERROR", bold=True))
-    for item in ledger.items(job.id, state=in_state, codes=codes, after=after, limit=limit, where=where):
+    for item in found.ledger.items(
+        found.id, state=in_state, codes=codes, after=after, limit=limit, where=where
+    ):
         line, audio = lines.number_of(item), item.artifact
         seconds = f"{audio.duration_ms / 1000:.2f}" if audio else ""
         last = audio.key if audio else (item.error_code or "")
         row = (item.index, "" if line is None else line, item.state.value, seconds, printable(item.id), last)
-        output.result("\t".join(map(str, row)), item_view(job.id, item, line))
+        output.result("\t".join(map(str, row)), item_view(found.id, item, line))
     _note_unknown(lines, output)
 
 
-def _lines(settings: Settings, ledger: Ledger, job: Job) -> ShardLines[RawLine]:
+def _lines(found: FoundJob) -> ShardLines[RawLine]:
     # Imported late, because `errors --by code` needs no store.
     from jobs.shard_file import ShardLines, read_raw_shard
     from jobs.store import open_store
 
-    return ShardLines(ledger, open_store(job.store_url, settings.s3), job.id, read_raw_shard)
+    store = open_store(found.job.store_url, found.settings.s3)
+    return ShardLines(found.ledger, store, found.id, read_raw_shard)
 
 
 def _note_unknown(lines: ShardLines[RawLine], output: Output) -> None:
@@ -396,13 +397,7 @@ def _note_unknown(lines: ShardLines[RawLine], output: Output) -> None:
 @limit_option
 @of_job
 def errors(
-    settings: Settings,
-    ledger: Ledger,
-    job: Job,
-    output: Output,
-    by: str | None,
-    codes: Sequence[ErrorCode] | None,
-    limit: int | None,
+    found: FoundJob, output: Output, by: str | None, codes: Sequence[ErrorCode] | None, limit: int | None
 ) -> None:
     """List the refused input lines (the first 10,000) and the failed items of JOB.
 
@@ -412,18 +407,18 @@ def errors(
       nightjar errors JOB --by code
     """
     if by:
-        for code, count in ledger.error_counts(job.id).items():
+        for code, count in found.ledger.error_counts(found.id).items():
             if codes is None or code in codes:
                 text = f"{count}\t{code.value}"
-                output.result(text, "nightjar.error_count/1", job=job.id, code=code, count=count)
+                output.result(text, "nightjar.error_count/1", job=found.id, code=code, count=count)
         return
-    lines = _lines(settings, ledger, job)
-    refused = (line for line in ledger.rejected_lines(job.id) if codes is None or line.code in codes)
+    lines, ledger = _lines(found), found.ledger
+    refused = (line for line in ledger.rejected_lines(found.id) if codes is None or line.code in codes)
     ended = (ItemState.FAILED, ItemState.DEAD)
-    failed = (item for state in ended for item in ledger.items(job.id, state=state, codes=codes))
+    failed = (item for state in ended for item in ledger.items(found.id, state=state, codes=codes))
     views = chain(
-        (line_error_view(job.id, line) for line in refused),
-        (item_error_view(job.id, item, lines.number_of(item)) for item in failed),
+        (line_error_view(found.id, line) for line in refused),
+        (item_error_view(found.id, item, lines.number_of(item)) for item in failed),
     )
     shown = False
     for view in islice(views, limit):
@@ -432,9 +427,9 @@ def errors(
         words = (view["code"], printable(view["id"] or ""), printable(view["message"] or ""))
         output.result("\t".join((where, *words)), view)
     _note_unknown(lines, output)
-    if job.rejected_lines > KEPT_REJECTED_LINES:
+    if found.job.rejected_lines > KEPT_REJECTED_LINES:
         output.note(
-            f"{job.rejected_lines:,} lines were refused; only the first {KEPT_REJECTED_LINES:,} are kept."
+            f"{found.job.rejected_lines:,} lines were refused; only the first {KEPT_REJECTED_LINES:,} are kept."
         )
     if not shown:
         output.note("No errors.")
@@ -444,14 +439,7 @@ def errors(
 @code_option("Only items with this error code.")
 @click.option("--force", is_flag=True, help="Also retry items whose input line is wrong (input.*).")
 @of_job
-def retry(
-    settings: Settings,
-    ledger: Ledger,
-    job: Job,
-    output: Output,
-    codes: Sequence[ErrorCode] | None,
-    force: bool,
-) -> None:
+def retry(found: FoundJob, output: Output, codes: Sequence[ErrorCode] | None, force: bool) -> None:
     """Run the failed items of JOB again.
 
     Finished items are kept. Items whose input line is wrong (input.*) stay failed, unless --force is given.
@@ -461,98 +449,97 @@ def retry(
       nightjar retry JOB
       nightjar retry JOB --code synth.no_eos
     """
-    count = ledger.retry(job.id, codes, force=force)
+    ledger = found.ledger
+    count = ledger.retry(found.id, codes, force=force)
     # Reopened items are no longer among the failed ones.
-    failed = ledger.failed_counts(job.id).items()
+    failed = ledger.failed_counts(found.id).items()
     left = {code: number for code, number in failed if code.permanent and (codes is None or code in codes)}
-    text, state = f"Reopened {counted(count, 'item')} of {job.id}.", ledger.job(job.id).state
-    output.result(text, "nightjar.retry/1", job=job.id, state=state, reopened=count, left=left)
+    text, state = f"Reopened {counted(count, 'item')} of {found.id}.", ledger.job(found.id).state
+    output.result(text, "nightjar.retry/1", job=found.id, state=state, reopened=count, left=left)
     if left:
         reasons = ", ".join(f"{number} x {code.value}" for code, number in left.items())
         output.note(
             f"Not retried, because the input lines are wrong: {reasons}. Correct and submit the lines, or use --force."
         )
-    if count and settings.database_url is None:
+    if count and found.settings.database_url is None:
         output.note(
-            f"To run them, repeat the job's `nightjar run` command, or start a worker for {settings.home}."
+            f"To run them, repeat the job's `nightjar run` command, or start a worker for {found.settings.home}."
         )
 
 
 @click.command()
 @of_job
-def pause(_: Settings, ledger: Ledger, job: Job, output: Output) -> None:
+def pause(found: FoundJob, output: Output) -> None:
     """Pause JOB: workers get no more shards. Items that are being synthesized finish.
 
     \b
     Examples:
       nightjar pause JOB
     """
-    ledger.pause(job.id)
-    _print_state(output, ledger, job)
+    found.ledger.pause(found.id)
+    _print_state(output, found)
 
 
 @click.command()
 @of_job
-def resume(_: Settings, ledger: Ledger, job: Job, output: Output) -> None:
+def resume(found: FoundJob, output: Output) -> None:
     """Continue the paused JOB.
 
     \b
     Examples:
       nightjar resume JOB
     """
-    ledger.resume(job.id)
-    _print_state(output, ledger, job)
+    found.ledger.resume(found.id)
+    _print_state(output, found)
 
 
-def _print_state(output: Output, ledger: Ledger, job: Job) -> Job:
-    """Prints the state of the job, and returns the job."""
-    now = ledger.job(job.id)
-    text = f"{now.id} is {now.state.value}."
-    output.result(text, "nightjar.job_state/1", job=now.id, state=now.state.value)
-    return now
+def _print_state(output: Output, found: FoundJob) -> JobState:
+    """Prints the current state of the job, and returns it."""
+    state = found.ledger.job(found.id).state
+    output.result(f"{found.id} is {state.value}.", "nightjar.job_state/1", job=found.id, state=state.value)
+    return state
 
 
 @click.command()
 @of_job
-def cancel(settings: Settings, ledger: Ledger, job: Job, output: Output) -> None:
+def cancel(found: FoundJob, output: Output) -> None:
     """Cancel JOB. Finished items are kept; the other items are skipped.
 
     \b
     Examples:
       nightjar cancel JOB
     """
-    ledger.cancel(job.id)
-    if ledger.job(job.id).state is JobState.CANCELLING:
+    ledger = found.ledger
+    ledger.cancel(found.id)
+    if ledger.job(found.id).state is JobState.CANCELLING:
         ledger.reconcile()
-    ended = _print_state(output, ledger, job)
-    if ended.state.final:
-        _put_manifest(settings, ledger, ended, output)
-        _report_end(settings, ledger, output)
+    if _print_state(output, found).final:
+        _put_manifest(found, output)
+        _report_end(found, output)
 
 
-def _put_manifest(settings: Settings, ledger: Ledger, job: Job, output: Output) -> None:
+def _put_manifest(found: FoundJob, output: Output) -> None:
     """Writes the manifest, as the worker that ends a job does. If the store is unreachable, the job is
     cancelled anyway."""
     from jobs.export.manifest import put_manifest
-    from jobs.store import store_of
 
     try:
-        if ledger.status(job.id).items.done:
-            put_manifest(ledger, store_of(job, settings.s3), job.id)
+        if found.ledger.status(found.id).items.done:
+            put_manifest(found.ledger, found.store, found.id)
     except NightjarError as error:
         output.note(
             f"The manifest was not written: {printable(str(error))} An export in the format `manifest` lists the same items."
         )
 
 
-def _report_end(settings: Settings, ledger: Ledger, output: Output) -> None:
+def _report_end(found: FoundJob, output: Output) -> None:
     """Runs the operator's hook if the job is in a folder of `nightjar run`, where no worker is left to run
     it. Other jobs are reported by workers."""
-    if settings.database_url is not None:
+    if found.settings.database_url is not None:
         return
     from jobs.notification import report_ends
 
-    for one in report_ends(ledger, settings):
+    for one in report_ends(found.ledger, found.settings):
         if one.reason:
             output.note(
                 f"The end of job {one.job_id} was not reported: {printable(one.reason)}. The next run in the folder tries again."
@@ -563,7 +550,7 @@ def _report_end(settings: Settings, ledger: Ledger, output: Output) -> None:
 @click.command(context_settings={"ignore_unknown_options": True})
 @of_job
 @click.argument("level", type=click.IntRange(-100, 100))
-def priority(_: Settings, ledger: Ledger, job: Job, output: Output, level: int) -> None:
+def priority(found: FoundJob, output: Output, level: int) -> None:
     """Set the priority of JOB to LEVEL (-100 to 100). Jobs with a higher priority run first.
 
     The change also applies to waiting shards.
@@ -572,15 +559,15 @@ def priority(_: Settings, ledger: Ledger, job: Job, output: Output, level: int) 
     Examples:
       nightjar priority JOB 5
     """
-    ledger.set_priority(job.id, level)
-    output.result(f"{job.id} has priority {level}.", "nightjar.priority/1", job=job.id, priority=level)
+    found.ledger.set_priority(found.id, level)
+    output.result(f"{found.id} has priority {level}.", "nightjar.priority/1", job=found.id, priority=level)
 
 
 @click.command()
 @click.option("--dry-run", is_flag=True, help="Count what would be deleted, and delete nothing.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 @of_job
-def delete(settings: Settings, ledger: Ledger, job: Job, output: Output, dry_run: bool, yes: bool) -> int:
+def delete(found: FoundJob, output: Output, dry_run: bool, yes: bool) -> int:
     """Delete JOB: its audio, inputs, packs, manifests and reference recordings in the store, and its rows
     in the ledger.
 
@@ -596,16 +583,15 @@ def delete(settings: Settings, ledger: Ledger, job: Job, output: Output, dry_run
     """
     from jobs.delete import delete_job, measure_job
     from jobs.ledger.control import check_deletable
-    from jobs.store import store_of
 
-    store = store_of(job, settings.s3)
+    job, store = found.job, found.store
     if not dry_run:
         check_deletable(job.id, job.state)
-        if not yes and not _confirmed(ledger.status(job.id)):
+        if not yes and not _confirmed(found.ledger.status(job.id)):
             output.note("Nothing was deleted.")
             return FAILED
 
-    gone = (measure_job if dry_run else delete_job)(ledger, store, job.id)
+    gone = (measure_job if dry_run else delete_job)(found.ledger, store, job.id)
     objects = f"{counted(gone.objects, 'object')} of {bytes_text(gone.bytes)} in {printable(job.store_url)}"
     output.result(
         f"{'Would delete' if dry_run else 'Deleted'} {job.id}: {counted(gone.items, 'item')}, {objects}.",

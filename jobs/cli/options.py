@@ -264,7 +264,7 @@ def read_ledger(settings: Settings, work: Callable[[Transaction], T]) -> T:
 
 def of_jobs(function: F) -> F:
     """Adds JOB..., the options that choose jobs without their ids, and the common options: the command gets
-    the jobs as `found`, each with the settings and the ledger of its place. Raises `ledger.not_found`."""
+    the jobs as `found`. Raises `ledger.not_found`."""
 
     @wraps(function)
     def call(jobs: Sequence[str], home: str | None, **given: Any) -> Any:
@@ -273,7 +273,7 @@ def of_jobs(function: F) -> F:
             raise click.UsageError("Missing argument 'JOB...'.")
         if jobs and any(choice):
             raise click.UsageError("Give either jobs, or --name, --schedule, --since and --until.")
-        with chosen_jobs(jobs, choice, home) as found:
+        with chosen_jobs(jobs, home, choice) as found:
             return function(found, **given)
 
     for name, metavar, text in reversed(_CHOICES):
@@ -283,13 +283,12 @@ def of_jobs(function: F) -> F:
 
 
 def of_job(function: F) -> F:
-    """Adds JOB and the common options: the command gets the settings under which the job was found, its
-    ledger, the job, and its output. Raises `ledger.not_found`."""
+    """Adds JOB and the common options: the command gets the job as `found`. Raises `ledger.not_found`."""
 
     @wraps(function)
     def call(job: str, home: str | None, **given: Any) -> Any:
-        with chosen_jobs([job], JobChoice(), home) as found:
-            return function(*found[0], **given)
+        with chosen_jobs([job], home) as (found,):
+            return function(found, **given)
 
     return job_argument(common_options(call))  # pyright: ignore[reportReturnType]
 

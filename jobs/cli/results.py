@@ -27,12 +27,11 @@ from jobs.cli.options import (
 from jobs.console import FAILED, LOCAL_PATH, NamedPath, Output
 from jobs.formatting import bytes_text, counted, printable
 from jobs.ledger.records import Job, JobSpec
-from jobs.recent_jobs import out_option, reading_ledger, settings_for_job
-from jobs.settings import Settings, load_settings
+from jobs.recent_jobs import FoundJob, chosen_jobs, out_option
+from jobs.settings import load_settings
 from pipelines.audio_format import AUDIO_FORMATS
 
 if TYPE_CHECKING:
-    from jobs.ledger import Ledger
     from jobs.repair import Repaired, ReproducedItem
     from jobs.verify import Expected
     from jobs.where import Where
@@ -129,7 +128,7 @@ _range = parsed_by("jobs.export.augment", "parse_range")
 @click.option("--private", is_flag=True, help="If --push creates the dataset, make it private.")
 @of_jobs
 def export(
-    found: Sequence[tuple[Settings, Ledger, Job]],
+    found: Sequence[FoundJob],
     output: Output,
     format_: str,
     to: str,
@@ -154,10 +153,9 @@ def export(
       nightjar export --schedule news --since 2026-11-01 --format parquet --to datasets/november --unique
     """
     from jobs.export import StoredJob, export_jobs, hub
-    from jobs.store import store_of
 
     filtered = None if where is None else str(where)
-    settings, ids = found[0][0], [job.id for _, _, job in found]
+    settings, ids = found[0].settings, [one.id for one in found]
     # With `--to -` the data goes to stdout, so the summary must not.
     output = Output(as_json=output.as_json and (to != "-" or push is not None), quiet=output.quiet)
     if push is not None:
@@ -170,7 +168,7 @@ def export(
     if part_mb is not None:
         options["part_bytes"] = part_mb * 10**6
     report = export_jobs(
-        [StoredJob(ledger, store_of(job, own.s3), job) for own, ledger, job in found],
+        [StoredJob(one.ledger, one.store, one.job) for one in found],
         format_,
         to,
         s3=settings.s3,
@@ -234,7 +232,6 @@ def decode(
     """
     from jobs import decode as decoding
     from jobs.export.files import END
-    from jobs.store import store_of
     from jobs.store.base import sha256_of
     from pipelines.registry import describe, open_decoder
 
@@ -244,10 +241,9 @@ def decode(
             settings, spec = load_settings(home=home), JobSpec("")
             items = decoding.items_of_export(Path(source))
         else:
-            settings = settings_for_job(source, home)
-            ledger = opened.enter_context(reading_ledger(settings))
-            job = ledger.find_job(source)
-            spec, items = job.spec, decoding.items_of_job(ledger, store_of(job, settings.s3), job)
+            (found,) = opened.enter_context(chosen_jobs([source], home))
+            settings, job = found.settings, found.job
+            spec, items = job.spec, decoding.items_of_job(found.ledger, found.store, job)
         first = next(items, None)
         chosen = model or (first.about["model"] if first else "")
         done = kept = 0
@@ -333,14 +329,7 @@ def augment(source: Path, to: str, output: Output, **given: Any) -> None:
 @price_option
 @of_job
 def report(
-    settings: Settings,
-    ledger: Ledger,
-    job: Job,
-    output: Output,
-    to: Path | None,
-    items: int,
-    embed: bool,
-    price: float | None,
+    found: FoundJob, output: Output, to: Path | None, items: int, embed: bool, price: float | None
 ) -> None:
     """Write an HTML report of JOB: charts over time, errors, and the worst items with audio players.
 
@@ -352,16 +341,17 @@ def report(
       nightjar report JOB --to night.html --price 2.80
     """
     from jobs.report import default_place, write_report
-    from jobs.store import store_of
 
-    price = settings.price_per_gpu_hour if price is None else price
+    price = found.settings.price_per_gpu_hour if price is None else price
     # Absolute, so that `-` is a file's name.
-    place, store = to.absolute() if to else default_place(settings, job.id), store_of(job, settings.s3)
-    written = write_report(ledger, store, job.id, place, items=items, embed=embed, price_per_gpu_hour=price)
+    place, store = to.absolute() if to else default_place(found.settings, found.id), found.store
+    written = write_report(
+        found.ledger, store, found.id, place, items=items, embed=embed, price_per_gpu_hour=price
+    )
     output.result(
         written.path,
         "nightjar.report/1",
-        job=job.id,
+        job=found.id,
         to=written.path,
         bytes=written.bytes,
         items=written.shown,
@@ -387,9 +377,7 @@ def report(
     "--repair", is_flag=True, help="Synthesize missing and changed files again, with the same seeds."
 )
 @of_job
-def verify(
-    settings: Settings, ledger: Ledger, job: Job, output: Output, sample: int, deep: bool, repair: bool
-) -> int:
+def verify(found: FoundJob, output: Output, sample: int, deep: bool, repair: bool) -> int:
     """Check the files of JOB against the ledger, and synthesize some items again to compare them.
 
     Exit code 1: a file is missing or changed and was not restored, or an item that was synthesized again
@@ -402,10 +390,9 @@ def verify(
     """
     from jobs.provenance import reopened_model
     from jobs.repair import repair_objects, reproduce
-    from jobs.store import store_of
     from jobs.verify import ObjectCheck
 
-    store = store_of(job, settings.s3)
+    ledger, store, job = found.ledger, found.store, found.job
     check = ObjectCheck(ledger, store, job, deep=deep)
     lost: list[Expected] = []
     for expected, fault in check:
