@@ -208,11 +208,7 @@ class Output:
         if self.as_json:
             self.data({"schema": view, **fields} if isinstance(view, str) else view)
         else:
-            self.line(text)
-
-    def line(self, text: str = "") -> None:
-        """Prints a line of the result on stdout."""
-        click.echo(text)
+            click.echo(text)
 
     def note(self, text: str) -> None:
         """Prints a note on stderr, unless `--quiet`."""

@@ -33,7 +33,7 @@ def open_engine_process(
 
 
 def open_model(
-    model: str, card: ModelCard, settings: Settings, options: dict[str, Any], level: str | None = None
+    model: str, card: ModelCard, settings: Settings, options: dict[str, Any], level: str
 ) -> Pipeline:
     """Opens a model in a separate process, so that it does not share an interpreter with the HTTP server. The
     engine `vllm` already has a process of its own.

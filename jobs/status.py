@@ -31,11 +31,7 @@ _ACTIVE = frozenset({JobState.READY, JobState.RUNNING})
 
 def utc(seconds: float | None) -> str | None:
     """Epoch seconds as ISO 8601, or None."""
-    return (
-        None
-        if seconds is None
-        else datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-    )
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def elapsed_seconds(status: JobStatus) -> float:
@@ -251,8 +247,8 @@ def job_view(
         "packed": job.spec.pack is True,
         **_fields(job, "created_at", "started_at", "finished_at"),
         "made_with": made_with,
-        "command": list(command),
-        "command_notes": list(notes),
+        "command": command,
+        "command_notes": notes,
     }
 
 
@@ -287,7 +283,7 @@ def worker_view(worker: WorkerStatus) -> dict[str, Any]:
 _AUDIO_FIELDS = ("key", "sha256", "bytes", "pack", "pack_offset", "duration_ms", "sample_rate", "seed")
 
 
-def item_view(job_id: str, item: ItemRow, line: int | None = None) -> dict[str, Any]:
+def item_view(job_id: str, item: ItemRow, line: int | None) -> dict[str, Any]:
     """`nightjar.item/1`: an item with its input line and its audio. `id` includes the turn if several turns
     of a dialogue are spoken; `turn` counts them from 0."""
     return {

@@ -57,11 +57,6 @@ class Expected:
     pack_offset: int | None = None
 
     @property
-    def object_key(self) -> str:
-        """The key of the object in the store: of the pack that contains it, or its own."""
-        return self.pack or self.key
-
-    @property
     def end(self) -> int:
         """The offset of its end in its pack, which is at least this large."""
         return (self.pack_offset or 0) + (self.bytes or 0)
@@ -114,7 +109,7 @@ def listed_faults(store: ObjectStore, objects: Iterable[Expected]) -> Iterator[t
         return {info.key: info.bytes for info in store.list(folder)}
 
     for expected in objects:
-        key = expected.object_key
+        key = expected.pack or expected.key
         size = sizes(f"{key.rpartition('/')[0]}/").get(key)
         if size is None:
             yield expected, Fault.MISSING

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from itertools import count, repeat
 
 import msgspec
 
@@ -67,7 +68,7 @@ class WorkerPlan:
     @property
     def name(self) -> str:
         """The worker's name in messages: `The worker`, or `The worker of GPU 0`."""
-        return "The worker" if self.device is None else f"The worker of GPU {self.device.name}"
+        return "The worker" if self.gpu is None else f"The worker of GPU {self.gpu}"
 
     @property
     def gpu(self) -> str | None:
@@ -92,8 +93,8 @@ def plan_workers(settings: Settings, devices: Sequence[Device] | None) -> list[W
         return [WorkerPlan()]
     shares = share_cores([device.bus_id for device in devices])
     first = settings.worker.metrics_port
-    ports = [None if first is None else first + number for number in range(len(devices))]
-    return [WorkerPlan(device, cores, port) for device, cores, port in zip(devices, shares, ports)]
+    ports = repeat(None) if first is None else count(first)
+    return list(map(WorkerPlan, devices, shares, ports))
 
 
 @dataclass(slots=True)

@@ -105,7 +105,7 @@ def show(home: str | None, output: Output) -> None:
         output.data({"schema": "nightjar.config/1", "settings": values, "effective": dict(effective)})
         return
     output.table(("SETTING", "VALUE", "ORIGIN"), rows)
-    output.line()
+    click.echo()
     output.table(("EFFECTIVE", "ADDRESS"), effective)
 
 
@@ -168,9 +168,9 @@ def doctor(home: str | None, output: Output) -> int:
             output.data({"schema": "nightjar.finding/1", **asdict(finding)})
         elif finding.health is not Health.OK or not output.quiet:
             label = click.style(f"{finding.health.value:<5}", fg=_COLORS[finding.health], bold=True)
-            output.line(f"{label} {finding.check:<9} {printable(finding.message)}")
+            click.echo(f"{label} {finding.check:<9} {printable(finding.message)}")
             if finding.advice:
-                output.line(f"{'':<15} {printable(finding.advice)}")
+                click.echo(f"{'':<15} {printable(finding.advice)}")
     return FAILED if failed else 0
 
 

@@ -15,6 +15,7 @@ import click
 import msgspec
 
 from jobs.cli.options import (
+    EnumChoice,
     code_option,
     common_options,
     job_argument,
@@ -82,7 +83,7 @@ def status(job: str, price: float | None, home: str | None, output: Output) -> N
         return
     print_status(output, state, price, no_worker(settings))
     for code, count in errors.items():
-        output.line(f"  {count} x {code.value}")
+        click.echo(f"  {count} x {code.value}")
     if errors:
         output.note(
             f"See them with: nightjar errors {state.job.id}{out_option(state.job.id, sqlite_path(settings.ledger_url))}"
@@ -91,8 +92,7 @@ def status(job: str, price: float | None, home: str | None, output: Output) -> N
 
 def print_status(output: Output, status: JobStatus, price: float | None, waits: str = NO_WORKER) -> None:
     """Prints a job's status as text; `waits`: the message if no worker is live."""
-    for line in status_lines(status, price, waits, lambda text: click.style(text, bold=True)):
-        output.line(line)
+    click.echo("\n".join(status_lines(status, price, waits, lambda text: click.style(text, bold=True))))
 
 
 def no_worker(settings: Settings) -> str:
@@ -106,7 +106,7 @@ def no_worker(settings: Settings) -> str:
     "--state",
     "states",
     multiple=True,
-    type=click.Choice([state.value for state in JobState]),
+    type=EnumChoice(JobState),
     help="Only jobs in this state.",
 )
 @click.option(
@@ -125,7 +125,7 @@ def no_worker(settings: Settings) -> str:
 )
 @common_options
 def list(  # noqa: A001 - the name of the command
-    states: Sequence[str], labels: Sequence[str], limit: int, home: str | None, output: Output
+    states: Sequence[JobState], labels: Sequence[str], limit: int, home: str | None, output: Output
 ) -> None:
     """List jobs, newest first. If neither --out nor a setting names a ledger, list the jobs of all folders
     that you have used.
@@ -137,12 +137,12 @@ def list(  # noqa: A001 - the name of the command
       nightjar list --out out
     """
     places, wanted = settings_of_places("", home), pairs(labels, "KEY=VALUE")
-    in_states = [JobState(state) for state in states] or None
     found: dict[str, tuple[JobStatus, Settings]] = {}
     for settings in places:
         try:
             of_place = read_ledger(
-                settings, lambda reader: statuses_of(reader, newest_jobs(reader, limit, in_states, wanted))
+                settings,
+                lambda reader: statuses_of(reader, newest_jobs(reader, limit, states or None, wanted)),
             )
         except NotFoundError as error:
             output.note(f"No jobs: {error}")
@@ -279,7 +279,7 @@ def show(job: str, home: str | None, output: Output) -> None:
       nightjar show JOB
       nightjar show JOB --json
     """
-    from jobs.job_command import job_command
+    from jobs.job_options import job_command
     from jobs.provenance import read_records
     from jobs.store import store_of
 
@@ -335,9 +335,7 @@ limit_option = click.option(
 
 
 @click.command()
-@click.option(
-    "--state", type=click.Choice([state.value for state in ItemState]), help="Only items in this state."
-)
+@click.option("--state", type=EnumChoice(ItemState), help="Only items in this state.")
 @code_option("Only items with this error code.")
 @where_option
 @click.option(
@@ -348,7 +346,7 @@ limit_option = click.option(
 def items(
     found: FoundJob,
     output: Output,
-    state: str | None,
+    state: ItemState | None,
     codes: Sequence[ErrorCode] | None,
     where: Where | None,
     after: int,
@@ -363,12 +361,9 @@ def items(
       nightjar items JOB --json --limit 10
     """
     lines = _lines(found)
-    in_state = ItemState(state) if state else None
     if not output.as_json:
-        output.line(click.style("INDEX\tLINE\tSTATE\tSECONDS\tEXAMPLE\tKEY OR ERROR", bold=True))
-    for item in found.ledger.items(
-        found.id, state=in_state, codes=codes, after=after, limit=limit, where=where
-    ):
+        click.echo(click.style("INDEX\tLINE\tSTATE\tSECONDS\tEXAMPLE\tKEY OR ERROR", bold=True))
+    for item in found.ledger.items(found.id, state=state, codes=codes, after=after, limit=limit, where=where):
         line, audio = lines.number_of(item), item.artifact
         seconds = f"{audio.duration_ms / 1000:.2f}" if audio else ""
         last = audio.key if audio else (item.error_code or "")
@@ -514,14 +509,15 @@ def cancel(found: FoundJob, output: Output) -> None:
     if ledger.job(found.id).state is JobState.CANCELLING:
         ledger.reconcile()
     if _print_state(output, found).final:
-        _put_manifest(found, output)
-        _report_end(found, output)
+        _finish(found, output)
 
 
-def _put_manifest(found: FoundJob, output: Output) -> None:
-    """Writes the manifest, as the worker that ends a job does. If the store is unreachable, the job is
-    cancelled anyway."""
+def _finish(found: FoundJob, output: Output) -> None:
+    """Writes the manifest, as the worker that ends a job does; if the store is unreachable, the job is cancelled
+    anyway. Runs the operator's hook if the job is in a folder of `nightjar run`, where no worker is left to run it;
+    other jobs are reported by workers."""
     from jobs.export.manifest import put_manifest
+    from jobs.notification import report_ends
 
     try:
         if found.ledger.status(found.id).items.done:
@@ -530,15 +526,8 @@ def _put_manifest(found: FoundJob, output: Output) -> None:
         output.note(
             f"The manifest was not written: {printable(str(error))} An export in the format `manifest` lists the same items."
         )
-
-
-def _report_end(found: FoundJob, output: Output) -> None:
-    """Runs the operator's hook if the job is in a folder of `nightjar run`, where no worker is left to run
-    it. Other jobs are reported by workers."""
     if found.settings.database_url is not None:
         return
-    from jobs.notification import report_ends
-
     for one in report_ends(found.ledger, found.settings):
         if one.reason:
             output.note(

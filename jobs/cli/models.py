@@ -64,7 +64,7 @@ def convert(source: Path, like: Path, out: Path, dtype: str) -> None:
         ) from error
 
     count = write(source, like, out, None if dtype == "same" else getattr(torch, dtype))
-    Output(as_json=False).line(f"{count} tensors written to {out}.")
+    click.echo(f"{count} tensors written to {out}.")
 
 
 class _ShowOrCommand(click.Group):

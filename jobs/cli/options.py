@@ -49,6 +49,13 @@ class LateHelp(click.Option):
         return super().get_help_record(ctx)
 
 
+class EnumChoice(click.Choice[Any]):
+    """The members of an enumeration, given by their values."""
+
+    def normalize_choice(self, choice: Any, ctx: click.Context | None) -> str:
+        return str(choice)
+
+
 class JobCommand(click.Command):
     """A command with job options, which its help shows under headings."""
 
@@ -102,9 +109,9 @@ def code_option(text: str) -> Callable[[F], F]:
         "--code",
         "codes",
         multiple=True,
-        type=click.Choice([code.value for code in ErrorCode]),
+        type=EnumChoice(ErrorCode),
         metavar="CODE",
-        callback=lambda ctx, param, values: [ErrorCode(code) for code in values] or None,
+        callback=lambda ctx, param, codes: codes or None,
         help=text,
     )
 

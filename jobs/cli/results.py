@@ -197,7 +197,7 @@ def export(
             f"{jobs} still running: {counted(reasons.pending, 'item')} pending. Export again later to replace this export."
         )
     if pushed:
-        output.line(pushed["pushed"])
+        click.echo(pushed["pushed"])
 
 
 @click.command()

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
@@ -40,7 +39,7 @@ class Signals(Stop):
     """Interrupts a run at the first signal. While the run cleans up, the next signal ends its worker at
     once."""
 
-    def __call__(self, number: int, _frame: FrameType | None) -> None:
+    def __call__(self, number: int, _frame: object) -> None:
         if self.cleaning:
             self.kill()
             return
@@ -135,7 +134,7 @@ def _summarize(status: JobStatus, settings: Settings, made: Mapping[str, str | N
         output.data({**status_view(status, settings.price_per_gpu_hour), "schema": "nightjar.run/1", **made})
         return
     if output.quiet:
-        output.line(job.id)
+        click.echo(job.id)
         return
     print_status(output, status, settings.price_per_gpu_hour)
     for word, kind in (
@@ -146,15 +145,12 @@ def _summarize(status: JobStatus, settings: Settings, made: Mapping[str, str | N
         ("report", "report"),
     ):
         if (place := made.get(kind)) is not None:
-            output.line(f"{word:<8}{_near(place)}")
+            # Paths below the working directory are shown as relative ones.
+            path = Path(place)
+            near = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else place
+            click.echo(f"{word:<8}{near}")
     if status.items.failed or job.rejected_lines:
-        output.line(f"errors  nightjar errors {job.id}")
-
-
-def _near(place: str) -> str:
-    """A path below the working directory as a relative path; other paths and addresses unchanged."""
-    path = Path(place)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else place
+        click.echo(f"errors  nightjar errors {job.id}")
 
 
 @click.command(cls=JobCommand)
@@ -197,16 +193,10 @@ def submit(
     if dry_run:
         return dry_run_of(settings, source, resolved, options, output)
 
-    from jobs.ingest import submit_for_workers
+    from jobs.ingest import check_has_work, submit_for_workers
 
     with Progress(quiet=output.quiet) as progress:
         result = submit_for_workers(settings, source, resolved, options, progress.reading)
-    return _report(result, output)
-
-
-def _report(result: Any, output: Output) -> int:
-    from jobs.ingest import check_has_work
-
     job = result.job
     output.result(
         job.id,

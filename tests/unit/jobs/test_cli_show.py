@@ -16,8 +16,7 @@ from jobs.cli import cli
 from jobs.cli.options import job_options
 from jobs.cli.run import run
 from jobs.ingest import submit
-from jobs.job_command import job_command
-from jobs.job_options import SubmitOptions
+from jobs.job_options import SubmitOptions, job_command
 from jobs.ledger.records import Job, JobSpec
 from jobs.provenance import put_provenance, read_records
 from jobs.spec import resolve
