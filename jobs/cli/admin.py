@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 from click.shell_completion import ShellComplete, get_completion_class
 
-from jobs.cli.options import common_options, output_options, read_ledger, worker_command
+from jobs.cli.options import common_options, flag, output_options, read_ledger, worker_command
 from jobs.console import FAILED, Output
 from jobs.doctor import Health, run_checks
 from jobs.formatting import field_docs, printable, redact, seconds_text
@@ -198,11 +198,8 @@ worker, flower, sweep = (
 
 
 @click.command()
-@click.option(
-    "--all",
-    "include_ended",
-    is_flag=True,
-    help="Also list workers that ended, and workers that were lost more than a day ago.",
+@flag(
+    "--all", "Also list workers that ended, and workers that were lost more than a day ago.", "include_ended"
 )
 @common_options
 def workers(include_ended: bool, home: str | None, output: Output) -> None:

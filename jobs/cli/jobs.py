@@ -18,8 +18,10 @@ from jobs.cli.options import (
     EnumChoice,
     code_option,
     common_options,
+    flag,
     job_argument,
     of_job,
+    option,
     pairs,
     price_option,
     read_ledger,
@@ -109,20 +111,14 @@ def no_worker(settings: Settings) -> str:
     type=EnumChoice(JobState),
     help="Only jobs in this state.",
 )
-@click.option(
+@option(
     "--label",
-    "labels",
+    "KEY=VALUE",
+    "Only jobs with this label. Can be given more than once; a job must have all of them.",
+    name="labels",
     multiple=True,
-    metavar="KEY=VALUE",
-    help="Only jobs with this label. Can be given more than once; a job must have all of them.",
 )
-@click.option(
-    "--limit",
-    default=50,
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Maximum number of jobs.",
-)
+@option("--limit", "N", "Maximum number of jobs.", default=50, type=click.IntRange(min=1))
 @common_options
 def list(  # noqa: A001 - the name of the command
     states: Sequence[JobState], labels: Sequence[str], limit: int, home: str | None, output: Output
@@ -206,12 +202,12 @@ def exit_code_of(state: JobState) -> int:
 
 
 @click.command()
-@click.option(
+@option(
     "--timeout",
-    "timeout_seconds",
+    "SECONDS",
+    "Maximum seconds to wait. [default: no limit]",
+    name="timeout_seconds",
     type=FiniteRange(min=0),
-    metavar="SECONDS",
-    help="Maximum seconds to wait. [default: no limit]",
 )
 @of_job
 def wait(found: FoundJob, output: Output, timeout_seconds: float | None) -> int:
@@ -329,18 +325,14 @@ def show(job: str, home: str | None, output: Output) -> None:
     )
 
 
-limit_option = click.option(
-    "--limit", metavar="N", type=click.IntRange(min=1), help="Maximum number of rows."
-)
+limit_option = option("--limit", "N", "Maximum number of rows.", type=click.IntRange(min=1))
 
 
 @click.command()
 @click.option("--state", type=EnumChoice(ItemState), help="Only items in this state.")
 @code_option("Only items with this error code.")
 @where_option
-@click.option(
-    "--after", default=-1, show_default=False, type=int, metavar="INDEX", help="Start after this item index."
-)
+@option("--after", "INDEX", "Start after this item index.", default=-1, show_default=False, type=int)
 @limit_option
 @of_job
 def items(
@@ -432,7 +424,7 @@ def errors(
 
 @click.command()
 @code_option("Only items with this error code.")
-@click.option("--force", is_flag=True, help="Also retry items whose input line is wrong (input.*).")
+@flag("--force", "Also retry items whose input line is wrong (input.*).")
 @of_job
 def retry(found: FoundJob, output: Output, codes: Sequence[ErrorCode] | None, force: bool) -> None:
     """Run the failed items of JOB again.
@@ -553,8 +545,8 @@ def priority(found: FoundJob, output: Output, level: int) -> None:
 
 
 @click.command()
-@click.option("--dry-run", is_flag=True, help="Count what would be deleted, and delete nothing.")
-@click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
+@flag("--dry-run", "Count what would be deleted, and delete nothing.")
+@flag("--yes", "Do not ask for confirmation.", "-y")
 @of_job
 def delete(found: FoundJob, output: Output, dry_run: bool, yes: bool) -> int:
     """Delete JOB: its audio, inputs, packs, manifests and reference recordings in the store, and its rows

@@ -15,7 +15,7 @@ import click
 import msgspec
 
 from jobs.cli import options
-from jobs.cli.options import common_options, json_option, output_options
+from jobs.cli.options import common_options, flag, json_option, option, output_options
 from jobs.console import LOCAL_PATH, Output
 from jobs.formatting import bytes_text, counted, printable
 from jobs.settings import Settings, load_settings
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 @click.command(name="convert")
 @click.argument("source", type=LOCAL_PATH)
-@click.option(
+@option(
     "--like",
+    "DIR",
+    "Folder to copy config.json, tokenizer and chat template from.",
     required=True,
     type=LOCAL_PATH,
-    metavar="DIR",
-    help="Folder to copy config.json, tokenizer and chat template from.",
 )
-@click.option("--out", required=True, type=LOCAL_PATH, metavar="DIR", help="Folder to create.")
+@option("--out", "DIR", "Folder to create.", required=True, type=LOCAL_PATH)
 @click.option(
     "--dtype",
     type=click.Choice(["bfloat16", "float32", "same"]),
@@ -177,14 +177,8 @@ def _row(voice: StoredVoice) -> tuple[str, ...]:
 @voices.command()
 @click.argument("name")
 @click.argument("recording", type=LOCAL_PATH)
-@click.option(
-    "--text",
-    metavar="WORDS",
-    default="",
-    show_default=False,
-    help="Text of the recording; some models need it.",
-)
-@click.option("--replace", is_flag=True, help="Replace the stored voice if NAME exists.")
+@option("--text", "WORDS", "Text of the recording; some models need it.", default="", show_default=False)
+@flag("--replace", "Replace the stored voice if NAME exists.")
 @common_options
 def add(name: str, recording: Path, text: str, replace: bool, home: str | None, output: Output) -> None:
     """Store RECORDING as the voice NAME.
@@ -241,26 +235,23 @@ _KEYS_ADVICE = "Write one key per line, with visible ASCII characters only."
 
 
 @click.command()
-@click.option(
+@option(
     "--model",
-    metavar="MODEL",
+    "MODEL",
+    "Name of a model, or path of a checkpoint folder. See `nightjar models`.",
     required=True,
     shell_complete=options.models,
-    help="Name of a model, or path of a checkpoint folder. See `nightjar models`.",
 )
-@click.option(
+@option(
     "--name",
-    "names",
+    "NAME",
+    "Name that clients use for the model. Can be given more than once. [default: the model's name]",
+    name="names",
     multiple=True,
-    metavar="NAME",
-    help="Name that clients use for the model. Can be given more than once. [default: the model's name]",
 )
-@click.option("--address", metavar="ADDRESS", help="Address to listen on. [default: 127.0.0.1]")
-@click.option(
-    "--port",
-    metavar="N",
-    type=click.IntRange(0, 65535),
-    help="Port to listen on; 0 takes a free port. [default: 8000]",
+@option("--address", "ADDRESS", "Address to listen on. [default: 127.0.0.1]")
+@option(
+    "--port", "N", "Port to listen on; 0 takes a free port. [default: 8000]", type=click.IntRange(0, 65535)
 )
 @output_options
 def serve(model: str, names: tuple[str, ...], address: str | None, port: int | None, output: Output) -> None:

@@ -74,19 +74,31 @@ class JobCommand(click.Command):
                 formatter.write_dl(options)
 
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per line.")
-quiet_option = click.option("-q", "--quiet", is_flag=True, help="Print no progress and no notes to stderr.")
+def option(
+    flag: str, metavar: str, text: str, *, name: str | None = None, **settings: Any
+) -> Callable[[F], F]:
+    """An option with a value, and its help. `name`: the parameter that gets it, unless named like the flag."""
+    return click.option(flag, *([name] if name else []), metavar=metavar, help=text, **settings)
+
+
+def flag(flag: str, text: str, *names: str) -> Callable[[F], F]:
+    """An option without a value, and its help. `names`: a short flag, or the parameter that gets it."""
+    return click.option(flag, *names, is_flag=True, help=text)
+
+
+json_option = flag("--json", "Print JSON, one object per line.", "as_json")
+quiet_option = flag("--quiet", "Print no progress and no notes to stderr.", "-q")
 home_option = click.option(
     *("--out", "--home", "home"),
     metavar="DIR",
     type=NamedPath(anywhere=True),
     help="Folder with the ledger and the audio. [default: out]",
 )
-price_option = click.option(
+price_option = option(
     "--price",
+    "PRICE",
+    "Price per GPU hour, for the cost. [default: the setting price_per_gpu_hour]",
     type=FiniteRange(min=0),
-    metavar="PRICE",
-    help="Price per GPU hour, for the cost. [default: the setting price_per_gpu_hour]",
 )
 
 
@@ -95,24 +107,24 @@ def parsed_by(module: str, function: str) -> Callable[[click.Context, click.Para
     return lambda ctx, param, text: None if text is None else getattr(import_module(module), function)(text)
 
 
-where_option = click.option(
+where_option = option(
     "--where",
+    "EXPRESSION",
+    "Only items that match this filter of scores, seconds, draw and attempts, for example 'wer < 0.1 and distillmos > 3.5'.",
     callback=parsed_by("jobs.where", "parse_where"),
-    metavar="EXPRESSION",
-    help="Only items that match this filter of scores, seconds, draw and attempts, for example 'wer < 0.1 and distillmos > 3.5'.",
 )
 
 
 def code_option(text: str) -> Callable[[F], F]:
     """Adds `--code`, which can be given more than once, as `codes`; None: not given."""
-    return click.option(
+    return option(
         "--code",
-        "codes",
+        "CODE",
+        text,
+        name="codes",
         multiple=True,
         type=EnumChoice(ErrorCode),
-        metavar="CODE",
         callback=lambda ctx, param, codes: codes or None,
-        help=text,
     )
 
 
@@ -162,8 +174,8 @@ def job_options(function: F) -> F:
     dry_help = "Check the file and estimate time, size and cost. Writes nothing."
     added = [
         *(_option(name, flag) for name, flag in flags().items()),
-        click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help=set_help),
-        click.option("--dry-run", is_flag=True, help=dry_help),
+        option("--set", "KEY=VALUE", set_help, name="assignments", multiple=True),
+        flag("--dry-run", dry_help),
     ]
     for add in reversed(added):
         call = add(call)
@@ -284,7 +296,7 @@ def of_jobs(function: F) -> F:
             return function(found, **given)
 
     for name, metavar, text in reversed(_CHOICES):
-        call = click.option(f"--{name}", f"of_{name}", metavar=metavar, help=text)(call)
+        call = option(f"--{name}", metavar, text, name=f"of_{name}")(call)
     job_ids = click.argument("jobs", metavar="[JOB]...", nargs=-1, type=JobId())
     return job_ids(common_options(call))  # pyright: ignore[reportReturnType]
 

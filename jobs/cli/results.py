@@ -17,8 +17,10 @@ from jobs.cli.options import (
     LateHelp,
     common_options,
     files,
+    flag,
     of_job,
     of_jobs,
+    option,
     output_options,
     parsed_by,
     price_option,
@@ -55,77 +57,70 @@ _range = parsed_by("jobs.export.augment", "parse_range")
     cls=LateHelp,
     about=_formats,
 )
-@click.option(
+@option(
     "--to",
+    "PATH",
+    "File, folder or s3://BUCKET/PREFIX; `-` is standard output.",
     default="-",
-    metavar="PATH",
     type=NamedPath(anywhere=True),
-    help="File, folder or s3://BUCKET/PREFIX; `-` is standard output.",
 )
-@click.option(
+@option(
     "--split",
-    "splits",
+    "SHARES",
+    "Splits with their shares, for example train=0.98,dev=0.01,test=0.01. The hash of an example's id decides its split.",
+    name="splits",
     callback=parsed_by("jobs.export", "parse_splits"),
-    metavar="SHARES",
-    help="Splits with their shares, for example train=0.98,dev=0.01,test=0.01. The hash of an example's id decides its split.",
 )
-@click.option(
-    "--audio-root",
-    metavar="DIR",
-    type=LOCAL_PATH,
-    help="Copy the audio to this folder and write the paths of the copies.",
+@option(
+    "--audio-root", "DIR", "Copy the audio to this folder and write the paths of the copies.", type=LOCAL_PATH
 )
 @click.option(
     "--audio-format",
     type=click.Choice(AUDIO_FORMATS),
     help="Convert the audio that the export contains or copies (--audio-root). [default: as stored]",
 )
-@click.option(
-    "--sample-rate",
-    metavar="HZ",
-    type=int,
-    help="Resample the audio that the export contains or copies; 8000 to 48000.",
+@option(
+    "--sample-rate", "HZ", "Resample the audio that the export contains or copies; 8000 to 48000.", type=int
 )
 @click.option(
     "--dialogues",
     type=click.Choice(("mono", "stereo")),
     help="Write one sound for each dialogue: mixed, or with the user left and the assistant right.",
 )
-@click.option(
+@option(
     "--gaps",
-    metavar="SECONDS",
-    help="Pauses between the turns of a dialogue, drawn by seed; negative ones are overlaps: normal(MEAN,DEVIATION), uniform(LOW,HIGH) or a number. [default: normal(0.2,0.3)]",
+    "SECONDS",
+    "Pauses between the turns of a dialogue, drawn by seed; negative ones are overlaps: normal(MEAN,DEVIATION), uniform(LOW,HIGH) or a number. [default: normal(0.2,0.3)]",
 )
-@click.option(
+@option(
     "--interleave",
-    metavar="RATIO",
-    help="Text tokens and frames of a span of the format interleaved such as 13:26, or `words`. [default: 13:26]",
+    "RATIO",
+    "Text tokens and frames of a span of the format interleaved such as 13:26, or `words`. [default: 13:26]",
 )
-@click.option(
+@option(
     "--tokenizer",
-    metavar="NAME",
-    help="Tokenizer of the format interleaved: a tokenizer.json, its folder or a name on the hub. [default: the model's]",
+    "NAME",
+    "Tokenizer of the format interleaved: a tokenizer.json, its folder or a name on the hub. [default: the model's]",
 )
 @where_option
-@click.option(
+@flag(
     "--unique",
-    is_flag=True,
-    help="Leave out duplicates: items with the text and the voice of an earlier item, or equal dialogues.",
+    "Leave out duplicates: items with the text and the voice of an earlier item, or equal dialogues.",
 )
-@click.option("--license", metavar="NAME", help="License in the dataset card, such as apache-2.0.")
-@click.option("--absolute", is_flag=True, help="Write absolute instead of relative paths of the audio.")
-@click.option(
+@option("--license", "NAME", "License in the dataset card, such as apache-2.0.")
+@flag("--absolute", "Write absolute instead of relative paths of the audio.")
+@option(
     "--part-mb",
-    metavar="N",
+    "N",
+    "Maximum MB of audio per file (shar, webdataset, parquet) or subfolder (audiofolder). [default: 500]",
     type=click.IntRange(min=1),
-    help="Maximum MB of audio per file (shar, webdataset, parquet) or subfolder (audiofolder). [default: 500]",
 )
-@click.option(
+@option(
     "--push",
-    metavar="ORG/NAME",
-    help="Push the parquet export to this dataset of the Hugging Face hub, with the token in HF_TOKEN or the stored one.",
+    "ORG/NAME",
+    "Push the parquet export to this dataset of the Hugging Face hub, with the token in HF_TOKEN or the stored one.",
 )
-@click.option("--private", is_flag=True, help="If --push creates the dataset, make it private.")
+@flag("--private", "If --push creates the dataset, make it private.")
 @of_jobs
 def export(
     found: Sequence[FoundJob],
@@ -202,16 +197,8 @@ def export(
 
 @click.command()
 @click.argument("source", metavar="JOB|EXPORT", shell_complete=files)
-@click.option(
-    "--to",
-    metavar="DIR",
-    required=True,
-    type=NamedPath(file_okay=False, path_type=Path),
-    help="Folder of the audio.",
-)
-@click.option(
-    "--model", metavar="MODEL", help="Model whose codec decodes. [default: the model that made the codes]"
-)
+@option("--to", "DIR", "Folder of the audio.", required=True, type=NamedPath(file_okay=False, path_type=Path))
+@option("--model", "MODEL", "Model whose codec decodes. [default: the model that made the codes]")
 @common_options
 def decode(
     source: str,
@@ -259,29 +246,12 @@ def decode(
 
 @click.command()
 @click.argument("source", metavar="EXPORT", type=NamedPath(path_type=Path, exists=True))
-@click.option(
-    "--to",
-    required=True,
-    metavar="PATH",
-    type=NamedPath(anywhere=True),
-    help="New folder or s3://BUCKET/PREFIX.",
-)
-@click.option("--speed", callback=_range, metavar="RANGE", help="Factor of the speed, for example 0.9..1.1.")
-@click.option("--room", metavar="DIR", type=LOCAL_PATH, help="Folder of impulse responses.")
-@click.option("--noise", metavar="DIR", type=LOCAL_PATH, help="Folder of recordings of noise.")
-@click.option(
-    "--snr",
-    default="5..20",
-    callback=_range,
-    metavar="RANGE",
-    help="Speech to noise, in dB.",
-)
-@click.option(
-    "--band",
-    callback=_range,
-    metavar="RANGE",
-    help="Frequencies that are left, in Hz, for example 300..3400.",
-)
+@option("--to", "PATH", "New folder or s3://BUCKET/PREFIX.", required=True, type=NamedPath(anywhere=True))
+@option("--speed", "RANGE", "Factor of the speed, for example 0.9..1.1.", callback=_range)
+@option("--room", "DIR", "Folder of impulse responses.", type=LOCAL_PATH)
+@option("--noise", "DIR", "Folder of recordings of noise.", type=LOCAL_PATH)
+@option("--snr", "RANGE", "Speech to noise, in dB.", default="5..20", callback=_range)
+@option("--band", "RANGE", "Frequencies that are left, in Hz, for example 300..3400.", callback=_range)
 @click.option(
     "--codec",
     "codecs",
@@ -289,7 +259,7 @@ def decode(
     type=click.Choice(("mp3", "opus", "mulaw")),
     help="A codec; of several, one is drawn. mulaw is that of telephones, at 8 kHz.",
 )
-@click.option("--seed", default=0, metavar="N", type=int, help="Seed of everything that is drawn.")
+@option("--seed", "N", "Seed of everything that is drawn.", default=0, type=int)
 @output_options
 def augment(source: Path, to: str, output: Output, **given: Any) -> None:
     """Write a second dataset from EXPORT, with the same speech at another speed, in rooms, with noise, in a
@@ -310,22 +280,14 @@ def augment(source: Path, to: str, output: Output, **given: Any) -> None:
 
 
 @click.command()
-@click.option(
+@option(
     "--to",
+    "FILE",
+    "HTML file to write. [default: DIR/reports/JOB.html]",
     type=NamedPath(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="HTML file to write. [default: DIR/reports/JOB.html]",
 )
-@click.option(
-    "--items",
-    default=60,
-    metavar="N",
-    type=click.IntRange(0, 500),
-    help="Number of items in the table.",
-)
-@click.option(
-    "--embed", is_flag=True, help="Embed short audio clips in the file, instead of links to the store."
-)
+@option("--items", "N", "Number of items in the table.", default=60, type=click.IntRange(0, 500))
+@flag("--embed", "Embed short audio clips in the file, instead of links to the store.")
 @price_option
 @of_job
 def report(
@@ -363,19 +325,9 @@ def report(
 
 
 @click.command()
-@click.option(
-    "--sample",
-    default=3,
-    metavar="N",
-    type=click.IntRange(min=0),
-    help="Number of items to synthesize again.",
-)
-@click.option(
-    "--deep", is_flag=True, help="Read every object of a bucket, instead of trusting the server's checksums."
-)
-@click.option(
-    "--repair", is_flag=True, help="Synthesize missing and changed files again, with the same seeds."
-)
+@option("--sample", "N", "Number of items to synthesize again.", default=3, type=click.IntRange(min=0))
+@flag("--deep", "Read every object of a bucket, instead of trusting the server's checksums.")
+@flag("--repair", "Synthesize missing and changed files again, with the same seeds.")
 @of_job
 def verify(found: FoundJob, output: Output, sample: int, deep: bool, repair: bool) -> int:
     """Check the files of JOB against the ledger, and synthesize some items again to compare them.

@@ -15,7 +15,16 @@ import click
 import msgspec
 
 from jobs.cli.jobs import exit_code_of, print_status
-from jobs.cli.options import JobCommand, common_options, files, job_options, models, worker_command
+from jobs.cli.options import (
+    JobCommand,
+    common_options,
+    files,
+    flag,
+    job_options,
+    models,
+    option,
+    worker_command,
+)
 from jobs.console import FAILED, Interrupted, Output, Stop, check_interrupts, defer_sigint
 from jobs.embedded import EmbeddedHome, embedded_settings
 from jobs.formatting import counted
@@ -65,12 +74,12 @@ class Signals(Stop):
 
 @click.command(cls=JobCommand)
 @click.argument("source", metavar="INPUT", shell_complete=files)
-@click.option(
+@option(
     "--gpu",
-    "gpus",
-    metavar="N,N...|all",
-    help="GPUs as `nvidia-smi` numbers them, for example 0,1, or `all`. Runs one worker per GPU. [default: one worker, on the first GPU "
+    "N,N...|all",
+    "GPUs as `nvidia-smi` numbers them, for example 0,1, or `all`. Runs one worker per GPU. [default: one worker, on the first GPU "
     "that CUDA_VISIBLE_DEVICES allows]",
+    name="gpus",
 )
 @job_options
 @common_options
@@ -240,15 +249,13 @@ def dry_run_of(settings: Settings, source: str, spec: Any, options: SubmitOption
 
 
 @click.command()
-@click.option(
-    "--serve", "serves", is_flag=True, help="Also serve --model over HTTP, as `nightjar serve` does."
-)
-@click.option(
+@flag("--serve", "Also serve --model over HTTP, as `nightjar serve` does.", "serves")
+@option(
     "--model",
-    metavar="MODEL",
+    "MODEL",
+    "Model of the server. Each job names its own model.",
     default="hibari",
     shell_complete=models,
-    help="Model of the server. Each job names its own model.",
 )
 @common_options
 def dev(serves: bool, model: str, home: str | None, output: Output) -> int:
