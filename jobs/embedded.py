@@ -80,7 +80,6 @@ def embedded_settings(chosen: Settings) -> Settings:
     return load_settings(
         home=str(chosen.home),
         database_url=sqlite_url(own),
-        store_url=chosen.effective_store_url,
         worker=None if drain_is_set else {"drain_seconds": DRAIN_SECONDS},
     )
 

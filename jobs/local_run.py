@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from jobs.console import Interrupted, Stop
@@ -39,36 +38,29 @@ STALL_SECONDS = 60.0
 WRITE_SECONDS = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class LocalRun:
-    """The input, options and settings of a run."""
-
-    #: The user's settings, and those of the embedded run.
-    chosen: Settings
-    settings: Settings
-    source: str
-    spec: ResolvedSpec
-    options: SubmitOptions
-    #: One worker runs for each device; None: one worker on any device.
-    devices: Sequence[Device] | None = None
-
-
 def run_locally(
-    run: LocalRun, progress: Progress, stop: Stop, submitted: Callable[[Job], None] = lambda job: None
+    settings: Settings,
+    source: str,
+    spec: ResolvedSpec,
+    options: SubmitOptions,
+    devices: Sequence[Device] | None,
+    progress: Progress,
+    stop: Stop,
+    submitted: Callable[[Job], None] = lambda job: None,
 ) -> tuple[JobStatus, dict[str, str | None]]:
     """Submits an input, or finds its job, and runs the job to its end. Returns the final status, and the places of
     `audio`, `codes`, `text`, `manifest` and `report` (None: there is none). After an interruption, the same call
     continues the job.
 
-    `submitted` is called with the job once it is in the ledger. Raises `InputError` for an input without
+    One worker runs for each of `devices`; None: one worker on any device. `submitted` is called with the job once it
+    is in the ledger. Raises `InputError` for an input without
     items, `Interrupted` once `stop` is requested, and the errors of a submit and of the job's services.
     """
-    settings, spec = run.settings, run.spec
     engine = settings.chosen_engine(spec.card)
-    with full_disk_explained(settings.home), EmbeddedHome(settings, run.devices) as embedded:
+    with full_disk_explained(settings.home), EmbeddedHome(settings, devices) as embedded:
         stop.kill, ledger = embedded.kill, embedded.ledger
         store = open_store(settings.effective_store_url, settings.s3)
-        _explain_settings(run.chosen, store, progress)
+        _explain_settings(settings, store, progress)
         if engine == "native":
             # Opening such a model takes longer than reading most inputs, so it begins first.
             embedded.prepare(spec.spec)
@@ -95,9 +87,9 @@ def run_locally(
             settings,
             ledger,
             store,
-            run.source,
+            source,
             spec,
-            options=run.options,
+            options=options,
             progress=reading,
             lost_inputs=lost_inputs,
         )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+from collections.abc import Callable
 
 from jobs.console import Interrupted, Stop
 from jobs.ledger.records import Job
-from jobs.local_run import LocalRun, run_locally
 from jobs.progress import Progress
 
 _WAIT_SECONDS = 0.2
@@ -21,7 +21,10 @@ class LocalThread(threading.Thread):
     the run is stopped instead; the same call resumes it.
     """
 
-    def __init__(self, run: LocalRun, *, quiet: bool) -> None:
+    def __init__(
+        self, run: Callable[[Progress, Stop, Callable[[Job], None]], object], *, quiet: bool
+    ) -> None:
+        """`run`: `jobs.local_run.run_locally` with its first arguments."""
         super().__init__(name="nightjar-run", daemon=False)
         self._run = run
         # The job itself shows the progress.
@@ -78,7 +81,7 @@ class LocalThread(threading.Thread):
 
     def run(self) -> None:
         try:
-            run_locally(self._run, self._notes, self._stop_request, self._submitted)
+            self._run(self._notes, self._stop_request, self._submitted)
         except Interrupted:
             self.stopped = True
         except BaseException as error:  # noqa: BLE001 - raised again by the job's methods

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -18,7 +19,7 @@ from jobs.gpus import choose_gpus
 from jobs.ingest import check_has_work, submit_for_workers
 from jobs.job_options import JobOptions, SubmitOptions, checked_options, job_of, user_name
 from jobs.ledger.records import Reading
-from jobs.local_run import LocalRun
+from jobs.local_run import run_locally
 from jobs.recent_jobs import (
     JobChoice,
     chosen_jobs,
@@ -57,14 +58,14 @@ def run(
     """
     if gpu is not None:
         check_type("gpu", gpu, (str, int), 'an index, "0,1" or "all"')
-    chosen = load_settings(home=_home(out))
-    settings = embedded_settings(chosen)
+    settings = embedded_settings(load_settings(home=_home(out)))
     say = Output(quiet=quiet).note
     path, resolved, submitted, settings = _read(source, options, settings, say)
     if (error := missing_meters(resolved.spec.quality, say)) is not None:
         raise error
     devices = None if gpu is None else choose_gpus(str(gpu))
-    thread = LocalThread(LocalRun(chosen, settings, path, resolved, submitted, devices), quiet=quiet)
+    local = partial(run_locally, settings, path, resolved, submitted, devices)
+    thread = LocalThread(local, quiet=quiet)
     job = thread.until_submitted()
     return Job(job.id, job.store_url, settings, thread, quiet=quiet)
 

@@ -108,12 +108,11 @@ def run(
       nightjar run dialogues.jsonl --model qwen3-tts-0.6b-base --qa strict
       nightjar run dialogues.jsonl --model qwen3-tts-0.6b-base --gpu all
     """
-    chosen = load_settings(home=home)
-    settings = embedded_settings(chosen)
+    settings = embedded_settings(load_settings(home=home))
     devices = None if gpus is None else choose_gpus(gpus)
     with defer_sigint():
         from jobs.checks import missing_meters
-        from jobs.local_run import LocalRun, run_locally
+        from jobs.local_run import run_locally
         from jobs.source import check_source
         from jobs.spec import resolve
         from jobs.voices import voice_folder
@@ -130,8 +129,7 @@ def run(
         return dry_run_of(settings, source, resolved, options, output)
 
     with Signals().installed() as signals, Progress(quiet=output.quiet) as progress:
-        local = LocalRun(chosen, settings, source, resolved, options, devices)
-        status, places = run_locally(local, progress, signals)
+        status, places = run_locally(settings, source, resolved, options, devices, progress, signals)
     _summarize(status, settings, places, output)
     return exit_code_of(status.job.state)
 

@@ -14,7 +14,7 @@ from jobs.embedded import embedded_settings
 from jobs.ingest import SubmitOptions
 from jobs.ledger import Ledger
 from jobs.ledger.records import Job, JobSpec, JobState
-from jobs.local_run import LocalRun, run_locally
+from jobs.local_run import run_locally
 from jobs.progress import Progress
 from jobs.repair import repair_objects
 from jobs.settings import load_settings
@@ -66,9 +66,10 @@ def test_a_voice_that_is_deleted_before_the_work_begins_speaks_all_the_same(
         jobs.append(job)
         assert [voices.delete(name) for name in voices.names()] == [True, True]
 
-    local = LocalRun(chosen, settings, "in.jsonl", resolve(spec, stored=voices), SubmitOptions())
-    result = run_locally(local, Progress(quiet=True), Stop(), submitted)
-    assert (result.status.job.state, result.status.items.done) == (JobState.COMPLETED, 3)
+    resolved, options = resolve(spec, stored=voices), SubmitOptions()
+    progress, stop = Progress(quiet=True), Stop()
+    status, _ = run_locally(settings, "in.jsonl", resolved, options, None, progress, stop, submitted)
+    assert (status.job.state, status.items.done) == (JobState.COMPLETED, 3)
     (job,) = jobs
     store = open_store(settings.effective_store_url)
     with closing(Ledger.of(settings)) as ledger:

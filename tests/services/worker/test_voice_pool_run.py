@@ -15,7 +15,7 @@ from jobs.console import Stop
 from jobs.embedded import embedded_settings
 from jobs.job_options import checked_options, job_of
 from jobs.ledger.records import Job, JobState
-from jobs.local_run import LocalRun, run_locally
+from jobs.local_run import run_locally
 from jobs.progress import Progress
 from jobs.settings import load_settings
 from jobs.spec import resolve
@@ -55,9 +55,9 @@ def test_a_pool_gives_each_role_a_voice_that_every_export_names(
         jobs.append(job)
         shutil.rmtree(pool)
 
-    local = LocalRun(chosen, settings, "in.jsonl", resolved, options)
-    result = run_locally(local, Progress(quiet=True), Stop(), submitted)
-    assert result.status.job.state in (JobState.COMPLETED, JobState.COMPLETED_WITH_ERRORS)
+    progress, stop = Progress(quiet=True), Stop()
+    status, _ = run_locally(settings, "in.jsonl", resolved, options, None, progress, stop, submitted)
+    assert status.job.state in (JobState.COMPLETED, JobState.COMPLETED_WITH_ERRORS)
     (job,) = jobs
     job_id = job.id
     assert main(["export", job_id, "--out", "out", "--format", "manifest"]) == 0
