@@ -6,7 +6,7 @@ Each view names its schema; fields are added, never changed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -110,45 +110,40 @@ def status_lines(
     price_per_gpu_hour: float | None = None,
     waits: str = NO_WORKER,
     bold: Callable[[str], str] = str,
-) -> list[str]:
-    """A job's status in a few lines of text; `waits`: the message if no worker is live; `bold` marks the
+) -> Iterator[str]:
+    """Yields a job's status in a few lines of text; `waits`: the message if no worker is live; `bold` marks the
     state."""
     job, items = state.job, state.items
     reason = f" ({printable(job.state_reason)})" if job.state_reason else ""
     named = f"  {printable(job.name)}" if job.name else ""
-    lines = [f"{job.id}  {bold(job.state.value)}{reason}{named}"]
+    yield f"{job.id}  {bold(job.state.value)}{reason}{named}"
     if job.labels:
-        lines.append(f"labels  {printable(labels_text(job.labels))}")
-    counts = (
-        f"items   {items.done} done, {items.failed} failed, {items.pending} pending, {items.total} in all"
-    )
-    lines.append(counts + (f", {items.skipped} skipped" if items.skipped else ""))
+        yield f"labels  {printable(labels_text(job.labels))}"
+    skipped = f", {items.skipped} skipped" if items.skipped else ""
+    yield f"items   {items.done} done, {items.failed} failed, {items.pending} pending, {items.total} in all{skipped}"
     if state.quarantined_workers:
-        lines.append(
-            f"workers {state.workers} live, {state.quarantined_workers} quarantined (`nightjar workers` says why)"
-        )
+        yield f"workers {state.workers} live, {state.quarantined_workers} quarantined (`nightjar workers` says why)"
     if state.outage is not None:
-        lines.append(f"waits   {state.outage.code.value}: {printable(state.outage.message)}")
+        yield f"waits   {state.outage.code.value}: {printable(state.outage.message)}"
     if waits_for_workers(state):
-        lines.append(f"waits   {waits}")
+        yield f"waits   {waits}"
     if job.rejected_lines:
-        lines.append(f"input   {counted(job.rejected_lines, 'line')} refused")
+        yield f"input   {counted(job.rejected_lines, 'line')} refused"
     speed = f", RTFx {factor:.1f}" if (factor := rtfx(state)) else ""
-    lines.append(f"audio   {_hours(state.audio_ms / 1000)}{speed}, {bytes_text(state.bytes_out)}")
+    yield f"audio   {_hours(state.audio_ms / 1000)}{speed}, {bytes_text(state.bytes_out)}"
     elapsed, busy = elapsed_seconds(state), state.busy_seconds
     idle = f" of work in {seconds_text(elapsed)}" if elapsed - busy > GAP_SECONDS else ""
     pace = f"time    {seconds_text(busy if idle else elapsed)}{idle}, {items_per_second(state):.2f} items/s"
     if not job.state.final and (eta := eta_seconds(state)) is not None:
         error = eta_error_seconds(state)
         pace += f", {seconds_text(eta)} left{'' if error is None else f' (± {seconds_text(error)})'}"
-    lines.append(pace)
-    lines.append(f"engine  {_hours(state.engine_ms / 1000)} busy")
+    yield pace
+    yield f"engine  {_hours(state.engine_ms / 1000)} busy"
     price = cost(state, price_per_gpu_hour)
     if price is not None:
         at_end = None if state.job.state.final else cost_at_end(state, price_per_gpu_hour)
         ahead = "" if at_end is None else f", about {at_end:.2f} at the end"
-        lines.append(f"cost    {price:.2f}{ahead}, at {price_per_gpu_hour:g} per engine hour")
-    return lines
+        yield f"cost    {price:.2f}{ahead}, at {price_per_gpu_hour:g} per engine hour"
 
 
 def _hours(seconds: float) -> str:
@@ -181,15 +176,15 @@ def status_view(
         "items": _fields(status.items, "total", "done", "failed", "skipped", "pending"),
         "shards": dict(status.shards),
         "rejected_lines": job.rejected_lines,
-        "audio_seconds": round(status.audio_ms / 1000, 3),
+        "audio_seconds": _rounded(status.audio_ms / 1000),
         "audio_hours": round(status.audio_ms / 3_600_000, 6),
-        "engine_seconds": round(status.engine_ms / 1000, 3),
-        "gpu_seconds": round(status.engine_ms / 1000, 3),
-        "elapsed_seconds": round(elapsed_seconds(status), 3),
-        "busy_seconds": round(status.busy_seconds, 3),
+        "engine_seconds": _rounded(status.engine_ms / 1000),
+        "gpu_seconds": _rounded(status.engine_ms / 1000),
+        "elapsed_seconds": _rounded(elapsed_seconds(status)),
+        "busy_seconds": _rounded(status.busy_seconds),
         **_fields(status, "workers", "quarantined_workers"),
         "labels": dict(job.labels),
-        "items_per_second": round(items_per_second(status), 3),
+        "items_per_second": _rounded(items_per_second(status)),
         "rtfx": speed,
         # The earlier name of `rtfx`, kept for programs that read it.
         "real_time_factor": speed,
@@ -264,7 +259,7 @@ def worker_view(worker: WorkerStatus) -> dict[str, Any]:
         **_fields(worker, "version", "slots", "state"),
         "reason": worker.state_reason or None,
         **_fields(worker, "started_at", "heartbeat_at"),
-        "silent_seconds": round(worker.silent_seconds, 3),
+        "silent_seconds": _rounded(worker.silent_seconds),
         "shards": [
             _fields(one, "job", "job_name", "shard", "items", "ended_items", "claimed_at")
             for one in worker.held
@@ -272,8 +267,8 @@ def worker_view(worker: WorkerStatus) -> dict[str, Any]:
         "recent": {
             "seconds": RECENT_SECONDS,
             **_fields(recent, "items_done", "items_failed"),
-            "audio_seconds": round(recent.audio_seconds, 3),
-            "busy_seconds": round(recent.busy_seconds, 3),
+            "audio_seconds": _rounded(recent.audio_seconds),
+            "busy_seconds": _rounded(recent.busy_seconds),
         },
         "rtfx": _rounded(recent.rtfx),
     }

@@ -18,7 +18,7 @@ PREFIX = "NIGHTJAR_TIMES__"
 LONGEST_LEASE_SECONDS = 6 * 3600.0
 
 
-class Times(msgspec.Struct, frozen=True):
+class Times(msgspec.Struct, frozen=True, rename=lambda name: f"{PREFIX}{name.upper()}"):
     """The value of `Settings.times`; every installation uses the defaults."""
 
     #: A shard without a heartbeat for this long is given to another worker. Heartbeats are much more
@@ -57,9 +57,4 @@ class Times(msgspec.Struct, frozen=True):
 
 def read_times(variables: Mapping[str, str] = os.environ) -> Times:
     """The times of this process."""
-    given = {
-        name: variables[variable]
-        for name in Times.__struct_fields__
-        if (variable := f"{PREFIX}{name.upper()}") in variables
-    }
-    return msgspec.convert(given, Times, strict=False)
+    return msgspec.convert(dict(variables), Times, strict=False)

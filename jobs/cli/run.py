@@ -144,13 +144,8 @@ def _summarize(status: JobStatus, settings: Settings, made: Mapping[str, str | N
         click.echo(job.id)
         return
     print_status(output, status, settings.price_per_gpu_hour)
-    for word, kind in (
-        ("files", "audio"),
-        ("codes", "codes"),
-        ("texts", "text"),
-        ("list", "manifest"),
-        ("report", "report"),
-    ):
+    words = {"files": "audio", "codes": "codes", "texts": "text", "list": "manifest", "report": "report"}
+    for word, kind in words.items():
         if (place := made.get(kind)) is not None:
             # Paths below the working directory are shown as relative ones.
             path = Path(place)

@@ -97,7 +97,7 @@ def test_a_price_gives_what_was_spent_and_what_will_be(rig: Rig) -> None:
         3.0,
     )
     assert "cost" not in status_view(status)
-    lines = status_lines(status, 3.0)
+    lines = list(status_lines(status, 3.0))
     assert "engine  2 h 0 min (2.00 h) busy" in lines
     assert "cost    6.00, about 24.00 at the end, at 3 per engine hour" in lines
     nothing = status_of(rig.submit(["b"]), [], 12, 0.0)
