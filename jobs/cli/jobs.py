@@ -83,7 +83,7 @@ def status(job: str, price: float | None, home: str | None, output: Output) -> N
     if output.as_json:
         output.data(status_view(state, price, errors))
         return
-    print_status(output, state, price, no_worker(settings))
+    print_status(state, price, no_worker(settings))
     for code, count in errors.items():
         click.echo(f"  {count} x {code.value}")
     if errors:
@@ -92,7 +92,7 @@ def status(job: str, price: float | None, home: str | None, output: Output) -> N
         )
 
 
-def print_status(output: Output, status: JobStatus, price: float | None, waits: str = NO_WORKER) -> None:
+def print_status(status: JobStatus, price: float | None, waits: str = NO_WORKER) -> None:
     """Prints a job's status as text; `waits`: the message if no worker is live."""
     click.echo("\n".join(status_lines(status, price, waits, lambda text: click.style(text, bold=True))))
 
@@ -163,14 +163,12 @@ def list(  # noqa: A001 - the name of the command
 
 def _row(status: JobStatus, settings: Settings) -> tuple[object, ...]:
     job, items = status.job, status.items
-    counts = (job.id, job.state.value, items.total, items.done, items.failed)
+    counts = (job.id, job.state, items.total, items.done, items.failed)
     about = (job.spec.model, utc(job.created_at), job.name, labels_text(job.labels))
     return (*counts, *about, str(settings.home))
 
 
 POLL_SECONDS = 0.5
-
-EXIT_BY_STATE = {JobState.COMPLETED: 0, JobState.CANCELLED: CANCELLED}
 
 
 def until_end(
@@ -198,7 +196,9 @@ def until_end(
 def exit_code_of(state: JobState) -> int:
     """The exit code of `nightjar wait`: 0 completed, 1 completed with errors or failed, 6 cancelled, 7 not
     ended."""
-    return EXIT_BY_STATE.get(state, FAILED) if state.final else TIMEOUT
+    if not state.final:
+        return TIMEOUT
+    return {JobState.COMPLETED: 0, JobState.CANCELLED: CANCELLED}.get(state, FAILED)
 
 
 @click.command()
@@ -255,7 +255,7 @@ def watch(found: FoundJob, output: Output) -> int:
     with Progress(quiet=output.quiet or output.as_json) as progress:
         status = until_end(read, progress, found.settings)
     if not output.as_json:
-        print_status(output, status, price)
+        print_status(status, price)
     return exit_code_of(status.job.state)
 
 
@@ -359,7 +359,7 @@ def items(
         line, audio = lines.number_of(item), item.artifact
         seconds = f"{audio.duration_ms / 1000:.2f}" if audio else ""
         last = audio.key if audio else (item.error_code or "")
-        row = (item.index, "" if line is None else line, item.state.value, seconds, printable(item.id), last)
+        row = (item.index, "" if line is None else line, item.state, seconds, printable(item.id), last)
         output.result("\t".join(map(str, row)), item_view(found.id, item, line))
     _note_unknown(lines, output)
 
@@ -483,7 +483,7 @@ def resume(found: FoundJob, output: Output) -> None:
 def _print_state(output: Output, found: FoundJob) -> JobState:
     """Prints the current state of the job, and returns it."""
     state = found.ledger.job(found.id).state
-    output.result(f"{found.id} is {state.value}.", "nightjar.job_state/1", job=found.id, state=state.value)
+    output.result(f"{found.id} is {state.value}.", "nightjar.job_state/1", job=found.id, state=state)
     return state
 
 

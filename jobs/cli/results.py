@@ -200,13 +200,7 @@ def export(
 @option("--to", "DIR", "Folder of the audio.", required=True, type=NamedPath(file_okay=False, path_type=Path))
 @option("--model", "MODEL", "Model whose codec decodes. [default: the model that made the codes]")
 @common_options
-def decode(
-    source: str,
-    to: Path,
-    model: str | None,
-    home: str | None,
-    output: Output,
-) -> None:
+def decode(source: str, to: Path, model: str | None, home: str | None, output: Output) -> None:
     """Make the audio of a job, or of an export to webdataset or parquet, from its codes.
 
     The files are those that a job of audio would have stored. Only the decoder of the codec is loaded. To continue
@@ -355,7 +349,7 @@ def verify(found: FoundJob, output: Output, sample: int, deep: bool, repair: boo
             job=job.id,
             key=expected.key,
             example_id=expected.example_id,
-            fault=fault.value,
+            fault=fault,
         )
     repairs, matches = Counter[str](), Counter[str]()
     if sample or (repair and lost):
@@ -365,7 +359,7 @@ def verify(found: FoundJob, output: Output, sample: int, deep: bool, repair: boo
                     ledger, store, job, pipeline, lost, lambda one: _print_repaired(output, job, one)
                 )
             for item in reproduce(ledger, store, job, pipeline, sample):
-                matches[item.match.value] += 1
+                matches[item.match] += 1
                 _print_redrawn(output, job, item)
     if output.as_json:
         view = {"schema": "nightjar.verify/1", "job": job.id, "objects": check.objects, "faults": len(lost)}
@@ -392,12 +386,12 @@ def verify(found: FoundJob, output: Output, sample: int, deep: bool, repair: boo
 def _print_repaired(output: Output, job: Job, one: Repaired) -> None:
     words = {"same": "restored", "other": "restored, other bytes", "failed": "not restored"}
     output.result(
-        f"{words[one.outcome.value]}\t{one.key}\t{printable(one.example_id)}\t{printable(one.reason)}".rstrip(),
+        f"{words[one.outcome]}\t{one.key}\t{printable(one.example_id)}\t{printable(one.reason)}".rstrip(),
         "nightjar.repaired/1",
         job=job.id,
         key=one.key,
         example_id=one.example_id,
-        outcome=one.outcome.value,
+        outcome=one.outcome,
         reason=one.reason or None,
     )
 
@@ -411,7 +405,7 @@ def _print_redrawn(output: Output, job: Job, item: ReproducedItem) -> None:
         job=job.id,
         index=item.index,
         example_id=item.example_id,
-        likeness=item.match.value,
+        likeness=item.match,
         snr_db=snr,
         reason=item.reason or None,
     )

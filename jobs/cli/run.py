@@ -143,7 +143,7 @@ def _summarize(status: JobStatus, settings: Settings, made: Mapping[str, str | N
     if output.quiet:
         click.echo(job.id)
         return
-    print_status(output, status, settings.price_per_gpu_hour)
+    print_status(status, settings.price_per_gpu_hour)
     words = {"files": "audio", "codes": "codes", "texts": "text", "list": "manifest", "report": "report"}
     for word, kind in words.items():
         if (place := made.get(kind)) is not None:
@@ -204,7 +204,7 @@ def submit(
         job.id,
         "nightjar.submit/1",
         job=job.id,
-        state=job.state.value,
+        state=job.state,
         created=result.created,
         resumed=result.resumed,
         items=job.total_items,
