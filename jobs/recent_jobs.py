@@ -207,6 +207,9 @@ def _day(text: str) -> str:
         raise invalid(f"{text[:40]!r} is not a date.", "Write it as YYYY-MM-DD.") from None
 
 
+_ANY = JobChoice()
+
+
 class FoundJob(NamedTuple):
     """A job with its ledger and the settings of its place."""
 
@@ -227,9 +230,7 @@ class FoundJob(NamedTuple):
 
 
 @contextmanager
-def chosen_jobs(
-    ids: Sequence[str], home: str | None, choice: JobChoice = JobChoice()
-) -> Iterator[list[FoundJob]]:
+def chosen_jobs(ids: Sequence[str], home: str | None, choice: JobChoice = _ANY) -> Iterator[list[FoundJob]]:
     """Finds jobs by their ids, or else by a choice in all places that may have some, the oldest first. Their
     ledgers are closed at the end. Raises `ledger.not_found`."""
     found: dict[str, FoundJob] = {}
