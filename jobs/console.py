@@ -10,16 +10,17 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import click
 import msgspec
 
 from jobs.formatting import is_address, printable, redact
 from pipelines.errors import ErrorCode, NightjarError
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 #: Environment variable with the program name in the usage line of a command that another command starts.
 PROGRAM = "NIGHTJAR_PROGRAM"
@@ -76,6 +77,18 @@ class NamedPath(click.Path):
 
 #: The type of an option that is a path on this host.
 LOCAL_PATH = NamedPath(path_type=Path)
+
+
+def option(
+    flag: str, metavar: str, text: str, *, name: str | None = None, **settings: Any
+) -> Callable[[F], F]:
+    """An option with a value, and its help. `name`: the parameter that gets it, unless named like the flag."""
+    return click.option(flag, *([name] if name else []), metavar=metavar, help=text, **settings)
+
+
+def flag(flag: str, text: str, *names: str) -> Callable[[F], F]:
+    """An option without a value, and its help. `names`: a short flag, or the parameter that gets it."""
+    return click.option(flag, *names, is_flag=True, help=text)
 
 
 class OutputClosed(BaseException):
@@ -191,8 +204,7 @@ def fail(error: BaseException, *, as_json: bool) -> None:
     click.echo(text, err=True, color=color)
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """Prints the output of a command, by its options `--json` and `--quiet`."""
 
     as_json: bool = False

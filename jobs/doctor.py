@@ -9,11 +9,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
 from jobs import installed_version
 from jobs.formatting import redact
@@ -35,8 +35,7 @@ class Health(StrEnum):
     FAIL = "fail"
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """The result of a check; `advice` is empty if there is nothing to do."""
 
     check: str
@@ -178,8 +177,7 @@ print(json.dumps([torch.version.cuda, names]))
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
+class Machine(NamedTuple):
     """The GPUs of a machine and their software; None: missing. `names`: the GPUs that torch can use; `cuda`:
     the CUDA version that torch was built for."""
 

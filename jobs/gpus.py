@@ -8,9 +8,9 @@ import re
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from pipelines.errors import ConfigError, invalid
 from pipelines.options import NO_GPU, VISIBLE
@@ -26,8 +26,7 @@ _NAME = re.compile(r"[0-9]+|(GPU|MIG)-[0-9A-Za-z/-]+")
 _ADVICE = "Use the indexes of `nvidia-smi`, for example --gpu 0,1, or --gpu all for every GPU."
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
+class Device(NamedTuple):
     """A GPU or MIG instance of one worker: `name` is its value in CUDA_VISIBLE_DEVICES, `uuid` its UUID.
     `bus_id` is its PCI address as written in /sys, empty if unknown."""
 

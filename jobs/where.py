@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import msgspec
 
@@ -39,8 +40,7 @@ _QUOTED_NAME = re.compile(r"[^\"\\\x00-\x1f]{1,100}")
 _PLAIN_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(NamedTuple):
     """A comparison of a score or a fact with a number."""
 
     name: str
@@ -54,8 +54,7 @@ class Comparison:
         return f"{name} {self.operator} {number.removesuffix('.0')}"
 
 
-@dataclass(frozen=True, slots=True)
-class Conditions:
+class Conditions(NamedTuple):
     """Conditions that must all be true, or (`all` is False) of which at least one must be true."""
 
     all: bool

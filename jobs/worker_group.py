@@ -16,6 +16,7 @@ from concurrent.futures import Future, wait
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import count, repeat
+from typing import NamedTuple
 
 import msgspec
 
@@ -57,8 +58,7 @@ class WorkerReport(msgspec.Struct, frozen=True, omit_defaults=True):
     refusal: NightjarError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerPlan:
+class WorkerPlan(NamedTuple):
     """How one worker is started. Fields that are None: as its parent, on any device."""
 
     device: Device | None = None

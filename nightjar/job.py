@@ -17,7 +17,7 @@ from inspect import signature
 from itertools import islice
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from jobs.delete import Deleted, delete_job, measure_job
 from jobs.dialogue import metadata_of
@@ -141,8 +141,7 @@ class Item:
         return f"<div><code>{escape(self.id)}</code> {self.seconds:.2f} s {escape(scores)}{shown}</div>"
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(NamedTuple):
     """The report of a job: one HTML file, which a notebook shows."""
 
     path: Path

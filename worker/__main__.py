@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import click
 import structlog
 
-from jobs.console import PROGRAM, FiniteRange, Output, exit_code, fail
+from jobs.console import PROGRAM, FiniteRange, Output, exit_code, fail, flag, option
 from jobs.gpus import count_gpus
 from jobs.logs import setup_logging
 from jobs.settings import Settings, load_settings
@@ -48,23 +48,19 @@ def _settings() -> Settings:
 
 
 @cli.command()
-@click.option(
+@option(
     "--gpu",
-    "gpus",
-    metavar="N,N...|all",
-    help="GPUs by their numbers in `nvidia-smi`, for example 0,1,2,3, or `all`. Runs one worker process per GPU, on separate cores, and "
+    "N,N...|all",
+    "GPUs by their numbers in `nvidia-smi`, for example 0,1,2,3, or `all`. Runs one worker process per GPU, on separate cores, and "
     "restarts a process that dies.",
+    name="gpus",
 )
-@click.option("--model", metavar="MODEL", help="Run only jobs of this model, and load it at the start.")
-@click.option(
-    "--preload",
-    metavar="MODEL",
-    help="Load this model at once, before a job needs it. [default: the model of --model]",
+@option("--model", "MODEL", "Run only jobs of this model, and load it at the start.")
+@option(
+    "--preload", "MODEL", "Load this model at once, before a job needs it. [default: the model of --model]"
 )
-@click.option(
-    "--supervise",
-    is_flag=True,
-    help="Run the worker under a parent process that restarts it if it dies (--gpu does this too).",
+@flag(
+    "--supervise", "Run the worker under a parent process that restarts it if it dies (--gpu does this too)."
 )
 @click.option("--private", is_flag=True, hidden=True, help="The worker of `nightjar run`.")
 @click.option("--codes", is_flag=True, hidden=True, help="Load the model of --preload for codes alone.")
@@ -117,8 +113,8 @@ def _group(
     """The group of workers. Each runs this program without --gpu and --supervise."""
     spec = sys.modules["__main__"].__spec__
     program = ["-m", "worker" if spec is None else spec.name.removesuffix(".__main__"), "run"]
-    for option, value in (("--model", model), ("--preload", preload)):
-        program += [] if value is None else [option, value]
+    for name, value in (("--model", model), ("--preload", preload)):
+        program += [] if value is None else [name, value]
     return WorkerGroup(
         settings,
         plans,
@@ -129,31 +125,27 @@ def _group(
 
 
 @cli.command()
-@click.option("--night", metavar="YYYY-MM-DD", help="Night to run. [default: the last night]")
-@click.option(
+@option("--night", "YYYY-MM-DD", "Night to run. [default: the last night]")
+@option(
     "--catch-up",
-    metavar="N",
+    "N",
+    "Also run up to N earlier nights that have not run yet.",
     type=click.IntRange(0, 366),
     default=0,
-    help="Also run up to N earlier nights that have not run yet.",
 )
-@click.option(
-    "--schedule",
-    "names",
-    metavar="NAME",
-    multiple=True,
-    help="Run only this schedule. Can be given more than once.",
+@option(
+    "--schedule", "NAME", "Run only this schedule. Can be given more than once.", name="names", multiple=True
 )
-@click.option(
+@option(
     "--wait",
-    "wait_hours",
+    "HOURS",
+    "Maximum hours to wait until the jobs end.",
+    name="wait_hours",
     type=FiniteRange(min=0),
     default=0.0,
-    metavar="HOURS",
-    help="Maximum hours to wait until the jobs end.",
 )
-@click.option("--again", is_flag=True, help="Submit a night's file again if its job failed or was cancelled.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per line.")
+@flag("--again", "Submit a night's file again if its job failed or was cancelled.")
+@flag("--json", "Print JSON, one object per line.", "as_json")
 def nightly(
     night: str | None, catch_up: int, names: tuple[str, ...], wait_hours: float, again: bool, as_json: bool
 ) -> None:
@@ -194,16 +186,16 @@ def flower() -> None:
 
 
 @cli.command()
-@click.option("--delete", is_flag=True, help="Delete the orphans.")
-@click.option(
+@flag("--delete", "Delete the orphans.")
+@option(
     "--grace-hours",
-    metavar="HOURS",
+    "HOURS",
+    "Minimum hours since the job ended and since the object was written.",
     type=FiniteRange(min=0),
     default=24.0,
     show_default=True,
-    help="Minimum hours since the job ended and since the object was written.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@flag("--json", "Print JSON.", "as_json")
 def sweep(delete: bool, grace_hours: float, as_json: bool) -> None:
     """Find orphans: objects in the store that no job uses.
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import click
 from click.shell_completion import ShellComplete, get_completion_class
 
-from jobs.cli.options import common_options, flag, output_options, read_ledger, worker_command
-from jobs.console import FAILED, Output
+from jobs.cli.options import common_options, output_options, read_ledger, worker_command
+from jobs.console import FAILED, Output, flag
 from jobs.doctor import Health, run_checks
 from jobs.formatting import field_docs, printable, redact, seconds_text
 from jobs.ledger.status import RECENT_SECONDS, WorkerStatus, worker_statuses
@@ -95,18 +94,18 @@ def show(home: str | None, output: Output) -> None:
         (key, redact(value) if isinstance(value, str) else value, settings.origin(key))
         for key, value in leaves(settings.model_dump(mode="json"))
     ]
-    effective = (
-        ("ledger", redact(settings.ledger_url)),
-        ("broker", redact(settings.effective_broker_url)),
-        ("store", redact(settings.effective_store_url)),
-    )
+    effective = {
+        "ledger": redact(settings.ledger_url),
+        "broker": redact(settings.effective_broker_url),
+        "store": redact(settings.effective_store_url),
+    }
     if output.as_json:
         values = {key: {"value": value, "origin": origin} for key, value, origin in rows}
-        output.data({"schema": "nightjar.config/1", "settings": values, "effective": dict(effective)})
+        output.data({"schema": "nightjar.config/1", "settings": values, "effective": effective})
         return
     output.table(("SETTING", "VALUE", "ORIGIN"), rows)
     click.echo()
-    output.table(("EFFECTIVE", "ADDRESS"), effective)
+    output.table(("EFFECTIVE", "ADDRESS"), effective.items())
 
 
 @config.command("list")
@@ -165,7 +164,7 @@ def doctor(home: str | None, output: Output) -> int:
     for finding in run_checks(home):
         failed |= finding.health is Health.FAIL
         if output.as_json:
-            output.data({"schema": "nightjar.finding/1", **asdict(finding)})
+            output.data({"schema": "nightjar.finding/1", **finding._asdict()})
         elif finding.health is not Health.OK or not output.quiet:
             label = click.style(f"{finding.health.value:<5}", fg=_COLORS[finding.health], bold=True)
             click.echo(f"{label} {finding.check:<9} {printable(finding.message)}")

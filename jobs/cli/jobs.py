@@ -18,16 +18,14 @@ from jobs.cli.options import (
     EnumChoice,
     code_option,
     common_options,
-    flag,
     job_argument,
     of_job,
-    option,
     pairs,
     price_option,
     read_ledger,
     where_option,
 )
-from jobs.console import CANCELLED, FAILED, TIMEOUT, FiniteRange, Output
+from jobs.console import CANCELLED, FAILED, TIMEOUT, FiniteRange, Output, flag, option
 from jobs.formatting import bytes_text, counted, printable
 from jobs.ledger.records import KEPT_REJECTED_LINES, ItemState, JobState
 from jobs.ledger.status import JobStatus, find_job, newest_jobs, status_and_errors, statuses_of

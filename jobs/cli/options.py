@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 import click
 from click.shell_completion import CompletionItem
 
-from jobs.console import LOCAL_PATH, PROGRAM, FiniteRange, NamedPath, Output
+from jobs.console import LOCAL_PATH, PROGRAM, F, FiniteRange, NamedPath, Output, flag, option
 from jobs.formatting import printable
 from jobs.ledger.status import newest_jobs
 from jobs.ledger.transaction import Transaction, read_with_driver
@@ -30,7 +30,6 @@ from pipelines.errors import ErrorCode, NightjarError, nearest
 if TYPE_CHECKING:
     from jobs.job_options import Flag
 
-F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 #: Headings for the other options in the help of a command with job options.
@@ -72,18 +71,6 @@ class JobCommand(click.Command):
         for heading, options in records.items():
             with formatter.section(heading):
                 formatter.write_dl(options)
-
-
-def option(
-    flag: str, metavar: str, text: str, *, name: str | None = None, **settings: Any
-) -> Callable[[F], F]:
-    """An option with a value, and its help. `name`: the parameter that gets it, unless named like the flag."""
-    return click.option(flag, *([name] if name else []), metavar=metavar, help=text, **settings)
-
-
-def flag(flag: str, text: str, *names: str) -> Callable[[F], F]:
-    """An option without a value, and its help. `names`: a short flag, or the parameter that gets it."""
-    return click.option(flag, *names, is_flag=True, help=text)
 
 
 json_option = flag("--json", "Print JSON, one object per line.", "as_json")

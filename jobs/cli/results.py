@@ -17,16 +17,14 @@ from jobs.cli.options import (
     LateHelp,
     common_options,
     files,
-    flag,
     of_job,
     of_jobs,
-    option,
     output_options,
     parsed_by,
     price_option,
     where_option,
 )
-from jobs.console import FAILED, LOCAL_PATH, NamedPath, Output
+from jobs.console import FAILED, LOCAL_PATH, NamedPath, Output, flag, option
 from jobs.formatting import bytes_text, counted, printable
 from jobs.ledger.records import Job, JobSpec
 from jobs.recent_jobs import FoundJob, chosen_jobs, out_option

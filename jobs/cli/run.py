@@ -15,17 +15,8 @@ import click
 import msgspec
 
 from jobs.cli.jobs import exit_code_of, print_status
-from jobs.cli.options import (
-    JobCommand,
-    common_options,
-    files,
-    flag,
-    job_options,
-    models,
-    option,
-    worker_command,
-)
-from jobs.console import FAILED, Interrupted, Output, Stop, check_interrupts, defer_sigint
+from jobs.cli.options import JobCommand, common_options, files, job_options, models, worker_command
+from jobs.console import FAILED, Interrupted, Output, Stop, check_interrupts, defer_sigint, flag, option
 from jobs.embedded import EmbeddedHome, embedded_settings
 from jobs.formatting import counted
 from jobs.gpus import choose_gpus, count_gpus

@@ -3,7 +3,6 @@ its name with ours."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ def test_a_machine_without_gpus_needs_none_of_it() -> None:
     ],
 )
 def test_gpus_that_torch_cannot_use(change: dict[str, object], said: str, advice: str) -> None:
-    found = check_gpu(replace(WHOLE, **change))  # type: ignore[arg-type]
+    found = check_gpu(WHOLE._replace(**change))  # type: ignore[arg-type]
     assert said in found[0]
     assert advice in found[1]
 
@@ -49,7 +48,7 @@ def test_gpus_that_torch_cannot_use(change: dict[str, object], said: str, advice
 def test_missing_compilers_are_told_with_what_is_slower(
     change: dict[str, object], said: str, advice: str
 ) -> None:
-    found = check_compilers(replace(WHOLE, **change))  # type: ignore[arg-type]
+    found = check_compilers(WHOLE._replace(**change))  # type: ignore[arg-type]
     assert found[0].startswith(said)
     assert "slower" in found[0]
     assert advice in found[1]
