@@ -30,7 +30,7 @@ from pipelines.fish_speech.codec import Codec, codec_from
 from pipelines.fish_speech.config import CodecConfig as FishCodecConfig
 from pipelines.fish_speech.config import CodecStackConfig, FishConfig
 from pipelines.fish_speech.prompt import Vocabulary as FishVocabulary
-from pipelines.nn.checkpoint import open_device
+from pipelines.nn.checkpoint import TensorSource, open_device
 from pipelines.qwen3_tts.codec import CodecDecoder, fuses_front
 from pipelines.qwen3_tts.config import CodecConfig, CodecDecoderConfig, Qwen3TTSConfig
 from pipelines.qwen3_tts.model import Qwen3TTSModel, take_weights
@@ -65,7 +65,7 @@ def in_range(name: str, noise: Tensor) -> Tensor:
     return noise * (0.6 * noise[0].numel() ** -0.5 if noise.dim() > 1 else 0.02)
 
 
-class DummyWeights:
+class DummyWeights(TensorSource):
     """Takes the place of `pipelines.nn.checkpoint.Checkpoint`: draws each tensor on `device` when it is
     taken.
 
@@ -74,9 +74,6 @@ class DummyWeights:
 
     def __init__(self, device: torch.device | str, rule: Rule = in_range) -> None:
         self._device, self._rule = torch.device(device), rule
-
-    def __contains__(self, name: str) -> bool:
-        return False
 
     def take(
         self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, device: Place = None
@@ -150,8 +147,9 @@ def dummy_model(
     """A model of this size on the device; with `ends`, one that draws the end wherever `min_new_tokens`
     allows it."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(qwen3_config(size)), encoding="utf-8")
-        config = Qwen3TTSConfig.from_folder(folder)
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(qwen3_config(size)), encoding="utf-8")
+        config = Qwen3TTSConfig.from_folder(path.parent)
     rule = ends_when_allowed(config.ids.codec_eos_token_id) if ends else as_published
     return Qwen3TTSModel(config, take_weights(DummyWeights(device, rule), config, dtype, device), max_context)
 

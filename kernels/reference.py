@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,40 +43,34 @@ class FrameOutput:
     residual_logits: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class TokenPositions:
-    """The positions of n new tokens, and the page and the offset there of their keys and values; each [n]."""
-
-    positions: Tensor
-    pages: Tensor
-    offsets: Tensor
-
-
 def run_stack(
     x: Tensor,
     stack: StackTensors,
-    tokens: TokenPositions,
+    tokens: tuple[Tensor, Tensor, Tensor],
     k_cache: Tensor,
     v_cache: Tensor,
-    attend: Callable[[int, Tensor], Tensor],
+    attend: Callable[..., Tensor],
     keys_only_at_the_end: bool = False,
 ) -> Tensor:
     """Runs all layers over n new tokens, and appends their keys and values to their pages.
 
-    x: [n, hidden]; k_cache, v_cache: [layers, pages, kv_heads, page_size, head_dim]; attend: (layer, q [n,
-    heads, head_dim]) -> [n, heads * head_dim]. Returns [n, hidden] before the final norm. With
+    x: [n, hidden]; tokens: their positions, and the page and the offset there of their keys and values, each [n];
+    k_cache, v_cache: [layers, pages, kv_heads, page_size, head_dim]; attend: (q [n, heads, head_dim], the layer's
+    k_cache and v_cache, scale) -> [n, heads * head_dim]. Returns [n, hidden] before the final norm. With
     `keys_only_at_the_end` the last layer stops after it has written its keys and values, and the result is
     undefined.
     """
-    eps, angles = stack.eps, stack.rope_table[tokens.positions]
+    positions, pages, offsets = tokens
+    eps, angles = stack.eps, stack.rope_table[positions]
     for index, layer in enumerate(stack.layers):
         packed = functional.linear(rms_norm(x, layer.input_norm, eps), layer.qkv, layer.qkv_bias)
         q = qk_norm_rope_append(
-            packed, layer.q_norm, layer.k_norm, eps, angles, k_cache[index], v_cache[index], tokens.pages, tokens.offsets, stack.wide_rope
+            packed, layer.q_norm, layer.k_norm, eps, angles, k_cache[index], v_cache[index], pages, offsets, stack.wide_rope
         )  # fmt: skip
         if keys_only_at_the_end and index == len(stack.layers) - 1:
             break
-        x = x + functional.linear(attend(index, q), layer.o)
+        mixed = attend(q, k_cache[index], v_cache[index], scale=stack.scale)
+        x = x + functional.linear(mixed, layer.o)
         x = x + functional.linear(
             swiglu(functional.linear(rms_norm(x, layer.post_norm, eps), layer.gate_up)), layer.down
         )
@@ -134,16 +129,9 @@ def backbone_step(
     positions, table = state.positions[rows], state.page_table[rows]
     pages = table.gather(1, (positions // page_size)[:, None])[:, 0]
     lengths = torch.where(rows == state.dead, 0, positions + 1)
-    out = run_stack(
-        state.inputs[rows],
-        stack,
-        TokenPositions(positions, pages, positions % page_size),
-        k_cache,
-        v_cache,
-        lambda layer, q: paged_decode_attention(
-            q, k_cache[layer], v_cache[layer], table, lengths, max_length, stack.scale
-        ),
-    )
+    attend = partial(paged_decode_attention, page_table=table, lengths=lengths, max_length=max_length)
+    tokens = positions, pages, positions % page_size
+    out = run_stack(state.inputs[rows], stack, tokens, k_cache, v_cache, attend)
     return rms_norm(out, stack.norm, stack.eps)
 
 
@@ -163,7 +151,7 @@ def draw_first(
     warm, wide = torch.full_like(temperature, RETRY_TEMPERATURE), torch.full_like(top_p, RETRY_TOP_P)
     flags = DrawFlags(flags.max_top_k, any_top_p=True, all_greedy=False)
     retry = (warm, top_k, wide, greedy)
-    again = sample(processed, noise[:, weights.codebooks], retry, flags, rules.nucleus_first)
+    again = sample(processed, noise[:, -1], retry, flags, rules.nucleus_first)
     return torch.where((state.recent[rows] == drawn[:, None]).any(-1), again, drawn)
 
 
@@ -211,15 +199,15 @@ def _depth_step(x: Tensor, start: int, stack: StackTensors, cache: Tensor) -> Te
     positions = torch.arange(start, start + new, device=x.device).repeat(rows)
     pages = torch.arange(rows, device=x.device).repeat_interleave(new)
 
-    def attend(layer: int, q: Tensor) -> Tensor:
+    def attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         queries = q.view(rows, new, -1, stack.head_dim).transpose(1, 2)
-        keys, values = cache[:, layer, :, :, : start + new]
+        keys, values = keys[:, :, : start + new], values[:, :, : start + new]
         mixed = functional.scaled_dot_product_attention(
-            queries, keys, values, is_causal=new > 1, scale=stack.scale, enable_gqa=True
+            queries, keys, values, is_causal=new > 1, scale=scale, enable_gqa=True
         )
         return mixed.transpose(1, 2).reshape(rows * new, -1)
 
-    tokens = TokenPositions(positions, pages, positions)
+    tokens = positions, pages, positions
     return run_stack(x.flatten(0, 1), stack, tokens, cache[0], cache[1], attend).view(rows, new, width)
 
 

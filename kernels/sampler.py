@@ -173,11 +173,7 @@ def draw(weights: Tensor, random: Tensor) -> Tensor:
 
 
 def sample(
-    logits: Tensor,
-    random: Tensor,
-    settings: Sequence[Tensor],
-    flags: DrawFlags,
-    nucleus_first: bool = False,
+    logits: Tensor, random: Tensor, settings: Sequence[Tensor], flags: DrawFlags, nucleus_first: bool = False
 ) -> Tensor:
     """One token per row: the likeliest if the row is greedy, otherwise one drawn with `random`.
 

@@ -83,12 +83,11 @@ class Buckets(Generic[T]):
 
     def prepare(self, capture: Callable[[int], T]) -> bool:
         """Captures one more size, for an idle engine. Returns False if none is left."""
-        missing = next(
-            (size for size in self.sizes if size not in self.captured and size not in self._refused), None
-        )
-        if missing is not None:
-            self.attempt(missing, capture)
-        return missing is not None
+        for size in self.sizes:
+            if size not in self.captured and size not in self._refused:
+                self.attempt(size, capture)
+                return True
+        return False
 
     def choose(self, rows: int, capture: Callable[[int], T]) -> int | None:
         """The size for a batch of `rows`, captured now if it is due. None: there is no memory for any size that

@@ -1,4 +1,5 @@
-"""The frame loop without threads: one `step` admits and prefills requests, and starts and reads frames."""
+"""The frame loop without threads: one `step` admits and prefills requests, starts and reads frames, and ends utterances
+that run away."""
 
 from __future__ import annotations
 
@@ -18,7 +19,6 @@ from kernels.cuda_graphs import lacks_memory
 from kernels.reference import ENDED, NOT_FINITE
 from kernels.sampler import DrawFlags
 from pipelines.engine.executor import EngineOptions, FrameExecutor, FrameSettings, PendingFrames, PrefillRun
-from pipelines.engine.runaway import RunawayGuard
 from pipelines.engine.scheduler import Finish, FrameReceiver, GenerationRequest, Scheduler, Utterance
 from pipelines.engine.state import Placement
 from pipelines.engine.turns import Playback, TurnPlanner
@@ -32,6 +32,12 @@ _QUORUM = 16
 _CROWDED = 8
 #: While a stream is alive, whole utterances have a quarter of a turn's prefill positions.
 _WHOLE_SHARE = 4
+#: Maximum seconds of a part that is repeated, and seconds of repetition after which an utterance runs away. They are
+#: longer than a pause inside of speech, whose codes may be equal.
+PART_SECONDS, REPEATED_SECONDS = 0.8, 2.1
+#: Number of repeated frames that a frame which repeats nothing takes back. More than four of five frames must be
+#: repeated, so that a held sound, or a code that is frequent, never counts as a repetition.
+_TAKEN_BACK = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,39 @@ def engine_failure(error: Exception) -> SynthesisError:
     """The error of requests that failed because of the engine or the device."""
     message = f"The engine failed: {type(error).__name__}: {error}."
     return SynthesisError(ErrorCode.SYNTH_ENGINE, message, "See the log; the request may be tried again.")
+
+
+class RunawayGuard:
+    """Watches the codes of codebook 0 of all slots. An utterance runs away if it repeats a part again and again, or if
+    it has more frames than its text can need."""
+
+    def __init__(self, slots: int, frame_seconds: float) -> None:
+        parts = max(round(PART_SECONDS / frame_seconds), 1)
+        self._repeated = round(REPEATED_SECONDS / frame_seconds)
+        #: [slots, parts]: the last codes, the newest first; for each length of a part: number of repeated frames.
+        self._codes = np.full((slots, parts), -1, np.int32)
+        self._counts = np.zeros((slots, parts), np.int32)
+        #: [slots]: number of frames that are left.
+        self._left = np.zeros(slots, np.int64)
+
+    def begin(self, slot: int, longest: int | None) -> None:
+        """Watches a new utterance; `longest`: maximum frames that its text can need, if known."""
+        self._codes[slot], self._counts[slot] = -1, 0
+        self._left[slot] = np.iinfo(np.int64).max if longest is None else longest
+
+    def record(self, slots: Sequence[int], codes: NDArray[np.int64]) -> list[int]:
+        """Adds the frames of a turn, codes [frames, slots], and returns the indices of slots that run away."""
+        rows = np.asarray(slots, np.int64)
+        past, counts = self._codes[rows], self._counts[rows]
+        for frame in codes:
+            repeats = past == frame[:, None]
+            counts = np.where(repeats, counts + 1, np.maximum(counts - _TAKEN_BACK, 0))
+            past[:, 1:] = past[:, :-1]
+            past[:, 0] = frame
+        self._codes[rows], self._counts[rows] = past, counts
+        self._left[rows] -= len(codes)
+        runaway = (self._left[rows] < 0) | (counts >= self._repeated).any(axis=1)
+        return np.flatnonzero(runaway).tolist()
 
 
 class EngineCore:
@@ -101,10 +140,11 @@ class EngineCore:
         thread."""
         kv = self.executor.kv
         room = min(kv.pages * kv.page_size, self.options.max_context)
-        if request.positions > room:
+        positions = len(request.prompt) + request.max_tokens - 1
+        if positions > room:
             raise SynthesisError(
                 ErrorCode.SYNTH_OOM,
-                f"The request needs up to {request.positions} positions; the engine has room for {room}.",
+                f"The request needs up to {positions} positions; the engine has room for {room}.",
                 "Shorten the text or the reference, lower max_seconds, or give the engine more pages.",
             )
 
@@ -170,14 +210,14 @@ class EngineCore:
         scheduler = self.scheduler
         self._place(scheduler.admit_streams())
         prefilled = self._prefill(scheduler.streams)
-        streams = [one for one in scheduler.ready() if one.playback is not None]
+        streams = [(one, one.playback) for one in scheduler.ready() if one.playback is not None]
         batch = batch and bool(scheduler.whole or scheduler.waiting)
-        playbacks = [one.playback for one in streams if one.playback is not None]
+        playbacks = [playback for _, playback in streams]
         crowded = (
             bool(scheduler.waiting_streams) or scheduler.free_slots < self.executor.state.slots // _CROWDED
         )
         plan = self.planner.plan(playbacks, self._clock(), batch, crowded)
-        rows = [streams[index] for index in plan.streams]
+        rows = [streams[index][0] for index in plan.streams]
         if plan.batch:
             self._admit()
             prefilled = self._prefill(scheduler.whole, _WHOLE_SHARE) or prefilled
@@ -241,20 +281,17 @@ class EngineCore:
 
     def _prefill(self, among: Sequence[Utterance], share: int = 1) -> bool:
         """Prefills the chunks that `Scheduler.prefill` plans. Returns whether there were any chunks."""
-        if adopted := self.scheduler.adopt_prefixes(among):
+        if self.scheduler.prefixes.known and (adopted := self.scheduler.adopt_prefixes(among)):
             self.executor.state.write_pages([(one.slot, one.pages, 0) for one in adopted])
         chunks = self.scheduler.prefill(among, share)
         runs: list[PrefillRun] = []
         for utterance, count in chunks:
-            embeddings = utterance.embeddings
-            if embeddings is None:
-                continue
+            assert utterance.embeddings is not None, "they are kept until the prompt is prefilled"
             start, end = utterance.prefilled, utterance.prefilled + count
-            runs.append(PrefillRun(utterance.slot, start, embeddings[start:end]))
+            runs.append(PrefillRun(utterance.slot, start, utterance.embeddings[start:end]))
             utterance.prefilled = end
-            if utterance.prefilled == utterance.last:
+            if end == utterance.last:
                 utterance.embeddings = None
-        there_were_any = bool(runs)
         # Chunks of one prompt read the pages that earlier chunks wrote, so they run one after another.
         while runs:
             now: dict[int, PrefillRun] = {}
@@ -264,7 +301,7 @@ class EngineCore:
         for utterance, _ in chunks:
             if utterance.request.prefixes:
                 self.scheduler.keep_prefix(utterance)
-        return there_were_any
+        return bool(chunks)
 
     def _start_frames(self, batch: list[Utterance], frames: int, together: bool) -> _Turn | None:
         """Starts up to `frames` frames of a batch; `together`: no other utterance needs a frame."""
@@ -387,12 +424,8 @@ class EngineCore:
             error,
         )
         if len(running) == 1:
-            self._fail(
-                running[0],
-                SynthesisError(
-                    ErrorCode.SYNTH_OOM, f"The device is out of memory: {error}.", "Use a smaller engine."
-                ),
-            )
+            message = f"The device is out of memory: {error}."
+            self._fail(running[0], SynthesisError(ErrorCode.SYNTH_OOM, message, "Use a smaller engine."))
         while running:
             self.scheduler.preempt_youngest()
         torch.cuda.empty_cache()

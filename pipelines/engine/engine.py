@@ -33,6 +33,12 @@ _REST_SECONDS = 0.001
 IDLE_SECONDS = 1.0
 
 
+class _NoStage:
+    """Stands for the stage of an engine without a codec."""
+
+    is_backlogged = is_current = False
+
+
 class Engine:
     """Runs requests from any thread on its own thread.
 
@@ -58,7 +64,7 @@ class Engine:
         self._calls: list[Callable[[], None]] = []
         self._wake = threading.Condition()
         self._room = waiting_room
-        self._stage = stage
+        self._stage = stage or _NoStage()
         self._codec = codec
         self._waiting = 0
         self._closing = False
@@ -77,9 +83,7 @@ class Engine:
         """
         self.core.check(request)
         with self._wake:
-            inside = threading.current_thread() is self._thread or (
-                self._stage is not None and self._stage.is_current
-            )
+            inside = threading.current_thread() is self._thread or self._stage.is_current
             if not (request.stream or inside):
                 self._wake.wait_for(lambda: self._closing or self._waiting + self._arrived_whole < self._room)
             if self._closing:
@@ -165,7 +169,7 @@ class Engine:
                 IDLE_SECONDS if self._preparing else None,
             )
             # Whole utterances alone wait for the stage.
-            while self._is_backlogged and not (
+            while self._stage.is_backlogged and not (
                 self._closing
                 or self._calls
                 or self.core.has_streams
@@ -187,7 +191,7 @@ class Engine:
             call()
         worked = True
         try:
-            worked = self.core.step(not self._is_backlogged)
+            worked = self.core.step(not self._stage.is_backlogged)
         except Exception as error:
             log.exception("a turn of the engine failed")
             self.core.fail_all(engine_failure(error))
@@ -197,10 +201,6 @@ class Engine:
             if not (worked or self._arrived or self._calls or self._closing):
                 self._wake.wait(_REST_SECONDS)
         return True
-
-    @property
-    def _is_backlogged(self) -> bool:
-        return self._stage is not None and self._stage.is_backlogged
 
     def _prepare(self) -> None:
         try:

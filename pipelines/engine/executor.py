@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.attention import PackedRuns, paged_prefill_attention
 from kernels.frame import FrameTensors
-from kernels.reference import FrameOutput, TokenPositions, backbone_step, draw_frame, run_stack
+from kernels.reference import FrameOutput, backbone_step, draw_frame, run_stack
 from kernels.registry import to_device
 from kernels.sampler import DrawFlags
 from pipelines.engine.buckets import buckets_for
@@ -131,19 +131,13 @@ class FrameModel:
         places = np.concatenate([np.arange(start, start + count) for start, count in zip(starts, counts)])
         slots = to_device(torch.tensor([run.slot for run in runs]), self.device)
         owner, positions = to_device(torch.from_numpy(np.stack((owner, places))), self.device).unbind(0)
-        table, scale = state.page_table[slots], self.tensors.backbone.scale
+        table = state.page_table[slots]
         if self.device.type == "cpu":
             lengths = [start + count for start, count in zip(starts, counts)]
-
-            def attend(layer: int, q: Tensor) -> Tensor:
-                return paged_prefill_attention(q, kv.k[layer], kv.v[layer], table, counts, lengths, scale)
+            attend = partial(paged_prefill_attention, page_table=table, rows=counts, lengths=lengths)
         else:
-            packed = PackedRuns(table, starts, counts, kv.page_size)
-
-            def attend(layer: int, q: Tensor) -> Tensor:
-                return packed.attend(q, kv.k[layer], kv.v[layer], scale)
-
-        pages = TokenPositions(positions, table[owner, positions // kv.page_size], positions % kv.page_size)
+            attend = PackedRuns(table, starts, counts, kv.page_size).attend
+        pages = positions, table[owner, positions // kv.page_size], positions % kv.page_size
         x = torch.cat([run.embeddings for run in runs])
         run_stack(x, self.tensors.backbone, pages, kv.k, kv.v, attend, keys_only_at_the_end=True)
 

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.attention import PackedPrompts
 from kernels.cuda_graphs import FRAME_PRIORITY, GraphPool, capture
 from kernels.lm_frame import FusedFrame, plan_for, runs_cuda
 from kernels.prefill import prefill_packed, prefill_padded
@@ -164,25 +163,14 @@ def prefills_of(executor: GraphExecutor, sizes: Sequence[int]) -> PackedPrefills
     """Makes the prefills of an executor; `sizes`: the numbers of positions that a row of packed prompts can
     have. The prefills refer only to parts of the executor: a reference to the executor itself would be a
     cycle."""
-    stack, state, cache, pool, stream = (
-        executor.tensors.backbone,
-        executor.state,
-        executor.kv,
-        executor.pool,
-        executor.capture_stream,
-    )
+    stack, state, cache = executor.tensors.backbone, executor.state, executor.kv
+    pool, stream = executor.pool, executor.capture_stream
 
     def replayed(work: Callable[[], None]) -> Callable[[], None]:
         return capture(work, pool, stream).replay
 
-    def packed(embeddings: Tensor, prompts: PackedPrompts) -> None:
-        prefill_packed(embeddings, prompts, stack, cache.k, cache.v, SCRATCH_PAGE)
-
-    def padded(embeddings: Tensor, page_table: Tensor, counts: Tensor, start: int) -> None:
-        prefill_padded(embeddings, page_table, counts, start, stack, cache.k, cache.v, SCRATCH_PAGE)
-
-    return (
-        PackedPrefills(packed, state, replayed, sizes)
-        if executor.packed
-        else PaddedPrefills(padded, state, cache, replayed)
-    )
+    if executor.packed:
+        packed = partial(prefill_packed, stack=stack, k_cache=cache.k, v_cache=cache.v, scratch=SCRATCH_PAGE)
+        return PackedPrefills(packed, state, replayed, sizes)
+    padded = partial(prefill_padded, stack=stack, k_cache=cache.k, v_cache=cache.v, scratch=SCRATCH_PAGE)
+    return PaddedPrefills(padded, state, cache, replayed)

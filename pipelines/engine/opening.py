@@ -39,7 +39,6 @@ Stack = StackConfig | StackTensors
 #: Names of executors.
 ExecutorKind = Literal["auto", "eager", "graph", "megakernel"]
 _CPU_SLOTS, _CPU_KV_BYTES = 32, 1 << 30
-_DEFAULTS = EngineOptions()
 #: Minimum positions of a sequence; fewer have no room for a prompt and a second of speech.
 _MIN_CONTEXT = 64
 #: `EngineOptions.admit_turns` on a GPU.
@@ -324,7 +323,7 @@ class NativeModelOptions(ModelOptions):
         device: torch.device,
         max_positions: int,
         context: int = CONTEXT,
-        frame_seconds: float = _DEFAULTS.frame_seconds,
+        frame_seconds: float = EngineOptions().frame_seconds,
         wide: bool = False,
     ) -> EngineOptions:
         """Sizes of the engine of a model that is not loaded yet.
@@ -340,13 +339,10 @@ class NativeModelOptions(ModelOptions):
         if device.type == "cpu":
             slots = self.slots or _CPU_SLOTS
             needed = slots * math.ceil(context / self.page_size)
+            pages = self.pages or max(1, min(_CPU_KV_BYTES // needs.page, needed))
+            streams = min(self.streams, slots // 2)
             return EngineOptions(
-                slots,
-                self.pages or max(1, min(_CPU_KV_BYTES // needs.page, needed)),
-                self.page_size,
-                context,
-                frame_seconds=frame_seconds,
-                stream_slots=min(self.streams, slots // 2),
+                slots, pages, self.page_size, context, frame_seconds=frame_seconds, stream_slots=streams
             )
 
         def planned(budget: int) -> EngineOptions:
@@ -370,7 +366,7 @@ class NativeModelOptions(ModelOptions):
             frame_seconds=frame_seconds,
             stream_slots=min(self.streams, plan.slots // 2),
             spare_slots=plan.slots // _SPARE_PART if wide and plan.slots >= BUCKETS[-1] else 0,
-            prefill_tokens=_WIDE_PREFILL * plan.slots if many else _DEFAULTS.prefill_tokens,
+            prefill_tokens=_WIDE_PREFILL * plan.slots if many else plan.prefill_tokens,
         )
 
     def positions(self, max_positions: int, context: int = CONTEXT) -> int:

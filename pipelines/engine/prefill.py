@@ -91,7 +91,9 @@ class PackedPrefills:
         left: list[PrefillRun] = []
         for group in self._groups(runs):
             # If a group is left, later groups are left too, since they may hold later pieces of its last run.
-            size = None if left else self._rows.choose(self._wanted(group), self._row)
+            positions = sum(len(run.embeddings) for run in group)
+            wanted = _shortest(self._rows.sizes, positions, len(group))
+            size = None if left else self._rows.choose(wanted, self._row)
             if size is None:
                 left += group
             else:
@@ -118,14 +120,9 @@ class PackedPrefills:
         """The length of the next row: one that holds all positions and runs with little empty space, or the
         longest one that they fill, if it has room for the runs."""
         sizes = self._rows.possible
-        held = next((size for size in sizes if size >= positions and _max_runs(size) >= runs), sizes[-1])
+        held = _shortest(sizes, positions, runs)
         shorter = max((size for size in sizes if size <= positions), default=held)
         return held if held - positions <= _MAX_EMPTY or _max_runs(shorter) < runs else shorter
-
-    def _wanted(self, group: Sequence[PrefillRun]) -> int:
-        """The shortest row that holds a group."""
-        positions = sum(len(run.embeddings) for run in group)
-        return next(size for size in self._rows.sizes if size >= positions and _max_runs(size) >= len(group))
 
     @torch.inference_mode()
     def _row(self, size: int) -> _Row:
@@ -147,6 +144,11 @@ class PackedPrefills:
 def _max_runs(size: int) -> int:
     """Maximum chunks of a row of `size` positions."""
     return max(size // _RUN_POSITIONS, _MIN_RUNS)
+
+
+def _shortest(sizes: Sequence[int], positions: int, runs: int) -> int:
+    """The shortest row that holds these positions and chunks; the longest if none does."""
+    return next((size for size in sizes if size >= positions and _max_runs(size) >= runs), sizes[-1])
 
 
 class PaddedPrefills:
@@ -186,22 +188,21 @@ class PaddedPrefills:
         """The index of the shape that a chunk fits; None if it fits none."""
         before, rest = divmod(run.start, self._kv.page_size)
         used = self._kv.pages_for(len(run.embeddings))
-        fitting = (
-            at
-            for at, (_, new, first) in enumerate(self._shapes)
-            if used <= new and first == before and not rest
-        )
-        return next(fitting, None)
+        for at, (_, new, first) in enumerate(self._shapes):
+            if used <= new and first == before and not rest:
+                return at
+        return None
 
     def _replay(self, row: _Row, runs: Sequence[PrefillRun]) -> None:
-        rows = row.runs.shape[1]
-        new, empty = len(row.embeddings) // rows, rows - len(runs)
-        counts = [len(run.embeddings) for run in runs]
-        slots = [*(run.slot for run in runs), *[self._state.dead] * empty]
-        send(np.array((slots, [*counts, *[0] * empty]), np.int64), row.runs)
-        targets = np.concatenate([np.arange(at * new, at * new + count) for at, count in enumerate(counts)])
-        sent = to_device(torch.from_numpy(targets), row.embeddings.device)
-        row.embeddings.index_copy_(0, sent, torch.cat([run.embeddings for run in runs]))
+        sent = np.zeros(row.runs.shape, np.int64)
+        sent[0] = self._state.dead
+        for at, run in enumerate(runs):
+            sent[:, at] = run.slot, len(run.embeddings)
+        send(sent, row.runs)
+        new = len(row.embeddings) // sent.shape[1]
+        cells = np.concatenate([np.arange(at * new, at * new + count) for at, count in enumerate(sent[1])])
+        targets = to_device(torch.from_numpy(cells), row.embeddings.device)
+        row.embeddings.index_copy_(0, targets, torch.cat([run.embeddings for run in runs]))
         row.replay()
 
     @torch.inference_mode()

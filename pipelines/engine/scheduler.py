@@ -79,11 +79,6 @@ class GenerationRequest:
     #: Maximum frames that its text can need, see `longest_seconds`; None: unknown.
     longest: int | None = None
 
-    @property
-    def positions(self) -> int:
-        """The maximum number of positions of its context."""
-        return len(self.prompt) + self.max_tokens - 1
-
     def prefix_ends(self, page_size: int) -> list[tuple[bytes, int]]:
         """(content, whole pages up to its end) of each prefix that has more pages than the one before.
 
@@ -274,14 +269,6 @@ class Utterance:
         """Whether the next frame needs text that is not known yet."""
         return self.text_open and self.started >= len(self.trailing)
 
-    def restart(self) -> None:
-        """Discards all frames, so that it starts from its prompt again."""
-        self.embeddings = None
-        self.prefilled = self.started = self.made = 0
-        self.parts = []
-        if self.playback is not None:
-            self.playback.missing = self.playback.wanted + self.delivered
-
 
 class BatchLimit:
     """The maximum number of running requests: all slots, or fewer for a time after an out-of-memory error.
@@ -398,7 +385,7 @@ class Scheduler:
         request = utterance.request
         shared = self.prefixes.use(request.prefix_ends(self.kv.page_size)) if request.prefixes else None
         known = [] if shared is None else shared.all_pages
-        room = min(request.positions, len(request.prompt) + self._options.reserve_frames)
+        room = len(request.prompt) + min(request.max_tokens - 1, self._options.reserve_frames)
         enough = not self.running or self.kv.pages_for(room) - len(known) <= self.prefixes.free
         pages = self.prefixes.take(self.kv.pages_for(len(request.prompt)) - len(known)) if enough else None
         if pages is None:
@@ -418,7 +405,7 @@ class Scheduler:
         whole utterances. The duplicated work is bounded by the budget of a turn.
         """
         adopted: list[Utterance] = []
-        for utterance in among if self.prefixes.known else ():
+        for utterance in among:
             if utterance.prefilled:
                 continue
             shared = self.prefixes.use(utterance.request.prefix_ends(self.kv.page_size))
@@ -481,10 +468,8 @@ class Scheduler:
         grown: list[tuple[Utterance, list[int]]] = []
         size = self.kv.page_size
         for utterance in batch:
-            if utterance.last + utterance.started + frames <= len(utterance.pages) * size:
-                continue
-            missing = self.kv.pages_for(utterance.last + utterance.started + frames) - len(utterance.pages)
-            while utterance.slot >= 0:
+            missing = -(-(utterance.last + utterance.started + frames) // size) - len(utterance.pages)
+            while missing > 0 and utterance.slot >= 0:
                 pages = self.prefixes.take(missing)
                 if pages is not None:
                     utterance.pages.extend(pages)
@@ -498,13 +483,16 @@ class Scheduler:
         self.preempt((self.whole or self.running)[-1])
 
     def preempt(self, utterance: Utterance) -> None:
-        """Moves an utterance back to the head of its queue, to start again."""
+        """Moves an utterance back to the head of its queue, to start again from its prompt, without any frames."""
         self.remove(utterance)
-        utterance.restart()
+        utterance.embeddings = None
+        utterance.prefilled = utterance.started = utterance.made = 0
+        utterance.parts = []
         if utterance.playback is None:
             self.waiting.appendleft(utterance)
             self.preempted += 1
         else:
+            utterance.playback.missing = utterance.playback.wanted + utterance.delivered
             self.waiting_streams.appendleft(utterance)
 
     def remove(self, utterance: Utterance) -> None:

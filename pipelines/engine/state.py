@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -78,28 +76,26 @@ class SlotState:
         self.seen = torch.zeros(rows, vocab, dtype=torch.bool, device=device)
         #: [rows, window]: the codes of the last frames, at frame % window; -1 if there is none.
         self.recent = torch.full((rows, window), -1, dtype=torch.int64, device=device)
-        # All values of one type are in one tensor, so that one launch writes a new request's values.
-        self._integers, integers = _blocks(
-            [(rows, max_pages), (rows, max_trailing + 1), *[(rows,)] * 6], torch.int64, device
-        )
-        self._floats, floats = _blocks([(rows,)] * 5, torch.float32, device)
-        self._flags, flags = _blocks([(rows,)] * 2, torch.bool, device)
+        # Values of one type are in one tensor, so that one launch writes those of new requests.
+        edge = _aligned(rows * max_pages)
+        self._tables = torch.zeros(edge + rows * (max_trailing + 1), dtype=torch.int64, device=device)
         #: [rows, max_pages]; entries beyond a slot's pages are the scratch page.
+        self.page_table = self._tables[: rows * max_pages].view(rows, max_pages)
         #: [rows, max_trailing + 1]: text id added after each frame; the last column is always the pad.
-        self.page_table, self.trailing = integers[:2]
+        self.trailing = self._tables[edge:].view(rows, -1)
+        self.trailing.fill_(pad_text)
+        #: [values, rows or more], in the order in which `place` writes them.
+        self._integers, self._floats, self._flags = (
+            torch.full((values, _aligned(rows)), start, dtype=kind, device=device)
+            for values, start, kind in ((6, 0, torch.int64), (5, 1, torch.float32), (2, True, torch.bool))
+        )
         #: [rows]: position of the next input; number of frames made; seed of the noise; number of draws before
         #: the end can be drawn.
-        self.positions, self.frames, self.seeds, self.min_new_tokens = integers[2:6]
-        self.penalty = floats[4]
-        self.first = DrawTensors(floats[0], integers[6], floats[1], flags[0])
-        self.residual = DrawTensors(floats[2], integers[7], floats[3], flags[1])
-        self.trailing.fill_(pad_text)
-        self._floats.fill_(1)
-        self._flags.fill_(True)
-        #: For each type: the offsets of its [rows] tensors, in the order in which `place` writes them.
-        self._offsets = [
-            np.array([block.storage_offset() for block in kind]) for kind in (integers[2:], floats, flags)
-        ]
+        self.positions, self.frames, self.seeds, self.min_new_tokens, *top_k = self._integers[:, :rows]
+        *floats, self.penalty = self._floats[:, :rows]
+        greedy = self._flags[:, :rows]
+        self.first = DrawTensors(floats[0], top_k[0], floats[1], greedy[0])
+        self.residual = DrawTensors(floats[2], top_k[1], floats[3], greedy[1])
         #: For each slot: numbers of written entries of its page table and of its trailing text.
         self._used = [[0, 0] for _ in range(rows)]
         #: The state as the tensors that a frame takes; they share its memory.
@@ -108,10 +104,12 @@ class SlotState:
         )
 
     def place(self, placements: Sequence[Placement]) -> None:
-        """Writes requests into their slots with one transfer, and one launch for each type of values."""
+        """Writes requests into their slots with one transfer, and a launch for each type of values."""
         cells: list[NDArray[np.int64]] = []
         values: list[NDArray[np.int64]] = []
-        settings: list[tuple[float, ...]] = []
+        integers: list[tuple[int, ...]] = []
+        floats: list[tuple[float, ...]] = []
+        flags: list[tuple[bool, bool]] = []
         for one in placements:
             sampling, trailing = one.sampling, one.trailing[: self.trailing.shape[1] - 1]
             tables = (
@@ -124,18 +122,18 @@ class SlotState:
                 cells.append(_cells(table, one.slot, 0, len(entries) + empty))
                 values += [entries, np.full(empty, rest, np.int64)]
                 self._used[one.slot][at] = len(entries)
-            cells.append(self._offsets[0] + one.slot)
-            numbers = (
-                one.position,
-                0,
-                one.seed,
-                sampling.min_new_tokens,
-                sampling.top_k,
-                sampling.residual_top_k,
+            integers.append(
+                (
+                    one.position,
+                    0,
+                    one.seed,
+                    sampling.min_new_tokens,
+                    sampling.top_k,
+                    sampling.residual_top_k,
+                )
             )
-            values.append(np.array(numbers, np.int64))
-            # In the order of a slot's blocks; greedy rows have a temperature of 1.
-            settings.append(
+            # Greedy rows have a temperature of 1.
+            floats.append(
                 (
                     sampling.temperature or 1.0,
                     sampling.top_p,
@@ -144,28 +142,18 @@ class SlotState:
                     sampling.repetition_penalty,
                 )
             )
+            flags.append((sampling.temperature == 0, sampling.residual_temperature == 0))
         slots = np.array([one.slot for one in placements], np.int64)
-        greedy = np.array(
-            [(one.sampling.temperature == 0, one.sampling.residual_temperature == 0) for one in placements]
-        )
-        places = [
-            np.concatenate(cells),
-            np.concatenate(values),
-            (self._offsets[1] + slots[:, None]).ravel(),
-            (self._offsets[2] + slots[:, None]).ravel(),
-            slots,
-        ]
-        packed = [
-            np.concatenate(places).view(np.uint8),
-            np.array(settings, np.float32).ravel().view(np.uint8),
-            greedy.ravel().view(np.uint8),
-        ]
-        sent = self._sent(np.concatenate(packed))
-        integers, floats, flags = sent.split([len(part) for part in packed])
-        at, what, at_floats, at_flags, rows = integers.view(torch.int64).split([len(part) for part in places])
-        self._integers[at] = what
-        self._floats[at_floats] = floats.view(torch.float32)
-        self._flags[at_flags] = flags.view(torch.bool)
+        parts = (
+            np.concatenate(cells), np.concatenate(values), slots,
+            np.array(integers, np.int64).T, np.array(floats, np.float32).T, np.array(flags).T,
+        )  # fmt: skip
+        sent = self._sent(np.concatenate([np.frombuffer(part.tobytes(), np.uint8) for part in parts]))
+        cell, value, rows, *states = sent.split([part.nbytes for part in parts])
+        rows = rows.view(torch.int64)
+        self._tables[cell.view(torch.int64)] = value.view(torch.int64)
+        for target, new in zip((self._integers, self._floats, self._flags), states, strict=True):
+            target[:, rows] = new.view(target.dtype).view(-1, len(placements))
         embeddings = [one.embedding for one in placements]
         self.inputs.index_copy_(
             0, rows, torch.stack(embeddings) if len(embeddings) > 1 else embeddings[0][None]
@@ -186,13 +174,10 @@ class SlotState:
         """Appends pages to slots' tables: (slot, pages, entry of the first page)."""
         for slot, pages, start in grown:
             self._used[slot][0] = start + len(pages)
-        cells = np.concatenate(
-            [_cells(self.page_table, slot, start, len(pages)) for slot, pages, start in grown]
-        )
-        sent = self._sent(
-            np.stack((cells, np.concatenate([np.asarray(pages, np.int64) for _, pages, _ in grown])))
-        )
-        self._integers[sent[0]] = sent[1]
+        cells = [_cells(self.page_table, slot, start, len(pages)) for slot, pages, start in grown]
+        values = [np.asarray(pages, np.int64) for _, pages, _ in grown]
+        sent = self._sent(np.stack((np.concatenate(cells), np.concatenate(values))))
+        self._tables[sent[0]] = sent[1]
 
     def write_trailing(self, slot: int, ids: NDArray[np.int64], start: int) -> None:
         """Adds ids to a slot's trailing text, the first one at entry `start`, in one transfer."""
@@ -200,21 +185,16 @@ class SlotState:
         if len(ids):
             self._used[slot][1] = start + len(ids)
             sent = self._sent(np.stack((_cells(self.trailing, slot, start, len(ids)), ids)))
-            self._integers[sent[0]] = sent[1]
+            self._tables[sent[0]] = sent[1]
 
 
-#: Offsets of blocks are multiples of this number of elements, since kernels load several elements at once.
+#: Offsets of tensors in another one are multiples of this number of elements, since kernels load several elements at
+#: once.
 _ALIGNED = 64
 
 
-def _blocks(
-    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, list[Tensor]]:
-    """A flat tensor of zeros, and views of its parts in these shapes."""
-    sizes = [math.prod(shape) for shape in shapes]
-    starts = [0, *itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
-    flat = torch.zeros(starts[-1], dtype=dtype, device=device)
-    return flat, [flat[start : start + size].view(shape) for start, size, shape in zip(starts, sizes, shapes)]
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGNED) * _ALIGNED
 
 
 def _cells(table: Tensor, row: int, column: int, count: int) -> NDArray[np.int64]:

@@ -157,7 +157,13 @@ class TurnPlanner:
                 else next((size for size in known if size > stream.size), known[-1])
             )
         if stream.awaiting:
-            return self._first_size()
+            # The smallest first chunk that plays longer than another one of its size takes to make.
+            playing = (
+                size
+                for size in self._first_frames
+                if size * self.turn_seconds + SPARE_SECONDS <= size * self._frame_seconds
+            )
+            return next(playing, self._first_frames[0])
         sizes = [size for size in self._chunk_frames if size <= 2 * stream.size]
         if self.turn_seconds >= self._frame_seconds:
             return sizes[-1]  # no size can keep up
@@ -165,14 +171,6 @@ class TurnPlanner:
         return next(
             (size for size in reversed(sizes) if size * self.turn_seconds + SPARE_SECONDS <= lead), sizes[0]
         )
-
-    def _first_size(self) -> int:
-        """The smallest first chunk that plays longer than another chunk of its size takes to make; else the
-        smallest one."""
-        for size in self._first_frames:
-            if size * self.turn_seconds + SPARE_SECONDS <= size * self._frame_seconds:
-                return size
-        return self._first_frames[0]
 
     def whole_part(self, frames: int) -> int:
         """The largest chunk size that `frames` frames fill; all of them if they fill none."""

@@ -138,7 +138,7 @@ def take_weights(
 def load_weights(config: FishConfig, dtype: torch.dtype, device: torch.device) -> LmWeights:
     """The dual AR of a checkpoint folder; on the device `meta` it is only checked. Raises as `take_weights`,
     and for an unknown tensor."""
-    with Checkpoint.open(config.folder) as checkpoint:
+    with Checkpoint(config.folder) as checkpoint:
         weights = take_weights(checkpoint, config, dtype, device)
         checkpoint.finish()
     return weights
@@ -247,7 +247,7 @@ def plan_sizes(
 def memory_needs(config: FishConfig, dtype: torch.dtype, page_size: int) -> MemoryNeeds:
     """The GPU memory that a checkpoint needs."""
     slow, fast, width = config.slow, config.fast, dtype.itemsize
-    with Checkpoint.open(config.folder) as checkpoint:
+    with Checkpoint(config.folder) as checkpoint:
         values = checkpoint.values()
     span = 1 << (config.codebooks - 1).bit_length()
     # A row's keys and values in the fast AR, whose positions are padded to a power of two; the row's other

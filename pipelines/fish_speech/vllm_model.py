@@ -22,7 +22,7 @@ from kernels.registry import to_device
 from pipelines.fish_speech.config import FishConfig
 from pipelines.fish_speech.model import PROMPT_CODES, SLOW, drawn_ids, frame_tensors, take_fast, take_layers
 from pipelines.fish_speech.prompt import is_speech
-from pipelines.nn.checkpoint import Checkpoint, Loader, Shapes
+from pipelines.nn.checkpoint import Checkpoint, Loader, TensorSource
 from pipelines.vllm_engine.frames import EngineFrameState, FrameModel
 
 
@@ -72,7 +72,7 @@ class FishForCausalLM(FrameModel, Qwen3ForCausalLM):
         #: The embeddings of the ids that can be drawn, and the fast AR. Their tensors are also parameters,
         #: because vLLM counts, moves and fills parameters.
         self.drawn = torch.empty(len(drawn_ids(self.fish)), self.fish.slow.hidden, dtype=self._dtype)
-        self.fast = take_fast(Loader(Shapes(real=True), "", self._dtype, self.drawn.device), self.fish)
+        self.fast = take_fast(Loader(TensorSource(real=True), "", self._dtype, self.drawn.device), self.fish)
         self.beside = nn.ParameterList(
             [nn.Parameter(tensor, requires_grad=False) for tensor in _tensors((self.drawn, self.fast))]
         )
@@ -100,7 +100,7 @@ class FishForCausalLM(FrameModel, Qwen3ForCausalLM):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Reads the folder instead of `weights`, one layer at a time. Raises `ModelError`
         (`model.bad_checkpoint`) that names a missing or wrong tensor."""
-        with Checkpoint.open(self.fish.folder) as checkpoint:
+        with Checkpoint(self.fish.folder) as checkpoint:
             load = Loader(checkpoint, "", self._dtype, torch.device("cpu"))
             loaded = super().load_weights(self._slow(load.at(SLOW)))
             drawn = self._embeddings(load.at(SLOW))[drawn_ids(self.fish)]

@@ -3,17 +3,18 @@ precision."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,38 +25,21 @@ from pipelines.errors import EngineCrashError, ErrorCode, invalid
 from pipelines.nn.config_keys import StackConfig, bad_checkpoint, read_table
 from pipelines.options import VISIBLE, Precision, has_gpu
 
-if TYPE_CHECKING:
-    import hashlib
-
 log = logging.getLogger(__name__)
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
-class TensorSource(Protocol):
-    """A source of weights: a `TensorTable`, or anything that makes tensors by name and shape."""
-
-    def __contains__(self, name: str) -> bool:
-        """Whether it has a tensor of this name; used for tensors that have different names in different
-        checkpoints."""
-        ...
-
-    def take(
-        self,
-        name: str,
-        shape: Sequence[int],
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> Tensor: ...
-
-
-class Shapes:
-    """A source of tensors without values, on the device `meta` unless they are `real`."""
+class TensorSource:
+    """A source of weights by name and shape. This one makes tensors without values, on the device `meta` unless they
+    are `real`; a `TensorTable` reads them."""
 
     def __init__(self, real: bool = False) -> None:
         self._real = real
 
     def __contains__(self, name: str) -> bool:
+        """Whether it has a tensor of this name; used for tensors that have different names in different
+        checkpoints."""
         return False
 
     def take(
@@ -90,7 +74,7 @@ class Loader:
         return replace(self, dtype=torch.float32)
 
 
-class TensorTable:
+class TensorTable(TensorSource):
     """Tensors of a folder or a file by name; `finish` raises an error for those that were not taken."""
 
     def __init__(self, place: Path, names: Collection[str], read: Callable[[str], Tensor]) -> None:
@@ -107,10 +91,6 @@ class TensorTable:
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
-
-    def names(self, prefix: str = "") -> list[str]:
-        """The names of all tensors that start with `prefix`, sorted, whether taken or not."""
-        return sorted(name for name in self._names if name.startswith(prefix))
 
     def take(
         self,
@@ -144,13 +124,13 @@ class TensorTable:
             name for name in self._left if not any(fnmatchcase(name, pattern) for pattern in patterns)
         }
 
-    def left(self, prefix: str = "") -> list[str]:
-        """The names under `prefix` that were neither taken nor ignored, sorted."""
-        return sorted(name for name in self._left if name.startswith(prefix))
+    def left(self) -> list[str]:
+        """The names that were neither taken nor ignored, sorted."""
+        return sorted(self._left)
 
-    def finish(self, prefix: str = "") -> None:
-        """Raises `ModelError` (`model.bad_checkpoint`) naming the tensors under `prefix` that are left."""
-        if extra := self.left(prefix):
+    def finish(self) -> None:
+        """Raises `ModelError` (`model.bad_checkpoint`) naming the tensors that are left."""
+        if extra := self.left():
             raise bad_checkpoint(
                 f"{self.place} holds tensors that the config does not account for: {shown(extra)}."
             )
@@ -184,42 +164,38 @@ def read_pickle(path: Path, wrappers: Sequence[str] = (), mmap: bool = False) ->
 class Checkpoint(TensorTable):
     """The tensors of one checkpoint folder, read when they are taken.
 
-    Opens `<stem>.safetensors`, or the shards that `<stem>.safetensors.index.json` lists.
+    Opens `model.safetensors`, or the shards that `model.safetensors.index.json` lists.
 
-        with Checkpoint.open(folder) as weights:
+        with Checkpoint(folder) as weights:
             norm = weights.take("model.norm.weight", (1024,), torch.float32)
             weights.ignore("*rotary_emb*")
             weights.finish()
     """
 
-    def __init__(self, folder: Path, files: Iterable[str]) -> None:
+    def __init__(self, folder: Path) -> None:
+        """Lists the tensors of a folder.
+
+        Raises `ModelError` (`model.bad_checkpoint`) that names the file, if one is missing, truncated or
+        damaged, if the index points out of the folder, and if there are only pickles.
+        """
+        single, index = "model.safetensors", folder / "model.safetensors.index.json"
+        if (folder / single).is_file():
+            files = {single}
+        elif index.is_file():
+            files = _shards(index)
+        elif pickles := sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern)):
+            raise bad_checkpoint(
+                f"{folder} holds its weights as pickle ({pickles[0]}), which is never loaded.",
+                "Convert the weights to safetensors first.",
+            )
+        else:
+            raise bad_checkpoint(f"{folder} has neither {single} nor {index.name}.")
         self._contexts = ExitStack()
         self._handles: dict[str, Any] = {}
         for file in files:
             handle = self._contexts.enter_context(_opened(folder / file))
             self._handles |= dict.fromkeys(handle.keys(), handle)
         super().__init__(folder, self._handles, self._stored)
-
-    @classmethod
-    def open(cls, folder: str | Path, stem: str = "model") -> Checkpoint:
-        """Lists the tensors of a folder.
-
-        Raises `ModelError` (`model.bad_checkpoint`) that names the file, if one is missing, truncated or
-        damaged, if the index points out of the folder, and if there are only pickles.
-        """
-        folder = Path(folder)
-        single, index = f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
-        if (folder / single).is_file():
-            return cls(folder, [single])
-        if index.is_file():
-            return cls(folder, _shards(index))
-        pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-        if pickles:
-            raise bad_checkpoint(
-                f"{folder} holds its weights as pickle ({pickles[0]}), which is never loaded.",
-                "Convert the weights to safetensors first.",
-            )
-        raise bad_checkpoint(f"{folder} has neither {single} nor {index.name}.")
 
     def __exit__(self, *_: object) -> None:
         self._contexts.close()
@@ -228,9 +204,9 @@ class Checkpoint(TensorTable):
         """The number of values of all tensors; reads no tensor."""
         return sum(math.prod(handle.get_slice(name).get_shape()) for name, handle in self._handles.items())
 
-    def update_digest(self, digest: hashlib._Hash, prefix: str = "") -> None:
+    def update_digest(self, digest: hashlib._Hash, prefix: str) -> None:
         """Adds all tensors under `prefix` to a digest: their names, types, shapes and contents."""
-        for name in self.names(prefix):
+        for name in sorted(name for name in self._handles if name.startswith(prefix)):
             tensor = self._stored(name)
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
             digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
@@ -283,7 +259,7 @@ def fill_module(
         place = prefix + place
         if not empty.is_floating_point():
             tensors[name] = source.take(place, empty.shape, None, device)
-        elif place.endswith(".weight") and place not in source:
+        elif place.endswith(".weight"):
             tensors[name] = take_normed(source, place.removesuffix("weight"), empty.shape, device).to(dtype)
         else:
             tensors[name] = source.take(place, empty.shape, torch.float32, device).to(dtype)
@@ -336,25 +312,20 @@ def take_stack(
 
     Raises `ModelError` (`model.bad_checkpoint`) that names a missing or misshapen tensor.
     """
-    widths = [heads * shape.head_dim for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
-
+    widths = [shape.q_width, shape.kv_width, shape.kv_width]
     layers = []
     for index in range(shape.layers):
         take = load.at(f"layers.{index}.")
         qkv = [
             take(f"self_attn.{name}_proj.weight", width, shape.hidden) for name, width in zip("qkv", widths)
         ]
-        bias = (
-            [take(f"self_attn.{name}_proj.bias", width) for name, width in zip("qkv", widths)]
-            if qkv_bias
-            else []
-        )
+        bias = [take(f"self_attn.{name}_proj.bias", width) for name, width in zip("qkv", widths) if qkv_bias]
         gate_up = [
             take(f"mlp.{name}_proj.weight", shape.intermediate, shape.hidden) for name in ("gate", "up")
         ]
-        norms = [
+        q_norm, k_norm = (
             take(f"self_attn.{name}_norm.weight", shape.head_dim) if head_norm else None for name in "qk"
-        ]
+        )
         layers.append(
             Layer(
                 input_norm=take("input_layernorm.weight", shape.hidden),
@@ -363,8 +334,8 @@ def take_stack(
                 post_norm=take("post_attention_layernorm.weight", shape.hidden),
                 gate_up=torch.cat(gate_up),
                 down=take("mlp.down_proj.weight", shape.hidden, shape.intermediate),
-                q_norm=norms[0],
-                k_norm=norms[1],
+                q_norm=q_norm,
+                k_norm=k_norm,
                 qkv_bias=torch.cat(bias) if bias else None,
             )
         )
@@ -379,7 +350,16 @@ def open_device(name: str | None, threads: int | None = None) -> torch.device:
     half a second, and batches of utterances often have new shapes. Raises `ConfigError` (`config.invalid`) for
     a device that does not exist, and `EngineCrashError` like `_best_device`.
     """
-    device = _known_device(name or _best_device())
+    name = name or _best_device()
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise invalid(f"There is no device {name!r}.", "Name cpu, cuda or cuda:N.") from error
+    index, count = device.index or 0, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and index >= count:
+        message = f"There is no GPU {index}; this process sees {count}."
+        advice = "Name another device, such as cpu or cuda:0, or run `nightjar doctor`."
+        raise invalid(message, advice)
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
     if device.type == "cpu" or threads:
@@ -407,19 +387,6 @@ def _best_device() -> str:
     raise EngineCrashError(
         ErrorCode.WORKER_CRASH, message, f"See `nvidia-smi`. To work on the CPU, set {VISIBLE} to nothing."
     )
-
-
-def _known_device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise invalid(f"There is no device {name!r}.", "Name cpu, cuda or cuda:N.") from error
-    index, count = device.index or 0, torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type == "cuda" and index >= count:
-        message = f"There is no GPU {index}; this process sees {count}."
-        advice = "Name another device, such as cpu or cuda:0, or run `nightjar doctor`."
-        raise invalid(message, advice)
-    return device
 
 
 def precision(asked: Precision | None, device: torch.device) -> torch.dtype:

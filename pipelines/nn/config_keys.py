@@ -87,6 +87,7 @@ class BaseSamplingDefaults:
     max_new_tokens: Size = 2048
 
 
+@dataclass(frozen=True, slots=True)
 class Keys:
     """The keys of one section of a JSON or YAML file. Every method raises `ModelError`
     (`model.bad_checkpoint`) that names file and key.
@@ -96,10 +97,10 @@ class Keys:
     A key that is null is absent.
     """
 
-    def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = "") -> None:
-        self._path = path
-        self._values = {name: value for name, value in values.items() if value is not None}
-        self._prefix = prefix
+    path: Path
+    table: Mapping[str, Any]
+    #: The sections around this one, each with a dot.
+    prefix: str = ""
 
     @classmethod
     def read(cls, path: Path) -> Keys:
@@ -107,10 +108,10 @@ class Keys:
         return cls(path, read_table(path))
 
     def __contains__(self, key: str) -> bool:
-        return key in self._values
+        return self.table.get(key) is not None
 
     def section(self, key: str) -> Keys:
-        return Keys(self._path, self.value(key, dict[str, Any]), f"{self._prefix}{key}.")
+        return Keys(self.path, self.value(key, dict[str, Any]), f"{self.prefix}{key}.")
 
     def value(self, key: str, kind: Any, default: Any = MISSING) -> Any:
         """The value of a key, converted to this type by msgspec; dots separate sections; `default`: the value
@@ -118,19 +119,20 @@ class Keys:
         section, _, rest = key.partition(".")
         if rest:
             return self.section(section).value(rest, kind, default)
-        if key not in self._values:
+        found = self.table.get(key)
+        if found is None:
             if default is MISSING:
                 raise self.error(key, "is missing")
             return default
         try:
-            return msgspec.convert(self._values[key], kind)
+            return msgspec.convert(found, kind)
         except msgspec.ValidationError as error:
             descriptions = [
                 meta.description
                 for meta in getattr(kind, "__metadata__", ())
                 if isinstance(meta, msgspec.Meta)
             ]
-            what = f"must be {descriptions[0]}" if descriptions else f"is {self._values[key]!r}: {error}"
+            what = f"must be {descriptions[0]}" if descriptions else f"is {found!r}: {error}"
             raise self.error(key, what) from error
 
     def take(self, kind: type[T], **known: Any) -> T:
@@ -159,28 +161,28 @@ class Keys:
     def expect(self, **values: object) -> None:
         """Raises the error for keys with values other than the supported ones; they can be absent."""
         for key, value in values.items():
-            if (found := self._values.get(key, value)) != value:
+            if (found := self.table.get(key)) not in (None, value):
                 raise self.error(key, f"is {found!r}; only {value!r} is supported")
 
     def rope_theta(self) -> float:
         """The base of a rope that is not scaled, from the keys that different releases of transformers use
         for it."""
-        name = next((name for name in ("rope_scaling", "rope_parameters") if self._values.get(name)), None)
-        rope = self.section(name) if name else Keys(self._path, {}, self._prefix)
+        name = next((name for name in ("rope_scaling", "rope_parameters") if self.table.get(name)), None)
+        rope = self.section(name) if name else Keys(self.path, {}, self.prefix)
         if rope.value("rope_type", str, rope.value("type", str, "default")) != "default":
             raise self.error("rope_scaling", "asks for a scaled rope, which is not supported")
         return (self if "rope_theta" in self else rope).value("rope_theta", Positive)
 
     def error(self, key: str, what: str) -> ModelError:
         """The error of a wrong key."""
-        return bad_checkpoint(f"{self._path}: {self._prefix}{key} {what}.")
+        return bad_checkpoint(f"{self.path}: {self.prefix}{key} {what}.")
 
     def require(self, holds: bool, what: str) -> None:
         """Raises an error about this section with the text `what`, unless `holds`: a relation of its values
         that the code relies on."""
         if not holds:
-            section = f" {self._prefix[:-1]}:" if self._prefix else ""
-            raise bad_checkpoint(f"{self._path}:{section} {what}.")
+            section = f" {self.prefix[:-1]}:" if self.prefix else ""
+            raise bad_checkpoint(f"{self.path}:{section} {what}.")
 
 
 def revision(folder: Path, suffixes: Sequence[str]) -> str:

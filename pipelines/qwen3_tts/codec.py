@@ -235,7 +235,7 @@ def load_codec(
     has another shape.
     """
     config = CodecConfig.load(folder)
-    with Checkpoint.open(folder) as checkpoint:
+    with Checkpoint(folder) as checkpoint:
         decoder = encoder = None
         if decodes:
             decoder = CodecDecoder(

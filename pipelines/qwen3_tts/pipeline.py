@@ -36,7 +36,7 @@ from pipelines.engine.opening import (
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.errors import ConfigError, ErrorCode, InputError, NightjarError, SynthesisError
-from pipelines.nn.checkpoint import Checkpoint, Shapes, open_device, precision, type_name
+from pipelines.nn.checkpoint import Checkpoint, TensorSource, open_device, precision, type_name
 from pipelines.nn.config_keys import StackConfig, bad_checkpoint
 from pipelines.options import Count, read_options
 from pipelines.qwen3_tts.codec import Codec, CodecDecoder, fuses_front, load_codec
@@ -166,8 +166,8 @@ def plan_sizes(
 ) -> EngineOptions:
     """Sizes of the engine, before weights are loaded. Raises like `engine_options`."""
     with (
-        Checkpoint.open(config.folder) as model,
-        Checkpoint.open(config.folder / "speech_tokenizer") as codec,
+        Checkpoint(config.folder) as model,
+        Checkpoint(config.folder / "speech_tokenizer") as codec,
     ):
         taken = model.values() * dtype.itemsize
         if options.decodes or config.clones:
@@ -246,7 +246,7 @@ def memory_needs(
 def codec_needs(config: CodecDecoderConfig, dtype: torch.dtype, streams: bool, rows: int) -> tuple[int, int]:
     """Bytes of all graphs of a codec that is not loaded yet, for streams and for a continuous batch of `rows`
     rows of whole utterances; and bytes of a stream's state."""
-    decoder = CodecDecoder(config, Shapes(), "meta", dtype, fused=False)
+    decoder = CodecDecoder(config, TensorSource(), "meta", dtype, fused=False)
     taken = utterance_bytes(decoder.shape, rows) if rows else 0
     if not streams:
         return taken, 0
@@ -564,7 +564,7 @@ def _load(
 ) -> tuple[Qwen3TTSModel, VoiceCache | None]:
     """Reads the main safetensors. A missing or unknown tensor is an error."""
     voices = None
-    with Checkpoint.open(config.folder) as checkpoint:
+    with Checkpoint(config.folder) as checkpoint:
         weights = take_weights(checkpoint, config, dtype, device)
         if config.clones:
             from pipelines.qwen3_tts.speaker import SpeakerEncoder, VoiceCache

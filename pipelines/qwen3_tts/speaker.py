@@ -346,6 +346,6 @@ class VoiceCache:
         device = device_name(speaker.device), type_name(speaker.dtype), torch.__version__
         digest = hashlib.sha256(repr((sizes, device)).encode())
         for place, prefix in ((folder, PREFIX), (folder / "speech_tokenizer", "encoder.")):
-            with Checkpoint.open(place) as checkpoint:
+            with Checkpoint(place) as checkpoint:
                 checkpoint.update_digest(digest, prefix)
         return digest.hexdigest()

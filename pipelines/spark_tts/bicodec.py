@@ -242,7 +242,7 @@ def load_bicodec(
         encoder, prenet = Encoder(sizes.encoder), Prenet(sizes.prenet, sizes.speaker.out_dim)
         quantizer = SemanticQuantizer(sizes.encoder.out_channels, sizes.codebook_size, sizes.codebook_dim)
         speaker, wave = SpeakerEncoder(sizes.speaker), WaveGenerator(sizes.wave)
-    with Checkpoint.open(config.folder / BICODEC) as checkpoint:
+    with Checkpoint(config.folder / BICODEC) as checkpoint:
         parts = {"encoder": encoder, "quantizer": quantizer, "speaker_encoder": speaker}
         if decodes:
             parts["decoder"] = wave

@@ -81,7 +81,7 @@ def load_weights(
     config: SparkConfig, drawable: Drawable, dtype: torch.dtype, device: torch.device | str
 ) -> LmWeights:
     """The LM of a checkpoint folder. Raises as `take_weights`, and for an unknown tensor."""
-    with Checkpoint.open(config.folder / LLM) as checkpoint:
+    with Checkpoint(config.folder / LLM) as checkpoint:
         weights = take_weights(checkpoint, config.lm, drawable, dtype, device)
         checkpoint.ignore("*rotary_emb*", *(["lm_head.weight"] if config.lm.tie_word_embeddings else []))
         checkpoint.finish()
@@ -140,7 +140,7 @@ def plan_sizes(
 ) -> EngineOptions:
     """Sizes of the engine, before anything is loaded. Raises as `NativeModelOptions.plan`."""
     lm, width, folder = config.lm, dtype.itemsize, config.folder
-    with Checkpoint.open(folder / LLM) as model, Checkpoint.open(folder / BICODEC) as codec:
+    with Checkpoint(folder / LLM) as model, Checkpoint(folder / BICODEC) as codec:
         weights = model.values() * width + codec.values() * torch.float32.itemsize
     weights += sum(
         path.stat().st_size

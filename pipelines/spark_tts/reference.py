@@ -103,7 +103,7 @@ def _tensors(folder: Path) -> TensorTable:
     if pickled.is_file() and not (folder / "model.safetensors").is_file():
         tensors = read_pickle(pickled)
         return TensorTable(pickled, tensors, tensors.__getitem__)
-    return Checkpoint.open(folder)
+    return Checkpoint(folder)
 
 
 #: Constants of the published volume normalization (utils/audio.py, `audio_volume_normalize`).

@@ -116,11 +116,7 @@ def _features(frames: int) -> int:
 
 
 def load_tower(
-    checkpoint: Checkpoint,
-    config: SpeechLmConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    normalise: bool,
+    checkpoint: Checkpoint, config: SpeechLmConfig, device: torch.device, dtype: torch.dtype, normalise: bool
 ) -> AudioEncoder:
     """The tower of a checkpoint. Raises `ModelError` (`model.bad_checkpoint`) that names the tensor or the key."""
     try:

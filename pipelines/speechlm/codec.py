@@ -80,7 +80,7 @@ def load_codec(
 
     Raises `ModelError` (`model.bad_checkpoint`) that names the tensor.
     """
-    sizes = _sizes(config.folder, config.xcodec_hf_model_tag)
+    sizes = _sizes(config)
     if sizes.codebook_size != config.codes:
         raise bad_checkpoint(
             f"The codec has {sizes.codebook_size} codes, but config.json says {config.codes}."
@@ -94,23 +94,24 @@ def load_codec(
 
 def frame_samples(config: SpeechLmConfig) -> int:
     """Samples of a frame, without loading the codec."""
-    return _sizes(config.folder, config.xcodec_hf_model_tag).hop_length
+    return _sizes(config).hop_length
 
 
 def identity(config: SpeechLmConfig) -> CodecIdentity:
     """The identity of the codec. Raises `ModelError` (`model.bad_checkpoint`)."""
     digest, name = hashlib.sha256(), config.xcodec_hf_model_tag.rpartition("/")[2]
-    with Checkpoint.open(config.folder) as checkpoint:
+    with Checkpoint(config.folder) as checkpoint:
         checkpoint.update_digest(digest, CODEC)
     rate = config.sample_rate / frame_samples(config)
     sizes = (config.codes,) * config.streams
     return CodecIdentity(name, digest.hexdigest(), rate, config.sample_rate, sizes)
 
 
-def _sizes(folder: Path, tag: str) -> Any:
+def _sizes(config: SpeechLmConfig) -> Any:
     """The codec's config: that of the folder in the checkpoint, or else the published one, which is the
     library's default."""
-    place = folder / tag / "config.json"
+    tag = config.xcodec_hf_model_tag
+    place = config.folder / tag / "config.json"
     if ".." in Path(tag).parts or not place.is_file():
         return XcodecConfig()
     table = own_keys(read_table(place))

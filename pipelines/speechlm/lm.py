@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -21,8 +21,7 @@ from pipelines.nn.config_keys import bad_checkpoint
 from pipelines.request import Message, Mode
 from pipelines.speechlm.config import SpeechLmConfig, own_keys
 from pipelines.tokens import TokenRequest, TokenSampling
-from pipelines.vllm_engine.library import PRIVATE, ModelSpec
-from pipelines.vllm_engine.pairs import Half
+from pipelines.vllm_engine.library import PRIVATE, Half, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,7 @@ class Prompt:
 
     ids: list[int]
     #: (first position, number of features) of each recording, in order.
-    features: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    features: list[tuple[int, int]]
 
 
 class TextCoder:
@@ -146,7 +145,7 @@ class Script:
     #: Maximum rows of audio.
     max_rows: int = 1 << 30
     #: (first position, features [n, hidden] on the host) of each recording.
-    features: Sequence[tuple[int, Tensor]] = field(default_factory=list[tuple[int, Tensor]])
+    features: Sequence[tuple[int, Tensor]] = ()
     #: A digest of the recordings; None without recordings.
     salt: str | None = None
 
@@ -175,8 +174,8 @@ class Script:
         special, prompt = config.specials, [*self.prompt_ids, *before]
         # The sampler ends a broken pair with the pad.
         sampling = self._sampling(self.max_tokens - len(before), (special.eos, special.pad))
-        limits = {"min_rows": self.min_rows, "max_rows": self.max_rows}
-        extra = {"audio": self.audio, **limits, **self._extra(private=True)}
+        extra = {"audio": self.audio, "min_rows": self.min_rows, "max_rows": self.max_rows}
+        extra |= self._extra(private=True)
         shadow = None
         if self.cfg > 1:
             null = [special.pad] * (len(prompt) - 1) + [special.audio]

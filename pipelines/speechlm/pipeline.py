@@ -40,14 +40,7 @@ from pipelines.speechlm.lm import (
 )
 from pipelines.speechlm.weights import check_names, refuse_pickle
 from pipelines.tokens import TokenHost, TokenRequest, Tokens
-from pipelines.validation import (
-    MAX_TOP_K,
-    bounded,
-    check_room,
-    frames_within,
-    or_default,
-    speech_task,
-)
+from pipelines.validation import MAX_TOP_K, bounded, check_room, frames_within, or_default, speech_task
 from pipelines.vllm_engine.library import load_vllm
 
 #: Maximum utterances of a batch of the codec.
@@ -88,7 +81,7 @@ def open_pipeline(folder: Path, **options: Any) -> SpeechLmPipeline:
     config = SpeechLmConfig.from_folder(folder)
     coder = TextCoder(config)
     codec_dtype = precision(chosen.codec_dtype, device)
-    with Checkpoint.open(folder) as checkpoint:
+    with Checkpoint(folder) as checkpoint:
         check_names(checkpoint, config)
         codec = load_codec(checkpoint, config, device, codec_dtype) if chosen.decodes else None
         encoder = load_tower(checkpoint, config, device, codec_dtype, chosen.normalise_audio)
@@ -104,7 +97,7 @@ def open_decoder(folder: Path, **options: Any) -> StageDecoder[None]:
     """Loads the decoder of a checkpoint's codec alone, with the options of `open_pipeline`; raises like it."""
     chosen = read_options(SpeechLmOptions, options)
     device, config = open_device(chosen.device, chosen.threads), SpeechLmConfig.from_folder(folder)
-    with Checkpoint.open(folder) as checkpoint:
+    with Checkpoint(folder) as checkpoint:
         codec = load_codec(checkpoint, config, device, precision(chosen.codec_dtype, device))
     return StageDecoder(open_stage(codec), config.sample_rate)
 

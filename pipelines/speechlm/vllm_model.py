@@ -27,7 +27,7 @@ from pipelines.speechlm.config import SpeechLmConfig
 from pipelines.speechlm.lm import ENDED_BY_EOT, ENDED_BY_LIMIT, StreamSampling
 from pipelines.speechlm.weights import EMBEDDING, HEAD, STREAMS
 from pipelines.vllm_engine.frames import FrameModel, FrameState, FrameStep
-from pipelines.vllm_engine.pairs import Half, Matched, half_of, match
+from pipelines.vllm_engine.library import Half, Matched, half_of, match
 
 _NEVER = float("-inf")
 #: A row with a top_k up to this is drawn from this number of the likeliest text ids.
@@ -101,16 +101,16 @@ class SpeechLmState(FrameState):
     def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
         """See vLLM's `ModelState`. Features of recordings replace the embeddings of their markers."""
         inputs = super().prepare_inputs(input_batch, req_states)
+        embeds = inputs["inputs_embeds"]
         for slot, features in list(self._features.items()):
             for row in np.flatnonzero(input_batch.idx_mapping_np[: input_batch.num_reqs] == slot):
                 begin, end = input_batch.query_start_loc_np[row : row + 2].tolist()
-                first = int(input_batch.seq_lens_cpu_upper_bound[row]) - (end - begin)
+                last = int(input_batch.seq_lens_cpu_upper_bound[row])
+                first, shift = last - (end - begin), end - last
                 for position, rows in features:
-                    low, high = max(position, first), min(position + len(rows), first + end - begin)
+                    low, high = max(position, first), min(position + len(rows), last)
                     if low < high:
-                        inputs["inputs_embeds"][begin + low - first : begin + high - first] = rows[
-                            low - position : high - position
-                        ]
+                        embeds[low + shift : high + shift] = rows[low - position : high - position]
                 if all(position + len(rows) <= first for position, rows in features):
                     del self._features[slot]
         return inputs

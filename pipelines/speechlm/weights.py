@@ -28,8 +28,9 @@ _CODEC_PARTS = (
     "encoder_semantic",
     "decoder_semantic",
     "semantic_model",
+    "fc",
+    "fc1",
 )
-_CODEC_PARTS += ("fc", "fc1")
 
 
 def check_names(checkpoint: Checkpoint, config: SpeechLmConfig) -> None:

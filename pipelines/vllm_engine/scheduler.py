@@ -27,8 +27,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import RequestStatus
 
-from pipelines.vllm_engine.library import AT_ONCE, PRIVATE, SALTS
-from pipelines.vllm_engine.pairs import half_of
+from pipelines.vllm_engine.library import AT_ONCE, PRIVATE, SALTS, half_of
 
 #: A group is complete with one new sequence for this many running ones; with fewer running ones nothing
 #: waits.
@@ -130,7 +129,8 @@ class _Grouped:
         """Preempts the newest requests or pairs until the KV blocks of this step's pairs are free; True if any
         was preempted."""
         preempted = False
-        while self._blocks_needed(one for one in self.running if one in halves) > self._blocks_free():
+        pool = self.kv_cache_manager.block_pool
+        while self._blocks_needed(one for one in self.running if one in halves) > pool.get_num_free_blocks():
             victim = self.running[-1]
             pair = next((pair for pair in self._pairs.values() if victim in pair), None)
             if pair is not None and len(self.running) == 2:
@@ -146,7 +146,7 @@ class _Grouped:
         """The waiting pairs, from the first one on, that fit into this step."""
         slots = self.max_num_running_reqs - len(self.running)
         tokens = self.max_num_scheduled_tokens - sum(map(_left, self.running))
-        free = self._blocks_free() - self._blocks_needed(self.running)
+        free = self.kv_cache_manager.block_pool.get_num_free_blocks() - self._blocks_needed(self.running)
         entering: list[list[Any]] = []
         for pair in waiting:
             blocks = self._blocks_needed(pair)
@@ -171,9 +171,6 @@ class _Grouped:
             -(-(one.num_computed_tokens + _left(one)) // size) + -one.num_computed_tokens // size
             for one in requests
         )
-
-    def _blocks_free(self) -> int:
-        return self.kv_cache_manager.block_pool.get_num_free_blocks()
 
 
 def _left(request: Any) -> int:

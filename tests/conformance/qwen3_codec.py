@@ -81,7 +81,7 @@ class _Golden:
 
     def _speaker(self, checkpoint: str) -> SpeakerEncoder:
         folder = whole(self.folder / checkpoint)
-        with Checkpoint.open(folder) as source:
+        with Checkpoint(folder) as source:
             encoder = SpeakerEncoder(Qwen3TTSConfig.from_folder(folder).speaker_encoder, source, self.device)
             source.finish(PREFIX)
         return encoder

@@ -159,7 +159,7 @@ class Golden:
     @torch.inference_mode()
     def _model(self, folder: Path) -> Qwen3TTSModel:
         config = Qwen3TTSConfig.from_folder(folder)
-        with Checkpoint.open(folder) as source:
+        with Checkpoint(folder) as source:
             weights = take_weights(source, config, self.dtype, self.device)
             for others in ("speaker_encoder.*", "*rotary_emb*"):
                 source.ignore(others)

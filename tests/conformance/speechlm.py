@@ -136,12 +136,12 @@ class Golden:
 
     @cached_property
     def decoder(self) -> XcodecDecoder:
-        with Checkpoint.open(self.config.folder) as checkpoint:
+        with Checkpoint(self.config.folder) as checkpoint:
             check_names(checkpoint, self.config)
             return XcodecDecoder(load_codec(checkpoint, self.config, self.device, torch.float32))
 
     def _encoder(self, normalise: bool) -> AudioEncoder:
-        with Checkpoint.open(self.config.folder) as checkpoint:
+        with Checkpoint(self.config.folder) as checkpoint:
             return load_tower(checkpoint, self.config, self.device, torch.float32, normalise)
 
     def array(self, name: str) -> NDArray[Any]:

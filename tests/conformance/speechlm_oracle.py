@@ -45,7 +45,7 @@ class Oracle:
         self.model: Any = Qwen3ForCausalLM._from_config(
             Qwen3Config(**text), attn_implementation="eager"
         ).eval()
-        with Checkpoint.open(config.folder) as checkpoint:
+        with Checkpoint(config.folder) as checkpoint:
             names = [name for name in checkpoint.names() if name.startswith(("model.", "lm_head."))]
             state = {
                 name: checkpoint.take(name, self.model.state_dict()[name].shape, torch.float32)

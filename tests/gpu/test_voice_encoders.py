@@ -34,7 +34,7 @@ def rows() -> list[NDArray[np.float32]]:
 
 def voices(device: str) -> VoiceCache:
     config = Qwen3TTSConfig.from_folder(FOLDER)
-    with Checkpoint.open(FOLDER) as source:
+    with Checkpoint(FOLDER) as source:
         speaker = SpeakerEncoder(config.speaker_encoder, source, device)
     return VoiceCache(config, speaker, load_codec(FOLDER / "speech_tokenizer", device))
 

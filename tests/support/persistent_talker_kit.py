@@ -83,13 +83,19 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     persistent_kit.exact(monkeypatch)
 
     def attention(
-        q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, _most: int, scale: float
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        page_table: Tensor,
+        lengths: Tensor,
+        max_length: int,
+        scale: float,
     ) -> Tensor:
         out = torch.zeros_like(q)
         for row, length in enumerate(lengths.tolist()):
             if length:
                 k, v = (
-                    cache[table[row]].transpose(0, 1).flatten(1, 2)[:, :length].double()
+                    cache[page_table[row]].transpose(0, 1).flatten(1, 2)[:, :length].double()
                     .repeat_interleave(q.shape[1] // keys.shape[1], 0)
                     for cache in (keys, values)
                 )  # fmt: skip

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from kernels.attention import PackedPrompts, attend_padded, padded_places, paged_prefill_attention
-from kernels.reference import TokenPositions, run_stack
+from kernels.reference import run_stack
 from pipelines.engine.executor import FrameModel
 from pipelines.engine.state import SCRATCH_PAGE, PagedKV
 
@@ -20,14 +22,8 @@ def padded_twin(
     embeddings: [runs, new, hidden], finite everywhere; pages: [runs, (start + new) / page_size], the pages
     of each run, the scratch page where it has none; counts: [runs], new positions of each.
     """
-    places = TokenPositions(
-        *padded_places(pages, counts, embeddings.shape[1], start, kv.page_size, SCRATCH_PAGE)
-    )
-    scale = model.tensors.backbone.scale
-
-    def attend(layer: int, q: Tensor) -> Tensor:
-        return attend_padded(q, kv.k[layer], kv.v[layer], pages, start, scale)
-
+    places = padded_places(pages, counts, embeddings.shape[1], start, kv.page_size, SCRATCH_PAGE)
+    attend = partial(attend_padded, pages=pages, start=start)
     run_stack(
         embeddings.flatten(0, 1),
         model.tensors.backbone,
@@ -42,11 +38,8 @@ def padded_twin(
 def packed_twin(model: FrameModel, embeddings: Tensor, prompts: PackedPrompts, kv: PagedKV) -> None:
     """`FrameModel.prefill` of chunks one after the other in a row of a length that depends on no prompt:
     embeddings [total, hidden], finite everywhere."""
-    places = TokenPositions(*prompts.places(len(embeddings), kv.page_size, SCRATCH_PAGE))
-
-    def attend(layer: int, q: Tensor) -> Tensor:
-        return attend_packed(q, kv.k[layer], kv.v[layer], prompts, model.tensors.backbone.scale)
-
+    places = prompts.places(len(embeddings), kv.page_size, SCRATCH_PAGE)
+    attend = partial(attend_packed, prompts=prompts)
     run_stack(embeddings, model.tensors.backbone, places, kv.k, kv.v, attend, keys_only_at_the_end=True)
 
 

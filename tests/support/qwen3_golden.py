@@ -40,7 +40,7 @@ def golden_model(
     folder = whole(GOLDEN / f"checkpoint-{kind}")
     config = Qwen3TTSConfig.from_folder(folder)
     config = replace(config, codebooks=codebooks or config.codebooks)
-    with Checkpoint.open(folder) as checkpoint:
+    with Checkpoint(folder) as checkpoint:
         weights = take_weights(checkpoint, config, dtype, "cpu")
         checkpoint.ignore("speaker_encoder.*")
         if codebooks:

@@ -105,9 +105,12 @@ def test_where_vllm_does_more_than_blocks_it_is_asked(other: dict[str, Any]) -> 
         (False, {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, Scheduler),
     ],
 )
-def test_engines_run_on_it(cpu: bool, chosen: dict[str, Any], kind: Any) -> None:
+def test_engines_run_on_it(
+    cpu: bool, chosen: dict[str, Any], kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipelines.vllm_engine.host.on_cpu", lambda: cpu)
     spec = replace(model_spec(SparkConfig.from_folder(wide_checkpoint())), engine=chosen)
-    arguments = engine_arguments(spec, TokenModelOptions(), cpu)
+    arguments = engine_arguments(spec, TokenModelOptions())
     assert (
         SchedulerConfig.default_factory(scheduler_cls=arguments["scheduler_cls"]).get_scheduler_cls() is kind
     )

@@ -145,11 +145,14 @@ def test_equal_codes_survive_the_merging_of_outputs() -> None:
     ("cpu", "options"),
     [(True, TokenModelOptions(step_tokens=1000)), (False, TokenModelOptions(step_tokens=100))],
 )
-def test_a_step_that_is_too_small_is_refused(cpu: bool, options: TokenModelOptions) -> None:
+def test_a_step_that_is_too_small_is_refused(
+    cpu: bool, options: TokenModelOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from pipelines.vllm_engine import host as engine
 
+    monkeypatch.setattr(engine, "on_cpu", lambda: cpu)
     with pytest.raises(ConfigError) as caught:
-        engine.engine_arguments(ModelSpec(wide_checkpoint()), options, cpu)
+        engine.engine_arguments(ModelSpec(wide_checkpoint()), options)
     assert caught.value.code is ErrorCode.CONFIG_INVALID
 
 

@@ -14,8 +14,12 @@ from tests.support.vllm_kit import require_vllm
 
 require_vllm()
 
-from pipelines.vllm_engine.library import PRIVATE  # noqa: E402
-from pipelines.vllm_engine.pairs import Half, half_of, match  # noqa: E402
+from pipelines.vllm_engine.library import (  # noqa: E402
+    PRIVATE,
+    Half,
+    half_of,
+    match,
+)
 from tests.support.scheduler_rig import BLOCK, NEVER, Run, hashed, newcomer, scheduler  # noqa: E402
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402  # isort: skip

@@ -28,7 +28,7 @@ ops = torch.ops.nightjar
 @lru_cache(maxsize=2)
 def decoder(fused: bool) -> CodecDecoder:
     torch.set_num_threads(1)
-    with Checkpoint.open(FOLDER) as source:
+    with Checkpoint(FOLDER) as source:
         return CodecDecoder(CodecConfig.load(FOLDER).decoder, source, fused=fused)
 
 
@@ -47,7 +47,7 @@ def widest(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_whole_utterances_equal_the_plain_stack(widest: None) -> None:
-    with Checkpoint.open(FOLDER) as source:
+    with Checkpoint(FOLDER) as source:
         fused = CodecDecoder(CodecConfig.load(FOLDER).decoder, source, fused=True)
     items = [codes(frames, frames) for frames in (1, 7, 30)]
     for wave, wanted in zip(fused.decode(items), decoder(False).decode(items)):
@@ -79,7 +79,7 @@ def unwritten_is_no_number() -> Iterator[None]:
 
 @pytest.mark.usefixtures("unwritten_is_no_number")
 def test_what_lies_behind_the_end_of_a_row_is_left_out_and_changes_no_sample(widest: None) -> None:
-    with Checkpoint.open(FOLDER) as source:
+    with Checkpoint(FOLDER) as source:
         fused = CodecDecoder(CodecConfig.load(FOLDER).decoder, source, fused=True)
     frames = (16, 1, 9, 15, 5)
     batch = torch.zeros(len(frames), max(frames), 16, dtype=torch.int64)

@@ -27,7 +27,7 @@ CLOSE = 3e-5
 @lru_cache(maxsize=2)
 def decoder(fused_front: bool) -> CodecDecoder:
     torch.set_num_threads(1)
-    with Checkpoint.open(FOLDER) as source:
+    with Checkpoint(FOLDER) as source:
         return CodecDecoder(CodecConfig.load(FOLDER).decoder, source, fused_front=fused_front)
 
 
@@ -85,7 +85,7 @@ def test_bfloat16_errs_no_more_than_the_plain_front() -> None:
     (exact,) = decoder(False).decode([item])
     errors: list[float] = []
     for front in (False, True):
-        with Checkpoint.open(FOLDER) as source:
+        with Checkpoint(FOLDER) as source:
             low = CodecDecoder(
                 CodecConfig.load(FOLDER).decoder, source, dtype=torch.bfloat16, fused_front=front
             )

@@ -88,7 +88,7 @@ def test_what_does_not_fit_now_waits_and_comes_out_the_same() -> None:
 def test_out_of_pages_makes_the_youngest_start_again() -> None:
     heard = Recorder()
     pair = crowded_pair()
-    needed = max(-(-request.positions // 8) for request in pair)
+    needed = max(-(-(len(request.prompt) + request.max_tokens - 1) // 8) for request in pair)
     core = make_core(golden_model("base"), heard, pages=needed + 1, reserve_frames=0)
     for request in pair:
         core.add(request)
@@ -259,7 +259,7 @@ def test_same_seed_same_codes_other_seed_other_codes(one_thread: None) -> None:
 
 def test_a_request_that_starts_again_takes_no_place_in_the_waiting_room() -> None:
     pair = crowded_pair()
-    needed = max(-(-request.positions // 8) for request in pair)
+    needed = max(-(-(len(request.prompt) + request.max_tokens - 1) // 8) for request in pair)
     core = make_core(golden_model("base"), heard := Recorder(), pages=needed + 1, reserve_frames=0)
     for request in pair:
         core.add(request)

@@ -345,7 +345,7 @@ def test_codes_are_the_same_behind_prefixes_of_others_and_after_making_way(
     many: list[GenerationRequest] = requests(9, 3, frames)
     alone = {request: run_alone(VoiceModel(), request)[0] for request in many}
     heard = Recorder()
-    pages = max(-(-request.positions // PAGE) for request in many) + spare_pages
+    pages = max(-(-(len(request.prompt) + request.max_tokens - 1) // PAGE) for request in many) + spare_pages
     core = packed_core(VoiceModel(), heard, slots=slots, pages=pages, reserve_frames=0, prefill_tokens=64)
     for request in many:
         core.add(request)

@@ -95,7 +95,7 @@ def test_alone_equals_any_company_with_prefixes_of_others(slots: int, spare_page
     many = requests(9, 3, frames)
     alone = {request: run_alone(VoiceModel(), request)[0] for request in many}
     model, heard = VoiceModel(), Recorder()
-    pages = max(-(-request.positions // 8) for request in many) + spare_pages
+    pages = max(-(-(len(request.prompt) + request.max_tokens - 1) // 8) for request in many) + spare_pages
     core = make_core(model, heard, slots=slots, pages=pages, reserve_frames=0, prefill_tokens=64)
     evictions = Evictions(core)
     for request in many:

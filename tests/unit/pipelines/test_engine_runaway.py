@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from pipelines.duration import longest_seconds, text_units
-from pipelines.engine.core import EngineOptions
-from pipelines.engine.runaway import REPEATED_SECONDS, RunawayGuard
+from pipelines.engine.core import REPEATED_SECONDS, EngineOptions, RunawayGuard
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.errors import ErrorCode, NightjarError

@@ -96,7 +96,7 @@ def test_streamed_equals_whole_and_alone_equals_any_company(still: list[float]) 
 def test_a_stream_that_starts_again_hands_no_frame_on_twice(still: list[float]) -> None:
     pair = requests(2, 3, 40, stream=True)
     alone = [run_alone(golden_model("base"), replace(request, stream=False))[0] for request in pair]
-    needed = max(-(-request.positions // 8) for request in pair)
+    needed = max(-(-(len(request.prompt) + request.max_tokens - 1) // 8) for request in pair)
     heard = Recorder()
     core = core_of(heard, still, pages=needed + 1, reserve_frames=0)
     for request in pair:
@@ -141,7 +141,10 @@ def test_a_stream_that_starts_again_hands_nothing_on_twice(still: list[float]) -
     pair = [replace(request, sampling=long) for request in requests(2, 3, 40, stream=True)]
     alone = [run_alone(golden_model("base"), replace(request, stream=False))[0] for request in pair]
     core = core_of(
-        heard, still, pages=max(-(-request.positions // 8) for request in pair) + 2, reserve_frames=0
+        heard,
+        still,
+        pages=max(-(-(len(request.prompt) + request.max_tokens - 1) // 8) for request in pair) + 2,
+        reserve_frames=0,
     )
     for request in pair:
         core.add(request)

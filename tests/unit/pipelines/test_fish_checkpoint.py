@@ -22,7 +22,7 @@ from pipelines.fish_speech.codec import codec_from, load_codec, open_codec
 from pipelines.fish_speech.config import CodecConfig, DualArStack, FishConfig
 from pipelines.fish_speech.model import halves, load_weights, rotary_table, take_layers, take_weights
 from pipelines.fish_speech.prompt import Vocabulary
-from pipelines.nn.checkpoint import Loader, take_normed
+from pipelines.nn.checkpoint import Loader, TensorSource, take_normed
 from pipelines.registry import describe
 from tests.support.fish_checkpoint import whole
 
@@ -127,7 +127,7 @@ class TestLanguageModel:
             load_weights(FishConfig.from_folder(folder), torch.float32, META)
 
     def test_the_published_sizes_have_the_published_number_of_parameters(self) -> None:
-        source = Shapes()
+        source = Counted()
         take_weights(source, PUBLISHED, torch.float32, META)
         assert round(sum(source.taken.values()) / 1e9, 2) == 4.56
 
@@ -135,7 +135,7 @@ class TestLanguageModel:
 def test_queries_and_keys_are_put_into_halves() -> None:
     stack = replace(PUBLISHED.slow, layers=1, hidden=2, heads=2, kv_heads=1, head_dim=4, intermediate=2)
 
-    class Numbered(Shapes):
+    class Numbered(Counted):
         def take(
             self, name: str, shape: Sequence[int], dtype: object = None, device: object = None
         ) -> Tensor:
@@ -161,10 +161,11 @@ def test_rotating_halves_is_rotating_pairs() -> None:
     )
 
 
-class Shapes:
+class Counted(TensorSource):
     """A source of tensors without values that counts what is taken."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.taken: dict[str, int] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -186,7 +187,7 @@ class Shapes:
 
 class TestCodec:
     def test_the_published_sizes_have_the_published_tensors(self) -> None:
-        source = Shapes()
+        source = Counted()
         codec_from(CodecConfig(), source, torch.device("meta"), torch.float32)
         assert (len(source.taken), round(sum(source.taken.values()) / 1e6, 1)) == (535, 391.4)
 

@@ -35,15 +35,15 @@ GOOD_INDEX = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-0000
 
 
 def test_takes_tensors_and_casts(tmp_path: Path) -> None:
-    with Checkpoint.open(write_single(tmp_path)) as weights:
-        assert weights.names() == ["a.weight", "b.bias"]
+    with Checkpoint(write_single(tmp_path)) as weights:
+        assert weights.left() == ["a.weight", "b.bias"]
         assert weights.take("a.weight", (2, 3)).tolist() == [[0, 1, 2], [3, 4, 5]]
         assert weights.take("b.bias", (4,), torch.float32).dtype == torch.float32
         weights.finish()
 
 
 def test_reads_shards(tmp_path: Path) -> None:
-    with Checkpoint.open(write_shards(tmp_path, GOOD_INDEX)) as weights:
+    with Checkpoint(write_shards(tmp_path, GOOD_INDEX)) as weights:
         assert weights.take("b", [3]).sum() == 3
         with pytest.raises(ModelError, match=r"\ba\b"):
             weights.finish()
@@ -59,20 +59,19 @@ def test_names_a_wrong_tensor(
     tmp_path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype | None, words: str
 ) -> None:
     with pytest.raises(ModelError, match=words) as caught:
-        Checkpoint.open(write_single(tmp_path)).take(name, shape, dtype)
+        Checkpoint(write_single(tmp_path)).take(name, shape, dtype)
     assert caught.value.code is ErrorCode.MODEL_BAD_CHECKPOINT
 
 
 def test_refuses_integers_as_weights(tmp_path: Path) -> None:
     save_file({"q": torch.ones(2, dtype=torch.int8)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match="q is stored as"):
-        Checkpoint.open(tmp_path).take("q", (2,), torch.float32)
+        Checkpoint(tmp_path).take("q", (2,), torch.float32)
 
 
-def test_finish_counts_only_its_prefix(tmp_path: Path) -> None:
-    weights = Checkpoint.open(write_single(tmp_path))
+def test_finish_names_what_is_left(tmp_path: Path) -> None:
+    weights = Checkpoint(write_single(tmp_path))
     weights.take("a.weight", (2, 3))
-    weights.finish("a.")
     with pytest.raises(ModelError, match=r"b\.bias"):
         weights.finish()
 
@@ -81,20 +80,20 @@ def test_names_a_truncated_file(tmp_path: Path) -> None:
     path = write_single(tmp_path) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(ModelError, match=r"model\.safetensors is truncated"):
-        Checkpoint.open(tmp_path)
+        Checkpoint(tmp_path)
 
 
 def test_names_a_damaged_header(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(ModelError, match=r"model\.safetensors is truncated or is not"):
-        Checkpoint.open(tmp_path)
+        Checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("target", ["../model.safetensors", "/etc/passwd", "sub/x.safetensors", "x.bin", 3])
 def test_index_must_stay_in_the_folder(tmp_path: Path, target: object) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": target}}))
     with pytest.raises(ModelError, match="not a safetensors file of the same folder"):
-        Checkpoint.open(tmp_path)
+        Checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -105,14 +104,14 @@ def test_index_must_stay_in_the_folder(tmp_path: Path, target: object) -> None:
     ],
 )
 def test_index_must_fit_its_shards(tmp_path: Path, index: dict[str, str], words: str) -> None:
-    with pytest.raises(ModelError, match=words), Checkpoint.open(write_shards(tmp_path, index)) as weights:
+    with pytest.raises(ModelError, match=words), Checkpoint(write_shards(tmp_path, index)) as weights:
         weights.take("c", (1,))
 
 
 def test_unlisted_tensor_of_a_shard_is_named(tmp_path: Path) -> None:
     write_shards(tmp_path, GOOD_INDEX)
     save_file({"b": torch.ones(3), "z": torch.ones(1)}, tmp_path / "model-00002-of-00002.safetensors")
-    with Checkpoint.open(tmp_path) as weights:
+    with Checkpoint(tmp_path) as weights:
         weights.ignore("a", "b")
         with pytest.raises(ModelError, match="does not account for: z"):
             weights.finish()
@@ -121,15 +120,15 @@ def test_unlisted_tensor_of_a_shard_is_named(tmp_path: Path) -> None:
 def test_pickle_is_never_loaded(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"a": 1}))
     with pytest.raises(ModelError, match=r"pickle.*never loaded"):
-        Checkpoint.open(tmp_path)
+        Checkpoint(tmp_path)
 
 
 def test_empty_folder_and_bad_index(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="neither"):
-        Checkpoint.open(tmp_path)
+        Checkpoint(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("{")
     with pytest.raises(ModelError, match=r"index\.json cannot be read as JSON"):
-        Checkpoint.open(tmp_path)
+        Checkpoint(tmp_path)
 
 
 class Moves(TorchDispatchMode):
@@ -148,6 +147,6 @@ class Moves(TorchDispatchMode):
 
 def test_a_tensor_goes_to_its_device_as_it_is_stored_and_changes_its_type_there(tmp_path: Path) -> None:
     save_file({"a": torch.ones(3, dtype=torch.float32)}, tmp_path / "model.safetensors")
-    with Checkpoint.open(tmp_path) as weights, Moves() as moves:
+    with Checkpoint(tmp_path) as weights, Moves() as moves:
         assert weights.take("a", (3,), torch.bfloat16, "meta").dtype == torch.bfloat16
     assert moves.made == [("meta", torch.float32), ("meta", torch.bfloat16)]

@@ -43,7 +43,7 @@ from pipelines.speechlm.lm import (
 from pipelines.speechlm.pipeline import SpeechLmRequestInfo, SpeechLmUtterance
 from pipelines.speechlm.weights import check_names, convert, refuse_pickle
 from pipelines.tokens import TokenRequest, Tokens
-from pipelines.vllm_engine.pairs import Half, half_of, match
+from pipelines.vllm_engine.library import Half, half_of, match
 
 CHECKPOINT = Path(__file__).parents[2] / "golden" / "speechlm" / "checkpoint"
 
@@ -225,7 +225,7 @@ def test_windows_of_the_tower_can_be_chosen(config: SpeechLmConfig) -> None:
     assert window_ends(463, 100, 400) == [0, 50, 58]
     assert window_ends(463, 50, 800) == [0, 60]
     samples = np.sin(np.arange(32_000) / 7).astype(np.float32)
-    with Checkpoint.open(CHECKPOINT) as checkpoint:
+    with Checkpoint(CHECKPOINT) as checkpoint:
         cpu = torch.device("cpu")
 
         def tower(**windows: int) -> AudioEncoder:
@@ -243,12 +243,12 @@ def test_windows_of_the_tower_can_be_chosen(config: SpeechLmConfig) -> None:
 )
 def test_a_missing_tensor_is_named(folder: Path, config: SpeechLmConfig, name: str) -> None:
     change(folder, lambda tensors: tensors.pop(name, None))
-    with Checkpoint.open(folder) as checkpoint, pytest.raises(ModelError, match=name):
+    with Checkpoint(folder) as checkpoint, pytest.raises(ModelError, match=name):
         check_names(checkpoint, config)
 
 
 def test_an_unknown_tensor_and_one_of_another_shape_are_named(folder: Path, config: SpeechLmConfig) -> None:
-    with Checkpoint.open(folder) as checkpoint:
+    with Checkpoint(folder) as checkpoint:
         check_names(checkpoint, config)
     change(
         folder,
@@ -256,11 +256,11 @@ def test_an_unknown_tensor_and_one_of_another_shape_are_named(folder: Path, conf
             tensors.update({"lm_head.bias": torch.zeros(3)}) if "lm_head.weight" in tensors else None
         ),
     )
-    with Checkpoint.open(folder) as checkpoint, pytest.raises(ModelError, match=r"lm_head\.bias"):
+    with Checkpoint(folder) as checkpoint, pytest.raises(ModelError, match=r"lm_head\.bias"):
         check_names(checkpoint, config)
     fc2 = "multimodal_io_dict.discrete_audio.codec_model.fc2.weight"
     change(folder, lambda tensors: tensors.update({fc2: torch.zeros(2, 2)}) if fc2 in tensors else None)
-    with Checkpoint.open(folder) as checkpoint, pytest.raises(ModelError, match="fc2"):
+    with Checkpoint(folder) as checkpoint, pytest.raises(ModelError, match="fc2"):
         load_codec(checkpoint, config, torch.device("cpu"), torch.float32)
 
 
@@ -289,8 +289,8 @@ def test_the_official_shape_is_refused_with_directions_and_converted(folder: Pat
         ["convert", str(folder / "base.pt"), "--like", str(CHECKPOINT), "--out", str(out), "--dtype", "same"],
     )
     assert done.exit_code == 0, done.output
-    with Checkpoint.open(out) as checkpoint:
-        assert set(checkpoint.names()) == set(tensors)
+    with Checkpoint(out) as checkpoint:
+        assert set(checkpoint.left()) == set(tensors)
         check_names(checkpoint, SpeechLmConfig.from_folder(out))
     file = next(path for path in out.glob("*.safetensors"))
     with safe_open(file, "pt") as held:
