@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 #: float32 [samples], mono unless it is said otherwise.
 Samples = NDArray[np.float32]
+NO_SAMPLES: Samples = np.zeros(0, np.float32)
 
 #: Target loudness of all audio that Nightjar writes, in LUFS (EBU R 128), and the maximum peak that reaching
 #: it may cause.

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipelines.audio import Samples
+from pipelines.audio import NO_SAMPLES, Samples
 from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.recording import ReadsRecordings
@@ -156,7 +156,7 @@ class Utterance(Receiver[S]):
             self.done(speech)
 
         if self.output == "codes":
-            decoded(np.zeros(0, np.float32))
+            decoded(NO_SAMPLES)
         else:
             self._stage.decode(made.codes, decoded, made.start)
 
@@ -217,7 +217,7 @@ class Streamer(Receiver[S]):
                 self._decode_buffered(len(self._buffer))
             if self.looks_ahead:
                 self.decode(np.zeros((0, whole.codes.shape[1]), np.int64))
-            self._end = Done(self._info.speech(np.zeros(0, np.float32), replace(whole, text_out=None)))
+            self._end = Done(self._info.speech(NO_SAMPLES, replace(whole, text_out=None)))
         self._part_ended()
 
     def decode(self, codes: Codes, last: bool = False, deadline: float = 0.0) -> None:

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kernels.registry import on_device, to_device
 from kernels.toolchain import triton_fault
+from pipelines.audio import Samples
 from pipelines.codec.batches import (
     FIXED_ROWS,
     PADDING_COST,
@@ -27,7 +28,7 @@ from pipelines.codec.blocks import Past
 from pipelines.codec.graphs import STEP_FRAMES, StreamGraphs, UtteranceGraphs, pieces
 from pipelines.codec.stage import Decoder
 from pipelines.codec.states import CodecShape, CodecState, WriteEvent
-from pipelines.codec.transfer import PendingSamples, Samples, pinned, recorded
+from pipelines.codec.transfer import PendingSamples, pinned, recorded
 from pipelines.errors import ErrorCode, SynthesisError
 
 #: (rows, frames) of the batches that `warm` compiles kernels for. Triton compiles different kernels for

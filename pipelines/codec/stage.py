@@ -22,9 +22,10 @@ from torch import Tensor
 
 from kernels.cuda_graphs import CHUNK_PRIORITY, lacks_memory
 from kernels.registry import on_device
+from pipelines.audio import Samples
 from pipelines.codec.graphs import Codes, UtteranceGraphs
 from pipelines.codec.states import CodecState
-from pipelines.codec.transfer import PendingSamples, Samples, Sender, sent
+from pipelines.codec.transfer import PendingSamples, Sender, sent
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 
 log = logging.getLogger(__name__)

@@ -8,12 +8,11 @@ from typing import Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from pipelines.audio import NO_SAMPLES, Samples
 from pipelines.errors import ErrorCode, SynthesisError
 
-Samples = NDArray[np.float32]
 #: A `Sender`'s memory on the device grows in steps of this many samples.
 _STAGED_STEP = 1 << 22
 
@@ -43,7 +42,7 @@ class PendingSamples:
         Raises ValueError if `place` has another length, and `SynthesisError` (`synth.nan`) unless all samples are
         finite.
         """
-        parts = self._parts[at] or [np.zeros(0, np.float32)]
+        parts = self._parts[at] or [NO_SAMPLES]
         own = self.event is None and self._release is None
         samples = parts[0] if own and place is None and len(parts) == 1 else np.concatenate(parts, out=place)
         if not np.isfinite(samples).all():

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from pipelines.audio import PEAK_LIMIT, normalize_loudness, peak
+from pipelines.audio import NO_SAMPLES, PEAK_LIMIT, normalize_loudness, peak
 from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
 from pipelines.hibari import CAPABILITIES, SAMPLE_RATE
 from pipelines.hibari.text import EnglishReader, check_pronounceable
@@ -121,7 +121,7 @@ class Utterance:
     def finish(self) -> Speech:
         """The result of the request, after the last piece. Raises `SynthesisError` (`synth.silent`) if no
         speech is audible."""
-        samples, lufs, more = np.zeros(0, np.float32), 0.0, dict[str, float]()
+        samples, lufs, more = NO_SAMPLES, 0.0, dict[str, float]()
         if self._audible and not self.stream:
             samples = np.concatenate([part.samples for part in self._parts])
             samples, lufs = normalize_loudness(samples, SAMPLE_RATE)

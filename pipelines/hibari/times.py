@@ -14,7 +14,7 @@ from hibari.g2p import G2P
 from hibari.voices import DEFAULT, voice_path
 from numpy.typing import NDArray
 
-from pipelines.audio import FRAME_SECONDS, Samples, frame_powers
+from pipelines.audio import FRAME_SECONDS, NO_SAMPLES, Samples, frame_powers
 from pipelines.request import Word
 
 #: The value of hibari's model that holds the frames, of 25 ms, of each phoneme; the model does not return it by
@@ -47,7 +47,7 @@ class TimedVoice(Hibari):
     ) -> tuple[Samples, NDArray[np.float32]]:
         """The speech [samples] of phoneme ids, and the duration [ids] of each in frames."""
         if len(ids) < 3:
-            return np.zeros(0, np.float32), np.zeros(len(ids), np.float32)
+            return NO_SAMPLES, np.zeros(len(ids), np.float32)
         given = {"ids": np.asarray([ids], np.int64), "speed": np.ones(1, np.float32)}
         made: Any = self.sess.run(None, given)
         return dsp.synth(*(part[0] for part in made[:-1]), rng=generator), made[-1]

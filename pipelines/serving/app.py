@@ -29,7 +29,7 @@ from pipelines.serving.errors import JsonObject, as_api_error
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.middleware import ADMIT, HEALTH, REQUEST_ID, WEBSOCKET, RequestMiddleware
 from pipelines.serving.model import ServedModel
-from pipelines.serving.request_body import JsonRoute
+from pipelines.serving.request_body import JsonRoute, cancel
 from pipelines.serving.speech import SpeechBody
 from pipelines.serving.streaming import Answer, ErrorAnswer, Reply, Serving
 from pipelines.serving.voices import VoiceBody, Voices
@@ -46,8 +46,7 @@ def create_app(
     async def lifespan(_app: FastAPI) -> AsyncGenerator[None]:
         keeping = asyncio.create_task(model.run(failed))
         yield
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
+        await cancel(keeping)
 
     serving = Serving(model, options, admission, ServerMetrics(model, admission), Voices(model, options))
     app = FastAPI(

@@ -28,7 +28,7 @@ from pipelines.serving.connections import DRAIN, SET_IDLE
 from pipelines.serving.encoding import MAX_RATE, MIN_RATE, Encoding, PcmStream
 from pipelines.serving.errors import ApiError, JsonObject, as_api_error, bad_request, check_text, empty_text
 from pipelines.serving.middleware import CLIENT_CLOSED, WEBSOCKET
-from pipelines.serving.request_body import Body, SpokenBody, read
+from pipelines.serving.request_body import Body, SpokenBody, cancel, read
 from pipelines.serving.streaming import (
     Head,
     Parts,
@@ -501,10 +501,7 @@ class _Connection:
         except ClientDisconnected:
             log.debug("a client disconnected")
         finally:
-            tasks = [task for _, task in self._contexts.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(*(task for _, task in self._contexts.values()))
 
     def _update_idle(self) -> None:
         """Starts or stops the idle timer: a connection without contexts is closed after
@@ -601,8 +598,7 @@ class _Connection:
         """Cancels a context; False if there is none."""
         _, task = self._contexts.get(context_id or "", (None, None))
         if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await cancel(task)
         return task is not None
 
     async def _send(self, view: JsonObject) -> None:

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from pydantic import BeforeValidator, Field, model_validator
 
+from pipelines.audio import NO_SAMPLES
 from pipelines.errors import ErrorCode, NightjarError, NoAudioError
 from pipelines.request import Done, Generation, Message, Mode, Role, Speech, SynthesisRequest
 from pipelines.serving.admission import Permit
@@ -185,9 +186,9 @@ async def _answer_pieces(
 ) -> AsyncGenerator[str | Speech, None]:
     """Yields pieces of the text as it is written, then the result. Text without the requested audio is also a
     result."""
-    audio = [np.zeros(0, np.float32)]
+    audio = [NO_SAMPLES]
     written = ""
-    speech = Speech(audio[0], serving.model.card.sample_rate)
+    speech = Speech(NO_SAMPLES, serving.model.card.sample_rate)
     try:
         async with aclosing(serving.model.chunks(request, permit, stream=stream)) as chunks:
             async for chunk in chunks:

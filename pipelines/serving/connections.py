@@ -190,10 +190,8 @@ class HttpProtocol(Connection, H11Protocol):
     """uvicorn's connection with a time limit for headers. A chunked body is read in turn with other clients;
     other data is read at once."""
 
-    def __init__(self, connections: Connections, **given: Any) -> None:
-        super().__init__(connections, **given)
-        self._deadline: asyncio.TimerHandle | None = None
-        self._first_byte_at: float | None = None
+    _deadline: asyncio.TimerHandle | None = None
+    _first_byte_at: float | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Starts the timer of headers, or refuses with 503 if all connections have requests."""
@@ -271,9 +269,7 @@ class WebSocketProtocol(Connection, WebSocketsSansIOProtocol):
     """uvicorn's WebSocket. When the server stops, the app may finish its contexts. A protocol error is
     reported to the client before the connection is closed."""
 
-    def __init__(self, connections: Connections, **given: Any) -> None:
-        super().__init__(connections, **given)
-        self._failed = False
+    _failed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Adds the connection, which counts as busy until the app marks it as idle."""

@@ -14,7 +14,7 @@ import numpy as np
 import soundfile
 import soxr
 
-from pipelines.audio import CONTAINERS, Samples, encode, read_header, resample, to_pcm, wav_header
+from pipelines.audio import CONTAINERS, NO_SAMPLES, Samples, encode, read_header, resample, to_pcm, wav_header
 from pipelines.audio_format import CONTENT_TYPES, RATES_OF, AudioFormat, holds_rate
 from pipelines.errors import ErrorCode, InputError
 
@@ -162,7 +162,7 @@ class FileStream:
 
     def end(self) -> bytes:
         """The bytes after the last chunk."""
-        self._file.buffer_write(self._pcm.add(np.zeros(0, np.float32), last=True), "int16")
+        self._file.buffer_write(self._pcm.add(NO_SAMPLES, last=True), "int16")
         self._file.close()
         return self._pipe.take()
 

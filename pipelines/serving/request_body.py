@@ -211,8 +211,14 @@ async def finishes_before_disconnect(receive: Receive, work: asyncio.Future[Any]
         await asyncio.wait((work, leaving), return_when=asyncio.FIRST_COMPLETED)
         return work.done()
     finally:
-        leaving.cancel()
-        await asyncio.gather(leaving, return_exceptions=True)
+        await cancel(leaving)
+
+
+async def cancel(*tasks: asyncio.Task[Any]) -> None:
+    """Cancels tasks, and waits for their end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def too_large(max_bytes: int) -> ApiError:

@@ -23,7 +23,7 @@ from pipelines.serving.encoding import FileStream, PcmStream
 from pipelines.serving.errors import ApiError, JsonObject
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.model import ServedModel
-from pipelines.serving.request_body import finishes_before_disconnect
+from pipelines.serving.request_body import cancel, finishes_before_disconnect
 from pipelines.serving.voices import Voices
 from pipelines.serving.word_estimates import WordEstimates
 
@@ -169,8 +169,7 @@ class Reply(Response):
             # The status is already sent: the answer can only be cut off.
             log.warning("an answer was cut off: %s", error)
         finally:
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
+            await cancel(sending)
             await self._parts.aclose()
 
     async def _send(self, path: str, send: Send) -> None:

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from pipelines.audio import FRAME_SECONDS, Samples, frame_powers, sound_floor
+from pipelines.audio import FRAME_SECONDS, NO_SAMPLES, Samples, frame_powers, sound_floor
 from pipelines.duration import text_units
 from pipelines.request import Word
 
@@ -30,7 +30,7 @@ class WordEstimates:
 
     def __init__(self, sample_rate: int) -> None:
         self._sample_rate = sample_rate
-        self._rest = np.zeros(0, np.float32)
+        self._rest = NO_SAMPLES
         self._loudest = 0.0
         self._frame_count = 0
         self._units_per_second = UNITS_PER_SECOND

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
+from pipelines.audio import NO_SAMPLES
 from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, InputError, NightjarError, NoAudioError, SynthesisError, unsupported
 from pipelines.nn.checkpoint import Checkpoint, open_device, precision, type_name
@@ -174,7 +175,7 @@ class SpeechLmUtterance(Utterance[None]):
         finish = "length" if answer.end == "length" else "stop"
         meta = {**info.meta, "finish": finish}
         if not info.script.with_audio:
-            self.done(Speech(np.zeros(0, np.float32), info.sample_rate, info.text, text, meta))
+            self.done(Speech(NO_SAMPLES, info.sample_rate, info.text, text, meta))
             return
         if not len(frames):
             message = f"{_no_audio_reason(answer)} It wrote: {text[:_QUOTED]!r}."
@@ -216,10 +217,10 @@ class SpeechLmStreamer(SpeechLmUtterance):
             self._listener(self._chunk(rest))
         if len(speech.samples):
             self._listener(AudioChunk(speech.samples, speech.sample_rate))
-        super().done(replace(speech, samples=np.zeros(0, np.float32)))
+        super().done(replace(speech, samples=NO_SAMPLES))
 
     def _chunk(self, text: str) -> AudioChunk:
-        return AudioChunk(np.zeros(0, np.float32), self._info.sample_rate, text)
+        return AudioChunk(NO_SAMPLES, self._info.sample_rate, text)
 
 
 class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
