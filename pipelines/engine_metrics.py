@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -10,12 +11,10 @@ from prometheus_client.registry import Collector
 from pipelines.request import Pipeline
 
 #: Metrics of `EngineInfo` and of `EngineStats`: field -> description.
-_SIZES = {
+_GAUGES = {
     "slots": "Utterances that can run at the same time.",
     "waiting_room": "Requests that can wait for a slot.",
     "kv_pages": "Pages of the KV cache.",
-}
-_GAUGES = {
     "running": "Requests in the engine's running batch.",
     "waiting": "Requests that wait for a slot of the engine.",
     "kv_use": "Share of the KV cache in use.",
@@ -38,22 +37,17 @@ class EngineMetrics(Collector):
         self._pipelines = pipelines
 
     def collect(self) -> Iterable[Metric]:
-        pipelines = self._pipelines()
-        infos, stats = [one.info for one in pipelines], [one.stats() for one in pipelines]
+        engines = [
+            {**asdict(one.info), **asdict(one.stats()), "model": one.name} for one in self._pipelines()
+        ]
         opened = InfoMetricFamily("speech_engine", "How the engine of a model was opened.", labels=_LABELS)
-        for pipeline, info in zip(pipelines, infos):
-            reproducible = "yes" if info.reproducible else "no"
-            opened.add_metric(
-                (pipeline.name, info.device, info.dtype, info.executor, info.kernels, reproducible), {}
-            )
+        for engine in engines:
+            engine["reproducible"] = "yes" if engine["reproducible"] else "no"
+            opened.add_metric([engine[label] for label in _LABELS], {})
         yield opened
-        for family, engines, rows in (
-            (GaugeMetricFamily, infos, _SIZES),
-            (GaugeMetricFamily, stats, _GAUGES),
-            # Counters restart from 0 with a new engine; Prometheus handles that.
-            (CounterMetricFamily, stats, _COUNTERS),
-        ):
+        # Counters restart from 0 with a new engine; Prometheus handles that.
+        for family, rows in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for field, text in rows.items():
-                values = [getattr(engine, field) for engine in engines]
+                values = [engine[field] for engine in engines]
                 total = max(values, default=0) if field == "kv_use" else sum(values)
                 yield family(f"speech_engine_{_NAMES.get(field, field)}", text, total)

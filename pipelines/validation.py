@@ -337,12 +337,10 @@ def own_voice(asked: str, voices: tuple[str, ...]) -> str | None:
 def _voice(asked: str, able: Capabilities) -> str | None:
     """The model's voice; None if the name is one of OpenAI's and the model has no named voices. Raises
     `InputError` (`input.unknown_voice`)."""
-    voices = able.voices
-    if (voice := own_voice(asked, voices)) is not None:
-        return voice
-    if not voices and not able.multi_turn and asked in OPENAI_VOICES:
-        return None
-    raise _unknown(ErrorCode.INPUT_UNKNOWN_VOICE, "voice", asked, voices)
+    voice = own_voice(asked, able.voices)
+    if voice is None and (able.voices or able.multi_turn or asked not in OPENAI_VOICES):
+        raise _unknown(ErrorCode.INPUT_UNKNOWN_VOICE, "voice", asked, able.voices)
+    return voice
 
 
 def _language(asked: str, languages: tuple[str, ...]) -> str:
