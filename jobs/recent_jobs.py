@@ -38,8 +38,8 @@ _IGNORED = (OSError, RuntimeError, StoreError, UnicodeDecodeError)
 def _folder(kind: str) -> Path:
     """The folder for notes of one kind: `jobs`, or `dev` with a note for each running `nightjar dev`. Raises
     `RuntimeError` if the user has no home folder."""
-    base = os.environ.get("XDG_STATE_HOME")
-    root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".local" / "state"
+    base = Path(os.environ.get("XDG_STATE_HOME", ""))
+    root = base if base.is_absolute() else Path.home() / ".local" / "state"
     return root / "nightjar" / kind
 
 

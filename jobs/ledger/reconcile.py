@@ -22,7 +22,7 @@ from jobs.ledger.lifecycle import (
     of_ticket,
     spent_budget,
 )
-from jobs.ledger.queries import shard_inputs
+from jobs.ledger.queries import job_state, shard_inputs
 from jobs.ledger.records import (
     CLOCK_SLACK_SECONDS,
     FINAL,
@@ -80,18 +80,11 @@ _LOST_MESSAGE = "state = 'queued' AND enqueued_at < <now> - :timeout"
 
 def _change_rows(database: Database, changes: tuple[tuple[str, str, str], ...], **values: object) -> int:
     """Changes rows as in `_REPAIRS`; returns their number. Takes the write lock only if rows match."""
-
-    def found(sql: Transaction) -> bool:
-        return any(
-            sql.row(f"SELECT 1 FROM {table} WHERE {wrong} LIMIT 1", **values) for table, wrong, _ in changes
-        )
-
-    def change(sql: Transaction) -> int:
-        return sum(
-            sql.change(f"UPDATE {table} SET {to} WHERE {wrong}", **values) for table, wrong, to in changes
-        )
-
-    return database.write(change) if database.read(found) else 0
+    return sum(
+        database.write(Transaction.change, f"UPDATE {table} SET {change} WHERE {wrong}", **values)
+        for table, wrong, change in changes
+        if database.read(Transaction.row, f"SELECT 1 FROM {table} WHERE {wrong} LIMIT 1", **values)
+    )
 
 
 def note_manifest(sql: Transaction, job: Job) -> None:
@@ -140,8 +133,10 @@ def reconcile(
     expired = database.read(_shards_that, _EXPIRED)
     times_ahead = _change_rows(database, _REPAIRS)
     verdicts = Counter(database.write(_expire, lease) for lease in expired)
+    # If a lost message arrives later, it is dropped or harmless.
+    requeue = f"UPDATE shards SET {UNQUEUED} WHERE job_id = :job AND no = :shard AND {_LOST_MESSAGE}"
     lost = sum(
-        database.write(_requeue, ticket, queued_timeout_seconds)
+        database.write(Transaction.change, requeue, **of_ticket(ticket), timeout=queued_timeout_seconds)
         for ticket in database.read(_shards_that, _LOST_MESSAGE, queued_timeout_seconds)
     )
     stale = _change_rows(database, _STALE_WORKERS, timeout=worker_timeout_seconds)
@@ -159,7 +154,7 @@ def reconcile(
         dead_items=verdicts[Verdict.MARK_DEAD],
         stale_workers=stale,
         times_ahead=times_ahead,
-        ended_jobs=tuple(sorted(job_id for job_id in touched if database.read(read_job, job_id).state.final)),
+        ended_jobs=tuple(sorted(job_id for job_id in touched if database.read(job_state, job_id).final)),
         without_manifest=tuple(without_manifest),
     )
 
@@ -190,13 +185,6 @@ def _expire(sql: Transaction, ticket: Ticket) -> Verdict | None:
     message = f"The lease of worker {shard.worker_id} expired: it died, hung, or lost the ledger."
     end_attempt(sql, shard, AttemptOutcome.EXPIRED, ErrorCode.WORKER_LOST, message)
     return crash(sql, shard, message)
-
-
-def _requeue(sql: Transaction, ticket: Ticket, timeout_seconds: float) -> int:
-    """Makes a shard whose message was lost ready again. If the message arrives later, it is dropped or
-    harmless."""
-    statement = f"UPDATE shards SET {UNQUEUED} WHERE job_id = :job AND no = :shard AND {_LOST_MESSAGE}"
-    return sql.change(statement, **of_ticket(ticket), timeout=timeout_seconds)
 
 
 #: Time limit for the deletion of one object. Any store has deleted it or given up before, with all retries.

@@ -68,12 +68,11 @@ class Transaction:
     def rows(self, statement: str, **values: object) -> list[Row]:
         cursor = self._run(statement, values)
         named = _row_type(*(column[0] for column in cursor.description))
-        return [named(*row) for row in cursor.fetchall()]
+        return [named(*row) for row in cursor]
 
     def row(self, statement: str, **values: object) -> Row | None:
         """The first row, or None."""
-        rows = self.rows(statement, **values)
-        return rows[0] if rows else None
+        return next(iter(self.rows(statement, **values)), None)
 
     def column(self, statement: str, **values: object) -> list[Any]:
         """The first column of the rows."""
@@ -81,8 +80,7 @@ class Transaction:
 
     def value(self, statement: str, **values: object) -> Any:
         """The first column of the first row, or None."""
-        row = self.row(statement, **values)
-        return None if row is None else row[0]
+        return next(iter(self.column(statement, **values)), None)
 
     def change(self, statement: str, **values: object) -> int:
         """Runs a statement that changes rows; returns their number."""

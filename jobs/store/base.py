@@ -177,7 +177,7 @@ def sha256_of(data: bytes | BinaryIO) -> str:
 
 
 @contextmanager
-def missing_allowed() -> Generator[None, None, None]:
+def missing_allowed() -> Generator[None]:
     """Ignores the error of a missing object in its block."""
     try:
         yield

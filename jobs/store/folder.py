@@ -259,7 +259,7 @@ class FolderStore(ObjectStore):
         return os.open(name, _WRITE | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=folder), name
 
     @contextmanager
-    def _folder(self, segments: list[str], key: str) -> Generator[int, None, None]:
+    def _folder(self, segments: list[str], key: str) -> Generator[int]:
         """Opens a folder, with errors that name `key`."""
         with self._errors(key):
             top = self._opened_top()
@@ -270,7 +270,7 @@ class FolderStore(ObjectStore):
                 os.close(folder)
 
     @contextmanager
-    def _errors(self, key: str, *, putting: bool = False) -> Generator[None, None, None]:
+    def _errors(self, key: str, *, putting: bool = False) -> Generator[None]:
         try:
             yield
         except OSError as error:

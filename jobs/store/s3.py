@@ -73,7 +73,7 @@ _ADVICE = {
 
 
 @contextmanager
-def _errors(uri: str, missing: ErrorCode = ErrorCode.STORE_MISSING) -> Generator[None, None, None]:
+def _errors(uri: str, missing: ErrorCode = ErrorCode.STORE_MISSING) -> Generator[None]:
     """Raises errors of boto3 as `StoreError`, without credentials in its message. `missing`: the code for
     status 404."""
     from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, PartialCredentialsError
