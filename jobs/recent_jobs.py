@@ -43,18 +43,23 @@ def _folder(kind: str) -> Path:
     return root / "nightjar" / kind
 
 
-def _write(note: Path, home: Path) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    with os.fdopen(open_own(note, flags, make_folders=True), "w") as file:
-        file.write(str(home.absolute()))
+def _note(kind: str, name: str, home: Path | None) -> None:
+    """Writes a note with a home, or removes it."""
+    with suppress(*_IGNORED):
+        note = _folder(kind) / name
+        if home is None:
+            note.unlink(missing_ok=True)
+            return
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        with os.fdopen(open_own(note, flags, make_folders=True), "w") as file:
+            file.write(str(home.absolute()))
 
 
 def remember(job_id: str, home: Path) -> None:
     """Notes that a job is in `home`."""
+    _note("jobs", job_id, home)
     with suppress(*_IGNORED):
-        folder = _folder("jobs")
-        _write(folder / job_id, home)
-        newest = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+        newest = sorted(_folder("jobs").iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
         for stale in newest[MAX_NOTES:]:
             stale.unlink(missing_ok=True)
 
@@ -70,13 +75,11 @@ def registered_dev(home: Path) -> Iterator[None]:
     """Notes, during the block, that a `nightjar dev` is running in `home`. Jobs that are submitted
     from any folder go to it."""
     name = hashlib.sha256(str(home.absolute()).encode()).hexdigest()[:16]
-    with suppress(*_IGNORED):
-        _write(_folder("dev") / name, home)
+    _note("dev", name, home)
     try:
         yield
     finally:
-        with suppress(*_IGNORED):
-            (_folder("dev") / name).unlink(missing_ok=True)
+        _note("dev", name, None)
 
 
 def _running_devs() -> list[str]:
@@ -106,8 +109,7 @@ def settings_for_new_job(home: str | None) -> Settings:
 def forget(job_id: str) -> None:
     """Removes the note of a deleted job."""
     if _JOB_ID.fullmatch(job_id):
-        with suppress(*_IGNORED):
-            (_folder("jobs") / job_id).unlink(missing_ok=True)
+        _note("jobs", job_id, None)
 
 
 def remember_moved(job_id: str, settings: Settings) -> None:

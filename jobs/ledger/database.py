@@ -358,5 +358,5 @@ def _upgrade(sql: Transaction) -> None:
         for statement in statements(sql.engine):
             sql.change(statement)
         command.stamp(config, SCHEMA_REVISION)
-    elif current != SCHEMA_REVISION:
+    else:
         command.upgrade(config, SCHEMA_REVISION)

@@ -49,7 +49,7 @@ from jobs.ledger.records import (
 )
 from jobs.ledger.status import read_job
 from jobs.ledger.transaction import Row, Transaction, literals
-from jobs.ledger.workers import note_refusal, others_may_run
+from jobs.ledger.workers import others_may_run
 from pipelines.errors import ErrorCode, ServiceError
 
 _QUEUED = """
@@ -198,7 +198,8 @@ def refuse(sql: Transaction, ticket: Ticket, code: ErrorCode, message: str) -> b
     shard = lock_lease(sql, ticket)
     if shard is None or not others_may_run(sql, ticket.job_id, shard.worker_id):
         return False
-    note_refusal(sql, shard.worker_id, f"It cannot run job {ticket.job_id} ({code.value}): {message}")
+    reason = clean(f"It cannot run job {ticket.job_id} ({code.value}): {message}")
+    sql.change("UPDATE workers SET state_reason = :reason WHERE id = :id", id=shard.worker_id, reason=reason)
     end_attempt(sql, shard, AttemptOutcome.REFUSED, code, message)
     move_to(sql, shard, ShardState.READY, "not_before = NULL")
     return True
@@ -263,10 +264,22 @@ def commit(sql: Transaction, ticket: Ticket, outcomes: Sequence[Outcome]) -> Com
 
 
 def _commit_done(sql: Transaction, shard: Row, done: list[Done]) -> int:
+    """Records done items with their artifacts and draws, and the scores of the kept draws; returns their
+    number."""
     if not done:
         return 0
     _add_made(sql, shard, done, redrawn=[one for one in done if one.draws and one.draws[0].draw])
-    _add_scores(sql, shard, done)
+    scores: list[dict[str, object]] = []
+    for index, draw in ((one.index, draw) for one in done for draw in one.draws if draw.kept):
+        measured = {
+            name: score.value
+            for name, score in draw.scores.items()
+            if score.value is not None and math.isfinite(score.value)
+        }
+        known = {name: measured.pop(name, None) for name in SCORE_COLUMNS}
+        others = msgspec.json.encode(measured).decode() if measured else None
+        scores.append({"job_no": shard.job_no, "idx": index, "draw": draw.draw, **known, "others": others})
+    sql.insert("scores", scores, _KEPT)
     statement = f"""
     UPDATE items SET state = {_DONE}, attempts = attempts + 1, error_code = NULL, error_message = NULL WHERE {_OPEN}
     """
@@ -295,21 +308,6 @@ def _add_made(sql: Transaction, shard: Row, made: Sequence[Outcome], redrawn: Se
         for draw in one.draws
     ]
     sql.insert("draws", draws, _KEPT)
-
-
-def _add_scores(sql: Transaction, shard: Row, done: Sequence[Done]) -> None:
-    """Inserts the scores of the kept draws."""
-    rows: list[dict[str, object]] = []
-    for index, draw in ((one.index, draw) for one in done for draw in one.draws if draw.kept):
-        measured = {
-            name: score.value
-            for name, score in draw.scores.items()
-            if score.value is not None and math.isfinite(score.value)
-        }
-        known = {name: measured.pop(name, None) for name in SCORE_COLUMNS}
-        others = msgspec.json.encode(measured).decode() if measured else None
-        rows.append({"job_no": shard.job_no, "idx": index, "draw": draw.draw, **known, "others": others})
-    sql.insert("scores", rows, _KEPT)
 
 
 def _commit_failed(

@@ -566,15 +566,12 @@ def over_budget(error_budget: float, done: int, failed: int, pending: int) -> bo
         return False
     if failed / (ended + pending) > error_budget or ended >= BUDGET_MIN_ITEMS:
         return True
-    return _chance(failed, ended, error_budget) < BUDGET_CHANCE
-
-
-def _chance(failed: int, ended: int, rate: float) -> float:
-    """The probability of at least `failed` failures among `ended` independent items that fail at this rate
-    (binomial)."""
-    return sum(
-        comb(ended, count) * rate**count * (1 - rate) ** (ended - count) for count in range(failed, ended + 1)
+    # The probability of at least `failed` failures among `ended` independent items (binomial).
+    chances = (
+        comb(ended, count) * error_budget**count * (1 - error_budget) ** (ended - count)
+        for count in range(failed, ended + 1)
     )
+    return sum(chances) < BUDGET_CHANCE
 
 
 def final_state(failed: int, rejected_lines: int) -> JobState:

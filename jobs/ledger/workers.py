@@ -109,11 +109,6 @@ def others_may_run(sql: Transaction, job_id: str, worker_id: str) -> bool:
     return bool(sql.value(_OTHERS_MAY_RUN, job=job_id, worker=worker_id))
 
 
-def note_refusal(sql: Transaction, worker_id: str, reason: str) -> None:
-    """Records which job a worker cannot run, and why."""
-    sql.change("UPDATE workers SET state_reason = :reason WHERE id = :id", id=worker_id, reason=clean(reason))
-
-
 def end_dead_workers(sql: Transaction, host: str | None = None, pid: int | None = None) -> int:
     """Ends the leases of dead worker processes, either all workers of homes or one process, so that the next
     `reconcile` need not wait for their expiry; returns their number. If such a worker is alive after all, the
@@ -278,7 +273,10 @@ def _share_out(sql: Transaction, jobs: list[_Job], limit: int, remaining: dict[s
     while waiting and len(tickets) < limit:
         job = min(waiting, key=lambda job: job.items / job.weight)
         if job.ready is None:
-            job.ready = _ready_shards(sql, job.id, limit - len(tickets))
+            # The shared lock prevents a pause or cancel between this check and the change of the shards.
+            state = sql.value("SELECT state FROM jobs WHERE id = :job FOR SHARE", job=job.id)
+            left = limit - len(tickets)
+            job.ready = sql.rows(_READY, job=job.id, limit=left) if state in DISPATCHED else []
         if not job.ready or remaining.get(job.model, 1) <= 0:
             waiting.remove(job)
             continue
@@ -291,9 +289,3 @@ def _share_out(sql: Transaction, jobs: list[_Job], limit: int, remaining: dict[s
         if job.full:
             waiting.remove(job)
     return tickets
-
-
-def _ready_shards(sql: Transaction, job_id: str, limit: int) -> list[Row]:
-    # The shared lock prevents a pause or cancel between this check and the change of the shards.
-    state = sql.value("SELECT state FROM jobs WHERE id = :job FOR SHARE", job=job_id)
-    return sql.rows(_READY, job=job_id, limit=limit) if state in DISPATCHED else []

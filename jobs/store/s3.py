@@ -307,28 +307,28 @@ def make_client(settings: S3Settings | None) -> Any:
         from botocore.exceptions import BotoCoreError
     except ImportError:
         raise missing_library("S3", "boto3", "s3") from None
+    from jobs.settings import S3Settings
+
+    settings = settings or S3Settings()
+    secret = settings.secret_access_key
     config = Config(
         signature_version="s3v4",
         connect_timeout=CONNECT_TIMEOUT_SECONDS,
         read_timeout=READ_TIMEOUT_SECONDS,
         retries={"mode": "standard", "total_max_attempts": MAX_ATTEMPTS},
         max_pool_connections=64,
-        s3={"addressing_style": settings.addressing_style if settings else "auto"},
+        s3={"addressing_style": settings.addressing_style},
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
     )
-    given: dict[str, Any] = {}
-    if settings is not None:
-        secret = settings.secret_access_key
-        given = {
-            "endpoint_url": settings.endpoint_url,
-            "region_name": settings.region,
-            "aws_access_key_id": settings.access_key_id,
-            "aws_secret_access_key": secret.get_secret_value() if secret else None,
-        }
     try:
         return boto3.Session().client(
-            "s3", config=config, **{name: value for name, value in given.items() if value}
+            "s3",
+            config=config,
+            endpoint_url=settings.endpoint_url or None,
+            region_name=settings.region or None,
+            aws_access_key_id=settings.access_key_id or None,
+            aws_secret_access_key=secret.get_secret_value() if secret else None,
         )
     except (BotoCoreError, ValueError) as error:
         raise invalid(f"S3 cannot be set up: {error}.", "Check the `s3` settings.") from error
