@@ -20,7 +20,7 @@ from jobs.input_records import Records, left_out_note
 from jobs.job_options import SubmitOptions
 from jobs.layout import input_key, job_prefix, put_numbered
 from jobs.ledger import Ledger
-from jobs.ledger.ingest import DuplicateExamples
+from jobs.ledger.control import DuplicateExamples
 from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState, JobTerms, NewJob, NewShard, RejectedLine
 from jobs.own_files import recorded
 from jobs.packs import map_ahead

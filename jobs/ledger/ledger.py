@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy.exc import IntegrityError
 
-from jobs.ledger import control, ingest, leases, lifecycle, queries, workers
+from jobs.ledger import control, leases, lifecycle, queries, workers
 from jobs.ledger import reconcile as reconciler
 from jobs.ledger import status as job_status
+from jobs.ledger.control import DuplicateExamples
 from jobs.ledger.database import Database
-from jobs.ledger.ingest import DuplicateExamples
 from jobs.ledger.records import (
     CommitResult,
     ItemRow,
@@ -91,10 +91,10 @@ class Ledger(Database):
     now = _reads(lambda sql: sql.now)
 
     # Ingest
-    begin_job = _writes(ingest.begin_job)
-    seal_job = _writes(ingest.seal_job)
-    abandon_job = _writes(ingest.abandon_job)
-    staged_shards = _reads(ingest.staged_shards)
+    begin_job = _writes(control.begin_job)
+    seal_job = _writes(control.seal_job)
+    abandon_job = _writes(control.abandon_job)
+    staged_shards = _reads(control.staged_shards)
 
     def stage(
         self, job_id: str, shards: Sequence[NewShard], rejected: Sequence[RejectedLine], lines_read: int
@@ -106,9 +106,9 @@ class Ledger(Database):
         `ServiceError` with `ledger.state` if the job is not ingesting.
         """
         try:
-            return self.write(ingest.stage, job_id, shards, rejected, lines_read)
+            return self.write(control.stage, job_id, shards, rejected, lines_read)
         except IntegrityError as error:
-            example_ids = self.read(ingest.duplicates, job_id, shards)
+            example_ids = self.read(control.duplicates, job_id, shards)
             # Checked after the query, so that items staged by another process do not count as duplicates.
             if self.staged_shards(job_id)[2] >= lines_read:
                 return False

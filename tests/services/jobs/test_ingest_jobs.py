@@ -125,7 +125,7 @@ def bad_input(place: Place, input_format: str, count: int) -> str:
 def test_of_many_bad_lines_some_are_kept_and_all_are_counted(
     place: Place, short_batches: None, input_format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.ledger.ingest.KEPT_REJECTED_LINES", 12)
+    monkeypatch.setattr("jobs.ledger.control.KEPT_REJECTED_LINES", 12)
     source = bad_input(place, input_format, 35)
     result = place.submit(source, input_format=input_format)
     assert (result.job.total_items, result.job.rejected_lines) == (0, 35)

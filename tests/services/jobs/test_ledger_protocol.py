@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jobs.ledger import Ledger
-from jobs.ledger.ingest import DuplicateExamples
+from jobs.ledger.control import DuplicateExamples
 from jobs.ledger.records import CommitResult, ItemState, JobState, NewShard, RejectedLine, Ticket
 from pipelines.errors import ErrorCode, InputError, ServiceError
 from tests.support.ledger_kit import (
