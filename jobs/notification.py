@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from jobs.formatting import redact
-from jobs.ledger.control import JobEnd
 from jobs.ledger.records import backoff_seconds
 from jobs.ledger.status import status_and_errors
 from jobs.status import status_view
@@ -26,6 +25,7 @@ from pipelines.errors import NotFoundError
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
+    from jobs.ledger.control import JobEnd
     from jobs.settings import NotifySettings, Settings
 
 #: Time after the time limit of the hook, until another process may report the same end.
@@ -72,13 +72,12 @@ def _report(ledger: Ledger, settings: Settings, end: JobEnd, again_seconds: floa
     view = status_view(status, settings.price_per_gpu_hour, errors)
     # A hook can recognize repeated reports by `end`, which is the same for each try.
     reason = run_hook(notify, {**view, "end": f"{end.job_id}/{end.finished_at:.3f}"})
-    if reason and attempt < MAX_ATTEMPTS:
-        if again_seconds is None:
-            again_seconds = backoff_seconds(attempt - 1, random.random(), FIRST_PAUSE_SECONDS)
-        ledger.postpone_report(end, again_seconds)
-        return Reported(end.job_id, attempt, reason, again_seconds)
-    ledger.note_reported(end)
-    return Reported(end.job_id, attempt, reason)
+    if not reason or attempt >= MAX_ATTEMPTS:
+        again_seconds = None
+    elif again_seconds is None:
+        again_seconds = backoff_seconds(attempt - 1, random.random(), FIRST_PAUSE_SECONDS)
+    ledger.note_report(end, again_seconds)
+    return Reported(end.job_id, attempt, reason, again_seconds)
 
 
 def run_hook(notify: NotifySettings, view: Mapping[str, Any]) -> str:

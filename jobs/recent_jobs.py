@@ -82,16 +82,6 @@ def registered_dev(home: Path) -> Iterator[None]:
         _note("dev", name, None)
 
 
-def _running_devs() -> list[str]:
-    """The homes in which a `nightjar dev` is running, the newest last. A killed one has left its note, but
-    has no broker."""
-    homes: list[str] = []
-    with suppress(*_IGNORED):
-        notes = sorted(_folder("dev").iterdir(), key=lambda note: note.stat().st_mtime)
-        homes = [read_own(note) for note in notes]
-    return [home for home in homes if embedded_broker_url(Path(home) / STATE_FOLDER) is not None]
-
-
 def settings_for_new_job(home: str | None) -> Settings:
     """The settings for `nightjar submit`: the given ones. If they set neither ledger, broker nor home, the
     job goes to a running `nightjar dev`: the one in the default home, else the newest one."""
@@ -102,7 +92,12 @@ def settings_for_new_job(home: str | None) -> Settings:
         or settings.origin("home") != "default"
     ):
         return settings
-    homes = _running_devs()
+    noted: list[str] = []
+    with suppress(*_IGNORED):
+        notes = sorted(_folder("dev").iterdir(), key=lambda note: note.stat().st_mtime)
+        noted = [read_own(note) for note in notes]
+    # A killed `nightjar dev` has left its note, but has no broker.
+    homes = [home for home in noted if embedded_broker_url(Path(home) / STATE_FOLDER) is not None]
     return settings if not homes or str(settings.home.absolute()) in homes else load_settings(home=homes[-1])
 
 

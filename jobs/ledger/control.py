@@ -408,17 +408,13 @@ def claim_end(sql: Transaction, end: JobEnd, seconds: float) -> int | None:
     return sql.value(statement, **end._asdict(), seconds=seconds)
 
 
-def note_reported(sql: Transaction, end: JobEnd) -> None:
-    """Records that an end was reported, or that its report was given up; does nothing if the job was reopened
-    meanwhile."""
-    sql.change(f"UPDATE jobs SET notified_finished_at = finished_at WHERE {_OF_END}", **end._asdict())
-
-
-def postpone_report(sql: Transaction, end: JobEnd, seconds: float) -> None:
-    """Schedules the next try of a report that failed."""
-    sql.change(
-        f"UPDATE jobs SET notify_due_at = <now> + :seconds WHERE {_OF_END}", **end._asdict(), seconds=seconds
-    )
+def note_report(sql: Transaction, end: JobEnd, again_seconds: float | None) -> None:
+    """Schedules the next try of a report that failed; None: records that the end was reported, or that its report
+    was given up. Does nothing if the job was reopened meanwhile."""
+    change = "notify_due_at = <now> + :seconds"
+    if again_seconds is None:
+        change = "notified_finished_at = finished_at"
+    sql.change(f"UPDATE jobs SET {change} WHERE {_OF_END}", **end._asdict(), seconds=again_seconds)
 
 
 # Deletion of an ended job: first the job is fenced, then its rows are deleted in ranges, one transaction each,

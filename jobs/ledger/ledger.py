@@ -191,8 +191,7 @@ class Ledger(Database):
     # Reports of job ends
     unreported_ends = _reads(control.unreported_ends)
     claim_end = _writes(control.claim_end)
-    note_reported = _writes(control.note_reported)
-    postpone_report = _writes(control.postpone_report)
+    note_report = _writes(control.note_report)
 
     # Deletion
     begin_delete = _writes(control.begin_delete)

@@ -266,19 +266,18 @@ def _share_out(sql: Transaction, jobs: list[_Job], limit: int, remaining: dict[s
     """Gives one shard at a time to the job with the smallest share, its pending items in flight divided by its
     weight; if shares are equal, to the older job. Shards are not counted, because they differ in size.
 
-    `remaining` limits the shards of its models, and is updated.
+    `remaining` limits the shards of its models. It and `jobs` are updated.
     """
     tickets: list[Ticket] = []
-    waiting = [job for job in jobs if not job.full]
-    while waiting and len(tickets) < limit:
-        job = min(waiting, key=lambda job: job.items / job.weight)
-        if job.ready is None:
+    while jobs and len(tickets) < limit:
+        job = min(jobs, key=lambda job: job.items / job.weight)
+        if job.ready is None and not job.full:
             # The shared lock prevents a pause or cancel between this check and the change of the shards.
             state = sql.value("SELECT state FROM jobs WHERE id = :job FOR SHARE", job=job.id)
             left = limit - len(tickets)
             job.ready = sql.rows(_READY, job=job.id, limit=left) if state in DISPATCHED else []
-        if not job.ready or remaining.get(job.model, 1) <= 0:
-            waiting.remove(job)
+        if job.full or not job.ready or remaining.get(job.model, 1) <= 0:
+            jobs.remove(job)
             continue
         shard = job.ready.pop(0)
         tickets.append(Ticket(job.id, shard.no, shard.epoch, job.priority))
@@ -286,6 +285,4 @@ def _share_out(sql: Transaction, jobs: list[_Job], limit: int, remaining: dict[s
         job.items += shard.items
         if job.model in remaining:
             remaining[job.model] -= 1
-        if job.full:
-            waiting.remove(job)
     return tickets

@@ -49,9 +49,9 @@ def test_an_end_whose_sender_died_is_taken_over_and_then_noted(ledger: Ledger) -
     execute(ledger, "UPDATE jobs SET notify_due_at = notify_due_at - 61")
     assert ledger.unreported_ends() == [end]
     assert ledger.claim_end(end, SECONDS) == 2
-    ledger.postpone_report(end, -1)
+    ledger.note_report(end, -1)
     assert ledger.claim_end(end, SECONDS) == 3
-    ledger.note_reported(end)
+    ledger.note_report(end, None)
     execute(ledger, "UPDATE jobs SET notify_due_at = NULL")
     assert ledger.unreported_ends() == []
     assert ledger.claim_end(end, SECONDS) is None
@@ -62,13 +62,13 @@ def test_a_job_that_is_retried_is_reported_again(ledger: Ledger) -> None:
     ledger.claim_end(end, SECONDS)
     ledger.retry(end.job_id, None)
     # Who reports the first end comes too late to speak for the second one.
-    ledger.note_reported(end)
-    ledger.postpone_report(end, SECONDS)
+    ledger.note_report(end, None)
+    ledger.note_report(end, SECONDS)
     second = end_again(ledger)
     assert second.finished_at > end.finished_at
     assert ledger.claim_end(end, SECONDS) is None
     assert ledger.claim_end(second, SECONDS) == 1
-    ledger.note_reported(second)
+    ledger.note_report(second, None)
     assert ledger.unreported_ends() == []
 
 
@@ -83,7 +83,7 @@ def test_every_kind_of_end_is_reported_and_old_ones_are_not(ledger: Ledger) -> N
 
 def test_a_time_of_a_wrong_clock_holds_nothing_up(ledger: Ledger) -> None:
     end = ended(ledger)
-    ledger.postpone_report(end, 1e6)
+    ledger.note_report(end, 1e6)
     assert ledger.unreported_ends() == [end]
     assert ledger.claim_end(end, SECONDS) == 1
 
