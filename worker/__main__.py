@@ -101,10 +101,9 @@ def run(
     wanted = preload or model
     opening = None if wanted is None else Preload(settings, wanted, not codes)
     from worker.celery_app import run_worker
-    from worker.runtime import WorkerOptions
 
     wait_for_release()
-    sys.exit(run_worker(settings, WorkerOptions(model, private, opening)))
+    sys.exit(run_worker(settings, model, private, opening))
 
 
 def _group(

@@ -31,7 +31,8 @@ from jobs.settings import Settings
 from pipelines.errors import NightjarError, invalid
 from pipelines.interpreter import tune_gc
 from worker.admission import MAX_SHARDS
-from worker.runtime import Handling, Runtime, WorkerOptions
+from worker.models import Preload
+from worker.runtime import Handling, Runtime
 from worker.supervisor import report_end
 
 if TYPE_CHECKING:
@@ -52,14 +53,14 @@ CHECK_SECONDS = 0.1
 _runtime: Runtime | None = None
 
 
-def run_worker(settings: Settings, options: WorkerOptions) -> int:
+def run_worker(settings: Settings, model: str | None, private: bool, preload: Preload | None) -> int:
     """Runs the worker until a signal; returns the exit status. Raises `NightjarError` if it cannot start."""
     global _runtime
     # Celery warns about pickled messages if it runs as root (only JSON is accepted here), and about running tasks at each
     # lost connection (the ledger's leases handle those).
     for category in (SecurityWarning, CPendingDeprecationWarning):
         warnings.filterwarnings("ignore", category=category)
-    _runtime = Runtime(settings, options)
+    _runtime = Runtime(settings, model, private, preload)
     worker = create_app(settings).Worker(
         pool_cls=EnginePool,
         concurrency=settings.times.shards_in_flight or MAX_SHARDS,

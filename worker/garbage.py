@@ -121,10 +121,7 @@ def _swept(
 
 
 def _unreferenced(ledger: Ledger, store: ObjectStore, job: Job) -> Iterator[Orphan]:
-    def listed(prefix: str) -> Iterator[ObjectInfo]:
-        return _in_order(store.list(prefix), store)
-
-    prefix, nothing = job_prefix(job.id), frozenset[tuple[str, str]]()
+    listed, prefix, nothing = partial(_listed, store), job_prefix(job.id), frozenset[tuple[str, str]]()
     for kind in ("audio", "codes", "text", WORDS, QUARANTINE):
         for info in _without(listed(f"{prefix}{kind}/"), ledger.artifacts(job.id, kind)):
             yield info, nothing
@@ -141,10 +138,10 @@ def _unreferenced(ledger: Ledger, store: ObjectStore, job: Job) -> Iterator[Orph
         yield from ((info, inputs) for info in references if info.key not in named)
 
 
-def _in_order(objects: Iterable[ObjectInfo], store: ObjectStore) -> Iterator[ObjectInfo]:
-    """Passes the objects on. Raises `store.conflict` if they are not in key order."""
+def _listed(store: ObjectStore, prefix: str) -> Iterator[ObjectInfo]:
+    """The objects under a prefix. Raises `store.conflict` if they are not in key order."""
     last = ""
-    for info in objects:
+    for info in store.list(prefix):
         if info.key <= last:
             raise StoreError(
                 ErrorCode.STORE_CONFLICT,

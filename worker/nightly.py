@@ -87,7 +87,7 @@ class Night:
     datasets: tuple[Dataset, ...] = ()
 
     def __post_init__(self) -> None:
-        self.schedule = self.settings.schedules[self.name]
+        self.schedule, self.day = self.settings.schedules[self.name], self.night.isoformat()
 
     @property
     def job_id(self) -> str:
@@ -99,7 +99,7 @@ class Night:
 
     def __str__(self) -> str:
         tail = "".join(f" {part}" for part in (self.job_id, self.code or "", self.reason) if part)
-        lines = [f"{printable(self.name, 100)} {self.night.isoformat()} {self.end}{tail}"]
+        lines = [f"{printable(self.name, 100)} {self.day} {self.end}{tail}"]
         if self.failed_items or self.rejected_lines:
             counts = (
                 f"{counted(self.failed_items, 'item')} failed, {counted(self.rejected_lines, 'line')} refused"
@@ -128,7 +128,7 @@ class Night:
         return {
             "schema": "nightjar.night/1",
             "schedule": self.name,
-            "night": self.night.isoformat(),
+            "night": self.day,
             "end": self.end.value,
             "job": self.job_id or None,
             "state": self.state and self.state.value,
@@ -147,10 +147,10 @@ class Night:
         The job is submitted before the night is recorded: after a crash in between, the next run finds the same job
         by its idempotency key. Raises `ServiceError`.
         """
-        jobs, day = self.jobs(), self.night.isoformat()
+        jobs = self.jobs()
         number = max(jobs, default=1)
         self.job = jobs.get(number)
-        ran = day in self.ledger.schedule_history(self.name)
+        ran = self.day in self.ledger.schedule_history(self.name)
         if ran and self.state not in {*ENDED_BADLY, JobState.INGESTING}:
             return
         try:
@@ -164,7 +164,7 @@ class Night:
             self._fail(error, NightEnd.MISSING if missing else NightEnd.FAILED)
             return
         if not self._ended_badly():
-            self.ledger.schedule_ran(self.name, day)
+            self.ledger.schedule_ran(self.name, self.day)
             self.end = NightEnd.SUBMITTED
 
     def jobs(self) -> dict[int, Job]:
@@ -217,24 +217,24 @@ class Night:
     def _fail(self, error: NightjarError, end: NightEnd = NightEnd.FAILED) -> None:
         """Records a failure; a night that has not run remains due."""
         self.end, self.reason, self.code = end, str(error), error.code
-        log.error("night failed", schedule=self.name, night=self.night.isoformat(), error=self.reason)
+        log.error("night failed", schedule=self.name, night=self.day, error=self.reason)
         if self.state in ENDED_BADLY:
-            self.ledger.schedule_forget(self.name, self.night.isoformat())
+            self.ledger.schedule_forget(self.name, self.day)
 
     def _key(self, number: int) -> str:
         """The idempotency key of the night's job with this number, so that two processes submit only one job."""
-        first = f"nightly/{self.name}/{self.night.isoformat()}"
+        first = f"nightly/{self.name}/{self.day}"
         return first if number == 1 else f"{first}/{number}"
 
     def _submit(self, number: int) -> Job:
         """Submits the job with this number, or continues an interrupted submission, or finds the job. Raises
         `NightjarError`."""
         spec, options = _job(self.schedule)
-        day, source = self.night.isoformat(), input_of(self.schedule, self.night)
+        source = input_of(self.schedule, self.night)
         options = replace(
             options,
-            name=f"{self.name} {day}",
-            labels={**options.labels, "schedule": self.name, "night": day},
+            name=f"{self.name} {self.day}",
+            labels={**options.labels, "schedule": self.name, "night": self.day},
             idempotency_key=self._key(number),
         )
         store_url = self.schedule.store_url or self.settings.effective_store_url

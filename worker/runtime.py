@@ -11,7 +11,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, lru_cache
 from typing import TypeVar
@@ -69,19 +68,6 @@ class Handling(StrEnum):
     REFUSED = "refused"
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerOptions:
-    """The options of this process."""
-
-    #: The only model that this worker serves; None: any model.
-    model: str | None = None
-    #: Whether the worker serves only one run, as with `nightjar run`. It then ends if it cannot open the job's model with
-    #: its settings. A worker that is not private leaves such a job to others, or fails its items if there are none.
-    private: bool = False
-    #: A model that is already being opened.
-    preload: Preload | None = None
-
-
 def _indicates_bad_gpu(error: NightjarError) -> bool:
     """Whether an engine crashed while opening or had too little memory; other failures may concern only one model."""
     return isinstance(error, EngineCrashError) or error.code is ErrorCode.SYNTH_OOM
@@ -93,11 +79,20 @@ class Runtime:
     def __init__(
         self,
         settings: Settings,
-        options: WorkerOptions | None = None,
+        model: str | None = None,
+        private: bool = False,
+        preload: Preload | None = None,
         clock: Clock | None = None,
     ) -> None:
+        """`model`: the only model that this worker serves; None: any model. `preload`: a model that is already being
+        opened.
+
+        `private`: whether the worker serves only one run, as with `nightjar run`. It then ends if it cannot open the job's
+        model with its settings. A worker that is not private leaves such a job to others, or fails its items if there
+        are none.
+        """
         self.settings = settings
-        self.options = options or WorkerOptions()
+        self._model, self._private, self._preload = model, private, preload
         self._clock = clock or time
         #: Job -> time at which this worker refused it.
         self._refused_at: dict[str, float] = {}
@@ -113,7 +108,7 @@ class Runtime:
             host=socket.gethostname(),
             pid=os.getpid(),
             gpu=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
-            model=self.options.model or "",
+            model=model or "",
             version=installed_version() or "unknown",
             slots=settings.times.shards_in_flight or SHARDS_AT_START,
         )
@@ -142,10 +137,9 @@ class Runtime:
             clock=self._clock,
             provenance=ProvenanceWriter(),
             demand=self.demand,
-            only_worker=self.options.private,
+            only_worker=private,
             on_claimed=lambda: self.maintenance.claimed(),
         )
-        self.manifests = Manifests(self.ledger, self.store_for, self._clock)
         self.maintenance = Maintenance(
             self.ledger,
             settings,
@@ -154,7 +148,7 @@ class Runtime:
             self.metrics,
             self._clock,
             Publisher(settings),
-            self.manifests,
+            Manifests(self.ledger, self.store_for, self._clock),
             self.demand,
             self._report_ends,
         )
@@ -164,7 +158,7 @@ class Runtime:
         return self._draining.is_set()
 
     def start(self) -> None:
-        """Opens the model of `WorkerOptions` and registers this worker; waits for unreachable services until a signal.
+        """Opens the model of this worker and registers this worker; waits for unreachable services until a signal.
 
         Raises `NightjarError` if this worker cannot work.
         """
@@ -231,17 +225,16 @@ class Runtime:
         self._writer.close()
         self._writer_processes.close()
         self.pipelines.close()
-        if self.options.preload is not None:
-            self.options.preload.close()
+        if self._preload is not None:
+            self._preload.close()
         self._stop_serving()
         self.ledger.close()
         self._stopped.set()
         log.info("worker down", worker=self.worker.id)
 
     def _open(self, model: str, decodes: bool) -> Pipeline:
-        preload = self.options.preload
         try:
-            pipeline = None if preload is None else preload.take(model, decodes)
+            pipeline = None if self._preload is None else self._preload.take(model, decodes)
             pipeline = pipeline or open_model(self.settings, model, decodes)
         except NightjarError as error:
             if not self._ends_worker(error) or not self._up:
@@ -266,7 +259,7 @@ class Runtime:
         if (
             not isinstance(error, ConfigError | ModelError)
             or error.code.retryable
-            or (self._up and not self.options.private)
+            or (self._up and not self._private)
         ):
             return False
         report_refusal(error)
@@ -302,11 +295,11 @@ class Runtime:
         refused_at = self._refused_at.get(job_id, -math.inf)
         if self._clock.monotonic() - refused_at < self.settings.times.quarantine_seconds:
             return bool(self._retrying(lambda: self.ledger.others_may_run(job_id, self.worker.id)))
-        if self.options.model is None:
+        if self._model is None:
             return False
         job = self._retrying(lambda: self._job(job_id))
         # An unknown job is dropped at the claim.
-        return job is not None and job.spec.model != self.options.model
+        return job is not None and job.spec.model != self._model
 
     def _retrying(self, call: Callable[[], T]) -> T | None:
         """The result of `call`, retried with growing pauses after retryable errors; None if the worker drains or the job
@@ -327,13 +320,13 @@ class Runtime:
         return None
 
     def _load_model(self) -> None:
-        if self.options.model is not None:
-            with self.pipelines.use(self.options.model):
-                log.info("model ready", model=self.options.model)
+        if self._model is not None:
+            with self.pipelines.use(self._model):
+                log.info("model ready", model=self._model)
 
     def _report_ends(self) -> None:
         # `nightjar run` reports its jobs itself, after their manifest and report are written.
-        if not self.options.private:
+        if not self._private:
             report_ended_jobs(self.ledger, self.settings)
 
     def _end_drain(self) -> None:

@@ -453,14 +453,11 @@ class ShardRun:
         that of a full store.
         """
         maximum = self._times.commit_items
-
-        def should_commit() -> bool:
-            enough = len(self._outcomes) >= maximum or self._over
-            return enough or self._error is not None or self.held.gone is not None
-
         with self._changed:
             seconds = min(poll_seconds, max(0.0, due_at - self._clock.monotonic()))
-            is_due = self._changed.wait_for(should_commit, seconds)
+            is_due = self._changed.wait_for(
+                lambda: len(self._outcomes) >= maximum or self._over or self._error or self.held.gone, seconds
+            )
             if self._error is not None:
                 raise self._error
             if not is_due and self._clock.monotonic() < due_at:

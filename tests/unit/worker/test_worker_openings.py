@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -28,7 +29,7 @@ from tests.support.ledger_kit import execute
 from tests.support.worker_rig import WORKER, Build, Rig
 from worker import __main__ as commands
 from worker.leases import LeaseGoneError
-from worker.runtime import Handling, Runtime, WorkerOptions
+from worker.runtime import Handling, Runtime
 from worker.supervisor import report
 
 CRASH = EngineCrashError(ErrorCode.WORKER_CRASH, "The engine's process ended.")
@@ -110,7 +111,7 @@ def test_a_worker_of_one_model_does_not_wait_for_its_gpu(
     build: Build, error: NightjarError, starts: bool
 ) -> None:
     failing(error)
-    runtime = Runtime(settings_of(build()), WorkerOptions("fake"))
+    runtime = Runtime(settings_of(build()), "fake")
     try:
         if starts:
             runtime.start()
@@ -126,10 +127,10 @@ def test_a_worker_of_one_model_does_not_wait_for_its_gpu(
 @pytest.mark.parametrize(
     ("error", "options", "told"),
     [
-        (REFUSED, WorkerOptions(private=True), True),
-        (REFUSED, WorkerOptions("fake"), True),
-        (REFUSED, WorkerOptions(), False),
-        (AWAY, WorkerOptions(private=True), False),
+        (REFUSED, {"private": True}, True),
+        (REFUSED, {"model": "fake"}, True),
+        (REFUSED, {}, False),
+        (AWAY, {"private": True}, False),
     ],
 )
 def test_a_worker_says_what_no_start_of_it_can_open(
@@ -137,14 +138,14 @@ def test_a_worker_says_what_no_start_of_it_can_open(
     parent: Channel[WorkerReport],
     signals: list[int],
     error: NightjarError,
-    options: WorkerOptions,
+    options: dict[str, Any],
     told: bool,
 ) -> None:
     """A worker of many jobs goes on: the model that it cannot open is one job's."""
     failing(error)
-    runtime = Runtime(settings_of(build()), options)
+    runtime = Runtime(settings_of(build()), **options)
     try:
-        with pytest.raises(NightjarError if options.model or not told else LeaseGoneError):
+        with pytest.raises(NightjarError if "model" in options or not told else LeaseGoneError):
             runtime.start()
             with runtime.pipelines.use("fake"):
                 pass
