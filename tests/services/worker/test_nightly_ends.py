@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-import jobs.export
 from jobs.delete import delete_job
 from jobs.export.files import FolderDestination
 from jobs.ledger import Ledger
@@ -26,6 +25,7 @@ from pipelines.errors import ErrorCode, ServiceError
 from tests.support.fakes import SAMPLE_RATE, sine
 from tests.support.night_kit import EXPORTS, NIGHT, House, line
 from worker import __main__ as command
+from worker import nightly
 from worker.nightly import Night, NightEnd
 
 
@@ -369,14 +369,14 @@ def test_a_file_that_was_there_before_is_never_written_over(house: House) -> Non
 def test_an_error_that_nobody_foresaw_keeps_no_other_dataset_back(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = jobs.export.export
+    write = nightly.export
 
     def export(*given: Any, **options: Any) -> Any:
         if given[3] == "espnet":
             raise ValueError("a surprise")
         return write(*given, **options)
 
-    monkeypatch.setattr(jobs.export, "export", export)
+    monkeypatch.setattr(nightly, "export", export)
     house.write(line("a"))
     house.make(house.run())
     night = house.run()
