@@ -243,8 +243,11 @@ def turns_and_recordings(
     """The places of the messages that are spoken (None: the whole dialogue), and of the audio that they
     need."""
     if speak == "answer":
-        audio = [place for place, message in enumerate(messages) if message[1] == "audio"]
-        return None, [place for place in audio if messages[place][0] != "assistant"]
+        return None, [
+            place
+            for place, (role, modality, _) in enumerate(messages)
+            if modality == "audio" and role != "assistant"
+        ]
     turns = spoken_turns(messages, speak)
     return turns, sorted({place for turn in turns for place in reference_places(messages, turn)})
 

@@ -45,6 +45,8 @@ from pipelines.registry import ModelCard
 if TYPE_CHECKING:
     from jobs.settings import Settings
 
+#: The options of a submit without options.
+NO_OPTIONS = SubmitOptions()
 #: Number of objects that are written to a remote store at the same time.
 _S3_WRITERS = 16
 #: Maximum number of rejected lines that are kept as examples.
@@ -85,7 +87,7 @@ def submit(
     source: str,
     spec: JobSpec | ResolvedSpec,
     *,
-    options: SubmitOptions | None = None,
+    options: SubmitOptions = NO_OPTIONS,
     progress: Callable[[IngestProgress], None] | None = None,
     lost_inputs: Callable[[Job], Collection[str]] = lambda job: (),
 ) -> SubmitResult:
@@ -100,7 +102,6 @@ def submit(
     of another input or spec. Raises `ModelError`, `StoreError` or `ServiceError` if model, store or ledger
     fail; the same submit can continue later.
     """
-    options = options or SubmitOptions()
     resolved = resolve(spec, options.input_format, voice_folder(settings, options.recordings))
     with open_source(source, settings.s3) as opened:
         resolved = resolved.of_input(opened)
@@ -375,14 +376,13 @@ def dry_run(
     store: ObjectStore,
     source: str,
     spec: JobSpec | ResolvedSpec,
-    options: SubmitOptions | None = None,
+    options: SubmitOptions = NO_OPTIONS,
 ) -> Estimate:
     """Checks an input as `submit` does and estimates its job, without writing to ledger or store.
 
     Raises `InputError` for an input that cannot be read, for settings that the model refuses and, with
     `on_error="abort"`, for the first bad line. Also raises `ModelError` and `StoreError`.
     """
-    options = options or SubmitOptions()
     resolved = resolve(spec, options.input_format, voice_folder(settings))
     card = resolved.card
     rejected: Counter[ErrorCode] = Counter()

@@ -17,7 +17,7 @@ from types import TracebackType
 from msgspec import UNSET
 
 from jobs.dispatch import Publisher, dispatch
-from jobs.ingest import SubmitOptions, submit
+from jobs.ingest import NO_OPTIONS, SubmitOptions, submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import Job, JobSpec
 from jobs.ledger.status import JobStatus
@@ -85,7 +85,7 @@ class Site:
         texts: Sequence[str],
         *,
         model: str = "fake",
-        options: SubmitOptions | None = None,
+        options: SubmitOptions = NO_OPTIONS,
         pack: bool = False,
     ) -> Job:
         path = self.folder / f"{time.monotonic_ns()}.jsonl"

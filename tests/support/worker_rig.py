@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jobs.ingest import SubmitOptions, submit
+from jobs.ingest import NO_OPTIONS, SubmitOptions, submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import CommitResult, ItemRow, Job, JobSpec, Lease, Outcome, Ticket, WorkerInfo
 from jobs.ledger.status import JobStatus
@@ -69,7 +69,7 @@ class Rig:
         texts: Sequence[str],
         *,
         model: str = "fake",
-        options: SubmitOptions | None = None,
+        options: SubmitOptions = NO_OPTIONS,
         **spec: Any,
     ) -> Job:
         path = self.folder / f"{len(list(self.folder.glob('*.jsonl')))}.jsonl"
@@ -84,7 +84,7 @@ class Rig:
         path: Path,
         *,
         model: str = "fake",
-        options: SubmitOptions | None = None,
+        options: SubmitOptions = NO_OPTIONS,
         lost: Sequence[str] = (),
         **spec: object,
     ) -> Job:
