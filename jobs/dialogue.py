@@ -66,13 +66,12 @@ class Dialogue(msgspec.Struct, frozen=True, gc=False):
     messages: tuple[Triple, ...]
     generation: Generation | None = None
 
-    def typed_messages(self, references: Mapping[int, str] | None = None) -> tuple[Message, ...]:
+    def typed_messages(self, references: Mapping[int, str] = _NO_KEYS) -> tuple[Message, ...]:
         """The messages of a request. `references`: place of an audio message -> key in the store, which
         replaces the path in the line."""
-        keys = references or {}
         return tuple(
             [
-                Message(role, modality, keys.get(place, content))
+                Message(role, modality, references.get(place, content))
                 for place, (role, modality, content) in enumerate(self.messages)
             ]
         )
@@ -186,10 +185,10 @@ def spoken_text(messages: Sequence[Message]) -> str:
 def speech_position(messages: Sequence[Sequence[str]]) -> int:
     """The place of a dialogue's speech among its messages (role, modality, ...): the place of the first
     assistant audio message, or else the place after the last message."""
-    for place, message in enumerate(messages):
-        if message[0] == "assistant" and message[1] == "audio":
-            return place
-    return len(messages)
+    audio = (
+        place for place, message in enumerate(messages) if message[0] == "assistant" and message[1] == "audio"
+    )
+    return next(audio, len(messages))
 
 
 def check_example_id(example_id: str, key: str) -> None:

@@ -397,12 +397,17 @@ def dry_run(
         checker = resolved.checker
         records = resolved.records(opened)
         for _, good, bad in checker.checked(records, reference_key):
-            good, repeated = _new_ids(seen, good, checker.id_key)
-            bad = sorted([*bad, *repeated], key=lambda line: line.line)
+            new: list[GoodLine] = []
+            for line in good:
+                if seen.execute("INSERT OR IGNORE INTO seen VALUES (?)", (line.example_id,)).rowcount:
+                    new.append(line)
+                else:
+                    bad += duplicate_lines([line], checker.id_key)
+            bad.sort(key=lambda line: line.line)
             if bad and options.on_error == "abort":
                 raise aborted_by(bad[0], "Nothing would be submitted")
-            items += sum(line.items for line in good)
-            milliseconds += sum(line.estimated_ms for line in good)
+            items += sum(line.items for line in new)
+            milliseconds += sum(line.estimated_ms for line in new)
             rejected.update(line.code for line in bad)
             examples += bad[: MAX_EXAMPLES - len(examples)]
     seconds = milliseconds / 1000
@@ -421,15 +426,3 @@ def _audio_bytes(items: int, seconds: float, card: ModelCard, spec: JobSpec) -> 
         "flac": rate * _PCM_BITS * _FLAC_SHARE,
     }.get(spec.format, rate * _PCM_BITS)
     return round(seconds * bits_per_second / 8) + items * _HEADER_BYTES.get(spec.format, _WAV_HEADER_BYTES)
-
-
-def _new_ids(
-    seen: sqlite3.Connection, good: Sequence[GoodLine], key: str
-) -> tuple[list[GoodLine], list[RejectedLine]]:
-    """The lines with new ids, and the others as rejected lines; `key`: the name of the id in the input."""
-    new: list[GoodLine] = []
-    repeated: list[GoodLine] = []
-    for line in good:
-        added = seen.execute("INSERT OR IGNORE INTO seen VALUES (?)", (line.example_id,)).rowcount
-        (new if added else repeated).append(line)
-    return new, duplicate_lines(repeated, key)

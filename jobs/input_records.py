@@ -10,14 +10,13 @@ settings:
 from __future__ import annotations
 
 import csv
-import dataclasses
 import mmap
 import random
 import re
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -80,7 +79,7 @@ class Records:
     spec: JobSpec
     card: ModelCard
     #: Columns that were left out because JSON cannot contain their values; known once they are read.
-    left_out: set[str] = dataclasses.field(default_factory=set[str], compare=False)
+    left_out: set[str] = field(default_factory=set[str], compare=False)
 
     @property
     def chosen(self) -> Reading:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from jobs.provenance import Provenance
     from jobs.voices import PoolRecording
 
+PositiveInt = Annotated[int, Field(ge=1)]
 DEFAULT_MODEL = "hibari"
 AUDIO: Output = "audio"
 JOB, KEYS, MESSAGES = "Job", "Keys of --set", "Messages and help"
@@ -49,9 +50,9 @@ class InputOptions(TypedDict, total=False):
     """Other columns or keys of INPUT that become metadata, separated by commas. [default: all]"""
     drop: str | Sequence[str]
     """Other columns or keys of INPUT that do not become metadata; `*` means all."""
-    limit: Annotated[int, Field(ge=1)]
+    limit: PositiveInt
     """Use only the first N lines of INPUT."""
-    sample: Annotated[int, Field(ge=1)]
+    sample: PositiveInt
     """Use only N lines of INPUT, chosen at random by --seed."""
     on_error: Literal["skip", "abort"]
     """`skip`: leave bad lines out and list them. `abort`: refuse the whole file."""
@@ -127,7 +128,7 @@ class SetOptions(TypedDict, total=False):
     """Share of the workers, relative to other jobs of the same priority."""
     max_attempts: Annotated[int, Field(ge=1, le=100)]
     """Maximum attempts per item."""
-    max_in_flight: Annotated[int, Field(ge=1)]
+    max_in_flight: PositiveInt
     """Maximum shards of this job that run at the same time."""
     normalize: Literal["en"]
     """Speak numbers, dates, money and units of English texts in words: en. Needs the extra `text`."""

@@ -73,6 +73,7 @@ def _parts(text: str, separator: str) -> tuple[str, ...]:
 
 Positive = Annotated[float, Field(gt=0)]
 PositiveInt = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Words = Annotated[tuple[str, ...], _of_text(lambda text: _parts(text, ","))]
 
@@ -141,7 +142,7 @@ class EngineSettings(SettingsGroup):
     utterances at a time (docs/qwen3-tts.md)."""
     voice_cache: Path | None = None
     """Qwen3-TTS: folder that keeps encoded cloned voices for later starts. Unset: memory only."""
-    codec_rows: Annotated[int, Field(ge=0)] = 0
+    codec_rows: Count = 0
     """Qwen3-TTS on a GPU: rows of the codec's continuous batch, such as 256, which needs 7.6 GiB of the GPU's
     memory. 0: batches of similar lengths (docs/qwen3-tts.md)."""
 
@@ -190,10 +191,10 @@ class ServeSettings(SettingsGroup):
     loopback addresses."""
     slots: PositiveInt | None = None
     """Maximum requests in the engine at once. Unset: as many as it can run and queue."""
-    streams: Annotated[int, Field(ge=0)] | None = None
+    streams: Count | None = None
     """Streams that the engine `native` is prepared for before `/health` returns 200. Unset: 128 on a GPU, 8
     on a CPU."""
-    waiting_room: Annotated[int, Field(ge=0)] = 512
+    waiting_room: Count = 512
     """Maximum requests that wait in the server before the engine gets them. Further requests get status
     429."""
     request_seconds: Positive = 600.0
