@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from jobs.formatting import printable
 from pipelines.audio_format import AUDIO_FORMATS
@@ -81,9 +82,9 @@ class _Line(msgspec.Struct, frozen=True, gc=False):
     """A line as it is written, with `id` or `example_id`."""
 
     messages: tuple[Triple, ...]
-    example_id: str | msgspec.UnsetType = msgspec.UNSET
+    example_id: str | UnsetType = UNSET
     generation: Generation | None = None
-    id: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    id: msgspec.Raw | UnsetType = UNSET
 
 
 _decode = msgspec.json.Decoder(_Line).decode
@@ -131,9 +132,9 @@ def parse_line(raw: bytes) -> tuple[Dialogue, bytes]:
             message = f"The line has an integer of more than {MAX_INTEGER_DIGITS:,} digits."
             raise InputError(ErrorCode.INPUT_BAD_JSON, message, "Write it as text.") from None
     example_id, named = line.example_id, raw
-    if line.id is not msgspec.UNSET:
+    if line.id is not UNSET:
         example_id = chosen_id(example_id, decode_line(msgspec.json.decode, bytes(line.id), _SHAPE))
-        if line.example_id is msgspec.UNSET:
+        if line.example_id is UNSET:
             named = b'{"example_id":%b,%b' % (_encode(example_id), raw.lstrip()[1:])
     if not isinstance(example_id, str):
         raise bad_line("The line has no `example_id`.", _SHAPE)
@@ -376,7 +377,7 @@ class _Chat(msgspec.Struct, frozen=True):
     messages: list[_ChatMessage]
     example_id: str | int | None = None
     id: str | int | None = None
-    generation: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    generation: msgspec.Raw | UnsetType = UNSET
 
 
 _decode_chat = msgspec.json.Decoder(_Chat).decode
@@ -395,7 +396,7 @@ def chat_dialogue(line: bytes, number: int) -> bytes:
     named = chosen_id(found.example_id, found.id)
     messages = [(message.role, "text", message.text) for message in found.messages]
     made = {"example_id": f"line-{number}" if named is None else named, "messages": messages}
-    if found.generation is not msgspec.UNSET:
+    if found.generation is not UNSET:
         made["generation"] = found.generation
     return _encode(made | metadata_json(line))
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from jobs import DISTRIBUTION, installed_version
 from jobs.checks import METERS
@@ -107,7 +108,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     #: None in an exporter's record, and in a record of an earlier version.
     engine: EngineProvenance | None = None
     #: Encoder of a lossy format, with its version, which decides the bytes.
-    encoder: str | msgspec.UnsetType = msgspec.UNSET
+    encoder: str | UnsetType = UNSET
     seeds: str = SEEDS
 
 
@@ -232,12 +233,12 @@ def commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def _encoder(spec: JobSpec) -> str | msgspec.UnsetType:
+def _encoder(spec: JobSpec) -> str | UnsetType:
     if spec.format not in LOSSY:
-        return msgspec.UNSET
+        return UNSET
     from jobs.encoded_audio import encoder  # imported only if audio is encoded
 
-    return encoder(spec.format) or msgspec.UNSET
+    return encoder(spec.format) or UNSET
 
 
 @contextmanager
@@ -246,7 +247,7 @@ def reopened_model(store: ObjectStore, job: Job, say: Callable[[str], None]) -> 
     sentence if the model or the encoder has another version now, and if the records have several engines."""
     card = describe(job.spec.model)
     made_by = read_records(store, job)
-    encoders = {record.encoder for record in made_by if record.encoder is not msgspec.UNSET}
+    encoders = {record.encoder for record in made_by if record.encoder is not UNSET}
     engines = {record.model.engine for record in made_by} & set(card.engines)
     engine = next(iter(engines)) if len(engines) == 1 else card.engine
     for what, then, here in (
