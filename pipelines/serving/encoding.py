@@ -190,10 +190,9 @@ def read_audio(text: str, max_seconds: float) -> bytes:
     """
     data = _decoded(text)
     header = read_header(data, max_seconds)
-    kind = header.format
-    if kind not in _KNOWN or header.frames <= 0:
+    if header.format not in _KNOWN or header.frames <= 0:
         raise _unreadable(
-            f"The audio is {kind} with {header.frames} samples",
+            f"The audio is {header.format} with {header.frames} samples",
             "Give a WAV, FLAC, OGG or MP3 file with sound.",
         )
     return data

@@ -122,7 +122,7 @@ class Server(uvicorn.Server):
         """The first signal drains the server; a second one ends it at once. They are not recorded, because
         uvicorn would raise them again: the process ends with status 0."""
         self.force_exit = self.should_exit
-        self.should_exit = self._admission.closed = True
+        self.stop()
 
 
 def bound_socket(address: str, port: int) -> socket.socket:

@@ -48,8 +48,7 @@ class Voices:
     def __init__(self, model: ServedModel, options: ServeOptions) -> None:
         self._capabilities = model.card.capabilities
         self._options = options
-        folder = options.voices_folder
-        self._folder = None if folder is None else VoiceFolder(folder)
+        self._folder = options.voices_folder and VoiceFolder(options.voices_folder)
 
     def check_model(self, name: str | None, speech_field: str | None = None) -> None:
         """Raises `ApiError` (404) for a model that is not served here; None means the served one.
