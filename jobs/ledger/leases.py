@@ -268,7 +268,7 @@ def _commit_done(sql: Transaction, shard: Row, done: list[Done]) -> int:
     number."""
     if not done:
         return 0
-    _add_made(sql, shard, done, redrawn=[one for one in done if one.draws and one.draws[0].draw])
+    _add_made(sql, shard, done)
     scores: list[dict[str, object]] = []
     for index, draw in ((one.index, draw) for one in done for draw in one.draws if draw.kept):
         measured = {
@@ -287,14 +287,15 @@ def _commit_done(sql: Transaction, shard: Row, done: list[Done]) -> int:
     return sql.change(statement, job_no=shard.job_no, shard=shard.no, indexes=indexes)
 
 
-def _add_made(sql: Transaction, shard: Row, made: Sequence[Outcome], redrawn: Sequence[Outcome]) -> None:
-    """Inserts the artifacts and draws of items. First deletes the quarantined artifacts of the items
-    `redrawn`, which are of earlier draws; the sweep deletes their objects."""
+def _add_made(sql: Transaction, shard: Row, made: Sequence[Outcome]) -> None:
+    """Inserts the artifacts and draws of items. First deletes the quarantined artifacts of reopened items, which
+    are of earlier draws; the sweep deletes their objects."""
+    redrawn = [one.index for one in made if one.draws and one.draws[0].draw]
     if redrawn:
         sql.change(
             f"DELETE FROM artifacts WHERE job_no = :job_no AND idx IN (:indexes) AND kind = '{QUARANTINE}'",
             job_no=shard.job_no,
-            indexes=[one.index for one in redrawn],
+            indexes=redrawn,
         )
     lease = {name: getattr(shard, name) for name in ("job_no", "epoch", "worker_id", "made_at")}
     artifacts: list[dict[str, object]] = []
@@ -347,7 +348,7 @@ def _commit_failed(
         )
     record_errors(sql, shard, [(outcome.index, outcome.code, outcome.message) for outcome in changed])
     refused = [outcome for outcome in ended if outcome.draws]
-    _add_made(sql, shard, refused, redrawn=refused)
+    _add_made(sql, shard, refused)
     return changed, ended
 
 

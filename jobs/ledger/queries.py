@@ -287,7 +287,7 @@ def drawn_before(sql: Transaction, job_id: str, first: int, last: int) -> dict[i
     SELECT idx, max(draw) + 1 AS drawn FROM draws
     WHERE job_no = {NUMBER} AND idx BETWEEN :first AND :last GROUP BY idx
     """
-    return {row.idx: row.drawn for row in sql.rows(statement, job=job_id, first=first, last=last)}
+    return dict(sql.rows(statement, job=job_id, first=first, last=last))
 
 
 class _Source:
@@ -408,8 +408,7 @@ def check_names(job: Job, where: Where) -> None:
     """Raises `config.invalid` for scores that the job's checks do not measure."""
     quality = job.spec.quality
     known = set() if quality is None else scores_with(quality.meters)
-    meters = () if quality is None else quality.meters
-    if any(meter not in METERS for meter in meters):
+    if quality is not None and any(meter not in METERS for meter in quality.meters):
         # The names of the scores of other packages' meters are not known in advance.
         return
     for name in where.names:

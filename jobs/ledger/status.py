@@ -257,14 +257,13 @@ def statuses_of(sql: Transaction, found: Sequence[Job]) -> list[JobStatus]:
     statuses: list[JobStatus] = []
     for job in found:
         by_state = shards[job.id]
-        total, done, failed, skipped, audio_ms, engine_ms, bytes_out = (
-            sum(getattr(row, name) for row in by_state) for name in _SUMS
-        )
+        sums = (sum(getattr(row, name) for row in by_state) for name in _SUMS)
+        *counts, audio_ms, engine_ms, bytes_out = sums
         ended = (row for row in by_state if row.state == ShardState.DONE)
         spread = (ShardSpread(row.made, row.item_ms or 0.0, row.item_ms_squared or 0.0) for row in ended)
         status = JobStatus(
             job,
-            ItemCounts(total, done, failed, skipped),
+            ItemCounts(*counts),
             {ShardState(row.state): row.shards for row in by_state},
             audio_ms,
             engine_ms,
