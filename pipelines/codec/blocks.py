@@ -9,7 +9,8 @@ how their checkpoints name and store them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple, Protocol, Self
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch.nn.functional import conv1d, gelu, layer_norm, linear, pad, scaled_do
 
 from kernels.codec_ops import codec_residual_unit, codec_upsample, pack_upsample, snake_beta
 from kernels.layers import rms_norm, swiglu
+from pipelines.nn.checkpoint import Loader
 
 CONVNEXT_KERNEL, CONVNEXT_EPS = 7, 1e-6
 RESIDUAL_KERNEL, RESIDUAL_DILATIONS = 7, (1, 3, 9)
@@ -32,26 +34,20 @@ class Snake(NamedTuple):
     gain: Tensor
 
 
-class CodecLoader(Protocol):
-    """Loads the weights of blocks: a `pipelines.nn.checkpoint.Loader` with a family's format of convolutions
-    and snakes."""
+@dataclass(frozen=True, slots=True)
+class BlockLoader(Loader):
+    """Loads the weights of blocks; families add their format of convolutions and snakes."""
 
     #: The names of a residual unit's first snake, wide convolution, second snake and narrow convolution.
     unit_names: ClassVar[tuple[str, str, str, str]]
 
-    def __call__(self, name: str, *shape: int) -> Tensor: ...
-
-    def at(self, prefix: str) -> Self:
-        """The same loader with a longer prefix."""
-        ...
-
     def kernel(self, *shape: int) -> Tensor:
         """The weight of the convolution at this prefix, in the shape that `torch.nn` uses."""
-        ...
+        raise NotImplementedError
 
     def snake(self, channels: int) -> Snake:
         """The activation at this prefix."""
-        ...
+        raise NotImplementedError
 
 
 class StateSpan(NamedTuple):
@@ -128,7 +124,7 @@ class CausalConv:
 
     def __init__(
         self,
-        load: CodecLoader,
+        load: BlockLoader,
         layout: StateLayout,
         channels_in: int,
         channels_out: int,
@@ -156,7 +152,7 @@ class CausalConv:
 class ConvNeXt:
     """ConvNeXt block (Liu et al., 2022): x + gamma * linear(gelu(linear(norm(depthwise(x)))))."""
 
-    def __init__(self, load: CodecLoader, layout: StateLayout, channels: int) -> None:
+    def __init__(self, load: BlockLoader, layout: StateLayout, channels: int) -> None:
         self.depthwise = CausalConv(
             load.at("dwconv.conv."), layout, channels, channels, CONVNEXT_KERNEL, groups=channels
         )
@@ -175,7 +171,7 @@ class UpsampleLayer:
     """Repeats steps by a transposed convolution whose kernel equals its stride, and so has no past; then a
     ConvNeXt block: [B, T, channels] -> [B, T * factor, channels]."""
 
-    def __init__(self, load: CodecLoader, layout: StateLayout, channels: int, factor: int) -> None:
+    def __init__(self, load: BlockLoader, layout: StateLayout, channels: int, factor: int) -> None:
         weight = load.at("0.conv.").kernel(channels, channels, factor)
         self.weight = weight.permute(2, 1, 0).reshape(factor * channels, channels).contiguous()
         self.bias = load("0.conv.bias", channels).repeat(factor)
@@ -191,7 +187,7 @@ class UpsampleLayer:
 class ResidualUnit:
     """x + conv1x1(snake(conv7_dilated(snake(x)))), one op."""
 
-    def __init__(self, load: CodecLoader, layout: StateLayout, channels: int, dilation: int) -> None:
+    def __init__(self, load: BlockLoader, layout: StateLayout, channels: int, dilation: int) -> None:
         first, wide, second, narrow = (load.at(name) for name in load.unit_names)
         self.first, self.second = first.snake(channels), second.snake(channels)
         self.wide = wide.kernel(channels, channels, RESIDUAL_KERNEL), wide("bias", channels)
@@ -210,7 +206,7 @@ class UpsampleBlock:
     """Snake, transposed convolution by `rate`, three residual units: [B, T, Cin] -> [B, T * rate, Cin /
     2]."""
 
-    def __init__(self, load: CodecLoader, layout: StateLayout, channels: int, rate: int) -> None:
+    def __init__(self, load: BlockLoader, layout: StateLayout, channels: int, rate: int) -> None:
         half = channels // 2
         self.snake = load.at("block.0.").snake(channels)
         self.weight = pack_upsample(load.at("block.1.conv.").kernel(channels, half, 2 * rate))
@@ -242,7 +238,7 @@ class ConvStack:
 
     def __init__(
         self,
-        load: CodecLoader,
+        load: BlockLoader,
         layout: StateLayout,
         latent: int,
         width: int,

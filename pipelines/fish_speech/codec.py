@@ -20,6 +20,7 @@ from torch.nn.functional import conv1d, embedding, linear, normalize, pad
 from kernels.codec_ops import snake_beta
 from pipelines.codec.blocks import (
     RESIDUAL_DILATIONS,
+    BlockLoader,
     CausalConv,
     ConvNeXt,
     ConvStack,
@@ -36,7 +37,7 @@ from pipelines.codec.encoding import BatchEncoder, Encoding
 from pipelines.codec.fused import FusedStack, uses_fused_ops
 from pipelines.fish_speech.config import CODEC_WEIGHTS, CodecConfig, CodecStackConfig, FishConfig
 from pipelines.fish_speech.model import halves
-from pipelines.nn.checkpoint import Loader, TensorSource, TensorTable, read_pickle, shown, take_normed
+from pipelines.nn.checkpoint import TensorSource, TensorTable, read_pickle, shown, take_normed
 from pipelines.recording import KEPT_BYTES, Recording, RecordingCache
 from pipelines.request import IntArray
 
@@ -66,7 +67,7 @@ def open_codec(folder: Path) -> TensorTable:
 
 
 @dataclass(frozen=True, slots=True)
-class CodecLoader(Loader):
+class CodecLoader(BlockLoader):
     """Loads the codec's tensors: weight norms are folded into convolutions; snakes have one parameter per
     channel."""
 

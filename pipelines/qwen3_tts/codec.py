@@ -18,6 +18,7 @@ from pipelines.codec.blocks import (
     RESIDUAL_DILATIONS,
     RESIDUAL_KERNEL,
     STACK_KERNEL,
+    BlockLoader,
     CausalConv,
     ConvStack,
     LayerWeights,
@@ -42,7 +43,7 @@ USAGE_FLOOR = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
-class CodecLoader(Loader):
+class CodecLoader(BlockLoader):
     """Loads the decoder's tensors: plain convolutions, and SnakeBeta, whose parameters are stored as
     logarithms."""
 
