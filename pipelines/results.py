@@ -25,6 +25,7 @@ from pipelines.request import (
     EngineStats,
     Failed,
     Handle,
+    IntArray,
     Listener,
     Meta,
     OnEvent,
@@ -35,8 +36,6 @@ from pipelines.request import (
 )
 
 S = TypeVar("S")
-#: int64 [frames, codebooks].
-Codes = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class FinishedCodes(Generic[S]):
     """The codes of a whole utterance."""
 
     #: int64 [frames, codebooks].
-    codes: Codes
+    codes: IntArray
     #: The engine's finish reason.
     finish: str
     #: Initial state of the codec; None: the default one.
@@ -52,7 +51,7 @@ class FinishedCodes(Generic[S]):
     #: Text that the model wrote.
     text_out: str | None = None
     #: int64 [n, codebooks]: see `Speech.voice_codes`; `start` is made from it.
-    voice_codes: Codes | None = None
+    voice_codes: IntArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +110,7 @@ class Receiver(Generic[S]):
     #: Whether the engine delivers tokens by calls of `tokens` while the request runs.
     streamed = False
 
-    def tokens(self, ids: list[int], codes: Codes | None) -> None:
+    def tokens(self, ids: list[int], codes: IntArray | None) -> None:
         """Receives the next tokens, and their codes if the engine returns them; called only if `streamed`."""
 
     def finished(self, *made: Any, **_: Any) -> None:
@@ -181,14 +180,14 @@ class Streamer(Receiver[S]):
         super().__init__(info, stage, listener)
         #: State of the codec; None while it is unknown, so that frames are buffered.
         self._state = state
-        self._buffer: list[Codes] = []
+        self._buffer: list[IntArray] = []
         self._chunks = 0
         self._lock = threading.Lock()
         #: Number of pending parts: the chunks that are being decoded, and the engine's end.
         self._expected = 1
         self._end: Done | Failed | None = None
 
-    def tokens(self, ids: list[int], codes: Codes | None) -> None:
+    def tokens(self, ids: list[int], codes: IntArray | None) -> None:
         """Receives the next tokens, and decodes their frames in chunks with the sizes of `chunk_frames`."""
         frames = self.frames_of(ids, codes)
         if self._state is None and (len(frames) or self._buffer):
@@ -197,7 +196,7 @@ class Streamer(Receiver[S]):
         while self._state is not None and len(self._buffer) >= (size := self._next_size()):
             self._decode_buffered(size)
 
-    def frames_of(self, ids: list[int], codes: Codes | None) -> Codes:
+    def frames_of(self, ids: list[int], codes: IntArray | None) -> IntArray:
         """The frames [frames, codebooks] that these tokens complete; by default the codes of every step."""
         assert codes is not None
         return codes
@@ -220,7 +219,7 @@ class Streamer(Receiver[S]):
             self._end = Done(self._info.speech(NO_SAMPLES, replace(whole, text_out=None)))
         self._part_ended()
 
-    def decode(self, codes: Codes, last: bool = False, deadline: float = 0.0) -> None:
+    def decode(self, codes: IntArray, last: bool = False, deadline: float = 0.0) -> None:
         """Decodes the next frames [frames, codebooks] as one chunk; see `CodecStage.decode_chunk`."""
         assert self._state is not None, "a stream is decoded from a known state"
         with self._lock:

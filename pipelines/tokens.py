@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from pipelines.errors import ErrorCode, InputError
 from pipelines.nn.config_keys import BaseSamplingDefaults
-from pipelines.request import Generation
-from pipelines.results import Codes, SpeechEngine
+from pipelines.request import Generation, IntArray
+from pipelines.results import SpeechEngine
 from pipelines.validation import MAX_TOP_K, bounded, or_default
 
 Finish = Literal["stop", "length"]
@@ -43,7 +43,7 @@ class TokenRequest:
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
     #: int64 [positions, codebooks]: the codes at the positions of the prompt that hold frames, for models
     #: that feed whole frames back.
-    prompt_codes: Codes | None = None
+    prompt_codes: IntArray | None = None
     #: Lengths of prefixes that other prompts share, ascending, such as those of a voice or of the dialogue so
     #: far.
     shared_positions: Sequence[int] = ()
@@ -70,7 +70,7 @@ class Tokens:
     ids: list[int]
     finish: Finish
     #: int64 [steps, codes_per_step] for models that make several codes per step.
-    codes: Codes | None = None
+    codes: IntArray | None = None
 
 
 #: An engine of token sequences, which calls a `Receiver` for each request; both engines implement it.

@@ -63,7 +63,7 @@ class Arena:
 
     def __init__(self, rows: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.values = torch.empty(rows + 1, size, dtype=dtype, device=device)
-        self.rows = self.dead = rows
+        self.dead = rows
         self._free = deque(range(rows))
 
     @property

@@ -11,13 +11,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import conv1d, embedding, linear, normalize, pad
 
 from kernels.codec_ops import snake_beta
+from pipelines.audio import Samples
 from pipelines.codec.blocks import (
     RESIDUAL_DILATIONS,
     BlockLoader,
@@ -257,7 +256,7 @@ class ReferenceEncoder:
         """
         return self._cache.get(recording, None, lambda: self.encode(self.read(recording).numpy()))
 
-    def encode(self, samples: NDArray[np.float32]) -> IntArray:
+    def encode(self, samples: Samples) -> IntArray:
         """The codes, int64 [frames, codebooks], of samples at the codec's rate."""
         frames = -(-len(samples) // self._encoder.config.samples_per_frame)
         return self._batches(self._encoding, samples)[:frames].clone().numpy()

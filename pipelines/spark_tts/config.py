@@ -39,10 +39,6 @@ class MelConfig:
     #: None: half the sample rate.
     mel_fmax: float | None = None
 
-    @property
-    def highest(self) -> float:
-        return self.sample_rate / 2 if self.mel_fmax is None else self.mel_fmax
-
 
 @dataclass(frozen=True, slots=True)
 class VocosConfig:

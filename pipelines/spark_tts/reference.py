@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.models.wav2vec2.configuration_wav2vec2 import Wav2Vec2Config
 from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2Model
 
+from pipelines.audio import Samples
 from pipelines.codec.encoding import EXACT, BatchEncoder, Encoding, rounded
 from pipelines.nn.checkpoint import Checkpoint, TensorTable, fill_module, read_pickle
 from pipelines.nn.config_keys import bad_checkpoint, read_table
@@ -57,7 +58,7 @@ class SemanticFeatures:
             tensors.finish()
         self.device = device
 
-    def values(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
+    def values(self, samples: Samples) -> Samples:
         """The input of the model: samples [n] of zero mean and unit variance (Wav2Vec2FeatureExtractor)."""
         if not self.normalize:
             return samples
@@ -157,13 +158,13 @@ class ReferenceEncoder:
             recording, with_semantic, lambda: self.encode(self.read(recording), with_semantic)
         )
 
-    def read(self, recording: Recording) -> NDArray[np.float32]:
+    def read(self, recording: Recording) -> Samples:
         """Samples [n] at the model's rate: the first channel, resampled at very high quality, and normalized
         in volume if the config says so."""
         samples, _ = recording.read(self.config.sample_rate, channel=0, quality="VHQ")
         return normalize_volume(samples).astype(np.float32) if self.config.volume_normalize else samples
 
-    def encode(self, samples: NDArray[np.float32], with_semantic: bool = True) -> Reference:
+    def encode(self, samples: Samples, with_semantic: bool = True) -> Reference:
         """The tokens of a recording [samples] at the model's rate and volume."""
         voice = self._batches(self.clips, reference_clip(samples, self.config.clip_samples)).tolist()
         if not with_semantic:
@@ -198,6 +199,6 @@ def normalize_volume(samples: NDArray[np.floating]) -> NDArray[np.floating]:
     return samples / peak if peak > 1 else samples
 
 
-def reference_clip(samples: NDArray[np.float32], length: int) -> NDArray[np.float32]:
+def reference_clip(samples: Samples, length: int) -> Samples:
     """The first `length` samples; repeats shorter recordings."""
     return np.tile(samples, -(-length // len(samples)))[:length]

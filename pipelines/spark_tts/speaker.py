@@ -29,8 +29,9 @@ class MelMagnitudes:
 
     def __init__(self, config: MelConfig, sample_rate: int, device: torch.device) -> None:
         self._config = config
+        highest = config.sample_rate / 2 if config.mel_fmax is None else config.mel_fmax
         bands = mel_filter_bank(
-            config.n_fft // 2 + 1, config.num_mels, config.mel_fmin, config.highest, sample_rate,
+            config.n_fft // 2 + 1, config.num_mels, config.mel_fmin, highest, sample_rate,
             norm="slaney", mel_scale="slaney",
         )  # fmt: skip
         self._bands = torch.from_numpy(bands).float().to(device)
