@@ -144,18 +144,16 @@ class CodecDecoder(CausalDecoder):
         """See `CausalDecoder.states_after`. The convolutions only run on the last frames of each row."""
         ends = lengths - self.reach
         past = PastOfEnds(self.state_size, ends, self.dtype)
-        earlier = self._embedded(codes[:, : max(codes.shape[1] - self.reach, 1)])
+        earlier = codes[:, : max(codes.shape[1] - self.reach, 1)].long() + self._offsets
+        earlier = embedding(earlier, self._table).sum(dim=2)
         self._transformer(linear(self._pre_conv(earlier, past), *self._entry), past)
         last = ends[:, None] + torch.arange(self.reach, device=ends.device)
         past = Past(past.after, ends)
         self.run(codes.gather(1, last[..., None].expand(-1, -1, codes.shape[2])), past)
         return past.after
 
-    def _embedded(self, codes: Tensor) -> Tensor:
-        return embedding(codes.long() + self._offsets, self._table).sum(dim=2)
-
     def run(self, codes: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:
-        x = self._embedded(codes)
+        x = embedding(codes.long() + self._offsets, self._table).sum(dim=2)
         if self._front is not None:
             return self._stack(self._front(x, past), past, lengths)
         x = linear(self._transformer(linear(self._pre_conv(x, past), *self._entry), past), *self._exit)
