@@ -293,7 +293,7 @@ def test_a_voice_that_changes_while_a_job_is_submitted_leaves_no_job(rig: Rig) -
             folder(rig).add("anna", OTHER, "Anna speaks.")
             return super().begin_job(*given, **named)
 
-    ledger, source = Changing.open(rig.settings.ledger_url), write(rig, line("Hello.", voice="anna"))
+    ledger, source = Changing(rig.settings.ledger_url), write(rig, line("Hello.", voice="anna"))
     with pytest.raises(InputError, match="was changed while the input was read"), closing(ledger):
         submit(rig.settings, ledger, rig.store, str(source), JobSpec("fake"))
     assert rig.ledger.jobs() == []
