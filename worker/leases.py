@@ -124,15 +124,12 @@ class HeldLease:
                 elif not error.code.retryable or error.code in LASTING_OUTAGES:
                     raise
                 self._on_retry(error)
-            self.pause(pause_seconds)
+            # The pause is no longer than the lease.
+            deadline = self._clock.monotonic() + pause_seconds
+            while self.gone is None and (left := deadline - self._clock.monotonic()) > 0:
+                self._clock.sleep(min(left, 0.1))
             self.check()
             pause_seconds = min(pause_seconds * 2, LONGEST_RETRY_SECONDS)
-
-    def pause(self, seconds: float) -> None:
-        """Waits, but no longer than the lease lasts."""
-        deadline = self._clock.monotonic() + seconds
-        while self.gone is None and (left := deadline - self._clock.monotonic()) > 0:
-            self._clock.sleep(min(left, 0.1))
 
 
 class HeldLeases:
