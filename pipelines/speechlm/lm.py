@@ -185,7 +185,7 @@ class Script:
         return TokenRequest(self.request_id, prompt, sampling, extra, cache_salt=self.salt, shadow=shadow)
 
     def _sampling(self, max_tokens: int, stops: tuple[int, ...]) -> TokenSampling:
-        return TokenSampling(max_tokens, temperature=1.0, seed=self.seed, stop_ids=stops, ignore_end=True)
+        return TokenSampling(max_tokens, seed=self.seed, stop_ids=stops, ignore_end=True)
 
     def _extra(self, private: bool) -> dict[str, Any]:
         features = [(position, rows.float().numpy().tobytes()) for position, rows in self.features]

@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Coroutine, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -234,7 +234,7 @@ class VllmHost:
         self._thread = threading.Thread(target=self._run_loop, name="vllm-host", daemon=True)
         self._thread.start()
         try:
-            self._wait(self._start())
+            asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
         except BaseException:
             self.close()
             raise
@@ -304,7 +304,7 @@ class VllmHost:
             first, self._closing = not self._closing, True
             self._changed.notify_all()
         if first:
-            self._wait(self._stop())
+            asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_STOP_SECONDS)
 
@@ -314,9 +314,6 @@ class VllmHost:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
         self._loop.close()
-
-    def _wait(self, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _start(self) -> None:
         try:
