@@ -25,9 +25,9 @@ import msgspec
 
 from jobs.codes import StoredCodes, codec_of
 from jobs.export.audio import AudioReader
-from jobs.export.files import END, output
+from jobs.export.files import END, Finished, json_line, output
 from jobs.export.folder_formats import read_examples
-from jobs.export.items import audio_items, facts
+from jobs.export.items import JsonObject, audio_items, facts
 from jobs.layout import slug
 from jobs.ledger.records import Job, JobSpec
 from jobs.store import ObjectStore
@@ -49,7 +49,7 @@ class CodedItem(NamedTuple):
     """An item with codes. `name`: of its file; `about`: its facts in an export."""
 
     name: str
-    about: dict[str, Any]
+    about: JsonObject
     codes: StoredCodes
 
 
@@ -64,12 +64,12 @@ def items_of_job(ledger: Ledger, store: ObjectStore, job: Job) -> Iterator[Coded
 def items_of_export(folder: Path) -> Iterator[CodedItem]:
     """The items of a finished export with codes, in order. Raises `config.invalid` for another folder."""
     try:
-        finished = json.loads((folder / END).read_bytes())
-        made_in, written = finished["identity"]["format"], [file["name"] for file in finished["files"]]
-    except (OSError, ValueError, KeyError, TypeError):
+        finished = msgspec.json.decode((folder / END).read_bytes(), type=Finished)
+    except (OSError, ValueError):
         raise invalid(
             f"{folder} is no job and no finished export.", "Give the id of a job, or the folder of an export."
         ) from None
+    made_in = finished.identity.format
     if made_in not in _FILES:
         raise invalid(
             f"Codes in the format {made_in} cannot be decoded.",
@@ -79,8 +79,8 @@ def items_of_export(folder: Path) -> Iterator[CodedItem]:
 
     try:
         # The files that the export wrote, so that a lost one is noticed.
-        names = [name for name in sorted(written) if PurePath(name).match(_FILES[made_in])]
-        paths = [folder.joinpath(*split_key(name)) for name in names]
+        names = sorted(file.name for file in finished.files)
+        paths = [folder.joinpath(*split_key(name)) for name in names if PurePath(name).match(_FILES[made_in])]
         for _, files, row in chain.from_iterable(map(read_examples, paths)):
             about = json.loads(files["json"]) if row is None else row
             if (codes := about.pop("codes", None)) is None and "codes.npy" in files:
@@ -92,8 +92,9 @@ def items_of_export(folder: Path) -> Iterator[CodedItem]:
             stored = StoredCodes(np.asarray(codes, np.int16), voice, codec)
             yield CodedItem(f"{about['index']:09d}-{slug(about['example_id'])}", about, stored)
     except (OSError, TarError, StoreError, LookupError, TypeError, ValueError, msgspec.MsgspecError) as error:
-        message = f"The export {folder} is damaged: {type(error).__name__}: {error}."
-        raise invalid(message, "Export again.") from error
+        raise invalid(
+            f"The export {folder} is damaged: {type(error).__name__}: {error}.", "Export again."
+        ) from error
 
 
 def decode(
@@ -110,7 +111,14 @@ def decode(
 
     from jobs.encoded_audio import encoded_audio
 
-    _claim(to, source)
+    # Notes what is decoded in the folder.
+    note, claim = json_line({"source": source}), to / "decode.json"
+    if claim.is_file() and claim.read_bytes() != note:
+        raise invalid(
+            f"{str(to)!r} has the audio of another job or export.", "Give another folder with --to."
+        )
+    with output(str(claim)) as file:
+        file.write(note)
     codec, done, kept = codec_of(model), 0, 0
     waiting: deque[tuple[CodedItem, str, Future[Any] | None]] = deque()
 
@@ -130,7 +138,7 @@ def decode(
         about = {"audio_filepath": name} | item.about | made
         about["duration"] = round(info.frames / info.samplerate, 6)
         del about["codec"], about["voice_codes"]
-        return msgspec.json.encode(about) + b"\n"
+        return json_line(about)
 
     with output(str(to / "manifest.jsonl")) as manifest:
         for item in items:
@@ -151,14 +159,3 @@ def decode(
         while waiting:
             manifest.write(finish())
     return done, kept
-
-
-def _claim(to: Path, source: str) -> None:
-    """Notes in a folder what is decoded there. Raises `config.invalid` if it is something else."""
-    note, path = msgspec.json.encode({"source": source}) + b"\n", to / "decode.json"
-    if path.is_file() and path.read_bytes() != note:
-        raise invalid(
-            f"{str(to)!r} has the audio of another job or export.", "Give another folder with --to."
-        )
-    with output(str(path)) as file:
-        file.write(note)

@@ -18,7 +18,7 @@ import soundfile
 from numpy.typing import NDArray
 
 from jobs.ledger.records import JobSpec
-from pipelines.audio import encode, encode_pcm, resample, to_pcm, trim_silence
+from pipelines.audio import Samples, encode, encode_pcm, resample, to_pcm, trim_silence
 from pipelines.audio_format import LOSSY, AudioFormat
 from pipelines.errors import ErrorCode, SynthesisError
 from pipelines.request import Speech, Word
@@ -49,7 +49,7 @@ class EncodedAudio(Generic[Data]):
 
 
 def encoded_audio(
-    samples: NDArray[np.float32],
+    samples: Samples,
     sample_rate: int,
     audio_format: str,
     wanted: int | msgspec.UnsetType | None = None,

@@ -67,9 +67,8 @@ class ArtifactReader:
     neighbouring items need only one request.
     """
 
-    def __init__(self, store: ObjectStore, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(self, store: ObjectStore) -> None:
         self._store = store
-        self._piece_bytes = piece_bytes
         #: (pack, number) -> piece, the most recently used one last.
         self._pieces: OrderedDict[tuple[str, int], Future[bytes]] = OrderedDict()
         self._lock = threading.Lock()
@@ -80,10 +79,10 @@ class ArtifactReader:
 
     def _range(self, pack: str, begin: int, size: int) -> bytes:
         """As `ObjectStore.get_range`, from pieces."""
-        first = begin // self._piece_bytes
-        numbers = range(first, -(-(begin + size) // self._piece_bytes))
+        first = begin // PIECE_BYTES
+        numbers = range(first, -(-(begin + size) // PIECE_BYTES))
         pieces = b"".join([self._piece(pack, number) for number in numbers])
-        return pieces[begin - first * self._piece_bytes :][:size]
+        return pieces[begin - first * PIECE_BYTES :][:size]
 
     def _piece(self, pack: str, number: int) -> bytes:
         key = (pack, number)
@@ -95,7 +94,7 @@ class ArtifactReader:
                 self._pieces.popitem(last=False)
         if not is_known:
             try:
-                piece.set_result(self._store.get_range(pack, number * self._piece_bytes, self._piece_bytes))
+                piece.set_result(self._store.get_range(pack, number * PIECE_BYTES, PIECE_BYTES))
             except BaseException as error:
                 with self._lock:
                     self._pieces.pop(key, None)

@@ -12,7 +12,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
-import msgspec
+from msgspec.structs import replace
 
 from jobs.codes import read_codes
 from jobs.export.files import file_sha256, output, path_errors
@@ -24,8 +24,7 @@ from pipelines.audio_format import AUDIO_FORMATS, AudioFormat, check_rate
 from pipelines.errors import ErrorCode, StoreError, invalid
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    from pipelines.audio import Samples
 
 _THREADS = 16
 #: Maximum number, and total size, of items whose audio is read before it is needed.
@@ -59,8 +58,10 @@ class Conversion:
                 f"Use one of: {', '.join(AUDIO_FORMATS)}.",
             )
         if sample_rate is not None and not MIN_SAMPLE_RATE <= sample_rate <= MAX_SAMPLE_RATE:
-            advice = f"Use {MIN_SAMPLE_RATE} to {MAX_SAMPLE_RATE} Hz."
-            raise invalid(f"An export cannot have a sample rate of {sample_rate} Hz.", advice)
+            raise invalid(
+                f"An export cannot have a sample rate of {sample_rate} Hz.",
+                f"Use {MIN_SAMPLE_RATE} to {MAX_SAMPLE_RATE} Hz.",
+            )
         converted = cls(cast("AudioFormat | None", audio_format), sample_rate)
         if converted and (rate := sample_rate or stored_rate):
             check_rate(audio_format or stored, rate)
@@ -83,14 +84,14 @@ class Conversion:
             return item, data
         return self.encoded(item, decoded(data))
 
-    def encoded(self, item: AudioItem, samples: NDArray[np.float32]) -> Loaded:
+    def encoded(self, item: AudioItem, samples: Samples) -> Loaded:
         """Encodes samples, [samples] or [samples, channels], at the rate of the stored audio as the audio of an
         item."""
         from jobs.encoded_audio import encoded_audio
 
         artifact, audio_format = item.artifact, self.format or item.extension
         made = encoded_audio(samples, artifact.sample_rate, audio_format, self.sample_rate)
-        written = msgspec.structs.replace(
+        written = replace(
             artifact,
             key=f"{artifact.key.rpartition('.')[0]}.{audio_format}",
             sha256=sha256_of(made.data),
@@ -101,10 +102,10 @@ class Conversion:
             pack=None,
             pack_offset=None,
         )
-        return msgspec.structs.replace(item, artifact=written), made.data
+        return replace(item, artifact=written), made.data
 
 
-def decoded(data: bytes) -> NDArray[np.float32]:
+def decoded(data: bytes) -> Samples:
     """The samples of a stored file, [samples]."""
     # These take half a second to import.
     import numpy as np
@@ -158,7 +159,7 @@ class AudioReader:
         artifact = item.codes_artifact
         if not self.codes or artifact is None:
             return item
-        return msgspec.structs.replace(item, codes=read_codes(self._read(artifact)))
+        return replace(item, codes=read_codes(self._read(artifact)))
 
     def _load(self, item: AudioItem) -> Loaded:
         item = self._coded(item)
@@ -212,9 +213,9 @@ class AudioNames:
         """Whether names are relative paths."""
         return bool(self._roots)
 
-    def base(self, store: ObjectStore) -> str | None:
-        """The path of a store relative to the export's folder; None if paths are absolute."""
-        return self._prefix("", str(store.root)) if str(store.root) in self._roots else None
+    def base(self, store: ObjectStore) -> str:
+        """The path of a store relative to the export's folder, or its address if paths are absolute."""
+        return self.of("", f"{store.root}/") if str(store.root) in self._roots else store.url
 
     def of(self, file: str, where: str) -> str:
         """The name by which `file` of the export refers to the audio at `where`, a path or an address."""

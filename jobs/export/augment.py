@@ -28,21 +28,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import msgspec
 
 from jobs.export.audio import AudioNames, decoded
-from jobs.export.column_types import Type, arrow_type
 from jobs.export.files import END, Dataset, Identity, PartFiles, json_line, open_destination
 from jobs.export.folder_formats import read_examples, tar_file
-from jobs.export.items import LeftOut
+from jobs.export.items import JsonObject, LeftOut
+from jobs.export.table_formats import Type, arrow_type
 from jobs.store.base import sha256_of
 from pipelines.audio_format import AUDIO_FORMATS
 from pipelines.errors import invalid
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from jobs.settings import S3Settings
-
-    Samples = NDArray[np.float32]
+    from pipelines.audio import Samples
 
 #: Incremented when the same effects give other bytes.
 VERSION = 2
@@ -91,7 +87,7 @@ class Effects(msgspec.Struct, frozen=True, kw_only=True):
     #: One of these is drawn.
     codecs: tuple[Literal["mp3", "opus", "mulaw"], ...] = ()
 
-    def recipe(self, id: str) -> dict[str, Any]:
+    def recipe(self, id: str) -> JsonObject:
         """Draws what happens to an item, with a null for what does not."""
 
         def unit(name: str) -> float:
@@ -114,7 +110,7 @@ class Effects(msgspec.Struct, frozen=True, kw_only=True):
             "codec": one("codec", self.codecs),
         }
 
-    def applied(self, recipe: dict[str, Any], samples: Any, rate: int) -> Samples:
+    def applied(self, recipe: JsonObject, samples: Any, rate: int) -> Samples:
         """Applies a recipe to samples, [samples, channels]."""
         import numpy as np
         import soxr
@@ -203,16 +199,20 @@ def augment(source: Path, to: str, *, s3: S3Settings | None = None, **given: Any
     parts = sorted((*source.glob("*/*.tar"), *source.glob("data/*/*/metadata.parquet")))
     summary = source / END
     if not parts or not summary.is_file():
-        advice = "Give the folder of a finished export as webdataset or audiofolder."
-        raise invalid(f"{str(source)!r} is not an export that can be augmented.", advice)
-    for name in (file["name"] for file in msgspec.json.decode(summary.read_bytes()).get("files", ())):
+        raise invalid(
+            f"{str(source)!r} is not an export that can be augmented.",
+            "Give the folder of a finished export as webdataset or audiofolder.",
+        )
+    made = summary.read_bytes()
+    for name in (file["name"] for file in msgspec.json.decode(made).get("files", ())):
         if name.endswith((".tar", "/metadata.parquet")) and not (source / name).is_file():
             raise invalid(f"The export {str(source)!r} has lost {name!r}.", "Export it again.")
     new, old = Path(to).absolute(), source.absolute()
     if new in (old, *old.parents) or old in new.parents:
-        advice = "Give another one with --to."
-        raise invalid("The export and the new dataset cannot be in one folder.", advice)
-    plan = parts, summary.read_bytes(), effects, sounds(effects.room), sounds(effects.noise)
+        raise invalid(
+            "The export and the new dataset cannot be in one folder.", "Give another one with --to."
+        )
+    plan = parts, made, effects, sounds(effects.room), sounds(effects.noise)
     digest = sha256_of(msgspec.json.encode(plan, enc_hook=str))
     identity = Identity(str(old), "augment", VERSION, digest, (), 0, "")
     with open_destination(to, s3) as destination:
@@ -252,7 +252,7 @@ null is none; `snr` (dB) is that of the noise:
 """.encode()
 
 
-def _examples(path: Path) -> Iterator[tuple[str, dict[str, bytes], dict[str, Any]]]:
+def _examples(path: Path) -> Iterator[tuple[str, dict[str, bytes], JsonObject]]:
     """Yields the name of each item of a tar file or a table, its files by extension, and what is said about it."""
     try:
         for name, members, row in read_examples(path):
@@ -268,7 +268,7 @@ def _examples(path: Path) -> Iterator[tuple[str, dict[str, bytes], dict[str, Any
 
 def _write(path: Path, name: str, effects: Effects, files: PartFiles) -> None:
     """Writes a part, whose file has this name: the audio, and a table or a file of lines with the recipes."""
-    told: list[dict[str, Any]] = []
+    told: list[JsonObject] = []
     tar = path.suffix == ".tar"
     folder = "" if tar else name.removesuffix(path.name)
     with tar_file(files.open(name)) if tar else nullcontext(files.add) as add:
@@ -287,7 +287,7 @@ def _write(path: Path, name: str, effects: Effects, files: PartFiles) -> None:
     parquet.write_table(pyarrow.Table.from_pylist(told, schema), files.open(name), compression="zstd")
 
 
-def _augmented(name: str, members: dict[str, bytes], about: dict[str, Any], effects: Effects) -> str:
+def _augmented(name: str, members: dict[str, bytes], about: JsonObject, effects: Effects) -> str:
     """Augments the files of an item and what is said about it, in place. Returns the extension of its audio."""
     import soundfile
 

@@ -86,8 +86,10 @@ def _tokenizer(place: str) -> tuple[Tokenizer, dict[str, str]]:
     try:
         found = Tokenizer.from_file(file) if file else Tokenizer.from_pretrained(place)
     except Exception as error:
-        message = f"There is no tokenizer {place[:200]!r}: {error}."
-        raise invalid(message, "Give a tokenizer.json or a name on the hub with --tokenizer.") from error
+        raise invalid(
+            f"There is no tokenizer {place[:200]!r}: {error}.",
+            "Give a tokenizer.json or a name on the hub with --tokenizer.",
+        ) from error
     sha256 = hashlib.sha256(found.to_str().encode()).hexdigest()
     return found, {"name": Path(place).name, "sha256": sha256}
 

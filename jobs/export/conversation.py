@@ -22,7 +22,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
@@ -48,8 +48,7 @@ from pipelines.errors import invalid
 from pipelines.request import SpokenRole
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    from pipelines.audio import Samples
 
 MODES = ("mono", "stereo")
 #: The roles of the two channels.
@@ -91,8 +90,7 @@ def parse_gaps(text: str) -> Gaps:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Sounds:
+class Sounds(NamedTuple):
     """How the sounds of an export are made from the turns of dialogues."""
 
     #: `mono`, or `stereo` with a channel for each role.
@@ -146,7 +144,7 @@ class Sounds:
                 yield self.conversion.encoded(whole, samples)
 
 
-def mixed(samples: NDArray[np.float32]) -> NDArray[np.float32]:
+def mixed(samples: Samples) -> Samples:
     """Adds two channels [samples, 2] to one [samples, 1].
 
     What a sum exceeds `KNEE` and the louder of its two samples by is pressed into the room below 1, by tanh.

@@ -21,9 +21,9 @@ from jobs.export.conversation import of_dialogues
 from jobs.export.files import Dataset, Identity, PartFiles, json_bytes, open_destination, output, own_output
 from jobs.export.formats import ExportFormat, find_format
 from jobs.export.items import WHOLE, AudioItem, LeftOut, Part, Plan, Splits, make_plan
-from jobs.export.job_set import JobSet, StoredJob, in_order
+from jobs.export.job_set import JobSet, StoredJob
 from jobs.export.manifest import manifest_line
-from jobs.ledger.records import WORDS, ItemRow, ItemState, Job
+from jobs.ledger.records import WORDS, ItemRow, ItemState
 from jobs.provenance import exporter_record, read_records
 from jobs.recent_jobs import out_option
 from jobs.store import ObjectStore, is_remote
@@ -125,16 +125,19 @@ def export_jobs(
     that the format cannot hold together, `config.missing_library` for a library that is not installed,
     `NotFoundError`, `StoreError`, `ServiceError`.
     """
-    chosen, jobs = find_format(format), in_order(jobs)
+    chosen = find_format(format)
+    found = {one.job.id: one for one in jobs}
+    jobs = sorted(found.values(), key=lambda one: (one.job.created_at, one.job.id))
     conversion = _conversion(chosen, jobs, audio_format, sample_rate)
-    for ledger, store, job in jobs:
+    for one in jobs:
+        _, store, job = one
         chosen = of_dialogues(chosen, dialogues, gaps, conversion, job.spec.speak)
         chosen = interleaved(chosen, interleave, tokenizer, job.spec)
         chosen.check(
             to, store.url, job.spec, splits, audio_root, conversion, where, unique=unique, license=license
         )
         if chosen.failure_line is None and audio_root is None:
-            _refuse_lost(ledger, store, job, where, dialogues=chosen.whole_dialogues, codes=chosen.codes)
+            _refuse_lost(one, where, chosen)
     job_set = JobSet(jobs, where, chosen, unique=unique)
     one_file = chosen.one_file(splits)
     path = None if to == "-" or is_remote(to) else Path(to).absolute()
@@ -146,8 +149,10 @@ def export_jobs(
         items, reasons = planned.to_file(to, replaces)
     else:
         if chosen.text_line is not None and any(job_set.text_answers()):
-            message = "Some answers of this job are text without audio, which splits cannot contain."
-            raise invalid(message, "Leave the splits out.")
+            raise invalid(
+                "Some answers of this job are text without audio, which splits cannot contain.",
+                "Leave the splits out.",
+            )
         plan = planned.to_folder(to, replaces or (), s3, on_part)
         items, reasons = plan.items, plan.reasons
     return ExportReport(format, str(path or to), items, reasons, job_set.duplicates)
@@ -182,13 +187,13 @@ def _conversion(
     return conversion
 
 
-def _refuse_lost(
-    ledger: Ledger, store: ObjectStore, job: Job, where: Where | None, *, dialogues: bool, codes: bool
-) -> None:
+def _refuse_lost(one: StoredJob, where: Where | None, format: ExportFormat) -> None:
     """Raises `store.missing` with the names of objects that are missing or have another size;
     `store.conflict` if none is missing."""
-    kinds = ("audio", "text", WORDS, *["codes"] * codes)
-    lost = [*listed_faults(store, expected_objects(ledger, job.id, kinds, where, dialogues=dialogues))]
+    ledger, store, job = one
+    kinds = ("audio", "text", WORDS, *["codes"] * format.codes)
+    objects = expected_objects(ledger, job.id, kinds, where, dialogues=format.whole_dialogues)
+    lost = [*listed_faults(store, objects)]
     if not lost:
         return
     shown = [f"{fault.value} {expected.key}" for expected, fault in lost[:SHOWN_LOST]]
@@ -236,7 +241,7 @@ class _Export:
             return
         if jobs.several or jobs.unique:
             jobs.choose()
-        located = self._read(jobs.rows(), jobs.noting)
+        located = self._read(jobs.rows(), note=True)
         yield from chosen.lines((item, self.names.of("", where)) for item, where in located)
         jobs.count()
         if chosen.text_line is not None:
@@ -264,12 +269,9 @@ class _Export:
             dataset.finish(counts, plan.reasons)
             return plan
 
-    def _read(
-        self,
-        rows: Iterator[ItemRow],
-        noting: Callable[[Iterator[AudioItem]], Iterator[AudioItem]] = iter,
-    ) -> Iterator[tuple[AudioItem, Any]]:
-        """Yields each item with its audio, if the format contains it, else with its path or address."""
+    def _read(self, rows: Iterator[ItemRow], *, note: bool = False) -> Iterator[tuple[AudioItem, Any]]:
+        """Yields each item with its audio, if the format contains it, else with its path or address. `note`: as
+        `JobSet.noting` does."""
         chosen = self.format
         for one, items in self.jobs.by_job(rows):
             # Sounds are converted as a whole.
@@ -277,25 +279,26 @@ class _Export:
             holds = chosen.embeds_audio or chosen.names_audio or chosen.needs_codes
             codes = chosen.codes and holds and bool(one.job.spec.output)
             audio = AudioReader(one.store, self.audio_root, conversion, codes)
-            yield from (audio.loaded if chosen.embeds_audio else audio.located)(noting(items))
+            items = self.jobs.noting(items) if note else items
+            yield from audio.loaded(items) if chosen.embeds_audio else audio.located(items)
 
     def _write_part(self, part: Part, files: PartFiles) -> None:
         """Writes the files of a part. Raises `config.invalid` if its items have changed since the export was
         planned."""
-        items, sounds = self._read(self._rows_of(part)), self.format.sounds
+
+        def rows() -> Iterator[ItemRow]:
+            count = audio_bytes = 0
+            for row in takewhile(lambda row: row.index <= part.last, self.jobs.rows(part.first - 1)):
+                if self.splits.of(row.example_id) == part.split:
+                    count, audio_bytes = count + 1, audio_bytes + (row.artifact.bytes if row.artifact else 0)
+                    yield row
+            if (count, audio_bytes) != (part.items, part.audio_bytes):
+                advice = "Wait until it has ended, then export it to an empty folder or prefix."
+                raise invalid("The job changed while it was exported.", advice)
+
+        items, sounds = self._read(rows()), self.format.sounds
         whole = items if sounds is None else sounds.dialogues(items)
         self.format.write(part, files, self.jobs.jobs[0].job, whole)
-
-    def _rows_of(self, part: Part) -> Iterator[ItemRow]:
-        """The items of a part. Raises `config.invalid` if they have changed since the export was planned."""
-        count = audio_bytes = 0
-        for row in takewhile(lambda row: row.index <= part.last, self.jobs.rows(part.first - 1)):
-            if self.splits.of(row.example_id) == part.split:
-                count, audio_bytes = count + 1, audio_bytes + (row.artifact.bytes if row.artifact else 0)
-                yield row
-        if (count, audio_bytes) != (part.items, part.audio_bytes):
-            advice = "Wait until it has ended, then export it to an empty folder or prefix."
-            raise invalid("The job changed while it was exported.", advice)
 
     def _plan(self) -> Plan:
         if self.jobs.several or self.jobs.running or self.jobs.unique:
@@ -306,7 +309,7 @@ class _Export:
 
     def _identity(self, plan: Plan) -> Identity:
         jobs, sounds = self.jobs.jobs, self.format.sounds
-        places = dict.fromkeys(self.names.base(one.store) or one.store.url for one in jobs)
+        places = dict.fromkeys(self.names.base(one.store) for one in jobs)
         place = ",".join(places) if self.audio_root is None else str(self.audio_root.absolute())
         return Identity(
             self.jobs.name,

@@ -21,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from functools import partial
+from dataclasses import dataclass, field
 from gzip import GzipFile
 from io import BufferedWriter, FileIO
 from itertools import chain
@@ -97,8 +97,9 @@ def path_errors(path: Path) -> Generator[None]:
     except OSError as error:
         reason = error.strerror or type(error).__name__
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            advice = "Free space there, then export again."
-            raise StoreError(ErrorCode.STORE_FULL, f"{reason}: {str(path)!r}.", advice) from error
+            raise StoreError(
+                ErrorCode.STORE_FULL, f"{reason}: {str(path)!r}.", "Free space there, then export again."
+            ) from error
         raise invalid(f"{reason}: {str(path)!r} cannot be written.", "Export to another path.") from error
 
 
@@ -129,25 +130,27 @@ def own_output(to: str, job_id: str, replaces: Collection[str]) -> AbstractConte
 
     Raises `config.invalid` for any other file at `to`, and for a file that was changed after its export.
     """
-    return output(to, partial(_may_replace, job_id=job_id, replaces=replaces))
 
+    def may_replace(new: Path, path: Path) -> bool:
+        """Writes the stamp before the file."""
+        beside = path.with_name(f".{path.name}.export.json")
+        try:
+            stamp = msgspec.json.decode(beside.read_bytes(), type=_Stamp)
+        except (OSError, ValueError):
+            stamp = None
+        after, before = file_sha256(new), file_sha256(path) if os.path.lexists(path) else None
+        own = stamp is not None and stamp.job in replaces and before in (stamp.sha256, stamp.before)
+        if before not in (None, after) and not own:
+            raise invalid(
+                f"{str(path)!r} is another file, or was changed after it was exported.",
+                "Move it away; the next export writes it again.",
+            )
+        if before != after or stamp is None or (stamp.job, stamp.sha256) != (job_id, after):
+            with output(str(beside)) as file:
+                file.write(json_line(_Stamp(job_id, after, before)))
+        return before != after
 
-def _may_replace(new: Path, path: Path, job_id: str, replaces: Collection[str]) -> bool:
-    """Whether `new` replaces `path`. Writes the stamp before the file."""
-    beside = path.with_name(f".{path.name}.export.json")
-    try:
-        stamp = msgspec.json.decode(beside.read_bytes(), type=_Stamp)
-    except (OSError, ValueError):
-        stamp = None
-    after, before = file_sha256(new), file_sha256(path) if os.path.lexists(path) else None
-    own = stamp is not None and stamp.job in replaces and before in (stamp.sha256, stamp.before)
-    if before not in (None, after) and not own:
-        message = f"{str(path)!r} is another file, or was changed after it was exported."
-        raise invalid(message, "Move it away; the next export writes it again.")
-    if before != after or stamp is None or (stamp.job, stamp.sha256) != (job_id, after):
-        with output(str(beside)) as file:
-            file.write(json_line(_Stamp(job_id, after, before)))
-    return before != after
+    return output(to, may_replace)
 
 
 def file_sha256(path: Path) -> str:
@@ -284,6 +287,7 @@ END = "export.json"
 RECORD = "record"
 
 
+@dataclass(frozen=True)
 class Destination:
     """The files of a dataset, by their relative names, under a prefix of a bucket. Its objects are written
     once, so another export needs another prefix. Methods raise `config.invalid` or `store.*`."""
@@ -292,35 +296,32 @@ class Destination:
     #: overwritten.
     exclusive: ClassVar[bool] = False
 
-    def __init__(self, store: ObjectStore, address: str, scratch: Path) -> None:
-        self._store = store
-        #: Absolute path, or `s3://` address.
-        self.address = address
-        #: Local folder for unfinished files.
-        self.scratch = scratch
+    store: ObjectStore
+    #: Absolute path, or `s3://` address.
+    address: str
+    #: Local folder for unfinished files.
+    scratch: Path
 
     def sizes(self, below: str = "") -> dict[str, int]:
         """Name of each file, including records -> its size in bytes. `below`: only files in that subfolder,
         such as `_export/`."""
-        return {info.key: info.bytes for info in self._store.list(below)}
-
-    def sha256(self, name: str) -> str | None:
-        """Hex SHA-256 of a file, or None."""
-        info = self._store.head(name)
-        return None if info is None else info.sha256
+        return {info.key: info.bytes for info in self.store.list(below)}
 
     def publish(self, name: str, path: Path, sha256: str) -> None:
         """Moves a finished local file to the destination."""
         with path.open("rb") as file:
-            result = self._store.put(name, file)
+            result = self.store.put(name, file)
         if not result.created and result.sha256 != sha256:
-            message = f"{self._store.uri(name)} exists with other content."
-            raise StoreError(ErrorCode.STORE_CONFLICT, message, "Export to an empty prefix.")
+            raise StoreError(
+                ErrorCode.STORE_CONFLICT,
+                f"{self.store.uri(name)} exists with other content.",
+                "Export to an empty prefix.",
+            )
         path.unlink()
 
     def remove(self, name: str) -> None:
         """Removes a file if it exists."""
-        self._store.delete(name)
+        self.store.delete(name)
 
     def write_record(self, name: str, value: object) -> None:
         """Writes a small JSON file."""
@@ -336,7 +337,7 @@ class Destination:
         export."""
         with missing_allowed():
             try:
-                return msgspec.json.decode(self._store.get(name), type=kind)
+                return msgspec.json.decode(self.store.get(name), type=kind)
             except ValueError:
                 raise self.foreign_file(name) from None
         return None
@@ -370,8 +371,9 @@ class FolderDestination(Destination):
         export."""
         left = [path for path in self.scratch.glob("*") if not path.name.startswith(RECORD)]
         if left and not any((self._folder / name).exists() for name in (PLAN, END)):
-            message = f"{str(self.scratch)!r} contains files that no export wrote."
-            raise invalid(message, "Export to an empty folder.")
+            raise invalid(
+                f"{str(self.scratch)!r} contains files that no export wrote.", "Export to an empty folder."
+            )
         shutil.rmtree(self.scratch, ignore_errors=True)
         self.scratch.mkdir(parents=True)
 
@@ -430,8 +432,10 @@ def open_destination(to: str, s3: S3Settings | None) -> Generator[Destination]:
                 # A file system without locks fails here too.
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                message = f"Another export is writing to {str(folder)!r}."
-                raise invalid(message, "Wait until it ends, or export to another folder.") from None
+                raise invalid(
+                    f"Another export is writing to {str(folder)!r}.",
+                    "Wait until it ends, or export to another folder.",
+                ) from None
             destination.empty_scratch()
         try:
             yield destination
@@ -484,14 +488,14 @@ class Finished(msgspec.Struct, frozen=True):
     schema: str = "nightjar.dataset/1"
 
 
+@dataclass
 class Dataset:
     """The parts of a dataset at its destination: `begin`, then `add` for each part, then `finish`."""
 
-    def __init__(self, destination: Destination, identity: Identity, names: AudioNames) -> None:
-        self._destination = destination
-        self._identity = identity
-        self._names = names
-        self._files: list[WrittenFile] = []
+    destination: Destination
+    identity: Identity
+    names: AudioNames
+    files: list[WrittenFile] = field(default_factory=list[WrittenFile])
 
     def begin(self, replaces: Collection[str] = ()) -> bool:
         """Claims the destination for this export. True: the export is complete already. `replaces`: jobs whose
@@ -500,13 +504,14 @@ class Dataset:
 
         Raises `config.invalid` for a destination with any other export or other files.
         """
-        there, identity = self._destination, self._identity
+        there, identity = self.destination, self.identity
         done = there.record(END, Finished)
         old = there.record(PLAN, Identity) if done is None else done.identity
         if old is None:
-            if there.exclusive and any(not _is_record(name) for name in there.sizes()):
-                message = f"{there.address!r} contains files that no export wrote."
-                raise invalid(message, "Export to an empty folder.")
+            if there.exclusive and any(not name.startswith(f"{RECORDS}/") for name in there.sizes()):
+                raise invalid(
+                    f"{there.address!r} contains files that no export wrote.", "Export to an empty folder."
+                )
         elif done is not None and old == identity and _incomplete(there.sizes(), done.files) is None:
             there.remove_records()
             return True
@@ -520,47 +525,51 @@ class Dataset:
         """Writes the files of a part, unless they are there and it is not written `again`. Returns whether it
         wrote them. Raises `config.invalid` for a changed file."""
         record = f"{RECORDS}/{name}.json"
-        files = None if again else self._destination.record(record, list[WrittenFile])
+        files = None if again else self.destination.record(record, list[WrittenFile])
         for file in files or ():
             if self._sizes.get(file.name, file.bytes) != file.bytes:
                 raise self._changed(file)
         missing = files is None or _incomplete(self._sizes, files) is not None
         if missing:
-            with PartFiles(self._destination, self._names) as part:
+            with PartFiles(self.destination, self.names) as part:
                 write(part)
                 files = part.publish(record)
-        self._files += files or ()
+        self.files += files or ()
         return missing
 
     def finish(self, items: dict[str, int], reasons: LeftOut) -> None:
         """Writes the summary. `items`: those of each split. Raises `config.invalid` if a file is missing or has
         another size."""
-        there = self._destination
-        if (gone := _incomplete(there.sizes(), self._files)) is not None:
-            message = f"{gone!r} in {there.address!r} was removed or changed during the export."
-            raise invalid(message, "Export again.")
-        files = sorted(self._files, key=lambda file: file.name)
-        there.write_record(END, Finished(self._identity, items, reasons.items, files, reasons))
+        there = self.destination
+        if (gone := _incomplete(there.sizes(), self.files)) is not None:
+            raise invalid(
+                f"{gone!r} in {there.address!r} was removed or changed during the export.", "Export again."
+            )
+        files = sorted(self.files, key=lambda file: file.name)
+        there.write_record(END, Finished(self.identity, items, reasons.items, files, reasons))
         there.remove_records()
 
     def _replace(self, old: Identity, listed: list[WrittenFile], replaces: Collection[str]) -> None:
         """Removes an export that this one replaces, or this one itself if files are missing. Raises
         `config.invalid` for any other export, and removes nothing if a file was changed."""
-        there, new = self._destination, self._identity
+        there, new = self.destination, self.identity
         continued = msgspec.structs.replace(old, digest=new.digest, version=new.version, running=new.running)
         own = old == new or (old.running and continued == new)
         if not own and not (old.job in replaces and old.format == new.format):
             filtered = f" with the filter {old.where!r}" if old.where else ""
-            message = f"{there.address!r} contains another export: of job {old.job} in the format {old.format}{filtered}, with other items or options."
-            raise invalid(message, "Export to an empty folder or prefix, or remove the other export.")
+            raise invalid(
+                f"{there.address!r} contains another export: of job {old.job} in the format {old.format}{filtered}, with other items or options.",
+                "Export to an empty folder or prefix, or remove the other export.",
+            )
         lists = [there.record(name, list[WrittenFile]) or [] for name in there.lists()]
         files = {file.name: file for file in chain(listed, *lists)}
         if there.exclusive:
             for name in there.sizes():
-                if name not in files and name != END and not _is_record(name):
+                if not (name in files or name == END or name.startswith(f"{RECORDS}/")):
                     raise there.foreign_file(name)
         for file in files.values():
-            if there.sha256(file.name) not in (None, file.sha256):
+            info = there.store.head(file.name)
+            if info is not None and info.sha256 != file.sha256:
                 raise self._changed(file)
         if listed:
             # Turns it into a stopped export, because `export.json` must not list missing files.
@@ -571,12 +580,8 @@ class Dataset:
         there.remove_records()
 
     def _changed(self, file: WrittenFile) -> ConfigError:
-        place = self._destination.address
+        place = self.destination.address
         return invalid(f"{file.name!r} in {place!r} was changed after it was exported.", AGAIN)
-
-
-def _is_record(name: str) -> bool:
-    return name.startswith(f"{RECORDS}/")
 
 
 def _incomplete(sizes: Mapping[str, int], files: Iterable[WrittenFile]) -> str | None:

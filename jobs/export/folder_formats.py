@@ -35,7 +35,17 @@ import msgspec
 
 from jobs.export.files import PartFiles, json_line
 from jobs.export.formats import ExportFormat
-from jobs.export.items import ORIGIN, AudioItem, Loaded, Located, Part, facts, item_metadata, picked
+from jobs.export.items import (
+    ORIGIN,
+    AudioItem,
+    JsonObject,
+    Loaded,
+    Located,
+    Part,
+    facts,
+    item_metadata,
+    picked,
+)
 from jobs.export.line_formats import espnet_line
 from jobs.ledger.records import Job
 from pipelines.errors import invalid
@@ -76,7 +86,12 @@ def write_kaldi(part: Part, files: PartFiles, job: Job, items: Iterator[Located]
     for item, where in items:
         known = item_metadata(job, item)
         speaker, utterance = kaldi_ids(known.speaker, item.id)
-        audio = _readable(files.audio_name(f"{part.split}/wav.scp", where), item.extension)
+        audio = files.audio_name(f"{part.split}/wav.scp", where)
+        if "\n" in audio or "\r" in audio or audio != audio.strip():
+            raise invalid(f"Kaldi cannot read the path {audio[:200]!r}.", "Give another --audio-root.")
+        if item.extension == "flac":
+            # A command, because Kaldi does not read FLAC.
+            audio = f"flac -c -d -s {shlex.quote(audio)} |"
         lines.add(
             b"%b\t%b"
             % (utterance.encode(), json_line((speaker, audio, one_line(known.text), f"{item.seconds:.6f}")))
@@ -94,13 +109,6 @@ def write_kaldi(part: Part, files: PartFiles, job: Job, items: Iterator[Located]
                 file.write(b"\n")
             utterances.write(b" " + utterance)
         utterances.write(b"\n")
-
-
-def _readable(where: str, extension: str) -> str:
-    """The entry of `wav.scp`: a path, or a command for FLAC, which Kaldi does not read."""
-    if "\n" in where or "\r" in where or where != where.strip():
-        raise invalid(f"Kaldi cannot read the path {where[:200]!r}.", "Give another --audio-root.")
-    return f"flac -c -d -s {shlex.quote(where)} |" if extension == "flac" else where
 
 
 def write_lhotse(part: Part, files: PartFiles, job: Job, items: Iterator[Located]) -> None:
@@ -172,9 +180,7 @@ def npy(codes: Any) -> bytes:
     return file.getvalue()
 
 
-def cut_of(
-    id: str, item: AudioItem, source: dict[str, Any], place: dict[str, str] = _SHAR_ARRAY
-) -> dict[str, Any]:
+def cut_of(id: str, item: AudioItem, source: JsonObject, place: dict[str, str] = _SHAR_ARRAY) -> JsonObject:
     """The JSON of a cut with its recording, if it has audio, and a supervision for each turn in it. `place`:
     where its codes are."""
     channels = [*range(item.channels)]
@@ -187,7 +193,7 @@ def cut_of(
         "channel_ids": channels,
     }
     spoken = [_supervision(turn.id, id, turn, item.channels) for turn in item.turns]
-    sounds: dict[str, Any] = {} if item.is_codes else {"recording": recording}
+    sounds: JsonObject = {} if item.is_codes else {"recording": recording}
     if (codes := item.codes) is not None:
         array = place | {"shape": list(codes.codes.shape)}
         shift = {"temporal_dim": 0, "frame_shift": 1 / codes.codec.frame_rate, "start": 0.0}
@@ -203,7 +209,7 @@ def cut_of(
     }
 
 
-def _supervision(id: str, recording_id: str, item: AudioItem, channels: int) -> dict[str, Any]:
+def _supervision(id: str, recording_id: str, item: AudioItem, channels: int) -> JsonObject:
     """The JSON of a supervision of a recording with this number of channels."""
     about = facts(item)
     span = {"start": item.place.start, "duration": item.seconds, "channel": item.place.channel % channels}
@@ -291,7 +297,7 @@ def tar_file(file: IO[bytes]) -> Generator[Callable[[str, bytes], None]]:
         yield add
 
 
-def read_examples(path: Path) -> Iterator[tuple[str, dict[str, bytes], dict[str, Any] | None]]:
+def read_examples(path: Path) -> Iterator[tuple[str, dict[str, bytes], JsonObject | None]]:
     """Yields the items of a WebDataset's tar file: the name of each and its files by their extension, and None; or of
     a table: their rows without the audio."""
     if path.suffix == ".tar":

@@ -53,10 +53,10 @@ BUILT_IN: dict[str, str] = {
     "parquet": "jobs.export.table_formats:PARQUET",
     "audiofolder": "jobs.export.table_formats:AUDIOFOLDER",
     "ljspeech": "jobs.export.folder_formats:LJSPEECH",
-    "ctm": "jobs.export.time_formats:CTM",
-    "textgrid": "jobs.export.time_formats:TEXTGRID",
-    "srt": "jobs.export.time_formats:SRT",
-    "vtt": "jobs.export.time_formats:VTT",
+    "ctm": "jobs.export.line_formats:CTM",
+    "textgrid": "jobs.export.line_formats:TEXTGRID",
+    "srt": "jobs.export.line_formats:SRT",
+    "vtt": "jobs.export.line_formats:VTT",
 }
 
 
@@ -111,7 +111,7 @@ class ExportFormat:
     data_files: str | None = None
     #: Makes the README.md of the dataset instead of `jobs.export.card`.
     card: Callable[[Job, Plan], bytes] | None = None
-    #: Its columns have types, so items have `metadata_types`.
+    #: Its columns have types, so the columns of items have `metadata`.
     typed: bool = False
     #: A library of the extra `export` that writing needs.
     library: str | None = None

@@ -19,8 +19,10 @@ _LOG_IN = "Set HF_TOKEN, or log in with: hf auth login."
 def check_push(format: str, to: str, repository: str) -> None:
     """Raises the errors of `push` that can be known before the export is written."""
     if format != "parquet" or "://" in to:
-        message = "Only an export in the format parquet to a local folder can be pushed to the hub."
-        raise invalid(message, "Add --format parquet, and a local folder with --to, or leave --to out.")
+        raise invalid(
+            "Only an export in the format parquet to a local folder can be pushed to the hub.",
+            "Add --format parquet, and a local folder with --to, or leave --to out.",
+        )
     hub = _libraries()[1]
     if hub.get_token() is None:
         raise invalid("There is no token for the Hugging Face hub.", _LOG_IN)
@@ -77,15 +79,16 @@ def _errors(repository: str) -> Generator[None]:
     try:
         yield
     except HFValidationError as error:
-        message = f"The hub does not accept the dataset name {repository[:100]!r}."
-        raise invalid(message, "Use a name such as ORGANIZATION/NAME.") from error
+        raise invalid(
+            f"The hub does not accept the dataset name {repository[:100]!r}.",
+            "Use a name such as ORGANIZATION/NAME.",
+        ) from error
     except HfHubHTTPError as error:
         status = error.response.status_code
         if status >= 500 or status == 429:
             raise _unreachable(f"The Hugging Face hub answers with status {status}.") from error
         message = f"The Hugging Face hub refuses to write {repository[:100]!r} (status {status})."
-        advice = f"Use a token with write access. {_LOG_IN}"
-        raise invalid(message, advice) from error
+        raise invalid(message, f"Use a token with write access. {_LOG_IN}") from error
     except OfflineModeIsEnabled as error:
         raise _unreachable("The Hugging Face hub cannot be used while HF_HUB_OFFLINE is set.") from error
     except (http_error, ConnectionError) as error:

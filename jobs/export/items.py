@@ -8,7 +8,6 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -18,19 +17,20 @@ import msgspec
 from jobs.checks import CHECKS, METERS, scores_with
 from jobs.codes import StoredCodes
 from jobs.dialogue import Dialogue, metadata_json, metadata_of, reference_places, spoken_text
-from jobs.export.column_types import Type, widened
 from jobs.ledger.records import WORDS, Artifact, Draw, ItemRow, ItemState, Job
 from jobs.packs import ArtifactReader
 from jobs.shard_file import RawLine, ShardLines, read_raw_shard
 from jobs.store.base import ObjectStore
 from jobs.where import FilteredOut
-from pipelines.errors import ConfigError, invalid
+from pipelines.errors import invalid
 from pipelines.request import Generation, SpokenRole, Word
 
 if TYPE_CHECKING:
+    from jobs.export.table_formats import Type
     from jobs.ledger import Ledger
 
 
+JsonObject = dict[str, Any]
 _decode = msgspec.json.Decoder(Dialogue).decode
 #: Reads the lines of an artifact `words`.
 read_words = msgspec.json.Decoder(tuple[Word, ...]).decode_lines
@@ -53,6 +53,20 @@ class Place(NamedTuple):
     channel: int = 0
     #: The name of the sound.
     dialogue: str = ""
+
+
+class Columns(msgspec.Struct, frozen=True):
+    """What all items of a dataset have in common."""
+
+    #: The names of their scores; None: its jobs have no checks.
+    scores: tuple[str, ...] | None = None
+    #: The types of their metadata, for tables.
+    metadata: Type = {}
+    #: Whether they have `words`, and whether they have `spoken_text`.
+    timed: bool = False
+    respelled: bool = False
+    #: Whether they are of several jobs. Their ids and their index are then unique in the dataset.
+    several: bool = False
 
 
 class AudioItem(msgspec.Struct, frozen=True):
@@ -79,10 +93,7 @@ class AudioItem(msgspec.Struct, frozen=True):
     spoken: str | None = None
     #: The draw that made its audio; None in a job without checks.
     draw: Draw | None = None
-    #: Names of the scores, the same for all items of a dataset; None: its jobs have no checks.
-    score_names: tuple[str, ...] | None = None
-    #: The types of the metadata in the dataset, for tables; the same for all its items.
-    metadata_types: Type = {}
+    columns: Columns = Columns()
     #: Its codes, if the job makes codes, and what they contain once they are read.
     codes_artifact: Artifact | None = None
     codes: StoredCodes | None = None
@@ -91,17 +102,14 @@ class AudioItem(msgspec.Struct, frozen=True):
     channels: int = 1
     #: Of a turn in such a sound.
     place: Place = Place()
-    #: Whether items of the dataset have `words`, and whether they have `spoken_text`.
-    timed: bool = False
-    respelled: bool = False
-    #: Whether the dataset contains several jobs. Its ids and its index are then unique in the dataset.
-    in_set: bool = False
 
     @property
     def scores(self) -> dict[str, float | None]:
         """Name -> score, for all score names of the job; None: not measured."""
         measured = {} if self.draw is None else self.draw.scores
-        return {name: measured[name].value if name in measured else None for name in self.score_names or ()}
+        return {
+            name: measured[name].value if name in measured else None for name in self.columns.scores or ()
+        }
 
     @property
     def transcript(self) -> str | None:
@@ -110,7 +118,7 @@ class AudioItem(msgspec.Struct, frozen=True):
         return next((measured[name].detail for name in _TRANSCRIBED if name in measured), None)
 
     @property
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self) -> JsonObject:
         """The other columns or keys of its record, with JSON's types."""
         return metadata_of(self.dialogue)
 
@@ -128,7 +136,7 @@ class AudioItem(msgspec.Struct, frozen=True):
         """The name of its audio in the store, without the extension: ASCII, no dot. In a dataset of several
         jobs it begins with the index there, so that it is unique."""
         name = self.artifact.key.rpartition("/")[2].partition(".")[0]
-        return f"{self.artifact.index:09d}-{name.partition('-')[2]}" if self.in_set else name
+        return f"{self.artifact.index:09d}-{name.partition('-')[2]}" if self.columns.several else name
 
     @property
     def extension(self) -> str:
@@ -226,7 +234,7 @@ ORIGIN = (
 )
 
 
-def facts(item: AudioItem) -> dict[str, Any]:
+def facts(item: AudioItem) -> JsonObject:
     """All fields of an item that formats write, under their common names; of a dialogue also those of its
     turns."""
     known, artifact, job = item_metadata(item.job, item), item.artifact, item.job
@@ -247,16 +255,16 @@ def facts(item: AudioItem) -> dict[str, Any]:
         "model": job.spec.model,
         "voice": known.voice,
     }
-    if item.score_names is not None:
+    if item.columns.scores is not None:
         draw = None if item.draw is None else item.draw.draw
         about |= {"draw": draw, "scores": item.scores, "transcript": item.transcript}
     if item.codes is not None:
         voice = item.codes.voice_codes
         about["codec"] = msgspec.to_builtins(item.codes.codec)
         about["voice_codes"] = None if voice is None else voice.tolist()
-    if item.timed:
+    if item.columns.timed:
         about["words"] = item.words
-    if item.respelled:
+    if item.columns.respelled:
         about["spoken_text"] = known.spoken_text
     if metadata := metadata_json(item.dialogue):
         about["metadata"] = metadata
@@ -266,10 +274,10 @@ def facts(item: AudioItem) -> dict[str, Any]:
         turns = [facts(turn) for turn in item.turns]
         about = picked(about, "example_id", "sample_rate", "samples", "duration", "sha256", "metadata")
         about |= {"text": "\n".join(turn["text"] for turn in turns), "turns": turns}
-    return about | ({"job": job.id} if item.in_set else {})
+    return about | ({"job": job.id} if item.columns.several else {})
 
 
-def picked(about: Mapping[str, Any], *names: str) -> dict[str, Any]:
+def picked(about: Mapping[str, Any], *names: str) -> JsonObject:
     """Selects the named fields that an item has, in this order."""
     return {name: about[name] for name in names if name in about}
 
@@ -291,15 +299,12 @@ def score_names(*jobs: tuple[Ledger, Job]) -> tuple[str, ...] | None:
     return (*(name for name in CHECKS if name in names), *sorted(names - CHECKS.keys()))
 
 
-def metadata_types(jobs: Iterable[tuple[Ledger, ObjectStore, Job]]) -> Type:
-    """The types of the metadata of all lines of jobs, of which one shard is in memory. Raises
-    `StoreError`."""
-    types: Type = {}
-    for ledger, store, job in jobs:
-        for place in dict.fromkeys(ledger.shard_inputs(job.id).values()):
-            for line in read_raw_shard(store, *place):
-                types = widened(types, metadata_json(line.dialogue))
-    return types
+def columns_of(*jobs: tuple[Ledger, Job], metadata: Type) -> Columns:
+    """The columns of a dataset with these jobs. `metadata`: the types of the metadata, if they are needed."""
+    specs = [job.spec for _, job in jobs]
+    timed = any(spec.timestamps is True for spec in specs)
+    respelled = any(spec.respells for spec in specs)
+    return Columns(score_names(*jobs), metadata, timed, respelled, len(jobs) > 1)
 
 
 def exported(rows: Iterable[ItemRow], *, whole: bool = False) -> Iterator[ItemRow]:
@@ -327,15 +332,13 @@ def audio_items(
     store: ObjectStore,
     job_id: str,
     rows: Iterable[ItemRow] | None = None,
-    names: tuple[str, ...] | msgspec.UnsetType | None = msgspec.UNSET,
-    types: Type | None = None,
+    columns: Columns | None = None,
 ) -> Iterator[AudioItem]:
     """Yields the items with audio of a job, or of `rows`, in index order, with the lines of one shard in
-    memory at a time. `names`: the score names of the dataset, if they are not those of the job; `types`:
-    `metadata_types`, if needed."""
+    memory at a time. `columns`: those of the dataset, if it is not the job alone."""
     job, texts = ledger.job(job_id), ArtifactReader(store)
     lines = ShardLines(ledger, store, job_id, read_raw_shard)
-    names = score_names((ledger, job)) if names is msgspec.UNSET else names
+    columns = columns or columns_of((ledger, job), metadata={})
     for page in pages(exported(ledger.items(job_id) if rows is None else rows)):
         indexes = [row.index for row in page]
         # Read after the items, so that all items of a running job have their draws.
@@ -361,10 +364,7 @@ def audio_items(
                 phonemes=phonemes[0] if phonemes else (),
                 draw=kept.get(row.index),
                 codes_artifact=coded.get(row.index),
-                score_names=names,
-                metadata_types=types or {},
-                timed=job.spec.timestamps is True,
-                respelled=job.spec.respells,
+                columns=columns,
             )
 
 
@@ -375,8 +375,7 @@ def pages(rows: Iterable[ItemRow]) -> Iterator[list[ItemRow]]:
         yield page
 
 
-@dataclass(frozen=True, slots=True)
-class Splits:
+class Splits(NamedTuple):
     """The splits of a dataset. `bounds`: name -> exclusive upper bound of the 64-bit hashes in the split."""
 
     bounds: Mapping[str, int]
@@ -395,8 +394,7 @@ WHOLE = Splits({"train": _HASHES})
 def parse_splits(text: str) -> Splits:
     """Parses a text such as `train=0.98,dev=0.01,test=0.01`. Raises `config.invalid` unless the shares add up
     to exactly 1."""
-    bounds: dict[str, int] = {}
-    total = Fraction(0)
+    bounds, total, wrong = dict[str, int](), Fraction(0), ""
     for part in text.split(","):
         name, _, share = (piece.strip() for piece in part.partition("="))
         try:
@@ -404,19 +402,17 @@ def parse_splits(text: str) -> Splits:
         except (ValueError, ZeroDivisionError):
             value = Fraction()
         if not _NAME.fullmatch(name) or name in bounds or value <= 0:
-            raise _bad_splits(f"{part[:80]!r} is not a unique name with a share.")
+            wrong = wrong or f"{part[:80]!r} is not a unique name with a share."
         total += value
         bounds[name] = math.ceil(total * _HASHES)
     if total != 1:
-        raise _bad_splits(f"The shares of the splits {text[:100]!r} add up to {float(total):g}.")
+        wrong = wrong or f"The shares of the splits {text[:100]!r} add up to {float(total):g}."
+    if wrong:
+        raise invalid(
+            wrong,
+            "Write names of letters, digits and _ with shares that add up to 1: train=0.98,dev=0.01,test=0.01.",
+        )
     return Splits(bounds)
-
-
-def _bad_splits(message: str) -> ConfigError:
-    return invalid(
-        message,
-        "Write names of letters, digits and _ with shares that add up to 1: train=0.98,dev=0.01,test=0.01.",
-    )
 
 
 class Part(msgspec.Struct, frozen=True):

@@ -17,20 +17,23 @@ from itertools import accumulate, chain, groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
+from jobs.dialogue import metadata_json
 from jobs.export.files import SortedLines
 from jobs.export.items import (
     TEXT,
     AudioItem,
+    Columns,
     LeftOut,
     audio_items,
+    columns_of,
     exported,
     item_metadata,
     matched,
-    metadata_types,
     pages,
-    score_names,
 )
+from jobs.export.table_formats import Type, widened
 from jobs.ledger.records import ItemRow, ItemState, Job
 from jobs.packs import ArtifactReader
 from jobs.shard_file import ShardLines, read_raw_shard
@@ -38,7 +41,6 @@ from jobs.store import ObjectStore
 from jobs.where import FilteredOut, Where
 
 if TYPE_CHECKING:
-    from jobs.export.column_types import Type
     from jobs.export.formats import ExportFormat
     from jobs.ledger import Ledger
 
@@ -83,12 +85,6 @@ class Repeats:
             yield from uses
 
 
-def in_order(jobs: Iterable[StoredJob]) -> list[StoredJob]:
-    """The jobs in the order in which they were submitted, each once."""
-    found = {one.job.id: one for one in jobs}
-    return sorted(found.values(), key=lambda one: (one.job.created_at, one.job.id))
-
-
 class JobSet:
     """The items of jobs, in order, that match a filter and are in a format."""
 
@@ -101,8 +97,6 @@ class JobSet:
         self.where = where
         self.format = format
         self.unique = unique
-        self._timed = any(one.job.spec.timestamps is True for one in jobs)
-        self._respelled = any(one.job.spec.respells for one in jobs)
         #: The index of the first item of each job.
         self._starts = [0, *accumulate(one.job.total_items for one in self.jobs)]
         self._prefixes = tuple(f"{one.job.id}-" for one in self.jobs) if self.several else ()
@@ -188,23 +182,23 @@ class JobSet:
         """Yields the jobs of rows, each with its items."""
         for number, group in groupby(rows, key=lambda row: self._number(row.index)):
             start, one = self._starts[number], self.jobs[number]
-            found = audio_items(
-                *one[:2], one.job.id, (_moved(row, -start) for row in group), self.scores, self.types
-            )
+            own = (_moved(row, -start) for row in group)
+            found = audio_items(*one[:2], one.job.id, own, self.columns)
             yield one, (self._in_set(item, start) for item in found) if self.several else found
 
     def items(self, rows: Iterable[ItemRow]) -> Iterator[AudioItem]:
         return chain.from_iterable(items for _, items in self.by_job(rows))
 
     @cached_property
-    def scores(self) -> tuple[str, ...] | None:
-        """The names of the scores of all items, see `score_names`."""
-        return score_names(*((one.ledger, one.job) for one in self.jobs))
-
-    @cached_property
-    def types(self) -> Type | None:
-        """The types of the metadata of all items, if the format needs them."""
-        return metadata_types(self.jobs) if self.format.typed else None
+    def columns(self) -> Columns:
+        """What all items have in common."""
+        types: Type = {}
+        for ledger, store, job in self.jobs if self.format.typed else ():
+            # One shard is in memory.
+            for place in dict.fromkeys(ledger.shard_inputs(job.id).values()):
+                for line in read_raw_shard(store, *place):
+                    types = widened(types, metadata_json(line.dialogue))
+        return columns_of(*((one.ledger, one.job) for one in self.jobs), metadata=types)
 
     def left_out(self, items: int) -> LeftOut:
         """Counts what a dataset with this number of items leaves out."""
@@ -258,17 +252,16 @@ class JobSet:
         """An item with its index and its ids in the dataset. An id that looks as if it began with the id of a
         job gets one too, so that no two ids are equal."""
         index, job = start + item.artifact.index, item.job
-        changes: dict[str, Any] = {"artifact": msgspec.structs.replace(item.artifact, index=index)}
+        changes: dict[str, Any] = {"artifact": replace(item.artifact, index=index)}
         renamed = self._chosen is not None and self._chosen[index] == _RENAMED
         if renamed or item.example_id.startswith(self._prefixes):
             changes["example_id"], changes["id"] = (f"{job.id}-{own}" for own in (item.example_id, item.id))
             changes["dialogue"] = _renamed(item.dialogue, changes["example_id"])
-        kinds = {"timed": self._timed, "respelled": self._respelled}
-        return msgspec.structs.replace(item, in_set=True, **kinds, **changes)
+        return replace(item, **changes)
 
 
 def _moved(row: ItemRow, by: int) -> ItemRow:
-    return msgspec.structs.replace(row, index=row.index + by) if by else row
+    return replace(row, index=row.index + by) if by else row
 
 
 def _renamed(dialogue: msgspec.Raw, example_id: str) -> msgspec.Raw:

@@ -15,7 +15,7 @@ import msgspec
 from jobs.dialogue import metadata_json, spoken_text
 from jobs.export.files import json_line
 from jobs.export.formats import ExportFormat
-from jobs.export.items import ORIGIN, AudioItem, Place, audio_items, facts, item_metadata, picked
+from jobs.export.items import ORIGIN, AudioItem, JsonObject, Place, audio_items, facts, item_metadata, picked
 from jobs.layout import job_manifest_key, put_numbered, shard_manifest_key
 from jobs.ledger.records import Artifact, Job
 from jobs.shard_file import ShardLine
@@ -74,7 +74,7 @@ def manifest_line(job: Job, item: AudioItem, where: str) -> bytes:
     about = facts(item)
     known = picked(about, "example_id", "text", "role", "message_index")
     entry = _entry(item.job, item.artifact, words=item.words, spoken_text=item.spoken, **known)
-    line: dict[str, Any] = msgspec.to_builtins(entry)
+    line: JsonObject = msgspec.to_builtins(entry)
     place = ("speaker", *Place._fields) if item.place.dialogue else ()
     return json_line(line | picked(about, *ORIGIN, *place))
 

@@ -7,6 +7,10 @@ in separate files.
 The table of `audiofolder` is Parquet rather than CSV or JSON Lines: there a column of nulls would have no
 type, and the loader refuses tables whose columns differ in type. Each part of a split has its own folder.
 
+JSON does not say the types of columns, so those of the metadata are found in the values of all lines. A type is the
+name of a type of Arrow, a list with the type of its elements, or the types of the keys of an object. Values that
+have no common type are JSON text.
+
 Source: https://huggingface.co/docs/datasets/audio_dataset and `datasets.features.Audio`: a struct of the
 file's bytes and its path, and the features under the key `huggingface` of the schema's metadata. In an
 AudioFolder `file_name` is relative to its table.
@@ -14,21 +18,30 @@ AudioFolder `file_name` is relative to its table.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
+from functools import reduce
 from itertools import chain
+from math import isfinite
 from typing import IO, TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from jobs.export.column_types import Type, arrow_type, feature_of, metadata_cell
 from jobs.export.files import PartFiles
 from jobs.export.formats import ExportFormat
-from jobs.export.items import AudioItem, Loaded, Part, facts, picked
+from jobs.export.items import AudioItem, JsonObject, Loaded, Part, facts, picked
 from jobs.ledger.records import Job
 
 if TYPE_CHECKING:
     import pyarrow
 
+Type = str | list["Type"] | dict[str, "Type"]
+JSON = "json"
+#: Whole numbers that a double does not hold exactly.
+_WIDE = "wide"
+#: Maximum number of columns, above which all metadata is one JSON text, and maximum depth of typed values.
+MAX_COLUMNS, MAX_DEPTH = 1000, 16
+_ALIASES = {JSON: "string", _WIDE: "int64"}
 #: Limits of a row group, which a reader loads as a whole.
 GROUP_ROWS = 100
 _GROUP_BYTES = 32 << 20
@@ -71,16 +84,93 @@ _TEXTS = [name for name, kind in _COLUMNS.items() if kind == "string"]
 _WORD: dict[str, Type] = {"text": "string", "start_s": "float64", "end_s": "float64"}
 
 
-def _row(item: AudioItem) -> dict[str, Any]:
+def type_of(value: Any, depth: int = 0) -> Type:
+    """The type of a JSON value."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "bool"
+    if isinstance(value, str):
+        return "string"
+    if isinstance(value, int):
+        return "int64" if abs(value) <= 2**53 else _WIDE if -(2**63) <= value < 2**63 else JSON
+    if isinstance(value, float):
+        return "float64" if isfinite(value) else JSON
+    if depth == MAX_DEPTH or value == {}:
+        # Parquet has no object without keys.
+        return JSON
+    if isinstance(value, dict):
+        return _nested({name: type_of(own, depth + 1) for name, own in value.items()})
+    return _nested([reduce(common, (type_of(own, depth + 1) for own in value), "null")])
+
+
+def common(one: Type, other: Type) -> Type:
+    """The type for values of both types."""
+    if one == other or other == "null":
+        return one
+    if one == "null":
+        return other
+    if isinstance(one, list) and isinstance(other, list):
+        return _nested([common(one[0], other[0])])
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        return _nested({name: common(own, other[name]) for name, own in one.items()})
+    wider = other if one == "int64" else one
+    return wider if "int64" in (one, other) and wider in ("float64", _WIDE) else JSON
+
+
+def _nested(type: list[Type] | dict[str, Type]) -> Type:
+    return JSON if JSON in (type if isinstance(type, list) else type.values()) else type
+
+
+def widened(types: Type, metadata: Mapping[str, msgspec.Raw]) -> Type:
+    """The types of the columns, which also hold the metadata of one more line."""
+    if not isinstance(types, dict):
+        return types
+    for name, value in metadata.items():
+        if (known := types.get(name, "null")) != JSON:
+            types[name] = common(known, type_of(json.loads(bytes(value))))
+    return types if len(types) <= MAX_COLUMNS else JSON
+
+
+def metadata_cell(types: Type, metadata: Mapping[str, msgspec.Raw]) -> Any:
+    """The metadata of an item for a column of this type."""
+    if not isinstance(types, dict):
+        return msgspec.json.encode(metadata).decode()
+    texts = {name: bytes(value).decode() for name, value in metadata.items()}
+    return {
+        name: text if types[name] == JSON and text != "null" else json.loads(text)
+        for name, text in texts.items()
+    }
+
+
+def arrow_type(type: Type) -> pyarrow.DataType:
+    """The type in Arrow."""
+    import pyarrow
+
+    if isinstance(type, list):
+        return pyarrow.list_(arrow_type(type[0]))
+    if isinstance(type, dict):
+        return pyarrow.struct([(name, arrow_type(own)) for name, own in type.items()])
+    return pyarrow.type_for_alias(_ALIASES.get(type, type))
+
+
+def feature_of(type: Type) -> object:
+    """The type as a feature of Hugging Face `datasets`, which reads a list in any version as a list."""
+    if isinstance(type, list):
+        return [feature_of(type[0])]
+    if isinstance(type, dict):
+        return {name: feature_of(own) for name, own in type.items()}
+    return {"dtype": _ALIASES.get(type, type), "_type": "Value"}
+
+
+def _row(item: AudioItem) -> JsonObject:
     """The values of the columns other than the audio. Each score has its own column, so that readers of
     tables can filter by it."""
     about = facts(item)
     scores = {f"score_{name}": value for name, value in about.get("scores", {}).items()}
-    row: dict[str, Any] = picked(about, *_COLUMNS) | scores
+    row: JsonObject = picked(about, *_COLUMNS) | scores
     if item.codes is not None and not item.is_codes:
         row["codes"] = [*item.codes.codes]
-    if item.metadata_types:
-        row["metadata"] = metadata_cell(item.metadata_types, about.get("metadata", {}))
+    if types := item.columns.metadata:
+        row["metadata"] = metadata_cell(types, about.get("metadata", {}))
     if "words" in about:
         row["words"] = [msgspec.structs.asdict(word) for word in item.words]
     return row
@@ -100,7 +190,7 @@ def _write_table(
 
     first = next(cells)
     # All items of a dataset have the same columns.
-    known: dict[str, Type] = {**_COLUMNS, "words": [_WORD], "metadata": first[0].metadata_types}
+    known: dict[str, Type] = {**_COLUMNS, "words": [_WORD], "metadata": first[0].columns.metadata}
     types = {name: known.get(name, "float64") for name in _row(first[0])}
     metadata: dict[str, bytes] | None = None
     if column.name == "audio":
@@ -110,7 +200,7 @@ def _write_table(
         metadata = {"huggingface": msgspec.json.encode({"info": {"features": features}})}
     columns = [pyarrow.field(name, arrow_type(kind)) for name, kind in types.items()]
     schema = pyarrow.schema([column, *columns], metadata)
-    rows: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
     size = 0
     with parquet.ParquetWriter(cast("Any", file), schema, **options) as writer:
         for item, cell, cell_bytes in chain([first], cells):
@@ -131,15 +221,15 @@ def write_parquet(part: Part, files: PartFiles, job: Job, items: Iterator[Loaded
             return item, [*item.codes.codes], item.artifact.bytes
         return item, {"bytes": data, "path": f"{item.name}.{item.extension}"}, len(data)
 
-    column = pyarrow.field("codes", arrow_type(_CODES))
+    column, rows = pyarrow.field("codes", arrow_type(_CODES)), _FOLDER_GROUP_ROWS
     if job.spec.main_kind == "audio":
         sound = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
-        column = pyarrow.field("audio", sound)
+        column, rows = pyarrow.field("audio", sound), GROUP_ROWS
     _write_table(
         files.open(f"data/{part.split}-{part.number:05d}-of-{part.of:05d}.parquet"),
         column,
         (cell(*one) for one in items),
-        GROUP_ROWS if job.spec.main_kind == "audio" else _FOLDER_GROUP_ROWS,
+        rows,
         # Audio is not compressed, because that saves little space and takes long.
         compression=dict.fromkeys((*_TEXTS, "codes.list.element.list.element"), "zstd"),
         use_dictionary=list(_REPEATED),

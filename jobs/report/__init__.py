@@ -7,11 +7,10 @@ import hashlib
 import os
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import jinja2
 
@@ -24,8 +23,7 @@ from jobs.ledger.records import Job
 from jobs.ledger.status import GAP_SECONDS
 from jobs.own_files import STATE_FOLDER, own_path
 from jobs.report.charts import Chart, histogram, number, timeline
-from jobs.report.clips import HEIGHT, WIDTH, Clips
-from jobs.report.sample import PACE, Sample, take_sample
+from jobs.report.sample import HEIGHT, PACE, WIDTH, Clips, Sample, take_sample
 from jobs.store.base import ObjectStore
 from pipelines.errors import NightjarError
 from pipelines.registry import describe
@@ -42,8 +40,7 @@ MIN_LEASES = 4
 _EXAMPLE_LINES = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class ReportResult:
+class ReportResult(NamedTuple):
     """A written report."""
 
     #: Absolute path.
@@ -122,10 +119,17 @@ def _rendered(**page: Any) -> Iterable[str]:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"number": number, "seconds": seconds_text, "bytes": bytes_text}
-    environment.filters |= {"clean": printable, "redact": redact}
-    environment.globals |= {"figures": figures, "PACE": PACE, "GAP_SECONDS": GAP_SECONDS}
-    environment.globals |= {"MIN_LEASES": MIN_LEASES, "WAVE_WIDTH": WIDTH, "WAVE_HEIGHT": HEIGHT}
+    environment.filters.update(
+        number=number, seconds=seconds_text, bytes=bytes_text, clean=printable, redact=redact
+    )
+    environment.globals.update(
+        figures=figures,
+        PACE=PACE,
+        GAP_SECONDS=GAP_SECONDS,
+        MIN_LEASES=MIN_LEASES,
+        WAVE_WIDTH=WIDTH,
+        WAVE_HEIGHT=HEIGHT,
+    )
     template = environment.from_string(_asset("report.html"))
     return template.generate(page, policy=policy, style=style, script=script)
 
@@ -159,7 +163,7 @@ def _voice(job: Job, sample: Sample) -> str:
 
 
 def _histograms(sample: Sample, constant: Collection[str]) -> list[Chart]:
-    lengths = [seconds for item in sample.done if (seconds := item.seconds) is not None]
+    lengths = [item.seconds for item in sample.done if item.seconds is not None]
     found = [histogram("duration", "Length of an item", "s", lengths)]
     scores = sample.scores()
     for name in sorted(scores.keys() - constant, key=lambda name: (name != PACE, name)):

@@ -115,8 +115,7 @@ def round_step(step: float) -> float:
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step * (1 - 1e-9))
 
 
-@dataclass(frozen=True, slots=True)
-class Timeline:
+class Timeline(NamedTuple):
     """The items and the speech made in each step of a job's busy time, in which workers held its shards."""
 
     #: Busy seconds at the edges of the steps: float64 [steps + 1]; `scale` as in a chart.

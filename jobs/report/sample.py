@@ -1,23 +1,32 @@
-"""The items that a report reads, and those that it shows. Both numbers have limits that do not depend on the
-size of the job."""
+"""The items that a report reads, and those that it shows, with players and waveforms. Both numbers have limits that do
+not depend on the size of the job."""
 
 from __future__ import annotations
 
+import base64
 import math
+import os
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import quote
+
+import numpy as np
 
 from jobs.checks import CHECKS
+from jobs.codes import EXTENSION
 from jobs.export.items import item_metadata
 from jobs.ledger.records import QUARANTINE, Artifact, Draw, ItemRow, ItemState, Job
+from jobs.packs import read_artifact
 from jobs.shard_file import ShardLines, read_raw_shard
 from jobs.store.base import ObjectStore
+from pipelines.audio import Samples, decode, encode
 from pipelines.duration import text_units
-from pipelines.errors import ErrorCode
+from pipelines.errors import ErrorCode, NightjarError
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
@@ -34,6 +43,16 @@ OUTLIER = 3.5
 #: Name of a score that only the report computes: the speed of speech, in `pipelines.duration.text_units` per
 #: second.
 PACE = "pace"
+#: Size of a waveform in pixels. Coordinates of the SVG are also pixels.
+WIDTH, HEIGHT = 220, 44
+_STROKE = 2
+#: The lowest level that is told: -100 dB of full scale.
+_SILENCE = 1e-5
+#: Maximum size of a file that is drawn or embedded.
+MAX_BYTES = 32 << 20
+#: Maximum length of an embedded clip, and maximum size of all clips together, in characters of base64.
+CLIP_SECONDS = 10.0
+MAX_EMBEDDED_BYTES = 12_000_000
 
 
 @dataclass(slots=True)
@@ -50,18 +69,17 @@ class SampleItem:
     voice: str = ""
     #: Role of its turn.
     role: str = ""
-    draws: list[Draw] = field(default_factory=list[Draw])
+    draws: Sequence[Draw] = ()
     #: Scores of the draw whose audio is shown, and the pace.
     values: dict[str, float] = field(default_factory=dict[str, float])
     #: Names of the scores that did not pass.
-    refused: list[str] = field(default_factory=list[str])
+    refused: Sequence[str] = ()
     #: How bad it is, and why; the worst items are shown first.
     badness: float = 0.0
     reason: str = "typical"
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(NamedTuple):
     """The items that a report reads: items with audio, which the histograms measure, and failed items."""
 
     done: Sequence[SampleItem]
@@ -71,11 +89,8 @@ class Sample:
 
     def scores(self) -> dict[str, list[float]]:
         """Maps each score to its values over the items with audio."""
-        found: dict[str, list[float]] = {}
-        for item in self.done:
-            for name, value in item.values.items():
-                found.setdefault(name, []).append(value)
-        return dict(sorted(found.items()))
+        names = sorted({name for item in self.done for name in item.values})
+        return {name: [item.values[name] for item in self.done if name in item.values] for name in names}
 
     def rank(self) -> None:
         """Sets `badness` and `reason`: failed items are the worst, then items that failed a check, then
@@ -164,3 +179,71 @@ def _failed_rows(ledger: Ledger, job: Job, codes: Sequence[ErrorCode], limit: in
             for state in (ItemState.FAILED, ItemState.DEAD)
         )
         yield from islice(chain.from_iterable(found), each)
+
+
+class Picture(NamedTuple):
+    """The waveform of an item, with its length and levels."""
+
+    #: `d` of an SVG path in a box of `WIDTH` x `HEIGHT`.
+    wave: str
+    seconds: float
+    #: Peak and root mean square, in dB of full scale.
+    peak_dbfs: float
+    rms_dbfs: float
+
+
+def picture(samples: Samples, sample_rate: int) -> Picture:
+    """Draws a waveform. `samples`: float32 [samples], at least one."""
+    middle = HEIGHT / 2
+    parts = np.array_split(np.clip(samples, -1, 1), min(WIDTH // _STROKE, len(samples)))
+    # A stroke from the lowest to the highest sample of each column.
+    strokes = (
+        f"M{_STROKE * at} {middle - middle * part.max():.1f}V{middle - middle * part.min() + 0.5:.1f}"
+        for at, part in enumerate(parts)
+    )
+    levels = float(np.abs(samples).max()), math.sqrt(float(np.mean(np.square(samples, dtype=np.float64))))
+    peak_dbfs, rms_dbfs = (20 * math.log10(max(_SILENCE, level)) for level in levels)
+    return Picture("".join(strokes), len(samples) / sample_rate, peak_dbfs, rms_dbfs)
+
+
+class Clip(NamedTuple):
+    """The audio of one item on a page."""
+
+    #: Source of the player: a relative link or a `data:` address; None: no player.
+    source: str | None
+    picture: Picture | None
+    #: A remark for the reader, or an empty text.
+    note: str = ""
+
+
+class Clips:
+    """Makes the clips of the page at the path `page`."""
+
+    def __init__(self, store: ObjectStore, page: Path, *, embed: bool) -> None:
+        self._store = store
+        self._root = None if embed else store.root
+        self._folder = Path(os.path.abspath(page)).parent
+        self._left = MAX_EMBEDDED_BYTES
+        #: Whether players read the store's files and not data in the page.
+        self.linked = self._root is not None
+
+    def clip(self, artifact: Artifact) -> Clip:
+        """Makes the clip of an artifact. If audio cannot be read, its clip has a note instead of a player."""
+        link = None if self._root is None else quote(os.path.relpath(self._root / artifact.key, self._folder))
+        if artifact.key.endswith(EXTENSION):
+            return Clip(None, None, "codes")
+        if artifact.bytes > MAX_BYTES:
+            return Clip(link, None, f"too large to be {'drawn' if link else 'embedded'}")
+        try:
+            samples, rate = decode(read_artifact(self._store, artifact), max_seconds=3600)
+        except NightjarError as error:
+            return Clip(None, None, f"cannot be read: {error.code.value}")
+        drawn = picture(samples, rate)
+        if link is not None:
+            return Clip(link, drawn)
+        cut = samples[: int(CLIP_SECONDS * rate)]
+        source = f"data:audio/flac;base64,{base64.b64encode(encode(cut, rate, 'flac')).decode()}"
+        if len(source) > self._left:
+            return Clip(None, drawn, "not embedded, because the page would be too large")
+        self._left -= len(source)
+        return Clip(source, drawn, f"the first {CLIP_SECONDS:g} s" if len(cut) < len(samples) else "")

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from jobs.export import export
-from jobs.export.column_types import MAX_COLUMNS
 from jobs.export.items import audio_items
 from jobs.export.manifest import put_manifest
+from jobs.export.table_formats import MAX_COLUMNS
 from jobs.ledger.records import JobSpec
 from jobs.store import FolderStore
 from tests.support.export_kit import Finished, datasets_library, finished_job

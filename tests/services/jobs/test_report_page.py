@@ -23,7 +23,7 @@ from jobs.ingest import SubmitOptions, submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import JobSpec
 from jobs.progress import Progress
-from jobs.report import SHOWN_ITEMS, clips, default_place, sample
+from jobs.report import SHOWN_ITEMS, default_place, sample
 from jobs.settings import S3Settings
 from jobs.store import open_store
 from pipelines.errors import ConfigError, StoreError
@@ -236,7 +236,7 @@ def test_players_find_the_files_from_where_the_page_is(desk: Desk, tmp_path: Pat
 
 
 def test_embedded_clips_are_short_and_bounded(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clips, "CLIP_SECONDS", 0.2)
+    monkeypatch.setattr(sample, "CLIP_SECONDS", 0.2)
     job = desk.job([*TEXTS[:5], "a" * 400])
     document, _ = desk.report(job, embed=True)
     for player in document.all("audio"):
@@ -245,7 +245,7 @@ def test_embedded_clips_are_short_and_bounded(desk: Desk, monkeypatch: pytest.Mo
         samples, rate = soundfile.read(io.BytesIO(base64.b64decode(data)))
         assert 0 < len(samples) <= 0.2 * rate
     assert "the first 0.2 s" in document.whole_text()
-    monkeypatch.setattr(clips, "MAX_EMBEDDED_BYTES", 3000)
+    monkeypatch.setattr(sample, "MAX_EMBEDDED_BYTES", 3000)
     document, result = desk.report(job, embed=True)
     assert len(document.all("audio")) < 6
     assert "not embedded, because the page would be too large" in document.whole_text()

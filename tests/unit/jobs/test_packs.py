@@ -138,11 +138,14 @@ class RemoteStore(MemoryStore):
 
 
 @pytest.mark.parametrize("piece_bytes", [100, 512, 5000, 1 << 20])
-def test_neighbours_in_a_remote_store_are_read_in_pieces(piece_bytes: int) -> None:
+def test_neighbours_in_a_remote_store_are_read_in_pieces(
+    piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.packs.PIECE_BYTES", piece_bytes)
     data, rows = packed({f"{number}.wav": b"%d" % number * (100 * number) for number in range(30)})
     store = RemoteStore()
     store.put("pack.tar", data)
-    reader = ArtifactReader(store, piece_bytes)
+    reader = ArtifactReader(store)
     for row in rows:
         assert reader.read(row) == data[row.pack_offset or 0 :][: row.bytes]
     pieces = {one for one in store.asked if one[1] == piece_bytes}
@@ -160,11 +163,12 @@ def test_threads_that_want_one_piece_ask_for_it_once() -> None:
     assert store.asked == [(0, PIECE_BYTES)]
 
 
-def test_few_pieces_are_kept_and_a_failed_one_is_asked_for_again() -> None:
+def test_few_pieces_are_kept_and_a_failed_one_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.packs.PIECE_BYTES", 1024)
     data, rows = packed({f"{number}.wav": b"x" * 512 for number in range(3 * KEPT_PIECES)})
     store = RemoteStore()
     store.put("pack.tar", data)
-    reader = ArtifactReader(store, 1024)
+    reader = ArtifactReader(store)
     store.fail_next = [StoreError(ErrorCode.STORE_UNREACHABLE, "away")]
     with pytest.raises(StoreError):
         reader.read(rows[0])
@@ -176,11 +180,12 @@ def test_few_pieces_are_kept_and_a_failed_one_is_asked_for_again() -> None:
     assert len(store.asked) == before + 1
 
 
-def test_a_piece_that_ends_early_is_an_error_too() -> None:
+def test_a_piece_that_ends_early_is_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.packs.PIECE_BYTES", 512)
     data, (first, last) = packed({"a.wav": b"a" * 600, "b.wav": b"b" * 600})
     store = RemoteStore()
     store.put("pack.tar", data[: (last.pack_offset or 0) + 599])
-    reader = ArtifactReader(store, 512)
+    reader = ArtifactReader(store)
     assert reader.read(first) == b"a" * 600
     with pytest.raises(StoreError) as cut:
         reader.read(last)

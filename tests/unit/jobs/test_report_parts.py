@@ -10,9 +10,9 @@ import pytest
 
 from jobs.ledger.queries import Attempt
 from jobs.ledger.records import Artifact, ItemRow, ItemState
-from jobs.report import charts, clips
+from jobs.report import charts
 from jobs.report.charts import timeline
-from jobs.report.sample import PACE, Sample, SampleItem
+from jobs.report.sample import HEIGHT, PACE, Sample, SampleItem, picture
 from pipelines.errors import ErrorCode
 
 RATE = 16_000
@@ -25,20 +25,18 @@ def tone(pitch_hz: float, seconds: float, level: float = 0.5) -> np.ndarray:
 def test_the_wave_is_as_high_as_the_speech_is_loud() -> None:
     heights = []
     for level in (0.0, 0.25, 1.0):
-        values = [
-            float(y) for y in re.findall(r"[ V](-?[\d.]+)", clips.picture(tone(440, 0.3, level), RATE).wave)
-        ]
-        assert all(0 <= value <= clips.HEIGHT + 0.5 for value in values)
+        values = [float(y) for y in re.findall(r"[ V](-?[\d.]+)", picture(tone(440, 0.3, level), RATE).wave)]
+        assert all(0 <= value <= HEIGHT + 0.5 for value in values)
         heights.append(max(values) - min(values))
     assert heights[0] < 1
-    assert heights[1] == pytest.approx(clips.HEIGHT / 4, abs=1.5)
-    assert heights[2] == pytest.approx(clips.HEIGHT, abs=1.5)
+    assert heights[1] == pytest.approx(HEIGHT / 4, abs=1.5)
+    assert heights[2] == pytest.approx(HEIGHT, abs=1.5)
 
 
 @pytest.mark.parametrize("samples", [1, 2, 50, 111, 5000])
 def test_short_speech_has_a_picture(samples: int) -> None:
-    made = clips.picture(np.full(samples, 0.5, np.float32), RATE)
-    assert made == clips.picture(np.full(samples, 0.5, np.float32), RATE)
+    made = picture(np.full(samples, 0.5, np.float32), RATE)
+    assert made == picture(np.full(samples, 0.5, np.float32), RATE)
     assert (made.peak_dbfs, made.rms_dbfs) == (pytest.approx(-6.02, abs=0.01),) * 2
     assert made.seconds == samples / RATE
 

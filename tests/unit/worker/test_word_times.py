@@ -21,8 +21,8 @@ import pytest
 import nightjar.job
 from jobs.checks import Quality
 from jobs.export import export
+from jobs.export.line_formats import cues
 from jobs.export.manifest import put_manifest
-from jobs.export.time_formats import cues
 from jobs.ledger.records import Job
 from jobs.repair import RepairOutcome, repair_objects
 from jobs.store import open_store
