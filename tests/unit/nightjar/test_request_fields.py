@@ -75,6 +75,7 @@ SPEECH: list[Row] = [
     ({"instructions": "softly"}, {"generation.instruct": "softly"}),
     ({"reference_audio": b64(RECORDING)}, {"messages": CLONED}),
     ({"seed": 8}, {"seed": 8}),
+    ({"timestamps": True, "stream_format": "sse"}, {"timestamps": True}),
 ]
 SPEECH_ELSEWHERE = {"model", "response_format", "speed", "stream", "stream_format"}
 CHAT: list[Row] = [
