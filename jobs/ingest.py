@@ -80,6 +80,11 @@ class SubmitResult(NamedTuple):
     resumed: bool
 
 
+def resolve_for(settings: Settings, spec: JobSpec | ResolvedSpec, options: SubmitOptions) -> ResolvedSpec:
+    """Resolves a spec with the stored voices, and the recordings of the options. Raises the errors of `resolve`."""
+    return resolve(spec, options.input_format, voice_folder(settings, options.recordings))
+
+
 def submit(
     settings: Settings,
     ledger: Ledger,
@@ -102,7 +107,7 @@ def submit(
     of another input or spec. Raises `ModelError`, `StoreError` or `ServiceError` if model, store or ledger
     fail; the same submit can continue later.
     """
-    resolved = resolve(spec, options.input_format, voice_folder(settings, options.recordings))
+    resolved = resolve_for(settings, spec, options)
     with open_source(source, settings.s3) as opened:
         resolved = resolved.of_input(opened)
         sha = spec_sha(resolved.spec)
@@ -383,7 +388,7 @@ def dry_run(
     Raises `InputError` for an input that cannot be read, for settings that the model refuses and, with
     `on_error="abort"`, for the first bad line. Also raises `ModelError` and `StoreError`.
     """
-    resolved = resolve(spec, options.input_format, voice_folder(settings))
+    resolved = resolve_for(settings, spec, options)
     card = resolved.card
     rejected: Counter[ErrorCode] = Counter()
     examples: list[RejectedLine] = []

@@ -171,7 +171,7 @@ def _follow(ledger: Ledger, job: Job, embedded: EmbeddedHome, progress: Progress
         return status
     started_at = ledger.now()
     embedded.start(progress.say, job)
-    ended = status.items.done + status.items.failed
+    ended = status.items.ended
     written_at = progressed_at = time.monotonic()
     while not status.job.state.final:
         time.sleep(POLL_SECONDS)
@@ -180,8 +180,8 @@ def _follow(ledger: Ledger, job: Job, embedded: EmbeddedHome, progress: Progress
         status = ledger.status(job.id)
         progress.update(status)
         now = time.monotonic()
-        if status.items.done + status.items.failed > ended:
-            ended = status.items.done + status.items.failed
+        if status.items.ended > ended:
+            ended = status.items.ended
             written_at = progressed_at = now
         elif now - progressed_at > STALL_SECONDS:
             progressed_at = now

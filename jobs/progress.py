@@ -56,7 +56,7 @@ class RecentRate:
     def _add(self, status: JobStatus) -> tuple[float, float | None]:
         """Adds a status, and returns the rates per second of items and of audio seconds: those of the last
         minute, or those of its whole time for an ended job."""
-        ended = status.items.done + status.items.failed
+        ended = status.items.ended
         self._seen.append((status.now, ended, status.audio_ms))
         while len(self._seen) > 2 and self._seen[1][0] <= status.now - RATE_SECONDS:
             self._seen.popleft()
@@ -112,9 +112,8 @@ class Progress:
 
     def update(self, status: JobStatus) -> None:
         items, facts = status.items, self._rate.facts(status)
-        ended = items.done + items.failed
-        line = f"{ended} of {items.total} items{facts}"
-        self._show(status.job.state.value, ended, items.total, facts.removeprefix(", "), line)
+        line = f"{items.ended} of {items.total} items{facts}"
+        self._show(status.job.state.value, items.ended, items.total, facts.removeprefix(", "), line)
 
     def _show(self, state: str, completed: int, total: int, facts: str, line: str) -> None:
         if self._bar is not None:

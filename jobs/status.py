@@ -44,7 +44,7 @@ def elapsed_seconds(status: JobStatus) -> float:
 def items_per_second(status: JobStatus) -> float:
     """Ended items per second in which workers held shards."""
     seconds = status.busy_seconds
-    return (status.items.done + status.items.failed) / seconds if seconds > 0 else 0.0
+    return status.items.ended / seconds if seconds > 0 else 0.0
 
 
 def waits_for_workers(status: JobStatus) -> bool:
@@ -93,7 +93,7 @@ def cost(status: JobStatus, price_per_gpu_hour: float | None) -> float | None:
 
 def cost_at_end(status: JobStatus, price_per_gpu_hour: float | None) -> float | None:
     """The cost at the end, if pending items cost as much as ended ones; None while unknown."""
-    spent, ended = cost(status, price_per_gpu_hour), status.items.done + status.items.failed
+    spent, ended = cost(status, price_per_gpu_hour), status.items.ended
     if spent is None or not ended:
         return None
     return spent * (ended + status.items.pending) / ended

@@ -290,7 +290,7 @@ class Job:
         matches.
         """
         library, files = self._exported_for("datasets", "parquet", to, where, "data/*.parquet")
-        return cast("datasets.Dataset", library.Dataset.from_parquet(files))
+        return library.Dataset.from_parquet(files)
 
     def to_lhotse(
         self, to: str | Path | None = None, *, where: str | None = None, **options: Any
@@ -304,7 +304,7 @@ class Job:
         library, (file,) = self._exported_for(
             "lhotse", "lhotse", to, where, "*/*cuts.jsonl.gz", absolute=True, **options
         )
-        return cast("lhotse.CutSet", library.CutSet.from_file(file))
+        return library.CutSet.from_file(file)
 
     def push_to_hub(
         self,

@@ -16,22 +16,19 @@ from jobs.checks import missing_meters
 from jobs.console import Output
 from jobs.embedded import embedded_settings
 from jobs.gpus import choose_gpus
-from jobs.ingest import check_has_work, submit_for_workers
+from jobs.ingest import check_has_work, resolve_for, submit_for_workers
 from jobs.job_options import JobOptions, SubmitOptions, checked_options, job_of, user_name
 from jobs.ledger.records import Reading
 from jobs.local_run import run_locally
 from jobs.recent_jobs import (
     JobChoice,
     chosen_jobs,
-    reading_ledger,
-    settings_for_job,
     settings_for_new_job,
 )
 from jobs.settings import Settings, load_settings
 from jobs.source import check_source
-from jobs.spec import ResolvedSpec, resolve
+from jobs.spec import ResolvedSpec
 from jobs.store import is_remote
-from jobs.voices import voice_folder
 from nightjar.inputs import written_input
 from nightjar.job import Job
 from nightjar.local import LocalThread
@@ -96,10 +93,8 @@ def find_job(job: str, *, out: str | Path | None = None) -> Job:
     Raises `NotFoundError`.
     """
     check_type("job", job, str, "the id of a job, or the beginning of one")
-    settings = settings_for_job(job, _home(out))
-    with reading_ledger(settings) as ledger:
-        found = ledger.find_job(job)
-    return Job(found.id, found.store_url, settings)
+    with chosen_jobs([job], _home(out)) as (found,):
+        return Job(found.id, found.job.store_url, found.settings)
 
 
 def find_jobs(
@@ -149,7 +144,7 @@ def _read(
         settings = settings.model_copy(update={"audio_roots": (*settings.audio_roots, Path.cwd())})
     return (
         path,
-        resolve(spec, submitted.input_format, voice_folder(settings, submitted.recordings)),
+        resolve_for(settings, spec, submitted),
         submitted,
         settings,
     )

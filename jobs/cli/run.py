@@ -103,12 +103,11 @@ def run(
     devices = None if gpus is None else choose_gpus(gpus)
     with defer_sigint():
         from jobs.checks import missing_meters
+        from jobs.ingest import resolve_for
         from jobs.local_run import run_locally
         from jobs.source import check_source
-        from jobs.spec import resolve
-        from jobs.voices import voice_folder
 
-    resolved = resolve(spec, options.input_format, voice_folder(settings, options.recordings))
+    resolved = resolve_for(settings, spec, options)
     engine = settings.chosen_engine(resolved.card)
     alone = gpus is None and engine != "cpu" and not (engine == "vllm" and settings.vllm.tensor_parallel > 1)
     if alone and (count := count_gpus()) > 1:
@@ -169,11 +168,10 @@ def submit(
     """
     settings = settings_for_new_job(home)
     from jobs.checks import missing_meters
+    from jobs.ingest import check_has_work, resolve_for, submit_for_workers
     from jobs.source import check_source
-    from jobs.spec import resolve
-    from jobs.voices import voice_folder
 
-    resolved = resolve(spec, options.input_format, voice_folder(settings, options.recordings))
+    resolved = resolve_for(settings, spec, options)
     if (missing := missing_meters(spec.quality)) is not None:
         # The worker may run on another machine.
         outcome = (
@@ -185,8 +183,6 @@ def submit(
     check_source(source)
     if dry_run:
         return dry_run_of(settings, source, resolved, options, output)
-
-    from jobs.ingest import check_has_work, submit_for_workers
 
     with Progress(quiet=output.quiet) as progress:
         result = submit_for_workers(settings, source, resolved, options, progress.reading)

@@ -132,8 +132,13 @@ class ItemCounts:
     skipped: int = 0
 
     @property
+    def ended(self) -> int:
+        """The items that workers are done with."""
+        return self.done + self.failed
+
+    @property
     def pending(self) -> int:
-        return self.total - self.done - self.failed - self.skipped
+        return self.total - self.ended - self.skipped
 
 
 @dataclass(frozen=True, slots=True)
