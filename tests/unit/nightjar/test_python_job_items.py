@@ -20,8 +20,7 @@ from jobs.ledger import Ledger
 from jobs.ledger.records import JobSpec
 from jobs.settings import Settings
 from jobs.store import open_store
-from nightjar.job import POLL_SECONDS, Job
-from nightjar.local import LocalThread
+from nightjar.job import POLL_SECONDS, Job, LocalThread
 from tests.support.export_kit import run_all
 from tests.support.ledger_kit import done, lease_next
 
