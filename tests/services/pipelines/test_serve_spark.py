@@ -27,7 +27,7 @@ def server() -> Iterator[Running]:
     card = describe(model)
     options = engine_options(settings, card)
     assert options == {"engine": "native", "slots": 4, "streams": 2}
-    pipeline = open_model(model, card, settings, options)
+    pipeline = open_model(model, card, settings, options, settings.log_level)
     assert isinstance(pipeline, EngineProcess)
     with Running(pipeline, slots=8, waiting_room=8) as server:
         yield server
