@@ -162,7 +162,7 @@ def test_a_stream_that_needs_pages_takes_them_from_whole_utterances(still: list[
     heard = Recorder()
     (stream,) = requests(1, 3, 30, stream=True)
     whole = requests(3, 4, 30)
-    needed = -(-stream.positions // 8)
+    needed = -(-(len(stream.prompt) + stream.max_tokens - 1) // 8)
     core = core_of(
         heard, still, pages=max(needed, *(-(-one.positions // 8) for one in whole)) + 4, reserve_frames=0
     )
