@@ -164,7 +164,10 @@ def test_a_stream_that_needs_pages_takes_them_from_whole_utterances(still: list[
     whole = requests(3, 4, 30)
     needed = -(-(len(stream.prompt) + stream.max_tokens - 1) // 8)
     core = core_of(
-        heard, still, pages=max(needed, *(-(-one.positions // 8) for one in whole)) + 4, reserve_frames=0
+        heard,
+        still,
+        pages=max(needed, *(-(-(len(one.prompt) + one.max_tokens - 1) // 8) for one in whole)) + 4,
+        reserve_frames=0,
     )
     for request in (*whole, stream):
         core.add(request)
