@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec import UNSET
 
 from jobs.export.audio import AudioNames, AudioReader, Conversion
 from jobs.export.card import CardFacts, dataset_card
@@ -320,13 +321,13 @@ class _Export:
             self.part_bytes,
             "" if self.format.embeds_audio else place,
             self.conversion.name,
-            sounds=msgspec.UNSET if sounds is None else (sounds.mode, sounds.gaps),
+            sounds=UNSET if sounds is None else (sounds.mode, sounds.gaps),
             where=None if self.jobs.where is None else str(self.jobs.where),
             running=plan.reasons.running,
-            jobs=tuple(one.job.id for one in jobs) if self.jobs.several else msgspec.UNSET,
-            unique=self.jobs.unique or msgspec.UNSET,
-            license=self.license or msgspec.UNSET,
-            variant=self.format.variant or msgspec.UNSET,
+            jobs=tuple(one.job.id for one in jobs) if self.jobs.several else UNSET,
+            unique=self.jobs.unique or UNSET,
+            license=self.license or UNSET,
+            variant=self.format.variant or UNSET,
         )
 
     def _write_common(self, plan: Plan, files: PartFiles) -> None:

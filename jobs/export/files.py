@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, ClassVar, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from jobs.export.items import LeftOut
 from jobs.store import FolderStore, ObjectStore, is_remote, open_store
@@ -464,17 +465,17 @@ class Identity(msgspec.Struct, frozen=True):
     #: `Conversion.name`
     converted: str = ""
     #: The mode and the gaps of the sounds of dialogues, if the export contains them.
-    sounds: tuple[str, tuple[str, float, float]] | msgspec.UnsetType = msgspec.UNSET
+    sounds: tuple[str, tuple[str, float, float]] | UnsetType = UNSET
     #: The filter in its normal form, if there is one.
     where: str | None = None
     #: Whether the job was still running; a later export of the job then replaces this one.
     running: bool = False
     #: The jobs, if there are several; `job` is then the name of the set.
-    jobs: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
-    unique: bool | msgspec.UnsetType = msgspec.UNSET
-    license: str | msgspec.UnsetType = msgspec.UNSET
+    jobs: tuple[str, ...] | UnsetType = UNSET
+    unique: bool | UnsetType = UNSET
+    license: str | UnsetType = UNSET
     #: `ExportFormat.variant`
-    variant: str | msgspec.UnsetType = msgspec.UNSET
+    variant: str | UnsetType = UNSET
 
 
 class Finished(msgspec.Struct, frozen=True):
