@@ -29,15 +29,7 @@ from pipelines.serving.encoding import MAX_RATE, MIN_RATE, Encoding, PcmStream
 from pipelines.serving.errors import ApiError, JsonObject, as_api_error, bad_request, check_text, empty_text
 from pipelines.serving.middleware import CLIENT_CLOSED, WEBSOCKET
 from pipelines.serving.request_body import Body, SpokenBody, cancel, read
-from pipelines.serving.streaming import (
-    Head,
-    Parts,
-    Serving,
-    SpeechPiece,
-    event,
-    event_head,
-    speech_pieces,
-)
+from pipelines.serving.streaming import Head, Parts, Serving, SpeechPiece, event, event_head, speech_pieces
 from pipelines.text_units import Piece, TextUnits, has_words, unit_request, unit_requests, units_of
 
 log = logging.getLogger(__name__)
