@@ -83,7 +83,7 @@ class _Golden:
         folder = whole(self.folder / checkpoint)
         with Checkpoint(folder) as source:
             encoder = SpeakerEncoder(Qwen3TTSConfig.from_folder(folder).speaker_encoder, source, self.device)
-            source.finish(PREFIX)
+            assert not [name for name in source.left() if name.startswith(PREFIX)]
         return encoder
 
 

@@ -46,7 +46,7 @@ class Oracle:
             Qwen3Config(**text), attn_implementation="eager"
         ).eval()
         with Checkpoint(config.folder) as checkpoint:
-            names = [name for name in checkpoint.names() if name.startswith(("model.", "lm_head."))]
+            names = [name for name in checkpoint.left() if name.startswith(("model.", "lm_head."))]
             state = {
                 name: checkpoint.take(name, self.model.state_dict()[name].shape, torch.float32)
                 for name in names
