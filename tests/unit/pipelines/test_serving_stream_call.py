@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from contextlib import aclosing
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pipelines.errors import ErrorCode, InputError
-from pipelines.request import EngineInfo, EngineStats, Generation, Message, SynthesisRequest
+from pipelines.request import AudioChunk, EngineInfo, EngineStats, Generation, Message, SynthesisRequest
 from pipelines.serving.admission import AdmissionQueue
 from pipelines.serving.model import Progress, ServedModel
 from tests.support.serving_kit import card_of
-from tests.support.stream_voice import StreamVoice
+from tests.support.stream_voice import SAMPLE_RATE, StreamVoice
 
 REQUEST = SynthesisRequest("one", (Message("user", "text", "Hello."),), Generation(), 1)
 
@@ -69,3 +72,53 @@ def test_a_slot_is_free_after_a_client_left_and_its_request_was_refused(stream: 
                 await asyncio.sleep(0.01)
 
     asyncio.run(leave_early())
+
+
+class _Later:
+    """Starts at once; the test sends the events."""
+
+    name, info, starts_at_once = "later", EngineInfo(), True
+
+    def __init__(self) -> None:
+        self.send: Any = None
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    def start(self, _request: object, on_event: Any, _stream: bool) -> Any:
+        self.send = on_event
+        return SimpleNamespace(cancel=lambda: None)
+
+
+class _Clock(asyncio.SelectorEventLoop):
+    """An event loop whose time is that of the test."""
+
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+
+def test_a_player_waits_for_chunks_that_are_late() -> None:
+    loop, late = _Clock(), list[float]()
+    chunk = AudioChunk(np.zeros(SAMPLE_RATE, np.float32), SAMPLE_RATE)
+
+    async def listen() -> None:
+        pipeline: Any = _Later()
+        model = ServedModel(card_of(StreamVoice()), lambda: pipeline, Progress(60.0), on_underrun=late.append)
+        await model.open()
+        permit = await AdmissionQueue(slots=1, waiting_room=1).admit()
+        async with aclosing(model.chunks(REQUEST, permit)) as chunks:
+            hearing = asyncio.ensure_future(anext(chunks))
+            while pipeline.send is None:
+                await asyncio.sleep(0)
+            for loop.now in (10.0, 10.1, 12.0, 12.5, 15.0, 15.1, 18.5):
+                pipeline.send(chunk)
+                await hearing
+                hearing = asyncio.ensure_future(anext(chunks))
+            hearing.cancel()
+
+    with contextlib.closing(loop):
+        loop.run_until_complete(listen())
+    # The second one goes on when the late chunk comes, not when it was due.
+    assert late == [1.0, 1.5]

@@ -14,7 +14,6 @@ import pytest
 from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
 from pipelines.request import AudioChunk, Capabilities, Done, Event, Failed, Listener, Speech
-from pipelines.serving.model import Playback
 from pipelines.tokens import Tokens
 from tests.unit.pipelines.test_results import REQUEST, Chunks, Host, Pipeline, Ramp, say
 
@@ -161,12 +160,6 @@ def test_an_error_after_the_end_is_not_heard() -> None:
     listener(LATE)
     assert [type(one) for one in heard.outcomes] == [AudioChunk, Done]
     assert ends == [True]
-
-
-def test_a_player_waits_for_chunks_that_are_late() -> None:
-    player = Playback()
-    assert [player.add(at, 1.0) for at in (10.0, 10.1, 12.0, 12.5, 15.0, 15.1)] == [0, 0, 0, 0, 1.0, 0]
-    assert player.add(18.5, 1.0) == 1.5, "it goes on when the late chunk comes, not when it was due"
 
 
 def test_a_fault_of_a_stream_is_its_error(host: Host, pipeline: Pipeline) -> None:
