@@ -88,12 +88,6 @@ def place(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Place]:
 
 
 @pytest.fixture
-def short_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines of an input are taken in batches of ten."""
-    monkeypatch.setattr("jobs.spec.BATCH_LINES", 10)
-
-
-@pytest.fixture
 def soon_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """An input is refused after 20 lines of which hardly any is good."""
     monkeypatch.setattr("jobs.spec.MAX_REFUSED_LINES", 20)

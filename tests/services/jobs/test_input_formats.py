@@ -167,7 +167,7 @@ class _Broken:
 
 
 @pytest.mark.parametrize("name", ["in.txt", "in.csv", "in.parquet", "cuts.jsonl", "dataset"])
-def test_a_sample_that_was_interrupted_goes_on(rig: Rig, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_that_was_interrupted_goes_on(rig: Rig, name: str, short_batches: None) -> None:
     path = str(write_as(rig.folder, name))
     spec = JobSpec("fake", reading=Reading(sample=40), seed=3)
     whole = submit(
@@ -178,7 +178,6 @@ def test_a_sample_that_was_interrupted_goes_on(rig: Rig, name: str, monkeypatch:
         spec,
         options=SubmitOptions(input_format="auto", idempotency_key="whole"),
     )
-    monkeypatch.setattr("jobs.spec.BATCH_LINES", 10)
     with pytest.raises(ServiceError):
         submit(rig.settings, _Broken(rig), rig.store, path, spec, options=AUTO)  # type: ignore[arg-type]
     result = submit(rig.settings, rig.ledger, rig.store, path, spec, options=AUTO)

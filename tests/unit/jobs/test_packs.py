@@ -137,11 +137,15 @@ class RemoteStore(MemoryStore):
         return super().get_range(key, offset, length)
 
 
-@pytest.mark.parametrize("piece_bytes", [100, 512, 5000, 1 << 20])
-def test_neighbours_in_a_remote_store_are_read_in_pieces(
-    piece_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("jobs.packs.PIECE_BYTES", piece_bytes)
+@pytest.fixture
+def piece_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The size of pieces that the parameter gives."""
+    monkeypatch.setattr("jobs.packs.PIECE_BYTES", request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("piece_bytes", [100, 512, 5000, 1 << 20], indirect=True)
+def test_neighbours_in_a_remote_store_are_read_in_pieces(piece_bytes: int) -> None:
     data, rows = packed({f"{number}.wav": b"%d" % number * (100 * number) for number in range(30)})
     store = RemoteStore()
     store.put("pack.tar", data)
@@ -163,8 +167,9 @@ def test_threads_that_want_one_piece_ask_for_it_once() -> None:
     assert store.asked == [(0, PIECE_BYTES)]
 
 
-def test_few_pieces_are_kept_and_a_failed_one_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.packs.PIECE_BYTES", 1024)
+@pytest.mark.usefixtures("piece_bytes")
+@pytest.mark.parametrize("piece_bytes", [1024], indirect=True)
+def test_few_pieces_are_kept_and_a_failed_one_is_asked_for_again() -> None:
     data, rows = packed({f"{number}.wav": b"x" * 512 for number in range(3 * KEPT_PIECES)})
     store = RemoteStore()
     store.put("pack.tar", data)
@@ -180,8 +185,9 @@ def test_few_pieces_are_kept_and_a_failed_one_is_asked_for_again(monkeypatch: py
     assert len(store.asked) == before + 1
 
 
-def test_a_piece_that_ends_early_is_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.packs.PIECE_BYTES", 512)
+@pytest.mark.usefixtures("piece_bytes")
+@pytest.mark.parametrize("piece_bytes", [512], indirect=True)
+def test_a_piece_that_ends_early_is_an_error_too() -> None:
     data, (first, last) = packed({"a.wav": b"a" * 600, "b.wav": b"b" * 600})
     store = RemoteStore()
     store.put("pack.tar", data[: (last.pack_offset or 0) + 599])

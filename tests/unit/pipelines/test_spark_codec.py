@@ -69,8 +69,8 @@ def stream(decoder: BiCodecDecoder, semantic: Tensor, voice: Tensor, sizes: list
 def test_a_stream_with_all_its_context_equals_the_whole(
     codec: BiCodec, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bicodec, "LEFT_TOKENS", 200)
-    monkeypatch.setattr(bicodec, "RIGHT_TOKENS", 90)
+    for name, count in (("LEFT_TOKENS", 200), ("RIGHT_TOKENS", 90)):
+        monkeypatch.setattr(bicodec, name, count)
     semantic, voice = tokens(codec, 100, 3)
     whole = codec.decode([semantic], [voice])[0]
     heard = stream(BiCodecDecoder(codec), semantic, voice, sizes)
