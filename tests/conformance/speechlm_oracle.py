@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
-from kernels.sampler import frame_noise, sample
+from kernels.sampler import DrawFlags, frame_noise, sample
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.speechlm.config import SpeechLmConfig
 from pipelines.speechlm.lm import Script, StreamSampling
@@ -170,7 +170,8 @@ def drawn(logits: Tensor, noise: Tensor, how: StreamSampling) -> Tensor:
         torch.full((count,), how.top_p),
         torch.full((count,), greedy),
     )
-    return sample(logits.float(), noise, *settings, min(how.top_k, logits.shape[1]), how.top_p < 1, greedy)
+    flags = DrawFlags(min(how.top_k, logits.shape[1]), how.top_p < 1, greedy)
+    return sample(logits.float(), noise, settings, flags)
 
 
 def _column(ids: Any, streams: int) -> Tensor:
