@@ -37,6 +37,7 @@ from kernels.lm_sampler import FIRST, ONLY
 from kernels.sampler import (
     RETRY_TEMPERATURE,
     RETRY_TOP_P,
+    DrawFlags,
     frame_noise,
     nucleus_weights,
     process_first,
@@ -287,13 +288,13 @@ class Draws:
             self.logits, before.seen[rows] != 0, before.penalty[rows], early, rules.ends, rules.suppress_from
         )
         noise = frame_noise(before.seeds[rows], before.frames[rows], self.shape.codebooks + 1)
-        temperature, top_k, top_p, greedy = draw.rows(rows)
-        rest = (greedy, 99, True, False, rules.nucleus_first)
-        code = sample(processed, noise[:, 0], temperature, top_k, top_p, *rest)
+        temperature, top_k, top_p, greedy = settings = draw.rows(rows)
+        rest = DrawFlags(99, any_top_p=True, all_greedy=False), rules.nucleus_first
+        code = sample(processed, noise[:, 0], settings, *rest)
         if not rules.window:
             return code, torch.zeros_like(greedy)
         warm, most = torch.full_like(temperature, RETRY_TEMPERATURE), torch.full_like(top_p, RETRY_TOP_P)
-        again = sample(processed, noise[:, -1], warm, top_k, most, *rest)
+        again = sample(processed, noise[:, -1], (warm, top_k, most, greedy), *rest)
         known = (before.recent[rows] == code[:, None]).any(-1)
         return torch.where(known, again, code), known & (again != code)
 
