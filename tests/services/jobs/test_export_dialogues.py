@@ -351,7 +351,8 @@ def test_gaps_are_drawn_by_seed_example_and_turn() -> None:
 def test_words_count_from_the_start_of_the_sound(finished: Finished) -> None:
     sounds = Sounds("stereo", parse_gaps("0.5"), Conversion(), apart=False)
     items = list(islice(audio_items(finished.ledger, finished.store, finished.job_id), 4))
-    said = [msgspec.structs.replace(item, timed=True, words=(Word("Oh", 0.25, 0.5),)) for item in items]
+    columns = msgspec.structs.replace(items[0].columns, timed=True)
+    said = [msgspec.structs.replace(item, columns=columns, words=(Word("Oh", 0.25, 0.5),)) for item in items]
     turns = tuple(sounds.placed(said))
     for turn in turns:
         (word,) = turn.words

@@ -77,7 +77,7 @@ def pack_of(packed: Finished, index: int) -> tuple[bytes, Expected]:
     expected = next(
         one for one in expected_objects(packed.ledger, packed.job_id, ("audio",)) if one.index == index
     )
-    return packed.store.get(expected.object_key), expected
+    return packed.store.get(expected.pack or expected.key), expected
 
 
 def flipped(data: bytes, at: int) -> bytes:
