@@ -275,7 +275,9 @@ class CalledChild(Child[_Answer], Generic[T]):
             while True:
                 answer = self.channel.receive()
                 with self._lock:
-                    answered = self._waiting.pop(answer.number)
+                    answered = self._waiting.pop(answer.number, None)
+                if answered is None:  # its caller was interrupted
+                    continue
                 if answer.error is not None:
                     answered.set_exception(answer.error)
                 else:

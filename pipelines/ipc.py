@@ -33,8 +33,9 @@ _HEAD = struct.Struct(">IB")
 MAXIMUM_BYTES = 256 << 20
 #: Maximum number of descriptors of one message; the kernel's own limit is 253.
 MAXIMUM_DESCRIPTORS = 64
-#: Arrays of more bytes cross in shared memory.
-INLINE_BYTES = 1 << 16
+#: Arrays of more bytes cross in shared memory. Most chunks of streams have less: where they are read late, each would
+#: else hold a descriptor.
+INLINE_BYTES = 1 << 18
 _READ_BYTES = 1 << 16
 #: The MessagePack extensions of arrays (data type, shape, and bytes or the number of a descriptor) and of errors (name
 #: of the class, and its arguments).

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
+import traceback
 from collections.abc import Generator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -46,12 +47,13 @@ class _Put(msgspec.Struct, frozen=True):
     """A call that opens a store, unless it is open, and puts an object. The first call of a process only opens."""
 
     url: str
-    #: The S3 settings, which may come from a file that the child does not read.
-    settings: dict[str, str | None] | None
     key: str = ""
     #: The content of the object; None: there is no object to put.
     data: NDArray[np.uint8] | None = None
     metadata: dict[str, str] = {}
+    #: The S3 settings, which may come from a file that the child does not read; only in the first call, so that no
+    #: trace of a failed put has them.
+    settings: dict[str, str | None] | None = None
 
 
 class WriterProcess(CalledChild[ObjectInfo | None]):
@@ -82,11 +84,11 @@ class WriterProcesses:
     def __init__(self, maximum: int | None, settings: S3Settings | None, busy_puts: int = BUSY_PUTS) -> None:
         self.maximum = min(MAX_PROCESSES, len(os.sched_getaffinity(0)) // 2) if maximum is None else maximum
         self._settings = settings
-        self.access: dict[str, str | None] | None = None
+        self._access: dict[str, str | None] | None = None
         if settings is not None:
             secret = settings.secret_access_key
             plain = secret.get_secret_value() if secret else None
-            self.access = {**settings.model_dump(), "secret_access_key": plain}
+            self._access = {**settings.model_dump(), "secret_access_key": plain}
         self._busy_puts = busy_puts
         self.processes: list[WriterProcess] = []
         #: Number of puts of the worker itself.
@@ -117,7 +119,7 @@ class WriterProcesses:
                 and not self._closed
             ):
                 try:
-                    self.processes.append(WriterProcess(_Put(url, self.access)))
+                    self.processes.append(WriterProcess(_Put(url, settings=self._access)))
                 except OSError as error:
                     self._count_failed_start(repr(error))
             return process
@@ -175,7 +177,7 @@ class ProcessStore(S3Store):
         object already exists."""
         if isinstance(data, bytes):
             content = np.frombuffer(data, np.uint8)
-            put = _Put(self.url, self._processes.access, key, content, dict(metadata or {}))
+            put = _Put(self.url, key, content, dict(metadata or {}))
             for _ in range(TRIES):
                 if (process := self._processes.least_busy(self.url)) is None:
                     break
@@ -187,25 +189,30 @@ class ProcessStore(S3Store):
             return super().put(key, data, metadata)
 
 
-#: The stores of the child process.
-_stores: dict[str, ObjectStore] = {}
-_opening = threading.Lock()
+class _Stores:
+    """The stores of the child process, with the settings of its first call."""
 
+    def __init__(self) -> None:
+        self._settings: S3Settings | None = None
+        self._open: dict[str, ObjectStore] = {}
+        self._lock = threading.Lock()
 
-def _answer(put: _Put) -> ObjectInfo | None:
-    with _opening:
-        if put.url not in _stores:
-            settings = None if put.settings is None else S3Settings.model_validate(put.settings)
-            _stores[put.url] = open_store(put.url, settings)
-    if put.data is None:
-        return None
-    return _stores[put.url].put(put.key, put.data.tobytes(), put.metadata)
+    def answer(self, put: _Put) -> ObjectInfo | None:
+        with self._lock:
+            if put.settings is not None:
+                self._settings = S3Settings.model_validate(put.settings)
+            if put.url not in self._open:
+                self._open[put.url] = open_store(put.url, self._settings)
+        if put.data is None:
+            return None
+        return self._open[put.url].put(put.key, put.data.tobytes(), put.metadata)
 
 
 def _failure(error: Exception) -> StoreError:
-    log.error("put failed", exc_info=error)
+    # The trace without variables, which may be secret.
+    log.error("put failed", trace="".join(traceback.format_exception(error)))
     return StoreError(ErrorCode.STORE_UNREACHABLE, f"A put failed: {error!r}.", "See the worker's log.")
 
 
 if __name__ == "__main__":
-    answer_calls(_Put, _answer, _failure, PUTS_AT_ONCE)
+    answer_calls(_Put, _Stores().answer, _failure, PUTS_AT_ONCE)

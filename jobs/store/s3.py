@@ -58,18 +58,25 @@ _CODES: Mapping[ErrorCode, set[str | int]] = {
     },
     ErrorCode.STORE_MISSING: {404},
     ErrorCode.STORE_BAD_KEY: {"KeyTooLongError"},
-    # Of a put: the key exists, or another conditional write to it is in progress. Of a range: the object ends
-    # before it.
-    ErrorCode.STORE_CONFLICT: {"PreconditionFailed", 412, "ConditionalRequestConflict", 409, 416},
 }
 _ADVICE = {
     ErrorCode.STORE_MISSING: "Check the bucket's name and the key.",
     ErrorCode.STORE_FORBIDDEN: "Check the S3 credentials and the bucket's policy.",
     ErrorCode.STORE_FULL: "Free space or raise the quota; the work then continues.",
     ErrorCode.STORE_BAD_KEY: "Use a shorter name.",
-    ErrorCode.STORE_CONFLICT: "Try again.",
     ErrorCode.STORE_UNREACHABLE: "Check the endpoint, the network and the server.",
 }
+#: Answers to a put: the key exists, or another conditional write to it is in progress.
+_CONFLICTS: set[str | int] = {"PreconditionFailed", 412, "ConditionalRequestConflict", 409}
+#: The answer for a range behind the end of an object.
+_BEHIND_END: set[str | int] = {"InvalidRange", 416}
+
+
+def _answered(error: BaseException | None) -> tuple[str, int]:
+    """The name and the HTTP status of an error that S3 answered; empty and 0 for other errors."""
+    response: Mapping[str, Any] = getattr(error, "response", {})
+    name = str(response.get("Error", {}).get("Code", ""))
+    return name, int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
 @contextmanager
@@ -82,9 +89,7 @@ def _errors(uri: str, missing: ErrorCode = ErrorCode.STORE_MISSING) -> Generator
         yield
     except (ClientError, BotoCoreError, OSError) as error:
         if isinstance(error, ClientError):
-            response: Mapping[str, Any] = error.response
-            name = str(response.get("Error", {}).get("Code", ""))
-            status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+            name, status = _answered(error)
             code, reason = _code_of({name, status}), f"S3 answered {name or status}"
         elif isinstance(error, NoCredentialsError | PartialCredentialsError):
             code, reason = ErrorCode.STORE_FORBIDDEN, "No S3 credentials are set"
@@ -141,10 +146,9 @@ class S3Store(ObjectStore):
         try:
             return self._object(key, lambda: self._get(self._name(key), Range=wanted)["Body"].read())
         except StoreError as error:
-            if error.code is not ErrorCode.STORE_CONFLICT:
-                raise
-            # The object ends before the range.
-            return b""
+            if _BEHIND_END.intersection(_answered(error.__cause__)):
+                return b""
+            raise
 
     def open(self, key: str) -> BinaryIO:
         """The object as a readable stream. Raises `store.missing`. Reading from the stream may also raise
@@ -235,7 +239,7 @@ class S3Store(ObjectStore):
                 self._call(key, lambda: self._client.put_object(Body=data, **request))
                 return ObjectInfo(key, size, sha256, created=True)
             except StoreError as error:
-                if error.code is not ErrorCode.STORE_CONFLICT:
+                if not _CONFLICTS.intersection(_answered(error.__cause__)):
                     raise
             if (info := self.head(key)) is not None:
                 return info

@@ -193,8 +193,9 @@ class EngineProcess:
         with self._changed:
             self._closed = self._closed or engine_closed()
             self._changed.notify_all()
-        self._send(Close())
+        # Before the child ends, which would look like a crash to them.
         self._fail_all(engine_closed())
+        self._send(Close())
         self._host.join(CLOSE_SECONDS)
         if self._host.is_alive():
             log.error("the engine's process did not end in time and is killed")

@@ -289,3 +289,14 @@ def test_a_folder_is_written_by_the_worker(tmp_path: Path) -> None:
     assert pool.open(str(tmp_path)).put("a", b"one").created
     pool.close()
     assert not pids_of(pool)
+
+
+def test_only_the_first_call_of_a_process_has_the_keys(moto: MotoS3) -> None:
+    calls: list[Any] = []
+    with writers(access(moto), f"s3://{moto.create_bucket('keys')}", 1) as (pool, store):
+        (process,) = pool.processes
+        call = process.call
+        process.call = lambda content: calls.append(content) or call(content)
+        store.put("a", b"one")
+    assert [one.key for one in calls] == ["a"]
+    assert calls[0].settings is None
