@@ -74,7 +74,7 @@ async def speech_pieces(
         # thread.
         return await asyncio.to_thread(call, *given) if encoder.compresses else call(*given)
 
-    seconds = begin_seconds
+    seconds, estimates = begin_seconds, None
     is_several = len(requests) > 1
     if is_several:
         permit.hold()
@@ -104,7 +104,7 @@ async def speech_pieces(
     if seconds == begin_seconds:
         raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model made no audio.", "Try another seed.")
     if data := await run(encoder.end):
-        yield SpeechPiece(data)
+        yield SpeechPiece(data, estimated=estimates is not None)
 
 
 def event(view: object) -> bytes:

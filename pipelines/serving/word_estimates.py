@@ -12,6 +12,7 @@ import numpy as np
 from pipelines.audio import FRAME_SECONDS, NO_SAMPLES, Samples, frame_powers, sound_floor
 from pipelines.duration import text_units
 from pipelines.request import Word
+from pipelines.text_units import has_words
 
 #: Units of text (`text_units`) that a voice says in a second of sound, before its own pace is known.
 UNITS_PER_SECOND = 17.0
@@ -21,7 +22,7 @@ PAUSE_SECONDS = 0.14
 TOLERANCE = 0.4
 #: A word is sent once this much audio follows its estimated end, in which a pause may correct it.
 DELAY_SECONDS = 0.5
-_MARKS = ".,;:!?\u2026\u2014"
+_MARKS = ".,;:!?\u2026\u2014\u3001\u3002\uff0c\uff01\uff1f\uff1b\uff1a"
 
 
 class WordEstimates:
@@ -48,9 +49,11 @@ class WordEstimates:
         """Adds float32 [samples]. Yields the words that end in the audio so far; with `final` all that are
         left. `text`: the text so far."""
         if text != self._text:
-            self._text, self._words = text, text.split()
-            units = (max(1.0, text_units(word.strip(_MARKS))) for word in self._words)
-            self._ends = [0.0, *accumulate(units)]
+            # Text only grows, so that all words but the last one stay as they are.
+            words, kept = text.split(), max(len(self._words) - 1, 0)
+            units = (max(1.0, text_units(word.strip(_MARKS))) for word in words[kept:])
+            self._ends[kept:] = accumulate(units, initial=self._ends[kept])
+            self._text, self._words = text, words
         samples = np.concatenate([self._rest, samples])
         length = int(FRAME_SECONDS * self._sample_rate)
         end = len(samples) // length * length
@@ -101,5 +104,6 @@ class WordEstimates:
                 * frames[min(round((at - self._ends[self._passed]) / units_per_frame), len(frames) - 1)]
                 for at in self._ends[number : number + 2]
             )
-            yield Word(self._words[number], round(begin, 4), round(end, 4))
+            if has_words(self._words[number]):
+                yield Word(self._words[number], round(begin, 4), round(end, 4))
         self._yielded = max(self._yielded, count)

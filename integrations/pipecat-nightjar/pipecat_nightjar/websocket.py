@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-from pipecat.frames.frames import ErrorFrame, Frame, TTSAudioRawFrame
+from pipecat.frames.frames import ErrorFrame, Frame, TTSAudioRawFrame, TTSTextFrame
 from pipecat.processors.frame_processor import FrameProcessorSetup
 from pipecat.services.tts_service import TextAggregationMode, WebsocketTTSService
 from pipecat.transcriptions.language import Language
@@ -97,6 +97,10 @@ class NightjarTTSService(WebsocketTTSService):
         self._connect_seconds = connect_seconds
         self._receive_task: asyncio.Task[None] | None = None
         self._replies: dict[str, _Reply] = {}
+        #: When the audio of a context began to be played, and when all that has arrived will have been played.
+        self._played: dict[str, tuple[float, float]] = {}
+        #: Contexts that failed: their unspoken text does not become part of the conversation.
+        self._failed: set[str] = set()
 
     def can_generate_metrics(self) -> bool:
         return True
@@ -144,18 +148,41 @@ class NightjarTTSService(WebsocketTTSService):
     async def on_audio_context_interrupted(self, context_id: str) -> None:
         """Cancels the reply in the server, which frees its slot."""
         await self.stop_all_metrics()
+        self._played.pop(context_id, None)
+        self._failed.discard(context_id)
         if self._replies.pop(context_id, None) is not None:
             await self._send({"context_id": context_id, "cancel": True})
         await super().on_audio_context_interrupted(context_id)
+
+    async def on_audio_context_completed(self, context_id: str) -> None:
+        self._played.pop(context_id, None)
+        await super().on_audio_context_completed(context_id)
 
     async def _update_settings(self, delta: NightjarTTSSettings) -> dict[str, Any]:
         """Continues the rest of a reply in a new context, because a context has one voice."""
         changed = await super()._update_settings(delta)
         if changed and self._turn_context_id is not None:
             await self.flush_audio(self._turn_context_id)
-            self._turn_context_id = None
-            self._turn_context_id = self.create_context_id()
+            await self._new_turn_context(self._turn_context_id)
         return changed
+
+    async def _new_turn_context(self, before: str) -> None:
+        """Continues the reply in a new context; the words of the one before keep their place."""
+        await self._push_sequencer_frames(await self._aggregated_frame_sequencer.finalize(before), before)
+        self._turn_context_id = None
+        self._turn_context_id = self.create_context_id()
+
+    async def _apply_force_complete(self, context_id: str) -> None:
+        """At the end of a context, completes its text with words that had no time. After a failure they were
+        not spoken, and are no part of the conversation."""
+        frames = self._aggregated_frame_sequencer.force_complete(
+            context_id, self._word_timestamp_tracker.last_pts
+        )
+        for frame in frames:
+            if isinstance(frame, TTSTextFrame) and context_id in self._failed:
+                frame.append_to_context = False
+        self._failed.discard(context_id)
+        await self._push_word_frames(frames)
 
     async def _deliver(self, context_id: str, text: str) -> None:
         """Sends a text, over a new connection if the old one is lost. Raises `OSError` and
@@ -251,7 +278,7 @@ class NightjarTTSService(WebsocketTTSService):
         except Exception:
             await websocket.close()
             for context_id in list(self._replies):
-                await self._end(context_id)
+                await self._fail(context_id)
             await self._call_event_handler("on_disconnected")
             raise
 
@@ -265,7 +292,10 @@ class NightjarTTSService(WebsocketTTSService):
             return
         elif kind == "chunk":
             audio = base64.b64decode(message["data"])
-            reply.seconds += len(audio) / 2 / self.sample_rate
+            seconds, now = len(audio) / 2 / self.sample_rate, time.monotonic()
+            begin, end = self._played.get(context_id, (now, now))
+            self._played[context_id] = begin, max(end, now) + seconds
+            reply.seconds += seconds
             step = 2 * int(_FRAME_SECONDS * self.sample_rate)
             for begin in range(0, len(audio), step):
                 frame = TTSAudioRawFrame(
@@ -275,14 +305,19 @@ class NightjarTTSService(WebsocketTTSService):
         elif kind == "timestamps":
             reply.is_timed = True
             times = message["word_timestamps"]
-            await self.add_word_timestamps(list(zip(times["words"], times["start"], strict=True)), context_id)
+            begin, end = self._played[context_id]
+            # The server counts the audio alone; the listener has also waited for it.
+            waited = end - begin - reply.seconds
+            starts = [start + waited for start in times["start"]]
+            await self.add_word_timestamps(list(zip(times["words"], starts, strict=True)), context_id)
         elif kind == "flush_done":
             words = reply.texts.popleft().split() if reply.texts else []
-            if not reply.is_timed:
-                await self.add_word_timestamps([(word, reply.seconds) for word in words], context_id)
+            if words and not reply.is_timed:
+                begin, end = self._played.get(context_id, (0.0, 0.0))
+                await self.add_word_timestamps([(word, end - begin) for word in words], context_id)
         elif kind == "error":
             await self.append_to_audio_context(context_id, _failure(message))
-            await self._end(context_id)
+            await self._fail(context_id)
         elif kind == "done":
             await self._end(context_id)
 
@@ -292,6 +327,14 @@ class NightjarTTSService(WebsocketTTSService):
         reply = self._replies.pop(context_id, None)
         if context_id != self._turn_context_id or (reply is not None and reply.is_whole):
             await self._close(context_id)
+
+    async def _fail(self, context_id: str) -> None:
+        """Ends a context that the server does not have any more; the rest of its reply gets a new one, whose
+        audio and times begin anew."""
+        self._failed.add(context_id)
+        if context_id == self._turn_context_id:
+            await self._new_turn_context(context_id)
+        await self._end(context_id)
 
     async def _close(self, context_id: str) -> None:
         if self.audio_context_available(context_id):

@@ -34,6 +34,9 @@ from pipecat_nightjar import NightjarTTSService, NightjarTTSSettings
 
 FIRST, SECOND = "The library opens in the morning.", "Bring the green basket with you."
 REPLY = f"{FIRST} {SECOND}"
+#: A reply whose text comes in two parts: the first one ends within the second sentence, since a sentence is sent once the
+#: next one begins.
+RESTED = f"{FIRST} Then rest. {SECOND}"
 SENTENCES = 300
 LONG = "The old captain told a story about the northern sea and its many islands. " * SENTENCES
 
@@ -120,6 +123,61 @@ def test_without_times_a_sentence_becomes_text_of_the_conversation_behind_its_au
     ]
     parts = [kind for kind, before in zip(kinds, ["", *kinds], strict=False) if kind != before]
     assert parts == ["audio", *FIRST.split(), "audio", *SECOND.split()]
+
+
+@pytest.mark.parametrize("mode", [TextAggregationMode.SENTENCE, TextAggregationMode.TOKEN])
+def test_words_of_a_reply_whose_settings_change_are_all_said(
+    server: NightjarServer, mode: TextAggregationMode
+) -> None:
+    async def script(conversation: Conversation) -> None:
+        await conversation.send(LLMFullResponseStartFrame())
+        await conversation.send(LLMTextFrame(f"{FIRST} Then"))
+        await conversation.below.until(
+            lambda: len(said(conversation)) > 3 or mode is TextAggregationMode.TOKEN
+        )
+        await conversation.until_audio()
+        await conversation.send(TTSUpdateSettingsFrame(delta=NightjarTTSSettings(language="English")))
+        await conversation.send(LLMTextFrame(f" rest. {SECOND}"))
+        await conversation.send(LLMFullResponseEndFrame())
+        await conversation.until_replies(2)
+
+    done = asyncio.run(converse(service(server, mode), script))
+    assert " ".join(said(done)).split() == RESTED.split()
+
+
+def test_text_that_could_not_be_spoken_is_not_in_the_conversation_and_the_rest_is_in_order(
+    server: NightjarServer,
+) -> None:
+    async def script(conversation: Conversation) -> None:
+        await conversation.send(LLMFullResponseStartFrame())
+        await conversation.send(LLMTextFrame(f"{FIRST} \u0421\u043f\u0430\u0441\u0438\u0431\u043e. Then"))
+        await conversation.above.until(lambda: bool(conversation.errors()))
+        await conversation.send(LLMTextFrame(f" rest. {SECOND}"))
+        await conversation.send(LLMFullResponseEndFrame())
+        await conversation.below.until(lambda: "you." in said(conversation))
+
+    done = asyncio.run(converse(service(server), script))
+    words = [frame for frame in done.below.of(TTSTextFrame) if frame.append_to_context]
+    assert [frame.text for frame in words] == RESTED.split()
+    times = [frame.pts or 0 for frame in words]
+    assert times == sorted(times)
+
+
+def test_words_after_a_wait_for_text_are_said_with_their_audio(server: NightjarServer) -> None:
+    async def script(conversation: Conversation) -> None:
+        await conversation.send(LLMFullResponseStartFrame())
+        await conversation.send(LLMTextFrame(f"{FIRST} Then"))
+        await conversation.below.until(lambda: "morning." in said(conversation))
+        seconds = len(conversation.audio()) / 2 / 24_000
+        await asyncio.sleep(seconds + 1.0)
+        await conversation.send(LLMTextFrame(f" rest. {SECOND}"))
+        await conversation.send(LLMFullResponseEndFrame())
+        await conversation.until_replies(1)
+
+    done = asyncio.run(converse(service(server), script))
+    pts = {frame.text: (frame.pts or 0) / 1e9 for frame in done.below.of(TTSTextFrame)}
+    # The first sentence takes less than 3 s, and the second one comes a second after its end.
+    assert pts["Then"] - pts["morning."] > 1.0
 
 
 class Loudspeaker(BaseOutputTransport):

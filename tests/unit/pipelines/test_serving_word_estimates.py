@@ -56,3 +56,12 @@ def test_a_word_is_given_once_it_is_written_whole() -> None:
     estimates = WordEstimates(RATE)
     assert [word.text for word in estimates.add(sound, "Good mor", False)] == ["Good"]
     assert [word.text for word in estimates.add(sound, "Good morning, all ", False)] == ["morning,", "all"]
+
+
+def test_a_text_that_grows_ends_with_the_words_of_the_whole() -> None:
+    text, sound = "Good morning \u2014 all of you. 7:30? Yes!", np.full(RATE // 2, 0.1, np.float32)
+    estimates, words = WordEstimates(RATE), list[str]()
+    for end in range(1, len(text) + 1, 3):
+        words += [word.text for word in estimates.add(sound, text[:end], False)]
+    words += [word.text for word in estimates.add(sound, text, True)]
+    assert words == ["Good", "morning", "all", "of", "you.", "7:30?", "Yes!"], "a dash is not said"
