@@ -153,11 +153,11 @@ def test_a_recording_that_cannot_be_sent_fails_its_request_alone(
 
     with monkeypatch.context() as patched:
         patched.setattr(ipc, "share", full)
-        error = error_of(submit(process, cloned(voice(1))))
+        error = error_of(submit(process, cloned(voice(1, 6.0))))
     assert isinstance(error, SynthesisError)
     assert error.code is ErrorCode.SYNTH_ENGINE
     assert reason in error.message
-    assert submit(process, cloned(voice(1))).result(60).text_out == heard(voice(1))
+    assert submit(process, cloned(voice(1, 6.0))).result(60).text_out == heard(voice(1, 6.0))
 
 
 def test_recordings_leave_no_descriptor_open(open_process: Open) -> None:
@@ -166,10 +166,10 @@ def test_recordings_leave_no_descriptor_open(open_process: Open) -> None:
     def descriptors(pid: int | None) -> int:
         return len(os.listdir(f"/proc/{pid}/fd"))
 
-    assert submit(process, cloned(voice(0))).result(60)
+    assert submit(process, cloned(voice(0, 6.0))).result(60)
     before = descriptors(os.getpid()), descriptors(process.pid)
     for number in range(1, 5):
-        assert submit(process, cloned(voice(number))).result(60)
+        assert submit(process, cloned(voice(number, 6.0))).result(60)
     assert isinstance(error_of(submit(process, cloned(b"no audio"))), InputError)
     wait_for(lambda: descriptors(os.getpid()) <= before[0] and descriptors(process.pid) <= before[1])
 
