@@ -101,7 +101,7 @@ class SpeechFields(Body):
 
 
 class MessagesFields(SpeechFields):
-    """The fields of a request that is answered in messages, which can have the times of words and phonemes."""
+    """The fields of a request that is answered in messages, which can have times of words and phonemes."""
 
     unsupported: ClassVar = SpeechFields.unsupported[2:]
 

@@ -154,7 +154,8 @@ def _streams(serving: Serving, body: SpeechBody) -> bool:
 
 async def answer(serving: Serving, body: SpeechBody, permit: Permit, request_id: str) -> Parts:
     """The parts of the answer: a whole file, a streamed file, or OpenAI's events (`speech.audio.delta` with
-    the next bytes in base64, and by `timestamps` the words that end in them, then `speech.audio.done`). Raises `ApiError` and `NightjarError`."""
+    the next bytes in base64 and, by `timestamps`, the words that end in them, then `speech.audio.done`).
+    Raises `ApiError` and `NightjarError`."""
     model, kind = serving.model, body.response_format
     request = await serving.voices.request(
         request_id,

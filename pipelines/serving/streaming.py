@@ -65,8 +65,8 @@ async def speech_pieces(
     hold the slot until the last one is done.
 
     `on_handle`: as in `ServedModel.chunks`; `begin_seconds`: the time of the first piece, for those of words;
-    `text_so_far`: the text of a request whose text is still open. Raises as `ServedModel.chunks`, and `synth.no_audio` if the model
-    made no audio.
+    `text_so_far`: the text of a request whose text is still open. Raises as `ServedModel.chunks`, and
+    `synth.no_audio` if the model made no audio.
     """
 
     async def run(call: Callable[..., bytes], *given: object) -> bytes:

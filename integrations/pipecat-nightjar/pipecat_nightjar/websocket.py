@@ -297,9 +297,9 @@ class NightjarTTSService(WebsocketTTSService):
             self._played[context_id] = begin, max(end, now) + seconds
             reply.seconds += seconds
             step = 2 * int(_FRAME_SECONDS * self.sample_rate)
-            for begin in range(0, len(audio), step):
+            for place in range(0, len(audio), step):
                 frame = TTSAudioRawFrame(
-                    audio[begin : begin + step], self.sample_rate, 1, context_id=context_id
+                    audio[place : place + step], self.sample_rate, 1, context_id=context_id
                 )
                 await self.append_to_audio_context(context_id, frame)
         elif kind == "timestamps":
