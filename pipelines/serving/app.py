@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -23,8 +24,9 @@ from starlette.types import ASGIApp
 
 from pipelines.serving import ServeOptions, cartesia, chat, errors, speech
 from pipelines.serving.admission import AdmissionQueue
-from pipelines.serving.cartesia import EventsRequest, SpeechFields, WebSocketSpeech
+from pipelines.serving.cartesia import CartesiaSocket, EventsRequest, SpeechFields
 from pipelines.serving.chat import ChatBody
+from pipelines.serving.contexts import WebSocketSpeech
 from pipelines.serving.errors import JsonObject, as_api_error
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.middleware import ADMIT, HEALTH, REQUEST_ID, WEBSOCKET, RequestMiddleware
@@ -138,7 +140,9 @@ def _add_synthesis_routes(app: FastAPI, serving: Serving) -> None:
         """Speech of a text as events, in Cartesia's format."""
         return await tts(request, body)
 
-    app.router.routes.append(WebSocketRoute(WEBSOCKET, WebSocketSpeech(serving)))
+    contexts = WebSocketSpeech(serving)
+    for protocol in (CartesiaSocket,):
+        app.router.routes.append(WebSocketRoute(protocol.route, partial(contexts, protocol=protocol)))
 
 
 def _add_voice_routes(app: FastAPI, voices: Voices) -> None:

@@ -214,7 +214,7 @@ async def finishes_before_disconnect(receive: Receive, work: asyncio.Future[Any]
         await cancel(leaving)
 
 
-async def cancel(*tasks: asyncio.Task[Any]) -> None:
+async def cancel(*tasks: asyncio.Future[Any]) -> None:
     """Cancels tasks, and waits for their end."""
     for task in tasks:
         task.cancel()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pipelines.qwen3_tts.pipeline import open_pipeline
-from pipelines.serving import cartesia
+from pipelines.serving import contexts
 from tests.services.pipelines.test_serve_speech import SIZES, alike
 from tests.support.golden_checkpoint import whole
 from tests.support.qwen3_golden import GOLDEN
@@ -113,7 +113,7 @@ def test_a_passage_ends_at_a_flush_and_when_no_text_comes(
     client.say("a", "Good morning, my", more=True, flush=True, **settings(server))
     assert client.hear("a", until="flush_done")
     until(server, 0)
-    monkeypatch.setattr(cartesia, "MAX_TEXT_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(contexts, "MAX_TEXT_WAIT_SECONDS", 0.05)
     client.say("a", " friend, how", more=True)
     assert client.next("a")["type"] == "chunk"
     until(server, 0)
