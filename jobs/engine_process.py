@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 #: Default number of streams that a model is prepared for.
 _GPU_STREAMS, _CPU_STREAMS = 128, 8
+#: Share of a GPU's memory that all models of a server take.
+_SHARED_MEMORY = 0.9
 
 
 def open_engine_process(
@@ -45,10 +47,13 @@ def open_model(
     return open_engine_process(model, options, settings, level)
 
 
-def engine_options(settings: Settings, card: ModelCard) -> dict[str, Any]:
+def engine_options(settings: Settings, card: ModelCard, models: int = 1) -> dict[str, Any]:
     """The options of a model for a server: the same as for a worker, and prepared for streams if possible.
-    Answers that reach their limit are kept (`finish_reason` length)."""
+    Several `models` share the GPU's memory equally, unless it is set. Answers that reach their limit are kept
+    (`finish_reason` length)."""
     options, native = settings.engine_options(card), settings.chosen_engine(card) == "native"
+    if models > 1 and card.engine != "cpu" and has_gpu():
+        options.setdefault("memory_share", _SHARED_MEMORY / models)
     if native and has_option(card, "streams"):
         streams = settings.serve.streams
         options["streams"] = (_GPU_STREAMS if has_gpu() else _CPU_STREAMS) if streams is None else streams

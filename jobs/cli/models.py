@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -25,6 +26,7 @@ from pipelines.registry import ModelCard, describe, list_models
 from pipelines.stored_voices import StoredVoice, VoiceExistsError
 
 if TYPE_CHECKING:
+    from pipelines.request import Pipeline
     from pipelines.serving import ServeOptions
 
 
@@ -238,14 +240,16 @@ _KEYS_ADVICE = "Write one key per line, with visible ASCII characters only."
 @option(
     "--model",
     "MODEL",
-    "Name of a model, or path of a checkpoint folder. See `nightjar models`.",
+    "Name of a model, or path of a checkpoint folder. Can be given more than once. See `nightjar models`.",
+    name="models",
     required=True,
+    multiple=True,
     shell_complete=options.models,
 )
 @option(
     "--name",
     "NAME",
-    "Name that clients use for the model. Can be given more than once. [default: the model's name]",
+    "Name that clients use for the model. One model can have several; several models have one each. [default: the model's name]",
     name="names",
     multiple=True,
 )
@@ -254,8 +258,10 @@ _KEYS_ADVICE = "Write one key per line, with visible ASCII characters only."
     "--port", "N", "Port to listen on; 0 takes a free port. [default: 8000]", type=click.IntRange(0, 65535)
 )
 @output_options
-def serve(model: str, names: tuple[str, ...], address: str | None, port: int | None, output: Output) -> None:
-    """Serve a model over HTTP until SIGTERM. Requests that are running then still finish.
+def serve(
+    models: tuple[str, ...], names: tuple[str, ...], address: str | None, port: int | None, output: Output
+) -> None:
+    """Serve models over HTTP until SIGTERM. Requests that are running then still finish.
 
     The routes are those of OpenAI: /v1/audio/speech, and /v1/chat/completions for models that write text and
     audio. Clients need the key in SPEECH_SERVE__API_KEY, or a key from the file that
@@ -265,19 +271,19 @@ def serve(model: str, names: tuple[str, ...], address: str | None, port: int | N
     Examples:
       nightjar serve --model hibari
       nightjar serve --model qwen3-tts-0.6b-base --port 8080
+      nightjar serve --model qwen3-tts-0.6b-base --model qwen3-tts-1.7b-customvoice
     """
     from jobs.engine_process import engine_options, open_model
     from jobs.logs import setup_logging
-    from pipelines.registry import describe
 
     given = {"address": address, "port": port}
     settings = load_settings(serve={key: value for key, value in given.items() if value is not None})
-    card = describe(model)
+    cards = [describe(model) for model in models]
     check_extra()
     from pipelines.serving import is_loopback
 
-    options = serve_options(settings, card, names)
-    if not options.keys and not is_loopback(settings.serve.address):
+    options = serve_options(settings, client_names(cards, names))
+    if not options[0].keys and not is_loopback(settings.serve.address):
         raise invalid(
             f"The server does not open {settings.serve.address} to the network without a key.",
             "Set SPEECH_SERVE__API_KEY or SPEECH_SERVE__API_KEY_FILE, or listen on 127.0.0.1.",
@@ -287,17 +293,19 @@ def serve(model: str, names: tuple[str, ...], address: str | None, port: int | N
 
     level = "warning" if output.quiet else settings.log_level
     setup_logging(level, settings.log_format)
+
+    def opener(model: str, card: ModelCard) -> Callable[[], Pipeline]:
+        return lambda: open_model(model, card, settings, engine_options(settings, card, len(models)), level)
+
     server = Server(
-        card,
-        lambda: open_model(model, card, settings, engine_options(settings, card), level),
-        options,
+        list(zip(cards, map(opener, models, cards), options, strict=True)),
         settings.serve.address,
         settings.serve.port,
     )
-    output.result(server.url, "nightjar.serve/1", url=server.url, model=options.names[0])
+    output.result(server.url, "nightjar.serve/1", url=server.url, model=options[0].names[0])
     sys.stdout.flush()
     output.note(
-        f"Serving {options.names[0]}; the model is loading while {server.url}/health says `starting`."
+        f"Serving {', '.join(one.names[0] for one in options)}; the model is loading while {server.url}/health says `starting`."
     )
     serve_threads()
     server.run()
@@ -307,16 +315,27 @@ def serve(model: str, names: tuple[str, ...], address: str | None, port: int | N
         os._exit(0)
 
 
-def serve_options(settings: Settings, card: ModelCard, names: tuple[str, ...]) -> ServeOptions:
-    from jobs.voices import voice_folder
+def client_names(cards: Sequence[ModelCard], names: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The names of each model for clients. Raises `config.invalid` if the names do not tell models apart."""
+    if len(cards) == 1 and names:
+        return [names]
+    if names and len(names) != len(cards):
+        raise invalid(f"There are {len(cards)} models and {len(names)} names.", "Give one --name for each.")
+    # Clients must not see the path of a folder.
+    given = names or tuple(Path(card.name).name for card in cards)
+    if len(set(given)) < len(given):
+        raise invalid(f"Two models have the same name: {', '.join(given)}.", "Give each its own --name.")
+    return [(name,) for name in given]
+
+
+def serve_options(settings: Settings, named: Sequence[tuple[str, ...]]) -> list[ServeOptions]:
+    """The options of each model of a server, by its names."""
     from pipelines.serving import ServeOptions
 
-    # Clients must not see the path of a folder.
-    names = names or (Path(card.name).name,)
     limits = settings.serve.model_dump(exclude={"address", "port", "api_key", "api_key_file", "streams"})
-    return ServeOptions(
-        names=names, keys=read_keys(settings), **{**limits, "voices_folder": voice_folder(settings).path}
-    )
+    limits["voices_folder"] = voice_folder(settings).path
+    keys = read_keys(settings)
+    return [ServeOptions(names, keys, **limits) for names in named]
 
 
 def read_keys(settings: Settings) -> tuple[str, ...]:

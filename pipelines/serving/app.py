@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from html import escape
@@ -28,7 +28,7 @@ from pipelines.serving.cartesia import CartesiaSocket, EventsRequest, SpeechFiel
 from pipelines.serving.chat import ChatBody
 from pipelines.serving.contexts import WebSocketSpeech
 from pipelines.serving.errors import JsonObject, as_api_error
-from pipelines.serving.metrics import ServerMetrics
+from pipelines.serving.metrics import AnswerMetrics, MetricsPage, ServerMetrics
 from pipelines.serving.middleware import ADMIT, HEALTH, REQUEST_ID, WEBSOCKET, RequestMiddleware
 from pipelines.serving.model import ServedModel
 from pipelines.serving.request_body import JsonRoute, cancel
@@ -40,17 +40,24 @@ _VOICES = "/v1/audio/voices"
 
 
 def create_app(
-    model: ServedModel, options: ServeOptions, admission: AdmissionQueue, failed: Callable[[], None]
+    served: Sequence[tuple[ServedModel, ServeOptions, AdmissionQueue]], failed: Callable[[], None]
 ) -> ASGIApp:
-    """The ASGI app of one model. Its startup begins to open the model; `failed` is called if that fails."""
+    """The ASGI app of one or more models. Its startup begins to open them; `failed` is called if that fails.
+    Options of the whole server are those of the first model."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncGenerator[None]:
-        keeping = asyncio.create_task(model.run(failed))
+        keeping = [asyncio.create_task(model.run(failed)) for model, _, _ in served]
         yield
-        await cancel(keeping)
+        await cancel(*keeping)
 
-    serving = Serving(model, options, admission, ServerMetrics(model, admission), Voices(model, options))
+    answers = AnswerMetrics()
+    models: dict[str, Serving] = {}
+    for model, options, admission in served:
+        metrics = ServerMetrics(model, admission, answers)
+        one = Serving(model, options, admission, metrics, Voices(model, options), models)
+        models |= dict.fromkeys(options.names, one)
+    serving = next(iter(models.values()))
     app = FastAPI(
         title="Nightjar",
         lifespan=lifespan,
@@ -63,72 +70,90 @@ def create_app(
     )
     app.router.route_class = JsonRoute
     errors.install(app)
-    _add_info_routes(app, serving)
+    _add_info_routes(app, serving, answers)
     _add_synthesis_routes(app, serving)
-    _add_voice_routes(app, serving.voices)
-    _add_pages(app, options)
-    return RequestMiddleware(app, options, admission, serving.metrics)
+    _add_voice_routes(app, serving)
+    _add_pages(app, list(models))
+    return RequestMiddleware(app, serving.options, serving.admission, answers)
 
 
-def _add_info_routes(app: FastAPI, serving: Serving) -> None:
-    """Adds the routes that report health, metrics and the model."""
-    card = serving.model.card
-    facts = {
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "nightjar",
-        "capabilities": msgspec.to_builtins(card.capabilities),
-        "sample_rate": card.sample_rate,
-    }
+def _add_info_routes(app: FastAPI, serving: Serving, answers: AnswerMetrics) -> None:
+    """Adds the routes that report health, metrics and the models."""
+    created = int(time.time())
+    # Each model once, by its first name.
+    models = {one.options.names[0]: one for one in serving.models.values()}
+    metrics = MetricsPage(answers, {name: one.metrics for name, one in models.items()})
+
+    def facts(name: str) -> JsonObject:
+        card = serving.of(name).model.card
+        return {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "nightjar",
+            "capabilities": msgspec.to_builtins(card.capabilities),
+            "sample_rate": card.sample_rate,
+        }
 
     @app.head(HEALTH, include_in_schema=False)
     @app.get(HEALTH)
-    def health() -> Response:
-        """200 while requests are accepted; 503 while the engine starts, is broken or stuck, or the server
-        drains."""
-        state = "draining" if serving.admission.closed else serving.model.state
-        return JSONResponse({"status": state}, 200 if state == "ready" else 503)
+    def health(model: str | None = None) -> Response:
+        """200 while requests are accepted, by the named model or by any; 503 while its engine starts, is broken
+        or stuck, or the server drains."""
+        chosen = models if model is None else {model: serving.of(model)}
+        states = {name: one.model.state for name, one in chosen.items()}
+        state = "ready" if "ready" in states.values() else next(iter(states.values()))
+        state = "draining" if serving.admission.closed else state
+        view = {"status": state} | ({"models": states} if len(states) > 1 else {})
+        return JSONResponse(view, 200 if state == "ready" else 503)
 
     @app.get("/metrics")
     def page() -> Response:
         """Metrics for Prometheus."""
-        return Response(serving.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/v1/models")
-    def models() -> JsonObject:
+    def listed() -> JsonObject:
         """The served models with their capabilities and sample rates."""
-        return {"object": "list", "data": [{"id": name, **facts} for name in serving.options.names]}
+        return {"object": "list", "data": [facts(name) for name in serving.models]}
 
     @app.get("/v1/models/{name:path}")
     def one(name: str) -> JsonObject:
         """One served model."""
-        serving.voices.check_model(name)
-        return {"id": name, **facts}
+        return facts(name)
 
 
 def _add_synthesis_routes(app: FastAPI, serving: Serving) -> None:
     """Adds the routes that use the engine."""
 
     async def reply(
-        request: Request, answer: Answer, body: object, streams: bool, api_error: ErrorAnswer = as_api_error
+        request: Request,
+        model: Serving,
+        answer: Answer,
+        body: object,
+        streams: bool,
+        api_error: ErrorAnswer = as_api_error,
     ) -> Response:
-        permit = await request.scope[ADMIT](streams)
-        return Reply(serving, permit, answer(serving, body, permit, request.scope[REQUEST_ID]), api_error)
+        permit = await request.scope[ADMIT](model.admission, streams)
+        return Reply(model, permit, answer(model, body, permit, request.scope[REQUEST_ID]), api_error)
 
     async def tts(request: Request, body: SpeechFields) -> Response:
-        cartesia.check(serving, body)
-        return await reply(request, cartesia.answer, body, True)
+        model = serving.of(body.model_id, "model_id")
+        cartesia.check(model, body)
+        return await reply(request, model, cartesia.answer, body, True)
 
     @app.post("/v1/audio/speech")
     async def speak(body: SpeechBody, request: Request) -> Response:
         """Speech of a text, in OpenAI's format."""
-        return await reply(request, speech.answer, body, speech.check(serving, body), speech.api_error)
+        model = serving.of(body.model)
+        return await reply(request, model, speech.answer, body, speech.check(model, body), speech.api_error)
 
     @app.post("/v1/chat/completions")
     async def converse(body: ChatBody, request: Request) -> Response:
         """A model's answer to a dialogue, as text and audio, in OpenAI's format."""
-        chat.check(serving, body)
-        return await reply(request, chat.answer, body, body.stream, chat.api_error)
+        model = serving.of(body.model)
+        chat.check(model, body)
+        return await reply(request, model, chat.answer, body, body.stream, chat.api_error)
 
     @app.post("/tts/bytes")
     async def speech_bytes(body: SpeechFields, request: Request) -> Response:
@@ -145,30 +170,43 @@ def _add_synthesis_routes(app: FastAPI, serving: Serving) -> None:
         app.router.routes.append(WebSocketRoute(protocol.route, partial(contexts, protocol=protocol)))
 
 
-def _add_voice_routes(app: FastAPI, voices: Voices) -> None:
-    """Adds the routes of voices, in OpenAI's and in Cartesia's format."""
-    app.get(_VOICES, description="The model's voices and the stored ones.")(voices.listed)
+def _add_voice_routes(app: FastAPI, serving: Serving) -> None:
+    """Adds the routes of voices, in OpenAI's and in Cartesia's format; their parameter `model` names a model of
+    several. Stored voices belong to all of them."""
+
+    @app.get(_VOICES)
+    def listed(model: str | None = None) -> JsonObject:
+        """The model's voices and the stored ones."""
+        return serving.of(model).voices.listed()
 
     @app.post(_VOICES)
-    async def add(body: VoiceBody, request: Request) -> dict[str, object]:
+    async def add(body: VoiceBody, request: Request, model: str | None = None) -> dict[str, object]:
         """Stores a voice."""
-        await request.scope[ADMIT](False)
-        return await asyncio.to_thread(voices.add, body)
+        chosen = serving.of(model)
+        await request.scope[ADMIT](chosen.admission, False)
+        return await asyncio.to_thread(chosen.voices.add, body)
 
-    app.delete(_VOICES + "/{name}", description="Deletes a stored voice.")(voices.delete)
+    app.delete(_VOICES + "/{name}", description="Deletes a stored voice.")(serving.voices.delete)
 
-    app.get("/voices", description="All voices in Cartesia's format.")(voices.page)
-    app.get("/voices/{name}", description="One voice in Cartesia's format.")(voices.card)
+    @app.get("/voices")
+    def page(starting_after: str | None = None, model: str | None = None) -> JsonObject:
+        """All voices in Cartesia's format."""
+        return serving.of(model).voices.page(starting_after)
+
+    @app.get("/voices/{name}")
+    def card(name: str, model: str | None = None) -> JsonObject:
+        """One voice in Cartesia's format."""
+        return serving.of(model).voices.card(name)
 
 
-def _add_pages(app: FastAPI, options: ServeOptions) -> None:
+def _add_pages(app: FastAPI, names: list[str]) -> None:
     """Adds the pages that describe the server: `/`, `/docs` and the schema."""
     schema = app.openapi()
     routes = [f"{method.upper()} {path}" for path, methods in schema["paths"].items() for method in methods]
     about = {
         "name": "Nightjar",
         "about": "Speech over HTTP and WebSocket.",
-        "models": list(options.names),
+        "models": names,
         "docs": "/docs",
         "openapi": "/openapi.json",
         "routes": [*routes, f"GET {WEBSOCKET} (WebSocket)"],
@@ -176,7 +214,7 @@ def _add_pages(app: FastAPI, options: ServeOptions) -> None:
     pages = jinja2.Environment(autoescape=True, trim_blocks=True)
     pages.filters["linked"] = _linked
     html = pages.from_string(files("pipelines.serving").joinpath("docs.html").read_text("utf-8")).render(
-        names=", ".join(options.names),
+        names=", ".join(names),
         paths=schema["paths"],
         bodies=schema["components"]["schemas"],
         websocket=WEBSOCKET,

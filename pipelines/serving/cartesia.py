@@ -141,8 +141,7 @@ def check_fields(fields: SpeechFields) -> None:
 
 
 def check_speech(serving: Serving, fields: SpeechFields) -> None:
-    """Raises `ApiError`: 400 for fields that this model or this route does not support, 404 for a model that
-    is not served here."""
+    """Raises `ApiError` (400) for fields that this model or this route does not support."""
     check_fields(fields)
     if isinstance(fields, MessagesFields):
         if fields.output_format.container != "raw":
@@ -158,7 +157,7 @@ def check_speech(serving: Serving, fields: SpeechFields) -> None:
                 ErrorCode.INPUT_UNSUPPORTED,
                 name,
             )
-    serving.voices.check_model(fields.model_id, "model_id")
+    serving.voices.check_speaks("model_id")
 
 
 def check(serving: Serving, fields: SpeechFields) -> None:
@@ -259,14 +258,15 @@ class CartesiaSocket(ContextSocket):
             _add(context, message)
         else:
             with self.opening():
-                check_speech(self.serving, message)
-                request = await request_of(self.serving, message, f"ctx-{secrets.token_hex(8)}")
-                context = Context(self, name, message, request, message.max_buffer_delay_ms > 0)
+                model = self.serving.of(message.model_id, "model_id")
+                check_speech(model, message)
+                request = await request_of(model, message, f"ctx-{secrets.token_hex(8)}")
+                context = Context(self, name, message, request, message.max_buffer_delay_ms > 0, model)
                 _add(context, message)
                 self.start(context)
 
     def encoder(self, context: Context) -> PcmStream:
-        return encoder_of(self.serving, context.first.output_format)
+        return encoder_of(context.serving, context.first.output_format)
 
     def spoken(self, context: Context, piece: SpeechPiece, step_seconds: float) -> Iterator[JsonObject]:
         return context.first.messages(piece, context.name, step_seconds, MAX_PIECE_BYTES)

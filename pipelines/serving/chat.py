@@ -132,8 +132,7 @@ def api_error(error: NightjarError) -> ApiError:
 
 
 def check(serving: Serving, body: ChatBody) -> None:
-    """Raises `ApiError` (400, 404) for what this model cannot do."""
-    serving.voices.check_model(body.model)
+    """Raises `ApiError` (400) for what this model cannot do."""
     if not serving.model.card.capabilities.text_out:
         raise bad_request(
             "This model speaks texts. Use /v1/audio/speech.", ErrorCode.INPUT_UNSUPPORTED, "model"

@@ -77,14 +77,21 @@ class Context:
     speaking: asyncio.Task[int]
 
     def __init__(
-        self, socket: ContextSocket, name: str, first: Any, request: SynthesisRequest, by_word: bool = True
+        self,
+        socket: ContextSocket,
+        name: str,
+        first: Any,
+        request: SynthesisRequest,
+        by_word: bool = True,
+        serving: Serving | None = None,
     ) -> None:
         """`first`: the settings of the context, for its socket. `request`: a template; each unit of text replaces
-        its last message. `by_word`: whether text may be spoken while it grows."""
+        its last message. `by_word`: whether text may be spoken while it grows. `serving`: the model; None: that
+        of the connection."""
         self.name = name
         self.first = first
         self._socket = socket
-        self._serving = serving = socket.serving
+        self.serving = serving = serving or socket.serving
         self._request = request
         wanted = serving.options.text_in
         if wanted is None:
@@ -126,7 +133,7 @@ class Context:
             return
         # A message without text counts as one character, so that flushes are limited too.
         self._characters += len(text) or 1
-        if self._characters > (limit := self._serving.options.context_characters):
+        if self._characters > (limit := self.serving.options.context_characters):
             raise bad_request(f"The context has more than {limit:,} characters.", ErrorCode.INPUT_TOO_LONG)
         self._active_at = time.monotonic()
         pieces = self._text.add(text, final=ends or flush or not max_delay_seconds)
@@ -161,9 +168,9 @@ class Context:
                     continue
                 # The player has audio for `ahead_seconds`, and may then be silent for `stream_queue_seconds`.
                 ahead_seconds = max(self._played_until - time.monotonic(), 0.0)
-                max_wait_seconds = self._serving.options.stream_queue_seconds + ahead_seconds
-                permit = await self._serving.admission.admit(None, max_wait_seconds, continuing=True)
-                seconds = self._serving.options.request_seconds
+                max_wait_seconds = self.serving.options.stream_queue_seconds + ahead_seconds
+                permit = await self.serving.admission.admit(None, max_wait_seconds, continuing=True)
+                seconds = self.serving.options.request_seconds
                 try:
                     async with asyncio.timeout(seconds):
                         await self._speak(next_part, permit)
@@ -186,7 +193,7 @@ class Context:
             self._changed.clear()
             try:
                 async with asyncio.timeout(
-                    self._active_at + self._serving.options.context_idle_seconds - time.monotonic()
+                    self._active_at + self.serving.options.context_idle_seconds - time.monotonic()
                 ):
                     await self._changed.wait()
             except TimeoutError:
@@ -203,7 +210,7 @@ class Context:
         encoder = self._socket.encoder(self)
         has_sent_audio = number > 0
         speech = speech_pieces(
-            self._serving, [request], permit, encoder, opened, self._sent_seconds, lambda: passage.text
+            self.serving, [request], permit, encoder, opened, self._sent_seconds, lambda: passage.text
         )
         async with aclosing(speech) as pieces:
             async for piece in pieces:
@@ -215,7 +222,7 @@ class Context:
                 step = now if piece.data else step
                 if not has_sent_audio and piece.data:
                     has_sent_audio = True
-                    self._serving.metrics.first_audio(self._socket.route, time.monotonic() - permit.since)
+                    self.serving.metrics.first_audio(self._socket.route, time.monotonic() - permit.since)
 
     def _set_timer(self, seconds: float | None) -> None:
         """Starts the timer, unless it runs, after which an unfinished sentence is spoken. None: stops it."""

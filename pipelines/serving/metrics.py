@@ -3,6 +3,7 @@ request, a voice or a text."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 from prometheus_client import (
@@ -13,6 +14,8 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from pipelines.engine_metrics import EngineMetrics
 from pipelines.serving.admission import AdmissionQueue
@@ -45,20 +48,41 @@ _LISTENING_SECONDS = (
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
-class ServerMetrics:
-    """The metrics of this process, in their own registry."""
+class AnswerMetrics:
+    """The metrics of this process and of its answers, in their own registry."""
 
-    def __init__(self, model: ServedModel, admission: AdmissionQueue) -> None:
-        self._registry = registry = CollectorRegistry()
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
         registry.register(VllmMetrics())
-        registry.register(EngineMetrics(model.pipelines))
         ProcessCollector(registry=registry)
+        self._answers = Counter(
+            "speech_http_requests", "Answers by route and status.", ["route", "status"], registry=registry
+        )
+        self._seconds = Histogram(
+            "speech_http_seconds",
+            "Time of an answer, to its last byte.",
+            ["route"],
+            registry=registry,
+            buckets=_SECONDS,
+        )
+
+    def answered(self, path: str, status: int, seconds: float) -> str:
+        """Counts an answer; returns its label `route`."""
+        route = path if path in ROUTES else "other"
+        self._answers.labels(route=route, status=str(status)).inc()
+        self._seconds.labels(route=route).observe(seconds)
+        return route
+
+
+class ServerMetrics:
+    """The metrics of one model, in their own registry."""
+
+    def __init__(self, model: ServedModel, admission: AdmissionQueue, answers: AnswerMetrics) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.answered = answers.answered
+        registry.register(EngineMetrics(model.pipelines))
         counter = partial(Counter, registry=registry)
         histogram = partial(Histogram, registry=registry, buckets=_LISTENING_SECONDS)
-        self._answers = counter("speech_http_requests", "Answers by route and status.", ["route", "status"])
-        self._seconds = histogram(
-            "speech_http_seconds", "Time of an answer, to its last byte.", ["route"], buckets=_SECONDS
-        )
         self._first = histogram(
             "speech_first_audio_seconds",
             "Time from the first byte of a request to the first byte of its streamed audio.",
@@ -89,13 +113,6 @@ class ServerMetrics:
         admission.admitted = self._queue.observe
         model.on_underrun = self._count_underrun
 
-    def answered(self, path: str, status: int, seconds: float) -> str:
-        """Counts an answer; returns its label `route`."""
-        route = path if path in ROUTES else "other"
-        self._answers.labels(route=route, status=str(status)).inc()
-        self._seconds.labels(route=route).observe(seconds)
-        return route
-
     def first_audio(self, route: str, seconds: float) -> None:
         """Records the time to the first audio of a stream."""
         self._first.labels(route=route).observe(seconds)
@@ -108,6 +125,25 @@ class ServerMetrics:
         self._underruns.inc()
         self._underrun_seconds.inc(seconds)
 
-    def page(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+
+class MetricsPage(Collector):
+    """Collects the metrics of a server. Those of several models have the label `model`."""
+
+    def __init__(self, answers: AnswerMetrics, models: Mapping[str, ServerMetrics]) -> None:
+        self._answers, self._models = answers, models
+
+    def collect(self) -> Iterable[Metric]:
+        yield from self._answers.registry.collect()
+        families: dict[str, Metric] = {}
+        for name, metrics in self._models.items():
+            for family in metrics.registry.collect():
+                samples, family.samples = family.samples, []
+                label = {"model": name} if len(self._models) > 1 else {}
+                families.setdefault(family.name, family).samples += [
+                    sample._replace(labels={**sample.labels, **label}) for sample in samples
+                ]
+        yield from families.values()
+
+    def text(self) -> bytes:
+        """The metrics in Prometheus' text format."""
+        return generate_latest(self)

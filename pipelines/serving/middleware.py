@@ -20,7 +20,7 @@ from pipelines.serving import ServeOptions, is_loopback
 from pipelines.serving.admission import AdmissionQueue, Permit
 from pipelines.serving.connections import FIRST_BYTE
 from pipelines.serving.errors import ApiError, unavailable
-from pipelines.serving.metrics import ROUTES, ServerMetrics
+from pipelines.serving.metrics import ROUTES, AnswerMetrics
 from pipelines.serving.request_body import BodyMemory, LimitedBody, finishes_before_disconnect, too_large
 
 log = logging.getLogger(__name__)
@@ -32,8 +32,8 @@ _JSON = re.compile(rb"application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 #: Status of a request whose client disconnected before its answer, as in nginx.
 CLIENT_CLOSED = 499
 _ACCEPTED = 101
-#: Keys in the scope of a request. ADMIT: the function that gives the request a slot; its argument is whether
-#: the answer is streamed. REQUEST_ID: the request's id.
+#: Keys in the scope of a request. ADMIT: the function that gives the request a slot; its arguments are the
+#: model's queue and whether the answer is streamed. REQUEST_ID: the request's id.
 ADMIT, REQUEST_ID = "nightjar.admit", "nightjar.request_id"
 Headers = Mapping[bytes, bytes]
 
@@ -42,8 +42,9 @@ class RequestMiddleware:
     """The ASGI app around the routes."""
 
     def __init__(
-        self, app: ASGIApp, options: ServeOptions, admission: AdmissionQueue, metrics: ServerMetrics
+        self, app: ASGIApp, options: ServeOptions, admission: AdmissionQueue, metrics: AnswerMetrics
     ) -> None:
+        """`admission`: the queue of any of the models; all of them are closed at once."""
         self._app = app
         self._options = options
         self._keys = [_digest(key.encode()) for key in options.keys]
@@ -158,16 +159,21 @@ class RequestMiddleware:
             )
 
     async def _admit(
-        self, permits: list[Permit], streams: bool, body: LimitedBody, since: float | None
+        self,
+        permits: list[Permit],
+        admission: AdmissionQueue,
+        streams: bool,
+        body: LimitedBody,
+        since: float | None,
     ) -> Permit:
         """A slot for a complete request, added to `permits`. Raises `ApiError` as `AdmissionQueue.admit`, and
         if the client disconnects while it waits."""
         max_wait_seconds = self._options.stream_queue_seconds if streams else None
 
         async def enter() -> None:
-            permits.append(await self._admission.admit(since, max_wait_seconds))
+            permits.append(await admission.admit(since, max_wait_seconds))
 
-        if self._admission.full:
+        if admission.full:
             entering = asyncio.create_task(enter())
             try:
                 if not await finishes_before_disconnect(body, entering):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import FrameType
 
@@ -36,26 +37,25 @@ _UNKNOWN_SLOTS = 256
 
 
 class Server(uvicorn.Server):
-    """The server of one model. `run` serves until `stop` or a signal."""
+    """The server of one or more models. `run` serves until `stop` or a signal."""
 
     def __init__(
         self,
-        card: ModelCard,
-        open_model: Callable[[], Pipeline],
-        options: ServeOptions,
+        models: Sequence[tuple[ModelCard, Callable[[], Pipeline], ServeOptions]],
         address: str,
         port: int,
     ) -> None:
-        """Binds the address; port 0 takes a free one. Raises `ConfigError` (`config.invalid`) if that fails."""
+        """Binds the address; port 0 takes a free one. Raises `ConfigError` (`config.invalid`) if that fails.
+
+        `models`: how each one is opened, and its options; those of the whole server are the first one's."""
         self._socket = bound_socket(address, port)
-        self._admission = AdmissionQueue(options.slots or _UNKNOWN_SLOTS, options.waiting_room)
-        self._model = ServedModel(card, open_model, Progress(options.stuck_seconds), self._opened)
-        self._slots = options.slots
+        self.served = [_served(*one) for one in models]
+        options = models[0][2]
         connections = Connections(connection_limit(options.connections), options.header_seconds)
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         super().__init__(
             uvicorn.Config(
-                create_app(self._model, options, self._admission, self.stop),
+                create_app(self.served, self.stop),
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -91,27 +91,20 @@ class Server(uvicorn.Server):
         try:
             super().run(sockets or [self._socket])
         finally:
-            self.hangs = not self._model.close()
+            models = [model for model, _, _ in self.served]
+            with ThreadPoolExecutor(len(models)) as closing:
+                self.hangs = not all(closing.map(ServedModel.close, models))
             self._socket.close()
-        if self._model.failure is not None:
-            raise self._model.failure
-
-    def _opened(self, pipeline: Pipeline) -> None:
-        """Sets the number of slots to the number of requests that the engine runs and queues, unless it is
-        configured.
-
-        The native engine does not bound waiting streams, so they wait here and the engine's waiting room
-        stays empty.
-        """
-        info = pipeline.info
-        if self._slots is None and info != EngineInfo():
-            waits_here = bool(info.executor) and pipeline.capabilities.streaming
-            self._admission.resize(info.slots + (0 if waits_here else info.waiting_room))
+        for model in models:
+            if model.failure is not None:
+                raise model.failure
 
     def stop(self) -> None:
         """Refuses new requests, and ends the server after the running ones. May be called from any thread,
         and more than once."""
-        self._admission.closed = self.should_exit = True
+        self.should_exit = True
+        for _, _, admission in self.served:
+            admission.closed = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn's startup; errors of accepting connections are handled by `Connections`."""
@@ -123,6 +116,26 @@ class Server(uvicorn.Server):
         uvicorn would raise them again: the process ends with status 0."""
         self.force_exit = self.should_exit
         self.stop()
+
+
+def _served(
+    card: ModelCard, open_model: Callable[[], Pipeline], options: ServeOptions
+) -> tuple[ServedModel, ServeOptions, AdmissionQueue]:
+    admission = AdmissionQueue(options.slots or _UNKNOWN_SLOTS, options.waiting_room)
+
+    def opened(pipeline: Pipeline) -> None:
+        """Sets the number of slots to the number of requests that the engine runs and queues, unless it is
+        configured.
+
+        The native engine does not bound waiting streams, so they wait here and the engine's waiting room
+        stays empty.
+        """
+        info = pipeline.info
+        if options.slots is None and info != EngineInfo():
+            waits_here = bool(info.executor) and pipeline.capabilities.streaming
+            admission.resize(info.slots + (0 if waits_here else info.waiting_room))
+
+    return ServedModel(card, open_model, Progress(options.stuck_seconds), opened), options, admission
 
 
 def bound_socket(address: str, port: int) -> socket.socket:

@@ -120,7 +120,7 @@ def check(serving: Serving, body: SpeechBody) -> bool:
     """Whether the audio is streamed. Raises `ApiError` for what this model cannot do, and for a text that is
     empty or too long."""
     capabilities = serving.model.card.capabilities
-    serving.voices.check_model(body.model, "model")
+    serving.voices.check_speaks("model")
     for field, requested, message in (
         ("speed", body.speed not in (None, 1.0), "This model has one speed. Remove `speed`."),
         (

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -30,15 +30,31 @@ from pipelines.serving.word_estimates import WordEstimates
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Serving:
-    """The objects that all routes share."""
+    """One model of a server, and the objects that its requests share."""
 
     model: ServedModel
     options: ServeOptions
     admission: AdmissionQueue
     metrics: ServerMetrics
     voices: Voices
+    #: All models of the server by the names that clients use, the first one first.
+    models: Mapping[str, Serving] = field(default_factory=dict[str, Any])
+
+    def of(self, name: str | None, param: str = "model") -> Serving:
+        """The model of this name; None means the first one. Raises `ApiError` (404) for a model that is not
+        served here. `param`: the field that names it."""
+        if name is None:
+            return next(iter(self.models.values()), self)
+        if (found := self.models.get(name)) is None:
+            raise ApiError(
+                404,
+                f"The model {name[:100]!r} is not served here. The server has: {', '.join(self.models)}.",
+                "model_not_found",
+                param,
+            )
+        return found
 
 
 @dataclass(frozen=True, slots=True)

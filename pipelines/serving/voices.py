@@ -50,22 +50,12 @@ class Voices:
         self._options = options
         self._folder = options.voices_folder and VoiceFolder(options.voices_folder)
 
-    def check_model(self, name: str | None, speech_field: str | None = None) -> None:
-        """Raises `ApiError` (404) for a model that is not served here; None means the served one.
-        `speech_field`: the field that names the model in a request for speech. Such a request raises 400 if
-        the model answers dialogues."""
-        if name is not None and name not in self._options.names:
-            raise ApiError(
-                404,
-                f"The model {name[:100]!r} is not served here. The server has: {', '.join(self._options.names)}.",
-                "model_not_found",
-                "model",
-            )
-        if speech_field and self._capabilities.multi_turn:
+    def check_speaks(self, param: str) -> None:
+        """Raises `ApiError` (400) if the model answers dialogues. `param`: the field that names the model in a
+        request for speech."""
+        if self._capabilities.multi_turn:
             raise bad_request(
-                "This model answers dialogues. Use /v1/chat/completions.",
-                ErrorCode.INPUT_UNSUPPORTED,
-                speech_field,
+                "This model answers dialogues. Use /v1/chat/completions.", ErrorCode.INPUT_UNSUPPORTED, param
             )
 
     async def request(

@@ -18,7 +18,7 @@ from jobs.settings import NOT_SETTINGS
 from pipelines.errors import ErrorCode, ServiceError
 from pipelines.registry import describe
 from pipelines.serving.admission import AdmissionQueue
-from pipelines.serving.metrics import ServerMetrics
+from pipelines.serving.metrics import AnswerMetrics, MetricsPage, ServerMetrics
 from pipelines.serving.model import Progress, ServedModel
 from tests.support.docs_kit import check_call
 from tests.support.fakes import FakePipeline
@@ -62,11 +62,12 @@ def server_page() -> str:
     model = ServedModel(describe("hibari"), lambda: pipeline, Progress(60.0))
     model.pipeline = pipeline
     gate = AdmissionQueue(1, 1)
-    metrics = ServerMetrics(model, gate)
+    answers = AnswerMetrics()
+    metrics = ServerMetrics(model, gate, answers)
     metrics.first_audio(metrics.answered("/v1/audio/speech", 200, 0.1), 0.1)
     gate.admitted(0.1)
     model.on_underrun(0.1)
-    return metrics.page().decode()
+    return MetricsPage(answers, {"hibari": metrics}).text().decode()
 
 
 def labels_of(page: str) -> dict[str, set[str]]:

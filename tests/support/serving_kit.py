@@ -7,7 +7,7 @@ import io
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import httpx2
@@ -38,15 +38,15 @@ class Running:
         *,
         wait: bool = True,
         open_model: Callable[[], Pipeline] | None = None,
+        more: Sequence[Pipeline] = (),
         **options: Any,
     ) -> None:
         patience = {"drain_seconds": 120.0, "stream_queue_seconds": PATIENCE_SECONDS}
         sizes: dict[str, Any] = {"slots": 8, "waiting_room": 8, **patience, **options}
         self.pipeline = pipeline
+        models = [(pipeline, open_model or (lambda: pipeline)), *((one, lambda one=one: one) for one in more)]
         self.server = Server(
-            card_of(pipeline),
-            open_model or (lambda: pipeline),
-            ServeOptions((pipeline.name,), **sizes),
+            [(card_of(one), opened, ServeOptions((one.name,), **sizes)) for one, opened in models],
             "127.0.0.1",
             0,
         )

@@ -276,7 +276,7 @@ from tests.support.serving_kit import card_of
 
 logging.basicConfig(level=logging.WARNING)
 voice = Voice()
-server = Server(card_of(voice), lambda: voice, ServeOptions((voice.name,), OPTIONS), "127.0.0.1", 0)
+server = Server([(card_of(voice), lambda: voice, ServeOptions((voice.name,), OPTIONS))], "127.0.0.1", 0)
 print(server.url, flush=True)
 server.run()
 """

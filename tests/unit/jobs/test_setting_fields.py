@@ -14,7 +14,7 @@ from jobs.cli.models import serve_options  # pyright: ignore[reportPrivateUsage]
 from jobs.settings import EngineSettings, ServeSettings, VllmSettings, load_settings
 from pipelines.options import read_options
 from pipelines.qwen3_tts.pipeline import PipelineOptions
-from pipelines.registry import PUBLISHED, describe
+from pipelines.registry import PUBLISHED
 from pipelines.serving import ServeOptions
 from pipelines.speechlm.pipeline import SpeechLmOptions
 from tests.support.field_tables import changed, fields_of
@@ -68,7 +68,7 @@ def test_a_setting_of_the_server(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         f"SERVE__{name.upper()}",
         text,
         monkeypatch,
-        lambda: serve_options(load_settings(), describe("hibari"), ()),
+        lambda: serve_options(load_settings(), [("hibari",)]),
     ) == {name: value}
 
 

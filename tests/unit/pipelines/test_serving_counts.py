@@ -134,7 +134,7 @@ def test_a_stream_that_would_wait_too_long_is_refused() -> None:
         metrics: Any = SimpleNamespace()
         server = RequestMiddleware(metrics, ServeOptions(("m",), stream_queue_seconds=0.5), gate, metrics)
         async with asyncio.timeout(10):
-            await server._admit([], True, LimitedBody(receive, BodyMemory(1000), 60.0), None)
+            await server._admit([], gate, True, LimitedBody(receive, BodyMemory(1000), 60.0), None)
 
     with pytest.raises(ApiError) as caught:
         asyncio.run(ask())
