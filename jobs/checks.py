@@ -110,6 +110,7 @@ class Check(NamedTuple):
     replaced: bool = False
 
 
+#: In the order of their cost: the length first, then what needs samples, then meters.
 CHECKS: dict[str, Check] = {
     check.score: check
     for check in (
@@ -285,6 +286,13 @@ class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     paces: tuple[Pace, ...] = ()
     #: Meters to run, by name, with their options.
     meters: dict[str, dict[str, Option]] = {}
+
+    @property
+    def costly(self) -> dict[str, dict[str, Option]]:
+        """The meters to run, with their options, in the order of their cost; those of other packages are last."""
+        chosen = {"silero": {}, **self.meters} if self.vad == "silero" else self.meters
+        order = ("silero", ALIGNER, *METERS, *sorted(chosen))
+        return {name: chosen[name] for name in order if name in chosen}
 
 
 BASIC = Quality(bounds={name: check.basic for name, check in CHECKS.items() if check.basic is not None})

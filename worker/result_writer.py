@@ -230,7 +230,7 @@ class ResultWriter:
             # The request has the stored voice only as a recording, so its name is set here.
             generation = msgspec.structs.replace(generation, voice=voice)
         checked = check_draw(draw.number, request.seed, speech, quality, text, generation)
-        meters = {"silero": {}, **quality.meters} if quality.vad == "silero" else quality.meters
+        meters = quality.costly
         if checked.record.code is not None or not meters:
             return checked
         recordings = (one.content for one in request.messages if isinstance(one.content, bytes))
@@ -238,7 +238,8 @@ class ResultWriter:
             speech.samples, speech.sample_rate, text, generation.language or "", next(recordings, None)
         )
         # The item has its own id here, because request ids differ between attempts and draws.
-        task = MeterTask(meters, utterance, lambda: shard.abandoned, f"{job.id}/{line.index}")
+        item = f"{job.id}/{line.index}"
+        task = MeterTask(meters, utterance, lambda: shard.abandoned, item, quality.bounds)
         measuring, scores = self.meters.submit(task), checked.record.scores
         measuring.add_done_callback(
             lambda done: self.threads.submit(self.work, shard, draw, speech, (scores, done))

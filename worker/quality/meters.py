@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from jobs.checks import ALIGNER, ENTRY_POINT_GROUP, METERS, Option, known_meters
+from jobs.checks import ALIGNER, ENTRY_POINT_GROUP, METERS, Bound, Option, known_meters
 from pipelines.errors import ErrorCode, ModelError
 from pipelines.languages import language_code
 from pipelines.request import Word
@@ -63,6 +63,10 @@ class Reading(NamedTuple):
     judged: bool = True
     #: When each word is said, by the aligner.
     words: tuple[Word, ...] = ()
+
+    def passes(self, bound: Bound | None) -> bool | None:
+        """Whether the value is within a bound; None: there is none, or the score is only recorded."""
+        return bound.allows(self.value) if bound is not None and self.judged else None
 
 
 #: Name of a score -> its reading, or only (value, detail). A score that cannot be measured is omitted.

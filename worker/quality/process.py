@@ -12,13 +12,14 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import msgspec
 import structlog
 
-from jobs.checks import METERS, Option
+from jobs.checks import METERS, Bound, Option
 from pipelines.child_process import CalledChild, ChildEndedError, answer_calls, helper_environment
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import ErrorCode, ModelError, NightjarError
@@ -129,12 +130,15 @@ class MeterProcess:
 class MeterTask:
     """A draw to measure."""
 
+    #: In the order in which they run.
     meters: Mapping[str, Mapping[str, Option]]
     utterance: Utterance
     #: Whether the result is no longer needed.
     abandoned: Callable[[], bool] = lambda: False
     #: The item of the draw, the same in all attempts.
     item: str = ""
+    #: Name of a score -> its bound. The meters after the first one with a score out of bounds do not run.
+    bounds: Mapping[str, Bound] = field(default_factory=dict[str, Bound])
 
 
 class MeterPool:
@@ -191,8 +195,14 @@ class MeterPool:
         if self._closing or task.abandoned():
             raise CancelledError
         meters, host = msgspec.json.encode(task.meters), self._idle.get()
+        readings: dict[str, Any] = {}
         try:
-            readings = host.measure(task.meters, task.utterance)
+            for name, options in task.meters.items():
+                readings |= host.measure({name: options}, task.utterance)
+                if any(
+                    Reading(*one).passes(task.bounds.get(score)) is False for score, one in readings.items()
+                ):
+                    break
         except Exception as error:
             if self._closing:
                 # `close` interrupted the measurement, which is not a fault of the draw.

@@ -116,7 +116,8 @@ def failed_draw(number: int, seed: int, error: NightjarError, speech: Speech | N
 def cheap_readings(
     speech: Speech, quality: Quality, text: str, generation: Generation
 ) -> Mapping[str, tuple[float, str] | Score]:
-    """`ended`, `clipped`, `silence`, `pause`, `loudness`, and `duration` if the pace of the voice is known.
+    """`ended`, `duration` if the pace of the voice is known, `clipped`, `silence`, `pause` and `loudness`. If several
+    fail, the item gets the code of the first one.
 
     `speech` has at least one sample, and all are finite, or it has only codes, for which there are `ended` and `duration`
     alone. `text`: the requested text; `generation`: has the voice and the
@@ -126,6 +127,13 @@ def cheap_readings(
     # A model that reached its limit did not end by itself.
     stopped = "length" in (meta.get("finish"), meta.get("finish_reason"))
     readings: dict[str, tuple[float, str] | Score] = {"ended": (0.0 if stopped else 1.0, "")}
+    voice, language = generation.voice, generation.language
+    pace = next((pace for pace in quality.paces if pace.applies_to(voice, language)), None)
+    if pace is not None and text:
+        seconds, expected = speech.sample_count / speech.sample_rate, pace.expected_seconds(text)
+        ratio, bound = seconds / expected, quality.bounds.get("duration")
+        passed = None if bound is None else pace.fits(seconds, expected, text) and bound.allows(ratio)
+        readings["duration"] = Score(round(ratio, 4), passed, f"{expected:.2f} s expected")
     if len(speech.samples):
         powers = frame_powers(speech.samples, speech.sample_rate)
         sounding, pause, power = activity(powers)
@@ -139,13 +147,6 @@ def cheap_readings(
             "pause": (pause * FRAME_SECONDS, "energy"),
             "loudness": (float(loudness), unit),
         }
-    voice, language = generation.voice, generation.language
-    pace = next((pace for pace in quality.paces if pace.applies_to(voice, language)), None)
-    if pace is not None and text:
-        seconds, expected = speech.sample_count / speech.sample_rate, pace.expected_seconds(text)
-        ratio, bound = seconds / expected, quality.bounds.get("duration")
-        passed = None if bound is None else pace.fits(seconds, expected, text) and bound.allows(ratio)
-        readings["duration"] = Score(round(ratio, 4), passed, f"{expected:.2f} s expected")
     return readings
 
 
@@ -185,8 +186,7 @@ def judged(
             scores[name] = found
             continue
         reading = found if isinstance(found, Reading) else Reading(*found)
-        bound = quality.bounds.get(name) if reading.judged else None
-        passed = None if bound is None else bound.allows(reading.value)
+        passed = reading.passes(quality.bounds.get(name))
         scores[name] = Score(round(reading.value, 4), passed, reading.detail)
     failed = [(name, score, quality.bounds[name]) for name, score in scores.items() if score.passed is False]
     code = code_of(failed[0][0]) if failed else None

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -258,6 +259,61 @@ def test_a_reading_out_of_bounds_is_drawn_again_and_ends_with_its_code(build: Bu
         (0.2, False),
     ]
     assert draws[0][0].scores["score"].detail == "as the text says"
+
+
+class Costs(TextMeter):
+    """Scores of built-in meters: what `[[NAME:X]]` in the text says, else a good one; counts the runs of each meter."""
+
+    GOOD: ClassVar = {
+        "silence": 0.1,
+        "align": 0.0,
+        "wer": 0.0,
+        "cer": 0.0,
+        "distillmos": 4.0,
+        "similarity": 0.9,
+    }
+    SCORES: ClassVar = {
+        "silero": ("silence",), "align": ("align",), "asr": ("wer", "cer"), "distillmos": ("distillmos",), "speaker": ("similarity",),
+    }  # fmt: skip
+
+    def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
+        words = Markers.of(utterance.text).words
+        self.measured += meters
+        found = {
+            score: float(words.get(score, self.GOOD[score])) for name in meters for score in self.SCORES[name]
+        }
+        return {score: (value, "") for score, value in found.items()}
+
+
+ALL_METERS = quality_of(
+    "strict",
+    None,
+    ["draws=1", "meters.align={}", "bounds.align.low=-9", "meters.speaker={}", "bounds.similarity.low=0.8"],
+)
+COSTS = ["silero", "align", "asr", "distillmos", "speaker"]
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "ran"),
+    [
+        ("good", None, COSTS),
+        ("[[no_eos:9]] cut", ErrorCode.SYNTH_NO_EOS, []),
+        ("[[clipped:9]] [[wer:1]] loud", ErrorCode.QA_CLIPPED, []),
+        ("[[silence:0.9]] [[wer:1]] noise", ErrorCode.QA_SILENCE, COSTS[:1]),
+        ("[[align:-20]] [[wer:1]] repeated", ErrorCode.QA_WER, COSTS[:2]),
+        ("[[wer:1]] [[distillmos:1]] wrong words", ErrorCode.QA_WER, COSTS[:3]),
+        ("[[distillmos:1]] [[similarity:0]] hoarse", ErrorCode.QA_MOS, COSTS[:4]),
+        ("[[similarity:0.2]] another speaker", ErrorCode.QA_SPEAKER, COSTS),
+    ],
+)
+def test_checks_run_in_the_order_of_their_cost_and_a_failed_one_is_the_last(
+    build: Build, text: str, code: ErrorCode | None, ran: list[str]
+) -> None:
+    host = Costs()
+    rig = build(host=host)
+    job = rig.submit([text], quality=ALL_METERS)
+    rig.run_next()
+    assert ([row.error_code for row in rig.items(job)], host.measured) == ([code], ran)
 
 
 def test_a_meter_that_this_worker_lacks_ends_the_shard_with_its_name(build: Build) -> None:

@@ -55,7 +55,9 @@ class TestPool:
         host = Blocked(go)
         pool = MeterPool(open_host=lambda: host)
         measured = [
-            pool.submit(MeterTask({}, Utterance(np.full(100 + number, number, np.float32), RATE, "")))
+            pool.submit(
+                MeterTask({"sum": {}}, Utterance(np.full(100 + number, number, np.float32), RATE, ""))
+            )
             for number in range(MAX_WAITING + 1)
         ]
         assert (host.measured, pool.full) == (0, True)
@@ -70,7 +72,7 @@ class TestPool:
         pool = MeterPool(open_host=lambda: Blocked(go))
         # One value in memory, seen as many samples.
         long = np.broadcast_to(np.float32(0), MAX_SAMPLES // 2)
-        task, full, measured = MeterTask({}, Utterance(long, RATE, "")), [], []
+        task, full, measured = MeterTask({"sum": {}}, Utterance(long, RATE, "")), [], []
         for _ in range(2):
             measured.append(pool.submit(task))
             full.append(pool.full)
@@ -87,7 +89,8 @@ class TestPool:
         pool = MeterPool(open_host=lambda: host)
         utterance = Utterance(np.zeros(4, np.float32), RATE, "")
         measured = [
-            pool.submit(MeterTask({}, utterance, lambda number=number: number == 1)) for number in range(4)
+            pool.submit(MeterTask({"sum": {}}, utterance, lambda number=number: number == 1))
+            for number in range(4)
         ]
         closer = threading.Thread(target=pool.close)
         closer.start()
