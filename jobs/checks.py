@@ -19,6 +19,7 @@ from subprocess import DEVNULL
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from pipelines.duration import Pace
 from pipelines.errors import ErrorCode, ModelError, NightjarError, invalid
@@ -168,6 +169,8 @@ CHECKS: dict[str, Check] = {
     )
 }  # fmt: skip
 
+#: The scores that only meters measure.
+METERED = [name for name, check in CHECKS.items() if check.meter is not None and not check.replaced]
 #: The built-in meters.
 METERS: dict[str, MeterCard] = {
     check.meter.name: check.meter for check in CHECKS.values() if check.meter is not None
@@ -286,6 +289,11 @@ class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     paces: tuple[Pace, ...] = ()
     #: Meters to run, by name, with their options.
     meters: dict[str, dict[str, Option]] = {}
+    #: Share of the items that meters measure, drawn by seed and example id. Unset: all. Unset fields are not part
+    #: of the hash of a spec.
+    sample: Annotated[float, msgspec.Meta(gt=0, le=1)] | UnsetType = UNSET
+    #: The job is marked if a larger share of the measured items fails. Unset: never.
+    max_failure_rate: Annotated[float, msgspec.Meta(ge=0, le=1)] | UnsetType = UNSET
 
     @property
     def costly(self) -> dict[str, dict[str, Option]]:
@@ -386,6 +394,9 @@ def _check(quality: Quality) -> None:
                 f"The bound of `{name}` is empty: {bound.low} to {bound.high}.",
                 "Set `low` below `high`.",
             )
+    if not quality.meters and (quality.sample, quality.max_failure_rate) != (UNSET, UNSET):
+        message = "A sample of items, or a rate of their failures, is given, but the checks have no meter."
+        raise invalid(message, "Choose `--qa strict`, or add a meter.")
     for pace in quality.paces:
         if pace.low > pace.high:
             raise invalid("The `low` of a pace is above its `high`.", "See docs/quality.md.")

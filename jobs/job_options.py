@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast, get_origin, get_type_hints
 
 import msgspec
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
-from jobs.checks import BASIC, DEFAULT, PRESETS, checks_of_codes, quality_of
+from jobs.checks import BASIC, DEFAULT, PRESETS, Quality, checks_of_codes, quality_of
 from jobs.formatting import field_docs
 from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobTerms, Reading
 from jobs.source import AskedFormat
@@ -29,6 +29,12 @@ if TYPE_CHECKING:
     from jobs.voices import PoolRecording
 
 PositiveInt = Annotated[int, Field(ge=1)]
+#: A share such as `5%` or `0.05`.
+Share = Annotated[
+    float,
+    BeforeValidator(lambda value: round(float(value[:-1]) / 100, 9) if str(value).endswith("%") else value),
+    Field(ge=0, le=1),
+]
 DEFAULT_MODEL = "hibari"
 AUDIO: Output = "audio"
 JOB, KEYS, MESSAGES = "Job", "Keys of --set", "Messages and help"
@@ -97,6 +103,10 @@ class CheckOptions(TypedDict, total=False):
     """TOML file with changes to the checks."""
     qa_set: Sequence[str]
     """Change one value of the checks, for example bounds.pause.high=2. Can be given more than once."""
+    qa_sample: Annotated[Share, Field(gt=0)]
+    """Share of the items that the meters measure, for example 5%, drawn by --seed. [default: all]"""
+    qa_max_failure_rate: Share
+    """Mark the job if more than this share of the measured items fails, for example 2%."""
 
 
 class OwnOptions(TypedDict, total=False):
@@ -170,6 +180,8 @@ _METAVARS = {
     "drop": "NAMES",
     "labels": "KEY=VALUE",
     "qa_set": "KEY=VALUE",
+    "qa_sample": "SHARE",
+    "qa_max_failure_rate": "SHARE",
 }
 #: The variable that chooses the engine of a model that several engines can run.
 ENGINE = "SPEECH_ENGINE__KIND"
@@ -334,7 +346,7 @@ def job_of(options: Mapping[str, Any], owner: str = "") -> tuple[JobSpec, Submit
         own["pool"], given["recordings"] = read_pool(voices, balance=balance, by_speaker=by_speaker)
     elif by_speaker or balance:
         raise invalid("There is no pool of voices.", "Give its voices with --voices.")
-    quality = quality_of(given.pop("qa", DEFAULT), given.pop("qa_config", None), given.pop("qa_set", ()))
+    quality = asked_quality(given)
     for name in given.keys() & {"keep", "drop"}:
         names = given[name]
         given[name] = [one.strip() for one in names.split(",")] if isinstance(names, str) else [*names]
@@ -352,6 +364,15 @@ def job_of(options: Mapping[str, Any], owner: str = "") -> tuple[JobSpec, Submit
     return spec, SubmitOptions(owner=owner, **given)
 
 
+def asked_quality(given: dict[str, Any]) -> Quality | None:
+    """Removes the options of the checks, and returns their `quality`. Raises `config.invalid`."""
+    changes = [*given.pop("qa_set", ())]
+    for name in ("sample", "max_failure_rate"):
+        if (share := given.pop(f"qa_{name}", None)) is not None:
+            changes.append(f"{name}={share}")
+    return quality_of(given.pop("qa", DEFAULT), given.pop("qa_config", None), changes)
+
+
 def _popped(given: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Removes and returns the options with these names."""
     return {name: given.pop(name) for name in names if name in given}
@@ -367,7 +388,7 @@ def options_of(spec: JobSpec, job: Job | SubmitOptions) -> dict[str, Any]:
             None,
         )
         for name in hints()
-        if name not in ("qa", "qa_config", "qa_set", "idempotency_key")
+        if not name.startswith("qa") and name != "idempotency_key"
     }
     found = {name: None if value is msgspec.UNSET else value for name, value in found.items()}
     generation = {

@@ -14,7 +14,7 @@ from typing import cast
 import msgspec
 from msgspec.structs import replace
 
-from jobs.checks import ALIGNER
+from jobs.checks import ALIGNER, Quality
 from jobs.columns import FIELDS
 from jobs.dialogue import (
     CUSTOM_ID,
@@ -276,6 +276,16 @@ def item_seed(
         data = field.encode()
         digest.update(len(data).to_bytes(8, "big") + data)
     return int.from_bytes(digest.digest(), "big") >> 1
+
+
+#: In place of the number of a draw, in the hash that draws the sample of the checks.
+_SAMPLE = -1
+
+
+def is_sampled(quality: Quality, job_seed: int, example_id: str, message_index: int) -> bool:
+    """Whether meters measure an item. A larger share also has the items of a smaller one."""
+    drawn = item_seed(job_seed, example_id, message_index, _SAMPLE)
+    return quality.sample is msgspec.UNSET or drawn < quality.sample * 2**63
 
 
 class GoodLine(msgspec.Struct, frozen=True, gc=False):

@@ -129,6 +129,8 @@ def status_lines(
         yield f"waits   {waits}"
     if job.rejected_lines:
         yield f"input   {counted(job.rejected_lines, 'line')} refused"
+    if state.measured.items:
+        yield f"checks  {measured_text(state)}"
     speed = f", RTFx {factor:.1f}" if (factor := rtfx(state)) else ""
     yield f"audio   {_hours(state.audio_ms / 1000)}{speed}, {bytes_text(state.bytes_out)}"
     elapsed, busy = elapsed_seconds(state), state.busy_seconds
@@ -144,6 +146,16 @@ def status_lines(
         at_end = None if state.job.state.final else cost_at_end(state, price_per_gpu_hour)
         ahead = "" if at_end is None else f", about {at_end:.2f} at the end"
         yield f"cost    {price:.2f}{ahead}, at {price_per_gpu_hour:g} per engine hour"
+
+
+def measured_text(status: JobStatus) -> str:
+    """The failure rate of the items that meters have measured, such as `2 of 40 measured items failed a draw: 5.0% (1.4% to
+    16.5%)`."""
+    found = status.measured
+    low, high = found.interval
+    mark = f", above {found.max_failure_rate:.1%}" if found.above else ""
+    rate = f"{found.failure_rate:.1%} ({low:.1%} to {high:.1%})"
+    return f"{found.failed} of {found.items} measured items failed a draw: {rate}{mark}"
 
 
 def _hours(seconds: float) -> str:
@@ -195,6 +207,9 @@ def status_view(
         "store": job.store_url,
         **_fields(job, "created_at", "started_at", "finished_at"),
     }
+    if status.measured.items:
+        names = ("items", "failed", "failure_rate", "interval", "max_failure_rate", "above")
+        view["measured"] = _fields(status.measured, *names)
     if price_per_gpu_hour is not None:
         view["price_per_gpu_hour"] = price_per_gpu_hour
         view["cost"] = _rounded(cost(status, price_per_gpu_hour))

@@ -32,6 +32,7 @@ from jobs.ledger.records import (
     Score,
 )
 from jobs.shard_file import ShardLine
+from jobs.spec import is_sampled
 from jobs.store.base import ObjectStore
 from jobs.voices import stored_voice_of
 from pipelines.audio import trim_silence
@@ -231,6 +232,10 @@ class ResultWriter:
             generation = msgspec.structs.replace(generation, voice=voice)
         checked = check_draw(draw.number, request.seed, speech, quality, text, generation)
         meters = quality.costly
+        if not is_sampled(quality, job.spec.seed, line.example_id, line.message_index):
+            # The times of words are needed of every item.
+            needed = job.spec.timestamps is True and not made.words
+            meters = {name: meters[name] for name in (ALIGNER,) if needed and name in meters}
         if checked.record.code is not None or not meters:
             return checked
         recordings = (one.content for one in request.messages if isinstance(one.content, bytes))

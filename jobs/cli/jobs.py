@@ -48,6 +48,7 @@ from jobs.status import (
     job_view,
     labels_text,
     line_error_view,
+    measured_text,
     status_lines,
     status_view,
     utc,
@@ -223,7 +224,8 @@ def wait(found: FoundJob, output: Output, timeout_seconds: float | None) -> int:
     if output.as_json:
         output.data(status_view(status, found.settings.price_per_gpu_hour))
     else:
-        output.note(f"{found.id} is {status.job.state.value}.")
+        measured = f" {measured_text(status)}." if status.measured.items else ""
+        output.note(f"{found.id} is {status.job.state.value}.{measured}")
     return exit_code_of(status.job.state)
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from msgspec import UNSET
+
+from jobs.checks import ALIGNER, CHECKS, METERED, Quality
 from jobs.ledger.records import (
     HOME_WORKER_PREFIX,
     LIVE_SECONDS,
@@ -14,6 +18,7 @@ from jobs.ledger.records import (
     OUTAGES,
     QUARANTINED,
     RETIRED,
+    SCORE_COLUMNS,
     Job,
     JobState,
     ShardState,
@@ -163,6 +168,33 @@ class ShardSpread:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredItems:
+    """The items that meters have measured."""
+
+    items: int = 0
+    #: Those of them of which a measured draw failed. Items that are not measured keep such a draw.
+    failed: int = 0
+    #: See `Quality.max_failure_rate`.
+    max_failure_rate: float | None = None
+
+    @property
+    def failure_rate(self) -> float:
+        return self.failed / max(1, self.items)
+
+    @property
+    def interval(self) -> list[float]:
+        """The 95 % confidence interval of the failure rate (Wilson, 1927)."""
+        z2 = 1.959964**2
+        spread = math.sqrt(z2 * (self.failed * (1 - self.failure_rate) + z2 / 4))
+        return [(self.failed + z2 / 2 + side * spread) / (self.items + z2) for side in (-1, 1)]
+
+    @property
+    def above(self) -> bool:
+        """Whether the failure rate is above its maximum."""
+        return self.max_failure_rate is not None and self.failure_rate > self.max_failure_rate
+
+
+@dataclass(frozen=True, slots=True)
 class JobStatus:
     """A job with the sums of its shard counters."""
 
@@ -183,6 +215,8 @@ class JobStatus:
     workers: int | None = None
     #: Quarantined workers that serve the job's model; None: not counted.
     quarantined_workers: int | None = None
+    #: Not counted in lists of jobs, and while the job is followed.
+    measured: MeasuredItems = MeasuredItems()
 
 
 def jobs_by(sql: Transaction, statement: str, **values: object) -> Iterator[Job]:
@@ -231,7 +265,8 @@ def newest_jobs(
 def status_and_errors(sql: Transaction, prefix: str) -> tuple[JobStatus, dict[ErrorCode, int]]:
     """Status and error counts of the job with this id or unique prefix of an id. Raises `NotFoundError`."""
     job_id = find_job(sql, prefix).id
-    return status_of(sql, job_id), error_counts(sql, job_id)
+    status = status_of(sql, job_id)
+    return replace(status, measured=measured_items(sql, status.job)), error_counts(sql, job_id)
 
 
 def status_of(sql: Transaction, job_id: str) -> JobStatus:
@@ -239,7 +274,7 @@ def status_of(sql: Transaction, job_id: str) -> JobStatus:
     job = read_job(sql, job_id)
     (status,) = statuses_of(sql, [job])
     if job.state.final:
-        return status
+        return replace(status, measured=measured_items(sql, job))
     killed = was_killed(sql.place)
     live = sql.rows(_LIVE_WORKERS, model=job.spec.model, job=job.id)
     states = [row.state for row in live if not (killed and row.id.startswith(HOME_WORKER_PREFIX))]
@@ -251,6 +286,30 @@ def status_of(sql: Transaction, job_id: str) -> JobStatus:
         workers=len(states) - quarantined,
         quarantined_workers=quarantined,
     )
+
+
+def measured_items(sql: Transaction, job: Job) -> MeasuredItems:
+    """The items of a job that meters have measured, during the job or later (`nightjar check`)."""
+    quality = job.spec.quality or Quality()
+    # The aligner of a job with times of words measures all items.
+    names = [name for name in METERED if name != ALIGNER or job.spec.timestamps is not True]
+    names += quality.bounds.keys() - CHECKS.keys()
+    likes = {f"like{number}": f'%"{name}":[%' for number, name in enumerate(names)} | {
+        "silero": '%,"silero"]%'
+    }
+    columns = ", ".join(name for name in SCORE_COLUMNS if name in names)
+    # Few draws are searched: those of items that failed, or whose kept draw may have been measured.
+    statement = f"""
+    SELECT count(DISTINCT idx), count(DISTINCT CASE WHEN code IS NOT NULL THEN idx END) FROM draws
+    WHERE job_no = (SELECT no FROM jobs WHERE id = :job) AND idx IN (
+        SELECT idx FROM scores WHERE job_no = (SELECT no FROM jobs WHERE id = :job)
+        AND (COALESCE({columns}) IS NOT NULL OR others IS NOT NULL)
+        UNION SELECT idx FROM items WHERE job_no = (SELECT no FROM jobs WHERE id = :job) AND state IN (2, 3)
+    ) AND ({" OR ".join(f"CAST(scores AS TEXT) LIKE :{name}" for name in likes)})
+    """
+    (counts,) = sql.rows(statement, job=job.id, **likes)
+    highest = quality.max_failure_rate
+    return MeasuredItems(counts[0], counts[1], None if highest is UNSET else highest)
 
 
 def statuses_of(sql: Transaction, found: Sequence[Job]) -> list[JobStatus]:

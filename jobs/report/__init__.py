@@ -20,7 +20,7 @@ from jobs.export.files import output
 from jobs.export.items import minutes_by_voice
 from jobs.formatting import bytes_text, printable, redact, seconds_text
 from jobs.ledger.records import Job
-from jobs.ledger.status import GAP_SECONDS
+from jobs.ledger.status import GAP_SECONDS, status_and_errors
 from jobs.own_files import STATE_FOLDER, own_path
 from jobs.report.charts import Chart, histogram, number, timeline
 from jobs.report.sample import HEIGHT, PACE, WIDTH, Clips, Sample, take_sample
@@ -75,8 +75,8 @@ def write_report(
     store's folder; audio in a bucket or in packs is always embedded. Raises `config.invalid` for a file that
     cannot be written, `NotFoundError`, `StoreError`, `ServiceError`.
     """
-    status = ledger.status(job_id)
-    job, errors, busy = status.job, ledger.error_counts(job_id), ledger.busy_spans([job_id])
+    status, errors = ledger.read(status_and_errors, job_id)
+    job, busy = status.job, ledger.busy_spans([job_id])
     sample = take_sample(ledger, store, job, items, errors)
     chosen, scores = sample.choose(items), sample.scores()
     constant = {name: found[0] for name, found in scores.items() if len(found) > 1 and len({*found}) == 1}

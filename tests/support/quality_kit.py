@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 import numpy as np
@@ -152,6 +152,30 @@ class TextMeter:
 
     def close(self) -> None:
         """Nothing to end."""
+
+
+class Costs(TextMeter):
+    """Scores of built-in meters: what `[[NAME:X]]` in the text says, else a good one; counts the runs of each meter."""
+
+    GOOD: ClassVar = {
+        "silence": 0.1,
+        "align": 0.0,
+        "wer": 0.0,
+        "cer": 0.0,
+        "distillmos": 4.0,
+        "similarity": 0.9,
+    }
+    SCORES: ClassVar = {
+        "silero": ("silence",), "align": ("align",), "asr": ("wer", "cer"), "distillmos": ("distillmos",), "speaker": ("similarity",),
+    }  # fmt: skip
+
+    def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
+        words = Markers.of(utterance.text).words
+        self.measured += meters
+        found = {
+            score: float(words.get(score, self.GOOD[score])) for name in meters for score in self.SCORES[name]
+        }
+        return {score: (value, "") for score, value in found.items()}
 
 
 if __name__ == "__main__":

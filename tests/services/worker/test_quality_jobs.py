@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -26,7 +25,7 @@ from pipelines.registry import register_pipeline
 from pipelines.request import Speech, SynthesisRequest
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import SAMPLE_RATE, FakeClock, FakePipeline, Markers, sine, spoken_text
-from tests.support.quality_kit import TextMeter, UnluckyPipeline, whisper_base
+from tests.support.quality_kit import Costs, TextMeter, UnluckyPipeline, whisper_base
 from tests.support.times import with_times
 from tests.support.worker_rig import Rig
 from worker.garbage import orphans
@@ -259,30 +258,6 @@ def test_a_reading_out_of_bounds_is_drawn_again_and_ends_with_its_code(build: Bu
         (0.2, False),
     ]
     assert draws[0][0].scores["score"].detail == "as the text says"
-
-
-class Costs(TextMeter):
-    """Scores of built-in meters: what `[[NAME:X]]` in the text says, else a good one; counts the runs of each meter."""
-
-    GOOD: ClassVar = {
-        "silence": 0.1,
-        "align": 0.0,
-        "wer": 0.0,
-        "cer": 0.0,
-        "distillmos": 4.0,
-        "similarity": 0.9,
-    }
-    SCORES: ClassVar = {
-        "silero": ("silence",), "align": ("align",), "asr": ("wer", "cer"), "distillmos": ("distillmos",), "speaker": ("similarity",),
-    }  # fmt: skip
-
-    def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
-        words = Markers.of(utterance.text).words
-        self.measured += meters
-        found = {
-            score: float(words.get(score, self.GOOD[score])) for name in meters for score in self.SCORES[name]
-        }
-        return {score: (value, "") for score, value in found.items()}
 
 
 ALL_METERS = quality_of(

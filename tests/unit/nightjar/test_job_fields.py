@@ -69,6 +69,16 @@ ROWS: tuple[tuple[dict[str, Any], Sequence[str], dict[str, Any]], ...] = (
         ["--qa-set", *LONG_PAUSES],
         {"spec.quality": quality_of("basic", None, LONG_PAUSES)},
     ),
+    (
+        {"qa": "strict", "qa_sample": "5%"},
+        ["--qa-sample", "0.05", "--qa", "strict"],
+        {"spec.quality": quality_of("strict", None, ["sample=0.05"])},
+    ),
+    (
+        {"qa": "strict", "qa_max_failure_rate": 0.02},
+        ["--qa-max-failure-rate", "2%", "--qa", "strict"],
+        {"spec.quality": quality_of("strict", None, ["max_failure_rate=0.02"])},
+    ),
     ({"limit": 3}, ["--limit", "3"], {"spec.reading.limit": 3}),
     ({"sample": 4}, ["--sample", "4"], {"spec.reading.sample": 4}),
     ({"keep": ["a", "b, c"]}, [], {"spec.reading.keep": ["a", "b, c"]}),

@@ -40,7 +40,7 @@ OWN = {
     "idempotency_key",
 }
 #: What the exports read, what a refused line does, the file and what is read of it: other tests have them.
-#: The last two are the night's; how a pool draws needs a pool.
+#: The last two are the night's; how a pool draws needs a pool, and a sample of the checks a meter.
 ELSEWHERE = {
     "input",
     "on_error",
@@ -54,6 +54,8 @@ ELSEWHERE = {
     "voice_for",
     "voices_by",
     "balance",
+    "qa_sample",
+    "qa_max_failure_rate",
     "limit",
     "sample",
     "name",
