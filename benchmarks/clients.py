@@ -13,14 +13,16 @@ import re
 import sys
 import time
 from asyncio import StreamReader, StreamWriter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks.voices import words_of
+import numpy as np
+
+from benchmarks.voices import recording, words_of
 
 SPEECH, BYTES_PER_SAMPLE = "/v1/audio/speech", 2
 #: The load continues after the span that counts, so that its last streams begin under load too; what is left later is
@@ -48,13 +50,22 @@ class Plan:
     recording: str = ""
     new: bool = False
     spoken: str = ""
+    #: Requests after which the clients end (0: at the end of the time), each of which clones a recording of its own, in
+    #: context.
+    clones: int = 0
+    #: Further fields of every request, and a file of texts (`{"text": ...}` in each line) instead of ours.
+    fields: dict[str, Any] = field(default_factory=dict[str, Any])
+    texts: str = ""
+    #: Whether answers say when their first audible sample plays.
+    audible: bool = False
     #: Requests a second (open loop), or clients back to back.
     rate: float = 0.0
     clients: int = 0
     #: Clients play what they received before they ask again.
     listen: bool = False
-    #: Seconds of the shortest and of the longest speech.
+    #: Seconds of the shortest and of the longest speech, and of the most frequent one (None: all are equally frequent).
     seconds: tuple[float, float] = (2.0, 8.0)
+    usual: float | None = None
     #: Seconds before the span that counts, and its length: audio that comes in it and requests that are sent in it.
     warm_up: float = 0.0
     duration: float = 0.0
@@ -75,6 +86,9 @@ class Answer:
     audio: float = 0.0
     #: Of each wait after the start.
     underruns: list[float] = field(default_factory=list[float])
+    #: When the first audible sample plays, after the request was sent, and the silence before it in the audio.
+    audible: float | None = None
+    silence: float | None = None
     #: "" for an answer to its end, "cut off" at the end of the plan ("no audio in time" before any), or the code of a
     #: failure.
     failure: str = "cut off"
@@ -91,6 +105,35 @@ class Answer:
     def silent_at(self) -> float:
         """When everything that came has been played."""
         return self.sent + (self.first or 0.0) + self.audio + sum(self.underruns)
+
+
+#: The least level of an audible frame, and how much of an answer is searched for one.
+_AUDIBLE_DBFS, _SEARCHED_SECONDS = -45.0, 2.0
+
+
+def first_audible(pieces: Sequence[tuple[float, bytes]], rate: int) -> tuple[float, float] | None:
+    """When a player that starts with the first piece of PCM plays the first audible sample, and the silence before that
+    sample, in seconds; None if there is none. `pieces`: with the time at which each came.
+
+    Audible as Nari's `tts_bench` defines it: the first of two frames of 20 ms, 10 ms apart, whose level without their mean
+    is -45 dBFS or more.
+    """
+    content = b"".join(piece for _, piece in pieces)
+    samples = np.frombuffer(content[: len(content) // 2 * 2], "<i2").astype(np.float32) / 32768
+    if len(samples) < rate // 50:
+        return None
+    frames = np.lib.stride_tricks.sliding_window_view(samples, rate // 50)[:: rate // 100]
+    loud = frames.std(axis=1) >= 10 ** (_AUDIBLE_DBFS / 20)
+    found = np.flatnonzero(loud[:-1] & loud[1:])
+    if not len(found):
+        return None
+    silence, before, plays_at = int(found[0]) / 100, 0.0, pieces[0][0]
+    for at, piece in pieces:
+        plays_at, seconds = max(plays_at, at), len(piece) / BYTES_PER_SAMPLE / rate
+        if silence < before + seconds:
+            break
+        plays_at, before = plays_at + seconds, before + seconds
+    return plays_at + silence - before, silence
 
 
 class HttpConnection:
@@ -124,7 +167,7 @@ class HttpConnection:
         self._hung_up = True
         self._writer.transport.abort()
 
-    async def ask(self, content: bytes, on_bytes: Callable[[float, int], None]) -> str:
+    async def ask(self, content: bytes, on_bytes: Callable[[float, bytes], None]) -> str:
         """Sends a request and reads its answer, whose audio goes to `on_bytes` with its time: "" after a whole one, else the
         code or the name of what went wrong."""
         try:
@@ -135,7 +178,7 @@ class HttpConnection:
             failure, self._last = "no answer of this protocol", True
         return "cut off" if self._hung_up else failure
 
-    async def _ask(self, content: bytes, on_bytes: Callable[[float, int], None]) -> str:
+    async def _ask(self, content: bytes, on_bytes: Callable[[float, bytes], None]) -> str:
         self._writer.write(f"{self._head}{len(content)}\r\n\r\n".encode() + content)
         first, *lines = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         pairs = (line.partition(":") for line in lines)
@@ -145,7 +188,7 @@ class HttpConnection:
             if self._hung_up:
                 raise EOFError
             if status == 200:
-                on_bytes(time.monotonic(), len(piece))
+                on_bytes(time.monotonic(), piece)
             else:
                 error += piece
         self._last |= headers.get("connection", "").lower() == "close"
@@ -193,13 +236,17 @@ def text_of(seconds: float, number: int) -> str:
     return words_of(seconds, number).replace(".", ",").rstrip(" ,") + "."
 
 
-def request_body(plan: Plan, seconds: float, number: int, recording: bytes = b"") -> bytes:
-    """What a request for a speech of a length says. `recording`: base64 of a file that is cloned."""
-    body = {"model": plan.model, "input": text_of(seconds, number), "response_format": "pcm", "stream": True}
+def request_body(
+    plan: Plan, seconds: float, number: int, recording: bytes = b"", text: str = "", spoken: str = ""
+) -> bytes:
+    """What a request for a speech of a length says. `recording`: base64 of a file that is cloned, in which this is
+    `spoken`."""
+    text = text or text_of(seconds, number)
+    body = {"model": plan.model, "input": text, "response_format": "pcm", "stream": True, **plan.fields}
     body |= {"voice": plan.voice} if plan.voice else {}
     body |= {"seed": number} if plan.own else {}
     body |= {"max_seconds": round(seconds, 3)} if plan.own and plan.sized else {}
-    body |= {"reference_text": plan.spoken} if plan.spoken else {}
+    body |= {"reference_text": spoken} if spoken else {}
     content = json.dumps(body).encode()
     # Half a megabyte needs no JSON encoder.
     return content[:-1] + b', "reference_audio": "' + recording + b'"}' if recording else content
@@ -218,6 +265,10 @@ class Clients:
         self._busy: set[HttpConnection] = set()
         self._number = plan.seed % 10_000 * 100_000
         self._recording = base64.b64encode(Path(plan.recording).read_bytes()) if plan.recording else b""
+        #: Recordings that are left, each with its text.
+        self._recordings = [self._new_recording(self._number + index) for index in range(plan.clones)]
+        lines = Path(plan.texts).read_text(encoding="utf-8").splitlines() if plan.texts else []
+        self._texts = [str(json.loads(line)["text"]) for line in lines]
 
     async def connect(self) -> None:
         """Opens the connections that the first streams need."""
@@ -264,7 +315,7 @@ class Clients:
         # Listeners do not all begin at once: their beginnings are spread over the mean length of a speech.
         spread = sum(plan.seconds) / 2 if plan.listen else 0.0
         await asyncio.sleep(self._start + spread * index / max(plan.clients, 1) - time.monotonic())
-        while time.monotonic() < self._stop:
+        while self._recordings if plan.clones else time.monotonic() < self._stop:
             answer = await self._one(time.monotonic())
             if answer.failure:
                 await asyncio.sleep(_REFUSED_SECONDS)
@@ -273,19 +324,23 @@ class Clients:
 
     async def _one(self, planned: float) -> Answer:
         """One request from its first byte to its end."""
-        plan, seconds = self.plan, self.chance.uniform(*self.plan.seconds)
+        plan, seconds, pieces = self.plan, self._length(), list[tuple[float, bytes]]()
         answer = Answer(time.monotonic(), seconds)
         self.answers.append(answer)
+        cloned, spoken = self._recordings.pop() if plan.clones else (self._cloned(), plan.spoken)
         try:
             connection = await self._free_connection()
         except OSError as error:
             answer.failure = f"cannot connect ({type(error).__name__})"
             return answer
         self._number += 1
-        content = request_body(plan, seconds, self._number, self._cloned())
+        text = self._texts[self._number % len(self._texts)] if self._texts else ""
+        content = request_body(plan, seconds, self._number, cloned, text, spoken)
 
-        def on_bytes(at: float, count: int) -> None:
-            piece = count / BYTES_PER_SAMPLE / plan.sample_rate
+        def on_bytes(at: float, content: bytes) -> None:
+            piece = len(content) / BYTES_PER_SAMPLE / plan.sample_rate
+            if plan.audible and answer.audio < _SEARCHED_SECONDS:
+                pieces.append((at, content))
             answer.receive(at, piece)
             if self._from <= at < self._until:
                 self.audio_in_span += piece
@@ -298,11 +353,24 @@ class Clients:
         self._busy.discard(connection)
         if answer.failure == "" and answer.first is None:
             answer.failure = "no audio"
+        if pieces and (heard := first_audible(pieces, plan.sample_rate)):
+            answer.audible, answer.silence = heard[0] - answer.sent, heard[1]
         if connection.closed:
             connection.hang_up()
         else:
             self._idle.append(connection)
         return answer
+
+    def _length(self) -> float:
+        """Seconds of a speech or a recording."""
+        if self.plan.usual is None:
+            return self.chance.uniform(*self.plan.seconds)
+        return self.chance.triangular(*self.plan.seconds, self.plan.usual)
+
+    def _new_recording(self, number: int) -> tuple[bytes, str]:
+        """Base64 of a recording that is no other request's, and a text as long."""
+        content, seconds = recording(number, max(self._length(), 1.0), 24_000)
+        return base64.b64encode(content), text_of(seconds, number)
 
     def _cloned(self) -> bytes:
         """Base64 of the recording; three of the samples after the header of a new one are its own."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import platform
 import shutil
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +50,9 @@ def parser(doc: str | None, device: str = "cuda") -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--device", default=device)
     made.add_argument("--tiny", action="store_true", help="tiny sizes for a CPU; the figures mean nothing")
+    made.add_argument(
+        "--power-trace", action="store_true", help="rows of a GPU keep its W and MHz, ten times a second"
+    )
     made.add_argument("--json", type=Path, help="the result; default: a file of its name in $OUT, or here")
     return made
 
@@ -99,6 +103,7 @@ class Result:
 
     def __init__(self, name: str, options: argparse.Namespace, device: str, **facts: Any) -> None:
         self.options, self._began = options, time.monotonic()
+        Use.traces = options.power_trace
         self.path: Path = options.json or Path(os.environ.get("OUT", ".")) / f"{name}.json"
         self.rows, self.faults, self.left_out = list[Row](), dict[str, str](), list[str]()
         self.found: dict[str, Any] = {"commit": commit(), "device": device, **facts}
@@ -285,15 +290,42 @@ def device_name() -> str:
     return processor_name()
 
 
+class GpuReading(NamedTuple):
+    """A reading of one GPU."""
+
+    at: float
+    #: Share of the time in which a kernel ran.
+    busy: float
+    bytes: int
+    mhz: int
+    watts: float
+    #: The board's energy counter.
+    joules: float
+
+
+def energy(gpus: Sequence[Sequence[GpuReading]], audio_s_per_s: float | None) -> Row:
+    """Joules of these boards for a second of audio that was made at this rate, by their counters between the first and the
+    last reading; with `--power-trace` also [s, W, MHz] of each reading. {} where there is no counter."""
+    spans = [(reads[0], reads[-1]) for reads in gpus if len(reads) > 1]
+    watts = [(last.joules - first.joules) / (last.at - first.at) for first, last in spans]
+    found: Row = {"joules_per_audio_s": sum(watts) / audio_s_per_s} if watts and audio_s_per_s else {}
+    trace = [
+        [[round(one.at - reads[0].at, 3), round(one.watts, 1), one.mhz] for one in reads] for reads in gpus
+    ]
+    return found | ({"power_trace": trace} if Use.traces and watts else {})
+
+
 class Use:
     """Reads the GPUs, and some processes with all their descendants, every `seconds` until `stop`."""
 
+    #: Whether power is read ten times a second and kept; `--power-trace`.
+    traces = False
+
     def __init__(self, roots: Sequence[int] = (), seconds: float = 0.5) -> None:
-        self._roots, self._seconds = tuple(roots), seconds
+        self._roots, self._seconds = tuple(roots), 0.1 if self.traces else seconds
         #: Unix time, and of each process its name, its processor seconds and its private bytes in memory.
         self._readings: list[tuple[float, dict[int, tuple[str, float, int]]]] = []
-        #: Unix time, and of each GPU the share of the time in which a kernel ran, the bytes in use, MHz and W.
-        self._gpus: list[tuple[float, list[tuple[float, int, int, float]]]] = []
+        self._gpus: list[list[GpuReading]] = []
         self._nvml, self._done = _open_nvml(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="use", daemon=True)
         self._thread.start()
@@ -302,8 +334,11 @@ class Use:
         self._done.set()
         self._thread.join()
 
-    def between(self, since: float, until: float) -> dict[str, Any]:
-        """What was in use in a span: cores of all processes and by name, memory at its end, and GPUs."""
+    def between(
+        self, since: float, until: float, audio_s_per_s: float | None = None, gpus: int = 1
+    ) -> dict[str, Any]:
+        """What was in use in a span: cores of all processes and by name, memory at its end, and GPUs. `gpus`: how many of
+        them, from the first on, made the audio whose energy is counted."""
         (began, first), (ended, last) = (
             min(self._readings, key=lambda one: abs(one[0] - when)) for when in (since, until)
         )
@@ -311,29 +346,33 @@ class Use:
         for pid, (name, seconds, _) in last.items():
             before = first[pid][1] if pid in first else 0.0
             cores[name] = cores.get(name, 0.0) + (seconds - before) / span
-        gpus, largest = self._of_gpus(since, until), sorted(cores.items(), key=lambda one: -one[1])
+        of_gpus, largest = self._of_gpus(since, until), sorted(cores.items(), key=lambda one: -one[1])
         return {
             "cpu_cores": sum(cores.values()),
             "cores_of": {name: used for name, used in largest if used >= 0.005},
             "memory_gib": sum(own for _, _, own in last.values()) / _GIB,
-            "gpu_busy_nvml": [statistics.mean(one[0] for one in reads) for reads in gpus],
-            "gpu_gib": [max(one[1] for one in reads) / _GIB for reads in gpus],
-            "gpu_watts": [statistics.mean(one[3] for one in reads) for reads in gpus],
+            "gpu_busy_nvml": [statistics.mean(one.busy for one in reads) for reads in of_gpus],
+            "gpu_gib": [max(one.bytes for one in reads) / _GIB for reads in of_gpus],
+            "gpu_watts": [statistics.mean(one.watts for one in reads) for reads in of_gpus],
+            **energy(of_gpus[:gpus], audio_s_per_s),
         }
 
-    def of_gpu(self, device: torch.device) -> dict[str, Any]:
-        """Of a GPU of this process until `stop`: the share of the time in which a kernel ran, its clock and its power;
-        {} where there is no such count."""
-        gpus = self._of_gpus(0, time.time()) if device.type == "cuda" else []
+    def of_gpu(
+        self, device: torch.device, audio_s_per_s: float, since: float = 0, until: float = math.inf
+    ) -> dict[str, Any]:
+        """Of a GPU of this process in a span: the share of the time in which a kernel ran, its clock, its power and its
+        energy; {} where there is no such count."""
+        gpus = self._of_gpus(since, until) if device.type == "cuda" else []
         if not gpus:
             return {}
-        busy, _, mhz, watts = zip(*gpus[device.index or 0], strict=True)
-        clocks = {"least_mhz": min(mhz), "mhz": statistics.median(mhz), "most_mhz": max(mhz)}
-        clocks["watts"] = statistics.mean(watts)
-        return {"gpu_busy_nvml": statistics.mean(busy), "clocks": clocks}
+        reads = gpus[device.index or 0]
+        mhz, watts = [one.mhz for one in reads], statistics.mean(one.watts for one in reads)
+        clocks = {"least_mhz": min(mhz), "mhz": statistics.median(mhz), "most_mhz": max(mhz), "watts": watts}
+        busy = statistics.mean(one.busy for one in reads)
+        return {"gpu_busy_nvml": busy, "clocks": clocks, **energy([reads], audio_s_per_s)}
 
-    def _of_gpus(self, since: float, until: float) -> list[tuple[tuple[float, int, int, float], ...]]:
-        return list(zip(*(read for at, read in self._gpus if read and since <= at <= until), strict=True))
+    def _of_gpus(self, since: float, until: float) -> list[tuple[GpuReading, ...]]:
+        return list(zip(*(read for read in self._gpus if read and since <= read[0].at <= until), strict=True))
 
     def _watch(self) -> None:
         while True:
@@ -343,7 +382,7 @@ class Use:
                 if stat and pages:
                     found[pid] = _name(pid), _used_seconds(stat), (int(pages[1]) - int(pages[2])) * _PAGE
             self._readings.append((now, found))
-            self._gpus.append((now, self._nvml()))
+            self._gpus.append(self._nvml())
             if self._done.wait(self._seconds):
                 return
 
@@ -428,15 +467,16 @@ def listener_pid(port: int) -> int | None:
     return None
 
 
-def _open_nvml() -> Callable[[], list[tuple[float, int, int, float]]]:
-    """A function that gives of each visible GPU its use, 0 to 1, its bytes in use, MHz and W; of none where the driver's
-    library is missing."""
+def _open_nvml() -> Callable[[], list[GpuReading]]:
+    """A function that reads each visible GPU; none where the driver's library is missing."""
 
-    def read(handle: Any) -> tuple[float, int, int, float]:
+    def read(handle: Any) -> GpuReading:
         taken = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
         mhz = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
         watts = pynvml.nvmlDeviceGetPowerUsage(handle) / 1000
-        return pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100, taken, mhz, watts
+        busy = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+        joules = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000
+        return GpuReading(time.time(), busy, taken, mhz, watts, joules)
 
     try:
         import pynvml  # pyright: ignore[reportMissingImports]

@@ -7,7 +7,8 @@ real engine.
 A closed loop keeps every slot taken with utterances of 3 to 15 seconds. Each has its length from the start, but the
 engine does not know it: the weights draw the end at the first frame that `min_new_tokens` allows. Measured, once twice
 as many utterances are out as there are slots, is the whole; each row has its share of the floor. The quoted rate is sustained: the smaller of the frames that the language model made and
-those that were heard. `split_ms` cuts a frame of all slots: `prefill` and `idle` as the engine's stream had them, `codec` as the
+those that were heard. `joules_per_audio_s` is the energy of the whole board, by its counter; `precision` is `exact` (bfloat16
+weights and products). `split_ms` cuts a frame of all slots: `prefill` and `idle` as the engine's stream had them, `codec` as the
 codec takes alone, where it was measured, and `lm` the rest.
 
 `--codec` measures the codec alone first. `--sweep` are further numbers of slots, `--reproducible` those in reproducible mode
@@ -310,7 +311,7 @@ class ClosedLoop:
             "wrong_lengths": self.tally.wrong,
             "process_cpu_share": (time.process_time() - began) / found["seconds"],
             "thread_cpu_share": {name: share for name, share in shares.items() if share >= 0.01},
-            **use.of_gpu(self._executor.device),
+            **use.of_gpu(self._executor.device, found["audio_s_per_s"]),
             **watched,
         }
 
@@ -420,7 +421,8 @@ class Throughput:
         loop = ClosedLoop(executor, options, pool, decoder)
         try:
             settled = loop.settle(2 * slots + 8, SETTLE_SECONDS)
-            row: Row = {"size": self.size, "part": "all", "slots": slots, **about, "settled": settled}
+            row: Row = {"size": self.size, "part": "all", "slots": slots, "precision": "exact", **about}
+            row["settled"] = settled
             row |= loop.measure(load.seconds, windows) | memory(self.bench.device)
         finally:
             loop.close()
@@ -505,7 +507,7 @@ def main() -> int:
         del work
     return bench.end(
         "size", "part", "slots", "reproducible", "more_text", "context", "audio_s_per_s", "frames_per_s",
-        "ms_per_frame", "floor_ms", "floor_share", "spread", "split_ms.lm", "split_ms.codec", "peak_gib",
+        "ms_per_frame", "joules_per_audio_s", "floor_ms", "floor_share", "spread", "split_ms.lm", "split_ms.codec", "peak_gib",
     )  # fmt: skip
 
 

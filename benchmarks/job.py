@@ -18,7 +18,7 @@ nothing, for the path around the engine.
 were done as the engine has slots, and the last before which one and a half times as many were left, by the ledger's own
 times; over the time between them. A job that is interrupted before there is such a span has the later half of its time.
 `first_audio_s` is the time from the start of the command to the first audio file in the
-store. Cores, memory and the use of GPUs are of the same span. With `--minutes`, what no longer fits is left out, and a job
+store. Cores, memory and the use of GPUs, with `joules_per_audio_s` by the boards' counters, are of the same span. With `--minutes`, what no longer fits is left out, and a job
 that does not end in time (`--limit` seconds) is interrupted; its row has what was committed.
 
 `--cloning` says how voices are made: `none` is a named voice, `vector` clones recordings of 3 to 10 s by their speaker vector
@@ -78,7 +78,7 @@ LEAST_SECONDS, DRAIN_SECONDS = 25.0, 20.0
 WINDOW_SECONDS = 3.0
 COLUMNS = (
     "path", "size", "gpus", "output", "cloning", "voices", "slots", "start", "job_audio_s_per_s", "engine_audio_s_per_s", "share", "times_one_gpu",
-    "first_audio_s", "voices_per_s", "cpu_cores", "failed",
+    "joules_per_audio_s", "first_audio_s", "voices_per_s", "cpu_cores", "failed",
 )  # fmt: skip
 
 
@@ -276,9 +276,12 @@ class JobBench:
         rows = [next(row for row in rows if row["part"] == "all") for rows in every]
         rate = sum(row["audio_s_per_s"] for row in rows)
         self.engine_rates[size, gpus] = rate
-        kept = ("wrong_lengths", "spread", "process_cpu_share", "gpu_busy_nvml", "open_s")
+        kept = ("wrong_lengths", "spread", "process_cpu_share", "gpu_busy_nvml", "open_s", "precision")
         row: Row = {"path": "engine", "size": size, "gpus": gpus, "slots": self.slots}
         row["engine_audio_s_per_s"] = rate
+        if all("joules_per_audio_s" in one for one in rows):
+            joules = (one["joules_per_audio_s"] * one["audio_s_per_s"] for one in rows)
+            row["joules_per_audio_s"] = sum(joules) / rate
         self.add(row | {name: rows[0].get(name) for name in kept})
 
     def job(self, path: str, size: str, gpus: int, cloning: str, count: int, short: bool = False) -> None:
@@ -298,6 +301,7 @@ class JobBench:
             return
         slots = slots_of(found["worker_said"])
         row: Row = {"path": path, "size": size, "gpus": gpus, "slots": slots, "qa": "off"}
+        row["precision"] = "exact"
         row |= {"output": self.options.output}
         row |= {"cloning": cloning, "voices": count, "start": "warm", "items": len(frames)}
         row |= {"asked_audio_s": sum(frames) / FRAMES_PER_SECOND} | found
@@ -306,7 +310,7 @@ class JobBench:
             span = later_half(commits)
         if span:
             since, until = span.pop("since"), span.pop("until")
-            row |= span | command.use.between(since, until)
+            row |= span | command.use.between(since, until, span["job_audio_s_per_s"], gpus)
             row |= {f"{name}_per_gpu": row[name] / gpus for name in ("cpu_cores", "memory_gib")}
             row |= {"voices_per_s": row["items_per_s"] * count / len(frames)} if count else {}
         self.add(row)

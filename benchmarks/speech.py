@@ -342,13 +342,14 @@ class Speaking:
         gpu.stop()
         names = shares.keys() & {"vllm-host", "engine", "codec-stage", "MainThread"}
         found |= {f"{name}_cpu_percent": 100 * shares[name] for name in names}
-        if use := gpu.of_gpu(self.bench.device):
-            found["gpu_percent"] = 100 * use["gpu_busy_nvml"]
         # Callbacks run on the pipeline's threads, a moment after the results are there.
         while len(ends) < total:
             time.sleep(0.001)
         window = ends[slots : total - under_way]
         took, audio = window[-1][0] - ends[slots - 1][0], sum(heard for _, heard in window)
+        since = ends[slots - 1][0] + time.time() - time.perf_counter()
+        if use := gpu.of_gpu(self.bench.device, audio / took, since, since + took):
+            found |= {"gpu_percent": 100 * use.pop("gpu_busy_nvml"), **use}
         return {"ms": 1000 * took, "audio_s_per_s": audio / took, "under_way": under_way, **found}
 
     def streams(self) -> None:

@@ -5,6 +5,8 @@
     python -m benchmarks.stream --peer http://127.0.0.1:8091 --parts open --rates 10
     python -m benchmarks.stream --sizes 1b7 --parts client closed open --minutes 9
     python -m benchmarks.stream --sizes 1b7 --parts cloning --clients 1 32
+    python -m benchmarks.stream --sizes 1b7 --parts neutral --rates 1 5 10 20 40 --warm-up 15
+    python -m benchmarks.stream --sizes 1b7 --parts seed_tts --clients 64
     python -m benchmarks.stream --tiny --parts closed --clients 2 --short
 
 With an address, of a server that runs (`--peer`: any OpenAI-style one, which gets OpenAI's fields only); with `--sizes`, of
@@ -19,7 +21,12 @@ an underrun is a moment at which it has nothing to play. Parts: `client` is the 
 once; `closed` clients back to back; `open` Poisson arrivals at a rate, however many requests are under way, medians over
 `--seeds`; `listen` listeners in real time; `cloning` clients back
 to back whose requests have a recording of 8 s, by speaker vector and in context, the same one in each or a new one in each (the
-size's Base checkpoint gets a server of its own). A closed point counts `--duration` seconds after `--warm-up`, an open one twice as
+size's Base checkpoint gets a server of its own); `neutral` and `seed_tts` as others publish theirs. `neutral` is `open` by the
+definitions of Nari's `tts_bench`: `audible_ms` is when the first audible sample plays, `e2e_ms` the end of the answer, percentiles
+are measured values of every request that was sent in the span; `--texts` has its prompts, and `--field NAME=JSON` further fields.
+`seed_tts` is `--requests` requests from clients back to back, each with a recording of its own that is cloned in context:
+all of their audio over all of the time, after two requests of each client that do not count. Speech and recordings of both are 2
+to 8 s long, 4.1 s on average, as Seed-TTS's English ones. A closed point counts `--duration` seconds after `--warm-up`, an open one twice as
 long; `--short` is for a first look. What does not fit into `--minutes` is left out and named.
 """
 
@@ -63,7 +70,16 @@ from benchmarks.common import (
 )
 from benchmarks.voices import recording
 
-PARTS = ("client", "closed", "open", "listen", "cloning")
+PARTS = ("client", "closed", "open", "listen", "neutral", "cloning", "seed_tts")
+#: The parts that clone need a checkpoint of another kind.
+CLONING = ("cloning", "seed_tts")
+#: Lengths of speech in Seed-TTS's English set: of the most frequent one; and what a request of `tts_bench` says besides.
+SEED_TTS, NEUTRAL = (
+    {"seconds": (2.0, 8.0), "usual": 2.3},
+    {"language": "English", "non_streaming_mode": False},
+)
+#: Longest time of `seed_tts`.
+CLONES_SECONDS = 300.0
 GAUGES = tuple(
     f"speech_{name}" for name in ("server_running", "server_waiting", "engine_batch_size", "engine_waiting")
 )
@@ -81,7 +97,7 @@ START_SECONDS = 0.1
 PROCESSES = max(min((os.cpu_count() or 1) // 3, 6), 1)
 COLUMNS = (
     "system", "size", "mode", "cloning", "recording", "rate", "clients", "protocol", "first_pcm_ms.50", "first_pcm_ms.95",
-    "first_pcm_ms.99", "underrun_share", "underrun_ms.95", "rtf", "audio_s_per_s", "requests", "failures",
+    "first_pcm_ms.99", "audible_ms.50", "audible_ms.95", "e2e_ms.95", "underrun_share", "underrun_ms.95", "rtf", "audio_s_per_s", "joules_per_audio_s", "requests", "failures",
     "left_over", "cpu_cores",
 )  # fmt: skip
 
@@ -107,7 +123,8 @@ def plan_of(options: argparse.Namespace, url: str) -> Plan:
     voices = (card.get("capabilities") or {}).get("voices") if own else None
     voice, rate = options.voice or next(iter(voices or ()), None), card.get("sample_rate", 24_000)
     sized, seconds = own and not options.text_lengths, tuple(options.seconds)
-    return Plan(url, card["id"], key, voice, rate, own, sized, seconds=seconds)
+    fields = {name: json.loads(text) for name, _, text in (one.partition("=") for one in options.field)}
+    return Plan(url, card["id"], key, voice, rate, own, sized, seconds=seconds, fields=fields)
 
 
 def measure(plan: Plan, pid: int | None, seeds: int = 1) -> Row:
@@ -115,8 +132,9 @@ def measure(plan: Plan, pid: int | None, seeds: int = 1) -> Row:
     rows = [_one_seed(plan, pid, seed) for seed in range(seeds)]
     mode, load = ("open", "rate") if plan.rate else ("closed", "clients")
     about: Row = {"mode": mode, load: getattr(plan, load), "protocol": "http", "seeds": seeds}
-    about |= {"warm_up_s": plan.warm_up, "duration_s": plan.duration, "seconds": plan.seconds}
+    about |= {"warm_up_s": plan.warm_up, "seconds": plan.seconds}
     about |= {"listen": True} if plan.listen else {}
+    about |= {"clones": plan.clones} if plan.clones else {}
     return about | (rows[0] if seeds == 1 else _joined(rows))
 
 
@@ -134,21 +152,24 @@ def _one_seed(plan: Plan, pid: int | None, seed: int) -> Row:
 
     for number, worker in enumerate(workers):
         mine = {"rate": plan.rate / count, "clients": (plan.clients + number) // count}
+        mine |= {"clones": (plan.clones + number) // count}
         tell(worker, json.dumps(asdict(replace(plan, seed=1 + 1000 * seed + number, **mine))))
     for worker in workers:
         assert worker.stdout.readline() == "ready\n", "a process of clients ended before it was connected"
     start = time.monotonic() + START_SECONDS
     for worker in workers:
         tell(worker, repr(start))
-    count_from = start + plan.warm_up
-    count_until, times = count_from + plan.duration, list[float]()
-    for moment in (count_from, count_until):
-        time.sleep(max(moment - time.monotonic(), 0))
-        times.append(time.time())
-    found = [json.loads(worker.communicate(timeout=DRAIN_SECONDS + 60)[0]) for worker in workers]
-    row = row_of(found, count_from, count_until, plan.sized)
+    count_from, shift = start + plan.warm_up, time.time() - time.monotonic()
+    count_until = count_from + plan.duration
+    limit = (0 if plan.clones else max(count_until - time.monotonic(), 0)) + DRAIN_SECONDS + 60
+    found = [json.loads(worker.communicate(timeout=limit)[0]) for worker in workers]
+    if plan.clones:
+        count_until = max(one["sent"] + one["took"] for process in found for one in process["heard"])
+    row = row_of(found, count_from, count_until, plan.sized, plan.audible)
+    row["duration_s"] = count_until - count_from
     use.stop()
-    row |= {} if pid is None else use.between(*times)
+    if pid is not None:
+        row |= use.between(count_from + shift, count_until + shift, row["audio_s_per_s"])
     return row | ({"left_over": left_over(plan)} if plan.own else {})
 
 
@@ -161,7 +182,13 @@ def percentiles_ms(seconds: Sequence[float]) -> dict[str, float | None]:
     return {name: round(1000 * ordered[place], 2) for name, place in places.items()}
 
 
-def row_of(found: Sequence[dict[str, Any]], count_from: float, count_until: float, sized: bool = True) -> Row:
+def row_of(
+    found: Sequence[dict[str, Any]],
+    count_from: float,
+    count_until: float,
+    sized: bool = True,
+    audible: bool = False,
+) -> Row:
     """The figures of one load: what its processes of clients received of the requests that were sent in the span."""
     sent = [one for process in found for one in process["heard"] if count_from <= one["sent"] < count_until]
     begun = [one for one in sent if one["first"] is not None]
@@ -171,6 +198,7 @@ def row_of(found: Sequence[dict[str, Any]], count_from: float, count_until: floa
     rtf = [one["took"] / one["audio"] for one in done if one["audio"]]
     return {
         "first_pcm_ms": percentiles_ms([one["first"] for one in begun]),
+        **(_neutral(sent) if audible else {}),
         "rtf": statistics.median(rtf) if rtf else None,
         "underrun_share": sum(1 for one in begun if one["underruns"]) / len(begun) if begun else None,
         "underruns": len(waits),
@@ -182,6 +210,17 @@ def row_of(found: Sequence[dict[str, Any]], count_from: float, count_until: floa
         "cut_off": ended["cut off"],
         "too_short": sum(one["audio"] < 0.8 * one["asked_audio"] for one in done) if sized else 0,
         "client_late_ms": percentiles_ms([one["late"] for one in sent]),
+    }
+
+
+def _neutral(sent: Sequence[dict[str, Any]]) -> Row:
+    """Figures of `tts_bench`."""
+    heard = [one for one in sent if one["audible"] is not None]
+    return {
+        "audible_ms": percentiles_ms([one["audible"] for one in heard]),
+        "leading_silence_ms": percentiles_ms([one["silence"] for one in heard]),
+        "e2e_ms": percentiles_ms([one["took"] for one in sent if one["failure"] == ""]),
+        "inaudible": len(sent) - len(heard),
     }
 
 
@@ -261,8 +300,8 @@ class StreamBench(Result):
         """The parts of a size, each on a checkpoint of the kind that it needs."""
         self.size, chosen = size, [part for part in self.options.parts if part != "client"]
         for kind, parts in {
-            "custom_voice": [part for part in chosen if part != "cloning"],
-            "base": [part for part in chosen if part == "cloning"],
+            "custom_voice": [part for part in chosen if part not in CLONING],
+            "base": [part for part in chosen if part in CLONING],
         }.items():
             if parts:
                 self._measure_checkpoint(size, kind, parts)
@@ -290,15 +329,27 @@ class StreamBench(Result):
         options = self.options
         # The beginnings of listeners are spread over the mean length of a speech, so the warm-up is longer.
         listen = max(options.warm_up, sum(options.seconds) / 2 + 1), 1.5 * options.duration
+        open_span, like_seed_tts = (
+            (2 * options.warm_up, 2 * options.duration),
+            {} if options.tiny else SEED_TTS,
+        )
         for part in parts:
             if part == "closed":
                 self._points(plan, pid, "clients", options.clients)
             elif part == "open":
-                self._points(plan, pid, "rate", options.rates, 2 * options.warm_up, 2 * options.duration)
+                self._points(plan, pid, "rate", options.rates, *open_span)
+            elif part == "neutral":
+                neutral = replace(plan, audible=True, fields=NEUTRAL | plan.fields, texts=options.texts)
+                self.about = {"harness": "neutral"}
+                self._points(replace(neutral, **like_seed_tts), pid, "rate", options.rates, *open_span)
+                self.about = {}
             elif part == "listen":
                 self._points(replace(plan, listen=True), pid, "clients", options.listeners, *listen)
             elif part == "cloning":
                 self._cloning(plan, pid)
+            else:
+                for clients in options.clients:
+                    self.part(f"seed_tts {clients}", self._seed_tts, plan, pid, clients, like_seed_tts)
 
     def client(self) -> None:
         """The clients' own delay, on a server that answers at once."""
@@ -316,7 +367,16 @@ class StreamBench(Result):
         for value in values:
             load = replace(plan, warm_up=warm_up, duration=duration, **{each: value})
             work = lambda load=load: self.add(measure(load, pid, seeds))  # noqa: E731
-            self.part(f"{mode} {value:g}", work, needs=seeds * (warm_up + duration + 4))
+            self.part(
+                f"{self.about.get('harness', mode)} {value:g}", work, needs=seeds * (warm_up + duration + 4)
+            )
+
+    def _seed_tts(self, plan: Plan, pid: int | None, clients: int, like_seed_tts: Row) -> None:
+        """A row of requests that clone recordings of their own, after a few that do not count."""
+        load = replace(plan, clients=clients, duration=CLONES_SECONDS, **like_seed_tts)
+        _one_seed(replace(load, clones=2 * clients), pid, 1)
+        row = measure(replace(load, clones=self.options.requests), pid)
+        self.add({"harness": "seed_tts", "cloning": "context", "recording": "new", **row})
 
     def _cloning(self, plan: Plan, pid: int | None) -> None:
         """Rows of kept and of new recordings, by speaker vector and in context."""
@@ -337,7 +397,7 @@ def main() -> int:
     options = read(
         made, peer="", sizes=str, parts=["closed"], clients=[1, 8, 32, 64, 128],
         rates=[1.0, 10.0, 20.0, 50.0, 100.0], listeners=[384, 1000], seconds=[2.0, LONGEST_SECONDS], seeds=3,
-        warm_up=5.0, duration=15.0, short=False, voice=None, text_lengths=False, minutes=60.0,
+        warm_up=5.0, duration=15.0, requests=1088, texts="", field=str, short=False, voice=None, text_lengths=False, minutes=60.0,
         known={"parts": PARTS, "sizes": ("0b6", "1b7", "tiny")},
     )  # fmt: skip
     if options.tiny:

@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from benchmarks.common import ROOT
+from benchmarks.clients import first_audible
+from benchmarks.common import ROOT, GpuReading, Use, energy
 
 TINY = ("--device", "cpu", "--tiny")
 
@@ -61,19 +63,52 @@ def test_a_job_with_and_without_a_voice_that_costs_nothing(tmp_path: Path) -> No
 
 
 def test_streams(tmp_path: Path) -> None:
-    parts, more = ("--parts", "client", "closed"), ("--clients", "2", "--rates", "5")
+    parts, more = ("--parts", "client", "closed", "neutral"), ("--clients", "2", "--rates", "0.5")
     # The first requests of each client are counted, so that a slow machine has some too.
-    more += ("--warm-up", "0", "--duration", "8")
+    more += ("--warm-up", "0", "--duration", "8", "--seeds", "1")
     found = run(tmp_path, "stream", "--tiny", *parts, *more)
     assert all(
         (row["failures"], row.get("too_short"), row["left_over"]) == ({}, 0, 0) for row in found["rows"]
     )
     assert all(row["requests"] > 0 for row in found["rows"])
+    neutral = found["rows"][-1]
+    assert (neutral["harness"], neutral["inaudible"]) == ("neutral", 0)
+    assert neutral["audible_ms"]["50"] >= neutral["first_pcm_ms"]["50"]
+
+
+def test_speech_is_audible_from_two_loud_frames_on() -> None:
+    rate, tone = 24_000, np.sin(np.arange(24_000) / 4)
+    sound = np.zeros(36_000)
+    # One loud frame of 20 ms: those that begin 10 ms before and after it have half of its sound.
+    sound[2544:2736] = 500 * tone[:192]
+    sound[12_000:] += 300 * tone
+    content = (sound + 2000).astype("<i2").tobytes()
+    # The second piece comes 0.15 s after the first one, of 0.1 s and half a sample, was played.
+    found = first_audible([(5.0, content[:4801]), (5.25, content[4801:])], rate)
+    assert found == (pytest.approx(5.0 + 0.15 + 0.5, abs=1e-3), 0.5)
+    assert first_audible([(0.0, content[: 2 * 11_000])], rate) is None
+    assert first_audible([(0.0, b"\0" * 9)], rate) is None
+
+
+def test_energy_is_that_of_the_counters_for_the_audio_made() -> None:
+    boards = [
+        [GpuReading(at, 1.0, 0, 1980, 600.0, 100 + watts * at) for at in (3.0, 3.5, 5.0)]
+        for watts in (400, 200)
+    ]
+    assert energy(boards, 1200.0) == {"joules_per_audio_s": pytest.approx(0.5)}
+    # Nothing is known of one reading, or without audio.
+    assert energy([boards[0][:1]], 1200.0) == energy(boards, None) == energy([], 1200.0) == {}
+    Use.traces = True
+    try:
+        assert energy(boards[:1], 1000.0)["power_trace"][0][1] == [0.5, 600.0, 1980]
+    finally:
+        Use.traces = False
 
 
 def test_streams_that_clone(tmp_path: Path) -> None:
-    load = ("--clients", "2", "--warm-up", "0", "--duration", "4")
-    rows = run(tmp_path, "stream", "--tiny", "--parts", "cloning", *load)["rows"]
+    load = ("--clients", "2", "--warm-up", "0", "--duration", "4", "--requests", "5")
+    *rows, seed_tts = run(tmp_path, "stream", "--tiny", "--parts", "cloning", "seed_tts", *load)["rows"]
+    assert (seed_tts["harness"], seed_tts["requests"], seed_tts["failures"]) == ("seed_tts", 5, {})
     kinds = [(row["cloning"], row["recording"]) for row in rows]
     assert kinds == [(one, two) for one in ("vector", "context") for two in ("kept", "new")]
     assert all(row["failures"] == {} and row["requests"] > 0 for row in rows)
