@@ -1,11 +1,8 @@
-"""`python -m benchmarks.structure`: tokens, files and lines of each room, what a user meets (settings, commands, options
-of `run`), Protocols, small files, circles of imports, imports upward; with `--item MODEL` also the path of an item.
+"""`python -m benchmarks.structure`: tokens, files, lines and Protocols of each room; what a user meets (settings, commands,
+options of `run`); circles of imports; with `--item MODEL` also the path of an item.
 
-Tokens are Python's, without comments, line ends and indentation.
-
-A circle is a group of modules that reach each other by imports which run when a module is imported; `deferred circles`
-also follow imports inside functions. Imports under `TYPE_CHECKING` count for neither. An import upward breaks the order
-of the rooms.
+Tokens are Python's, without comments, line ends and indentation. A circle is a group of modules that reach each other by
+imports which run when a module is imported.
 
 The path of an item is the files and functions of ours that a further item crosses, in any thread and process of a
 `nightjar run` on a CPU: the command itself, its worker, the engine's process, the writers, the checks. These are the
@@ -25,7 +22,6 @@ import ast
 import importlib
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,20 +29,20 @@ import time
 import tokenize
 import typing
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
+import networkx
 
-ROOT = Path(__file__).resolve().parents[1]
-#: From the top down: a room imports itself and rooms after it.
-ROOMS = ("tests", "benchmarks", "nightjar", "worker", "jobs", "migrations", "pipelines", "kernels")
-#: Rooms that are installed.
-PRODUCT = ROOMS[2:]
-SMALL, LARGE = 50, 600
+from benchmarks.common import ROOT, table
+
+#: Rooms that are installed, from the top down.
+PRODUCT = ("nightjar", "worker", "jobs", "migrations", "pipelines", "kernels")
+ROOMS = ("tests", "benchmarks", *PRODUCT)
+#: Lines of a file that is large.
+LARGE = 600
 #: Items of the two runs that are compared, at most the slots of an engine on a CPU.
 FEW, MORE = 8, 32
 #: Part of the expected calls that is enough: the codec may decode two items in one group, and a process that is killed loses
@@ -55,59 +51,46 @@ ENOUGH = 0.75
 LAYOUT_TOKENS = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER,
 }  # fmt: skip
-Edges = Mapping[str, set[str]]
 
 
-def sources(tree: Path) -> dict[str, Path]:
+def sources() -> dict[str, Path]:
     """Module name to path, of the files that git knows or would add."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
-    listed = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=True).stdout.splitlines()
-    found: dict[str, Path] = {}
-    for path in map(Path, sorted(listed)):
-        if path.parts[0] in ROOMS and (tree / path).is_file():
-            found[".".join(path.with_suffix("").parts).removesuffix(".__init__")] = tree / path
-    return found
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    paths = [path for path in map(Path, sorted(listed.splitlines())) if path.parts[0] in ROOMS]
+    named = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): ROOT / path for path in paths}
+    return {name: path for name, path in named.items() if path.is_file()}
 
 
-def imports(module: str, path: Path, modules: set[str]) -> Iterator[tuple[str, bool]]:
-    """The modules of ours that a file imports, and whether it does so when it is imported itself."""
+def imports(module: str, modules: dict[str, Path]) -> Iterator[str]:
+    """What a module imports when it is imported itself."""
+    path = modules[module]
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
 
-    def walk(node: ast.AST, at_import: bool) -> Iterator[tuple[str, bool]]:
+    def walk(node: ast.AST) -> Iterator[str]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Import):
-                yield from ((alias.name, at_import) for alias in child.names)
+                yield from (alias.name for alias in child.names)
             elif isinstance(child, ast.ImportFrom):
                 above = package[: len(package) - child.level + 1] if child.level else []
                 base = ".".join([*above, *filter(None, [child.module])])
-                # `from package import module` needs the module, `from module import name` the one that has
-                # the name.
+                # `from package import module` needs the module, `from module import name` the one that has the name.
                 names = [f"{base}.{alias.name}" for alias in child.names]
-                yield from ((name if name in modules else base, at_import) for name in names)
+                yield from (name if name in modules else base for name in names)
             elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-                yield from (found for other in child.orelse for found in walk(other, at_import))
-            else:
-                later = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-                yield from walk(child, at_import and not later)
+                yield from (name for other in child.orelse for name in walk(other))
+            elif not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                yield from walk(child)
 
-    found = walk(ast.parse(path.read_text(encoding="utf-8")), True)
-    yield from ((name, at_import) for name, at_import in found if name in modules and name != module)
+    return walk(ast.parse(path.read_text(encoding="utf-8")))
 
 
-def circles(edges: Edges) -> list[list[str]]:
+def circles(modules: dict[str, Path]) -> list[list[str]]:
     """Groups of two modules or more that reach each other."""
-    reached = {module: _reached(module, edges) for module in edges}
-    groups = {tuple(sorted(two for two in reached[one] if one in reached[two])) for one in edges}
-    return sorted(list(group) for group in groups if len(group) > 1)
-
-
-def _reached(module: str, edges: Edges) -> set[str]:
-    seen, open_ = set[str](), [module]
-    while open_:
-        new = edges[open_.pop()] - seen
-        seen |= new
-        open_ += new
-    return seen
+    graph = networkx.DiGraph()
+    for module in modules:
+        graph.add_edges_from((module, name) for name in set(imports(module, modules)) & modules.keys())
+    return sorted(sorted(group) for group in networkx.strongly_connected_components(graph) if len(group) > 1)
 
 
 def count_tokens(path: Path) -> int:
@@ -122,6 +105,18 @@ def count_protocols(path: Path) -> int:
     return sum(any(base.partition("[")[0] == "Protocol" for base in each) for each in bases)
 
 
+def rooms(modules: dict[str, Path]) -> list[dict[str, Any]]:
+    """Counts of each room, of the product and of all."""
+    rows: list[dict[str, Any]] = []
+    for name, chosen in {**{room: (room,) for room in ROOMS}, "product": PRODUCT, "all": ROOMS}.items():
+        paths = [path for module, path in modules.items() if module.partition(".")[0] in chosen]
+        lines = [len(path.read_text("utf-8").splitlines()) for path in paths]
+        counts = {"tokens": sum(map(count_tokens, paths)), "protocols": sum(map(count_protocols, paths))}
+        large = sum(count > LARGE for count in lines)
+        rows.append({"room": name, **counts, "files": len(paths), "lines": sum(lines), "large_files": large})
+    return rows
+
+
 def count_settings(model: Any) -> int:
     """The keys that a user can set: those of nested groups, and of one entry of a mapping of groups
     (`schedules`), included."""
@@ -134,7 +129,7 @@ def count_settings(model: Any) -> int:
 
 
 def surface() -> dict[str, int]:
-    """What a user meets, of the code that is imported here."""
+    """What a user meets."""
     from jobs.settings import Settings
 
     # By name: no other room may import the command line.
@@ -147,48 +142,10 @@ def surface() -> dict[str, int]:
     leaves = [cli.get_command(context, name) for name in command_line.COMMANDS]
     run = cli.get_command(context, "run")
     options = sum(isinstance(parameter, click.Option) for parameter in run.params)
-    counts = count_settings(Settings), sum(map(commands, leaves)), options
-    return dict(zip(("settings", "commands", "options_of_run"), counts, strict=True))
-
-
-def sizes(tree: Path, paths: list[Path]) -> dict[str, Any]:
-    """Files, lines, and the files that are small or large."""
-    lines = {str(path.relative_to(tree)): len(path.read_text("utf-8").splitlines()) for path in paths}
-    small = [path for path, count in lines.items() if count <= SMALL]
     return {
-        "tokens": sum(map(count_tokens, paths)),
-        "protocols": sum(map(count_protocols, paths)),
-        "files": len(lines),
-        "lines": sum(lines.values()),
-        "median_lines": statistics.median(lines.values()),
-        "small_files": len(small),
-        "small_modules": [path for path in small if not path.endswith("__init__.py")],
-        "large_files": [path for path, count in lines.items() if count > LARGE],
-    }
-
-
-def measure(tree: Path) -> dict[str, Any]:
-    modules = sources(tree)
-    at_import: dict[str, set[str]] = {name: set() for name in modules}
-    anywhere: dict[str, set[str]] = {name: set() for name in modules}
-    for name, path in modules.items():
-        for other, early in imports(name, path, set(modules)):
-            anywhere[name].add(other)
-            if early:
-                at_import[name].add(other)
-    place = {name: ROOMS.index(name.partition(".")[0]) for name in modules}
-    pairs = [(name, other) for name in sorted(anywhere) for other in sorted(anywhere[name])]
-    upward = [f"{name} -> {other}" for name, other in pairs if place[other] < place[name]]
-    groups = {**{room: [room] for room in ROOMS}, "product": PRODUCT, "all": ROOMS}
-    chosen = {
-        name: [path for module, path in modules.items() if ROOMS[place[module]] in rooms]
-        for name, rooms in groups.items()
-    }
-    return {
-        "rooms": {name: sizes(tree, paths) for name, paths in chosen.items() if paths},
-        "circles": circles(at_import),
-        "deferred_circles": circles(anywhere),
-        "imports_upward": upward,
+        "settings": count_settings(Settings),
+        "commands": sum(map(commands, leaves)),
+        "options_of_run": options,
     }
 
 
@@ -330,45 +287,24 @@ def item_path(model: str) -> dict[str, Any]:
 
 
 @click.command()
-@click.option("--tree", default=ROOT, type=click.Path(path_type=Path), help="The checkout to look at.")
 @click.option(
     "--item", "models", multiple=True, help="Also the path of an item of a model or a checkpoint folder."
 )
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write everything as JSON here.")
-def main(tree: Path, models: tuple[str, ...], out: Path | None) -> None:
-    """Prints the shape of the tree. What a user meets and the path of an item are those of the code that
-    runs this."""
-    found = measure(tree)
-    found |= {"surface": surface(), "items": [item_path(model) for model in models]}
+def main(models: tuple[str, ...], out: Path | None) -> None:
+    """Prints the shape of the tree."""
+    modules = sources()
+    found: dict[str, Any] = {"rooms": rooms(modules), "circles": circles(modules), "surface": surface()}
+    found["items"] = [item_path(model) for model in models]
     if out is not None:
         out.write_text(json.dumps(found, indent=1) + "\n")
-    table = Table(title="Python files by room")
-    headings = (
-        "room",
-        "tokens",
-        "Protocols",
-        "files",
-        "lines",
-        "median",
-        f"<= {SMALL} lines",
-        "without __init__",
-    )
-    for heading in (*headings, f"> {LARGE} lines"):
-        table.add_column(heading)
-    names = ("tokens", "protocols", "files", "lines", "median_lines", "small_files")
-    for room, row in found["rooms"].items():
-        counts = *(row[name] for name in names), len(row["small_modules"]), len(row["large_files"])
-        texts = (f"{count:,g}" if isinstance(count, float) else f"{count:,}" for count in counts)
-        table.add_row(room, *texts)
-    Console(width=140).print(table)
+    print(table(found["rooms"], ("room", "tokens", "protocols", "files", "lines", "large_files")))
     print(", ".join(f"{name.replace('_', ' ')}: {count}" for name, count in found["surface"].items()))
-    for item in found.pop("items"):
+    for item in found["items"]:
         print(f"item of {item['model']}: {item['functions']} functions in {item['files']} files")
         for room, count in item["functions_by_room"].items():
             print(f"  {room}: {count} functions in {item['files_by_room'][room]} files")
-    for name, lines in found.items():
-        if isinstance(lines, list):
-            print("\n  ".join([f"{name.replace('_', ' ')}: {len(lines)}", *map(str, lines)]))
+    print("\n  ".join([f"circles: {len(found['circles'])}", *map(str, found["circles"])]))
 
 
 if __name__ == "__main__":
