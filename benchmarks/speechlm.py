@@ -163,7 +163,7 @@ def run(load: Load, config: SpeechLmConfig, host: VllmHost) -> dict[str, Any]:
         name, prompt = f"{load.name}-{number}", [config.specials.bos, *body]
         script = Script(name, prompt, 1 << 20, number, written, draw, load.rows > 0, load.cfg)
         talks.append(_Talk(load, config, host, script, done))
-    moment = host._moment
+    moment = host.moment
     steps, sequences, preempted = moment.steps, moment.sequence_steps, moment.preemptions
     begin = time.perf_counter()
     threading.Thread(target=lambda: [talk.start() for talk in talks], daemon=True).start()

@@ -57,7 +57,7 @@ TILE_CONFIGS: dict[tuple[int, bool, int], tuple[int, int, int, int]] = {
 _WIDE_SHAPE, _WIDE_GROUPS, WIDE_FROM = (1024, True, PLAIN), 4, 4096
 _ATTENTION_WARPS, _DRAW_EACH, _MAX_CODEBOOKS = 4, 8, 32
 #: Maximum blocks of the predictor's attention: four on each multiprocessor of an H200 or H100.
-_ATTENTION_BLOCKS = 4 * 132
+ATTENTION_BLOCKS = 4 * 132
 
 
 def partition_of(shape: tuple[int, bool, int], rows: int, wide: bool = False) -> Partition:
@@ -205,7 +205,7 @@ def predictor_attention(
     rows, kv_heads = qkv.shape[0], k_cache.shape[1]
     pointers = (c_void_p * 7)(*addresses(qkv, q_weight, k_weight, rope_table, k_cache, v_cache, out))
     arguments = AttentionArguments(pointers, rows, kv_heads, position, eps, scale)
-    grid = (min(-(-rows // _ATTENTION_WARPS), max(1, _ATTENTION_BLOCKS // kv_heads)), kv_heads)
+    grid = (min(-(-rows // _ATTENTION_WARPS), max(1, ATTENTION_BLOCKS // kv_heads)), kv_heads)
     kernel = f"predictor_attention_{(position + 1) // 2}"
     ATTENTION.launch(kernel, grid, _ATTENTION_WARPS * 32, arguments, qkv.device.index, programmatic=pdl)
     return out

@@ -123,7 +123,7 @@ def run_shard(job: str, shard: int, epoch: int) -> str:
     return handling.value
 
 
-def _wants_message() -> bool:
+def wants_message() -> bool:
     """Whether the worker of this process takes another shard."""
     return _runtime is None or _runtime.demand.wants_message
 
@@ -263,7 +263,7 @@ class ReconnectingConsumer(Consumer):
         def on_message(message: Any) -> None:
             try:
                 task = message.headers.get("task") if isinstance(message.headers, dict) else None
-                if task == RUN_SHARD and not _wants_message():
+                if task == RUN_SHARD and not wants_message():
                     # The worker claimed another shard after it had requested this message.
                     message.requeue()
                     return
@@ -328,7 +328,7 @@ def _tolerant(channel: type[Any], drop: Callable[[Exception], None]) -> type[Any
     class TolerantQoS(channel.QoS):
         def can_consume(self) -> bool:
             # A message that was requested must be read. Otherwise it would be withheld from other workers.
-            return super().can_consume() and (bool(self.channel._in_poll) or _wants_message())
+            return super().can_consume() and (bool(self.channel._in_poll) or wants_message())
 
         def ack(self, delivery_tag: str) -> None:
             try:

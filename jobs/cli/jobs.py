@@ -260,7 +260,7 @@ def watch(found: FoundJob, output: Output) -> int:
 
 
 #: A pool with more voices is counted by `nightjar show`.
-_SHOWN_VOICES = 20
+SHOWN_VOICES = 20
 
 
 @click.command()
@@ -308,7 +308,7 @@ def show(job: str, home: str | None, output: Output) -> None:
         for record in view["made_with"] or ()
     ]
     shown = {**view, "made_with": made_by, "command": shlex.join(command), "command_notes": None}
-    if found.spec.pool and len(found.spec.pool.weights) > _SHOWN_VOICES:
+    if found.spec.pool and len(found.spec.pool.weights) > SHOWN_VOICES:
         voices, recordings = len(found.spec.pool.weights), len(found.spec.stored_voices or ())
         spec = {**view["spec"], "stored_voices": f"{recordings:,} recordings, see --json"}
         spec["pool"] = {**spec["pool"], "weights": f"{voices:,} voices, see --json"}

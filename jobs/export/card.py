@@ -22,7 +22,7 @@ from pipelines.languages import language_code
 #: The hub's size categories.
 _SIZES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B")
 #: Maximum number of rows of a table, and of samples.
-_ROWS, _SAMPLES = 50, 5
+ROWS, _SAMPLES = 50, 5
 _decode = msgspec.json.Decoder(tuple[str, int]).decode
 
 
@@ -45,7 +45,7 @@ class Hours:
                 self.names += 1
                 yield -sum(milliseconds for _, milliseconds in pairs), name
 
-        return [(name, -negative) for negative, name in heapq.nsmallest(_ROWS, sums())]
+        return [(name, -negative) for negative, name in heapq.nsmallest(ROWS, sums())]
 
 
 class CardFacts:
@@ -115,6 +115,6 @@ def dataset_card(
         conversion=conversion,
         voices=facts.voices.longest(),
         languages=languages,
-        rows=_ROWS,
+        rows=ROWS,
     )
     return card.encode()

@@ -77,7 +77,7 @@ class CausalDecoder(Decoder[CodecState]):
         self._largest_code = largest_code
         self.alone = self.device.type == "cpu"
         self.fixed = reproducible and not self.alone
-        self._graphs: StreamGraphs | None = None
+        self.stream_graphs: StreamGraphs | None = None
         #: The last values that were made from codes, with these codes, by their identity.
         self.made: dict[int, Made] = {}
 
@@ -112,7 +112,7 @@ class CausalDecoder(Decoder[CodecState]):
         if self.device.type == "cpu" or rows < 1:
             return
         with on_device(self.device):
-            self._graphs = StreamGraphs(self.run, self.shape, rows, self.fixed).prepare()
+            self.stream_graphs = StreamGraphs(self.run, self.shape, rows, self.fixed).prepare()
 
     def prepare_utterances(self, rows: int, frames: int = STEP_FRAMES) -> None:
         """On a CUDA device: captures the graphs of a continuous batch of whole utterances, in steps of `rows`
@@ -128,7 +128,7 @@ class CausalDecoder(Decoder[CodecState]):
             ).prepare()
 
     def batch_key(self, frames: int, last: bool) -> tuple[int, int | None]:
-        graphs = self._graphs
+        graphs = self.stream_graphs
         return super().batch_key(frames, last) if graphs is None else graphs.batch_key(frames, last)
 
     @torch.inference_mode()
@@ -140,7 +140,7 @@ class CausalDecoder(Decoder[CodecState]):
 
         Closes a stream's state after its last chunk. Raises like `decode`, before any state is advanced.
         """
-        graphs = self._graphs
+        graphs = self.stream_graphs
         if graphs is None:
             return super().start_chunks(states, codes, last)
         self._check(codes)

@@ -75,7 +75,7 @@ class ChunkGraphs:
         self._on_gpu = shape.device.type == "cuda"
         self._stream = torch.cuda.Stream(shape.device, priority=priority) if self._on_gpu else None
         self._pool = GraphPool()
-        self._graphs: dict[tuple[int, int], Callable[[], None]] = {}
+        self.captured: dict[tuple[int, int], Callable[[], None]] = {}
         #: (rows, frames) of all graphs, the largest first.
         self.sizes = sorted(
             ((count, frames) for frames, counts in rows.items() for count in counts),
@@ -84,7 +84,7 @@ class ChunkGraphs:
         with torch.inference_mode(), self.on_stream():
             self.arena = Arena(states, shape.state_size, shape.dtype, shape.device)
             self._on_device = self._buffer(shape.device)
-        self._buffers = deque(self._buffer() for _ in range(_BUFFERS))
+        self.buffers = deque(self._buffer() for _ in range(_BUFFERS))
 
     def on_stream(self) -> Any:
         """A context manager that makes the CUDA stream of the graphs the current one."""
@@ -106,7 +106,7 @@ class ChunkGraphs:
                 self._on_device.inputs[: len(inputs)].copy_(torch.from_numpy(inputs))
             work = partial(self._work, rows, frames)
             try:
-                self._graphs[rows, frames] = (
+                self.captured[rows, frames] = (
                     work if self._stream is None else capture(work, self._pool, self._stream).replay
                 )
             except torch.OutOfMemoryError:
@@ -123,7 +123,7 @@ class ChunkGraphs:
 
     def recycle(self, buffers: Sequence[Buffer]) -> None:
         """Returns buffers whose samples were read, so that other launches can use them."""
-        self._buffers.extend(buffers)
+        self.buffers.extend(buffers)
 
     def launch(
         self, states: Sequence[CodecState], codes: Sequence[Codes], frames: int
@@ -131,11 +131,11 @@ class ChunkGraphs:
         """Starts one launch for chunks of up to `frames` frames. Returns its buffer, and for each chunk the
         part of the buffer that receives its samples."""
         rows = next(rows for rows in self._rows[frames] if rows >= len(states))
-        buffer = self._buffers.popleft() if self._buffers else self._buffer()
+        buffer = self.buffers.popleft() if self.buffers else self._buffer()
         used, each = self._inputs_of(rows, frames), self._shape.samples_per_frame
         self._pack(buffer.inputs.numpy()[:used], rows, frames, states, codes)
         self._on_device.inputs[:used].copy_(buffer.inputs[:used], non_blocking=True)
-        (self._graphs.get((rows, frames)) or partial(self._work, rows, frames))()
+        (self.captured.get((rows, frames)) or partial(self._work, rows, frames))()
         samples = len(states) * frames * each
         buffer.samples[:samples].copy_(self._on_device.samples[:samples], non_blocking=True)
         for state, one in zip(states, codes):

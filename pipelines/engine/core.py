@@ -100,7 +100,7 @@ class EngineCore:
         #: Counts of frames made and of requests that ended.
         self.frames_made = self.requests_done = 0
         self._clock = clock
-        self._turns: deque[_Turn] = deque()
+        self.turns: deque[_Turn] = deque()
         self._since_admission = 0
         #: The samplers' flags for a batch, kept while the batch stays the same.
         self._drawn: tuple[list[Utterance], DrawFlags, DrawFlags] | None = None
@@ -125,7 +125,7 @@ class EngineCore:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do until a request, or text for a running one, arrives."""
-        waiting = self._turns or self.scheduler.waiting or self.scheduler.waiting_streams
+        waiting = self.turns or self.scheduler.waiting or self.scheduler.waiting_streams
         return not waiting and all(
             one.starved and one.prefilled == one.last for one in self.scheduler.running
         )
@@ -197,9 +197,9 @@ class EngineCore:
         if turn is not None:
             self.scheduler.limit.record_success(len(turn.batch) if streams else len(self.scheduler.running))
         lag = 0 if streams or turn is None else self.executor.lag
-        read = len(self._turns) > lag
-        while len(self._turns) > lag:
-            self._read(self._turns.popleft())
+        read = len(self.turns) > lag
+        while len(self.turns) > lag:
+            self._read(self.turns.popleft())
         if turn is not None:
             self.planner.record((self._clock() - began) / turn.frames, turn.together)
         return turn is not None or prefilled or read
@@ -226,7 +226,7 @@ class EngineCore:
 
     def fail_all(self, error: NightjarError) -> None:
         """Ends all requests with this error."""
-        self._turns.clear()
+        self.turns.clear()
         for utterance in self.scheduler.all():
             self._fail(utterance, error)
         # Keys and values from before a fault are not reused.
@@ -328,7 +328,7 @@ class EngineCore:
         for utterance in batch:
             utterance.started += count
         turn = _Turn([(one, one.run) for one in batch], pending, count, together)
-        self._turns.append(turn)
+        self.turns.append(turn)
         return turn
 
     def _read(self, turn: _Turn) -> None:
@@ -414,7 +414,7 @@ class EngineCore:
     def _shrink(self, error: RuntimeError) -> None:
         """After an out-of-memory error: restarts all requests, fewer at a time (see `BatchLimit`). A request
         that ran alone fails."""
-        self._turns.clear()
+        self.turns.clear()
         running = self.scheduler.running
         self.scheduler.limit.reduce(len(running))
         log.warning(

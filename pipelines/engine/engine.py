@@ -67,7 +67,7 @@ class Engine:
         self._stage = stage or _NoStage()
         self._codec = codec
         self._waiting = 0
-        self._closing = False
+        self.closing = False
         self._preparing = True
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -85,8 +85,8 @@ class Engine:
         with self._wake:
             inside = threading.current_thread() is self._thread or self._stage.is_current
             if not (request.stream or inside):
-                self._wake.wait_for(lambda: self._closing or self._waiting + self._arrived_whole < self._room)
-            if self._closing:
+                self._wake.wait_for(lambda: self.closing or self._waiting + self._arrived_whole < self._room)
+            if self.closing:
                 raise engine_closed()
             self._arrived.append((request, receiver))
             self._arrived_whole += not request.stream
@@ -139,7 +139,7 @@ class Engine:
     def close(self) -> None:
         """Ends the thread; requests in flight fail with `synth.aborted`. May be called more than once."""
         with self._wake:
-            self._closing = True
+            self.closing = True
             self._wake.notify_all()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -165,18 +165,18 @@ class Engine:
         """Runs one turn, or prepares for later ones while idle. Returns False when the engine is closing."""
         with self._wake:
             idle = not self._wake.wait_for(
-                lambda: self._arrived or self._calls or self._closing or not self.core.idle,
+                lambda: self._arrived or self._calls or self.closing or not self.core.idle,
                 IDLE_SECONDS if self._preparing else None,
             )
             # Whole utterances alone wait for the stage.
             while self._stage.is_backlogged and not (
-                self._closing
+                self.closing
                 or self._calls
                 or self.core.has_streams
                 or len(self._arrived) > self._arrived_whole
             ):
                 self._wake.wait(_REST_SECONDS)
-            if self._closing:
+            if self.closing:
                 return False
             arrived, calls = self._arrived, self._calls
             self._arrived, self._calls = [], []
@@ -198,7 +198,7 @@ class Engine:
         with self._wake:
             self._waiting = len(self.core.scheduler.waiting) - self.core.scheduler.preempted
             self._wake.notify_all()
-            if not (worked or self._arrived or self._calls or self._closing):
+            if not (worked or self._arrived or self._calls or self.closing):
                 self._wake.wait(_REST_SECONDS)
         return True
 

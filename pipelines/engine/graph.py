@@ -54,7 +54,7 @@ class GraphExecutor(FrameExecutor):
         largest = buckets[-1]
         self.batch_sizes = (largest,) if reproducible else buckets
         #: Each graph is kept with its frame, which holds the tensors that the graph reads and writes.
-        self._graphs: Buckets[tuple[torch.cuda.CUDAGraph, FusedFrame]] = Buckets(self.batch_sizes)
+        self.graphs: Buckets[tuple[torch.cuda.CUDAGraph, FusedFrame]] = Buckets(self.batch_sizes)
         tensors = self.tensors = model.tensors
         self.kernels = "fused CUDA" if runs_cuda(tensors, self.kv.k) else "Triton"
         with torch.inference_mode():
@@ -93,8 +93,8 @@ class GraphExecutor(FrameExecutor):
     def frames(self, slots: Sequence[int], count: int, settings: FrameSettings) -> PendingFrames:
         """Starts `count` frames; ignores `settings`, since the kernels read the settings of each row from its
         slot."""
-        bucket = self._graphs.choose(len(slots), self._capture) or self._graphs.sizes[-1]
-        graph, _ = self._graphs.of(bucket, self._capture)
+        bucket = self.graphs.choose(len(slots), self._capture) or self.graphs.sizes[-1]
+        graph, _ = self.graphs.of(bucket, self._capture)
         self._write_rows([*slots, *[self.state.dead] * (bucket - len(slots))])
         size = self._codes_from + 8 * len(slots) * self._codes.shape[1]
         used: list[Tensor] = []
@@ -128,8 +128,8 @@ class GraphExecutor(FrameExecutor):
     @torch.inference_mode()
     def warm(self, everything: bool = False) -> None:
         """Captures the graphs that the first batches need, or every graph, so that no request waits for one."""
-        for bucket in self._graphs.first:
-            self._graphs.of(bucket, self._capture)
+        for bucket in self.graphs.first:
+            self.graphs.of(bucket, self._capture)
         self.prefills.warm()
         while everything and self.prepare():
             pass
@@ -139,7 +139,7 @@ class GraphExecutor(FrameExecutor):
 
     @torch.inference_mode()
     def prepare(self) -> bool:
-        return self._graphs.prepare(self._capture) or self.prefills.prepare()
+        return self.graphs.prepare(self._capture) or self.prefills.prepare()
 
     def _write_rows(self, rows: list[int]) -> None:
         if rows != self._running:

@@ -64,7 +64,7 @@ class MegakernelExecutor(GraphExecutor):
         torch.cuda.synchronize(self.kv.k.device)  # pending work may still use the graphs
         self._turn_plain()
         for bucket in ROWS:
-            _, frame = self._graphs.captured.pop(bucket, (None, None))
+            _, frame = self.graphs.captured.pop(bucket, (None, None))
             if isinstance(frame, PersistentFrame) and (fault := frame.predictor_run.fault) is not None:
                 log.warning("the persistent kernel for %d rows timed out: %s", bucket, fault)
 

@@ -69,22 +69,22 @@ class PackedPrefills:
     ) -> None:
         """`sizes`: numbers of positions of rows that graphs are captured for."""
         self._work, self._state, self._capture = work, state, capture
-        self._rows: Buckets[_Row] = Buckets(sizes, "positions")
+        self.rows: Buckets[_Row] = Buckets(sizes, "positions")
 
     def warm(self) -> None:
         """Captures the longest row that fits into memory, which can replace all others, and the usual one.
 
         Raises `torch.OutOfMemoryError` if none fits.
         """
-        shortest, *longer = self._rows.sizes
-        if not any(self._rows.attempt(size, self._row) for size in reversed(longer)):
-            self._rows.of(shortest, self._row)
-        if _USUAL in self._rows.possible:
-            self._rows.attempt(_USUAL, self._row)
+        shortest, *longer = self.rows.sizes
+        if not any(self.rows.attempt(size, self._row) for size in reversed(longer)):
+            self.rows.of(shortest, self._row)
+        if _USUAL in self.rows.possible:
+            self.rows.attempt(_USUAL, self._row)
 
     def prepare(self) -> bool:
         """Captures one more row. Returns False if none is left."""
-        return self._rows.prepare(self._row)
+        return self.rows.prepare(self._row)
 
     def run(self, runs: Sequence[PrefillRun]) -> list[PrefillRun]:
         """Prefills runs. Returns, in order, those for which there is no memory for a graph."""
@@ -92,12 +92,12 @@ class PackedPrefills:
         for group in self._groups(runs):
             # If a group is left, later groups are left too, since they may hold later pieces of its last run.
             positions = sum(len(run.embeddings) for run in group)
-            wanted = _shortest(self._rows.sizes, positions, len(group))
-            size = None if left else self._rows.choose(wanted, self._row)
+            wanted = _shortest(self.rows.sizes, positions, len(group))
+            size = None if left else self.rows.choose(wanted, self._row)
             if size is None:
                 left += group
             else:
-                self._replay(self._rows.captured[size], group)
+                self._replay(self.rows.captured[size], group)
         return left
 
     def _groups(self, runs: Sequence[PrefillRun]) -> list[list[PrefillRun]]:
@@ -119,7 +119,7 @@ class PackedPrefills:
     def _row_for(self, positions: int, runs: int) -> int:
         """The length of the next row: one that holds all positions and runs with little empty space, or the
         longest one that they fill, if it has room for the runs."""
-        sizes = self._rows.possible
+        sizes = self.rows.possible
         held = _shortest(sizes, positions, runs)
         shorter = max((size for size in sizes if size <= positions), default=held)
         return held if held - positions <= _MAX_EMPTY or _max_runs(shorter) < runs else shorter
@@ -159,15 +159,15 @@ class PaddedPrefills:
         self._work, self._state, self._kv, self._capture = work, state, kv, capture
         self._shapes = [shape for shape in SHAPES if shape[1] + shape[2] <= state.page_table.shape[1]]
         #: Captured rows by the index of their shape.
-        self._rows: Buckets[_Row] = Buckets(range(len(self._shapes)), "(the index of a shape)")
+        self.rows: Buckets[_Row] = Buckets(range(len(self._shapes)), "(the index of a shape)")
 
     def warm(self) -> None:
         """Captures the graph of chunks that fit a page, which most prompts need."""
-        self._rows.of(0, self._row)
+        self.rows.of(0, self._row)
 
     def prepare(self) -> bool:
         """Captures one more graph. Returns False if none is left."""
-        return self._rows.prepare(self._row)
+        return self.rows.prepare(self._row)
 
     def run(self, runs: Sequence[PrefillRun]) -> list[PrefillRun]:
         """Prefills runs that fit a graph; returns the others."""
@@ -179,7 +179,7 @@ class PaddedPrefills:
             else:
                 groups.setdefault(shape, []).append(run)
         for shape, group in groups.items():
-            row, together = self._rows.of(shape, self._row), self._shapes[shape][0]
+            row, together = self.rows.of(shape, self._row), self._shapes[shape][0]
             for start in range(0, len(group), together):
                 self._replay(row, group[start : start + together])
         return left

@@ -72,7 +72,7 @@ STATS_SECONDS = 0.02
 _STARTING_THREADS = 4
 #: Threads that start requests with a recording, so that many voices are encoded in a batch. More than a client's
 #: whole utterances (`MAX_PENDING`), which wait for room in the engine.
-_CLONING_THREADS = 64
+CLONING_THREADS = 64
 
 
 def main() -> None:
@@ -143,7 +143,7 @@ class EngineServer:
         self._lock = threading.Lock()
         self._requests: dict[int, _Request] = {}
         self._feeder, self._starters = DaemonThreads(1, "feeder"), DaemonThreads(_STARTING_THREADS, "starter")
-        self._cloners = DaemonThreads(_CLONING_THREADS, "cloner")
+        self._cloners = DaemonThreads(CLONING_THREADS, "cloner")
         self._questions = itertools.count()
         #: Answers of the client that threads wait for.
         self._asked: dict[int, Future[tuple[NDArray[Any], int]]] = {}

@@ -25,7 +25,7 @@ from pipelines.hibari.times import TimedVoice, read_as
 from pipelines.pronunciation import WholeWords
 
 # "ɐ" is the vowel of the article "a", which the lexicon has in neither set.
-_PHONES = VOWELS | CONSONANTS | {"ɐ"}
+PHONES = VOWELS | CONSONANTS | {"ɐ"}
 _READ_SYMBOLS = frozenset(
     {*SYMBOLS, *CURRENCY_WORDS, *SYMBOL_PHONEMES, *CURRENCIES, *LEXICON_SYMBOLS, "ª", "º", "µ", "°"}
 )
@@ -156,7 +156,7 @@ class EnglishReader:
             held += self._phonemes(_marked(sentence, pronunciations))
             if owners is not None:
                 owners += self._owners(sentence, written, pronunciations)
-            pronounced = pronounced or any(phoneme in _PHONES for chunk in held for phoneme in chunk)
+            pronounced = pronounced or any(phoneme in PHONES for chunk in held for phoneme in chunk)
             if pronounced:
                 yield from map(self.voice.ids, held)
                 held = []

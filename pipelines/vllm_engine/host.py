@@ -219,7 +219,7 @@ class VllmHost:
         """
         self._spec = spec
         self._arguments = engine_arguments(spec, options)
-        self._moment = EngineMoment()
+        self.moment = EngineMoment()
         slots = self._arguments["max_num_seqs"]
         self._room = slots + (options.waiting_room or (_CPU_WAITING_ROOM if on_cpu() else slots))
         self._numbers = itertools.count()
@@ -285,7 +285,7 @@ class VllmHost:
             self._loop.call_soon_threadsafe(cancel)
 
     def stats(self, audio_seconds: float = 0.0) -> EngineStats:
-        moment, under_way = self._moment, self._taken
+        moment, under_way = self.moment, self._taken
         running = min(moment.running, under_way)
         return EngineStats(
             running,
@@ -317,7 +317,7 @@ class VllmHost:
 
     async def _start(self) -> None:
         try:
-            self._llm = start_engine(self._spec, self._arguments, self._moment)
+            self._llm = start_engine(self._spec, self._arguments, self.moment)
         except NightjarError:
             raise
         except Exception as error:

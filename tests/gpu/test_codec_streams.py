@@ -56,8 +56,8 @@ def prepared(reproducible: bool = False) -> CodecDecoder:
 
 
 def graphs_of(decoder: CausalDecoder) -> StreamGraphs:
-    assert decoder._graphs is not None
-    return decoder._graphs
+    assert decoder.stream_graphs is not None
+    return decoder.stream_graphs
 
 
 def codes(frames: int, seed: int) -> Tensor:
@@ -102,7 +102,7 @@ class Inbox:
 def test_every_size_was_captured_and_takes_no_more_than_it_says() -> None:
     decoder = prepared()
     graphs = graphs_of(decoder)
-    assert set(graphs._graphs) == set(graphs.sizes)
+    assert set(graphs.captured) == set(graphs.sizes)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
@@ -319,11 +319,11 @@ def test_memory_stays_as_it_is_over_two_thousand_chunks() -> None:
 
     chunks(500)
     torch.cuda.synchronize()
-    buffers, before = len(graphs_of(decoder)._buffers), torch.cuda.memory_stats()
+    buffers, before = len(graphs_of(decoder).buffers), torch.cuda.memory_stats()
     chunks(2000)
     torch.cuda.synchronize()
     after = torch.cuda.memory_stats()
     for figure in ("allocated_bytes.all.current", "reserved_bytes.all.current"):
         assert after[figure] == before[figure], figure
-    assert len(graphs_of(decoder)._buffers) == buffers
+    assert len(graphs_of(decoder).buffers) == buffers
     assert graphs_of(decoder).arena.free == ROWS

@@ -79,8 +79,8 @@ def all_captured(executor: GraphExecutor) -> bool:
         if isinstance(prefills, PackedPrefills)
         else range(sum(new + before <= slots for _, new, before in SHAPES))
     )
-    frames = set(executor._graphs.captured) == set(executor.batch_sizes)
-    return frames and set(prefills._rows.captured) == set(wanted) and not executor.prepare()
+    frames = set(executor.graphs.captured) == set(executor.batch_sizes)
+    return frames and set(prefills.rows.captured) == set(wanted) and not executor.prepare()
 
 
 def test_streams_and_whole_utterances_in_company_say_what_they_say_alone(narrow: Qwen3TTSModel) -> None:
@@ -137,7 +137,7 @@ def test_a_pipeline_for_streams_is_open_when_all_graphs_stand_and_speech_was_mad
     executor = pipeline.engine.core.executor
     if isinstance(executor, GraphExecutor):
         assert all_captured(executor)
-    assert pipeline.codec.decoder._graphs is not None
+    assert pipeline.codec.decoder.stream_graphs is not None
     assert pipeline.engine.core.options.stream_slots == 4
     assert pipeline.stats().requests_done == 2
     assert pipeline.stats().running == 0

@@ -216,7 +216,7 @@ def test_rows_in_rounds_equal_the_twin_and_those_at_once(
     attention = Attention(10, kv_heads)
     at_once, cache = attention.run(range(1, 16), slice(0, 10))
     monkeypatch.setattr(
-        lm_cuda, "_ATTENTION_BLOCKS", kv_heads
+        lm_cuda, "ATTENTION_BLOCKS", kv_heads
     )  # one block for each head: three rounds of four rows, the last one of two
     for seed in SEEDS:
         emulated(seed)

@@ -291,7 +291,7 @@ def test_a_text_cannot_write_into_the_card(tmp_path: Path) -> None:
 
 
 def test_any_number_of_names_and_keys_is_counted_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.export.card._ROWS", 3)
+    monkeypatch.setattr("jobs.export.card.ROWS", 3)
     hours, repeats = Hours(), Repeats()
     for number in range(1000):
         hours.add(f'name "{number % 100}"', number % 100)

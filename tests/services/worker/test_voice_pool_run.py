@@ -76,7 +76,7 @@ def test_a_pool_gives_each_role_a_voice_that_every_export_names(
     assert shown["minutes_by_voice"] == pytest.approx(minutes, abs=1e-6)
     assert set(shown["minutes_by_voice"]) == {row["voice"] for row in rows}
     # A pool of many voices is counted, and without the lines the rest of the job is still shown.
-    monkeypatch.setattr("jobs.cli.jobs._SHOWN_VOICES", 1)
+    monkeypatch.setattr("jobs.cli.jobs.SHOWN_VOICES", 1)
     kept = tmp_path / "out" / "jobs" / job_id / "input"
     kept.rename(tmp_path / "kept")
     assert main(["show", job_id, "--out", "out"]) == 0

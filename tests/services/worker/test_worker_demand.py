@@ -172,7 +172,7 @@ class Message:
 def test_a_shard_that_came_too_late_goes_back_to_the_queue(
     monkeypatch: pytest.MonkeyPatch, task: str, hungry: bool, requeued: bool
 ) -> None:
-    monkeypatch.setattr(celery_app, "_wants_message", lambda: hungry)
+    monkeypatch.setattr(celery_app, "wants_message", lambda: hungry)
     received: list[str] = []
     app = create_app(load_settings(broker_url="redis://127.0.0.1:1/0"))
     one = ReconnectingConsumer(

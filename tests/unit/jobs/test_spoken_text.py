@@ -141,9 +141,9 @@ def test_a_lexicon_comes_before_the_numbers() -> None:
 
 
 def test_the_phonemes_of_hibari_are_those_of_its_voice() -> None:
-    from pipelines.hibari.text import _PHONES, EnglishReader
+    from pipelines.hibari.text import PHONES, EnglishReader
 
-    assert set(PHONEMES) == _PHONES | set("ˈˌᵊ")
+    assert set(PHONEMES) == PHONES | set("ˈˌᵊ")
     assert set(PHONEMES) <= set(EnglishReader().voice.vocab)
 
 

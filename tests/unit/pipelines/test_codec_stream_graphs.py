@@ -250,7 +250,7 @@ def test_samples_are_the_receivers_own_and_buffers_are_written_again() -> None:
         if step % 2:
             for one, *_ in kept[-2:]:
                 one.release()
-    assert len(decoder.graphs._buffers) == 4, "two at a time were in use"
+    assert len(decoder.graphs.buffers) == 4, "two at a time were in use"
     assert all(np.array_equal(found, wanted) for _, found, wanted in kept)
 
 

@@ -156,9 +156,9 @@ def test_idle_turns_capture_what_the_first_prompts_do_not_need_as_far_as_there_i
 
     graphs = PaddedPrefills(lambda *_: None, state, kv, capture)
     graphs.warm()
-    assert list(graphs._rows.captured) == [0]
+    assert list(graphs.rows.captured) == [0]
     steps = 0
     while graphs.prepare():
         steps += 1
     assert steps == len(SHAPES) - 1
-    assert list(graphs._rows.captured) == [0, 2, 3]
+    assert list(graphs.rows.captured) == [0, 2, 3]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pipelines.engine_process.client import EngineProcess
-from pipelines.engine_process.server import _CLONING_THREADS
+from pipelines.engine_process.server import CLONING_THREADS
 from pipelines.errors import EngineCrashError, ErrorCode, InputError, ModelError, SynthesisError
 from pipelines.request import AudioChunk, Done, Event, Failed, Message, SynthesisRequest, stream
 from tests.support import streaming_fake
@@ -110,7 +110,7 @@ def test_what_waits_for_a_thread_and_is_ended_never_starts(process: EngineProces
     speaking = Heard()
     spoken = process.start(request("[[chunks:9]] [[seconds:600]]", "speaking"), speaking, stream=True)
     wait_for(lambda: process.stats().running == 1)
-    busy = [Heard() for _ in range(_CLONING_THREADS)]
+    busy = [Heard() for _ in range(CLONING_THREADS)]
     for number, one in enumerate(busy):
         process.start(with_recording(f"[[encode:{encoded}]]", f"busy{number}"), one, stream=True)
     gone = Heard()

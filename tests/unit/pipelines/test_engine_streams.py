@@ -279,11 +279,11 @@ def test_one_frame_a_turn_and_no_lag_while_a_stream_is_alive() -> None:
     simulation.core.step()
     simulation.core.step()
     assert asked == [(4, 2), (4, 2)]
-    assert len(simulation.core._turns) == 1
+    assert len(simulation.core.turns) == 1
     simulation.arrive([simulation.device.now], lambda: 6)
     simulation.run(simulation.device.now + 0.001)
     assert asked[2:] == [(1, 1)], "a first chunk does not wait for the batch"
-    assert not simulation.core._turns
+    assert not simulation.core.turns
     simulation.run()
     assert asked[-1][1] == 2
     (listener,) = simulation.listeners.values()

@@ -239,7 +239,7 @@ def test_close_fails_what_runs_and_refuses_what_comes() -> None:
     assert model.asked.wait(SECONDS)
     closing = threading.Thread(target=engine.close)
     closing.start()
-    while not engine._closing:
+    while not engine.closing:
         time.sleep(0.001)
     model.may.set()
     closing.join()

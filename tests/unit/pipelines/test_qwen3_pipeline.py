@@ -340,7 +340,7 @@ def test_close_aborts_what_runs_and_may_be_repeated() -> None:
         future = submit(pipeline, clone("late", max_seconds=60.0))
         closes = threading.Thread(target=pipeline.close)
         closes.start()
-        while not pipeline.engine._closing:
+        while not pipeline.engine.closing:
             time.sleep(0.001)
     closes.join()
     pipeline.close()
