@@ -4,6 +4,7 @@ comes back."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -151,7 +152,21 @@ class Breaks(MemoryStore):
         super().delete_many(keys)
 
 
-def test_a_deletion_that_was_interrupted_goes_on(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+class Killed(Ledger):
+    """Whose process ends at its sixth change."""
+
+    writes = 0
+
+    def write(self, work: Any, *args: Any, **kwargs: Any) -> Any:
+        self.writes += 1
+        if self.writes == 6:
+            raise KeyboardInterrupt
+        return super().write(work, *args, **kwargs)
+
+
+def test_a_deletion_that_was_interrupted_goes_on(
+    ledger: Ledger, ledger_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(control, "ROWS_AT_ONCE", 1)
     job, store = ended(ledger), Breaks(2)
     objects = 2 * deleting.OBJECTS_AT_ONCE + 3
@@ -161,18 +176,9 @@ def test_a_deletion_that_was_interrupted_goes_on(ledger: Ledger, monkeypatch: py
     with pytest.raises(StoreError):
         delete_job(ledger, store, job.id)
     assert (len(store.objects), ledger.job(job.id).state_reason) == (3, control.BEING_DELETED)
-    store.left, write, writes = 100, ledger.write, 0
-
-    def killed(work: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal writes
-        writes += 1
-        if writes == 6:
-            raise KeyboardInterrupt
-        return write(work, *args, **kwargs)
-
-    monkeypatch.setattr(ledger, "write", killed)
-    with pytest.raises(KeyboardInterrupt):
-        delete_job(ledger, store, job.id)
+    store.left = 100
+    with closing(Killed(ledger_url)) as killed, pytest.raises(KeyboardInterrupt):
+        delete_job(killed, store, job.id)
     assert ledger.job(job.id).id == job.id
     delete_job(ledger, store, job.id)
     assert (store.objects, set(tables_of(ledger, job).values()), ledger.jobs()) == ({}, {0}, [])

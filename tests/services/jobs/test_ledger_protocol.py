@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -79,23 +80,24 @@ class TestIngest:
         assert caught.value.code is ErrorCode.INPUT_DUPLICATE_ID
         assert ledger.staged_shards(job.id) == (1, 2, 2)
 
-    def test_what_another_process_staged_is_no_duplicate(
-        self, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_what_another_process_staged_is_no_duplicate(self, ledger: Ledger, ledger_url: str) -> None:
         """Two processes meet a batch that repeats an example; one stages the rest of it before the other
         has looked which it is."""
         job = ledger.begin_job(new_job())
         ledger.stage(job.id, [NewShard(0, ((0, "a"), (1, "b")), "k", "s", 1)], [], 2)
-        read = ledger.read
+        rest = [NewShard(1, ((2, "c"), (3, "d")), "k1", "s1", 1)]
+        rejected = [RejectedLine(4, ErrorCode.INPUT_DUPLICATE_ID, "m", "b")]
+        overtaken: list[bool] = []
 
-        def overtaken(*arguments: Any) -> Any:
-            monkeypatch.undo()
-            rest = [NewShard(1, ((2, "c"), (3, "d")), "k1", "s1", 1)]
-            assert ledger.stage(job.id, rest, [RejectedLine(4, ErrorCode.INPUT_DUPLICATE_ID, "m", "b")], 5)
-            return read(*arguments)
+        class Overtaken(Ledger):
+            def read(self, *arguments: Any) -> Any:
+                if not overtaken:
+                    overtaken.append(ledger.stage(job.id, rest, rejected, 5))
+                return super().read(*arguments)
 
-        monkeypatch.setattr(ledger, "read", overtaken)
-        assert not ledger.stage(job.id, [NewShard(1, ((2, "c"), (3, "b"), (4, "d")), "k1", "s1", 1)], [], 5)
+        with closing(Overtaken(ledger_url)) as late:
+            assert not late.stage(job.id, [NewShard(1, ((2, "c"), (3, "b"), (4, "d")), "k1", "s1", 1)], [], 5)
+        assert overtaken == [True]
         assert ledger.staged_shards(job.id) == (2, 4, 5)
         assert ledger.job(job.id).rejected_lines == 1
 

@@ -123,8 +123,13 @@ def test_a_program_that_failed_does_not_wait_for_its_run(
 ) -> None:
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
     monkeypatch.setattr(sys, "last_type", ValueError if failed else None, raising=False)
+
+    class Ended(LocalThread):
+        """Whose end is not waited for."""
+
+        def join(self, timeout: float | None = None) -> None: ...
+
     run: Any = None
-    thread = LocalThread(run, quiet=True)
-    monkeypatch.setattr(thread, "join", lambda: None)
+    thread = Ended(run, quiet=True)
     thread.end_with_program()
     assert (thread._stop_request.number is not None) is failed

@@ -42,7 +42,7 @@ class Prepared(CodecDecoder):
 
     def __init__(self, streams: int, fixed: bool = False) -> None:
         self.__dict__.update(plain().__dict__)
-        self._graphs = self.graphs = StreamGraphs(self.run, self.shape, streams, fixed)
+        self.stream_graphs = self.graphs = StreamGraphs(self.run, self.shape, streams, fixed)
         self.graphs.prepare()
         self.spoil()
 

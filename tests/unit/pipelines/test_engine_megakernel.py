@@ -56,7 +56,7 @@ class Unmade(MegakernelExecutor, Eager):
         self.kv = SimpleNamespace(k=k, v=v)  # type: ignore[assignment]
         slots = maker.state(SMALLEST, 2, 9, 16, torch.zeros(2, dtype=torch.int64))
         self.state = SimpleNamespace(tensors=slots)  # type: ignore[assignment]
-        self._graphs = Buckets((1, 2, 4))
+        self.graphs = Buckets((1, 2, 4))
         self.flags = np.zeros((1, 2), np.uint8)
 
     def capture(self, bucket: int) -> tuple[Any, FusedFrame]:
@@ -64,7 +64,7 @@ class Unmade(MegakernelExecutor, Eager):
 
     def frame(self, bucket: int) -> Any:
         """That of a bucket, which is captured where it is not."""
-        return self._graphs.of(bucket, self._capture)[1]
+        return self.graphs.of(bucket, self._capture)[1]
 
     @property
     def kinds(self) -> list[type]:
@@ -73,7 +73,7 @@ class Unmade(MegakernelExecutor, Eager):
 
     @property
     def captured(self) -> set[int]:
-        return set(self._graphs.captured)
+        return set(self.graphs.captured)
 
     @property
     def persistent(self) -> tuple[Any, Any]:

@@ -78,13 +78,13 @@ class Rows(PackedPrefills):
     @property
     def lengths(self) -> set[int]:
         """Of the rows that there are."""
-        return set(self._rows.captured)
+        return set(self.rows.captured)
 
     def groups(self, runs: Sequence[PrefillRun]) -> list[list[PrefillRun]]:
         return self._groups(runs)
 
     def make(self, length: int) -> None:
-        self._rows.of(length, self._row)
+        self.rows.of(length, self._row)
 
 
 def test_chunks_of_any_length_from_any_position_write_what_they_write_alone() -> None:

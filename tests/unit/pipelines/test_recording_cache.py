@@ -199,11 +199,14 @@ def test_what_was_used_last_stays_within_the_bound(tmp_path: Path) -> None:
     assert (len(kept.paths()), kept.made) == (3, 0)
 
 
-def test_a_folder_is_looked_through_once_for_many_voices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, looked = Folder(tmp_path, maximum_bytes=1 << 20), list[int]()
-    monkeypatch.setattr(folder.files, "shrink", lambda: looked.append(folder.made))
+def test_a_folder_is_looked_through_once_for_many_voices(tmp_path: Path) -> None:
+    folder, looked = Folder(tmp_path), list[int]()
+
+    class Watched(RecordingFiles):
+        def shrink(self) -> None:
+            looked.append(folder.made)
+
+    folder.files = Watched(tmp_path, 1 << 20, "model")
     for number in range(40):
         folder.get(b"%d" % number, size=200)
     # 16 kB are written between two looks, in files of more than 1.6 kB.
