@@ -127,8 +127,10 @@ class Watched:
         found: dict[str, Any] = {f"host_{name}": spent / seconds for name, spent in self._host.items()}
         found["host_other"] = 1 - sum(found.values())
         if self.device.type == "cuda":
+            # The engine's thread may still add one: what is not synchronized is left out.
+            ended = {name: [*spans] for name, spans in self._spans.items()}
             torch.cuda.synchronize(self.device)
-            for name, spans in self._spans.items():
+            for name, spans in ended.items():
                 took = sum(begin.elapsed_time(end) for begin, end in spans)
                 found[f"stream_{name}"] = took / 1000 / seconds
             found["stream_idle"] = 1 - found["stream_prefill"] - found["stream_frames"]

@@ -48,6 +48,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -154,6 +155,17 @@ def start_lines(log: Path) -> list[str]:
     return [line[:400] for line in lines if any(word in line for word in words)][:12]
 
 
+def start_seconds(said: Sequence[str], began_at: float) -> dict[str, float]:
+    """Seconds from the start of a command, at this Unix time, to the events of a worker's log lines."""
+    found: dict[str, float] = {}
+    for line in said:
+        if (event := re.search(r'"event": "([^":]+)', line)) and (
+            at := re.search(r'"timestamp": "([^"]+)"', line)
+        ):
+            found.setdefault(event[1], datetime.fromisoformat(at[1]).timestamp() - began_at)
+    return found
+
+
 def kind_for(cloning: str) -> str:
     """The kind of checkpoint whose voices are made so."""
     return "custom_voice" if cloning == "none" else "base"
@@ -167,6 +179,7 @@ class Command:
         self, folder: Path, words: Sequence[str], environment: dict[str, str], there: Callable[[], bool]
     ) -> None:
         self.began, self.seconds, self.first_audio = time.perf_counter(), 0.0, None
+        self.began_at = time.time()
         command = [sys.executable, "-P", "-m", "jobs", *words]
         with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as error:
             self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=error)
@@ -209,7 +222,9 @@ class Command:
         row: Row = {"status": status, "failed": failed, "repeated_draws": repeated}
         row |= {"made_audio_s": sum(commit.audio_seconds for commit in commits)}
         row |= {"first_audio_s": self.first_audio, "command_s": self.seconds}
-        return row | {"worker_said": [line for log in logs for line in start_lines(log)]}, commits
+        said = [line for log in logs for line in start_lines(log)]
+        row["start_s"] = start_seconds(said, self.began_at) | {"first commit": commits[0].at - self.began_at}
+        return row | {"worker_said": said}, commits
 
 
 Run = tuple[Command, Row, list[Commit]]
