@@ -184,7 +184,7 @@ class EngineProcess:
         """The child's latest stats; the state is `broken` after the child has ended."""
         return (
             replace(self._stats, running=0, waiting=0, state="broken")
-            if self._closed is not None
+            if (self._closed or self._ended) is not None
             else self._stats
         )
 

@@ -96,6 +96,9 @@ class ServerMetrics:
             "speech_stream_underrun_seconds", "Seconds that such players had nothing to play."
         )
         self._audio = counter("speech_audio_seconds", "Seconds of speech that were sent.")
+        model.on_retry = counter(
+            "speech_requests_retried", "Requests that were tried again after their engine had died."
+        ).inc
         for name, text, value in (
             ("speech_server_running", "Requests that hold a slot of the server.", lambda: admission.running),
             (

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Literal
 
 from pipelines.daemon_threads import DaemonThreads
-from pipelines.errors import InputError, NightjarError
+from pipelines.errors import ErrorCode, InputError, NightjarError
 from pipelines.registry import ModelCard
 from pipelines.request import (
     AudioChunk,
@@ -29,7 +29,7 @@ from pipelines.request import (
     SynthesisRequest,
 )
 from pipelines.serving.admission import Permit
-from pipelines.serving.errors import unavailable
+from pipelines.serving.errors import ApiError, unavailable
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +39,11 @@ SUBMIT_THREADS = 16
 #: made; above it, when the client has read all of it.
 UNREAD_BYTES = 1 << 30
 #: Interval at which the engine's state is checked, and maximum pause between two attempts to open the model.
-_CHECK_SECONDS = 0.5
+_CHECK_SECONDS = 0.1
 _MAX_PAUSE_SECONDS = 60.0
+#: Codes of the errors of requests whose engine is not ready, and has died.
+_STARTING = "engine_starting"
+_DEAD = (ErrorCode.WORKER_CRASH, ErrorCode.MODEL_UNREACHABLE)
 #: Maximum time for closing a pipeline.
 CLOSE_SECONDS = 60.0
 
@@ -95,7 +98,7 @@ class _Call:
         error except an `InputError`, which is raised before the engine works."""
         pipeline = self._model.pipeline
         if pipeline is None or pipeline.stats().state != "ready":
-            raise unavailable("The engine is starting. Try again.", "engine_starting")
+            raise unavailable("The engine is starting. Try again.", _STARTING)
         start = partial(pipeline.start, self._request, self._on_event, self._stream)
         started: Future[Handle] = Future()
         self._permit.hold()
@@ -200,8 +203,12 @@ class ServedModel:
     unread_bytes: int = 0
     #: Called with the seconds of each underrun.
     on_underrun: Callable[[float], None] = lambda _seconds: None
+    #: Called for each request that is tried again.
+    on_retry: Callable[[], None] = lambda: None
     #: Why the first opening of the model failed, which ends the server.
     failure: BaseException | None = None
+    #: The monotonic time at which the engine was found dead; requests that arrived before wait for the next one.
+    _died_at: float = 0.0
 
     @property
     def state(self) -> Literal["ready", "starting", "broken", "stuck"]:
@@ -225,7 +232,7 @@ class ServedModel:
         assert isinstance(done, Done)
         return done.speech
 
-    def chunks(
+    async def chunks(
         self,
         request: SynthesisRequest,
         permit: Permit,
@@ -236,11 +243,37 @@ class ServedModel:
         """The chunks of the speech, then `Done`, which has all samples of a request that is not streamed.
         Closing the generator cancels the request. Raises as `speech`.
 
+        If the engine dies before the first event, the request is tried once more by the next engine; callers
+        limit the time.
+
         `opened`: called with the handle of a request whose text is still open.
         A stream's slot is given back when the speech is made, even if it is not yet read.
         """
         stream = stream and self.card.capabilities.streaming
-        return _Call(self, request, permit, opened, stream).events()
+        # The slot is kept until no other attempt can follow.
+        permit.hold()
+        held = True
+        try:
+            for is_last in (False, True):
+                call = _Call(self, request, permit, opened, stream)
+                try:
+                    async with contextlib.aclosing(call.events()) as events:
+                        async for event in events:
+                            if held:
+                                held = False
+                                permit.release()
+                            yield event
+                    return
+                except (NightjarError, ApiError) as error:
+                    was_early = error.code == _STARTING and permit.since < self._died_at
+                    if is_last or not held or not (was_early or error.code in _DEAD):
+                        raise
+                self.on_retry()
+                while self.stats().state != "ready":
+                    await asyncio.sleep(_CHECK_SECONDS)
+        finally:
+            if held:
+                permit.release()
 
     @property
     def takes_text(self) -> bool:
@@ -261,6 +294,7 @@ class ServedModel:
             # Also detects an engine that died while it had no requests.
             if (state := self.state) in ("broken", "stuck"):
                 log.error("the engine is %s; the model is opened again", state)
+                self._died_at = time.monotonic()
                 await self._reopen()
 
     async def open(self) -> None:
