@@ -43,7 +43,7 @@ class Heard:
     def frames(self, codes: NDArray[np.int64]) -> None:
         """Only whole utterances are compared."""
 
-    def finished(self, codes: NDArray[np.int64], finish: str) -> None:
+    def finished(self, codes: NDArray[np.int64], finish: str, log_probabilities: NDArray[np.float64]) -> None:
         self.codes = codes
 
     def failed(self, error: NightjarError) -> None: ...

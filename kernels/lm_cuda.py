@@ -116,7 +116,7 @@ class AttentionArguments(ctypes.Structure):
 class DrawArguments(ctypes.Structure):
     """`Args` of kernels/cuda/sampler.cu."""
 
-    _fields_ = (("tensors", c_void_p * 23), ("large", c_longlong * 3), ("small", c_int * 8))
+    _fields_ = (("tensors", c_void_p * 24), ("large", c_longlong * 3), ("small", c_int * 8))
 
 
 def known_to_cuda(weights: FrameTensors) -> bool:
@@ -226,7 +226,7 @@ def draw(pointers: Sequence[Tensor], numbers: Sequence[int], stage: int, pdl: bo
             f"There is no draw of vocab={vocab}, codebooks={codebooks}, width={width}, talker={talker}."
         )
     arguments = DrawArguments(
-        (c_void_p * 23)(*addresses(*pointers)), (c_longlong * 3)(*large), (c_int * 8)(*small)
+        (c_void_p * 24)(*addresses(*pointers)), (c_longlong * 3)(*large), (c_int * 8)(*small)
     )
     kernel = list(DRAWS.kernels)[stage]
     DRAWS.launch(

@@ -166,6 +166,8 @@ class FusedFrame:
         codes = max(weights.head.shape[0], 0 if depth is None else depth.heads.shape[1])
         self.logits = empty(max_rows * codes)
         self._finite = torch.empty(max_rows, device=device, dtype=torch.int32)
+        #: float32 [max_rows or more]: receives those of the drawn codes 0 (`kernels.sampler.log_probability`).
+        self.log_probabilities = torch.empty(max_rows, device=device)
         if depth is not None:
             span, stack = 1 << depth.heads.shape[0].bit_length(), depth.stack
             self._fast = self._cuda and lm_cuda.has_predictor_attention(
@@ -370,7 +372,7 @@ class FusedFrame:
         pointers = (
             logits, rows, codes, self._finite, flags, state.seeds, settings.top_k, state.min_new_tokens, starts, state.trailing,
             state.frames, state.positions, settings.temperature, settings.top_p, state.penalty, settings.greedy, state.seen,
-            self.hidden, inputs, feedback.table, text, self._x[-1], state.inputs,
+            self.hidden, inputs, feedback.table, text, self._x[-1], state.inputs, self.log_probabilities,
         )  # fmt: skip
         width, hidden = self._widths[-1], self._widths[0]
         numbers = (

@@ -178,7 +178,7 @@ def _drawn_again(
 @triton.jit
 def draw_code(
     logits, rows, codes, finite, flags, seeds, top_k, min_new, starts, trailing, frames, positions, temperature, top_p, penalty, greedy,
-    seen, hidden, inputs, table, text, x, state_inputs, table_starts, recent,
+    seen, hidden, inputs, table, text, x, state_inputs, log_probabilities, table_starts, recent,
     end, suppress_from, dead, count, VOCAB: tl.constexpr, codebook, CODEBOOKS: tl.constexpr, WIDTH: tl.constexpr, TALKER: tl.constexpr,
     trailing_width, COPY_HIDDEN: tl.constexpr, STAGE: tl.constexpr, BLOCK: tl.constexpr, SPREAD: tl.constexpr, HALF: tl.constexpr,
     PDL: tl.constexpr, OTHER_END: tl.constexpr, NUCLEUS: tl.constexpr, WINDOW: tl.constexpr, WINDOW_BLOCK: tl.constexpr,
@@ -199,18 +199,22 @@ def draw_code(
         if WINDOW > 0:
             back = tl.arange(0, WINDOW_BLOCK)
             latest = tl.load(recent + slot * WINDOW + back, mask=back < WINDOW, other=-1)
+        banned = (at >= suppress_from) & (at != end)
+        if OTHER_END >= 0:
+            banned &= at != OTHER_END
+        value = tl.where(banned, float("-inf"), value)
+        peak = tl.max(value)
+        log_total = peak + tl.log(tl.sum(tl.exp(value - peak)))
         factor = tl.load(penalty + slot)
         drawn_before = tl.load(seen + slot * VOCAB + at, mask=at < VOCAB, other=0) != 0
         spread = tl.zeros_like(value) + factor
         value = tl.where(
             drawn_before, tl.where(value > 0, tl.math.div_rn(value, spread), value * spread), value
         )
-        banned = (at >= suppress_from) & (at != end)
         early = (at == end) & (frame < tl.load(min_new + slot))
         if OTHER_END >= 0:
-            banned &= at != OTHER_END
             early |= (at == OTHER_END) & (frame < tl.load(min_new + slot))
-        value = tl.where(banned | early, float("-inf"), value)
+        value = tl.where(early, float("-inf"), value)
     else:
         fine = fine & tl.load(finite + row)
     if tl.load(greedy + slot) != 0:
@@ -237,6 +241,9 @@ def draw_code(
                 )
     code = tl.maximum(tl.minimum(code, VOCAB - 1), 0)
     tl.store(codes + row * CODEBOOKS + codebook, code)
+    if draws_first:
+        own_logit = tl.load(logits + row.to(tl.int64) * VOCAB + code).to(tl.float32)
+        tl.store(log_probabilities + row, own_logit - log_total)
 
     if STAGE < 2:
         tl.store(finite + row, fine)

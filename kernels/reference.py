@@ -21,6 +21,7 @@ from kernels.sampler import (
     all_finite,
     frame_noise,
     is_one_of,
+    log_probability,
     process_first,
     sample,
 )
@@ -31,11 +32,12 @@ ENDED, NOT_FINITE = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class FrameOutput:
-    """One frame of n rows. The engine reads `codes` and `flags`; the rest is for tests."""
+    """One frame of n rows. The engine reads `codes`, `flags` and `log_probabilities`; the rest is for tests."""
 
-    #: int64 [n, codebooks] and uint8 [n].
+    #: int64 [n, codebooks]; uint8 [n]; float32 [n], of the drawn codes 0 (`kernels.sampler.log_probability`).
     codes: Tensor
     flags: Tensor
+    log_probabilities: Tensor
     #: float32 [n, vocab], the raw logits of code 0; [n, hidden], the backbone's state after the final norm;
     #: float32 [codebooks - 1, n, codes], the logits of the other codebooks.
     first_logits: Tensor
@@ -117,7 +119,8 @@ def draw_frame(
         # A request's first code does not count as recent, as in the published loop.
         state.recent[rows, frames % window] = torch.where((frames > 0) & alive, fed[:, 0], -1)
     flags = is_one_of(drawn, rules.ends).to(torch.uint8) * ENDED + (~finite).to(torch.uint8) * NOT_FINITE
-    return FrameOutput(codes, flags, logits, hidden, residual)
+    own = log_probability(logits, drawn, rules.ends, rules.suppress_from)
+    return FrameOutput(codes, flags, own, logits, hidden, residual)
 
 
 def backbone_step(

@@ -103,6 +103,17 @@ def process_first(
     return wide.masked_fill(banned | (is_end & ban_end[:, None]), _NEVER)
 
 
+def log_probability(logits: Tensor, drawn: Tensor, ends: Sequence[int], suppress_from: int) -> Tensor:
+    """The natural logarithm of the model's own probability of each drawn token: float32 [n].
+
+    The distribution is the softmax of the raw logits at temperature 1, over the tokens that can be drawn
+    (`process_first`), before the penalty, the ban of the end, top-k and top-p. logits: [n, vocab]; drawn: int64 [n].
+    """
+    token = torch.arange(logits.shape[1], device=logits.device)
+    never = (token >= suppress_from) & ~is_one_of(token, ends)
+    return logits.float().masked_fill(never, _NEVER).log_softmax(-1).gather(1, drawn[:, None])[:, 0]
+
+
 def is_one_of(tokens: Tensor, ends: Sequence[int]) -> Tensor:
     """Whether each token is one of `ends`: bool, with the shape of `tokens`."""
     return torch.stack([tokens == end for end in ends]).any(0)

@@ -33,6 +33,7 @@ WordTimes = Literal["exact", "estimated"]
 Meta = dict[str, str | int | float | bool]
 #: Ids or codes. A string, so that requests are read without numpy.
 IntArray: TypeAlias = "NDArray[np.int64]"
+FloatArray: TypeAlias = "NDArray[np.float64]"
 
 
 class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -24,6 +24,7 @@ from pipelines.request import (
     EngineInfo,
     EngineStats,
     Failed,
+    FloatArray,
     Handle,
     IntArray,
     Listener,
@@ -36,6 +37,8 @@ from pipelines.request import (
 )
 
 S = TypeVar("S")
+#: Frames of the window of `lowest_log_probability`: a second of Qwen3-TTS.
+WINDOW_FRAMES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,8 @@ class FinishedCodes(Generic[S]):
     text_out: str | None = None
     #: int64 [n, codebooks]: see `Speech.voice_codes`; `start` is made from it.
     voice_codes: IntArray | None = None
+    #: [frames], of codebook 0: see `kernels.sampler.log_probability`; None: the engine does not measure them.
+    log_probabilities: FloatArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +89,14 @@ class RequestInfo(Generic[S]):
             )
 
     def speech(self, samples: Samples, made: FinishedCodes[S]) -> Speech:
-        """The result, with the engine's finish reason."""
+        """The result, with the engine's finish reason, and the mean log probability and the lowest one of
+        `WINDOW_FRAMES` frames in a row."""
         meta = {**self.meta, "frames": len(made.codes), "finish": made.finish}
+        if (found := made.log_probabilities) is not None and len(found):
+            window = min(WINDOW_FRAMES, len(found))
+            means = np.convolve(found, np.full(window, 1 / window), "valid")
+            meta["log_probability"] = round(float(found.mean()), 4)
+            meta["lowest_log_probability"] = round(float(means.min()), 4)
         return Speech(samples, self.sample_rate, self.text, made.text_out, meta)
 
 

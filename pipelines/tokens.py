@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pipelines.errors import ErrorCode, InputError
 from pipelines.nn.config_keys import BaseSamplingDefaults
-from pipelines.request import Generation, IntArray
+from pipelines.request import FloatArray, Generation, IntArray
 from pipelines.results import SpeechEngine
 from pipelines.validation import MAX_TOP_K, bounded, or_default
 
@@ -71,6 +71,8 @@ class Tokens:
     finish: Finish
     #: int64 [steps, codes_per_step] for models that make several codes per step.
     codes: IntArray | None = None
+    #: [ids]: see `pipelines.results.FinishedCodes`; None: the engine does not measure them.
+    log_probabilities: FloatArray | None = None
 
 
 #: An engine of token sequences, which calls a `Receiver` for each request; both engines implement it.

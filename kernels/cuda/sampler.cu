@@ -25,6 +25,7 @@ struct Args {
     unsigned char* seen;  // [slots, vocab]
     const bf16 *hidden, *inputs, *table, *text;
     bf16 *x, *state_inputs;
+    float* log_probabilities;  // [n], of the first codebook's codes
     long long end, suppress_from, dead;
     int n, vocab, codebook, codebooks, width, talker, trailing_width, copy_hidden;
 };
@@ -91,13 +92,25 @@ __device__ __forceinline__ void draw(const Args& p) {
         value[2 * i] = f.x, value[2 * i + 1] = f.y;
         fine = fine && fabsf(f.x) < INFINITE && fabsf(f.y) < INFINITE;
     }
+    float log_total = 0.f;  // of the exponentials of the raw logits of all codes that can be drawn
     if constexpr (STAGE == FIRST) {
         const unsigned long long marks = *reinterpret_cast<const unsigned long long*>(p.seen + slot * p.vocab + base);
+        // As int, since 64 bits need more registers than three blocks on a multiprocessor have.
+        const int never = static_cast<int>(p.suppress_from), end = static_cast<int>(p.end);
+        float peak = -INFINITE, total = 0.f;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            if (base + i >= never && base + i != end) value[i] = -INFINITE;
+            peak = fmaxf(peak, value[i]);
+        }
+        peak = block.together(peak, s.board.floats, Max());
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) total += expf(value[i] - peak);
+        log_total = peak + logf(block.together(total, s.board.floats, Add()));
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             if (marks >> (8 * i) & 255) value[i] = value[i] > 0.f ? __fdiv_rn(value[i], penalty) : value[i] * penalty;
-            const int token = base + i;
-            if ((token >= p.suppress_from && token != p.end) || (token == p.end && early)) value[i] = -INFINITE;
+            if (base + i == end && early) value[i] = -INFINITE;
         }
     }
     fine = __syncthreads_and(fine);
@@ -137,7 +150,10 @@ __device__ __forceinline__ void draw(const Args& p) {
     }
     __syncthreads();
     const long long code = s.board.code;
-    if (threadIdx.x == 0) p.codes[static_cast<long long>(row) * p.codebooks + p.codebook] = code;
+    if (threadIdx.x == 0) {
+        p.codes[static_cast<long long>(row) * p.codebooks + p.codebook] = code;
+        if (STAGE == FIRST) p.log_probabilities[row] = widen(__ldcg(p.logits + static_cast<long long>(row) * p.vocab + code)).x - log_total;
+    }
 
     if constexpr (STAGE != LAST) {
         const bf16* fed = p.inputs + (start + code) * p.width;

@@ -334,7 +334,10 @@ class EngineCore:
     def _read(self, turn: _Turn) -> None:
         result = turn.pending()
         flagged, count = set(np.flatnonzero(result.flags.any(axis=0)).tolist()), turn.frames
-        for row, ((utterance, run), codes) in enumerate(zip(turn.batch, result.codes.swapaxes(0, 1))):
+        # One array has both, so that rows are cut and kept once.
+        own = result.log_probabilities.astype(np.float64).view(np.int64)[:, :, None]
+        made = np.concatenate((result.codes, own), axis=2)
+        for row, ((utterance, run), codes) in enumerate(zip(turn.batch, made.swapaxes(0, 1))):
             if utterance.run != run:
                 continue
             if (
@@ -357,7 +360,8 @@ class EngineCore:
             self._fail(running[index], SynthesisError(ErrorCode.SYNTH_RUNAWAY, message, "Try another seed."))
 
     def _take(self, utterance: Utterance, codes: NDArray[np.int64], flags: NDArray[np.uint8] | None) -> None:
-        """Receives the frames of one utterance, up to its end; `flags`: None if none is set."""
+        """Receives the frames of one utterance as in `Utterance.parts`, up to its end; `flags`: None if none is
+        set."""
         room = utterance.request.max_tokens - utterance.made
         finish: Finish | None = None
         if len(codes) >= room:
@@ -381,10 +385,10 @@ class EngineCore:
         if finish is None:
             return
         self.scheduler.remove(utterance)
-        codes = np.concatenate(utterance.parts) if utterance.parts else np.zeros((0, 0), np.int64)
+        made = np.concatenate(utterance.parts) if utterance.parts else np.zeros((0, 1), np.int64)
         self.requests_done += 1
         try:
-            utterance.receiver.finished(codes, finish)
+            utterance.receiver.finished(made[:, :-1], finish, made[:, -1].view(np.float64))
         except Exception as error:
             log.exception("a receiver of the engine failed")
             _notify(utterance.receiver.failed, engine_failure(error))
@@ -403,7 +407,7 @@ class EngineCore:
             fresh -= len(chunk)
             playback.record_chunk(len(chunk), now, self.options.frame_seconds)
             playback.size = self.planner.next_size(playback, now)
-            _notify(utterance.receiver.frames, chunk)
+            _notify(utterance.receiver.frames, chunk[:, :-1])
         playback.missing = playback.wanted - fresh
 
     def _fail(self, utterance: Utterance, error: NightjarError) -> None:

@@ -20,7 +20,7 @@ from pipelines.engine.scheduler import Finish, FrameReceiver, GenerationRequest,
 from pipelines.engine.state import SamplingParams
 from pipelines.errors import engine_closed
 from pipelines.nn.checkpoint import device_name, type_name
-from pipelines.request import EngineInfo, EngineStats
+from pipelines.request import EngineInfo, EngineStats, FloatArray
 from pipelines.results import Receiver
 from pipelines.tokens import TokenRequest, Tokens
 
@@ -292,8 +292,9 @@ class _Receiver:
         self._passed += len(codes)
         self._receiver.tokens(*self._tokens_of(codes))
 
-    def finished(self, codes: NDArray[np.int64], finish: Finish) -> None:
+    def finished(self, codes: NDArray[np.int64], finish: Finish, log_probabilities: FloatArray) -> None:
         if self._receiver.streamed and len(codes) > self._passed:
             self.frames(codes[self._passed :])
         ids, columns = self._tokens_of(codes)
-        self._receiver.finished(Tokens(ids, "length" if len(ids) == self._max_tokens else "stop", columns))
+        end = "length" if len(ids) == self._max_tokens else "stop"
+        self._receiver.finished(Tokens(ids, end, columns, log_probabilities))

@@ -161,10 +161,11 @@ class FrameModel:
 @dataclass(frozen=True, slots=True)
 class FrameCodes:
     """Frames on the host. codes: int64 [frames, rows, codebooks]; flags: uint8 [frames, rows] of `ENDED` and
-    `NOT_FINITE`."""
+    `NOT_FINITE`; log_probabilities: float32 [frames, rows] of codebook 0, see `kernels.sampler.log_probability`."""
 
     codes: NDArray[np.int64]
     flags: NDArray[np.uint8]
+    log_probabilities: NDArray[np.float32]
 
 
 #: Waits for frames that were started, and returns them.
@@ -262,7 +263,8 @@ class EagerExecutor(FrameExecutor):
         ]
         codes = torch.stack([output.codes for output in outputs]).view(count, -1, self._model.codebooks)
         flags = torch.stack([output.flags for output in outputs]).view(count, -1)
-        made, event = [each[:, : len(slots)] for each in (codes, flags)], None
+        own = torch.stack([output.log_probabilities for output in outputs]).view(count, -1)
+        made, event = [each[:, : len(slots)] for each in (codes, flags, own)], None
         if not self._on_cpu:
             made = [
                 torch.empty(each.shape, dtype=each.dtype, pin_memory=True).copy_(each, non_blocking=True)
@@ -274,8 +276,8 @@ class EagerExecutor(FrameExecutor):
 
 
 def _read(made: Sequence[Tensor], event: torch.cuda.Event | None) -> FrameCodes:
-    """Reads codes and flags once their transfer is complete."""
+    """Reads frames once their transfer is complete."""
     if event is not None:
         event.synchronize()
-    codes, flags = made
-    return FrameCodes(codes.numpy(), flags.numpy())
+    codes, flags, log_probabilities = made
+    return FrameCodes(codes.numpy(), flags.numpy(), log_probabilities.numpy())

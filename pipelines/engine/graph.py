@@ -26,7 +26,7 @@ from pipelines.engine.executor import (
 from pipelines.engine.prefill import PackedPrefills, PaddedPrefills, packed_sizes
 from pipelines.engine.state import SCRATCH_PAGE
 
-#: Alignment in bytes of the codes after the flags in a frame's output.
+#: Alignment in bytes of the parts of a frame's output.
 _ALIGNED = 128
 
 
@@ -59,12 +59,14 @@ class GraphExecutor(FrameExecutor):
         self.kernels = "fused CUDA" if runs_cuda(tensors, self.kv.k) else "Triton"
         with torch.inference_mode():
             self._rows = torch.full((largest,), self.state.dead, device=model.device)
-            # Flags and codes are in one tensor, so that one copy sends both to the host.
-            self._codes_from = -(-largest // _ALIGNED) * _ALIGNED
+            # Flags, log probabilities and codes are in one tensor, so that one copy sends all to the host.
+            self._room = -(-largest // _ALIGNED) * _ALIGNED
+            self._codes_from = 5 * self._room
             self._made = torch.zeros(
                 self._codes_from + 8 * largest * model.codebooks, dtype=torch.uint8, device=model.device
             )
             self._flags = self._made[:largest]
+            self._log_probabilities = self._made[self._room : self._codes_from].view(torch.float32)
             self._codes = self._made[self._codes_from :].view(torch.int64).view(largest, model.codebooks)
         #: Free pinned buffers, each for one frame.
         self._buffers: list[Tensor] = []
@@ -112,7 +114,7 @@ class GraphExecutor(FrameExecutor):
         return partial(self._read, used, event, len(slots))
 
     def _read(self, used: list[Tensor], event: torch.cuda.Event, rows: int) -> FrameCodes:
-        """Reads flags and codes from pinned buffers, one for each frame, and frees the buffers."""
+        """Reads a turn from pinned buffers, one for each frame, and frees the buffers."""
         event.synchronize()
         codebooks = self._codes.shape[1]
         made = [buffer.numpy() for buffer in used]
@@ -122,8 +124,10 @@ class GraphExecutor(FrameExecutor):
             [frame[self._codes_from : ends].view(np.int64).reshape(rows, codebooks) for frame in made]
         )
         flags = np.stack([frame[:rows] for frame in made])
+        ends = self._room + 4 * rows
+        log_probabilities = np.stack([frame[self._room : ends].view(np.float32) for frame in made])
         self._buffers += used
-        return FrameCodes(codes, flags)
+        return FrameCodes(codes, flags, log_probabilities)
 
     @torch.inference_mode()
     def warm(self, everything: bool = False) -> None:
@@ -151,6 +155,7 @@ class GraphExecutor(FrameExecutor):
         self._write_rows([self.state.dead] * bucket)
         rows, codes, flags = self._rows[:bucket], self._codes[:bucket], self._flags[:bucket]
         frame = self._new_frame(bucket)
+        frame.log_probabilities = self._log_probabilities
         return capture(lambda: frame.run(rows, codes, flags), self.pool, self.capture_stream), frame
 
     def _new_frame(self, bucket: int) -> FusedFrame:

@@ -15,6 +15,7 @@ from pipelines.engine.executor import EngineOptions
 from pipelines.engine.state import PagedKV, SamplingParams
 from pipelines.engine.turns import Playback
 from pipelines.errors import NightjarError
+from pipelines.request import FloatArray
 
 Finish = Literal["eos", "length"]
 
@@ -32,9 +33,9 @@ class FrameReceiver(Protocol):
         ones."""
         ...
 
-    def finished(self, codes: NDArray[np.int64], finish: Finish) -> None:
-        """Receives all frames [frames, codebooks] of a request; `finish` is "length" if it reached its
-        limit."""
+    def finished(self, codes: NDArray[np.int64], finish: Finish, log_probabilities: FloatArray) -> None:
+        """Receives all frames [frames, codebooks] of a request, and the log probabilities [frames] of codebook 0;
+        `finish` is "length" if it reached its limit."""
         ...
 
     def failed(self, error: NightjarError) -> None: ...
@@ -242,7 +243,8 @@ class Utterance:
     #: The prompt's embeddings [length, hidden], until it is prefilled.
     embeddings: Tensor | None = None
     #: Number of prompt positions whose keys are written, number of frames started, number of frames read, and
-    #: the frames that were read, in parts [frames, codebooks].
+    #: the frames that were read, in parts [frames, codebooks + 1]; the last column has the bits of the log
+    #: probabilities as float64.
     prefilled: int = 0
     started: int = 0
     made: int = 0

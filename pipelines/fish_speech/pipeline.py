@@ -29,7 +29,7 @@ from pipelines.fish_speech.prompt import (
 )
 from pipelines.nn.checkpoint import open_device, precision, type_name
 from pipelines.options import TokenModelOptions, read_model_options
-from pipelines.request import IntArray, Listener, SynthesisRequest
+from pipelines.request import FloatArray, IntArray, Listener, SynthesisRequest
 from pipelines.results import (
     FinishedCodes,
     Meta,
@@ -140,7 +140,8 @@ class FishRequestInfo(RequestInfo[CodecState]):
         if not len(tokens.codes):
             raise no_audio("The model ended a turn before its first frame.")
         # The model may draw codes that the codec reads as the last one.
-        return FinishedCodes(np.minimum(tokens.codes, np.array(self.sizes) - 1), tokens.finish)
+        heard, own = np.minimum(tokens.codes, np.array(self.sizes) - 1), tokens.log_probabilities
+        return FinishedCodes(heard, tokens.finish, log_probabilities=own)
 
 
 class Turns(Receiver[CodecState]):
@@ -151,6 +152,7 @@ class Turns(Receiver[CodecState]):
         self._plan = info.plan
         self._columns = 0
         self._parts: list[IntArray] = []
+        self._log_probabilities: list[FloatArray] = []
 
     def tokens(self, ids: list[int], codes: IntArray | None) -> None:
         assert codes is not None
@@ -166,6 +168,8 @@ class Turns(Receiver[CodecState]):
         plan = self._plan
         frames = _spoken(tokens.codes[: plan.max_columns - 1], plan.current)
         self._parts.append(frames)
+        if tokens.log_probabilities is not None:
+            self._log_probabilities.append(tokens.log_probabilities[: len(frames)])
         self._columns = 0
         try:
             if plan.advance(frames, tokens.finish == "length"):
@@ -175,7 +179,8 @@ class Turns(Receiver[CodecState]):
             self.failed(error)
             return
         codes = np.concatenate(self._parts) if len(frames) else frames
-        super().finished(Tokens(codes[:, 0].tolist(), "length" if plan.cut else "stop", codes))
+        own = np.concatenate(self._log_probabilities) if self._log_probabilities else None
+        super().finished(Tokens(codes[:, 0].tolist(), "length" if plan.cut else "stop", codes, own))
 
 
 class FishUtterance(Turns, Utterance[CodecState]):

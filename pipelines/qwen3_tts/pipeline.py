@@ -55,6 +55,7 @@ from pipelines.request import (
     AudioChunk,
     Event,
     Failed,
+    FloatArray,
     Generation,
     Handle,
     IntArray,
@@ -91,12 +92,14 @@ class FrameRequestInfo(RequestInfo[CodecState]):
     #: The codes of that reference, int64 [frames, codebooks].
     voice_codes: IntArray | None = None
 
-    def read(self, codes: IntArray, finish: Finish) -> FinishedCodes[CodecState]:
+    def read(
+        self, codes: IntArray, finish: Finish, log_probabilities: FloatArray
+    ) -> FinishedCodes[CodecState]:
         """See `RequestInfo.read`; codes: [frames, codebooks]."""
         self.check_end(finish, len(codes))
         if not len(codes):
             raise no_audio("The model ended the speech before its first frame.")
-        return FinishedCodes(codes, finish, self.start, voice_codes=self.voice_codes)
+        return FinishedCodes(codes, finish, self.start, None, self.voice_codes, log_probabilities)
 
 
 class FrameStreamer(Streamer[CodecState]):
@@ -115,10 +118,10 @@ class FrameStreamer(Streamer[CodecState]):
         self.decode(codes, deadline=self._played_until)
         self._played_until = (self._played_until or time.monotonic()) + len(codes) * self._frame_seconds
 
-    def finished(self, codes: IntArray, finish: Finish) -> None:
+    def finished(self, codes: IntArray, *made: Any) -> None:
         if len(rest := codes[self._received :]):
             self.decode(rest, last=True, deadline=self._played_until)
-        super().finished(codes, finish)
+        super().finished(codes, *made)
 
 
 log = logging.getLogger(__name__)

@@ -79,8 +79,11 @@ class SparkRequestInfo(RequestInfo[Voice]):
             raise no_audio("The model wrote no speech tokens.")
         if len(voice) != self.voice_tokens:
             raise no_audio(f"The model wrote {len(voice)} tokens of a voice instead of {self.voice_tokens}.")
-        state = Voice(torch.tensor(voice))
-        return FinishedCodes(column(semantic), finish, state, voice_codes=column(voice))
+        state, own = Voice(torch.tensor(voice)), tokens.log_probabilities
+        if own is not None:
+            speech = self.vocabulary.semantic
+            own = own[[token in speech for token in tokens.ids]][: len(semantic)]
+        return FinishedCodes(column(semantic), finish, state, None, column(voice), own)
 
 
 class SparkStreamer(Streamer[Voice]):

@@ -39,6 +39,7 @@ from kernels.sampler import (
     RETRY_TOP_P,
     DrawFlags,
     frame_noise,
+    log_probability,
     nucleus_weights,
     process_first,
     sample,
@@ -278,6 +279,9 @@ class Draws:
         k, v = self.maker.caches(shape, 2, 16)
         frame = FusedFrame(self.weights, self.state, k, v, len(rows), PLAN)
         frame.draw_codebook(ONLY if shape.codebooks == 1 else FIRST, 0, self.logits, rows, codes, flags)
+        rules = self.weights.draw
+        own = log_probability(self.logits, codes[:, 0], rules.ends, rules.suppress_from)
+        torch.testing.assert_close(frame.log_probabilities, own, rtol=1e-5, atol=1e-5)
         return codes[:, 0], flags
 
     def wanted(self, before: StateTensors) -> tuple[Tensor, Tensor]:

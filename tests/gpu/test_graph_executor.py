@@ -33,6 +33,10 @@ from tests.support.listened import ListenedCore
 pytestmark = pytest.mark.gpu
 
 
+#: The log probabilities of codebook 0, [frames], of what was spoken last.
+MEASURED: dict[str, np.ndarray] = {}
+
+
 class Heard:
     def __init__(self) -> None:
         self.codes: dict[str, np.ndarray] = {}
@@ -82,6 +86,8 @@ def spoken(
             core.add(request)
         while core.busy:
             core.step()
+    for request, found in core.log_probabilities.items():
+        MEASURED[request.request_id] = found
     return heard.codes
 
 
@@ -113,6 +119,20 @@ def graph(
     return executor
 
 
+def test_float32_log_probabilities_equal_the_eager_executors(wide: Qwen3TTSModel) -> None:
+    batch = requests(wide, 12, greedy=False)
+    eager = spoken(EagerExecutor(wide, sized(7)), batch, 12)
+    wanted = dict(MEASURED)
+    fused = spoken(graph(wide, 7), batch, 12, frames=2)
+    compared = 0
+    for name, own in wanted.items():
+        assert len(own) == len(eager[name])
+        if np.array_equal(eager[name], fused[name]):
+            np.testing.assert_allclose(own, MEASURED[name], atol=1e-3)
+            compared += len(own)
+    assert compared > 20
+
+
 def test_float32_codes_equal_the_eager_executors(wide: Qwen3TTSModel) -> None:
     batch = requests(wide, 10, greedy=False) + requests(wide, 10, greedy=True)
     batch = [
@@ -130,7 +150,11 @@ def test_reproducible_codes_are_the_same_bits_alone_and_in_any_company(narrow: Q
     batch = requests(narrow, 24, greedy=False)
     executor = graph(narrow, 16, reproducible=True)
     alone = spoken(executor, batch, 1)
+    measured = dict(MEASURED)
     together = spoken(executor, batch[::-1], 24)
+    for name in alone:
+        assert len(measured[name]) == len(alone[name])
+        np.testing.assert_array_equal(measured[name], MEASURED[name])
     again = spoken(executor, batch, 5, frames=3)
     anew = spoken(graph(narrow, 16, reproducible=True), batch, 24)
     for name in alone:

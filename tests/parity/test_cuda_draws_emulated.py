@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from kernels import lm_cuda
-from kernels.sampler import DrawFlags, all_finite, frame_noise, process_first, sample
+from kernels.sampler import DrawFlags, all_finite, frame_noise, log_probability, process_first, sample
 from tests.support.cuda_emulated import choose_order, guarded
 from tests.support.fake_gpus import FakeGpus
 
@@ -54,6 +55,7 @@ class Draws:
     text: Tensor
     x: Tensor
     state_inputs: Tensor
+    log_probabilities: Tensor
 
     @classmethod
     def of(cls, vocab: int, seed: int, coarse: bool = False) -> Draws:
@@ -96,6 +98,7 @@ class Draws:
             "text": some(50, TALKER),
             "x": torch.full((2 * n, WIDTH), float("nan"), dtype=BF16),
             "state_inputs": torch.full((slots, TALKER), float("nan"), dtype=BF16),
+            "log_probabilities": torch.full((n,), 9.0),
         }
         return cls(**{name: guarded(tensor) for name, tensor in tensors.items()})
 
@@ -143,6 +146,8 @@ class Draws:
             if stage == lm_cuda.FIRST:
                 after.x[:n] = self.hidden
                 after.seen[rows, code] = 1
+                own = log_probability(self.logits, code, (self.end,), self.vocab - 20)
+                after.log_probabilities.copy_(own)
             return after
         after.flags.copy_((after.codes[:, 0] == self.end).int() + 2 * (~fine | (self.finite == 0)).int())
         text = self.text[self.trailing[rows, frames.clamp(max=TRAILING - 1)]]
@@ -160,11 +165,9 @@ def differing(found: Draws, wanted: Draws) -> list[str]:
         one, other = getattr(found, name), getattr(wanted, name)
         if name in ("seen", "state_inputs"):
             one, other = one[:DEAD], other[:DEAD]
-        close = (
-            torch.equal
-            if name != "state_inputs"
-            else lambda a, b: torch.allclose(a.float(), b.float(), rtol=2e-2, atol=2e-2)
-        )
+        close = torch.equal
+        if limit := {"state_inputs": 2e-2, "log_probabilities": 1e-5}.get(name):
+            close = partial(torch.allclose, rtol=limit, atol=limit)
         if not close(
             one.nan_to_num(7) if one.is_floating_point() else one,
             other.nan_to_num(7) if other.is_floating_point() else other,
@@ -210,6 +213,7 @@ def test_the_edges_of_the_settings(stage: int, emulated: Callable[[int], None]) 
         at = 6 + (len(draws.rows) if stage == lm_cuda.FIRST else 0)
         made.x[at], twin.x[at] = 0, 0
         made.seen[draws.rows[6]], twin.seen[draws.rows[6]] = 0, 0
+        made.log_probabilities[6], twin.log_probabilities[6] = 0, 0
     assert differing(made, twin) == []
 
 
@@ -224,4 +228,5 @@ def test_the_order_of_threads_changes_no_bit(stage: int, emulated: Callable[[int
         assert torch.equal(
             again.state_inputs[:DEAD].view(torch.int16), first.state_inputs[:DEAD].view(torch.int16)
         )
+        assert torch.equal(again.log_probabilities, first.log_probabilities)
         assert differing(again, first) == []

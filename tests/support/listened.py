@@ -28,6 +28,8 @@ class ListenedCore(EngineCore):
         super().__init__(executor, options, clock)
         self.listener = listener
         self.faults: list[Exception] = []
+        #: [frames] of every finished request.
+        self.log_probabilities: dict[GenerationRequest, np.ndarray] = {}
 
     def add(self, request: GenerationRequest) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().add(request, _Told(self, request))
@@ -46,7 +48,8 @@ class _Told:
     def frames(self, codes: np.ndarray) -> None:
         self._tell(self._core.listener.frames, codes)
 
-    def finished(self, codes: np.ndarray, finish: str) -> None:
+    def finished(self, codes: np.ndarray, finish: str, log_probabilities: np.ndarray) -> None:
+        self._core.log_probabilities[self._request] = log_probabilities
         self._tell(self._core.listener.finished, codes, finish)
 
     def failed(self, error: NightjarError) -> None:

@@ -19,7 +19,7 @@ from kernels.layers import qk_norm_rope_append, rms_norm, rope, rope_table
 from kernels.lm_attention import SplitScratch, decode_attention, predictor_attention
 from kernels.lm_frame import FusedFrame, Plan
 from kernels.reference import FrameOutput, backbone_step, draw_frame
-from kernels.sampler import DrawFlags, frame_noise, process_first, sample
+from kernels.sampler import DrawFlags, frame_noise, log_probability, process_first, sample
 
 
 def error(found: Tensor, truth: Tensor) -> float:
@@ -302,6 +302,8 @@ def check_frame(
         if exact:
             report.append(demand(f"frame {name}: codes differ", float((codes[live] != drawn[live]).sum()), 0))
             report.append(demand(f"frame {name}: flags differ", float((flags != twin_flags)[live].sum()), 0))
+            far = (runner.log_probabilities[:n] - made.log_probabilities)[live].abs().max()
+            report.append(demand(f"frame {name}: log probabilities", float(far), 2e-4))
         report.append(
             demand(f"frame {name} logits", error(logits[live], truth[live]), 1e-4 if exact else 2 * plain)
         )
@@ -374,6 +376,9 @@ def check_draw(maker: Maker) -> list[dict[str, float | str]]:
                 first, before.seen[rows] != 0, before.penalty[rows], before.frames[rows] < before.min_new_tokens[rows], weights.draw.ends,
                 weights.draw.suppress_from,
             )  # fmt: skip
+            own = log_probability(first, codes[:, 0], weights.draw.ends, weights.draw.suppress_from)
+            far = (runner.log_probabilities[:batch] - own).abs() > 1e-4
+            report.append(demand(f"log probabilities that differ, {launch}", float(far.float().mean()), 0.02))
             flags = DrawFlags(shape.vocab, any_top_p=True, all_greedy=False)
             wanted = sample(processed, noise[:, 0], before.first.rows(rows), flags)
             report.append(

@@ -111,7 +111,9 @@ class Device(FrameExecutor):
             if np.isnan(self.context(utterance)[: at + 1]).any():
                 flags[:, row] = NOT_FINITE
             self.state.positions[slot] += count
-        made = FrameCodes(np.zeros((count, len(slots), 1), np.int64), flags)
+        made = FrameCodes(
+            np.zeros((count, len(slots), 1), np.int64), flags, np.zeros(flags.shape, np.float32)
+        )
         return lambda: made
 
     def context(self, utterance: Utterance) -> np.ndarray:

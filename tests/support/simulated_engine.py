@@ -119,7 +119,7 @@ class SimulatedDevice(FrameExecutor):
             left[slot] -= count
             if left[slot] <= 0:
                 flags[left[slot] - 1 :, row] = ENDED
-        made = FrameCodes(codes, flags)
+        made = FrameCodes(codes, flags, np.zeros(flags.shape, np.float32))
 
         def pending() -> FrameCodes:
             self.now = max(self.now, done)

@@ -193,10 +193,10 @@ def test_attention_and_draws_cover_their_rows(gpu: Callable[[], list[str]]) -> N
     assert gpu()[-1].startswith("launch 66 8 1 x 128 "), "not more blocks than the device holds at once"
     with pytest.raises(RuntimeError, match="position 16"):
         lm_cuda.predictor_attention(qkv, qkv, qkv, 1e-6, qkv, cache, cache, 16, 1.0, qkv)
-    lm_cuda.draw([qkv] * 23, [1, 2, 3, 5, 2048, 0, 16, 1024, 1024, 4, 1], lm_cuda.LAST, pdl=False)
+    lm_cuda.draw([qkv] * 24, [1, 2, 3, 5, 2048, 0, 16, 1024, 1024, 4, 1], lm_cuda.LAST, pdl=False)
     assert gpu()[-1] == f"launch 5 1 1 x 256 1 1 shared 0 stream 7 first {qkv.data_ptr():x}"
     with pytest.raises(RuntimeError, match="vocab=2050"):
-        lm_cuda.draw([qkv] * 23, [1, 2, 3, 5, 2050, 0, 16, 1024, 1024, 4, 1], lm_cuda.LAST)
+        lm_cuda.draw([qkv] * 24, [1, 2, 3, 5, 2050, 0, 16, 1024, 1024, 4, 1], lm_cuda.LAST)
 
 
 def test_each_device_has_kernels_of_its_own(gpu: Callable[[], list[str]], gpus: FakeGpus) -> None:

@@ -66,7 +66,10 @@ class SmallDevice(FrameExecutor):
             self.lacks.append(self.turns)
             raise torch.OutOfMemoryError("no room")
         self.most = max(self.most, len(slots))
-        made = FrameCodes(np.zeros((count, len(slots), 1), np.int64), np.zeros((count, len(slots)), np.uint8))
+        shape = count, len(slots)
+        made = FrameCodes(
+            np.zeros((*shape, 1), np.int64), np.zeros(shape, np.uint8), np.zeros(shape, np.float32)
+        )
         return lambda: made
 
 

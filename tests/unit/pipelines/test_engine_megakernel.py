@@ -40,7 +40,7 @@ class Eager(GraphExecutor):
         return None, self._new_frame(bucket)
 
     def frames(self, *_: object) -> PendingFrames:
-        return lambda: FrameCodes(np.zeros((1, 2, 5), np.int64), self.flags)
+        return lambda: FrameCodes(np.zeros((1, 2, 5), np.int64), self.flags, np.zeros((1, 2), np.float32))
 
     def warm(self, *_: object) -> None:
         pass

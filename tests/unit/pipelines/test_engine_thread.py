@@ -37,7 +37,7 @@ class Waiter:
     def frames(self, codes: np.ndarray) -> None:
         """Not needed here."""
 
-    def finished(self, codes: np.ndarray, finish: str) -> None:
+    def finished(self, codes: np.ndarray, finish: str, log_probabilities: np.ndarray) -> None:
         self.codes = codes
         self._end()
 

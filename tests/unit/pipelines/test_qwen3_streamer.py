@@ -27,7 +27,7 @@ def test_a_chunk_is_due_when_the_listener_has_heard_all_before_it() -> None:
     after = time.monotonic()
     for begin, end in ((4, 12), (12, 24)):
         streamer.frames(codes[begin:end])
-    streamer.finished(codes, "eos")
+    streamer.finished(codes, "eos", np.zeros(len(codes)))
     due = asked[1][2]
     assert before + 2 <= due <= after + 2
     assert asked == [(4, False, 0.0), (8, False, due), (12, False, due + 4), (16, True, due + 10)]
