@@ -13,7 +13,7 @@ import click
 from jobs.formatting import seconds_text
 from jobs.ledger.records import JobState
 from jobs.ledger.status import JobStatus
-from jobs.status import items_per_second, rtfx
+from jobs.status import energy_text, items_per_second, rtfx
 
 if TYPE_CHECKING:
     from jobs.ingest import IngestProgress
@@ -51,7 +51,7 @@ class RecentRate:
             parts.append(f"RTFx {factor:.1f}")
         if rate and not status.job.state.final and status.job.state is not JobState.PAUSED:
             parts.append(f"{seconds_text(items.pending / rate)} left")
-        return "".join(f", {part}" for part in parts)
+        return "".join(f", {part}" for part in parts) + energy_text(status)
 
     def _add(self, status: JobStatus) -> tuple[float, float | None]:
         """Adds a status, and returns the rates per second of items and of audio seconds: those of the last

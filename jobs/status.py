@@ -105,6 +105,17 @@ def rtfx(status: JobStatus) -> float | None:
     return status.audio_ms / 1000 / seconds if seconds > 0 and status.audio_ms else None
 
 
+def energy_view(status: JobStatus) -> dict[str, float]:
+    """Energy of the GPUs for a second of audio, for the views of a job; empty while unknown."""
+    known = status.energy_mj and status.audio_ms
+    return {"joules_per_audio_s": round(status.energy_mj / status.audio_ms, 4)} if known else {}
+
+
+def energy_text(status: JobStatus) -> str:
+    """A text that continues a sentence, such as `, 0.195 J per audio-second`; empty while unknown."""
+    return "".join(f", {joules:.3f} J per audio-second" for joules in energy_view(status).values())
+
+
 def status_lines(
     state: JobStatus,
     price_per_gpu_hour: float | None = None,
@@ -140,7 +151,7 @@ def status_lines(
         error = eta_error_seconds(state)
         pace += f", {seconds_text(eta)} left{'' if error is None else f' (± {seconds_text(error)})'}"
     yield pace
-    yield f"engine  {_hours(state.engine_ms / 1000)} busy"
+    yield f"engine  {_hours(state.engine_ms / 1000)} busy{energy_text(state)}"
     price = cost(state, price_per_gpu_hour)
     if price is not None:
         at_end = None if state.job.state.final else cost_at_end(state, price_per_gpu_hour)
@@ -210,6 +221,7 @@ def status_view(
     if status.measured.items:
         names = ("items", "failed", "failure_rate", "interval", "max_failure_rate", "above")
         view["measured"] = _fields(status.measured, *names)
+    view |= energy_view(status)
     if price_per_gpu_hour is not None:
         view["price_per_gpu_hour"] = price_per_gpu_hour
         view["cost"] = _rounded(cost(status, price_per_gpu_hour))

@@ -23,6 +23,7 @@ _COUNTERS = {
     "requests_done": "Requests that ended in the engine.",
     "frames": "Frames or tokens that the engine made.",
     "audio_seconds": "Seconds of speech that the engine made.",
+    "joules": "Energy of the whole board of the engine's GPU since the engine was opened.",
 }
 #: Names of metrics that differ from their field.
 _NAMES = {"running": "batch_size", "requests_done": "requests"}
@@ -49,5 +50,7 @@ class EngineMetrics(Collector):
         for family, rows in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for field, text in rows.items():
                 values = [engine[field] for engine in engines]
+                if None in values:
+                    continue
                 total = max(values, default=0) if field == "kv_use" else sum(values)
                 yield family(f"speech_engine_{_NAMES.get(field, field)}", text, total)

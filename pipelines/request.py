@@ -322,6 +322,8 @@ class EngineStats:
     audio_seconds: float = 0.0
     #: Share of the KV cache in use, 0 to 1; 0 if the engine has none.
     kv_use: float = 0.0
+    #: Energy of the whole board of the engine's GPU, idle time and other programs included; None if unknown.
+    joules: float | None = None
     #: `starting`: no pipeline is open yet; `broken`: the engine has ended, and the pipeline must be reopened.
     state: EngineState = "ready"
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pipelines.audio import NO_SAMPLES, Samples
 from pipelines.codec.stage import CodecStage
+from pipelines.energy import board_joules
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.recording import ReadsRecordings
 from pipelines.request import (
@@ -354,7 +355,7 @@ class SpeechPipeline(ReadsRecordings, Generic[R, O]):
         return self._engine.info
 
     def stats(self) -> EngineStats:
-        return self._engine.stats(self._audio_seconds)
+        return replace(self._engine.stats(self._audio_seconds), joules=board_joules())
 
     def close(self) -> None:
         """Frees the engine; see `Pipeline.close`."""

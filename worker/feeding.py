@@ -134,6 +134,9 @@ class EngineTimer:
     the virtual time while the request is in the engine.
     """
 
+    #: Time in which the engine had work, until the last change.
+    busy_seconds = 0.0
+
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._lock = threading.Lock()
@@ -147,6 +150,7 @@ class EngineTimer:
             now = self._clock.monotonic()
             if self._requests:
                 self._virtual_seconds += (now - self._read_at) / self._requests
+                self.busy_seconds += now - self._read_at
             self._read_at = now
             self._requests += requests
             return self._virtual_seconds

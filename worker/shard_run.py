@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import structlog
+from msgspec import structs
 
 from jobs.codes import codec_of
 from jobs.export.manifest import put_shard_manifest
@@ -227,6 +228,10 @@ class ShardRun:
             run = self._runner.writer.threads.submit
             self.packs = PackWriter(self.held, self.store, self._times, self._clock, run, self._are_last)
         self._pipeline = pipeline
+        self._joules_before, self._busy_before = (
+            pipeline.stats().joules or 0.0,
+            self._runner.timer.busy_seconds,
+        )
 
     @property
     def _stopped(self) -> bool:
@@ -529,6 +534,8 @@ class ShardRun:
     def _commit(self, batch: list[Outcome]) -> None:
         """Commits outcomes, fenced by the epoch. After a failure they are put back into the list of outcomes."""
         runner, retrying = self._runner, self.held.retrying
+        if (watts := self._watts()) > 0:
+            batch = [structs.replace(one, energy_mj=round(one.engine_ms * watts)) for one in batch]
         try:
             with runner.metrics.commit_seconds.time():
                 # The objects of done items must survive a power cut.
@@ -542,6 +549,12 @@ class ShardRun:
         runner.metrics.count(batch)
         if any(not isinstance(outcome, Failed) or not outcome.code.retryable for outcome in batch):
             report(WorkerReport(finished=True))
+
+    def _watts(self) -> float:
+        """Energy of the engine's GPU since this shard began, by the time in which the engine had work; 0 if unknown."""
+        assert self._pipeline is not None
+        joules, seconds = self._pipeline.stats().joules, self._runner.timer.busy_seconds - self._busy_before
+        return (joules - self._joules_before) / seconds if joules and seconds else 0.0
 
     def _give_up(self, reason: GoneReason) -> ShardEnd:
         if reason not in (GoneReason.DRAINED, GoneReason.PAUSED):

@@ -43,6 +43,7 @@ from jobs.recent_jobs import (
 from jobs.settings import Settings, sqlite_path
 from jobs.status import (
     NO_WORKER,
+    energy_view,
     item_error_view,
     item_view,
     job_view,
@@ -290,6 +291,8 @@ def show(job: str, home: str | None, output: Output) -> None:
     home = str(settings.home.absolute()) if settings.database_url is None else None
     command, notes = job_command(found, home, made_with or ())
     view = msgspec.to_builtins(job_view(found, made_with, command, notes))
+    (status,) = read_ledger(settings, lambda reader: statuses_of(reader, [found]))
+    view |= energy_view(status)
     if found.spec.pool:
         from jobs.export.items import minutes_by_voice
 

@@ -89,7 +89,7 @@ FROM shards JOIN jobs ON jobs.id = shards.job_id
 WHERE shards.job_id = :job AND shards.no = :shard AND shards.epoch = :epoch AND shards.state = 'leased'
 AND jobs.state IN ({literals(*WORKING)}) FOR UPDATE OF shards
 """
-_COUNTERS = ("n_done", "n_failed", "audio_ms", "engine_ms", "bytes_out")
+_COUNTERS = ("n_done", "n_failed", "audio_ms", "engine_ms", "energy_mj", "bytes_out")
 _COUNT = ", ".join(f"{name} = {name} + :{name}" for name in _COUNTERS)
 #: Condition for the pending items of a shard among `:indexes`.
 _OPEN = f"job_no = :job_no AND idx IN (:indexes) AND shard_no = :shard AND state = {_PENDING}"
@@ -257,6 +257,7 @@ def commit(sql: Transaction, ticket: Ticket, outcomes: Sequence[Outcome]) -> Com
         n_failed=len(broken),
         audio_ms=sum([artifact.duration_ms for artifact in made]),
         engine_ms=sum([outcome.engine_ms for outcome in (*done, *changed)]),
+        energy_mj=sum([outcome.energy_mj for outcome in (*done, *changed)]),
         bytes_out=sum([artifact.bytes for artifact in made]),
     )
     failed_for_good = len(broken) if shard.error_budget is not None else 0

@@ -22,7 +22,7 @@ INPUT_FORMAT = "input_format"
 #: Maximum number of rejected lines that the ledger keeps for a job.
 KEPT_REJECTED_LINES = 10_000
 #: The newest migration; a database at another revision is refused.
-SCHEMA_REVISION = "0001"
+SCHEMA_REVISION = "0002"
 MAX_MESSAGE_CHARACTERS = 2000
 _TURN_SUFFIX = re.compile(r":turn[0-9]+\Z")
 
@@ -366,6 +366,8 @@ class Done(msgspec.Struct, frozen=True):
     engine_ms: int = 0
     #: All draws, if they were checked.
     draws: tuple[Draw, ...] = ()
+    #: Energy of the engine time in millijoules; 0 if unknown.
+    energy_mj: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True):
@@ -380,6 +382,8 @@ class Failed(msgspec.Struct, frozen=True):
     artifacts: tuple[Artifact, ...] = ()
     #: Engine time of the attempt, from which the cost is computed; 0 if the engine was not used.
     engine_ms: int = 0
+    #: Energy of the engine time in millijoules; 0 if unknown.
+    energy_mj: int = 0
 
 
 Outcome = Done | Failed

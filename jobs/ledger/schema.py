@@ -79,6 +79,8 @@ CREATE TABLE shards (
     n_skipped BIGINT DEFAULT 0 NOT NULL,
     audio_ms BIGINT DEFAULT 0 NOT NULL,
     engine_ms BIGINT DEFAULT 0 NOT NULL,
+    -- Energy of the GPUs for this shard in millijoules; 0: unknown.
+    energy_mj BIGINT DEFAULT 0 NOT NULL,
     bytes_out BIGINT DEFAULT 0 NOT NULL,
     epoch BIGINT DEFAULT 0 NOT NULL,
     -- n_done and n_failed at the start of the present lease, to see whether it made progress.

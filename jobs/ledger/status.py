@@ -35,7 +35,7 @@ GAP_SECONDS = 10.0
 
 #: Mean engine time per item of a shard, see `ShardSpread`.
 _ITEM_MS = "CASE WHEN n_done > 0 THEN 1.0 * engine_ms / (n_done + n_failed) END"
-_SUMS = ("n_items", "n_done", "n_failed", "n_skipped", "audio_ms", "engine_ms", "bytes_out")
+_SUMS = ("n_items", "n_done", "n_failed", "n_skipped", "audio_ms", "engine_ms", "bytes_out", "energy_mj")
 _SHARDS = f"""
 SELECT job_id, state, count(*) AS shards, count(NULLIF(n_done, 0)) AS made,
     CAST(sum({_ITEM_MS}) AS DOUBLE PRECISION) AS item_ms, CAST(sum({_ITEM_MS} * {_ITEM_MS}) AS DOUBLE PRECISION) AS item_ms_squared,
@@ -217,6 +217,8 @@ class JobStatus:
     quarantined_workers: int | None = None
     #: Not counted in lists of jobs, and while the job is followed.
     measured: MeasuredItems = MeasuredItems()
+    #: Energy of the GPUs in millijoules; 0: unknown.
+    energy_mj: int = 0
 
 
 def jobs_by(sql: Transaction, statement: str, **values: object) -> Iterator[Job]:
@@ -322,7 +324,7 @@ def statuses_of(sql: Transaction, found: Sequence[Job]) -> list[JobStatus]:
     for job in found:
         by_state = shards[job.id]
         sums = (sum(getattr(row, name) for row in by_state) for name in _SUMS)
-        *counts, audio_ms, engine_ms, bytes_out = sums
+        *counts, audio_ms, engine_ms, bytes_out, energy_mj = sums
         ended = (row for row in by_state if row.state == ShardState.DONE)
         spread = (ShardSpread(row.made, row.item_ms or 0.0, row.item_ms_squared or 0.0) for row in ended)
         status = JobStatus(
@@ -334,6 +336,7 @@ def statuses_of(sql: Transaction, found: Sequence[Job]) -> list[JobStatus]:
             bytes_out,
             now,
             spread=next(spread, ShardSpread()),
+            energy_mj=energy_mj,
             busy_seconds=sum(end - start for start, end in busy.get(job.id, [])),
         )
         statuses.append(status)

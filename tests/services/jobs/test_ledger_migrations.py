@@ -47,6 +47,17 @@ def test_an_older_ledger_is_changed_by_the_migrations(ledger: Ledger) -> None:
     assert ledger.job(job.id) == job
 
 
+def test_a_ledger_of_the_first_version_gets_what_came_later(ledger: Ledger) -> None:
+    job = submit(ledger)
+    execute(ledger, "ALTER TABLE shards DROP COLUMN energy_mj")
+    execute(ledger, "UPDATE alembic_version SET version_num = '0001'")
+    ledger.migrate()
+    ledger.check_schema()
+    assert ledger.status(job.id).energy_mj == 0
+    execute(ledger, "UPDATE shards SET energy_mj = 7")
+    assert ledger.status(job.id).energy_mj == 7
+
+
 def test_constraints_and_indexes_have_the_names_and_conditions_of_the_schema(ledger: Ledger) -> None:
     inspector = sa.inspect(ledger.engine)
     for text in TABLES.split("CREATE TABLE ")[1:]:

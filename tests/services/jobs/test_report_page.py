@@ -59,6 +59,11 @@ def test_the_overview_says_what_status_says(desk: Desk) -> None:
     assert "GPU" not in document.whole_text()
     assert (result.shown, result.measured) == (44, 41)
     assert facts(desk.report(desk.rig.ledger.jobs()[0])[0])["Cost"] == "unknown"
+    assert "Energy" not in shown
+    execute(desk.rig.ledger, "UPDATE shards SET energy_mj = 2000, audio_ms = 10000")
+    document = desk.report(desk.rig.ledger.jobs()[0])[0]
+    assert float(facts(document)["Energy"].removesuffix(" J")) >= 20
+    assert "of the GPUs, 0.200 J per audio-second" in document.whole_text()
 
 
 def header_of(document: Document) -> tuple[str, list[str]]:

@@ -26,6 +26,7 @@ from pipelines.registry import register_pipeline
 from pipelines.request import EngineInfo
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import FakePipeline
+from tests.support.ledger_kit import execute
 from tests.support.worker_rig import Rig
 
 LINES = "".join(
@@ -105,6 +106,14 @@ def test_the_command_makes_the_job_again(rig: Rig, words: str) -> None:
     }
     assert told == {name: getattr(job, name) for name in told}
     assert job.labels == options.labels
+
+
+def test_energy_is_shown_where_it_is_known(rig: Rig) -> None:
+    job = submitted(rig, "--model", "fake")
+    assert "joules" not in shown(rig, job).stdout
+    execute(rig.ledger, "UPDATE shards SET energy_mj = 195, audio_ms = 1000")
+    assert json.loads(shown(rig, job, "--json").stdout)["joules_per_audio_s"] == 0.195
+    assert "joules_per_audio_s" in shown(rig, job).stdout
 
 
 def test_the_pace_of_the_model_is_no_option(rig: Rig) -> None:

@@ -13,10 +13,12 @@ import pytest
 from jobs.ledger.records import Job, JobState, ShardState
 from jobs.ledger.status import ItemCounts, JobStatus, ShardSpread, newest_jobs, status_and_errors, statuses_of
 from jobs.ledger.transaction import read_with_driver
+from jobs.progress import RecentRate
 from jobs.status import (
     MIN_SHARDS,
     cost,
     cost_at_end,
+    energy_view,
     eta_error_seconds,
     eta_seconds,
     status_lines,
@@ -102,6 +104,17 @@ def test_a_price_gives_what_was_spent_and_what_will_be(rig: Rig) -> None:
     assert "cost    6.00, about 24.00 at the end, at 3 per engine hour" in lines
     nothing = status_of(rig.submit(["b"]), [], 12, 0.0)
     assert cost_at_end(nothing, 3.0) is None
+
+
+def test_energy_is_told_for_a_second_of_audio_where_it_is_known(rig: Rig) -> None:
+    unknown = replace(status_of(rig.submit(["a"]), [1000.0] * 4, 0, 4.0), audio_ms=8000)
+    assert "joules_per_audio_s" not in status_view(unknown)
+    assert "engine  4.0 s busy" in list(status_lines(unknown))
+    status = replace(unknown, energy_mj=1_560)
+    assert status_view(status)["joules_per_audio_s"] == 0.195
+    assert "engine  4.0 s busy, 0.195 J per audio-second" in list(status_lines(status))
+    assert RecentRate().facts(status) == ", 0.195 J per audio-second"
+    assert energy_view(replace(status, audio_ms=0)) == {}
 
 
 def test_the_driver_and_the_ledger_agree_about_the_spread(rig: Rig) -> None:

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from pipelines.engine.engine import Engine
 from pipelines.engine_metrics import EngineMetrics
 from pipelines.qwen3_tts.pipeline import open_pipeline
-from pipelines.request import EngineInfo
+from pipelines.request import EngineInfo, EngineStats
 from tests.support.fakes import FakePipeline
 from tests.support.qwen3_golden import GOLDEN
 from tests.support.serving_kit import scraped
@@ -63,6 +63,22 @@ def test_the_metrics_of_engines_are_read_at_each_scrape() -> None:
     about = "device=NVIDIA H200,dtype=bfloat16,executor=graph"
     assert found[f"speech_engine_info{{{about},kernels=fused CUDA,model=first,reproducible=no}}"] == 1
     assert found[f"speech_engine_info{{{about},kernels=Triton,model=second,reproducible=yes}}"] == 1
+
+
+def test_energy_is_a_metric_where_every_engine_knows_it() -> None:
+    class Metered(FakePipeline):
+        joules: float | None = None
+
+        def stats(self) -> EngineStats:
+            return replace(super().stats(), joules=self.joules)
+
+    first, second = Metered("first"), Metered("second")
+    registry = CollectorRegistry()
+    registry.register(EngineMetrics(lambda: [first, second]))
+    first.joules = 2.5
+    assert "joules" not in generate_latest(registry).decode()
+    second.joules = 10.0
+    assert scraped(generate_latest(registry).decode())["speech_engine_joules_total"] == 12.5
 
 
 def test_the_native_engine_on_a_cpu_says_how_it_was_opened() -> None:

@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,11 +16,11 @@ import soundfile
 from jobs.checks import quality_of
 from jobs.ingest import SubmitOptions
 from jobs.layout import SPEC_SHA_CHARACTERS
-from jobs.ledger.records import ItemState, JobState, ShardState
+from jobs.ledger.records import ItemState, Job, JobState, ShardState
 from jobs.store.base import ObjectInfo
 from pipelines.audio import encode
 from pipelines.errors import ErrorCode, StoreError
-from pipelines.request import Speech, SynthesisRequest
+from pipelines.request import EngineStats, Speech, SynthesisRequest
 from tests.support.fakes import SAMPLE_RATE, FakeClock, FakePipeline, sine
 from tests.support.ledger_kit import wake
 from tests.support.manifests import read_manifest
@@ -77,6 +78,32 @@ def test_the_engines_time_is_shared_out_among_its_items(build: Build) -> None:
     started_at = time.monotonic()
     rig.run_next()
     assert 380 <= rig.status(job).engine_ms <= (time.monotonic() - started_at) * 1000 + 8
+
+
+def test_the_energy_of_the_board_is_shared_out_as_the_engines_time_is(build: Build) -> None:
+    clock, use = FakeClock(), {"watts": 0.0, "joules": 0.0}
+
+    class Metered(FakePipeline):
+        def _finish(self, request: SynthesisRequest, future: Future[Speech]) -> None:
+            clock.advance(2)
+            use["joules"] += 2 * use["watts"]
+            super()._finish(request, future)
+
+        def stats(self) -> EngineStats:
+            return replace(super().stats(), joules=use["joules"])
+
+    rig = build(clock=clock, pipeline=Metered(), lease_seconds=1000)
+    jobs: list[Job] = []
+    for watts in (300.0, 0.0, 500.0):
+        use["watts"] = watts
+        jobs.append(
+            rig.submit([f"at {watts} W", "[[fail:synth.oom]]"], options=SubmitOptions(max_attempts=1))
+        )
+        rig.run_next()
+        use["joules"] += 10_000  # a rest between jobs belongs to none
+    assert [rig.status(job).engine_ms for job in jobs] == [4000] * 3
+    # The failed item's energy is part of it.
+    assert [rig.status(job).energy_mj for job in jobs] == [1_200_000, 0, 2_000_000]
 
 
 def test_what_failed_items_took_of_the_engine_is_counted_in_every_attempt(build: Build) -> None:
