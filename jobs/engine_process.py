@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from jobs.logs import LogFormat, setup_logging
@@ -25,26 +28,47 @@ _SHARED_MEMORY = 0.9
 
 
 def open_engine_process(
-    model: str, options: dict[str, Any], settings: Settings, level: str | None = None
+    model: str,
+    options: dict[str, Any],
+    settings: Settings,
+    level: str | None = None,
+    modules: Sequence[str] = (),
 ) -> EngineProcess:
-    """Starts a process with a model and waits until the model is open. Raises the `NightjarError` of opening it, and
-    `EngineCrashError`."""
-    return EngineProcess(
-        model, options, ("-m", "jobs.engine_process", level or settings.log_level, settings.log_format)
-    )
+    """Starts a process with a model and waits until the model is open, unless it is a spare one (`modules`).
+    Raises the `NightjarError` of opening it, and `EngineCrashError`."""
+    program = ("-m", "jobs.engine_process", level or settings.log_level, settings.log_format)
+    return EngineProcess(model, options, program, modules)
 
 
-def open_model(
-    model: str, card: ModelCard, settings: Settings, options: dict[str, Any], level: str
-) -> Pipeline:
-    """Opens a model in a separate process, so that it does not share an interpreter with the HTTP server. The
-    engine `vllm` already has a process of its own.
+@dataclass
+class ModelOpener:
+    """Opens a model of a server, again after each failure, in a separate process, so that it does not share an
+    interpreter with the HTTP server. The engine `vllm` already has a process of its own.
 
-    Raises the errors of `pipelines.registry.open_pipeline`, and `EngineCrashError`.
+    Keeps a spare process, if the settings want one, which has imported the model's libraries.
     """
-    if settings.chosen_engine(card) == "vllm" or is_registered(model):
-        return open_pipeline(model, **options)
-    return open_engine_process(model, options, settings, level)
+
+    model: str
+    card: ModelCard
+    settings: Settings
+    options: dict[str, Any]
+    level: str
+    _spare: EngineProcess | None = None
+
+    def __call__(self) -> Pipeline:
+        """Raises the errors of `pipelines.registry.open_pipeline`, and `EngineCrashError`."""
+        if self.settings.chosen_engine(self.card) == "vllm" or is_registered(self.model):
+            return open_pipeline(self.model, **self.options)
+        start = partial(open_engine_process, self.model, self.options, self.settings, self.level)
+        process, self._spare = self._spare, None
+        if process is None:
+            process = start()
+        else:
+            process.open()
+        wanted = self.settings.serve.spare_process
+        if has_gpu() if wanted is None else wanted:
+            self._spare = start(process.modules)
+        return process
 
 
 def engine_options(settings: Settings, card: ModelCard, models: int = 1) -> dict[str, Any]:

@@ -194,6 +194,9 @@ class ServeSettings(SettingsGroup):
     streams: Count | None = None
     """Streams that the engine `native` is prepared for before `/health` returns 200. Unset: 128 on a GPU, 8
     on a CPU."""
+    spare_process: bool | None = None
+    """Keep a process that has imported the model's libraries, so that an engine that dies is replaced sooner.
+    Unset: with a GPU."""
     waiting_room: Count = 512
     """Maximum requests that wait in the server before the engine gets them. Further requests get status
     429."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -26,7 +26,6 @@ from pipelines.registry import ModelCard, describe, list_models
 from pipelines.stored_voices import StoredVoice, VoiceExistsError
 
 if TYPE_CHECKING:
-    from pipelines.request import Pipeline
     from pipelines.serving import ServeOptions
 
 
@@ -273,7 +272,7 @@ def serve(
       nightjar serve --model qwen3-tts-0.6b-base --port 8080
       nightjar serve --model qwen3-tts-0.6b-base --model qwen3-tts-1.7b-customvoice
     """
-    from jobs.engine_process import engine_options, open_model
+    from jobs.engine_process import ModelOpener, engine_options
     from jobs.logs import setup_logging
 
     given = {"address": address, "port": port}
@@ -293,12 +292,12 @@ def serve(
 
     level = "warning" if output.quiet else settings.log_level
     setup_logging(level, settings.log_format)
-
-    def opener(model: str, card: ModelCard) -> Callable[[], Pipeline]:
-        return lambda: open_model(model, card, settings, engine_options(settings, card, len(models)), level)
-
+    openers = [
+        ModelOpener(model, card, settings, engine_options(settings, card, len(models)), level)
+        for model, card in zip(models, cards, strict=True)
+    ]
     server = Server(
-        list(zip(cards, map(opener, models, cards), options, strict=True)),
+        list(zip(cards, openers, options, strict=True)),
         settings.serve.address,
         settings.serve.port,
     )
@@ -332,7 +331,9 @@ def serve_options(settings: Settings, named: Sequence[tuple[str, ...]]) -> list[
     """The options of each model of a server, by its names."""
     from pipelines.serving import ServeOptions
 
-    limits = settings.serve.model_dump(exclude={"address", "port", "api_key", "api_key_file", "streams"})
+    limits = settings.serve.model_dump(
+        exclude={"address", "port", "api_key", "api_key_file", "streams", "spare_process"}
+    )
     limits["voices_folder"] = voice_folder(settings).path
     keys = read_keys(settings)
     return [ServeOptions(names, keys, **limits) for names in named]

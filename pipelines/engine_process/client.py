@@ -24,6 +24,7 @@ from pipelines.engine_process.messages import (
     Cancel,
     ChunkMessage,
     Close,
+    Import,
     NotOpened,
     Open,
     Opened,
@@ -84,8 +85,7 @@ CLOSE_SECONDS = 5.0
 class EngineProcess:
     """Implements `pipelines.request.Pipeline` with a child process that opens the model.
 
-    The constructor returns when the model is open. It raises what `open_pipeline` raised in the child, and
-    `EngineCrashError` if the child died. If the child dies later, its requests fail with `EngineCrashError`
+    The constructor returns when the model is open, as `open` does. If the child dies later, its requests fail with `EngineCrashError`
     (`worker.crash`), the state in `stats` is `broken`, and `start` raises `ModelError`
     (`model.unreachable`). The child always ends with this process.
     """
@@ -93,9 +93,16 @@ class EngineProcess:
     starts_at_once = True
 
     def __init__(
-        self, model: str, options: dict[str, Any] | None = None, program: Sequence[str] = PROGRAM
+        self,
+        model: str,
+        options: dict[str, Any] | None = None,
+        program: Sequence[str] = PROGRAM,
+        modules: Sequence[str] = (),
     ) -> None:
+        """`modules`: the child imports them, and opens the model when `open` is called; empty: now."""
         self._program = program
+        self._wanted = Open(model, options or {})
+        self._may_open = threading.Event()
         self._numbers = itertools.count(1)
         self._changed = threading.Condition()
         #: Requests that have not ended.
@@ -116,18 +123,20 @@ class EngineProcess:
         self._child: Child[ToClient] | None = None
         # The host's thread starts the child and receives its messages. The kernel kills the child when this
         # thread ends.
-        self._host = threading.Thread(
-            target=self._run,
-            args=(Open(model, options or {}),),
-            name="engine-host",
-            daemon=True,
-        )
+        self._host = threading.Thread(target=self._run, args=(modules,), name="engine-host", daemon=True)
         self._host.start()
         self._frontend: Frontend | None = None
+        if not modules:
+            self.open()
+
+    def open(self) -> None:
+        """Opens the model. Raises what `open_pipeline` raised in the child, and `EngineCrashError` if the child
+        died."""
+        self._may_open.set()
         try:
             # If the model cannot be opened, the child reports the error.
             with suppress(NightjarError):
-                self._frontend = open_frontend(model)
+                self._frontend = open_frontend(self._wanted.model)
             opened = self._opened.result()
         except BaseException:
             self.close()
@@ -135,6 +144,8 @@ class EngineProcess:
         self.name = opened.name
         self.sample_rate = opened.sample_rate
         self.capabilities = opened.capabilities
+        #: The modules that a spare child can import.
+        self.modules = opened.modules
 
     @property
     def pid(self) -> int | None:
@@ -193,6 +204,7 @@ class EngineProcess:
         with self._changed:
             self._closed = self._closed or engine_closed()
             self._changed.notify_all()
+        self._may_open.set()
         # Before the child ends, which would look like a crash to them.
         self._fail_all(engine_closed())
         self._send(Close())
@@ -239,15 +251,16 @@ class EngineProcess:
             self._send(Cancel(number))
         return removed
 
-    def _run(self, wanted: Open) -> None:
+    def _run(self, modules: Sequence[str]) -> None:
         """Runs on the host's thread: starts the child, handles its messages, and waits for its end."""
         reason = "because it could not be started"
         try:
             child = self._child = Child[ToClient](self._program, ToClient)
             try:
-                child.channel.send(wanted)
-                if self._closed is not None:
-                    self._send(Close())
+                if modules:
+                    child.channel.send(Import([*modules]))
+                    self._may_open.wait()
+                child.channel.send(self._wanted if self._closed is None else Close())
                 while True:
                     self._handle(child.channel.receive())
             except (EOFError, OSError, msgspec.MsgspecError) as error:

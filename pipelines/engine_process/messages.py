@@ -57,6 +57,12 @@ class Open(_Message, frozen=True):
     options: dict[str, Any]
 
 
+class Import(_Message, frozen=True):
+    """The first message to a spare child: it imports these modules, and waits for `Open`."""
+
+    modules: list[str]
+
+
 class Start(_Message, frozen=True):
     """The arguments of `Pipeline.start`."""
 
@@ -96,7 +102,7 @@ class Close(_Message, frozen=True):
 
 
 #: Messages to the child.
-ToChild = Open | Start | Answer | Append | Cancel | Close
+ToChild = Import | Open | Start | Answer | Append | Cancel | Close
 
 
 class Opened(_Message, frozen=True):
@@ -104,6 +110,8 @@ class Opened(_Message, frozen=True):
     sample_rate: int
     capabilities: Capabilities
     info: EngineInfo
+    #: Our modules that the child has imported.
+    modules: list[str]
 
 
 class NotOpened(_Message, frozen=True):

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import msgspec
@@ -32,6 +33,7 @@ from pipelines.engine_process.messages import (
     Append,
     Cancel,
     ChunkMessage,
+    Import,
     NotOpened,
     Open,
     Opened,
@@ -153,6 +155,12 @@ class EngineServer:
         """Serves until the client closes; returns the exit status. Raises `EOFError` or `OSError` if the
         client ends before it sends `Open`."""
         wanted = self._channel.receive()
+        if isinstance(wanted, Import):
+            for name in wanted.modules:
+                # Opening the model raises the same error.
+                with suppress(Exception):
+                    import_module(name)
+            wanted = self._channel.receive()
         if not isinstance(wanted, Open):
             return 0
         threading.Thread(target=self._read, name="reader", daemon=True).start()
@@ -162,7 +170,8 @@ class EngineServer:
             self._send(NotOpened(_error_of(error, "The model could not be opened")), wait=True)
             return 0
         serve_threads()
-        self._send(Opened(pipeline.name, pipeline.sample_rate, pipeline.capabilities, pipeline.info))
+        modules = [name for name in sys.modules if name.startswith(("pipelines", "kernels"))]
+        self._send(Opened(pipeline.name, pipeline.sample_rate, pipeline.capabilities, pipeline.info, modules))
         self._deliver(pipeline)
         pipeline.close()
         return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -120,12 +121,33 @@ def test_a_growing_text_is_said_whole_by_the_next_engine() -> None:
         assert second.texts == ["Please die.", "Now go on."]
 
 
+def children(server: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The processes of a server, the oldest first."""
+    return sorted(psutil.Process(server.pid).children(), key=psutil.Process.create_time)
+
+
 def test_a_killed_engine_costs_time_and_no_request(tmp_path: Path) -> None:
     with serving(tmp_path) as (process, url, log), ThreadPoolExecutor(4) as pool:
-        (engine,) = psutil.Process(process.pid).children()
+        (engine,) = children(process)
         asked = [pool.submit(speak, url, LONG) for _ in range(4)]
         until(lambda: metrics(url)["speech_engine_batch_size"] > 0)
         os.kill(engine.pid, signal.SIGKILL)
         assert [answer.result().status_code for answer in asked] == [200] * 4
         assert 1 <= metrics(url)["speech_requests_retried_total"] <= 4
         assert "by signal 9 (SIGKILL); requests in it:" in log.read_text()
+
+
+def test_a_spare_process_takes_over_and_its_own_death_is_no_harm(tmp_path: Path) -> None:
+    with serving(tmp_path, SPEECH_SERVE__SPARE_PROCESS="true") as (process, url, _):
+        until(lambda: len(children(process)) == 2)
+        engine, spare = children(process)
+        for killed, left in ((engine, spare), (spare, None)):
+            # The spare of the second turn dies first, and nobody notices before it is needed.
+            for one in children(process)[1:] if left is None else ():
+                one.kill()
+            killed.kill()
+            until(lambda killed=killed: killed.pid not in [one.pid for one in children(process)])
+            until(lambda: speak(url, "Hello.").status_code == 200)
+            until(lambda: len(children(process)) == 2)
+            if left is not None:
+                assert children(process)[0].pid == left.pid, "the spare process has become the engine"

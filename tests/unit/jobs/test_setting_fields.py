@@ -32,8 +32,8 @@ SERVE: dict[str, tuple[str, Any]] = {
     "voices_folder": ("voices-here", Path("voices-here")),
     "allowed_hosts": ("speech.example,other.example", ("speech.example", "other.example")),
 }
-#: Where it listens, with which keys, and for how many streams the model is prepared.
-SERVE_ELSEWHERE = {"address", "port", "api_key", "api_key_file", "streams"}
+#: Where it listens, with which keys, for how many streams the model is prepared, and its spare process.
+SERVE_ELSEWHERE = {"address", "port", "api_key", "api_key_file", "streams", "spare_process"}
 #: Setting -> what is said, and what Qwen3-TTS on our engine and SpeechLM on vLLM are told; None: it is none
 #: of theirs.
 ENGINE: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any] | None]] = {
@@ -68,7 +68,7 @@ def test_a_setting_of_the_server(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         f"SERVE__{name.upper()}",
         text,
         monkeypatch,
-        lambda: serve_options(load_settings(), [("hibari",)]),
+        lambda: serve_options(load_settings(), [("hibari",)])[0],
     ) == {name: value}
 
 

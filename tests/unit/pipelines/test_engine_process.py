@@ -350,3 +350,23 @@ def test_a_checkpoint_speaks_and_streams_the_same_in_a_child(open_process: Open)
     finally:
         here.close()
     assert process.capabilities == here.capabilities
+
+
+def test_a_spare_process_opens_its_model_when_it_is_told_to() -> None:
+    modules = ["pipelines.hibari.pipeline", "pipelines.no_such_module"]
+    spare = EngineProcess("hibari", {"threads": 1}, modules=modules)
+    try:
+        spare.open()
+        assert (spare.name, "pipelines.hibari.pipeline" in spare.modules) == ("hibari", True)
+        assert "jobs" not in {name.partition(".")[0] for name in spare.modules}
+    finally:
+        spare.close()
+
+
+def test_a_spare_process_ends_without_a_model() -> None:
+    spare = EngineProcess("hibari", {"threads": 1}, modules=["pipelines.hibari.pipeline"])
+    wait_for(lambda: spare.pid is not None)
+    spare.close()
+    assert spare.stats().state == "broken"
+    with pytest.raises(NightjarError):
+        spare.open()
