@@ -123,8 +123,7 @@ def plan_of(options: argparse.Namespace, url: str) -> Plan:
     voices = (card.get("capabilities") or {}).get("voices") if own else None
     voice, rate = options.voice or next(iter(voices or ()), None), card.get("sample_rate", 24_000)
     sized, seconds = own and not options.text_lengths, tuple(options.seconds)
-    fields = {name: json.loads(text) for name, _, text in (one.partition("=") for one in options.field)}
-    return Plan(url, card["id"], key, voice, rate, own, sized, seconds=seconds, fields=fields)
+    return Plan(url, card["id"], key, voice, rate, own, sized, seconds=seconds, fields=options.fields)
 
 
 def measure(plan: Plan, pid: int | None, seeds: int = 1) -> Row:
@@ -141,7 +140,7 @@ def measure(plan: Plan, pid: int | None, seeds: int = 1) -> Row:
 def _one_seed(plan: Plan, pid: int | None, seed: int) -> Row:
     use, count = (
         Use([] if pid is None else [pid], 0.25),
-        PROCESSES if plan.rate else min(PROCESSES, plan.clients),
+        PROCESSES if plan.rate else min(PROCESSES, plan.clients, plan.clones or plan.clients),
     )
     command, pipes = [sys.executable, "-m", "benchmarks.clients"], {"stdin": -1, "stdout": -1}
     workers = [subprocess.Popen(command, cwd=ROOT, text=True, **pipes) for _ in range(count)]
@@ -404,6 +403,13 @@ def main() -> int:
         options.sizes, options.device, options.seconds = ["tiny"], "cpu", [0.3, 0.6]
     if options.short:
         options.seeds, options.warm_up, options.duration = 1, 2.0, 6.0
+    try:
+        given = (one.partition("=") for one in options.field)
+        options.fields = {name: json.loads(text) for name, _, text in given}
+    except ValueError:
+        made.error("--field takes NAME=JSON, such as trim_leading_silence_ms=10")
+    if options.requests < 1 or (options.texts and not Path(options.texts).is_file()):
+        made.error("--requests takes 1 or more, --texts a file")
     url = options.peer or options.url
     if not (url or options.sizes):
         made.error("give the address of a server, or --sizes")
