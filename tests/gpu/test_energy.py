@@ -7,7 +7,6 @@ import time
 import pytest
 import torch
 
-pytest.importorskip("pynvml", reason="needs nvidia-ml-py")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
