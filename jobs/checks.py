@@ -117,6 +117,9 @@ CHECKS: dict[str, Check] = {
     for check in (
         Check("ended", ErrorCode.SYNTH_NO_EOS, "1 if the model itself ended the speech", "low", Bound(low=1.0), Bound(low=1.0)),
         Check("duration", ErrorCode.QA_DURATION, "length divided by the expected length", "both", Bound(), Bound()),
+        Check("log_probability", ErrorCode.QA_SCORE, "mean log probability of the codes by the model itself; 0 is best", "low"),
+        Check("lowest_log_probability", ErrorCode.QA_SCORE, "the lowest mean of `log_probability` over 12 frames", "low"),
+        Check("repetition", ErrorCode.SYNTH_RUNAWAY, "longest repetition of codes, in seconds", "high", unit="s"),
         Check(
             "clipped", ErrorCode.QA_CLIPPED, "share of samples in flat peaks, at any gain", "high", Bound(high=0.001), Bound(high=0.001)
         ),
@@ -366,8 +369,10 @@ def quality_of(
     return quality
 
 
+#: The scores that only some engines and outputs have.
+OF_ENGINES = ("log_probability", "lowest_log_probability", "repetition")
 #: The scores that need no samples.
-OF_CODES = ("ended", "duration")
+OF_CODES = ("ended", "duration", *OF_ENGINES)
 
 
 def checks_of_codes(quality: Quality) -> Quality:

@@ -353,6 +353,8 @@ def job_of(options: Mapping[str, Any], owner: str = "") -> tuple[JobSpec, Submit
     output = given.pop("output", AUDIO)
     if output == "codes" and quality is not None:
         quality = checks_of_codes(quality)
+    if output == AUDIO and quality is not None and "repetition" in quality.bounds:
+        raise invalid("The check `repetition` needs codes.", "Make both with `--output both`.")
     reading = Reading(voices=given.pop("voice_for", None), **_popped(given, Reading.__struct_fields__))
     own |= {} if output == AUDIO else {"output": output}
     if (lexicon := given.pop("lexicon", None)) is not None:

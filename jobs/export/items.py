@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 
-from jobs.checks import CHECKS, METERS, scores_with
+from jobs.checks import CHECKS, METERS, OF_ENGINES, scores_with
 from jobs.codes import StoredCodes
 from jobs.dialogue import Dialogue, metadata_json, metadata_of, reference_places, spoken_text
 from jobs.ledger.records import WORDS, Artifact, Draw, ItemRow, ItemState, Job
@@ -286,16 +286,19 @@ def score_names(*jobs: tuple[Ledger, Job]) -> tuple[str, ...] | None:
     """The names of the scores of jobs; those of built-in checks first. None: the jobs have no checks.
 
     If a meter of another package is used, all draws are read, because the names of its scores are only known
-    from them.
+    from them. Those of `OF_ENGINES` are there if the first item has them, or if the job has bounds for them.
     """
     checked = [(ledger, job, job.spec.quality) for ledger, job in jobs if job.spec.quality is not None]
     if not checked:
         return None
     names: set[str] = set()
     for ledger, job, quality in checked:
-        names |= scores_with(quality.meters) | quality.bounds.keys()
+        names |= scores_with(quality.meters) - {*OF_ENGINES} | quality.bounds.keys()
+        kept = (row.draw.scores for row in ledger.draws(job.id) if row.draw.kept)
         if quality.meters.keys() - METERS.keys():
-            names |= {name for row in ledger.draws(job.id) if row.draw.kept for name in row.draw.scores}
+            names.update(*kept)
+        else:
+            names |= next(kept, {}).keys() & OF_ENGINES
     return (*(name for name in CHECKS if name in names), *sorted(names - CHECKS.keys()))
 
 

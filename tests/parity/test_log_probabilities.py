@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,7 +97,7 @@ def requests(count: int) -> list[GenerationRequest]:
     return [replace(random_request(rng, model, str(at)), stream=at % 3 == 0) for at in range(count)]
 
 
-def measured(batch: list[GenerationRequest], **options: int) -> tuple[Recorder, list[np.ndarray]]:
+def measured(batch: list[GenerationRequest], **options: Any) -> tuple[Recorder, list[np.ndarray]]:
     """What is heard of requests that run together, and their log probabilities."""
     heard = Recorder()
     core = make_core(golden_model("base"), heard, **options)

@@ -11,9 +11,10 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from jobs.checks import Bound, Quality, code_of
+from jobs.checks import OF_ENGINES, Bound, Quality, code_of
 from jobs.ledger.records import Draw, Score
 from pipelines.audio import FRAME_SECONDS, activity, frame_powers
+from pipelines.engine.runaway import repeated_seconds
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import Generation, Speech
 from worker.quality.meters import Reading
@@ -116,10 +117,10 @@ def failed_draw(number: int, seed: int, error: NightjarError, speech: Speech | N
 def cheap_readings(
     speech: Speech, quality: Quality, text: str, generation: Generation
 ) -> Mapping[str, tuple[float, str] | Score]:
-    """`ended`, `duration` if the pace of the voice is known, `clipped`, `silence`, `pause` and `loudness`. If several
-    fail, the item gets the code of the first one.
+    """`ended`, `duration` if the pace of the voice is known, those of `OF_ENGINES` that the speech has, `clipped`,
+    `silence`, `pause` and `loudness`. If several fail, the item gets the code of the first one.
 
-    `speech` has at least one sample, and all are finite, or it has only codes, for which there are `ended` and `duration`
+    `speech` has at least one sample, and all are finite, or it has only codes, for which there are those of `OF_CODES`
     alone. `text`: the requested text; `generation`: has the voice and the
     language. NumPy is called only a few times, because each call may switch threads.
     """
@@ -134,6 +135,12 @@ def cheap_readings(
         ratio, bound = seconds / expected, quality.bounds.get("duration")
         passed = None if bound is None else pace.fits(seconds, expected, text) and bound.allows(ratio)
         readings["duration"] = Score(round(ratio, 4), passed, f"{expected:.2f} s expected")
+    for name in OF_ENGINES:
+        if isinstance(value := meta.get(name), float):
+            readings[name] = value, ""
+    if speech.codes is not None:
+        frame_seconds = speech.frame_samples / speech.sample_rate
+        readings["repetition"] = repeated_seconds(speech.codes[:, 0], frame_seconds), ""
     if len(speech.samples):
         powers = frame_powers(speech.samples, speech.sample_rate)
         sounding, pause, power = activity(powers)

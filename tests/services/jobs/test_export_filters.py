@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jobs.checks import Quality
+from jobs.checks import Bound, Quality
 from jobs.export import ExportReport, Part, export
 from jobs.ingest import SubmitOptions, submit
 from jobs.ledger import Ledger
@@ -126,6 +126,27 @@ def test_a_filter_that_cannot_be_used_is_refused_before_anything_is_written(fini
             run(finished, name, finished.folder / "x", where)
         assert caught.value.code is ErrorCode.CONFIG_INVALID
         assert not (finished.folder / "x").exists()
+
+
+@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.parametrize("measured", [False, True])
+def test_scores_of_the_engine_are_exported_if_it_measures_them(
+    tmp_path: Path, measured: bool, bound: bool
+) -> None:
+    """Exports of jobs that were made before there were such scores stay as they are."""
+    bounds = {"log_probability": Bound(low=-9.0)} if bound else {}
+    job = begun(tmp_path, LINES, JobSpec("hibari", quality=Quality(bounds=bounds)))
+    own = {f"u{no}": {"log_probability": -no / 10} if measured else {} for no in range(10)}
+    run_all(job.ledger, job.store, job.job_id, scores=own)
+    run(job, "manifest", tmp_path / "x.jsonl", None)
+    lines = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
+    found = [line["scores"].get("log_probability", "absent") for line in lines]
+    absent = None if bound else "absent"
+    assert found == [-no / 10 if measured else absent for no in range(10)]
+    if measured:
+        where = "log_probability >= -0.3"
+        assert run(job, "manifest", tmp_path / "y.jsonl", where).items == 4
+    job.ledger.close()
 
 
 def test_lost_audio_of_other_items_does_not_matter(finished: Finished) -> None:

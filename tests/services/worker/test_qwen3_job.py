@@ -159,3 +159,18 @@ def test_codes_survive_a_kill_and_decode_later_to_the_audio_of_a_job_of_audio(tm
     lines = [json.loads(line) for line in (folder / "decoded" / "manifest.jsonl").read_text().splitlines()]
     found = {line["example_id"]: (folder / "decoded" / line["audio_filepath"]).read_bytes() for line in lines}
     assert found == audio
+    # In other batches, and with other outputs, the model's own log probabilities are the same.
+    measured = log_probabilities(folder)
+    assert len(measured) == 12
+    assert all(lowest <= mean < 0 for mean, lowest in measured.values())
+    assert measured == log_probabilities(tmp_path / "audio")
+
+
+def log_probabilities(folder: Path) -> dict[str, tuple[float, float]]:
+    """The scores of each example's draw."""
+    rows = query(
+        folder,
+        "select i.example_id, d.scores from draws d join items i on i.job_no = d.job_no and i.idx = d.idx",
+    )
+    scores = [(name, json.loads(text)) for name, text in rows]
+    return {name: (own["log_probability"][0], own["lowest_log_probability"][0]) for name, own in scores}

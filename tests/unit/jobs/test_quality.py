@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from jobs.checks import (
     CHECKS,
     METERS,
+    OF_ENGINES,
     PRESETS,
     Bound,
     Check,
@@ -24,6 +25,7 @@ from jobs.checks import (
     quality_of,
     scores_with,
 )
+from jobs.job_options import job_of
 from jobs.ledger.records import JobSpec, Score
 from jobs.spec import frozen_spec, spec_sha
 from pipelines.audio import activity, frame_powers, trim_silence
@@ -360,7 +362,40 @@ class TestConfig:
     def test_what_the_worker_measures_itself_is_what_the_registry_says(self) -> None:
         assert BASIC is not None
         paced = msgspec.structs.replace(BASIC, paces=(PACE,))
-        assert scores_of(speechlike(), paced).keys() == scores_with(())
+        assert scores_of(speechlike(), paced).keys() == scores_with(()) - {*OF_ENGINES}
+        measured = {"log_probability": -2.5, "lowest_log_probability": -4.0}
+        codes = np.arange(60, dtype=np.int16).reshape(30, 2)
+        speech = Speech(speechlike(), RATE, TEXT, meta=measured, codes=codes, frame_samples=RATE // 10)
+        scores = check_draw(0, 7, speech, paced, TEXT, Generation()).record.scores
+        assert scores.keys() == scores_with(())
+        assert [scores[name].value for name in OF_ENGINES] == [-2.5, -4.0, 0.0]
+
+    @pytest.mark.parametrize(
+        ("bound", "code"),
+        [
+            ("log_probability.low=-2", "qa.score"),
+            ("lowest_log_probability.low=-3.9", "qa.score"),
+            ("repetition.high=1", "synth.runaway"),
+            ("log_probability.low=-2.5", None),
+            ("repetition.high=1.3", None),
+        ],
+    )
+    def test_scores_of_the_engine_need_no_samples(self, bound: str, code: str | None) -> None:
+        spec, _ = job_of({"output": "codes", "qa_set": [f"bounds.{bound}"]})
+        assert spec.quality is not None
+        measured = {"log_probability": -2.5, "lowest_log_probability": -4.0}
+        codes = np.zeros((30, 2), np.int16)
+        codes[13:, 0] = range(17)  # the first 13 frames repeat one code 12 times, which takes 1.2 s
+        none = np.zeros(0, np.float32)
+        speech = Speech(none, RATE, TEXT, meta=measured, codes=codes, frame_samples=RATE // 10)
+        assert check_draw(0, 7, speech, spec.quality, TEXT, Generation()).record.code == code
+
+    def test_a_repetition_is_of_codes(self) -> None:
+        with pytest.raises(ConfigError, match="needs codes"):
+            job_of({"qa_set": ["bounds.repetition.high=1"]})
+        spec, _ = job_of({"output": "both", "qa_set": ["bounds.repetition.high=1"]})
+        assert spec.quality is not None
+        assert spec.quality.bounds["repetition"] == Bound(high=1)
 
     def test_a_model_of_one_language_is_heard_in_it(self) -> None:
         card = describe_hibari()

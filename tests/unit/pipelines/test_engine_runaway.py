@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from pipelines.duration import longest_seconds, text_units
-from pipelines.engine.core import REPEATED_SECONDS, EngineOptions, RunawayGuard
+from pipelines.engine.core import EngineOptions
+from pipelines.engine.runaway import REPEATED_SECONDS, RunawayGuard, repeated_seconds
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.errors import ErrorCode, NightjarError
@@ -57,6 +58,25 @@ def test_each_of_a_hundred_loops_is_found_within_three_seconds_and_no_speech_is(
     for codes, found in zip(before, found_after(looped, frame_seconds), strict=True):
         assert found is not None
         assert (found - len(codes)) * frame_seconds <= LOOP_SECONDS
+
+
+@pytest.mark.parametrize("frame_seconds", RATES)
+def test_the_repetition_of_a_whole_utterance_is_what_the_guard_counts(frame_seconds: float) -> None:
+    random = np.random.default_rng(5)
+    spoken = [speech(random, frame_seconds, random.uniform(0.1, 6)) for _ in range(60)]
+    looped = [np.concatenate((codes, loop(random, codes, frame_seconds))) for codes in spoken]
+    few = [random.integers(0, 2, random.integers(1, 300)) for _ in range(40)]
+    batch, limit = [*spoken, *looped, *few], round(REPEATED_SECONDS / frame_seconds) * frame_seconds
+    found = found_after(batch, frame_seconds)
+    assert 60 <= sum(frame is not None for frame in found) < len(batch)
+    for codes, frame in zip(batch, found):
+        seconds = repeated_seconds(codes.astype(np.int16), frame_seconds)
+        assert (seconds >= limit - 1e-6) == (frame is not None)
+        if frame is not None:
+            assert repeated_seconds(codes[:frame].astype(np.int16), frame_seconds) == pytest.approx(limit)
+    assert repeated_seconds(np.array([5], np.int16), frame_seconds) == 0.0
+    same = np.zeros(4, np.int16)
+    assert repeated_seconds(same, frame_seconds) == pytest.approx(3 * frame_seconds)
 
 
 def test_a_slot_remembers_nothing_of_its_last_utterance() -> None:

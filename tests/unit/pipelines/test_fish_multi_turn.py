@@ -188,6 +188,20 @@ def test_our_own_engine_hands_over_no_end() -> None:
     assert (end_of(heard).finish, end_of(heard).codes.shape) == ("stop", (0, 10))  # pyright: ignore[reportOptionalMemberAccess]
 
 
+def test_log_probabilities_are_those_of_all_turns() -> None:
+    heard = Heard()
+    host, _, plan = start(["One.", "Two."], heard, most=3, keep=True)
+    for first, finish, count in ((1, "length", 3), (5, "stop", 1)):
+        columns = np.array([[FIRST + code, *[code] * 10] for code in range(first, first + count)])
+        measured = -columns[:, 1].astype(float)
+        host.sent[-1][1].finished(Tokens(columns[:, 0].tolist(), finish, columns, measured))  # pyright: ignore[reportArgumentType]
+    found = end_of(heard)
+    assert found.log_probabilities is not None
+    assert (found.ids, found.log_probabilities.tolist()) == ([1, 2, 5], [-1, -2, -5])
+    info = FishRequestInfo("", 44_100, {}, True, plan, CONFIG.codec.codes)
+    assert info.read(found).log_probabilities is found.log_probabilities
+
+
 def test_a_dialogue_that_outgrows_the_engine_says_where() -> None:
     heard = Heard()
     host, _, plan = start(["One.", "Two."], heard, most=300, context=300)

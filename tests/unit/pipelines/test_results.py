@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pipelines.audio import NO_SAMPLES
 from pipelines.codec.stage import CodecStage, Decoder
 from pipelines.errors import ConfigError, ErrorCode, InputError, ModelError, NightjarError, SynthesisError
 from pipelines.nn.config_keys import BaseSamplingDefaults, Keys, Size, Sizes, Whole
@@ -155,6 +156,24 @@ def test_tokens_become_speech_with_what_is_known_of_them(host: Host, pipeline: P
     assert (speech.text, speech.text_out, speech.sample_rate) == ("text", "words", RATE)
     assert speech.meta == {"engine": "none", "frames": 2, "finish": "stop"}
     assert pipeline.stats().audio_seconds == 8 / RATE
+
+
+@pytest.mark.parametrize(
+    ("measured", "mean", "lowest"),
+    [
+        ([-1.0], -1.0, -1.0),
+        ([-1.0, -2.0], -1.5, -1.5),
+        ([*[-1.0] * 12, -13.0], -1.9231, -2.0),
+        ([-13.0, *[-1.0] * 20, *[-2.5] * 12, -1.0], -1.8824, -2.5),
+    ],
+)
+def test_log_probabilities_are_kept_as_their_mean_and_the_lowest_window(
+    measured: list[float], mean: float, lowest: float
+) -> None:
+    codes = np.zeros((len(measured), 1), np.int64)
+    made: FinishedCodes[list[int]] = FinishedCodes(codes, "stop", log_probabilities=np.array(measured))
+    meta = Info("text", RATE, {}, False).speech(NO_SAMPLES, made).meta
+    assert (meta["log_probability"], meta["lowest_log_probability"]) == (mean, lowest)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -65,6 +67,22 @@ def heard(
     made = info.read(Tokens(ids, finish))
     assert made.start is not None
     return tuple(made.codes[:, 0].tolist()), tuple(made.start.tokens.tolist())
+
+
+def test_log_probabilities_are_of_the_semantic_tokens_that_are_heard(vocabulary: Vocabulary) -> None:
+    voice = [vocabulary.voice.start + code for code in VOICE]
+    semantic = [vocabulary.semantic.start + code for code in (4, 9, 1)]
+    control = vocabulary.control("end_semantic_token")
+    ids = [*voice, semantic[0], control, *semantic[1:]]
+    measured = -np.arange(len(ids), dtype=np.float64)
+    made = info(vocabulary, None).read(Tokens(ids, "stop", None, measured))
+    assert made.log_probabilities is not None
+    assert made.log_probabilities.tolist() == [-16, -18, -19]
+    cut = replace(info(vocabulary, None, keep_unfinished=True), max_semantic=2)
+    found = cut.read(Tokens(ids, "stop", None, measured)).log_probabilities
+    assert found is not None
+    assert found.tolist() == [-16, -18]
+    assert info(vocabulary, None).read(Tokens(ids, "stop")).log_probabilities is None
 
 
 def code_of(info: SparkRequestInfo, ids: list[int], finish: Finish = "stop") -> ErrorCode:

@@ -71,7 +71,9 @@ def test_an_item_of_codes_alone_has_the_length_of_its_audio(build: Build, qualit
     assert len([*rig.ledger.items(job.id, where=longer)]) == len(TEXTS)
     assert [out.items for out in rig.ledger.filtered_out(job.id, parse_where("seconds > 100"))] == [4]
     draws = rig.ledger.draws_of(job.id, [0])
-    assert [sorted(row.draw.scores) for row in draws] == ([["ended"]] if quality == "basic" else [])
+    assert [sorted(row.draw.scores) for row in draws] == (
+        [["ended", "repetition"]] if quality == "basic" else []
+    )
 
 
 def test_codes_beside_audio_are_counted_once(build: Build) -> None:
