@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from jobs.formatting import bytes_text, counted, printable, seconds_text
-from jobs.ledger.records import INPUT_FORMAT, ItemRow, Job, JobState, RejectedLine, ShardState
+from jobs.ledger.records import INPUT_FORMAT, Decision, ItemRow, Job, JobState, RejectedLine, ShardState
 from jobs.ledger.status import GAP_SECONDS, RECENT_SECONDS, JobStatus, WorkerStatus
 from pipelines.errors import ErrorCode
 
@@ -132,6 +132,8 @@ def status_lines(
         yield f"labels  {printable(labels_text(job.labels))}"
     skipped = f", {items.skipped} skipped" if items.skipped else ""
     yield f"items   {items.done} done, {items.failed} failed, {items.pending} pending, {items.total} in all{skipped}"
+    if state.decisions:
+        yield f"decided {', '.join(f'{count} {name}' for name, count in state.decisions.items())}"
     if state.quarantined_workers:
         yield f"workers {state.workers} live, {state.quarantined_workers} quarantined (`nightjar workers` says why)"
     if state.outage is not None:
@@ -222,6 +224,8 @@ def status_view(
         names = ("items", "failed", "failure_rate", "interval", "max_failure_rate", "above")
         view["measured"] = _fields(status.measured, *names)
     view |= energy_view(status)
+    if status.decisions:
+        view["decisions"] = status.decisions
     if price_per_gpu_hour is not None:
         view["price_per_gpu_hour"] = price_per_gpu_hour
         view["cost"] = _rounded(cost(status, price_per_gpu_hour))
@@ -315,7 +319,13 @@ def item_view(job_id: str, item: ItemRow, line: int | None) -> dict[str, Any]:
         "line": line,
         **_fields(item, "state", "attempts", "error_code", "error_message"),
         **{name: getattr(item.artifact, name, None) for name in _AUDIO_FIELDS},
+        **({"decision": decision_view(item.decision)} if item.decision else {}),
     }
+
+
+def decision_view(decision: Decision | None) -> dict[str, Any] | None:
+    """A person's decision about an item."""
+    return decision and _fields(decision, "accepted", "person", "decided_at", "reason")
 
 
 def line_error_view(job_id: str, line: RejectedLine) -> dict[str, Any]:

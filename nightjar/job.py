@@ -25,10 +25,10 @@ from jobs.console import Interrupted, Stop
 from jobs.delete import Deleted, delete_job, measure_job
 from jobs.dialogue import metadata_of
 from jobs.export.items import ItemMetadata, item_metadata, read_words
-from jobs.job_options import unknown_name
+from jobs.job_options import unknown_name, user_name
 from jobs.ledger import Ledger
 from jobs.ledger.queries import ShardEnds
-from jobs.ledger.records import WORDS, ItemRow, ItemState, RejectedLine
+from jobs.ledger.records import WORDS, Decision, ItemRow, ItemState, RejectedLine
 from jobs.ledger.records import Job as JobRecord
 from jobs.ledger.status import JobStatus
 from jobs.packs import ArtifactReader
@@ -120,6 +120,11 @@ class Item:
         job, row = self._source
         found = job._ledger.artifacts_of(job.id, WORDS, [row.index]).get(row.index)
         return () if found is None else read_words(job._reader.read(found))[0]
+
+    @property
+    def decision(self) -> Decision | None:
+        """What a person decided about its audio: `accepted`, `person`, `decided_at` and `reason`."""
+        return self._source[1].decision
 
     @property
     def speaker(self) -> str:
@@ -423,6 +428,25 @@ class Job:
             self._ledger, self._confirmed(), self.id, place, embed=True, price_per_gpu_hour=price
         )
         return Report(Path(written.path))
+
+    def accept(self, ids: Iterable[str]) -> int:
+        """Accepts items by their ids, as `nightjar accept` does; returns their number. Raises `NightjarError`."""
+        return self._decide(ids, Decision(True, user_name()))
+
+    def refuse(self, ids: Iterable[str], reason: str = "") -> int:
+        """Refuses items by their ids, as `nightjar refuse` does; returns their number. Raises `NightjarError`."""
+        check_type("reason", reason, str, "a text")
+        return self._decide(ids, Decision(False, user_name(), reason))
+
+    def _decide(self, ids: Iterable[str], decision: Decision) -> int:
+        from jobs.export.manifest import renew_manifest
+
+        chosen = [ids] if isinstance(ids, str) else list(ids)
+        for one in chosen:
+            check_type("ids", one, str, "the ids of items")
+        count = self._ledger.decide(self.id, chosen, decision)
+        renew_manifest(self._ledger, self._confirmed(), self.id)
+        return count
 
     def delete(self, *, yes: bool = False) -> Deleted:
         """Deletes an ended job, that is, its objects in the store and its rows in the ledger, as

@@ -262,7 +262,7 @@ def _stored(
 ) -> Outcome | PartKept | Future[Done]:
     """Stores the artifacts of the kept draw and returns the outcome with them. They are the audio or the codes, if any,
     and codes beside audio, the text that the model wrote and the times of the words, which are not stored for a failed
-    item.
+    part of an item.
 
     Each is stored under its key, or under the next number if that key has another object, for example one that was
     damaged by a power cut or rounded differently. Waits for an unreachable store until the lease ends.
@@ -271,7 +271,7 @@ def _stored(
         return outcome
     job, line, packs, failed = shard.held.lease.job, draw.line, shard.packs, isinstance(outcome, Failed)
     spec, meta = job.spec, speech.meta if draw.long is None else {**speech.meta, "part": draw.part}
-    main = QUARANTINE if failed else spec.main_kind
+    main, beside = QUARANTINE if failed else spec.main_kind, not failed or draw.long is None
     made: list[tuple[Artifact, Any]] = []
 
     def add(
@@ -304,11 +304,11 @@ def _stored(
             codes = StoredCodes(speech.codes, speech.voice_codes, shard.codec).encoded()
             if not made:
                 add(main, codes, (speech.duration_ms, speech.sample_rate, speech.sample_count), meta)
-            elif not failed:
+            elif beside:
                 add("codes", codes)
-        if speech.text_out is not None and not failed:
+        if speech.text_out is not None and beside:
             add("text", speech.text_out.encode())
-        if speech.words and not failed:
+        if speech.words and beside:
             add(WORDS, words_file(speech.words, speech.phonemes))
     if packs is not None and isinstance(outcome, Done):
         return packs.add(outcome, made, line.example_id)

@@ -28,7 +28,7 @@ from jobs.cli.options import (
 from jobs.console import CANCELLED, FAILED, TIMEOUT, FiniteRange, Output, flag, option
 from jobs.formatting import bytes_text, counted, printable
 from jobs.ledger.records import KEPT_REJECTED_LINES, ItemState, JobState
-from jobs.ledger.status import JobStatus, find_job, newest_jobs, status_and_errors, statuses_of
+from jobs.ledger.status import JobStatus, newest_jobs, status_and_errors, statuses_of
 from jobs.own_files import embedded_broker_url
 from jobs.progress import Progress
 from jobs.recent_jobs import (
@@ -281,7 +281,8 @@ def show(job: str, home: str | None, output: Output) -> None:
     from jobs.store import store_of
 
     settings = settings_for_job(job, home)
-    found = read_ledger(settings, lambda reader: find_job(reader, job))
+    state, _ = read_ledger(settings, lambda reader: status_and_errors(reader, job))
+    found = state.job
     remember_moved(found.id, settings)
     try:
         made_with = read_records(store_of(found, settings.s3), found)
@@ -291,8 +292,9 @@ def show(job: str, home: str | None, output: Output) -> None:
     home = str(settings.home.absolute()) if settings.database_url is None else None
     command, notes = job_command(found, home, made_with or ())
     view = msgspec.to_builtins(job_view(found, made_with, command, notes))
-    (status,) = read_ledger(settings, lambda reader: statuses_of(reader, [found]))
-    view |= energy_view(status)
+    view |= energy_view(state)
+    if state.decisions:
+        view["decisions"] = state.decisions
     if found.spec.pool:
         from jobs.export.items import minutes_by_voice
 
@@ -362,6 +364,7 @@ def items(
         line, audio = lines.number_of(item), item.artifact
         seconds = f"{audio.duration_ms / 1000:.2f}" if audio else ""
         last = audio.key if audio else (item.error_code or "")
+        last += f"\t{printable(str(item.decision))}" if item.decision else ""
         row = (item.index, "" if line is None else line, item.state, seconds, printable(item.id), last)
         output.result("\t".join(map(str, row)), item_view(found.id, item, line))
     _note_unknown(lines, output)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,8 @@ from jobs.cli.options import (
 )
 from jobs.console import FAILED, LOCAL_PATH, NamedPath, Output, flag, option
 from jobs.formatting import bytes_text, counted, printable
-from jobs.ledger.records import Job, JobSpec
+from jobs.job_options import user_name
+from jobs.ledger.records import Decision, Job, JobSpec
 from jobs.recent_jobs import FoundJob, chosen_jobs, out_option
 from jobs.settings import load_settings
 from pipelines.audio_format import AUDIO_FORMATS
@@ -280,23 +282,47 @@ def augment(source: Path, to: str, output: Output, **given: Any) -> None:
 )
 @option("--items", "N", "Number of items in the table.", default=60, type=click.IntRange(0, 500))
 @flag("--embed", "Embed short audio clips in the file, instead of links to the store.")
+@flag("--serve", "Serve the report on this machine until Ctrl-C; its reader can accept and refuse items.")
 @price_option
 @of_job
 def report(
-    found: FoundJob, output: Output, to: Path | None, items: int, embed: bool, price: float | None
+    found: FoundJob,
+    output: Output,
+    to: Path | None,
+    items: int,
+    embed: bool,
+    serve: bool,
+    price: float | None,
 ) -> None:
     """Write an HTML report of JOB: charts over time, errors, and the worst items with audio players.
 
-    The file opens in a browser without a server.
+    The file opens in a browser without a server. With --serve, the address of the page has a random key: who has it can
+    decide.
 
     \b
     Examples:
       nightjar report JOB
       nightjar report JOB --to night.html --price 2.80
+      nightjar report JOB --serve
     """
     from jobs.report import default_place, write_report
 
     price = found.settings.price_per_gpu_hour if price is None else price
+    if serve and (to or embed):
+        raise click.UsageError("--serve writes no file, so it takes neither --to nor --embed.")
+    if serve:
+        from jobs.export.manifest import renew_manifest
+        from jobs.report.server import ReportServer
+
+        with ReportServer(found, items=items, price_per_gpu_hour=price) as server:
+            url = f"{server.origin}/{server.key}/"
+            output.result(url, "nightjar.report_server/1", job=found.id, url=url)
+            sys.stdout.flush()
+            with suppress(KeyboardInterrupt):
+                server.serve_forever()
+        if server.decided:
+            renew_manifest(found.ledger, found.store, found.id)
+        return
     # Absolute, so that `-` is a file's name.
     place, store = to.absolute() if to else default_place(found.settings, found.id), found.store
     written = write_report(
@@ -314,6 +340,56 @@ def report(
     output.note(
         f"{counted(written.shown, 'item')} shown, {written.measured} measured, {bytes_text(written.bytes)}."
     )
+
+
+ids_argument = click.argument("ids", metavar="ITEM...", nargs=-1, required=True)
+
+
+@click.command()
+@of_job
+@ids_argument
+def accept(found: FoundJob, output: Output, ids: Sequence[str]) -> None:
+    """Accept items of JOB by their ids (`-` reads ids from standard input, one a line).
+
+    The best audio of an item that failed its checks becomes its audio: the item is done, and exports have it. This also
+    takes back a refusal. Nothing is changed if one of the ids is unknown or has no audio.
+
+    \b
+    Examples:
+      nightjar accept JOB dialogue-7 dialogue-9:turn1
+      nightjar accept JOB - < ids.txt
+    """
+    _decide(found, output, ids, Decision(True, user_name()))
+
+
+@click.command()
+@option("--reason", "TEXT", "Why, for the ledger and for the cards of datasets.", default="")
+@of_job
+@ids_argument
+def refuse(found: FoundJob, output: Output, ids: Sequence[str], reason: str) -> None:
+    """Refuse items of JOB by their ids (`-` reads ids from standard input, one a line).
+
+    Exports leave refused items out and count them with the reason. This also takes back an acceptance. The decision is
+    about the present audio: it is void if the item gets another one (`nightjar retry`).
+
+    \b
+    Examples:
+      nightjar refuse JOB dialogue-7 --reason "a word is missing"
+      nightjar refuse JOB - --reason noise < ids.txt
+    """
+    _decide(found, output, ids, Decision(False, user_name(), reason))
+
+
+def _decide(found: FoundJob, output: Output, ids: Sequence[str], decision: Decision) -> None:
+    from jobs.export.manifest import renew_manifest
+
+    listed = sys.stdin.buffer.read().decode(errors="replace").split("\n") if "-" in ids else ()
+    chosen = [*(one for one in ids if one != "-"), *filter(None, listed)]
+    count = found.ledger.decide(found.id, chosen, decision)
+    text = f"{counted(count, 'item')} of {found.id} {decision}."
+    view = {"accepted": decision.accepted, "items": count}
+    output.result(text, "nightjar.decision/1", job=found.id, **view)
+    renew_manifest(found.ledger, found.store, found.id)
 
 
 @click.command()

@@ -17,7 +17,7 @@ import msgspec
 from jobs.checks import CHECKS, METERS, OF_ENGINES, scores_with
 from jobs.codes import StoredCodes
 from jobs.dialogue import Dialogue, metadata_json, metadata_of, reference_places, spoken_text
-from jobs.ledger.records import WORDS, Artifact, Draw, ItemRow, ItemState, Job
+from jobs.ledger.records import WORDS, Artifact, Decision, Draw, ItemRow, ItemState, Job
 from jobs.packs import ArtifactReader
 from jobs.shard_file import RawLine, ShardLines, read_raw_shard
 from jobs.store.base import ObjectStore
@@ -94,6 +94,8 @@ class AudioItem(msgspec.Struct, frozen=True):
     #: The draw that made its audio; None in a job without checks.
     draw: Draw | None = None
     columns: Columns = Columns()
+    #: What a person decided about it.
+    decision: Decision | None = None
     #: Its codes, if the job makes codes, and what they contain once they are read.
     codes_artifact: Artifact | None = None
     codes: StoredCodes | None = None
@@ -311,11 +313,11 @@ def columns_of(*jobs: tuple[Ledger, Job], metadata: Type) -> Columns:
 
 
 def exported(rows: Iterable[ItemRow], *, whole: bool = False) -> Iterator[ItemRow]:
-    """Yields the items that have audio, in index order. `whole`: only items of dialogues whose items all have
-    audio."""
+    """Yields the items that have audio which no person refused, in index order. `whole`: only items of dialogues
+    whose items all have such audio."""
     for _, dialogue in groupby(rows, key=lambda row: row.example_id if whole else row.index):
         items = list(dialogue)
-        if all(row.state is ItemState.DONE and row.artifact is not None for row in items):
+        if all(row.state is ItemState.DONE and row.artifact is not None and not row.refused for row in items):
             yield from items
 
 
@@ -366,6 +368,7 @@ def audio_items(
                 words=words,
                 phonemes=phonemes[0] if phonemes else (),
                 draw=kept.get(row.index),
+                decision=row.decision,
                 codes_artifact=coded.get(row.index),
                 columns=columns,
             )
@@ -437,7 +440,8 @@ class Part(msgspec.Struct, frozen=True):
 class LeftOut(msgspec.Struct, frozen=True):
     """Numbers of items that an export leaves out."""
 
-    #: Failed, skipped or pending items; in a format of dialogues, all items of a dialogue with such an item.
+    #: Failed, skipped or pending items; in a format of dialogues, all items of a dialogue with such an item, and the
+    #: others of a dialogue with a refused one.
     without_audio: int = 0
     #: Items per condition of the filter, in the order of the conditions.
     filtered: tuple[FilteredOut, ...] = ()
@@ -447,10 +451,13 @@ class LeftOut(msgspec.Struct, frozen=True):
     running: bool = False
     #: Items whose text and voice an earlier item has, if these are left out.
     duplicates: int | msgspec.UnsetType = msgspec.UNSET
+    #: Reason -> items that a person refused, the most frequent reason first, if there are any.
+    refused: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def items(self) -> int:
-        return self.without_audio + sum(out.items for out in self.filtered) + (self.duplicates or 0)
+        filtered, refused = sum(out.items for out in self.filtered), sum((self.refused or {}).values())
+        return self.without_audio + filtered + (self.duplicates or 0) + refused
 
     def __str__(self) -> str:
         """A text such as `3 without audio, 120 by wer < 0.1, 14 by distillmos > 3.5 (8 without that score)`;
@@ -459,6 +466,8 @@ class LeftOut(msgspec.Struct, frozen=True):
         for out in self.filtered:
             unknown = "" if not out.without_score else f" ({out.without_score} without that score)"
             parts += [f"{out.items} by {out.condition}{unknown}"] if out.items else []
+        if self.refused:
+            parts.append(f"{sum(self.refused.values())} refused")
         if self.duplicates:
             parts.append(f"{self.duplicates} duplicates")
         return ", ".join(parts)

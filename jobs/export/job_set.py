@@ -10,6 +10,7 @@ that are sorted on disk.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from hashlib import blake2b
@@ -218,7 +219,13 @@ class JobSet:
             for outs in zip(*by_job)
         )
         duplicates = (self.duplicates or 0) if self.unique else msgspec.UNSET
-        without_audio = sum(one.total for one in counts) - items - (duplicates or 0)
+        decided = (
+            row
+            for ledger, _, job in jobs
+            for row in ledger.items(job.id, ItemState.DONE, where=where, dialogues=dialogues, decided=True)
+        )
+        refused = Counter(row.decision.reason for row in decided if row.refused and row.decision)
+        without_audio = sum(one.total for one in counts) - items - (duplicates or 0) - refused.total()
         # Items of a running job may get their audio after the export has passed them.
         without_audio = max(0, without_audio - sum(out.items for out in filtered))
         if where is not None and sounds:
@@ -226,7 +233,10 @@ class JobSet:
             without_audio -= others
             filtered += (FilteredOut("other turns of their dialogue", others, 0),)
         pending = sum(one.pending for one, (_, _, job) in zip(counts, jobs) if not job.state.final)
-        return LeftOut(without_audio, filtered, min(pending, without_audio), self.running, duplicates)
+        reasons = dict(refused.most_common()) or msgspec.UNSET
+        return LeftOut(
+            without_audio, filtered, min(pending, without_audio), self.running, duplicates, reasons
+        )
 
     def text_answers(self) -> Iterator[tuple[msgspec.Raw, str]]:
         """Yields the lines of items whose answer is text without audio, with that text, in index order."""
@@ -235,7 +245,7 @@ class JobSet:
                 continue
             lines, texts = ShardLines(ledger, store, job.id, read_raw_shard), ArtifactReader(store)
             done = ledger.items(job.id, ItemState.DONE, where=self.where)
-            for page in pages(row for row in done if row.artifact is None):
+            for page in pages(row for row in done if row.artifact is None and not row.refused):
                 written = ledger.artifacts_of(job.id, TEXT, [row.index for row in page])
                 for row in page:
                     if row.index in written:

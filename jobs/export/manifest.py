@@ -19,6 +19,7 @@ from jobs.export.items import ORIGIN, AudioItem, JsonObject, Place, audio_items,
 from jobs.layout import job_manifest_key, put_numbered, shard_manifest_key
 from jobs.ledger.records import Artifact, Job
 from jobs.shard_file import ShardLine
+from jobs.status import decision_view
 from jobs.store.base import ObjectInfo, ObjectStore
 from pipelines.request import Word
 
@@ -57,6 +58,8 @@ class ManifestEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     metadata: dict[str, msgspec.Raw] = {}
     #: The text as it was spoken, if it is written otherwise.
     spoken_text: str | None = None
+    #: What a person decided about it; not in the manifests of shards, and refused items are in none.
+    decision: JsonObject | None = None
 
 
 _ARTIFACT_FIELDS = tuple(name for name in ManifestEntry.__struct_fields__ if hasattr(Artifact, name))
@@ -73,7 +76,8 @@ def manifest_line(job: Job, item: AudioItem, where: str) -> bytes:
     """A line of an export; `key` names the audio in the store, so `where` is not used."""
     about = facts(item)
     known = picked(about, "example_id", "text", "role", "message_index")
-    entry = _entry(item.job, item.artifact, words=item.words, spoken_text=item.spoken, **known)
+    beside = {"words": item.words, "spoken_text": item.spoken, "decision": decision_view(item.decision)}
+    entry = _entry(item.job, item.artifact, **beside, **known)
     line: JsonObject = msgspec.to_builtins(entry)
     place = ("speaker", *Place._fields) if item.place.dialogue else ()
     return json_line(line | picked(about, *ORIGIN, *place))
@@ -114,6 +118,12 @@ def put_shard_manifest(
     return info.key, info.sha256
 
 
+def renew_manifest(ledger: Ledger, store: ObjectStore, job_id: str) -> None:
+    """Writes the manifest of a job again, if the job has ended."""
+    if ledger.job_state(job_id).final:
+        put_manifest(ledger, store, job_id)
+
+
 def put_manifest(ledger: Ledger, store: ObjectStore, job_id: str) -> ObjectInfo:
     """Writes the manifest of a job in bounded memory: `manifest.jsonl`, or the next number if the content has
     changed. If the job has ended, the ledger records that its manifest is written."""
@@ -132,6 +142,7 @@ def put_manifest(ledger: Ledger, store: ObjectStore, job_id: str) -> ObjectInfo:
                 words=item.words,
                 metadata=metadata_json(item.dialogue),
                 spoken_text=item.spoken,
+                decision=decision_view(item.decision),
             )
             file.write(json_line(entry))
         file.seek(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -29,7 +29,6 @@ from jobs.ledger.records import (
     DISPATCHED,
     ITEM_STATE_NUMBERS,
     OUTAGES,
-    QUARANTINE,
     SCHEMA_REVISION,
     SCORE_COLUMNS,
     WORKING,
@@ -37,6 +36,7 @@ from jobs.ledger.records import (
     AttemptOutcome,
     CommitResult,
     Done,
+    Draw,
     Failed,
     ItemState,
     JobState,
@@ -270,17 +270,7 @@ def _commit_done(sql: Transaction, shard: Row, done: list[Done]) -> int:
     if not done:
         return 0
     _add_made(sql, shard, done)
-    scores: list[dict[str, object]] = []
-    for index, draw in ((one.index, draw) for one in done for draw in one.draws if draw.kept):
-        measured = {
-            name: score.value
-            for name, score in draw.scores.items()
-            if score.value is not None and math.isfinite(score.value)
-        }
-        known = {name: measured.pop(name, None) for name in SCORE_COLUMNS}
-        others = msgspec.json.encode(measured).decode() if measured else None
-        scores.append({"job_no": shard.job_no, "idx": index, "draw": draw.draw, **known, "others": others})
-    sql.insert("scores", scores, _KEPT)
+    add_scores(sql, shard.job_no, ((one.index, draw) for one in done for draw in one.draws if draw.kept))
     statement = f"""
     UPDATE items SET state = {_DONE}, attempts = attempts + 1, error_code = NULL, error_message = NULL WHERE {_OPEN}
     """
@@ -288,13 +278,28 @@ def _commit_done(sql: Transaction, shard: Row, done: list[Done]) -> int:
     return sql.change(statement, job_no=shard.job_no, shard=shard.no, indexes=indexes)
 
 
+def add_scores(sql: Transaction, job_no: int, kept: Iterable[tuple[int, Draw]]) -> None:
+    """Records the scores of the kept draws (index, draw)."""
+    scores: list[dict[str, object]] = []
+    for index, draw in kept:
+        measured = {
+            name: score.value
+            for name, score in draw.scores.items()
+            if score.value is not None and math.isfinite(score.value)
+        }
+        known = {name: measured.pop(name, None) for name in SCORE_COLUMNS}
+        others = msgspec.json.encode(measured).decode() if measured else None
+        scores.append({"job_no": job_no, "idx": index, "draw": draw.draw, **known, "others": others})
+    sql.insert("scores", scores, _KEPT)
+
+
 def _add_made(sql: Transaction, shard: Row, made: Sequence[Outcome]) -> None:
-    """Inserts the artifacts and draws of items. First deletes the quarantined artifacts of reopened items, which
-    are of earlier draws; the sweep deletes their objects."""
+    """Inserts the artifacts and draws of items. First deletes the artifacts of reopened items, which are of earlier
+    draws; the sweep deletes their objects."""
     redrawn = [one.index for one in made if one.draws and one.draws[0].draw]
     if redrawn:
         sql.change(
-            f"DELETE FROM artifacts WHERE job_no = :job_no AND idx IN (:indexes) AND kind = '{QUARANTINE}'",
+            "DELETE FROM artifacts WHERE job_no = :job_no AND idx IN (:indexes)",
             job_no=shard.job_no,
             indexes=redrawn,
         )
@@ -354,14 +359,15 @@ def _commit_failed(
 
 
 def replace_artifact(sql: Transaction, job_id: str, artifact: Artifact, sha256: str) -> bool:
-    """Replaces an artifact whose hash is still `sha256` by a repaired one, and updates the counters of its
-    shard. False: it has another hash."""
+    """Replaces an artifact whose hash is still `sha256` by a repaired one, which keeps its decisions, and updates the
+    counters of its shard. False: it has another hash."""
     key = {"job": job_id, "index": artifact.index}
-    shard_no = sql.value(f"SELECT shard_no FROM items WHERE job_no = {NUMBER} AND idx = :index", **key)
+    of_item = f"job_no = {NUMBER} AND idx = :index"
+    shard_no = sql.value(f"SELECT shard_no FROM items WHERE {of_item}", **key)
     shard = None if shard_no is None else lock_shard(sql, job_id, shard_no)
     if shard is None:
         return False
-    of_artifact = f"job_no = {NUMBER} AND idx = :index AND kind = :kind"
+    of_artifact = f"{of_item} AND kind = :kind"
     before = sql.row(
         f"SELECT bytes, duration_ms FROM artifacts WHERE {of_artifact} AND sha256 = :sha256",
         **key,
@@ -374,7 +380,10 @@ def replace_artifact(sql: Transaction, job_id: str, artifact: Artifact, sha256: 
     columns["meta"] = msgspec.json.encode(artifact.meta).decode()
     change = ", ".join(f"{name} = :{name}" for name in columns if name != "index")
     sql.change(f"UPDATE artifacts SET {change} WHERE {of_artifact}", **columns, job=job_id)
-    if artifact.kind != QUARANTINE:
+    decided = f"UPDATE decisions SET sha256 = :made WHERE {of_item} AND sha256 = :sha256"
+    sql.change(decided, **key, made=artifact.sha256, sha256=sha256)
+    # The artifacts of failed items are not counted.
+    if sql.value(f"SELECT 1 FROM items WHERE {of_item} AND state = {_DONE}", **key):
         update_shard(
             sql,
             shard,

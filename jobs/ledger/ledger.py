@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy.exc import IntegrityError
 
-from jobs.ledger import control, leases, lifecycle, queries, workers
+from jobs.ledger import control, decisions, leases, lifecycle, queries, workers
 from jobs.ledger import reconcile as reconciler
 from jobs.ledger import status as job_status
 from jobs.ledger.control import DuplicateExamples
@@ -160,6 +160,7 @@ class Ledger(Database):
     resume = _writes(control.resume)
     wake = _writes(control.wake)
     set_priority = _writes(control.set_priority)
+    decide = _writes(decisions.decide)
     schedule_ran = _writes(control.schedule_ran)
     schedule_forget = _writes(control.schedule_forget)
     schedule_history = _reads(control.schedule_history)
@@ -242,9 +243,10 @@ class Ledger(Database):
         *,
         where: Where | None = None,
         dialogues: bool = False,
+        decided: bool = False,
     ) -> Iterator[ItemRow]:
         """Items with an index above `after`, in index order. `dialogues`: `where` selects whole dialogues,
-        those with a matching item.
+        those with a matching item. `decided`: only items with a decision, which may be void.
 
         Raises `ConfigError` with `config.invalid` for a filter on a score that the job's checks do not
         measure.
@@ -256,7 +258,9 @@ class Ledger(Database):
         def pages(after: int | None, left: int) -> Iterator[list[ItemRow]]:
             while after is not None and left > 0:
                 rows = min(left, queries.PAGE_ROWS)
-                page, after = self.read(queries.items_page, job, state, codes, where, dialogues, after, rows)
+                page, after = self.read(
+                    queries.items_page, job, state, codes, where, dialogues, decided, after, rows
+                )
                 yield page
                 left -= len(page)
 

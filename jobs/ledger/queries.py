@@ -16,6 +16,7 @@ from jobs.ledger.records import (
     ITEM_STATES,
     SCORE_COLUMNS,
     Artifact,
+    Decision,
     Draw,
     DrawRow,
     ItemRow,
@@ -23,8 +24,9 @@ from jobs.ledger.records import (
     Job,
     JobState,
     RejectedLine,
+    clean,
 )
-from jobs.ledger.status import jobs_by, no_such_job, read_job
+from jobs.ledger.status import DECISIONS, jobs_by, no_such_job, read_job
 from jobs.ledger.transaction import Transaction, literals, record
 from jobs.own_files import recorded
 from jobs.where import FACTS, OF_ALL_ITEMS, Comparison, Condition, FilteredOut, Where
@@ -99,12 +101,13 @@ def items_page(
     codes: Collection[ErrorCode] | None,
     where: Where | None,
     dialogues: bool,
+    decided: bool,
     after: int,
     limit: int,
 ) -> tuple[list[ItemRow], int | None]:
     """Up to `limit` items with an index above `after`, in index order. If the state of an item changes between
     pages, it may or may not be included. `dialogues`: `where` selects whole dialogues, those with a matching
-    item.
+    item. `decided`: only items with a decision, which may be void.
 
     The second result is the argument `after` for the next page; None: this is the last page.
     """
@@ -114,6 +117,8 @@ def items_page(
         conditions += f" AND items.state = {ITEM_STATE_NUMBERS[state]}"
     if codes is not None:
         conditions += f" AND items.error_code IN ({literals(*codes) or 'NULL'})"
+    if decided:
+        conditions += f" AND items.idx IN (SELECT idx FROM decisions WHERE job_no = {NUMBER})"
     if where is None:
         statement = f"SELECT idx FROM items WHERE job_no = {NUMBER} AND idx > :after{conditions} ORDER BY idx LIMIT :limit"
         page = sql.column(statement, job=job.id, after=after, limit=limit)
@@ -121,8 +126,18 @@ def items_page(
         page = matching_page(sql, job, where, after, limit, dialogues, conditions)
     if not page:
         return [], None
+    return _rows_of(sql, job, page, conditions), page[-1] if len(page) == limit else None
+
+
+def _rows_of(sql: Transaction, job: Job, page: list[int], conditions: str = "") -> list[ItemRow]:
+    """The items with these indexes, which are in order and not empty."""
     found: list[ItemRow] = []
     on_page, speaks_turns = set(page), job.speaks_turns
+    statement = f"SELECT decisions.* {DECISIONS} AND decisions.idx BETWEEN :first AND :last"
+    decided = {
+        row.idx: record(Decision, row, accepted=bool(row.accepted))
+        for row in sql.rows(statement, job=job.id, kinds=job.spec.audio_kinds, first=page[0], last=page[-1])
+    }
     for row in sql.rows(_with_artifact(page, conditions, job.spec.main_kind), job=job.id):
         if row.idx in on_page:
             artifact = None if row.kind is None else record(Artifact, row, index=row.idx)
@@ -134,9 +149,19 @@ def items_page(
                 artifact=artifact,
                 several=bool(row.several),
                 speaks_turns=speaks_turns,
+                decision=decided.get(row.idx),
             )
             found.append(item)
-    return found, page[-1] if len(page) == limit else None
+    return found
+
+
+def items_named(sql: Transaction, job: Job, ids: Collection[str]) -> list[ItemRow]:
+    """The items with these ids, in index order; unknown ids are missing."""
+    wanted = {clean(one) for one in ids}
+    names = wanted | {one.rpartition(":turn")[0] for one in wanted}
+    statement = f"SELECT idx FROM items WHERE job_no = {NUMBER} AND example_id IN (:names)"
+    page = sorted(sql.column(statement, job=job.id, names=names))
+    return [row for row in _rows_of(sql, job, page) if row.id in wanted] if page else []
 
 
 def _with_artifact(page: list[int], conditions: str, kind: str) -> str:

@@ -162,6 +162,11 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Kind of the artifact that an item of the job is: `audio`, or `codes` in a job of codes alone."""
         return "codes" if self.output == "codes" else "audio"
 
+    @property
+    def audio_kinds(self) -> list[str]:
+        """The kinds of the artifact that a person listens to; an item has at most one of them."""
+        return [QUARANTINE, self.main_kind]
+
     def extension(self, kind: str) -> str:
         """The extension of the key of an artifact."""
         kind = self.main_kind if kind == QUARANTINE else kind
@@ -278,7 +283,7 @@ class Lease(NamedTuple):
         return Ticket(self.job.id, self.shard_no, self.epoch)
 
 
-#: Kind of an artifact that is never exported: the best audio of an item of which no draw passed the checks.
+#: Kind of an artifact for the best audio of an item of which no draw passed the checks; until a person accepts it.
 QUARANTINE = "quarantine"
 #: Kind of an artifact for the times of words: a line of JSON `[[text, start_s, end_s], ...]`, and one for the
 #: phonemes if the model knows theirs.
@@ -320,17 +325,8 @@ class Score(msgspec.Struct, frozen=True, array_like=True):
 
 #: Scores with a column of their own in `scores`.
 SCORE_COLUMNS = (
-    "ended",
-    "duration",
-    "clipped",
-    "silence",
-    "pause",
-    "loudness",
-    "wer",
-    "cer",
-    "distillmos",
-    "dnsmos",
-    "similarity",
+    *("ended", "duration", "clipped", "silence", "pause", "loudness"),
+    *("wer", "cer", "distillmos", "dnsmos", "similarity"),
 )
 
 
@@ -389,6 +385,21 @@ class Failed(msgspec.Struct, frozen=True):
 Outcome = Done | Failed
 
 
+class Decision(msgspec.Struct, frozen=True):
+    """What a person decided about the audio of an item."""
+
+    #: Otherwise it was refused.
+    accepted: bool
+    person: str
+    reason: str = ""
+    #: UTC epoch seconds of the ledger's clock; 0: not recorded yet.
+    decided_at: float = 0
+
+    def __str__(self) -> str:
+        reason = f": {self.reason}" if self.reason else ""
+        return f"{'accepted' if self.accepted else 'refused'} by {self.person or 'unknown'}{reason}"
+
+
 @dataclass(frozen=True, slots=True)
 class CommitResult:
     """The result of a commit."""
@@ -409,6 +420,7 @@ class ItemRow(msgspec.Struct, frozen=True):
     state: ItemState
     shard_no: int
     attempts: int
+    #: Of a failed item, and of one that failed and was accepted.
     error_code: ErrorCode | None
     error_message: str | None
     artifact: Artifact | None
@@ -417,6 +429,13 @@ class ItemRow(msgspec.Struct, frozen=True):
     several: bool = False
     #: See `Job.speaks_turns`.
     speaks_turns: bool = False
+    #: The last decision about its present audio.
+    decision: Decision | None = None
+
+    @property
+    def refused(self) -> bool:
+        """Whether a person refused its audio, so that exports leave it out."""
+        return self.decision is not None and not self.decision.accepted
 
     @property
     def id(self) -> str:

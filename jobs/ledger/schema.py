@@ -185,6 +185,20 @@ CREATE TABLE scores (
     others JSON,
     CONSTRAINT pk_scores PRIMARY KEY (job_no, idx)
 ) <by key>;
+-- What people decided about the audio of items; the last one of an item counts.
+CREATE TABLE decisions (
+    job_no INTEGER NOT NULL,
+    idx BIGINT NOT NULL,
+    -- From 1 within its item.
+    no INTEGER NOT NULL,
+    accepted BOOLEAN NOT NULL,
+    person TEXT NOT NULL,
+    decided_at DOUBLE PRECISION NOT NULL,
+    reason TEXT NOT NULL,
+    -- Of the audio; empty: the item had none. If the item has other audio, the decision is void.
+    sha256 TEXT NOT NULL,
+    CONSTRAINT pk_decisions PRIMARY KEY (job_no, idx, no)
+) <by key>;
 CREATE TABLE attempts (
     job_id TEXT NOT NULL,
     shard_no INTEGER NOT NULL,
@@ -254,6 +268,7 @@ CREATE TABLE schedules (
 #: Table -> the column by whose ranges the rows of a job are deleted; tables that refer to others come first.
 ROWS_OF_JOBS = {
     "item_errors": "idx",
+    "decisions": "idx",
     "scores": "idx",
     "draws": "idx",
     "artifacts": "idx",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from msgspec import UNSET
@@ -52,6 +52,15 @@ SELECT error_code AS code, count(*) AS lines FROM items
 WHERE job_no = (SELECT no FROM jobs WHERE id = :job) AND state IN (2, 3) GROUP BY error_code
 """
 _REJECTED = "SELECT code, count(*) AS lines FROM rejected_lines WHERE job_id = :job GROUP BY code"
+#: The valid decisions about items of :job: the last one of each, if it is about the present audio, whose kind is one of
+#: :kinds.
+DECISIONS = """
+FROM decisions LEFT JOIN artifacts ON artifacts.job_no = decisions.job_no AND artifacts.idx = decisions.idx AND kind IN (:kinds)
+WHERE decisions.job_no = (SELECT no FROM jobs WHERE id = :job) AND decisions.sha256 = COALESCE(artifacts.sha256, '')
+AND decisions.no = (
+    SELECT max(later.no) FROM decisions AS later WHERE later.job_no = decisions.job_no AND later.idx = decisions.idx
+)
+"""
 #: Live workers, including quarantined ones, that serve :model. Those that refused :job at their last attempt
 #: are left out.
 _LIVE_WORKERS = f"""
@@ -219,6 +228,8 @@ class JobStatus:
     measured: MeasuredItems = MeasuredItems()
     #: Energy of the GPUs in millijoules; 0: unknown.
     energy_mj: int = 0
+    #: `accepted` and `refused` -> number of items, if people decided about any; not counted in lists of jobs.
+    decisions: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 def jobs_by(sql: Transaction, statement: str, **values: object) -> Iterator[Job]:
@@ -275,6 +286,9 @@ def status_of(sql: Transaction, job_id: str) -> JobStatus:
     """The status of a job, with its outage and workers. Raises `NotFoundError`."""
     job = read_job(sql, job_id)
     (status,) = statuses_of(sql, [job])
+    counts = f"SELECT CASE WHEN accepted THEN 'accepted' ELSE 'refused' END, count(*) {DECISIONS} GROUP BY accepted ORDER BY 1"
+    decisions = dict(sql.rows(counts, job=job_id, kinds=job.spec.audio_kinds))
+    status = replace(status, decisions=decisions)
     if job.state.final:
         return replace(status, measured=measured_items(sql, job))
     killed = was_killed(sql.place)

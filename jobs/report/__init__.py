@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from jobs.settings import Settings
 
 SHOWN_ITEMS = 60
+#: What the policy of a served page also allows.
+_SERVED = "connect-src 'self'; "
 MAX_VOICES = 5
 #: With fewer leases, charts over time would mostly show items spread evenly over each lease.
 MIN_LEASES = 4
@@ -64,6 +66,7 @@ def write_report(
     *,
     items: int = SHOWN_ITEMS,
     embed: bool = False,
+    served: bool = False,
     price_per_gpu_hour: float | None = None,
     open_file: Callable[[str], AbstractContextManager[IO[bytes]]] = output,
 ) -> ReportResult:
@@ -72,7 +75,8 @@ def write_report(
 
     It reads all leases, but a bounded number of items, so that time and memory hardly grow with the job.
     `items`: rows of the table of items. `embed`: puts short clips into the page instead of links to the
-    store's folder; audio in a bucket or in packs is always embedded. Raises `config.invalid` for a file that
+    store's folder; audio in a bucket or in packs is always embedded. `served`: the page is that of a `ReportServer`,
+    whose reader decides about items. Raises `config.invalid` for a file that
     cannot be written, `NotFoundError`, `StoreError`, `ServiceError`.
     """
     status, errors = ledger.read(status_and_errors, job_id)
@@ -99,7 +103,8 @@ def write_report(
         voices=minutes_by_voice(ledger, store, job) if job.spec.pool else {},
         items=chosen,
         # A player opens files, and audio in a pack has no file of its own.
-        clips=Clips(store, to, embed=embed or job.spec.pack is True),
+        clips=Clips(store, to, embed=embed or job.spec.pack is True, served=served),
+        served=served,
     )
     size = 0
     with open_file(str(to)) as file:
@@ -114,7 +119,7 @@ def _rendered(**page: Any) -> Iterable[str]:
     style, script = _asset("report.css"), _asset("report.js")
     policy = (
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; "
-        "media-src 'self' file: data:; base-uri 'none'; form-action 'none'"
+        f"{_SERVED * page['served']}media-src 'self' file: data:; base-uri 'none'; form-action 'none'"
     )
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True

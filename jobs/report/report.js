@@ -31,3 +31,25 @@ for (const table of document.querySelectorAll("table[data-sortable]")) {
 document.addEventListener("play", (event) => {
   for (const player of document.querySelectorAll("audio")) if (player !== event.target) player.pause();
 }, true);
+// Buttons of a served report send the decision about the audio that the page has.
+for (const group of document.querySelectorAll(".decide")) {
+  const shown = group.closest("td").querySelector(".decision");
+  const buttons = [...group.querySelectorAll("button")];
+  shown.setAttribute("aria-live", "polite");
+  for (const button of buttons) button.addEventListener("click", async () => {
+    const accepted = button.dataset.accepted === "true";
+    const reason = accepted ? "" : document.getElementById("reason").value.trim();
+    const asked = [Number(group.dataset.index), accepted, group.dataset.sha256, reason];
+    for (const one of buttons) one.disabled = true;
+    try {
+      const answer = await fetch("decisions", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(asked) });
+      shown.textContent = await answer.text();
+      shown.classList.toggle("mark", !answer.ok);
+    } catch {
+      shown.textContent = "The server of this report does not answer. Nothing was decided.";
+      shown.classList.add("mark");
+    }
+    for (const one of buttons) one.disabled = false;
+    button.focus();
+  });
+}

@@ -170,15 +170,12 @@ def take_sample(
 
 
 def _failed_rows(ledger: Ledger, job: Job, codes: Sequence[ErrorCode], limit: int) -> Iterator[ItemRow]:
-    """Failed items, with an equal share for each code."""
+    """Failed items about which nobody has decided, with an equal share for each code."""
     wanted = codes[:limit]
     for code in wanted:
-        each = max(1, limit // len(wanted))
-        found = (
-            ledger.items(job.id, state=state, codes=[code], limit=each)
-            for state in (ItemState.FAILED, ItemState.DEAD)
-        )
-        yield from islice(chain.from_iterable(found), each)
+        found = (ledger.items(job.id, state, [code]) for state in (ItemState.FAILED, ItemState.DEAD))
+        undecided = (row for row in chain.from_iterable(found) if row.decision is None)
+        yield from islice(undecided, max(1, limit // len(wanted)))
 
 
 class Picture(NamedTuple):
@@ -219,17 +216,19 @@ class Clip(NamedTuple):
 class Clips:
     """Makes the clips of the page at the path `page`."""
 
-    def __init__(self, store: ObjectStore, page: Path, *, embed: bool) -> None:
+    def __init__(self, store: ObjectStore, page: Path, *, embed: bool, served: bool = False) -> None:
         self._store = store
         self._root = None if embed else store.root
         self._folder = Path(os.path.abspath(page)).parent
         self._left = MAX_EMBEDDED_BYTES
+        self._served = served
         #: Whether players read the store's files and not data in the page.
         self.linked = self._root is not None
 
     def clip(self, artifact: Artifact) -> Clip:
         """Makes the clip of an artifact. If audio cannot be read, its clip has a note instead of a player."""
         link = None if self._root is None else quote(os.path.relpath(self._root / artifact.key, self._folder))
+        link = f"audio/{artifact.index}" if self._served else link
         if artifact.key.endswith(EXTENSION):
             return Clip(None, None, "codes")
         if artifact.bytes > MAX_BYTES:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from jobs.checks import Quality
 from jobs.ingest import submit
@@ -16,6 +19,7 @@ from jobs.ledger.records import Job, JobSpec
 from jobs.report import ReportResult, write_report
 from jobs.store import open_store
 from pipelines.registry import register_pipeline
+from pipelines.request import Speech, SynthesisRequest
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import FakePipeline
 from tests.support.times import with_times
@@ -25,11 +29,31 @@ HOSTILE = '</script></td></table><script>window.hit=1</script><img src=x onerror
 _VOID = {"meta", "img", "link", "br", "hr", "input"}
 
 
+class ClippingPipeline(FakePipeline):
+    """Clips the speech of texts with `[[clipped]]`, whose codes and words stay as they are."""
+
+    def _finish(self, request: SynthesisRequest, future: Future[Speech]) -> None:
+        whole: Future[Speech] = Future()
+        super()._finish(request, whole)
+        if whole.exception() or "[[clipped]]" not in str(request.messages[0].content):
+            whole.add_done_callback(
+                lambda done: (
+                    future.set_exception(done.exception())
+                    if done.exception()
+                    else future.set_result(done.result())
+                )
+            )
+            return
+        speech = whole.result()
+        clipped = np.clip(speech.samples * 9, -0.5, 0.5).astype(np.float32)
+        future.set_result(replace(speech, samples=clipped))
+
+
 class Desk:
     """A rig with a folder store and small shards, and the reports it writes."""
 
-    def __init__(self, folder: Path, items_a_shard: int = 4) -> None:
-        self.rig = Rig(folder, commit_seconds=600.0)
+    def __init__(self, folder: Path, items_a_shard: int = 4, pipeline: FakePipeline | None = None) -> None:
+        self.rig = Rig(folder, pipeline, commit_seconds=600.0)
         self.rig.settings = with_times(self.rig.settings, shard_items=items_a_shard)
         self.rig.store = open_store(str(folder))  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -40,6 +64,7 @@ class Desk:
         run: bool = True,
         bad_lines: int = 0,
         quality: Quality | None = None,
+        spec: dict[str, Any] | None = None,
         **line: Any,
     ) -> Job:
         path = self.rig.folder / "in.jsonl"
@@ -48,8 +73,8 @@ class Desk:
             for n, text in enumerate(texts)
         ]
         path.write_text("".join(json.dumps(one) + "\n" for one in lines) + "no json\n" * bad_lines)
-        spec = JobSpec(model="fake", quality=quality)
-        job = submit(self.rig.settings, self.rig.ledger, self.rig.store, str(path), spec).job
+        job_spec = JobSpec(model="fake", quality=quality, **spec or {})
+        job = submit(self.rig.settings, self.rig.ledger, self.rig.store, str(path), job_spec).job
         while run and not self.rig.ledger.job(job.id).state.final:
             self.rig.run_next()
         return self.rig.ledger.job(job.id)
@@ -61,10 +86,10 @@ class Desk:
 
 
 @contextmanager
-def open_desk(folder: Path) -> Generator[Desk]:
+def open_desk(folder: Path, pipeline: FakePipeline | None = None) -> Generator[Desk]:
     """A desk whose model is known to this process."""
     forget = register_pipeline("fake", fake_card(), FakePipeline)
-    desk = Desk(folder)
+    desk = Desk(folder, pipeline=pipeline)
     try:
         yield desk
     finally:

@@ -1,0 +1,109 @@
+"""A job's report on this machine, whose reader listens to items and accepts or refuses them.
+
+The address has a random key. A page of another site neither knows the key nor sends this server's name as `Origin`; a
+name of another site that leads to this machine is not the name in `Host`.
+"""
+
+from __future__ import annotations
+
+import io
+import secrets
+from contextlib import nullcontext, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from jobs.job_options import user_name
+from jobs.ledger.records import QUARANTINE, Decision
+from jobs.packs import read_artifact
+from jobs.recent_jobs import FoundJob
+from jobs.report import write_report
+from pipelines.errors import NightjarError
+
+ADDRESS = "127.0.0.1"
+#: Maximum size of a decision as JSON.
+MAX_BYTES = 65536
+#: Seconds without data after which a connection is closed.
+IDLE_SECONDS = 30
+_Index = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+#: Index of an item, whether it is accepted, SHA-256 of the audio that the page played (empty: none), and the reason.
+_read = msgspec.json.Decoder(tuple[_Index, bool, str, str]).decode
+
+
+class ReportServer(ThreadingHTTPServer):
+    """Serves the report of one job until `shutdown`."""
+
+    daemon_threads = True
+
+    def __init__(self, found: FoundJob, **report: Any) -> None:
+        """`report`: options of `write_report`."""
+        super().__init__((ADDRESS, 0), _Handler)
+        self.ledger, self.store, self.job_id, self.report = found.ledger, found.store, found.id, report
+        self.key = secrets.token_urlsafe(32)
+        self.origin = f"http://{ADDRESS}:{self.server_port}"
+        #: Whether a decision was made.
+        self.decided = False
+
+    def answer(self, place: str, sent: bytes | None) -> bytes:
+        """The page, the audio of an item (`audio/INDEX`), or a decision as text after it is recorded (`sent`). Raises
+        `ValueError` and `NightjarError`."""
+        ledger, job_id, made = self.ledger, self.job_id, io.BytesIO()
+        if sent is None and not place:
+            opened = nullcontext(made)
+            write_report(
+                ledger, self.store, job_id, Path(), served=True, open_file=lambda _: opened, **self.report
+            )
+            return made.getvalue()
+        decision = heard = None
+        if sent is None:
+            index = msgspec.convert(place.removeprefix("audio/"), _Index, strict=False)
+        else:
+            index, accepted, heard, reason = _read(sent)
+            decision = Decision(accepted, user_name(), reason)
+        row = next(ledger.items(job_id, after=index - 1, limit=1), None)
+        if row is None or row.index != index:
+            raise ValueError("There is no such item.")
+        if decision is not None:
+            ledger.decide(job_id, [row.id], decision, heard)
+            self.decided = True
+            return str(decision).encode()
+        audio = row.artifact or ledger.artifacts_of(job_id, QUARANTINE, [index]).get(index)
+        if audio is None:
+            raise ValueError("The item has no audio.")
+        return read_artifact(self.store, audio)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ReportServer  # pyright: ignore[reportIncompatibleVariableOverride]
+    timeout = IDLE_SECONDS
+
+    def do_GET(self) -> None:
+        server, sent = self.server, None
+        key, _, place = self.path[1:].partition("/")
+        known = secrets.compare_digest(key.encode(), server.key.encode())
+        names = [f"http://{name}" for name in self.headers.get_all("Host", [""])]
+        status, body = 403, b"This address is of no report."
+        if self.command == "POST":
+            names += self.headers.get_all("Origin", [""])
+        if known and {*names} == {server.origin}:
+            try:
+                if self.command == "POST":
+                    sent = self.rfile.read(min(abs(int(self.headers["Content-Length"])), MAX_BYTES))
+                status, body = 200, server.answer(place, sent)
+            except (NightjarError, ValueError, TypeError) as error:
+                status, body = 409, str(error).encode()
+        kind = "application/octet-stream" if status == 200 and place else "text/html; charset=utf-8"
+        with suppress(OSError):
+            self.send_response(status)
+            self.send_header("Cache-Control", "no-store")
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    do_POST = do_GET  # noqa: N815 - named by the library
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Prints nothing, because requests contain the key."""
