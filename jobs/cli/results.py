@@ -363,7 +363,7 @@ def accept(found: FoundJob, output: Output, ids: Sequence[str]) -> None:
 
 
 @click.command()
-@option("--reason", "TEXT", "Why, for the ledger and for the cards of datasets.", default="")
+@option("--reason", "REASON", "Why, for the ledger and for the cards of datasets.", default="")
 @of_job
 @ids_argument
 def refuse(found: FoundJob, output: Output, ids: Sequence[str], reason: str) -> None:

@@ -204,7 +204,8 @@ class JobSet:
     def left_out(self, items: int) -> LeftOut:
         """Counts what a dataset with this number of items leaves out."""
         jobs, where = self.jobs, self.where
-        counts = [ledger.status(job.id).items for ledger, _, job in jobs]
+        statuses = [ledger.status(job.id) for ledger, _, job in jobs]
+        counts = [status.items for status in statuses]
         sounds = self.format.sounds is not None
         dialogues = self.format.whole_dialogues and not sounds
         by_job = (
@@ -219,12 +220,13 @@ class JobSet:
             for outs in zip(*by_job)
         )
         duplicates = (self.duplicates or 0) if self.unique else msgspec.UNSET
-        decided = (
-            row
-            for ledger, _, job in jobs
-            for row in ledger.items(job.id, ItemState.DONE, where=where, dialogues=dialogues, decided=True)
+        refused = Counter(
+            row.decision.reason
+            for status, (ledger, _, job) in zip(statuses, jobs)
+            if status.decisions
+            for row in ledger.items(job.id, ItemState.DONE, where=where, dialogues=dialogues)
+            if row.decision and row.refused
         )
-        refused = Counter(row.decision.reason for row in decided if row.refused and row.decision)
         without_audio = sum(one.total for one in counts) - items - (duplicates or 0) - refused.total()
         # Items of a running job may get their audio after the export has passed them.
         without_audio = max(0, without_audio - sum(out.items for out in filtered))

@@ -243,10 +243,9 @@ class Ledger(Database):
         *,
         where: Where | None = None,
         dialogues: bool = False,
-        decided: bool = False,
     ) -> Iterator[ItemRow]:
         """Items with an index above `after`, in index order. `dialogues`: `where` selects whole dialogues,
-        those with a matching item. `decided`: only items with a decision, which may be void.
+        those with a matching item.
 
         Raises `ConfigError` with `config.invalid` for a filter on a score that the job's checks do not
         measure.
@@ -258,9 +257,7 @@ class Ledger(Database):
         def pages(after: int | None, left: int) -> Iterator[list[ItemRow]]:
             while after is not None and left > 0:
                 rows = min(left, queries.PAGE_ROWS)
-                page, after = self.read(
-                    queries.items_page, job, state, codes, where, dialogues, decided, after, rows
-                )
+                page, after = self.read(queries.items_page, job, state, codes, where, dialogues, after, rows)
                 yield page
                 left -= len(page)
 

@@ -101,13 +101,12 @@ def items_page(
     codes: Collection[ErrorCode] | None,
     where: Where | None,
     dialogues: bool,
-    decided: bool,
     after: int,
     limit: int,
 ) -> tuple[list[ItemRow], int | None]:
     """Up to `limit` items with an index above `after`, in index order. If the state of an item changes between
     pages, it may or may not be included. `dialogues`: `where` selects whole dialogues, those with a matching
-    item. `decided`: only items with a decision, which may be void.
+    item.
 
     The second result is the argument `after` for the next page; None: this is the last page.
     """
@@ -117,8 +116,6 @@ def items_page(
         conditions += f" AND items.state = {ITEM_STATE_NUMBERS[state]}"
     if codes is not None:
         conditions += f" AND items.error_code IN ({literals(*codes) or 'NULL'})"
-    if decided:
-        conditions += f" AND items.idx IN (SELECT idx FROM decisions WHERE job_no = {NUMBER})"
     if where is None:
         statement = f"SELECT idx FROM items WHERE job_no = {NUMBER} AND idx > :after{conditions} ORDER BY idx LIMIT :limit"
         page = sql.column(statement, job=job.id, after=after, limit=limit)
