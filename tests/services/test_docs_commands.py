@@ -75,7 +75,7 @@ NOT_RUN: list[tuple[str, str]] = [
         "it needs two models; tests/unit/worker/test_aligner.py",
     ),
     (
-        r"nightjar run dialogues\.jsonl --qa strict",
+        r"nightjar run dialogues\.jsonl --qa strict.*",
         "its meters download models; tests/services/worker/test_quality_jobs.py",
     ),
     (
