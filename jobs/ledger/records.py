@@ -22,7 +22,7 @@ INPUT_FORMAT = "input_format"
 #: Maximum number of rejected lines that the ledger keeps for a job.
 KEPT_REJECTED_LINES = 10_000
 #: The newest migration; a database at another revision is refused.
-SCHEMA_REVISION = "0002"
+SCHEMA_REVISION = "0003"
 MAX_MESSAGE_CHARACTERS = 2000
 _TURN_SUFFIX = re.compile(r":turn[0-9]+\Z")
 
