@@ -5,6 +5,7 @@
     python -m benchmarks.stream --peer http://127.0.0.1:8091 --parts open --rates 10
     python -m benchmarks.stream --sizes 1b7 --parts client closed open --minutes 9
     python -m benchmarks.stream --sizes 1b7 --parts cloning --clients 1 32
+    python -m benchmarks.stream --sizes 1b7 --parts recovery
     python -m benchmarks.stream --sizes 1b7 --parts neutral --rates 1 5 10 20 40 --warm-up 15
     python -m benchmarks.stream --sizes 1b7 --parts seed_tts --clients 64
     python -m benchmarks.stream --tiny --parts closed --clients 2 --short
@@ -21,7 +22,9 @@ an underrun is a moment at which it has nothing to play. Parts: `client` is the 
 once; `closed` clients back to back; `open` Poisson arrivals at a rate, however many requests are under way, medians over
 `--seeds`; `listen` listeners in real time; `cloning` clients back
 to back whose requests have a recording of 8 s, by speaker vector and in context, the same one in each or a new one in each (the
-size's Base checkpoint gets a server of its own); `neutral` and `seed_tts` as others publish theirs. `neutral` is `open` by the
+size's Base checkpoint gets a server of its own); `recovery` kills the engine under up to 32 clients (`--clients`) back to
+back: `first_again_s` is from the kill to the first byte of a speech that had none before, `failed` are the requests sent before
+that, by how they failed, and `retried` those that the server tried again; `neutral` and `seed_tts` as others publish theirs. `neutral` is `open` by the
 definitions of Nari's `tts_bench`: `audible_ms` is when the first audible sample plays, `e2e_ms` the end of the answer, percentiles
 are measured values of every request that was sent in the span; `--texts` has its prompts, and `--field NAME=JSON` further fields.
 `seed_tts` is `--requests` requests from clients back to back, each with a recording of its own that is cloned in context:
@@ -45,6 +48,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -52,6 +56,8 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
+
+import psutil
 
 from benchmarks import voices
 from benchmarks.clients import DRAIN_SECONDS, Plan, text_of
@@ -70,7 +76,7 @@ from benchmarks.common import (
 )
 from benchmarks.voices import recording
 
-PARTS = ("client", "closed", "open", "listen", "neutral", "cloning", "seed_tts")
+PARTS = ("client", "closed", "open", "listen", "recovery", "neutral", "cloning", "seed_tts")
 #: The parts that clone need a checkpoint of another kind.
 CLONING = ("cloning", "seed_tts")
 #: Lengths of speech in Seed-TTS's English set: of the most frequent one; and what a request of `tts_bench` says besides.
@@ -91,6 +97,8 @@ TINY_SERVER = {"SPEECH_SERVE__SLOTS": "4", "SPEECH_SERVE__WAITING_ROOM": "8", "S
 LONGEST_SECONDS, IDLE_SECONDS, READY_SECONDS = 8.0, 30.0, 240.0
 #: Length of the recordings that are cloned.
 RECORDING_SECONDS = 8.0
+#: Of `recovery`: maximum clients, and the time after the kill in which audio of the dead engine may still arrive.
+RECOVERY_CLIENTS, LATE_SECONDS = 32, 0.25
 #: Time between the word to all processes of clients, which are connected, and the start.
 START_SECONDS = 0.1
 #: Processes of clients.
@@ -98,7 +106,7 @@ PROCESSES = max(min((os.cpu_count() or 1) // 3, 6), 1)
 COLUMNS = (
     "system", "size", "mode", "cloning", "recording", "rate", "clients", "protocol", "first_pcm_ms.50", "first_pcm_ms.95",
     "first_pcm_ms.99", "audible_ms.50", "audible_ms.95", "e2e_ms.95", "underrun_share", "underrun_ms.95", "rtf", "audio_s_per_s", "joules_per_audio_s", "requests", "failures",
-    "left_over", "cpu_cores",
+    "left_over", "cpu_cores", "first_again_s", "healthy_again_s", "retried", "failed",
 )  # fmt: skip
 
 
@@ -138,10 +146,24 @@ def measure(plan: Plan, pid: int | None, seeds: int = 1) -> Row:
 
 
 def _one_seed(plan: Plan, pid: int | None, seed: int) -> Row:
-    use, count = (
-        Use([] if pid is None else [pid], 0.25),
-        PROCESSES if plan.rate else min(PROCESSES, plan.clients, plan.clones or plan.clients),
-    )
+    use = Use([] if pid is None else [pid], 0.25)
+    shift = time.time() - time.monotonic()
+    found, start = run_clients(plan, seed)
+    count_from = start + plan.warm_up
+    count_until = count_from + plan.duration
+    if plan.clones:
+        count_until = max(one["sent"] + one["took"] for process in found for one in process["heard"])
+    row = row_of(found, count_from, count_until, plan.sized, plan.audible)
+    row["duration_s"] = count_until - count_from
+    use.stop()
+    if pid is not None:
+        row |= use.between(count_from + shift, count_until + shift, row["audio_s_per_s"])
+    return row | ({"left_over": left_over(plan)} if plan.own else {})
+
+
+def run_clients(plan: Plan, seed: int = 0) -> tuple[list[dict[str, Any]], float]:
+    """What each process of clients received, and the monotonic time of the start."""
+    count = PROCESSES if plan.rate else min(PROCESSES, plan.clients, plan.clones or plan.clients)
     command, pipes = [sys.executable, "-m", "benchmarks.clients"], {"stdin": -1, "stdout": -1}
     workers = [subprocess.Popen(command, cwd=ROOT, text=True, **pipes) for _ in range(count)]
 
@@ -158,18 +180,64 @@ def _one_seed(plan: Plan, pid: int | None, seed: int) -> Row:
     start = time.monotonic() + START_SECONDS
     for worker in workers:
         tell(worker, repr(start))
-    count_from, shift = start + plan.warm_up, time.time() - time.monotonic()
-    count_until = count_from + plan.duration
-    limit = (0 if plan.clones else max(count_until - time.monotonic(), 0)) + DRAIN_SECONDS + 60
-    found = [json.loads(worker.communicate(timeout=limit)[0]) for worker in workers]
-    if plan.clones:
-        count_until = max(one["sent"] + one["took"] for process in found for one in process["heard"])
-    row = row_of(found, count_from, count_until, plan.sized, plan.audible)
-    row["duration_s"] = count_until - count_from
-    use.stop()
-    if pid is not None:
-        row |= use.between(count_from + shift, count_until + shift, row["audio_s_per_s"])
-    return row | ({"left_over": left_over(plan)} if plan.own else {})
+    left = 0 if plan.clones else max(start + plan.warm_up + plan.duration - time.monotonic(), 0)
+    limit = left + DRAIN_SECONDS + 60
+    return [json.loads(worker.communicate(timeout=limit)[0]) for worker in workers], start
+
+
+def metric(plan: Plan, name: str) -> float:
+    """A metric of a server; 0 if it has none of this name."""
+    found = re.search(rf"^{name} (\S+)$", fetch(plan.url, "/metrics", plan.key)[1], re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+def engine_of(pid: int) -> psutil.Process:
+    """The engine of a server's process. Raises `RuntimeError` if it has none of its own."""
+    engines = [one for one in psutil.Process(pid).children() if "jobs.engine_process" in one.cmdline()]
+    if not engines:
+        raise RuntimeError("the server has no engine in a process of its own")
+    # A spare process is younger.
+    return min(engines, key=psutil.Process.create_time)
+
+
+def recovery(plan: Plan, pid: int) -> Row:
+    """The row of a load whose engine is killed once all clients have a request in it."""
+    engine, before = engine_of(pid), metric(plan, "speech_requests_retried_total")
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run_clients, plan)
+        while metric(plan, "speech_engine_batch_size") < plan.clients / 2 and not running.done():
+            time.sleep(0.05)
+        time.sleep(plan.warm_up)
+        killed = time.monotonic()
+        engine.kill()
+        time.sleep(LATE_SECONDS)
+        while fetch(plan.url, "/health")[0] != 200 and not running.done():
+            time.sleep(0.02)
+        ready = time.monotonic()
+        found, _ = running.result()
+    heard = [one for process in found for one in process["heard"]]
+    firsts = [one["sent"] + one["first"] for one in heard if one["first"] is not None]
+    again = min((at for at in firsts if at > killed + LATE_SECONDS), default=math.inf)
+    failed = [(one["sent"] < again, one["failure"]) for one in heard if one["failure"] not in ("", "cut off")]
+    waits = [
+        one["first"]
+        for one in heard
+        if one["first"] is not None and one["sent"] < killed < again <= one["sent"] + one["first"]
+    ]
+    return {
+        "mode": "recovery",
+        "clients": plan.clients,
+        "protocol": "http",
+        "seconds": plan.seconds,
+        "first_again_s": again - killed,
+        "healthy_again_s": ready - killed,
+        "waited_ms": percentiles_ms(waits),
+        "requests": len(heard),
+        "retried": metric(plan, "speech_requests_retried_total") - before,
+        "failed": dict(Counter(name for was_early, name in failed if was_early)),
+        "failures": dict(Counter(name for was_early, name in failed if not was_early)),
+        "left_over": left_over(plan),
+    }
 
 
 def percentiles_ms(seconds: Sequence[float]) -> dict[str, float | None]:
@@ -238,9 +306,7 @@ def left_over(plan: Plan) -> int:
     """Waits until nothing holds a place in the server and its engine any more; how much does after `IDLE_SECONDS`."""
     until = time.monotonic() + IDLE_SECONDS
     while True:
-        page = fetch(plan.url, "/metrics", plan.key)[1]
-        found = (re.search(rf"^{name} (\S+)$", page, re.MULTILINE) for name in GAUGES)
-        left = round(sum(float(match[1]) for match in found if match))
+        left = round(sum(metric(plan, name) for name in GAUGES))
         if not left or time.monotonic() >= until:
             return left
         time.sleep(0.02)
@@ -342,6 +408,10 @@ class StreamBench(Result):
                 self.about = {"harness": "neutral"}
                 self._points(replace(neutral, **like_seed_tts), pid, "rate", options.rates, *open_span)
                 self.about = {}
+            elif part == "recovery" and pid is not None:
+                clients, span = min(RECOVERY_CLIENTS, max(options.clients)), 4 * options.duration
+                load = replace(plan, clients=clients, warm_up=options.warm_up, duration=span)
+                self.part(part, lambda load=load: self.add(recovery(load, pid)), needs=span + 10)
             elif part == "listen":
                 self._points(replace(plan, listen=True), pid, "clients", options.listeners, *listen)
             elif part == "cloning":

@@ -76,6 +76,14 @@ def test_streams(tmp_path: Path) -> None:
     assert neutral["audible_ms"]["50"] >= neutral["first_pcm_ms"]["50"]
 
 
+def test_an_engine_that_is_killed_under_load(tmp_path: Path) -> None:
+    more = ("--clients", "2", "--warm-up", "0.5", "--duration", "5")
+    (row,) = run(tmp_path, "stream", "--tiny", "--parts", "recovery", *more)["rows"]
+    assert (row["mode"], row["clients"], row["failures"], row["left_over"]) == ("recovery", 2, {}, 0)
+    assert row["healthy_again_s"] > 0.25 < row["first_again_s"] < 20
+    assert row["retried"] + row["failed"].get("connection lost", 0) <= 2
+
+
 def test_speech_is_audible_from_two_loud_frames_on() -> None:
     rate, tone = 24_000, np.sin(np.arange(24_000) / 4)
     sound = np.zeros(36_000)
