@@ -18,7 +18,8 @@ nothing, for the path around the engine.
 were done as the engine has slots, and the last before which one and a half times as many were left, by the ledger's own
 times; over the time between them. A job that is interrupted before there is such a span has the later half of its time.
 `first_audio_s` is the time from the start of the command to the first audio file in the
-store. Cores, memory and the use of GPUs, with `joules_per_audio_s` by the boards' counters, are of the same span. With `--minutes`, what no longer fits is left out, and a job
+store. Cores, memory and the use of GPUs, with `joules_per_audio_s` by the boards' counters, are of the same span; `own_joules_per_audio_s` is
+what the command itself says of the whole job. With `--minutes`, what no longer fits is left out, and a job
 that does not end in time (`--limit` seconds) is interrupted; its row has what was committed.
 
 `--cloning` says how voices are made: `none` is a named voice, `vector` clones recordings of 3 to 10 s by their speaker vector
@@ -179,9 +180,9 @@ class Command:
         self, folder: Path, words: Sequence[str], environment: dict[str, str], there: Callable[[], bool]
     ) -> None:
         self.began, self.seconds, self.first_audio = time.perf_counter(), 0.0, None
-        self.began_at = time.time()
+        self.began_at, self._stdout = time.time(), folder / "stdout"
         command = [sys.executable, "-P", "-m", "jobs", *words]
-        with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as error:
+        with self._stdout.open("wb") as out, (folder / "stderr").open("wb") as error:
             self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=error)
         self.use, self._over = Use([self.process.pid]), threading.Event()
         self._watcher = threading.Thread(target=self._watch, args=(there,), name="first-audio", daemon=True)
@@ -222,6 +223,8 @@ class Command:
         row: Row = {"status": status, "failed": failed, "repeated_draws": repeated}
         row |= {"made_audio_s": sum(commit.audio_seconds for commit in commits)}
         row |= {"first_audio_s": self.first_audio, "command_s": self.seconds}
+        own = re.search(rb'"joules_per_audio_s":([\d.]+)', self._stdout.read_bytes())
+        row |= {"own_joules_per_audio_s": float(own[1])} if own else {}
         said = [line for log in logs for line in start_lines(log)]
         row["start_s"] = start_seconds(said, self.began_at) | {"first commit": commits[0].at - self.began_at}
         return row | {"worker_said": said}, commits
