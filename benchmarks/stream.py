@@ -477,7 +477,7 @@ def main() -> int:
         given = (one.partition("=") for one in options.field)
         options.fields = {name: json.loads(text) for name, _, text in given}
     except ValueError:
-        made.error("--field takes NAME=JSON, such as trim_leading_silence_ms=10")
+        made.error("--field takes NAME=JSON, such as temperature=0.7")
     if options.requests < 1 or (options.texts and not Path(options.texts).is_file()):
         made.error("--requests takes 1 or more, --texts a file")
     url = options.peer or options.url
