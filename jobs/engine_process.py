@@ -59,15 +59,17 @@ class ModelOpener:
         """Raises the errors of `pipelines.registry.open_pipeline`, and `EngineCrashError`."""
         if self.settings.chosen_engine(self.card) == "vllm" or is_registered(self.model):
             return open_pipeline(self.model, **self.options)
-        start = partial(open_engine_process, self.model, self.options, self.settings, self.level)
+        start = partial(open_engine_process, self.model, settings=self.settings, level=self.level)
         process, self._spare = self._spare, None
         if process is None:
-            process = start()
+            process = start(self.options)
         else:
             process.open()
         wanted = self.settings.serve.spare_process
         if has_gpu() if wanted is None else wanted:
-            self._spare = start(process.modules)
+            # A new engine is needed soon more than it is needed with all graphs.
+            few = {"few_graphs": True} if "streams" in self.options else {}
+            self._spare = start(self.options | few, modules=process.modules)
         return process
 
 

@@ -101,9 +101,9 @@ class CausalDecoder(Decoder[CodecState]):
         """The values [B, size] of the states after rows of codes [B, T, codebooks] of these lengths [B]."""
         raise NotImplementedError
 
-    def prepare_streams(self, rows: int) -> None:
+    def prepare_streams(self, rows: int, few: bool = False) -> None:
         """On a CUDA device: allocates an arena for the states of `rows` streams, and captures the graphs that
-        decode their chunks.
+        decode their chunks, all or a `few`.
 
         Without this call, and for streams beyond `rows`, chunks are launched op by op, which is slower. Must
         be called before the first stream. Raises `torch.OutOfMemoryError` if there is no memory for the
@@ -112,7 +112,7 @@ class CausalDecoder(Decoder[CodecState]):
         if self.device.type == "cpu" or rows < 1:
             return
         with on_device(self.device):
-            self.stream_graphs = StreamGraphs(self.run, self.shape, rows, self.fixed).prepare()
+            self.stream_graphs = StreamGraphs(self.run, self.shape, rows, self.fixed).prepare(few)
 
     def prepare_utterances(self, rows: int, frames: int = STEP_FRAMES) -> None:
         """On a CUDA device: captures the graphs of a continuous batch of whole utterances, in steps of `rows`

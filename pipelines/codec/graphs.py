@@ -3,7 +3,6 @@ memory."""
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
@@ -21,8 +20,7 @@ from pipelines.codec.batches import FIXED_ROWS
 from pipelines.codec.blocks import Past
 from pipelines.codec.states import Arena, CodecShape, CodecState
 from pipelines.codec.transfer import PendingSamples, Samples, recorded
-
-log = logging.getLogger(__name__)
+from pipelines.engine.buckets import Buckets, bucket_of
 
 Codes = NDArray[np.integer[Any]]
 #: One pass: codes [B, T, codebooks] -> samples [B, T * samples_per_frame].
@@ -75,7 +73,10 @@ class ChunkGraphs:
         self._on_gpu = shape.device.type == "cuda"
         self._stream = torch.cuda.Stream(shape.device, priority=priority) if self._on_gpu else None
         self._pool = GraphPool()
-        self.captured: dict[tuple[int, int], Callable[[], None]] = {}
+        #: The graphs of each number of frames by their rows.
+        self.graphs: dict[int, Buckets[Callable[[], None]]] = {
+            frames: Buckets(counts, f"streams of {frames} frames") for frames, counts in rows.items()
+        }
         #: (rows, frames) of all graphs, the largest first.
         self.sizes = sorted(
             ((count, frames) for frames, counts in rows.items() for count in counts),
@@ -91,35 +92,32 @@ class ChunkGraphs:
         return torch.cuda.stream(self._stream)
 
     @torch.inference_mode()
-    def prepare(self) -> Self:
-        """Compiles the kernels and captures all graphs, the largest first, so that the others reuse its
-        memory."""
+    def prepare(self, few: bool = False) -> Self:
+        """Compiles the kernels and captures graphs, the largest first, so that the others reuse its memory: all
+        of them, or only `few`, which hold every launch; the others are then captured by need."""
+        sizes = [
+            (rows, frames) for rows, frames in self.sizes if not few or rows in self.graphs[frames].first
+        ]
         if triton_fault() is None:
             with import_module("kernels.triton_launch").compiled_together(), self.on_stream():
-                for size in self.sizes:
+                for size in sizes:
                     self._work(*size)
-        for rows, frames in self.sizes:
-            with self.on_stream():
-                # A capture runs on the unused row.
-                inputs = np.zeros(self._inputs_of(rows, frames), np.int64)
-                inputs[:rows] = self.arena.dead
-                self._on_device.inputs[: len(inputs)].copy_(torch.from_numpy(inputs))
-            work = partial(self._work, rows, frames)
-            try:
-                self.captured[rows, frames] = (
-                    work if self._stream is None else capture(work, self._pool, self._stream).replay
-                )
-            except torch.OutOfMemoryError:
-                log.warning(
-                    "there is no memory for a graph of %d streams of %d frames; it is launched op by op",
-                    rows,
-                    frames,
-                )
+        for rows, frames in sizes:
+            self.graphs[frames].attempt(rows, partial(self._captured, frames))
         if self._stream is not None:
             # Frees memory that was only needed before the captures.
             self._stream.synchronize()
             torch.cuda.empty_cache()
         return self
+
+    def _captured(self, frames: int, rows: int) -> Callable[[], None]:
+        with self.on_stream():
+            # A capture runs on the unused row.
+            inputs = np.zeros(self._inputs_of(rows, frames), np.int64)
+            inputs[:rows] = self.arena.dead
+            self._on_device.inputs[: len(inputs)].copy_(torch.from_numpy(inputs))
+        work = partial(self._work, rows, frames)
+        return work if self._stream is None else capture(work, self._pool, self._stream).replay
 
     def recycle(self, buffers: Sequence[Buffer]) -> None:
         """Returns buffers whose samples were read, so that other launches can use them."""
@@ -130,12 +128,14 @@ class ChunkGraphs:
     ) -> tuple[Buffer, list[Samples]]:
         """Starts one launch for chunks of up to `frames` frames. Returns its buffer, and for each chunk the
         part of the buffer that receives its samples."""
-        rows = next(rows for rows in self._rows[frames] if rows >= len(states))
+        graphs, count = self.graphs[frames], len(states)
+        # Without memory for a graph, it is launched op by op.
+        rows = graphs.choose(count, partial(self._captured, frames)) or bucket_of(count, graphs.sizes)
         buffer = self.buffers.popleft() if self.buffers else self._buffer()
         used, each = self._inputs_of(rows, frames), self._shape.samples_per_frame
         self._pack(buffer.inputs.numpy()[:used], rows, frames, states, codes)
         self._on_device.inputs[:used].copy_(buffer.inputs[:used], non_blocking=True)
-        (self.captured.get((rows, frames)) or partial(self._work, rows, frames))()
+        graphs.captured.get(rows, partial(self._work, rows, frames))()
         samples = len(states) * frames * each
         buffer.samples[:samples].copy_(self._on_device.samples[:samples], non_blocking=True)
         for state, one in zip(states, codes):

@@ -227,12 +227,13 @@ def open_executor(
     kind: ExecutorKind = "auto",
     reproducible: bool = False,
     streams: int = 0,
+    few: bool = False,
 ) -> FrameExecutor:
     """Opens the executor of a model. "auto" means graphs on a CUDA device, with persistent kernels for one and
     two rows if they were measured faster (`may_be_persistent`) and `sizes` have memory for them; else eager.
 
-    Captures the graphs that are needed first. With `streams` captures all graphs, and gives frames priority
-    on the device. If the kernels of graphs cannot be made, "auto" falls back to eager with a warning. Raises
+    Captures the graphs that are needed first. With `streams` captures all graphs, unless `few`, and gives
+    frames priority on the device. If the kernels of graphs cannot be made, "auto" falls back to eager with a warning. Raises
     `ConfigError` (`config.invalid`) if graphs, or `reproducible` on a GPU, were asked for and cannot run.
     """
     device, stacks = model.device, model.tensors.stacks
@@ -250,7 +251,7 @@ def open_executor(
             )
             try:
                 executor = graph_executor(model, sizes, reproducible, streams > 0, persistent=persistent)
-                executor.warm(everything=streams > 0)
+                executor.warm(everything=streams > 0 and not few)
                 return executor
             except (torch.OutOfMemoryError, torch.AcceleratorError):
                 raise
@@ -311,6 +312,9 @@ class NativeModelOptions(ModelOptions):
     #: Maximum streams at once; this many slots, up to half of all slots, are reserved for them. On a GPU all
     #: kernels and graphs are compiled and captured before the pipeline is open, which takes a while.
     streams: Annotated[int, msgspec.Meta(ge=0)] = 0
+    #: With streams: whether only the graphs that every batch can use are captured before the pipeline is open,
+    #: and the others by need.
+    few_graphs: bool = False
     #: Number of KV pages, and positions of each page.
     pages: Count | None = None
     page_size: Count = 64
@@ -387,5 +391,7 @@ class NativeModelOptions(ModelOptions):
     ) -> Engine:
         """Opens the engine of a loaded model, whose codes `stage` decodes. Raises like `open_executor`."""
         sizes = replace(sizes, runaway_guard=self.runaway_guard and not self.keep_unfinished)
-        executor = open_executor(model, sizes, self.executor, self.reproducible, self.streams)
+        executor = open_executor(
+            model, sizes, self.executor, self.reproducible, self.streams, self.few_graphs
+        )
         return Engine(executor, sizes, self.waiting(model.device, sizes.slots), stage, codec)

@@ -386,7 +386,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         streams = bool(options.streams and decoder)
         if decoder is not None:
             if streams:
-                decoder.prepare_streams(sizes.slots + LATE_STATES)
+                decoder.prepare_streams(sizes.slots + LATE_STATES, options.few_graphs)
             decoder.prepare_utterances(options.codec_rows)
         stage = open_stage(decoder, sizes.decode_frames, streams=streams)
         continuous = "" if decoder is None or decoder.utterances is None else "continuous codec"

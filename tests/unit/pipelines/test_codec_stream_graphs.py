@@ -24,6 +24,7 @@ from pipelines.codec.graphs import FRAMES, GROUP_FRAMES, ROWS, StreamGraphs, pie
 from pipelines.codec.stage import CodecStage
 from pipelines.codec.states import Arena, CodecState
 from pipelines.codec.transfer import PendingSamples
+from pipelines.engine.buckets import ASKS
 from pipelines.errors import SynthesisError
 from pipelines.qwen3_tts.codec import CodecDecoder, load_codec
 
@@ -99,6 +100,30 @@ def test_graphs_are_those_of_a_group_and_its_frames() -> None:
     assert {rows for rows, _ in Prepared(3).graphs.sizes} == {1, 2, 4}
     assert {rows for rows, _ in Prepared(200, fixed=True).graphs.sizes} == {FIXED_ROWS}
     assert plain().batch_key(12, False) == (0, None)
+
+
+def test_a_few_graphs_hold_every_launch_and_others_follow_by_need() -> None:
+    decoder = Prepared(40)
+    few = decoder.stream_graphs = decoder.graphs = StreamGraphs(decoder.run, decoder.shape, 40).prepare(
+        few=True
+    )
+    decoder.spoil()
+    assert {frames: set(one.captured) for frames, one in few.graphs.items()} == {
+        1: {1, 8, 64},
+        2: {1, 8, 64},
+        4: {1, 8, 64},
+        8: {1, 8, 64},
+        12: {1, 8, 32},
+    }
+    streams = [codes(ASKS + 1, seed) for seed in range(3)]
+    states, waves = [decoder.new_state() for _ in streams], [[torch.empty(0)] for _ in streams]
+    for place in range(ASKS + 1):
+        parts = [stream[place : place + 1] for stream in streams]
+        for wave, found in zip(waves, decoder.hear(states, parts)):
+            wave.append(found)
+        assert (4 in few.graphs[1].captured) == (place >= ASKS - 1)
+    for wave, stream in zip(waves, streams):
+        close(torch.cat(wave), plain().decode([stream])[0])
 
 
 @pytest.mark.parametrize("fixed", [False, True])
