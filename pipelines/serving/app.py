@@ -24,19 +24,22 @@ from starlette.types import ASGIApp
 
 from pipelines.serving import ServeOptions, cartesia, chat, errors, speech
 from pipelines.serving.admission import AdmissionQueue
-from pipelines.serving.cartesia import CartesiaSocket, EventsRequest, SpeechFields
+from pipelines.serving.cartesia import EventsRequest, SpeechFields
 from pipelines.serving.chat import ChatBody
-from pipelines.serving.contexts import WebSocketSpeech
+from pipelines.serving.contexts import ContextSocket, WebSocketSpeech
+from pipelines.serving.elevenlabs import MultiStreamSocket, StreamInputSocket
 from pipelines.serving.errors import JsonObject, as_api_error
 from pipelines.serving.metrics import AnswerMetrics, MetricsPage, ServerMetrics
-from pipelines.serving.middleware import ADMIT, HEALTH, REQUEST_ID, WEBSOCKET, RequestMiddleware
+from pipelines.serving.middleware import ADMIT, HEALTH, REQUEST_ID, RequestMiddleware
 from pipelines.serving.model import ServedModel
 from pipelines.serving.request_body import JsonRoute, cancel
 from pipelines.serving.speech import SpeechBody
+from pipelines.serving.speech_stream import SpeechStreamSocket
 from pipelines.serving.streaming import Answer, ErrorAnswer, Reply, Serving
 from pipelines.serving.voices import VoiceBody, Voices
 
 _VOICES = "/v1/audio/voices"
+_PROTOCOLS = (ContextSocket, MultiStreamSocket, StreamInputSocket, SpeechStreamSocket)
 
 
 def create_app(
@@ -166,7 +169,7 @@ def _add_synthesis_routes(app: FastAPI, serving: Serving) -> None:
         return await tts(request, body)
 
     contexts = WebSocketSpeech(serving)
-    for protocol in (CartesiaSocket,):
+    for protocol in _PROTOCOLS:
         app.router.routes.append(WebSocketRoute(protocol.route, partial(contexts, protocol=protocol)))
 
 
@@ -209,7 +212,7 @@ def _add_pages(app: FastAPI, names: list[str]) -> None:
         "models": names,
         "docs": "/docs",
         "openapi": "/openapi.json",
-        "routes": [*routes, f"GET {WEBSOCKET} (WebSocket)"],
+        "routes": [*routes, *(f"GET {protocol.route} (WebSocket)" for protocol in _PROTOCOLS)],
     }
     pages = jinja2.Environment(autoescape=True, trim_blocks=True)
     pages.filters["linked"] = _linked
@@ -217,7 +220,7 @@ def _add_pages(app: FastAPI, names: list[str]) -> None:
         names=", ".join(names),
         paths=schema["paths"],
         bodies=schema["components"]["schemas"],
-        websocket=WEBSOCKET,
+        protocols=_PROTOCOLS,
     )
     app.add_api_route("/", lambda: about, include_in_schema=False)
     app.add_api_route("/docs", lambda: HTMLResponse(html), include_in_schema=False)

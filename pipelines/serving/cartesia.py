@@ -3,8 +3,6 @@ text of each arrives in pieces, and its speech is sent while it is made."""
 
 from __future__ import annotations
 
-import secrets
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import aclosing
@@ -17,17 +15,20 @@ from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field
 from pipelines.errors import ErrorCode
 from pipelines.request import Generation, SynthesisRequest
 from pipelines.serving.admission import Permit
-from pipelines.serving.contexts import DEFAULT_BUFFER_MS, MAX_PIECE_BYTES, Context, ContextSocket
 from pipelines.serving.encoding import MAX_RATE, MIN_RATE, Encoding, PcmStream
-from pipelines.serving.errors import ApiError, JsonObject, as_api_error, bad_request, check_text, empty_text
-from pipelines.serving.middleware import WEBSOCKET
+from pipelines.serving.errors import JsonObject, as_api_error, bad_request, check_text, empty_text
 from pipelines.serving.request_body import Body, SpokenBody
 from pipelines.serving.streaming import Head, Parts, Serving, SpeechPiece, event, event_head, speech_pieces
 from pipelines.text_units import unit_requests, units_of
 
+#: Cartesia's default for the time that text waits for the end of its sentence.
+DEFAULT_BUFFER_MS = 3_000
 _MAX_BUFFER_MS = 60_000
 #: Maximum length of the name of a context, a voice, a language or a model.
 MAX_NAME_CHARACTERS = 200
+#: Maximum bytes of audio in one message, a multiple of the sample size of every encoding. Clients accept
+#: messages of 1 MiB, and base64 adds a third.
+MAX_PIECE_BYTES = 1 << 18
 #: Fields that must stay the same in a context.
 SETTINGS = frozenset({"model_id", "voice", "language", "output_format", "generation_config"})
 
@@ -92,16 +93,12 @@ class MessagesFields(SpeechFields):
     add_phoneme_timestamps: bool | None = None
 
     def messages(
-        self,
-        piece: SpeechPiece,
-        context_id: str | None,
-        step_seconds: float,
-        maximum_bytes: int = sys.maxsize,
+        self, piece: SpeechPiece, context_id: str | None, step_seconds: float
     ) -> Iterator[JsonObject]:
-        """The messages with a piece of speech, each with up to `maximum_bytes`, and with its requested times.
-        `step_seconds`: time since the previous piece, or since the start."""
-        for begin in range(0, len(piece.data), maximum_bytes):
-            data = piece.data[begin : begin + maximum_bytes]
+        """The messages with a piece of speech, each with up to `MAX_PIECE_BYTES`, and with its requested times.
+        `step_seconds`: time since the piece before it, or since the start."""
+        for begin in range(0, len(piece.data), MAX_PIECE_BYTES):
+            data = piece.data[begin : begin + MAX_PIECE_BYTES]
             yield _message("chunk", context_id, data=data, step_time=round(1000 * step_seconds, 3))
             step_seconds = 0.0
         for wanted, kind, name, said in (
@@ -124,7 +121,7 @@ class EventsRequest(MessagesFields):
 class ContextMessage(MessagesFields):
     """One message of a context."""
 
-    context_id: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS)]
+    context_id: Annotated[Name, Field(min_length=1)]
     more: Annotated[bool, Field(alias="continue")] = False
     flush: bool = False
     cancel: bool = False
@@ -223,6 +220,11 @@ def done(context_id: str | None) -> JsonObject:
     return _message("done", context_id, done=True)
 
 
+def flush_done(context_id: str, number: int) -> JsonObject:
+    """The message that the speech before a flush is sent."""
+    return _message("flush_done", context_id, flush_done=True, flush_id=number)
+
+
 def failure(error: Exception, context_id: str | None) -> JsonObject:
     """The message about an error, which ends the context that it names."""
     api_error = as_api_error(error)
@@ -231,67 +233,3 @@ def failure(error: Exception, context_id: str | None) -> JsonObject:
     if "retry-after" in headers:
         facts["retry_after"] = int(headers["retry-after"])
     return _message("error", context_id, done=True, error_code=api_error.code or "internal_error", **facts)
-
-
-class CartesiaSocket(ContextSocket):
-    """A connection to `/tts/websocket`."""
-
-    route = WEBSOCKET
-
-    def named(self, given: JsonObject) -> str | None:
-        name = given.get("context_id")
-        return name if isinstance(name, str) and len(name) <= MAX_NAME_CHARACTERS else None
-
-    async def handle(self, given: JsonObject) -> None:
-        message = ContextMessage.model_validate(given)
-        check_fields(message)
-        name = message.context_id
-        context = self.contexts.get(name)
-        if message.cancel:
-            if context is None:
-                raise ApiError(
-                    404, "The context is not open: it has ended or was never opened.", "context_not_found"
-                )
-            await self.cancel(name)
-            await self.send(*self.ended(name))
-        elif context is not None:
-            _add(context, message)
-        else:
-            with self.opening():
-                model = self.serving.of(message.model_id, "model_id")
-                check_speech(model, message)
-                request = await request_of(model, message, f"ctx-{secrets.token_hex(8)}")
-                context = Context(self, name, message, request, message.max_buffer_delay_ms > 0, model)
-                _add(context, message)
-                self.start(context)
-
-    def encoder(self, context: Context) -> PcmStream:
-        return encoder_of(context.serving, context.first.output_format)
-
-    def spoken(self, context: Context, piece: SpeechPiece, step_seconds: float) -> Iterator[JsonObject]:
-        return context.first.messages(piece, context.name, step_seconds, MAX_PIECE_BYTES)
-
-    def flushed(self, context: Context, number: int) -> Iterator[JsonObject]:
-        yield _message("flush_done", context.name, flush_done=True, flush_id=number)
-
-    def ended(self, name: str) -> Iterator[JsonObject]:
-        yield done(name)
-
-    def failed(self, error: ApiError, name: str | None) -> Iterator[JsonObject]:
-        yield failure(error, name)
-
-
-def _add(context: Context, message: ContextMessage) -> None:
-    """Adds the text of a message. Raises as `Context.add`, and `ApiError` (400) for a message that changes one
-    of `SETTINGS`."""
-    for name in SETTINGS & message.model_fields_set:
-        if getattr(context.first, name) != getattr(message, name):
-            raise bad_request(
-                f"`{name}` cannot change in a context. Begin another context.", "invalid_value", name
-            )
-    context.add(
-        message.transcript,
-        ends=not message.more,
-        flush=message.flush,
-        max_delay_seconds=message.max_buffer_delay_ms / 1000,
-    )

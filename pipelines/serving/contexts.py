@@ -1,14 +1,15 @@
-"""Contexts of WebSockets: the text of each arrives in pieces, and its speech is sent while it is made. A protocol
-is a `ContextSocket`, which reads messages, and the `Replies` of its contexts."""
+"""Contexts of WebSockets: the text of each arrives in pieces, and its speech is sent while it is made. The messages
+are those of Cartesia; other protocols translate them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -20,24 +21,35 @@ from uvicorn.protocols.utils import ClientDisconnected
 from pipelines.errors import ErrorCode
 from pipelines.request import Handle, SynthesisRequest
 from pipelines.serving.admission import Permit
+from pipelines.serving.cartesia import (
+    MAX_NAME_CHARACTERS,
+    SETTINGS,
+    ContextMessage,
+    check_fields,
+    check_speech,
+    done,
+    encoder_of,
+    failure,
+    flush_done,
+    request_of,
+)
 from pipelines.serving.connections import DRAIN, SET_IDLE
-from pipelines.serving.encoding import PcmStream
+from pipelines.serving.encoding import FileStream, PcmStream
 from pipelines.serving.errors import ApiError, JsonObject, as_api_error, bad_request
+from pipelines.serving.metrics import WEBSOCKET
 from pipelines.serving.middleware import CLIENT_CLOSED
 from pipelines.serving.request_body import cancel, read
-from pipelines.serving.streaming import Serving, SpeechPiece, speech_pieces
+from pipelines.serving.streaming import Serving, speech_pieces
 from pipelines.text_units import Piece, TextUnits, has_words, unit_request
+from pipelines.validation import speech_task
 
 log = logging.getLogger(__name__)
 
-#: Default time that text waits for the end of its sentence.
-DEFAULT_BUFFER_MS = 3_000
-#: Maximum bytes of audio in one message, a multiple of the sample size of every encoding. Clients accept
-#: messages of 1 MiB, and base64 adds a third.
-MAX_PIECE_BYTES = 1 << 18
 #: Maximum time that a passage holds its slot while it waits for text.
 MAX_TEXT_WAIT_SECONDS = 30.0
-_GOING_AWAY = 1001
+#: Codes and reasons of the end of a connection.
+CLOSED, _STOPPED = (1000, ""), (1001, "The server is shutting down.")
+_IDLE = 1000, "The connection was idle for too long."
 
 #: A message to a client: bytes, or an object that is sent as JSON.
 Reply = bytes | JsonObject
@@ -77,35 +89,28 @@ class Context:
     speaking: asyncio.Task[int]
 
     def __init__(
-        self,
-        socket: ContextSocket,
-        name: str,
-        first: Any,
-        request: SynthesisRequest,
-        by_word: bool = True,
-        serving: Serving | None = None,
+        self, socket: ContextSocket, serving: Serving, first: ContextMessage, request: SynthesisRequest
     ) -> None:
-        """`first`: the settings of the context, for its socket. `request`: a template; each unit of text replaces
-        its last message. `by_word`: whether text may be spoken while it grows. `serving`: the model; None: that
-        of the connection."""
-        self.name = name
-        self.first = first
+        """`request`: a template; each unit of text replaces its last message."""
+        self.name = first.context_id
+        self._first = first
         self._socket = socket
-        self.serving = serving = serving or socket.serving
+        self._serving = serving
         self._request = request
         wanted = serving.options.text_in
         if wanted is None:
             # A voice cloned with its transcript needs a text token for each frame of the recording: speech by
             # sentences starts sooner.
             wanted = request.generation.reference_text is None
-        self._streams_text = wanted and serving.model.takes_text and by_word
+        self._streams_text = wanted and serving.model.takes_text and first.max_buffer_delay_ms > 0
         self._text = TextUnits(by_word=self._streams_text)
         self._passage: Passage | None = None
         #: Texts to speak, and numbers of flushes, each of which is reported once the speech before it is
         #: sent.
         self._queue: deque[Passage | int] = deque()
         self._changed = asyncio.Event()
-        self._ended = False
+        #: Whether all text so far is to be spoken, and whether no text follows.
+        self._flushed = self._ended = False
         self._characters = 0
         self._flushes = 0
         self._units = 0
@@ -116,35 +121,41 @@ class Context:
         self._timer: asyncio.TimerHandle | None = None
         self._active_at = time.monotonic()
 
-    def add(
-        self,
-        text: str,
-        *,
-        ends: bool = False,
-        flush: bool = False,
-        max_delay_seconds: float = DEFAULT_BUFFER_MS / 1000,
-    ) -> None:
-        """Adds text. `flush` speaks the text so far, `ends` does that and ends the context; other text waits
-        for the end of its sentence up to `max_delay_seconds`. Raises `ApiError` (400) for too much text, and
-        for text after the end."""
+    @property
+    def flushed(self) -> bool:
+        """Whether the context is open, and all of its text is flushed."""
+        return self._flushed and not self._ended
+
+    def add(self, message: ContextMessage) -> None:
+        """Adds text. Raises `ApiError` (400) for too much text, for text after the end, and for a message that
+        changes one of `SETTINGS`."""
+        for name in SETTINGS & message.model_fields_set:
+            if getattr(self._first, name) != getattr(message, name):
+                raise bad_request(
+                    f"`{name}` cannot change in a context. Begin another context.", "invalid_value"
+                )
+        text = message.transcript
         if self._ended:
             if text.strip():
                 raise bad_request("The context has ended. Begin another context.", "context_ended")
             return
         # A message without text counts as one character, so that flushes are limited too.
-        self._characters += len(text) or 1
-        if self._characters > (limit := self.serving.options.context_characters):
+        characters = self._characters + (len(text) or 1)
+        if characters > (limit := self._serving.options.context_characters):
             raise bad_request(f"The context has more than {limit:,} characters.", ErrorCode.INPUT_TOO_LONG)
+        self._characters = characters
         self._active_at = time.monotonic()
-        pieces = self._text.add(text, final=ends or flush or not max_delay_seconds)
+        ends = not message.more or message.flush or not message.max_buffer_delay_ms
+        pieces = self._text.add(text, final=ends)
         if pieces or (self._streams_text and text):
             self._set_timer(None)
         self._extend(pieces)
-        if flush:
+        if message.flush:
             self._flushes += 1
             self._queue.append(self._flushes)
-        self._ended = ends
-        self._set_timer(max_delay_seconds)
+        self._flushed = message.flush or (self._flushed and not text.strip())
+        self._ended = not message.more
+        self._set_timer(message.max_buffer_delay_ms / 1000)
         self._changed.set()
 
     def _extend(self, pieces: list[Piece]) -> None:
@@ -164,13 +175,13 @@ class Context:
             while await self._wait_for_work():
                 next_part = self._queue.popleft()
                 if isinstance(next_part, int):
-                    await self._socket.send(*self._socket.flushed(self, next_part))
+                    await self._socket.send(flush_done(self.name, next_part))
                     continue
                 # The player has audio for `ahead_seconds`, and may then be silent for `stream_queue_seconds`.
                 ahead_seconds = max(self._played_until - time.monotonic(), 0.0)
-                max_wait_seconds = self.serving.options.stream_queue_seconds + ahead_seconds
-                permit = await self.serving.admission.admit(None, max_wait_seconds, continuing=True)
-                seconds = self.serving.options.request_seconds
+                max_wait_seconds = self._serving.options.stream_queue_seconds + ahead_seconds
+                permit = await self._serving.admission.admit(None, max_wait_seconds, continuing=True)
+                seconds = self._serving.options.request_seconds
                 try:
                     async with asyncio.timeout(seconds):
                         await self._speak(next_part, permit)
@@ -193,7 +204,7 @@ class Context:
             self._changed.clear()
             try:
                 async with asyncio.timeout(
-                    self._active_at + self.serving.options.context_idle_seconds - time.monotonic()
+                    self._active_at + self._serving.options.context_idle_seconds - time.monotonic()
                 ):
                     await self._changed.wait()
             except TimeoutError:
@@ -207,22 +218,22 @@ class Context:
         number, self._units = self._units, self._units + 1
         request = replace(unit_request(self._request, passage.text, number), text_open=self._streams_text)
         opened = partial(passage.attach, sent_characters=len(passage.text)) if self._streams_text else None
-        encoder = self._socket.encoder(self)
+        encoder = self._socket.encoder(self._serving, self._first)
         has_sent_audio = number > 0
         speech = speech_pieces(
-            self.serving, [request], permit, encoder, opened, self._sent_seconds, lambda: passage.text
+            self._serving, [request], permit, encoder, opened, self._sent_seconds, lambda: passage.text
         )
         async with aclosing(speech) as pieces:
             async for piece in pieces:
                 now = time.monotonic()
-                seconds = len(piece.data) / encoder.bytes_per_second
+                seconds = piece.end_seconds - self._sent_seconds
                 self._sent_seconds += seconds
                 self._played_until = max(self._played_until, now) + seconds
-                await self._socket.send(*self._socket.spoken(self, piece, now - step))
+                await self._socket.send(*self._first.messages(piece, self.name, now - step))
                 step = now if piece.data else step
                 if not has_sent_audio and piece.data:
                     has_sent_audio = True
-                    self.serving.metrics.first_audio(self._socket.route, time.monotonic() - permit.since)
+                    self._serving.metrics.first_audio(self._socket.route, time.monotonic() - permit.since)
 
     def _set_timer(self, seconds: float | None) -> None:
         """Starts the timer, unless it runs, after which an unfinished sentence is spoken. None: stops it."""
@@ -253,15 +264,25 @@ class WebSocketSpeech:
     ) -> None:
         """Serves one connection until it ends."""
         await receive()
-        await send({"type": "websocket.accept"})
-        await protocol(self, scope, send).run(receive)
+        socket = protocol(self, scope, send)
+        try:
+            await socket.open(scope)
+        except Exception as error:  # noqa: BLE001  # every error is reported to the client
+            await as_api_error(error).response(connection="close")(scope, receive, send)
+        else:
+            await send({"type": "websocket.accept"})
+            await socket.run(receive)
 
 
 class ContextSocket:
-    """One connection and its contexts."""
+    """A WebSocket with Cartesia's protocol: it receives texts in pieces, and sends their speech while it is made."""
 
-    #: The label of its metrics.
-    route: ClassVar[str]
+    #: Its path, which is the label of its metrics.
+    route = WEBSOCKET
+    #: The context of messages that name none.
+    default_context: ClassVar[str | None] = None
+    #: Held while a context speaks; a lock if one speaks after the other.
+    turn: AbstractAsyncContextManager[None] = nullcontext()
 
     def __init__(self, speech: WebSocketSpeech, scope: Scope, send: Send) -> None:
         self._speech = speech
@@ -269,39 +290,37 @@ class ContextSocket:
         self._options = speech.serving.options
         self._asgi_send = send
         self.contexts: dict[str, Context] = {}
-        self._draining = False
+        #: The code and the reason of the end, which follows the last context.
+        self.closing: tuple[int, str] | None = None
         self._set_idle: Callable[[bool], None] = scope[SET_IDLE]
         #: Ends the connection after some time without a context.
         self._idle = asyncio.timeout(None)
 
-    def named(self, given: JsonObject) -> str | None:
-        """The context that a message names; an error in the message ends it."""
-        raise NotImplementedError
+    async def open(self, scope: Scope) -> None:
+        """Checks the handshake. Raises as `handle`."""
+
+    async def check(self, first: ContextMessage) -> None:
+        """Raises as `request`, and `InputError` for what the model cannot do."""
+        serving = self.serving.of(first.model_id, "model_id")
+        request = await self.request(serving, first)
+        speech_task(request.messages, request.generation, serving.model.card.capabilities)
 
     async def handle(self, given: JsonObject) -> None:
         """Handles a client's message. Raises `ApiError`, `ValidationError` and `NightjarError`."""
-        raise NotImplementedError
+        await self.say(ContextMessage.model_validate(given))
 
-    def encoder(self, context: Context) -> PcmStream:
+    def translated(self, view: JsonObject) -> Iterable[Reply]:
+        """The client's form of a message of Cartesia."""
+        return (view,)
+
+    async def request(self, serving: Serving, first: ContextMessage) -> SynthesisRequest:
+        """A template of the requests of a context. Raises as `handle`."""
+        check_speech(serving, first)
+        return await request_of(serving, first, "")
+
+    def encoder(self, serving: Serving, first: ContextMessage) -> PcmStream | FileStream:
         """An encoder for one text of a context."""
-        raise NotImplementedError
-
-    def spoken(self, context: Context, piece: SpeechPiece, step_seconds: float) -> Iterable[Reply]:
-        """The messages with a piece of speech. `step_seconds`: time since the piece before it, or since the
-        beginning of its text."""
-        raise NotImplementedError
-
-    def flushed(self, context: Context, number: int) -> Iterable[Reply]:
-        """The messages after the speech of a flush."""
-        raise NotImplementedError
-
-    def ended(self, name: str) -> Iterable[Reply]:
-        """The last messages of a context."""
-        raise NotImplementedError
-
-    def failed(self, error: ApiError, name: str | None) -> Iterable[Reply]:
-        """The messages about an error, which ends the context that it names."""
-        raise NotImplementedError
+        return encoder_of(serving, first.output_format)
 
     async def run(self, receive: Receive) -> None:
         """Serves until the client disconnects or is idle for too long, or the server stops; then cancels
@@ -311,14 +330,12 @@ class ContextSocket:
                 self._update_idle()
                 while (message := await receive())["type"] != "websocket.disconnect":
                     if message["type"] == DRAIN:
-                        self._draining = True
+                        self.closing = _STOPPED
                     else:
                         await self._handle(message)
                     self._update_idle()
         except TimeoutError:
-            code, reason = 1000, "The connection was idle for too long."
-            if self._draining:
-                code, reason = _GOING_AWAY, "The server is shutting down."
+            code, reason = self.closing or _IDLE
             await self._asgi_send({"type": "websocket.close", "code": code, "reason": reason})
         except ClientDisconnected:
             log.debug("a client disconnected")
@@ -327,9 +344,9 @@ class ContextSocket:
 
     def _update_idle(self) -> None:
         """Starts or stops the idle timer: a connection without contexts is closed after
-        `connection_idle_seconds`, and at once when the server stops."""
+        `connection_idle_seconds`, and at once when it is `closing`."""
         self._set_idle(not self.contexts)
-        seconds = 0 if self._draining else self._options.connection_idle_seconds
+        seconds = 0 if self.closing else self._options.connection_idle_seconds
         with suppress(RuntimeError):  # the timeout has already ended
             self._idle.reschedule(None if self.contexts else asyncio.get_running_loop().time() + seconds)
 
@@ -342,18 +359,34 @@ class ContextSocket:
             given = await read(text)
             if not isinstance(given, dict):
                 raise bad_request("The message is not a JSON object.", ErrorCode.INPUT_BAD_JSON)
-            name = self.named(given)
+            given_name = given.get("context_id", self.default_context)
+            if isinstance(given_name, str) and len(given_name) <= MAX_NAME_CHARACTERS:
+                name = given_name
             await self.handle(given)
         except ClientDisconnected:
             raise
-        except Exception as error:  # noqa: BLE001  # every error is reported to the client
-            await self.cancel(name)
-            await self.send(*self.failed(as_api_error(error), name))
+        except Exception as error:  # noqa: BLE001  # as above
+            if (context := self.contexts.get(name or "")) is not None:
+                await cancel(context.speaking)
+            await self.send(failure(error, name))
 
-    @contextmanager
-    def opening(self) -> Iterator[None]:
-        """Counts a context that the block opens. Raises `ApiError` for too many contexts, and while the server
-        stops."""
+    async def say(self, message: ContextMessage) -> None:
+        """Opens, continues or cancels a context. Raises as `request` and `Context.add`, and `ApiError` for too many
+        contexts, and while the server stops."""
+        check_fields(message)
+        name = message.context_id
+        context = self.contexts.get(name)
+        if message.cancel:
+            if context is None:
+                raise ApiError(
+                    404, "The context is not open: it has ended or was never opened.", "context_not_found"
+                )
+            await cancel(context.speaking)
+            await self.send(done(name))
+            return
+        if context is not None:
+            context.add(message)
+            return
         self.serving.admission.check_open()
         for count, limit, owner in (
             (len(self.contexts), self._options.contexts_per_connection, "connection"),
@@ -369,28 +402,30 @@ class ContextSocket:
         # Counted first: other contexts may be opened while a recording is read.
         self._speech.contexts += 1
         try:
-            yield
+            serving = self.serving.of(message.model_id, "model_id")
+            request = await self.request(serving, message)
+            request = replace(request, request_id=f"ctx-{secrets.token_hex(8)}")
+            context = Context(self, serving, message, request)
+            context.add(message)
         except BaseException:
             self._speech.contexts -= 1
             raise
-
-    def start(self, context: Context) -> None:
-        """Starts to speak a context, which `opening` has counted."""
-        self.contexts[context.name] = context
+        self.contexts[name] = context
         context.speaking = asyncio.create_task(self._run(context))
-        context.speaking.add_done_callback(partial(self._on_context_end, context.name, time.monotonic()))
+        context.speaking.add_done_callback(partial(self._on_context_end, name, time.monotonic()))
 
     async def _run(self, context: Context) -> int:
         """Speaks a context and reports its end to the client. Returns the status."""
         try:
-            await context.run()
+            async with self.turn:
+                await context.run()
         except ClientDisconnected:
             raise
         except Exception as error:  # noqa: BLE001  # as above
             api_error = as_api_error(error)
-            await self.send(*self.failed(api_error, context.name))
+            await self.send(failure(api_error, context.name))
             return api_error.status_code
-        await self.send(*self.ended(context.name))
+        await self.send(done(context.name))
         return 200
 
     def _on_context_end(self, name: str, begin: float, task: asyncio.Task[int]) -> None:
@@ -400,17 +435,13 @@ class ContextSocket:
         self.serving.metrics.answered(self.route, status, time.monotonic() - begin)
         self._update_idle()
 
-    async def cancel(self, name: str | None) -> None:
-        """Cancels a context, if it is open."""
-        if (context := self.contexts.get(name or "")) is not None:
-            await cancel(context.speaking)
-
-    async def send(self, *replies: Reply) -> None:
+    async def send(self, *views: JsonObject) -> None:
         """Sends messages. Raises `ClientDisconnected` if the client is gone."""
-        for reply in replies:
-            content = (
-                {"bytes": reply}
-                if isinstance(reply, bytes)
-                else {"text": msgspec.json.encode(reply).decode()}
-            )
-            await self._asgi_send({"type": "websocket.send", **content})
+        for view in views:
+            for reply in self.translated(view):
+                content: JsonObject = (
+                    {"bytes": reply}
+                    if isinstance(reply, bytes)
+                    else {"text": msgspec.json.encode(reply).decode()}
+                )
+                await self._asgi_send({"type": "websocket.send", **content})

@@ -78,7 +78,6 @@ class PcmStream:
         self._encoding: Encoding = encoding
         self._header = wav_header(wanted_rate, None, *_TAGS[encoding]) if with_header else b""
         self._resampler: soxr.ResampleStream | None = None
-        self.bytes_per_second = _TAGS[encoding][1] * wanted_rate
 
     def add(self, samples: Samples, last: bool = False) -> bytes:
         """Adds a chunk [samples] and returns the bytes that are ready. The `last` chunk of an utterance

@@ -3,6 +3,7 @@ request, a voice or a text."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from functools import partial
 
@@ -23,7 +24,11 @@ from pipelines.serving.model import ServedModel
 from pipelines.vllm_engine.library import VllmMetrics
 
 ROUTES = ("/health", "/metrics", "/v1/models", "/v1/audio/speech", "/v1/audio/voices", "/v1/chat/completions")
-ROUTES += ("/tts/bytes", "/tts/sse", "/tts/websocket", "/voices")
+_ELEVENLABS = "/v1/text-to-speech/{voice_id}/"
+WEBSOCKET, SPEECH_STREAM = "/tts/websocket", "/v1/audio/speech/stream"
+MULTI_STREAM_INPUT, STREAM_INPUT = _ELEVENLABS + "multi-stream-input", _ELEVENLABS + "stream-input"
+WEBSOCKETS = (WEBSOCKET, SPEECH_STREAM, MULTI_STREAM_INPUT, STREAM_INPUT)
+ROUTES += ("/tts/bytes", "/tts/sse", "/voices", *WEBSOCKETS)
 #: Buckets of the latencies that listeners notice.
 _LISTENING_SECONDS = (
     0.005,
@@ -48,6 +53,12 @@ _LISTENING_SECONDS = (
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
+def route_of(path: str) -> str:
+    """The label of a path: one of `ROUTES`, or `other`."""
+    route = re.sub(r"^/v1/text-to-speech/[^/{}]+/", _ELEVENLABS, path)
+    return route if route in ROUTES else "other"
+
+
 class AnswerMetrics:
     """The metrics of this process and of its answers, in their own registry."""
 
@@ -68,7 +79,7 @@ class AnswerMetrics:
 
     def answered(self, path: str, status: int, seconds: float) -> str:
         """Counts an answer; returns its label `route`."""
-        route = path if path in ROUTES else "other"
+        route = route_of(path)
         self._answers.labels(route=route, status=str(status)).inc()
         self._seconds.labels(route=route).observe(seconds)
         return route

@@ -20,14 +20,13 @@ from pipelines.serving import ServeOptions, is_loopback
 from pipelines.serving.admission import AdmissionQueue, Permit
 from pipelines.serving.connections import FIRST_BYTE
 from pipelines.serving.errors import ApiError, unavailable
-from pipelines.serving.metrics import ROUTES, AnswerMetrics
+from pipelines.serving.metrics import ROUTES, WEBSOCKETS, AnswerMetrics, route_of
 from pipelines.serving.request_body import BodyMemory, LimitedBody, finishes_before_disconnect, too_large
 
 log = logging.getLogger(__name__)
 
 #: Needs no key, because load balancers have none.
 HEALTH = "/health"
-WEBSOCKET = "/tts/websocket"
 _JSON = re.compile(rb"application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 #: Status of a request whose client disconnected before its answer, as in nginx.
 CLIENT_CLOSED = 499
@@ -111,7 +110,7 @@ class RequestMiddleware:
         404 for a path with control characters and for an unknown WebSocket, 400 for a body that is too large,
         415 for a body of another type, 503 for a WebSocket while the server stops."""
         path, is_http = scope["path"], scope["type"] == "http"
-        if not (is_http or (scope["type"] == "websocket" and path == WEBSOCKET)):
+        if not (is_http or (scope["type"] == "websocket" and route_of(path) in WEBSOCKETS)):
             raise ApiError(404, "Not Found.", "not_found")
         if not self._keys:
             self._check_host(headers)
@@ -146,8 +145,8 @@ class RequestMiddleware:
     def _check_key(self, headers: Headers, *more_keys: bytes) -> None:
         """Raises `ApiError` (401) without a valid key. Compares in constant time."""
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
-        given = [headers.get(b"x-api-key", b""), *more_keys]
-        if scheme.lower() == b"bearer":
+        given = [headers.get(b"x-api-key", b""), headers.get(b"xi-api-key", b""), *more_keys]
+        if scheme.lower() in (b"bearer", b"api-key"):
             given.append(bearer.strip())
         matches = [hmac.compare_digest(_digest(key), known) for key in given for known in self._keys]
         if not any(matches):

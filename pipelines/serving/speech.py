@@ -10,7 +10,7 @@ from typing import Annotated, Literal, cast
 from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field
 
 from pipelines.errors import ErrorCode, NightjarError
-from pipelines.request import Generation
+from pipelines.request import Generation, SynthesisRequest
 from pipelines.serving.admission import Permit
 from pipelines.serving.encoding import MEDIA_TYPES, SpeechFormat, stream_encoder, whole_file
 from pipelines.serving.errors import ApiError, as_api_error, bad_request, check_text, named_field
@@ -152,12 +152,9 @@ def _streams(serving: Serving, body: SpeechBody) -> bool:
     return serving.model.card.capabilities.streaming and requested
 
 
-async def answer(serving: Serving, body: SpeechBody, permit: Permit, request_id: str) -> Parts:
-    """The parts of the answer: a whole file, a streamed file, or OpenAI's events (`speech.audio.delta` with
-    the next bytes in base64 and, by `timestamps`, the words that end in them, then `speech.audio.done`).
-    Raises `ApiError` and `NightjarError`."""
-    model, kind = serving.model, body.response_format
-    request = await serving.voices.request(
+async def request_of(serving: Serving, body: SpeechBody, request_id: str) -> SynthesisRequest:
+    """The request for the whole text. Raises `InputError`."""
+    return await serving.voices.request(
         request_id,
         body.seed_or_new(),
         body.voice,
@@ -166,6 +163,14 @@ async def answer(serving: Serving, body: SpeechBody, permit: Permit, request_id:
         body.reference_audio or (),
         body.timestamps,
     )
+
+
+async def answer(serving: Serving, body: SpeechBody, permit: Permit, request_id: str) -> Parts:
+    """The parts of the answer: a whole file, a streamed file, or OpenAI's events (`speech.audio.delta` with
+    the next bytes in base64 and, by `timestamps`, the words that end in them, then `speech.audio.done`).
+    Raises `ApiError` and `NightjarError`."""
+    model, kind = serving.model, body.response_format
+    request = await request_of(serving, body, request_id)
     # Clients need the rate to play bare PCM, and the seed to repeat the speech.
     headers = {"x-sample-rate": str(model.card.sample_rate), "x-seed": str(request.seed)}
     if unknown := sorted((body.model_extra or {}).keys() - _WITHOUT_EFFECT):

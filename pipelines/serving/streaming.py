@@ -62,6 +62,8 @@ class SpeechPiece:
     """Encoded speech, and the words and phonemes that end in it, by the time since the answer's beginning."""
 
     data: bytes
+    #: The time of its end, or a little later where an encoder has audio that it has not returned.
+    end_seconds: float
     words: Sequence[Word] = ()
     phonemes: Sequence[Word] = ()
     #: Whether the times are estimates, because the model does not know them.
@@ -113,14 +115,14 @@ async def speech_pieces(
                         words = estimates.add(audio.samples, text, isinstance(chunk, Done))
                     words, phonemes = ([one.moved(begin) for one in said] for said in (words, audio.phonemes))
                     if data or words or phonemes:
-                        yield SpeechPiece(data, words, phonemes, estimates is not None)
+                        yield SpeechPiece(data, seconds, words, phonemes, estimates is not None)
     finally:
         if is_several:
             permit.release()
     if seconds == begin_seconds:
         raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model made no audio.", "Try another seed.")
     if data := await run(encoder.end):
-        yield SpeechPiece(data, estimated=estimates is not None)
+        yield SpeechPiece(data, seconds, estimated=estimates is not None)
 
 
 def event(view: object) -> bytes:

@@ -15,6 +15,7 @@ from pipelines.registry import ModelCard
 from pipelines.request import Capabilities, Done, Generation, Message, Speech, SynthesisRequest
 from pipelines.serving import ServeOptions
 from pipelines.serving.admission import AdmissionQueue, Permit
+from pipelines.serving.cartesia import ContextMessage
 from pipelines.serving.contexts import Context
 from pipelines.serving.encoding import PcmStream
 from pipelines.serving.errors import ApiError, unavailable
@@ -44,20 +45,16 @@ class Model:
         yield Done(Speech(np.zeros(int(self.seconds * RATE), np.float32), RATE))
 
 
-def context_of(model: Model, gate: AdmissionQueue, by_word: bool = True, **options: Any) -> Context:
-    async def send(*_replies: object) -> None:
+def context_of(model: Model, gate: AdmissionQueue, first: ContextMessage, **options: Any) -> Context:
+    async def send(*_views: dict[str, Any]) -> None:
         await asyncio.sleep(0)
 
     metrics: Any = SimpleNamespace(audio_sent=lambda _: None, first_audio=lambda *_: None)
     serving = Serving(cast("Any", model), ServeOptions(("m",), **options), gate, metrics, cast("Any", None))
     socket: Any = SimpleNamespace(
-        serving=serving,
-        route="/tts/websocket",
-        send=send,
-        encoder=lambda _context: PcmStream(RATE, RATE),
-        spoken=lambda *_: (),
+        route="/tts/websocket", send=send, encoder=lambda *_given: PcmStream(RATE, RATE)
     )
-    return Context(socket, "a", None, REQUEST, by_word)
+    return Context(socket, serving, first, REQUEST)
 
 
 @pytest.mark.parametrize(("seconds", "waits"), [(60.0, True), (0.001, False)])
@@ -70,8 +67,9 @@ def test_a_context_waits_for_a_slot_as_long_as_its_listener_has_something_to_hea
         gate = AdmissionQueue(slots=1, waiting_room=4)
         others: list[asyncio.Task[Permit]] = []
         model = Model(seconds, lambda: others.append(asyncio.create_task(gate.admit())))
-        context = context_of(model, gate, stream_queue_seconds=0.0)
-        context.add("First one. Second one.", ends=True)
+        message = ContextMessage(context_id="a", transcript="First one. Second one.")
+        context = context_of(model, gate, message, stream_queue_seconds=0.0)
+        context.add(message)
         task = asyncio.create_task(context.run())
         while not (gate.waiting and others and others[0].done()) and not task.done():
             await asyncio.sleep(0)
@@ -94,8 +92,9 @@ def test_a_context_waits_for_a_slot_as_long_as_its_listener_has_something_to_hea
 def test_a_sentence_gives_its_slot_back_said_or_not(text: str) -> None:
     async def play() -> int:
         gate = AdmissionQueue(slots=1, waiting_room=4)
-        context = context_of(Model(0.1), gate)
-        context.add(text, ends=True)
+        message = ContextMessage(context_id="a", transcript=text)
+        context = context_of(Model(0.1), gate, message)
+        context.add(message)
         with suppress(ApiError):
             await context.run()
         return gate.running
@@ -106,8 +105,10 @@ def test_a_sentence_gives_its_slot_back_said_or_not(text: str) -> None:
 def test_without_a_delay_half_a_sentence_is_spoken_as_it_came() -> None:
     async def play() -> list[str]:
         model = Model(0.1)
-        context = context_of(model, AdmissionQueue(slots=1, waiting_room=4))
-        context.add("Please hol", max_delay_seconds=0)
+        said = {"context_id": "a", "transcript": "Please hol", "continue": True, "max_buffer_delay_ms": 0}
+        message = ContextMessage.model_validate(said)
+        context = context_of(model, AdmissionQueue(slots=1, waiting_room=4), message)
+        context.add(message)
         task = asyncio.create_task(context.run())
         async with asyncio.timeout(30):
             while not model.texts:
@@ -118,15 +119,16 @@ def test_without_a_delay_half_a_sentence_is_spoken_as_it_came() -> None:
     assert asyncio.run(play()) == ["Please hol"]
 
 
-@pytest.mark.parametrize(("by_word", "said"), [(False, ["One.", "Two."]), (True, ["One. Two."])])
-def test_a_model_that_takes_text_in_pieces_is_given_sentences_where_those_are_asked_for(
-    by_word: bool, said: list[str]
+@pytest.mark.parametrize(("delay_ms", "said"), [(0, ["One.", "Two."]), (1_000, ["One. Two."])])
+def test_without_a_delay_a_model_that_takes_text_in_pieces_is_given_sentences(
+    delay_ms: int, said: list[str]
 ) -> None:
     async def play() -> list[str]:
         model = Model(0.1)
         model.takes_text = True
-        context = context_of(model, AdmissionQueue(slots=1, waiting_room=4), by_word)
-        context.add("One. Two.", ends=True)
+        message = ContextMessage(context_id="a", transcript="One. Two.", max_buffer_delay_ms=delay_ms)
+        context = context_of(model, AdmissionQueue(slots=1, waiting_room=4), message)
+        context.add(message)
         await context.run()
         return model.texts
 

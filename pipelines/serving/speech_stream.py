@@ -1,0 +1,182 @@
+"""vLLM-Omni's WebSocket, `/v1/audio/speech/stream`: utterances of text in pieces, one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from starlette.types import Scope
+
+from pipelines.errors import ErrorCode
+from pipelines.request import SynthesisRequest
+from pipelines.serving import speech
+from pipelines.serving.cartesia import ContextMessage, done, failure
+from pipelines.serving.contexts import CLOSED, ContextSocket, Reply
+from pipelines.serving.errors import JsonObject, as_api_error, bad_request
+from pipelines.serving.metrics import SPEECH_STREAM
+from pipelines.serving.speech import SpeechBody
+from pipelines.serving.streaming import Serving
+
+#: Clients of this protocol play this rate.
+_RATE = 24_000
+
+
+class SessionMessage(ContextMessage):
+    """A message of a context with the settings of a session."""
+
+    body: SpeechBody
+    #: Whether audio is sent as base64 in objects.
+    in_objects: bool
+
+
+@dataclass(slots=True)
+class _Utterance:
+    """The text between two `input.done`, and what was sent of its speech."""
+
+    index: int
+    session: SessionMessage
+    text: str = ""
+    sent_bytes: int = 0
+    #: Words, and the seconds at which they begin and end.
+    times: tuple[list[str], list[float], list[float]] = field(default_factory=lambda: ([], [], []))
+    #: Whether a context was opened for it, and whether the client has ended its text.
+    opened: bool = False
+    complete: bool = False
+
+    def message(self, kind: str, **facts: object) -> JsonObject:
+        return {"type": kind, "utterance_index": self.index, "sentence_index": 0, **facts}
+
+    def audio(self, data: bytes) -> Iterator[Reply]:
+        """The messages with a part of the audio."""
+        if not self.sent_bytes:
+            yield self.message("audio.start", sentence_text=self.text, format="pcm", sample_rate=_RATE)
+        self.sent_bytes += len(data)
+        yield self._chunk(data, None) if self.session.in_objects else data
+
+    def _chunk(self, data: bytes, timestamps: object) -> JsonObject:
+        return self.message("audio.chunk", audio_b64=data, sample_rate=_RATE, timestamps=timestamps)
+
+    def end(self, failed: bool) -> Iterator[JsonObject]:
+        """The messages after the audio."""
+        sent, self.sent_bytes = self.sent_bytes, 0
+        if sent:
+            words, begins, ends = self.times
+            if self.session.in_objects:
+                in_ms = [
+                    {"word": word, "start_ms": round(1000 * begin), "end_ms": round(1000 * end)}
+                    for word, begin, end in zip(words, begins, ends)
+                ]
+                yield self._chunk(b"", in_ms)
+            alignment = {
+                "words": words,
+                "word_start_times_seconds": begins,
+                "word_end_times_seconds": ends,
+            }
+            info = {"word_alignment": alignment}
+            yield self.message("audio.done", total_bytes=sent, error=failed, timestamp_info=info)
+        if self.complete:
+            yield self.message("session.done", total_sentences=int(sent > 0))
+
+
+class SpeechStreamSocket(ContextSocket):
+    """A WebSocket with vLLM-Omni's protocol, of which Baseten has a form: it receives utterances in pieces of text,
+    and sends their speech while it is made."""
+
+    route = SPEECH_STREAM
+
+    _said: _Utterance | None = None
+
+    async def open(self, scope: Scope) -> None:
+        #: Utterances are spoken one after the other.
+        self.turn = asyncio.Lock()
+        #: Utterances by the names of their contexts.
+        self._spoken: dict[str, _Utterance] = {}
+
+    async def handle(self, given: JsonObject) -> None:
+        kind, text, said = given.get("type"), given.get("text", ""), self._said
+        if kind == "session.close":
+            self.closing = CLOSED
+            if said is not None and str(said.index) in self.contexts:
+                await self._say(said, cancel=True)
+        elif kind == "session.config" and not (said and said.opened):
+            session = self._session(given)
+            await self.check(session)
+            self._said = _Utterance(said.index if said else 0, session)
+        elif said is None or kind not in ("input.text", "input.done") or not isinstance(text, str):
+            raise bad_request(
+                "Send `session.config` first or between utterances, then `input.text` with a `text`, and `input.done`.",
+                "invalid_value",
+            )
+        else:
+            await self._add(said, text, kind == "input.done")
+
+    async def _add(self, said: _Utterance, text: str, complete: bool) -> None:
+        name, said.complete = str(said.index), complete
+        self._spoken[name] = said
+        if complete:
+            self._said = _Utterance(said.index + 1, said.session)
+        if said.opened and name not in self.contexts:
+            # Its context has failed, or has ended because no text came.
+            if complete:
+                await self.send(done(name))
+            return
+        said.opened = True
+        try:
+            await self._say(said, transcript=text, more=not complete)
+            said.text += text
+        except Exception as error:
+            if not complete:
+                raise
+            # The end of an utterance is always answered.
+            await self.send(failure(as_api_error(error), name))
+
+    async def _say(self, said: _Utterance, **fields: object) -> None:
+        await self.say(said.session.model_copy(update={"context_id": str(said.index), **fields}))
+
+    def _session(self, given: JsonObject) -> SessionMessage:
+        """The settings of the next utterances. Raises as `handle`."""
+        if given.get("stream_audio") is not True or given.get("response_format") != "pcm":
+            raise bad_request(
+                "Set `stream_audio` to true and `response_format` to pcm. /v1/audio/speech sends files.",
+                ErrorCode.INPUT_UNSUPPORTED,
+            )
+        in_objects = given.get("word_timestamps") is True
+        body = SpeechBody.model_validate(
+            {
+                "voice": given.get("speaker"),
+                **given,
+                "model": given.get("model") or next(iter(self.serving.models)),
+                "language": None if given.get("language") == "Auto" else given.get("language"),
+                "input": "a",
+                "stream_format": "sse",
+                "timestamps": in_objects or given.get("timestamp_type") == "word",
+            }
+        )
+        return SessionMessage(
+            context_id="a",
+            model_id=body.model,
+            add_timestamps=body.timestamps,
+            body=body,
+            in_objects=in_objects,
+        )
+
+    async def request(self, serving: Serving, first: ContextMessage) -> SynthesisRequest:
+        assert isinstance(first, SessionMessage)
+        speech.check(serving, first.body)
+        return await speech.request_of(serving, first.body, "")
+
+    def translated(self, view: JsonObject) -> Iterator[Reply]:
+        kind, said = view["type"], self._spoken.get(view["context_id"])
+        if kind == "error":
+            yield view
+        if said is None:
+            return
+        if kind == "chunk":
+            yield from said.audio(view["data"])
+        elif kind == "timestamps":
+            for known, new in zip(said.times, view["word_timestamps"].values()):
+                known += new
+        elif view["done"]:
+            del self._spoken[view["context_id"]]
+            yield from said.end(kind == "error")
