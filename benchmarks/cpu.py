@@ -15,16 +15,15 @@ import hashlib
 import heapq
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from datetime import UTC, datetime
 from itertools import cycle, islice
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,7 @@ import msgspec
 import numpy as np
 import sqlalchemy as sa
 
-from benchmarks.common import ROOT, commit, new_database, processor_name, table
+from benchmarks.common import Row, commit, new_database, processor_name, table
 from benchmarks.voices import SENTENCES
 from jobs.checks import Quality
 from jobs.export.items import AudioItem, audio_items, item_metadata
@@ -79,24 +78,27 @@ _OUTLIER = 1.6
 _Length = tuple[bytes, float, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One value. `limit` is what the machine does for the bare work in the same run; `share` = value / limit."""
+def figure(
+    name: str, value: float, unit: str, aim: str = "", limit: float | None = None, of: str = ""
+) -> Row:
+    """One value. `limit` is what the machine does for the bare work `of` this name in the same run."""
+    share = value / limit if limit else None
+    return {
+        "name": name,
+        "value": value,
+        "unit": unit,
+        "aim": aim,
+        "limit": limit,
+        "limit_name": of,
+        "share": share,
+    }
 
-    name: str
-    value: float
-    unit: str
-    aim: str = ""
-    limit: float | None = None
-    limit_name: str = ""
 
-
-def report(title: str, name: str, figures: Sequence[Figure]) -> None:
+def report(name: str, figures: Sequence[Row]) -> None:
     """Prints figures as a table, and writes `results/<name>.json` with commit, device and date."""
-    rows = [asdict(one) | {"share": one.value / one.limit if one.limit else None} for one in figures]
-    print(f"{title}\n{table(rows, ('name', 'value', 'unit', 'aim', 'limit', 'limit_name', 'share'))}")
+    print(table(figures, ("name", "value", "unit", "aim", "limit", "limit_name", "share")))
     facts = {"commit": commit(), "date": f"{datetime.now(UTC):%Y-%m-%d}", "device": processor_name()}
-    (RESULTS / f"{name}.json").write_text(json.dumps({**facts, "figures": rows}, indent=1) + "\n")
+    (RESULTS / f"{name}.json").write_text(json.dumps({**facts, "figures": figures}, indent=1) + "\n")
 
 
 def write_lines(path: Path, count: int) -> None:
@@ -108,25 +110,40 @@ def write_lines(path: Path, count: int) -> None:
             file.write(json.dumps({"example_id": f"utterance-{number:09d}", "messages": messages}) + "\n")
 
 
-def ingest(folder: Path, lines: int, postgres: str | None) -> list[Figure]:
+def ingest(folder: Path, lines: int, postgres: str | None) -> list[Row]:
     """Ingest of one file into each ledger, in a process of its own; then the status query at that size."""
     source = folder / "input.jsonl"
     write_lines(source, lines)
-    figures: list[Figure] = []
+    figures: list[Row] = []
     databases = {"SQLite": (f"sqlite:///{folder}/ledger.sqlite", "150,000")}
     if postgres is not None:
         databases["PostgreSQL"] = (new_database(postgres, "ingest"), "100,000")
     for name, (url, aim) in databases.items():
-        words = "benchmarks.cpu", "ingest-once", url, str(folder / name), str(source)
-        command = [sys.executable, "-m", *words]
-        done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-        result = json.loads(done.stdout)
+        with ProcessPoolExecutor(1, get_context("spawn")) as processes:
+            given = processes.submit(ingest_once, url, str(folder / name), str(source))
+            seconds, megabytes, job = given.result()
         figures += [
-            Figure(f"ingest into {name}", lines / result["seconds"], "lines/s", f">= {aim}"),
-            Figure(f"ingest into {name}, memory", result["rss_mb"], "MB RSS", "<= 200"),
-            Figure(f"status at {lines:,} items, {name}", _status_ms(url, result["job"]), "ms", "<= 50"),
+            figure(f"ingest into {name}", lines / seconds, "lines/s", f">= {aim}"),
+            figure(f"ingest into {name}, memory", megabytes, "MB RSS", "<= 200"),
+            figure(f"status at {lines:,} items, {name}", _status_ms(url, job), "ms", "<= 50"),
         ]
     return figures
+
+
+def ingest_once(url: str, store: str, source: str) -> tuple[float, float, str]:
+    """Ingests one file. Seconds, the most MB that this process held, and the job."""
+    with closing(Ledger(url)) as ledger:
+        ledger.migrate()
+        start = time.perf_counter()
+        result = submit(load_settings(), ledger, open_store(store), source, JobSpec(model="hibari"))
+        seconds = time.perf_counter() - start
+    # Unlike `ru_maxrss` it does not begin with the memory of the parent.
+    status = Path("/proc/self/status").read_text().splitlines()
+    return (
+        seconds,
+        next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1000,
+        result.job.id,
+    )
 
 
 def _status_ms(url: str, job: str) -> float:
@@ -172,9 +189,9 @@ def made_job(ledger: Ledger, items: int) -> str:
     return job.id
 
 
-def filter_figures(url: str, items: int, name: str) -> list[Figure]:
+def filter_figures(url: str, items: int, name: str) -> list[Row]:
     """The time to the first page and the whole time of each filter, beside those without one."""
-    figures: list[Figure] = []
+    figures: list[Row] = []
     about = f"{items:,} items, {name}"
     with closing(Ledger(url)) as ledger:
         job_id = made_job(ledger, items)
@@ -189,13 +206,13 @@ def filter_figures(url: str, items: int, name: str) -> list[Figure]:
 
         read("wer < 0.001", True)
         bare_ms, bare_seconds, _ = read("", items <= WHOLE_ITEMS)
-        figures.append(Figure(f"no filter, first page, {about}", bare_ms, "ms"))
+        figures.append(figure(f"no filter, first page, {about}", bare_ms, "ms"))
         bare = bare_seconds if items <= WHOLE_ITEMS else None
         for share, text in FILTERS.items():
             first_ms, seconds, kept = read(text, True)
             figures += [
-                Figure(f"keeps {share}, first page, {about}", first_ms, "ms", text, bare_ms, "no filter"),
-                Figure(
+                figure(f"keeps {share}, first page, {about}", first_ms, "ms", text, bare_ms, "no filter"),
+                figure(
                     f"keeps {share}, all pages, {about}", seconds, "s", f"{kept:,} items", bare, "no filter"
                 ),
             ]
@@ -274,16 +291,7 @@ def _toml(value: str | float) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-@contextmanager
-def in_folder() -> Iterator[Path]:
-    """A temporary folder that other users may read: some servers run as another one."""
-    with tempfile.TemporaryDirectory(prefix="nightjar-bench-", ignore_cleanup_errors=True) as name:
-        Path(name).chmod(0o755)
-        yield Path(name)
-
-
 POSTGRES = click.option("--postgres", envvar="BENCH_POSTGRES", help="As in postgresql://user@host/postgres.")
-ITEMS = {"multiple": True, "type": int, "default": (1_000_000,), "show_default": True, "help": "Of a ledger."}
 
 
 @click.group()
@@ -297,41 +305,25 @@ def main() -> None:
 @POSTGRES
 def jobs(lines: int, name: str, postgres: str | None) -> None:
     """The job system's own cost."""
-    with in_folder() as folder:
-        figures = ingest(folder, lines, postgres)
-        report("Nightjar on this machine", name, figures)
+    with tempfile.TemporaryDirectory(prefix="nightjar-bench-") as folder:
+        report(name, ingest(Path(folder), lines, postgres))
 
 
 @main.command()
-@click.argument("url")
-@click.argument("store")
-@click.argument("source")
-def ingest_once(url: str, store: str, source: str) -> None:
-    """Ingests one file: prints seconds, the most memory that this process held, and the job."""
-    with closing(Ledger(url)) as ledger:
-        ledger.migrate()
-        start = time.perf_counter()
-        result = submit(load_settings(), ledger, open_store(store), source, JobSpec(model="hibari"))
-        seconds = time.perf_counter() - start
-    # Unlike `ru_maxrss` it does not begin with the memory of the parent.
-    status = Path("/proc/self/status").read_text().splitlines()
-    peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1000
-    print(json.dumps({"seconds": seconds, "rss_mb": peak, "job": result.job.id}))
-
-
-@main.command()
-@click.option("--items", "sizes", **ITEMS)
+@click.option(
+    "--items", "sizes", multiple=True, type=int, default=[1_000_000], show_default=True, help="Of a ledger."
+)
 @click.option("--name", default="filters", show_default=True, help="Name of the file of results.")
 @POSTGRES
 def filters(sizes: tuple[int, ...], name: str, postgres: str | None) -> None:
     """Filters of items beside no filter, on each ledger."""
-    figures: list[Figure] = []
-    with in_folder() as folder:
+    figures: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="nightjar-bench-") as folder:
         for items in sizes:
             figures += filter_figures(f"sqlite:///{folder}/filters{items}.sqlite", items, "SQLite")
             if postgres is not None:
                 figures += filter_figures(new_database(postgres, f"filters{items}"), items, "PostgreSQL")
-    report("Filters on this machine", name, figures)
+    report(name, figures)
 
 
 @main.command()
@@ -342,11 +334,8 @@ def paces(job: str, home: str | None) -> None:
     settings = settings_for_job(job, home)
     with closing(Ledger.of(settings)) as ledger:
         found = ledger.find_job(job)
-        click.echo(
-            as_toml(
-                learned_paces(found, audio_items(ledger, open_store(found.store_url, settings.s3), found.id))
-            )
-        )
+        items = audio_items(ledger, open_store(found.store_url, settings.s3), found.id)
+        click.echo(as_toml(learned_paces(found, items)))
 
 
 if __name__ == "__main__":
