@@ -35,7 +35,7 @@ from torch import Tensor
 
 from benchmarks.checkpoint import FRAMES_PER_SECOND, PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, dummy_model
 from benchmarks.common import Bench, Row, ThreadUse, Use, memory, parser, read, serves
-from benchmarks.shapes import PUBLISHED, Device, device_named, frame_floor
+from benchmarks.kernel import PUBLISHED, Device, device_named, frame_floor
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import EngineOptions

@@ -16,7 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from benchmarks.checkpoint import dummy_model
-from benchmarks.shapes import (
+from benchmarks.kernel import (
     FISH,
     LARGE,
     SMALL,

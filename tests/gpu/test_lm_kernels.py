@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="needs Triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from benchmarks.shapes import SMALL, TINY, Maker, Shape
+from benchmarks.kernel import SMALL, TINY, Maker, Shape
 from kernels import lm_cuda
 from kernels.lm_frame import FusedFrame, Plan, plan_for
 from tests.support import lm_checks

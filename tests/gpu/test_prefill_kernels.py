@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from benchmarks.checkpoint import dummy_model
-from benchmarks.shapes import FISH, SPARK, TINY_FISH, TINY_SPARK, Maker
+from benchmarks.kernel import FISH, SPARK, TINY_FISH, TINY_SPARK, Maker
 from kernels import lm_products, prefill
 from kernels.attention import PackedPrompts
 from kernels.cuda_driver import available, processors

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="needs Triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from benchmarks.shapes import Maker
+from benchmarks.kernel import Maker
 from kernels import binaries, lm_cuda, toolchain
 from kernels.cuda_driver import Source
 from tests.support import lm_checks

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from benchmarks.shapes import TINY, Maker
+from benchmarks.kernel import TINY, Maker
 from kernels.lm_frame import Plan
 from tests.support import lm_checks
 

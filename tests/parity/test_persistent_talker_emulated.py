@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.shapes import SMALL, Maker, Shape
+from benchmarks.kernel import SMALL, Maker, Shape
 from kernels import lm_persistent
 from kernels.lm_persistent import (
     FAILED,

@@ -28,7 +28,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from benchmarks.shapes import FISH, SPARK, Maker, Shape
+from benchmarks.kernel import FISH, SPARK, Maker, Shape
 from kernels import lm_sampler
 from kernels.lm_frame import FusedFrame, plan_for
 from kernels.lm_sampler import FIRST, LAST, MIDDLE, ONLY

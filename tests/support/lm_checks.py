@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.shapes import SMALL, Maker, Shape
+from benchmarks.kernel import SMALL, Maker, Shape
 from kernels import lm_cuda
 from kernels.attention import paged_decode_attention
 from kernels.frame import DrawTensors, FrameTensors, Layer, StackTensors, StateTensors

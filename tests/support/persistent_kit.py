@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.shapes import TINY, Maker, Shape
+from benchmarks.kernel import TINY, Maker, Shape
 from kernels import binaries, lm_persistent, reference, toolchain
 from kernels.cuda_driver import Kernel, Module, Source
 from kernels.frame import FrameTensors, StateTensors

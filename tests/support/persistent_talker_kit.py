@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.shapes import Maker, Shape
+from benchmarks.kernel import Maker, Shape
 from kernels import reference
 from kernels.frame import FrameTensors, StateTensors
 from kernels.lm_persistent import Predictor, PredictorRun, Talker, TalkerRun

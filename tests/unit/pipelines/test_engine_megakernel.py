@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from benchmarks.shapes import Maker, Shape
+from benchmarks.kernel import Maker, Shape
 from kernels import binaries, lm_persistent
 from kernels.lm_frame import FusedFrame, PersistentFrame
 from kernels.lm_persistent import FAILED

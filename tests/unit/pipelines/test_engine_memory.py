@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.checkpoint import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, qwen3_config
-from benchmarks.shapes import Shape
+from benchmarks.kernel import Shape
 from pipelines.codec.graphs import stream_bytes, utterance_bytes
 from pipelines.engine.buckets import BUCKETS, WIDE_BUCKETS, buckets_for
 from pipelines.engine.executor import EngineOptions
