@@ -3,7 +3,6 @@ seconds.
 
     python -m benchmarks.job --sizes 0b6 1b7 --gpus 1 2 --slots 512
     python -m tests.support.services python -m benchmarks.job --paths folder s3 --gpus 1 8 --minutes 9
-    python -m benchmarks.job --tree ../nightjar-before             # another version of the packages
     python -m benchmarks.job --sizes 0b6 --skip-engine --cloning none vector context --voices 20 3000 --items 6000
     python -m benchmarks.job --device cpu --tiny
     python -m benchmarks.job --device cpu --instant 9 --gpus 1 8 --items 3000
@@ -24,8 +23,7 @@ that does not end in time (`--limit` seconds) is interrupted; its row has what w
 
 `--cloning` says how voices are made: `none` is a named voice, `vector` clones recordings of 3 to 10 s by their speaker vector
 and `context` with their text. `--voices` are numbers of recordings; every one of them is used at least twice, in mixed order.
-`voices_per_s` is how many of them a second the steady items bring, if each is encoded once. `--lengths 0.3 0.5` makes utterances
-so short that recordings are the work. `--output` is that of the jobs (`audio`, `codes`, `both`). `--warm` is first a short job that does not count.
+`--output` is that of the jobs (`audio`, `codes`, `both`). `--warm` is first a short job that does not count.
 
 A job has as many items as take `--seconds` at the speed of the engine (`--expected`, audio-s/s of one GPU, with
 `--skip-engine`), or `--items`; `--slots` are those of the engine alone, and of the ramp and the tail. Checkpoints and stores are written below
@@ -80,7 +78,7 @@ LEAST_SECONDS, DRAIN_SECONDS = 25.0, 20.0
 WINDOW_SECONDS = 3.0
 COLUMNS = (
     "path", "size", "gpus", "output", "cloning", "voices", "slots", "start", "job_audio_s_per_s", "engine_audio_s_per_s", "share", "times_one_gpu",
-    "joules_per_audio_s", "first_audio_s", "voices_per_s", "cpu_cores", "failed",
+    "joules_per_audio_s", "first_audio_s", "cpu_cores", "failed",
 )  # fmt: skip
 
 
@@ -237,16 +235,14 @@ class JobBench:
     """One machine, one version of the packages, and the rows that they give."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        self.options, self.folder, self.tree = options, folder, options.tree.resolve()
+        self.options, self.folder = options, folder
         self.load = Load(0.3, 0.8, 0.5) if options.tiny else Load(3.0, 15.0, WINDOW_SECONDS)
-        if options.lengths or options.instant:
-            shortest, longest = options.lengths or (options.instant, options.instant)
-            self.load = Load(shortest, longest, WINDOW_SECONDS)
+        if options.instant:
+            self.load = Load(options.instant, options.instant, WINDOW_SECONDS)
         self.slots = 8 if options.tiny or options.instant else options.slots
-        tree = options.tree.name if options.tree != ROOT else ""
         lengths = [self.load.shortest, self.load.longest]
-        self.bench = Bench("job_h200", options, tree=tree, cores=os.cpu_count(), load_s=lengths)
-        self.environment = environment_with(folder / "voices", self.tree)
+        self.bench = Bench("job_h200", options, cores=os.cpu_count(), load_s=lengths)
+        self.environment = environment_with(folder / "voices")
         self.engine_rates: dict[tuple[str, int], float] = {}
         #: Seconds of each recording on disk.
         self.recordings: list[float] = []
@@ -281,7 +277,7 @@ class JobBench:
         running: list[subprocess.Popen[bytes]] = []
         for gpu, path in enumerate(found):
             chosen = {"CUDA_VISIBLE_DEVICES": str(gpu)} if self.bench.on_gpu else {}
-            given = {"cwd": self.tree, "env": self.environment | chosen, "stdout": subprocess.DEVNULL}
+            given = {"cwd": ROOT, "env": self.environment | chosen, "stdout": subprocess.DEVNULL}
             running.append(subprocess.Popen([*words, "--json", str(path)], **given))
         try:
             failed = [process.wait(max(self.bench.seconds_left, 1.0)) for process in running]
@@ -330,7 +326,6 @@ class JobBench:
             since, until = span.pop("since"), span.pop("until")
             row |= span | command.use.between(since, until, span["job_audio_s_per_s"], gpus)
             row |= {f"{name}_per_gpu": row[name] / gpus for name in ("cpu_cores", "memory_gib")}
-            row |= {"voices_per_s": row["items_per_s"] * count / len(frames)} if count else {}
         self.add(row)
 
     def add(self, row: Row) -> None:
@@ -442,8 +437,8 @@ class JobBench:
 def main(given: Sequence[str] | None = None) -> int:
     options = read(
         parser(__doc__), given, sizes=["0b6"], gpus=[1], paths=["folder"], slots=1024, seconds=40.0, items=0,
-        expected=3000.0, instant=0.0, minutes=60.0, skip_engine=False, warm=False, limit=300.0, tree=ROOT,
-        cloning=["none"], voices=[20], lengths=float, output="audio",
+        expected=3000.0, instant=0.0, minutes=60.0, skip_engine=False, warm=False, limit=300.0,
+        cloning=["none"], voices=[20], output="audio",
         known={"sizes": ("0b6", "1b7"), "paths": ("folder", "s3"), "cloning": ("none", "vector", "context")},
     )  # fmt: skip
     if options.tiny:
