@@ -18,8 +18,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,14 @@ from unittest.mock import MagicMock
 import torch
 from torch import Tensor
 
-from benchmarks.checkpoint import FRAMES_PER_SECOND, PUBLISHED_CODEC, fill, qwen3_config
+from benchmarks.checkpoint import (
+    FRAMES_PER_SECOND,
+    PUBLISHED_CODEC,
+    TINY_CODEC,
+    codec_values,
+    fill,
+    qwen3_config,
+)
 from benchmarks.common import Bench, Row, environment_with, parser, read
 
 SITE = "NIGHTJAR_REFERENCE_SITE"
@@ -38,11 +44,6 @@ STUBS = (
     "torchaudio", "torchaudio.compliance", "torchaudio.compliance.kaldi", "sox", "onnxruntime", "librosa", "librosa.filters",
     "soundfile",
 )  # fmt: skip
-#: Of a codec decoder with next to no width.
-TINY_SIZES = {
-    "codebook_dim": 32, "hidden_size": 24, "latent_dim": 40, "intermediate_size": 32, "head_dim": 16, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "num_hidden_layers": 2, "decoder_dim": 64,
-}  # fmt: skip
 
 
 def reference_config(size: str) -> dict[str, Any]:
@@ -62,36 +63,10 @@ def reference_config(size: str) -> dict[str, Any]:
 
 def decoder_config(size: str) -> dict[str, Any]:
     """The package's keyword arguments of its codec decoder's config, which knows three of ours by itself."""
-    config = asdict(PUBLISHED_CODEC) | {
-        "num_semantic_quantizers": 1,
-        "vector_quantization_hidden_dimension": 512,
-    }
+    config = asdict(TINY_CODEC if size == "tiny" else PUBLISHED_CODEC)
     for ours in ("rms_norm_eps", "upsample_rates", "upsampling_ratios"):
         del config[ours]
-    return config | (TINY_SIZES if size == "tiny" else {})
-
-
-@contextmanager
-def made_in(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """New parameters are of this type on this device."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def values(name: str, noise: Tensor) -> Tensor:
-    """Random weights: norms and scales around one, matrices that keep the variance."""
-    if name.endswith("cluster_usage"):
-        return noise.abs() + 0.5
-    if name.endswith(("alpha", "beta", "bias")):
-        return 0.1 * noise
-    if noise.dim() == 1:
-        return 1 + 0.1 * noise
-    return noise if name.endswith("embedding_sum") else noise * noise[0].numel() ** -0.5
+    return config | {"num_semantic_quantizers": 1, "vector_quantization_hidden_dimension": 512}
 
 
 def open_reference(size: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -104,13 +79,12 @@ def open_reference(size: str, device: torch.device, dtype: torch.dtype) -> tuple
 
     config = reference_config(size)
     codec = configuration.Qwen3TTSTokenizerV2DecoderConfig(**decoder_config(size))
-    with made_in(device, dtype), no_init_weights():
-        model = Qwen3TTSForConditionalGeneration._from_config(
-            Qwen3TTSConfig(**config), attn_implementation="sdpa"
-        )
-        decoder = modeling.Qwen3TTSTokenizerV2Decoder._from_config(codec, attn_implementation="sdpa")
-    fill(model.eval(), values)
-    fill(decoder.eval(), values, 1)
+    how = {"attn_implementation": "sdpa", "dtype": dtype}
+    with device, no_init_weights():
+        model = Qwen3TTSForConditionalGeneration._from_config(Qwen3TTSConfig(**config), **how)
+        decoder = modeling.Qwen3TTSTokenizerV2Decoder._from_config(codec, **how)
+    fill(model.eval(), codec_values)
+    fill(decoder.eval(), codec_values, 1)
     with torch.no_grad():
         model.talker.codec_head.weight[config["talker_config"]["codec_eos_token_id"]] = 0
     return model, decoder

@@ -47,7 +47,6 @@ from benchmarks.voices import recording
 from kernels.registry import on_device
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.engine import Engine
-from pipelines.engine.executor import FrameExecutor
 from pipelines.engine.opening import MemoryNeeds, NativeModelOptions, open_executor
 from pipelines.errors import ErrorCode, NightjarError
 from pipelines.fish_speech import model as fish_lm
@@ -118,12 +117,14 @@ class Family:
     first_voice = VOICES
 
     def __init__(self, bench: Bench) -> None:
-        self.bench, self.weights = bench, DummyWeights(bench.device)
+        self.bench, self.weights, self._texts = bench, DummyWeights(bench.device), itertools.count()
 
     def request(self, name: str, index: int, seconds: float, voice: int | None = None) -> SynthesisRequest:
-        """A text of its own, and one of the recordings of the warm-up in turn, or `voice`."""
+        """One of the recordings of the warm-up in turn, or `voice`. No text comes twice, so that requests share a voice and
+        nothing else."""
         audio = spoken(index % VOICES if voice is None else voice, self.sample_rate)
-        messages = (Message("user", "text", f"{index} {TEXT}" * 3), Message("user", "audio", audio))
+        text = f"{next(self._texts)} {TEXT}" * 3
+        messages = (Message("user", "text", text), Message("user", "audio", audio))
         generation = Generation(reference_text=self.reference_text, max_seconds=seconds)
         return SynthesisRequest(f"{name}-{index}", messages, generation, seed=index)
 
@@ -189,12 +190,6 @@ class Fish(Family):
         self.config = config = fish_config(folder, bench.options.tiny)
         self.vocabulary = AnyText(config)
         self.codec = dummy_fish_codec(config, bench.device, bench.dtype)
-        self._texts = itertools.count()
-
-    def request(self, name: str, index: int, seconds: float, voice: int | None = None) -> SynthesisRequest:
-        """No text comes twice, so that requests share a voice and nothing else."""
-        voice = index % VOICES if voice is None else voice
-        return super().request(name, next(self._texts), seconds, voice)
 
     def model(self) -> tuple[FishModel, MemoryNeeds]:
         config, slow, dtype = self.config, self.config.slow, self.bench.dtype
@@ -230,13 +225,6 @@ def spoken(voice: int, sample_rate: int) -> bytes:
     return recording(voice, REFERENCE_SECONDS, sample_rate)[0]
 
 
-def prepare_all(executor: FrameExecutor, device: torch.device) -> None:
-    """Captures every graph that the executor can have, so that no call meets one that is missing."""
-    with on_device(device), torch.cuda.stream(executor.stream):
-        while executor.prepare():
-            pass
-
-
 class Native:
     """A model's executor, over which pipelines are opened one after the other."""
 
@@ -245,7 +233,10 @@ class Native:
         model, needs = family.model()
         self.sizes = family.sizes(needs, slots, streams)
         executor = open_executor(model, self.sizes, streams=streams)
-        prepare_all(executor, family.bench.device)
+        # No call shall meet a graph that is missing.
+        with on_device(family.bench.device), torch.cuda.stream(executor.stream):
+            while executor.prepare():
+                pass
         self.watched = Watched(executor)
         #: Facts of it in rows.
         self.about = {"executor": executor.name, "prefill": "packed" if executor.packed else "padded"}
@@ -284,9 +275,7 @@ class Speaking:
             with ThreadPoolExecutor(FEEDERS) as threads:
                 list(threads.map(partial(spoken, sample_rate=self.family.sample_rate), new))
 
-            def make(
-                n: int, new: Sequence[int] = new, name: str = f"steady{number}-{voices}"
-            ) -> SynthesisRequest:
+            def make(n: int, new: Sequence[int] = new, name: str = f"steady{number}") -> SynthesisRequest:
                 return self.family.request(name, n, lengths[n % 8], new[n % len(new)])
 
             found = self.steady(number, max(TURNS * number, 2 * voices), make, watched)
