@@ -201,14 +201,12 @@ class StreamGraphs(ChunkGraphs):
     """Decodes chunks of streams on a CUDA stream of high priority; the sizes of its launches bound how long a
     first chunk waits."""
 
-    def __init__(
-        self, run: Run, shape: CodecShape, streams: int, fixed: bool = False, group_frames: int = GROUP_FRAMES
-    ) -> None:
+    def __init__(self, run: Run, shape: CodecShape, streams: int, fixed: bool = False) -> None:
         """`streams`: number of rows of the arena. `fixed`: all launches have `FIXED_ROWS` rows."""
         largest = next((rows for rows in ROWS if rows >= streams), ROWS[-1])
         counts = (FIXED_ROWS,) if fixed else tuple(rows for rows in ROWS if rows <= largest)
         rows = {
-            frames: [rows for rows in counts if rows * frames <= group_frames] or [counts[0]]
+            frames: [rows for rows in counts if rows * frames <= GROUP_FRAMES] or [counts[0]]
             for frames in FRAMES
         }
         super().__init__(run, shape, streams, rows, CHUNK_PRIORITY)
