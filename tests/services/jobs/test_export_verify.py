@@ -304,8 +304,18 @@ def test_files_of_a_checkpoint_folder_are_hashed(tmp_path: Path) -> None:
     forget()
 
 
-def test_an_export_of_a_job_whose_model_is_gone(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.provenance.describe", lambda _: open_pipeline("no-such-model"))
-    export(finished.ledger, finished.store, finished.job_id, "lhotse", str(finished.folder / "to"))
-    (record,) = json.loads((finished.folder / "to" / "provenance.json").read_text())
-    assert record["model"] == {"name": "hibari", "family": "", "engine": "", "revision": "0.2.1", "files": []}
+def test_an_export_of_a_job_whose_model_is_gone(tmp_path: Path) -> None:
+    card = ModelCard("passing", "fake", "cpu", 16_000, Capabilities(), "7")
+    forget = register_pipeline("passing", card, FakePipeline)
+    made = finished_job(tmp_path, FolderStore(tmp_path / "store"), LINES[:1], JobSpec("passing"))
+    forget()
+    export(made.ledger, made.store, made.job_id, "lhotse", str(tmp_path / "to"))
+    (record,) = json.loads((tmp_path / "to" / "provenance.json").read_text())
+    assert record["model"] == {
+        "name": "passing",
+        "family": "",
+        "engine": "",
+        "revision": "7",
+        "files": [],
+    }
+    made.ledger.close()

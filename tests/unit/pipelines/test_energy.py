@@ -25,6 +25,8 @@ class Nvml(ModuleType):
         super().__init__("pynvml")
         self.millijoules: int | None = 5_000_000
         self.readings = 0
+        #: Whether the process uses CUDA.
+        self.in_use = True
 
     def nvmlInit(self) -> None:  # noqa: N802 - the library's names
         """Does nothing."""
@@ -45,7 +47,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
     library = Nvml()
     monkeypatch.setitem(sys.modules, "pynvml", library)
     for name, value in (
-        ("is_initialized", lambda: True),
+        ("is_initialized", lambda: library.in_use),
         ("device_count", lambda: 2),
         ("memory_allocated", lambda device: (10, 2**30)[device]),
         ("get_device_properties", lambda device: SimpleNamespace(uuid="ab"[device])),
@@ -77,18 +79,18 @@ def test_without_the_library_or_without_cuda_nothing_is_known(
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     time.sleep(KEPT_SECONDS)
     assert board_joules() is not None
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    nvml.in_use = False
     assert board_joules() is None
 
 
-def test_an_engine_says_what_its_board_uses(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+def test_an_engine_says_what_its_board_uses(nvml: Nvml) -> None:
+    nvml.in_use = False
     pipeline = open_pipeline(
         GOLDEN / "checkpoint-base", slots=1, pages=8, page_size=16, max_context=100, device="cpu"
     )
     try:
         assert pipeline.stats().joules is EngineStats().joules is None
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        nvml.in_use = True
         before = pipeline.stats().joules
         assert before is not None
         assert nvml.millijoules is not None
