@@ -3,40 +3,53 @@ is told to who asks for it."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from jobs.settings import Settings
+from pipelines.engine_process.client import EngineProcess
 from pipelines.errors import ErrorCode, ModelError
-from tests.support.fakes import FakePipeline
+from tests.support.native_plugin import NAME, installed
 from tests.support.run_kit import until
-from worker import models
 from worker.models import Preload
 
 
+def children() -> set[int]:
+    """The processes that this one has started, those of all its threads."""
+    tasks = Path("/proc/self/task").iterdir()
+    return {int(child) for task in tasks for child in (task / "children").read_text().split()}
+
+
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> FakePipeline:
-    pipeline = FakePipeline()
-    monkeypatch.setattr(models, "has_process", lambda *_: True)
-    monkeypatch.setattr(models, "open_model", lambda *_: pipeline)
-    return pipeline
+def before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The processes before a test, whose models have processes of their own."""
+    for name, value in installed(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return children()
 
 
-def test_a_preloaded_model_is_taken_once(opened: FakePipeline) -> None:
-    preload = Preload(Settings(), "a")
-    assert preload.take("a") is opened
-    assert preload.take("a") is None, "the next one is opened anew"
+def test_a_preloaded_model_is_taken_once(before: set[int]) -> None:
+    preload = Preload(Settings(), NAME)
+    pipeline = preload.take(NAME)
+    assert isinstance(pipeline, EngineProcess)
+    assert preload.take(NAME) is None, "the next one is opened anew"
     preload.close()
-    assert opened.closes == 0, "who took it closes it"
+    assert pipeline.pid in children() - before, "who took it closes it"
+    pipeline.close()
 
 
-def test_a_preloaded_model_makes_room_for_another_one(opened: FakePipeline) -> None:
-    assert Preload(Settings(), "a").take("b") is None
-    assert opened.closes == 1, "two models are open"
+def test_a_preloaded_model_makes_room_for_another_one(before: set[int]) -> None:
+    assert Preload(Settings(), NAME).take("b") is None
+    assert children() == before, "two models are open"
 
 
-def test_a_preloaded_model_that_nobody_took_is_closed(opened: FakePipeline) -> None:
-    Preload(Settings(), "a").close()
-    until(lambda: opened.closes == 1, "its engine stays")
+def test_a_preloaded_model_that_nobody_took_is_closed(before: set[int]) -> None:
+    preload = Preload(Settings(), NAME)
+    until(lambda: children() - before, "its engine is not opened")
+    preload.close()
+    until(lambda: children() == before, "its engine stays")
 
 
 def test_a_model_that_cannot_be_opened_is_said_to_who_asks_for_it() -> None:
