@@ -3,6 +3,7 @@ is told to who asks for it."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,8 @@ from pipelines.engine_process.client import EngineProcess
 from pipelines.errors import ErrorCode, ModelError
 from tests.support.native_plugin import NAME, installed
 from tests.support.run_kit import until
+from tests.support.services import children
 from worker.models import Preload
-
-
-def children() -> set[int]:
-    """The processes that this one has started, those of all its threads."""
-    tasks = Path("/proc/self/task").iterdir()
-    return {int(child) for task in tasks for child in (task / "children").read_text().split()}
 
 
 @pytest.fixture
@@ -27,7 +23,7 @@ def before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> set[int]:
     for name, value in installed(tmp_path).items():
         monkeypatch.setenv(name, value)
     monkeypatch.syspath_prepend(str(tmp_path))
-    return children()
+    return set(children(os.getpid()))
 
 
 def test_a_preloaded_model_is_taken_once(before: set[int]) -> None:
@@ -36,20 +32,20 @@ def test_a_preloaded_model_is_taken_once(before: set[int]) -> None:
     assert isinstance(pipeline, EngineProcess)
     assert preload.take(NAME) is None, "the next one is opened anew"
     preload.close()
-    assert pipeline.pid in children() - before, "who took it closes it"
+    assert pipeline.pid in set(children(os.getpid())) - before, "who took it closes it"
     pipeline.close()
 
 
 def test_a_preloaded_model_makes_room_for_another_one(before: set[int]) -> None:
     assert Preload(Settings(), NAME).take("b") is None
-    assert children() == before, "two models are open"
+    assert set(children(os.getpid())) == before, "two models are open"
 
 
 def test_a_preloaded_model_that_nobody_took_is_closed(before: set[int]) -> None:
     preload = Preload(Settings(), NAME)
-    until(lambda: children() - before, "its engine is not opened")
+    until(lambda: set(children(os.getpid())) - before, "its engine is not opened")
     preload.close()
-    until(lambda: children() == before, "its engine stays")
+    until(lambda: set(children(os.getpid())) == before, "its engine stays")
 
 
 def test_a_model_that_cannot_be_opened_is_said_to_who_asks_for_it() -> None:

@@ -23,6 +23,7 @@ from jobs.checks import ENTRY_POINT_GROUP, METERS, missing_libraries, missing_li
 from pipelines.audio import encode
 from pipelines.errors import ErrorCode, ModelError, NightjarError
 from pipelines.request import Message, Speech, SynthesisRequest, submit
+from tests.support.services import children
 from worker.quality.meters import AsrMeter, Reading, Utterance, missing_weights, open_meter
 from worker.quality.process import MeterHangError, MeterPool, MeterProcess, MeterTask
 
@@ -38,15 +39,6 @@ def add_meter(folder: Path, code: str) -> str:
     (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\npeak = peak_meter:Meter\n")
     (folder / "peak_meter.py").write_text(code)
     return f"{folder}:{Path(__file__).parents[3]}"
-
-
-def children() -> set[int]:
-    """The processes that this one has started, those of all its threads."""
-    return {
-        int(child)
-        for thread in Path("/proc/self/task").iterdir()
-        for child in (thread / "children").read_text().split()
-    }
 
 
 class TestMeters:
@@ -200,10 +192,10 @@ class TestMeters:
         process.close()
 
     def test_a_process_that_dies_or_hangs_costs_its_draw_and_no_other(self) -> None:
-        before, process = children(), MeterProcess(240)
+        before, process = set(children(os.getpid())), MeterProcess(240)
         sample = Utterance(np.zeros(RATE, np.float32), RATE, "")
         process.measure({}, sample)
-        (child,) = children() - before
+        (child,) = set(children(os.getpid())) - before
         os.kill(child, signal.SIGKILL)
         os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
         assert process.measure({}, sample) == {}
@@ -225,11 +217,11 @@ class TestMeters:
         )
         monkeypatch.setenv("PYTHONPATH", add_meter(tmp_path, code))
         sample = Utterance(np.zeros(RATE // 10, np.float32), RATE, "well")
-        before, process = children(), MeterProcess(draw_seconds=0.1, seconds_per_second=1.0)
+        before, process = set(children(os.getpid())), MeterProcess(draw_seconds=0.1, seconds_per_second=1.0)
         with pytest.raises(MeterHangError, match="more than 0 s") as caught:
             process.measure({"peak": {}}, replace(sample, text="hang"))
         assert caught.value.code is ErrorCode.QA_METER
-        assert children() == before
+        assert set(children(os.getpid())) == before
         process = MeterProcess(opening_seconds=0.5)
         with pytest.raises(ModelError, match="not open after") as slow:
             process.measure({"peak": {"slow": True}}, sample)
