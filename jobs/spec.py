@@ -14,7 +14,7 @@ from typing import cast
 import msgspec
 from msgspec.structs import replace
 
-from jobs.checks import ALIGNER, Quality
+from jobs.checks import ALIGNER, OF_ENGINES, Quality
 from jobs.columns import FIELDS
 from jobs.dialogue import (
     CUSTOM_ID,
@@ -215,6 +215,9 @@ def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:
     if spec.output and not card.capabilities.codes:
         message = f"The model {card.name} has no codec, so it gives no codes."
         raise invalid(message, "Leave --output out, or use another model (`nightjar models`).")
+    if quality and (own := quality.bounds.keys() & OF_ENGINES) and not card.capabilities.codes:
+        message = f"The model {card.name} has no codec, so nothing measures `{min(own)}`."
+        raise invalid(message, "Remove the bound, or use another model (`nightjar models`).")
     if card.capabilities.multi_turn:
         if speak not in ("auto", "answer"):
             message = f"The model {card.name} answers a whole dialogue; it does not speak its turns."

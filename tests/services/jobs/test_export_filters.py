@@ -19,11 +19,14 @@ from jobs.settings import Settings
 from jobs.store import FolderStore
 from jobs.where import FilteredOut, parse_where
 from pipelines.errors import ConfigError, ErrorCode
+from pipelines.request import Generation
 from tests.services.jobs.test_export_resume import StoppedError, contents, stop_at
 from tests.support.cli_kit import call
 from tests.support.export_kit import SAMPLE_RATE, Finished, run_all, wav
+from tests.support.golden_checkpoint import whole
 from tests.support.times import with_times
 
+GOLDEN = Path(__file__).parents[2] / "golden" / "qwen3_tts"
 #: By example id: u0 to u9 have a WER of 0.0 to 0.9, and every second one has no DistillMOS.
 SCORES = {f"u{no}": {"wer": no / 10, **({"distillmos": 3.0 + no / 10} if no % 2 else {})} for no in range(10)}
 FILTER = "wer < 0.6 and distillmos > 3.2"
@@ -135,7 +138,9 @@ def test_scores_of_the_engine_are_exported_if_it_measures_them(
 ) -> None:
     """Exports of jobs that were made before there were such scores stay as they are."""
     bounds = {"log_probability": Bound(low=-9.0)} if bound else {}
-    job = begun(tmp_path, LINES, JobSpec("hibari", quality=Quality(bounds=bounds)))
+    model, voice = (str(whole(GOLDEN / "checkpoint-custom")), "ryan") if bound else ("hibari", None)
+    spec = JobSpec(model, generation=Generation(voice=voice), quality=Quality(bounds=bounds))
+    job = begun(tmp_path, LINES, spec)
     own = {f"u{no}": {"log_probability": -no / 10} if measured else {} for no in range(10)}
     run_all(job.ledger, job.store, job.job_id, scores=own)
     run(job, "manifest", tmp_path / "x.jsonl", None)

@@ -32,7 +32,7 @@ from pipelines.audio import activity, frame_powers, trim_silence
 from pipelines.duration import Pace, is_prose, text_units
 from pipelines.errors import ConfigError, ErrorCode, SynthesisError
 from pipelines.hibari import describe as describe_hibari
-from pipelines.request import Generation, Speech, Word
+from pipelines.request import Generation, Meta, Speech, Word
 from tests.support.fakes import sine
 from tests.support.quality_kit import RATE, speechlike
 from worker.quality.meters import BUILT_IN, Utterance, longest_pause, open_meter
@@ -363,7 +363,7 @@ class TestConfig:
         assert BASIC is not None
         paced = msgspec.structs.replace(BASIC, paces=(PACE,))
         assert scores_of(speechlike(), paced).keys() == scores_with(()) - {*OF_ENGINES}
-        measured = {"log_probability": -2.5, "lowest_log_probability": -4.0}
+        measured: Meta = {"log_probability": -2.5, "lowest_log_probability": -4.0}
         codes = np.arange(60, dtype=np.int16).reshape(30, 2)
         speech = Speech(speechlike(), RATE, TEXT, meta=measured, codes=codes, frame_samples=RATE // 10)
         scores = check_draw(0, 7, speech, paced, TEXT, Generation()).record.scores
@@ -383,12 +383,17 @@ class TestConfig:
     def test_scores_of_the_engine_need_no_samples(self, bound: str, code: str | None) -> None:
         spec, _ = job_of({"output": "codes", "qa_set": [f"bounds.{bound}"]})
         assert spec.quality is not None
-        measured = {"log_probability": -2.5, "lowest_log_probability": -4.0}
+        measured: Meta = {"log_probability": -2.5, "lowest_log_probability": -4.0}
         codes = np.zeros((30, 2), np.int16)
         codes[13:, 0] = range(17)  # the first 13 frames repeat one code 12 times, which takes 1.2 s
         none = np.zeros(0, np.float32)
         speech = Speech(none, RATE, TEXT, meta=measured, codes=codes, frame_samples=RATE // 10)
         assert check_draw(0, 7, speech, spec.quality, TEXT, Generation()).record.code == code
+
+    def test_a_model_without_codes_has_no_such_bounds(self) -> None:
+        quality = quality_of("basic", None, ["bounds.log_probability.low=-3"])
+        with pytest.raises(ConfigError, match=r"hibari has no codec.*`log_probability`"):
+            frozen_spec(JobSpec("hibari", quality=quality), describe_hibari())
 
     def test_a_repetition_is_of_codes(self) -> None:
         with pytest.raises(ConfigError, match="needs codes"):
