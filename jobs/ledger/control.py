@@ -13,7 +13,6 @@ import msgspec
 from sqlalchemy.exc import IntegrityError
 
 from jobs.ledger.lifecycle import (
-    ITEMS_OF,
     NUMBER,
     PENDING_OF,
     end_attempt,
@@ -24,7 +23,6 @@ from jobs.ledger.lifecycle import (
     move_to,
     pause_job,
     update_job,
-    update_shard,
 )
 from jobs.ledger.records import (
     BROKEN_ITEMS,
@@ -49,7 +47,7 @@ from jobs.ledger.records import (
 )
 from jobs.ledger.schema import ROWS_OF_JOBS
 from jobs.ledger.status import jobs_by, read_job
-from jobs.ledger.transaction import Row, Transaction, columns_of, literals
+from jobs.ledger.transaction import Transaction, columns_of, literals
 from jobs.own_files import located, recorded
 from pipelines.errors import ErrorCode, InputError, ServiceError
 
@@ -283,6 +281,29 @@ total_items = (SELECT COALESCE(sum(n_items), 0) FROM shards WHERE job_id = :job)
 """
 
 
+#: Failed items of some shards with some error codes.
+_BROKEN = f"""
+job_no = (SELECT no FROM jobs WHERE id = :job) AND shard_no IN (:shards) AND error_code IN (:codes)
+AND state IN ({", ".join(str(ITEM_STATE_NUMBERS[state]) for state in BROKEN_ITEMS)})
+"""
+#: A shard that has not ended keeps its lease, whose progress the reopened items must not hide.
+_REOPEN_SHARDS = f"""
+UPDATE shards SET n_failed = n_failed - items, claimed_failed = claimed_failed - CASE WHEN open THEN items ELSE 0 END,
+    state = CASE WHEN open THEN state ELSE 'ready' END, attempts = CASE WHEN open THEN attempts ELSE 0 END,
+    outages = CASE WHEN open THEN outages ELSE 0 END, not_before = CASE WHEN open THEN not_before END
+FROM (
+    SELECT no AS number, state IN ({literals(*OPEN_SHARDS)}) AS open,
+        (SELECT count(*) FROM items WHERE {_BROKEN} AND idx BETWEEN first_index AND last_index AND shard_no = shards.no) AS items
+    FROM shards WHERE job_id = :job AND no IN (:shards)
+) AS reopened WHERE job_id = :job AND no = number AND items > 0
+"""
+_REOPEN_ITEMS = f"""
+UPDATE items SET state = {ITEM_STATE_NUMBERS[ItemState.PENDING]}, attempts = 0, error_code = NULL, error_message = NULL
+WHERE {_BROKEN} AND idx BETWEEN (SELECT min(first_index) FROM shards WHERE job_id = :job AND no IN (:shards))
+    AND (SELECT max(last_index) FROM shards WHERE job_id = :job AND no IN (:shards))
+"""
+
+
 def retry_some(
     sql: Transaction, job_id: str, codes: Collection[ErrorCode] | None, force: bool, after: int
 ) -> tuple[int, int | None]:
@@ -293,22 +314,14 @@ def retry_some(
     """
     job = lock_known_job(sql, job_id, "retried", *RETRYABLE_JOBS)
     statement = f"""
-    SELECT * FROM shards WHERE job_id = :job AND no > :after AND n_failed > 0
+    SELECT no FROM shards WHERE job_id = :job AND no > :after AND n_failed > 0
     ORDER BY no LIMIT {SHARDS_AT_ONCE} FOR UPDATE
     """
-    chunk = sql.rows(statement, job=job_id, after=after)
+    shards = sql.column(statement, job=job_id, after=after)
     chosen = [code for code in (ErrorCode if codes is None else codes) if force or not code.permanent]
-    broken = ", ".join(str(ITEM_STATE_NUMBERS[state]) for state in BROKEN_ITEMS)
-    reopen = f"""
-    UPDATE items SET state = {ITEM_STATE_NUMBERS[ItemState.PENDING]}, attempts = 0, error_code = NULL, error_message = NULL
-    WHERE {ITEMS_OF} AND state IN ({broken}) AND error_code IN ({literals(*chosen) or "NULL"})
-    """
-    opened = 0
-    for shard in chunk:
-        count = sql.change(reopen, **items_of(shard))
-        if count:
-            _reopen(sql, shard, count)
-            opened += count
+    values = {"job": job_id, "shards": shards, "codes": chosen}
+    sql.change(_REOPEN_SHARDS, **values)
+    opened = sql.change(_REOPEN_ITEMS, **values)
     if opened:
         # Reopened items may have failed before the last resume. If they fail again, they must count.
         left = max(0, job.budget_from_failed - opened)
@@ -316,19 +329,7 @@ def retry_some(
         if job.state in FINAL:
             again = "finished_at = NULL, notify_attempts = 0, notify_due_at = NULL"
             update_job(sql, job_id, f"state = 'running', state_reason = '', {again}")
-    return opened, chunk[-1].no if len(chunk) == SHARDS_AT_ONCE else None
-
-
-def _reopen(sql: Transaction, shard: Row, count: int) -> None:
-    change = "n_failed = n_failed - :count"
-    if shard.state not in OPEN_SHARDS:
-        change += ", attempts = 0, outages = 0, not_before = NULL"
-        move_to(sql, shard, ShardState.READY, change, count=count)
-        return
-    if shard.state == ShardState.LEASED:
-        # Otherwise the reopened items would hide the progress of this lease.
-        change += ", claimed_failed = claimed_failed - :count"
-    update_shard(sql, shard, change, count=count)
+    return opened, shards[-1] if len(shards) == SHARDS_AT_ONCE else None
 
 
 def wake(sql: Transaction, job_id: str) -> int:
