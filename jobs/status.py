@@ -106,9 +106,14 @@ def rtfx(status: JobStatus) -> float | None:
 
 
 def energy_view(status: JobStatus) -> dict[str, float]:
-    """Energy of the GPUs for a second of audio, for the views of a job; empty while unknown."""
+    """Energy of the GPUs for a second of audio; empty while unknown."""
     known = status.energy_mj and status.audio_ms
     return {"joules_per_audio_s": round(status.energy_mj / status.audio_ms, 4)} if known else {}
+
+
+def optional_view(status: JobStatus) -> dict[str, Any]:
+    """What the views of a job have only if it is known: the energy, and the decisions of people."""
+    return {**energy_view(status), **({"decisions": status.decisions} if status.decisions else {})}
 
 
 def energy_text(status: JobStatus) -> str:
@@ -223,9 +228,7 @@ def status_view(
     if status.measured.items:
         names = ("items", "failed", "failure_rate", "interval", "max_failure_rate", "above")
         view["measured"] = _fields(status.measured, *names)
-    view |= energy_view(status)
-    if status.decisions:
-        view["decisions"] = status.decisions
+    view |= optional_view(status)
     if price_per_gpu_hour is not None:
         view["price_per_gpu_hour"] = price_per_gpu_hour
         view["cost"] = _rounded(cost(status, price_per_gpu_hour))

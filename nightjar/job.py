@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import io
 import os
-import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass
 from functools import cached_property
@@ -21,7 +19,6 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
-from jobs.console import Interrupted, Stop
 from jobs.delete import Deleted, delete_job, measure_job
 from jobs.dialogue import metadata_of
 from jobs.export.items import ItemMetadata, item_metadata, read_words
@@ -29,7 +26,6 @@ from jobs.job_options import unknown_name, user_name
 from jobs.ledger import Ledger
 from jobs.ledger.queries import ShardEnds
 from jobs.ledger.records import WORDS, Decision, ItemRow, ItemState, RejectedLine
-from jobs.ledger.records import Job as JobRecord
 from jobs.ledger.status import JobStatus
 from jobs.packs import ArtifactReader
 from jobs.progress import Progress
@@ -38,6 +34,7 @@ from jobs.shard_file import RawLine, ShardLines, read_raw_shard
 from jobs.status import status_lines
 from jobs.store import ObjectStore, open_store, store_of
 from jobs.where import Where, parse_where
+from nightjar.local_thread import LocalThread
 from nightjar.voice import Sound, check_type
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, NotFoundError, ServiceError, invalid
 
@@ -158,86 +155,6 @@ class Report(NamedTuple):
     def _repr_html_(self) -> str:
         page = escape(self.path.read_text())
         return f'<iframe srcdoc="{page}" sandbox="allow-scripts" style="width: 100%; height: 40em; border: 0"></iframe>'
-
-
-class LocalThread(threading.Thread):
-    """Runs one job. The operating system kills the workers when this thread ends, so the thread waits for them.
-
-    A program waits for the run before it ends. After an error, such as Ctrl-C, or in an interactive session
-    the run is stopped instead; the same call resumes it.
-    """
-
-    def __init__(
-        self, run: Callable[[Progress, Stop, Callable[[JobRecord], None]], object], *, quiet: bool
-    ) -> None:
-        """`run`: `jobs.local_run.run_locally` with its first arguments."""
-        super().__init__(name="nightjar-run", daemon=False)
-        self._run = run
-        # The job itself shows the progress.
-        self._notes = Progress(quiet=quiet, only_notes=True)
-        self._job_known = threading.Event()
-        self._stop_request = Stop()
-        #: The job, once the run has submitted it.
-        self.job: JobRecord | None = None
-        self.stopped = False
-        self.error: BaseException | None = None
-        #: Whether `error` was raised in the program.
-        self.error_raised = False
-
-    def until_submitted(self) -> JobRecord:
-        """Starts the run, and waits until the job is in the ledger. Raises the error if that fails."""
-        self.start()
-        # `atexit` would call the function too late: thread pools, which a run needs, are closed earlier.
-        threading._register_atexit(self.end_with_program)  # pyright: ignore
-        try:
-            while not self._job_known.wait(_WAIT_SECONDS):
-                pass
-        except BaseException:
-            self.stop()
-            raise
-        if self.job is None:
-            self.join()
-            self.error_raised = True
-            raise self.error or KeyboardInterrupt
-        return self.job
-
-    def stop(self) -> None:
-        """Stops the run and waits for its end. Running items have some seconds to finish; a second interrupt
-        ends them at once."""
-        self._stop_request.number = signal.SIGINT
-        try:
-            while self.is_alive():
-                self.join(_WAIT_SECONDS)
-        except BaseException:
-            self._stop_request.kill()
-            raise
-
-    def end_with_program(self) -> None:
-        """Called when the program ends: waits for the run, or stops it after an error or in an interactive session.
-        Prints the run's error if it was not raised in the program."""
-        interactive = hasattr(sys, "ps1") or "IPython" in sys.modules
-        if interactive or getattr(sys, "last_type", None) is not None:
-            self._stop_request.number = signal.SIGINT
-        try:
-            self.join()
-        except KeyboardInterrupt:
-            self.stop()
-        if self.error is not None and not self.error_raised:
-            print(f"Job {self.job.id if self.job else ''} has not ended: {self.error}", file=sys.stderr)
-
-    def run(self) -> None:
-        try:
-            self._run(self._notes, self._stop_request, self._submitted)
-        except Interrupted:
-            self.stopped = True
-        except BaseException as error:  # noqa: BLE001 - raised again by the job's methods
-            self.error = error
-        finally:
-            self._job_known.set()
-
-    def _submitted(self, job: JobRecord) -> None:
-        self.job = job
-        self._job_known.set()
 
 
 class Job:

@@ -30,7 +30,8 @@ from jobs.source import check_source
 from jobs.spec import ResolvedSpec
 from jobs.store import is_remote
 from nightjar.inputs import written_input
-from nightjar.job import Job, LocalThread
+from nightjar.job import Job
+from nightjar.local_thread import LocalThread
 from nightjar.voice import check_type
 from pipelines.errors import ErrorCode, InputError
 

@@ -43,13 +43,13 @@ from jobs.recent_jobs import (
 from jobs.settings import Settings, sqlite_path
 from jobs.status import (
     NO_WORKER,
-    energy_view,
     item_error_view,
     item_view,
     job_view,
     labels_text,
     line_error_view,
     measured_text,
+    optional_view,
     status_lines,
     status_view,
     utc,
@@ -292,9 +292,7 @@ def show(job: str, home: str | None, output: Output) -> None:
     home = str(settings.home.absolute()) if settings.database_url is None else None
     command, notes = job_command(found, home, made_with or ())
     view = msgspec.to_builtins(job_view(found, made_with, command, notes))
-    view |= energy_view(state)
-    if state.decisions:
-        view["decisions"] = state.decisions
+    view |= optional_view(state)
     if found.spec.pool:
         from jobs.export.items import minutes_by_voice
 
@@ -325,9 +323,7 @@ def show(job: str, home: str | None, output: Output) -> None:
     output.record(shown)
     for note in notes:
         output.note(note)
-    output.note(
-        "While this job exists, the command only finds it again. Add --idempotency-key KEY to make a new job."
-    )
+    output.note("While this job exists, the command finds it again. --idempotency-key KEY makes a new job.")
 
 
 limit_option = option("--limit", "N", "Maximum number of rows.", type=click.IntRange(min=1))

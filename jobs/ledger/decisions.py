@@ -12,9 +12,10 @@ from jobs.ledger.control import BEING_DELETED
 from jobs.ledger.leases import add_scores
 from jobs.ledger.lifecycle import ended_items, lock_known_job, update_job
 from jobs.ledger.queries import PAGE_ROWS, draws_of, items_named
-from jobs.ledger.records import Decision, JobState, clean, final_state, no_such_job
+from jobs.ledger.records import Decision, JobState, clean, no_such_job
 from jobs.ledger.status import read_job
 from jobs.ledger.transaction import Transaction
+from jobs.ledger.transitions import final_state
 from pipelines.errors import ErrorCode, NotFoundError, ServiceError
 
 _LOCK = "SELECT no FROM shards WHERE job_id = :job AND no IN (:shards) ORDER BY no FOR UPDATE"

@@ -44,11 +44,11 @@ from jobs.ledger.records import (
     Outcome,
     ShardState,
     Ticket,
-    after_failure,
     clean,
 )
 from jobs.ledger.status import read_job
 from jobs.ledger.transaction import Row, Transaction, literals
+from jobs.ledger.transitions import after_failure
 from jobs.ledger.workers import others_may_run
 from pipelines.errors import ErrorCode, ServiceError
 

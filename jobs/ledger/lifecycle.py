@@ -18,16 +18,18 @@ from jobs.ledger.records import (
     JobState,
     ShardState,
     Ticket,
+    clean,
+)
+from jobs.ledger.status import no_such_job
+from jobs.ledger.transaction import Row, Transaction
+from jobs.ledger.transitions import (
     Verdict,
     after_crash,
     attempts_after_bisection,
     backoff_seconds,
-    clean,
     final_state,
     over_budget,
 )
-from jobs.ledger.status import no_such_job
-from jobs.ledger.transaction import Row, Transaction
 from pipelines.errors import ErrorCode, ServiceError
 
 #: The number of a job, as a subquery.

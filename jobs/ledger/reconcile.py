@@ -29,17 +29,16 @@ from jobs.ledger.records import (
     ITEM_STATES,
     LOST,
     MANIFEST_GRACE_SECONDS,
-    MAX_BACKOFF_SECONDS,
     RETRYABLE_JOBS,
     WORKING,
     AttemptOutcome,
     ItemState,
     Job,
     Ticket,
-    Verdict,
 )
 from jobs.ledger.status import read_job
 from jobs.ledger.transaction import Row, Transaction, literals
+from jobs.ledger.transitions import MAX_BACKOFF_SECONDS, Verdict
 from jobs.ledger.workers import ACTIVE
 from jobs.times import LONGEST_LEASE_SECONDS
 from pipelines.errors import ErrorCode

@@ -21,12 +21,8 @@ from jobs.ledger.records import (
     Outcome,
     ShardState,
     Ticket,
-    Verdict,
-    after_crash,
-    after_failure,
-    attempts_after_bisection,
-    final_state,
 )
+from jobs.ledger.transitions import Verdict, after_crash, after_failure, attempts_after_bisection, final_state
 from pipelines.errors import ErrorCode, ServiceError
 from tests.support.ledger_kit import LEASE_SECONDS, assert_exact, done, execute, failed, rows, submit, wake
 

@@ -8,9 +8,8 @@ import sys
 
 import pytest
 
-from jobs.ledger.records import (
-    ItemState,
-    JobState,
+from jobs.ledger.records import ItemState, JobState
+from jobs.ledger.transitions import (
     Verdict,
     after_crash,
     after_failure,

@@ -20,7 +20,8 @@ from jobs.ledger import Ledger
 from jobs.ledger.records import JobSpec
 from jobs.settings import Settings
 from jobs.store import open_store
-from nightjar.job import POLL_SECONDS, Job, LocalThread
+from nightjar.job import POLL_SECONDS, Job
+from nightjar.local_thread import LocalThread
 from tests.support.export_kit import run_all
 from tests.support.ledger_kit import done, lease_next
 
