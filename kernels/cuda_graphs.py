@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
 import torch
+from torch import Tensor
 
 #: Priorities of CUDA streams; a stream with a lower number runs first. First the chunks that listeners wait for,
 #: then the frames of an engine that serves listeners. All other work has priority 0.
@@ -90,3 +91,32 @@ def _recorded(work: Callable[[], None], pool: GraphPool, last: bool = False) -> 
         return None
     pool.keep(graph)
     return graph
+
+
+class BucketGraphs:
+    """Batches of a few shapes on one CUDA stream, each batch one graph launch."""
+
+    #: Maximum graphs; batches of further shapes are launched op by op.
+    MOST = 128
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+        self._pool = GraphPool()
+        #: By shape: the memory of the inputs, the graph, and the memory of its result.
+        self.graphs: dict[Hashable, tuple[list[Tensor], torch.cuda.CUDAGraph, Tensor]] = {}
+
+    def __call__(self, key: Hashable, work: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """The result of `work` on a device's copies of these inputs, until the next call. `key`: whatever
+        decides the work and its shapes. One thread at a time may call it, on the stream."""
+        if key not in self.graphs:
+            places = [one.to(self.stream.device, copy=True) for one in inputs]
+            if len(self.graphs) == self.MOST:
+                return work(*places)
+            made: list[Tensor] = []
+            graph = capture(lambda: made.append(work(*places)), self._pool, self.stream)
+            self.graphs[key] = places, graph, made[-1]
+        places, graph, result = self.graphs[key]
+        for place, one in zip(places, inputs):
+            place.copy_(one)
+        graph.replay()
+        return result

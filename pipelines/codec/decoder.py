@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
-from itertools import groupby
+from itertools import groupby, product
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
+from kernels.cuda_graphs import CHUNK_PRIORITY, BucketGraphs
 from kernels.registry import on_device, to_device
 from kernels.toolchain import triton_fault
 from pipelines.audio import Samples
@@ -36,6 +38,9 @@ from pipelines.errors import ErrorCode, SynthesisError
 _WARM_BATCHES = ((3, 56), (3, 48), (3, 104), (3, 112), (16, 56), (16, 104), (16, 112))
 #: Maximum frames of one row of a pass, and of all its rows; they bound its memory.
 PASS_FRAMES, BATCH_FRAMES = 512, 4096
+#: The frames of codes whose states are made together are padded to a multiple of this; (rows, frames) of the
+#: batches of a server's first requests.
+STATE_FRAMES, _WARM_STATES = 64, tuple(product((1, 2, 4), (64, 128)))
 #: States that keep the values that were made from their codes.
 KEPT_STATES = 64
 #: Codes, the values of the state after them, and the event of the write.
@@ -78,6 +83,7 @@ class CausalDecoder(Decoder[CodecState]):
         self.alone = self.device.type == "cpu"
         self.fixed = reproducible and not self.alone
         self.stream_graphs: StreamGraphs | None = None
+        self.state_graphs: BucketGraphs | None = None
         #: The last values that were made from codes, with these codes, by their identity.
         self.made: dict[int, Made] = {}
 
@@ -175,17 +181,23 @@ class CausalDecoder(Decoder[CodecState]):
     def warm(self, clones: bool = False) -> None:
         """Compiles kernels and initializes libraries for the first batches, on a CUDA device; with `clones` also
         for those that start from states."""
-        batches = [
-            [torch.zeros(frames, self._codes_per_frame, dtype=torch.int64)] * rows
-            for rows, frames in _WARM_BATCHES
-        ]
+        make = partial(torch.zeros, dtype=torch.int64)
+        batches = [[make(frames, self._codes_per_frame)] * rows for rows, frames in _WARM_BATCHES]
+        states = _WARM_STATES if clones and self.reach else ()
         if triton_fault() is None:
+            # What is captured in this block would be empty.
             with import_module("kernels.triton_launch").compiled_together():
+                start = CodecState(1, torch.zeros(self.state_size, dtype=self.dtype, device=self.device))
                 for codes in batches:
                     self.decode(codes)
                     if clones:
-                        self.decode(codes, [self.state_after(codes[0])] * len(codes))
+                        self.decode(codes, [start] * len(codes))
+                for rows, frames in states:
+                    codes = make(rows, frames, self._codes_per_frame, device=self.device)
+                    self.states_after(codes, torch.full((rows,), frames, device=self.device))
         self.decode(batches[0])
+        for rows, frames in states:
+            self._after([make(frames, self._codes_per_frame) for _ in range(rows)])
 
     @torch.inference_mode()
     def decode(
@@ -277,10 +289,10 @@ class CausalDecoder(Decoder[CodecState]):
         padding = PADDING_COST if self.skips_padding and not any(warm) else 1.0
         return cheapest_batches(lengths, self.batch_frames, PASS_FRAMES, padding)
 
-    def _batch(self, codes: Sequence[Tensor], frames: int) -> Tensor:
+    def _batch(self, codes: Sequence[Tensor], frames: int, rows: int = 0) -> Tensor:
         """Utterances as one batch on the device, [rows, frames, codebooks]: padded on the right, and with silent
-        rows up to the fixed number if there is one. The host does not wait."""
-        silent = [torch.zeros_like(codes[0])] * (FIXED_ROWS - len(codes)) if self.fixed else []
+        rows up to `rows`, or up to the fixed number if there is one. The host does not wait."""
+        silent = [torch.zeros_like(codes[0])] * ((FIXED_ROWS if self.fixed else rows) - len(codes))
         together = pad_sequence([*codes, *silent], batch_first=True)
         batch = pad(together, (0, 0, 0, frames - together.shape[1]))
         return batch if batch.is_cuda else to_device(batch, self.device)
@@ -328,12 +340,28 @@ class CausalDecoder(Decoder[CodecState]):
                 found[id(item)] = item, state.values, state.written
         lengths = [0 if id(item) in found else len(item) for item in codes]
         for indices in self._batches(lengths, [False] * len(lengths)):
-            ends = [lengths[i] for i in indices]
-            padded = self._batch([codes[i] for i in indices], round_up(max(ends)))
-            ends = torch.tensor(ends + ends[:1] * (len(padded) - len(ends)))
-            values, written = self.states_after(padded, to_device(ends, self.device)), WriteEvent(self.device)
-            found |= {id(codes[i]): (codes[i], one.clone(), written) for i, one in zip(indices, values)}
+            found |= self._states([codes[i] for i in indices])
         return found
+
+    def _states(self, codes: Sequence[Tensor]) -> dict[int, Made]:
+        """`_after` for codes of at least `reach` frames on a CUDA device. A batch is one graph launch, on a
+        stream of its own: several hundred launches would be far slower than what they launch."""
+        ends = [len(item) for item in codes]
+        frames, rows = -(-max(ends) // STATE_FRAMES) * STATE_FRAMES, 1 << (len(codes) - 1).bit_length()
+        batch = self._batch(codes, frames, rows)
+        filled = torch.tensor(ends + ends[:1] * (len(batch) - len(ends)))
+        inputs = batch, to_device(filled, self.device)
+        if self.state_graphs is None:
+            self.state_graphs = BucketGraphs(torch.cuda.Stream(self.device, priority=CHUNK_PRIORITY))
+        graphs, current = self.state_graphs, torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(graphs.stream):
+            graphs.stream.wait_stream(current)
+            for one in inputs:
+                one.record_stream(graphs.stream)
+            made = graphs(batch.shape, self.states_after, *inputs)
+            values = [one.clone() for one in made[: len(codes)]]
+            written = WriteEvent(self.device)
+        return {id(item): (item, one, written) for item, one in zip(codes, values)}
 
     def decode_padded(self, codes: Sequence[Tensor], states: Sequence[CodecState] | None) -> Tensor:
         """[B] utterances -> [B, samples of the longest one, rounded up]; long ones are decoded in passes, which

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.cuda_graphs import GraphPool, capture
+from kernels.cuda_graphs import BucketGraphs
 from kernels.registry import on_device
 from pipelines.codec.transfer import recorded
 from pipelines.recording import Batcher
@@ -20,8 +19,6 @@ Row = NDArray[Any]
 
 #: cuDNN's convolutions are those of float32, and the same in every run.
 EXACT = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
-#: Maximum graphs; batches of further buckets are launched op by op.
-_MAX_GRAPHS = 128
 
 
 def rounded(length: int) -> int:
@@ -59,10 +56,7 @@ class BatchEncoder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pool = GraphPool()
-        #: By encoding, rows and width: the graph, and the memory of its rows, lengths and results.
-        self.graphs: dict[tuple[Encoding, int, int], tuple[Tensor, Tensor, torch.cuda.CUDAGraph, Tensor]] = {}
+        self.graphs = BucketGraphs(torch.cuda.Stream(device)) if device.type == "cuda" else None
         self._batcher = Batcher[tuple[Encoding, Row], Tensor](
             self.run,
             lambda item: (item[0], item[0].bucket(len(item[1]))),
@@ -76,7 +70,7 @@ class BatchEncoder:
     @torch.inference_mode()
     def run(self, items: Sequence[tuple[Encoding, Row]]) -> Sequence[Tensor]:
         encoding, rows = items[0][0], [row for _, row in items]
-        if self.stream is None:
+        if (graphs := self.graphs) is None:
             return [encoding.encode(torch.from_numpy(row)[None], None)[0] for row in rows]
         width = encoding.bucket(len(rows[0]))
         count = encoding.rows(width)
@@ -87,26 +81,10 @@ class BatchEncoder:
         for place, row in enumerate(rows):
             padded[place, : len(row)], lengths[place] = row, len(row)
         inputs = torch.from_numpy(padded), torch.from_numpy(lengths)
-        with on_device(self._device), torch.cuda.stream(self.stream):
-            made = self._encoded(encoding, *inputs)[: len(rows)]
+        with on_device(self._device), torch.cuda.stream(graphs.stream):
+            if width > encoding.steps:
+                made = encoding.encode(*(one.to(self._device) for one in inputs))
+            else:
+                made = graphs((encoding, count, width), encoding.encode, *inputs)
             recorded().synchronize()
-            return [*made.cpu()]
-
-    def _encoded(self, encoding: Encoding, rows: Tensor, lengths: Tensor) -> Tensor:
-        """The results of a batch, [rows, ...], until the next batch."""
-        count, width = rows.shape[:2]
-        key = encoding, count, width
-        if key not in self.graphs:
-            places = rows.to(self._device), lengths.to(self._device)
-            work = partial(encoding.encode, *places)
-            if width > encoding.steps or len(self.graphs) == _MAX_GRAPHS:
-                return work()
-            assert self.stream is not None
-            made: list[Tensor] = []
-            graph = capture(lambda: made.append(work()), self._pool, self.stream)
-            self.graphs[key] = *places, graph, made[-1]
-        into, lengths_into, graph, result = self.graphs[key]
-        into.copy_(rows)
-        lengths_into.copy_(lengths)
-        graph.replay()
-        return result
+            return [*made[: len(rows)].cpu()]

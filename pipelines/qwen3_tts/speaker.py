@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.functional import conv1d, elu, elu_, pad
+from torch.nn.functional import conv1d, elu_, pad
 from transformers.audio_utils import mel_filter_bank
 from transformers.models.mimi.configuration_mimi import MimiConfig
 from transformers.models.mimi.modeling_mimi import (
@@ -84,9 +84,9 @@ def log_mel(
 
 PREFIX = "speaker_encoder."
 #: Version of the code that reads and encodes recordings. Voices that another version has cached are not used.
-_REVISION = 3
+_REVISION = 4
 #: On a GPU: lengths in seconds that recordings are padded to, and maximum seconds and rows of their batches.
-_PADDED_SECONDS = (2, 4, 6, 8, 11, 15, 22, 32, 60)
+_PADDED_SECONDS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 22, 32, 60)
 _BATCH_SECONDS, _BATCH_ROWS = 60, 4
 
 
@@ -227,18 +227,22 @@ class CodecEncoder(nn.Module):
 
         The layers are causal, so only convolutions with a stride read what follows a row: zeros.
         """
+        activate = False
         for layer in layers:
             if isinstance(layer, MimiResnetBlock):
                 wide, narrow = cast("Sequence[Any]", layer.block)[1::2]
-                hidden = narrow.conv(elu_(_causal(wide, elu(x))))
+                hidden = narrow.conv(elu_(wide.conv(_padded(x, _left(wide), activate=True))))
                 x = hidden.add_(getattr(layer.shortcut, "conv", layer.shortcut)(x))
             elif isinstance(layer, MimiConv1d):
-                if (stride := layer.conv.stride[0]) > 1:
-                    after = torch.arange(x.shape[2], device=x.device) >= ends[:, None]
-                    x, ends = x.masked_fill_(after[:, None], 0), -(-ends // stride)
-                x = _causal(layer, x)
+                left, stride = _left(layer), layer.conv.stride[0]
+                x = _padded(x, left, stride - 1, activate)
+                if stride > 1:
+                    after = ends[:, None, None] + torch.arange(left, left + stride - 1, device=x.device)
+                    x.scatter_(2, after.expand(-1, x.shape[1], -1), 0)
+                    ends = -(-ends // stride)
+                x, activate = layer.conv(x), False
             else:
-                x = elu_(x)
+                activate = True
         return x, ends
 
 
@@ -248,8 +252,16 @@ def _left(layer: MimiConv1d) -> int:
     return (conv.kernel_size[0] - 1) * conv.dilation[0] + 1 - conv.stride[0]
 
 
-def _causal(layer: MimiConv1d, x: Tensor) -> Tensor:
-    return layer.conv(pad(x, (_left(layer), 0)))
+def _padded(x: Tensor, left: int, right: int = 0, activate: bool = False) -> Tensor:
+    """x [B, C, T], or the ELU of it, between zeros: [B, C, left + T + right]. One pass over it."""
+    end = left + x.shape[2]
+    made = x.new_empty(*x.shape[:2], end + right)
+    made[..., :left], made[..., end:], inside = 0, 0, made[..., left:end]
+    if activate:
+        torch.ops.aten.elu.out(x, out=inside)
+    else:
+        inside.copy_(x)
+    return made
 
 
 class PreparedVoice(NamedTuple):

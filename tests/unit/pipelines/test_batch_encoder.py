@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import cuda_graphs
 from pipelines.codec import encoding as encoding_module
 from pipelines.codec.encoding import BatchEncoder, Encoding, rounded
 from pipelines.recording import Batcher
@@ -92,10 +93,11 @@ def test_batches_of_a_device_have_one_shape_for_each_bucket(monkeypatch: pytest.
         seen.append((tuple(rows.shape), lengths.tolist()))
         return rows.cumsum(1)
 
-    monkeypatch.setattr(encoding_module, "capture", Replayed)
+    monkeypatch.setattr(cuda_graphs, "capture", Replayed)
     monkeypatch.setattr(encoding_module, "recorded", MagicMock())
     batches, encoding = BatchEncoder(torch.device("cpu")), Encoding(encode, 64)
-    monkeypatch.setattr(batches, "stream", MagicMock())
+    stream = MagicMock(device=torch.device("cpu"))
+    batches.graphs = graphs = cuda_graphs.BucketGraphs(stream)
     for lengths in ([13, 14, 13], [14], [30], [100]):
         rows = [np.full(length, place + length, np.float32) for place, length in enumerate(lengths)]
         for row, made in zip(rows, batches.run([(encoding, row) for row in rows]), strict=True):
@@ -104,4 +106,4 @@ def test_batches_of_a_device_have_one_shape_for_each_bucket(monkeypatch: pytest.
     assert ((4, 14), [13, 14, 13, 14]) in seen
     assert [one for one in seen if one[0][1] == 14][-1] == ((4, 14), [14, 14, 14, 14])
     assert {shape for shape, _ in seen} == {(4, 14), (2, 32), (1, 112)}
-    assert len(batches.graphs) == 2
+    assert len(graphs.graphs) == 2
