@@ -4,6 +4,7 @@ seconds.
     python -m benchmarks.job --sizes 0b6 1b7 --gpus 1 2 --slots 512
     python -m tests.support.services python -m benchmarks.job --paths folder s3 --gpus 1 8 --minutes 9
     python -m benchmarks.job --sizes 0b6 --skip-engine --cloning none vector context --voices 20 3000 --items 6000
+    python -m benchmarks.job --sizes 0b6 --skip-engine --qa off basic strict strict:5% --qa-set meters.asr.model=DIR
     python -m benchmarks.job --device cpu --tiny
     python -m benchmarks.job --device cpu --instant 9 --gpus 1 8 --items 3000
 
@@ -23,6 +24,9 @@ that does not end in time (`--limit` seconds) is interrupted; its row has what w
 
 `--cloning` says how voices are made: `none` is a named voice, `vector` clones recordings of 3 to 10 s by their speaker vector
 and `context` with their text. `--voices` are numbers of recordings; every one of them is used at least twice, in mixed order.
+`--qa off basic strict strict:5%` are the checks of the jobs, the last one with a sample; no bound applies, so that each draw is measured
+once by all meters. `--qa-set` are more settings of checks with meters, such as folders of models (`meters.asr.model=DIR`) or fewer
+meters (`meters.distillmos=false`), and `--meters` the processes of meters; `share_of_off` is the share of the same job without checks.
 `--output` is that of the jobs (`audio`, `codes`, `both`). `--warm` is first a short job that does not count.
 
 A job has as many items as take `--seconds` at the speed of the engine (`--expected`, audio-s/s of one GPU, with
@@ -48,6 +52,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from datetime import datetime
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,6 +70,7 @@ from benchmarks.common import (
 )
 from benchmarks.engine import FRAMES_PER_SECOND, Load
 from benchmarks.voices import words_of
+from jobs.checks import PRESETS
 from jobs.settings import load_settings
 from jobs.store import open_store
 
@@ -77,7 +83,7 @@ LEAST_SECONDS, DRAIN_SECONDS = 25.0, 20.0
 #: A window of the engine alone.
 WINDOW_SECONDS = 3.0
 COLUMNS = (
-    "path", "size", "gpus", "output", "cloning", "voices", "slots", "start", "job_audio_s_per_s", "engine_audio_s_per_s", "share", "times_one_gpu",
+    "path", "size", "gpus", "output", "cloning", "voices", "slots", "qa", "start", "job_audio_s_per_s", "engine_audio_s_per_s", "share", "share_of_off", "times_one_gpu",
     "joules_per_audio_s", "first_audio_s", "cpu_cores", "failed",
 )  # fmt: skip
 
@@ -243,6 +249,7 @@ class JobBench:
         lengths = [self.load.shortest, self.load.longest]
         self.bench = Bench("job_h200", options, cores=os.cpu_count(), load_s=lengths)
         self.environment = environment_with(folder / "voices")
+        self.environment["SPEECH_WORKER__METER_PROCESSES"] = str(options.meters)
         self.engine_rates: dict[tuple[str, int], float] = {}
         #: Seconds of each recording on disk.
         self.recordings: list[float] = []
@@ -298,7 +305,9 @@ class JobBench:
             row["joules_per_audio_s"] = sum(joules) / rate
         self.add(row | {name: rows[0].get(name) for name in kept})
 
-    def job(self, path: str, size: str, gpus: int, cloning: str, count: int, short: bool = False) -> None:
+    def job(
+        self, path: str, size: str, gpus: int, cloning: str, count: int, qa: str, short: bool = False
+    ) -> None:
         """The row of one job, which clones `count` recordings; a short one does not count."""
         frames = self._lengths(size, gpus, short)
         if not short:
@@ -309,12 +318,12 @@ class JobBench:
             folder = Path(name)
             run = self._with_services if path == "s3" else self._into_folder
             command, found, commits = run(
-                folder, self._words(size, gpus, cloning), gpus, {**self.environment}
+                folder, self._words(size, gpus, cloning, qa), gpus, {**self.environment}
             )
         if short:
             return
         slots = slots_of(found["worker_said"])
-        row: Row = {"path": path, "size": size, "gpus": gpus, "slots": slots, "qa": "off"}
+        row: Row = {"path": path, "size": size, "gpus": gpus, "slots": slots, "qa": qa}
         row["precision"] = "exact"
         row |= {"output": self.options.output}
         row |= {"cloning": cloning, "voices": count, "start": "warm", "items": len(frames)}
@@ -335,13 +344,17 @@ class JobBench:
             (one["size"], one["gpus"]): one["engine_audio_s_per_s"] for one in rows if one["path"] == "engine"
         }
         jobs = [one for one in rows if "job_audio_s_per_s" in one and not one["voices"]]
-        ones = {(one["path"], one["size"]): one["job_audio_s_per_s"] for one in jobs if one["gpus"] == 1}
+        same = lambda one: (one["path"], one["size"], one["gpus"])  # noqa: E731
+        without = {same(one): one["job_audio_s_per_s"] for one in jobs if one["qa"] == "off"}
+        ones = {(*same(one)[:2], one["qa"]): one["job_audio_s_per_s"] for one in jobs if one["gpus"] == 1}
         for one in jobs:
             rate = one["job_audio_s_per_s"]
             if alone := engines.get((one["size"], one["gpus"])):
                 one |= {"engine_audio_s_per_s": alone, "share": rate / alone}
-            if one["gpus"] > 1 and (single := ones.get((one["path"], one["size"]))):
+            if one["gpus"] > 1 and (single := ones.get((*same(one)[:2], one["qa"]))):
                 one["times_one_gpu"] = rate / single
+            if one["qa"] != "off" and (off := without.get(same(one))):
+                one["share_of_off"] = rate / off
         self.bench.add(row)
 
     @property
@@ -359,13 +372,23 @@ class JobBench:
             round(2 * seconds * rate / (self.load.shortest + self.load.longest)) + beside
         )
 
-    def _words(self, size: str, gpus: int, cloning: str) -> tuple[list[str], list[str]]:
+    def _words(self, size: str, gpus: int, cloning: str, qa: str) -> tuple[list[str], list[str]]:
         """Options of the job, and of the worker; on a CPU several workers have GPUs in name only."""
         spoken = ["--language", "english", *(("--voice", "ryan") if cloning == "none" else ())]
         model = [voices.INSTANT] if self.options.instant else [f"planted-{size}-{kind_for(cloning)}", *spoken]
-        job = [str(self.folder / "input.jsonl"), "--model", *model, "--qa", "off", "--json"]
+        job = [str(self.folder / "input.jsonl"), "--model", *model, *self._checks(qa), "--json"]
         job += ["--output", self.options.output] if self.options.output != "audio" else []
         return job, ["--gpu", ",".join(map(str, range(gpus)))] if gpus > 1 or self.bench.on_gpu else []
+
+    def _checks(self, qa: str) -> list[str]:
+        """Options of checks without bounds."""
+        preset, _, share = qa.partition(":")
+        words, found = ["--qa", preset], PRESETS[preset]
+        changes = [f"bounds.{name}=false" for name in (found.bounds if found else ())]
+        changes += self.options.qa_set if found is not None and found.meters else []
+        for change in changes:
+            words += ["--qa-set", change]
+        return words + (["--qa-sample", share] if share else [])
 
     def _into_folder(
         self, folder: Path, given: tuple[list[str], list[str]], gpus: int, environment: dict[str, str]
@@ -412,12 +435,14 @@ class JobBench:
     def _jobs(self, size: str, cloning: str, counts: Sequence[int]) -> None:
         options = self.options
         if options.warm:
-            self.attempt(f"first {size} {cloning}", self.job, "folder", size, 1, cloning, counts[0], True)
+            self.attempt(
+                f"first {size} {cloning}", self.job, "folder", size, 1, cloning, counts[0], "off", True
+            )
         for gpus in options.gpus:
             for path in options.paths:
-                for count in counts:
-                    part = f"{path} {size} {gpus} {cloning} {count}"
-                    self.attempt(part, self.job, path, size, gpus, cloning, count)
+                for count, qa in product(counts, options.qa):
+                    part = f"{path} {size} {gpus} {cloning} {count} {qa}"
+                    self.attempt(part, self.job, path, size, gpus, cloning, count, qa)
 
     def measure(self) -> int:
         options = self.options
@@ -438,7 +463,7 @@ def main(given: Sequence[str] | None = None) -> int:
     options = read(
         parser(__doc__), given, sizes=["0b6"], gpus=[1], paths=["folder"], slots=1024, seconds=40.0, items=0,
         expected=3000.0, instant=0.0, minutes=60.0, skip_engine=False, warm=False, limit=300.0,
-        cloning=["none"], voices=[20], output="audio",
+        cloning=["none"], voices=[20], output="audio", qa=["off"], qa_set=str, meters=1,
         known={"sizes": ("0b6", "1b7"), "paths": ("folder", "s3"), "cloning": ("none", "vector", "context")},
     )  # fmt: skip
     if options.tiny:

