@@ -281,13 +281,13 @@ def item_seed(
     return int.from_bytes(digest.digest(), "big") >> 1
 
 
-#: In place of the number of a draw, in the hash that draws the sample of the checks.
+#: In place of the index of a message, in the hash that draws the sample of the checks.
 _SAMPLE = -1
 
 
-def is_sampled(quality: Quality, job_seed: int, example_id: str, message_index: int) -> bool:
-    """Whether meters measure an item. A larger share also has the items of a smaller one."""
-    drawn = item_seed(job_seed, example_id, message_index, _SAMPLE)
+def is_sampled(quality: Quality, job_seed: int, example_id: str) -> bool:
+    """Whether meters measure the items of a dialogue. A larger share also has the items of a smaller one."""
+    drawn = item_seed(job_seed, example_id, _SAMPLE)
     return quality.sample is msgspec.UNSET or drawn < quality.sample * 2**63
 
 

@@ -232,7 +232,7 @@ class ResultWriter:
             generation = msgspec.structs.replace(generation, voice=voice)
         checked = check_draw(draw.number, request.seed, speech, quality, text, generation)
         meters = quality.costly
-        if not is_sampled(quality, job.spec.seed, line.example_id, line.message_index):
+        if not is_sampled(quality, job.spec.seed, line.example_id):
             # The times of words are needed of every item.
             needed = job.spec.timestamps is True and not made.words
             meters = {name: meters[name] for name in (ALIGNER,) if needed and name in meters}

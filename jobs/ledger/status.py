@@ -310,18 +310,18 @@ def measured_items(sql: Transaction, job: Job) -> MeasuredItems:
     # The aligner of a job with times of words measures all items.
     names = [name for name in METERED if name != ALIGNER or job.spec.timestamps is not True]
     names += quality.bounds.keys() - CHECKS.keys()
-    likes = {f"like{number}": f'%"{name}":[%' for number, name in enumerate(names)} | {
-        "silero": '%,"silero"]%'
-    }
+    likes = {f"like{number}": f'%"{name}":%' for number, name in enumerate(names)}
+    likes["silero"] = '%,"silero"]%'
+    tests = " OR ".join(f"CAST(scores AS TEXT) LIKE :{name}" for name in likes)
     columns = ", ".join(name for name in SCORE_COLUMNS if name in names)
     # Few draws are searched: those of items that failed, or whose kept draw may have been measured.
     statement = f"""
     SELECT count(DISTINCT idx), count(DISTINCT CASE WHEN code IS NOT NULL THEN idx END) FROM draws
     WHERE job_no = (SELECT no FROM jobs WHERE id = :job) AND idx IN (
         SELECT idx FROM scores WHERE job_no = (SELECT no FROM jobs WHERE id = :job)
-        AND (COALESCE({columns}) IS NOT NULL OR others IS NOT NULL)
+        AND (COALESCE({columns}) IS NOT NULL OR {tests.replace("scores", "others")})
         UNION SELECT idx FROM items WHERE job_no = (SELECT no FROM jobs WHERE id = :job) AND state IN (2, 3)
-    ) AND ({" OR ".join(f"CAST(scores AS TEXT) LIKE :{name}" for name in likes)})
+    ) AND ({tests})
     """
     (counts,) = sql.rows(statement, job=job.id, **likes)
     highest = quality.max_failure_rate
