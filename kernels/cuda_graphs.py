@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -104,6 +104,17 @@ class BucketGraphs:
         self._pool = GraphPool()
         #: By shape: the memory of the inputs, the graph, and the memory of its result.
         self.graphs: dict[Hashable, tuple[list[Tensor], torch.cuda.CUDAGraph, Tensor]] = {}
+
+    @contextmanager
+    def following(self, *inputs: Tensor) -> Iterator[None]:
+        """Within the block the stream is the current one. It waits for the work of the one before, which makes
+        these inputs."""
+        current = torch.cuda.current_stream(self.stream.device)
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_stream(current)
+            for one in inputs:
+                one.record_stream(self.stream)
+            yield
 
     def __call__(self, key: Hashable, work: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """The result of `work` on a device's copies of these inputs, until the next call. `key`: whatever

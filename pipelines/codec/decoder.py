@@ -353,12 +353,8 @@ class CausalDecoder(Decoder[CodecState]):
         inputs = batch, to_device(filled, self.device)
         if self.state_graphs is None:
             self.state_graphs = BucketGraphs(torch.cuda.Stream(self.device, priority=CHUNK_PRIORITY))
-        graphs, current = self.state_graphs, torch.cuda.current_stream(self.device)
-        with torch.cuda.stream(graphs.stream):
-            graphs.stream.wait_stream(current)
-            for one in inputs:
-                one.record_stream(graphs.stream)
-            made = graphs(batch.shape, self.states_after, *inputs)
+        with self.state_graphs.following(*inputs):
+            made = self.state_graphs(batch.shape, self.states_after, *inputs)
             values = [one.clone() for one in made[: len(codes)]]
             written = WriteEvent(self.device)
         return {id(item): (item, one, written) for item, one in zip(codes, values)}

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from kernels.cuda_graphs import BucketGraphs
 from pipelines.qwen3_tts.codec import load_codec
 
 FOLDER = Path(__file__).parents[2] / "golden" / "qwen3_tts" / "checkpoint-base" / "speech_tokenizer"
@@ -34,6 +39,22 @@ class Written:
     def wait(self, _: torch.Tensor) -> None: ...
 
 
+class Launched(BucketGraphs):
+    """Batches on a CPU, which need no stream."""
+
+    def __init__(self) -> None:
+        self.keys: list[Any] = []
+
+    def following(self, *_: torch.Tensor) -> nullcontext[None]:
+        return nullcontext()
+
+    def __call__(
+        self, key: Hashable, work: Callable[..., torch.Tensor], *inputs: torch.Tensor
+    ) -> torch.Tensor:
+        self.keys.append(key)
+        return work(*inputs)
+
+
 @pytest.mark.parametrize("fixed", [False, True])
 def test_utterances_start_from_states_that_are_made_when_they_are_decoded(
     fixed: bool, monkeypatch: pytest.MonkeyPatch
@@ -43,7 +64,7 @@ def test_utterances_start_from_states_that_are_made_when_they_are_decoded(
     monkeypatch.setattr("pipelines.codec.decoder.KEPT_STATES", 3)
     torch.set_num_threads(1)
     plain, decoder = (load_codec(FOLDER, encodes=False).decoder for _ in range(2))
-    decoder.alone, decoder.fixed = False, fixed
+    decoder.alone, decoder.fixed, decoder.state_graphs = False, fixed, Launched()
     sizes = decoder.config.codebook_size, (90, decoder.config.num_quantizers)
     codes = torch.randint(0, *sizes, generator=torch.Generator().manual_seed(0))
     starts = [
@@ -59,3 +80,6 @@ def test_utterances_start_from_states_that_are_made_when_they_are_decoded(
             (wanted,) = plain.decode([codes[: 9 + i]], [state])
             torch.testing.assert_close(wave, wanted, rtol=1e-3, atol=1e-3)
     assert len(decoder.made) == 3
+    shapes = {(rows, frames) for rows, frames, _ in decoder.state_graphs.keys}
+    allowed = (8,) if fixed else (1, 2, 4)
+    assert shapes <= {*product(allowed, (64, 128))}, "few shapes, so few graphs"
