@@ -113,7 +113,7 @@ def test_a_decision_is_about_the_audio_that_was_heard(desk: Desk, job: Job, serv
     assert not server.decided
     assert decide(1, True, hash_of(desk, job, 0)) == (
         409,
-        "Item 'item-1' has other audio now, so it cannot be accepted.",
+        "Item 1 (item-1) has other audio now, so it cannot be accepted.",
     )
     assert not server.decided
     status, said = decide(1, True, hash_of(desk, job, 1))
