@@ -305,7 +305,7 @@ def status_of(sql: Transaction, job_id: str) -> JobStatus:
 
 
 def measured_items(sql: Transaction, job: Job) -> MeasuredItems:
-    """The items of a job that meters have measured, during the job or later (`nightjar check`)."""
+    """The items of a job that meters have measured."""
     quality = job.spec.quality or Quality()
     # The aligner of a job with times of words measures all items.
     names = [name for name in METERED if name != ALIGNER or job.spec.timestamps is not True]

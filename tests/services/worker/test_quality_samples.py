@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
@@ -14,6 +16,7 @@ from jobs.ledger.records import Job
 from jobs.ledger.status import MeasuredItems
 from jobs.status import status_lines, status_view
 from pipelines.registry import register_pipeline
+from pipelines.request import Speech, SynthesisRequest
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import FakePipeline
 from tests.support.quality_kit import Costs
@@ -83,6 +86,28 @@ def test_the_failure_rate_of_a_sample_has_an_interval_and_a_maximum(rig: Rig) ->
         line = next(line for line in status_lines(status) if line.startswith("checks"))
         assert f"{len(bad)} of {len(asked) + len(bad)} measured items failed a draw" in line
         assert ("above" in line) is above
+
+
+class Untimed(FakePipeline):
+    """Does not know when it says each word."""
+
+    def submit(self, request: SynthesisRequest) -> Future[Speech]:
+        return super().submit(dataclasses.replace(request, timestamps=False))
+
+
+def test_the_times_of_words_are_measured_of_every_item(rig: Rig) -> None:
+    rig.pipeline = Untimed()
+    job = rig.submit(
+        [f"text {number}" for number in range(60)],
+        quality=strict("sample=0.25", "meters.align={}"),
+        timestamps=True,
+    )
+    rig.run_next()
+    sampled = measured(rig, job)
+    assert 0 < len(sampled) < 60
+    assert all("align" in row.draw.scores for row in rig.ledger.draws(job.id))
+    # The aligner alone makes no item one of the sample.
+    assert rig.status(job).measured.items == len(sampled)
 
 
 def test_a_job_without_meters_tells_nothing(rig: Rig) -> None:
