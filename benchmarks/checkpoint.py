@@ -268,29 +268,21 @@ def fish_config(folder: Path, tiny: bool = False) -> FishConfig:
     """A folder with the published config.json and no weights, for vLLM's `load_format="dummy"`; `tiny` is for
     trying things out."""
     sizes = (64, 2, 2, 1, 32, 96) if tiny else (2560, 36, 32, 8, 128, 9728)
-    slow = dict(zip(_FISH_SIZES, sizes, strict=True))
-    fast, codes, text = (
-        {**slow, "n_layer": 1 if tiny else 4},
-        64 if tiny else 4096,
-        300 if tiny else _TEXT_IDS,
-    )
-    first, shared = text + 3 + len(FISH_CONTROLS), {"rope_base": 1_000_000, "norm_eps": 1e-6}
-    # The published vocabulary has two spare ids after the semantic tokens.
-    more = {"vocab_size": first + codes + 2, "max_seq_len": 32_768, "attention_qk_norm": True}
-    content = {
-        "model_type": "fish_qwen3_omni",
-        "eos_token_id": text + 2,
-        "semantic_start_token_id": first,
-        "semantic_end_token_id": first + codes - 1,
-        "text_config": {**slow, **shared, **more},
-        "audio_decoder_config": {
-            **fast,
-            **shared,
-            "vocab_size": codes,
-            "num_codebooks": 10,
-            "text_dim": slow["dim"],
-        },
+    codes, text = (64, 300) if tiny else (4096, _TEXT_IDS)
+    slow = dict(zip(_FISH_SIZES, sizes, strict=True)) | {"rope_base": 1_000_000, "norm_eps": 1e-6}
+    fast = slow | {
+        "n_layer": 1 if tiny else 4,
+        "vocab_size": codes,
+        "num_codebooks": 10,
+        "text_dim": slow["dim"],
     }
+    first = text + 3 + len(FISH_CONTROLS)
+    # The published vocabulary has two spare ids after the semantic tokens.
+    slow |= {"vocab_size": first + codes + 2, "max_seq_len": 32_768, "attention_qk_norm": True}
+    content = {
+        "model_type": "fish_qwen3_omni", "eos_token_id": text + 2, "semantic_start_token_id": first,
+        "semantic_end_token_id": first + codes - 1, "text_config": slow, "audio_decoder_config": fast,
+    }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
     config = FishConfig.from_folder(folder)
@@ -434,10 +426,8 @@ def write_checkpoint(
     With `seconds` it never draws the end; that is the length of every speech whose request asks for no
     shorter one.
     """
-    from pipelines.qwen3_tts.speaker import (  # transformers takes seconds to import
-        CodecEncoder,
-        SpeakerEncoder,
-    )
+    # transformers takes seconds to import.
+    from pipelines.qwen3_tts.speaker import CodecEncoder, SpeakerEncoder
 
     codec_folder = folder / "speech_tokenizer"
     codec_folder.mkdir(parents=True)

@@ -11,7 +11,6 @@ command has vLLM's V2 runner in Triton's interpreter, whose steps are those of a
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -19,12 +18,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.common import ROOT, Bench, environment_with, parser, read
+from benchmarks.common import ROOT, Bench, Row, environment_with, parser, read
 from pipelines.errors import NightjarError
 from pipelines.options import TokenModelOptions
 from pipelines.speechlm.config import SpeechLmConfig
@@ -74,11 +73,10 @@ def make_plugin_known(folder: Path) -> None:
     sys.path.insert(0, str(folder))
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """Requests of one kind: `text` steps, then `rows` of audio, guided where cfg is above 1."""
 
-    name: str
+    load: str
     requests: int
     prompt: int
     text: int
@@ -86,26 +84,23 @@ class Load:
     cfg: float = 1.0
 
 
-@dataclass(slots=True)
 class _Talk:
     """The receiver of one request: text first, then audio, both of fixed lengths."""
 
-    load: Load
-    config: SpeechLmConfig
-    host: VllmHost
-    script: Script
-    done: threading.Semaphore
-    broken: list[int] = field(default_factory=list[int])
-    failures: list[str] = field(default_factory=list[str])
-    pair: bool = False
-    streamed: bool = False
+    streamed = False
+
+    def __init__(
+        self, load: Load, config: SpeechLmConfig, host: VllmHost, script: Script, done: threading.Semaphore
+    ) -> None:
+        self.load, self.config, self.host, self.script, self.done = load, config, host, script, done
+        self.pair = self.broken = False
+        self.failure = ""
 
     def start(self) -> None:
-        if not self.load.text:
+        if self.load.text:
+            self._submit(self.script.text_request(self.config), self.load.text, ())
+        else:
             self._ask_for_audio([])
-            return
-        request = self.script.text_request(self.config)
-        self._submit(_fixed(request, self.load.text, ()))
 
     def tokens(self, ids: list[int], codes: Any) -> None: ...
 
@@ -113,55 +108,43 @@ class _Talk:
         if not self.pair and self.load.rows:
             self._ask_for_audio(list(tokens.ids))
             return
-        if self.pair and tokens.finish == "stop":
-            self.broken.append(1)
+        self.broken = self.pair and tokens.finish == "stop"
         self.done.release()
 
     def failed(self, error: NightjarError) -> None:
-        self.failures.append(str(error))
+        self.failure = str(error)
         self.done.release()
 
     def _ask_for_audio(self, written: Sequence[int]) -> None:
-        self.pair = True
-        special, pad = self.config.specials, self.config.specials.pad
+        self.pair, special = True, self.config.specials
         before = [special.text, *written, special.assistant, special.audio]
         request = self.script.audio_request(self.config, before, self.script.request_id)
-        request = _fixed(request, self.load.rows, (pad,))
-        self._submit(request)
+        self._submit(request, self.load.rows, (special.pad,))
 
-    def _submit(self, request: TokenRequest) -> None:
-        """Counts a request that the engine refuses as failed, so that nothing waits for it."""
+    def _submit(self, request: TokenRequest, steps: int, stops: tuple[int, ...]) -> None:
+        """Asks for exactly `steps` steps, unless the pair breaks. A request that the engine refuses counts as failed, so that
+        nothing waits for it."""
+
+        def cut(one: TokenRequest) -> TokenRequest:
+            sampling = replace(one.sampling, max_tokens=steps, stop_ids=stops, ignore_end=True)
+            shadow = None if one.shadow is None else cut(one.shadow)
+            return replace(one, sampling=sampling, shadow=shadow, extra={**one.extra, "min_rows": 1 << 20})
+
         try:
-            self.host.submit(request, self)
+            self.host.submit(cut(request), self)
         except NightjarError as error:
             self.failed(error)
 
 
-def _fixed(request: TokenRequest, steps: int, stops: tuple[int, ...]) -> TokenRequest:
-    """The request with exactly `steps` steps, unless its pair breaks."""
-
-    def cut(one: TokenRequest) -> TokenRequest:
-        sampling = replace(one.sampling, max_tokens=steps, stop_ids=stops, ignore_end=True)
-        return replace(one, sampling=sampling, extra={**one.extra, "min_rows": 1 << 20})
-
-    made = cut(request)
-    return made if request.shadow is None else replace(made, shadow=cut(request.shadow))
-
-
-def run(load: Load, config: SpeechLmConfig, host: VllmHost) -> dict[str, Any]:
+def run(load: Load, config: SpeechLmConfig, host: VllmHost) -> Row:
     """Runs a load to its end; tokens are stream-0 steps of the requests themselves, without null branches."""
-    done = threading.Semaphore(0)
-    draw = StreamSampling(0.8, 20)
-    first, span, written = (
-        config.text_token_offset,
-        config.text_token_end - config.text_token_offset,
-        StreamSampling(0.6, 20),
-    )
-    talks: list[_Talk] = []
+    done, talks = threading.Semaphore(0), list[_Talk]()
+    first, span = config.text_token_offset, config.text_token_end - config.text_token_offset
     for number in range(load.requests):
         body = (first + (number * 7919 + n * 104_729) % span for n in range(load.prompt - 1))
-        name, prompt = f"{load.name}-{number}", [config.specials.bos, *body]
-        script = Script(name, prompt, 1 << 20, number, written, draw, load.rows > 0, load.cfg)
+        name, prompt = f"{load.load}-{number}", [config.specials.bos, *body]
+        draws = StreamSampling(0.6, 20), StreamSampling(0.8, 20)
+        script = Script(name, prompt, 1 << 20, number, *draws, load.rows > 0, load.cfg)
         talks.append(_Talk(load, config, host, script, done))
     moment = host.moment
     steps, sequences, preempted = moment.steps, moment.sequence_steps, moment.preemptions
@@ -170,32 +153,16 @@ def run(load: Load, config: SpeechLmConfig, host: VllmHost) -> dict[str, Any]:
     for _ in talks:
         done.acquire()
     seconds = time.perf_counter() - begin
-    failures = [failure for talk in talks for failure in talk.failures]
-    tokens = load.requests * (load.text + load.rows)
-    names = ("requests", "prompt", "text", "rows", "cfg")
     return {
-        "load": load.name,
-        **{name: getattr(load, name) for name in names},
-        "tokens_per_s": tokens / seconds,
+        **load._asdict(),
+        "tokens_per_s": load.requests * (load.text + load.rows) / seconds,
         "seconds": seconds,
         "engine_steps": moment.steps - steps,
         "sequence_steps": moment.sequence_steps - sequences,
         "preemptions": moment.preemptions - preempted,
-        "broken_pairs": sum(len(talk.broken) for talk in talks),
-        "failures": failures[:5],
+        "broken_pairs": sum(talk.broken for talk in talks),
+        "failures": [talk.failure for talk in talks if talk.failure][:5],
     }
-
-
-def loads(options: argparse.Namespace) -> list[Load]:
-    count, prompt, steps = options.requests, options.prompt, options.steps
-    third = steps // 3
-    known = {
-        "text": Load("text", count, prompt, steps, 0),
-        "streams": Load("streams", count, prompt, 0, steps),
-        "mixed": Load("mixed", count, prompt, steps - third, third),
-        "pairs": Load("pairs", count, prompt, steps - third, third, 3.0),
-    }
-    return [known[name] for name in options.parts]
 
 
 def main() -> int:
@@ -209,26 +176,32 @@ def main() -> int:
     asked = {name: value for name, value in vars(options).items() if name != "json"}
     bench = Bench("speechlm", options, vllm=vllm)
     bench.keep(options=asked)
-    tiny, chosen = options.tiny, loads(options)
+    tiny, third = options.tiny, options.steps // 3
+    count, prompt, text = options.requests, options.prompt, options.steps - third
+    known = {
+        "text": Load("text", count, prompt, options.steps, 0),
+        "streams": Load("streams", count, prompt, 0, options.steps),
+        "mixed": Load("mixed", count, prompt, text, third),
+        "pairs": Load("pairs", count, prompt, text, third, 3.0),
+    }
     with tempfile.TemporaryDirectory() as name:
         make_plugin_known(Path(name))
         config = write_shape(Path(name), published=not tiny)
         spec = model_spec(config, share_prefixes=True)
         spec = replace(spec, engine={**spec.engine, "load_format": "dummy"})
-        most = max(load.requests for load in chosen)
         wanted = TokenModelOptions(
             memory_share=None if tiny else options.memory_share,
-            slots=2 * most,
-            waiting_room=most,
+            slots=2 * count,
+            waiting_room=count,
             max_context=256 if tiny else 2048,
             step_tokens=None if tiny else 16_384,
             tensor_parallel=options.tensor_parallel,
         )
         host = VllmHost(spec, wanted)
         try:
-            run(Load("warm", min(32, most), options.prompt, 8, 8, 2.0), config, host)
-            for load in chosen:
-                bench.attempt(load.name, lambda load=load: bench.add(run(load, config, host)))
+            run(Load("warm", min(32, count), prompt, 8, 8, 2.0), config, host)
+            for name in options.parts:
+                bench.attempt(name, lambda name=name: bench.add(run(known[name], config, host)))
         finally:
             host.close()
     return bench.end(

@@ -147,12 +147,6 @@ def write_recordings(folder: Path, count: int) -> list[float]:
         return list(threads.map(write, range(count)))
 
 
-def sound(seconds: float) -> np.ndarray:
-    """The instant sound, float32 [samples]."""
-    moments = np.arange(round(seconds * RATE)) / RATE
-    return (0.3 * np.sin(2 * np.pi * 207 * moments)).astype(np.float32)
-
-
 class InstantPipeline:
     """Answers inside `start`."""
 
@@ -160,7 +154,8 @@ class InstantPipeline:
 
     def __init__(self, seconds: float) -> None:
         self.info = EngineInfo(slots=64)
-        self._speech = Speech(sound(seconds), RATE, INSTANT)
+        moments = np.arange(round(seconds * RATE)) / RATE
+        self._speech = Speech((0.3 * np.sin(2 * np.pi * 207 * moments)).astype(np.float32), RATE, INSTANT)
 
     def start(
         self, request: SynthesisRequest | PreparedRequest, on_event: OnEvent, stream: bool = False

@@ -28,12 +28,12 @@ WHERE items.job_no = :job_no AND items.idx IN (:indexes)
 #: Of each item: why the decision is not possible, and whether its state changes. States are `ITEM_STATES`; an item that
 #: passed has no error.
 _FOUND = f"""
-SELECT items.idx, CASE
+SELECT items.idx, 'Item ' || items.idx || ' (' || example_id || ') ' || CASE
         WHEN state NOT IN (1, 2, 3) THEN 'has not ended'
         WHEN CAST(:heard AS TEXT) <> COALESCE(sha256, '') THEN 'has other audio now'
         WHEN :accepted AND state <> 1 AND sha256 IS NULL THEN 'has no audio'
         WHEN :accepted AND CAST(meta AS TEXT) LIKE '%%"part":%%' THEN 'has audio of one part of its text only'
-    END AS problem, error_code IS NOT NULL AND (state = 1) <> :accepted AS moves
+    END || CASE WHEN :accepted THEN ', so it cannot be accepted.' ELSE ', so it cannot be refused.' END AS problem, error_code IS NOT NULL AND (state = 1) <> :accepted AS moves
 {_HEARD} ORDER BY items.idx
 """
 _KIND = "CASE WHEN :accepted THEN :main ELSE 'quarantine' END"
@@ -92,23 +92,22 @@ def decide(
         advice = f"`nightjar items {job_id} --json` shows the id of each item."
         raise NotFoundError(ErrorCode.LEDGER_NOT_FOUND, message, advice)
     sql.rows(_LOCK, job=job_id, shards={row.shard_no for row in items.values()})
-    named = {row.index: row.id for row in items.values()}
-    values = {"job_no": known.no, "kinds": job.spec.audio_kinds, "accepted": decision.accepted}
-    found = sql.rows(_FOUND, **values, indexes=[*named], heard=heard)
+    indexes = [row.index for row in items.values()]
+    values = {"job": job_id, "job_no": known.no, "kinds": job.spec.audio_kinds, "main": job.spec.main_kind}
+    values |= {"accepted": decision.accepted, "person": clean(decision.person), "heard": heard}
+    values["reason"] = clean(decision.reason)
+    found = sql.rows(_FOUND, **values, indexes=indexes)
     for row in found:
         if row.problem:
-            word = "accepted" if decision.accepted else "refused"
-            message = f"Item {clean(named[row.idx])[:100]!r} {row.problem}, so it cannot be {word}."
-            raise ServiceError(ErrorCode.LEDGER_STATE, message, "")
+            raise ServiceError(ErrorCode.LEDGER_STATE, row.problem, "")
     moved = [row.idx for row in found if row.moves]
     for statement in _MOVES:
-        sql.change(statement, **values, indexes=moved, job=job_id, main=job.spec.main_kind)
+        sql.change(statement, **values, indexes=moved)
     kept = ((one.index, one.draw) for one in draws_of(sql, job_id, moved) if one.draw.kept)
     add_scores(sql, known.no, kept)
-    about = {"person": clean(decision.person), "reason": clean(decision.reason)}
-    sql.change(_ADD, **values, **about, indexes=[*named])
+    sql.change(_ADD, **values, indexes=indexes)
     state, count = known.state, len(moved) if decision.accepted else -len(moved)
     if state in (JobState.COMPLETED, JobState.COMPLETED_WITH_ERRORS):
         state = final_state(ended_items(sql, job_id)[1], known.rejected_lines)
     update_job(sql, job_id, _CHANGE, state=state, count=count)
-    return len(named)
+    return len(indexes)

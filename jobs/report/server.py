@@ -46,26 +46,24 @@ class ReportServer(ThreadingHTTPServer):
         #: Whether a decision was made.
         self.decided = False
 
-    def answer(self, place: str, sent: bytes | None) -> bytes:
-        """The page, the audio of an item (`audio/INDEX`), or a decision as text after it is recorded (`sent`). Raises
-        `ValueError` and `NightjarError`."""
+    def answer(self, place: str, sent: bytes) -> bytes:
+        """The page, the audio of an item (`audio/INDEX`), or a decision as text after it is recorded (`decisions`).
+        Raises `ValueError` and `NightjarError`."""
         ledger, job_id, made = self.ledger, self.job_id, io.BytesIO()
-        if sent is None and not place:
-            opened = nullcontext(made)
-            write_report(
-                ledger, self.store, job_id, Path(), served=True, open_file=lambda _: opened, **self.report
-            )
+        if not place:
+            report: Any = {**self.report, "served": True, "open_file": lambda _: nullcontext(made)}
+            write_report(ledger, self.store, job_id, Path(), **report)
             return made.getvalue()
         decision = heard = None
-        if sent is None:
-            index = msgspec.convert(place.removeprefix("audio/"), _Index, strict=False)
-        else:
+        if place == "decisions":
             index, accepted, heard, reason = _read(sent)
             decision = Decision(accepted, user_name(), reason)
+        else:
+            index = msgspec.convert(place.removeprefix("audio/"), _Index, strict=False)
         row = next(ledger.items(job_id, after=index - 1, limit=1), None)
         if row is None or row.index != index:
             raise ValueError("There is no such item.")
-        if decision is not None:
+        if decision:
             ledger.decide(job_id, [row.id], decision, heard)
             self.decided = True
             return str(decision).encode()
@@ -80,26 +78,24 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = IDLE_SECONDS
 
     def do_GET(self) -> None:
-        server, sent = self.server, None
+        server, headers, posts = self.server, self.headers, self.command == "POST"
         key, _, place = self.path[1:].partition("/")
         known = secrets.compare_digest(key.encode(), server.key.encode())
-        names = [f"http://{name}" for name in self.headers.get_all("Host", [""])]
-        status, body = 403, b"This address is of no report."
-        if self.command == "POST":
-            names += self.headers.get_all("Origin", [""])
+        names = [f"http://{name}" for name in headers.get_all("Host", [""])]
+        names += headers.get_all("Origin", [""]) if posts else []
+        status, kind, body = 403, "text/plain", b"This address is of no report."
         if known and {*names} == {server.origin}:
             try:
-                if self.command == "POST":
-                    sent = self.rfile.read(min(abs(int(self.headers["Content-Length"])), MAX_BYTES))
-                status, body = 200, server.answer(place, sent)
+                size = min(abs(int(headers["Content-Length"])), MAX_BYTES) if posts else 0
+                body = server.answer(place, self.rfile.read(size))
+                status, kind = 200, "application/octet-stream" if place else "text/html"
             except (NightjarError, ValueError, TypeError) as error:
                 status, body = 409, str(error).encode()
-        kind = "application/octet-stream" if status == 200 and place else "text/html; charset=utf-8"
+        about = {"Cache-Control": "no-store", "Content-Type": kind, "Content-Length": str(len(body))}
         with suppress(OSError):
             self.send_response(status)
-            self.send_header("Cache-Control", "no-store")
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
+            for header in about.items():
+                self.send_header(*header)
             self.end_headers()
             self.wfile.write(body)
 

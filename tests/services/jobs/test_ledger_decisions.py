@@ -149,7 +149,7 @@ def test_a_redraw_makes_a_decision_void(ledger: Ledger) -> None:
     job = job_of(ledger, quarantined(0), quarantined(1), done(2))
     ledger.decide(job.id, ["e0", "e1"], Decision(False, "ada", "noise"))
     assert ledger.retry(job.id, None) == 2
-    with pytest.raises(ServiceError, match="'e0' has not ended, so it cannot be accepted"):
+    with pytest.raises(ServiceError, match=r"\(e0\) has not ended, so it cannot be accepted"):
         ledger.decide(job.id, ["e0"], Decision(True, "ada"))
     lease = lease_next(ledger)
     # The second item gets the same audio again, so it is still refused.
@@ -190,14 +190,14 @@ def test_nothing_is_written_if_one_of_the_items_cannot_be_decided(ledger: Ledger
     was = snapshot(ledger)
     refused = [
         (job, ["e1", "e4", "e0:turn0", "x\x00y"], NotFoundError, "no item 'e4', 'e0:turn0', 'x.*y'"),
-        (job, ["e1", "e2"], ServiceError, "'e2' has audio of one part of its text only"),
-        (job, ["e1", "e3"], ServiceError, "'e3' has no audio, so it cannot be accepted"),
-        (pending, ["e0"], ServiceError, "'e0' has not ended, so it cannot be accepted"),
+        (job, ["e1", "e2"], ServiceError, r"\(e2\) has audio of one part of its text only"),
+        (job, ["e1", "e3"], ServiceError, r"\(e3\) has no audio, so it cannot be accepted"),
+        (pending, ["e0"], ServiceError, r"\(e0\) has not ended, so it cannot be accepted"),
     ]
     for where, ids, kind, message in refused:
         with pytest.raises(kind, match=message):
             ledger.decide(where.id, ids, Decision(True, "ada"))
-    with pytest.raises(ServiceError, match="'e1' has other audio now"):
+    with pytest.raises(ServiceError, match=r"\(e1\) has other audio now"):
         ledger.decide(job.id, ["e1"], Decision(True, "ada"), "bad-0")
     with pytest.raises(NotFoundError):
         ledger.decide("0" * 26, ["e1"], Decision(True, "ada"))

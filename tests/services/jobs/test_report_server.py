@@ -86,7 +86,7 @@ def decisions(desk: Desk, job: Job) -> dict[str, bool]:
 
 def test_the_page_plays_the_audio_of_every_item(desk: Desk, job: Job, server: ReportServer) -> None:
     status, page, headers = ask(server, "GET", f"/{server.key}/")
-    assert (status, headers["Cache-Control"]) == (200, "no-store")
+    assert (status, headers["Cache-Control"], headers["Content-Type"]) == (200, "no-store", "text/html")
     document = read_page(page.decode())
     sources = sorted(player.attributes["src"] for player in document.all("audio"))
     assert sources == [f"audio/{index}" for index in range(4)]
@@ -113,7 +113,7 @@ def test_a_decision_is_about_the_audio_that_was_heard(desk: Desk, job: Job, serv
     assert not server.decided
     assert decide(1, True, hash_of(desk, job, 0)) == (
         409,
-        "Item 'item-1' has other audio now, so it cannot be accepted.",
+        "Item 1 (item-1) has other audio now, so it cannot be accepted.",
     )
     assert not server.decided
     status, said = decide(1, True, hash_of(desk, job, 1))
@@ -152,8 +152,8 @@ def test_other_sites_decide_nothing(
     desk: Desk, job: Job, server: ReportServer, headers: dict[str, str | None]
 ) -> None:
     asked = [1, True, hash_of(desk, job, 1), ""]
-    status, body, _ = ask(server, "POST", f"/{server.key}/decisions", asked, headers)
-    assert (status, body) == (403, b"This address is of no report.")
+    status, body, got = ask(server, "POST", f"/{server.key}/decisions", asked, headers)
+    assert (status, body, got["Content-Type"]) == (403, b"This address is of no report.", "text/plain")
     if "Host" in headers:
         assert ask(server, "GET", f"/{server.key}/", headers=headers)[0] == 403
     assert decisions(desk, job) == {}
@@ -162,6 +162,7 @@ def test_other_sites_decide_nothing(
 
 def test_the_key_is_needed(desk: Desk, job: Job, server: ReportServer) -> None:
     asked = [1, True, hash_of(desk, job, 1), ""]
+    assert ask(server, "GET", f"/{server.key}/decisions", asked)[0] == 409
     assert len(server.key) >= 40
     for key in ("", server.key[:-1], f"{server.key}x", server.key.swapcase(), "%00", "../" + server.key):
         for method, path in (("GET", ""), ("GET", "audio/0"), ("POST", "decisions")):
@@ -207,7 +208,9 @@ def test_hostile_places_and_lengths_are_answered(desk: Desk, server: ReportServe
         "../ledger",
         "x",
     ):
-        assert ask(server, "GET", f"/{server.key}/{place}")[0] == 409, place
+        status, _, got = ask(server, "GET", f"/{server.key}/{place}")
+        # Errors are no pages: a message may have the id of an item.
+        assert (status, got["Content-Type"]) == (409, "text/plain"), place
     for length in ("x", "1e3", ""):
         headers: dict[str, str | None] = {"Content-Length": length}
         assert ask(server, "POST", f"/{server.key}/decisions", b"[]", headers)[0] == 409, length
