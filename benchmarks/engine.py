@@ -406,7 +406,7 @@ class Throughput:
         #: Microseconds a frame of the codec alone, where it was measured.
         self.codec_us: float | None = None
         chosen = (one.partition("=") for one in bench.options.option)
-        self.overrides = {name: int(number) for name, _, number in chosen}
+        self.overrides: dict[str, Any] = {name: int(number) for name, _, number in chosen}
 
     def measure(self, slots: int, windows: int, reproducible: bool = False, more_text: int = 0) -> None:
         """The row of the whole with `slots` slots."""
