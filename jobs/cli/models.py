@@ -316,14 +316,15 @@ def serve(
 
 def client_names(cards: Sequence[ModelCard], names: tuple[str, ...]) -> list[tuple[str, ...]]:
     """The names of each model for clients. Raises `config.invalid` if the names do not tell models apart."""
-    if len(cards) == 1 and names:
-        return [names]
-    if names and len(names) != len(cards):
-        raise invalid(f"There are {len(cards)} models and {len(names)} names.", "Give one --name for each.")
     # Clients must not see the path of a folder.
     given = names or tuple(Path(card.name).name for card in cards)
-    if len(set(given)) < len(given):
-        raise invalid(f"Two models have the same name: {', '.join(given)}.", "Give each its own --name.")
+    if len(cards) == 1:
+        return [given]
+    if not len(cards) == len(given) == len(set(given)):
+        raise invalid(
+            f"{len(cards)} models have the names {', '.join(given)}.",
+            "Give each model one --name of its own.",
+        )
     return [(name,) for name in given]
 
 

@@ -174,8 +174,8 @@ def _add_synthesis_routes(app: FastAPI, serving: Serving) -> None:
 
 
 def _add_voice_routes(app: FastAPI, serving: Serving) -> None:
-    """Adds the routes of voices, in OpenAI's and in Cartesia's format; their parameter `model` names a model of
-    several. Stored voices belong to all of them."""
+    """Adds the routes of voices: in OpenAI's format, where the parameter `model` names a model of several, and in
+    Cartesia's for the first model. Stored voices belong to all of them."""
 
     @app.get(_VOICES)
     def listed(model: str | None = None) -> JsonObject:
@@ -191,15 +191,8 @@ def _add_voice_routes(app: FastAPI, serving: Serving) -> None:
 
     app.delete(_VOICES + "/{name}", description="Deletes a stored voice.")(serving.voices.delete)
 
-    @app.get("/voices")
-    def page(starting_after: str | None = None, model: str | None = None) -> JsonObject:
-        """All voices in Cartesia's format."""
-        return serving.of(model).voices.page(starting_after)
-
-    @app.get("/voices/{name}")
-    def card(name: str, model: str | None = None) -> JsonObject:
-        """One voice in Cartesia's format."""
-        return serving.of(model).voices.card(name)
+    app.get("/voices", description="All voices in Cartesia's format.")(serving.voices.page)
+    app.get("/voices/{name}", description="One voice in Cartesia's format.")(serving.voices.card)
 
 
 def _add_pages(app: FastAPI, names: list[str]) -> None:

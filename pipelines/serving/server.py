@@ -6,7 +6,6 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import FrameType
 
@@ -92,8 +91,7 @@ class Server(uvicorn.Server):
             super().run(sockets or [self._socket])
         finally:
             models = [model for model, _, _ in self.served]
-            with ThreadPoolExecutor(len(models)) as closing:
-                self.hangs = not all(closing.map(ServedModel.close, models))
+            self.hangs = False in [model.close() for model in models]
             self._socket.close()
         for model in models:
             if model.failure is not None:
