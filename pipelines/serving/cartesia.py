@@ -17,7 +17,7 @@ from pipelines.request import Generation, SynthesisRequest
 from pipelines.serving.admission import Permit
 from pipelines.serving.encoding import MAX_RATE, MIN_RATE, Encoding, PcmStream
 from pipelines.serving.errors import JsonObject, as_api_error, bad_request, check_text, empty_text
-from pipelines.serving.request_body import Body, SpokenBody
+from pipelines.serving.request_body import Body, SpokenBody, Trim
 from pipelines.serving.streaming import Head, Parts, Serving, SpeechPiece, event, event_head, speech_pieces
 from pipelines.text_units import unit_requests, units_of
 
@@ -64,6 +64,7 @@ class GenerationConfig(SpokenBody):
 
     instruct: str | None = None
     cfg: float | None = None
+    trim_leading_silence_ms: Trim = 0.0
 
 
 class SpeechFields(Body):
@@ -195,7 +196,8 @@ async def answer(serving: Serving, fields: SpeechFields, permit: Permit, request
     requests = unit_requests(request, units)
     headers, step = {"x-seed": str(request.seed)}, permit.since
     output = fields.output_format
-    async with aclosing(speech_pieces(serving, requests, permit, encoder_of(serving, output))) as pieces:
+    trim_ms, encoder = fields.generation_config.trim_leading_silence_ms, encoder_of(serving, output)
+    async with aclosing(speech_pieces(serving, requests, permit, encoder, trim_ms=trim_ms)) as pieces:
         if not isinstance(fields, EventsRequest):
             yield Head("audio/wav" if output.container == "wav" else "application/octet-stream", headers)
             async for piece in pieces:

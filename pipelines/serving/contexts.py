@@ -220,8 +220,17 @@ class Context:
         opened = partial(passage.attach, sent_characters=len(passage.text)) if self._streams_text else None
         encoder = self._socket.encoder(self._serving, self._first)
         has_sent_audio = number > 0
+        # Silence between two texts is a pause.
+        trim_ms = 0.0 if number else self._first.generation_config.trim_leading_silence_ms
         speech = speech_pieces(
-            self._serving, [request], permit, encoder, opened, self._sent_seconds, lambda: passage.text
+            self._serving,
+            [request],
+            permit,
+            encoder,
+            opened,
+            self._sent_seconds,
+            lambda: passage.text,
+            trim_ms,
         )
         async with aclosing(speech) as pieces:
             async for piece in pieces:

@@ -252,6 +252,10 @@ class Body(BaseModel):
         return {name: getattr(self, name) for name in names}
 
 
+#: Maximum leading silence in ms that is left out of a stream.
+Trim = Annotated[float, Field(ge=0, le=5000)]
+
+
 class SpokenBody(Body):
     """The settings of a line's `generation` that every request accepts."""
 

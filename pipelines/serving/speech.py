@@ -14,7 +14,7 @@ from pipelines.request import Generation, SynthesisRequest
 from pipelines.serving.admission import Permit
 from pipelines.serving.encoding import MEDIA_TYPES, SpeechFormat, stream_encoder, whole_file
 from pipelines.serving.errors import ApiError, as_api_error, bad_request, check_text, named_field
-from pipelines.serving.request_body import SpokenBody
+from pipelines.serving.request_body import SpokenBody, Trim
 from pipelines.serving.streaming import (
     Head,
     Parts,
@@ -104,6 +104,7 @@ class SpeechBody(SpokenBody):
     cfg: float | None = None
     #: The events also have the times of words.
     timestamps: bool = False
+    trim_leading_silence_ms: Trim = 0.0
 
 
 _FIELDS = {**{name: name for name in SpeechBody.model_fields}, "instruct": "instructions"}
@@ -137,6 +138,11 @@ def check(serving: Serving, body: SpeechBody) -> bool:
             "timestamps",
             body.timestamps and body.stream_format != "sse",
             "Times of words are in events. Set `stream_format` to `sse`, or remove `timestamps`.",
+        ),
+        (
+            "trim_leading_silence_ms",
+            body.trim_leading_silence_ms and not _streams(serving, body),
+            "Silence is left out of streams. Set `stream` to true, or remove `trim_leading_silence_ms`.",
         ),
     ):
         if requested:
@@ -190,7 +196,9 @@ async def answer(serving: Serving, body: SpeechBody, permit: Permit, request_id:
         yield data
         return
     encoder = stream_encoder(model.card.sample_rate, kind)
-    async with aclosing(speech_pieces(serving, requests, permit, encoder)) as pieces:
+    async with aclosing(
+        speech_pieces(serving, requests, permit, encoder, trim_ms=body.trim_leading_silence_ms)
+    ) as pieces:
         yield event_head(headers, ApiError.view) if events else Head(MEDIA_TYPES[kind], headers)
         async for piece in pieces:
             times = {"words": piece.words, "estimated": piece.estimated} if body.timestamps else {}

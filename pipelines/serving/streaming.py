@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -28,6 +29,10 @@ from pipelines.serving.voices import Voices
 from pipelines.serving.word_estimates import WordEstimates
 
 log = logging.getLogger(__name__)
+
+#: Samples up to this value are silence. Of the silence before the first sound this much stays, since a sound begins
+#: softly.
+_SILENCE, _KEPT_SECONDS = 0.01, 0.02
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,12 +83,14 @@ async def speech_pieces(
     on_handle: Callable[[Handle], None] | None = None,
     begin_seconds: float = 0.0,
     text_so_far: Callable[[], str] | None = None,
+    trim_ms: float = 0.0,
 ) -> AsyncGenerator[SpeechPiece, None]:
     """Yields the encoded speech of all requests in order, as it is made; no piece is empty. Several requests
     hold the slot until the last one is done.
 
     `on_handle`: as in `ServedModel.chunks`; `begin_seconds`: the time of the first piece, for those of words;
-    `text_so_far`: the text of a request whose text is still open. Raises as `ServedModel.chunks`, and
+    `text_so_far`: the text of a request whose text is still open; `trim_ms`: maximum length of leading silence
+    that is left out, up to `_KEPT_SECONDS` before the first sound. Raises as `ServedModel.chunks`, and
     `synth.no_audio` if the model made no audio.
     """
 
@@ -92,7 +99,9 @@ async def speech_pieces(
         # thread.
         return await asyncio.to_thread(call, *given) if encoder.compresses else call(*given)
 
-    seconds, estimates = begin_seconds, None
+    seconds, estimates, rate = begin_seconds, None, serving.model.card.sample_rate
+    #: Samples that may still be left out.
+    room = round(trim_ms * rate / 1000)
     is_several = len(requests) > 1
     if is_several:
         permit.hold()
@@ -100,15 +109,22 @@ async def speech_pieces(
         for request in requests:
             begin, estimates = seconds, None
             if request.timestamps and not serving.model.card.capabilities.word_times:
-                estimates = WordEstimates(serving.model.card.sample_rate)
+                estimates = WordEstimates(rate)
             async with aclosing(serving.model.chunks(request, permit, on_handle)) as chunks:
                 async for chunk in chunks:
                     audio = chunk.speech if isinstance(chunk, Done) else chunk
-                    if len(audio.samples):
-                        added_seconds = len(audio.samples) / audio.sample_rate
+                    samples = audio.samples
+                    if room:
+                        sounding = np.flatnonzero(np.abs(samples) > _SILENCE)
+                        silent = sounding[0] - _KEPT_SECONDS * rate if len(sounding) else len(samples)
+                        cut = min(max(int(silent), 0), room)
+                        room = room - cut if cut == len(samples) else 0
+                        samples, begin = samples[cut:], begin - cut / rate
+                    if len(samples):
+                        added_seconds = len(samples) / rate
                         seconds += added_seconds
                         serving.metrics.audio_sent(added_seconds)
-                    data = await run(encoder.add, audio.samples, isinstance(chunk, Done))
+                    data = await run(encoder.add, samples, isinstance(chunk, Done))
                     words: Iterable[Word] = audio.words
                     if estimates is not None:
                         text = text_so_far() if text_so_far else str(request.messages[-1].content)

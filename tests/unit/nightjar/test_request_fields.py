@@ -77,7 +77,9 @@ SPEECH: list[Row] = [
     ({"seed": 8}, {"seed": 8}),
     ({"timestamps": True, "stream_format": "sse"}, {"timestamps": True}),
 ]
-SPEECH_ELSEWHERE = {"model", "response_format", "speed", "stream", "stream_format"}
+SPEECH_ELSEWHERE = {
+    "model", "response_format", "speed", "stream", "stream_format", "trim_leading_silence_ms",
+}  # fmt: skip
 CHAT: list[Row] = [
     *rows(*_SETTINGS, "max_tokens"),
     *rows("mode", "cfg", "text_temperature", "audio_temperature", inside="vllm_xargs"),
@@ -111,7 +113,7 @@ AGENTS: list[Row] = [
     ({"language": "EN-gb"}, {"generation.language": "EN-gb"}),
     ({"language": "klingon"}, {"generation.language": "klingon"}),
 ]
-AGENTS_ELSEWHERE = {"model_id", "output_format"}
+AGENTS_ELSEWHERE = {"model_id", "output_format", "generation_config.trim_leading_silence_ms"}
 
 
 class Recorder(StreamVoice):
