@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.types import Scope
 
@@ -38,11 +39,13 @@ class _Utterance:
     session: SessionMessage
     text: str = ""
     sent_bytes: int = 0
-    #: Words, and the seconds at which they begin and end.
-    times: tuple[list[str], list[float], list[float]] = field(default_factory=lambda: ([], [], []))
-    #: Whether a context was opened for it, and whether the client has ended its text.
+    alignment: dict[str, list[Any]] = field(
+        default_factory=lambda: {"words": [], "word_start_times_seconds": [], "word_end_times_seconds": []}
+    )
+    #: Whether it has text, whether the client has ended the text, and whether its context has ended.
     opened: bool = False
     complete: bool = False
+    ended: bool = False
 
     def message(self, kind: str, **facts: object) -> JsonObject:
         return {"type": kind, "utterance_index": self.index, "sentence_index": 0, **facts}
@@ -61,19 +64,13 @@ class _Utterance:
         """The messages after the audio."""
         sent, self.sent_bytes = self.sent_bytes, 0
         if sent:
-            words, begins, ends = self.times
             if self.session.in_objects:
                 in_ms = [
                     {"word": word, "start_ms": round(1000 * begin), "end_ms": round(1000 * end)}
-                    for word, begin, end in zip(words, begins, ends)
+                    for word, begin, end in zip(*self.alignment.values())
                 ]
                 yield self._chunk(b"", in_ms)
-            alignment = {
-                "words": words,
-                "word_start_times_seconds": begins,
-                "word_end_times_seconds": ends,
-            }
-            info = {"word_alignment": alignment}
+            info = {"word_alignment": self.alignment}
             yield self.message("audio.done", total_bytes=sent, error=failed, timestamp_info=info)
         if self.complete:
             yield self.message("session.done", total_sentences=int(sent > 0))
@@ -84,7 +81,6 @@ class SpeechStreamSocket(ContextSocket):
     and sends their speech while it is made."""
 
     route = SPEECH_STREAM
-
     _said: _Utterance | None = None
 
     async def open(self, scope: Scope) -> None:
@@ -116,8 +112,8 @@ class SpeechStreamSocket(ContextSocket):
         self._spoken[name] = said
         if complete:
             self._said = _Utterance(said.index + 1, said.session)
-        if said.opened and name not in self.contexts:
-            # Its context has failed, or has ended because no text came.
+        if said.ended:
+            # Its context has failed, or no text came for too long.
             if complete:
                 await self.send(done(name))
             return
@@ -175,8 +171,9 @@ class SpeechStreamSocket(ContextSocket):
         if kind == "chunk":
             yield from said.audio(view["data"])
         elif kind == "timestamps":
-            for known, new in zip(said.times, view["word_timestamps"].values()):
+            for known, new in zip(said.alignment.values(), view["word_timestamps"].values()):
                 known += new
         elif view["done"]:
+            said.ended = True
             del self._spoken[view["context_id"]]
             yield from said.end(kind == "error")
