@@ -437,8 +437,9 @@ class Throughput:
         """The executor of `slots` slots with pages for this load, its sizes, and the seconds it took. `wide`: as a
         job has it, with spare slots."""
         each, model = -(-load.positions // PAGE_SIZE), self.model
-        pages = {"pages": slots * each, "page_size": PAGE_SIZE}
-        asked = NativeModelOptions(slots=slots, max_context=MAX_CONTEXT, **pages)
+        asked = NativeModelOptions(
+            slots=slots, max_context=MAX_CONTEXT, pages=slots * each, page_size=PAGE_SIZE
+        )
         wide &= not reproducible
         options = engine_options(model.config, model.device, model.dtype, asked, wide=wide)
         options = replace(options, **self.overrides)
