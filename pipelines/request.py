@@ -311,7 +311,7 @@ class EngineInfo:
         return ", ".join(word for word in words if word)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """The current state of an engine. Counters start at 0 with its process."""
 

@@ -288,13 +288,13 @@ class VllmHost:
         moment, under_way = self.moment, self._taken
         running = min(moment.running, under_way)
         return EngineStats(
-            running,
-            under_way - running,
-            self._done,
-            moment.tokens,
-            audio_seconds,
-            moment.kv_use,
-            "broken" if self._llm.errored else "ready",
+            running=running,
+            waiting=under_way - running,
+            requests_done=self._done,
+            frames=moment.tokens,
+            audio_seconds=audio_seconds,
+            kv_use=moment.kv_use,
+            state="broken" if self._llm.errored else "ready",
         )
 
     def close(self) -> None:
