@@ -71,18 +71,20 @@ def test_a_request_reaches_the_model_that_it_names(server: Running) -> None:
 def test_each_model_has_its_own_limits_metrics_and_state(server: Running, tone: StreamVoice) -> None:
     with ThreadPoolExecutor(1) as pool:
         held = pool.submit(server.speak, "hold", model="tone", response_format="pcm")
-        server.until(lambda: server.metrics()["speech_server_running{model=tone}"] == 1)
-        assert server.speak(model="tone").status_code == 429
-        assert server.speak(model="fake").status_code == 200
-        server.until(lambda: server.metrics()["speech_server_running{model=fake}"] == 0)
-        now = server.metrics()
-        assert now["speech_server_running{model=tone}"] == 1
-        assert now["speech_audio_seconds_total{model=fake}"] > 0.0
-        assert now["speech_engine_slots{model=fake}"] == 8
-        assert now["speech_http_requests_total{route=/v1/audio/speech,status=429}"] == 1
-        states = {"fake": "ready", "tone": "ready"}
-        assert server.http.get("/health").json() == {"status": "ready", "models": states}
-        tone.let_go()
+        try:
+            server.until(lambda: server.metrics()["speech_server_running{model=tone}"] == 1)
+            assert server.speak(model="tone").status_code == 429
+            assert server.speak(model="fake").status_code == 200
+            server.until(lambda: server.metrics()["speech_server_running{model=fake}"] == 0)
+            now = server.metrics()
+            assert now["speech_server_running{model=tone}"] == 1
+            assert now["speech_audio_seconds_total{model=fake}"] > 0.0
+            assert now["speech_engine_slots{model=fake}"] == 8
+            assert now["speech_http_requests_total{route=/v1/audio/speech,status=429}"] == 1
+            states = {"fake": "ready", "tone": "ready"}
+            assert server.http.get("/health").json() == {"status": "ready", "models": states}
+        finally:
+            tone.let_go()
         assert held.result().status_code == 200
 
 

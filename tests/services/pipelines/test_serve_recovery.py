@@ -102,11 +102,13 @@ def test_the_wait_for_an_engine_ends_with_the_time_of_the_request() -> None:
     first = Mortal()
     opened = reopening(first, StreamVoice(), wait=lambda: back.wait(PATIENCE_SECONDS))
     with Running(first, open_model=opened, request_seconds=1.0) as server:
-        answer = pcm(server, "Please die.")
-        assert (answer.status_code, error_of(answer)["code"]) == (504, "synth.timeout")
-        late = pcm(server, "I came later.")
-        assert (late.status_code, error_of(late)["code"]) == (503, "engine_starting")
-        back.set()
+        try:
+            answer = pcm(server, "Please die.")
+            assert (answer.status_code, error_of(answer)["code"]) == (504, "synth.timeout")
+            late = pcm(server, "I came later.")
+            assert (late.status_code, error_of(late)["code"]) == (503, "engine_starting")
+        finally:
+            back.set()
         server.until(lambda: server.health() == 200)
         server.until_idle()
 
