@@ -219,9 +219,10 @@ class CalledChild(Child[_Answer], Generic[T]):
         answer: type[T] | Any,
         environment: Mapping[str, str] | None = None,
         *,
+        bound: bool = True,
         output: int = 2,
     ) -> None:
-        super().__init__(program, _Answer, environment, output=output)
+        super().__init__(program, _Answer, environment, bound=bound, output=output)
         self._answer = answer
         self._closed = False
         self._numbers = itertools.count()
