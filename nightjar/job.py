@@ -44,11 +44,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from jobs.export.job_set import StoredJob
     from pipelines.request import Word
 
 POLL_SECONDS = 0.25
-_WAIT_SECONDS = 0.2
 _PAGE_ITEMS = 1000
 #: Options of `jobs.export.export_jobs` for users.
 _EXPORT_OPTIONS = (
@@ -382,11 +380,6 @@ class Job:
             )
         return delete_job(self._ledger, self._confirmed(), self.id)
 
-    def _stored(self) -> StoredJob:
-        from jobs.export.job_set import StoredJob
-
-        return StoredJob(self._ledger, self._confirmed(), self._ledger.job(self.id))
-
     def _confirmed(self) -> ObjectStore:
         """The store. Raises `store.unreachable` if it does not exist."""
         return store_of(self._ledger.job(self.id), self._settings.s3)
@@ -507,7 +500,7 @@ def export(
 ) -> Path:
     """Exports the items of jobs that have audio so far to one dataset, as `nightjar export` does, and returns
     its path. `where`: a filter as in `Job.items`; `options`: the options of `jobs.export.export_jobs`."""
-    from jobs.export import export_jobs, parse_splits
+    from jobs.export import StoredJob, export_jobs, parse_splits
 
     check_type("to", to, (str, os.PathLike), "a path")
     if unknown := sorted(options.keys() - signature(export_jobs).parameters.keys()):
@@ -520,9 +513,8 @@ def export(
     if not chosen:
         raise invalid("There are no jobs to export.", "Give at least one job.")
     options = {"s3": chosen[0]._settings.s3, **options}
-    return Path(
-        export_jobs([job._stored() for job in chosen], format, str(to), where=_filter(where), **options).to
-    )
+    stored = [StoredJob(job._ledger, job._confirmed(), job._ledger.job(job.id)) for job in chosen]
+    return Path(export_jobs(stored, format, str(to), where=_filter(where), **options).to)
 
 
 def _filter(text: str | None) -> Where | None:

@@ -20,11 +20,7 @@ from jobs.ingest import check_has_work, resolve_for, submit_for_workers
 from jobs.job_options import JobOptions, SubmitOptions, checked_options, job_of, user_name
 from jobs.ledger.records import Reading
 from jobs.local_run import run_locally
-from jobs.recent_jobs import (
-    JobChoice,
-    chosen_jobs,
-    settings_for_new_job,
-)
+from jobs.recent_jobs import JobChoice, chosen_jobs, settings_for_new_job
 from jobs.settings import Settings, load_settings
 from jobs.source import check_source
 from jobs.spec import ResolvedSpec
@@ -61,8 +57,7 @@ def run(
     if (error := missing_meters(resolved.spec.quality, say)) is not None:
         raise error
     devices = None if gpu is None else choose_gpus(str(gpu))
-    local = partial(run_locally, settings, path, resolved, submitted, devices)
-    thread = LocalThread(local, quiet=quiet)
+    thread = LocalThread(partial(run_locally, settings, path, resolved, submitted, devices), quiet=quiet)
     job = thread.until_submitted()
     return Job(job.id, job.store_url, settings, thread, quiet=quiet)
 
@@ -142,9 +137,4 @@ def _read(
         pool = msgspec.structs.replace(spec.pool, by_speaker=False) if spec.pool else spec.pool
         spec = msgspec.structs.replace(spec, reading=reading, pool=pool)
         settings = settings.model_copy(update={"audio_roots": (*settings.audio_roots, Path.cwd())})
-    return (
-        path,
-        resolve_for(settings, spec, submitted),
-        submitted,
-        settings,
-    )
+    return path, resolve_for(settings, spec, submitted), submitted, settings

@@ -194,18 +194,21 @@ def control_token(name: str) -> InputError:
     )
 
 
-def check_room(positions: int, held: int, room: int, setting: str) -> None:
-    """Raises `InputError` (`input.too_long`) for a prompt that leaves no room for speech and its end.
+def room_after(positions: int, held: int, setting: str = "a larger max_context", beyond: int = 0) -> int:
+    """The number of tokens that fit after a prompt. Raises `InputError` (`input.too_long`) if there is no room for
+    speech and its end.
 
-    `positions`: length of the prompt; `held`: maximum positions of a sequence in the engine; `room`: tokens
-    that fit after the prompt; `setting`: the setting that gives the engine more positions.
+    `positions`: length of the prompt; `held`: maximum positions of a sequence in the engine; `setting`: the setting
+    that gives the engine more positions; `beyond`: tokens that need no position.
     """
+    room = held - positions + beyond
     if room < 2:
         raise InputError(
             ErrorCode.INPUT_TOO_LONG,
             f"The prompt has {positions} positions; the engine holds {held}.",
             f"Shorten the text or the reference, or open the model with {setting}.",
         )
+    return room
 
 
 def frames_within(seconds: float, frames_per_second: float, maximum: int) -> int:

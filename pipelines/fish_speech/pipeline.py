@@ -42,7 +42,7 @@ from pipelines.results import (
     no_audio,
 )
 from pipelines.tokens import TokenHost, TokenRequest, Tokens, TokenSampling, token_sampling
-from pipelines.validation import check_room, frames_within, speech_task
+from pipelines.validation import frames_within, room_after, speech_task
 from pipelines.vllm_engine.library import load_vllm
 
 #: Difference between the seeds of an item's turns (2**64 / golden ratio), which makes all of them distinct.
@@ -300,7 +300,7 @@ class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
         defaults, context = self.config.sampling, self._context
         texts = groups(clean(task.text), defaults.chunk_bytes, defaults.chunk_turns)
         words = [len(self.vocabulary.spoken(text)) for text in texts]
-        self._check_room(sum(words))
+        room_after(sum(words), context)
         spoken = [(recording, clean_reference(text)) for recording, text in task.references]
         references = [Reference(text, self.references.prepare(recording)) for recording, text in spoken]
         conversation = Conversation(self.vocabulary, self.config.codebooks, references)
@@ -313,16 +313,12 @@ class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
             request.request_id, conversation, texts, sampling, frames, context, self._keep_unfinished, rate
         )
         positions = len(plan.current.prompt_ids)
-        self._check_room(positions + sum(words[1:]))
+        room_after(positions + sum(words[1:]), context)
         meta = {**self._meta, "prompt_positions": positions, "turns": len(texts)}
         info = FishRequestInfo(
             task.text, self.sample_rate, meta, self._keep_unfinished, plan, self.config.codec.codes
         )
         return plan.current, info
-
-    def _check_room(self, positions: int) -> None:
-        """Raises `InputError` (`input.too_long`) if a prompt leaves no room for speech."""
-        check_room(positions, self._context, self._context - positions, "a larger max_context")
 
 
 def open_stage(decoder: CodecDecoder | None, decode_frames: int | None = None) -> CodecStage[CodecState]:

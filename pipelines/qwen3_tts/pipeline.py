@@ -75,7 +75,7 @@ from pipelines.results import (
     Streamer,
     no_audio,
 )
-from pipelines.validation import MAX_TOP_K, bounded, check_room, frames_within, or_default
+from pipelines.validation import MAX_TOP_K, bounded, frames_within, or_default, room_after
 
 if TYPE_CHECKING:
     from pipelines.qwen3_tts.speaker import PreparedVoice, VoiceCache
@@ -446,9 +446,8 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         """Submits a request with its text so far to the engine."""
         vector, codes, state = (voice.vector, voice.codes, voice.codec_state) if voice else (None, None, None)
         prompt = build_prompt(self.config, task, vector, codes, self._text_first)
-        room = self._positions - len(prompt) + 1
-        check_room(len(prompt), self._positions, room, "more pages")
-        # Draws of codebook 0: the requested frames, and one for the end.
+        # Draws of codebook 0: the requested frames, and one for the end, whose position is not needed.
+        room = room_after(len(prompt), self._positions, "more pages", beyond=1)
         draws = min(self.config.sampling.max_new_tokens, MAX_TOKENS)
         if (seconds := task.generation.max_seconds) is not None:
             draws = frames_within(seconds, 1 / self._frame_seconds, draws - 1) + 1

@@ -36,22 +36,11 @@ from pipelines.spark_tts.bicodec import (
     load_bicodec,
 )
 from pipelines.spark_tts.config import CAPABILITIES, DEFAULT_VOICE, LLM, SAMPLING, WAV2VEC2, SparkConfig
-from pipelines.spark_tts.language_model import (
-    Drawable,
-    Prompt,
-    SparkModel,
-    load_weights,
-    plan_sizes,
-)
+from pipelines.spark_tts.language_model import Drawable, Prompt, SparkModel, load_weights, plan_sizes
 from pipelines.spark_tts.prompt import Vocabulary, clone_prompt, creation_prompt
 from pipelines.spark_tts.reference import ReferenceEncoder, SemanticFeatures
-from pipelines.tokens import (
-    TokenHost,
-    TokenRequest,
-    Tokens,
-    token_sampling,
-)
-from pipelines.validation import SpeechTask, check_room, frames_within, speech_task
+from pipelines.tokens import TokenHost, TokenRequest, Tokens, token_sampling
+from pipelines.validation import SpeechTask, frames_within, room_after, speech_task
 from pipelines.vllm_engine.library import ModelSpec, load_vllm
 
 
@@ -248,14 +237,9 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
         config, generation, vocabulary = self.config, request.generation, self.parts.vocabulary
         task = speech_task(request.messages, generation, self.capabilities, request.seed)
         prompt, voice = self._prompt(task)
-        room = self._context - len(prompt)
-        check_room(len(prompt), self._context, room, "a larger max_context")
+        room = room_after(len(prompt), self._context)
         # Maximum tokens that the LM writes: speech, the tokens before it, and one for the end.
-        tokens, max_tokens, max_semantic = (
-            config.bicodec.speaker.token_num,
-            SAMPLING.max_new_tokens,
-            None,
-        )
+        tokens, max_tokens, max_semantic = config.bicodec.speaker.token_num, SAMPLING.max_new_tokens, None
         if generation.max_seconds is not None:
             max_semantic = frames_within(generation.max_seconds, config.tokens_per_second, max_tokens)
             before = 1 if voice is not None else tokens + CREATION_EXTRAS

@@ -41,7 +41,7 @@ from pipelines.speechlm.lm import (
 )
 from pipelines.speechlm.weights import check_names, refuse_pickle
 from pipelines.tokens import TokenHost, TokenRequest, Tokens
-from pipelines.validation import MAX_TOP_K, bounded, check_room, frames_within, or_default, speech_task
+from pipelines.validation import MAX_TOP_K, bounded, frames_within, or_default, room_after, speech_task
 from pipelines.vllm_engine.library import load_vllm
 
 #: Maximum utterances of a batch of the codec.
@@ -269,8 +269,7 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         features, salt = self._features(messages)
         config = self.config
         prompt = build_prompt(config, self.coder, messages, [len(rows) for rows in features])
-        room = self._context - len(prompt.ids)
-        check_room(len(prompt.ids), self._context, room, "a larger max_context")
+        room = room_after(len(prompt.ids), self._context)
         max_rows = _STEPS["text_audio"]
         if generation.max_seconds is not None:
             # Audio ends `delay` rows after its last frame began.
