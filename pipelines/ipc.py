@@ -13,6 +13,7 @@ import select
 import socket
 import struct
 import threading
+from array import array
 from collections import deque
 from contextlib import suppress
 from functools import partial
@@ -37,9 +38,11 @@ MAXIMUM_DESCRIPTORS = 64
 #: else hold a descriptor.
 INLINE_BYTES = 1 << 18
 _READ_BYTES = 1 << 16
+_ATTACHED_BYTES = socket.CMSG_LEN(MAXIMUM_DESCRIPTORS * array("i").itemsize)
 #: The MessagePack extensions of arrays (data type, shape, and bytes or the number of a descriptor) and of errors (name
 #: of the class, and its arguments).
 _ARRAY, _ERROR = 1, 2
+_read_array = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...], memoryview | int]).decode
 
 
 def _extension(shared: list[int], value: object) -> object:
@@ -74,7 +77,8 @@ class Channel(Generic[T]):
     """
 
     def __init__(self, connection: socket.socket, incoming: type[T] | Any) -> None:
-        connection.setblocking(False)
+        # Sending never waits; receiving does in one call, which costs less than to ask first whether there is data.
+        connection.setblocking(True)
         self._connection = connection
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(connection, select.POLLIN)
@@ -170,15 +174,14 @@ class Channel(Generic[T]):
         """Reads until the buffer holds `size` bytes."""
         while len(self._buffer) < size:
             room = max(_READ_BYTES, min(size - len(self._buffer), 1 << 20))
-            try:
-                data, descriptors, flags, _ = socket.recv_fds(
-                    self._connection, room, MAXIMUM_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-                )
-            except BlockingIOError:
-                if not self._readable.poll(None if seconds is None else 1000 * seconds):
-                    raise TimeoutError("the other end did not answer in time") from None
-                continue
-            self._descriptors.extend(descriptors)
+            if seconds is not None and not self._readable.poll(1000 * seconds):
+                raise TimeoutError("the other end did not answer in time")
+            # `socket.recv_fds` of Python 3.11 ignores its flags.
+            data, attached, flags, _ = self._connection.recvmsg(
+                room, _ATTACHED_BYTES, socket.MSG_CMSG_CLOEXEC
+            )
+            for _, _, descriptors in attached:
+                self._descriptors.extend(memoryview(descriptors).cast("i"))
             if flags & socket.MSG_CTRUNC:
                 raise ConnectionError("descriptors were lost: this process has too many open files")
             if not data:
@@ -193,8 +196,8 @@ class Channel(Generic[T]):
         if code == _ERROR:
             kind, arguments = msgspec.msgpack.decode(data, type=tuple[str, list[Any]])
             return getattr(errors, kind)(*arguments)
-        dtype, shape, content = msgspec.msgpack.decode(data, type=tuple[str, tuple[int, ...], bytes | int])
-        if isinstance(content, bytes):
+        dtype, shape, content = _read_array(data)
+        if not isinstance(content, int):
             return np.frombuffer(bytearray(content), dtype).reshape(shape)
         with open(self._shared[content], "rb", closefd=False) as file:
             file.seek(0)
@@ -222,7 +225,8 @@ class Channel(Generic[T]):
         and then closed. Called inside the lock."""
         try:
             while view:
-                view = view[socket.send_fds(self._connection, [view], shared) :]
+                attached = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", shared))] if shared else ()
+                view = view[self._connection.sendmsg([view], attached, socket.MSG_DONTWAIT) :]
                 while shared:
                     os.close(shared.pop())
         except BlockingIOError:

@@ -122,7 +122,7 @@ class NotOpened(_Message, frozen=True):
 
 class Accepted(_Message, frozen=True):
     """The pipeline has accepted or refused a request, and reads none of its recordings any more. The client may
-    send another whole utterance."""
+    send another whole utterance. Not sent for a stream without recordings, for which nothing waits."""
 
     number: int
 

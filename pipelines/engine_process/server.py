@@ -192,14 +192,16 @@ class EngineServer:
             with self._lock:
                 self._requests[number] = _Request()
             request = self._request_of(message)
+            awaited = bool(message.recordings) or not stream
+            start = partial(self._start, number, request, stream, awaited)
             if message.recordings:
-                self._cloners.submit(self._start, number, request, stream)
+                self._cloners.submit(start)
             elif not stream:
-                self._feeder.submit(self._start, number, request, stream)
+                self._feeder.submit(start)
             elif isinstance(request, PreparedRequest):
-                self._start(number, request, stream)
+                start()
             else:
-                self._starters.submit(self._start, number, request, stream)
+                self._starters.submit(start)
         elif isinstance(message, Answer):
             asked = self._asked.pop(message.wanted)
             if message.data is None:
@@ -237,8 +239,9 @@ class EngineServer:
         self._send(Wanted(question, number, place, reading))
         return answer.result()
 
-    def _start(self, number: int, request: AnyRequest, stream: bool) -> None:
-        """Starts a request, and appends the text that has arrived meanwhile, unless it was cancelled."""
+    def _start(self, number: int, request: AnyRequest, stream: bool, awaited: bool) -> None:
+        """Starts a request, and appends the text that has arrived meanwhile, unless it was cancelled. `awaited`: the
+        client gets `Accepted`."""
         assert self._pipeline is not None, "requests come after the model is open"
         try:
             if number not in self._requests:
@@ -262,7 +265,8 @@ class EngineServer:
         except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to this request
             self._on_event(number, Failed(_error_of(error, "The engine failed")), stream)
         finally:
-            self._send(Accepted(number))
+            if awaited:
+                self._send(Accepted(number))
 
     def _append(self, message: Append) -> None:
         with self._lock:
