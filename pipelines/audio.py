@@ -93,11 +93,15 @@ def decode(
             left -= len(block)
             if left < 0:
                 raise _too_long(max_seconds)
-            averaged = channel is None and file.channels > 1
-            blocks.append(block.mean(axis=1, dtype=np.float32) if averaged else block[:, channel or 0].copy())
+            if file.channels == 1:
+                blocks.append(block.reshape(-1))
+            elif channel is None:
+                blocks.append(block.mean(axis=1, dtype=np.float32))
+            else:
+                blocks.append(block[:, channel].copy())
     if not blocks:
         raise _unreadable("The audio is empty.")
-    mono = np.concatenate(blocks)
+    mono = np.concatenate(blocks) if len(blocks) > 1 else blocks[0]
     # The sum is finite only if all samples are, and takes a tenth of the time of a check of each sample.
     if not math.isfinite(float(mono.sum(dtype=np.float64))):
         raise _unreadable("The audio holds values that are not numbers.")
