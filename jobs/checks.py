@@ -336,8 +336,7 @@ def quality_of(
     if base is None:
         if config is not None or overrides:
             raise invalid(
-                "Quality checks are turned off, but also configured.",
-                "Choose `--qa basic` or `--qa strict`.",
+                "Quality checks are turned off, but also configured.", "Choose `--qa basic` or `--qa strict`."
             )
         return None
     tree = msgspec.to_builtins(base)
@@ -355,8 +354,7 @@ def quality_of(
         ) from None
     except (ValueError, RecursionError):
         raise invalid(
-            "The quality checks contain infinity or NaN.",
-            "To remove a bound, set it to `false`.",
+            "The quality checks contain infinity or NaN.", "To remove a bound, set it to `false`."
         ) from None
     measured = scores_with(quality.meters)
     bounds = {
@@ -396,8 +394,7 @@ def _check(quality: Quality) -> None:
     for name, bound in quality.bounds.items():
         if bound.low is not None and bound.high is not None and bound.low > bound.high:
             raise invalid(
-                f"The bound of `{name}` is empty: {bound.low} to {bound.high}.",
-                "Set `low` below `high`.",
+                f"The bound of `{name}` is empty: {bound.low} to {bound.high}.", "Set `low` below `high`."
             )
     if not quality.meters and (quality.sample, quality.max_failure_rate) != (UNSET, UNSET):
         message = "A sample of items, or a rate of their failures, is given, but the checks have no meter."

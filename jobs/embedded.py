@@ -28,13 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs.gpus import Device
-from jobs.own_files import (
-    embedded_broker_url,
-    full_disk_explained,
-    open_own,
-    own_path,
-    read_own,
-)
+from jobs.own_files import embedded_broker_url, full_disk_explained, open_own, own_path, read_own
 from jobs.settings import Settings, load_settings, sqlite_path, sqlite_url
 from jobs.times import PREFIX as TIMES
 from jobs.worker_group import WorkerGroup, WorkerPlan, WorkerReport, plan_workers

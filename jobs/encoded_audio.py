@@ -49,10 +49,7 @@ class EncodedAudio(Generic[Data]):
 
 
 def encoded_audio(
-    samples: Samples,
-    sample_rate: int,
-    audio_format: str,
-    wanted: int | msgspec.UnsetType | None = None,
+    samples: Samples, sample_rate: int, audio_format: str, wanted: int | msgspec.UnsetType | None = None
 ) -> EncodedAudio[bytes]:
     """Encodes samples, [samples] or [samples, channels], that have this rate in Hz. `wanted`: the rate to which they
     are resampled first, if any.

@@ -366,8 +366,7 @@ _READERS: dict[InputFormat, Callable[[Records], Iterator[Record]]] = {
         records, lambda line, _: batch_dialogue(line, records.card, records.spec.format), custom_id
     ),
     "text": lambda records: _of_lines(
-        records,
-        lambda line, number: row_dialogue({"text": one_line(line).strip()}, number, records.voice_of),
+        records, lambda line, number: row_dialogue({"text": one_line(line).strip()}, number, records.voice_of)
     ),
     # Such as a manifest of NeMo.
     "rows": lambda records: _json_rows(records, lambda line: [decode_line(decode_object, line, _ROW_SHAPE)]),

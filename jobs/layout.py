@@ -166,10 +166,7 @@ def put_hashed(
 
 
 def put_numbered(
-    store: ObjectStore,
-    key: str,
-    data: bytes | BinaryIO,
-    metadata: Mapping[str, str] | None = None,
+    store: ObjectStore, key: str, data: bytes | BinaryIO, metadata: Mapping[str, str] | None = None
 ) -> ObjectInfo:
     """Puts an object that may be written again with other content, such as a manifest after `nightjar retry`
     or the audio of a worker that died: under `key`, or under the next number whose object is missing or has

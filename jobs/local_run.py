@@ -84,14 +84,7 @@ def run_locally(
 
         ledger.migrate()
         result = submit(
-            settings,
-            ledger,
-            store,
-            source,
-            spec,
-            options=options,
-            progress=reading,
-            lost_inputs=lost_inputs,
+            settings, ledger, store, source, spec, options=options, progress=reading, lost_inputs=lost_inputs
         )
         job = result.job
         remember(job.id, settings.home)

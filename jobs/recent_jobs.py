@@ -149,9 +149,7 @@ def settings_for_job(prefix: str, home: str | None) -> Settings:
     if len(remembered) > 1:
         message = f"Jobs of several folders begin with {prefix[:64]!r}."
         raise NotFoundError(
-            ErrorCode.LEDGER_NOT_FOUND,
-            message,
-            "Give a longer id, or the folder with --out.",
+            ErrorCode.LEDGER_NOT_FOUND, message, "Give a longer id, or the folder with --out."
         )
     return (remembered or places)[0]
 

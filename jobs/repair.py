@@ -23,11 +23,7 @@ from jobs.codes import EXTENSION, StoredCodes, codec_of
 from jobs.dialogue import spoken_text
 from jobs.encoded_audio import EncodedAudio, JoinedSpeech, encoded_audio, words_file
 from jobs.export.manifest import put_manifest, put_shard_manifest
-from jobs.layout import (
-    job_manifest_key,
-    object_metadata,
-    shard_of_input,
-)
+from jobs.layout import job_manifest_key, object_metadata, shard_of_input
 from jobs.ledger.records import WORDS, Artifact, ItemRow, ItemState, Job
 from jobs.packs import read_artifact
 from jobs.references import load_reference

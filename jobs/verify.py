@@ -9,10 +9,7 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from jobs.layout import (
-    PACK_SHA_CHARACTERS,
-    sha256_of_pack,
-)
+from jobs.layout import PACK_SHA_CHARACTERS, sha256_of_pack
 from jobs.ledger.records import QUARANTINE, WORDS, Artifact, ItemState, Job
 from jobs.packs import ArtifactReader, map_ahead
 from jobs.store.base import ObjectStore, sha256_of

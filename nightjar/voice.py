@@ -17,15 +17,7 @@ from jobs.job_options import plain_numbers
 from jobs.settings import load_settings
 from jobs.voices import JobVoices, voice_folder
 from pipelines.audio import encode
-from pipelines.errors import (
-    ErrorCode,
-    InputError,
-    StoreError,
-    SynthesisError,
-    invalid,
-    nearest,
-    unsupported,
-)
+from pipelines.errors import ErrorCode, InputError, StoreError, SynthesisError, invalid, nearest, unsupported
 from pipelines.registry import ModelCard, describe, open_pipeline
 from pipelines.request import Generation, Message, Pipeline, SynthesisRequest, stream, submit
 from pipelines.stored_voices import in_voice_of

@@ -54,11 +54,7 @@ _BEST_LENGTH = "Three to fifteen seconds of clear speech work best."
 
 
 def read_recording(
-    recording: bytes,
-    sample_rate: int | None = None,
-    *,
-    channel: int | None = None,
-    quality: Quality = "HQ",
+    recording: bytes, sample_rate: int | None = None, *, channel: int | None = None, quality: Quality = "HQ"
 ) -> tuple[NDArray[np.float32], int]:
     """Decodes an encoded audio file like `pipelines.audio.decode`; returns its samples [n] and their rate.
 

@@ -65,12 +65,7 @@ def _settings() -> Settings:
 @click.option("--private", is_flag=True, hidden=True, help="The worker of `nightjar run`.")
 @click.option("--codes", is_flag=True, hidden=True, help="Load the model of --preload for codes alone.")
 def run(
-    gpus: str | None,
-    model: str | None,
-    preload: str | None,
-    supervise: bool,
-    private: bool,
-    codes: bool,
+    gpus: str | None, model: str | None, preload: str | None, supervise: bool, private: bool, codes: bool
 ) -> None:
     """Run a worker, which synthesizes shards until SIGTERM.
 

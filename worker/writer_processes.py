@@ -167,12 +167,7 @@ class ProcessStore(S3Store):
         super().__init__(*split_s3_url(url), settings)
         self._processes = processes
 
-    def put(
-        self,
-        key: str,
-        data: bytes | BinaryIO,
-        metadata: Mapping[str, str] | None = None,
-    ) -> ObjectInfo:
+    def put(self, key: str, data: bytes | BinaryIO, metadata: Mapping[str, str] | None = None) -> ObjectInfo:
         """Puts an object as `ObjectStore.put` does. If a process dies, another one repeats the put and may find that the
         object already exists."""
         if isinstance(data, bytes):

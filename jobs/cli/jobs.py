@@ -104,13 +104,7 @@ def no_worker(settings: Settings) -> str:
 
 
 @click.command("list")
-@click.option(
-    "--state",
-    "states",
-    multiple=True,
-    type=EnumChoice(JobState),
-    help="Only jobs in this state.",
-)
+@click.option("--state", "states", multiple=True, type=EnumChoice(JobState), help="Only jobs in this state.")
 @option(
     "--label",
     "KEY=VALUE",
@@ -172,10 +166,7 @@ POLL_SECONDS = 0.5
 
 
 def until_end(
-    read: Callable[[], JobStatus],
-    progress: Progress,
-    settings: Settings,
-    timeout_seconds: float = math.inf,
+    read: Callable[[], JobStatus], progress: Progress, settings: Settings, timeout_seconds: float = math.inf
 ) -> JobStatus:
     """Reads a job's status until it is final or the time is over, and returns it. Reports when no live worker
     takes the job."""

@@ -18,12 +18,7 @@ from jobs.console import LOCAL_PATH, PROGRAM, F, FiniteRange, NamedPath, Output,
 from jobs.formatting import printable
 from jobs.ledger.status import newest_jobs
 from jobs.ledger.transaction import Transaction, read_with_driver
-from jobs.recent_jobs import (
-    JobChoice,
-    chosen_jobs,
-    reading_ledger,
-    settings_of_places,
-)
+from jobs.recent_jobs import JobChoice, chosen_jobs, reading_ledger, settings_of_places
 from jobs.settings import Settings, load_settings
 from pipelines.errors import ErrorCode, NightjarError, nearest
 

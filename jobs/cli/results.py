@@ -49,14 +49,7 @@ _range = parsed_by("jobs.export.augment", "parse_range")
 
 
 @click.command()
-@click.option(
-    "--format",
-    "format_",
-    default="espnet",
-    metavar="FORMAT",
-    cls=LateHelp,
-    about=_formats,
-)
+@click.option("--format", "format_", default="espnet", metavar="FORMAT", cls=LateHelp, about=_formats)
 @option(
     "--to",
     "PATH",

@@ -35,12 +35,7 @@ TRANSACTION_TRIES = 6
 
 _READ_ONLY = "nightjar_read_only"
 #: Settings of each SQLite connection.
-_PRAGMAS = (
-    "synchronous = NORMAL",
-    "foreign_keys = ON",
-    "cache_size = -16000",
-    "temp_store = MEMORY",
-)
+_PRAGMAS = ("synchronous = NORMAL", "foreign_keys = ON", "cache_size = -16000", "temp_store = MEMORY")
 #: serialization_failure, deadlock_detected
 _CONFLICT = {"40001", "40P01"}
 #: undefined_table, undefined_column, undefined_schema

@@ -15,15 +15,7 @@ from jobs.ledger import reconcile as reconciler
 from jobs.ledger import status as job_status
 from jobs.ledger.control import DuplicateExamples
 from jobs.ledger.database import Database
-from jobs.ledger.records import (
-    CommitResult,
-    ItemRow,
-    ItemState,
-    NewShard,
-    Outcome,
-    RejectedLine,
-    Ticket,
-)
+from jobs.ledger.records import CommitResult, ItemRow, ItemState, NewShard, Outcome, RejectedLine, Ticket
 from jobs.ledger.transaction import Transaction
 from jobs.where import Where
 from pipelines.errors import ErrorCode, ServiceError

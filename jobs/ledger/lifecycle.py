@@ -87,12 +87,7 @@ def of_ticket(ticket: Ticket) -> dict[str, object]:
 
 def items_of(shard: Row) -> dict[str, object]:
     """The parameters of `ITEMS_OF`."""
-    return {
-        "job_no": shard.job_no,
-        "first": shard.first_index,
-        "last": shard.last_index,
-        "shard": shard.no,
-    }
+    return {"job_no": shard.job_no, "first": shard.first_index, "last": shard.last_index, "shard": shard.no}
 
 
 def open_items(shard: Row) -> int:

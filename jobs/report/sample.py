@@ -126,11 +126,7 @@ class Sample(NamedTuple):
         taken = {item.row.index for item in worst}
         rest = [item for item in self.done if item.row.index not in taken]
         count = min(room - len(worst), len(rest))
-        return [
-            *self.failed[:shown],
-            *worst,
-            *(rest[number * len(rest) // count] for number in range(count)),
-        ]
+        return [*self.failed[:shown], *worst, *(rest[number * len(rest) // count] for number in range(count))]
 
 
 def take_sample(

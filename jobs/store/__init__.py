@@ -16,15 +16,7 @@ if TYPE_CHECKING:
     from jobs.ledger.records import Job
     from jobs.settings import S3Settings
 
-__all__ = [
-    "FolderStore",
-    "ObjectInfo",
-    "ObjectStore",
-    "S3Store",
-    "is_remote",
-    "open_store",
-    "store_of",
-]
+__all__ = ["FolderStore", "ObjectInfo", "ObjectStore", "S3Store", "is_remote", "open_store", "store_of"]
 
 
 def is_remote(address: str) -> bool:

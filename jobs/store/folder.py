@@ -88,12 +88,7 @@ class FolderStore(ObjectStore):
         self._top = self._open_checked(identity)
         self._identity = identity or self._identity
 
-    def put(
-        self,
-        key: str,
-        data: bytes | BinaryIO,
-        metadata: Mapping[str, str] | None = None,
-    ) -> ObjectInfo:
+    def put(self, key: str, data: bytes | BinaryIO, metadata: Mapping[str, str] | None = None) -> ObjectInfo:
         *folders, name = split_key(key)
         with self._errors(key, putting=True):
             folder = self._made_folder(*folders)

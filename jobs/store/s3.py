@@ -216,12 +216,7 @@ class S3Store(ObjectStore):
     def _get(self, name: str, **options: str) -> Any:
         return self._client.get_object(Bucket=self.bucket, Key=name, **options)
 
-    def put(
-        self,
-        key: str,
-        data: bytes | BinaryIO,
-        metadata: Mapping[str, str] | None = None,
-    ) -> ObjectInfo:
+    def put(self, key: str, data: bytes | BinaryIO, metadata: Mapping[str, str] | None = None) -> ObjectInfo:
         sha256 = sha256_of(data)
         size = len(data) if isinstance(data, bytes) else data.tell()
         request = {

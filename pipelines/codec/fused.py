@@ -332,10 +332,7 @@ class FusedFront:
             _packed(wide @ (out.float() * transformer.norm.float()), dtype),
             first.bias.float() + wide @ out_bias.float(),
         )
-        repeats = [
-            exits,
-            *((_packed(layer.weight, dtype), layer.bias.float()) for layer in upsample[1:]),
-        ]
+        repeats = [exits, *((_packed(layer.weight, dtype), layer.bias.float()) for layer in upsample[1:])]
         self._upsample = [
             (layer.factor, *made, _ConvNeXt(layer.block)) for made, layer in zip(repeats, upsample)
         ]

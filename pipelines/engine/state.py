@@ -123,14 +123,7 @@ class SlotState:
                 values += [entries, np.full(empty, rest, np.int64)]
                 self._used[one.slot][at] = len(entries)
             integers.append(
-                (
-                    one.position,
-                    0,
-                    one.seed,
-                    sampling.min_new_tokens,
-                    sampling.top_k,
-                    sampling.residual_top_k,
-                )
+                (one.position, 0, one.seed, sampling.min_new_tokens, sampling.top_k, sampling.residual_top_k)
             )
             # Greedy rows have a temperature of 1.
             floats.append(

@@ -366,9 +366,7 @@ def _notify(listener: Listener | None, event: Event) -> None:
         log.exception("a listener of a request failed")
 
 
-def _record_of(
-    request: AnyRequest,
-) -> tuple[RequestRecord | PreparedRequest, list[Recording]]:
+def _record_of(request: AnyRequest) -> tuple[RequestRecord | PreparedRequest, list[Recording]]:
     """A request without its recordings, and the recordings."""
     if isinstance(request, PreparedRequest):
         if request.recording is None:

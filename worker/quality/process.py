@@ -266,7 +266,5 @@ def _opened(name: str, options: bytes) -> Meter | None:
 if __name__ == "__main__":
     os.nice(5)
     answer_calls(
-        _Draw,
-        _answer,
-        lambda error: MeterError(f"A meter failed: {type(error).__name__}: {error}"[:500]),
+        _Draw, _answer, lambda error: MeterError(f"A meter failed: {type(error).__name__}: {error}"[:500])
     )
