@@ -113,7 +113,7 @@ def energy_view(status: JobStatus) -> dict[str, float]:
 
 def optional_view(status: JobStatus) -> dict[str, Any]:
     """What the views of a job have only if it is known: the energy, and the decisions of people."""
-    return {**energy_view(status), **({"decisions": status.decisions} if status.decisions else {})}
+    return energy_view(status) | ({"decisions": status.decisions} if status.decisions else {})
 
 
 def energy_text(status: JobStatus) -> str:

@@ -93,7 +93,7 @@ class RequestInfo(Generic[S]):
         """The result, with the engine's finish reason, and the mean log probability and the lowest one of
         `WINDOW_FRAMES` frames in a row."""
         meta = {**self.meta, "frames": len(made.codes), "finish": made.finish}
-        if (found := made.log_probabilities) is not None and len(found):
+        if (found := made.log_probabilities) is not None:
             window = min(WINDOW_FRAMES, len(found))
             means = np.convolve(found, np.full(window, 1 / window), "valid")
             meta["log_probability"] = round(float(found.mean()), 4)

@@ -228,10 +228,8 @@ class ShardRun:
             run = self._runner.writer.threads.submit
             self.packs = PackWriter(self.held, self.store, self._times, self._clock, run, self._are_last)
         self._pipeline = pipeline
-        self._joules_before, self._busy_before = (
-            pipeline.stats().joules or 0.0,
-            self._runner.timer.busy_seconds,
-        )
+        self._joules_before = pipeline.stats().joules or 0.0
+        self._busy_before = self._runner.timer.busy_seconds
 
     @property
     def _stopped(self) -> bool:

@@ -280,9 +280,9 @@ class FishPipeline(SpeechPipeline[TokenRequest, FishRequestInfo]):
         self.sample_rate = config.sample_rate
         self.capabilities = CAPABILITIES
         self._keep_unfinished = keep_unfinished
-        self._context = host.info.max_context
-        self.frame_samples = config.codec.samples_per_frame
         info = host.info
+        self._context = info.max_context
+        self.frame_samples = config.codec.samples_per_frame
         self._meta: Meta = {"engine": info.engine, "dtype": info.dtype}
         if codec.decoder is not None:
             self._meta["codec_dtype"] = type_name(codec.decoder.dtype)

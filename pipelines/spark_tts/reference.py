@@ -201,4 +201,4 @@ def normalize_volume(samples: NDArray[np.floating]) -> NDArray[np.floating]:
 
 def reference_clip(samples: Samples, length: int) -> Samples:
     """The first `length` samples; repeats shorter recordings."""
-    return np.tile(samples, -(-length // len(samples)))[:length]
+    return np.resize(samples, length)
