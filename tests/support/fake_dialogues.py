@@ -108,7 +108,12 @@ class DialoguePipeline(CalledPipeline):
 
     def stats(self) -> EngineStats:
         with self._changed:
-            return EngineStats(len(self._running), len(self._waiting), self._done, state=self.state)
+            return EngineStats(
+                running=len(self._running),
+                waiting=len(self._waiting),
+                requests_done=self._done,
+                state=self.state,
+            )
 
     def close(self) -> None:
         with self._changed:

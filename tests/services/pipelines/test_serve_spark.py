@@ -8,9 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jobs.engine_process import engine_options, open_model
+from jobs.engine_process import engine_options, open_engine_process
 from jobs.settings import load_settings
-from pipelines.engine_process.client import EngineProcess
 from pipelines.registry import describe
 from tests.support.serving_kit import Running, b64, heard
 from tests.support.vllm_kit import GOLDEN, checkpoint
@@ -27,8 +26,7 @@ def server() -> Iterator[Running]:
     card = describe(model)
     options = engine_options(settings, card)
     assert options == {"engine": "native", "slots": 4, "streams": 2}
-    pipeline = open_model(model, card, settings, options, settings.log_level)
-    assert isinstance(pipeline, EngineProcess)
+    pipeline = open_engine_process(model, options, settings)
     with Running(pipeline, slots=8, waiting_room=8) as server:
         yield server
 
