@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.formatting import bytes_text, counted, printable, seconds_text
 from jobs.ledger.records import INPUT_FORMAT, Decision, ItemRow, Job, JobState, RejectedLine, ShardState
-from jobs.ledger.status import GAP_SECONDS, RECENT_SECONDS, JobStatus, WorkerStatus
+from jobs.ledger.status import GAP_SECONDS, RECENT_SECONDS, JobStatus, MeasuredItems, WorkerStatus
 from pipelines.errors import ErrorCode
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def status_lines(
     if job.rejected_lines:
         yield f"input   {counted(job.rejected_lines, 'line')} refused"
     if state.measured.items:
-        yield f"checks  {measured_text(state)}"
+        yield f"checks  {measured_text(state.measured)}"
     speed = f", RTFx {factor:.1f}" if (factor := rtfx(state)) else ""
     yield f"audio   {_hours(state.audio_ms / 1000)}{speed}, {bytes_text(state.bytes_out)}"
     elapsed, busy = elapsed_seconds(state), state.busy_seconds
@@ -166,10 +166,14 @@ def status_lines(
         yield f"cost    {price:.2f}{ahead}, at {price_per_gpu_hour:g} per engine hour"
 
 
-def measured_text(status: JobStatus) -> str:
+def measured_view(found: MeasuredItems) -> dict[str, Any]:
+    """The items that meters have measured, as a part of other views."""
+    return _fields(found, "items", "failed", "failure_rate", "interval", "max_failure_rate", "above")
+
+
+def measured_text(found: MeasuredItems) -> str:
     """The failure rate of the items that meters have measured, such as `2 of 40 measured items failed a draw: 5.0% (1.4% to
     16.5%)`."""
-    found = status.measured
     low, high = found.interval
     mark = f", above {found.max_failure_rate:.1%}" if found.above else ""
     rate = f"{found.failure_rate:.1%} ({low:.1%} to {high:.1%})"
@@ -226,8 +230,7 @@ def status_view(
         **_fields(job, "created_at", "started_at", "finished_at"),
     }
     if status.measured.items:
-        names = ("items", "failed", "failure_rate", "interval", "max_failure_rate", "above")
-        view["measured"] = _fields(status.measured, *names)
+        view["measured"] = measured_view(status.measured)
     view |= optional_view(status)
     if price_per_gpu_hour is not None:
         view["price_per_gpu_hour"] = price_per_gpu_hour

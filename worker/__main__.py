@@ -1,5 +1,5 @@
-"""`python -m worker run|nightly|flower|sweep`: the commands of the consumer side, which `nightjar worker`,
-`nightjar nightly`, `nightjar flower` and `nightjar sweep` start."""
+"""`python -m worker run|nightly|flower|sweep|check`: the commands of the consumer side, which `nightjar worker`,
+`nightjar nightly`, `nightjar flower`, `nightjar sweep` and `nightjar check` start."""
 
 from __future__ import annotations
 
@@ -7,14 +7,24 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any, get_origin
 
 import click
+import msgspec
 import structlog
 
-from jobs.console import PROGRAM, FiniteRange, Output, exit_code, fail, flag, option
+from jobs.checks import missing_meters
+from jobs.console import PROGRAM, F, FiniteRange, Output, exit_code, fail, flag, option
+from jobs.formatting import field_docs
 from jobs.gpus import count_gpus
+from jobs.job_options import CheckOptions, asked_quality, checked_options, flags
+from jobs.ledger.status import measured_items
 from jobs.logs import setup_logging
+from jobs.recent_jobs import chosen_jobs
 from jobs.settings import Settings, load_settings
+from jobs.status import measured_text, measured_view
 from jobs.worker_group import WorkerGroup, WorkerPlan, WorkerReport, plan_workers
 from pipelines.child_process import Child
 from pipelines.errors import NightjarError
@@ -29,10 +39,19 @@ FIRST_PAUSE_SECONDS = 0.5
 _HELP = ["-h", "--help"]
 
 
+def _check_options(function: F) -> F:
+    """Adds the options of the quality checks, which the command gets by their names in the table."""
+    for name, text in reversed(field_docs(CheckOptions).items()):
+        row = flags()[name]
+        several = get_origin(row.kind) is Sequence
+        function = option(row.flag, row.metavar or "NAME", text, name=name, multiple=several)(function)
+    return function
+
+
 @click.group(context_settings={"help_option_names": _HELP})
 def cli() -> None:
-    """Processes that run shards and maintain jobs. `nightjar worker`, `flower`, `nightly` and `sweep` start
-    them.
+    """Processes that run shards and maintain jobs. `nightjar worker`, `flower`, `nightly`, `sweep` and `check`
+    start them.
 
     \b
     Examples:
@@ -211,6 +230,43 @@ def sweep(delete: bool, grace_hours: float, as_json: bool) -> None:
         failed = f"; {report.failed_jobs} jobs could not be checked" if report.failed_jobs else ""
         click.echo(f"{report.orphans} orphans, {report.bytes} bytes{', deleted' if delete else ''}{failed}")
     sys.exit(FAILED if report.failed_jobs else 0)
+
+
+@cli.command()
+@click.argument("job")
+@click.option(
+    "--out", "--home", "home", metavar="DIR", help="Folder with the ledger and the audio. [default: out]"
+)
+@flag("--json", "Print JSON.", "as_json")
+@_check_options
+def check(job: str, home: str | None, as_json: bool, **given: Any) -> None:
+    """Measure the stored audio of JOB with meters, as if they had run during the job.
+
+    Without options of checks, those of the job measure the items that they have not measured. A failed item gets the
+    code of its check, and its audio moves to quarantine unless the job keeps it. The job must have completed. To
+    continue after a stop, repeat the command. Exit code 1: items failed or could not be measured.
+
+    \b
+    Examples:
+      nightjar check JOB --qa strict
+      nightjar check JOB --qa strict --qa-sample 5%
+    """
+    from worker.check import check_job, checks_of
+    from worker.quality.process import MeterPool
+
+    _settings()
+    output, asked = Output(as_json), checked_options({name: one or None for name, one in given.items()})
+    with chosen_jobs([job], home) as (found,):
+        quality = checks_of(found.job, asked_quality(asked) if asked else None)
+        if (missing := missing_meters(quality, output.note)) is not None:
+            raise missing
+        with closing(MeterPool(found.settings.worker.meter_processes)) as pool:
+            left = check_job(found, quality, pool, output.note)
+        checked = replace(found.job, spec=msgspec.structs.replace(found.job.spec, quality=quality))
+        measured = found.ledger.read(measured_items, checked)
+    view = {"left": left, **measured_view(measured)}
+    output.result(measured_text(measured), "nightjar.check/1", job=found.id, **view)
+    sys.exit(FAILED if measured.failed or left else 0)
 
 
 def main() -> None:

@@ -54,6 +54,7 @@ GROUPS: dict[str, tuple[str, dict[str, str]]] = {
             "decode": "Make the audio of a job of codes, or of its export.",
             "augment": "Write a second dataset from an export: noise, rooms, bands, codecs, speed.",
             "report": "Write an HTML report of a job, with audio players.",
+            "check": "Measure a job's stored audio with meters.",
             "accept": "Accept items: they count as passed, and exports have them.",
             "refuse": "Refuse items: exports leave them out.",
             "verify": "Check a job's files against the ledger; restore lost files.",

@@ -216,7 +216,7 @@ def wait(found: FoundJob, output: Output, timeout_seconds: float | None) -> int:
     if output.as_json:
         output.data(status_view(status, found.settings.price_per_gpu_hour))
     else:
-        measured = f" {measured_text(status)}." if status.measured.items else ""
+        measured = f" {measured_text(status.measured)}." if status.measured.items else ""
         output.note(f"{found.id} is {status.job.state.value}.{measured}")
     return exit_code_of(status.job.state)
 

@@ -24,6 +24,7 @@ from jobs.cli.options import (
     parsed_by,
     price_option,
     where_option,
+    worker_command,
 )
 from jobs.console import FAILED, LOCAL_PATH, NamedPath, Output, flag, option
 from jobs.formatting import bytes_text, counted, printable
@@ -333,6 +334,9 @@ def report(
     output.note(
         f"{counted(written.shown, 'item')} shown, {written.measured} measured, {bytes_text(written.bytes)}."
     )
+
+
+check = worker_command("check", "check")
 
 
 ids_argument = click.argument("ids", metavar="ITEM...", nargs=-1, required=True)

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 
-from jobs.checks import CHECKS, METERS, OF_ENGINES, scores_with
+from jobs.checks import CHECKS, OF_ENGINES, scores_with
 from jobs.codes import StoredCodes
 from jobs.dialogue import Dialogue, metadata_json, metadata_of, reference_places, spoken_text
+from jobs.layout import references_prefix
 from jobs.ledger.records import WORDS, Artifact, Decision, Draw, ItemRow, ItemState, Job
 from jobs.packs import ArtifactReader
 from jobs.shard_file import RawLine, ShardLines, read_raw_shard
@@ -167,6 +168,8 @@ class ItemMetadata(msgspec.Struct, frozen=True):
     voice: str | None
     language: str | None
     instruct: str | None
+    #: Key of the recording of a cloned voice; None: there is none.
+    recording: str | None
 
 
 def item_metadata(job: Job, item: AudioItem | RawLine) -> ItemMetadata:
@@ -199,9 +202,10 @@ def item_metadata(job: Job, item: AudioItem | RawLine) -> ItemMetadata:
     if not speaker and keys:
         speaker = f"ref-{keys[0].rpartition('/')[2][:16]}"
     speaker = speaker or job.spec.model.rstrip("/").rpartition("/")[2]
-    return ItemMetadata(
-        text, item.spoken or text, role, index, speaker, voice, generation.language, generation.instruct
-    )
+    stored = (job.spec.stored_voices or {}).get(voice or "")
+    keys += [references_prefix(job.id) + stored.recording] if stored else []
+    about = (speaker, voice, generation.language, generation.instruct, next(iter(keys), None))
+    return ItemMetadata(text, item.spoken or text, role, index, *about)
 
 
 def minutes_by_voice(ledger: Ledger, store: ObjectStore, job: Job) -> dict[str, float]:
@@ -285,23 +289,14 @@ def picked(about: Mapping[str, Any], *names: str) -> JsonObject:
 
 
 def score_names(*jobs: tuple[Ledger, Job]) -> tuple[str, ...] | None:
-    """The names of the scores of jobs; those of built-in checks first. None: the jobs have no checks.
-
-    If a meter of another package is used, all draws are read, because the names of its scores are only known
-    from them. Those of `OF_ENGINES` are there if the first item has them, or if the job has bounds for them.
-    """
-    checked = [(ledger, job, job.spec.quality) for ledger, job in jobs if job.spec.quality is not None]
-    if not checked:
-        return None
+    """The names of the scores of jobs; those of built-in checks first. None: the jobs have no checks, and no later ones
+    either."""
     names: set[str] = set()
-    for ledger, job, quality in checked:
-        names |= scores_with(quality.meters) - {*OF_ENGINES} | quality.bounds.keys()
-        kept = (row.draw.scores for row in ledger.draws(job.id) if row.draw.kept)
-        if quality.meters.keys() - METERS.keys():
-            names.update(*kept)
-        else:
-            names |= next(kept, {}).keys() & OF_ENGINES
-    return (*(name for name in CHECKS if name in names), *sorted(names - CHECKS.keys()))
+    for ledger, job in jobs:
+        names |= ledger.measured_scores(job.id)
+        if (quality := job.spec.quality) is not None:
+            names |= scores_with(quality.meters) - {*OF_ENGINES} | quality.bounds.keys()
+    return (*(name for name in CHECKS if name in names), *sorted(names - CHECKS.keys())) or None
 
 
 def columns_of(*jobs: tuple[Ledger, Job], metadata: Type) -> Columns:
@@ -347,8 +342,7 @@ def audio_items(
     for page in pages(exported(ledger.items(job_id) if rows is None else rows)):
         indexes = [row.index for row in page]
         # Read after the items, so that all items of a running job have their draws.
-        draws = ledger.draws_of(job_id, indexes) if job.spec.quality is not None else ()
-        kept = {row.index: row.draw for row in draws if row.draw.kept}
+        kept = {row.index: row.draw for row in ledger.draws_of(job_id, indexes) if row.draw.kept}
         written = ledger.artifacts_of(job_id, TEXT, indexes)
         coded = ledger.artifacts_of(job_id, "codes", indexes) if job.spec.output else {}
         timed = ledger.artifacts_of(job_id, WORDS, indexes) if job.spec.timestamps is True else {}

@@ -1,4 +1,4 @@
-"""What people decide about the audio of items.
+"""What people decide about the audio of items, and the verdicts of checks that run after a job.
 
 Accepting a failed item makes it a done one: the audio in quarantine becomes its audio, and the draw that made it is the
 kept one. Refusing that audio later makes the item failed again. A refused item that passed stays done.
@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from msgspec import to_builtins
+
 from jobs.ledger.control import BEING_DELETED
 from jobs.ledger.leases import add_scores
 from jobs.ledger.lifecycle import ended_items, lock_known_job, update_job
-from jobs.ledger.queries import PAGE_ROWS, draws_of, items_named
-from jobs.ledger.records import Decision, JobState, clean, no_such_job
+from jobs.ledger.queries import PAGE_ROWS, artifacts_of, draws_of, items_named
+from jobs.ledger.records import Artifact, Decision, Draw, Job, JobState, clean, no_such_job
 from jobs.ledger.status import read_job
 from jobs.ledger.transaction import Transaction
 from jobs.ledger.transitions import final_state
 from pipelines.errors import ErrorCode, NotFoundError, ServiceError
 
+#: Of checks: the audio that was measured, its draw with scores, and why the item fails unless the draw is kept.
+Verdict = tuple[Artifact, Draw, str]
 _LOCK = "SELECT no FROM shards WHERE job_id = :job AND no IN (:shards) ORDER BY no FOR UPDATE"
 _OF_ITEMS = "job_no = :job_no AND idx IN (:indexes)"
 #: The items with the audio that a person hears.
@@ -111,3 +115,35 @@ def decide(
         state = final_state(ended_items(sql, job_id)[1], known.rejected_lines)
     update_job(sql, job_id, _CHANGE, state=state, count=count)
     return len(indexes)
+
+
+def commit_checks(sql: Transaction, job: Job, verdicts: Iterable[Verdict]) -> None:
+    """Writes verdicts of checks that ran after their job had completed. Items that have other audio now are left out. The
+    audio of failed items moves to quarantine, and the job then needs another manifest.
+
+    Raises `ServiceError` with `ledger.state` if the job has not completed, because workers may have its items.
+    """
+    failed = JobState.COMPLETED_WITH_ERRORS
+    job_no = lock_known_job(sql, job.id, "checked", JobState.COMPLETED, failed).no
+    made = {audio.index: (audio.sha256, draw, message) for audio, draw, message in verdicts}
+    audio = artifacts_of(sql, job.id, job.spec.main_kind, made)
+    found = [index for index, artifact in audio.items() if artifact.sha256 == made[index][0]]
+    items = {"job_no": job_no, "indexes": found}
+    sql.rows(_LOCK, job=job.id, shards=sql.column(f"SELECT shard_no FROM items WHERE {_OF_ITEMS}", **items))
+    for rows in ("draws WHERE kept AND", "scores WHERE"):
+        sql.change(f"DELETE FROM {rows} {_OF_ITEMS}", **items)
+    moved = list[int]()
+    for index in found:
+        _, draw, message = made[index]
+        sql.insert("draws", [{"job_no": job_no, "idx": index, **to_builtins(draw)}])
+        if draw.kept:
+            add_scores(sql, job_no, [(index, draw)])
+            continue
+        moved.append(index)
+        change = f"UPDATE items SET error_code = :code, error_message = :message WHERE {_OF_ITEMS}"
+        sql.change(change, job_no=job_no, indexes=[index], code=draw.code, message=clean(message))
+    if moved:
+        values = {"job": job.id, "job_no": job_no, "kinds": job.spec.audio_kinds, "main": job.spec.main_kind}
+        for statement in _MOVES:
+            sql.change(statement, **values, indexes=moved, accepted=False)
+        update_job(sql, job.id, "state = :state, manifest_finished_at = NULL", state=failed)

@@ -144,6 +144,8 @@ class Ledger(Database):
             self.write(lifecycle.complete_or_pause, ticket.job_id)
         return result
 
+    commit_checks = _writes(decisions.commit_checks)
+
     reconcile = reconciler.reconcile
     note_manifest = _writes(reconciler.note_manifest)
 
@@ -219,6 +221,7 @@ class Ledger(Database):
     drawn_before = _reads(queries.drawn_before)
     artifacts_of = _reads(queries.artifacts_of)
     packs = _reads(queries.packs)
+    measured_scores = _reads(queries.measured_scores)
     filtered_out = _reads(queries.filtered_out)
     replace_artifact = _writes(leases.replace_artifact)
     set_shard_manifest = _writes(leases.set_shard_manifest)
@@ -244,7 +247,7 @@ class Ledger(Database):
         """
         job = self.job(job_id)
         if where is not None:
-            queries.check_names(job, where)
+            queries.check_names(job, where, self.measured_scores(job_id))
 
         def pages(after: int | None, left: int) -> Iterator[list[ItemRow]]:
             while after is not None and left > 0:

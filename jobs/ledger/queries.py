@@ -426,10 +426,22 @@ def filtered_out(
     ]
 
 
-def check_names(job: Job, where: Where) -> None:
-    """Raises `config.invalid` for scores that the job's checks do not measure."""
+def measured_scores(sql: Transaction, job_id: str) -> set[str]:
+    """The scores that done items of a job have, also those of later checks."""
+    of_job = f"FROM scores WHERE job_no = {NUMBER}"
+    some = [
+        f"SELECT '{name}' WHERE EXISTS (SELECT 1 {of_job} AND {name} IS NOT NULL)" for name in SCORE_COLUMNS
+    ]
+    others = f"SELECT json_object_keys(others) {of_job}"
+    if sql.engine == "sqlite":
+        others = f"SELECT key FROM scores, json_each(others) WHERE job_no = {NUMBER}"
+    return set(sql.column(" UNION ".join([*some, others]), job=job_id))
+
+
+def check_names(job: Job, where: Where, measured: Collection[str]) -> None:
+    """Raises `config.invalid` for scores that the job's checks do not measure, and that are not among `measured`."""
     quality = job.spec.quality
-    known = set() if quality is None else scores_with(quality.meters)
+    known = {*measured} | (set() if quality is None else scores_with(quality.meters))
     if quality is not None and any(meter not in METERS for meter in quality.meters):
         # The names of the scores of other packages' meters are not known in advance.
         return

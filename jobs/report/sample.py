@@ -143,9 +143,8 @@ def take_sample(
     done = [SampleItem(row, row.artifact) for row in measured if row.state is ItemState.DONE]
     both = sorted([*done, *failed], key=lambda item: item.row.index)
     draws = defaultdict[int, list[Draw]](list)
-    if job.spec.quality is not None:
-        for row in ledger.draws_of(job.id, [item.row.index for item in both]):
-            draws[row.index].append(row.draw)
+    for row in ledger.draws_of(job.id, [item.row.index for item in both]):
+        draws[row.index].append(row.draw)
     lines = ShardLines(ledger, store, job.id, read_raw_shard)
     for item in both:
         known, seed = item_metadata(job, lines.of(item.row)), None

@@ -75,8 +75,8 @@ NOT_RUN: list[tuple[str, str]] = [
         "it needs two models; tests/unit/worker/test_aligner.py",
     ),
     (
-        r"nightjar run dialogues\.jsonl --qa strict.*",
-        "its meters download models; tests/services/worker/test_quality_jobs.py",
+        r"nightjar (run dialogues\.jsonl|check JOB) --qa strict.*",
+        "its meters download models; tests/services/worker/test_quality_jobs.py and test_later_checks.py",
     ),
     (
         r"nightjar (export|items) JOB --where .*",

@@ -1,0 +1,131 @@
+"""Verdicts of checks that run after their job, on SQLite and on PostgreSQL."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from jobs.checks import PRESETS
+from jobs.export.items import score_names
+from jobs.ledger import Ledger
+from jobs.ledger.decisions import Verdict
+from jobs.ledger.records import (
+    QUARANTINE,
+    Decision,
+    Draw,
+    Failed,
+    ItemState,
+    Job,
+    JobSpec,
+    JobState,
+    Score,
+)
+from jobs.ledger.status import MeasuredItems
+from jobs.where import parse_where
+from pipelines.errors import ConfigError, ErrorCode, NotFoundError, ServiceError
+from tests.support.ledger_kit import assert_exact, done, lease_next, states, submit
+
+GOOD = {"ended": Score(1.0, True), "wer": Score(0.1, True, 'said "so"'), "align": Score(-1.5)}
+BAD = {"ended": Score(1.0, True), "silence": Score(0.9, False, "silero")}
+
+
+def job_of(ledger: Ledger, items: int, shards: int = 1, end: bool = True) -> Job:
+    """A job without checks whose items are done."""
+    job = submit(ledger, [items // shards] * shards, spec=JobSpec("fake"), max_attempts=1)
+    for number in range(shards):
+        lease, size = lease_next(ledger), items // shards
+        ledger.commit(lease.ticket, [done(index) for index in range(size * number, size * (number + 1))])
+        if end:
+            ledger.finish_shard(lease.ticket)
+    return ledger.job(job.id)
+
+
+def verdict(ledger: Ledger, job: Job, index: int, code: ErrorCode | None = None) -> Verdict:
+    audio = ledger.artifacts_of(job.id, "audio", [index])[index]
+    scores = GOOD if code is None else BAD
+    return audio, Draw(0, audio.seed, code, code is None, 1500, scores), "" if code is None else "Too silent."
+
+
+def test_verdicts_change_states_counters_scores_and_no_audio(ledger: Ledger) -> None:
+    job = job_of(ledger, 6, shards=2)
+    before = {one.index: one for one in ledger.artifacts(job.id, "audio")}
+    verdicts = [
+        verdict(ledger, job, index, ErrorCode.QA_SILENCE if index in (1, 4) else None) for index in range(5)
+    ]
+    ledger.commit_checks(job, verdicts)
+    assert_exact(ledger, job.id)
+    assert ledger.job(job.id).state is JobState.COMPLETED_WITH_ERRORS
+    assert [number for number, state in enumerate(states(ledger, job.id)) if state is ItemState.FAILED] == [
+        1,
+        4,
+    ]
+    kept = {one.index: one for one in ledger.artifacts(job.id, QUARANTINE)}
+    assert {index: one.key for index, one in kept.items()} == {index: before[index].key for index in (1, 4)}
+    assert ledger.error_counts(job.id) == {ErrorCode.QA_SILENCE: 2}
+    assert [row.error_message for row in ledger.items(job.id)] == [
+        None,
+        "Too silent.",
+        None,
+        None,
+        "Too silent.",
+        None,
+    ]
+    status = ledger.status(job.id)
+    assert (status.items.done, status.items.failed) == (4, 2)
+    assert (status.audio_ms, status.bytes_out) == (4 * 1500, 4 * 100)
+    assert status.measured == MeasuredItems(5, 2)
+    assert [row.index for row in ledger.items(job.id, where=parse_where("wer < 0.2 and align < 0"))] == [
+        0,
+        2,
+        3,
+    ]
+    assert ledger.measured_scores(job.id) == {"ended", "wer", "align"}
+    assert score_names((ledger, job)) == ("ended", "wer", "align")
+    with pytest.raises(ConfigError):
+        list(ledger.items(job.id, where=parse_where("distillmos > 1")))
+    # A second check of an item takes the place of the first one, and one of other audio is left out.
+    audio, draw, _ = verdict(ledger, job, 0)
+    ledger.commit_checks(job, [(audio, msgspec.structs.replace(draw, scores={"distillmos": Score(3.0)}), "")])
+    ledger.commit_checks(job, [(msgspec.structs.replace(audio, sha256="other"), draw, "")])
+    assert [row.draw.scores for row in ledger.draws_of(job.id, [0])] == [{"distillmos": Score(3.0)}]
+    # What a check failed, a person can accept.
+    ledger.decide(job.id, ["e1"], Decision(True, "ada"))
+    assert_exact(ledger, job.id)
+    assert states(ledger, job.id)[1] is ItemState.DONE
+
+
+def test_a_job_that_runs_or_is_gone_gets_no_verdicts(ledger: Ledger) -> None:
+    job = job_of(ledger, 2, end=False)
+    verdicts = [verdict(ledger, job, 0, ErrorCode.QA_SILENCE)]
+    with pytest.raises(ServiceError, match="running") as caught:
+        ledger.commit_checks(job, verdicts)
+    assert caught.value.code is ErrorCode.LEDGER_STATE
+    assert states(ledger, job.id) == [ItemState.DONE] * 2
+    ended = job_of(ledger, 2)
+    ledger.commit_checks(ended, [verdict(ledger, ended, 0, ErrorCode.QA_SILENCE)])
+    assert ledger.retry(ended.id, None) == 1
+    with pytest.raises(ServiceError, match="running"):
+        ledger.commit_checks(ended, [verdict(ledger, ended, 1)])
+    lease = lease_next(ledger)
+    ledger.commit(lease.ticket, [Failed(0, ErrorCode.QA_WER, "Again.")])
+    ledger.finish_shard(lease.ticket)
+    last = verdict(ledger, ended, 1)
+    ledger.begin_delete(ended.id)
+    with pytest.raises(ServiceError, match="cancelled"):
+        ledger.commit_checks(ended, [last])
+    ledger.delete_rows(ended.id)
+    with pytest.raises(NotFoundError):
+        ledger.commit_checks(ended, [last])
+
+
+@pytest.mark.parametrize("timestamps", [False, True])
+def test_the_aligner_of_times_measures_no_sample(ledger: Ledger, timestamps: bool) -> None:
+    spec = JobSpec("fake", quality=PRESETS["strict"], timestamps=timestamps or msgspec.UNSET)
+    job = submit(ledger, [2], spec=spec)
+    lease = lease_next(ledger)
+    for index, scores in enumerate((GOOD, {"align": Score(-1.0)})):
+        one = done(index)
+        draws = (Draw(0, 7, None, True, 1500, scores),)
+        ledger.commit(lease.ticket, [msgspec.structs.replace(one, draws=draws)])
+    ledger.finish_shard(lease.ticket)
+    assert ledger.status(job.id).measured.items == (1 if timestamps else 2)

@@ -1,0 +1,262 @@
+"""Meters that measure a job after it has ended: what they leave in the ledger, and who may not be disturbed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from jobs.checks import Option, Quality, quality_of
+from jobs.export.items import audio_items
+from jobs.ledger.records import QUARANTINE, DrawRow, ItemState, Job, JobState
+from jobs.recent_jobs import FoundJob
+from jobs.where import parse_where
+from pipelines.errors import ConfigError, ErrorCode, ModelError, NightjarError, ServiceError, StoreError
+from pipelines.registry import register_pipeline
+from tests.support.fake_worker import fake_card
+from tests.support.fakes import FakePipeline
+from tests.support.quality_kit import Costs, TextMeter
+from tests.support.worker_rig import Rig
+from worker.check import check_job, checks_of
+from worker.garbage import orphans
+from worker.quality.meters import Readings, Utterance
+from worker.quality.process import MeterError, MeterPool
+from worker.result_writer import ResultWriter
+from worker.shard_run import ShardEnd
+
+TEXTS = ["one", "[[wer:0.9]] two", "three", "[[distillmos:1]] four", "[[silence:0.9]] [[wer:1]] five", "six"]
+CODES = [None, ErrorCode.QA_WER, None, ErrorCode.QA_MOS, ErrorCode.QA_SILENCE, None]
+
+
+def quality(preset: str = "strict", *changes: str) -> Quality:
+    found = quality_of(preset, None, ["draws=1", *changes])
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
+    forget = register_pipeline("fake", fake_card(), FakePipeline)
+    rigs: list[Rig] = []
+
+    def build_rig(name: str = "rig") -> Rig:
+        (tmp_path / name).mkdir()
+        rig = Rig(tmp_path / name)
+        rig.writer = ResultWriter(meters=MeterPool(open_host=Costs))
+        rig.runner = rig.runner_on(rig.ledger)
+        rigs.append(rig)
+        return rig
+
+    yield build_rig
+    for rig in rigs:
+        rig.close()
+    forget()
+
+
+def run(rig: Rig, texts: list[str], checks: Quality | None, **spec: object) -> Job:
+    job = rig.submit(texts, quality=checks, **spec)
+    while not rig.status(job).job.state.final:
+        rig.run_next()
+    return job
+
+
+def check(
+    rig: Rig, job: Job, checks: Quality | None = None, host: TextMeter | None = None, errors: list[str] | None = None
+) -> dict[str, int]:  # fmt: skip
+    class Found(FoundJob):
+        """A job whose store is in memory."""
+
+        store = rig.store  # pyright: ignore[reportAssignmentType]
+
+    pool_host, told = host or Costs(), [] if errors is None else errors
+    pool, job = MeterPool(open_host=lambda: pool_host), rig.ledger.job(job.id)
+    before = {(row.index, row.draw.draw) for row in rig.ledger.draws(job.id) if row.draw.code is not None}
+    try:
+        chosen = checks_of(job, checks)
+        left = check_job(Found(rig.settings, rig.ledger, job), chosen, pool, told.append)
+    finally:
+        pool.close()
+    failed = {(row.index, row.draw.draw) for row in rig.ledger.draws(job.id) if row.draw.code is not None}
+    return {"measured": len(pool_host.texts), "failed": len(failed - before), "left": left}
+
+
+def known(rig: Rig, job: Job) -> tuple[list[object], list[DrawRow]]:
+    """The rows of a job and its draws, without the keys, which name the job."""
+    rows = [(row.state, row.error_code, row.error_message, bool(row.artifact)) for row in rig.items(job)]
+    return rows, list(rig.ledger.draws(job.id))
+
+
+def test_a_later_check_leaves_what_meters_leave_during_the_job(build: Callable[..., Rig]) -> None:
+    rig = build()
+    at_once = run(rig, TEXTS, quality())
+    later = run(rig, TEXTS, quality("basic", "bounds.loudness.low=-40", "bounds.loudness.high=-10"))
+    assert rig.status(later).job.state is JobState.COMPLETED
+    assert check(rig, later, quality()) == {"measured": 6, "failed": 3, "left": 0}
+    rows, draws = known(rig, at_once)
+    assert [row.error_code for row in rig.items(at_once)] == CODES
+    late_rows, late_draws = known(rig, later)
+    assert [row[:2] for row in late_rows] == [row[:2] for row in rows]  # pyright: ignore
+    assert late_draws == draws
+    for one, other in ((rig.status(at_once), rig.status(later)),):
+        assert (one.items, one.audio_ms, one.bytes_out, one.measured, one.job.state) == (
+            other.items, other.audio_ms, other.bytes_out, other.measured, other.job.state,
+        )  # fmt: skip
+    for job in (at_once, later):
+        items = list(audio_items(rig.ledger, rig.store, job.id))
+        assert [item.example_id for item in items] == ["item-0", "item-2", "item-5"]
+        assert [(item.scores["wer"], item.scores["distillmos"]) for item in items] == [(0.0, 4.0)] * 3
+        where = parse_where("wer < 0.5 and distillmos > 3")
+        assert [row.index for row in rig.ledger.items(job.id, where=where)] == [0, 2, 5]
+
+
+def test_failed_audio_is_quarantined_and_nothing_is_lost(build: Callable[..., Rig]) -> None:
+    rig = build()
+    job = run(rig, TEXTS, quality("basic"))
+    before = rig.audio()
+    check(rig, job, quality())
+    kept = {one.index: one for one in rig.ledger.artifacts(job.id, QUARANTINE)}
+    assert sorted(kept) == [1, 3, 4]
+    assert {rig.store.get(one.key) for one in kept.values()} <= set(before.values())
+    assert rig.audio() == before
+    assert [info.key for info, _ in orphans(rig.ledger, rig.store, job, rig.ledger.now() + 3600)] == []
+    newest = max(key for key in rig.store.objects if key.startswith(f"jobs/{job.id}/manifest."))
+    lines = [json.loads(line) for line in rig.store.get(newest).splitlines()]
+    assert [line["example_id"] for line in lines] == ["item-0", "item-2", "item-5"]
+    # A person can draw again, and the draws go on.
+    assert rig.ledger.retry(job.id, [ErrorCode.QA_WER]) == 1
+    assert rig.run_next() is ShardEnd.FINISHED
+    assert rig.items(job)[1].state is ItemState.DONE
+    assert [row.draw.draw for row in rig.ledger.draws_of(job.id, [1])] == [0, 1]
+    assert check(rig, job, quality()) == {"measured": 1, "failed": 1, "left": 0}
+
+
+def test_a_job_that_keeps_its_best_draw_keeps_its_audio(build: Callable[..., Rig]) -> None:
+    rig = build()
+    job = run(rig, TEXTS, quality("basic", "on_fail=keep"))
+    assert check(rig, job, quality()) == {"measured": 6, "failed": 3, "left": 0}
+    assert [row.state for row in rig.items(job)] == [ItemState.DONE] * 6
+    assert [row.draw.code for row in rig.ledger.draws(job.id)] == CODES
+    assert check(rig, job, quality()) == {"measured": 0, "failed": 0, "left": 0}
+
+
+def test_a_job_without_checks_gets_scores(build: Callable[..., Rig]) -> None:
+    rig = build()
+    job = run(rig, TEXTS, None)
+    check(rig, job, quality())
+    assert [row.error_code for row in rig.items(job)] == CODES
+    (item, *_) = audio_items(rig.ledger, rig.store, job.id)
+    assert item.scores == {"silence": 0.1, "wer": 0.0, "cer": 0.0, "distillmos": 4.0}
+    assert rig.status(job).measured.items == 6
+
+
+def test_a_repeated_check_measures_only_what_is_left(build: Callable[..., Rig]) -> None:
+    rig = build()
+    texts = [f"text {number}" for number in range(90)]
+    job = run(rig, texts, quality("basic"))
+    sampled = check(rig, job, quality("strict", "sample=0.2"))["measured"]
+    assert 0 < sampled < 50
+
+    class Dies(Costs):
+        def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
+            if len(self.measured) > 4 * 45:
+                raise ModelError(ErrorCode.MODEL_UNREACHABLE, "Gone.")
+            return super().measure(meters, utterance)
+
+    with pytest.raises(ModelError):
+        check(rig, job, quality(), Dies())
+    left = sum("wer" not in row.draw.scores for row in rig.ledger.draws(job.id))
+    assert 0 < left < 90 - sampled
+    assert check(rig, job, quality()) == {"measured": left, "failed": 0, "left": 0}
+    host = Costs()
+    assert check(rig, job, quality("strict", "meters.speaker={}"), host)["measured"] == 90
+    assert host.measured == ["speaker"] * 90
+    # Without options: the job's own checks, of which there are none to measure.
+    with pytest.raises(ConfigError, match="no meter"):
+        check(rig, job)
+
+
+def test_the_rest_of_a_sample_is_measured_by_the_jobs_own_checks(build: Callable[..., Rig]) -> None:
+    rig = build()
+    job = run(rig, [f"text {number}" for number in range(60)], quality("strict", "sample=0.3"))
+    done = rig.status(job).measured.items
+    assert check(rig, job) == {"measured": 60 - done, "failed": 0, "left": 0}
+
+
+def test_an_item_that_a_meter_fails_on_is_left(build: Callable[..., Rig]) -> None:
+    class Fails(Costs):
+        def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
+            if utterance.text == "two":
+                raise MeterError("It broke.")
+            return super().measure(meters, utterance)
+
+    rig, told = build(), list[str]()
+    job = run(rig, ["one", "two", "three"], quality("basic"))
+    assert check(rig, job, quality(), Fails(), told) == {"measured": 2, "failed": 0, "left": 1}
+    assert "item-1" in told[0]
+    assert "It broke." in told[0]
+    assert check(rig, job, quality()) == {"measured": 1, "failed": 0, "left": 0}
+
+
+def test_a_running_job_is_refused_and_one_that_runs_again_is_left_alone(build: Callable[..., Rig]) -> None:
+    rig = build()
+    job = rig.submit(TEXTS, quality=quality("basic"))
+    lease = rig.claim_next()
+    with pytest.raises(ServiceError) as caught:
+        check(rig, job, quality())
+    assert caught.value.code is ErrorCode.LEDGER_STATE
+    rig.runner.run(lease)
+
+    class Reopens(Costs):
+        """A person runs failed items again while the check runs."""
+
+        def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
+            if not self.measured:
+                assert rig.ledger.retry(job.id, None) == 3
+            return super().measure(meters, utterance)
+
+    check(rig, job, quality("strict", "sample=0.7"))
+    failed = rig.status(job).items.failed
+    before = known(rig, job)
+    if failed == 3:
+        with pytest.raises(ServiceError, match="running"):
+            check(rig, job, quality("strict", "meters.speaker={}"), Reopens())
+        assert known(rig, job)[1] == before[1]
+
+
+def test_an_item_that_was_repaired_meanwhile_keeps_its_state(build: Callable[..., Rig]) -> None:
+    rig = build()
+    job = run(rig, ["one", "[[wer:1]] two"], quality("basic"))
+
+    class Replaces(Costs):
+        def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
+            found = rig.items(job)[1].artifact
+            if found is not None and found.sha256 != "other":
+                other = msgspec.structs.replace(found, sha256="other")
+                assert rig.ledger.replace_artifact(job.id, other, found.sha256)
+            return super().measure(meters, utterance)
+
+    # Both are read before they are measured.
+    check(rig, job, quality(), Replaces())
+    rows = rig.items(job)
+    assert [row.state for row in rows] == [ItemState.DONE] * 2
+    assert "wer" not in rig.ledger.draws_of(job.id, [1])[0].draw.scores
+
+
+def test_lost_audio_and_jobs_of_codes_are_refused(build: Callable[..., Rig]) -> None:
+    rig = build()
+    job = run(rig, ["one", "two"], quality("basic"))
+    key = next(iter(rig.audio()))
+    rig.store.objects[key] = (b"changed", rig.store.objects[key][1])
+    with pytest.raises(NightjarError) as caught:
+        check(rig, job, quality())
+    assert caught.value.code is ErrorCode.STORE_CONFLICT
+    rig.store.delete(key)
+    with pytest.raises(StoreError):
+        check(rig, job, quality())
+    coded = msgspec.structs.replace(job.spec, output="codes")
+    with pytest.raises(ConfigError, match="codes alone"):
+        checks_of(dataclasses.replace(job, spec=coded), quality())
