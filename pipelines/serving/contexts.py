@@ -379,9 +379,10 @@ class ContextSocket:
                 await cancel(context.speaking)
             await self.send(failure(error, name))
 
-    async def say(self, message: ContextMessage) -> None:
-        """Opens, continues or cancels a context. Raises as `request` and `Context.add`, and `ApiError` for too many
-        contexts, and while the server stops."""
+    async def say(self, message: ContextMessage, **fields: object) -> None:
+        """Opens, continues or cancels a context. `fields`: those in which the message differs from `message`. Raises
+        as `request` and `Context.add`, and `ApiError` for too many contexts, and while the server stops."""
+        message = message.model_copy(update=fields)
         check_fields(message)
         name = message.context_id
         context = self.contexts.get(name)

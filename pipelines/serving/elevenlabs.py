@@ -74,19 +74,22 @@ class MultiStreamSocket(ContextSocket):
         name = message.context_id
         # Without text, a message keeps an open context alive.
         if message.text or name in self.contexts:
-            await self._say(name, transcript=message.text, flush=message.flush)
+            await self.say(self._template, context_id=name, transcript=message.text, flush=message.flush)
         if message.close_socket:
             self.closing = CLOSED
         for context in list(self.contexts.values()):
             if message.close_socket or (message.close_context and context.name == name):
                 # Text that is flushed is still spoken, unless the client ends the context twice.
-                await self._say(context.name, transcript="", cancel=not context.flushed, more=False)
-
-    async def _say(self, name: str, **fields: object) -> None:
-        await self.say(self._template.model_copy(update={"context_id": name, **fields}))
+                await self.say(
+                    self._template,
+                    context_id=context.name,
+                    transcript="",
+                    cancel=not context.flushed,
+                    more=False,
+                )
 
     def encoder(self, serving: Serving, first: ContextMessage) -> PcmStream | FileStream:
-        if self._kind == "mp3" or self._kind == "opus":
+        if self._kind in ("mp3", "opus"):
             return stream_encoder(serving.model.card.sample_rate, self._kind)
         return super().encoder(serving, first)
 

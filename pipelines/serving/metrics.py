@@ -92,14 +92,14 @@ class ServerMetrics:
             "Time from the first byte of a request to the first byte of its streamed audio.",
             ["route"],
         )
-        self._queue = histogram("speech_queue_seconds", "Time that a request waits for a slot.")
         self._underruns = counter(
             "speech_stream_underruns", "Chunks too late for a player that starts at the first one."
         )
         self._underrun_seconds = counter(
             "speech_stream_underrun_seconds", "Seconds that such players had nothing to play."
         )
-        self._audio = counter("speech_audio_seconds", "Seconds of speech that were sent.")
+        #: Counts seconds of speech.
+        self.audio_sent = counter("speech_audio_seconds", "Seconds of speech that were sent.").inc
         model.on_retry = counter(
             "speech_requests_retried", "Requests that were tried again after their engine had died."
         ).inc
@@ -117,16 +117,14 @@ class ServerMetrics:
             ),
         ):
             Gauge(name, text, registry=registry).set_function(value)
-        admission.admitted = self._queue.observe
+        admission.admitted = histogram(
+            "speech_queue_seconds", "Time that a request waits for a slot."
+        ).observe
         model.on_underrun = self._count_underrun
 
     def first_audio(self, route: str, seconds: float) -> None:
         """Records the time to the first audio of a stream."""
         self._first.labels(route=route).observe(seconds)
-
-    def audio_sent(self, seconds: float) -> None:
-        """Counts seconds of speech."""
-        self._audio.inc(seconds)
 
     def _count_underrun(self, seconds: float) -> None:
         self._underruns.inc()

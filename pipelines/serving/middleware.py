@@ -206,7 +206,6 @@ def _check_origin(headers: Headers) -> None:
             403,
             "A page of another site may not use a server that has no key. Set SPEECH_SERVE__API_KEY.",
             "origin_forbidden",
-            headers={"connection": "close"},
         )
 
 

@@ -93,8 +93,8 @@ class SpeechStreamSocket(ContextSocket):
         kind, text, said = given.get("type"), given.get("text", ""), self._said
         if kind == "session.close":
             self.closing = CLOSED
-            if said is not None and str(said.index) in self.contexts:
-                await self._say(said, cancel=True)
+            if said is not None and (name := str(said.index)) in self.contexts:
+                await self.say(said.session, context_id=name, cancel=True)
         elif kind == "session.config" and not (said and said.opened):
             session = self._session(given)
             await self.check(session)
@@ -119,16 +119,13 @@ class SpeechStreamSocket(ContextSocket):
             return
         said.opened = True
         try:
-            await self._say(said, transcript=text, more=not complete)
+            await self.say(said.session, context_id=name, transcript=text, more=not complete)
             said.text += text
         except Exception as error:
             if not complete:
                 raise
             # The end of an utterance is always answered.
             await self.send(failure(as_api_error(error), name))
-
-    async def _say(self, said: _Utterance, **fields: object) -> None:
-        await self.say(said.session.model_copy(update={"context_id": str(said.index), **fields}))
 
     def _session(self, given: JsonObject) -> SessionMessage:
         """The settings of the next utterances. Raises as `handle`."""

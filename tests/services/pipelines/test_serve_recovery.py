@@ -92,6 +92,7 @@ def test_a_request_that_kills_engines_kills_two() -> None:
     with Running(engines[0], open_model=reopening(*engines)) as server:
         answer = pcm(server, "Please die.")
         assert (answer.status_code, error_of(answer)["code"]) == (503, "worker.crash")
+        assert "retry-after" in answer.headers
         server.until(lambda: server.health() == 200)
         assert engines[2].requests == []
         server.until_idle()
