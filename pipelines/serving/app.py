@@ -22,14 +22,13 @@ from starlette.responses import Response
 from starlette.routing import WebSocketRoute
 from starlette.types import ASGIApp
 
-from pipelines.serving import ServeOptions, cartesia, chat, errors, speech
-from pipelines.serving.admission import AdmissionQueue
+from pipelines.serving import cartesia, chat, errors, speech
 from pipelines.serving.cartesia import EventsRequest, SpeechFields
 from pipelines.serving.chat import ChatBody
 from pipelines.serving.contexts import ContextSocket, WebSocketSpeech
 from pipelines.serving.elevenlabs import MultiStreamSocket, StreamInputSocket
 from pipelines.serving.errors import JsonObject, as_api_error
-from pipelines.serving.metrics import AnswerMetrics, MetricsPage, ServerMetrics
+from pipelines.serving.metrics import MetricsPage, ServerMetrics
 from pipelines.serving.middleware import ADMIT, HEALTH, REQUEST_ID, RequestMiddleware
 from pipelines.serving.model import ServedModel
 from pipelines.serving.request_body import JsonRoute, cancel
@@ -42,24 +41,23 @@ _VOICES = "/v1/audio/voices"
 _PROTOCOLS = (ContextSocket, MultiStreamSocket, StreamInputSocket, SpeechStreamSocket)
 
 
-def create_app(
-    served: Sequence[tuple[ServedModel, ServeOptions, AdmissionQueue]], failed: Callable[[], None]
-) -> ASGIApp:
+def create_app(served: Sequence[ServedModel], failed: Callable[[], None]) -> ASGIApp:
     """The ASGI app of one or more models. Its startup begins to open them; `failed` is called if that fails.
     Options of the whole server are those of the first model."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncGenerator[None]:
-        keeping = [asyncio.create_task(model.run(failed)) for model, _, _ in served]
+        keeping = [asyncio.create_task(model.run(failed)) for model in served]
         yield
         await cancel(*keeping)
 
-    answers = AnswerMetrics()
+    page = MetricsPage()
     models: dict[str, Serving] = {}
-    for model, options, admission in served:
-        metrics = ServerMetrics(model, admission, answers)
-        one = Serving(model, options, admission, metrics, Voices(model, options), models)
-        models |= dict.fromkeys(options.names, one)
+    for model in served:
+        one = Serving(
+            model, model.options, model.admission, ServerMetrics(model, page), Voices(model), models
+        )
+        models |= dict.fromkeys(model.options.names, one)
     serving = next(iter(models.values()))
     app = FastAPI(
         title="Nightjar",
@@ -73,19 +71,18 @@ def create_app(
     )
     app.router.route_class = JsonRoute
     errors.install(app)
-    _add_info_routes(app, serving, answers)
+    _add_info_routes(app, serving, page)
     _add_synthesis_routes(app, serving)
     _add_voice_routes(app, serving)
     _add_pages(app, list(models))
-    return RequestMiddleware(app, serving.options, serving.admission, answers)
+    return RequestMiddleware(app, serving.options, serving.admission, page)
 
 
-def _add_info_routes(app: FastAPI, serving: Serving, answers: AnswerMetrics) -> None:
+def _add_info_routes(app: FastAPI, serving: Serving, metrics: MetricsPage) -> None:
     """Adds the routes that report health, metrics and the models."""
     created = int(time.time())
     # Each model once, by its first name.
     models = {one.options.names[0]: one for one in serving.models.values()}
-    metrics = MetricsPage(answers, {name: one.metrics for name, one in models.items()})
 
     def facts(name: str) -> JsonObject:
         card = serving.of(name).model.card

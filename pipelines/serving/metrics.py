@@ -4,7 +4,7 @@ request, a voice or a text."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -12,7 +12,6 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from pipelines.engine_metrics import EngineMetrics
-from pipelines.serving.admission import AdmissionQueue
 from pipelines.serving.model import ServedModel
 from pipelines.vllm_engine.library import VllmMetrics
 
@@ -52,11 +51,12 @@ def route_of(path: str) -> str:
     return route if route in ROUTES else "other"
 
 
-class AnswerMetrics:
-    """The metrics of this process and of its answers, in their own registry."""
+class MetricsPage(Collector):
+    """The metrics of this process and of its answers, and those of its models, which have the label `model` if there
+    are several."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
+        self._registry = registry = CollectorRegistry()
         registry.register(VllmMetrics())
         ProcessCollector(registry=registry)
         self._answers = Counter(
@@ -69,6 +69,8 @@ class AnswerMetrics:
             registry=registry,
             buckets=_SECONDS,
         )
+        #: The metrics of each model by its first name.
+        self.models: dict[str, ServerMetrics] = {}
 
     def answered(self, path: str, status: int, seconds: float) -> str:
         """Counts an answer; returns its label `route`."""
@@ -77,13 +79,31 @@ class AnswerMetrics:
         self._seconds.labels(route=route).observe(seconds)
         return route
 
+    def collect(self) -> Iterable[Metric]:
+        yield from self._registry.collect()
+        families: dict[str, Metric] = {}
+        for name, metrics in self.models.items():
+            for family in metrics.registry.collect():
+                samples, family.samples = family.samples, []
+                label = {"model": name} if len(self.models) > 1 else {}
+                families.setdefault(family.name, family).samples += [
+                    sample._replace(labels={**sample.labels, **label}) for sample in samples
+                ]
+        yield from families.values()
+
+    def text(self) -> bytes:
+        """The metrics in Prometheus' text format."""
+        return generate_latest(self)
+
 
 class ServerMetrics:
-    """The metrics of one model, in their own registry."""
+    """The metrics of one model, in their own registry, which `page` shows."""
 
-    def __init__(self, model: ServedModel, admission: AdmissionQueue, answers: AnswerMetrics) -> None:
+    def __init__(self, model: ServedModel, page: MetricsPage) -> None:
         self.registry = registry = CollectorRegistry()
-        self.answered = answers.answered
+        self.answered = page.answered
+        page.models[model.options.names[0]] = self
+        admission = model.admission
         registry.register(EngineMetrics(model.pipelines))
         counter = partial(Counter, registry=registry)
         histogram = partial(Histogram, registry=registry, buckets=_LISTENING_SECONDS)
@@ -129,26 +149,3 @@ class ServerMetrics:
     def _count_underrun(self, seconds: float) -> None:
         self._underruns.inc()
         self._underrun_seconds.inc(seconds)
-
-
-class MetricsPage(Collector):
-    """Collects the metrics of a server. Those of several models have the label `model`."""
-
-    def __init__(self, answers: AnswerMetrics, models: Mapping[str, ServerMetrics]) -> None:
-        self._answers, self._models = answers, models
-
-    def collect(self) -> Iterable[Metric]:
-        yield from self._answers.registry.collect()
-        families: dict[str, Metric] = {}
-        for name, metrics in self._models.items():
-            for family in metrics.registry.collect():
-                samples, family.samples = family.samples, []
-                label = {"model": name} if len(self._models) > 1 else {}
-                families.setdefault(family.name, family).samples += [
-                    sample._replace(labels={**sample.labels, **label}) for sample in samples
-                ]
-        yield from families.values()
-
-    def text(self) -> bytes:
-        """The metrics in Prometheus' text format."""
-        return generate_latest(self)

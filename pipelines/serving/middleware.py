@@ -20,7 +20,7 @@ from pipelines.serving import ServeOptions, is_loopback
 from pipelines.serving.admission import AdmissionQueue, Permit
 from pipelines.serving.connections import FIRST_BYTE
 from pipelines.serving.errors import ApiError, unavailable
-from pipelines.serving.metrics import ROUTES, WEBSOCKETS, AnswerMetrics, route_of
+from pipelines.serving.metrics import ROUTES, WEBSOCKETS, MetricsPage, route_of
 from pipelines.serving.request_body import BodyMemory, LimitedBody, finishes_before_disconnect, too_large
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class RequestMiddleware:
     """The ASGI app around the routes."""
 
     def __init__(
-        self, app: ASGIApp, options: ServeOptions, admission: AdmissionQueue, metrics: AnswerMetrics
+        self, app: ASGIApp, options: ServeOptions, admission: AdmissionQueue, metrics: MetricsPage
     ) -> None:
         """`admission`: the queue of any of the models; all of them are closed at once."""
         self._app = app

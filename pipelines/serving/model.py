@@ -20,6 +20,7 @@ from pipelines.registry import ModelCard
 from pipelines.request import (
     AudioChunk,
     Done,
+    EngineInfo,
     EngineStats,
     Event,
     Failed,
@@ -28,13 +29,16 @@ from pipelines.request import (
     Speech,
     SynthesisRequest,
 )
-from pipelines.serving.admission import Permit
+from pipelines.serving import ServeOptions
+from pipelines.serving.admission import AdmissionQueue, Permit
 from pipelines.serving.errors import ApiError, unavailable
 
 log = logging.getLogger(__name__)
 
 #: Threads that prepare requests: prompts, phonemes, reference audio. More threads would not be faster.
 SUBMIT_THREADS = 16
+#: Number of slots if the pipeline does not report it.
+_UNKNOWN_SLOTS = 256
 #: Limit of the audio that clients have not yet read. Below it a stream gives its slot back when its speech is
 #: made; above it, when the client has read all of it.
 UNREAD_BYTES = 1 << 30
@@ -184,13 +188,13 @@ def _bytes(event: Event) -> int:
 
 @dataclass(eq=False, slots=True)
 class ServedModel:
-    """One model, and the threads that start its requests."""
+    """One model, its slots, and the threads that start its requests."""
 
     card: ModelCard
     _open: Callable[[], Pipeline]
-    progress: Progress
-    #: Called on the event loop with every newly opened pipeline.
-    _on_open: Callable[[Pipeline], None] = lambda _pipeline: None
+    options: ServeOptions
+    admission: AdmissionQueue = field(init=False)
+    progress: Progress = field(init=False)
     pipeline: Pipeline | None = None
     #: Threads that start requests; streams have their own, so that they never wait for whole requests.
     threads: dict[bool, DaemonThreads] = field(
@@ -209,6 +213,10 @@ class ServedModel:
     failure: BaseException | None = None
     #: The monotonic time at which the engine was found dead; requests that arrived before wait for the next one.
     _died_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.admission = AdmissionQueue(self.options.slots or _UNKNOWN_SLOTS, self.options.waiting_room)
+        self.progress = Progress(self.options.stuck_seconds)
 
     @property
     def state(self) -> Literal["ready", "starting", "broken", "stuck"]:
@@ -298,7 +306,8 @@ class ServedModel:
                 await self._reopen()
 
     async def open(self) -> None:
-        """Opens the pipeline in a thread, while the server already answers."""
+        """Opens the pipeline in a thread, while the server already answers. Sets the number of slots to the
+        number of requests that the engine runs and queues, unless it is configured."""
 
         def opened() -> Pipeline:
             # Set in the thread, so that a model that loads while the server stops is closed too.
@@ -308,8 +317,12 @@ class ServedModel:
         pipeline = await asyncio.to_thread(opened)
         # Restarts the time that `is_stuck` measures.
         self.progress.advanced()
-        log.info("engine ready: %s", pipeline.info.summary(pipeline.name))
-        self._on_open(pipeline)
+        info = pipeline.info
+        log.info("engine ready: %s", info.summary(pipeline.name))
+        if self.options.slots is None and info != EngineInfo():
+            # The native engine does not bound waiting streams, so they wait here and its waiting room stays empty.
+            waits_here = bool(info.executor) and pipeline.capabilities.streaming
+            self.admission.resize(info.slots + (0 if waits_here else info.waiting_room))
 
     async def _reopen(self) -> None:
         broken, self.pipeline = self.pipeline, None

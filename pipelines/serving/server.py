@@ -13,9 +13,8 @@ import uvicorn
 
 from pipelines.errors import invalid
 from pipelines.registry import ModelCard
-from pipelines.request import EngineInfo, Pipeline
+from pipelines.request import Pipeline
 from pipelines.serving import ServeOptions
-from pipelines.serving.admission import AdmissionQueue
 from pipelines.serving.app import create_app
 from pipelines.serving.connections import (
     PING_SECONDS,
@@ -25,14 +24,12 @@ from pipelines.serving.connections import (
     WebSocketProtocol,
     connection_limit,
 )
-from pipelines.serving.model import Progress, ServedModel
+from pipelines.serving.model import ServedModel
 
 _BACKLOG = 2048
 #: Maximum idle time of a connection. It is longer than that of clients, so that no client sends a request
 #: while the server closes the connection.
 _KEEP_ALIVE_SECONDS = 75
-#: Number of slots if the pipeline does not report it.
-_UNKNOWN_SLOTS = 256
 
 
 class Server(uvicorn.Server):
@@ -48,7 +45,7 @@ class Server(uvicorn.Server):
 
         `models`: how each one is opened, and its options; those of the whole server are the first one's."""
         self._socket = bound_socket(address, port)
-        self.served = [_served(*one) for one in models]
+        self.served = [ServedModel(*one) for one in models]
         options = models[0][2]
         connections = Connections(connection_limit(options.connections), options.header_seconds)
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -90,10 +87,9 @@ class Server(uvicorn.Server):
         try:
             super().run(sockets or [self._socket])
         finally:
-            models = [model for model, _, _ in self.served]
-            self.hangs = False in [model.close() for model in models]
+            self.hangs = False in [model.close() for model in self.served]
             self._socket.close()
-        for model in models:
+        for model in self.served:
             if model.failure is not None:
                 raise model.failure
 
@@ -101,8 +97,8 @@ class Server(uvicorn.Server):
         """Refuses new requests, and ends the server after the running ones. May be called from any thread,
         and more than once."""
         self.should_exit = True
-        for _, _, admission in self.served:
-            admission.closed = True
+        for model in self.served:
+            model.admission.closed = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn's startup; errors of accepting connections are handled by `Connections`."""
@@ -114,26 +110,6 @@ class Server(uvicorn.Server):
         uvicorn would raise them again: the process ends with status 0."""
         self.force_exit = self.should_exit
         self.stop()
-
-
-def _served(
-    card: ModelCard, open_model: Callable[[], Pipeline], options: ServeOptions
-) -> tuple[ServedModel, ServeOptions, AdmissionQueue]:
-    admission = AdmissionQueue(options.slots or _UNKNOWN_SLOTS, options.waiting_room)
-
-    def opened(pipeline: Pipeline) -> None:
-        """Sets the number of slots to the number of requests that the engine runs and queues, unless it is
-        configured.
-
-        The native engine does not bound waiting streams, so they wait here and the engine's waiting room
-        stays empty.
-        """
-        info = pipeline.info
-        if options.slots is None and info != EngineInfo():
-            waits_here = bool(info.executor) and pipeline.capabilities.streaming
-            admission.resize(info.slots + (0 if waits_here else info.waiting_room))
-
-    return ServedModel(card, open_model, Progress(options.stuck_seconds), opened), options, admission
 
 
 def bound_socket(address: str, port: int) -> socket.socket:

@@ -13,7 +13,6 @@ from pydantic import Field
 from pipelines.errors import ErrorCode, InputError, unsupported
 from pipelines.recording import MAX_REFERENCE_SECONDS
 from pipelines.request import Generation, Message, SynthesisRequest
-from pipelines.serving import ServeOptions
 from pipelines.serving.encoding import read_audio
 from pipelines.serving.errors import ApiError, JsonObject, bad_request
 from pipelines.serving.model import ServedModel
@@ -45,10 +44,11 @@ class VoiceBody(Body):
 class Voices:
     """All voices of a server; shared by all routes."""
 
-    def __init__(self, model: ServedModel, options: ServeOptions) -> None:
+    def __init__(self, model: ServedModel) -> None:
         self._capabilities = model.card.capabilities
-        self._options = options
-        self._folder = options.voices_folder and VoiceFolder(options.voices_folder)
+        self._options = model.options
+        folder = model.options.voices_folder
+        self._folder = folder and VoiceFolder(folder)
 
     def check_speaks(self, param: str) -> None:
         """Raises `ApiError` (400) if the model answers dialogues. `param`: the field that names the model in a

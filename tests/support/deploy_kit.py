@@ -17,9 +17,9 @@ from jobs.cli.admin import described
 from jobs.settings import NOT_SETTINGS
 from pipelines.errors import ErrorCode, ServiceError
 from pipelines.registry import describe
-from pipelines.serving.admission import AdmissionQueue
-from pipelines.serving.metrics import AnswerMetrics, MetricsPage, ServerMetrics
-from pipelines.serving.model import Progress, ServedModel
+from pipelines.serving import ServeOptions
+from pipelines.serving.metrics import MetricsPage, ServerMetrics
+from pipelines.serving.model import ServedModel
 from tests.support.docs_kit import check_call
 from tests.support.fakes import FakePipeline
 from worker.__main__ import cli as worker_cli
@@ -59,15 +59,14 @@ def worker_page() -> str:
 def server_page() -> str:
     """What `/metrics` of a server says, once everything happened that it counts."""
     pipeline = FakePipeline()
-    model = ServedModel(describe("hibari"), lambda: pipeline, Progress(60.0))
+    model = ServedModel(describe("hibari"), lambda: pipeline, ServeOptions(("hibari",), slots=1))
     model.pipeline = pipeline
-    gate = AdmissionQueue(1, 1)
-    answers = AnswerMetrics()
-    metrics = ServerMetrics(model, gate, answers)
+    page = MetricsPage()
+    metrics = ServerMetrics(model, page)
     metrics.first_audio(metrics.answered("/v1/audio/speech", 200, 0.1), 0.1)
-    gate.admitted(0.1)
+    model.admission.admitted(0.1)
     model.on_underrun(0.1)
-    return MetricsPage(answers, {"hibari": metrics}).text().decode()
+    return page.text().decode()
 
 
 def labels_of(page: str) -> dict[str, set[str]]:

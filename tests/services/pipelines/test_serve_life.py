@@ -223,7 +223,7 @@ def test_what_is_under_way_is_finished_before_the_end(pipeline: DialoguePipeline
         flying = [in_thread(pool, server, "[[held]] Slow.", stream=stream) for stream in (True, False)]
         server.until(lambda: server.busy()[:2] == (1, 1))
         idle = server.http
-        server.server.served[0][2].closed = True
+        server.server.served[0].admission.closed = True
         assert idle.get("/health").json() == {"status": "draining"}
         assert idle.post(CHAT, json=body("Late.")).status_code == 503
         server.server.stop()

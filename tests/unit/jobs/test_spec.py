@@ -49,7 +49,7 @@ def test_a_name_of_a_language_is_frozen_as_it_is_written() -> None:
 def test_names_of_openai_mean_the_same_voices_as_in_the_server() -> None:
     able = Capabilities(voices=("ada", "bob"))
     card = replace(fake_card("two"), capabilities=able)
-    served = Voices(SimpleNamespace(card=card), ServeOptions(("two",)))  # type: ignore[arg-type]
+    served = Voices(SimpleNamespace(card=card, options=ServeOptions(("two",))))  # type: ignore[arg-type]
     forget = register_pipeline("two", card, lambda **_: FakePipeline())
     try:
         for name in OPENAI_VOICES:

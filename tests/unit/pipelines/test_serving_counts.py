@@ -26,7 +26,7 @@ from pipelines.serving import ServeOptions
 from pipelines.serving.admission import AdmissionQueue
 from pipelines.serving.errors import ApiError
 from pipelines.serving.middleware import RequestMiddleware
-from pipelines.serving.model import UNREAD_BYTES, Progress, ServedModel
+from pipelines.serving.model import UNREAD_BYTES, ServedModel
 from pipelines.serving.request_body import BodyMemory, LimitedBody
 from tests.support.serving_kit import Running, card_of
 from tests.support.stream_voice import StreamVoice
@@ -58,7 +58,7 @@ class _AtOnce:
 
 
 async def served(pipeline: Any) -> ServedModel:
-    model = ServedModel(card_of(StreamVoice()), lambda: pipeline, Progress(60.0))
+    model = ServedModel(card_of(StreamVoice()), lambda: pipeline, ServeOptions(("fake",)))
     await model.open()
     return model
 

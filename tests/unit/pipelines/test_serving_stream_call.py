@@ -14,8 +14,9 @@ import pytest
 
 from pipelines.errors import ErrorCode, InputError
 from pipelines.request import AudioChunk, EngineInfo, EngineStats, Generation, Message, SynthesisRequest
+from pipelines.serving import ServeOptions
 from pipelines.serving.admission import AdmissionQueue
-from pipelines.serving.model import Progress, ServedModel
+from pipelines.serving.model import ServedModel
 from tests.support.serving_kit import card_of
 from tests.support.stream_voice import SAMPLE_RATE, StreamVoice
 
@@ -49,7 +50,7 @@ class _Refusing:
 def test_a_slot_is_free_after_a_client_left_and_its_request_was_refused(stream: bool) -> None:
     async def leave_early() -> None:
         pipeline: Any = _Refusing()
-        model = ServedModel(card_of(StreamVoice()), lambda: pipeline, Progress(60.0))
+        model = ServedModel(card_of(StreamVoice()), lambda: pipeline, ServeOptions(("fake",)))
         await model.open()
         gate = AdmissionQueue(slots=1, waiting_room=1)
         permit = await gate.admit()
@@ -105,7 +106,9 @@ def test_a_player_waits_for_chunks_that_are_late() -> None:
 
     async def listen() -> None:
         pipeline: Any = _Later()
-        model = ServedModel(card_of(StreamVoice()), lambda: pipeline, Progress(60.0), on_underrun=late.append)
+        model = ServedModel(
+            card_of(StreamVoice()), lambda: pipeline, ServeOptions(("fake",)), on_underrun=late.append
+        )
         await model.open()
         permit = await AdmissionQueue(slots=1, waiting_room=1).admit()
         async with aclosing(model.chunks(REQUEST, permit)) as chunks:
