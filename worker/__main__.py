@@ -175,13 +175,15 @@ def nightly(
     from worker.nightly import run_nights
 
     settings = _settings()
-    report = run_nights(settings, night, catch_up, names, wait_seconds=wait_hours * 3600, again=again)
-    for one in report.nights:
+    nights = run_nights(settings, night, catch_up, names, wait_seconds=wait_hours * 3600, again=again)
+    for one in nights:
         if as_json:
             Output(as_json=True).data(one.view)
         else:
             click.echo(str(one))
-    sys.exit(FAILED if report.failed else NOT_ENDED if wait_hours and report.unfinished else 0)
+    if any(one.bad for one in nights):
+        sys.exit(FAILED)
+    sys.exit(NOT_ENDED if wait_hours and any(one.unfinished for one in nights) else 0)
 
 
 @cli.command()

@@ -123,6 +123,11 @@ class Night:
         )
 
     @property
+    def unfinished(self) -> bool:
+        """Whether its job has not ended."""
+        return self.state is not None and not self.state.final
+
+    @property
     def view(self) -> dict[str, Any]:
         """The night as JSON of the schema `nightjar.night/1`."""
         return {
@@ -277,23 +282,6 @@ class Night:
         return Dataset(format, to, reason=reason)
 
 
-@dataclass(frozen=True, slots=True)
-class NightlyReport:
-    """All nights of a run."""
-
-    nights: Sequence[Night]
-
-    @property
-    def failed(self) -> bool:
-        """Whether a night is bad."""
-        return any(night.bad for night in self.nights)
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether a night's job has not ended."""
-        return any(night.state is not None and not night.state.final for night in self.nights)
-
-
 def run_nights(
     settings: Settings,
     night: str | None,
@@ -303,7 +291,7 @@ def run_nights(
     wait_seconds: float = 0.0,
     again: bool = False,
     now: datetime | None = None,
-) -> NightlyReport:
+) -> list[Night]:
     """Submits a night, and those of the `catch_up` nights before it that did not run. Writes the datasets of jobs that
     end within `wait_seconds`. `names`: only these schedules; empty: all. `again`: also resubmits unchanged files of
     nights whose job failed or was cancelled.
@@ -330,7 +318,7 @@ def run_nights(
         for one in nights:
             one.run(again=again)
         _conclude(nights, time.monotonic() + wait_seconds)
-        return NightlyReport(nights)
+        return nights
 
 
 def _conclude(nights: Sequence[Night], deadline: float) -> None:

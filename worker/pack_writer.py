@@ -3,7 +3,6 @@ done."""
 
 from __future__ import annotations
 
-import hashlib
 import tarfile
 import threading
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from msgspec.structs import replace
 
 from jobs.layout import SPEC_SHA_CHARACTERS, pack_index_name, pack_key, put_hashed
 from jobs.ledger.records import Artifact, Done
-from jobs.store.base import ObjectStore
+from jobs.store.base import ObjectStore, sha256_of
 from jobs.times import Times
 from worker.leases import Clock, HeldLease
 
@@ -122,7 +121,7 @@ class PackWriter:
         If the pack is then full, this call stores it, so that a slow store slows down its callers.
         """
         stored: Future[Done] = Future()
-        hashed = [(replace(one, sha256=hashlib.sha256(data).hexdigest()), data) for one, data in artifacts]
+        hashed = [(replace(one, sha256=sha256_of(data)), data) for one, data in artifacts]
         with self._changed:
             # The thread that stores the previous pack stores the full one next.
             self._changed.wait_for(
@@ -180,7 +179,7 @@ class PackWriter:
         metadata = {"spec_sha": lease.job.spec_sha[:SPEC_SHA_CHARACTERS]}
         try:
             data = pack.builder.finish(pack_index_name(*written_by))
-            sha256 = hashlib.sha256(data).hexdigest()
+            sha256 = sha256_of(data)
             key = pack_key(*written_by, sha256)
             self.held.retrying(partial(put_hashed, self.store, key, data, sha256, metadata))
         except Exception as error:  # noqa: BLE001 - passed to the items

@@ -26,7 +26,7 @@ from gzip import GzipFile
 from io import BufferedWriter, FileIO
 from itertools import chain
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, ClassVar, TypeVar
+from typing import IO, TYPE_CHECKING, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -291,11 +291,8 @@ RECORD = "record"
 @dataclass(frozen=True)
 class Destination:
     """The files of a dataset, by their relative names, under a prefix of a bucket. Its objects are written
-    once, so another export needs another prefix. Methods raise `config.invalid` or `store.*`."""
-
-    #: Whether all files there must belong to the export. True for a folder, because its files can be
-    #: overwritten.
-    exclusive: ClassVar[bool] = False
+    once, so another export needs another prefix. All files in a folder must belong to the export, because they
+    can be overwritten. Methods raise `config.invalid` or `store.*`."""
 
     store: ObjectStore
     #: Absolute path, or `s3://` address.
@@ -360,8 +357,6 @@ class Destination:
 class FolderDestination(Destination):
     """A local folder. Unfinished files are in its subfolder `_export/scratch`, so that they are published by
     a rename."""
-
-    exclusive = True
 
     def __init__(self, folder: Path) -> None:
         super().__init__(FolderStore(folder), str(folder), folder / RECORDS / "scratch")
@@ -509,7 +504,7 @@ class Dataset:
         done = there.record(END, Finished)
         old = there.record(PLAN, Identity) if done is None else done.identity
         if old is None:
-            if there.exclusive and any(not name.startswith(f"{RECORDS}/") for name in there.sizes()):
+            if not there.store.remote and any(not name.startswith(f"{RECORDS}/") for name in there.sizes()):
                 raise invalid(
                     f"{there.address!r} contains files that no export wrote.", "Export to an empty folder."
                 )
@@ -564,7 +559,7 @@ class Dataset:
             )
         lists = [there.record(name, list[WrittenFile]) or [] for name in there.lists()]
         files = {file.name: file for file in chain(listed, *lists)}
-        if there.exclusive:
+        if not there.store.remote:
             for name in there.sizes():
                 if not (name in files or name == END or name.startswith(f"{RECORDS}/")):
                     raise there.foreign_file(name)

@@ -59,7 +59,7 @@ class Place(NamedTuple):
 class Columns(msgspec.Struct, frozen=True):
     """What all items of a dataset have in common."""
 
-    #: The names of their scores; None: its jobs have no checks.
+    #: The names of their scores; None: its jobs have no checks, and no later ones either.
     scores: tuple[str, ...] | None = None
     #: The types of their metadata, for tables.
     metadata: Type = {}
@@ -288,23 +288,19 @@ def picked(about: Mapping[str, Any], *names: str) -> JsonObject:
     return {name: about[name] for name in names if name in about}
 
 
-def score_names(*jobs: tuple[Ledger, Job]) -> tuple[str, ...] | None:
-    """The names of the scores of jobs; those of built-in checks first. None: the jobs have no checks, and no later ones
-    either."""
+def columns_of(*jobs: tuple[Ledger, Job], metadata: Type) -> Columns:
+    """The columns of a dataset with these jobs; the scores of built-in checks are first. `metadata`: the types of the
+    metadata, if they are needed."""
     names: set[str] = set()
     for ledger, job in jobs:
         names |= ledger.measured_scores(job.id)
         if (quality := job.spec.quality) is not None:
             names |= scores_with(quality.meters) - {*OF_ENGINES} | quality.bounds.keys()
-    return (*(name for name in CHECKS if name in names), *sorted(names - CHECKS.keys())) or None
-
-
-def columns_of(*jobs: tuple[Ledger, Job], metadata: Type) -> Columns:
-    """The columns of a dataset with these jobs. `metadata`: the types of the metadata, if they are needed."""
+    scores = (*(name for name in CHECKS if name in names), *sorted(names - CHECKS.keys())) or None
     specs = [job.spec for _, job in jobs]
     timed = any(spec.timestamps is True for spec in specs)
     respelled = any(spec.respells for spec in specs)
-    return Columns(score_names(*jobs), metadata, timed, respelled, len(jobs) > 1)
+    return Columns(scores, metadata, timed, respelled, len(jobs) > 1)
 
 
 def exported(rows: Iterable[ItemRow], *, whole: bool = False) -> Iterator[ItemRow]:

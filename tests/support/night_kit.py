@@ -12,7 +12,7 @@ from jobs.ledger.records import Job
 from jobs.settings import Schedule, Settings
 from jobs.store import open_store
 from tests.support.export_kit import run_all
-from worker.nightly import Night, NightlyReport, run_nights
+from worker.nightly import Night, run_nights
 
 NIGHT = date(2026, 11, 20)
 EXPORTS = ("espnet", "openai-batch-errors", "webdataset", "report")
@@ -47,11 +47,11 @@ class House:
     def write(self, *lines: str, night: date = NIGHT) -> None:
         (self.folder / f"in-{night}.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
-    def report(self, night: date = NIGHT, catch_up: int = 0, **options: Any) -> NightlyReport:
+    def report(self, night: date = NIGHT, catch_up: int = 0, **options: Any) -> list[Night]:
         return run_nights(self.settings, night.isoformat(), catch_up, **options)
 
     def run(self, **options: Any) -> Night:
-        (night,) = self.report(**options).nights
+        (night,) = self.report(**options)
         return night
 
     def make(self, night: Night, **options: Any) -> None:

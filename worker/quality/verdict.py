@@ -48,9 +48,9 @@ class CheckedDraw:
     record: Draw
     #: The speech to store; None if there is none.
     speech: Speech | None
-    message: str = ""
+    message: str
     #: (number of failed checks, distance from their bounds); smaller is better.
-    rank: tuple[int, float] = (0, 0.0)
+    rank: tuple[int, float]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from jobs.checks import PRESETS
-from jobs.export.items import score_names
+from jobs.export.items import columns_of
 from jobs.ledger import Ledger
 from jobs.ledger.decisions import Verdict
 from jobs.ledger.records import (
@@ -80,7 +80,7 @@ def test_verdicts_change_states_counters_scores_and_no_audio(ledger: Ledger) -> 
         3,
     ]
     assert ledger.measured_scores(job.id) == {"ended", "wer", "align"}
-    assert score_names((ledger, job)) == ("ended", "wer", "align")
+    assert columns_of((ledger, job), metadata={}).scores == ("ended", "wer", "align")
     with pytest.raises(ConfigError):
         list(ledger.items(job.id, where=parse_where("distillmos > 1")))
     # A second check of an item takes the place of the first one, and one of other audio is left out.

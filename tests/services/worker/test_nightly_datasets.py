@@ -70,7 +70,7 @@ def test_two_nights_are_two_dated_datasets(site: Site) -> None:
     site.worker()
     for night in (FIRST, SECOND):
         write_night(site, night)
-        (ran,) = run_nights(site.settings, None, 0, wait_seconds=300, now=night).nights
+        (ran,) = run_nights(site.settings, None, 0, wait_seconds=300, now=night)
         assert (ran.end, ran.night, [dataset.reason for dataset in ran.datasets]) == (
             NightEnd.SUBMITTED,
             night.date(),
@@ -82,7 +82,7 @@ def test_two_nights_are_two_dated_datasets(site: Site) -> None:
         assert "<h1" in (site.folder / "datasets" / f"{night:%Y-%m-%d}" / "report.html").read_text()
     before = contents(site)
     again = run_nights(site.settings, None, 1, now=SECOND)
-    assert [(one.end, len(one.datasets)) for one in again.nights] == [(NightEnd.RAN, 3)] * 2
+    assert [(one.end, len(one.datasets)) for one in again] == [(NightEnd.RAN, 3)] * 2
     assert not again.failed
     assert contents(site) == before
 
@@ -117,18 +117,18 @@ def test_a_killed_night_resumes(site: Site) -> None:
     assert not (site.folder / "datasets").exists()
 
     waiting = run_nights(site.settings, None, 0, now=FIRST)
-    assert [(one.end, one.datasets, "run this again" in one.reason) for one in waiting.nights] == [
+    assert [(one.end, one.datasets, "run this again" in one.reason) for one in waiting] == [
         (NightEnd.RAN, (), True)
     ]
     write_night(site, SECOND)
     site.worker()
     report = run_nights(site.settings, None, 1, wait_seconds=300, now=SECOND)
-    assert [(one.end, len(one.datasets)) for one in report.nights] == [
+    assert [(one.end, len(one.datasets)) for one in report] == [
         (NightEnd.RAN, 3),
         (NightEnd.SUBMITTED, 3),
     ]
-    assert not report.failed
-    assert report.nights[0].job_id == job.id
+    assert not any(one.bad for one in report)
+    assert report[0].job_id == job.id
     assert site.status(job).job.state is JobState.COMPLETED
     after = {row.index: row.artifact for row in site.ledger.items(job.id)}
     assert {index: after[index] for index in made} == made, "what was done before the kill was made again"

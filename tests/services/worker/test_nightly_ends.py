@@ -34,8 +34,8 @@ def test_a_night_without_items_is_an_error_and_stays_due(house: House, bad: tupl
     house.write(*bad)
     for _ in range(2):
         report = house.report()
-        (night,) = report.nights
-        assert report.failed
+        (night,) = report
+        assert any(one.bad for one in report)
         assert (night.end, night.code, night.state, night.datasets) == (
             NightEnd.FAILED,
             ErrorCode.INPUT_NO_ITEMS,
@@ -169,25 +169,29 @@ def test_a_paused_night_is_told_and_not_finished(house: House) -> None:
     night = house.run()
     house.ledger.pause(night.job_id)
     report = house.report()
-    (paused,) = report.nights
+    (paused,) = report
     assert (paused.end, paused.state, paused.datasets) == (NightEnd.RAN, JobState.PAUSED, ())
     assert "nightjar resume" in paused.reason
-    assert (report.failed, report.unfinished) == (False, True)
+    assert (any(one.bad for one in report), any(one.unfinished for one in report)) == (False, True)
     assert not house.sets.exists()
     house.ledger.resume(night.job_id)
     house.make(night)
     report = house.report()
-    assert (report.failed, report.unfinished, len(report.nights[0].datasets)) == (False, False, 4)
+    assert (
+        any(one.bad for one in report),
+        any(one.unfinished for one in report),
+        len(report[0].datasets),
+    ) == (False, False, 4)
 
 
 def test_a_night_that_waits_holds_no_other_back(house: House) -> None:
     later = date(2026, 11, 21)
     house.write(line("a"))
     house.write(line("b"), night=later)
-    first, second = house.report(later, 1).nights
+    first, second = house.report(later, 1)
     house.ledger.pause(first.job_id)
     house.make(second)
-    waiting, done = house.report(later, 1, wait_seconds=0.01).nights
+    waiting, done = house.report(later, 1, wait_seconds=0.01)
     assert (waiting.state, waiting.datasets) == (JobState.PAUSED, ())
     assert [one.items for one in done.datasets] == [1, 0, 1, 1]
 
@@ -196,8 +200,12 @@ def test_errors_of_a_night_that_ended_well_are_counted(house: House) -> None:
     house.write(line("a"), "no json", line("fails-1"), line("b"), line("a"))
     house.make(house.run())
     report = house.report()
-    (night,) = report.nights
-    assert (night.end, night.state, report.failed) == (NightEnd.RAN, JobState.COMPLETED_WITH_ERRORS, False)
+    (night,) = report
+    assert (night.end, night.state, any(one.bad for one in report)) == (
+        NightEnd.RAN,
+        JobState.COMPLETED_WITH_ERRORS,
+        False,
+    )
     assert (night.failed_items, night.rejected_lines) == (1, 2)
     assert f"1 item failed, 2 lines refused; see why with: nightjar errors {night.job_id}" in str(night)
     assert [one.items for one in night.datasets] == [2, 3, 2, 2]
@@ -207,8 +215,8 @@ def test_a_night_that_made_nothing_is_no_success(house: House) -> None:
     house.write(line("fails-1"), "no json")
     house.make(house.run())
     report = house.report()
-    (night,) = report.nights
-    assert (night.end, night.state, night.done_items, report.failed) == (
+    (night,) = report
+    assert (night.end, night.state, night.done_items, any(one.bad for one in report)) == (
         NightEnd.RAN,
         JobState.COMPLETED_WITH_ERRORS,
         0,
@@ -217,7 +225,7 @@ def test_a_night_that_made_nothing_is_no_success(house: House) -> None:
     house.ledger.retry(night.job_id, None)
     house.make(night, mended=True)
     report = house.report()
-    assert (report.nights[0].done_items, report.failed) == (1, False)
+    assert (report[0].done_items, any(one.bad for one in report)) == (1, False)
 
 
 def test_a_night_that_is_looked_at_again_changes_nothing(house: House) -> None:
@@ -336,8 +344,8 @@ def test_a_persons_file_in_a_dataset_is_never_touched(house: House, change: str)
     house.ledger.retry(night.job_id, None)
     house.make(night, mended=True)
     report = house.report()
-    assert report.failed
-    assert {one.format: bool(one.reason) for one in report.nights[0].datasets} == {
+    assert any(one.bad for one in report)
+    assert {one.format: bool(one.reason) for one in report[0].datasets} == {
         "espnet": True,
         "openai-batch-errors": False,
         "webdataset": True,
@@ -351,7 +359,7 @@ def test_a_persons_file_in_a_dataset_is_never_touched(house: House, change: str)
     assert kept == {name: data for name, data in before.items() if name in kept}
     mine.unlink()
     (house.sets / "espnet.jsonl").unlink()
-    assert not house.report().failed
+    assert not any(one.bad for one in house.report())
     assert house.exported() == ["a", "fails-1"]
 
 
@@ -445,9 +453,9 @@ def test_what_names_hold_cannot_forge_a_line(house: House) -> None:
     names = ("../../up", "a/b", "\u202enews\nnews 2026-11-20 ran")
     house.settings = house.settings.model_copy(update={"schedules": dict.fromkeys(names, news)})
     house.write(line("../../x"), line("\u202eabc\n"))
-    for night in house.report().nights:
+    for night in house.report():
         house.make(night)
-    nights = house.report().nights
+    nights = house.report()
     assert [len(str(one).splitlines()) for one in nights] == [5, 5, 5]
     assert not any("\u202e" in str(one) for one in nights)
     assert all(

@@ -42,7 +42,7 @@ def write_night(tmp_path: Path, night: str) -> None:
 
 
 def ends(settings: Settings, night: str | None, catch_up: int = 0) -> list[NightEnd]:
-    return [one.end for one in run_nights(settings, night, catch_up).nights]
+    return [one.end for one in run_nights(settings, night, catch_up)]
 
 
 def test_a_night_is_submitted_once(tmp_path: Path, settings: Settings) -> None:
@@ -87,9 +87,9 @@ def test_equal_files_of_two_nights_are_two_jobs(tmp_path: Path, settings: Settin
 
 def test_a_missing_file_is_reported_and_caught_up_later(tmp_path: Path, settings: Settings) -> None:
     report = run_nights(settings, "2026-11-20", 0)
-    assert [one.end for one in report.nights] == [NightEnd.MISSING]
-    assert report.failed
-    assert "in-2026-11-20.jsonl" in str(report.nights[0])
+    assert [one.end for one in report] == [NightEnd.MISSING]
+    assert any(one.bad for one in report)
+    assert "in-2026-11-20.jsonl" in str(report[0])
     write_night(tmp_path, "2026-11-20")
     write_night(tmp_path, "2026-11-22")
     assert ends(settings, "2026-11-22", 2) == [NightEnd.SUBMITTED, NightEnd.MISSING, NightEnd.SUBMITTED]
@@ -143,7 +143,7 @@ def test_the_night_is_the_date_where_the_worker_runs(
     time.tzset()
     try:
         before = datetime.now(ZoneInfo(zone)).date()
-        (one,) = run_nights(settings, None, 0).nights
+        (one,) = run_nights(settings, None, 0)
         assert before <= one.night <= datetime.now(ZoneInfo(zone)).date()
     finally:
         monkeypatch.undo()
