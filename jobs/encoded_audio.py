@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from tempfile import SpooledTemporaryFile
-from typing import BinaryIO, Generic, TypeVar, cast
+from typing import Any, BinaryIO, Generic, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -46,6 +46,11 @@ class EncodedAudio(Generic[Data]):
     sample_rate: int
     samples: int
     duration_ms: int
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The fields that an artifact has too."""
+        return {"duration_ms": self.duration_ms, "sample_rate": self.sample_rate, "samples": self.samples}
 
 
 def encoded_audio(

@@ -21,7 +21,7 @@ import numpy as np
 
 from jobs.codes import EXTENSION, StoredCodes, codec_of
 from jobs.dialogue import spoken_text
-from jobs.encoded_audio import EncodedAudio, JoinedSpeech, encoded_audio, words_file
+from jobs.encoded_audio import JoinedSpeech, encoded_audio, words_file
 from jobs.export.manifest import put_manifest, put_shard_manifest
 from jobs.layout import job_manifest_key, object_metadata, shard_of_input
 from jobs.ledger.records import WORDS, Artifact, ItemRow, ItemState, Job
@@ -217,7 +217,7 @@ class _Resynthesis:
         """The bytes of an artifact, and its other columns in the ledger. Raises `NightjarError`."""
         if isinstance(started, JoinedSpeech):
             audio, words = started.encoded()
-            return (words, {}) if artifact.kind == WORDS else (audio.data.read(), _facts(audio))
+            return (words, {}) if artifact.kind == WORDS else (audio.data.read(), audio.facts)
         speech = self.speech(started)
         if artifact.kind == "text":
             if speech.text_out is None:
@@ -235,22 +235,18 @@ class _Resynthesis:
             codes = StoredCodes(speech.codes, speech.voice_codes, codec_of(spec.model)).encoded()
             if spec.main_kind == "audio":
                 return codes, {}
-            facts = {name: getattr(speech, name) for name in ("duration_ms", "sample_rate")}
+            facts = {"duration_ms": speech.duration_ms, "sample_rate": speech.sample_rate}
             return codes, {**facts, "samples": speech.sample_count, "meta": dict(speech.meta)}
         if not len(speech.samples) or not np.isfinite(speech.samples).all():
             raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model returned no audio this time.")
         audio = encoded_audio(speech.samples, speech.sample_rate, spec.format, spec.sample_rate)
-        return audio.data, {**_facts(audio), "meta": dict(speech.meta)}
+        return audio.data, {**audio.facts, "meta": dict(speech.meta)}
 
     def renew_manifest(self, shard_no: int) -> None:
         made = self.ledger.shard_audio(self.job.id, shard_no)
         lines = read_shard(self.store, *self.lines.inputs[shard_no])
         key, sha256 = put_shard_manifest(self.store, self.job, shard_no, made, lines)
         self.ledger.set_shard_manifest(self.job.id, shard_no, key, sha256)
-
-
-def _facts(audio: EncodedAudio[Any]) -> dict[str, object]:
-    return {name: getattr(audio, name) for name in ("duration_ms", "sample_rate", "samples")}
 
 
 def _compared(artifact: Artifact, store: ObjectStore, data: bytes) -> tuple[Match, float | None]:

@@ -18,7 +18,7 @@ import structlog
 from jobs.checks import missing_meters
 from jobs.console import PROGRAM, F, FiniteRange, Output, exit_code, fail, flag, option
 from jobs.formatting import field_docs
-from jobs.gpus import count_gpus
+from jobs.gpus import choose_gpus, count_gpus
 from jobs.job_options import CheckOptions, asked_quality, checked_options, flags
 from jobs.ledger.status import measured_items
 from jobs.logs import setup_logging
@@ -105,8 +105,6 @@ def run(
     if count > 1 and settings.vllm.tensor_parallel == 1:
         log.warning("this worker uses one GPU; --gpu all uses all of them", gpus=count)
     if gpus is not None or supervise:
-        from jobs.gpus import choose_gpus
-
         devices = None if gpus is None else choose_gpus(gpus)
         sys.exit(run_group(_group(settings, plan_workers(settings, devices), model, preload)))
     from worker.models import Preload

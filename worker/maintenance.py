@@ -160,7 +160,13 @@ class Maintenance:
         now = self.clock.monotonic()
         if now - self._reconciled_at >= self.settings.times.reconcile_seconds:
             self._reconciled_at = now
-            self._reconcile()
+            report = self.ledger.reconcile(self.settings.times.queued_timeout_seconds)
+            if report.changed:
+                log.info("reconciled", **report.counts)
+                for name, count in report.counts.items():
+                    self.metrics.reconciled.labels(what=name).inc(count)
+            for job_id in {*report.ended_jobs, *report.without_manifest}:
+                self.end_job(job_id)
         shards = self.demand.shards
         # Small decreases are not reported at once, since extra shards in the queue do no harm.
         if shards > self.worker.slots or shards < self.worker.slots / 2:
@@ -178,15 +184,6 @@ class Maintenance:
         except NotFoundError:
             self.ledger.register_worker(worker)
         self.worker = worker
-
-    def _reconcile(self) -> None:
-        report = self.ledger.reconcile(self.settings.times.queued_timeout_seconds)
-        if report.changed:
-            log.info("reconciled", **report.counts)
-            for name, count in report.counts.items():
-                self.metrics.reconciled.labels(what=name).inc(count)
-        for job_id in {*report.ended_jobs, *report.without_manifest}:
-            self.end_job(job_id)
 
     def end_job(self, job_id: str) -> None:
         """Writes the manifest of a job and reports its end, if it has ended."""

@@ -96,11 +96,9 @@ class Conversion:
             key=f"{artifact.key.rpartition('.')[0]}.{audio_format}",
             sha256=sha256_of(made.data),
             bytes=len(made.data),
-            duration_ms=made.duration_ms,
-            sample_rate=made.sample_rate,
-            samples=made.samples,
             pack=None,
             pack_offset=None,
+            **made.facts,
         )
         return replace(item, artifact=written), made.data
 

@@ -88,19 +88,16 @@ MIN_WORDS, MIN_CHARACTERS, MIN_UNSPACED = 4, 12, 6
 MAX_TRANSCRIPT_CHARACTERS = 500
 
 #: Symbols and the words that replace them, because an ASR model may write either.
-_ENGLISH_SIGNS = tuple(
-    (re.compile(sign), spoken)
-    for sign, spoken in (
-        (r"&", " and "),
-        (r"(?<=\d)\s*%", " percent"),
-        (r"#(?=\d)|\b[Nn]o\.\s*(?=\d)", " number "),
-        (r"\+", " plus "),
-        (r"=", " equals "),
-        (r"@", " at "),
-        (r"°\s*C\b", " degrees celsius "),
-        (r"°\s*F\b", " degrees fahrenheit "),
-        (r"°", " degrees "),
-    )
+_ENGLISH_SIGNS = (
+    (r"&", " and "),
+    (r"(?<=\d)\s*%", " percent"),
+    (r"#(?=\d)|\b[Nn]o\.\s*(?=\d)", " number "),
+    (r"\+", " plus "),
+    (r"=", " equals "),
+    (r"@", " at "),
+    (r"°\s*C\b", " degrees celsius "),
+    (r"°\s*F\b", " degrees fahrenheit "),
+    (r"°", " degrees "),
 )
 #: `3:16`, `3.16` and `3 16` are equal, as are `5th` and `5`.
 _BETWEEN_DIGITS, _ORDINAL = re.compile(r"(?<=\d)[ .,:](?=\d)"), re.compile(r"(?<=\d)(?:st|nd|rd|th)\b")
@@ -150,7 +147,7 @@ def error_rates(asked: str, transcript: str, language: str = "") -> dict[str, Re
 
 def _spoken_signs(text: str) -> str:
     for sign, spoken in _ENGLISH_SIGNS:
-        text = sign.sub(spoken, text)
+        text = re.sub(sign, spoken, text)
     return text
 
 
