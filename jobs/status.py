@@ -233,9 +233,11 @@ def status_view(
         view["measured"] = measured_view(status.measured)
     view |= optional_view(status)
     if price_per_gpu_hour is not None:
-        view["price_per_gpu_hour"] = price_per_gpu_hour
-        view["cost"] = _rounded(cost(status, price_per_gpu_hour))
-        view["cost_at_end"] = _rounded(cost_at_end(status, price_per_gpu_hour))
+        view |= {
+            "price_per_gpu_hour": price_per_gpu_hour,
+            "cost": _rounded(cost(status, price_per_gpu_hour)),
+            "cost_at_end": _rounded(cost_at_end(status, price_per_gpu_hour)),
+        }
     return view if errors is None else {**view, "errors": dict(errors)}
 
 

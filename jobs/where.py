@@ -172,9 +172,7 @@ def _number(node: ast.expr) -> float | None:
         value = ast.literal_eval(node)
         # Adding 0.0 converts -0.0 to 0.0, so that equal filters have the same normal form.
         return None if isinstance(value, bool) or not isinstance(value, int | float) else value + 0.0
-    except OverflowError:
-        return math.inf
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         return None
 
 

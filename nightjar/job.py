@@ -4,6 +4,7 @@ and the thread of this program that runs it."""
 from __future__ import annotations
 
 import io
+import math
 import os
 import threading
 import time
@@ -53,7 +54,7 @@ _EXPORT_OPTIONS = (
     *("audio_format", "sample_rate", "splits", "audio_root", "absolute"),
     *("unique", "license", "dialogues", "gaps", "interleave", "tokenizer"),
 )
-_ENDED = {ItemState.DONE, ItemState.FAILED, ItemState.DEAD, ItemState.SKIPPED}
+_ENDED = {*ItemState} - {ItemState.PENDING}
 
 
 @dataclass(frozen=True)
@@ -215,9 +216,9 @@ class Job:
         """
         if timeout_seconds is not None:
             check_type("timeout_seconds", timeout_seconds, Real, "seconds")
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        deadline = time.monotonic() + (math.inf if timeout_seconds is None else timeout_seconds)
         with self._stopped_by_interrupts(), Progress(quiet=self._quiet) as progress:
-            while not self.done and (deadline is None or time.monotonic() < deadline):
+            while not self.done and time.monotonic() < deadline:
                 self._check()
                 progress.update(self.status)
                 time.sleep(POLL_SECONDS)

@@ -188,7 +188,7 @@ def seal_job(sql: Transaction, job_id: str) -> Job:
     """Sets the totals of an ingesting job and makes it ready, or failed (`input.no_items`) if it has no
     items."""
     if lock_known_job(sql, job_id).state == JobState.INGESTING:
-        update_job(sql, job_id, f"state = 'ready', {TOTALS}", job=job_id)
+        update_job(sql, job_id, f"state = 'ready', {TOTALS}")
         failed = "state = 'failed', state_reason = :reason, finished_at = <now>"
         statement = f"UPDATE jobs SET {failed} WHERE id = :job AND total_items = 0"
         sql.change(statement, job=job_id, reason=ErrorCode.INPUT_NO_ITEMS)
@@ -270,7 +270,7 @@ def cancel_some(sql: Transaction, job_id: str) -> bool:
         move_to(sql, shard, ShardState.CANCELLED, change, skipped=skipped)
     if len(chunk) == SHARDS_AT_ONCE:
         return True
-    update_job(sql, job_id, f"state = 'cancelled', finished_at = <now>, {TOTALS}", job=job_id)
+    update_job(sql, job_id, f"state = 'cancelled', finished_at = <now>, {TOTALS}")
     return False
 
 
@@ -479,10 +479,7 @@ def delete_some(sql: Transaction, job_id: str) -> bool:
 def deleted_jobs(sql: Transaction) -> list[DeletedJob]:
     """The deleted jobs that the ledger still records, the oldest deletion first."""
     rows = sql.rows("SELECT * FROM deleted_jobs ORDER BY deleted_at, id")
-    return [
-        DeletedJob(row.id, located(row.store_url, sql.place), row.store_identity, row.deleted_at)
-        for row in rows
-    ]
+    return [DeletedJob(*row._replace(store_url=located(row.store_url, sql.place))) for row in rows]
 
 
 def forget_deleted(sql: Transaction, job_id: str) -> None:

@@ -219,8 +219,6 @@ class ConflictError(Exception):
 
 
 def _parse(url: str) -> sa.URL:
-    if url.startswith("postgres://"):
-        url = "postgresql://" + url.removeprefix("postgres://")
     try:
         parsed = sa.make_url(url)
     except (exc.ArgumentError, ValueError):
@@ -229,7 +227,7 @@ def _parse(url: str) -> sa.URL:
             "The database URL cannot be read.", "Write sqlite:///PATH or postgresql://..."
         ) from None
     backend = parsed.get_backend_name()
-    if backend == "postgresql":
+    if backend in ("postgresql", "postgres"):
         return parsed.set(drivername="postgresql+psycopg")
     if backend == "sqlite" and parsed.database and parsed.database != ":memory:":
         return parsed.set(drivername="sqlite")
@@ -288,18 +286,18 @@ def _postgresql_engine(url: sa.URL) -> sa.Engine:
         )
     except ModuleNotFoundError:
         raise missing_library("A PostgreSQL ledger", "psycopg", "postgres") from None
-    statements = [
-        set_limits(LIMITS),
-        f"SET tcp_keepalives_idle = {KEEPALIVE_IDLE_SECONDS}",
-        f"SET tcp_keepalives_interval = {KEEPALIVE_INTERVAL_SECONDS}",
-        f"SET tcp_keepalives_count = {KEEPALIVES}",
-        f"SET tcp_user_timeout = '{UNANSWERED_SECONDS}s'",
-    ]
+    limits = f"""
+    {set_limits(LIMITS)};
+    SET tcp_keepalives_idle = {KEEPALIVE_IDLE_SECONDS};
+    SET tcp_keepalives_interval = {KEEPALIVE_INTERVAL_SECONDS};
+    SET tcp_keepalives_count = {KEEPALIVES};
+    SET tcp_user_timeout = '{UNANSWERED_SECONDS}s'
+    """
 
     def prepare(connection: Any, _record: object) -> None:
         # Set by statements, because poolers such as PgBouncer refuse the parameter `options`.
         connection.autocommit = True
-        connection.execute("; ".join(statements))
+        connection.execute(limits)
         connection.autocommit = False
 
     event.listen(engine, "connect", prepare)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from msgspec import to_builtins
-
 from jobs.ledger.control import BEING_DELETED
-from jobs.ledger.leases import add_scores
+from jobs.ledger.leases import add_draws, add_scores
 from jobs.ledger.lifecycle import ended_items, lock_known_job, update_job
 from jobs.ledger.queries import PAGE_ROWS, artifacts_of, draws_of, items_named
-from jobs.ledger.records import Artifact, Decision, Draw, Job, JobState, clean, no_such_job
+from jobs.ledger.records import Artifact, Decision, Draw, DrawRow, Job, JobState, clean, no_such_job
 from jobs.ledger.status import read_job
 from jobs.ledger.transaction import Transaction
 from jobs.ledger.transitions import final_state
@@ -97,24 +95,32 @@ def decide(
         raise NotFoundError(ErrorCode.LEDGER_NOT_FOUND, message, advice)
     sql.rows(_LOCK, job=job_id, shards={row.shard_no for row in items.values()})
     indexes = [row.index for row in items.values()]
-    values = {"job": job_id, "job_no": known.no, "kinds": job.spec.audio_kinds, "main": job.spec.main_kind}
-    values |= {"accepted": decision.accepted, "person": clean(decision.person), "heard": heard}
-    values["reason"] = clean(decision.reason)
-    found = sql.rows(_FOUND, **values, indexes=indexes)
+    values = {
+        "job_no": known.no,
+        "kinds": job.spec.audio_kinds,
+        "indexes": indexes,
+        "accepted": decision.accepted,
+    }
+    found = sql.rows(_FOUND, **values, heard=heard)
     for row in found:
         if row.problem:
             raise ServiceError(ErrorCode.LEDGER_STATE, row.problem, "")
     moved = [row.idx for row in found if row.moves]
-    for statement in _MOVES:
-        sql.change(statement, **values, indexes=moved)
-    kept = ((one.index, one.draw) for one in draws_of(sql, job_id, moved) if one.draw.kept)
-    add_scores(sql, known.no, kept)
-    sql.change(_ADD, **values, indexes=indexes)
+    _move(sql, job, known.no, moved, decision.accepted)
+    add_scores(sql, known.no, draws_of(sql, job_id, moved))
+    sql.change(_ADD, **values, person=clean(decision.person), reason=clean(decision.reason))
     state, count = known.state, len(moved) if decision.accepted else -len(moved)
     if state in (JobState.COMPLETED, JobState.COMPLETED_WITH_ERRORS):
         state = final_state(ended_items(sql, job_id)[1], known.rejected_lines)
     update_job(sql, job_id, _CHANGE, state=state, count=count)
     return len(indexes)
+
+
+def _move(sql: Transaction, job: Job, job_no: int, moved: list[int], accepted: bool) -> None:
+    """Makes items done, or failed again."""
+    values = {"job": job.id, "job_no": job_no, "kinds": job.spec.audio_kinds, "main": job.spec.main_kind}
+    for statement in _MOVES:
+        sql.change(statement, **values, indexes=moved, accepted=accepted)
 
 
 def commit_checks(sql: Transaction, job: Job, verdicts: Iterable[Verdict]) -> None:
@@ -132,18 +138,12 @@ def commit_checks(sql: Transaction, job: Job, verdicts: Iterable[Verdict]) -> No
     sql.rows(_LOCK, job=job.id, shards=sql.column(f"SELECT shard_no FROM items WHERE {_OF_ITEMS}", **items))
     for rows in ("draws WHERE kept AND", "scores WHERE"):
         sql.change(f"DELETE FROM {rows} {_OF_ITEMS}", **items)
-    moved = list[int]()
-    for index in found:
+    add_draws(sql, job_no, [DrawRow(index, made[index][1]) for index in found])
+    moved = [index for index in found if not made[index][1].kept]
+    for index in moved:
         _, draw, message = made[index]
-        sql.insert("draws", [{"job_no": job_no, "idx": index, **to_builtins(draw)}])
-        if draw.kept:
-            add_scores(sql, job_no, [(index, draw)])
-            continue
-        moved.append(index)
         change = f"UPDATE items SET error_code = :code, error_message = :message WHERE {_OF_ITEMS}"
         sql.change(change, job_no=job_no, indexes=[index], code=draw.code, message=clean(message))
     if moved:
-        values = {"job": job.id, "job_no": job_no, "kinds": job.spec.audio_kinds, "main": job.spec.main_kind}
-        for statement in _MOVES:
-            sql.change(statement, **values, indexes=moved, accepted=False)
+        _move(sql, job, job_no, moved, accepted=False)
         update_job(sql, job.id, "state = :state, manifest_finished_at = NULL", state=failed)

@@ -36,7 +36,7 @@ from jobs.ledger.records import (
     AttemptOutcome,
     CommitResult,
     Done,
-    Draw,
+    DrawRow,
     Failed,
     ItemState,
     JobState,
@@ -246,7 +246,7 @@ def commit(sql: Transaction, ticket: Ticket, outcomes: Sequence[Outcome]) -> Com
             first.setdefault(outcome.index, outcome)
     done = [outcome for outcome in first.values() if isinstance(outcome, Done)]
     failed = [outcome for outcome in first.values() if isinstance(outcome, Failed)]
-    n_done = _commit_done(sql, shard, done)
+    n_done = _commit_done(sql, shard, done) if done else 0
     changed, broken = _commit_failed(sql, shard, failed, attempts) if failed else ([], [])
     made = [artifact for outcome in done for artifact in outcome.artifacts]
     update_shard(
@@ -260,17 +260,12 @@ def commit(sql: Transaction, ticket: Ticket, outcomes: Sequence[Outcome]) -> Com
         energy_mj=sum([outcome.energy_mj for outcome in (*done, *changed)]),
         bytes_out=sum([artifact.bytes for artifact in made]),
     )
-    failed_for_good = len(broken) if shard.error_budget is not None else 0
-    return CommitResult(n_done + len(changed), failed=failed_for_good)
+    return CommitResult(n_done + len(changed), failed=0 if shard.error_budget is None else len(broken))
 
 
 def _commit_done(sql: Transaction, shard: Row, done: list[Done]) -> int:
-    """Records done items with their artifacts and draws, and the scores of the kept draws; returns their
-    number."""
-    if not done:
-        return 0
+    """Records done items with what was made of them; returns their number."""
     _add_made(sql, shard, done)
-    add_scores(sql, shard.job_no, ((one.index, draw) for one in done for draw in one.draws if draw.kept))
     statement = f"""
     UPDATE items SET state = {_DONE}, attempts = attempts + 1, error_code = NULL, error_message = NULL WHERE {_OPEN}
     """
@@ -278,10 +273,20 @@ def _commit_done(sql: Transaction, shard: Row, done: list[Done]) -> int:
     return sql.change(statement, job_no=shard.job_no, shard=shard.no, indexes=indexes)
 
 
-def add_scores(sql: Transaction, job_no: int, kept: Iterable[tuple[int, Draw]]) -> None:
-    """Records the scores of the kept draws (index, draw)."""
+def add_draws(sql: Transaction, job_no: int, made: Sequence[DrawRow]) -> None:
+    """Inserts draws, and the scores of the kept ones."""
+    rows = [{"job_no": job_no, "idx": one.index, **msgspec.to_builtins(one.draw)} for one in made]
+    sql.insert("draws", rows, _KEPT)
+    add_scores(sql, job_no, made)
+
+
+def add_scores(sql: Transaction, job_no: int, made: Iterable[DrawRow]) -> None:
+    """Inserts the scores of the kept ones of some draws."""
     scores: list[dict[str, object]] = []
-    for index, draw in kept:
+    for one in made:
+        draw = one.draw
+        if not draw.kept:
+            continue
         measured = {
             name: score.value
             for name, score in draw.scores.items()
@@ -289,12 +294,12 @@ def add_scores(sql: Transaction, job_no: int, kept: Iterable[tuple[int, Draw]]) 
         }
         known = {name: measured.pop(name, None) for name in SCORE_COLUMNS}
         others = msgspec.json.encode(measured).decode() if measured else None
-        scores.append({"job_no": job_no, "idx": index, "draw": draw.draw, **known, "others": others})
+        scores.append({"job_no": job_no, "idx": one.index, "draw": draw.draw, **known, "others": others})
     sql.insert("scores", scores, _KEPT)
 
 
 def _add_made(sql: Transaction, shard: Row, made: Sequence[Outcome]) -> None:
-    """Inserts the artifacts and draws of items. First deletes the artifacts of reopened items, which are of earlier
+    """Inserts the artifacts, draws and scores of items. First deletes the artifacts of reopened items, which are of earlier
     draws; the sweep deletes their objects."""
     redrawn = [one.index for one in made if one.draws and one.draws[0].draw]
     if redrawn:
@@ -309,12 +314,7 @@ def _add_made(sql: Transaction, shard: Row, made: Sequence[Outcome]) -> None:
         columns = msgspec.structs.asdict(artifact)
         artifacts.append({**lease, "idx": columns.pop("index"), **columns})
     sql.insert("artifacts", artifacts, _KEPT)
-    draws = [
-        {"job_no": shard.job_no, "idx": one.index, **msgspec.to_builtins(draw)}
-        for one in made
-        for draw in one.draws
-    ]
-    sql.insert("draws", draws, _KEPT)
+    add_draws(sql, shard.job_no, [DrawRow(one.index, draw) for one in made for draw in one.draws])
 
 
 def _commit_failed(
@@ -363,8 +363,7 @@ def replace_artifact(sql: Transaction, job_id: str, artifact: Artifact, sha256: 
     counters of its shard. False: it has another hash."""
     key = {"job": job_id, "index": artifact.index}
     of_item = f"job_no = {NUMBER} AND idx = :index"
-    shard_no = sql.value(f"SELECT shard_no FROM items WHERE {of_item}", **key)
-    shard = None if shard_no is None else lock_shard(sql, job_id, shard_no)
+    shard = lock_shard(sql, job_id, sql.value(f"SELECT shard_no FROM items WHERE {of_item}", **key))
     if shard is None:
         return False
     of_artifact = f"{of_item} AND kind = :kind"

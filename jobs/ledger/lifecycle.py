@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from jobs.ledger.records import (
     DISPATCHED,
     ITEM_STATE_NUMBERS,
+    OPEN_SHARDS,
     WORKING,
     AttemptOutcome,
     ItemState,
@@ -96,8 +97,8 @@ def open_items(shard: Row) -> int:
 
 
 def update_job(sql: Transaction, job_id: str, change: str, **values: object) -> None:
-    """Sets columns of a job."""
-    sql.change(f"UPDATE jobs SET {change} WHERE id = :of_job", of_job=job_id, **values)
+    """Sets columns of a job, whose id is `:job`."""
+    sql.change(f"UPDATE jobs SET {change} WHERE id = :job", job=job_id, **values)
 
 
 def update_shard(sql: Transaction, shard: Row, change: str, **values: object) -> None:
@@ -138,8 +139,7 @@ def ended_items(sql: Transaction, job_id: str) -> tuple[int, int]:
     SELECT CAST(COALESCE(sum(n_done), 0) AS BIGINT), CAST(COALESCE(sum(n_failed), 0) AS BIGINT)
     FROM shards WHERE job_id = :job
     """
-    (ended,) = sql.rows(statement, job=job_id)
-    return ended
+    return sql.rows(statement, job=job_id)[0]
 
 
 def end_attempt(
@@ -273,8 +273,7 @@ def has_open_shards(sql: Transaction, job_id: str) -> bool:
     # One EXISTS for each state uses the partial indexes; one statement does not miss a shard whose state
     # changes meanwhile.
     some = " OR ".join(
-        f"EXISTS (SELECT 1 FROM shards WHERE job_id = :job AND state = '{state}')"
-        for state in (ShardState.READY, ShardState.LEASED, ShardState.QUEUED)
+        f"EXISTS (SELECT 1 FROM shards WHERE job_id = :job AND state = '{state}')" for state in OPEN_SHARDS
     )
     return bool(sql.value(f"SELECT {some}", job=job_id))
 
@@ -287,8 +286,7 @@ def complete_or_pause(sql: Transaction, job_id: str) -> None:
     if job is None or job.state not in WORKING:
         return
     if not has_open_shards(sql, job_id):
-        _, failed = ended_items(sql, job_id)
-        state = final_state(failed, job.rejected_lines)
+        state = final_state(ended_items(sql, job_id)[1], job.rejected_lines)
         update_job(sql, job_id, "state = :state, state_reason = '', finished_at = <now>", state=state)
         return
     reason = spent_budget(sql, job)

@@ -121,35 +121,33 @@ def items_page(
         page = sql.column(statement, job=job.id, after=after, limit=limit)
     else:
         page = matching_page(sql, job, where, after, limit, dialogues, conditions)
-    if not page:
-        return [], None
     return _rows_of(sql, job, page, conditions), page[-1] if len(page) == limit else None
 
 
 def _rows_of(sql: Transaction, job: Job, page: list[int], conditions: str = "") -> list[ItemRow]:
-    """The items with these indexes, which are in order and not empty."""
-    found: list[ItemRow] = []
+    """The items with these indexes, which are in order."""
+    if not page:
+        return []
     on_page, speaks_turns = set(page), job.speaks_turns
     statement = f"SELECT decisions.* {DECISIONS} AND decisions.idx BETWEEN :first AND :last"
     decided = {
         row.idx: record(Decision, row, accepted=bool(row.accepted))
         for row in sql.rows(statement, job=job.id, kinds=job.spec.audio_kinds, first=page[0], last=page[-1])
     }
-    for row in sql.rows(_with_artifact(page, conditions, job.spec.main_kind), job=job.id):
-        if row.idx in on_page:
-            artifact = None if row.kind is None else record(Artifact, row, index=row.idx)
-            item = record(
-                ItemRow,
-                row,
-                index=row.idx,
-                state=ITEM_STATES[row.state],
-                artifact=artifact,
-                several=bool(row.several),
-                speaks_turns=speaks_turns,
-                decision=decided.get(row.idx),
-            )
-            found.append(item)
-    return found
+    return [
+        record(
+            ItemRow,
+            row,
+            index=row.idx,
+            state=ITEM_STATES[row.state],
+            artifact=None if row.kind is None else record(Artifact, row, index=row.idx),
+            several=bool(row.several),
+            speaks_turns=speaks_turns,
+            decision=decided.get(row.idx),
+        )
+        for row in sql.rows(_with_artifact(page, conditions, job.spec.main_kind), job=job.id)
+        if row.idx in on_page
+    ]
 
 
 def items_named(sql: Transaction, job: Job, ids: Collection[str]) -> list[ItemRow]:
@@ -158,7 +156,7 @@ def items_named(sql: Transaction, job: Job, ids: Collection[str]) -> list[ItemRo
     names = wanted | {one.rpartition(":turn")[0] for one in wanted}
     statement = f"SELECT idx FROM items WHERE job_no = {NUMBER} AND example_id IN (:names)"
     page = sorted(sql.column(statement, job=job.id, names=names))
-    return [row for row in _rows_of(sql, job, page) if row.id in wanted] if page else []
+    return [row for row in _rows_of(sql, job, page) if row.id in wanted]
 
 
 def _with_artifact(page: list[int], conditions: str, kind: str) -> str:

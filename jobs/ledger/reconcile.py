@@ -11,7 +11,6 @@ from jobs.layout import draw_of, index_of, is_reference_key, job_prefix, lease_o
 from jobs.ledger.control import cancel_some
 from jobs.ledger.database import Database
 from jobs.ledger.lifecycle import (
-    NUMBER,
     UNQUEUED,
     complete_or_pause,
     crash,
@@ -242,12 +241,13 @@ def _is_unreferenced(sql: Transaction, job: Row, kind: str, key: str) -> bool:
     index = index_of(key)
     of_item = "job_no = :job_no AND idx = :index"
     values = {"job_no": job.no, "index": index}
-    item = sql.row(f"SELECT example_id, state FROM items WHERE {of_item}", **values)
-    if index is None or item is None:
+    named = f"EXISTS (SELECT 1 FROM artifacts WHERE {of_item} AND key = :key) AS named"
+    item = sql.row(f"SELECT example_id, state, {named} FROM items WHERE {of_item}", **values, key=key)
+    if index is None or item is None or item.named:
         return False
     suffix = read_job(sql, job.id).spec.extension(kind)
     draw = draw_of(key, job.id, kind, index, item.example_id, suffix)
-    if draw is None or sql.row(f"SELECT 1 FROM artifacts WHERE {of_item} AND key = :key", **values, key=key):
+    if draw is None:
         return False
     if ITEM_STATES[item.state] in (ItemState.DONE, ItemState.SKIPPED) or job.state not in RETRYABLE_JOBS:
         return True
@@ -258,15 +258,10 @@ def _is_unreferenced_pack(sql: Transaction, job: Row, key: str) -> bool:
     """Whether no artifact refers to a pack, which was written under a known lease. Only commits under that
     lease can refer to it. One artifact keeps the whole pack."""
     lease = lease_of_pack(key, job.id)
+    statement = """
+    SELECT 1 FROM shards WHERE job_id = :job AND no = :shard AND epoch >= :epoch
+    AND NOT EXISTS (SELECT 1 FROM artifacts WHERE artifacts.job_no = shards.job_no AND pack = :key)
+    """
     if lease is None:
         return False
-    shard_no, epoch = lease
-    last_epoch = sql.value(
-        "SELECT epoch FROM shards WHERE job_id = :job AND no = :shard", job=job.id, shard=shard_no
-    )
-    if last_epoch is None or epoch > last_epoch:
-        return False
-    named = sql.row(
-        f"SELECT 1 FROM artifacts WHERE job_no = {NUMBER} AND pack = :key LIMIT 1", job=job.id, key=key
-    )
-    return named is None
+    return sql.row(statement, job=job.id, shard=lease[0], epoch=lease[1], key=key) is not None

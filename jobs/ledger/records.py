@@ -57,6 +57,8 @@ class ShardState(StrEnum):
 
 
 class ItemState(StrEnum):
+    """In the order of the numbers in `items.state`."""
+
     #: Waits for a worker, or for another attempt.
     PENDING = "pending"
     DONE = "done"
@@ -68,8 +70,8 @@ class ItemState(StrEnum):
     SKIPPED = "skipped"
 
 
-#: The states of items, each at the place of its stored value in `items.state`, and these values.
-ITEM_STATES = (ItemState.PENDING, ItemState.DONE, ItemState.FAILED, ItemState.DEAD, ItemState.SKIPPED)
+#: The states of items by their numbers, and the numbers.
+ITEM_STATES = tuple(ItemState)
 ITEM_STATE_NUMBERS = {state: number for number, state in enumerate(ITEM_STATES)}
 
 
@@ -459,8 +461,6 @@ class WorkerInfo:
     #: Number of shards that it can use at once, including those it holds.
     slots: int
 
-
-# State transitions of items, shards and jobs, without SQL.
 
 #: Jobs whose leases are valid, so that outcomes are accepted.
 WORKING = (JobState.READY, JobState.RUNNING, JobState.PAUSED)

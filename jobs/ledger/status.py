@@ -48,10 +48,10 @@ FROM attempts JOIN shards ON shards.job_id = attempts.job_id AND shards.no = att
 WHERE shards.job_id = :job AND shards.outages > 0 AND ended_at IS NOT NULL ORDER BY ended_at DESC LIMIT 1
 """
 _FAILED = """
-SELECT error_code AS code, count(*) AS lines FROM items
+SELECT error_code, count(*) FROM items
 WHERE job_no = (SELECT no FROM jobs WHERE id = :job) AND state IN (2, 3) GROUP BY error_code
 """
-_REJECTED = "SELECT code, count(*) AS lines FROM rejected_lines WHERE job_id = :job GROUP BY code"
+_REJECTED = "SELECT code, count(*) FROM rejected_lines WHERE job_id = :job GROUP BY code"
 #: The valid decisions about items of :job: the last one of each, if it is about the present audio, whose kind is one of
 #: :kinds.
 DECISIONS = """
@@ -287,8 +287,7 @@ def status_of(sql: Transaction, job_id: str) -> JobStatus:
     job = read_job(sql, job_id)
     (status,) = statuses_of(sql, [job])
     counts = f"SELECT CASE WHEN accepted THEN 'accepted' ELSE 'refused' END, count(*) {DECISIONS} GROUP BY accepted ORDER BY 1"
-    decisions = dict(sql.rows(counts, job=job_id, kinds=job.spec.audio_kinds))
-    status = replace(status, decisions=decisions)
+    status = replace(status, decisions=dict(sql.rows(counts, job=job_id, kinds=job.spec.audio_kinds)))
     if job.state.final:
         return replace(status, measured=measured_items(sql, job))
     killed = was_killed(sql.place)
@@ -371,14 +370,14 @@ def busy_spans(sql: Transaction, job_ids: Sequence[str]) -> dict[str, list[tuple
 def error_counts(sql: Transaction, job_id: str) -> dict[ErrorCode, int]:
     """Code -> number of failed and dead items and rejected lines, the most frequent code first."""
     counts = Counter(failed_counts(sql, job_id))
-    counts.update({ErrorCode(row.code): row.lines for row in sql.rows(_REJECTED, job=job_id)})
+    counts.update({ErrorCode(code): lines for code, lines in sql.rows(_REJECTED, job=job_id)})
     return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])))
 
 
 def failed_counts(sql: Transaction, job_id: str) -> dict[ErrorCode, int]:
     """Code -> number of failed and dead items, without rejected lines. Raises `NotFoundError`."""
     read_job(sql, job_id)
-    return {ErrorCode(row.code): row.lines for row in sql.rows(_FAILED, job=job_id)}
+    return {ErrorCode(code): items for code, items in sql.rows(_FAILED, job=job_id)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,9 +434,8 @@ def worker_statuses(sql: Transaction, *, include_ended: bool = False) -> list[Wo
         held.setdefault(row.worker_id, []).append(record(HeldShard, row))
     recent = {row.worker_id: record(RecentWork, row) for row in sql.rows(_RECENT, now=now)}
     found: list[WorkerStatus] = []
-    for row in sql.rows(
-        f"SELECT * FROM workers {'' if include_ended else _PRESENT} ORDER BY started_at DESC, id"
-    ):
+    statement = f"SELECT * FROM workers {'' if include_ended else _PRESENT} ORDER BY started_at DESC, id"
+    for row in sql.rows(statement):
         silent_seconds = max(0.0, now - row.heartbeat_at)
         # The next reconcile would mark it as lost, but there may be no worker left to run it.
         gone = (killed and row.id.startswith(HOME_WORKER_PREFIX)) or silent_seconds > LIVE_SECONDS

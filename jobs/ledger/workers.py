@@ -223,8 +223,6 @@ def take_ready(sql: Transaction, limit: int, window_factor: int = 2) -> list[Tic
     of higher priorities leave free. If every live worker is pinned to a model, only jobs of these models get
     shards, and each model only the window of its own workers.
     """
-    if limit <= 0:
-        return []
     if sql.engine == "postgresql":
         sql.value(f"SELECT pg_advisory_xact_lock({_DISPATCH_LOCK})")
     fleet = _fleet(sql, window_factor)
