@@ -3,7 +3,6 @@ and the thread of this program that runs it."""
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import threading
@@ -18,7 +17,7 @@ from inspect import signature
 from itertools import islice
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from jobs.delete import Deleted, delete_job, measure_job
 from jobs.dialogue import metadata_of
@@ -37,17 +36,18 @@ from jobs.store import ObjectStore, open_store, store_of
 from jobs.where import Where, parse_where
 from nightjar.local_thread import LocalThread
 from nightjar.voice import Sound, check_type
+from pipelines.audio import decode
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, NotFoundError, ServiceError, invalid
 
 if TYPE_CHECKING:
     import datasets
     import lhotse
-    import numpy as np
-    from numpy.typing import NDArray
 
     from pipelines.request import Word
 
 POLL_SECONDS = 0.25
+#: Maximum length of the audio of an item that is read.
+MAX_SECONDS = 24 * 3600.0
 _PAGE_ITEMS = 1000
 #: Options of `jobs.export.export_jobs` for users.
 _EXPORT_OPTIONS = (
@@ -90,15 +90,13 @@ class Item:
 
     @property
     def audio(self) -> Sound:
-        """The item's speech. Raises `store.missing` for an item without audio, and `StoreError`."""
+        """The item's speech. Raises `store.missing` for an item without audio, `StoreError`, and `InputError` for codes
+        of audio."""
         job, row = self._source
         if row.artifact is None:
             message = f"The item {self.id[:100]!r} has no audio: it is {self.state}."
             raise NotFoundError(ErrorCode.STORE_MISSING, message, self.error or "")
-        import soundfile
-
-        samples, rate = soundfile.read(io.BytesIO(job._reader.read(row.artifact)), dtype="float32")
-        return Sound(cast("NDArray[np.float32]", samples), rate, self.text)
+        return Sound(*decode(job._reader.read(row.artifact), max_seconds=MAX_SECONDS), self.text)
 
     @property
     def text(self) -> str:

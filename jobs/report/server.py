@@ -51,8 +51,15 @@ class ReportServer(ThreadingHTTPServer):
         Raises `ValueError` and `NightjarError`."""
         ledger, job_id, made = self.ledger, self.job_id, io.BytesIO()
         if not place:
-            report: Any = {**self.report, "served": True, "open_file": lambda _: nullcontext(made)}
-            write_report(ledger, self.store, job_id, Path(), **report)
+            write_report(
+                ledger,
+                self.store,
+                job_id,
+                Path(),
+                served=True,
+                open_file=lambda _: nullcontext(made),
+                **self.report,
+            )
             return made.getvalue()
         decision = heard = None
         if place == "decisions":

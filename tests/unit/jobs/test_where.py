@@ -92,6 +92,7 @@ def test_columns_of_the_ledger_are_those_of_checks() -> None:
 def test_a_score_that_is_not_there_is_answered_with_the_nearest(text: str, preset: str, advice: str) -> None:
     job: Any = SimpleNamespace(id="01m8", spec=JobSpec("fake", quality=PRESETS[preset]))
     with pytest.raises(ConfigError, match=f"No item of job 01m8 has the score '{text.split()[0]}'") as caught:
-        check_names(job, parse_where(text))
+        check_names(job, parse_where(text), [])
     assert caught.value.advice.startswith(advice)
-    check_names(job, parse_where("seconds > 1"))
+    check_names(job, parse_where("seconds > 1"), [])
+    check_names(job, parse_where("utmos > 1"), {"utmos"})
