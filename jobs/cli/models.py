@@ -288,6 +288,7 @@ def serve(
             "Set SPEECH_SERVE__API_KEY or SPEECH_SERVE__API_KEY_FILE, or listen on 127.0.0.1.",
         )
     from pipelines.interpreter import serve_threads
+    from pipelines.serving.model import ServedModel
     from pipelines.serving.server import Server
 
     level = "warning" if output.quiet else settings.log_level
@@ -297,7 +298,7 @@ def serve(
         for model, card in zip(models, cards, strict=True)
     ]
     server = Server(
-        list(zip(cards, openers, options, strict=True)),
+        [ServedModel(*one) for one in zip(cards, openers, options, strict=True)],
         settings.serve.address,
         settings.serve.port,
     )

@@ -263,9 +263,10 @@ class EngineProcess:
                 child.channel.send(self._wanted if self._closed is None else Close())
                 while True:
                     self._handle(child.channel.receive())
-            except (EOFError, OSError, msgspec.MsgspecError) as error:
-                if not isinstance(error, EOFError | ConnectionResetError | BrokenPipeError):
-                    log.warning("the channel to the engine's process broke: %s", error)
+            except (EOFError, ConnectionResetError, BrokenPipeError):
+                pass  # the child has ended
+            except (OSError, msgspec.MsgspecError) as error:
+                log.warning("the channel to the engine's process broke: %s", error)
             child.kill()
             reason = child.wait()
             child.channel.close()

@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from types import FrameType
 
 import uvicorn
 
 from pipelines.errors import invalid
-from pipelines.registry import ModelCard
-from pipelines.request import Pipeline
-from pipelines.serving import ServeOptions
 from pipelines.serving.app import create_app
 from pipelines.serving.connections import (
     PING_SECONDS,
@@ -35,23 +32,18 @@ _KEEP_ALIVE_SECONDS = 75
 class Server(uvicorn.Server):
     """The server of one or more models. `run` serves until `stop` or a signal."""
 
-    def __init__(
-        self,
-        models: Sequence[tuple[ModelCard, Callable[[], Pipeline], ServeOptions]],
-        address: str,
-        port: int,
-    ) -> None:
+    def __init__(self, served: Sequence[ServedModel], address: str, port: int) -> None:
         """Binds the address; port 0 takes a free one. Raises `ConfigError` (`config.invalid`) if that fails.
 
-        `models`: how each one is opened, and its options; those of the whole server are the first one's."""
+        `served`: the models; the options of the whole server are those of the first one."""
         self._socket = bound_socket(address, port)
-        self.served = [ServedModel(*one) for one in models]
-        options = models[0][2]
+        self.served = served
+        options = served[0].options
         connections = Connections(connection_limit(options.connections), options.header_seconds)
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         super().__init__(
             uvicorn.Config(
-                create_app(self.served, self.stop),
+                create_app(served, self.stop),
                 log_config=None,
                 access_log=False,
                 server_header=False,

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -45,13 +45,13 @@ class Serving:
     metrics: ServerMetrics
     voices: Voices
     #: All models of the server by the names that clients use, the first one first.
-    models: Mapping[str, Serving] = field(default_factory=dict[str, Any])
+    models: Mapping[str, Serving]
 
     def of(self, name: str | None, param: str = "model") -> Serving:
         """The model of this name; None means the first one. Raises `ApiError` (404) for a model that is not
         served here. `param`: the field that names it."""
         if name is None:
-            return next(iter(self.models.values()), self)
+            return next(iter(self.models.values()))
         if (found := self.models.get(name)) is None:
             raise ApiError(
                 404,

@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pipelines.registry import ModelCard
 from pipelines.request import Pipeline
 from pipelines.serving import ServeOptions
+from pipelines.serving.model import ServedModel
 from pipelines.serving.server import Server
 
 #: How long a test waits for what comes at once on a quiet machine.
@@ -46,7 +47,7 @@ class Running:
         self.pipeline = pipeline
         models = [(pipeline, open_model or (lambda: pipeline)), *((one, lambda one=one: one) for one in more)]
         self.server = Server(
-            [(card_of(one), opened, ServeOptions((one.name,), **sizes)) for one, opened in models],
+            [ServedModel(card_of(one), opened, ServeOptions((one.name,), **sizes)) for one, opened in models],
             "127.0.0.1",
             0,
         )

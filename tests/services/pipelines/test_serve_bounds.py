@@ -270,13 +270,14 @@ class TestConnections:
 PROCESS = """
 import logging, sys
 from pipelines.serving import ServeOptions
+from pipelines.serving.model import ServedModel
 from pipelines.serving.server import Server
 from tests.services.pipelines.test_serve_bounds import Voice
 from tests.support.serving_kit import card_of
 
 logging.basicConfig(level=logging.WARNING)
 voice = Voice()
-server = Server([(card_of(voice), lambda: voice, ServeOptions((voice.name,), OPTIONS))], "127.0.0.1", 0)
+server = Server([ServedModel(card_of(voice), lambda: voice, ServeOptions((voice.name,), OPTIONS))], "127.0.0.1", 0)
 print(server.url, flush=True)
 server.run()
 """

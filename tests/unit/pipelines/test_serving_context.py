@@ -50,7 +50,9 @@ def context_of(model: Model, gate: AdmissionQueue, first: ContextMessage, **opti
         await asyncio.sleep(0)
 
     metrics: Any = SimpleNamespace(audio_sent=lambda _: None, first_audio=lambda *_: None)
-    serving = Serving(cast("Any", model), ServeOptions(("m",), **options), gate, metrics, cast("Any", None))
+    serving = Serving(
+        cast("Any", model), ServeOptions(("m",), **options), gate, metrics, cast("Any", None), {}
+    )
     socket: Any = SimpleNamespace(
         route="/tts/websocket", send=send, encoder=lambda *_given: PcmStream(RATE, RATE)
     )
