@@ -12,7 +12,7 @@ from starlette.types import Scope
 from pipelines.errors import ErrorCode
 from pipelines.request import SynthesisRequest
 from pipelines.serving import speech
-from pipelines.serving.cartesia import ContextMessage, done, failure
+from pipelines.serving.cartesia import ContextMessage, GenerationConfig, done, failure
 from pipelines.serving.contexts import CLOSED, ContextSocket, Reply
 from pipelines.serving.errors import JsonObject, as_api_error, bad_request
 from pipelines.serving.metrics import SPEECH_STREAM
@@ -150,6 +150,7 @@ class SpeechStreamSocket(ContextSocket):
             context_id="a",
             model_id=body.model,
             add_timestamps=body.timestamps,
+            generation_config=GenerationConfig(trim_leading_silence_ms=body.trim_leading_silence_ms),
             body=body,
             in_objects=in_objects,
         )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from websockets.sync.client import connect
 
 from pipelines.request import AudioChunk, Speech, SynthesisRequest, Word
 from tests.support.fakes import spoken_text
@@ -85,6 +87,25 @@ def test_in_a_context_only_the_beginning_is_trimmed(server: Running) -> None:
     loud = np.flatnonzero(np.abs(samples) > 0.1)
     assert 1000 * loud[0] / SAMPLE_RATE == pytest.approx(20, abs=2)
     assert 1000 * np.diff(loud).max() / SAMPLE_RATE == pytest.approx(500, abs=2)
+
+
+def test_an_utterance_in_pieces_is_trimmed(server: Running) -> None:
+    for trim_ms, left_ms in ((0, 500), (5000, 20)):
+        with connect(f"ws{server.url.removeprefix('http')}/v1/audio/speech/stream", proxy=None) as client:
+            for message in (
+                {
+                    "type": "session.config",
+                    "response_format": "pcm",
+                    "stream_audio": True,
+                    "trim_leading_silence_ms": trim_ms,
+                },
+                {"type": "input.text", "text": "Hello."},
+                {"type": "input.done"},
+                {"type": "session.close"},
+            ):
+                client.send(json.dumps(message))
+            audio = b"".join(message for message in client if isinstance(message, bytes))
+        assert lead_ms(pcm(audio)) == pytest.approx(left_ms, abs=2)
 
 
 @pytest.mark.parametrize("value", [-1, 5001, "many", True])
