@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-from jobs import installed_version
+from jobs import dispatch, installed_version
 from jobs.formatting import redact
 from jobs.gpus import count_gpus
 from jobs.ledger.records import QUARANTINED, UP
@@ -41,14 +41,14 @@ class Finding(NamedTuple):
     check: str
     health: Health
     message: str
-    advice: str = ""
+    advice: str
 
 
 #: (message, advice) of a check; the advice is empty if all is well. A failed check raises `NightjarError`.
 Verdict = tuple[str, str]
 
 
-def run_checks(home: str | None = None) -> Iterator[Finding]:
+def run_checks(home: str | None) -> Iterator[Finding]:
     """Runs all checks and yields their findings. The checks change nothing, except for a probe object in an
     existing store."""
     try:
@@ -107,8 +107,6 @@ def _is_new(settings: Settings) -> bool:
 
 
 def _broker(settings: Settings) -> Verdict:
-    from jobs import dispatch
-
     try:
         dispatch.check(settings)
     except ServiceError as error:

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, cast
 from jobs.logs import LogFormat, setup_logging
 from pipelines.engine_process.client import EngineProcess
 from pipelines.options import has_gpu
-from pipelines.registry import has_option, is_registered, open_pipeline
+from pipelines.registry import ModelCard, has_option, is_registered, open_pipeline
 
 if TYPE_CHECKING:
     from jobs.settings import Settings
-    from pipelines.registry import ModelCard
     from pipelines.request import Pipeline
 
 #: Default number of streams that a model is prepared for.

@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import accumulate, count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -25,6 +25,7 @@ from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState, JobTerms, 
 from jobs.own_files import recorded
 from jobs.packs import map_ahead
 from jobs.references import ReferenceReader, put_reference
+from jobs.settings import Settings
 from jobs.shard_file import ShardSize, compress, cut, encode_lines
 from jobs.source import BATCH_BYTES, BATCH_LINES, InputFormat, Record, batches_of, empty_input, open_source
 from jobs.spec import (
@@ -41,9 +42,6 @@ from jobs.store.base import ObjectStore, sha256_of
 from jobs.voices import voice_folder
 from pipelines.errors import ErrorCode, InputError, ServiceError, StoreError
 from pipelines.registry import ModelCard
-
-if TYPE_CHECKING:
-    from jobs.settings import Settings
 
 #: The options of a submit without options.
 NO_OPTIONS = SubmitOptions()

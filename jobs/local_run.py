@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from jobs.console import Interrupted, Stop
 from jobs.embedded import DRAIN_SECONDS, EmbeddedHome
@@ -21,14 +21,11 @@ from jobs.own_files import full_disk_explained
 from jobs.progress import Progress
 from jobs.recent_jobs import remember
 from jobs.settings import Settings
-from jobs.source import FORMAT_NAMES
+from jobs.source import FORMAT_NAMES, InputFormat
 from jobs.spec import ResolvedSpec
 from jobs.store import open_store
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, NightjarError, ServiceError, StoreError
-
-if TYPE_CHECKING:
-    from jobs.source import InputFormat
 
 #: Interval at which the ledger and the processes are checked.
 POLL_SECONDS = 0.5

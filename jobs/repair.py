@@ -14,16 +14,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from jobs.codes import EXTENSION, StoredCodes, codec_of
 from jobs.dialogue import spoken_text
 from jobs.encoded_audio import JoinedSpeech, encoded_audio, words_file
 from jobs.export.manifest import put_manifest, put_shard_manifest
 from jobs.layout import job_manifest_key, object_metadata, shard_of_input
+from jobs.ledger import Ledger
 from jobs.ledger.records import WORDS, Artifact, ItemRow, ItemState, Job
 from jobs.packs import read_artifact
 from jobs.references import load_reference
@@ -38,12 +40,6 @@ from pipelines.audio_format import LOSSY
 from pipelines.errors import ErrorCode, NightjarError, StoreError, SynthesisError
 from pipelines.request import Pipeline, Speech, submit
 from pipelines.text_units import parts_of, unit_request
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from jobs.ledger import Ledger
-
 
 #: Number of items in the engine at once.
 _AT_ONCE = 64

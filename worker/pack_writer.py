@@ -49,10 +49,10 @@ class PackBuilder:
         #: Size in bytes so far.
         self.bytes = 0
 
-    def add(self, key: str, data: bytes, *, sha256: str, index: int, example_id: str) -> int:
-        """Adds a member. Returns the offset of its data in the pack."""
-        offset = self._append(key, data)
-        self._members.append(PackMember(key, offset, len(data), sha256, index, example_id))
+    def add(self, one: Artifact, data: bytes, example_id: str) -> int:
+        """Adds an artifact with its data. Returns the offset of the data in the pack."""
+        offset = self._append(one.key, data)
+        self._members.append(PackMember(one.key, offset, len(data), one.sha256, one.index, example_id))
         return offset
 
     def finish(self, index_name: str) -> bytes:
@@ -133,10 +133,7 @@ class PackWriter:
                 self._packs += 1
             placed: list[Artifact] = []
             for one, data in hashed:
-                offset = pack.builder.add(
-                    one.key, data, sha256=one.sha256, index=one.index, example_id=example_id
-                )
-                placed.append(replace(one, pack_offset=offset))
+                placed.append(replace(one, pack_offset=pack.builder.add(one, data, example_id)))
             pack.items.append((replace(done, artifacts=tuple(placed)), stored))
         self._put_due()
         return stored

@@ -19,6 +19,7 @@ from jobs.checks import ALIGNER, CHECKS, Quality
 from jobs.codes import StoredCodes
 from jobs.dialogue import spoken_text
 from jobs.encoded_audio import EncodedAudio, JoinedSpeech, encoded_audio, words_file
+from jobs.export.items import TRANSCRIBED
 from jobs.layout import item_key, object_metadata, put_numbered
 from jobs.ledger.records import (
     QUARANTINE,
@@ -57,8 +58,6 @@ FOLDER_THREADS, S3_THREADS = 2, 64
 LOSSY_THREADS = max(FOLDER_THREADS, len(os.sched_getaffinity(0)))
 #: Number of waiting results at which the engine gets no more requests.
 MAX_BACKLOG = 256
-#: Scores whose detail is a transcript.
-_TRANSCRIBED = ("wer", "cer")
 
 
 @dataclass(slots=True, eq=False)
@@ -113,11 +112,12 @@ def first_draws(
     return [ItemDraw(line, first, last, long=long, part=part) for part in range(len(parts))]
 
 
-@dataclass(frozen=True, slots=True)
 class PartKept:
     """A part of an item was kept, and others are missing."""
 
 
+#: The scores of the checks that ran before the meters, and the readings of the meters.
+Measured = tuple[Mapping[str, Score], Future[Readings]]
 #: The result of a draw: the outcome of its item, the history if another draw must follow, or an error.
 Answer = Outcome | History | PartKept | BaseException
 
@@ -143,17 +143,11 @@ class ResultWriter:
         self.threads.shutdown(wait=True)
 
     def work(
-        self,
-        shard: ShardRun,
-        draw: ItemDraw,
-        made: Speech | NightjarError,
-        measured: tuple[Mapping[str, Score], Future[Readings]] | None = None,
+        self, shard: ShardRun, draw: ItemDraw, made: Speech | NightjarError, measured: Measured | None = None
     ) -> None:
         """Checks and stores a result of the engine, and passes the answer to `shard.settle`. An error is passed as the
         answer too: `LeaseGoneError` if the lease ended first, `CancelledError` if the outcome is no longer needed, or any
-        other error.
-
-        `measured`: the scores of the checks that ran before the meters, and the readings of the meters.
+        other error. `measured`: once the meters have measured the speech.
         """
         try:
             answer = self._outcome(shard, draw, made, measured)
@@ -165,11 +159,7 @@ class ResultWriter:
             shard.settle(draw, answer)
 
     def _outcome(
-        self,
-        shard: ShardRun,
-        draw: ItemDraw,
-        made: Speech | NightjarError,
-        measured: tuple[Mapping[str, Score], Future[Readings]] | None,
+        self, shard: ShardRun, draw: ItemDraw, made: Speech | NightjarError, measured: Measured | None
     ) -> Outcome | History | PartKept | Future[Done] | None:
         """The answer for a result of the engine; None if meters must measure it first.
 
@@ -383,6 +373,6 @@ def _worst(name: str, scores: Sequence[Score]) -> Score:
 
     part = max(range(len(scores)), key=badness)
     detail = f"part {part + 1}: {scores[part].detail}".removesuffix(": ")
-    if name in _TRANSCRIBED:
+    if name in TRANSCRIBED:
         detail = " ".join(score.detail for score in scores)
     return msgspec.structs.replace(scores[part], detail=detail)

@@ -26,7 +26,7 @@ from jobs.ledger.status import JobStatus
 from jobs.progress import Progress
 from jobs.recent_jobs import registered_dev, settings_for_new_job
 from jobs.settings import Settings, load_settings
-from jobs.source import empty_input
+from jobs.source import check_source, empty_input
 from jobs.status import status_view
 from pipelines.errors import ErrorCode, InputError, invalid
 
@@ -105,7 +105,6 @@ def run(
         from jobs.checks import missing_meters
         from jobs.ingest import resolve_for
         from jobs.local_run import run_locally
-        from jobs.source import check_source
 
     resolved = resolve_for(settings, spec, options)
     engine = settings.chosen_engine(resolved.card)
@@ -169,7 +168,6 @@ def submit(
     settings = settings_for_new_job(home)
     from jobs.checks import missing_meters
     from jobs.ingest import check_has_work, resolve_for, submit_for_workers
-    from jobs.source import check_source
 
     resolved = resolve_for(settings, spec, options)
     if (missing := missing_meters(spec.quality)) is not None:

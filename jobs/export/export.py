@@ -57,7 +57,7 @@ class ExportReport:
     reasons: LeftOut
     #: Number of items whose text and voice an earlier item has, written or not; None: not counted, because
     #: the export was complete already, or lists failures.
-    duplicates: int | None = None
+    duplicates: int | None
 
     @property
     def left_out(self) -> int:

@@ -31,7 +31,7 @@ def check_push(format: str, to: str, repository: str) -> None:
         hub.HfApi().whoami()
 
 
-def push(folder: Path, repository: str, *, private: bool | None = None) -> str:
+def push(folder: Path, repository: str, *, private: bool | None) -> str:
     """Pushes the splits of a Parquet export in `folder`, one shard per file. Returns the address of the
     dataset.
 

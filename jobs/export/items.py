@@ -36,7 +36,7 @@ _decode = msgspec.json.Decoder(Dialogue).decode
 #: Reads the lines of an artifact `words`.
 read_words = msgspec.json.Decoder(tuple[Word, ...]).decode_lines
 #: Scores whose detail is the transcript of an ASR model.
-_TRANSCRIBED = ("wer", "cer")
+TRANSCRIBED = ("wer", "cer")
 #: Kind of the artifact for the text that a model wrote beside its audio.
 TEXT = "text"
 _PAGE_ITEMS = 1000
@@ -118,7 +118,7 @@ class AudioItem(msgspec.Struct, frozen=True):
     def transcript(self) -> str | None:
         """The transcript of the ASR model, in a job with the check `wer` or `cer`."""
         measured = {} if self.draw is None else self.draw.scores
-        return next((measured[name].detail for name in _TRANSCRIBED if name in measured), None)
+        return next((measured[name].detail for name in TRANSCRIBED if name in measured), None)
 
     @property
     def metadata(self) -> JsonObject:

@@ -151,10 +151,10 @@ def _run_packed(
             wav(index, seconds, extension.upper(), sample_rate),
         )
         audio[key], sha256 = data, hashlib.sha256(data).hexdigest()
-        offset = builder.add(key, data, sha256=sha256, index=index, example_id=example_id)
         samples = round(seconds * sample_rate) + index
         facts = (key, sha256, len(data), round(1000 * seconds), sample_rate, samples, index + 2**62)
-        made.append(Artifact(index, "audio", *facts, pack_offset=offset))
+        one = Artifact(index, "audio", *facts)
+        made.append(msgspec.structs.replace(one, pack_offset=builder.add(one, data, example_id)))
     whole = builder.finish(pack_index_name(lease.job.id, lease.shard_no, lease.epoch, 0))
     pack = pack_key(lease.job.id, lease.shard_no, lease.epoch, 0, hashlib.sha256(whole).hexdigest())
     store.put(pack, whole)

@@ -204,7 +204,7 @@ def pack_in_place(finished: Finished) -> None:
     artifacts = list(finished.ledger.artifacts(finished.job_id, "audio"))
     for one in artifacts:
         data = finished.store.get(one.key)
-        offset = builder.add(one.key, data, sha256=one.sha256, index=one.index, example_id="")
+        offset = builder.add(one, data, example_id="")
         execute(
             finished.ledger,
             "UPDATE artifacts SET pack_offset = :offset WHERE idx = :index",

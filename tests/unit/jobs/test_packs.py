@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,8 +32,9 @@ def packed(members: Mapping[str, bytes]) -> tuple[bytes, list[Artifact]]:
     rows: list[Artifact] = []
     for number, (key, data) in enumerate(members.items()):
         sha256 = hashlib.sha256(data).hexdigest()
-        offset = builder.add(key, data, sha256=sha256, index=number, example_id=f"item-{number}")
-        rows.append(Artifact(number, "audio", key, sha256, len(data), 1, 1, 1, 0, "pack.tar", offset))
+        row = Artifact(number, "audio", key, sha256, len(data), 1, 1, 1, 0, "pack.tar")
+        offset = builder.add(row, data, example_id=f"item-{number}")
+        rows.append(msgspec.structs.replace(row, pack_offset=offset))
     return builder.finish(INDEX), rows
 
 
