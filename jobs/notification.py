@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from jobs.formatting import redact
+from jobs.ledger.lifecycle import backoff_seconds
 from jobs.ledger.status import status_and_errors
-from jobs.ledger.transitions import backoff_seconds
 from jobs.status import status_view
 from pipelines.child_process import signal_group
 from pipelines.errors import NotFoundError

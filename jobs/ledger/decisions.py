@@ -10,12 +10,11 @@ from collections.abc import Iterable
 
 from jobs.ledger.control import BEING_DELETED
 from jobs.ledger.leases import add_draws, add_scores
-from jobs.ledger.lifecycle import ended_items, lock_known_job, update_job
+from jobs.ledger.lifecycle import ended_items, final_state, lock_known_job, update_job
 from jobs.ledger.queries import PAGE_ROWS, artifacts_of, draws_of, items_named
 from jobs.ledger.records import Artifact, Decision, Draw, DrawRow, Job, JobState, clean, no_such_job
 from jobs.ledger.status import read_job
 from jobs.ledger.transaction import Transaction
-from jobs.ledger.transitions import final_state
 from pipelines.errors import ErrorCode, NotFoundError, ServiceError
 
 #: Of checks: the audio that was measured, its draw with scores, and why the item fails unless the draw is kept.

@@ -10,6 +10,7 @@ import msgspec
 from jobs.ledger.lifecycle import (
     NUMBER,
     PENDING_OF,
+    after_failure,
     complete_or_pause,
     crash,
     end_attempt,
@@ -48,7 +49,6 @@ from jobs.ledger.records import (
 )
 from jobs.ledger.status import read_job
 from jobs.ledger.transaction import Row, Transaction, literals
-from jobs.ledger.transitions import after_failure
 from jobs.ledger.workers import others_may_run
 from pipelines.errors import ErrorCode, ServiceError
 
@@ -89,8 +89,10 @@ FROM shards JOIN jobs ON jobs.id = shards.job_id
 WHERE shards.job_id = :job AND shards.no = :shard AND shards.epoch = :epoch AND shards.state = 'leased'
 AND jobs.state IN ({literals(*WORKING)}) FOR UPDATE OF shards
 """
-_COUNTERS = ("n_done", "n_failed", "audio_ms", "engine_ms", "energy_mj", "bytes_out")
-_COUNT = ", ".join(f"{name} = {name} + :{name}" for name in _COUNTERS)
+_COUNT = """
+n_done = n_done + :n_done, n_failed = n_failed + :n_failed, audio_ms = audio_ms + :audio_ms,
+engine_ms = engine_ms + :engine_ms, energy_mj = energy_mj + :energy_mj, bytes_out = bytes_out + :bytes_out
+"""
 #: Condition for the pending items of a shard among `:indexes`.
 _OPEN = f"job_no = :job_no AND idx IN (:indexes) AND shard_no = :shard AND state = {_PENDING}"
 #: An item ends once; later commits change nothing.

@@ -11,7 +11,9 @@ from jobs.layout import draw_of, index_of, is_reference_key, job_prefix, lease_o
 from jobs.ledger.control import cancel_some
 from jobs.ledger.database import Database
 from jobs.ledger.lifecycle import (
+    MAX_BACKOFF_SECONDS,
     UNQUEUED,
+    Verdict,
     complete_or_pause,
     crash,
     end_attempt,
@@ -37,7 +39,6 @@ from jobs.ledger.records import (
 )
 from jobs.ledger.status import read_job
 from jobs.ledger.transaction import Row, Transaction, literals
-from jobs.ledger.transitions import MAX_BACKOFF_SECONDS, Verdict
 from jobs.ledger.workers import ACTIVE
 from jobs.times import LONGEST_LEASE_SECONDS
 from pipelines.errors import ErrorCode

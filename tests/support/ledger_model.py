@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jobs.ledger import Ledger
+from jobs.ledger.lifecycle import Verdict, after_crash, after_failure, attempts_after_bisection, final_state
 from jobs.ledger.records import (
     OUTAGES,
     CommitResult,
@@ -22,7 +23,6 @@ from jobs.ledger.records import (
     ShardState,
     Ticket,
 )
-from jobs.ledger.transitions import Verdict, after_crash, after_failure, attempts_after_bisection, final_state
 from pipelines.errors import ErrorCode, ServiceError
 from tests.support.ledger_kit import LEASE_SECONDS, assert_exact, done, execute, failed, rows, submit, wake
 

@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from jobs.ledger.records import ItemState, JobState
-from jobs.ledger.transitions import (
+from jobs.ledger.lifecycle import (
     Verdict,
     after_crash,
     after_failure,
@@ -18,6 +17,7 @@ from jobs.ledger.transitions import (
     final_state,
     over_budget,
 )
+from jobs.ledger.records import ItemState, JobState
 from pipelines.errors import ErrorCode
 
 
