@@ -355,8 +355,7 @@ def _commit_failed(
             index=outcome.index,
         )
     record_errors(sql, shard, [(outcome.index, outcome.code, outcome.message) for outcome in changed])
-    refused = [outcome for outcome in ended if outcome.draws]
-    _add_made(sql, shard, refused)
+    _add_made(sql, shard, [outcome for outcome in ended if outcome.draws])
     return changed, ended
 
 

@@ -9,19 +9,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from jobs.checks import Quality
 from jobs.ingest import submit
 from jobs.ledger import Ledger
-from jobs.ledger.records import JobSpec
+from jobs.ledger.records import Done, JobSpec
 from jobs.settings import Settings
 from jobs.store import open_store
 from nightjar.job import POLL_SECONDS, Job
 from nightjar.local_thread import LocalThread
+from pipelines.errors import InputError
+from tests.support import ledger_kit
 from tests.support.export_kit import run_all
 from tests.support.ledger_kit import done, lease_next
 
@@ -134,3 +138,19 @@ def test_a_program_that_failed_does_not_wait_for_its_run(
     thread = Ended(run, quiet=True)
     thread.end_with_program()
     assert (thread._stop_request.number is not None) is failed
+
+
+def test_codes_are_refused_as_audio(settings: Settings) -> None:
+    ledger = Ledger(settings.ledger_url)
+    ledger.migrate()
+    store = open_store(settings.effective_store_url)
+    job_id = ledger_kit.submit(ledger, (1,), spec=JobSpec("fake", output="codes")).id
+    stored = store.put("codes/0.safetensors", b"no audio")
+    made = msgspec.structs.replace(
+        done(0).artifacts[0], kind="codes", key=stored.key, sha256=stored.sha256, bytes=8
+    )
+    ledger.commit(lease_next(ledger).ticket, [Done(0, (made,))])
+    ledger.close()
+    with closing(Job(job_id, store.url, settings)) as job, pytest.raises(InputError) as caught:
+        next(job.items()).audio  # noqa: B018 - raises
+    assert caught.value.code == "input.audio_unreadable"
