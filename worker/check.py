@@ -3,7 +3,7 @@ in the ledger as if the meters had run during the job, except that no draw follo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import islice
@@ -15,7 +15,7 @@ from jobs.checks import CHECKS, METERS, Option, Quality, checks_of_codes
 from jobs.export.audio import AudioReader
 from jobs.export.items import AudioItem, audio_items, item_metadata
 from jobs.export.manifest import put_manifest
-from jobs.formatting import printable
+from jobs.formatting import counted, printable
 from jobs.ledger.decisions import Verdict
 from jobs.ledger.records import Draw, Job
 from jobs.recent_jobs import FoundJob
@@ -36,7 +36,7 @@ MAX_SECONDS = 24 * 3600.0
 
 def checks_of(job: Job, asked: Quality | None) -> Quality:
     """The checks that measure a job: those that are asked for, or its own without their sample. Raises `config.invalid`
-    if they have no meter, and for a job of codes alone."""
+    if they have no meter, for a job of codes alone, and for bounds that do not apply to its model."""
     own = job.spec.quality
     quality = asked or (own and replace(own, sample=UNSET))
     if not quality or not quality.costly:
@@ -44,8 +44,11 @@ def checks_of(job: Job, asked: Quality | None) -> Quality:
     if job.spec.output == "codes":
         quality = checks_of_codes(quality)
     # The model may not be installed here. Then the meters detect the language.
+    card = None
     with suppress(NightjarError):
-        quality = frozen_spec(replace(job.spec, quality=quality), describe(job.spec.model)).quality or quality
+        card = describe(job.spec.model)
+    if card:
+        quality = frozen_spec(replace(job.spec, quality=quality), card).quality or quality
     # What happens to a failed item is the policy of the job.
     return replace(quality, on_fail=own.on_fail) if own else quality
 
@@ -57,7 +60,7 @@ def check_job(found: FoundJob, quality: Quality, pool: MeterPool, say: Callable[
     It can be killed at any time and called again. Raises `ServiceError` with `ledger.state` unless the job has
     completed, `ModelError` for a meter that cannot be opened, and the errors of ledger and store.
     """
-    ledger, job, store, left = found.ledger, found.job, found.store, 0
+    ledger, job, store, left, known_before = found.ledger, found.job, found.store, 0, 0
     # Refuses a job that runs.
     ledger.commit_checks(job, ())
 
@@ -69,12 +72,16 @@ def check_job(found: FoundJob, quality: Quality, pool: MeterPool, say: Callable[
         task = MeterTask(_left(quality, item.draw), utterance, item=item.id, bounds=quality.bounds)
         return item, speech, pool.submit(task)
 
-    todo = (
-        item
-        for item in audio_items(ledger, store, job.id)
-        if is_sampled(quality, job.spec.seed, item.example_id) and _left(quality, item.draw)
-    )
-    loaded = AudioReader(store).loaded(todo)
+    def unmeasured() -> Iterator[AudioItem]:
+        nonlocal known_before
+        for item in audio_items(ledger, store, job.id):
+            if is_sampled(quality, job.spec.seed, item.example_id):
+                if _left(quality, item.draw):
+                    yield item
+                else:
+                    known_before += 1
+
+    loaded = AudioReader(store).loaded(unmeasured())
     count = ITEMS_AT_ONCE * found.settings.worker.meter_processes
     while some := [submitted(*one) for one in islice(loaded, count)]:
         verdicts: list[Verdict] = []
@@ -90,6 +97,8 @@ def check_job(found: FoundJob, quality: Quality, pool: MeterPool, say: Callable[
             verdicts.append((item.artifact, record, checked.message))
         ledger.commit_checks(job, verdicts)
     put_manifest(ledger, store, job.id)
+    if known_before:
+        say(f"Already measured, so the verdict stays: {counted(known_before, 'item')}.")
     return left
 
 

@@ -383,7 +383,7 @@ def _decide(found: FoundJob, output: Output, ids: Sequence[str], decision: Decis
     listed = sys.stdin.buffer.read().decode(errors="replace").split("\n") if "-" in ids else ()
     chosen = [*(one for one in ids if one != "-"), *filter(None, listed)]
     count = found.ledger.decide(found.id, chosen, decision)
-    text = f"{counted(count, 'item')} of {found.id} {decision}."
+    text = printable(f"{counted(count, 'item')} of {found.id} {decision}.")
     view = {"accepted": decision.accepted, "items": count}
     output.result(text, "nightjar.decision/1", job=found.id, **view)
     renew_manifest(found.ledger, found.store, found.id)

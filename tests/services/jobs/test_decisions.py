@@ -232,6 +232,8 @@ def test_people_decide_on_the_command_line(desk: Desk) -> None:
     lines = desk.rig.store.get(manifests[-2].key).splitlines()
     assert [json.loads(line)["index"] for line in lines] == [0, 1]
     assert json.loads(lines[1])["decision"]["accepted"]
+    lines = call(folder, "refuse", job.id, "item-3", "--reason", "a\nb\u202e", *home).stdout.splitlines()
+    assert lines == [f"1 item of {job.id} refused by {getpass.getuser()}: a\\nb\\u202e."]
     nothing = call(folder, "refuse", job.id, "-", *home, stdin="")
     assert (nothing.returncode, nothing.stdout.split()[0]) == (0, "0")
 

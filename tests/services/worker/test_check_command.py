@@ -134,6 +134,7 @@ def test_a_check_that_is_killed_goes_on_where_it_was(made: Home) -> None:
         ([*CHECKS, "--qa-sample", "nan"], 4, "config.invalid"),
         (["--qa-set", "meters.peek={}"], 4, "config.invalid"),
         (["--qa-config", "/nowhere"], 4, "config.invalid"),
+        ([*CHECKS, "--qa-set", "bounds.log_probability.low=-4"], 4, "config.invalid"),
     ],
 )
 def test_checks_that_make_no_sense_are_refused(made: Home, words: list[str], status: int, code: str) -> None:

@@ -179,6 +179,16 @@ def test_a_repeated_check_measures_only_what_is_left(build: Callable[..., Rig]) 
         check(rig, job)
 
 
+def test_other_bounds_do_not_change_a_verdict_and_the_user_is_told(build: Callable[..., Rig]) -> None:
+    rig, told = build(), list[str]()
+    job = run(rig, ["one", "[[wer:0.4]] two"], quality("basic"))
+    assert check(rig, job, quality(), errors=told) == {"measured": 2, "failed": 0, "left": 0}
+    assert told == []
+    stricter = quality("strict", "bounds.wer.high=0.1")
+    assert check(rig, job, stricter, errors=told) == {"measured": 0, "failed": 0, "left": 0}
+    assert told == ["Already measured, so the verdict stays: 2 items."]
+
+
 def test_the_rest_of_a_sample_is_measured_by_the_jobs_own_checks(build: Callable[..., Rig]) -> None:
     rig = build()
     job = run(rig, [f"text {number}" for number in range(60)], quality("strict", "sample=0.3"))
