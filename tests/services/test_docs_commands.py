@@ -256,7 +256,7 @@ def test_the_commands_of_a_page(
 ) -> None:
     home, state, job = finished
     commands = [command for command in COMMANDS if command.page == page and not not_run(command)]
-    serving, flower = free_port(), free_port()
+    serving, second, flower = free_port(), free_port(), free_port()
     words = {
         r"\bJOB\b": job,
         r"\bPATH\b": str(GOLDEN / "qwen3_tts/checkpoint-base"),
@@ -264,7 +264,8 @@ def test_the_commands_of_a_page(
         r"/models/s2-pro": str(GOLDEN / "fish/checkpoint"),
         r"/srv/nightjar": str(folder),
         r"/data/": f"{folder}/",
-        r"(nightjar serve .*)$": rf"\1 --port {serving}",
+        r"(nightjar serve (?!.*--port).*)$": rf"\1 --port {serving}",
+        r"--port 8001$": f"--port {second}",
         r"127\.0\.0\.1:8000": f"127.0.0.1:{serving}",
     }
     more = {"FINISHED": str(home), "SPEECH_FLOWER__PORT": str(flower)}
