@@ -26,7 +26,7 @@ require_vllm()
 from pipelines.errors import ErrorCode, InputError, NightjarError  # noqa: E402
 from pipelines.registry import open_pipeline  # noqa: E402
 from pipelines.request import Event, Generation, Message, Pipeline, Speech, SynthesisRequest, stream, submit  # noqa: E402
-from tests.support.serving_kit import Running, b64, error_of, heard  # noqa: E402
+from tests.support.serving_kit import Running, b64, heard  # noqa: E402
 
 SECONDS = 240
 TEXT = "Good morning, how are you today?"
@@ -194,12 +194,8 @@ def test_a_server_speaks_with_it_and_outlives_its_core(pipeline: Pipeline) -> No
                 server.until(lambda: server.busy()[:2] == (20, 20) and sum(server.busy()[2:]) == 20)
                 os.kill(core, signal.SIGKILL)
             server.until(lambda: server.health() == 503)
-            away = server.speak(TEXT, **greedy)
-            assert (away.status_code, error_of(away)["code"]) == (503, "engine_starting")
-            assert away.headers["retry-after"]
-            answers = [future.result(PATIENCE_SECONDS) for future in flying]
-        assert {answer.status_code for answer in answers} == {503}
-        assert [error_of(answer)["code"] for answer in answers].count("worker.crash") == 20
+        # Nothing was sent of the others, so the next core speaks them.
+        assert {future.result(PATIENCE_SECONDS).status_code for future in flying} == {200}
         server.until(lambda: server.health() == 200, PATIENCE_SECONDS)
         assert server.speak(TEXT, **greedy).content == before
         server.until_idle()
