@@ -134,6 +134,7 @@ def _add_synthesis_routes(app: FastAPI, serving: Serving) -> None:
         streams: bool,
         api_error: ErrorAnswer = as_api_error,
     ) -> Response:
+        model.model.check_queue()
         permit = await request.scope[ADMIT](model.admission, streams)
         return Reply(model, permit, answer(model, body, permit, request.scope[REQUEST_ID]), api_error)
 

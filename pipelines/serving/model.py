@@ -102,7 +102,7 @@ class _Call:
         error except an `InputError`, which is raised before the engine works."""
         pipeline = self._model.pipeline
         if pipeline is None or pipeline.stats().state != "ready":
-            raise unavailable("The engine is starting. Try again.", _STARTING)
+            raise _starting()
         start = partial(pipeline.start, self._request, self._on_event, self._stream)
         started: Future[Handle] = Future()
         self._permit.hold()
@@ -180,6 +180,10 @@ class _Call:
             self._loop.call_soon_threadsafe(call)
 
 
+def _starting() -> ApiError:
+    return unavailable("The engine is starting. Try again.", _STARTING)
+
+
 def _bytes(event: Event) -> int:
     if isinstance(event, Failed):
         return 0
@@ -231,6 +235,12 @@ class ServedModel:
 
     def stats(self) -> EngineStats:
         return EngineStats(state="starting") if self.pipeline is None else self.pipeline.stats()
+
+    def check_queue(self) -> None:
+        """Raises `ApiError` (503) while all slots are held for the next engine, so that no new request waits
+        behind those that are tried again."""
+        if self.pipeline is None and self.admission.full:
+            raise _starting()
 
     async def speech(self, request: SynthesisRequest, permit: Permit) -> Speech:
         """The whole speech; cancelling the call aborts it. Raises `NightjarError`, and `ApiError` (503)

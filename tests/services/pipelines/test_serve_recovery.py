@@ -114,6 +114,29 @@ def test_the_wait_for_an_engine_ends_with_the_time_of_the_request() -> None:
         server.until_idle()
 
 
+def test_no_new_request_waits_behind_those_that_are_tried_again() -> None:
+    opening, back = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        opening.set()
+        back.wait(PATIENCE_SECONDS)
+
+    first, second = Mortal(), StreamVoice()
+    opened = reopening(first, second, wait=wait)
+    with Running(first, open_model=opened, slots=1) as server, ThreadPoolExecutor(1) as pool:
+        try:
+            asked = pool.submit(pcm, server, "Please die.")
+            assert opening.wait(PATIENCE_SECONDS)
+            late = pcm(server, "I came later.")
+            assert (late.status_code, error_of(late)["code"]) == (503, "engine_starting")
+            assert "retry-after" in late.headers
+        finally:
+            back.set()
+        assert asked.result().status_code == 200
+        assert second.texts == ["Please die."]
+        server.until_idle()
+
+
 def test_a_growing_text_is_said_whole_by_the_next_engine() -> None:
     first, second = Mortal(), StreamVoice()
     with Running(first, open_model=reopening(first, second)) as server, talk(server.url) as client:
