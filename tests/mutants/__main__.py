@@ -5,8 +5,10 @@ tried."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +23,8 @@ from tests.mutants.faults import REPOSITORY, BadFaultError, Fault, of_the_day, r
 PASSED, FAILED = 0, 1
 SECONDS_A_DAY = 86_400
 TEST_TIMEOUT_SECONDS = 120
+#: Of all tests of a fault. A fault may keep a test, or a process that it started, from ending at all.
+RUN_TIMEOUT_SECONDS = 600
 
 
 class Sandbox:
@@ -59,10 +63,21 @@ class Sandbox:
         }
         folder = self.folder / project
         environment |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-        )
-        return done.returncode, done.stdout + done.stderr
+        with tempfile.TemporaryFile("w+") as output:
+            tests_run = subprocess.Popen(
+                command, cwd=folder, env=environment, stdout=output, stderr=output, start_new_session=True
+            )
+            try:
+                status = tests_run.wait(RUN_TIMEOUT_SECONDS)
+            except subprocess.TimeoutExpired:
+                raise BadFaultError(f"its tests did not end within {RUN_TIMEOUT_SECONDS} s") from None
+            finally:
+                # What the tests have left running too.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(tests_run.pid, signal.SIGKILL)
+                tests_run.wait()
+            output.seek(0)
+            return status, output.read()
 
     def try_fault(self, fault: Fault) -> tuple[str, str]:
         """`seen`, `SURVIVED` or `BROKEN`, and why where it is not `seen`."""

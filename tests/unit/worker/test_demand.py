@@ -48,6 +48,7 @@ class Worker:
         """Takes shards of so many items for as long as it can use them; how many."""
         before = self._count
         while self.demand.wants_message:
+            assert self._count - before < MAX_SHARDS, "it takes more than a worker may have"
             stack.enter_context(self.shard(items))
         return self._count - before
 
