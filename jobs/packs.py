@@ -13,14 +13,15 @@ takes one ranged request.
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, StoreError
+from pipelines.recording import SizedCache
 
 if TYPE_CHECKING:
     from jobs.ledger.records import Artifact
@@ -69,9 +70,8 @@ class ArtifactReader:
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
-        #: (pack, number) -> piece, the most recently used one last.
-        self._pieces: OrderedDict[tuple[str, int], Future[bytes]] = OrderedDict()
-        self._lock = threading.Lock()
+        #: The pieces by (pack, number).
+        self._pieces = SizedCache[bytes](KEPT_PIECES * PIECE_BYTES, len)
 
     def read(self, artifact: StoredArtifact) -> bytes:
         """The bytes of an artifact. Raises the errors of `read_artifact`."""
@@ -85,22 +85,8 @@ class ArtifactReader:
         return pieces[begin - first * PIECE_BYTES :][:size]
 
     def _piece(self, pack: str, number: int) -> bytes:
-        key = (pack, number)
-        with self._lock:
-            piece = self._pieces.pop(key, None)
-            is_known = piece is not None
-            piece = self._pieces[key] = piece or Future()
-            while len(self._pieces) > KEPT_PIECES:
-                self._pieces.popitem(last=False)
-        if not is_known:
-            try:
-                piece.set_result(self._store.get_range(pack, number * PIECE_BYTES, PIECE_BYTES))
-            except BaseException as error:
-                with self._lock:
-                    self._pieces.pop(key, None)
-                piece.set_exception(error)
-                raise
-        return piece.result()
+        read = partial(self._store.get_range, pack, number * PIECE_BYTES, PIECE_BYTES)
+        return self._pieces.find((pack, number), read)
 
 
 def map_ahead(
