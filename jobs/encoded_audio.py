@@ -17,11 +17,12 @@ import numpy as np
 import soundfile
 from numpy.typing import NDArray
 
-from jobs.ledger.records import JobSpec
+from jobs.codes import StoredCodes
+from jobs.ledger.records import WORDS, JobSpec
 from pipelines.audio import Samples, encode, encode_pcm, resample, to_pcm, trim_silence
 from pipelines.audio_format import LOSSY, AudioFormat
 from pipelines.errors import ErrorCode, SynthesisError
-from pipelines.request import Speech, Word
+from pipelines.request import CodecIdentity, Speech, Word
 
 #: Silence that a part of joined speech keeps at each end, and the length of its fades, both part of the pauses.
 KEPT_MS, FADE_MS = 50, 5
@@ -78,6 +79,25 @@ def encoded_audio(
 def words_file(*said: Sequence[Word]) -> bytes:
     """The content of the artifact `words`: a line with the words, and one with the phonemes if there are any."""
     return msgspec.json.Encoder().encode_lines([line for line in said if line])
+
+
+def stored_files(
+    speech: Speech, spec: JobSpec, codec: CodecIdentity | None
+) -> Iterator[tuple[str, bytes, dict[str, Any]]]:
+    """Yields (kind, content, other columns of the artifact) of each file that a job stores of a speech. The first one is
+    its audio or, without samples, its codes; the others have no columns. `codec`: None in a job without codes."""
+    if len(speech.samples):
+        audio = encoded_audio(speech.samples, speech.sample_rate, spec.format, spec.sample_rate)
+        yield "audio", audio.data, {**audio.facts, "meta": speech.meta}
+    if speech.codes is not None and codec is not None:
+        length = {"duration_ms": speech.duration_ms, "samples": speech.sample_count}
+        facts = {**length, "sample_rate": speech.sample_rate, "meta": speech.meta}
+        content = StoredCodes(speech.codes, speech.voice_codes, codec).encoded()
+        yield "codes", content, {} if len(speech.samples) else facts
+    if speech.text_out is not None:
+        yield "text", speech.text_out.encode(), {}
+    if speech.words:
+        yield WORDS, words_file(speech.words, speech.phonemes), {}
 
 
 class JoinedSpeech:

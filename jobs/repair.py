@@ -20,13 +20,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from jobs.codes import EXTENSION, StoredCodes, codec_of
+from jobs.codes import EXTENSION, codec_of
 from jobs.dialogue import spoken_text
-from jobs.encoded_audio import JoinedSpeech, encoded_audio, words_file
+from jobs.encoded_audio import JoinedSpeech, stored_files
 from jobs.export.manifest import put_manifest, put_shard_manifest
 from jobs.layout import job_manifest_key, object_metadata, shard_of_input
 from jobs.ledger import Ledger
-from jobs.ledger.records import WORDS, Artifact, ItemRow, ItemState, Job
+from jobs.ledger.records import QUARANTINE, WORDS, Artifact, ItemRow, ItemState, Job
 from jobs.packs import read_artifact
 from jobs.references import load_reference
 from jobs.shard_file import ShardLine, ShardLines, read_shard
@@ -214,29 +214,15 @@ class _Resynthesis:
         if isinstance(started, JoinedSpeech):
             audio, words = started.encoded()
             return (words, {}) if artifact.kind == WORDS else (audio.data.read(), audio.facts)
-        speech = self.speech(started)
-        if artifact.kind == "text":
-            if speech.text_out is None:
-                raise SynthesisError(ErrorCode.SYNTH_ENGINE, "The model returned no text this time.")
-            return speech.text_out.encode(), {}
-        if artifact.kind == WORDS:
-            if not speech.words:
-                message = "The times of words come from the aligner, which repairs do not use."
-                raise SynthesisError(ErrorCode.SYNTH_ENGINE, message)
-            return words_file(speech.words, speech.phonemes), {}
-        spec = self.job.spec
-        if spec.extension(artifact.kind) == EXTENSION:
-            if speech.codes is None:
-                raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model returned no codes this time.")
-            codes = StoredCodes(speech.codes, speech.voice_codes, codec_of(spec.model)).encoded()
-            if spec.main_kind == "audio":
-                return codes, {}
-            facts = {"duration_ms": speech.duration_ms, "sample_rate": speech.sample_rate}
-            return codes, {**facts, "samples": speech.sample_count, "meta": dict(speech.meta)}
-        if not len(speech.samples) or not np.isfinite(speech.samples).all():
-            raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model returned no audio this time.")
-        audio = encoded_audio(speech.samples, speech.sample_rate, spec.format, spec.sample_rate)
-        return audio.data, {**audio.facts, "meta": dict(speech.meta)}
+        spec, kind = self.job.spec, artifact.kind
+        codec = codec_of(spec.model) if spec.output else None
+        for made, content, facts in stored_files(self.speech(started), spec, codec):
+            if made == (spec.main_kind if kind == QUARANTINE else kind):
+                return content, facts
+        message = f"The model returned no {kind} this time."
+        if kind == WORDS:
+            message = "The times of words come from the aligner, which repairs do not use."
+        raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, message)
 
     def renew_manifest(self, shard_no: int) -> None:
         made = self.ledger.shard_audio(self.job.id, shard_no)

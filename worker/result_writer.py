@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 import msgspec
 
 from jobs.checks import ALIGNER, CHECKS, Quality
-from jobs.codes import StoredCodes
 from jobs.dialogue import spoken_text
-from jobs.encoded_audio import EncodedAudio, JoinedSpeech, encoded_audio, words_file
+from jobs.encoded_audio import EncodedAudio, JoinedSpeech, stored_files
 from jobs.export.items import TRANSCRIBED
 from jobs.layout import item_key, object_metadata, put_numbered
 from jobs.ledger.records import (
@@ -260,21 +259,12 @@ def _stored(
     if speech is None:
         return outcome
     job, line, packs, failed = shard.held.lease.job, draw.line, shard.packs, isinstance(outcome, Failed)
-    spec, meta = job.spec, speech.meta if draw.long is None else {**speech.meta, "part": draw.part}
-    main, beside = QUARANTINE if failed else spec.main_kind, not failed or draw.long is None
     made: list[tuple[Artifact, Any]] = []
 
-    def add(
-        kind: str,
-        data: Any,
-        facts: tuple[int, int, int] = (0, 0, 0),
-        meta: Meta | None = None,
-        size: int = 0,
-    ) -> None:
-        """`facts`: duration in ms, sample rate and samples; `size`: that of a file."""
-        key = item_key(job.id, kind, line.index, line.example_id, spec.extension(kind), number)
-        size = size or len(data)
-        made.append((Artifact(line.index, kind, key, "", size, *facts, seed, meta=meta or {}), data))
+    def add(kind: str, data: Any, size: int, **facts: Any) -> None:
+        key = item_key(job.id, kind, line.index, line.example_id, job.spec.extension(kind), number)
+        known = {"duration_ms": 0, "sample_rate": 0, "samples": 0, "seed": seed, **facts}
+        made.append((Artifact(line.index, kind, key, "", size, **known), data))
 
     if draw.long is not None and isinstance(outcome, Done):
         if (whole := draw.long.keep(draw.part, outcome, speech, number)) is None:
@@ -282,24 +272,17 @@ def _stored(
         # An object of its own in a job with packs too, since it may be larger than memory.
         outcome, audio, words, meta, seed = whole
         packs, number = None, outcome.draws[-1].draw if outcome.draws else number
-        add("audio", audio.data, (audio.duration_ms, audio.sample_rate, audio.samples), meta, audio.size)
+        add("audio", audio.data, audio.size, **audio.facts, meta=meta)
         if words:
-            add(WORDS, words, meta=meta)
+            add(WORDS, words, len(words), meta=meta)
     else:
-        if len(speech.samples):
-            audio = encoded_audio(speech.samples, speech.sample_rate, spec.format, spec.sample_rate)
-            add(main, audio.data, (audio.duration_ms, audio.sample_rate, audio.samples), meta)
-        if speech.codes is not None:
-            assert shard.codec is not None, "the job makes codes"
-            codes = StoredCodes(speech.codes, speech.voice_codes, shard.codec).encoded()
-            if not made:
-                add(main, codes, (speech.duration_ms, speech.sample_rate, speech.sample_count), meta)
-            elif beside:
-                add("codes", codes)
-        if speech.text_out is not None and beside:
-            add("text", speech.text_out.encode())
-        if speech.words and beside:
-            add(WORDS, words_file(speech.words, speech.phonemes))
+        if draw.long is not None:
+            speech = replace(speech, meta={**speech.meta, "part": draw.part})
+        for kind, data, facts in stored_files(speech, job.spec, shard.codec):
+            if facts:
+                add(QUARANTINE if failed else kind, data, len(data), **facts)
+            elif not failed or draw.long is None:
+                add(kind, data, len(data))
     if packs is not None and isinstance(outcome, Done):
         return packs.add(outcome, made, line.example_id)
     stored: list[Artifact] = []
