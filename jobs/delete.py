@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from jobs.layout import job_prefix
+from jobs.ledger import Ledger
 from jobs.recent_jobs import forget
 from jobs.store.base import ObjectInfo, ObjectStore, split_key
 from pipelines.errors import ErrorCode, StoreError
-
-if TYPE_CHECKING:
-    from jobs.ledger import Ledger
 
 #: Maximum number of objects deleted by one request, a limit of S3.
 OBJECTS_AT_ONCE = 1000

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -18,11 +18,9 @@ from msgspec import UNSET, UnsetType
 from jobs.formatting import printable
 from pipelines.audio_format import AUDIO_FORMATS
 from pipelines.errors import ErrorCode, InputError, bad_line, unsupported
+from pipelines.registry import ModelCard
 from pipelines.request import Generation, Message, Modality, Role
 from pipelines.validation import check_generation, is_visible
-
-if TYPE_CHECKING:
-    from pipelines.registry import ModelCard
 
 #: `auto`: the assistant's texts without audio; if there are none, the user's. `answer`: the model's answer to
 #: the whole dialogue.

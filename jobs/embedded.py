@@ -25,18 +25,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from jobs.gpus import Device
+from jobs.ledger.records import Job, JobSpec
 from jobs.own_files import embedded_broker_url, full_disk_explained, open_own, own_path, read_own
 from jobs.settings import Settings, load_settings, sqlite_path, sqlite_url
 from jobs.times import PREFIX as TIMES
 from jobs.worker_group import WorkerGroup, WorkerPlan, WorkerReport, plan_workers
 from pipelines.child_process import Child, end, signal_group, spawn
 from pipelines.errors import ErrorCode, NightjarError, ServiceError, StoreError, invalid
-
-if TYPE_CHECKING:
-    from jobs.ledger.records import Job, JobSpec
 
 START_SECONDS = 30
 #: Time for an interrupted worker to finish its items.

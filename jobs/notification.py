@@ -12,21 +12,19 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from jobs.formatting import redact
+from jobs.ledger import Ledger
+from jobs.ledger.control import JobEnd
 from jobs.ledger.lifecycle import backoff_seconds
 from jobs.ledger.status import status_and_errors
+from jobs.settings import NotifySettings, Settings
 from jobs.status import status_view
 from pipelines.child_process import signal_group
 from pipelines.errors import NotFoundError
-
-if TYPE_CHECKING:
-    from jobs.ledger import Ledger
-    from jobs.ledger.control import JobEnd
-    from jobs.settings import NotifySettings, Settings
 
 #: Time after the time limit of the hook, until another process may report the same end.
 _CLAIM_SLACK_SECONDS = 30.0

@@ -5,22 +5,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 import zstandard
 
 from jobs.dialogue import Dialogue, metadata_json, speech_position, turn_messages
+from jobs.ledger import Ledger
 from jobs.ledger.records import ItemRow
+from jobs.spec import GoodLine
 from jobs.store.base import ObjectStore, sha256_of
 from pipelines.errors import ErrorCode, StoreError
+from pipelines.registry import ModelCard
 from pipelines.request import Generation, Message, SpokenRole
-
-if TYPE_CHECKING:
-    from jobs.ledger import Ledger
-    from jobs.spec import GoodLine
-    from pipelines.registry import ModelCard
-
 
 #: Engine time of a shard: long compared with the time of its dispatch, and short enough that little work is
 #: lost with it.

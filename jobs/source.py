@@ -17,20 +17,18 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain, islice
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple, cast
+from typing import BinaryIO, Literal, NamedTuple, cast
 
 import zstandard
 
 from jobs.dialogue import BAD_JSON, decode_object
 from jobs.formatting import printable
 from jobs.ledger.records import RejectedLine
+from jobs.settings import S3Settings
 from jobs.store import is_remote
 from jobs.store.base import sha256_of
 from jobs.store.s3 import open_s3_object
 from pipelines.errors import ErrorCode, InputError, StoreError
-
-if TYPE_CHECKING:
-    from jobs.settings import S3Settings
 
 InputFormat = Literal[
     "dialogues",

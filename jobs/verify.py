@@ -7,18 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from jobs.layout import PACK_SHA_CHARACTERS, sha256_of_pack
+from jobs.ledger import Ledger
 from jobs.ledger.records import QUARANTINE, WORDS, Artifact, ItemState, Job
 from jobs.packs import ArtifactReader, map_ahead
 from jobs.store.base import ObjectStore, sha256_of
 from jobs.where import Where
 from pipelines.errors import ErrorCode, StoreError
-
-if TYPE_CHECKING:
-    from jobs.ledger import Ledger
-
 
 _THREADS = 8
 _AHEAD = 64

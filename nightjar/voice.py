@@ -9,25 +9,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from jobs.job_options import plain_numbers
 from jobs.settings import load_settings
 from jobs.voices import JobVoices, voice_folder
 from pipelines.audio import encode
+from pipelines.audio_format import AudioFormat
 from pipelines.errors import ErrorCode, InputError, StoreError, SynthesisError, invalid, nearest, unsupported
 from pipelines.registry import ModelCard, describe, open_pipeline
 from pipelines.request import Generation, Message, Pipeline, SynthesisRequest, stream, submit
 from pipelines.stored_voices import in_voice_of
 from pipelines.validation import OPENAI_VOICES, check_generation, own_voice
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from pipelines.audio_format import AudioFormat
 
 
 def check_type(name: str, value: object, kinds: type | tuple[type, ...], words: str) -> None:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from queue import Empty
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 from celery import Celery, signals
@@ -21,6 +21,8 @@ from celery.platforms import SecurityWarning
 from celery.worker import state as celery_state
 from celery.worker.consumer import Consumer
 from celery.worker.request import Request
+from kombu.asynchronous.hub import Hub
+from kombu.connection import Connection
 from kombu.transport import virtual
 from redis.exceptions import DataError, RedisError
 from vine import promise
@@ -34,10 +36,6 @@ from worker.admission import MAX_SHARDS
 from worker.models import Preload
 from worker.runtime import Handling, Runtime
 from worker.supervisor import report_end
-
-if TYPE_CHECKING:
-    from kombu.asynchronous.hub import Hub
-    from kombu.connection import Connection
 
 log = structlog.get_logger(__name__)
 

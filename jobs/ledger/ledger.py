@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import wraps
 from itertools import chain
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy.exc import IntegrityError
 
@@ -17,11 +17,9 @@ from jobs.ledger.control import DuplicateExamples
 from jobs.ledger.database import Database
 from jobs.ledger.records import CommitResult, ItemRow, ItemState, NewShard, Outcome, RejectedLine, Ticket
 from jobs.ledger.transaction import Transaction
+from jobs.settings import Settings
 from jobs.where import Where
 from pipelines.errors import ErrorCode, ServiceError
-
-if TYPE_CHECKING:
-    from jobs.settings import Settings
 
 P = ParamSpec("P")
 T = TypeVar("T")

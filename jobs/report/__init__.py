@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, suppress
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import jinja2
 
@@ -19,18 +19,16 @@ from jobs.checks import CHECKS
 from jobs.export.files import output
 from jobs.export.items import minutes_by_voice
 from jobs.formatting import bytes_text, printable, redact, seconds_text
+from jobs.ledger import Ledger
 from jobs.ledger.records import Job
 from jobs.ledger.status import GAP_SECONDS, status_and_errors
 from jobs.own_files import STATE_FOLDER, own_path
 from jobs.report.charts import Chart, histogram, number, timeline
 from jobs.report.sample import HEIGHT, PACE, WIDTH, Clips, Sample, take_sample
+from jobs.settings import Settings
 from jobs.store.base import ObjectStore
 from pipelines.errors import NightjarError
 from pipelines.registry import describe
-
-if TYPE_CHECKING:
-    from jobs.ledger import Ledger
-    from jobs.settings import Settings
 
 SHOWN_ITEMS = 60
 #: What the policy of a served page also allows.

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy as np
 from jobs.checks import CHECKS
 from jobs.codes import EXTENSION
 from jobs.export.items import item_metadata
+from jobs.ledger import Ledger
 from jobs.ledger.records import QUARANTINE, Artifact, Draw, ItemRow, ItemState, Job
 from jobs.packs import read_artifact
 from jobs.shard_file import ShardLines, read_raw_shard
@@ -27,9 +28,6 @@ from jobs.store.base import ObjectStore
 from pipelines.audio import Samples, decode, encode
 from pipelines.duration import text_units
 from pipelines.errors import ErrorCode, NightjarError
-
-if TYPE_CHECKING:
-    from jobs.ledger import Ledger
 
 #: Maximum number of items in the histograms of lengths and scores. A larger job is sampled in blocks, spread
 #: evenly over its items.

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from jobs.formatting import redact
+from jobs.ledger.records import Job
+from jobs.settings import S3Settings
 from jobs.store.base import ObjectInfo, ObjectStore
 from jobs.store.folder import FolderStore
 from jobs.store.s3 import S3Store, split_s3_url
 from pipelines.errors import invalid
-
-if TYPE_CHECKING:
-    from jobs.ledger.records import Job
-    from jobs.settings import S3Settings
 
 __all__ = ["FolderStore", "ObjectInfo", "ObjectStore", "S3Store", "is_remote", "open_store", "store_of"]
 

@@ -7,9 +7,10 @@ import io
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, TypeVar, cast
+from typing import Any, BinaryIO, ClassVar, TypeVar, cast
 from urllib.parse import quote, urlsplit
 
+from jobs.settings import S3Settings
 from jobs.store.base import (
     IDENTITY_KEY,
     ObjectInfo,
@@ -21,10 +22,6 @@ from jobs.store.base import (
 )
 from pipelines.audio_format import CONTENT_TYPES as AUDIO_TYPES
 from pipelines.errors import ErrorCode, StoreError, invalid, missing_library
-
-if TYPE_CHECKING:
-    from jobs.settings import S3Settings
-
 
 #: Content types by the extension of the key.
 CONTENT_TYPES: Mapping[str, str] = {
@@ -306,8 +303,6 @@ def make_client(settings: S3Settings | None) -> Any:
         from botocore.exceptions import BotoCoreError
     except ImportError:
         raise missing_library("S3", "boto3", "s3") from None
-    from jobs.settings import S3Settings
-
     settings = settings or S3Settings()
     secret = settings.secret_access_key
     config = Config(
