@@ -112,7 +112,7 @@ class Check(NamedTuple):
 
 
 #: In the order of their cost: the length first, then what needs samples, then meters.
-CHECKS: dict[str, Check] = {
+CHECKS = {
     check.score: check
     for check in (
         Check("ended", ErrorCode.SYNTH_NO_EOS, "1 if the model itself ended the speech", "low", Bound(low=1.0), Bound(low=1.0)),
@@ -175,9 +175,7 @@ CHECKS: dict[str, Check] = {
 #: The scores that only meters measure.
 METERED = [name for name, check in CHECKS.items() if check.meter is not None and not check.replaced]
 #: The built-in meters.
-METERS: dict[str, MeterCard] = {
-    check.meter.name: check.meter for check in CHECKS.values() if check.meter is not None
-}
+METERS = {check.meter.name: check.meter for check in CHECKS.values() if check.meter is not None}
 
 
 def code_of(score: str) -> ErrorCode:
@@ -307,7 +305,7 @@ class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 BASIC = Quality(bounds={name: check.basic for name, check in CHECKS.items() if check.basic is not None})
-PRESETS: dict[str, Quality | None] = {
+PRESETS = {
     "off": None,
     "basic": BASIC,
     "strict": Quality(

@@ -35,7 +35,7 @@ FIELDS = (
 _USUAL_NAMES = {"text": TEXT_COLUMNS, "speaker": ("speaker", "speaker_id")}
 # The csv module refuses fields of more than 128 KiB by default.
 csv.field_size_limit(max(csv.field_size_limit(), 2 * MAX_LINE_BYTES))
-_encode = msgspec.json.Encoder().encode
+_encode = msgspec.json.encode
 
 
 def csv_dialect(header: str, *, tabs: bool) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def decode(
     with output(str(claim)) as file:
         file.write(note)
     codec, done, kept = codec_of(model), 0, 0
-    waiting: deque[tuple[CodedItem, str, Future[Any] | None]] = deque()
+    waiting = deque[tuple[CodedItem, str, Future[Any] | None]]()
 
     def finish() -> bytes:
         """The line of the oldest item, whose file is written."""

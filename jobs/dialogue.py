@@ -38,7 +38,7 @@ MAX_INTEGER_DIGITS = 4300
 _LONG_NUMBER = re.compile(rb"\d{%d}" % (MAX_INTEGER_DIGITS + 1))
 #: Patterns of msgspec's messages for wrong JSON, each with its error code and advice.
 Faults = tuple[tuple[str, ErrorCode, str], ...]
-_FAULTS: Faults = (
+_FAULTS = (
     (
         r"Invalid enum.*messages\[\d+\]\[0\]`",
         ErrorCode.INPUT_BAD_ROLE,
@@ -86,7 +86,7 @@ class _Line(msgspec.Struct, frozen=True, gc=False):
 
 
 _decode = msgspec.json.Decoder(_Line).decode
-_encode = msgspec.json.Encoder().encode
+_encode = msgspec.json.encode
 Decoded = TypeVar("Decoded")
 #: Returns the voice of a speaker, or None for a speaker without one; None itself: speakers have no voices.
 VoiceOf = Callable[[str], str | None] | None
@@ -216,7 +216,7 @@ def spoken_turns(messages: Sequence[Triple], speak: Speak) -> tuple[int, ...]:
 def plain_turn(messages: Sequence[Triple], speak: Speak, max_characters: int) -> int | None:
     """The only spoken turn of a dialogue that has only text, as most have, if that turn is visible and not too long.
     None: any other dialogue, for `turns_and_recordings`."""
-    places: dict[str, list[int]] = {"user": [], "assistant": [], "system": []}
+    places = {"user": [], "assistant": [], "system": []}
     for place, (role, modality, _) in enumerate(messages):
         if modality != "text":
             return None
@@ -347,7 +347,7 @@ def _recordings(messages: Sequence[Triple], turn: int) -> list[int]:
 
 
 _CHAT_SHAPE = "A line is one JSON object with `messages`, a list of objects with `role` and `content`."
-_CHAT_FAULTS: Faults = (
+_CHAT_FAULTS = (
     (
         r".*content\[.*\.type`",
         ErrorCode.INPUT_BAD_MODALITY,
@@ -407,7 +407,7 @@ _BATCH_SHAPE = (
     "A line of a batch is one JSON object with `custom_id` (text), `method` (POST), "
     f"`url` ({URL}) and `body` (an object with `model`, `input` and `voice`)."
 )
-_BATCH_FAULTS: Faults = (
+_BATCH_FAULTS = (
     (
         "Object contains unknown field.*",
         ErrorCode.INPUT_UNSUPPORTED,
@@ -454,7 +454,7 @@ def batch_dialogue(line: bytes, card: ModelCard, encoding: str) -> bytes:
     body = request.body
     check_example_id(request.custom_id, CUSTOM_ID)
     # Key, requested value, supported values, and advice.
-    asked: tuple[tuple[str, object, tuple[object, ...], str], ...] = (
+    asked = (
         ("request", f"{request.method} {request.url}", (f"POST {URL}",), "No other request is supported."),
         # For a checkpoint folder, the last part of its path is also accepted.
         (
@@ -517,7 +517,7 @@ def row_dialogue(
     if voice_of is not None and "voice" not in generation and not audio:
         generation["voice"] = _voice(values.get("speaker", ""), voice_of)
     named = chosen_id(values.get("example_id") or None, values.get("id") or None)
-    made: dict[str, Any] = {"example_id": named or f"line-{number}", "messages": messages}
+    made = {"example_id": named or f"line-{number}", "messages": messages}
     if generation:
         made["generation"] = generation
     return _encode(made | dict(metadata or {}))

@@ -193,7 +193,7 @@ def share_cores(
         siblings = system / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list"
         return min(_core_list(siblings), default=core), core
 
-    shares: list[set[int]] = [set() for _ in workers]
+    shares = [set() for _ in workers]
     for local, members in [*groups.items(), (cores.difference(*groups), list(workers))]:
         # The hardware threads of one core are kept together.
         ordered = sorted(local, key=first_thread)
@@ -205,7 +205,7 @@ def share_cores(
 
 def _core_list(path: Path) -> set[int]:
     """The cores that a file lists, for example as `0-3,8`; empty if it cannot be read."""
-    cores: set[int] = set()
+    cores = set[int]()
     with suppress(OSError, ValueError):
         for part in path.read_text().strip().split(","):
             first, _, last = part.partition("-")

@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import accumulate, count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -116,7 +116,7 @@ def submit(
         key = options.idempotency_key or sha256_of(msgspec.json.encode(made_from))
         identity = _identity_of(ledger, store)
         store.check()
-        terms: dict[str, Any] = {field.name: getattr(options, field.name) for field in fields(JobTerms)}
+        terms = {field.name: getattr(options, field.name) for field in fields(JobTerms)}
         terms["labels"] = labels
         origin = opened.uri, opened.sha256, key, store.url, identity
         job = ledger.begin_job(NewJob(resolved.spec, sha, *origin, **terms))
@@ -267,7 +267,7 @@ class _Ingest:
         # items.
         rows = (row for row in self.ledger.items(self.job.id) if row.shard_no in inputs and not row.turn)
         firsts = {row.example_id: row for row in rows}
-        lines: dict[tuple[str, str], list[bytes]] = {place: [] for place in inputs.values()}
+        lines = {place: [] for place in inputs.values()}
 
         def wanted(record: Record) -> Record:
             """A blank line in place of a line of another input, so that its reference audio is not read."""
@@ -388,7 +388,7 @@ def dry_run(
     """
     resolved = resolve_for(settings, spec, options)
     card = resolved.card
-    rejected: Counter[ErrorCode] = Counter()
+    rejected = Counter[ErrorCode]()
     examples: list[RejectedLine] = []
     items = milliseconds = 0
     # A database without a name is a temporary file: memory stays bounded for any number of lines.

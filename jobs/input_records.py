@@ -66,7 +66,7 @@ SPEAKERS = "utt2spk"
 #: How a job reads its input if no option changes that: all records, and the usual columns.
 ALL = Reading()
 _ROW_SHAPE = "A line is one JSON object with `text`, and `id` (text or a number) if it has an id."
-_encode = msgspec.json.Encoder().encode
+_encode = msgspec.json.encode
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Records:
     spec: JobSpec
     card: ModelCard
     #: Columns that were left out because JSON cannot contain their values; known once they are read.
-    left_out: set[str] = field(default_factory=set[str], compare=False)
+    left_out: set[str] = field(default_factory=set, compare=False)
 
     @property
     def chosen(self) -> Reading:
@@ -269,7 +269,7 @@ def _json_rows(records: Records, rows_of: Callable[[bytes], Iterable[dict[str, A
     """Yields the records of lines of JSON, each of which has one row or more. A number is that of a row."""
     dialogue, number = row_converter(records.chosen, records.voice_of, records.left_out), 0
     for line in records.source.lines():
-        found: list[Any] = [line]
+        found = [line]
         if line and not line.isspace():
             try:
                 found = [*rows_of(line)]

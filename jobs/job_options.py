@@ -157,7 +157,7 @@ class JobOptions(InputOptions, ModelOptions, CheckOptions, OwnOptions, SetOption
 
 
 #: The headings of `nightjar run --help`, in order, with their options.
-GROUPS: dict[str, Any] = {
+GROUPS = {
     "Input and output": InputOptions,
     "Model and voice": ModelOptions,
     "Checks": CheckOptions,
@@ -227,7 +227,7 @@ class SubmitOptions(JobTerms):
     #: The format of the input; ignored if the spec is already resolved.
     input_format: AskedFormat = "dialogues"
     #: The recordings of the job's pool of voices, by name.
-    recordings: Mapping[str, PoolRecording] = field(default_factory=dict[str, "PoolRecording"])
+    recordings: Mapping[str, PoolRecording] = field(default_factory=dict)
     #: Key that identifies the job; None: a hash of input, spec and store.
     idempotency_key: str | None = None
 

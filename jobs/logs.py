@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, TextIO
 from jobs.formatting import MASK, redact
 
 if TYPE_CHECKING:
-    from structlog.typing import EventDict, Processor, WrappedLogger
+    from structlog.typing import EventDict, WrappedLogger
 
 LogFormat = Literal["auto", "json", "console"]
 
@@ -49,7 +49,7 @@ def setup_logging(level: str, log_format: LogFormat, stream: TextIO | None = Non
 
     out: TextIO = stream if stream is not None else sys.stderr
     console = log_format == "console" or (log_format == "auto" and out.isatty())
-    shared: list[Processor] = [
+    shared = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_logger_name,
         structlog.stdlib.add_log_level,
@@ -58,7 +58,7 @@ def setup_logging(level: str, log_format: LogFormat, stream: TextIO | None = Non
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.StackInfoRenderer(),
     ]
-    tail: list[Processor] = [
+    tail = [
         structlog.stdlib.ProcessorFormatter.remove_processors_meta,
         # Tracebacks become text first, so that they are redacted as well.
         structlog.processors.format_exc_info,

@@ -99,7 +99,7 @@ def map_ahead(
 ) -> Iterator[tuple[Item, Result]]:
     """Yields each item with the result of `get`, in order. Up to `max_items` calls run ahead, for items of up
     to `max_bytes` in total by `size`."""
-    waiting: deque[tuple[Item, Future[Result]]] = deque()
+    waiting = deque[tuple[Item, Future[Result]]]()
     total = 0
     for item in items:
         while waiting and (len(waiting) >= max_items or total + size(item) > max_bytes):

@@ -33,7 +33,7 @@ class RecentRate:
     """The rate of a job over the last minute, without earlier pauses and interruptions."""
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[float, int, int]] = deque()
+        self._seen = deque[tuple[float, int, int]]()
 
     def facts(self, status: JobStatus) -> str:
         """A text that continues a sentence: failed and skipped items, items per second, RTFx and time left,

@@ -173,7 +173,7 @@ class ProvenanceWriter:
     """Writes a worker's record of each of its jobs, once for each kind of engine; thread-safe."""
 
     def __init__(self) -> None:
-        self._written: set[tuple[str, EngineProvenance]] = set()
+        self._written = set[tuple[str, EngineProvenance]]()
         self._lock = threading.Lock()
 
     def note(self, store: ObjectStore, job: Job, info: EngineInfo) -> None:

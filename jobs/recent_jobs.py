@@ -116,7 +116,7 @@ def remember_moved(job_id: str, settings: Settings) -> None:
 def homes_of(prefix: str) -> set[Path]:
     """The homes of remembered jobs whose id starts with `prefix`, if their ledger still exists."""
     prefix = prefix.strip().lower()
-    homes: set[Path] = set()
+    homes = set[Path]()
     if not prefix or _JOB_ID.fullmatch(prefix):
         with suppress(*_IGNORED):
             for note in _folder("jobs").glob(f"{prefix}*"):

@@ -292,7 +292,7 @@ def repair_objects(
     """Repairs lost objects of a job, except inputs, and rewrites manifests if needed. Returns the number of objects by
     `RepairOutcome`. Raises `StoreError` if the store fails."""
     again = _Resynthesis(ledger, store, job, pipeline)
-    counts: Counter[str] = Counter()
+    counts = Counter[str]()
     entries_changed = inputs_lost = False
     renewed: int | None = None
     left = iter(lost)

@@ -47,7 +47,7 @@ InputFormat = Literal[
 AskedFormat = Literal["auto", InputFormat]
 
 #: Format -> its name in messages.
-FORMAT_NAMES: dict[InputFormat, str] = {
+FORMAT_NAMES = {
     "dialogues": "dialogues (JSONL)",
     "messages": "chat messages (JSONL with `role` and `content`)",
     "openai-batch": "an OpenAI batch",
@@ -61,12 +61,12 @@ FORMAT_NAMES: dict[InputFormat, str] = {
     "arrow": "Arrow",
 }
 #: Formats whose records are rows with columns or keys.
-TABLES: tuple[InputFormat, ...] = ("rows", "lhotse", "csv", "tsv", "parquet", "arrow")
+TABLES = ("rows", "lhotse", "csv", "tsv", "parquet", "arrow")
 #: Usual names of the column or key that contains the text.
 TEXT_COLUMNS = ("text", "sentence", "transcription", "transcript")
-_BINARY: tuple[InputFormat, ...] = ("parquet", "arrow")
+_BINARY = ("parquet", "arrow")
 #: Formats that the first bytes identify with certainty.
-_CERTAIN: tuple[InputFormat, ...] = ("dialogues", "messages", "openai-batch", "rows", "lhotse", *_BINARY)
+_CERTAIN = ("dialogues", "messages", "openai-batch", "rows", "lhotse", *_BINARY)
 _BY_EXTENSION: dict[str, InputFormat] = {".txt": "text", ".csv": "csv", ".tsv": "tsv"}
 _EXAMINED_LINES = 64
 #: The command that converts a file whose lines end with CR alone, as old Macintosh programs write them.
@@ -244,7 +244,7 @@ class _ZstdReader:
 
 
 @contextmanager
-def open_source(address: str, s3: S3Settings | None = None) -> Generator[Source, None, None]:
+def open_source(address: str, s3: S3Settings | None = None) -> Generator[Source]:
     """Opens a path, `-` (standard input) or `s3://bucket/key`; a folder is a dataset of Hugging Face. An input
     that cannot be read twice is first copied to a temporary file. Raises `input.unreadable`, or `StoreError`
     if S3 cannot be reached."""
@@ -254,7 +254,7 @@ def open_source(address: str, s3: S3Settings | None = None) -> Generator[Source,
         with input_errors(address):
             if is_remote(address) or address == "-":
                 uri, folder = address, Path.cwd()
-                files: list[BinaryIO] = [
+                files = [
                     sys.stdin.buffer if address == "-" else opened.enter_context(open_s3_object(address, s3))
                 ]
             else:
@@ -330,7 +330,7 @@ def empty_input() -> InputError:
 
 
 @contextmanager
-def input_errors(uri: str) -> Generator[None, None, None]:
+def input_errors(uri: str) -> Generator[None]:
     """Raises errors of opening and reading an input as `input.unreadable`."""
     try:
         yield

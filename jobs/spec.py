@@ -65,7 +65,7 @@ _VOICE_FAULTS = {ErrorCode.INPUT_UNKNOWN_VOICE, ErrorCode.INPUT_AUDIO_MISSING}
 ReferenceKey = Callable[[str], str]
 
 _NO_GENERATION = Generation()
-_ROLES: tuple[SpokenRole, ...] = ("user", "assistant")
+_ROLES = ("user", "assistant")
 
 
 @dataclass(frozen=True)
@@ -371,7 +371,7 @@ class LineChecker:
         """
         good: list[GoodLine] = []
         rejected: list[RejectedLine] = []
-        seen: set[str] = set()
+        seen = set[str]()
         for line_no, line in enumerate(batch.lines, batch.first):
             if isinstance(line, RejectedLine):
                 rejected.append(line)

@@ -202,7 +202,7 @@ def status_view(
     """`nightjar.status/1`; `errors` counts failed items and rejected lines by code."""
     job = status.job
     speed = _rounded(rtfx(status))
-    view: dict[str, Any] = {
+    view = {
         "schema": "nightjar.status/1",
         "job": job.id,
         **_fields(job, "name", "state", "state_reason"),

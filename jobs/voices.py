@@ -63,7 +63,7 @@ _decode_parts = msgspec.json.Decoder(dict[str, msgspec.Raw] | None).decode
 class PoolFolder(VoiceFolder):
     """Stored voices together with the recordings of a pool, which take precedence."""
 
-    recordings: Mapping[str, PoolRecording] = field(default_factory=dict[str, PoolRecording])
+    recordings: Mapping[str, PoolRecording] = field(default_factory=dict)
 
     def names(self) -> list[str]:
         return sorted({*self.recordings, *super().names()})
@@ -82,9 +82,9 @@ class JobVoices:
     card: ModelCard
     folder: VoiceFolder | None = None
     #: Stored voices that the job uses.
-    frozen: Mapping[str, FrozenVoice] = field(default_factory=dict[str, FrozenVoice])
+    frozen: Mapping[str, FrozenVoice] = field(default_factory=dict)
     #: Errors of stored voices that cannot be used.
-    unusable: Mapping[str, InputError] = field(default_factory=dict[str, InputError])
+    unusable: Mapping[str, InputError] = field(default_factory=dict)
 
     @cached_property
     def names(self) -> Sequence[str]:
@@ -273,7 +273,7 @@ _decode = msgspec.json.Decoder(_Line).decode
 
 def _named_in(records: Records, known: frozenset[str]) -> set[str]:
     """The known voices that the lines of an input name; unreadable lines name none."""
-    found: set[str] = set()
+    found = set[str]()
     for line in records.lines():
         # The word may be written with escapes.
         if not isinstance(line, bytes) or (b'"voice"' not in line and b"\\u" not in line):
@@ -471,8 +471,8 @@ class VoiceDraws:
         own = dialogue.generation or _NO_GENERATION
         if own.voice is not None:
             return record
-        characters: Counter[SpokenRole] = Counter()
-        cloned: set[SpokenRole] = set()
+        characters = Counter[SpokenRole]()
+        cloned = set[SpokenRole]()
         for turn in spoken_turns(dialogue.messages, speak):
             role = cast("SpokenRole", dialogue.messages[turn][0])
             characters[role] += len(dialogue.messages[turn][2])

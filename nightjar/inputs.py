@@ -26,7 +26,7 @@ from pipelines.errors import ErrorCode, InputError, StoreError, bad_line, missin
 
 #: Name of the folder for inputs from Python objects, within the state folder.
 INPUTS = "inputs"
-_encode = msgspec.json.Encoder().encode
+_encode = msgspec.json.encode
 
 
 def written_input(

@@ -107,7 +107,7 @@ class Demand:
             self._taken -= 1
 
     @contextmanager
-    def hold(self, counts: Callable[[], ItemCounts]) -> Generator[None, None, None]:
+    def hold(self, counts: Callable[[], ItemCounts]) -> Generator[None]:
         """Counts a claimed shard during the block; `counts` returns its progress."""
         with self._lock:
             self._held.append(counts)
@@ -176,7 +176,7 @@ class ExclusiveLock:
         return self._taken_alone or self._waiting > 0
 
     @contextmanager
-    def hold(self, alone: bool, give_up: Callable[[], bool]) -> Generator[bool, None, None]:
+    def hold(self, alone: bool, give_up: Callable[[], bool]) -> Generator[bool]:
         """Waits for the lock and holds it inside the block. Yields True, or False without the lock once `give_up`
         returns True."""
         with self._changed:

@@ -106,7 +106,7 @@ def _left(quality: Quality, draw: Draw | None) -> dict[str, dict[str, Option]]:
     """The meters that have not measured a draw; none if it failed and was kept."""
     if draw is None:
         return quality.costly
-    ran: set[str] = set()
+    ran = set[str]()
     for name, score in draw.scores.items():
         if (check := CHECKS.get(name)) is None:
             ran |= quality.meters.keys() - METERS.keys()

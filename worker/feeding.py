@@ -35,9 +35,7 @@ class RequestBuilder:
     #: The most recently used reference audio, because consecutive items often clone the same voice.
     references: SizedCache[bytes]
     #: Role -> settings for lines without their own settings.
-    defaults: dict[SpokenRole | None, Generation] = field(
-        default_factory=dict[SpokenRole | None, Generation], init=False
-    )
+    defaults: dict[SpokenRole | None, Generation] = field(default_factory=dict, init=False)
 
     @cached_property
     def pronunciations(self) -> WholeWords | None:
@@ -84,8 +82,8 @@ class FeedingOrder:
         self._changed = threading.Condition()
         self._count = itertools.count()
         self._shards = FOLDER_SHARDS
-        self._feeding: set[Rank] = set()
-        self._waiting: set[Rank] = set()
+        self._feeding = set[Rank]()
+        self._waiting = set[Rank]()
 
     def place(self, priority: int, *, remote: bool) -> Rank:
         """The position of a newly claimed shard. `remote`: its store is remote."""

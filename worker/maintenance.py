@@ -213,7 +213,7 @@ class Manifests:
     store_for: Callable[[str], ObjectStore]
     clock: Clock
     #: Job -> time of the next try.
-    due_at: dict[str, float] = field(default_factory=dict[str, float], init=False)
+    due_at: dict[str, float] = field(default_factory=dict, init=False)
 
     def put_if_ended(self, job_id: str) -> None:
         """Writes the manifest of a job with audio, if the job has ended."""

@@ -93,7 +93,7 @@ class PipelineCache:
         """`open_pipeline`: opens a model, with or without the decoder of its codec."""
         self._open = open_pipeline
         self._loaded: _Loaded | None = None
-        self._waiting: deque[object] = deque()
+        self._waiting = deque[object]()
         self._changed = threading.Condition()
         self._closed = False
 

@@ -23,7 +23,7 @@ from worker.leases import Clock, HeldLease
 log = structlog.get_logger(__name__)
 
 _BLOCK_BYTES = tarfile.BLOCKSIZE
-_encode = msgspec.json.Encoder().encode
+_encode = msgspec.json.encode
 
 
 class PackMember(msgspec.Struct, frozen=True):
@@ -85,7 +85,7 @@ class _OpenPack:
     started_at: float
     builder: PackBuilder = field(default_factory=PackBuilder)
     #: Outcomes, with offsets in their artifacts, and the futures of their results.
-    items: list[tuple[Done, Future[Done]]] = field(default_factory=list[tuple[Done, Future[Done]]])
+    items: list[tuple[Done, Future[Done]]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -120,7 +120,7 @@ class PackWriter:
 
         If the pack is then full, this call stores it, so that a slow store slows down its callers.
         """
-        stored: Future[Done] = Future()
+        stored = Future[Done]()
         hashed = [(replace(one, sha256=sha256_of(data)), data) for one, data in artifacts]
         with self._changed:
             # The thread that stores the previous pack stores the full one next.

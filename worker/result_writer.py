@@ -323,7 +323,7 @@ class LongItem:
             return None
         kept = [self._kept[number] for number in range(len(self.parts))]
         later = " ".join(f"{number}:{one}" for number, (one, _) in enumerate(kept) if one != self._first)
-        meta: Meta = {"parts": len(kept), "first_draw": self._first, "redrawn": later}
+        meta = {"parts": len(kept), "first_draw": self._first, "redrawn": later}
         audio, words = self._speech.encoded()
         draws = tuple(self._joined([draws for _, draws in kept])) if done.draws else ()
         return Done(done.index, (), self.engine_ms, draws), audio, words, meta, self._seed(self._first)

@@ -126,14 +126,14 @@ class ShardRun:
         self.codec: CodecIdentity | None = None
         self._changed = threading.Condition()
         #: Draws to feed. A draw that follows a rejected one is fed before the first draws of other items.
-        self._waiting: deque[ItemDraw] = deque()
-        self._unsettled: set[int] = set()
-        self._in_engine: set[ItemDraw] = set()
+        self._waiting = deque[ItemDraw]()
+        self._unsettled = set[int]()
+        self._in_engine = set[ItemDraw]()
         #: The draw that the feeding thread is passing to the engine, which may not have it yet.
         self._feeding: ItemDraw | None = None
         self._answered = 0
         #: Draws that left the engine and are not yet settled.
-        self._writing: set[ItemDraw] = set()
+        self._writing = set[ItemDraw]()
         self._outcomes: list[Outcome] = []
         #: Whether feeding has stopped while items in the engine may finish.
         self._winding_down = False

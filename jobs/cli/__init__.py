@@ -19,7 +19,7 @@ from pipelines.errors import NightjarError
 
 #: Heading -> (module under jobs.cli, {command: one line of help}), in the order of `nightjar --help`. In the
 #: module, the function of a command has the command's name.
-GROUPS: dict[str, tuple[str, dict[str, str]]] = {
+GROUPS = {
     "Make speech": (
         "run",
         {

@@ -57,7 +57,7 @@ class JobCommand(click.Command):
         from jobs.job_options import GROUPS, KEYS, MESSAGES, flags, settable
 
         headings = {name: flag.heading for name, flag in flags().items()} | _HEADINGS
-        records: dict[str, list[tuple[str, str]]] = {heading: [] for heading in GROUPS}
+        records = {heading: [] for heading in GROUPS}
         records[KEYS] = list(settable().items())
         for parameter in self.get_params(ctx):
             # Arguments are explained in the text above the options.

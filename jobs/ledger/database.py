@@ -271,7 +271,7 @@ def set_limits(limits: Mapping[str, float], *, local: bool = False) -> str:
 
 def _postgresql_engine(url: sa.URL) -> sa.Engine:
     # The server gets the same values below, so that both ends notice a lost host equally soon.
-    defaults: dict[str, Any] = {
+    defaults = {
         "connect_timeout": CONNECT_SECONDS,
         "application_name": "nightjar",
         "keepalives_idle": KEEPALIVE_IDLE_SECONDS,

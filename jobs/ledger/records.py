@@ -310,7 +310,7 @@ class Artifact(msgspec.Struct, frozen=True):
     pack: str | None = None
     #: Offset of its bytes in the pack.
     pack_offset: int | None = None
-    meta: Mapping[str, object] = msgspec.field(default_factory=dict[str, object])
+    meta: Mapping[str, object] = {}
 
 
 class Score(msgspec.Struct, frozen=True, array_like=True):

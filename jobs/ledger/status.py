@@ -26,7 +26,7 @@ from jobs.ledger.records import (
     clean,
     no_such_job,
 )
-from jobs.ledger.transaction import Row, Transaction, literals, record
+from jobs.ledger.transaction import Transaction, literals, record
 from jobs.own_files import located, was_killed
 from pipelines.errors import ErrorCode, NotFoundError
 
@@ -229,7 +229,7 @@ class JobStatus:
     #: Energy of the GPUs in millijoules; 0: unknown.
     energy_mj: int = 0
     #: `accepted` and `refused` -> number of items, if people decided about any; not counted in lists of jobs.
-    decisions: Mapping[str, int] = field(default_factory=dict[str, int])
+    decisions: Mapping[str, int] = field(default_factory=dict)
 
 
 def jobs_by(sql: Transaction, statement: str, **values: object) -> Iterator[Job]:
@@ -330,7 +330,7 @@ def measured_items(sql: Transaction, job: Job) -> MeasuredItems:
 def statuses_of(sql: Transaction, found: Sequence[Job]) -> list[JobStatus]:
     """The statuses of jobs, without outages and workers."""
     now, busy = sql.now, busy_spans(sql, [job.id for job in found])
-    shards: dict[str, list[Row]] = {job.id: [] for job in found}
+    shards = {job.id: [] for job in found}
     for row in sql.rows(_SHARDS, jobs=list(shards)):
         shards[row.job_id].append(row)
     statuses: list[JobStatus] = []

@@ -69,7 +69,7 @@ class SampleItem:
     role: str = ""
     draws: Sequence[Draw] = ()
     #: Scores of the draw whose audio is shown, and the pace.
-    values: dict[str, float] = field(default_factory=dict[str, float])
+    values: dict[str, float] = field(default_factory=dict)
     #: Names of the scores that did not pass.
     refused: Sequence[str] = ()
     #: How bad it is, and why; the worst items are shown first.

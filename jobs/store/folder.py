@@ -37,7 +37,7 @@ _NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
 _NO_FILE = {errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO}
 #: errno values -> error code and advice.
 _UNREACHABLE = ErrorCode.STORE_UNREACHABLE, "Check the disk or the mount."
-_MEANINGS: dict[tuple[int, ...], tuple[ErrorCode, str]] = {
+_MEANINGS = {
     (errno.ENOSPC, errno.EDQUOT, errno.EFBIG): (
         ErrorCode.STORE_FULL,
         "Free space on that disk; the work then continues.",
@@ -131,7 +131,7 @@ class FolderStore(ObjectStore):
 
     def delete_many(self, keys: Sequence[str]) -> None:
         """Deletes objects, and folders that become empty, except those at the root, which are shared."""
-        above: set[str] = set()
+        above = set[str]()
         for key in keys:
             self.delete(key)
             above.update(str(folder) for folder in list(PurePosixPath(key).parents)[:-2])

@@ -24,7 +24,7 @@ from pipelines.audio_format import CONTENT_TYPES as AUDIO_TYPES
 from pipelines.errors import ErrorCode, StoreError, invalid, missing_library
 
 #: Content types by the extension of the key.
-CONTENT_TYPES: Mapping[str, str] = {
+CONTENT_TYPES = {
     **AUDIO_TYPES,
     "ogg": "audio/ogg",
     "txt": "text/plain; charset=utf-8",
@@ -34,7 +34,7 @@ CONTENT_TYPES: Mapping[str, str] = {
     "zst": "application/zstd",
 }
 #: Error codes by the name of an S3 error or its status.
-_CODES: Mapping[ErrorCode, set[str | int]] = {
+_CODES = {
     ErrorCode.STORE_FULL: {
         "InsufficientStorage",
         "QuotaExceeded",
@@ -64,9 +64,9 @@ _ADVICE = {
     ErrorCode.STORE_UNREACHABLE: "Check the endpoint, the network and the server.",
 }
 #: Answers to a put: the key exists, or another conditional write to it is in progress.
-_CONFLICTS: set[str | int] = {"PreconditionFailed", 412, "ConditionalRequestConflict", 409}
+_CONFLICTS = {"PreconditionFailed", 412, "ConditionalRequestConflict", 409}
 #: The answer for a range behind the end of an object.
-_BEHIND_END: set[str | int] = {"InvalidRange", 416}
+_BEHIND_END = {"InvalidRange", 416}
 
 
 def _answered(error: BaseException | None) -> tuple[str, int]:
