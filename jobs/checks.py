@@ -415,10 +415,8 @@ def _check(quality: Quality) -> None:
         if name not in scores:
             message = f"There is a bound for `{name[:80]}`, but no meter measures it."
             if name in CHECKS and (meter := CHECKS[name].meter) is not None:
-                raise invalid(
-                    message,
-                    f"Add the meter with `[meters.{meter.name}]`, or `--qa-set meters.{meter.name}={{}}`.",
-                )
+                option = ".model=FOLDER" if meter.name == ALIGNER else "={}"
+                raise invalid(message, f"Add its meter with `--qa-set meters.{meter.name}{option}`.")
             raise invalid(message, f"The scores of these checks are: {', '.join(sorted(scores))}.")
 
 

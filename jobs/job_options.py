@@ -6,6 +6,7 @@ from __future__ import annotations
 import getpass
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -29,12 +30,17 @@ if TYPE_CHECKING:
     from jobs.voices import PoolRecording
 
 PositiveInt = Annotated[int, Field(ge=1)]
+
+
+def _share(value: object) -> object:
+    """A percentage as a number; other values unchanged."""
+    with suppress(ValueError):
+        return round(float(str(value).removesuffix("%")) / 100, 9) if str(value).endswith("%") else value
+    return value
+
+
 #: A share such as `5%` or `0.05`.
-Share = Annotated[
-    float,
-    BeforeValidator(lambda value: round(float(value[:-1]) / 100, 9) if str(value).endswith("%") else value),
-    Field(ge=0, le=1),
-]
+Share = Annotated[float, BeforeValidator(_share), Field(ge=0, le=1)]
 DEFAULT_MODEL = "hibari"
 AUDIO: Output = "audio"
 JOB, KEYS, MESSAGES = "Job", "Keys of --set", "Messages and help"

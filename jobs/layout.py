@@ -166,11 +166,16 @@ def put_hashed(
 
 
 def put_numbered(
-    store: ObjectStore, key: str, data: bytes | BinaryIO, metadata: Mapping[str, str] | None = None
+    store: ObjectStore,
+    key: str,
+    data: bytes | BinaryIO,
+    metadata: Mapping[str, str] | None = None,
+    *,
+    newest: bool = False,
 ) -> ObjectInfo:
     """Puts an object that may be written again with other content, such as a manifest after `nightjar retry`
     or the audio of a worker that died: under `key`, or under the next number whose object is missing or has
-    the same SHA-256.
+    the same SHA-256. `newest`: the object gets the highest number, also if an earlier one has the same SHA-256.
 
     Objects stay write-once, so readers never see a partial change, and damaged objects do no harm. The ledger
     refers to the valid object. Without the ledger, the highest number is the newest. Returns the object with
@@ -185,7 +190,8 @@ def put_numbered(
             data.seek(0)
         result = store.put(target, data, metadata=metadata)
         # The store has hashed the data; hashing it again would take as long as encoding.
-        if result.created or result.sha256 == (sha256 := sha256 or sha256_of(data)):
-            return result
+        same = result.created or result.sha256 == (sha256 := sha256 or sha256_of(data))
         number += 1
         target = numbered_key(key, number)
+        if same and (result.created or not newest or store.head(target) is None):
+            return result

@@ -21,7 +21,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from jobs import DISTRIBUTION, installed_version
-from jobs.checks import METERS
+from jobs.checks import METERS, Quality
 from jobs.layout import job_prefix, numbered_key, put_numbered
 from jobs.ledger.records import Job, JobSpec
 from jobs.store.base import ObjectInfo, ObjectStore, sha256_of
@@ -95,7 +95,8 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     spec: JobSpec
     spec_sha: str
     model: ModelProvenance
-    #: `worker`: the process that made the audio; `export`: the exporter, because no worker left a record.
+    #: `worker`: the process that made the audio; `export`: the exporter, because no worker left a record; `check`: one
+    #: that measured the audio later.
     recorded_by: str
     nightjar: str
     #: Git commit of Nightjar, with `+` if its files were changed; None if unknown.
@@ -109,6 +110,8 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineProvenance | None = None
     #: Encoder of a lossy format, with its version, which decides the bytes.
     encoder: str | UnsetType = UNSET
+    #: The checks of a later measurement; those of the job are in its spec.
+    checks: Quality | UnsetType = UNSET
     seeds: str = SEEDS
 
 
@@ -118,9 +121,13 @@ def provenance_key(job_id: str) -> str:
 
 
 def provenance(
-    job: Job, recorded_by: str, model: ModelProvenance, info: EngineInfo = _NO_ENGINE
+    job: Job,
+    recorded_by: str,
+    model: ModelProvenance,
+    info: EngineInfo = _NO_ENGINE,
+    checks: Quality | UnsetType = UNSET,
 ) -> Provenance:
-    """Makes the record of this process; `info`: the engine of a worker."""
+    """Makes the record of this process; `info`: the engine of a worker; `checks`: those of a later measurement."""
     return Provenance(
         job=job.id,
         input_uri=job.input_uri,
@@ -137,7 +144,8 @@ def provenance(
         device="" if info.device == "cpu" else info.device,
         libraries={name: found for name in LIBRARIES if (found := installed_version(name)) is not None},
         engine=EngineProvenance.of(info) if recorded_by == "worker" else None,
-        encoder=_encoder(job.spec),
+        encoder=_encoder(job.spec) if checks is UNSET else UNSET,
+        checks=checks,
     )
 
 
@@ -164,9 +172,18 @@ def _model_files(model: str) -> tuple[ModelFile, ...]:
 def put_provenance(store: ObjectStore, job: Job, info: EngineInfo) -> ObjectInfo:
     """Puts a worker's record into the store of the job, unless an equal record exists. Raises `ModelError`,
     `StoreError`."""
-    record = provenance(job, "worker", model_provenance(job.spec.model), info)
+    return _put(store, provenance(job, "worker", model_provenance(job.spec.model), info))
+
+
+def put_checks(store: ObjectStore, job: Job, checks: Quality) -> ObjectInfo:
+    """Puts the record of a process that measures the audio of a job later. It opens no model. Raises `StoreError`."""
+    model = ModelProvenance(job.spec.model, "", "", job.spec.model_revision)
+    return _put(store, provenance(job, "check", model, checks=checks))
+
+
+def _put(store: ObjectStore, record: Provenance) -> ObjectInfo:
     data = msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
-    return put_numbered(store, provenance_key(job.id), data)
+    return put_numbered(store, provenance_key(record.job), data)
 
 
 class ProvenanceWriter:

@@ -175,7 +175,7 @@ def measured_text(found: MeasuredItems) -> str:
     """The failure rate of the items that meters have measured, such as `2 of 40 measured items failed a draw: 5.0% (1.4% to
     16.5%)`."""
     low, high = found.interval
-    mark = f", above {found.max_failure_rate:.1%}" if found.above else ""
+    mark = f", above {100 * (found.max_failure_rate or 0):g}%" if found.above else ""
     rate = f"{found.failure_rate:.1%} ({low:.1%} to {high:.1%})"
     return f"{found.failed} of {found.items} measured items failed a draw: {rate}{mark}"
 

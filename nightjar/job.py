@@ -17,8 +17,9 @@ from inspect import signature
 from itertools import islice
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Unpack
 
+from jobs.console import Output
 from jobs.delete import Deleted, delete_job, measure_job
 from jobs.dialogue import metadata_of
 from jobs.export.items import ItemMetadata, item_metadata, read_words
@@ -29,6 +30,7 @@ from jobs.ledger.records import WORDS, Decision, ItemRow, ItemState, RejectedLin
 from jobs.ledger.status import JobStatus
 from jobs.packs import ArtifactReader
 from jobs.progress import Progress
+from jobs.recent_jobs import FoundJob
 from jobs.settings import Settings
 from jobs.shard_file import RawLine, ShardLines, read_raw_shard
 from jobs.status import status_lines
@@ -43,7 +45,9 @@ if TYPE_CHECKING:
     import datasets
     import lhotse
 
+    from jobs.job_options import CheckOptions
     from pipelines.request import Word
+    from worker.check import Checked
 
 POLL_SECONDS = 0.25
 #: Maximum length of the audio of an item that is read.
@@ -351,6 +355,15 @@ class Job:
         """Refuses items by their ids, as `nightjar refuse` does; returns their number. Raises `NightjarError`."""
         check_type("reason", reason, str, "a text")
         return self._decide(ids, Decision(False, user_name(), reason))
+
+    def check(self, **options: Unpack[CheckOptions]) -> Checked:
+        """Measures the stored audio of a completed job with meters, as `nightjar check` does. Without options, the checks
+        of the job measure the items that they have not measured. Raises `NightjarError`."""
+        from worker.check import run_check
+
+        self._confirmed()
+        found = FoundJob(self._settings, self._ledger, self._ledger.job(self.id))
+        return run_check(found, options, Output(quiet=self._quiet).note)
 
     def _decide(self, ids: Iterable[str], decision: Decision) -> int:
         from jobs.export.manifest import renew_manifest

@@ -7,24 +7,19 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import replace
 from typing import Any, get_origin
 
 import click
-import msgspec
 import structlog
 
-from jobs.checks import missing_meters
 from jobs.console import PROGRAM, F, FiniteRange, Output, exit_code, fail, flag, option
 from jobs.formatting import field_docs
 from jobs.gpus import choose_gpus, count_gpus
-from jobs.job_options import CheckOptions, asked_quality, checked_options, flags
-from jobs.ledger.status import measured_items
+from jobs.job_options import CheckOptions, flags
 from jobs.logs import setup_logging
 from jobs.recent_jobs import chosen_jobs
 from jobs.settings import Settings, load_settings
-from jobs.status import measured_text, measured_view
+from jobs.status import measured_view
 from jobs.worker_group import WorkerGroup, WorkerPlan, WorkerReport, plan_workers
 from pipelines.child_process import Child
 from pipelines.errors import NightjarError
@@ -244,29 +239,24 @@ def check(job: str, home: str | None, as_json: bool, **given: Any) -> None:
 
     Without options of checks, those of the job measure the items that they have not measured. A failed item gets the
     code of its check, and its audio moves to quarantine unless the job keeps it. The job must have completed. To
-    continue after a stop, repeat the command. Exit code 1: items failed or could not be measured.
+    continue after a stop, repeat the command; several machines may run it at once. Exit code 1: a measured item is
+    failed, or an item could not be measured.
 
     \b
     Examples:
       nightjar check JOB --qa strict
       nightjar check JOB --qa strict --qa-sample 5%
     """
-    from worker.check import check_job, checks_of
-    from worker.quality.process import MeterPool
+    from worker.check import run_check
 
     _settings()
-    output, asked = Output(as_json), checked_options({name: one or None for name, one in given.items()})
+    output = Output(as_json)
     with chosen_jobs([job], home) as (found,):
-        quality = checks_of(found.job, asked_quality(asked) if asked else None)
-        if (missing := missing_meters(quality, output.note)) is not None:
-            raise missing
-        with closing(MeterPool(found.settings.worker.meter_processes)) as pool:
-            left = check_job(found, quality, pool, output.note)
-        checked = replace(found.job, spec=msgspec.structs.replace(found.job.spec, quality=quality))
-        measured = found.ledger.read(measured_items, checked)
-    view = {"left": left, **measured_view(measured)}
-    output.result(measured_text(measured), "nightjar.check/1", job=found.id, **view)
-    sys.exit(FAILED if measured.failed or left else 0)
+        checked = run_check(found, {name: one or None for name, one in given.items()}, output.note)
+    view = {"left": checked.left.total(), "left_by_code": checked.left, **measured_view(checked.measured)}
+    view["still_failed"] = checked.measured.still_failed
+    output.result(str(checked), "nightjar.check/1", job=found.id, **view)
+    sys.exit(0 if checked.passed else FAILED)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import structlog
 
 from jobs.dispatch import Publisher, dispatch
-from jobs.export.manifest import put_manifest
+from jobs.export.manifest import renew_manifest
 from jobs.ledger import Ledger
 from jobs.ledger.records import WorkerInfo
 from jobs.notification import report_ends
@@ -37,7 +37,7 @@ class PeriodicTask:
     """A task with its own thread, which runs every `seconds` and soon after `wake`. An error that repeats is logged
     once."""
 
-    def __init__(self, name: str, seconds: float, work: Callable[[], None]) -> None:
+    def __init__(self, name: str, seconds: float, work: Callable[[], object]) -> None:
         self._name = name
         self._seconds = seconds
         self._work = work
@@ -221,13 +221,11 @@ class Manifests:
             return
         try:
             job = self.ledger.job(job_id)
-            if job.state.final and self.ledger.status(job_id).items.done:
+            if job.state.final:
                 store = self.store_for(job.store_url)
                 store.confirm(job.store_identity)
-                info = put_manifest(self.ledger, store, job_id)
-                log.info("job ended", job=job_id, state=job.state.value, manifest=info.key)
-            elif job.state.final:
-                self.ledger.note_manifest(job)
+                renew_manifest(self.ledger, store, job_id)
+                log.info("job ended", job=job_id, state=job.state.value)
             self.due_at.pop(job_id, None)
         except NightjarError as error:
             if not error.code.retryable:

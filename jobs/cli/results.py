@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ from jobs.ledger.records import Decision, Job, JobSpec
 from jobs.recent_jobs import FoundJob, chosen_jobs, out_option
 from jobs.settings import load_settings
 from pipelines.audio_format import AUDIO_FORMATS
+from pipelines.errors import StoreError
 
 if TYPE_CHECKING:
     from jobs.repair import Repaired, ReproducedItem
@@ -299,23 +301,29 @@ def report(
       nightjar report JOB --to night.html --price 2.80
       nightjar report JOB --serve
     """
+    from jobs.export.manifest import renew_manifest
     from jobs.report import default_place, write_report
 
+    # A killed server may have left an old one.
+    with suppress(StoreError):
+        renew_manifest(found.ledger, found.store, found.id)
     price = found.settings.price_per_gpu_hour if price is None else price
     if serve and (to or embed):
         raise click.UsageError("--serve writes no file, so it takes neither --to nor --embed.")
     if serve:
-        from jobs.export.manifest import renew_manifest
         from jobs.report.server import ReportServer
 
-        with ReportServer(found, items=items, price_per_gpu_hour=price) as server:
+        # The last manifest is written after this signal too.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        with (
+            ReportServer(found, items=items, price_per_gpu_hour=price) as server,
+            suppress(KeyboardInterrupt),
+        ):
             url = f"{server.origin}/{server.key}/"
             output.result(url, "nightjar.report_server/1", job=found.id, url=url)
             sys.stdout.flush()
-            with suppress(KeyboardInterrupt):
-                server.serve_forever()
-        if server.decided:
-            renew_manifest(found.ledger, found.store, found.id)
+            server.serve_forever()
+        renew_manifest(found.ledger, found.store, found.id)
         return
     # Absolute, so that `-` is a file's name.
     place, store = to.absolute() if to else default_place(found.settings, found.id), found.store

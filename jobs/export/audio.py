@@ -157,13 +157,14 @@ class AudioReader:
         artifact = item.codes_artifact
         if not self.codes or artifact is None:
             return item
-        return replace(item, codes=read_codes(self._read(artifact)))
+        return replace(item, codes=read_codes(self.read(artifact)))
 
     def _load(self, item: AudioItem) -> Loaded:
         item = self._coded(item)
-        return (item, b"") if item.is_codes else self.conversion.applied(item, self._read(item.artifact))
+        return (item, b"") if item.is_codes else self.conversion.applied(item, self.read(item.artifact))
 
-    def _read(self, artifact: Artifact) -> bytes:
+    def read(self, artifact: Artifact) -> bytes:
+        """The bytes of an artifact. Raises `store.missing`, and `store.conflict` if its hash is not the ledger's."""
         data = self._artifacts.read(artifact)
         if sha256_of(data) != artifact.sha256:
             raise StoreError(
@@ -191,7 +192,7 @@ class AudioReader:
             # The copy must not be written through a link.
             path.unlink(missing_ok=True)
         # Read before the file is created, so that lost audio leaves no file.
-        data = self._read(artifact) if data is None else data
+        data = self.read(artifact) if data is None else data
         with output(str(path)) as copy:
             copy.write(data)
         return item, str(path)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, takewhile
@@ -23,7 +24,7 @@ from jobs.export.files import Dataset, Identity, PartFiles, json_bytes, open_des
 from jobs.export.formats import ExportFormat, find_format
 from jobs.export.items import WHOLE, AudioItem, LeftOut, Part, Plan, Splits, make_plan
 from jobs.export.job_set import JobSet, StoredJob
-from jobs.export.manifest import manifest_line
+from jobs.export.manifest import manifest_line, renew_manifest
 from jobs.ledger.records import WORDS, ItemRow, ItemState
 from jobs.provenance import exporter_record, read_records
 from jobs.recent_jobs import out_option
@@ -139,6 +140,9 @@ def export_jobs(
         )
         if chosen.failure_line is None and audio_root is None:
             _refuse_lost(one, where, chosen)
+        # A killed process may have left an old one. The store may be read-only.
+        with suppress(StoreError):
+            renew_manifest(one.ledger, store, job.id)
     job_set = JobSet(jobs, where, chosen, unique=unique)
     one_file = chosen.one_file(splits)
     path = None if to == "-" or is_remote(to) else Path(to).absolute()

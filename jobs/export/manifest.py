@@ -119,15 +119,21 @@ def put_shard_manifest(
 
 
 def renew_manifest(ledger: Ledger, store: ObjectStore, job_id: str) -> None:
-    """Writes the manifest of a job again, if the job has ended."""
-    if ledger.job_state(job_id).final:
-        put_manifest(ledger, store, job_id)
+    """Writes the manifest of a job, if the job has ended and its newest manifest is missing or old. A job without
+    audio gets none."""
+    if ledger.needs_manifest(job_id):
+        mark = ledger.begin_manifest(job_id)
+        if ledger.status(job_id).items.done or store.head(job_manifest_key(job_id)):
+            put_manifest(ledger, store, job_id)
+        else:
+            ledger.note_manifest(ledger.job(job_id), mark)
 
 
 def put_manifest(ledger: Ledger, store: ObjectStore, job_id: str) -> ObjectInfo:
     """Writes the manifest of a job in bounded memory: `manifest.jsonl`, or the next number if the content has
-    changed. If the job has ended, the ledger records that its manifest is written."""
-    job = ledger.job(job_id)
+    changed. If the job has ended, the ledger records that its manifest is written, unless a decision was made
+    meanwhile."""
+    mark, job = ledger.begin_manifest(job_id), ledger.job(job_id)
     # A file without a name, so that a killed process leaves none.
     with tempfile.TemporaryFile(prefix="nightjar-manifest-") as file:
         for item in audio_items(ledger, store, job_id):
@@ -146,8 +152,7 @@ def put_manifest(ledger: Ledger, store: ObjectStore, job_id: str) -> ObjectInfo:
             )
             file.write(json_line(entry))
         file.seek(0)
-        info = put_numbered(store, job_manifest_key(job.id), cast("BinaryIO", file))
+        info = put_numbered(store, job_manifest_key(job.id), cast("BinaryIO", file), newest=True)
     store.sync()
-    if job.state.final:
-        ledger.note_manifest(job)
+    ledger.note_manifest(job, mark)
     return info

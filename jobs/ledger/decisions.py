@@ -17,8 +17,14 @@ from jobs.ledger.status import read_job
 from jobs.ledger.transaction import Transaction
 from pipelines.errors import ErrorCode, NotFoundError, ServiceError
 
-#: Of checks: the audio that was measured, its draw with scores, and why the item fails unless the draw is kept.
-Verdict = tuple[Artifact, Draw, str]
+#: Of checks: the audio that was measured, its draw as it was before and with the new scores, and why the item fails
+#: unless the draw is kept.
+Verdict = tuple[Artifact, Draw | None, Draw, str]
+#: Takes an ended shard for a check, or takes it longer. `heartbeat_at` is then the end of this right.
+_TAKE_SHARD = """
+UPDATE shards SET worker_id = :checker, heartbeat_at = <now> + :seconds
+WHERE job_id = :job AND no = :shard AND state IN ('done', 'dead') AND (worker_id = :checker OR COALESCE(heartbeat_at, 0) < <now>)
+"""
 _LOCK = "SELECT no FROM shards WHERE job_id = :job AND no IN (:shards) ORDER BY no FOR UPDATE"
 _OF_ITEMS = "job_no = :job_no AND idx IN (:indexes)"
 #: The items with the audio that a person hears.
@@ -122,25 +128,37 @@ def _move(sql: Transaction, job: Job, job_no: int, moved: list[int], accepted: b
         sql.change(statement, **values, indexes=moved, accepted=accepted)
 
 
+def take_for_check(sql: Transaction, job_id: str, shard_no: int, checker: str, seconds: float) -> bool:
+    """Takes an ended shard, so that no other check measures it meanwhile, or takes it for longer; 0 seconds give it back.
+    Returns whether it is free or taken by this checker."""
+    values = {"job": job_id, "shard": shard_no, "checker": checker, "seconds": seconds}
+    return bool(sql.change(_TAKE_SHARD, **values))
+
+
 def commit_checks(sql: Transaction, job: Job, verdicts: Iterable[Verdict]) -> None:
-    """Writes verdicts of checks that ran after their job had completed. Items that have other audio now are left out. The
-    audio of failed items moves to quarantine, and the job then needs another manifest.
+    """Writes verdicts of checks that ran after their job had completed. Items that have other audio or other scores now
+    are left out. The audio of failed items moves to quarantine, and the job then needs another manifest.
 
     Raises `ServiceError` with `ledger.state` if the job has not completed, because workers may have its items.
     """
     failed = JobState.COMPLETED_WITH_ERRORS
     job_no = lock_known_job(sql, job.id, "checked", JobState.COMPLETED, failed).no
-    made = {audio.index: (audio.sha256, draw, message) for audio, draw, message in verdicts}
-    audio = artifacts_of(sql, job.id, job.spec.main_kind, made)
-    found = [index for index, artifact in audio.items() if artifact.sha256 == made[index][0]]
+    made = {verdict[0].index: verdict for verdict in verdicts}
+    values = {"job_no": job_no, "indexes": list(made)}
+    sql.rows(_LOCK, job=job.id, shards=sql.column(f"SELECT shard_no FROM items WHERE {_OF_ITEMS}", **values))
+    kept = {row.index: row.draw for row in draws_of(sql, job.id, made) if row.draw.kept}
+    audio = {
+        index: (one.sha256, kept.get(index))
+        for index, one in artifacts_of(sql, job.id, job.spec.main_kind, made).items()
+    }
+    found = [index for index, known in audio.items() if known == (made[index][0].sha256, made[index][1])]
     items = {"job_no": job_no, "indexes": found}
-    sql.rows(_LOCK, job=job.id, shards=sql.column(f"SELECT shard_no FROM items WHERE {_OF_ITEMS}", **items))
     for rows in ("draws WHERE kept AND", "scores WHERE"):
         sql.change(f"DELETE FROM {rows} {_OF_ITEMS}", **items)
-    add_draws(sql, job_no, [DrawRow(index, made[index][1]) for index in found])
-    moved = [index for index in found if not made[index][1].kept]
+    add_draws(sql, job_no, [DrawRow(index, made[index][2]) for index in found])
+    moved = [index for index in found if not made[index][2].kept]
     for index in moved:
-        _, draw, message = made[index]
+        *_, draw, message = made[index]
         change = f"UPDATE items SET error_code = :code, error_message = :message WHERE {_OF_ITEMS}"
         sql.change(change, job_no=job_no, indexes=[index], code=draw.code, message=clean(message))
     if moved:

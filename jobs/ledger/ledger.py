@@ -142,9 +142,12 @@ class Ledger(Database):
             self.write(lifecycle.complete_or_pause, ticket.job_id)
         return result
 
+    take_for_check = _writes(decisions.take_for_check)
     commit_checks = _writes(decisions.commit_checks)
 
     reconcile = reconciler.reconcile
+    needs_manifest = _reads(reconciler.needs_manifest)
+    begin_manifest = _writes(reconciler.begin_manifest)
     note_manifest = _writes(reconciler.note_manifest)
 
     # Control

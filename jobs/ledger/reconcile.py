@@ -3,6 +3,7 @@ missing manifests. Also decides which stored objects are orphans."""
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
@@ -66,12 +67,14 @@ _REPAIRS = (
 _STALE_WORKERS = (("workers", f"{ACTIVE} AND heartbeat_at < <now> - :timeout", f"state = '{LOST}'"),)
 #: Maximum number of jobs without a manifest that one pass reports.
 JOBS_AT_ONCE = 10
+_OLD_MANIFEST = f"""
+SELECT id FROM jobs WHERE state IN ({literals(*FINAL)}) AND (manifest_finished_at IS NULL OR manifest_finished_at <> finished_at)
+"""
 # Jobs that ended some time ago (or, by a wrong clock, in the future) and whose manifest is not recorded. They
 # are chosen at random, so that jobs whose manifest fails do not block others.
 _WITHOUT_MANIFEST = f"""
-SELECT id FROM jobs WHERE state IN ({literals(*FINAL)})
-AND (finished_at < <now> - {MANIFEST_GRACE_SECONDS} OR finished_at > {_AHEAD})
-AND (manifest_finished_at IS NULL OR manifest_finished_at <> finished_at) ORDER BY random() LIMIT {JOBS_AT_ONCE}
+{_OLD_MANIFEST} AND (finished_at < <now> - {MANIFEST_GRACE_SECONDS} OR finished_at > {_AHEAD})
+ORDER BY random() LIMIT {JOBS_AT_ONCE}
 """
 _EXPIRED = "state = 'leased' AND lease_until < <now>"
 _LOST_MESSAGE = "state = 'queued' AND enqueued_at < <now> - :timeout"
@@ -86,13 +89,26 @@ def _change_rows(database: Database, changes: tuple[tuple[str, str, str], ...], 
     )
 
 
-def note_manifest(sql: Transaction, job: Job) -> None:
+def needs_manifest(sql: Transaction, job_id: str) -> bool:
+    """Whether a job has ended and its newest manifest is missing or old."""
+    return sql.row(f"{_OLD_MANIFEST} AND id = :job", job=job_id) is not None
+
+
+def begin_manifest(sql: Transaction, job_id: str) -> float:
+    """Records that a manifest is being written. Returns the mark for `note_manifest`, which no time equals."""
+    mark = -random.random()
+    sql.change("UPDATE jobs SET manifest_finished_at = :mark WHERE id = :job", job=job_id, mark=mark)
+    return mark
+
+
+def note_manifest(sql: Transaction, job: Job, mark: float) -> None:
     """Records that the manifest of an ended job is written or not needed; does nothing if the job was
-    reopened after `job` was read."""
+    reopened after `job` was read, or needs another manifest since `begin_manifest`."""
     sql.change(
-        "UPDATE jobs SET manifest_finished_at = finished_at WHERE id = :job AND finished_at = :finished_at",
+        "UPDATE jobs SET manifest_finished_at = finished_at WHERE id = :job AND finished_at = :finished_at AND manifest_finished_at = :mark",
         job=job.id,
         finished_at=job.finished_at,
+        mark=mark,
     )
 
 

@@ -183,6 +183,8 @@ class MeasuredItems:
     items: int = 0
     #: Those of them of which a measured draw failed. Items that are not measured keep such a draw.
     failed: int = 0
+    #: Those of `failed` that no other draw and no decision has mended.
+    still_failed: int = 0
     #: See `Quality.max_failure_rate`.
     max_failure_rate: float | None = None
 
@@ -303,9 +305,9 @@ def status_of(sql: Transaction, job_id: str) -> JobStatus:
     )
 
 
-def measured_items(sql: Transaction, job: Job) -> MeasuredItems:
-    """The items of a job that meters have measured."""
-    quality = job.spec.quality or Quality()
+def measured_items(sql: Transaction, job: Job, checks: Quality | None = None) -> MeasuredItems:
+    """The items of a job that meters have measured: those of `checks`, or those of its own checks."""
+    quality = checks or job.spec.quality or Quality()
     # The aligner of a job with times of words measures all items.
     names = [name for name in METERED if name != ALIGNER or job.spec.timestamps is not True]
     names += quality.bounds.keys() - CHECKS.keys()
@@ -315,7 +317,11 @@ def measured_items(sql: Transaction, job: Job) -> MeasuredItems:
     columns = ", ".join(name for name in SCORE_COLUMNS if name in names)
     # Few draws are searched: those of items that failed, or whose kept draw may have been measured.
     statement = f"""
-    SELECT count(DISTINCT idx), count(DISTINCT CASE WHEN code IS NOT NULL THEN idx END) FROM draws
+    SELECT count(DISTINCT idx), count(DISTINCT CASE WHEN code IS NOT NULL THEN idx END),
+        count(DISTINCT CASE WHEN code IS NOT NULL AND EXISTS (
+            SELECT 1 FROM items WHERE items.job_no = draws.job_no AND items.idx = draws.idx
+            AND (state IN (2, 3) OR (kept AND error_code IS NULL))
+        ) THEN idx END) FROM draws
     WHERE job_no = (SELECT no FROM jobs WHERE id = :job) AND idx IN (
         SELECT idx FROM scores WHERE job_no = (SELECT no FROM jobs WHERE id = :job)
         AND (COALESCE({columns}) IS NOT NULL OR {tests.replace("scores", "others")})
@@ -324,7 +330,7 @@ def measured_items(sql: Transaction, job: Job) -> MeasuredItems:
     """
     (counts,) = sql.rows(statement, job=job.id, **likes)
     highest = quality.max_failure_rate
-    return MeasuredItems(counts[0], counts[1], None if highest is UNSET else highest)
+    return MeasuredItems(counts[0], counts[1], counts[2], None if highest is UNSET else highest)
 
 
 def statuses_of(sql: Transaction, found: Sequence[Job]) -> list[JobStatus]:

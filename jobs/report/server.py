@@ -43,8 +43,6 @@ class ReportServer(ThreadingHTTPServer):
         self.ledger, self.store, self.job_id, self.report = found.ledger, found.store, found.id, report
         self.key = secrets.token_urlsafe(32)
         self.origin = f"http://{ADDRESS}:{self.server_port}"
-        #: Whether a decision was made.
-        self.decided = False
 
     def answer(self, place: str, sent: bytes) -> bytes:
         """The page, the audio of an item (`audio/INDEX`), or a decision as text after it is recorded (`decisions`).
@@ -72,7 +70,6 @@ class ReportServer(ThreadingHTTPServer):
             raise ValueError("There is no such item.")
         if decision:
             ledger.decide(job_id, [row.id], decision, heard)
-            self.decided = True
             return str(decision).encode()
         audio = row.artifact or ledger.artifacts_of(job_id, QUARANTINE, [index]).get(index)
         if audio is None:

@@ -53,7 +53,7 @@ class AlignMeter:
             raise ModelError(
                 ErrorCode.MODEL_BAD_CHECKPOINT,
                 f"The model {model[:200]!r} of the meter align cannot be opened: {error}.",
-                "Set `meters.align.model` to the folder of a CTC model in Hugging Face's layout.",
+                "Give the folder of a CTC model in Hugging Face's layout: `--qa-set meters.align.model=FOLDER`.",
             ) from error
         self._vocabulary: dict[str, int] = tokenizer.get_vocab()
         self._blank = int(network.config.pad_token_id)

@@ -231,7 +231,7 @@ def _unusable(model: str, error: Exception) -> ModelError:
     return ModelError(
         ErrorCode.MODEL_BAD_CHECKPOINT,
         f"The ASR model {model[:200]!r} of the meter asr cannot be opened: {error}.",
-        "Set `meters.asr.model` to the folder or name of a faster-whisper model.",
+        "Set it with `--qa-set meters.asr.model=MODEL`: the folder or the name of a faster-whisper model.",
     )
 
 
@@ -239,7 +239,7 @@ def _unreachable(model: str, reason: str) -> ModelError:
     return ModelError(
         ErrorCode.MODEL_UNREACHABLE,
         f"The ASR model {model[:200]!r} of the meter asr is not in the hub's cache and could not be downloaded ({reason}).",
-        "Give the worker access to the model hub, or set `meters.asr.model` to the folder of a faster-whisper model.",
+        "Give the worker access to the model hub, or a faster-whisper model: `--qa-set meters.asr.model=FOLDER`.",
     )
 
 
@@ -399,8 +399,8 @@ def open_meter(name: str, options: Mapping[str, Option]) -> Meter:
     except TypeError as error:
         raise ModelError(
             ErrorCode.MODEL_BAD_CHECKPOINT,
-            f"The meter {name} does not accept its options: {error}.",
-            "Correct `meters` of the quality config.",
+            f"The meter {name} does not accept its options: {str(error).rpartition('() ')[2]}.",
+            f"Correct them with `--qa-set meters.{name}.OPTION=VALUE`, or in the file of `--qa-config`.",
         ) from error
 
 

@@ -262,13 +262,25 @@ def test_many_people_decide_at_once(ledger: Ledger) -> None:
 
 def test_the_manifest_of_an_ended_job_is_due_after_a_decision(ledger: Ledger) -> None:
     job = job_of(ledger, done(0), done(1))
-    ledger.note_manifest(job)
+    ledger.note_manifest(job, ledger.begin_manifest(job.id))
+    assert not ledger.needs_manifest(job.id)
     execute(
         ledger, "UPDATE jobs SET finished_at = finished_at - 3600, manifest_finished_at = finished_at - 3600"
     )
     assert ledger.reconcile().without_manifest == ()
     ledger.decide(job.id, ["e0"], Decision(False, "ada"))
     assert ledger.reconcile().without_manifest == (job.id,)
+    # One that is made while its manifest is being written is not in it.
+    mark = ledger.begin_manifest(job.id)
+    ledger.decide(job.id, ["e1"], Decision(False, "ada"))
+    ledger.note_manifest(ledger.job(job.id), mark)
+    assert ledger.needs_manifest(job.id)
+    # Of two that write it at once, the second one has seen everything.
+    first, second = ledger.begin_manifest(job.id), ledger.begin_manifest(job.id)
+    ledger.note_manifest(ledger.job(job.id), first)
+    assert ledger.needs_manifest(job.id)
+    ledger.note_manifest(ledger.job(job.id), second)
+    assert not ledger.needs_manifest(job.id)
 
 
 def test_decisions_are_deleted_with_their_job(ledger: Ledger) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 from jobs.checks import BASIC
+from jobs.export import export
+from jobs.export.manifest import renew_manifest
 from jobs.ledger.records import Decision, Job
 from jobs.recent_jobs import FoundJob
 from jobs.report.server import MAX_BYTES, ReportServer
@@ -110,19 +112,17 @@ def test_a_decision_is_about_the_audio_that_was_heard(desk: Desk, job: Job, serv
         status, body, _ = ask(server, "POST", f"/{server.key}/decisions", [index, accepted, heard, reason])
         return status, body.decode()
 
-    assert not server.decided
     assert decide(1, True, hash_of(desk, job, 0)) == (
         409,
         "Item 1 (item-1) has other audio now, so it cannot be accepted.",
     )
-    assert not server.decided
+    assert decisions(desk, job) == {}
     status, said = decide(1, True, hash_of(desk, job, 1))
     assert (status, said.startswith("accepted by ")) == (200, True)
     status, said = decide(0, False, hash_of(desk, job, 0), "<b>noise</b>")
     assert (status, said.endswith(": <b>noise</b>")) == (200, True)
     assert decide(4, True, "")[0] == 409
     assert decide(4, False, "")[0] == 200
-    assert server.decided
     assert decisions(desk, job) == {"item-1": True, "item-0": False, "item-4": False}
     # Failed items about which nobody has decided come first after a reload; the refused one was decided.
     document = read_page(ask(server, "GET", f"/{server.key}/")[1].decode())
@@ -297,7 +297,17 @@ def test_the_page_of_another_site_decides_nothing_in_a_browser(
         assert decisions(desk, job) == {}
 
 
-def test_the_command_serves_until_ctrl_c_and_then_writes_the_manifest(desk: Desk, job: Job) -> None:
+def newest(desk: Desk, job: Job) -> list[int]:
+    """The indexes in the manifest with the highest number."""
+    found = [info.key for info in desk.rig.store.list(f"jobs/{job.id}/manifest.")]
+    number = {key: int(key.split(".")[1]) if key.count(".") > 1 else 1 for key in found}
+    return [json.loads(line)["index"] for line in desk.rig.store.get(max(found, key=number.__getitem__)).splitlines()]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_the_manifest_follows_decisions_whatever_ends_the_server(
+    desk: Desk, job: Job, number: signal.Signals
+) -> None:
     folder = desk.rig.folder
     arguments = ["report", job.id, "--out", str(folder), "--serve", "--json"]
     environment = {**os.environ, "XDG_STATE_HOME": str(folder / "state"), "SPEECH_DEBUG": "1"}
@@ -313,12 +323,22 @@ def test_the_command_serves_until_ctrl_c_and_then_writes_the_manifest(desk: Desk
         connection.request("POST", f"/{key}/decisions", body, {"Origin": f"http://{address}"})
         assert connection.getresponse().status == 200
         time.sleep(0.2)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (0, "")
+    killed = number == signal.SIGKILL
+    assert (process.returncode, errors) == (-number if killed else 0, "")
     assert decisions(desk, job) == {"item-0": False}
-    (info,) = desk.rig.store.list(f"jobs/{job.id}/manifest.")
-    assert [json.loads(line)["index"] for line in desk.rig.store.get(info.key).splitlines()] == [3]
+    assert newest(desk, job) == ([0, 3] if killed else [3])
+    if killed:
+        export(desk.rig.ledger, desk.rig.store, job.id, "manifest", str(folder / "x.jsonl"))
+        assert newest(desk, job) == [3]
+    # A change of mind makes a manifest with the content of the first one, and it is the newest.
+    desk.rig.ledger.decide(job.id, ["item-1"], Decision(True, "ada"))
+    renew_manifest(desk.rig.ledger, desk.rig.store, job.id)
+    assert newest(desk, job) == [1, 3]
+    desk.rig.ledger.decide(job.id, ["item-1"], Decision(False, "ada"))
+    renew_manifest(desk.rig.ledger, desk.rig.store, job.id)
+    assert newest(desk, job) == [3]
     for wrong in ("--embed", "--to=x.html"):
         done = subprocess.run(
             [sys.executable, "-m", "jobs", *arguments, wrong],

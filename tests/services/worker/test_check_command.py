@@ -107,8 +107,10 @@ def test_a_check_that_is_killed_goes_on_where_it_was(made: Home) -> None:
     assert before < len(made.measured()) < ITEMS + 10
     states = {item["example_id"]: (item["state"], item["error_code"]) for item in made.items()}
     assert {name for name, state in states.items() if state == ("failed", "qa.score")} == {"u7"}
-    left = json.loads(ended.stdout)["left"]
+    view = json.loads(ended.stdout)
+    left = view["left"]
     assert left == ("is left" in ended.stderr)
+    assert view["left_by_code"] == ({"qa.meter": 1} if left else {})
     again = made.run("check", made.job, *CHECKS, "--json")
     assert json.loads(again.stdout)["left"] == 0
     assert len(made.measured()) - before < ITEMS
@@ -141,6 +143,31 @@ def test_checks_that_make_no_sense_are_refused(made: Home, words: list[str], sta
     refused = made.run("check", made.job, *words, "--json")
     assert (refused.returncode, refused.stdout) == (status, "")
     assert json.loads(refused.stderr)["error"]["code"] == code
+
+
+PROGRAM = """
+import nightjar, sys
+job = nightjar.find_job(sys.argv[1], out="out")
+checked = job.check(qa_set=["meters.peak={}", "bounds.peak.low=0.5"])
+print(checked.passed, checked.measured.items, checked.measured.still_failed, dict(checked.left), str(checked))
+for wrong in ({}, {"qa_sample": "5x"}, {"nope": 1}, {"qa_set": "meters.peak={}"}):
+    try:
+        job.check(**wrong)
+    except nightjar.NightjarError as error:
+        print(error.code.value)
+"""
+
+
+def test_a_program_checks_too(made: Home) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, made.job], cwd=made.folder, env=made.environment, capture_output=True, text=True, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, *errors = done.stdout.splitlines()
+    assert first.startswith(
+        "False 40 1 {} 1 of 40 measured items failed a draw: 2.5% (0.4% to 12.9%); 1 still fail"
+    )
+    assert errors == ["config.invalid"] * 4
 
 
 def test_an_unknown_job_is_not_found(made: Home) -> None:

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec import UNSET
 
 from jobs.checks import Option, Quality, quality_of
 from jobs.export.items import audio_items
-from jobs.ledger.records import QUARANTINE, DrawRow, ItemState, Job, JobState
+from jobs.ledger.records import QUARANTINE, Decision, DrawRow, ItemState, Job, JobState, Score
+from jobs.provenance import put_provenance, read_records, reopened_model
 from jobs.recent_jobs import FoundJob
 from jobs.where import parse_where
-from pipelines.errors import ConfigError, ErrorCode, ModelError, NightjarError, ServiceError, StoreError
+from pipelines.errors import ConfigError, ErrorCode, ModelError, ServiceError, StoreError
 from pipelines.registry import register_pipeline
+from pipelines.request import EngineInfo
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import FakePipeline
 from tests.support.quality_kit import Costs, TextMeter
+from tests.support.times import with_times
 from tests.support.worker_rig import Rig
-from worker.check import check_job, checks_of
+from worker.check import Checked, check_job, checks_of
 from worker.garbage import orphans
 from worker.quality.meters import Readings, Utterance
 from worker.quality.process import MeterError, MeterPool
@@ -57,6 +64,25 @@ def build(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
     forget()
 
 
+class AllGood(Costs):
+    """Hears no fault."""
+
+    def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
+        return super().measure(meters, dataclasses.replace(utterance, text="good"))
+
+
+class Slow(Costs):
+    """Takes some time for each draw."""
+
+    def __init__(self, seconds: float = 0.01) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
+        time.sleep(self.seconds)
+        return super().measure(meters, utterance)
+
+
 def run(rig: Rig, texts: list[str], checks: Quality | None, **spec: object) -> Job:
     job = rig.submit(texts, quality=checks, **spec)
     while not rig.status(job).job.state.final:
@@ -64,22 +90,28 @@ def run(rig: Rig, texts: list[str], checks: Quality | None, **spec: object) -> J
     return job
 
 
-def check(
-    rig: Rig, job: Job, checks: Quality | None = None, host: TextMeter | None = None, errors: list[str] | None = None
-) -> dict[str, int]:  # fmt: skip
+def result(
+    rig: Rig, job: Job, checks: Quality | None = None, host: TextMeter | None = None, told: list[str] | None = None
+) -> Checked:  # fmt: skip
     class Found(FoundJob):
         """A job whose store is in memory."""
 
         store = rig.store  # pyright: ignore[reportAssignmentType]
 
-    pool_host, told = host or Costs(), [] if errors is None else errors
-    pool, job = MeterPool(open_host=lambda: pool_host), rig.ledger.job(job.id)
+    pool, job = MeterPool(open_host=lambda: host or Costs()), rig.ledger.job(job.id)  # pyright: ignore
+    with closing(pool):
+        chosen = checks_of(job, checks or quality())
+        return check_job(
+            Found(rig.settings, rig.ledger, job), chosen, pool, [].append if told is None else told.append
+        )
+
+
+def check(
+    rig: Rig, job: Job, checks: Quality | None = None, host: TextMeter | None = None, errors: list[str] | None = None
+) -> dict[str, int]:  # fmt: skip
+    pool_host = host or Costs()
     before = {(row.index, row.draw.draw) for row in rig.ledger.draws(job.id) if row.draw.code is not None}
-    try:
-        chosen = checks_of(job, checks)
-        left = check_job(Found(rig.settings, rig.ledger, job), chosen, pool, told.append)
-    finally:
-        pool.close()
+    left = result(rig, job, checks or checks_of(rig.ledger.job(job.id), None), pool_host, errors).left.total()
     failed = {(row.index, row.draw.draw) for row in rig.ledger.draws(job.id) if row.draw.code is not None}
     return {"measured": len(pool_host.texts), "failed": len(failed - before), "left": left}
 
@@ -256,17 +288,160 @@ def test_an_item_that_was_repaired_meanwhile_keeps_its_state(build: Callable[...
     assert "wer" not in rig.ledger.draws_of(job.id, [1])[0].draw.scores
 
 
-def test_lost_audio_and_jobs_of_codes_are_refused(build: Callable[..., Rig]) -> None:
+def test_lost_audio_is_left_and_what_follows_is_measured(build: Callable[..., Rig]) -> None:
+    rig, told = build(), list[str]()
+    job = run(rig, [f"text {number}" for number in range(30)], quality("basic"))
+    lost, broken, *_ = keys = [row.artifact.key for row in rig.items(job) if row.artifact]
+    rig.store.delete(lost)
+    rig.store.objects[broken] = (b"changed", rig.store.objects[broken][1])
+    assert check(rig, job, quality(), errors=told) == {"measured": 28, "failed": 0, "left": 2}
+    assert [text.split(":")[0] for text in told[:2]] == [
+        "Item item-0 is left (store.missing)", "Item item-1 is left (store.conflict)",
+    ]  # fmt: skip
+    assert "2 items (store.missing: 1, store.conflict: 1)" in told[2]
+    assert "--repair" in told[2]
+    rows = rig.items(job)
+    assert {row.state for row in rows} == {ItemState.DONE}
+    assert [row.draw.scores.keys() >= {"wer"} for row in rig.ledger.draws(job.id)] == [False] * 2 + [
+        True
+    ] * 28
+    # All that a worker wrote is gone, as after a wrong `rm`: each item is named, and the command ends.
+    for key in keys[2:]:
+        rig.store.delete(key)
+    rig.store.delete(next(key for key in rig.store.objects if "/input/" in key))
+    told.clear()
+    assert check(rig, job, quality("strict", "meters.speaker={}"), errors=told)["left"] == 30
+    assert sum("store.missing" in text for text in told) == 31
+
+
+def test_a_store_that_cannot_be_reached_ends_a_check(build: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     rig = build()
     job = run(rig, ["one", "two"], quality("basic"))
-    key = next(iter(rig.audio()))
-    rig.store.objects[key] = (b"changed", rig.store.objects[key][1])
-    with pytest.raises(NightjarError) as caught:
-        check(rig, job, quality())
-    assert caught.value.code is ErrorCode.STORE_CONFLICT
-    rig.store.delete(key)
-    with pytest.raises(StoreError):
-        check(rig, job, quality())
+
+    def down(key: str) -> bytes:
+        raise StoreError(ErrorCode.STORE_UNREACHABLE, f"No answer for {key}.")
+
+    monkeypatch.setattr(rig.store, "get", down)
+    told = list[str]()
+    with pytest.raises(StoreError) as caught:
+        check(rig, job, quality(), errors=told)
+    assert (caught.value.code, told) == (ErrorCode.STORE_UNREACHABLE, [])
+
+
+def test_a_retry_mends_what_a_check_found(build: Callable[..., Rig]) -> None:
+    rig = build()
+    job = run(rig, ["one", "[[wer:1]] two", "[[wer:1]] three"], quality("basic"))
+    assert result(rig, job).measured.still_failed == 2
+    assert not result(rig, job).passed
+    rig.ledger.decide(job.id, ["item-2"], Decision(True, "ada"))
+    assert result(rig, job).measured.still_failed == 1
+    assert rig.ledger.retry(job.id, [ErrorCode.QA_WER]) == 1
+    assert rig.run_next() is ShardEnd.FINISHED
+    mended = result(rig, job, host=AllGood())
+    # The rate is that of all draws, and the job is what it is now.
+    assert (mended.measured.items, mended.measured.failed, mended.measured.still_failed) == (3, 2, 0)
+    assert mended.passed
+    assert str(mended).startswith("2 of 3 measured items failed a draw")
+    kept = run(rig, ["[[wer:1]] two"], quality("basic", "on_fail=keep"))
+    assert not result(rig, kept).passed
+
+
+def test_a_check_that_measures_nothing_says_why(build: Callable[..., Rig]) -> None:
+    rig = build()
+    job = run(rig, ["one", "two"], quality("basic"))
+    no_audio = "No item is measured: no item of the sample (--qa-sample) has audio."
+    assert str(result(rig, job, quality("strict", "sample=0.0001"))) == no_audio
+    for text in ("[[fail:input.unsupported]] x", "one"):
+        empty = run(rig, [text], quality("basic"))
+        if text == "one":
+            rig.store.delete(next(row.artifact.key for row in rig.items(empty) if row.artifact))
+        said = str(result(rig, empty))
+        assert said == ("No item is measured: none could be." if text == "one" else no_audio)
+
+    class Deaf(Costs):
+        def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
+            return {}
+
+    assert "no score" in str(result(rig, job, host=Deaf()))
+
+
+def test_two_checks_at_once_share_the_shards(build: Callable[..., Rig]) -> None:
+    rig = build()
+    rig.settings = with_times(rig.settings, shard_items=5)
+    job = run(rig, [f"text {number}" for number in range(60)], quality("basic"))
+    hosts, told = [Slow(), Slow()], list[str]()
+    with ThreadPoolExecutor() as threads:
+        done = list(threads.map(lambda host: result(rig, job, host=host, told=told), hosts))
+    measured = [len(host.texts) for host in hosts]
+    assert sum(measured) == 60
+    assert min(measured) >= 15
+    assert [one.measured.items for one in done] == [60, 60]
+    assert all(one.passed for one in done)
+
+
+def test_a_shard_of_a_killed_check_is_free_after_its_lease(build: Callable[..., Rig]) -> None:
+    rig, told = build(), list[str]()
+    rig.settings = with_times(rig.settings, lease_seconds=2.0, heartbeat_seconds=0.2)
+    job = run(rig, ["one", "two"], quality("basic"))
+    assert rig.ledger.take_for_check(job.id, 0, "killed", 2.0)
+    assert not rig.ledger.take_for_check(job.id, 0, "another", 2.0)
+    before = time.monotonic()
+    assert result(rig, job, told=told).measured.items == 2
+    assert time.monotonic() - before > 1
+    assert told[0].startswith("Another check of the job measures 1 shard.")
+    # A slow one keeps its shard for longer than a lease.
+    with ThreadPoolExecutor() as threads:
+        slow = threads.submit(result, rig, job, quality("strict", "meters.speaker={}"), Slow(3.0))
+        time.sleep(2.5)
+        assert not rig.ledger.take_for_check(job.id, 0, "another", 0.1)
+        assert slow.result().passed
+    assert rig.ledger.take_for_check(job.id, 0, "another", 0.1)
+
+
+def test_what_others_measured_meanwhile_is_kept(build: Callable[..., Rig]) -> None:
+    """Even if a shard is measured twice, because the lease of a stopped process has ended."""
+    rig = build()
+    job = run(rig, ["one"], quality("basic"))
+
+    class Late(Costs):
+        def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
+            if not self.measured:
+                (item,), (row,) = audio_items(rig.ledger, rig.store, job.id), rig.ledger.draws(job.id)
+                scores = {**row.draw.scores, "similarity": Score(0.9, None, "")}
+                new = msgspec.structs.replace(row.draw, scores=scores)
+                rig.ledger.commit_checks(job, [(item.artifact, row.draw, new, "")])
+            return super().measure(meters, utterance)
+
+    result(rig, job, host=Late())
+    (row,) = rig.ledger.draws(job.id)
+    assert "similarity" in row.draw.scores
+    assert result(rig, job).measured.items == 1
+    (row,) = rig.ledger.draws(job.id)
+    assert row.draw.scores.keys() >= {"similarity", "wer"}
+
+
+def test_the_provenance_has_the_meters_of_a_later_check(build: Callable[..., Rig]) -> None:
+    rig = build()
+    job = run(rig, TEXTS, quality("basic"))
+    put_provenance(rig.store, job, EngineInfo(engine="fake"))
+    asked = quality("strict", "bounds.wer.high=0.3", "sample=0.9")
+    result(rig, job, asked)
+    result(rig, job, asked)
+    worker, later = read_records(rig.store, job)
+    assert (worker.recorded_by, later.recorded_by) == ("worker", "check")
+    assert later.checks is not UNSET
+    assert later.checks.meters.keys() == {"asr", "distillmos"}
+    assert later.checks.bounds["wer"].high == 0.3
+    assert (later.spec_sha, later.model.engine, later.checks.sample) == (job.spec_sha, "", 0.9)
+    assert "faster-whisper" in later.libraries
+    # A record of one that made no audio does not say with what to make it again.
+    with reopened_model(rig.store, job, lambda text: pytest.fail(text)):
+        pass
+
+
+def test_jobs_of_codes_are_refused(build: Callable[..., Rig]) -> None:
+    rig = build()
+    job = run(rig, ["one"], quality("basic"))
     coded = msgspec.structs.replace(job.spec, output="codes")
     with pytest.raises(ConfigError, match="codes alone"):
         checks_of(dataclasses.replace(job, spec=coded), quality())

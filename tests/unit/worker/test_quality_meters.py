@@ -25,7 +25,7 @@ from pipelines.errors import ErrorCode, ModelError, NightjarError
 from pipelines.request import Message, Speech, SynthesisRequest, submit
 from tests.support.services import children
 from worker.quality.meters import AsrMeter, Reading, Utterance, missing_weights, open_meter
-from worker.quality.process import MeterHangError, MeterPool, MeterProcess, MeterTask
+from worker.quality.process import MeterError, MeterHangError, MeterPool, MeterProcess, MeterTask
 
 RATE = 16_000
 
@@ -200,6 +200,33 @@ class TestMeters:
         os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
         assert process.measure({}, sample) == {}
         process.close()
+
+    def test_a_process_that_is_killed_in_a_draw_costs_this_draw_alone(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        code = (
+            "import os, pathlib, time\n"
+            "class Meter:\n"
+            "    def measure(self, sample):\n"
+            "        if sample.text:\n"
+            "            pathlib.Path(sample.text).write_text(f'{os.getpid()}.')\n"
+            "            time.sleep(600)\n"
+            "        return {'peak': (os.getpid(), '')}\n"
+        )
+        monkeypatch.setenv("PYTHONPATH", add_meter(tmp_path, code))
+        samples, told, pool = np.zeros(RATE, np.float32), tmp_path / "pid", MeterPool()
+        killed, *others = [pool.submit(MeterTask({"peak": {}}, Utterance(samples, RATE, text))) for text in (str(told), "", "")]  # fmt: skip
+        deadline = time.monotonic() + 240
+        while not (told.exists() and told.read_text().endswith(".")):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        child = int(told.read_text()[:-1])
+        os.kill(child, signal.SIGKILL)
+        with pytest.raises(MeterError, match="SIGKILL"):
+            killed.result(240)
+        first, second = (one.result(240)["peak"][0] for one in others)
+        assert first == second != child
+        pool.close()
 
     def test_a_hang_ends_with_the_process_and_slow_weights_are_an_outage(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
