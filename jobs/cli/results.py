@@ -34,7 +34,7 @@ from jobs.ledger.records import Decision, Job, JobSpec
 from jobs.recent_jobs import FoundJob, chosen_jobs, out_option
 from jobs.settings import load_settings
 from pipelines.audio_format import AUDIO_FORMATS
-from pipelines.errors import StoreError
+from pipelines.errors import NightjarError
 
 if TYPE_CHECKING:
     from jobs.repair import Repaired, ReproducedItem
@@ -305,7 +305,7 @@ def report(
     from jobs.report import default_place, write_report
 
     # A killed server may have left an old one.
-    with suppress(StoreError):
+    with suppress(NightjarError):
         renew_manifest(found.ledger, found.store, found.id)
     price = found.settings.price_per_gpu_hour if price is None else price
     if serve and (to or embed):

@@ -31,7 +31,7 @@ from jobs.recent_jobs import out_option
 from jobs.store import ObjectStore, is_remote
 from jobs.verify import Fault, expected_objects, listed_faults
 from jobs.where import Where
-from pipelines.errors import ErrorCode, StoreError, invalid
+from pipelines.errors import ErrorCode, NightjarError, StoreError, invalid
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
@@ -140,8 +140,8 @@ def export_jobs(
         )
         if chosen.failure_line is None and audio_root is None:
             _refuse_lost(one, where, chosen)
-        # A killed process may have left an old one. The store may be read-only.
-        with suppress(StoreError):
+        # A killed process may have left an old one. The ledger and the store may be read-only.
+        with suppress(NightjarError):
             renew_manifest(one.ledger, store, job.id)
     job_set = JobSet(jobs, where, chosen, unique=unique)
     one_file = chosen.one_file(splits)
